@@ -219,7 +219,7 @@ def out_of_subgroup(curve):
 @pytest.mark.parametrize("number", [IC, A, B1, B2, C, H])
 def test_points_off_the_curve_are_found(altered, data, family, number):
     with Zkey.open(path_of(family.name)) as key:
-        size = 8 * key._counts()[number][1]
+        size = 8 * key._sections[number][1]
     index = 2
     with altered(edited(data, number, index * size, b"\x01")) as key:
         place = offset_of(data, number) + index * size

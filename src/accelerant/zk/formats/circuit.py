@@ -9,8 +9,8 @@
     5  u32 count of custom gate uses, each: u32 gate, u32 count of wires, u64 each
 
 Wire 0 is the constant 1, followed by outputs, public inputs, private inputs and intermediate wires. Values are
-canonical.
-Source: iden3's r1csfile/doc/r1cs_bin_format.md (commit 1e48416); sections 4 and 5 verified against files of circom 2.2.
+canonical. Source: iden3's r1csfile/doc/r1cs_bin_format.md (commit 1e48416); sections 4 and 5 verified against files of
+circom 2.2.
 
 .wtns version 2 holds a witness:
 
@@ -30,19 +30,11 @@ import numpy.typing as npt
 
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.errors import ConfigError, OutOfMemory, ShapeError, UnsupportedDtype
-from accelerant.zk.formats.container import Container, Cursor, FilePath, Layout, MappedFile, write_container
-from accelerant.zk.formats.elements import (
-    check_below,
-    first_not_below,
-    prime_bytes,
-    read_family,
-    scalar_field,
-    words_of,
-)
+from accelerant.zk.formats.container import U64, Container, Cursor, FilePath, Layout, MappedFile, write_container
+from accelerant.zk.formats.elements import check_below, first_not_below, prime_bytes, read_family, words_of
 
 __all__ = ["TERM", "CustomGate", "R1cs", "Witness", "write_r1cs", "write_wtns"]
 
-U64 = npt.NDArray[np.uint64]
 Terms = npt.NDArray[np.void]
 
 _HEADER, _CONSTRAINTS, _LABELS, _GATES, _USES = range(1, 6)
@@ -51,7 +43,6 @@ _NAMES = {
     _USES: "custom gate uses",
 }  # fmt: skip
 _LAYOUT = Layout("r1cs", b"r1cs", 1, _NAMES, (_HEADER, _CONSTRAINTS, _LABELS))
-_COUNT = struct.Struct("<I")
 
 _IN_FILE = np.dtype([("wire", "<u4"), ("value", "<u8", (4,))])
 _TERM_WORDS = _IN_FILE.itemsize // 4
@@ -89,7 +80,16 @@ class R1cs(MappedFile):
     layout = _LAYOUT
 
     def _read(self, container: Container) -> None:
-        self._read_header(container.cursor(_HEADER))
+        cursor = container.cursor(_HEADER)
+        family = read_family(cursor, "r")
+        self.family, self._field = family.name, family.g1.scalars
+        at = cursor.at
+        numbers = map(cursor.number, ("nWires", "nPubOut", "nPubIn", "nPrvIn"))
+        self.n_wires, self.n_pub_out, self.n_pub_in, self.n_prv_in = numbers
+        self.n_labels, self.n_constraints = cursor.number("nLabels", 8), cursor.number("mConstraints")
+        cursor.end()
+        if self.n_public >= self.n_wires:
+            raise cursor.error(f"{self.n_public} public signals and wire 0 exceed {self.n_wires} wires", at)
         container.expect_size(_LABELS, 8 * self.n_wires, f"labels of {self.n_wires} wires")
         section = container.sections[_CONSTRAINTS]
         if section.size % 4 or section.size < 3 * 4 * self.n_constraints:
@@ -107,28 +107,14 @@ class R1cs(MappedFile):
         """Number of outputs and public inputs."""
         return self.n_pub_out + self.n_pub_in
 
-    def _read_header(self, cursor: Cursor) -> None:
-        family = read_family(cursor, "r")
-        self.family = family.name
-        self._field = scalar_field(family)
-        at = cursor.at
-        self.n_wires, self.n_pub_out, self.n_pub_in, self.n_prv_in = (
-            cursor.u32(name) for name in ("nWires", "nPubOut", "nPubIn", "nPrvIn")
-        )
-        self.n_labels = cursor.number(8, "nLabels")
-        self.n_constraints = cursor.u32("mConstraints")
-        cursor.end()
-        if self.n_public >= self.n_wires:
-            raise cursor.error(f"{self.n_public} public signals and wire 0 exceed {self.n_wires} wires", at)
-
     def _read_gates(self, cursor: Cursor) -> tuple[CustomGate, ...]:
         size, gates_read = self._field.size_bytes, []
-        at, gates = cursor.at, cursor.u32("the number of custom gates")
+        at, gates = cursor.at, cursor.number("the number of custom gates")
         if gates > _MAX_GATES:
             raise cursor.error(f"{gates} custom gates; at most {_MAX_GATES} are supported", at)
         for _ in range(gates):  # bounded by the section: each takes bytes of it
             name = cursor.until_zero("a custom gate's name").decode("utf-8", errors="replace")
-            count = cursor.u32("the number of a custom gate's parameters")
+            count = cursor.number("the number of a custom gate's parameters")
             data = cursor.take(count * size, "a custom gate's parameters")
             values = (int.from_bytes(data[i : i + size], "little") for i in range(0, len(data), size))
             gates_read.append(CustomGate(name, tuple(values)))
@@ -136,13 +122,12 @@ class R1cs(MappedFile):
         return tuple(gates_read)
 
     def _read_uses(self, cursor: Cursor) -> int:
-        uses = cursor.u32("the number of uses")
+        uses = cursor.number("the number of uses")
         for _ in range(uses):
-            at = cursor.at
-            gate = cursor.u32("a use's gate")
+            at, gate = cursor.at, cursor.number("a use's gate")
             if gate >= len(self.custom_gates):
                 raise cursor.error(f"custom gate {gate} of {len(self.custom_gates)}", at)
-            cursor.take(8 * cursor.u32("the number of a use's wires"), "a use's wires")
+            cursor.take(8 * cursor.number("the number of a use's wires"), "a use's wires")
         cursor.end()
         return uses
 
@@ -176,10 +161,14 @@ class R1cs(MappedFile):
 
     def _combination_starts(self) -> npt.NDArray[np.int64]:
         """Return the start of each linear combination and the end of the last, in 32-bit words of the section."""
-        section = self._container.sections[_CONSTRAINTS]
+        section, data = self._container.sections[_CONSTRAINTS], self._container.data
         starts = array("q", [0]) * (3 * self.n_constraints + 1)  # the section has 12 bytes for each constraint
         at = 0
-        with self._container.words32(_CONSTRAINTS) as words:
+        with (
+            memoryview(data) as whole,
+            whole[section.offset : section.offset + section.size] as part,
+            part.cast("I") as words,
+        ):
             try:
                 for index in range(3 * self.n_constraints):
                     starts[index] = at
@@ -197,31 +186,30 @@ class R1cs(MappedFile):
         return np.frombuffer(starts, np.int64)
 
     def _read_terms(self, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> Terms:
+        container, section = self._container, self._container.sections[_CONSTRAINTS]
         counts = (ends - starts) // _TERM_WORDS
         before = np.cumsum(counts) - counts
         entries = np.empty(int(counts.sum()), TERM)
         entries["row"] = np.repeat(np.arange(self.n_constraints, dtype=np.uint32), counts)
-        overlapping = self._container.overlapping(_CONSTRAINTS, _IN_FILE, 4)
+        # An element at every 32-bit word, so that terms are gathered by their positions
+        places = max(0, (section.size - _IN_FILE.itemsize) // 4 + 1)
+        overlapping = np.ndarray((places,), _IN_FILE, container.data, section.offset, (4,))
         for begin in range(0, len(entries), _CHUNK):
             part = entries[begin : begin + _CHUNK]
             rows, index = part["row"], np.arange(begin, begin + len(part))
             positions = starts[rows] + 1 + _TERM_WORDS * (index - before[rows])
             terms = overlapping[positions]
             part["wire"], part["value"] = terms["wire"], terms["value"]
-            self._check_terms(terms, positions)
+            wrong = terms["wire"] >= self.n_wires
+            if wrong.any():
+                first = int(wrong.argmax())
+                at = section.offset + 4 * int(positions[first])
+                raise container.error(_CONSTRAINTS, at, f"wire {terms['wire'][first]} of {self.n_wires}")
+            unreduced = first_not_below(terms["value"], self._field.modulus)
+            if unreduced is not None:
+                at = section.offset + 4 * int(positions[unreduced]) + 4
+                raise container.error(_CONSTRAINTS, at, f"a value is not below the modulus of {self._field.name}")
         return entries
-
-    def _check_terms(self, terms: Terms, positions: npt.NDArray[np.int64]) -> None:
-        offset = self._container.sections[_CONSTRAINTS].offset
-        wrong = terms["wire"] >= self.n_wires
-        if wrong.any():
-            index = int(wrong.argmax())
-            message = f"wire {terms['wire'][index]} of {self.n_wires}"
-            raise self._container.error(_CONSTRAINTS, offset + 4 * int(positions[index]), message)
-        unreduced = first_not_below(terms["value"], self._field.modulus)
-        if unreduced is not None:
-            at = offset + 4 * int(positions[unreduced]) + 4
-            raise self._container.error(_CONSTRAINTS, at, f"a value is not below the modulus of {self._field.name}")
 
     def __repr__(self) -> str:
         sizes = f"{self.n_constraints} constraints, {self.n_wires} wires, {self.n_public} public"
@@ -253,7 +241,6 @@ def write_r1cs(
         family: "bn254" or "bls12_381".
         n_wires: number of wires, including wire 0.
         n_pub_out, n_pub_in, n_prv_in: outputs, public inputs, private inputs; their wires follow wire 0.
-        n_constraints: number of rows.
         a, b, c: (n,) of TERM in any order, canonical values, at most one entry per row and wire.
         labels: (n_wires,) uint64; 0, 1, 2, ... by default.
         n_labels: n_wires by default.
@@ -277,10 +264,8 @@ def write_r1cs(
     if wired.dtype != np.uint64 or wired.shape != (n_wires,):
         raise ShapeError(f"labels must be ({n_wires},) of uint64, got {wired.shape} of {wired.dtype}")
     header = prime_bytes(pairing, "r") + struct.pack("<IIIIQI", *numbers.values(), *last.values())
-    named = {"a": a, "b": b, "c": c}
     matrices = [
-        _sorted_terms(name, terms, n_constraints, n_wires, scalar_field(pairing).modulus)
-        for name, terms in named.items()
+        _sorted_terms(name, terms, n_constraints, n_wires, pairing.r) for name, terms in (("a", a), ("b", b), ("c", c))
     ]
     combinations = _combinations(matrices, n_constraints)
     write_container(path, _LAYOUT, {_HEADER: [header], _CONSTRAINTS: [combinations], _LABELS: [wired]})
@@ -310,11 +295,9 @@ def _combinations(matrices: list[Terms], n_constraints: int) -> npt.NDArray[np.u
     words[starts.reshape(-1)] = counts.reshape(-1)
     if len(words) <= _TERM_WORDS:  # no term at all
         return words
-    shape = (len(words) - _TERM_WORDS + 1,)
-    overlapping: Terms = np.ndarray(shape, _IN_FILE, words.data, strides=(4,))
+    overlapping: Terms = np.ndarray((len(words) - _TERM_WORDS + 1,), _IN_FILE, words.data, strides=(4,))
     for k, terms in enumerate(matrices):
-        before = np.cumsum(counts[:, k]) - counts[:, k]
-        rows = terms["row"]
+        before, rows = np.cumsum(counts[:, k]) - counts[:, k], terms["row"]
         part = np.empty(len(terms), _IN_FILE)
         part["wire"], part["value"] = terms["wire"], terms["value"]
         overlapping[starts[rows, k] + 1 + _TERM_WORDS * (np.arange(len(terms)) - before[rows])] = part
@@ -340,12 +323,9 @@ class Witness(MappedFile):
     def _read(self, container: Container) -> None:
         cursor = container.cursor(_WITNESS_HEADER)
         family = read_family(cursor, "r")
-        at = cursor.at
-        count = cursor.u32("the number of values")
+        at, count = cursor.at, cursor.number("the number of values")
         cursor.end()
-        self._field = scalar_field(family)
-        self.family = family.name
-        self.n_values = count
+        self.family, self._field, self.n_values = family.name, family.g1.scalars, count
         container.expect_size(_VALUES, count * self._field.size_bytes, f"{count} values")
         if not count:
             raise cursor.error("no values; expected at least w[0]", at)
@@ -387,7 +367,7 @@ def write_wtns(path: FilePath, family: str, values: Any) -> None:
         OSError: the file cannot be written.
     """
     pairing = family_of(family)
-    words = words_of(values, scalar_field(pairing).limbs, len(values), "values")
+    words = words_of(values, pairing.g1.scalars.limbs, len(values), "values")
     if not _begins_with_one(words):
         raise ConfigError("values[0] must be 1, the value of wire 0")
     header = prime_bytes(pairing, "r") + struct.pack("<I", len(words))

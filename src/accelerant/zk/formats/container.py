@@ -8,9 +8,8 @@ Source: iden3/binfileutils, and the .r1cs format documented in iden3/r1csfile.
 Files are untrusted. They are mapped, not read: no allocation depends on a size claimed by the file before the file is
 known to contain that many bytes. A section that extends past the end of the file, is duplicated or missing, and
 trailing bytes raise FormatError with the file, the section and the offset. The checks hold as long as no other program
-modifies the
-file: if a mapped file is truncated, reading it ends the process (SIGBUS), as for any mapped file. write_container
-replaces files atomically and never truncates one.
+modifies the file: if a mapped file is truncated, reading it ends the process (SIGBUS), as for any mapped file.
+write_container replaces files atomically and never truncates one.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ import os
 import stat
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -113,6 +112,7 @@ class Container:
     """A read-only mapping of a file, with its table of sections.
 
     Attributes:
+        data: the mapping.
         size: file size in bytes.
         sections: id -> Section.
     """
@@ -123,22 +123,23 @@ class Container:
         Raises:
             FormatError: the file does not exist, has another format, or its sections do not fill it exactly.
         """
-        self.path = regular_file(path)
-        self.layout = layout
+        self.path, self.layout = regular_file(path), layout
         try:
             with self.path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size < PREFIX.size:
                     raise FormatError(f"{self.path} is not a .{layout.kind} file: it is shorter than the file header")
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FormatError:
             raise
         except OSError as error:
             raise FormatError(f"cannot read {self.path}: {error.strerror or error}") from None
         except ValueError:  # mmap refuses empty files: it was truncated after fstat
             raise FormatError(f"{self.path} was truncated while it was being opened") from None
-        self.size = len(self._map)
+        self.size = len(self.data)
         try:
             self.sections = self._read_sections()
+            for number in layout.required:
+                self.require(number)
         except FormatError:
             self.close()
             raise
@@ -146,7 +147,7 @@ class Container:
     def close(self) -> None:
         """Release the mapping. Arrays that still refer to it keep it alive."""
         with contextlib.suppress(BufferError):
-            self._map.close()
+            self.data.close()
 
     def forget(self) -> None:
         """Return the resident pages of the mapping to the system (madvise MADV_DONTNEED, where available).
@@ -154,12 +155,12 @@ class Container:
         Resident pages count towards the memory of this process. Later accesses read them from the file again.
         """
         if hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
+            self.data.madvise(mmap.MADV_DONTNEED)
 
     def _read_sections(self) -> dict[int, Section]:
         if self.size < PREFIX.size:
             raise FormatError(f"{self.path} was truncated while it was being opened")
-        magic, version, count = PREFIX.unpack_from(self._map)
+        magic, version, count = PREFIX.unpack_from(self.data)
         layout = self.layout
         if magic != layout.magic:
             raise FormatError(
@@ -178,7 +179,7 @@ class Container:
         for index in range(count):
             if self.size - at < HEAD.size:
                 raise FormatError(f"{self.path}: byte {at}: the file ends before section {index + 1} of {count}")
-            number, size = HEAD.unpack_from(self._map, at)
+            number, size = HEAD.unpack_from(self.data, at)
             section = Section(number, at + HEAD.size, size)
             if number in sections:
                 first = sections[number].offset
@@ -190,16 +191,11 @@ class Container:
             at = section.offset + size
         if at != self.size:
             raise FormatError(f"{self.path}: byte {at}: {self.size - at} trailing bytes after the last section")
-        for number in layout.required:
-            self._require(number, sections)
         return sections
 
     def require(self, number: int) -> None:
         """Raise FormatError unless the section exists."""
-        self._require(number, self.sections)
-
-    def _require(self, number: int, sections: Mapping[int, Section]) -> None:
-        if number not in sections:
+        if number not in self.sections:
             raise FormatError(f"{self.path}: section {number} ({self.layout.names[number]}) is missing")
 
     def error(self, number: int, offset: int, message: str) -> FormatError:
@@ -233,32 +229,12 @@ class Container:
         items = (section.size - start) // kind.itemsize if count is None else count
         if items < 0 or start + items * kind.itemsize > section.size:
             raise self.error(number, section.offset, f"{section.size} bytes do not hold {items} of {kind.itemsize}")
-        return np.frombuffer(self._map, kind, items, section.offset + start)
+        return np.frombuffer(self.data, kind, items, section.offset + start)
 
     def rows(self, number: int, width: int, *, start: int = 0, count: int | None = None) -> U64:
         """Return a section as rows of 64-bit words, (n, width); see array."""
         words: U64 = self.array(number, np.dtype(f"({width},)<u8"), start=start, count=count)
         return words
-
-    def overlapping(self, number: int, dtype: np.dtype[Any], step: int) -> Any:
-        """Return a read-only view with an element of `dtype` at every `step` bytes; elements may overlap."""
-        section = self.sections[number]
-        count = max(0, (section.size - dtype.itemsize) // step + 1)
-        return np.ndarray((count,), dtype, self._map, section.offset, (step,))
-
-    def words32(self, number: int) -> memoryview:
-        """Return a section, whose size is a multiple of 4 bytes, as 32-bit words; the caller releases the view."""
-        section = self.sections[number]
-        with memoryview(self._map) as whole, whole[section.offset : section.offset + section.size] as part:
-            return part.cast("I")
-
-    def bytes_at(self, offset: int, size: int) -> bytes:
-        """Return bytes of the file; the range has been validated."""
-        return self._map[offset : offset + size]
-
-    def find(self, value: bytes, start: int, end: int) -> int:
-        """Return the offset of `value` in [start, end), or -1."""
-        return self._map.find(value, start, end)
 
 
 class Cursor:
@@ -286,27 +262,21 @@ class Cursor:
         """Read the next `size` bytes; `what` names them in the error."""
         if size > self.left:
             raise self.error(f"the section ends within {what}: {size} bytes needed, {self.left} left")
-        data = self.container.bytes_at(self.at, size)
+        data = self.container.data[self.at : self.at + size]
         self.at += size
         return data
 
-    def number(self, size: int, what: str) -> int:
+    def number(self, what: str, size: int = 4) -> int:
         """Read an unsigned integer of `size` bytes."""
         return int.from_bytes(self.take(size, what), "little")
 
-    def u32(self, what: str) -> int:
-        """Read an unsigned 32-bit integer."""
-        return self.number(4, what)
-
     def words(self, count: int, what: str) -> U64:
         """Read `count` 64-bit words into a new array."""
-        data = self.take(count * _WORD_BYTES, what)
-        words: U64 = np.frombuffer(data, "<u8").astype(np.uint64)
-        return words
+        return np.frombuffer(self.take(count * _WORD_BYTES, what), "<u8").astype(np.uint64)
 
     def until_zero(self, what: str) -> bytes:
         """Read bytes up to a zero byte and skip it."""
-        size = self.container.find(b"\0", self.at, self.at + self.left) - self.at
+        size = self.container.data.find(b"\0", self.at, self.at + self.left) - self.at
         if size < 0:
             raise self.error(f"{what} is not terminated by a zero byte")
         return self.take(size + 1, what)[:-1]
@@ -394,30 +364,22 @@ def writable_target(path: FilePath) -> Path:
         ConfigError: the directory does not exist, the path is invalid, or it names a directory, a device, a pipe or a
             loop of symlinks.
     """
-    requested = Path(path)
+    requested, mode = Path(path), None
     try:
         target = Path(os.path.realpath(requested))
         in_directory = os.path.isdir(target.parent)
-        mode = _mode(target) if in_directory else None
+        if in_directory:
+            with contextlib.suppress(FileNotFoundError):
+                mode = os.lstat(target).st_mode
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
         raise ConfigError(f"{requested} cannot be written: {getattr(error, 'strerror', None) or error}") from None
     if not in_directory:
         raise ConfigError(f"{requested}: the directory {target.parent} does not exist")
     if mode is None or stat.S_ISREG(mode):
         return target
-    if stat.S_ISLNK(mode):
-        raise ConfigError(f"{requested} is a loop of symlinks; expected a file name")
-    if stat.S_ISDIR(mode):
-        raise ConfigError(f"{requested} is a directory; expected a file name")
-    raise ConfigError(f"{requested} is a device, a pipe or a socket; expected a file name")
-
-
-def _mode(path: Path) -> int | None:
-    """Return the mode of a path without following symlinks, or None if it does not exist."""
-    try:
-        return os.lstat(path).st_mode
-    except FileNotFoundError:
-        return None
+    other = "a directory" if stat.S_ISDIR(mode) else "a device, a pipe or a socket"
+    what = "a loop of symlinks" if stat.S_ISLNK(mode) else other
+    raise ConfigError(f"{requested} is {what}; expected a file name")
 
 
 def write_container(
@@ -436,27 +398,13 @@ def write_container(
         OSError: the directory is not writable or the disk is full; an existing file is unchanged.
     """
     target = writable_target(path)
-    with _named(Path(path)), AtomicFile(target, mode=_OWNER if secret else _ANYONE) as file:
-        file.write(PREFIX.pack(layout.magic, layout.version, len(sections)))
-        for number, payloads in sections.items():
-            file.write(HEAD.pack(number, sum(map(_size, payloads))))
-            _write_payloads(file, payloads)
-
-
-def _size(payload: Payload) -> int:
-    return len(payload) if isinstance(payload, bytes) else payload.nbytes
-
-
-def _write_payloads(file: BinaryIO, payloads: Sequence[Payload]) -> None:
-    for payload in payloads:
-        if _size(payload):
-            file.write(payload if isinstance(payload, bytes) else payload.reshape(-1).view(np.uint8).data)
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Name the target file in errors instead of the temporary one."""
     try:
-        yield
-    except OSError as error:
+        with AtomicFile(target, mode=_OWNER if secret else _ANYONE) as file:
+            file.write(PREFIX.pack(layout.magic, layout.version, len(sections)))
+            for number, payloads in sections.items():
+                parts = [x if isinstance(x, bytes) else x.reshape(-1).view(np.uint8).data for x in payloads]
+                file.write(HEAD.pack(number, sum(map(len, parts))))
+                for part in parts:
+                    file.write(part)
+    except OSError as error:  # it names the temporary file
         raise OSError(error.errno, error.strerror, str(path)) from None

@@ -6,8 +6,8 @@ from typing import Any
 
 from accelerant.errors import FormatError
 from accelerant.zk.formats.circuit import R1cs, Witness
-from accelerant.zk.formats.container import FilePath, MappedFile, regular_file
-from accelerant.zk.formats.elements import KINDS, U64, Label, count_infinities
+from accelerant.zk.formats.container import U64, FilePath, MappedFile, regular_file
+from accelerant.zk.formats.elements import KINDS, Label, count_infinities
 from accelerant.zk.formats.ptau import Ptau
 from accelerant.zk.formats.zkey import Zkey
 
@@ -65,54 +65,44 @@ def describe(path: FilePath, *, check: bool = False) -> dict[str, Any]:
 
 
 def _facts(file: MappedFile) -> dict[str, Any]:
-    if isinstance(file, Zkey):
-        return _zkey(file)
-    if isinstance(file, Ptau):
-        return _ptau(file)
-    if isinstance(file, R1cs):
-        return _r1cs(file)
-    return {"values": file.n_values} if isinstance(file, Witness) else {}
-
-
-def _zkey(key: Zkey) -> dict[str, Any]:
-    return {
-        "protocol": "groth16",
-        "constraints": key.n_constraints,
-        "signals": key.n_vars,
-        "public_inputs": key.n_public,
-        "domain_size": key.domain_size,
-        "coefficients": key.n_coefficients,
-        "points": _points(key.points),
-        "circuit_hash": key.circuit_hash.hex(),
-        "forgeable": key.forgeable,
-        "contributions": [_label(contribution.label) for contribution in key.contributions],
-    }
-
-
-def _ptau(powers: Ptau) -> dict[str, Any]:
-    return {
-        "power": powers.power,
-        "ceremony_power": powers.ceremony_power,
-        "most_constraints": 1 << powers.power,
-        "prepared": powers.prepared,
-        "points": _points(powers.points),
-        "contributions": [_label(contribution.label) for contribution in powers.contributions],
-    }
-
-
-def _r1cs(circuit: R1cs) -> dict[str, Any]:
-    matrices = circuit.matrices()
-    return {
-        "constraints": circuit.n_constraints,
-        "wires": circuit.n_wires,
-        "public_inputs": circuit.n_public,
-        "public_outputs": circuit.n_pub_out,
-        "private_inputs": circuit.n_prv_in,
-        "labels": circuit.n_labels,
-        "terms": {name: len(terms) for name, terms in zip("ABC", matrices, strict=True)},
-        "custom_gates": [gate.name for gate in circuit.custom_gates],
-        "custom_gate_uses": circuit.n_custom_gate_uses,
-    }
+    match file:
+        case Zkey():
+            return {
+                "protocol": "groth16",
+                "constraints": file.n_constraints,
+                "signals": file.n_vars,
+                "public_inputs": file.n_public,
+                "domain_size": file.domain_size,
+                "coefficients": file.n_coefficients,
+                "points": _points(file.points),
+                "circuit_hash": file.circuit_hash.hex(),
+                "forgeable": file.forgeable,
+                "contributions": [_label(contribution.label) for contribution in file.contributions],
+            }
+        case Ptau():
+            return {
+                "power": file.power,
+                "ceremony_power": file.ceremony_power,
+                "most_constraints": 1 << file.power,
+                "prepared": file.prepared,
+                "points": _points(file.points),
+                "contributions": [_label(contribution.label) for contribution in file.contributions],
+            }
+        case R1cs():
+            return {
+                "constraints": file.n_constraints,
+                "wires": file.n_wires,
+                "public_inputs": file.n_public,
+                "public_outputs": file.n_pub_out,
+                "private_inputs": file.n_prv_in,
+                "labels": file.n_labels,
+                "terms": {name: len(terms) for name, terms in zip("ABC", file.matrices(), strict=True)},
+                "custom_gates": [gate.name for gate in file.custom_gates],
+                "custom_gate_uses": file.n_custom_gate_uses,
+            }
+        case Witness():
+            return {"values": file.n_values}
+    return {}
 
 
 def _points(sections: dict[str, U64]) -> dict[str, dict[str, int]]:

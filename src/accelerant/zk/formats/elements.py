@@ -11,59 +11,46 @@ order: 1, u8 length, name in UTF-8;  2, u8 log2 of the number of beacon iteratio
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.parameters import FAMILIES, Curve, Family
 from accelerant.algebra.field.memory_space import HOST
-from accelerant.algebra.field.parameters import FIELDS, Field
+from accelerant.algebra.field.parameters import Field
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.zk.formats.container import Container, Cursor
+from accelerant.zk.formats.container import U64, Container, Cursor, Payload
 
 __all__ = [
     "KINDS",
     "Label",
     "check_below",
     "check_points",
-    "coordinate_field",
+    "check_size",
+    "contribution_payloads",
     "count_infinities",
     "first_not_below",
-    "hash_bytes",
-    "label_bytes",
     "montgomery_points",
     "point_words",
     "prime_bytes",
     "read_family",
     "read_label",
     "read_point",
-    "scalar_field",
     "why_forgeable",
     "words_of",
 ]
 
-U64 = npt.NDArray[np.uint64]
 Which = Literal["q", "r"]
 
 _CHUNK_BYTES = 1 << 22
 """Bytes of a section validated at a time, so that memory use does not depend on the section's size."""
 
 
-def coordinate_field(family: Family) -> Field:
-    """Return the base field of the curve (modulus q)."""
-    return FIELDS[f"{family.name}_fq"]
-
-
-def scalar_field(family: Family) -> Field:
-    """Return the scalar field (modulus r), the field of witnesses and constraints."""
-    return FIELDS[f"{family.name}_fr"]
-
-
 def _field(family: Family, which: Which) -> Field:
-    return coordinate_field(family) if which == "q" else scalar_field(family)
+    return family.fq if which == "q" else family.g1.scalars
 
 
 def read_family(cursor: Cursor, which: Which) -> Family:
@@ -77,19 +64,18 @@ def read_family(cursor: Cursor, which: Which) -> Family:
         FormatError: the prime is of no supported family.
     """
     at = cursor.at
-    size = cursor.u32(f"the size of {which}")
+    size = cursor.number(f"the size of {which}")
     sizes = sorted({_field(family, which).size_bytes for family in FAMILIES.values()})
     if size not in sizes:
         raise cursor.error(f"{which} has {size} bytes; supported sizes are {' and '.join(map(str, sizes))}", at)
     at = cursor.at
-    prime = cursor.number(size, which)
+    prime = cursor.number(which, size)
     for family in FAMILIES.values():
         field = _field(family, which)
         if (field.modulus, field.size_bytes) == (prime, size):
             return family
-    raise cursor.error(
-        f"{which} is {prime:#x}, which is not the prime of a supported curve ({', '.join(FAMILIES)})", at
-    )
+    known = ", ".join(FAMILIES)
+    raise cursor.error(f"{which} is {prime:#x}, which is not the prime of a supported curve ({known})", at)
 
 
 def prime_bytes(family: Family, which: Which) -> bytes:
@@ -100,14 +86,14 @@ def prime_bytes(family: Family, which: Which) -> bytes:
 
 def point_words(family: Family, degree: int) -> int:
     """Return the number of 64-bit words of a point of G1 (degree 1) or G2 (degree 2)."""
-    return 2 * degree * coordinate_field(family).limbs
+    return 2 * degree * family.fq.limbs
 
 
 def read_point(cursor: Cursor, family: Family, degree: int, what: str) -> U64:
     """Read a point and check that its coordinates are below q; curve membership is not checked."""
     at = cursor.at
     words = cursor.words(point_words(family, degree), what)
-    _check_words(cursor.container, cursor.section.id, at, coordinate_field(family), words, what)
+    _check_words(cursor.container, cursor.section.id, at, family.fq, words, what)
     return words
 
 
@@ -136,13 +122,6 @@ def words_of(value: Any, width: int, count: int | None, name: str) -> U64:
     if array.shape != expected:
         raise ShapeError(f"{name} must be {expected}, got {array.shape}")
     return np.ascontiguousarray(array, "<u8")
-
-
-def hash_bytes(value: bytes, size: int, name: str) -> bytes:
-    """Return value, after checking that it has `size` bytes."""
-    if len(value) != size:
-        raise ConfigError(f"{name} must have {size} bytes, got {len(value)}")
-    return value
 
 
 def montgomery_points(curve: Curve[Any], points: U64) -> U64:
@@ -179,12 +158,9 @@ def _chunks(words: U64) -> list[slice]:
 
 
 def check_below(container: Container, number: int, field: Field, words: U64, start: int = 0) -> None:
-    """Check that all elements of a section are below the modulus.
+    """Check that all elements of section `number` are below the modulus.
 
     Args:
-        container: the file.
-        number: section id.
-        field: field of the elements.
         words: rows of the section, each a whole number of elements.
         start: byte offset of the first row in the payload.
 
@@ -200,12 +176,9 @@ def check_below(container: Container, number: int, field: Field, words: U64, sta
 def check_points(
     container: Container, number: int, curve: Curve[Any], words: U64, start: int = 0, *, subgroup: bool = True
 ) -> None:
-    """Check that the points of a section have reduced coordinates and are on the curve and in the subgroup.
+    """Check that the points of section `number` have reduced coordinates and are on the curve and in the subgroup.
 
     Args:
-        container: the file.
-        number: section id.
-        curve: curve of the points.
         words: (n, words per point), rows of the section.
         start: byte offset of the first point in the payload.
         subgroup: also check membership in the subgroup of order r, which contains infinity.
@@ -214,7 +187,6 @@ def check_points(
         FormatError: names the offset and the index of the first invalid point.
     """
     check_below(container, number, curve.coordinates.base, words, start)
-    size = words.shape[1] * words.itemsize
     tests: tuple[tuple[launch.Test, str], ...] = (
         ("off_curve", f"not on {curve.name}"),
         ("off_subgroup", f"on {curve.name} but not in its subgroup of order r"),
@@ -225,7 +197,7 @@ def check_points(
             first = launch.first_off(HOST, curve, test, points)
             if first is not None:
                 index = chunk.start + first
-                offset = container.sections[number].offset + start + index * size
+                offset = container.sections[number].offset + start + index * words.shape[1] * words.itemsize
                 raise container.error(number, offset, f"point {index} is {what}")
 
 
@@ -234,7 +206,7 @@ def count_infinities(words: U64) -> int:
     return sum(int(len(part) - part.any(axis=1).sum()) for part in (words[chunk] for chunk in _chunks(words)))
 
 
-# --- labels of contributions -----------------------------------------------------------------------------------------
+# --- contributions ---------------------------------------------------------------------------------------------------
 
 KINDS = {0: "contribution", 1: "beacon"}
 _NAME, _ITERATIONS, _BEACON = 1, 2, 3
@@ -266,20 +238,20 @@ def read_label(cursor: Cursor) -> Label:
         FormatError: unknown kind or parameter, parameters out of order or truncated.
     """
     at = cursor.at
-    kind = cursor.u32("a contribution's kind")
+    kind = cursor.number("a contribution's kind")
     if kind not in KINDS:
         raise cursor.error(f"contribution of kind {kind}; known kinds are 0 and 1 (a beacon)", at)
-    length = cursor.u32("the length of a contribution's parameters")
+    length = cursor.number("the length of a contribution's parameters")
     if length > cursor.left:
         raise cursor.error(f"{length} bytes of a contribution's parameters, {cursor.left} are left", cursor.at - 4)
     end, last = cursor.at + length, 0
     parameters: dict[int, bytes] = {}
     while cursor.at < end:
         at = cursor.at
-        key = cursor.number(1, "a contribution's parameter")
+        key = cursor.number("a contribution's parameter", 1)
         if not last < key <= _BEACON:
             raise cursor.error(f"contribution parameter {key} after {last}; expected 1 to 3 in ascending order", at)
-        size = 1 if key == _ITERATIONS else cursor.number(1, "a parameter's length")
+        size = 1 if key == _ITERATIONS else cursor.number("a parameter's length", 1)
         parameters[key] = cursor.take(size, "a contribution's parameter")
         last = key
     if cursor.at != end:
@@ -290,27 +262,44 @@ def read_label(cursor: Cursor) -> Label:
     return Label(kind, name, None if iterations is None else iterations[0], parameters.get(_BEACON))
 
 
-def label_bytes(label: Label) -> bytes:
-    """Encode a label as read_label reads it.
+def contribution_payloads(
+    family: Family, points: Iterable[tuple[str, int, U64]], hashes: Mapping[str, tuple[bytes, int]], label: Label
+) -> list[Payload]:
+    """Encode a contribution.
+
+    Args:
+        points: name, degree (1 for G1, 2 for G2) and words of each.
+        hashes: name -> bytes and their expected number.
 
     Raises:
-        ConfigError: unknown kind, a name or a beacon of more than 255 bytes, iterations_exp above 255.
+        ConfigError: a hash of another size; a label of unknown kind, with a name or a beacon of more than 255 bytes, or
+            iterations_exp above 255.
+        ShapeError, UnsupportedDtype: words that are not a point's.
     """
+    words = (words_of(words, point_words(family, degree), None, name) for name, degree, words in points)
+    checked = (check_size(value, size, name) for name, (value, size) in hashes.items())
+    return [*words, *checked, _label_bytes(label)]
+
+
+def check_size(value: bytes, size: int, name: str) -> bytes:
+    """Return value after checking that it has `size` bytes."""
+    if len(value) != size:
+        raise ConfigError(f"{name} must have {size} bytes, got {len(value)}")
+    return value
+
+
+def _label_bytes(label: Label) -> bytes:
     if label.kind not in KINDS:
         raise ConfigError(f"a contribution's kind must be 0 or 1, got {label.kind}")
-    data = b""
-    if label.name:
-        data += _parameter(_NAME, "name", label.name.encode("utf-8", errors="replace"))
+    name = label.name.encode("utf-8", errors="replace")
+    for what, value in (("name", name), ("beacon", label.beacon or b"")):
+        if len(value) > _MAX_LENGTH:
+            raise ConfigError(f"a contribution's {what} must have at most {_MAX_LENGTH} bytes, got {len(value)}")
+    data = bytes((_NAME, len(name))) + name if name else b""
     if label.iterations_exp is not None:
         if not 0 <= label.iterations_exp <= _MAX_LENGTH:
             raise ConfigError(f"a beacon's iterations_exp must be 0 to 255, got {label.iterations_exp}")
         data += bytes((_ITERATIONS, label.iterations_exp))
     if label.beacon is not None:
-        data += _parameter(_BEACON, "beacon", label.beacon)
+        data += bytes((_BEACON, len(label.beacon))) + label.beacon
     return struct.pack("<II", label.kind, len(data)) + data
-
-
-def _parameter(key: int, what: str, value: bytes) -> bytes:
-    if len(value) > _MAX_LENGTH:
-        raise ConfigError(f"a contribution's {what} must have at most {_MAX_LENGTH} bytes, got {len(value)}")
-    return bytes((key, len(value))) + value

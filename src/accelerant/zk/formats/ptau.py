@@ -25,30 +25,35 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from accelerant.algebra.curve.encoding import encode_points
-from accelerant.algebra.curve.parameters import Curve, Family, family_of
+from accelerant.algebra.curve.parameters import Curve, family_of
 from accelerant.errors import ConfigError, FormatError
-from accelerant.zk.formats.container import Container, Cursor, FilePath, Layout, MappedFile, Payload, write_container
+from accelerant.zk.formats.container import (
+    U64,
+    Container,
+    Cursor,
+    FilePath,
+    Layout,
+    MappedFile,
+    Payload,
+    write_container,
+)
 from accelerant.zk.formats.elements import (
     Label,
     check_points,
-    hash_bytes,
-    label_bytes,
+    contribution_payloads,
     montgomery_points,
     point_words,
     prime_bytes,
     read_family,
     read_label,
     read_point,
-    scalar_field,
     words_of,
 )
 
 __all__ = ["CONTRIBUTION_POINTS", "Powers", "Ptau", "PtauContribution", "write_ptau"]
 
-U64 = npt.NDArray[np.uint64]
 Powers = Literal["tau_g1", "tau_g2", "alpha_g1", "beta_g1"]
 
 _HEADER, _TAU_G1, _TAU_G2, _ALPHA_G1, _BETA_G1, _BETA_G2, _CONTRIBUTIONS = range(1, 8)
@@ -112,33 +117,29 @@ class Ptau(MappedFile):
         self._family = read_family(cursor, "q")
         self.family = self._family.name
         at = cursor.at
-        self.power, self.ceremony_power = cursor.u32("power"), cursor.u32("ceremonyPower")
-        most = scalar_field(self._family).two_adicity
+        self.power, self.ceremony_power = cursor.number("power"), cursor.number("ceremonyPower")
+        most = self._family.g1.scalars.two_adicity
         if not 1 <= self.power <= self.ceremony_power <= most:  # before computing 2^power
             bounds = f"expected 1 <= power <= ceremonyPower <= {most}"
-            message = f"power {self.power}, ceremonyPower {self.ceremony_power}; {bounds}"
-            raise cursor.error(message, at)
+            raise cursor.error(f"power {self.power}, ceremonyPower {self.ceremony_power}; {bounds}", at)
         cursor.end()
-        self._check_sizes()
+        container.expect_size(_BETA_G2, point_words(self._family, 2) * 8, "one point")
+        self.prepared = any(number + _LAGRANGE in container.sections for number, _ in _POWERS.values())
+        for shift in self._shifts:
+            for name, (number, degree) in _POWERS.items():
+                count = _count(name, self.power, lagrange=shift > 0)
+                container.require(number + shift)
+                container.expect_size(number + shift, count * point_words(self._family, degree) * 8, f"{count} points")
         self.contributions = self._read_contributions(container.cursor(_CONTRIBUTIONS))
 
-    def _check_sizes(self) -> None:
-        container = self._container
-        container.expect_size(_BETA_G2, point_words(self._family, 2) * 8, "one point")
-        for name, (number, degree) in _POWERS.items():
-            count, width = _count(name, self.power), point_words(self._family, degree)
-            container.expect_size(number, count * width * 8, f"{count} points")
-        lagrange = [number + _LAGRANGE for number, _ in _POWERS.values()]
-        self.prepared = any(number in container.sections for number in lagrange)
-        if self.prepared:
-            for name, (number, degree) in _POWERS.items():
-                count, width = _lagrange_count(name, self.power), point_words(self._family, degree)
-                container.require(number + _LAGRANGE)
-                container.expect_size(number + _LAGRANGE, count * width * 8, f"{count} points")
+    @property
+    def _shifts(self) -> tuple[int, ...]:
+        """Differences between the ids of sections of points and those of powers."""
+        return (0, _LAGRANGE) if self.prepared else (0,)
 
     def _read_contributions(self, cursor: Cursor) -> tuple[PtauContribution, ...]:
         contributions = []
-        for _ in range(cursor.u32("the number of contributions")):  # bounded by the section: each takes bytes of it
+        for _ in range(cursor.number("the number of contributions")):  # bounded by the section: each takes bytes of it
             points = {
                 name: read_point(cursor, self._family, degree, f"a contribution's {name}")
                 for name, degree in CONTRIBUTION_POINTS.items()
@@ -192,10 +193,9 @@ class Ptau(MappedFile):
     @property
     def points(self) -> dict[str, U64]:
         """All sections of points by name; all Lagrange forms of a section are one array."""
-        shift = (0, _LAGRANGE) if self.prepared else (0,)
         points = {
             _NAMES[number + more]: self._container.rows(number + more, point_words(self._family, degree))
-            for more in shift
+            for more in self._shifts
             for number, degree in _POWERS.values()
         }
         return points | {"beta_g2": self.beta_g2[None]}
@@ -213,20 +213,17 @@ class Ptau(MappedFile):
                 points that differ from the last contribution's; names section and offset.
         """
         container = self._container
+
+        def curve_of(words: U64) -> Curve[Any]:
+            return self._family.g2 if words.shape[-1] == point_words(self._family, 2) else self._family.g1
+
         for number, words in ((number, self.points[name]) for number, name in _NAMES.items() if name in self.points):
-            check_points(container, number, self._curve(words), words, subgroup=subgroup)
+            check_points(container, number, curve_of(words), words, subgroup=subgroup)
         for number, words in ((_TAU_G1, self.powers("tau_g1")), (_TAU_G2, self.powers("tau_g2"))):
-            first = words[:1]
-            curve = self._curve(first)
-            if not np.array_equal(first, montgomery_points(curve, encode_points(curve, [curve.generator]))):
+            curve = curve_of(words)
+            if not np.array_equal(words[:1], montgomery_points(curve, encode_points(curve, [curve.generator]))):
                 at = container.sections[number].offset
                 raise container.error(number, at, f"the first power is not the generator of {curve.name}")
-        self._check_last_contribution()
-
-    def _curve(self, words: U64) -> Curve[Any]:
-        return self._family.g2 if words.shape[1] == point_words(self._family, 2) else self._family.g1
-
-    def _check_last_contribution(self) -> None:
         if not self.contributions:
             return
         left = {
@@ -235,9 +232,9 @@ class Ptau(MappedFile):
         }  # fmt: skip
         for name, words in left.items():
             if not np.array_equal(self.contributions[-1].points[name], words):
-                at = self._container.sections[_CONTRIBUTIONS].offset
+                at = container.sections[_CONTRIBUTIONS].offset
                 message = f"{name} of the last contribution differs from that of the powers"
-                raise self._container.error(_CONTRIBUTIONS, at, message)
+                raise container.error(_CONTRIBUTIONS, at, message)
 
     def __repr__(self) -> str:
         return f"Ptau({str(self.path)!r}, {self.family}, power {self.power}{', prepared' * self.prepared})"
@@ -249,12 +246,9 @@ def _power_section(name: str) -> tuple[int, int]:
     return _POWERS[name]
 
 
-def _count(name: str, power: int) -> int:
-    return (2 << power) - 1 if name == "tau_g1" else 1 << power
-
-
-def _lagrange_count(name: str, power: int) -> int:
-    return (4 << power) - 1 if name == "tau_g1" else (2 << power) - 1
+def _count(name: str, power: int, *, lagrange: bool = False) -> int:
+    """Return the number of points in a section of powers, or in that of its Lagrange forms."""
+    return (1 << power + (name == "tau_g1") + lagrange) - (name == "tau_g1" or lagrange)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------
@@ -279,13 +273,11 @@ def write_ptau(
     Args:
         path: an existing file is replaced.
         family: "bn254" or "bls12_381".
-        power: at least 1.
         ceremony_power: power by default.
         tau_g1: (2^(power+1) - 1, 2 limbs) uint64, Montgomery form.
         tau_g2: (2^power, 4 limbs).
         alpha_g1, beta_g1: (2^power, 2 limbs).
         beta_g2: (4 limbs,).
-        contributions: contributions to the ceremony.
         lagrange: all Lagrange forms of each of the four, concatenated; if None, the file is not prepared.
 
     Raises:
@@ -295,7 +287,7 @@ def write_ptau(
     """
     pairing = family_of(family)
     of_ceremony = power if ceremony_power is None else ceremony_power
-    most = scalar_field(pairing).two_adicity
+    most = pairing.g1.scalars.two_adicity
     if not 1 <= power <= of_ceremony <= most:
         bounds = f"1 <= power <= ceremony_power <= {most}"
         raise ConfigError(f"power and ceremony_power must satisfy {bounds}, got {power} and {of_ceremony}")
@@ -312,25 +304,20 @@ def write_ptau(
         _CONTRIBUTIONS: [_COUNT.pack(len(contributions))],
     }
     for contribution in contributions:
-        sections[_CONTRIBUTIONS] += _contribution_payloads(pairing, contribution)
+        if set(contribution.points) != set(CONTRIBUTION_POINTS):
+            wanted = ", ".join(CONTRIBUTION_POINTS)
+            raise ConfigError(f"a contribution's points must be {wanted}, got {list(contribution.points)}")
+        sections[_CONTRIBUTIONS] += contribution_payloads(
+            pairing,
+            [(name, degree, contribution.points[name]) for name, degree in CONTRIBUTION_POINTS.items()],
+            {
+                "partial_hash": (contribution.partial_hash, _STATE_BYTES),
+                "next_challenge": (contribution.next_challenge, _CHALLENGE_BYTES),
+            },
+            contribution.label,
+        )
     for name, words in (lagrange or {}).items():
         number, degree = _POWERS[name]
-        count = _lagrange_count(name, power)
+        count = _count(name, power, lagrange=True)
         sections[number + _LAGRANGE] = [words_of(words, point_words(pairing, degree), count, f"lagrange {name}")]
     write_container(path, _LAYOUT, sections)
-
-
-def _contribution_payloads(family: Family, contribution: PtauContribution) -> list[Payload]:
-    if set(contribution.points) != set(CONTRIBUTION_POINTS):
-        raise ConfigError(
-            f"a contribution's points must be {', '.join(CONTRIBUTION_POINTS)}, got {list(contribution.points)}"
-        )
-    words = (
-        words_of(contribution.points[name], point_words(family, degree), None, name)
-        for name, degree in CONTRIBUTION_POINTS.items()
-    )
-    hashes = (
-        hash_bytes(contribution.partial_hash, _STATE_BYTES, "partial_hash"),
-        hash_bytes(contribution.next_challenge, _CHALLENGE_BYTES, "next_challenge"),
-    )
-    return [*words, *hashes, label_bytes(contribution.label)]

@@ -27,30 +27,35 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from accelerant.algebra.curve.parameters import Family, family_of
+from accelerant.algebra.curve.parameters import family_of
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.zk.formats.container import Container, Cursor, FilePath, Layout, MappedFile, Payload, write_container
+from accelerant.zk.formats.container import (
+    U64,
+    Container,
+    Cursor,
+    FilePath,
+    Layout,
+    MappedFile,
+    Payload,
+    write_container,
+)
 from accelerant.zk.formats.elements import (
     Label,
     check_below,
     check_points,
-    coordinate_field,
+    check_size,
+    contribution_payloads,
     first_not_below,
-    hash_bytes,
-    label_bytes,
     point_words,
     prime_bytes,
     read_family,
     read_label,
     read_point,
-    scalar_field,
     why_forgeable,
     words_of,
 )
 
 __all__ = ["COEFFICIENT", "Contribution", "Zkey", "write_zkey"]
-
-U64 = npt.NDArray[np.uint64]
 
 _PROTOCOL, _HEADER, _IC, _COEFFICIENTS, _A, _B1, _B2, _C, _H, _CONTRIBUTIONS = range(1, 11)
 _NAMES = {
@@ -61,6 +66,7 @@ _LAYOUT = Layout("zkey", b"zkey", 1, _NAMES, (*range(_PROTOCOL, _CONTRIBUTIONS),
 _GROTH16 = 1
 _OTHER_PROTOCOLS = {2: "PLONK", 10: "FFLONK"}
 _HEADER_POINTS = (("alpha1", 1), ("beta1", 1), ("beta2", 2), ("gamma2", 2), ("delta1", 1), ("delta2", 2))
+_CONTRIBUTION_POINTS = {"delta_after": 1, "g1_s": 1, "g1_sx": 1, "g2_spx": 2}
 _HASH_BYTES = 64
 _COUNT = struct.Struct("<I")
 _CHUNK = 1 << 16
@@ -120,48 +126,16 @@ class Zkey(MappedFile):
 
     def _read(self, container: Container) -> None:
         self._entries_checked = False
-        _read_protocol(container)
-        self._read_header(container.cursor(_HEADER))
-        self._check_sizes()
-        self.circuit_hash, self.contributions = b"", ()
-        if _CONTRIBUTIONS in container.sections:
-            self._read_contributions(container.cursor(_CONTRIBUTIONS))
-
-    # --- the header ----------------------------------------------------------------------------------------------
-
-    def _read_header(self, cursor: Cursor) -> None:
-        family = read_family(cursor, "q")
-        at = cursor.at
-        if read_family(cursor, "r") is not family:
-            raise cursor.error(f"r is not the group order of {family.name}, the curve of q", at)
-        at = cursor.at
-        self.family = family.name
-        self._family = family
-        self.n_vars, self.n_public, self.domain_size = (cursor.u32(name) for name in ("nVars", "nPublic", "domainSize"))
-        if self.n_public >= self.n_vars:
-            raise cursor.error(f"{self.n_public} public signals and w[0] exceed {self.n_vars} signals", at)
-        size, most = self.domain_size, scalar_field(family).two_adicity
-        if size & (size - 1) or not self.n_public < size <= 1 << most:
-            bounds = f"greater than the {self.n_public} public signals and at most 2^{most}"
-            raise cursor.error(f"domainSize is {size}; it must be a power of two {bounds}", at + 8)
-        for name, degree in _HEADER_POINTS:
-            setattr(self, name, read_point(cursor, family, degree, name))
+        cursor = container.cursor(_PROTOCOL)
+        protocol = cursor.number("the protocol")
+        if protocol != _GROTH16:
+            name = _OTHER_PROTOCOLS.get(protocol)
+            at = container.sections[_PROTOCOL].offset
+            raise cursor.error(f"protocol {protocol}{f' ({name})' if name else ''}; only 1 (Groth16) is read", at)
         cursor.end()
-
-    def _check_sizes(self) -> None:
-        container, counts = self._container, self._counts()
-        for number, (count, width) in counts.items():
-            container.expect_size(number, count * width * 8, f"{count} points")
-        cursor = container.cursor(_COEFFICIENTS)
-        self.n_coefficients = cursor.u32("the number of coefficients")
-        needed = _COUNT.size + self.n_coefficients * COEFFICIENT.itemsize
-        container.expect_size(_COEFFICIENTS, needed, f"{self.n_coefficients} coefficients")
-        check_below(container, _IC, coordinate_field(self._family), self.ic)
-
-    def _counts(self) -> dict[int, tuple[int, int]]:
-        """Map each section of points to its number of points and words per point."""
+        self._read_header(container.cursor(_HEADER))
         g1, g2 = (point_words(self._family, degree) for degree in (1, 2))
-        return {
+        self._sections = {  # section of points -> number of points, words of each
             _IC: (self.n_public + 1, g1),
             _A: (self.n_vars, g1),
             _B1: (self.n_vars, g1),
@@ -169,24 +143,51 @@ class Zkey(MappedFile):
             _C: (self.n_vars - self.n_public - 1, g1),
             _H: (self.domain_size, g1),
         }
+        for number, (count, width) in self._sections.items():
+            container.expect_size(number, count * width * 8, f"{count} points")
+        self.n_coefficients = container.cursor(_COEFFICIENTS).number("the number of coefficients")
+        needed = _COUNT.size + self.n_coefficients * COEFFICIENT.itemsize
+        container.expect_size(_COEFFICIENTS, needed, f"{self.n_coefficients} coefficients")
+        check_below(container, _IC, self._family.fq, self.ic)
+        self.circuit_hash, self.contributions = b"", ()
+        if _CONTRIBUTIONS in container.sections:
+            self._read_contributions(container.cursor(_CONTRIBUTIONS))
+
+    def _read_header(self, cursor: Cursor) -> None:
+        family = read_family(cursor, "q")
+        at = cursor.at
+        if read_family(cursor, "r") is not family:
+            raise cursor.error(f"r is not the group order of {family.name}, the curve of q", at)
+        at = cursor.at
+        self.family, self._family = family.name, family
+        self.n_vars, self.n_public, self.domain_size = map(cursor.number, ("nVars", "nPublic", "domainSize"))
+        if self.n_public >= self.n_vars:
+            raise cursor.error(f"{self.n_public} public signals and w[0] exceed {self.n_vars} signals", at)
+        size, most = self.domain_size, family.g1.scalars.two_adicity
+        if size & (size - 1) or not self.n_public < size <= 1 << most:
+            bounds = f"greater than the {self.n_public} public signals and at most 2^{most}"
+            raise cursor.error(f"domainSize is {size}; it must be a power of two {bounds}", at + 8)
+        for name, degree in _HEADER_POINTS:
+            setattr(self, name, read_point(cursor, family, degree, name))
+        cursor.end()
 
     def _read_contributions(self, cursor: Cursor) -> None:
         self.circuit_hash = cursor.take(_HASH_BYTES, "the circuit's hash")
-        count = cursor.u32("the number of contributions")
         contributions = []
-        for _ in range(count):  # bounded by the section: each takes bytes of it
-            after, s, sx, spx = (
-                read_point(cursor, self._family, degree, "a contribution's point") for degree in (1, 1, 1, 2)
-            )
+        for _ in range(cursor.number("the number of contributions")):  # bounded by the section: each takes bytes of it
+            points = {
+                name: read_point(cursor, self._family, degree, "a contribution's point")
+                for name, degree in _CONTRIBUTION_POINTS.items()
+            }
             transcript = cursor.take(_HASH_BYTES, "a contribution's transcript")
-            contributions.append(Contribution(read_label(cursor), after, s, sx, spx, transcript))
+            contributions.append(Contribution(read_label(cursor), **points, transcript=transcript))
         cursor.end()
         self.contributions = tuple(contributions)
 
     # --- sections ------------------------------------------------------------------------------------------------
 
     def _points(self, number: int) -> U64:
-        count, width = self._counts()[number]
+        count, width = self._sections[number]
         return self._container.rows(number, width, count=count)
 
     @property
@@ -222,7 +223,7 @@ class Zkey(MappedFile):
     @property
     def points(self) -> dict[str, U64]:
         """All sections of points by name: IC, A, B1, B2, C, H."""
-        return {_NAMES[number]: self._points(number) for number in self._counts()}
+        return {_NAMES[number]: self._points(number) for number in self._sections}
 
     def chunks(self, name: str, rows: int) -> Iterator[U64]:
         """Yield aligned copies of up to `rows` points of a section, releasing the file's pages in between."""
@@ -246,12 +247,8 @@ class Zkey(MappedFile):
         entries: npt.NDArray[np.void] = self._container.array(
             _COEFFICIENTS, COEFFICIENT, start=_COUNT.size, count=self.n_coefficients
         )
-        if not self._entries_checked:
-            self._check_entries(entries)
-            self._entries_checked = True
-        return entries
-
-    def _check_entries(self, entries: npt.NDArray[np.void]) -> None:
+        if self._entries_checked:
+            return entries
         bounds = {"matrix": 2, "row": self.domain_size, "signal": self.n_vars}
         for start in range(0, len(entries), _CHUNK):
             part = entries[start : start + _CHUNK]
@@ -263,6 +260,8 @@ class Zkey(MappedFile):
                     at += (start + index) * COEFFICIENT.itemsize + COEFFICIENT.fields[name][1]  # type: ignore[index]
                     message = f"coefficient {start + index}: {name} {part[name][index]} is not below {bound}"
                     raise self._container.error(_COEFFICIENTS, at, message)
+        self._entries_checked = True
+        return entries
 
     @property
     def n_constraints(self) -> int:
@@ -287,13 +286,13 @@ class Zkey(MappedFile):
         """
         container, family = self._container, self._family
         self.check_header(subgroup=subgroup)
-        for number, (_, width) in self._counts().items():
-            curve = family.g2 if width == point_words(family, 2) else family.g1
+        for number in self._sections:
+            curve = family.g2 if number == _B2 else family.g1
             check_points(container, number, curve, self._points(number), subgroup=subgroup)
-        entries, field = self.coefficients, scalar_field(family)
+        entries = self.coefficients
         begin = container.sections[_COEFFICIENTS].offset + _COUNT.size
         for start in range(0, len(entries), _CHUNK):
-            index = first_not_below(np.ascontiguousarray(entries["value"][start : start + _CHUNK]), field.modulus)
+            index = first_not_below(np.ascontiguousarray(entries["value"][start : start + _CHUNK]), family.r)
             if index is not None:
                 at = begin + (start + index) * COEFFICIENT.itemsize
                 raise container.error(_COEFFICIENTS, at, f"coefficient {start + index}: the value is not below r")
@@ -328,16 +327,6 @@ class Zkey(MappedFile):
         return f"Zkey({str(self.path)!r}, {self.family}, {sizes})"
 
 
-def _read_protocol(container: Container) -> None:
-    cursor = container.cursor(_PROTOCOL)
-    at = cursor.at
-    protocol = cursor.u32("the protocol")
-    if protocol != _GROTH16:
-        name = _OTHER_PROTOCOLS.get(protocol)
-        raise cursor.error(f"protocol {protocol}{f' ({name})' if name else ''}; only 1 (Groth16) is read", at)
-    cursor.end()
-
-
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
@@ -367,7 +356,6 @@ def write_zkey(
     Args:
         path: an existing file is replaced.
         family: "bn254" or "bls12_381".
-        n_public: number of outputs and public inputs.
         alpha1, beta1, delta1: (2 limbs,) uint64, Montgomery form.
         beta2, gamma2, delta2: (4 limbs,).
         ic: (n_public + 1, 2 limbs).
@@ -377,7 +365,6 @@ def write_zkey(
         h: (domain_size, 2 limbs); domain_size is a power of two.
         coefficients: (n,) of COEFFICIENT.
         circuit_hash: 64 bytes.
-        contributions: contributions to the second phase of the ceremony.
 
     Raises:
         ConfigError: unknown family, a hash or transcript of another length, impossible sizes, or path does not name a
@@ -393,41 +380,32 @@ def write_zkey(
         raise ConfigError(
             f"the number of points of h must be a power of two above n_public = {n_public}, got {domain_size}"
         )
+    if coefficients.dtype != COEFFICIENT:
+        raise UnsupportedDtype(f"coefficients must be {COEFFICIENT}, got {coefficients.dtype}")
+    if coefficients.ndim != 1:
+        raise ShapeError(f"coefficients must be (n,), got {coefficients.shape}")
     g1, g2 = (point_words(pairing, degree) for degree in (1, 2))
     points = {"alpha1": alpha1, "beta1": beta1, "beta2": beta2, "gamma2": gamma2, "delta1": delta1, "delta2": delta2}
-    header: list[Payload] = [
-        prime_bytes(pairing, "q") + prime_bytes(pairing, "r") + struct.pack("<III", n_vars, n_public, domain_size),
-        *(words_of(points[name], g1 * degree, None, name) for name, degree in _HEADER_POINTS),
-    ]
     sections: dict[int, list[Payload]] = {
         _PROTOCOL: [_COUNT.pack(_GROTH16)],
-        _HEADER: header,
+        _HEADER: [
+            prime_bytes(pairing, "q") + prime_bytes(pairing, "r") + struct.pack("<III", n_vars, n_public, domain_size),
+            *(words_of(points[name], g1 * degree, None, name) for name, degree in _HEADER_POINTS),
+        ],
         _IC: [words_of(ic, g1, n_public + 1, "ic")],
-        _COEFFICIENTS: [_COUNT.pack(len(coefficients)), _entries(coefficients)],
+        _COEFFICIENTS: [_COUNT.pack(len(coefficients)), np.ascontiguousarray(coefficients)],
         _A: [words_of(a, g1, n_vars, "a")],
         _B1: [words_of(b1, g1, n_vars, "b1")],
         _B2: [words_of(b2, g2, n_vars, "b2")],
         _C: [words_of(c, g1, n_vars - n_public - 1, "c")],
         _H: [words_of(h, g1, domain_size, "h")],
-        _CONTRIBUTIONS: [hash_bytes(circuit_hash, _HASH_BYTES, "circuit_hash"), _COUNT.pack(len(contributions))],
+        _CONTRIBUTIONS: [check_size(circuit_hash, _HASH_BYTES, "circuit_hash"), _COUNT.pack(len(contributions))],
     }
     for contribution in contributions:
-        sections[_CONTRIBUTIONS] += _contribution_payloads(pairing, contribution)
+        sections[_CONTRIBUTIONS] += contribution_payloads(
+            pairing,
+            [(name, degree, getattr(contribution, name)) for name, degree in _CONTRIBUTION_POINTS.items()],
+            {"transcript": (contribution.transcript, _HASH_BYTES)},
+            contribution.label,
+        )
     write_container(path, _LAYOUT, sections)
-
-
-def _entries(coefficients: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-    if coefficients.dtype != COEFFICIENT:
-        raise UnsupportedDtype(f"coefficients must be {COEFFICIENT}, got {coefficients.dtype}")
-    if coefficients.ndim != 1:
-        raise ShapeError(f"coefficients must be (n,), got {coefficients.shape}")
-    return np.ascontiguousarray(coefficients)
-
-
-def _contribution_payloads(family: Family, contribution: Contribution) -> list[Payload]:
-    points = {"delta_after": 1, "g1_s": 1, "g1_sx": 1, "g2_spx": 2}
-    words = (
-        words_of(getattr(contribution, name), point_words(family, degree), None, name)
-        for name, degree in points.items()
-    )
-    return [*words, hash_bytes(contribution.transcript, _HASH_BYTES, "transcript"), label_bytes(contribution.label)]
