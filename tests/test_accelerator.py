@@ -29,6 +29,7 @@ from accelerant.errors import (
     UnsupportedDtype,
 )
 from accelerant.runtime import registry
+from requirements import require_backend
 
 P = field_of("goldilocks").modulus
 
@@ -372,8 +373,7 @@ def test_backend_by_environment_and_bad_names():
 
 
 def test_opencl_has_some_operations_and_falls_back_for_the_rest():
-    if registry.reason_absent("opencl"):
-        pytest.skip(f"opencl: {registry.reason_absent('opencl')}")
+    require_backend("opencl")
     x = np.array([1, P - 1], np.uint64)
     with Accelerator("opencl", fallback=False) as acc:
         assert acc.field_add(x, x).tolist() == [2, P - 2]

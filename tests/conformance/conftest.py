@@ -1,14 +1,9 @@
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from accelerant.runtime import registry
-
-ALWAYS_THERE = ("cpu",)
-REQUIRED_IN_CI = ("opencl",)
-"""Absent, these fail where the environment has CI=true; scripts/ci-setup installs what they need."""
+from requirements import require_backend
 
 
 def pytest_addoption(parser):
@@ -29,9 +24,6 @@ def pytest_generate_tests(metafunc):
 def provider(request):
     """Each backend that is present; an absent one skips with its reason."""
     reason = registry.reason_absent(request.param)
-    if reason:
-        required = ALWAYS_THERE + (REQUIRED_IN_CI if os.environ.get("CI") == "true" else ())
-        if request.config.getoption("--backend", None) or request.param in required:
-            pytest.fail(f"{request.param} is absent: {reason}")
-        pytest.skip(f"{request.param}: {reason}")
-    return registry.create(request.param)
+    if reason and (request.param == "cpu" or request.config.getoption("--backend", None)):
+        pytest.fail(f"{request.param} is absent: {reason}")
+    return registry.create(require_backend(request.param))

@@ -10,6 +10,7 @@ import torch
 import accelerant
 from accelerant.config import override
 from accelerant.privacy import dp
+from requirements import require_module
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "accelerant"
@@ -104,7 +105,7 @@ def test_msm():
 
 @pytest.mark.slow
 def test_private_step():
-    pytest.importorskip("dp_accounting")
+    require_module("dp_accounting")
     model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     private = dp.make_private(model, optimizer, noise_multiplier=1.0, delta=1e-3, max_grad_norm=1.0, sample_rate=0.5)

@@ -43,6 +43,7 @@ from accelerant.runtime.memory.owners import largest_owners
 from accelerant.runtime.memory.peak import compare_peak, predict_peak
 from accelerant.runtime.streams.stream import Stream, submit
 from accelerant.runtime.streams.transfer import copy_async, stream_chunks
+from requirements import require_backend
 
 MIB = 1 << 20
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -166,9 +167,7 @@ def test_statistics_of_the_cpu():
 
 
 def test_statistics_of_opencl():
-    reason = registry.reason_absent("opencl")
-    if reason:
-        pytest.skip(f"opencl: {reason}")
+    require_backend("opencl")
     buffer = allocate(MIB, "opencl")
     figures = statistics("opencl")
     assert figures.device == "opencl:0"

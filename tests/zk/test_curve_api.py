@@ -18,10 +18,10 @@ from accelerant.algebra.curve import CURVES, FAMILIES, curve_of, family_of
 from accelerant.algebra.curve.encoding import encode_points, points_to_bytes
 from accelerant.algebra.curve.reference import add, multiply, negate
 from accelerant.errors import BackendUnavailable, ConfigError, FormatError, ShapeError, UnsupportedDtype
-from accelerant.runtime import registry
 from accelerant.runtime.ledger import ledger
 from accelerant.zk import curve as group_of
 from accelerant.zk import pairing_product_is_one
+from requirements import require_backend
 
 sys.path.append(str(Path(__file__).parents[1] / "algebra"))
 from msm_reference import msm_sum
@@ -37,9 +37,7 @@ def group(request):
 
 @pytest.fixture(params=["cpu", pytest.param("opencl", marks=pytest.mark.slow)])  # PoCL compiles long
 def device(request):
-    reason = registry.reason_absent(request.param)
-    if reason:
-        pytest.skip(f"{request.param}: {reason}")
+    require_backend(request.param)
     if request.param == "opencl" and "group" in request.fixturenames:
         name = request.getfixturevalue("group").name
         if name != "bn254_g1":

@@ -26,6 +26,7 @@ from accelerant.runtime.dispatch.plan import explain_quietly
 from accelerant.runtime.ledger import ledger
 from accelerant.zk import FieldArray
 from accelerant.zk import field as field_of
+from requirements import require_backend
 
 NAMES = tuple(parameters.FIELDS)
 SMALL = ("goldilocks", "babybear", "bn254_fr")
@@ -44,9 +45,7 @@ def one_of_each(request):
 
 @pytest.fixture(params=["cpu", pytest.param("opencl", marks=pytest.mark.slow)])  # PoCL compiles some minutes
 def device(request):
-    reason = registry.reason_absent(request.param)
-    if reason:
-        pytest.skip(f"{request.param}: {reason}")
+    require_backend(request.param)
     if request.param == "opencl" and "field" in request.fixturenames:
         name = request.getfixturevalue("field").name
         if name not in SMALL:
@@ -446,8 +445,7 @@ def test_what_does_not_go_together(one_of_each):
 
 
 def test_arrays_of_a_device_without_tensors_and_of_two_devices():
-    if registry.reason_absent("opencl"):
-        pytest.skip(f"opencl: {registry.reason_absent('opencl')}")
+    require_backend("opencl")
     field = field_of("babybear")
     here, there = field.array([1, 2]), field.array([[3, 4], [5, 6], [7, 8]], device="opencl")
     with pytest.raises(ShapeError, match="one device, got cpu and opencl:0"):

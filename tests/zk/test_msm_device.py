@@ -7,7 +7,6 @@ msm_buckets. PoCL takes ten seconds to compile a curve's programs, so that all b
 import functools
 import itertools
 import math
-import os
 import random
 import re
 import shutil
@@ -26,7 +25,6 @@ from accelerant.algebra.curve.reference import multiply
 from accelerant.algebra.field.memory_space import HOST, space_at
 from accelerant.algebra.field.program import montgomery_radix
 from accelerant.errors import ConfigError, FormatError, OutOfMemory
-from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, portable_header
 from accelerant.runtime.provider import MemoryInfo
 from accelerant.zk.multi_scalar import device
@@ -51,6 +49,7 @@ from accelerant.zk.multi_scalar.device_plan import (
     sort_launches,
 )
 from accelerant.zk.multi_scalar.op import FixedBase, msm, run_sums
+from requirements import require_backend
 
 sys.path.append(str(Path(__file__).parents[1] / "algebra"))
 from msm_reference import msm_buckets
@@ -60,10 +59,7 @@ import vectors  # the inputs of known answers
 
 @pytest.fixture
 def space(request):
-    reason = registry.reason_absent(request.param)
-    if reason:
-        pytest.fail(reason) if os.environ.get("CI") == "true" and request.param == "opencl" else pytest.skip(reason)
-    return space_at(request.param)
+    return space_at(require_backend(request.param))
 
 
 SOAK = [pytest.mark.slow, pytest.mark.soak]
@@ -565,8 +561,7 @@ def test_scalars_are_checked_while_their_sum_is_made():
 def test_scalars_on_a_gpu_are_checked():
     import torch
 
-    if registry.reason_absent("cuda"):
-        pytest.skip(registry.reason_absent("cuda"))
+    require_backend("cuda")
     curve = curve_of("bn254_g1")
     points = torch.from_numpy(encode_points(curve, [point(curve, log) for log in few(curve)])).cuda()
     scalars = words_of([1, 2, 3, curve.order, 5, curve.order + 1])

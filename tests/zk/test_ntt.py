@@ -20,10 +20,10 @@ from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.ntt import launch
 from accelerant.algebra.ntt.reference import ntt_reference
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
-from accelerant.runtime import registry
 from accelerant.runtime.ledger import ledger
 from accelerant.zk import field as field_of
 from accelerant.zk.transform import ntt
+from requirements import require_backend
 
 sys.path.append(str(Path(__file__).parents[1] / "algebra"))
 from dft_reference import ntt_dft_reference
@@ -283,18 +283,12 @@ def test_what_is_not_reduced_may_be():
     assert ntt([field.modulus + 3, -1], field, reduce=True).tolist() == [2, 4]
 
 
-def need_opencl():
-    reason = registry.reason_absent("opencl")
-    if reason:
-        pytest.skip(reason)
-
-
 @pytest.mark.parametrize(
     ("name", "n"), [("babybear", 4), *(pytest.param(name, 64, marks=pytest.mark.slow) for name in NAMES[:3])]
 )
 def test_on_opencl(name, n):
     """PoCL compiles a pass of so many rows for some seconds, of four for one."""
-    need_opencl()
+    require_backend("opencl")
     field = field_of(name)
     x = field.random((3, n))
     y = ntt(x, field, coset=5)
@@ -304,7 +298,7 @@ def test_on_opencl(name, n):
 @pytest.mark.slow
 def test_field_arrays_stay_on_opencl():
     """PoCL compiles five programs."""
-    need_opencl()
+    require_backend("opencl")
     field = field_of("babybear")
     x = field.random((3, 64))
     resident = field.array(x, device="opencl")

@@ -18,9 +18,9 @@ from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import FIELDS, field_of
 from accelerant.algebra.ntt.reference import ntt_reference
 from accelerant.errors import ConfigError, FormatError
-from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.zk import curve, field, msm, ntt, register_curve, register_field
+from requirements import require_backend
 
 sys.path.append(str(Path(__file__).parents[1] / "algebra"))
 from msm_reference import msm_sum
@@ -140,8 +140,7 @@ def test_the_subgroup_in_each_form(g1, form):
 
 
 def test_the_c_kernels(g1):
-    if registry.reason_absent("opencl"):
-        pytest.skip(registry.reason_absent("opencl"))
+    require_backend("opencl")
     points = sample(3) + out_of_subgroup()
     expected = [in_subgroup(g1.parameters, point) for point in points]
     assert g1.is_in_subgroup(points, device="opencl").tolist() == expected

@@ -3,7 +3,6 @@
 The CPU's and PoCL's kernels run in each test; NVIDIA's where there is a GPU. What takes long to compile is marked slow.
 """
 
-import os
 import random
 import re
 from functools import cache
@@ -25,6 +24,7 @@ from accelerant.algebra.field.program import (
 from accelerant.errors import ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import KernelSource, portable_header
+from requirements import require_backend
 
 LARGE = [field for field in FIELDS.values() if field.limbs > 1]
 WORD = 2**32 - 1
@@ -275,10 +275,7 @@ def test_moduli_that_the_arithmetic_does_not_fit_are_refused(modulus, generator)
 
 @pytest.fixture
 def provider(request):
-    reason = registry.reason_absent(request.param)
-    if reason:
-        pytest.fail(reason) if os.environ.get("CI") == "true" and request.param == "opencl" else pytest.skip(reason)
-    return registry.create(request.param)
+    return registry.create(require_backend(request.param))
 
 
 def run(provider, source, entry, field, arrays, count, scalars, n, chunk=1, dtype=None, in_place=False):

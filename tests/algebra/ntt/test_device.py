@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import os
 import re
 import threading
 from dataclasses import replace
@@ -24,7 +23,7 @@ from accelerant.algebra.ntt.program import Tile, has_quotients, kernel_source
 from accelerant.algebra.ntt.reference import ntt_reference
 from accelerant.algebra.ntt.tables import Tables, device_tables, pass_tables, roots_of
 from accelerant.errors import ConfigError, LaunchError
-from accelerant.runtime import registry
+from requirements import require_backend
 from vectors import TRANSFORM_BASE, field_elements
 
 NAMES = ("goldilocks", "babybear", "bn254_fr", "bls12_381_fr")
@@ -32,10 +31,7 @@ NAMES = ("goldilocks", "babybear", "bn254_fr", "bls12_381_fr")
 
 @pytest.fixture(params=["opencl", pytest.param("cuda", marks=pytest.mark.gpu)])
 def space(request):
-    reason = registry.reason_absent(request.param)
-    if reason:
-        pytest.fail(reason) if os.environ.get("CI") == "true" and request.param == "opencl" else pytest.skip(reason)
-    return space_at(request.param)
+    return space_at(require_backend(request.param))
 
 
 def check(space, field, log_n, batch, division=None, in_place=False, x=None, **options):

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 from parts import FAMILIES, VECTORS
 
 from accelerant.zk.formats import Ptau, R1cs, Witness, Zkey, write_ptau, write_r1cs, write_wtns, write_zkey
+from requirements import snarkjs_command
 
-COMMAND = Path(__file__).parents[2] / "interop" / "snarkjs" / "node_modules" / "snarkjs" / "build" / "cli.cjs"
 POINTS = ("alpha1", "beta1", "beta2", "gamma2", "delta1", "delta2", "ic", "a", "b1", "b2", "c", "h")
 POWERS = ("tau_g1", "tau_g2", "alpha_g1", "beta_g1")
 
@@ -22,13 +19,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def snarkjs():
-    node = shutil.which("node")
-    if node is None or not COMMAND.exists():
-        reason = "Node or snarkjs is not here: scripts/ci-setup installs it"
-        pytest.fail(reason) if os.environ.get("CI") == "true" else pytest.skip(reason)
+    command = snarkjs_command()
 
     def run(*arguments):
-        line = [node, COMMAND, *map(str, arguments)]
+        line = [*command, *map(str, arguments)]
         done = subprocess.run(line, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout

@@ -6,7 +6,6 @@ PoCL takes half a minute to compile a family's programs, so what makes proofs th
 from __future__ import annotations
 
 import json
-import os
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,6 @@ from accelerant.algebra.field.words import encode, random
 from accelerant.cli.app import main
 from accelerant.config import override
 from accelerant.errors import BackendUnavailable, ConfigError, FormatError, ShapeError
-from accelerant.runtime import registry
 from accelerant.runtime.ledger import ledger
 from accelerant.zk.formats import TERM, Witness, Zkey, write_r1cs, write_wtns
 from accelerant.zk.groth16 import Prover, device_key, keys, verify
@@ -42,26 +40,20 @@ from accelerant.zk.groth16.matrices import (
 )
 from accelerant.zk.groth16.setup import setup_with_known_tau
 from accelerant.zk.multi_scalar import device as msm_device
+from requirements import require_backend
 
 KNOWN = (12345, 2**200 + 7)
 
 
-def backend_is_here(name):
-    reason = registry.reason_absent(name)
-    if reason:
-        pytest.fail(reason) if os.environ.get("CI") == "true" and name == "opencl" else pytest.skip(reason)
-    return name
-
-
 @pytest.fixture(params=["opencl", pytest.param("cuda", marks=pytest.mark.gpu)])
 def space(request):
-    return space_at(backend_is_here(request.param))
+    return space_at(require_backend(request.param))
 
 
 @pytest.fixture(params=[pytest.param("opencl", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request):
     """The name of a device that takes its time to compile."""
-    return backend_is_here(request.param)
+    return require_backend(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -429,7 +421,7 @@ def test_parts_are_all_points():
 @pytest.mark.parametrize("wrong", [[], ["cpu", "cpu"], ["opencl", "cpu"], "cpu:1", "gpu", "cuda:x"])
 def test_devices_that_cannot_be(small, wrong):
     if "opencl" in wrong:  # without OpenCL its absence is what is reported
-        backend_is_here("opencl")
+        require_backend("opencl")
     with pytest.raises(ConfigError):
         Prover(small / "circuit.zkey", device=wrong)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -13,27 +11,20 @@ from circuits import write_circuit
 
 from accelerant.zk.groth16 import Proof, Prover, VerificationKey, verify
 from accelerant.zk.groth16.setup import setup_with_known_tau
+from requirements import snarkjs_command
 
 TESTS = Path(__file__).parents[2]
 INTEROP = TESTS / "interop" / "snarkjs"
-COMMAND = INTEROP / "node_modules" / "snarkjs" / "build" / "cli.cjs"
 
 
 @pytest.fixture(scope="session")
 def snarkjs():
     """run(*arguments) -> exit status and output."""
-    node, reason = shutil.which("node"), ""
-    if node is None:
-        reason = "Node is not here"
-    elif not COMMAND.exists():
-        reason = "snarkjs is not here"
-    if reason:
-        reason += ": scripts/ci-setup installs it"
-        pytest.fail(reason) if os.environ.get("CI") == "true" else pytest.skip(reason)
+    command = snarkjs_command()
 
     def run(*arguments):
         done = subprocess.run(
-            [node, COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=300, check=False
+            [*command, *map(str, arguments)], capture_output=True, text=True, timeout=300, check=False
         )
         return done.returncode, done.stdout + done.stderr
 

@@ -1,0 +1,42 @@
+"""Requirements of tests that the extra dev and scripts/ci-setup install: absent, tests skip, or fail where CI=true."""
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from accelerant.runtime import registry
+
+SNARKJS = Path(__file__).parent / "interop" / "snarkjs" / "node_modules" / "snarkjs" / "build" / "cli.cjs"
+REQUIRED_BACKENDS = ("cpu", "opencl")
+"""Backends of every machine that runs CI; scripts/ci-setup installs PoCL."""
+
+
+def require(reason):
+    """Skip the test for a reason, or fail it where CI=true; "" is no reason."""
+    if reason:
+        pytest.fail(reason) if os.environ.get("CI") == "true" else pytest.skip(reason)
+
+
+def require_backend(name):
+    """Return the name of a backend that is present; other backends than REQUIRED_BACKENDS may be absent in CI, too."""
+    reason = registry.reason_absent(name)
+    if reason and name not in REQUIRED_BACKENDS:
+        pytest.skip(reason)
+    require(reason)
+    return name
+
+
+def require_module(name):
+    """Require a Python package that the extra dev installs."""
+    require("" if importlib.util.find_spec(name) else f"{name} is not installed; the extra dev has it")
+
+
+def snarkjs_command():
+    """Return the command line of the snarkjs that the tests pin."""
+    node = shutil.which("node")
+    require("" if node else "Node is not here: scripts/ci-setup installs it")
+    require("" if SNARKJS.exists() else "snarkjs is not here: scripts/ci-setup installs it")
+    return [node, str(SNARKJS)]
