@@ -116,11 +116,7 @@ class Compilation:
     def source(self) -> KernelSource:
         """Return the source that a provider compiles."""
         return self.kernel.source(
-            self.types,
-            self.constants,
-            multiple=self.multiple,
-            num_warps=self.num_warps,
-            num_stages=self.num_stages,
+            self.types, self.constants, multiple=self.multiple, num_warps=self.num_warps, num_stages=self.num_stages
         )
 
 

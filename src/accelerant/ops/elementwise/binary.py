@@ -17,13 +17,7 @@ from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._launch import accesses
 from accelerant.ops._library import name_of
 from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
-from accelerant.ops.elementwise.launch import (
-    add_row_backward,
-    is_row,
-    launch_binary,
-    mul_backward,
-    mul_row_backward,
-)
+from accelerant.ops.elementwise.launch import add_row_backward, is_row, launch_binary, mul_backward, mul_row_backward
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
 
 __all__ = ["add", "mul"]

@@ -5,14 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = [
-    "add_reference",
-    "mul_reference",
-    "relu_reference",
-    "sigmoid_reference",
-    "silu_reference",
-    "tanh_reference",
-]
+__all__ = ["add_reference", "mul_reference", "relu_reference", "sigmoid_reference", "silu_reference", "tanh_reference"]
 
 
 def add_reference(a: Tensor, b: Tensor | float) -> Tensor:

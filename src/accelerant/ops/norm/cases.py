@@ -33,11 +33,7 @@ TOLERANCES = {
 # 1 / sqrt(eps) = 316, and what the two round to does not cancel (rms_norm's backward pass takes the same way).
 TORCH_TOLERANCES = {**TOLERANCES, torch.float32: Tolerance(2e-6, 1e-5)}
 # With a residual: y and the gradients start from the rounded s.
-ADD_TOLERANCES = {
-    **TOLERANCES,
-    torch.float16: Tolerance(2e-3, 2e-3),
-    torch.bfloat16: Tolerance(1.6e-2, 1.6e-2),
-}
+ADD_TOLERANCES = {**TOLERANCES, torch.float16: Tolerance(2e-3, 2e-3), torch.bfloat16: Tolerance(1.6e-2, 1.6e-2)}
 # The sum of two is larger than x, and so is what does not cancel in its row of one element.
 ADD_TORCH_TOLERANCES = {**ADD_TOLERANCES, torch.float32: Tolerance(2e-6, 4e-5)}
 

@@ -13,14 +13,7 @@ from accelerant.errors import ShapeError
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._launch import ceil_div, multiprocessors
 from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
-from accelerant.ops.softmax.launch import (
-    INNER_COLUMNS,
-    NARROW,
-    WIDE_FROM,
-    inner_plan,
-    launch_backward,
-    launch_forward,
-)
+from accelerant.ops.softmax.launch import INNER_COLUMNS, NARROW, WIDE_FROM, inner_plan, launch_backward, launch_forward
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
 
 __all__ = ["log_softmax", "softmax"]
