@@ -14,7 +14,7 @@ from accelerant.ops.cross_entropy import launch as cross_entropy
 from accelerant.ops.decode import launch as decode
 from accelerant.ops.elementwise import launch as elementwise
 from accelerant.ops.embedding import launch as embedding
-from accelerant.ops.gelu import launch as gelu
+from accelerant.ops.gelu import op as gelu
 from accelerant.ops.linear_gelu import launch as linear_gelu
 from accelerant.ops.norm import launch as norm
 from accelerant.ops.rope import launch as rope
@@ -30,7 +30,7 @@ randn = torch.randn
 
 
 def found_tuned():
-    """Every Tuned of the launch modules of the ops: name -> it."""
+    """Every Tuned of the ops: name -> it."""
     found = {}
 
     def visit(each):
@@ -42,9 +42,10 @@ def found_tuned():
             for value in each.values():
                 visit(value)
 
-    for path in sorted(Path(accelerant.ops.__path__[0]).glob("*/launch.py")):
-        for each in vars(importlib.import_module(f"accelerant.ops.{path.parent.name}.launch")).values():
-            visit(each)
+    for path in sorted(Path(accelerant.ops.__path__[0]).glob("[!_]*/*.py")):
+        if path.stem in ("launch", "op"):
+            for each in vars(importlib.import_module(f"accelerant.ops.{path.parent.name}.{path.stem}")).values():
+                visit(each)
     return found
 
 
@@ -208,8 +209,8 @@ SAMPLES = {
         lambda dy, a, b, plan: elementwise.mul_row_backward(dy, a, b, (True, True), plan),
         (700, 50), (700, 50), (50,), sizes=(700, 50),
     ),
-    "gelu_fwd": stream(lambda x, plan: gelu.launch_forward(x, "tanh", plan), 1),
-    "gelu_bwd": stream(lambda dy, x, plan: gelu.launch_backward(dy, x, "tanh", plan), 2),
+    "gelu_fwd": stream(lambda x, plan: launch_map(gelu.forward_kernel, x, {"TANH": True}, plan), 1),
+    "gelu_bwd": stream(lambda dy, x, plan: launch_map_backward(gelu.backward_kernel, dy, x, {"TANH": True}, plan), 2),
     "swiglu_fwd": stream(swiglu.launch_forward, 2),
     "swiglu_bwd": stream(swiglu.launch_backward, 3),
     "swiglu_packed_fwd": of_rows(swiglu.packed_forward, (3, 2200), sizes=(3, 1100)),

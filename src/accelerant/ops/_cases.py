@@ -12,18 +12,10 @@ from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.compilation.triton import TritonKernel
 
 __all__ = [
-    "Benchmark",
-    "Compilation",
-    "Indices",
-    "OpCases",
-    "Sample",
-    "Stated",
-    "Subject",
-    "Tolerance",
-    "draw",
+    "Benchmark", "Compilation", "Indices", "OpCases", "Sample", "Stated", "Subject", "Tolerance", "draw", "size_name",
     "specialised",
     "tolerances",
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +29,11 @@ class Tolerance:
 def tolerances(**bounds: tuple[float, float]) -> dict[torch.dtype, Tolerance]:
     """Return Tolerances by dtype, of (relative, absolute) pairs by the dtype's name."""
     return {getattr(torch, dtype): Tolerance(*pair) for dtype, pair in bounds.items()}
+
+
+def size_name(shape: Sequence[int]) -> str:
+    """Return a shape as samples are named: "33x257", "scalar"."""
+    return "x".join(map(str, shape)) or "scalar"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +80,19 @@ class Sample:
 
     def tensors(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> list[torch.Tensor | None]:
         """Return the arguments with reproducible numbers: normal ones of a dtype, and indices."""
-        return [_drawn(argument, dtype, device, seed) for seed, argument in enumerate(self.arguments)]
+        tensors: list[torch.Tensor | None] = []
+        for seed, given in enumerate(self.arguments):
+            match given:
+                case None:
+                    tensors.append(None)
+                case Stated(numbers):
+                    tensors.append(torch.tensor(numbers, dtype=torch.int32, device=device))
+                case Indices(shape, high, low, kind):
+                    generator = torch.Generator(device).manual_seed(seed)
+                    tensors.append(torch.randint(low, high, shape, generator=generator, device=device, dtype=kind))
+                case shape:
+                    tensors.append(draw(shape, dtype, device, seed))
+        return tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +101,7 @@ class Compilation:
 
     Attributes:
         kernel: what to compile.
-        types: argument -> Triton type; absent tensors left out.
+        types: argument -> Triton type; "*" for the pointers that are not named. Other arguments are "i32".
         constants: constexpr arguments by name, absent tensors among them as None.
         num_warps, num_stages: as launched.
         multiple: what row lengths and distances are multiples of, see TritonKernel.
@@ -107,7 +116,7 @@ class Compilation:
 
     @property
     def name(self) -> str:
-        """The kernel with what sets this specialisation apart."""
+        """The kernel and what distinguishes this specialisation."""
         kinds = sorted({kind for kind in self.types.values() if kind.startswith("*")})
         widths = [f"widths of {self.multiple}"] if self.multiple != 16 else []
         fixed = (f"{key}={value}" for key, value in self.constants.items())
@@ -115,8 +124,14 @@ class Compilation:
 
     def source(self) -> KernelSource:
         """Return the source that a provider compiles."""
+        usual = self.types.get("*", "")
+        types = {
+            name: self.types.get(name) or (usual if name.endswith("_ptr") else "i32")
+            for name in self.kernel.argument_names()
+            if name not in self.constants
+        }
         return self.kernel.source(
-            self.types, self.constants, multiple=self.multiple, num_warps=self.num_warps, num_stages=self.num_stages
+            types, self.constants, multiple=self.multiple, num_warps=self.num_warps, num_stages=self.num_stages
         )
 
 
@@ -198,21 +213,6 @@ class OpCases:
     BENCHMARKS: tuple[Benchmark, ...]
     TOLERANCES: Mapping[torch.dtype, Tolerance]
     TORCH_TOLERANCES: Mapping[torch.dtype, Tolerance] | None = None
-
-
-def _drawn(
-    argument: tuple[int, ...] | Indices | Stated | None, dtype: torch.dtype, device: torch.device | str, seed: int
-) -> torch.Tensor | None:
-    if argument is None:
-        return None
-    if isinstance(argument, Stated):
-        return torch.tensor(argument.numbers, dtype=torch.int32, device=device)
-    if isinstance(argument, Indices):
-        generator = torch.Generator(device).manual_seed(seed)
-        return torch.randint(
-            argument.low, argument.high, argument.shape, generator=generator, device=device, dtype=argument.dtype
-        )
-    return draw(argument, dtype, device, seed)
 
 
 def draw(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> torch.Tensor:

@@ -17,25 +17,10 @@ from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.tuning import Tuned
 
 __all__ = [
-    "SHORT",
-    "STREAM",
-    "STREAMS",
-    "Elementwise",
-    "RowPlan",
-    "StreamKernel",
-    "accesses",
-    "as_rows",
-    "ceil_div",
-    "dense_pair",
-    "eviction",
-    "launch_map",
-    "launch_map_backward",
-    "multiprocessors",
-    "next_power_of_2",
-    "split_rows",
-    "triton_operation",
-    "whole_rows",
-]
+    "SHORT", "STREAM", "STREAMS", "Elementwise", "RowPlan", "StreamKernel", "accesses", "as_rows", "ceil_div",
+    "dense_pair", "eviction", "launch_map", "launch_map_backward", "multiprocessors", "next_power_of_2", "split_rows",
+    "triton_operation", "whole_rows",
+]  # fmt: skip
 
 _INTERPRETED_MULTIPROCESSORS = 2  # so that persistent loops run more than once in the interpreter, too
 

@@ -19,19 +19,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 __all__ = [
-    "active_modes",
-    "autocast_dtype",
-    "below_autograd",
-    "cast_for_autocast",
-    "define",
-    "is_ordinary",
-    "is_plain",
-    "is_watched",
-    "keys_of",
-    "name_of",
-    "ordinary_keys",
-    "transforming",
-]
+    "active_modes", "autocast_dtype", "below_autograd", "cast_for_autocast", "define", "is_ordinary", "is_plain",
+    "is_watched", "keys_of", "name_of", "ordinary_keys", "transforming",
+]  # fmt: skip
 
 library = torch.library.Library("accelerant", "DEF")
 """Registrations live as long as this object."""
@@ -50,13 +40,9 @@ _WITHOUT_AUTOCAST = frozenset(kind for kind in ("meta", "lazy", "vulkan") if not
 
 
 def define(
-    schema: str,
-    *,
-    kernel: Callable[..., Any],
-    fake: Callable[..., Any],
-    differentiable: Callable[..., Any],
+    schema: str, *, kernel: Callable[..., Any], fake: Callable[..., Any], differentiable: Callable[..., Any],
     composite: Callable[..., Any],
-) -> Callable[..., Any]:
+) -> Callable[..., Any]:  # fmt: skip
     """Register an op with torch.
 
     Args:

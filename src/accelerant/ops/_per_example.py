@@ -25,17 +25,9 @@ from torch import Tensor
 from accelerant.errors import ShapeError
 
 __all__ = [
-    "Forming",
-    "PerExampleSink",
-    "announce",
-    "attach",
-    "detach",
-    "examples_of",
-    "first_sink",
-    "is_traced",
-    "mark_traced",
-    "sink_of",
-]
+    "Forming", "PerExampleSink", "announce", "attach", "detach", "examples_of", "first_sink", "is_traced",
+    "mark_traced", "sink_of",
+]  # fmt: skip
 
 _NAME = "_per_example_sink"
 _MARK = "_per_example_forward"
@@ -77,14 +69,9 @@ class PerExampleSink(Protocol):
         """Take the factors of y = x weight^T + bias: dy (examples T, N), x (examples T, K), of one dtype."""
 
     def embedding(
-        self,
-        weight: Tensor,
-        dy: Tensor,
-        tokens: Tensor,
-        examples: int,
-        padding_idx: int | None = None,
+        self, weight: Tensor, dy: Tensor, tokens: Tensor, examples: int, padding_idx: int | None = None,
         distinct: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Take the factors of y = weight[tokens]: dy (examples T, D), tokens (examples T,), or (T,) for all examples.
 
         `distinct` says that no token occurs twice in an example, as with positions.

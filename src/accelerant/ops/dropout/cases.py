@@ -18,16 +18,9 @@ def _sample(*shape: int, p: float = 0.5, seed: int = 1234) -> Sample:
 
 
 SAMPLES = (
-    _sample(1, seed=0),
-    _sample(7),
-    _sample(3, 5, p=0.1),
-    _sample(),
-    _sample(0),
-    _sample(4, 0, 2),
-    _sample(2, 3, 129, seed=2**64 - 1),
-    _sample(33, 257, p=0.9, seed=2**40 + 3),
-    _sample(4, 1024),
-)
+    _sample(1, seed=0), _sample(7), _sample(3, 5, p=0.1), _sample(), _sample(0), _sample(4, 0, 2),
+    _sample(2, 3, 129, seed=2**64 - 1), _sample(33, 257, p=0.9, seed=2**40 + 3), _sample(4, 1024),
+)  # fmt: skip
 LARGE = (_sample(4097, 4095, p=0.1), _sample(16384, 3072, seed=2**63))
 BENCHMARKS = (Benchmark(_sample(16384, 4096, p=0.1), torch.bfloat16),)
 

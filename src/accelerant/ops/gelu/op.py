@@ -1,8 +1,8 @@
-"""gelu: validation, registration with torch, autograd, implementations."""
+"""gelu: reference, implementations, the public function, registration with torch and autograd."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from typing import Literal
 
 import torch
@@ -11,12 +11,32 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
-from accelerant.ops._launch import accesses
-from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
-from accelerant.ops.gelu.launch import launch_backward, launch_forward
-from accelerant.runtime.dispatch import Case, Implementation, Operation, case_of
+from accelerant.ops._launch import (
+    SHORT,
+    StreamKernel,
+    accesses,
+    launch_map,
+    launch_map_backward,
+    triton_operation,
+)
+from accelerant.ops._refusals import check_dtype
+from accelerant.runtime.dispatch import Case, case_of
 
-__all__ = ["gelu", "gelu_bwd", "gelu_fwd"]
+__all__ = ["backward_kernel", "forward_kernel", "gelu", "gelu_bwd", "gelu_fwd", "gelu_reference"]
+
+forward_kernel = StreamKernel("accelerant.ops.gelu.triton_kernels", "gelu_fwd")
+backward_kernel = StreamKernel("accelerant.ops.gelu.triton_kernels", "gelu_bwd", SHORT)
+
+
+def gelu_reference(x: Tensor, approximate: str = "none") -> Tensor:
+    """Return x P(x) or its approximation by tanh, in the dtype of x; the tests' oracle in float64."""
+    if approximate == "none":
+        return 0.5 * x * (1.0 + torch.erf(x / math.sqrt(2.0)))
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def _torch_forward(x: Tensor, approximate: str) -> Tensor:
+    return F.gelu(x, approximate=approximate)
 
 
 def _torch_backward(dy: Tensor, x: Tensor, approximate: str) -> Tensor:
@@ -24,29 +44,20 @@ def _torch_backward(dy: Tensor, x: Tensor, approximate: str) -> Tensor:
     return dx
 
 
-def _torch_forward(x: Tensor, approximate: str) -> Tensor:
-    return F.gelu(x, approximate=approximate)
-
-
-# Operations counted an element: the polynomial, the exponential and the division, each as one.
-gelu_fwd = Operation(
+# Operations counted per element: the polynomial, the exponential and the division, each as one.
+gelu_fwd = triton_operation(
     "gelu_fwd",
-    (
-        Implementation("triton", launch_forward, refuses=refuses_triton_kernel, own=True),
-        Implementation("torch", _torch_forward, differentiable=True),
-    ),
+    lambda x, approximate: launch_map(forward_kernel, x, {"TANH": approximate == "tanh"}),
+    _torch_forward,
     cost=accesses(2, 10),
+    differentiable=True,
 )
-gelu_bwd = Operation(
+gelu_bwd = triton_operation(
     "gelu_bwd",
-    (
-        Implementation("triton", launch_backward, refuses=refuses_triton_kernel, own=True),
-        Implementation("torch", _torch_backward),
-    ),
+    lambda dy, x, approximate: launch_map_backward(backward_kernel, dy, x, {"TANH": approximate == "tanh"}),
+    _torch_backward,
     cost=accesses(3, 18),
 )
-
-
 _cpu = CpuFastPath(lambda x, approximate="none": F.gelu(x, approximate=approximate))
 
 
@@ -68,9 +79,8 @@ def gelu(x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
         UnsupportedDtype: dtype not listed above.
         ConfigError: approximate is neither.
 
-    Under torch.compile this is torch's own gelu, so that the compiler fuses it with its surroundings.
-    Under forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap, ...) this is torch's own
-    gelu, which the ledger does not count.
+    Under torch.compile this is torch's own gelu, so that the compiler fuses it with its surroundings. So it is under
+    forward-mode differentiation and the transforms of torch.func, and the ledger does not count it.
 
     Source: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2.
     """
@@ -85,15 +95,11 @@ def _case(x: Tensor, approximate: str) -> Case:
     return case_of((x.device, x.dtype, x.shape, (approximate,)))
 
 
-def _backward(dy: Tensor, x: Tensor, approximate: str, needs: Sequence[bool]) -> tuple[Tensor]:
-    return (gelu_bwd(_case(x, approximate), dy, x, approximate),)
-
-
 _gelu = DifferentiableOp(
     "gelu(Tensor x, str approximate) -> (Tensor y)",
     operation=gelu_fwd,
     case=_case,
-    backward=_backward,
+    backward=lambda dy, x, approximate, needs: (gelu_bwd(_case(x, approximate), dy, x, approximate),),
     saves=("x",),
     gradients={"x": "x"},
     composite=_torch_forward,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from accelerant.ops.gelu.reference import gelu_reference
+from accelerant.ops.gelu.op import gelu_reference
 
 __all__ = ["linear_gelu_reference"]
 

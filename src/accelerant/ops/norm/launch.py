@@ -22,21 +22,10 @@ if TYPE_CHECKING:
     from accelerant.runtime.providers.cuda_launch import PreparedLaunch
 
 __all__ = [
-    "KERNELS",
-    "TUNED",
-    "WIDE_BACKWARD",
-    "WIDE_FORWARD",
-    "backward_constants",
-    "backward_plan",
-    "backward_plans",
-    "forward_constants",
-    "forward_plan",
-    "forward_plans",
-    "launch_backward",
-    "launch_backward_each",
-    "launch_forward",
+    "KERNELS", "TUNED", "WIDE_BACKWARD", "WIDE_FORWARD", "backward_constants", "backward_plan", "backward_plans",
+    "forward_constants", "forward_plan", "forward_plans", "launch_backward", "launch_backward_each", "launch_forward",
     "reduce_plan",
-]
+]  # fmt: skip
 
 _WIDTHS = {
     "fwd": (8, 9, 10),
@@ -200,15 +189,9 @@ def backward_constants(
 
 
 def launch_forward(
-    centre: bool,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    statistics: bool = True,
-    residual: Tensor | None = None,
-    plan: RowPlan | None = None,
-) -> tuple[Tensor | None, ...]:
+    centre: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, statistics: bool = True,
+    residual: Tensor | None = None, plan: RowPlan | None = None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Normalise rows.
 
     Returns:
@@ -268,18 +251,9 @@ def launch_forward(
 
 
 def launch_backward(
-    centre: bool,
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    statistics: Tensor,
-    eps: float,
-    needs: Sequence[bool],
-    ds: Tensor | None = None,
-    plan: RowPlan | None = None,
-    dxsum: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    centre: bool, dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor, eps: float,
+    needs: Sequence[bool], ds: Tensor | None = None, plan: RowPlan | None = None, dxsum: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Compute dx, contiguous, and the gradients of weight and bias where they are needed.
 
     Args:
@@ -349,14 +323,9 @@ def launch_backward(
 
 
 def launch_backward_each(
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    statistics: Tensor,
-    examples: int,
-    wanted: tuple[bool, bool, bool],
+    dy: Tensor, x: Tensor, weight: Tensor | None, statistics: Tensor, examples: int, wanted: tuple[bool, bool, bool],
     ds: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Compute dx, and the sums over the rows of each example, which are contiguous, instead of over all rows.
 
     Args:

@@ -11,14 +11,9 @@ __all__ = ["torch_backward", "torch_composite", "torch_forward"]
 
 
 def torch_forward(
-    centre: bool,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    statistics: bool = True,
+    centre: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, statistics: bool = True,
     residual: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Normalise as launch_forward does; statistics may be returned unasked, where torch computes them anyway.
 
     Without them, everything that runs on a CPU is torch's own and differentiable.
@@ -49,16 +44,9 @@ def torch_forward(
 
 
 def torch_backward(
-    centre: bool,
-    dy: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    statistics: Tensor,
-    eps: float,
-    needs: Sequence[bool],
-    ds: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    centre: bool, dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, statistics: Tensor, eps: float,
+    needs: Sequence[bool], ds: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Compute the gradients as launch_backward does."""
     wants_weight, wants_bias = needs[1] and weight is not None, needs[2] and bias is not None
     dtypes = (None if weight is None else weight.dtype, None if bias is None else bias.dtype)

@@ -49,14 +49,9 @@ _max_pool2d_cpu = CpuFastPath(_torch_max_pool2d, serves=_is_batch)
 
 @_max_pool2d_cpu
 def max_pool2d(
-    x: Tensor,
-    kernel_size: Pair,
-    stride: Pair | None = None,
-    padding: Pair = 0,
-    dilation: Pair = 1,
-    ceil_mode: bool = False,
-    return_indices: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    x: Tensor, kernel_size: Pair, stride: Pair | None = None, padding: Pair = 0, dilation: Pair = 1,
+    ceil_mode: bool = False, return_indices: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Take the largest element of each window of an image.
 
     Args:
@@ -105,14 +100,9 @@ _avg_pool2d_cpu = CpuFastPath(F.avg_pool2d, serves=_is_batch)
 
 @_avg_pool2d_cpu
 def avg_pool2d(
-    x: Tensor,
-    kernel_size: Pair,
-    stride: Pair | None = None,
-    padding: Pair = 0,
-    ceil_mode: bool = False,
-    count_include_pad: bool = True,
-    divisor_override: int | None = None,
-) -> Tensor:
+    x: Tensor, kernel_size: Pair, stride: Pair | None = None, padding: Pair = 0, ceil_mode: bool = False,
+    count_include_pad: bool = True, divisor_override: int | None = None,
+) -> Tensor:  # fmt: skip
     """Average the elements of each window of an image.
 
     Args:

@@ -21,22 +21,10 @@ def _sample(*shape: int, dim: int = -1) -> Sample:
 
 
 SAMPLES = (
-    _sample(),
-    _sample(1),
-    _sample(3, 5),
-    _sample(7),
-    _sample(2, 3, 129),
-    _sample(67, 16),
-    _sample(5, 1000),
-    _sample(3, 4096),
-    _sample(2, 16400),
-    _sample(0, 8),
-    _sample(3, 0),
-    _sample(3, 5, dim=0),
-    _sample(3, 70, 5, dim=1),
-    _sample(0, 3, 2, dim=1),
-    _sample(2, 0, 3, dim=1),
-)
+    _sample(), _sample(1), _sample(3, 5), _sample(7), _sample(2, 3, 129), _sample(67, 16), _sample(5, 1000),
+    _sample(3, 4096), _sample(2, 16400), _sample(0, 8), _sample(3, 0), _sample(3, 5, dim=0), _sample(3, 70, 5, dim=1),
+    _sample(0, 3, 2, dim=1), _sample(2, 0, 3, dim=1),
+)  # fmt: skip
 LARGE = (
     _sample(4099, 4096),
     _sample(65536, 768),

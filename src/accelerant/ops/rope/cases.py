@@ -23,18 +23,10 @@ SMALLEST = 2
 """Elements of the smallest non-empty input: a pair."""
 
 SAMPLES = (
-    _sample(2, 3, 5, 4),
-    _sample(1, 2, 3, 6, interleaved=True),
-    _sample(2, 2, 2, 4, own=True),
-    _sample(1, 1, 1, 2),
-    _sample(2, 1, 7, 10, own=True, interleaved=True),
-    _sample(1, 12, 9, 64),
-    _sample(2, 40, 3, 128, interleaved=True),
-    _sample(1, 2, 33, 96),
-    _sample(1, 1, 3, 1030),
-    _sample(0, 2, 3, 4),
-    _sample(2, 2, 0, 4),
-)
+    _sample(2, 3, 5, 4), _sample(1, 2, 3, 6, interleaved=True), _sample(2, 2, 2, 4, own=True), _sample(1, 1, 1, 2),
+    _sample(2, 1, 7, 10, own=True, interleaved=True), _sample(1, 12, 9, 64), _sample(2, 40, 3, 128, interleaved=True),
+    _sample(1, 2, 33, 96), _sample(1, 1, 3, 1030), _sample(0, 2, 3, 4), _sample(2, 2, 0, 4),
+)  # fmt: skip
 LARGE = (
     _sample(3, 33, 1027, 96),
     _sample(2, 5, 4097, 128, interleaved=True),

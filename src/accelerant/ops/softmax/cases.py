@@ -19,32 +19,14 @@ def _sample(*shape: int, dim: int = -1) -> Sample:
 
 
 SAMPLES = (
-    _sample(),
-    _sample(1),
-    _sample(7),
-    _sample(3, 5),
-    _sample(2, 3, 129),
-    _sample(67, 16),
-    _sample(5, 1000),
-    _sample(5, 4096),
-    _sample(3, 16400),
-    _sample(0, 8),
-    _sample(3, 0),
-    _sample(3, 5, dim=0),
-    _sample(3, 70, 5, dim=1),
-    _sample(2, 1, 66, dim=1),
-    _sample(130, 3, 2, dim=-3),
-    _sample(0, 3, 2, dim=1),
-)
+    _sample(), _sample(1), _sample(7), _sample(3, 5), _sample(2, 3, 129), _sample(67, 16), _sample(5, 1000),
+    _sample(5, 4096), _sample(3, 16400), _sample(0, 8), _sample(3, 0), _sample(3, 5, dim=0), _sample(3, 70, 5, dim=1),
+    _sample(2, 1, 66, dim=1), _sample(130, 3, 2, dim=-3), _sample(0, 3, 2, dim=1),
+)  # fmt: skip
 LARGE = (
-    _sample(4099, 4096),
-    _sample(65536, 768),
-    _sample(257, 50257),
-    _sample(3, 1_000_003),
-    _sample(1_000_003, 3),
-    _sample(129, 1025, 130, dim=1),
-    _sample(1, 70001, 3, dim=1),
-)
+    _sample(4099, 4096), _sample(65536, 768), _sample(257, 50257), _sample(3, 1_000_003), _sample(1_000_003, 3),
+    _sample(129, 1025, 130, dim=1), _sample(1, 70001, 3, dim=1),
+)  # fmt: skip
 _MEASURED = _sample(16384, 4096)
 
 # One rounding of y, at most 1 (the interpreter cuts bfloat16 instead of rounding it). The gradient starts from the

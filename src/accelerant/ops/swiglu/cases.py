@@ -23,20 +23,9 @@ def _one(*shape: int) -> Sample:
 
 
 SAMPLES = (
-    _two(1),
-    _two(3, 5),
-    _one(3, 10),
-    _two(),
-    _two(0),
-    _two(4, 0, 2),
-    _two(2, 3, 129),
-    _two(33, 257),
-    _one(2),
-    _one(0, 4),
-    _one(3, 0),
-    _one(2, 3, 258),
-    _one(5, 2080),
-)
+    _two(1), _two(3, 5), _one(3, 10), _two(), _two(0), _two(4, 0, 2), _two(2, 3, 129), _two(33, 257), _one(2),
+    _one(0, 4), _one(3, 0), _one(2, 3, 258), _one(5, 2080),
+)  # fmt: skip
 LARGE = (_two(4097, 4095), _one(4099, 8190), _one(1000, 22016))
 BENCHMARKS = (
     Benchmark(_two(16384, 4096), torch.bfloat16),

@@ -274,6 +274,10 @@ class TritonKernel:
         self._prepared[key] = prepared
         return prepared
 
+    def argument_names(self) -> list[str]:
+        """Return the names of the function's arguments, constants included; imports Triton."""
+        return list(getattr(importlib.import_module(self.module), self.name).arg_names)
+
     def source(
         self,
         types: Mapping[str, str],
@@ -292,7 +296,7 @@ class TritonKernel:
             num_warps: warps a program.
             num_stages: depth of software pipelining.
         """
-        names = list(getattr(importlib.import_module(self.module), self.name).arg_names)
+        names = self.argument_names()
         kinds = tuple(types.get(name, "constexpr") for name in names)
         divisors = [(i, multiple if i in self.widths else 16) for i, kind in enumerate(kinds) if kind[0] in "*i"]
         multiples = tuple((i, divisor) for i, divisor in divisors if divisor > 1)
