@@ -105,8 +105,8 @@ def test_no_such_class(wrong, rows, learns):
 @pytest.mark.parametrize("index", [torch.int64, torch.int32])
 @pytest.mark.parametrize("shape", [(7, 300), (40_000,), (1,)])
 def test_bags_are_sums_in_float32(shape, index, padding_idx, dtype, monkeypatch):
-    monkeypatch.setattr(sys.modules["accelerant.ops.embedding.op"], "_FEW", 0)
-    monkeypatch.setattr(sys.modules["accelerant.ops.embedding.op"], "_MANY", 0)
+    monkeypatch.setattr(sys.modules["accelerant.ops.embedding.op"], "_FEW_ELEMENTS", 0)
+    monkeypatch.setattr(sys.modules["accelerant.ops.embedding.op"], "_MANY_ELEMENTS", 0)
     table = torch.randn(9, 5).to(dtype).requires_grad_()
     indices, dy = torch.randint(0, 8, shape, dtype=index), torch.randn(*shape, 5).to(dtype)
     (found,) = torch.autograd.grad(ops.embedding(indices, table, padding_idx=padding_idx), table, dy)

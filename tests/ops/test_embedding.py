@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from accelerant import ops
 from accelerant.config import override
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops.embedding import launch
-from accelerant.ops.embedding.reference import embedding_reference
+from accelerant.ops.embedding import op as launch
+from accelerant.ops.embedding.op import embedding_reference
 from accelerant.runtime.dispatch import operations
 from accelerant.runtime.ledger import ledger
 

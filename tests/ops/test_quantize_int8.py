@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._launch import RowPlan
-from accelerant.ops.quantize_int8 import launch
-from accelerant.ops.quantize_int8.op import torch_quantize
-from accelerant.ops.quantize_int8.reference import quantize_int8_reference
+from accelerant.ops.quantize_int8 import op as launch
+from accelerant.ops.quantize_int8.op import quantize_int8_reference, torch_quantize
 
 WIDTHS = pytest.mark.parametrize("width", [33, 768, 20000])
 BOTH = pytest.mark.parametrize("run", [launch.launch, torch_quantize], ids=["triton", "torch"])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._launch import RowPlan
-from accelerant.ops.softmax import launch
+from accelerant.ops.softmax import op as launch
 
 SHAPES = pytest.mark.parametrize(
     ("shape", "dim"),
@@ -78,7 +78,7 @@ def test_not_a_number_as_torch(shape, dim, interpreted):
 @pytest.mark.parametrize("plan", [RowPlan(1, 64, 1), RowPlan(4, 64, 2), RowPlan(8, 128, 4)], ids=str)
 def test_any_plan_gives_the_same(plan, interpreted):
     x, dy = torch.randn(37, 50), torch.randn(37, 50)
-    y, z = (launch.launch_forward(log, x, 1, plan) for log in (False, True))
+    y, z = (launch.launch("fwd", log, (x,), 1, plan) for log in (False, True))
     torch.testing.assert_close(y, torch.softmax(x, 1))
     torch.testing.assert_close(z, torch.log_softmax(x, 1))
     for log, result, gradient in (
@@ -86,7 +86,7 @@ def test_any_plan_gives_the_same(plan, interpreted):
         (True, z, torch._log_softmax_backward_data),
     ):
         torch.testing.assert_close(
-            launch.launch_backward(log, dy, result, 1, plan), gradient(dy, result, 1, torch.float32)
+            launch.launch("bwd", log, (dy, result), 1, plan), gradient(dy, result, 1, torch.float32)
         )
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._launch import Elementwise
-from accelerant.ops.swiglu import launch
+from accelerant.ops.swiglu import op as launch
 from accelerant.runtime.ledger import ledger
 
 

@@ -13,13 +13,13 @@ from accelerant.ops.attention import launch as attention
 from accelerant.ops.cross_entropy import launch as cross_entropy
 from accelerant.ops.decode import launch as decode
 from accelerant.ops.elementwise import launch as elementwise
-from accelerant.ops.embedding import launch as embedding
+from accelerant.ops.embedding import op as embedding
 from accelerant.ops.gelu import op as gelu
 from accelerant.ops.linear_gelu import launch as linear_gelu
 from accelerant.ops.norm import launch as norm
-from accelerant.ops.rope import launch as rope
-from accelerant.ops.softmax import launch as softmax
-from accelerant.ops.swiglu import launch as swiglu
+from accelerant.ops.rope import op as rope
+from accelerant.ops.softmax import op as softmax
+from accelerant.ops.swiglu import op as swiglu
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import choices
 from accelerant.runtime.dispatch.choices import Measurement, key_of
@@ -78,8 +78,8 @@ def softmaxes(way, log):
         x, dy = randn(M, N), randn(M, N)
         y = torch.log_softmax(x, 1) if log else torch.softmax(x, 1)
         if way == "fwd":
-            return (M, N), lambda plan: softmax.launch_forward(log, x, 1, plan)
-        return (M, N), lambda plan: softmax.launch_backward(log, dy, y, 1, plan)
+            return (M, N), lambda plan: softmax.launch("fwd", log, (x,), 1, plan)
+        return (M, N), lambda plan: softmax.launch("bwd", log, (dy, y), 1, plan)
 
     return [lambda: sample(13, 768), lambda: sample(3, 4096)]
 

@@ -16,7 +16,7 @@ from accelerant.errors import CompileError, DeviceLost, LaunchError, OutOfMemory
 from accelerant.ops.norm import cases as norm_cases
 from accelerant.ops.norm import launch as norm_launch
 from accelerant.ops.softmax import cases as softmax_cases
-from accelerant.ops.softmax import launch as softmax_launch
+from accelerant.ops.softmax import op as softmax_op
 from accelerant.runtime.compilation import cuda as cuda_compile
 from accelerant.runtime.compilation import triton
 from accelerant.runtime.compilation.cuda import compile_cuda, cuda_key
@@ -166,8 +166,8 @@ DISTANCES = re.compile(r"stride|\w+_stride|[xy]_[bhs]|table_b")
 
 def kernels_with_widths():
     for folder in WIDE:
-        kernels = importlib.import_module(f"accelerant.ops.{folder}.launch").KERNELS
-        for kernel in kernels.values():
+        compilations = importlib.import_module(f"accelerant.ops.{folder}.cases").KERNELS
+        for kernel in dict.fromkeys(each.kernel for each in compilations):
             if kernel.widths:
                 yield pytest.param(kernel, id=kernel.name)
 
@@ -200,8 +200,8 @@ def sources(monkeypatch):
 def run_rows(M, N):
     """Softmax and layer_norm of M float16 rows, and their gradients."""
     x, vector = torch.zeros(M, N, dtype=torch.float16), torch.zeros(N)
-    softmax_launch.launch_forward(False, x, 1)
-    softmax_launch.launch_backward(False, x, x, 1)
+    softmax_op.launch("fwd", False, (x,), 1)
+    softmax_op.launch("bwd", False, (x, x), 1)
     _, statistics = norm_launch.launch_forward(True, x, vector, vector, 1e-5)
     norm_launch.launch_backward(True, x, x, vector, vector, statistics, 1e-5, (True, True, True))
 

@@ -114,25 +114,26 @@ class Compilation:
     num_stages: int = 3
     multiple: int = 16
 
+    def argument_types(self) -> dict[str, str]:
+        """Return the Triton type of each argument that is no constant; imports Triton."""
+        usual = self.types.get("*", "")
+        names = [name for name in self.kernel.argument_names() if name not in self.constants]
+        return {name: self.types.get(name) or (usual if name.endswith("_ptr") else "i32") for name in names}
+
     @property
     def name(self) -> str:
         """The kernel and what distinguishes this specialisation."""
-        kinds = sorted({kind for kind in self.types.values() if kind.startswith("*")})
+        kinds = sorted({kind for kind in self.argument_types().values() if kind.startswith("*")})
         widths = [f"widths of {self.multiple}"] if self.multiple != 16 else []
         fixed = (f"{key}={value}" for key, value in self.constants.items())
         return " ".join([self.kernel.name, *kinds, *widths, *fixed])
 
     def source(self) -> KernelSource:
         """Return the source that a provider compiles."""
-        usual = self.types.get("*", "")
-        types = {
-            name: self.types.get(name) or (usual if name.endswith("_ptr") else "i32")
-            for name in self.kernel.argument_names()
-            if name not in self.constants
-        }
         return self.kernel.source(
-            types, self.constants, multiple=self.multiple, num_warps=self.num_warps, num_stages=self.num_stages
-        )
+            self.argument_types(), self.constants, multiple=self.multiple, num_warps=self.num_warps,
+            num_stages=self.num_stages,
+        )  # fmt: skip
 
 
 def specialised(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Sample, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, Sample, size_name, tolerances
 from accelerant.ops.dropout.launch import GROUP, NUM_WARPS, kernel
 
 __all__ = ["BENCHMARKS", "KERNELS", "LARGE", "ON_CPU", "SAMPLES", "TOLERANCES"]
@@ -14,7 +14,7 @@ ON_CPU = "llvm"
 
 
 def _sample(*shape: int, p: float = 0.5, seed: int = 1234) -> Sample:
-    return Sample(f"{'x'.join(map(str, shape)) or 'scalar'}-{p}-{seed}", (shape,), {"p": p, "seed": seed})
+    return Sample(f"{size_name(shape)}-{p}-{seed}", (shape,), {"p": p, "seed": seed})
 
 
 SAMPLES = (
@@ -27,11 +27,6 @@ BENCHMARKS = (Benchmark(_sample(16384, 4096, p=0.1), torch.bfloat16),)
 # The mask is exact. One rounding of the result (the interpreter truncates bfloat16), one of the scale in float32.
 TOLERANCES = tolerances(float64=(1e-15, 0.0), float32=(2.4e-7, 0.0), float16=(1e-3, 6e-8), bfloat16=(8e-3, 0.0))
 KERNELS = tuple(
-    Compilation(
-        kernel,
-        {"x_ptr": kind, "seed_ptr": "*i64", "y_ptr": kind, "n": "i32", "threshold": "i32", "scale": "fp32"},
-        {"GROUP": GROUP},
-        NUM_WARPS,
-    )
+    Compilation(kernel, {"*": kind, "seed_ptr": "*i64", "scale": "fp32"}, {"GROUP": GROUP}, NUM_WARPS)
     for kind in ("*bf16", "*fp32", "*fp16")
 )

@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, tolerances
-from accelerant.ops.embedding.launch import AT_ONCE, CHUNK, FEW, constants, embedding_plan
-from accelerant.ops.embedding.launch import KERNELS as _KERNELS
+from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, size_name, tolerances
+from accelerant.ops.embedding.op import AT_ONCE, CHUNK, FEW, constants, embedding_plan
+from accelerant.ops.embedding.op import KERNELS as _KERNELS
 
 __all__ = ["BENCHMARKS", "KERNELS", "LARGE", "SAMPLES", "TOLERANCES"]
 
@@ -17,7 +17,7 @@ def _sample(
     shape: tuple[int, ...], V: int, D: int, *, used: int | None = None, padding_idx: int | None = None
 ) -> Sample:
     """Return a sample with indices below `used`, default V; few distinct indices make long runs."""
-    name = f"{'x'.join(map(str, shape)) or 'scalar'}-of-{V}x{D}"
+    name = f"{size_name(shape)}-of-{V}x{D}"
     name += (f"-used{used}" if used else "") + ("" if padding_idx is None else f"-padding{padding_idx}")
     return Sample(name, (Indices(shape, used or V), (V, D)), {"padding_idx": padding_idx})
 
@@ -51,31 +51,22 @@ BENCHMARKS = (
 # The forward pass rounds nothing; a gradient is a sum of normal numbers, rounded once (truncated by the interpreter).
 TOLERANCES = tolerances(float64=(1e-12, 1e-12), float32=(2e-6, 4e-6), float16=(1e-3, 1e-3), bfloat16=(8e-3, 8e-3))
 
-_SIZES = dict.fromkeys(("T", "V", "D"), "i32")
-
 
 def _gathers(kind: str, index: str, D: int) -> tuple[Compilation, ...]:
     plan = embedding_plan(D)
-    fixed = constants(plan, D)
-    forward = {"indices_ptr": index, "weight_ptr": kind, "y_ptr": kind, **_SIZES, "stride": "i32"}
-    backward = {"dy_ptr": kind, "indices_ptr": index, "sums_ptr": "*fp32", **_SIZES, "PADDING": "i32"}
-    return (
-        Compilation(_KERNELS["fwd"], forward, fixed, plan.num_warps, multiple=math.gcd(D, 16)),
-        Compilation(_KERNELS["bwd_atomic"], backward, fixed, plan.num_warps, multiple=math.gcd(D, 16)),
+    types = {"*": kind, "indices_ptr": index, "sums_ptr": "*fp32"}
+    return tuple(
+        Compilation(_KERNELS[name], types, constants(plan, D), plan.num_warps, multiple=math.gcd(D, 16))
+        for name in ("fwd", "bwd_atomic")
     )
 
 
+_TYPES = {"*": "*bf16", **dict.fromkeys(("sorted_ptr", "order_ptr", "indices_ptr"), "*i64"), "parts_ptr": "*fp32"}
 _SORTED = {"CHUNK": CHUNK, "BLOCK_D": 256}
-_BWD = {
-    **dict.fromkeys(("dy_ptr", "dweight_ptr"), "*bf16"), **dict.fromkeys(("sorted_ptr", "order_ptr"), "*i64"),
-    **_SIZES, "parts_ptr": "*fp32", "PADDING": "i32",
-}  # fmt: skip
-_JOIN = {"sorted_ptr": "*i64", "dweight_ptr": "*bf16", "parts_ptr": "*fp32", **_SIZES, "PADDING": "i32"}
-_FEW = {"dy_ptr": "*bf16", "indices_ptr": "*i64", "dweight_ptr": "*bf16", **_SIZES, "PADDING": "i32"}
 KERNELS = (
     *_gathers("*bf16", "*i64", 768),
     *_gathers("*fp32", "*i32", 1000),
-    Compilation(_KERNELS["bwd"], _BWD, _SORTED, 1),
-    Compilation(_KERNELS["bwd_join"], _JOIN, {**_SORTED, "AT_ONCE": AT_ONCE}, 1),
-    Compilation(_KERNELS["bwd_few"], _FEW, {"FEW": FEW, "BLOCK_D": 256}, 4),
+    Compilation(_KERNELS["bwd"], _TYPES, _SORTED, 1),
+    Compilation(_KERNELS["bwd_join"], _TYPES, {**_SORTED, "AT_ONCE": AT_ONCE}, 1),
+    Compilation(_KERNELS["bwd_few"], _TYPES, {"FEW": FEW, "BLOCK_D": 256}, 4),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from accelerant.ops.quantize_int8.reference import quantize_int8_reference
+from accelerant.ops.quantize_int8.op import quantize_int8_reference
 
 __all__ = ["linear_int8_reference"]
 

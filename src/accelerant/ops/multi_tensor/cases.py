@@ -32,41 +32,30 @@ BENCHMARKS = (Benchmark(Sample("gpt2-124m", GPT2_SHAPES), torch.float32, 0.9),)
 TOLERANCES = tolerances(float64=(1e-12, 1e-14), float32=(2e-6, 2e-7), float16=(2e-3, 1e-5), bfloat16=(1.6e-2, 1e-5))
 
 
-def _sizes(name: str) -> tuple[dict[str, int | bool], int]:
+_TYPES = {"*": "*fp32", "map_ptr": "*i64", "table_ptr": "*i64", "group_ptr": "*i64", "max_norm": "fp32"}
+
+
+def _chunks(name: str, **constants: str | bool) -> Compilation:
     plan = PLANS[name]
-    return {"CHUNK": plan.chunk, "BLOCK": plan.block, "ALIGNED": True}, plan.num_warps
-
-
-def _over_gradients(name: str, kind: str) -> Compilation:
-    fixed, num_warps = _sizes(name)
-    last = {"partial_ptr": "*fp32", "first": "i32"} if name == "norm" else {"scale_ptr": "*fp32"}
-    types = {"map_ptr": "*i64", "table_ptr": "*i64", **last}
-    return Compilation(_KERNELS[name], types, {"GRAD": kind, **fixed}, num_warps)
+    fixed = {**constants, "CHUNK": plan.chunk, "BLOCK": plan.block, "ALIGNED": True}
+    return Compilation(_KERNELS[name], _TYPES, fixed, plan.num_warps)
 
 
 def _update(name: str, param: str, grad: str, state: str, **flags: bool) -> Compilation:
-    fixed, num_warps = _sizes(name)
-    types = {"map_ptr": "*i64", "table_ptr": "*i64", "coefficient_ptr": "*fp32"}
-    constants = {"PARAM": param, "GRAD": grad, "STATE": state, **flags, **fixed}
-    return Compilation(_KERNELS[name], types, constants, num_warps)
+    return _chunks(name, PARAM=param, GRAD=grad, STATE=state, **flags)
 
 
 def _prepare(name: str) -> Compilation:
-    types = {
-        "table_ptr": "*i64", "group_ptr": "*i64", "coefficient_ptr": "*fp32", "tensors": "i32", "partial_ptr": "*fp32",
-        "partials": "i32", "norm_ptr": "*fp32", "max_norm": "fp32",
-    }  # fmt: skip
     absent = {"grad_scale_ptr": None, "found_inf_ptr": None}
-    return Compilation(_KERNELS[f"{name}_prepare"], types, {**SMALL, "CLIP": True, **absent}, 16)
+    return Compilation(_KERNELS[f"{name}_prepare"], _TYPES, {**SMALL, "CLIP": True, **absent}, 16)
 
 
-_TOTAL = {"partial_ptr": "*fp32", "partials": "i32", "out_ptr": "*fp32", "max_norm": "fp32"}
 KERNELS = (
-    _over_gradients("norm", "fp32"),
-    _over_gradients("norm", "bf16"),
-    _over_gradients("scale", "fp32"),
-    _over_gradients("scale", "fp16"),
-    Compilation(_KERNELS["total"], _TOTAL, {"BLOCK_P": SMALL["BLOCK_P"]}, 16),
+    _chunks("norm", GRAD="fp32"),
+    _chunks("norm", GRAD="bf16"),
+    _chunks("scale", GRAD="fp32"),
+    _chunks("scale", GRAD="fp16"),
+    Compilation(_KERNELS["total"], _TYPES, {"BLOCK_P": SMALL["BLOCK_P"]}, 16),
     _prepare("adamw"),
     _prepare("sgd"),
     _update("adamw", "fp32", "fp32", "fp32", MASTER=False),

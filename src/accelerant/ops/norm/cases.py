@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, Tolerance
+from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, Tolerance, size_name, tolerances
 from accelerant.ops.norm.launch import (
     COLUMNS,
     WIDE,
@@ -23,12 +23,7 @@ __all__ = ["FAMILY", "KERNELS"]
 
 # One rounding of a result of magnitude about 1 (the interpreter cuts bfloat16 instead of rounding it), and float32 sums
 # over as many terms as the cases have, relative to the largest element of the result.
-TOLERANCES = {
-    torch.float64: Tolerance(1e-12, 1e-12),
-    torch.float32: Tolerance(2e-6, 4e-6),
-    torch.float16: Tolerance(1e-3, 1e-3),
-    torch.bfloat16: Tolerance(8e-3, 8e-3),
-}
+TOLERANCES = tolerances(float64=(1e-12, 1e-12), float32=(2e-6, 4e-6), float16=(1e-3, 1e-3), bfloat16=(8e-3, 8e-3))
 # torch subtracts mean * rstd from x * rstd on a CPU. Where a row is constant, as one of one element is, rstd is
 # 1 / sqrt(eps) = 316, and what the two round to does not cancel (rms_norm's backward pass takes the same way).
 TORCH_TOLERANCES = {**TOLERANCES, torch.float32: Tolerance(2e-6, 1e-5)}
@@ -38,47 +33,28 @@ ADD_TOLERANCES = {**TOLERANCES, torch.float16: Tolerance(2e-3, 2e-3), torch.bflo
 ADD_TORCH_TOLERANCES = {**ADD_TOLERANCES, torch.float32: Tolerance(2e-6, 4e-5)}
 
 
-def _samples(
-    shapes: Sequence[tuple[int, ...]],
-    *,
-    bias: bool,
-    residual: bool,
-    some: Sequence[tuple[bool, bool]] = ((True, True),),
-) -> tuple[Sample, ...]:
-    """Return samples of shapes, with the vectors present or absent."""
-    found = []
-    for shape in shapes:
-        for with_weight, with_bias in some:
-            vectors = [shape[-1:] if with_weight else None]
-            if bias:
-                vectors.append(shape[-1:] if with_bias else None)
-            name = "x".join(map(str, shape))
-            absent = [word for word, vector in zip(("weight", "bias"), vectors, strict=False) if vector is None]
-            name += "".join(f"-no-{word}" for word in absent)
-            found.append(Sample(name, (shape, *((shape,) if residual else ()), *vectors)))
-    return tuple(found)
-
-
 def _family(bias: bool, residual: bool, times: Sequence[tuple[float | None, float | None]]) -> OpCases:
-    few = ((True, False), (False, True), (False, False)) if bias else ((False, False),)
+    words = ("weight", "bias") if bias else ("weight",)
 
-    def samples(*shapes: tuple[int, ...], some: Sequence[tuple[bool, bool]] = ((True, True),)) -> tuple[Sample, ...]:
-        return _samples(shapes, bias=bias, residual=residual, some=some)
+    def sample(*shape: int, absent: Sequence[str] = ()) -> Sample:
+        vectors = [None if word in absent else shape[-1:] for word in words]
+        name = "-no-".join((size_name(shape), *absent))
+        return Sample(name, (shape, *((shape,) if residual else ()), *vectors))
 
-    wide = samples((4099, 4096), (65536, 768), (1000, 8191), (257, 50257), (3, 1_000_003), (1_000_003, 7))
-    small: tuple[Sample, ...] = (
-        *samples((1, 1), (7,), (3, 5), (2, 3, 129), (67, 16), (9, 768)),
-        *samples((4, 96), some=few),
-        *samples((3, 4096)),
-        *samples((3, 8200)),  # forward in registers, backward not
-        *samples((0, 8), (2, 0, 8), (3, 0)),
-    )
+    wide = ((4099, 4096), (65536, 768), (1000, 8191), (257, 50257), (3, 1_000_003), (1_000_003, 7))
+    few = (("bias",), ("weight",), words) if bias else (words,)
     return OpCases(
-        SAMPLES=small,
-        LARGE=wide,
+        SAMPLES=(
+            *(sample(*shape) for shape in ((1, 1), (7,), (3, 5), (2, 3, 129), (67, 16), (9, 768))),
+            *(sample(4, 96, absent=absent) for absent in few),
+            sample(3, 4096),
+            sample(3, 8200),  # forward in registers, backward not
+            *(sample(*shape) for shape in ((0, 8), (2, 0, 8), (3, 0))),
+        ),
+        LARGE=tuple(sample(*shape) for shape in wide),
         BENCHMARKS=tuple(
-            Benchmark(sample, torch.bfloat16, *goal)
-            for sample, goal in zip(samples((16384, 4096), (65536, 768)), times, strict=True)
+            Benchmark(sample(*shape), torch.bfloat16, *goal)
+            for shape, goal in zip(((16384, 4096), (65536, 768)), times, strict=True)
         ),
         TOLERANCES=ADD_TOLERANCES if residual else TOLERANCES,
         TORCH_TOLERANCES=ADD_TORCH_TOLERANCES if residual else TORCH_TOLERANCES,
@@ -92,44 +68,30 @@ FAMILY = {
     "add_rms_norm": _family(False, True, ((None, None), (None, None))),
 }
 
-_SIZES = {"M": "i32", "N": "i32"}
+_FLOATS = {**dict.fromkeys(("weight_ptr", "bias_ptr", "statistics_ptr", "parts_ptr"), "*fp32"), "eps": "fp32"}
 
 
 def _forward(
     kind: str, N: int, *, centre: bool, residual: bool = False, vectors: bool = True, eviction: str = ""
 ) -> Compilation:
     plan = forward_plan(N, centre, residual)
-    types = {"x_ptr": kind, "y_ptr": kind, "statistics_ptr": "*fp32", **_SIZES}
-    types |= {"x_stride": "i32", "residual_stride": "i32", "eps": "fp32"}
-    absent = []
-    if residual:
-        types |= {"residual_ptr": kind, "s_ptr": kind}
-    else:
-        absent += ["residual_ptr", "s_ptr"]
-    if vectors:
-        types |= {"weight_ptr": "*fp32"}
-    if vectors and centre:
-        types |= {"bias_ptr": "*fp32"}
-    absent += [name for name in ("weight_ptr", "bias_ptr") if name not in types]
+    absent = [] if residual else ["residual_ptr", "s_ptr"]
+    absent += ([] if centre else ["bias_ptr"]) if vectors else ["weight_ptr", "bias_ptr"]
     constants = {**dict.fromkeys(absent), **forward_constants(plan, N, centre, eviction)}
-    return Compilation(_KERNELS["fwd"], types, constants, plan.num_warps, multiple=math.gcd(N, 16))
+    return Compilation(_KERNELS["fwd"], {"*": kind, **_FLOATS}, constants, plan.num_warps, multiple=math.gcd(N, 16))
 
 
 def _backward(
     kind: str, N: int, *, centre: bool, residual: bool = False, dxsum: bool = False, apart: bool = False
 ) -> Compilation:
     plan = backward_plan(N, residual, centre)
-    types = {"dy_ptr": kind, "x_ptr": kind, "weight_ptr": "*fp32", "statistics_ptr": "*fp32", "dx_ptr": kind}
-    types |= {"parts_ptr": "*fp32", **_SIZES, "dy_stride": "i32", "ds_stride": "i32", "x_stride": "i32"}
-    types |= {"span": "i32", "splits": "i32"}
-    if residual:
-        types |= {"ds_ptr": kind}
     absent = {} if residual else {"ds_ptr": None}
     constants = {**absent, **backward_constants(plan, N, centre, True, centre, dxsum, apart)}
-    return Compilation(_KERNELS["bwd"], types, constants, plan.num_warps, multiple=math.gcd(N, 16))
+    return Compilation(_KERNELS["bwd"], {"*": kind, **_FLOATS}, constants, plan.num_warps, multiple=math.gcd(N, 16))
 
 
 _WIDE = {"CENTRE": True, "BLOCK_N": WIDE.block_n}
+_BF16 = {"*": "*bf16", **_FLOATS}
 KERNELS = (
     *(_forward("*bf16", N, centre=centre) for N in (768, 4096) for centre in (True, False)),
     *(_forward("*bf16", N, centre=centre, residual=True) for N, centre in ((768, True), (4096, False))),
@@ -148,42 +110,15 @@ KERNELS = (
     _backward("*bf16", 520, centre=False, residual=True),
     Compilation(
         _KERNELS["bwd_reduce"],
-        {**dict.fromkeys(("parts_ptr", "dweight_ptr", "dbias_ptr", "dxsum_ptr"), "*fp32"), "P": "i32", "N": "i32"},
+        {"*": "*fp32"},
         {"BLOCK_P": reduce_plan(4096).rows, "BLOCK_N": reduce_plan(4096).block_n},
         reduce_plan(4096).num_warps,
     ),
-    Compilation(
-        _KERNELS["fwd_wide"],
-        {
-            **dict.fromkeys(("x_ptr", "residual_ptr", "y_ptr", "s_ptr"), "*bf16"),
-            **dict.fromkeys(("weight_ptr", "bias_ptr", "statistics_ptr"), "*fp32"),
-            **_SIZES,
-            "x_stride": "i32",
-            "residual_stride": "i32",
-            "eps": "fp32",
-        },
-        _WIDE,
-        WIDE.num_warps,
-    ),
-    Compilation(
-        _KERNELS["bwd_wide"],
-        {
-            **dict.fromkeys(("dy_ptr", "ds_ptr", "x_ptr", "dx_ptr"), "*bf16"),
-            **dict.fromkeys(("weight_ptr", "statistics_ptr"), "*fp32"),
-            "N": "i32",
-            **dict.fromkeys(("dy_stride", "ds_stride", "x_stride"), "i32"),
-        },
-        _WIDE,
-        WIDE.num_warps,
-    ),
+    Compilation(_KERNELS["fwd_wide"], _BF16, _WIDE, WIDE.num_warps),
+    Compilation(_KERNELS["bwd_wide"], _BF16, _WIDE, WIDE.num_warps),
     Compilation(
         _KERNELS["bwd_columns"],
-        {
-            **dict.fromkeys(("dy_ptr", "x_ptr"), "*bf16"),
-            **dict.fromkeys(("statistics_ptr", "parts_ptr"), "*fp32"),
-            **_SIZES,
-            **dict.fromkeys(("dy_stride", "x_stride"), "i32"),
-        },
+        _BF16,
         {"CENTRE": True, "DWEIGHT": True, "DBIAS": True, "ROWS": COLUMNS.rows, "BLOCK_N": COLUMNS.block_n},
         COLUMNS.num_warps,
     ),

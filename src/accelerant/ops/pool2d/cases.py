@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, size_name, tolerances
 from accelerant.ops.pool2d.launch import KERNELS as _KERNELS
 from accelerant.ops.pool2d.launch import Window, plan_of
 
@@ -15,7 +15,7 @@ __all__ = ["ELEMENT_LOADS", "FAMILY", "KERNELS"]
 
 def _sample(*shape: int, **options: Any) -> Sample:
     settings = "".join(f"-{key[:3]}{value}".replace(" ", "") for key, value in options.items())
-    return Sample("x".join(map(str, shape)) + settings, (shape,), options)
+    return Sample(size_name(shape) + settings, (shape,), options)
 
 
 _BOTH = (
@@ -49,23 +49,15 @@ FAMILY = {
 
 
 def _compiled(
-    name: str, window: Window, kind: str, places: str | None = None, *, last: bool = False, divided: bool = False
+    name: str, window: Window, kind: str, places: str = "", *, last: bool = False, divided: bool = False
 ) -> Compilation:
-    types = dict.fromkeys(("x_ptr", "y_ptr") if name == "fwd" else ("dy_ptr", "dx_ptr"), kind)
-    types |= dict.fromkeys(("B", "C", "H", "W", "OH", "OW"), "i32")
     plan = plan_of(name, 64, 4 if kind == "*fp32" else 2, "cuda", last=last)
-    constants: dict[str, int | bool | None] = dict(window.constants(last=last))
-    constants |= {"BLOCK_P": plan.block_p, "BLOCK_Q": plan.block_q}
-    if divided:
-        types["divisor"] = "i32"
-    else:
-        constants["divisor"] = None
-    constants |= {"PAIRS": not last} if name == "bwd" else {"ROWS": plan.rows}
-    if places:
-        types["places_ptr"] = places
-    else:
-        constants["places_ptr"] = None
-    return Compilation(_KERNELS[name], types, constants, plan.num_warps)
+    absent = [name for name, given in (("divisor", divided), ("places_ptr", places)) if not given]
+    fixed = {
+        **window.constants(last=last), "BLOCK_P": plan.block_p, "BLOCK_Q": plan.block_q, **dict.fromkeys(absent),
+        **({"PAIRS": not last} if name == "bwd" else {"ROWS": plan.rows}),
+    }  # fmt: skip
+    return Compilation(_KERNELS[name], {"*": kind, "places_ptr": places}, fixed, plan.num_warps)
 
 
 _MAX, _AVG = (Window((3, 3), (2, 2), (1, 1), largest, with_padding=not largest) for largest in (True, False))

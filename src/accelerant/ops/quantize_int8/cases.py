@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance
-from accelerant.ops.quantize_int8.launch import KERNELS as _KERNELS
-from accelerant.ops.quantize_int8.launch import WIDE, constants, row_plan
+from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance, size_name
+from accelerant.ops.quantize_int8.op import KERNELS as _KERNELS
+from accelerant.ops.quantize_int8.op import WIDE, constants, row_plan
 
 __all__ = ["BENCHMARKS", "KERNELS", "KIND", "LARGE", "SAMPLES", "TOLERANCES"]
 
@@ -16,8 +16,7 @@ KIND = "plain"
 
 
 def _sample(*shape: int, dim: int = -1) -> Sample:
-    name = "x".join(map(str, shape)) or "scalar"
-    return Sample(name if dim == -1 else f"{name}-dim{dim}", (shape,), {"dim": dim})
+    return Sample(size_name(shape) + ("" if dim == -1 else f"-dim{dim}"), (shape,), {"dim": dim})
 
 
 SAMPLES = (
@@ -38,22 +37,22 @@ BENCHMARKS = (Benchmark(_sample(16384, 4096), torch.bfloat16), Benchmark(_sample
 TOLERANCES = dict.fromkeys((torch.float64, torch.float32, torch.float16, torch.bfloat16), Tolerance(0.0, 0.0))
 
 
+_POINTERS = {"q_ptr": "*i8", "scale_ptr": "*fp32", "peaks_ptr": "*i32"}
+
+
 def _compilation(kind: str, N: int) -> Compilation:
     plan = row_plan(N)
-    types = {"x_ptr": kind, "q_ptr": "*i8", "scale_ptr": "*fp32", **dict.fromkeys(("M", "N", "x_stride"), "i32")}
+    types = {"*": kind, **_POINTERS}
     return Compilation(_KERNELS["fwd"], types, constants(plan, N), plan.num_warps, multiple=math.gcd(N, 16))
 
 
-_WIDE = {"x_ptr": "*bf16", "q_ptr": "*i8", "scale_ptr": "*fp32", "N": "i32", "x_stride": "i32"}
-_SPLIT = dict.fromkeys(("N", "x_stride", "span"), "i32")
-_PART = {"x_ptr": "*bf16", "peaks_ptr": "*i32", **_SPLIT}
-_JOIN = {"x_ptr": "*bf16", "peaks_ptr": "*i32", "q_ptr": "*i8", "scale_ptr": "*fp32", **_SPLIT}
+_BF16 = {"*": "*bf16", **_POINTERS}
 KERNELS = (
     _compilation("*bf16", 4096),
     _compilation("*bf16", 768),
     _compilation("*fp16", 1000),
     _compilation("*fp32", 16000),
-    Compilation(_KERNELS["wide"], _WIDE, {"BLOCK_N": WIDE.block_n}, WIDE.num_warps),
-    Compilation(_KERNELS["part"], _PART, {"BLOCK_N": WIDE.block_n}, WIDE.num_warps),
-    Compilation(_KERNELS["join"], _JOIN, {"BLOCK_N": WIDE.block_n, "PARTS": 128}, WIDE.num_warps),
+    Compilation(_KERNELS["wide"], _BF16, {"BLOCK_N": WIDE.block_n}, WIDE.num_warps),
+    Compilation(_KERNELS["part"], _BF16, {"BLOCK_N": WIDE.block_n}, WIDE.num_warps),
+    Compilation(_KERNELS["join"], _BF16, {"BLOCK_N": WIDE.block_n, "PARTS": 128}, WIDE.num_warps),
 )

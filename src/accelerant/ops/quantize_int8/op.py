@@ -1,20 +1,110 @@
-"""quantize_int8: the public function, its implementations, and the registration with torch."""
+"""quantize_int8: reference, launches, the public function, its implementations, registration with torch."""
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 from torch import Tensor
 
 from accelerant.errors import ShapeError
-from accelerant.ops._launch import triton_operation
+from accelerant.ops._launch import RowPlan, as_rows, ceil_div, next_power_of_2, split_rows, triton_operation
 from accelerant.ops._library import below_autograd, define, is_plain
 from accelerant.ops._refusals import check_dtype
-from accelerant.ops.quantize_int8.launch import launch
+from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost
 
-__all__ = ["quantize_int8", "quantize_rows"]
+__all__ = [
+    "KERNELS", "PLANS", "WIDE", "WIDE_FROM", "constants", "launch", "quantize_int8", "quantize_int8_reference",
+    "quantize_rows", "row_plan", "torch_quantize",
+]  # fmt: skip
+
+
+def quantize_int8_reference(x: Tensor, *, dim: int = -1) -> tuple[Tensor, Tensor]:
+    """Return each row divided by its scale and rounded, and the scales, in the dtype of x; the tests' oracle.
+
+    Computed in float32, which is part of the definition.
+    """
+    if x.dim() == 0:
+        q, scale = quantize_int8_reference(x.reshape(1), dim=0)
+        return q.reshape(()), scale
+    rows = x.float().movedim(dim, -1)
+    zeros = rows.new_zeros(*rows.shape[:-1], 1)
+    steps = rows.new_full((), 127.0)  # with a Python number torch multiplies by the reciprocal on CUDA
+    scale = torch.cat([rows.abs(), zeros], -1).amax(-1, keepdim=True) / steps
+    scale[scale == 0] = 1.0
+    q = torch.round(rows / scale).clamp(-127, 127)
+    q[~scale.isfinite().expand(q.shape)] = 0.0
+    return q.movedim(-1, dim).contiguous().to(x.dtype), scale.squeeze(-1).to(x.dtype)
+
+
+# --- launches --------------------------------------------------------------------------------------------------------
+
+KERNELS = {
+    name: TritonKernel("accelerant.ops.quantize_int8.triton_kernels", f"quantize_int8_{name}", widths=widths)
+    for name, widths in {"fwd": (4, 5), "wide": (3, 4), "part": (2, 3), "join": (4, 5)}.items()
+}
+
+WIDE_FROM = 16384
+"""Longer rows do not stay in registers."""
+
+WIDE = RowPlan(rows=1, block_n=4096, num_warps=8)
+
+PLANS = {4096: tuple(RowPlan(rows, 4096, warps) for rows, warps in ((1, 4), (1, 8), (1, 16), (2, 8), (2, 16)))}
+"""Candidates of quantize_int8_fwd by columns."""
+
+
+@functools.cache
+def row_plan(N: int) -> RowPlan:
+    """Return the default plan of quantize_int8_fwd: about 4096 elements per program, 16 or 32 per thread."""
+    block_n = max(16, next_power_of_2(N))
+    if block_n <= 2048:
+        return RowPlan(rows=min(64, 4096 // block_n), block_n=block_n, num_warps=4)
+    return RowPlan(rows=1, block_n=block_n, num_warps=8 if block_n <= 8192 else 16)
+
+
+def constants(plan: RowPlan, N: int) -> dict[str, int | bool]:
+    """Return the compile-time arguments of quantize_int8_fwd."""
+    return {"EXACT": plan.block_n == N, "ROWS": plan.rows, "BLOCK_N": plan.block_n}
+
+
+def launch(x: Tensor, dim: int, plan: RowPlan | None = None) -> tuple[Tensor, Tensor]:
+    """Return q, contiguous, and scale; dim counts from 0, x has at least one dimension."""
+    last = dim == x.dim() - 1
+    rows = x if last else x.movedim(dim, -1)
+    N = rows.shape[-1]
+    q = torch.empty(rows.shape, dtype=torch.int8, device=x.device)
+    scale = torch.empty(rows.shape[:-1], dtype=torch.float32, device=x.device)
+    M = scale.numel()
+    if not M or not N:
+        scale.fill_(1.0)
+        return (q if last else q.movedim(-1, dim).contiguous()), scale
+    lines, stride = as_rows(rows, N)
+    if plan is None and N > WIDE_FROM:
+        _launch_wide(lines, q, scale, stride)
+    else:
+        plan = plan or row_plan(N)
+        args = (lines, q, scale, M, N, stride)
+        KERNELS["fwd"].launch((ceil_div(M, plan.rows),), args, constants(plan, N), num_warps=plan.num_warps)
+    return (q if last else q.movedim(-1, dim).contiguous()), scale
+
+
+def _launch_wide(lines: Tensor, q: Tensor, scale: Tensor, stride: int) -> None:
+    """Launch the kernels for rows that do not stay in registers; few rows are split among programs."""
+    M, N = scale.numel(), q.shape[-1]
+    fixed = {"BLOCK_N": WIDE.block_n}
+    parts, span = split_rows(M, N, WIDE.block_n, q.device)
+    if parts == 1:
+        KERNELS["wide"].launch((M,), (lines, q, scale, N, stride), fixed, num_warps=WIDE.num_warps)
+        return
+    peaks = torch.empty((M, parts), dtype=torch.int32, device=q.device)
+    KERNELS["part"].launch((parts, M), (lines, peaks, N, stride, span), fixed, num_warps=WIDE.num_warps)
+    args = (lines, peaks, q, scale, N, stride, span)
+    KERNELS["join"].launch((parts, M), args, fixed | {"PARTS": next_power_of_2(parts)}, num_warps=WIDE.num_warps)
+
+
+# --- the public function ---------------------------------------------------------------------------------------------
 
 
 def quantize_int8(x: Tensor, *, dim: int = -1) -> tuple[Tensor, Tensor]:
@@ -78,12 +168,12 @@ def _without(x: Tensor, dim: int) -> list[int]:
     return [size for i, size in enumerate(x.shape) if i != dim]
 
 
-def _cost(case: Case) -> Cost:
-    n = math.prod(case.shape)
-    return Cost((case.dtype.itemsize + 1) * n, 4 * n)
-
-
-_fwd = triton_operation("quantize_int8_fwd", launch, torch_quantize, cost=_cost)
+_fwd = triton_operation(
+    "quantize_int8_fwd",
+    launch,
+    torch_quantize,
+    cost=lambda case: Cost((case.dtype.itemsize + 1) * math.prod(case.shape), 4 * math.prod(case.shape)),
+)
 
 
 def quantize_rows(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -99,14 +189,13 @@ def _past_autograd(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return results
 
 
-def _fake(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(_without(x, dim), dtype=torch.float32)
-
-
 _op = define(
     "quantize_int8(Tensor x, int dim) -> (Tensor q, Tensor scale)",
     kernel=quantize_rows,
-    fake=_fake,
+    fake=lambda x, dim: (
+        x.new_empty(x.shape, dtype=torch.int8),
+        x.new_empty(_without(x, dim), dtype=torch.float32),
+    ),
     differentiable=_past_autograd,
     composite=torch_quantize,
 )

@@ -7,8 +7,8 @@ import math
 import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, Sample, tolerances
-from accelerant.ops.rope.launch import KERNELS as _KERNELS
-from accelerant.ops.rope.launch import constants, usual_plan
+from accelerant.ops.rope.op import KERNELS as _KERNELS
+from accelerant.ops.rope.op import constants, usual_plan
 
 __all__ = ["BENCHMARKS", "KERNELS", "LARGE", "SAMPLES", "SMALLEST", "TOLERANCES"]
 
@@ -42,14 +42,12 @@ BENCHMARKS = (
 # The sum of two products of normal numbers, rounded once (the interpreter truncates bfloat16).
 TOLERANCES = tolerances(float64=(1e-12, 1e-12), float32=(2e-6, 2e-6), float16=(1e-3, 1e-3), bfloat16=(8e-3, 8e-3))
 
-_INTEGERS = ("tokens", "S", "H", "HALF", "x_b", "x_h", "x_s", "y_b", "y_h", "y_s", "table_b")
-
 
 def _compilation(
     kind: str, table: str, H: int, D: int, *, interleaved: bool = False, inverse: bool = False, adjacent: bool = False
 ) -> Compilation:
     plan = usual_plan(H, D // 2, adjacent)
-    types = {"x_ptr": kind, "y_ptr": kind, "cos_ptr": table, "sin_ptr": table, **dict.fromkeys(_INTEGERS, "i32")}
+    types = {"*": kind, "cos_ptr": table, "sin_ptr": table}
     fixed = constants(plan, D // 2, interleaved=interleaved, inverse=inverse)
     return Compilation(_KERNELS["fwd"], types, fixed, plan.num_warps, multiple=math.gcd(D // 2, 16))
 

@@ -1,22 +1,28 @@
-"""rope: the public function, its implementations, and the registration with torch and autograd."""
+"""rope: reference, launch, the public function, its implementations, registration with torch and autograd."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
-from accelerant.ops._launch import triton_operation
+from accelerant.ops._launch import ceil_div, next_power_of_2, triton_operation
 from accelerant.ops._library import name_of
 from accelerant.ops._refusals import check_dtype, not_a_tensor
-from accelerant.ops.rope.launch import launch
+from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost
+from accelerant.runtime.dispatch.tuning import Tuned
 
-__all__ = ["rope"]
+__all__ = [
+    "KERNELS", "TUNED", "RopePlan", "constants", "launch", "rope", "rope_plan", "rope_plans", "rope_reference",
+    "usual_plan",
+]  # fmt: skip
 
 _CHUNK = 2**18
 """Elements per chunk on a CPU: 1 MiB of float32."""
@@ -25,6 +31,110 @@ _FEW, _FEW_INTERLEAVED = 2**15, 2**11
 with an autograd function in Python."""
 
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def rope_reference(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Return x with each pair of features, as a complex number, rotated by the angle of its position.
+
+    In the dtype of its inputs; the tests' oracle in float64.
+    """
+    shape = (*x.shape[:-1], x.shape[-1] // 2, 2) if interleaved else (*x.shape[:-1], 2, x.shape[-1] // 2)
+    real, imaginary = x.reshape(shape).unbind(-1 if interleaved else -2)
+    if cos.dim() == 3:  # tables per sequence, shared by its heads
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    rotated = (real * cos - imaginary * sin, real * sin + imaginary * cos)
+    return torch.stack(rotated, -1 if interleaved else -2).reshape(x.shape)
+
+
+# --- launch ----------------------------------------------------------------------------------------------------------
+
+KERNELS = {"fwd": TritonKernel("accelerant.ops.rope.triton_kernels", "rope_fwd", widths=range(7, 15))}
+
+_PAIRS = 1024  # per program: 8 per thread of 4 warps, 16 bytes of each half
+_MAX_WARPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RopePlan:
+    """The work of one program: tokens, heads, and pairs of a head (`block`, at least D / 2), each a power of two."""
+
+    tokens: int
+    heads: int
+    block: int
+    num_warps: int
+
+
+@functools.cache
+def rope_plan(H: int, half: int, pairs: int = _PAIRS, max_warps: int = _MAX_WARPS) -> RopePlan:
+    """Return a plan for all heads of a token if they are few, and several tokens if they are very few."""
+    block = next_power_of_2(half)
+    heads = min(next_power_of_2(H), max(1, pairs // block))
+    tokens = max(1, pairs // 4 // (heads * block))
+    return RopePlan(tokens, heads, block, max(1, min(max_warps, tokens * heads * block // 256)))
+
+
+def usual_plan(H: int, half: int, adjacent: bool) -> RopePlan:
+    """Return the fastest plan measured on an H200; adjacent: the heads of a token are adjacent in memory."""
+    if next_power_of_2(H) * next_power_of_2(half) <= 512:
+        return rope_plan(H, half)
+    return rope_plan(H, half, 2048, 4) if adjacent else rope_plan(H, half, 512)
+
+
+@functools.cache
+def rope_plans(H: int, half: int) -> tuple[RopePlan, ...]:
+    """Return the candidates of rope_fwd."""
+    plans = [rope_plan(H, half, pairs) for pairs in (512, 1024, 2048, 4096)]
+    plans += [replace(plan, num_warps=max(1, plan.num_warps // 2)) for plan in plans]
+    plans += [replace(plan, tokens=2 * plan.tokens, num_warps=min(8, 2 * plan.num_warps)) for plan in plans[:2]]
+    return tuple(dict.fromkeys(plans))
+
+
+TUNED: Tuned[RopePlan] = Tuned(
+    "rope_fwd",
+    default=lambda tokens, H, half, adjacent: usual_plan(H, half, bool(adjacent)),
+    candidates=lambda tokens, H, half, adjacent: rope_plans(H, half),
+)
+"""Tuned plans of rope_fwd, forward and inverse, keyed by tokens, heads, pairs of a head and adjacent."""
+
+
+def constants(plan: RopePlan, half: int, *, interleaved: bool, inverse: bool) -> dict[str, int | bool]:
+    """Return the compile-time arguments of rope_fwd."""
+    return {
+        "INVERSE": inverse, "INTERLEAVED": interleaved, "TOKENS": plan.tokens, "HEADS": plan.heads,
+        "BLOCK": plan.block, "EXACT": plan.block == half,
+    }  # fmt: skip
+
+
+def launch(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False, plan: RopePlan | None = None
+) -> Tensor:
+    """Rotate x by the angles of the tables, or by their negatives; strides of torch.empty_like(x)."""
+    y = torch.empty_like(x)
+    if not x.numel():
+        return y
+    B, H, S, D = x.shape
+    source = x if x.stride(3) == 1 else x.contiguous()
+    out = y if y.stride(3) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    half = D // 2
+    tokens = B * S
+    x_b, x_h, x_s, _ = source.stride()
+    if plan is None:
+        sizes = (tokens, H, half, int(x_h < x_s))
+        plan = TUNED(x.device, x.dtype, sizes, lambda plan: launch(x, cos, sin, interleaved, inverse, plan))
+    y_b, y_h, y_s, _ = out.stride()
+    KERNELS["fwd"].launch(
+        (ceil_div(tokens, plan.tokens), ceil_div(H, plan.heads)),
+        (
+            source, cos.contiguous(), sin.contiguous(), out,
+            tokens, S, H, half, x_b, x_h, x_s, y_b, y_h, y_s, S * half if cos.dim() == 3 else 0,
+        ),
+        constants(plan, half, interleaved=interleaved, inverse=inverse),
+        num_warps=plan.num_warps,
+    )  # fmt: skip
+    return y if out is y else y.copy_(out)
+
+
+# --- the public function ---------------------------------------------------------------------------------------------
 
 
 _cpu = CpuFastPath(lambda x, cos, sin, *, interleaved=False: _composite(x, cos, sin, interleaved))
@@ -100,12 +210,6 @@ def _halves(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
     return x[..., :half], x[..., half:]
 
 
-def _broadcast(table: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a table in a dtype, with a shape that broadcasts to (B, H, S, D / 2)."""
-    table = table.to(dtype)
-    return table.unsqueeze(1) if table.dim() == 3 else table
-
-
 def _is_few(x: Tensor, interleaved: bool) -> bool:
     return x.is_cpu and x.numel() <= (_FEW_INTERLEAVED if interleaved else _FEW)
 
@@ -120,7 +224,9 @@ def _torch_forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inver
         y = _composite(x, cos, sin, interleaved)
         return y if x.is_contiguous() else torch.empty_like(x).copy_(y)
     y = torch.empty_like(x)
-    cos, sin = _broadcast(cos, wide), _broadcast(sin, wide)
+    cos, sin = cos.to(wide), sin.to(wide)
+    if cos.dim() == 3:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     if inverse:
         sin = -sin
     if x.device.type != "cpu" or x.numel() <= _CHUNK:
@@ -191,24 +297,18 @@ def _table_gradients(
     )
 
 
-def _like(gradient: Tensor | None, table: Tensor) -> Tensor | None:
-    """Return the gradient with the strides of torch.empty_like(table), as registered."""
-    return gradient if gradient is None or table.is_contiguous() else torch.empty_like(table).copy_(gradient)
-
-
 def _own_backward(
     dy: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, needs: Sequence[bool]
 ) -> _Gradients:
-    dcos, dsin = _table_gradients(dy, x, cos, sin, interleaved, needs)
-    return launch(dy, cos, sin, interleaved, True) if needs[0] else None, _like(dcos, cos), _like(dsin, sin)
+    dx = launch(dy, cos, sin, interleaved, True) if needs[0] else None
+    return dx, *_table_gradients(dy, x, cos, sin, interleaved, needs)
 
 
 def _torch_backward(
     dy: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, needs: Sequence[bool]
 ) -> _Gradients:
-    dcos, dsin = _table_gradients(dy, x, cos, sin, interleaved, needs)
     dx = _torch_forward(dy, cos, sin, interleaved, True) if needs[0] else None
-    return dx, _like(dcos, cos), _like(dsin, sin)
+    return dx, *_table_gradients(dy, x, cos, sin, interleaved, needs)
 
 
 def _composite_backward(
@@ -228,31 +328,32 @@ _fwd = triton_operation("rope_fwd", launch, _torch_forward, cost=_cost, differen
 _bwd = triton_operation("rope_bwd", _own_backward, _torch_backward, cost=_cost)
 
 
-def _case(x: Tensor, cos: Tensor, interleaved: bool) -> Case:
+def _case(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Case:
     pairs = "interleaved" if interleaved else "halves"
     return Case(x.device, x.dtype, x.shape, (pairs, cos.dtype, cos.dim()))
 
 
 def _cpu_case(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Case | None:
     """Return None for many elements, for which fewer passes over memory are faster."""
-    return _case(x, cos, interleaved) if _is_few(x, interleaved) else None
-
-
-def _forward(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    y: Tensor = _fwd(_case(x, cos, interleaved), x, cos, sin, interleaved)
-    return y
+    return _case(x, cos, sin, interleaved) if _is_few(x, interleaved) else None
 
 
 def _backward(
     dy: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, needs: Sequence[bool]
 ) -> _Gradients:
-    result: _Gradients = _bwd(_case(dy, cos, interleaved), dy, x, cos, sin, interleaved, needs)
-    return result
+    """Return the gradients, those of the tables with the strides of torch.empty_like, as registered."""
+    dx, *tables = _bwd(_case(dy, cos, sin, interleaved), dy, x, cos, sin, interleaved, needs)
+    dcos, dsin = (
+        found if found is None or table.is_contiguous() else torch.empty_like(table).copy_(found)
+        for found, table in zip(tables, (cos, sin), strict=True)
+    )
+    return dx, dcos, dsin
 
 
 _rope = DifferentiableOp(
     "rope(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> (Tensor y)",
-    forward=_forward,
+    operation=_fwd,
+    case=_case,
     backward=_backward,
     saves=("x", "cos", "sin"),
     only_for={"x": ("cos", "sin")},
@@ -261,7 +362,6 @@ _rope = DifferentiableOp(
     composite_backward=_composite_backward,
     fake=lambda x, cos, sin, interleaved: torch.empty_like(x),
     keeps_layout=True,
-    operation=_fwd,
     cpu=_cpu,
     cpu_case=_cpu_case,
 )

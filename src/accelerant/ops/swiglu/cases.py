@@ -6,20 +6,20 @@ import math
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, Sample, Tolerance, size_name, tolerances
 from accelerant.ops._launch import STREAM
-from accelerant.ops.swiglu.launch import KERNELS as _KERNELS
-from accelerant.ops.swiglu.launch import row_plan
+from accelerant.ops.swiglu.op import KERNELS as _KERNELS
+from accelerant.ops.swiglu.op import row_plan
 
 __all__ = ["BENCHMARKS", "KERNELS", "LARGE", "SAMPLES", "TOLERANCES"]
 
 
 def _two(*shape: int) -> Sample:
-    return Sample("x".join(map(str, shape)) or "scalar", (shape, shape))
+    return Sample(size_name(shape), (shape, shape))
 
 
 def _one(*shape: int) -> Sample:
-    return Sample("x".join(map(str, shape)) + "-packed", (shape,))
+    return Sample(size_name(shape) + "-packed", (shape,))
 
 
 SAMPLES = (
@@ -40,19 +40,10 @@ TORCH_TOLERANCES = {**TOLERANCES, torch.float16: Tolerance(4e-3, 1e-3), torch.bf
 
 
 def _compilations(kind: str, N: int) -> tuple[Compilation, ...]:
-    plan, back = (row_plan(N, kernel.usual) for kernel in (_KERNELS["fwd"], _KERNELS["bwd"]))
-    sizes = {"N": "i32", "gate_stride": "i32", "up_stride": "i32"}
-    forward = {**dict.fromkeys(("gate_ptr", "up_ptr", "y_ptr"), kind), **sizes}
-    backward = dict.fromkeys(("dy_ptr", "gate_ptr", "up_ptr", "dgate_ptr", "dup_ptr"), kind)
-    return (
-        Compilation(_KERNELS["fwd"], forward, {"BLOCK": plan.block}, plan.num_warps, multiple=math.gcd(N, 16)),
-        Compilation(
-            _KERNELS["bwd"],
-            {**backward, **sizes, "gradient_stride": "i32"},
-            {"BLOCK": back.block},
-            back.num_warps,
-            multiple=math.gcd(N, 16),
-        ),
+    plans = {way: row_plan(N, kernel.usual) for way, kernel in _KERNELS.items()}
+    return tuple(
+        Compilation(_KERNELS[way], {"*": kind}, {"BLOCK": plan.block}, plan.num_warps, multiple=math.gcd(N, 16))
+        for way, plan in plans.items()
     )
 
 

@@ -1,7 +1,8 @@
-"""swiglu: the public function, its implementations, and the registration with torch and autograd."""
+"""swiglu: reference, launches, implementations, the public function, registration with torch and autograd."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -10,22 +11,123 @@ from torch import Tensor
 
 from accelerant.errors import ShapeError
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
-from accelerant.ops._launch import accesses, triton_operation
+from accelerant.ops._launch import (
+    SHORT,
+    STREAM,
+    STREAMS,
+    Elementwise,
+    StreamKernel,
+    accesses,
+    as_rows,
+    ceil_div,
+    next_power_of_2,
+    triton_operation,
+)
 from accelerant.ops._refusals import check_dtype, check_matches
-from accelerant.ops.swiglu.launch import launch_backward, launch_forward, packed_backward, packed_forward
 from accelerant.runtime.dispatch import Case, case_of
+from accelerant.runtime.dispatch.tuning import Tuned
 
-__all__ = ["swiglu", "swiglu_bwd", "swiglu_fwd"]
+__all__ = [
+    "KERNELS", "PACKED", "launch_backward", "launch_forward", "packed_backward", "packed_forward", "row_plan", "swiglu",
+    "swiglu_bwd", "swiglu_fwd", "swiglu_reference",
+]  # fmt: skip
 
 _PACKED = ("packed",)
 
 
-def _own_forward(gate: Tensor, up: Tensor | None) -> Tensor:
-    return packed_forward(gate) if up is None else launch_forward(gate, up)
+def swiglu_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """Return gate / (1 + exp(-gate)) times up; without up, both are halves of the first argument's last dimension.
+
+    In the dtype of its inputs; the tests' oracle in float64.
+    """
+    if up is None:
+        gate, up = gate.tensor_split(2, dim=-1)
+    return gate / (1.0 + torch.exp(-gate)) * up
 
 
-def _own_backward(dy: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    return (packed_backward(dy, gate), None) if up is None else launch_backward(dy, gate, up)
+# --- launches --------------------------------------------------------------------------------------------------------
+
+KERNELS = {
+    name: StreamKernel("accelerant.ops.swiglu.triton_kernels", f"swiglu_{name}", usual, widths)
+    for name, usual, widths in (("fwd", STREAM, (3, 4, 5)), ("bwd", SHORT, (5, 6, 7, 8)))
+}
+
+
+@functools.cache
+def row_plan(N: int, usual: Elementwise = STREAM) -> Elementwise:
+    """Return the plan for rows of N elements: the usual one, or a short row per program."""
+    block = min(usual.block, max(128, next_power_of_2(N)))
+    return Elementwise(block, max(1, block * usual.num_warps // usual.block))
+
+
+PACKED: dict[str, Tuned[Elementwise]] = {
+    name: Tuned(
+        f"swiglu_packed_{name}",
+        default=lambda M, N, usual=kernel.usual: row_plan(N, usual),
+        candidates=lambda M, N: tuple(dict.fromkeys(row_plan(N, stream) for stream in STREAMS)),
+    )
+    for name, kernel in KERNELS.items()
+}
+"""Tuned plans for halves of rows, keyed by rows and columns."""
+
+
+def launch_forward(gate: Tensor, up: Tensor, plan: Elementwise | None = None) -> Tensor:
+    """Return swiglu of two tensors, contiguous."""
+    y = gate.new_empty(gate.shape)
+    n = y.numel()
+    if n:
+        if plan is None:
+            plan = KERNELS["fwd"].plan(gate.device, gate.dtype, (n,), lambda plan: launch_forward(gate, up, plan))
+        args = (gate.contiguous(), up.contiguous(), y, n, n, n)
+        KERNELS["fwd"].launch(plan.grid(n), args, {"BLOCK": plan.block}, num_warps=plan.num_warps)
+    return y
+
+
+def launch_backward(dy: Tensor, gate: Tensor, up: Tensor, plan: Elementwise | None = None) -> tuple[Tensor, Tensor]:
+    """Return the gradients of gate and up, contiguous."""
+    dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    n = dgate.numel()
+    if n:
+        if plan is None:
+            plan = KERNELS["bwd"].plan(gate.device, gate.dtype, (n,), lambda plan: launch_backward(dy, gate, up, plan))
+        args = (dy.contiguous(), gate.contiguous(), up.contiguous(), dgate, dup, n, n, n, n)
+        KERNELS["bwd"].launch(plan.grid(n), args, {"BLOCK": plan.block}, num_warps=plan.num_warps)
+    return dgate, dup
+
+
+def packed_forward(x: Tensor, plan: Elementwise | None = None) -> Tensor:
+    """Return swiglu of the halves of each row, contiguous."""
+    N = x.shape[-1] // 2
+    y = x.new_empty((*x.shape[:-1], N))
+    if y.numel():
+        M = y.numel() // N
+        if plan is None:
+            plan = PACKED["fwd"](x.device, x.dtype, (M, N), lambda plan: packed_forward(x, plan))
+        rows, stride = as_rows(x, 2 * N)
+        rows = rows.view(-1, 2 * N)
+        grid = (M * ceil_div(N, plan.block),)
+        args = (rows, rows[:, N:], y, N, stride, stride)
+        KERNELS["fwd"].launch(grid, args, {"BLOCK": plan.block}, num_warps=plan.num_warps)
+    return y
+
+
+def packed_backward(dy: Tensor, x: Tensor, plan: Elementwise | None = None) -> Tensor:
+    """Return the gradient of x, contiguous, both halves in one pass."""
+    N = x.shape[-1] // 2
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if dx.numel():
+        M = dx.numel() // (2 * N)
+        if plan is None:
+            plan = PACKED["bwd"](x.device, x.dtype, (M, N), lambda plan: packed_backward(dy, x, plan))
+        rows, stride = as_rows(x, 2 * N)
+        rows, flat = rows.view(-1, 2 * N), dx.view(-1, 2 * N)
+        grid = (M * ceil_div(N, plan.block),)
+        args = (dy.contiguous(), rows, rows[:, N:], flat, flat[:, N:], N, stride, stride, 2 * N)
+        KERNELS["bwd"].launch(grid, args, {"BLOCK": plan.block}, num_warps=plan.num_warps)
+    return dx
+
+
+# --- implementations and the public function -------------------------------------------------------------------------
 
 
 def _torch_forward(gate: Tensor, up: Tensor | None) -> Tensor:
@@ -52,8 +154,19 @@ def _torch_backward(dy: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor
     return dx, dup
 
 
-swiglu_fwd = triton_operation("swiglu_fwd", _own_forward, _torch_forward, cost=accesses(3, 5), differentiable=True)
-swiglu_bwd = triton_operation("swiglu_bwd", _own_backward, _torch_backward, cost=accesses(5, 12))
+swiglu_fwd = triton_operation(
+    "swiglu_fwd",
+    lambda gate, up: packed_forward(gate) if up is None else launch_forward(gate, up),
+    _torch_forward,
+    cost=accesses(3, 5),
+    differentiable=True,
+)
+swiglu_bwd = triton_operation(
+    "swiglu_bwd",
+    lambda dy, gate, up: (packed_backward(dy, gate), None) if up is None else launch_backward(dy, gate, up),
+    _torch_backward,
+    cost=accesses(5, 12),
+)
 
 
 _cpu = CpuFastPath(lambda gate, up=None: _torch_forward(gate, up))
@@ -81,8 +194,8 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
     Saves its arguments for the backward pass; on a CPU, where torch's silu and product run, also the silu of the gate
     (recomputing it took a fifth of the backward pass). Under torch.compile torch's own silu and product run, so that
-    the compiler can fuse them, and so they do under forward-mode differentiation and the transforms of torch.func
-    (grad, jvp, vmap, ...). The ledger does not count those.
+    the compiler can fuse them, and so they do under forward-mode differentiation and the transforms of torch.func. The
+    ledger does not count those.
 
     Source: Shazeer 2020, arXiv:2002.05202, equation 5.
     """
@@ -109,22 +222,6 @@ def _cpu_case(gate: Tensor, up: Tensor | None) -> Case | None:
     return None if up is None and gate.dtype == torch.float16 else _case(gate, up)
 
 
-def _forward(gate: Tensor, up: Tensor | None) -> Tensor:
-    y: Tensor = swiglu_fwd(_case(gate, up), gate, up)
-    return y
-
-
-def _backward(
-    dy: Tensor, gate: Tensor, up: Tensor | None, needs: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    gradients: tuple[Tensor | None, Tensor | None] = swiglu_bwd(_case(gate, up), dy, gate, up)
-    return gradients
-
-
-def _fake(gate: Tensor, up: Tensor | None) -> Tensor:
-    return gate.new_empty(gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2))
-
-
 def _composite(gate: Tensor, up: Tensor | None) -> Tensor:
     if up is None:
         gate, up = gate.chunk(2, -1)
@@ -147,15 +244,15 @@ def _composite_backward(
 
 _swiglu = DifferentiableOp(
     "swiglu(Tensor gate, Tensor? up) -> (Tensor y)",
-    forward=_forward,
-    backward=_backward,
+    operation=swiglu_fwd,
+    case=_case,
+    backward=lambda dy, gate, up, needs: swiglu_bwd(_case(gate, up), dy, gate, up),
     composite_backward=_composite_backward,
     saves=("gate", "up"),
     gradients={"gate": "gate", "up": "up"},
     composite=_composite,
-    fake=_fake,
+    fake=lambda gate, up: gate.new_empty(gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2)),
     decomposes=True,
-    operation=swiglu_fwd,
     cpu=_cpu,
     cpu_case=_cpu_case,
 )

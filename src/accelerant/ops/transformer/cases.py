@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accelerant.ops._cases import Compilation, tolerances
-from accelerant.ops.embedding.launch import constants, embedding_plan
+from accelerant.ops.embedding.op import constants, embedding_plan
 from accelerant.ops.transformer.launch import COLUMNS, SQUARE
 from accelerant.ops.transformer.launch import KERNELS as _KERNELS
 

@@ -14,7 +14,7 @@ from accelerant.ops._launch import ceil_div, triton_operation
 from accelerant.ops._per_example import Forming
 from accelerant.ops._refusals import refuses_triton_kernel
 from accelerant.ops.cross_entropy.launch import count, reduce, scale_
-from accelerant.ops.embedding import launch as embedding
+from accelerant.ops.embedding import op as embedding
 from accelerant.ops.linear_cross_entropy.chunks import run_torch, run_triton
 from accelerant.ops.transformer.launch import launch_embed
 from accelerant.runtime.compilation.triton import refuses_triton

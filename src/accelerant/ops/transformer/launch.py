@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from accelerant.ops._launch import as_rows, ceil_div, multiprocessors
-from accelerant.ops.embedding.launch import constants, embedding_plan
+from accelerant.ops.embedding.op import constants, embedding_plan
 from accelerant.ops.linear_gelu.launch import launch_join, spans
 from accelerant.runtime.compilation.triton import TritonKernel
 
