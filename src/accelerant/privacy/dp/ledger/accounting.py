@@ -17,8 +17,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Final, Literal, NamedTuple, get_args
+from functools import lru_cache, reduce
+from typing import Any, Final, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,19 +36,16 @@ from accelerant.privacy.dp.ledger.events import (
 )
 
 __all__ = [
-    "Method", "Release", "Spent", "calibrate", "check_method", "last_within", "pld_epsilon", "rdp_epsilon",
-    "rdp_values", "release_of", "remaining", "spent",
+    "Method", "Release", "Spent", "calibrate", "check_method", "last_within", "most_within", "pld_epsilon",
+    "rdp_epsilon", "rdp_values", "release_of", "remaining", "spent",
 ]  # fmt: skip
 
 Method = Literal["pld", "rdp"]
 
-_MAX_RELEASES: Final = 16  # distinct ones composed as they are: each costs 0.3 s once. More are rounded down
+_MAX_RELEASES: Final = 16  # distinct ones composed exactly: each costs 0.3 s once. More have their noise rounded down
 _MAX_NOISE: Final = 1e6  # larger multipliers are accounted as this one: their squares overflow
 _MAX_STEPS: Final = 10**9
 _SLACK: Final = 1e-7  # relative excess of an epsilon under charged deltas over the least one
-
-
-# --- epsilon of events -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +53,9 @@ class Spent:
     """The cost of events.
 
     Attributes:
-        epsilon: may be infinite; `reason` then says why.
-        delta: at which epsilon is stated.
+        epsilon: at delta; may be infinite.
         charged: part of delta that the events' charged deltas take.
-        method: "pld" or "rdp".
-        reason: empty for a finite epsilon.
+        reason: why epsilon is infinite; empty for a finite one.
     """
 
     epsilon: float
@@ -75,13 +70,12 @@ def spent(
 ) -> Spent:
     """Return epsilon at delta of all events together.
 
-    What the events charge of delta is subtracted before the accountant is asked. Above an epsilon of CHARGED_UP_TO the
-    charge grows with it; the epsilon is then the least that satisfies its own charge.
+    The events' own deltas are subtracted from delta first. Above an epsilon of CHARGED_UP_TO they grow with it; the
+    epsilon is then the least one that satisfies its own charge.
 
     Args:
         events: in any order; composition does not depend on it.
         delta: in (0, 1).
-        method: "pld" or "rdp".
         neighbouring: "add-or-remove-one" or "replace-one"; noise multipliers are noise over the sensitivity under
             the same relation.
 
@@ -106,7 +100,7 @@ def spent(
             return Spent(max(epsilon, least), delta, charged, chosen)
         least = epsilon * (1 + _SLACK)
         charged = charge * math.exp(min(least, 700.0) - CHARGED_UP_TO)
-    reason = f"delta {delta:g} is used up by what the events charge of it, {charged:.3g}: ask at a larger delta"
+    reason = f"delta {delta:g} is used up by what the events charge of it, {charged:.3g}: choose a larger delta"
     return Spent(math.inf, delta, charged, chosen, reason)
 
 
@@ -119,18 +113,22 @@ def remaining(
     method: str = "pld",
     neighbouring: str = "add-or-remove-one",
 ) -> int:
-    """Return how many more of event (its count is ignored) fit epsilon at delta, after events. At most 10^9.
+    """Return how many more of event (its count is ignored) fit epsilon at delta, after events; at most 10^9.
 
-    Raises:
-        ConfigError, UnsupportedCase, MissingDependency: as for `spent`; or epsilon is not above 0.
+    Raises the errors of `spent`, and ConfigError if epsilon is not above 0.
     """
     check_number("epsilon", epsilon)
 
     def cost(more: int, way: str) -> float:
         return spent((*events, event.times(more)), delta, method=way, neighbouring=neighbouring).epsilon
 
-    start = last_within(lambda more: cost(more, "rdp"), epsilon)
-    return start if method == "rdp" else last_within(lambda more: cost(more, method), epsilon, start)
+    return most_within(cost, epsilon, method)
+
+
+def most_within(cost: Callable[[int, str], float], limit: float, method: str) -> int:
+    """Return `last_within` of cost(n, method), which begins at that of the fast cost(n, "rdp")."""
+    start = last_within(lambda n: cost(n, "rdp"), limit)
+    return start if method == "rdp" else last_within(lambda n: cost(n, method), limit, start)
 
 
 def last_within(cost: Callable[[int], float], limit: float, start: int = 0) -> int:
@@ -138,13 +136,11 @@ def last_within(cost: Callable[[int], float], limit: float, start: int = 0) -> i
 
     Args:
         cost: may be slow: the crossing is interpolated, assuming that cost grows about as a square root.
-        limit: of the cost.
         start: a guess.
     """
     low, high, step = -1, _MAX_STEPS + 1, max(1, start // 8)
     cost_low, cost_high = 0.0, math.inf
-    probe = start
-    turn = 0
+    probe, turn = start, 0
     while high - low > 1:
         value = cost(probe)
         if value <= limit:
@@ -166,14 +162,10 @@ def last_within(cost: Callable[[int], float], limit: float, start: int = 0) -> i
 
 
 def check_method(method: str) -> Method:
-    """Return the accountant's name.
-
-    Raises:
-        ConfigError: it is unknown.
-    """
+    """Return the accountant's name; ConfigError if it is unknown."""
     if method not in get_args(Method):
         raise ConfigError(f'method must be "pld" or "rdp", got {method!r}')
-    return "pld" if method == "pld" else "rdp"
+    return cast(Method, method)
 
 
 class Release(NamedTuple):
@@ -185,16 +177,20 @@ class Release(NamedTuple):
 
 
 def release_of(event: Event) -> Release:
-    """Return the cost of one of an event: a shuffled or unknown draw counts as if all records were used.
+    """Return the parameters that determine the cost of one release of an event.
 
-    A discrete Gaussian on a fine grid is within its charged delta of the continuous one.
+    A shuffled or unknown draw counts as if all records were used. A discrete Gaussian on a fine grid is within its
+    charged delta of the continuous one.
     """
     mechanism = "gaussian" if event.mechanism == "discrete_gaussian" else event.mechanism
     return Release(mechanism, min(event.noise_multiplier, _MAX_NOISE), event.sample_rate if event.amplified else 1.0)
 
 
-def _releases(events: Sequence[Event], neighbouring: str) -> tuple[dict[Release, int], str]:
-    """Return counts of equal releases; or why epsilon is infinite."""
+def _releases(events: Sequence[Event], neighbouring: str) -> tuple[Mapping[Release, int], str]:
+    """Return counts of equal releases, about _MAX_RELEASES at most; or the reason why epsilon is infinite.
+
+    Where there are more, noise is rounded down, by as little as suffices, to releases that cost no less.
+    """
     counts: Counter[Release] = Counter()
     for event in events:
         if event.noise_multiplier == 0:
@@ -205,20 +201,15 @@ def _releases(events: Sequence[Event], neighbouring: str) -> tuple[dict[Release,
                 'neighbouring="add-or-remove-one"'
             )
         counts[release_of(event)] += event.count
-    return (dict(counts) if len(counts) <= _MAX_RELEASES else _rounded_down(counts)), ""
-
-
-def _rounded_down(counts: Counter[Release]) -> dict[Release, int]:
-    """Return at most about _MAX_RELEASES releases that cost no less: noise rounded down, by as little as suffices."""
-    for share in (1024, 512, 256, 128, 64, 32, 16, 8, 4, 2, 1):  # of an octave
-        fewer: Counter[Release] = Counter()
+    merged, steps_per_octave = counts, 1024
+    while len(merged) > _MAX_RELEASES and steps_per_octave:
+        merged = Counter()
         for release, count in counts.items():
             noise = release.noise_multiplier
-            rounded = 2 ** (math.floor(share * math.log2(noise)) / share)
-            fewer[release._replace(noise_multiplier=min(rounded, noise))] += count
-        if len(fewer) <= _MAX_RELEASES:
-            break
-    return dict(fewer)
+            rounded = 2 ** (math.floor(steps_per_octave * math.log2(noise)) / steps_per_octave)
+            merged[release._replace(noise_multiplier=min(rounded, noise))] += count
+        steps_per_octave //= 2
+    return merged, ""
 
 
 # --- noise for an epsilon --------------------------------------------------------------------------------------------
@@ -242,18 +233,13 @@ def calibrate(
     """Return the least noise multiplier with which `steps` releases stay within target_epsilon at delta.
 
     Args:
-        target_epsilon: above 0.
-        delta: in (0, 1).
         sample_rate: of Poisson sampling, in (0, 1]; 1: every record in every step.
-        steps: 1 or more.
-        method: "pld" or "rdp".
-        mechanism: as in `Event`.
-        sampling: "poisson", or how else the records are drawn; others are not amplified.
+        mechanism, sampling: as in `Event`.
         charged: delta of each step's event.
         before: earlier events on the same data; the target is for all together.
 
     Returns:
-        Never below the least one, and at most 1e-3 of it above.
+        At least the least multiplier, and at most 1e-3 of it above.
 
     Raises:
         ConfigError: an invalid value.
@@ -285,8 +271,8 @@ def calibrate(
 def _least_noise(cost: Callable[[float], float], target: float, guess: float, power: float) -> tuple[float, float]:
     """Return the least noise with cost within target, from above, and the power of the noise by which cost falls.
 
-    Epsilon falls about as a power of the noise: a probe is where the power through the last two would meet the target,
-    a little to the side whose bound is further away.
+    Epsilon falls about as a power of the noise. The next probe is where the power through the last two points meets the
+    target, moved slightly towards the bound that is further away.
     """
     low, high = 0.0, math.inf
     noise = guess
@@ -314,7 +300,7 @@ def _least_noise(cost: Callable[[float], float], target: float, guess: float, po
 
 
 def _next_probe(aim: float, low: float, high: float) -> float:
-    """Return a probe near aim, strictly between low and high, within a factor of 4 of what is known."""
+    """Return a probe near aim, strictly between low and high, within a factor of 4 of a known bound."""
     low, high = max(low, high / 16 if high < math.inf else 0.0), min(high, 16 * low if low else math.inf)
     side = 1 + _TOLERANCE / 4
     aim = aim / side if aim * aim > low * high else aim * side
@@ -327,7 +313,7 @@ _ORDERS: Final = (
     *(1 + tenths / 10 for tenths in range(1, 100)),
     *(float(order) for order in (*range(11, 64), 128, 256, 512, 1024)),
 )
-_PLD_LIMIT: Final = 1e4  # an epsilon above means nothing, and its distribution has too many points
+_PLD_LIMIT: Final = 1e4  # an epsilon above is meaningless, and its distribution has too many points
 _POINTS: Final = 1e6  # of one release's distribution: more take seconds; a fifth where the interval is finer than usual
 _USUAL: Final = 1e-4
 _BLOCK: Final = 1 << 16
@@ -339,32 +325,25 @@ _INTERVALS: Final = ((0.05, 1e-6), (0.5, 1e-5), (30.0, 1e-4), (1000.0, 1e-3), (m
 def pld_epsilon(counts: Mapping[Release, int], delta: float) -> float:
     """Return epsilon of these releases at delta, by privacy loss distributions.
 
-    Where they cannot tell (epsilon above 10^4, delta below what floating point resolves) it is the bound by Renyi
-    divergence, which holds as well. Releases must have noise.
-
-    Args:
-        counts: 1 or more of each release.
-        delta: in (0, 1).
-
-    Raises:
-        MissingDependency: dp-accounting is not installed.
+    Above 10^4, and for deltas below the resolution of floating point, it is the bound by Renyi divergence, which holds
+    as well. Releases must have noise, and counts must be 1 or more. MissingDependency: dp-accounting is not installed.
     """
     bound = rdp_epsilon(counts, delta)
     if not counts or bound > _PLD_LIMIT:
         return bound
-    interval = _interval(counts, bound)
+    interval = next(interval for limit, interval in _INTERVALS if bound < limit)
+    widest = max(map(_widest_loss, counts))
+    while widest / interval > (_POINTS if interval >= _USUAL else _POINTS / 5):
+        interval *= 10
     epsilon = _epsilon_by_interval(interval, counts, delta)
     if epsilon > bound and max(counts.values()) <= _REFINED:  # many small releases: too coarse for the loss of one
         epsilon = _epsilon_by_interval(interval / 10, counts, delta)
-    return min(epsilon, bound)  # either holds
+    return min(epsilon, bound)  # both are upper bounds
 
 
 def _epsilon_by_interval(interval: float, counts: Mapping[Release, int], delta: float) -> float:
-    composed: Any = None
-    for release, count in sorted(counts.items()):
-        one = _composed(release, count, interval)
-        composed = one if composed is None else composed.compose(one)
-    return float(composed.get_epsilon_for_delta(delta))
+    distributions = (_composed(release, count, interval) for release, count in sorted(counts.items()))
+    return float(reduce(lambda total, other: total.compose(other), distributions).get_epsilon_for_delta(delta))
 
 
 def rdp_epsilon(counts: Mapping[Release, int], delta: float) -> float:
@@ -380,14 +359,7 @@ def rdp_epsilon(counts: Mapping[Release, int], delta: float) -> float:
 
 @lru_cache(maxsize=256)
 def rdp_values(release: Release, orders: tuple[float, ...]) -> NDArray[np.float64]:
-    """Return the Renyi divergence of one release.
-
-    Args:
-        release: with noise.
-        orders: (K,), each above 1.
-
-    Returns:
-        (K,) float64, nats; read-only.
+    """Return the Renyi divergence of one release, which has noise, at K orders above 1: (K,) float64, nats, read-only.
 
     Raises:
         MissingDependency: dp-accounting is not installed.
@@ -403,9 +375,8 @@ def rdp_values(release: Release, orders: tuple[float, ...]) -> NDArray[np.float6
         accountant = rdp.RdpAccountant(orders, relation.REPLACE_ONE)
         values = accountant.compose(events.RandomizedResponseDpEvent(flip, 2)).rdp
     else:
-        event = (events.LaplaceDpEvent if release.mechanism == "laplace" else events.GaussianDpEvent)(
-            release.noise_multiplier
-        )
+        kind = events.LaplaceDpEvent if release.mechanism == "laplace" else events.GaussianDpEvent
+        event = kind(release.noise_multiplier)
         if release.sample_rate < 1:
             event = events.PoissonSampledDpEvent(release.sample_rate, event)
         with _quiet(), np.errstate(divide="ignore", over="ignore"):
@@ -416,10 +387,10 @@ def rdp_values(release: Release, orders: tuple[float, ...]) -> NDArray[np.float6
 
 
 def _pure_epsilon(release: Release) -> float | None:
-    """Return epsilon where the release is accounted by it alone, amplified by sampling; None for the others.
+    """Return the release's pure epsilon, amplified by sampling, if it is accounted by that alone; else None.
 
-    A discrete Laplace costs a little more than the continuous one of its scale, by how much depends on the grid. Its
-    pure epsilon holds on every grid. The sampled Laplace has no bound in Renyi divergence in dp-accounting.
+    A discrete Laplace costs slightly more than the continuous one of its scale, depending on the grid; its pure epsilon
+    holds on every grid. dp-accounting has no Renyi divergence of the sampled Laplace.
     """
     if release.mechanism not in ("discrete_laplace", "randomized_response") and not (
         release.mechanism == "laplace" and release.sample_rate < 1
@@ -433,17 +404,8 @@ def _pure_epsilon(release: Release) -> float | None:
     return math.log1p(release.sample_rate * math.expm1(pure))  # Li et al. 2012, arXiv:1101.2604, theorem 1
 
 
-def _interval(counts: Mapping[Release, int], epsilon: float) -> float:
-    """Return the discretisation: fine enough for epsilon, with no more points than can be convolved quickly."""
-    interval = next(interval for limit, interval in _INTERVALS if epsilon < limit)
-    widest = max(_widest_loss(release) for release in counts)
-    while widest / interval > (_POINTS if interval >= _USUAL else _POINTS / 5):
-        interval *= 10
-    return interval
-
-
 def _widest_loss(release: Release) -> float:
-    """Return about the largest privacy loss that one release's distribution spans, both signs together."""
+    """Return about the width of one release's privacy loss distribution."""
     noise = release.noise_multiplier
     if "gaussian" not in release.mechanism:
         return 2 / noise

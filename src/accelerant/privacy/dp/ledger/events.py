@@ -1,8 +1,7 @@
-"""Privacy events: a mechanism that was applied to the data, its noise, how its records were sampled, how often.
+"""Privacy events: the mechanism applied to the data, its noise, how its records were sampled, and how often.
 
-The ledger records events, never an epsilon: epsilons of different events do not add up well, events compose exactly
-(accounting.py). The terms are those of Abadi et al. 2016, arXiv:1607.00133. This module also has the checks of numeric
-arguments that all of `dp` uses.
+The ledger records events, not epsilons: events compose tightly (accounting.py), sums of epsilons do not. The terms are
+those of Abadi et al. 2016, arXiv:1607.00133. This module also checks the numeric arguments of all of `dp`.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, cast, get_args
 
 from accelerant.errors import ConfigError, FormatError
 
@@ -24,11 +23,7 @@ Sampling = Literal["poisson", "none", "unknown", "shuffled"]
 Neighbouring = Literal["add-or-remove-one", "replace-one"]
 
 CHARGED_UP_TO: Final = 16.0
-"""A distance in total variation costs 1 + exp(epsilon) times itself in delta; an event's delta is for this epsilon."""
-
-_MECHANISMS: Final = get_args(Mechanism)
-_SAMPLINGS: Final = get_args(Sampling)
-_NEIGHBOURING: Final = get_args(Neighbouring)
+"""The total epsilon for which an event's delta is stated: total variation t costs (1 + exp(epsilon)) t of delta."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +40,15 @@ class Event:
             Poisson draws (Chua et al. 2024, arXiv:2403.17673) and nothing is known of the other.
         sample_rate: in (0, 1]; 1 for "none". For a shuffled or unknown draw it is recorded, and not used.
         count: 0 or more.
-        delta: what each release charges of delta in addition to its epsilon: cut tails, tables, smoothing. Valid while
-            the total epsilon is at most CHARGED_UP_TO; above it, more is charged.
+        delta: charged by each release in addition to its epsilon: cut tails, tables, smoothing. Valid while the total
+            epsilon is at most CHARGED_UP_TO; above it, more is charged.
         note: for the reader of the ledger.
         source: name of the noise source.
         secure: whether the noise is cryptographic and on a grid; None if unknown.
         idealised: the sum before the noise was in floating point, without a bound on what its rounding reveals.
 
     Raises:
-        ConfigError: an invalid value; names it.
+        ConfigError: an invalid value.
     """
 
     mechanism: Mechanism
@@ -68,10 +63,8 @@ class Event:
     idealised: bool = False
 
     def __post_init__(self) -> None:
-        if self.mechanism not in _MECHANISMS:
-            raise ConfigError(f"mechanism must be one of {', '.join(_MECHANISMS)}, got {self.mechanism!r}")
-        if self.sampling not in _SAMPLINGS:
-            raise ConfigError(f"sampling must be one of {', '.join(_SAMPLINGS)}, got {self.sampling!r}")
+        _check_choice("mechanism", self.mechanism, Mechanism)
+        _check_choice("sampling", self.sampling, Sampling)
         for name in ("noise_multiplier", "sample_rate", "delta"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -105,11 +98,7 @@ class Event:
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> Event:
-        """Restore the event of `to_dict`.
-
-        Raises:
-            FormatError: a field is missing, unknown or invalid.
-        """
+        """Restore the event of `to_dict`; FormatError if a field is missing, unknown or invalid."""
         known = {field.name for field in fields(cls)}
         if not {"mechanism", "noise_multiplier"} <= set(record) <= known:
             raise FormatError(f"an event has the fields {', '.join(sorted(known))}; got {', '.join(sorted(record))}")
@@ -120,22 +109,14 @@ class Event:
 
 
 def check_delta(delta: float) -> float:
-    """Return delta as a float.
-
-    Raises:
-        ConfigError: it is not in (0, 1).
-    """
+    """Return delta as a float; ConfigError if it is not in (0, 1)."""
     if isinstance(delta, bool) or not isinstance(delta, (int, float)) or not 0 < delta < 1:
         raise ConfigError(f"delta must be in (0, 1), well below one over the number of units, got {delta!r}")
     return float(delta)
 
 
 def check_whole(name: str, value: object, least: int) -> int:
-    """Return a whole number.
-
-    Raises:
-        ConfigError: it is none, or below `least`.
-    """
+    """Return a whole number; ConfigError if it is none, or below `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name} must be a whole number, {least} or more, got {value!r}")
     return value
@@ -144,16 +125,12 @@ def check_whole(name: str, value: object, least: int) -> int:
 def check_number(
     name: str, value: object, *, least: float = 0.0, open_below: bool = True, most: float = math.inf
 ) -> float:
-    """Return a finite number as a float.
+    """Return a finite number as a float; ConfigError if it is none, or not in the range.
 
     Args:
         name: for the message.
         value: to check.
-        least, most: its range.
-        open_below: whether `least` itself is excluded.
-
-    Raises:
-        ConfigError: it is no number, or out of range.
+        least, most: the range, without `least` itself if `open_below`.
     """
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         number = float(value)
@@ -165,12 +142,11 @@ def check_number(
 
 
 def check_neighbouring(neighbouring: str) -> Neighbouring:
-    """Return the neighbouring relation.
+    """Return the neighbouring relation; ConfigError if it is unknown."""
+    _check_choice("neighbouring", neighbouring, Neighbouring)
+    return cast(Neighbouring, neighbouring)
 
-    Raises:
-        ConfigError: it is unknown.
-    """
-    for relation in _NEIGHBOURING:
-        if neighbouring == relation:
-            return relation  # type: ignore[no-any-return]  # get_args is untyped
-    raise ConfigError(f"neighbouring must be one of {', '.join(_NEIGHBOURING)}, got {neighbouring!r}")
+
+def _check_choice(name: str, value: str, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise ConfigError(f"{name} must be one of {', '.join(get_args(choices))}, got {value!r}")

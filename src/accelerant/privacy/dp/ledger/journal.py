@@ -1,9 +1,9 @@
-"""An append-only file of JSON records that a crash cannot shorten unnoticed.
+"""An append-only file of JSON records from which a crash cannot remove records unnoticed.
 
-A line is {"record": {...}, "chain": "<hex>"}, chain the SHA-256 of the previous chain and of the record: an edited,
-moved or removed line breaks it. Lines cut off at the end are detected by `<file>.head`, which holds the number of
-lines and the last chain; a crash may leave it behind by one line, never in front. There is no key: this detects
-accidents, not an adversary who writes a new file.
+A line is {"record": {...}, "chain": "<hex>"}. Its chain is the SHA-256 of the previous chain and the record, so that an
+edited, moved or removed line breaks it. Lines cut off at the end are detected by `<file>.head`, which holds the number
+of lines and the last chain; after a crash it may be one line behind the file, never ahead. There is no key: this
+detects accidents, not an adversary who writes a new file.
 
 One process writes, under the kernel's lock on the file, which ends with the process.
 """
@@ -21,15 +21,14 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from accelerant.errors import ConfigError, FormatError
+from accelerant.runtime.files import decode_json
 
 __all__ = ["Journal", "read_journal"]
 
 _START: Final = "0" * 64
-_HEAD_SUFFIX: Final = ".head"
 _LINE: Final = b'{"record":{"kind":"'
 
 Record = dict[str, Any]
-
 
 _OPEN: weakref.WeakSet[Journal] = weakref.WeakSet()
 
@@ -37,7 +36,7 @@ _OPEN: weakref.WeakSet[Journal] = weakref.WeakSet()
 def _after_fork() -> None:
     """Close the child's copies of the descriptors: a worker that outlives its parent must not hold the lock."""
     for journal in list(_OPEN):
-        journal.close(unlock=False)  # the lock is the parent's, too
+        journal.close(unlock=False)  # the parent still needs its lock
 
 
 if hasattr(os, "register_at_fork"):
@@ -45,14 +44,13 @@ if hasattr(os, "register_at_fork"):
 
 
 class Journal:
-    """A file opened for appending, and its records so far.
+    """A file opened for appending, and the records that it had.
 
     Args:
         path: created if absent, readable by all and writable by its owner, subject to the umask.
 
     Attributes:
-        records: of the file when it was opened.
-        torn_bytes: of a last line that a crash cut short; they were dropped. `append` never returned from it.
+        torn_bytes: length of a last line that a crash cut short, and that was dropped. `append` never returned from it.
 
     Raises:
         ConfigError: another process writes to it, or it cannot be opened or locked.
@@ -72,7 +70,7 @@ class Journal:
             self.torn_bytes = os.fstat(self._file).st_size - self._size
             if self.torn_bytes:
                 os.ftruncate(self._file, self._size)
-            if created:
+            if created and sys.platform != "win32":  # where folders cannot be opened
                 _sync_folder(path.parent)
         except OSError as error:
             self.close()
@@ -94,18 +92,27 @@ class Journal:
         line = json.dumps({"record": record, "chain": chain}, separators=(",", ":")).encode() + b"\n"
         try:
             os.lseek(self._file, self._size, os.SEEK_SET)
-            written = os.write(self._file, line)
-            if written != len(line):
+            if os.write(self._file, line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
             os.fsync(self._file)
         except OSError:
-            self._undo_write()
+            try:  # no line may follow a partial one, or one that may not be on the disk
+                os.ftruncate(self._file, self._size)
+                os.fsync(self._file)
+            except OSError:
+                self.close()
             raise
         self._chain, self._size, self._lines = chain, self._size + len(line), self._lines + 1
-        self._write_head()
+        with contextlib.suppress(OSError):  # a read-only folder
+            # Not synced: after a power failure the head may be old or empty, which only weakens the check.
+            head = os.open(_head_path(self.path), os.O_WRONLY | os.O_CREAT, 0o644)
+            try:
+                os.write(head, f"{self._lines:012d} {self._chain}\n".encode())  # of constant length
+            finally:
+                os.close(head)
 
     def require_open(self) -> None:
-        """Check that this process may append; errors as of `append`."""
+        """Check that this process may append; errors of `append`."""
         if os.getpid() != self._process:
             raise ConfigError(
                 f"the ledger {self.path} was opened by process {self._process}: only that one writes to it"
@@ -114,32 +121,17 @@ class Journal:
             raise ConfigError(f"the ledger {self.path} is closed: open it again to add to it")
 
     def close(self, *, unlock: bool = True) -> None:
-        """Close the file and release the lock."""
+        """Close the file and release the lock, even while a child that was just forked still has the file open."""
         file, self._file = self._file, -1
         if file >= 0:
-            if unlock:
-                _unlock(file)
+            if unlock and sys.platform != "win32":
+                import fcntl
+
+                fcntl.flock(file, fcntl.LOCK_UN)
             os.close(file)
 
     def __reduce__(self) -> NoReturn:
         raise ConfigError(f"the ledger {self.path} is open: it can be neither copied nor pickled")
-
-    def _undo_write(self) -> None:
-        """Undo a failed write: no line may follow a partial one, or one that may not be on the disk."""
-        try:
-            os.ftruncate(self._file, self._size)
-            os.fsync(self._file)
-        except OSError:
-            self.close()
-
-    def _write_head(self) -> None:
-        """Write the head, unsynced: after a power failure it may be old or empty, which only weakens the check."""
-        with contextlib.suppress(OSError):  # a read-only folder
-            head = os.open(_head_path(self.path), os.O_WRONLY | os.O_CREAT, 0o644)
-            try:
-                os.write(head, f"{self._lines:012d} {self._chain}\n".encode())  # of constant length
-            finally:
-                os.close(head)
 
 
 def read_journal(path: Path) -> tuple[list[Record], str, int]:
@@ -149,42 +141,36 @@ def read_journal(path: Path) -> tuple[list[Record], str, int]:
         FormatError: a line was edited, is missing or is no record; the message names it.
         OSError: the file cannot be read.
     """
-    head = _read_head(path)  # before the file: another process may be writing
-    data = path.read_bytes()
-    *lines, torn = data.split(b"\n")
+    head_lines, head_chain = _read_head(path)  # before the file: another process may be writing
+    *lines, torn = path.read_bytes().split(b"\n")
     records: list[Record] = []
     chain = _START
     for number, line in enumerate(lines, 1):
-        record, claimed = _parsed(line, path, number)
+        try:
+            entry = decode_json(line)
+            record, claimed = entry["record"], entry["chain"]
+        except (ValueError, KeyError, TypeError):
+            record = claimed = None
+        if not isinstance(record, dict) or not isinstance(claimed, str):
+            raise FormatError(f"{path}, line {number}: no record of a privacy ledger")
         chain = _next_chain(chain, record)
         if chain != claimed:
             raise FormatError(
                 f"{path}, line {number}: its checksum does not follow from the lines before it: the file was edited, "
                 "or lines were taken out. Go back to an untouched copy"
             )
-        if head is not None and number == head[0] and chain != head[1]:
+        if number == head_lines and chain != head_chain:
             raise FormatError(f"{path}, line {number}: {_head_path(path).name} belongs to another ledger")
         records.append(record)
     begin = torn.rstrip(b"\0")  # a power failure may leave zeros
     if not _LINE.startswith(begin[: len(_LINE)]):  # a writer drops a torn line
         raise FormatError(f"{path}, line {len(lines) + 1}: no record of a privacy ledger")
-    if head is not None and head[0] > len(lines):
+    if head_lines > len(lines):
         raise FormatError(
-            f"{path}, line {len(lines) + 1}: the file ends here, and had {head[0]} lines: it was cut. Go back to an "
+            f"{path}, line {len(lines) + 1}: the file ends here, and had {head_lines} lines: it was cut. Go back to an "
             "untouched copy"
         )
     return records, chain, sum(len(line) + 1 for line in lines)
-
-
-def _parsed(line: bytes, path: Path, number: int) -> tuple[Record, str]:
-    try:
-        entry = json.loads(line)
-        record, chain = entry["record"], entry["chain"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise FormatError(f"{path}, line {number}: no record of a privacy ledger") from None
-    if not isinstance(record, dict) or not isinstance(chain, str):
-        raise FormatError(f"{path}, line {number}: no record of a privacy ledger")
-    return record, chain
 
 
 def _next_chain(chain: str, record: Record) -> str:
@@ -193,35 +179,25 @@ def _next_chain(chain: str, record: Record) -> str:
 
 
 def _head_path(path: Path) -> Path:
-    return path.with_name(path.name + _HEAD_SUFFIX)
+    return path.with_name(f"{path.name}.head")
 
 
-def _read_head(path: Path) -> tuple[int, str] | None:
-    """Return the number of lines and the last one's chain; None where they are unknown."""
+def _read_head(path: Path) -> tuple[int, str]:
+    """Return the number of lines and the last one's chain; (0, "") where they are unknown."""
     try:
         count, chain = _head_path(path).read_text(encoding="ascii").split()
         return int(count), chain
     except (OSError, ValueError):
-        return None
+        return 0, ""
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the file's name survive a power failure."""
-    if sys.platform == "win32":  # folders cannot be opened there
-        return
+    """Make a new file's name survive a power failure."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(opened)
     finally:
         os.close(opened)
-
-
-def _unlock(file: int) -> None:
-    """Release the lock, also while a child that was just forked still has the file open."""
-    if sys.platform != "win32":
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _lock(file: int, path: Path) -> None:

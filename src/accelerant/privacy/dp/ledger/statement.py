@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from accelerant.privacy.dp.ledger.accounting import spent
 from accelerant.privacy.dp.ledger.events import Event, check_delta
-from accelerant.privacy.dp.ledger.replay import versions
+from accelerant.privacy.dp.ledger.runs import versions
 
 if TYPE_CHECKING:
     from accelerant.privacy.dp.ledger.ledger import Ledger
@@ -36,15 +36,14 @@ class Statement:
     """A ledger's statement; `str` gives text, `to_json` and `to_markdown` the same for machines and documents.
 
     Attributes:
-        unit, neighbouring, relation: whose privacy, and between which data sets; the relation in words.
-        delta: at which epsilon is stated.
-        epsilon: by privacy loss distributions; may be infinite.
+        relation: the neighbouring relation in words.
+        epsilon: at delta, by privacy loss distributions; may be infinite.
         epsilon_rdp: the cross-check by Renyi divergence, an upper bound as well.
         reason: why epsilon is infinite, or empty.
         charged_delta: the part of delta that cut tails and rounding take.
         budget: (epsilon, delta, method), or None.
         events: equal ones as one with its count.
-        datasets: names of the data sets, as far as they were given.
+        datasets: the names that were given.
         runs: of the file, in order: time, dataset, releases, closed, versions.
         remarks: assumptions, in words.
         versions: of the libraries that computed the statement.
@@ -67,10 +66,9 @@ class Statement:
 
     def __str__(self) -> str:
         lines = [f"{name}: {value}" for name, value in self._facts()]
-        lines += ["Events:", *(f"  {line}" for line in self._event_lines())]
-        if self.runs:
-            lines += ["Runs:", *(f"  {line}" for line in self._run_lines())]
-        return "\n".join([*lines, "Assumptions:", *(f"  {remark}" for remark in self.remarks)])
+        for title, content in self._sections():
+            lines += [f"{title}:", *(f"  {line}" for line in content)]
+        return "\n".join(lines)
 
     def to_json(self) -> str:
         """Return one JSON object; an infinite epsilon is the string "inf"."""
@@ -84,10 +82,9 @@ class Statement:
         """Return a section for a report."""
         lines = ["# Privacy statement", "", "| | |", "|---|---|"]
         lines += [f"| {name} | {_cell(value)} |" for name, value in self._facts()]
-        lines += ["", "## Events", "", *(f"- {_cell(line)}" for line in self._event_lines())]
-        if self.runs:
-            lines += ["", "## Runs", "", *(f"- {_cell(line)}" for line in self._run_lines())]
-        return "\n".join([*lines, "", "## Assumptions", "", *(f"- {_cell(line)}" for line in self.remarks), ""])
+        for title, content in self._sections():
+            lines += ["", f"## {title}", "", *(f"- {_cell(line)}" for line in content)]
+        return "\n".join([*lines, ""])
 
     def _facts(self) -> Iterator[tuple[str, str]]:
         yield "Unit of privacy", self.unit
@@ -98,25 +95,33 @@ class Statement:
         yield "Epsilon", f"{_number(self.epsilon)} at delta {self.delta:g}{reason}"
         yield "Accountant", "dp-accounting, privacy loss distributions"
         yield "Cross-check", f"epsilon {_number(self.epsilon_rdp)} by Renyi divergence, a looser bound"
-        yield "Delta charged", f"{self.charged_delta:.3g}, subtracted from delta before the accountant is asked"
+        yield "Delta charged", f"{self.charged_delta:.3g}, subtracted from delta before epsilon is computed"
         if self.budget is not None:
             yield "Budget", f"epsilon {self.budget[0]:g} at delta {self.budget[1]:g} ({self.budget[2]})"
         releases = sum(event.count for event in self.events)
         yield "Composition", f"{releases} releases, {len(self.events)} kind(s); their order does not matter"
         yield "Versions", ", ".join(f"{name} {version}" for name, version in self.versions.items())
 
+    def _sections(self) -> Iterator[tuple[str, Iterable[str]]]:
+        yield "Events", self._event_lines()
+        if self.runs:
+            yield "Runs", self._run_lines()
+        yield "Assumptions", self.remarks
+
     def _event_lines(self) -> Iterator[str]:
         for event in self.events:
             sampling = _SAMPLINGS[event.sampling].format(unit=self.unit, rate=event.sample_rate)
-            parts = [f"{event.count} x {event.mechanism}, noise multiplier {event.noise_multiplier:.6g}"]
-            parts += [f"sampling {sampling}", f"noise {_noise(event)}"]
-            if event.delta:
-                parts.append(f"delta charged each {event.delta:.3g}")
-            if event.idealised:
-                parts.append("idealised sum")
-            if event.note:
-                parts.append(event.note)
-            yield "; ".join(parts)
+            secure = {True: "secure", False: "not secure", None: "security not recorded"}[event.secure]
+            noise = f"{event.source or 'source not recorded'}, {secure}" if event.noise_multiplier else "none"
+            parts = [
+                f"{event.count} x {event.mechanism}, noise multiplier {event.noise_multiplier:.6g}",
+                f"sampling {sampling}",
+                f"noise {noise}",
+                f"delta charged each {event.delta:.3g}" if event.delta else "",
+                "idealised sum" if event.idealised else "",
+                event.note,
+            ]
+            yield "; ".join(filter(None, parts))
         if not self.events:
             yield "none"
 
@@ -128,12 +133,7 @@ class Statement:
 
 
 def make_statement(ledger: Ledger, delta: float | None = None) -> Statement:
-    """Return the statement of a ledger at delta; None: its budget's, or its last run's that had one, or else 1e-5.
-
-    Raises:
-        ConfigError: delta is not in (0, 1).
-        MissingDependency: dp-accounting is not installed.
-    """
+    """Return the statement of a ledger; see `Ledger.statement`."""
     budget = _budget(ledger)
     chosen = delta if delta is not None else budget[1] if budget is not None else _DELTA
     check_delta(chosen)
@@ -169,7 +169,7 @@ def make_statement(ledger: Ledger, delta: float | None = None) -> Statement:
 
 
 def _budget(ledger: Ledger) -> tuple[float, float, str] | None:
-    """Return the ledger's budget; for one that is only read, that of the last run that had one."""
+    """Return the ledger's budget; for a ledger that is only read, that of the last run that had one."""
     if ledger.budget is not None:
         return ledger.budget.epsilon, ledger.budget.delta, ledger.budget.method
     budgets = [run.facts["budget"] for run in ledger.runs if isinstance(run.facts.get("budget"), list)]
@@ -180,11 +180,10 @@ def _budget(ledger: Ledger) -> tuple[float, float, str] | None:
 
 
 def _remarks(events: tuple[Event, ...], datasets: int, *, chosen_by_default: bool) -> Iterator[str]:
-    """Yield the assumptions that these events make."""
     done = [event for event in events if event.count]
     if chosen_by_default:
         yield f"No delta was chosen: {_DELTA:g} is shown. It should be well below one over the number of units."
-    yield "Whoever ran the releases saw the data and is trusted; the noise, and which records were drawn, are secret."
+    yield "Those who ran the releases saw the data and are trusted; the noise and the drawn records are secret."
     yield "Only this ledger is counted: other runs on the same data, trial runs too, add to the cost."
     for event in done:
         if event.noise_multiplier == 0:
@@ -192,8 +191,8 @@ def _remarks(events: tuple[Event, ...], datasets: int, *, chosen_by_default: boo
     insecure = sorted({event.source or event.mechanism for event in done if event.secure is False})
     if insecure:
         yield (
-            f"Not secure: noise of {', '.join(insecure)} is not cryptographic noise on a grid; whoever knows part of "
-            "it, or examines low bits, may learn more than epsilon allows. For research."
+            f"Not secure: noise of {', '.join(insecure)} is not cryptographic noise on a grid; an attacker who "
+            "knows part of it, or examines low bits, may learn more than epsilon allows. For research."
         )
     if any(event.secure is None and event.noise_multiplier for event in done):
         yield "For some releases it was not recorded whether their noise is secure."
@@ -217,13 +216,6 @@ def _remarks(events: tuple[Event, ...], datasets: int, *, chosen_by_default: boo
     if datasets > 1:
         yield "Several data sets: epsilon is that of a unit that is in all of them."
     yield "None of this code has been audited."
-
-
-def _noise(event: Event) -> str:
-    if event.noise_multiplier == 0:
-        return "none"
-    secure = {True: "secure", False: "not secure", None: "security not recorded"}[event.secure]
-    return f"{event.source or 'source not recorded'}, {secure}"
 
 
 def _number(epsilon: float) -> str:

@@ -1,4 +1,4 @@
-"""Replay of a ledger's file: how often each event may have happened.
+"""The runs of a ledger's file: what each writes, and how often each event may have happened.
 
 A run reserves before it acts: "up to so many of this event". A record of what was used replaces its reservations. So a
 crash counts all that was reserved, and only the first event of a block waits for the disk.
@@ -11,18 +11,21 @@ crash counts all that was reserved, and only the first event of a block waits fo
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
+import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
 from accelerant._version import __version__
 from accelerant.errors import FormatError
 from accelerant.privacy.dp.ledger.events import Event
+from accelerant.privacy.dp.ledger.journal import Journal
 
-__all__ = ["VERSION", "History", "Run", "event_record", "used_records", "versions"]
+__all__ = ["VERSION", "History", "Run", "RunWriter", "event_record", "versions"]
 
 VERSION: Final = 1
 
@@ -71,11 +74,7 @@ class History:
 
     @classmethod
     def replay(cls, records: Sequence[Mapping[str, Any]], path: Path) -> History:
-        """Replay a file's records.
-
-        Raises:
-            FormatError: an invalid record; the message names the line.
-        """
+        """Replay a file's records; FormatError names the line of an invalid one."""
         history = cls()
         for number, record in enumerate(records, 1):
             try:
@@ -117,18 +116,63 @@ class History:
             raise FormatError(f"a record of kind {kind!r}")
 
 
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise FormatError(f"a count of {value!r}")
+    return value
+
+
+class RunWriter:
+    """Writes one run: its first record, reservations before events, and the exact counts at the end.
+
+    Args:
+        journal: of the ledger's file.
+        run: the run's number, from 1.
+        facts: for its first record: dataset, budget.
+    """
+
+    def __init__(self, journal: Journal, run: int, facts: Mapping[str, Any]) -> None:
+        self.used: Counter[Event] = Counter()
+        self._reserved: Counter[Event] = Counter()
+        self._journal = journal
+        self._run = run
+        self._process = os.getpid()
+        self._open = True
+        time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        found = {"versions": versions(), "torn_bytes": journal.torn_bytes}
+        journal.append({"kind": "run", "run": run, "time": time, **facts, **found})
+
+    def reserve(self, event: Event, block: int) -> None:
+        """Make sure that event.count more of an event are reserved, by reserving `block` of them, which is no less."""
+        self._journal.require_open()
+        one = event.times(1)
+        if self.used[one] + event.count <= self._reserved[one]:
+            return
+        more = self.used[one] + block - self._reserved[one]
+        self._journal.append({"kind": "reserve", "run": self._run, "event": event_record(one), "count": more})
+        self._reserved[one] += more
+
+    def settle(self, *, closed: bool) -> None:
+        """Replace the reservations by what was used."""
+        events = [[event_record(event), count] for event, count in self.used.items() if count]
+        self._journal.append({"kind": "used", "run": self._run, "closed": closed, "events": events})
+        self._reserved = self.used.copy()
+
+    def close(self) -> None:
+        """Settle, and close the file; a fork of the process leaves the file alone."""
+        if not self._open:
+            return
+        self._open = False
+        if os.getpid() == self._process:
+            self.settle(closed=True)
+        self._journal.close()
+
+
 def event_record(event: Event) -> dict[str, Any]:
-    """Return an event as records hold it: without count, and without fields at their defaults."""
-    plain = Event(event.mechanism, event.noise_multiplier).to_dict()
-    fields = event.to_dict()
-    del fields["count"]
-    always = ("mechanism", "noise_multiplier", "sampling")
-    return {name: value for name, value in fields.items() if name in always or value != plain[name]}
-
-
-def used_records(counts: Iterable[tuple[Event, int]]) -> list[list[Any]]:
-    """Return the events of a record of what was used."""
-    return [[event_record(event), count] for event, count in counts if count]
+    """Return an event as records hold it: without count, and without optional fields at their defaults."""
+    defaults = {field.name: field.default for field in fields(Event) if field.name != "sampling"}
+    values = event.to_dict()
+    return {name: value for name, value in values.items() if name != "count" and value != defaults.get(name)}
 
 
 def versions() -> dict[str, str]:
@@ -140,9 +184,3 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _count(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise FormatError(f"a count of {value!r}")
-    return value
