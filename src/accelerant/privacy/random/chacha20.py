@@ -1,8 +1,7 @@
 """ChaCha20 in NumPy integers: the reference of every kernel's keystream.
 
-A block is 16 words of 32 bits from a key of 8 and an input of 4: Bernstein's layout puts a counter of 64 bits in the
-first two of these and a nonce of 64 bits in the others; RFC 8439 a counter of 32 bits and a nonce of 96. The function
-is the same.
+A block is 16 words of 32 bits, computed from 8 words of key and 4 of input. In Bernstein's layout the input is a
+counter and a nonce of 64 bits each, in RFC 8439 a counter of 32 bits and a nonce of 96. The function is the same.
 
 Source: Nir and Langley 2018, RFC 8439, section 2.3; Bernstein 2008, "ChaCha, a variant of Salsa20".
 """
@@ -33,17 +32,8 @@ def key_words(key: bytes) -> Words:
 
 
 def chacha20_blocks(key: Words, inputs: Words) -> Words:
-    """Return the blocks of some inputs.
-
-    Args:
-        key: (8,).
-        inputs: (4, n): words 12 to 15 of each block's state.
-
-    Returns:
-        (16, n): word i of each block.
-    """
-    count = inputs.shape[1]
-    start = np.empty((BLOCK_WORDS, count), np.uint32)
+    """Return the blocks of n inputs, (16, n), from a key (8,) and words 12 to 15 of each block's state (4, n)."""
+    start = np.empty((BLOCK_WORDS, inputs.shape[1]), np.uint32)
     start[:4] = np.array(CONSTANTS, np.uint32)[:, None]
     start[4:12] = key[:, None]
     start[12:] = inputs
@@ -61,8 +51,6 @@ def chacha20_words(key: Words, first: int, count: int, nonce: int = 0) -> Words:
     """Return (16, count), the blocks of the 64-bit counters from `first`, wrapping at 2^64, under a 64-bit nonce."""
     counters = np.arange(count, dtype=np.uint64) + np.uint64(first)
     inputs = np.empty((4, count), np.uint32)
-    inputs[0] = counters & np.uint64(0xFFFFFFFF)
-    inputs[1] = counters >> np.uint64(32)
-    inputs[2] = nonce & 0xFFFFFFFF
-    inputs[3] = nonce >> 32
+    inputs[0], inputs[1] = counters & np.uint64(0xFFFFFFFF), counters >> np.uint64(32)
+    inputs[2], inputs[3] = nonce & 0xFFFFFFFF, nonce >> 32
     return chacha20_blocks(key, inputs)

@@ -1,40 +1,36 @@
-"""ChaCha20 on the CPU as LLVM IR: a vector of blocks side by side, a lane a block.
+"""ChaCha20 on the CPU as LLVM IR: each lane of a vector computes one block.
 
     words[16 i + j] = word j of the block of counter first + i
 
-Layout: state word j of LANES blocks is one vector, so that a quarter round needs no shuffles: 12 instructions for each
-        lane's quarter round with rotations (AVX-512), 16 without. 16 lanes where vectors have 512 bits and there are 32
-        of them; 8 with AVX2, 4 elsewhere.
-Bound:  arithmetic: 61 vector instructions a word of every lane.
+Layout: state word j of LANES blocks is one vector, so that a quarter round needs no shuffles: it takes 12 instructions
+        with rotations (AVX-512), 16 without. 16 lanes where there are 32 vectors of 512 bits; 8 with AVX2, 4 elsewhere.
+Bound:  arithmetic: 61 vector instructions for a word of every lane.
 """
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from accelerant.privacy.random.chacha20 import BLOCK_WORDS, CONSTANTS, DOUBLE_ROUNDS, QUARTERS
 from accelerant.runtime.compilation.kernel import builder_key
 from accelerant.runtime.compilation.llvm import FunctionBuilder, Value, constant, lane_constants, program, vector
 
-__all__ = ["KeystreamBlocks", "KeystreamKernel", "VectorKernel", "Vectors", "host_vectors", "lanes"]
+__all__ = ["KeystreamBlocks", "KeystreamKernel", "VectorKernel", "Vectors", "host_vectors", "lanes", "update_elements"]
 
-
-@functools.cache
-def _features() -> dict[str, bool]:
-    import llvmlite.binding as llvm
-
-    return dict(llvm.get_host_cpu_features())
+Load = Callable[[], Value]
 
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """The vectors that kernels are written in.
+    """The vectors that kernels use.
 
     Attributes:
-        lanes: words of 32 bits, and blocks side by side; divides 32.
-        wide_permutes: whether the processor looks 32 words up in two registers: AVX-512.
+        lanes: words of 32 bits in a vector; divides 32.
+        wide_permutes: whether the processor permutes the words of two registers (AVX-512).
     """
 
     lanes: int
@@ -44,7 +40,9 @@ class Vectors:
 @functools.cache
 def host_vectors() -> Vectors:
     """Return the vectors of this processor."""
-    features = _features()
+    import llvmlite.binding as llvm
+
+    features = llvm.get_host_cpu_features()
     if features.get("avx512f") and features.get("avx512dq"):
         return Vectors(16, wide_permutes=True)
     return Vectors(8 if features.get("avx2") else 4)
@@ -60,7 +58,7 @@ class KeystreamBlocks:
 
     Attributes:
         code: the function.
-        vectors: the lanes of which are blocks side by side.
+        vectors: their lanes are the blocks.
         first: the counter of the launch's first block.
     """
 
@@ -82,7 +80,7 @@ class KeystreamBlocks:
         return self.code.op("add", self.code.broadcast(self.code.op("add", self.first, offset), self.lanes), strides)
 
     def generate(self, counters: Value) -> None:
-        """Append a call that makes the blocks of a vector of counters."""
+        """Append a call that computes the blocks of a vector of counters."""
         code = self.code
         self._set(8, code.convert("trunc", counters, "i32"))
         self._set(9, code.convert("trunc", code.op("lshr", counters, 32), "i32"))
@@ -93,7 +91,7 @@ class KeystreamBlocks:
         return self.code.load(self._word, self._words, j, align=self._align)
 
     def program(self) -> str:
-        """Return the text of the function and of what it calls."""
+        """Return the text of the function and of the function that computes blocks."""
         return program([self.code, self._block_function()])
 
     def _block_function(self) -> FunctionBuilder:
@@ -108,7 +106,7 @@ class KeystreamBlocks:
             for quarters in (QUARTERS[:4], QUARTERS[4:]):
                 for step, bits in enumerate((16, 12, 8, 7)):
                     by = constant(kind, bits)
-                    for a, b, c, d in quarters:  # the four side by side, which have nothing to do with one another
+                    for a, b, c, d in quarters:  # interleaved, since they do not depend on each other
                         into, left, right = (d, a, b) if step % 2 == 0 else (b, c, d)
                         words[left] = code.op("add", words[left], words[right])
                         mixed = code.op("xor", words[into], words[left])
@@ -121,48 +119,67 @@ class KeystreamBlocks:
         return code
 
 
+def update_elements(
+    code: FunctionBuilder, element: str, count: int, pointer: str, at: Value, compute: Callable[[Load], Value]
+) -> None:
+    """Append a store of `count` elements, i64 or float, from index `at` on; those beyond %n are masked out.
+
+    Args:
+        pointer: to element 0.
+        compute: appends the new elements; its argument appends a load of the old ones.
+    """
+    kind, size = vector(element, count), 8 if element == "i64" else 4
+    address = code.at(element, pointer, at)
+    for whole in code.branches(code.compare("sle", code.op("add", at, count), "%n")):
+        if whole:
+            code.store(kind, compute(partial(code.load, kind, address, align=size)), address, align=size)
+        else:
+            left = code.broadcast(code.op("sub", "%n", at), count)
+            inside = code.compare("slt", lane_constants("i64", range(count)), left)
+            code.masked_store(compute(partial(code.masked_load, kind, address, inside, size)), address, inside, size)
+
+
 @dataclass(frozen=True, slots=True)
 class VectorKernel(ABC):
-    """A Builder (see runtime/compilation/kernel.py) whose program is written out in vectors.
+    """A Builder (see runtime/compilation/kernel.py) whose program uses vectors of a fixed length.
 
     Attributes:
-        vectors: this processor's where None.
+        vectors: this processor's if None.
     """
 
     vectors: Vectors | None = field(default=None, kw_only=True)
+    written_out = True  # everything is vectors already: no optimisation but inlining helps
 
     @property
     def key(self) -> str:
         """See builder_key."""
         return builder_key(replace(self, vectors=self.vectors or host_vectors()), "privacy/random", "privacy/dp/noise")
 
-    @property
-    def written_out(self) -> bool:
-        """All is vectors already, and but for inlining there is nothing to find."""
-        return True
-
     @abstractmethod
     def build(self, target: str) -> str:
         """Return LLVM IR."""
+
+    def function(self, name: str, *arguments: str) -> FunctionBuilder:
+        """Return the kernel's function, with the range of its indices as first arguments."""
+        return FunctionBuilder(name, ["i64 %begin", "i64 %end", *arguments], linkage="", attributes="nounwind")
 
 
 @dataclass(frozen=True, slots=True)
 class KeystreamKernel(VectorKernel):
     """A Builder of chacha20_keystream(begin, end, state, first, words, n, one).
 
-    An index is lanes() blocks; words has room for whole blocks of all of them.
+    An index is lanes() blocks; words has space for whole blocks of all of them.
     """
 
     @property
     def least_share(self) -> int:
-        """Indices from which on another thread is worth while: 16 KiB of keystream, about 10 us."""
+        """The fewest indices that are worth another thread: 16 KiB of keystream, about 10 us."""
         return 256 // lanes()
 
     def build(self, target: str) -> str:
         """Return LLVM IR."""
-        arguments = ["i64 %begin", "i64 %end", "ptr noalias readonly %state", "ptr noalias readonly %first"]
-        arguments += ["ptr noalias %words", "i64 %n", "i32 %one"]
-        code = FunctionBuilder("chacha20_keystream", arguments, linkage="", attributes="nounwind")
+        inputs = ("ptr noalias readonly %state", "ptr noalias readonly %first")
+        code = self.function("chacha20_keystream", *inputs, "ptr noalias %words", "i64 %n", "i32 %one")
         blocks = KeystreamBlocks(code, self.vectors or host_vectors())
         count = blocks.lanes
         with code.loop("%begin", "%end") as index:

@@ -1,8 +1,8 @@
 """Cryptographically secure random words: ChaCha20 under a key of the system's entropy.
 
-A stream is a key and a 64-bit counter of blocks that only grows. A copy (fork, copy, pickle) would repeat the stream,
-so each of these gets a fresh key: a child process draws other words than its parent, and a checkpoint holds no key.
-Streams are not reproducible.
+A stream is a key and a 64-bit counter of blocks that only grows. A fork, copy or pickle would repeat the stream, so
+each of them gets a fresh key: a child process draws other words than its parent, and a checkpoint holds no key. Streams
+are not reproducible.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ __all__ = ["SecureStream"]
 
 _KEY_BYTES = 32
 _LAST = 2**64
-_live: weakref.WeakSet[SecureStream]
+_live: weakref.WeakSet[SecureStream] = weakref.WeakSet()
 
 
 class SecureStream:
     """A keystream of ChaCha20 whose blocks are used once.
 
+    Copying, pickling and forking give a stream with a fresh key. May be used from several threads.
+
     Args:
         key: 32 bytes, for tests; by default from os.urandom. Two streams of one key repeat one another.
 
     Attributes:
-        states: keys and counters in the memory of CUDA devices, by their number (device.py).
+        states: keys and counters in the memory of CUDA devices, by device index (device.py).
 
-    Copying, pickling and forking give a stream with a fresh key. May be used from several threads.
-
-    Trust: the key is in this process's memory, and in the device's if it draws there; a reader of either knows the
-    stream. Neither repr nor errors show it.
+    Trust: the key is in this process's memory, and in the memory of each device that draws; a reader of either knows
+    the stream. Neither repr nor errors show it.
 
     Source: RFC 8439 (ChaCha20), with Bernstein's counter of 64 bits.
     """
@@ -53,15 +53,11 @@ class SecureStream:
         _live.add(self)
 
     def reserve(self, blocks: int) -> tuple[npt.NDArray[np.uint32], int]:
-        """Reserve so many counters; return the key and the first of them.
-
-        Raises:
-            ConfigError: the counter would pass 2^64.
-        """
+        """Reserve counters of blocks, and return the key and the first; ConfigError past a counter of 2^64."""
         with self._lock:
             first = self._counter
             if blocks < 0 or first + blocks > _LAST:
-                raise ConfigError(f"a stream has 2^64 blocks; {blocks} more than {first} were asked of it")
+                raise ConfigError(f"a stream has 2^64 blocks: {first} are used, {blocks} more were requested")
             self._counter = first + blocks
             return self._key, first
 
@@ -92,9 +88,6 @@ class SecureStream:
 
     def __repr__(self) -> str:
         return "SecureStream()"
-
-
-_live = weakref.WeakSet()
 
 
 def _after_fork() -> None:

@@ -28,7 +28,7 @@ from accelerant.privacy.dp.noise.launch import (
     philox_source,
     table_words,
 )
-from accelerant.privacy.dp.noise.llvm_gaussian import GaussianKernel
+from accelerant.privacy.dp.noise.llvm_discrete import GaussianKernel
 from accelerant.privacy.random.chacha20 import key_words
 from accelerant.privacy.random.llvm_kernels import Vectors, lanes
 from accelerant.runtime import registry

@@ -17,9 +17,10 @@ from noise_fits import assert_fits, below
 
 from accelerant.privacy.dp.noise import FastSource, SecureSource
 from accelerant.privacy.dp.noise.discrete import GROUP, draws_of_unit, make_plan
-from accelerant.privacy.dp.noise.launch import compiled, gaussian_source
-from accelerant.privacy.dp.noise.llvm_gaussian import GaussianKernel
+from accelerant.privacy.dp.noise.launch import gaussian_source, laplace_steps
+from accelerant.privacy.dp.noise.llvm_discrete import GaussianKernel
 from accelerant.privacy.random import SecureStream
+from accelerant.privacy.random.device import compiled
 from accelerant.privacy.random.llvm_kernels import host_vectors, lanes
 
 KEY = bytes(range(100, 132))
@@ -97,14 +98,14 @@ def test_two_streams_are_independent():
 
 @pytest.mark.parametrize("t", [0.4, 3.0, 50.0])
 def test_laplace_draws_fit_the_exact_probabilities(t):
-    z = SecureSource(SecureStream(KEY)).laplace_integers((2**18,), t).numpy()
+    z = laplace_steps(SecureStream(KEY), (2**18,), Fraction(t), torch.device("cpu")).numpy()
     reach = int(40 * t) + 40
     weights = np.exp(-np.abs(np.arange(-reach, reach + 1)) / t)
     assert_fits(np.bincount(z + reach, minlength=2 * reach + 1), weights / weights.sum())
 
 
 def test_wide_laplace_draws_fit_their_quantiles():
-    z = SecureSource(SecureStream(KEY)).laplace_integers((2**18,), 1e6).numpy()
+    z = laplace_steps(SecureStream(KEY), (2**18,), Fraction(1e6), torch.device("cpu")).numpy()
     edges = [int(1e6 * math.log(2 * p)) for p in np.arange(1, 16) / 32]
     edges = [*edges, 0, *(-e for e in reversed(edges))]
     q = math.exp(-1e-6)  # P(Z < e) = q^(1 - e) / (1 + q) of e <= 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import struct
 from collections.abc import Sequence
 from fractions import Fraction
@@ -15,6 +16,7 @@ from torch import Tensor
 from accelerant.errors import ConfigError
 from accelerant.ops._hopper.program import HopperProgram
 from accelerant.ops._launch import multiprocessors
+from accelerant.ops._library import name_of
 from accelerant.privacy.dp.noise.discrete import (
     GROUP,
     MAX_TERMS,
@@ -28,27 +30,22 @@ from accelerant.privacy.dp.noise.discrete import (
     make_tables,
     thresholds,
 )
-from accelerant.privacy.dp.noise.llvm_gaussian import GaussianKernel
-from accelerant.privacy.dp.noise.llvm_laplace import LaplaceKernel
+from accelerant.privacy.dp.noise.llvm_discrete import GaussianKernel, LaplaceKernel
 from accelerant.privacy.dp.noise.llvm_philox import PhiloxKernel
 from accelerant.privacy.random import SecureStream
-from accelerant.privacy.random.device import take
+from accelerant.privacy.random.device import chacha20_text, compiled, index_of, take
 from accelerant.privacy.random.llvm_kernels import lanes
-from accelerant.privacy.random.program import chacha20_text
 from accelerant.runtime import registry
-from accelerant.runtime.compilation.kernel import CUDA_TARGETS, Kernel, KernelSource, portable_header
+from accelerant.runtime.compilation.kernel import CUDA_TARGETS, Builder, Kernel, KernelSource, portable_header
 from accelerant.runtime.ledger import OpRecord
-from accelerant.runtime.provider import ComputeProvider
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
 from accelerant.runtime.streams.stream import capturing
 
 __all__ = [
-    "BLOCK", "KINDS", "PHILOX_GROUP", "PHILOX_THREADS", "ROWS", "SHARED_BYTES", "THREADS", "add_steps", "compiled",
-    "fused_dtypes", "fused_source", "gaussian_add", "gaussian_source", "gaussian_steps", "host_philox_source",
-    "index_of", "laplace_source", "laplace_steps", "noted", "packed_rows", "philox_source", "table_words",
+    "BLOCK", "KINDS", "PHILOX_GROUP", "PHILOX_THREADS", "ROWS", "SHARED_BYTES", "THREADS", "add_steps", "fused_dtypes",
+    "fused_source", "gaussian_add", "gaussian_source", "gaussian_steps", "host_philox_source", "laplace_source",
+    "laplace_steps", "noted", "packed_rows", "philox_source", "table_words",
 ]  # fmt: skip
-
-# --- programs --------------------------------------------------------------------------------------------------------
 
 BLOCK = 128
 """Largest block of the portable kernels."""
@@ -57,7 +54,7 @@ THREADS = 512
 """Block of the CUDA kernel. 512 with 80 registers each draw 2^28 in 3.99 ms on an H200, 1024 with 64 in 4.23."""
 
 ROWS = 192
-"""Most tensors of a launch of the CUDA kernel: its arguments have 4 KiB."""
+"""Most tensors of a launch of the CUDA kernel, whose arguments have 4 KiB."""
 
 PHILOX_THREADS = 256
 PHILOX_GROUP = 1024
@@ -74,45 +71,40 @@ _COMMON = ("*u32", "*u64", "*u32", "*", "i64", "i32", "i32", "i32", "i32", "u32"
 def gaussian_source(terms: int, adds: bool) -> KernelSource:
     """Return gaussian_steps or gaussian_add (state, first, tables, x, n, k1, k2, k3, k4, one[, inverse, outward]).
 
-    state and first as of keystream_source; tables: 2048 words (discrete.py), the first table, then the second's three.
+    state and first as in keystream_source; tables: 2048 words (discrete.py), the first table, then the second's three.
     """
     if not 1 <= terms <= MAX_TERMS:
         raise ConfigError(f"terms must be 1 to {MAX_TERMS}, got {terms}")
     entry = "gaussian_add" if adds else "gaussian_steps"
-    text = f"#define TERMS {terms}\n" + chacha20_text() + _text("sampler.h") + _text("kernel.c")
-    arguments = (*_COMMON, "f32", "f32") if adds else _COMMON
-    return KernelSource(
-        f"{entry}_{terms}", {"portable": _only(text, entry), "llvm": GaussianKernel(terms, adds)}, {entry: arguments}
-    )
+    dialects: dict[str, str | Builder] = {"portable": _portable(terms, entry), "llvm": GaussianKernel(terms, adds)}
+    return KernelSource(f"{entry}_{terms}", dialects, {entry: (*_COMMON, "f32", "f32") if adds else _COMMON})
 
 
 @functools.cache
 def laplace_source() -> KernelSource:
     """Return laplace_steps(state, first, thresholds, out, n, digits, blocks, one)."""
-    text = "#define TERMS 1\n" + chacha20_text() + _text("sampler.h") + _text("kernel.c")
-    return KernelSource(
-        "laplace_steps",
-        {"portable": _only(text, "laplace_steps"), "llvm": LaplaceKernel()},
-        {"laplace_steps": ("*u32", "*u64", "*u32", "*i64", "i64", "i32", "i32", "u32")},
-    )
+    dialects: dict[str, str | Builder] = {"portable": _portable(1, "laplace_steps"), "llvm": LaplaceKernel()}
+    arguments = ("*u32", "*u64", "*u32", "*i64", "i64", "i32", "i32", "u32")
+    return KernelSource("laplace_steps", dialects, {"laplace_steps": arguments})
+
+
+def _portable(terms: int, entry: str) -> str:
+    """Return the text of one kernel of kernel.c: a driver takes a second to compile each."""
+    head, *kernels = _text("kernel.c").split("ACL_KERNEL ")
+    (kernel,) = (kernel for kernel in kernels if f" {entry}(" in kernel.split("{", 1)[0])
+    return f"#define TERMS {terms}\n" + chacha20_text() + _text("sampler.h") + head + "ACL_KERNEL " + kernel
 
 
 @functools.cache
 def fused_source(terms: int, kind: str, threads: int = THREADS) -> KernelSource:
     """Return gaussian(rows, state, first, tables, k1, k2, k3, k4, one, inverse, outward) of gaussian.cuh."""
-    return KernelSource(
-        f"gaussian_{kind}_{terms}",
-        {"cuda": HopperProgram("gaussian", fused_text(terms, kind, threads), threads, SHARED_BYTES)},
-        {"gaussian": ("struct", "*u32", "*u64", "*u32", "i32", "i32", "i32", "i32", "u32", "f32", "f32")},
-        targets=CUDA_TARGETS[1:],
-    )
-
-
-def fused_text(terms: int, kind: str, threads: int = THREADS) -> str:
-    """Return the CUDA C++ text of gaussian.cuh."""
     sizes = f"#define TERMS {terms}\n#define THREADS {threads}\n#define {KINDS[kind]}\n"
     parts = (portable_header(), chacha20_text(), _text("sampler.h"), _text("rows.cuh"), _text("gaussian.cuh"))
-    return sizes + "".join(parts)
+    program = HopperProgram("gaussian", sizes + "".join(parts), threads, SHARED_BYTES)
+    arguments = ("struct", "*u32", "*u64", "*u32", "i32", "i32", "i32", "i32", "u32", "f32", "f32")
+    return KernelSource(
+        f"gaussian_{kind}_{terms}", {"cuda": program}, {"gaussian": arguments}, targets=CUDA_TARGETS[1:]
+    )
 
 
 @functools.cache
@@ -127,7 +119,7 @@ def host_philox_source(*, laplace: bool = False) -> KernelSource:
 
 @functools.cache
 def philox_source(kind: str, *, laplace: bool = False, fills: bool = False) -> KernelSource:
-    """Return philox_add(rows, keys, first, aligned, width, outward) of philox.cuh; fills: the tensors count as 0."""
+    """Return philox_add(rows, keys, first, aligned, width, outward) of philox.cuh; fills: the tensors are not read."""
     options = f"#define {KINDS[kind]}\n" + "#define LAPLACE\n" * laplace + "#define FILLS\n" * fills
     text = options + portable_header() + _text("rows.cuh") + _text("philox.cuh")
     name = f"philox_{'laplace' if laplace else 'normal'}_{kind}" + "_fills" * fills
@@ -136,22 +128,10 @@ def philox_source(kind: str, *, laplace: bool = False, fills: bool = False) -> K
     return KernelSource(name, {"cuda": program}, {"philox_add": arguments})
 
 
-def _only(text: str, entry: str) -> str:
-    """Return the text with one kernel of kernel.c: a driver takes a second to compile each."""
-    head, *kernels = text.split("ACL_KERNEL ")
-    before, kept = [head], []
-    for kernel in kernels:
-        if f" {entry}(" in kernel.split("{", 1)[0]:
-            kept.append("ACL_KERNEL " + kernel)
-    return "".join(before + kept)
-
-
 @functools.cache
 def _text(name: str) -> str:
     return (Path(__file__).parent / name).read_text(encoding="utf-8")
 
-
-# --- launches --------------------------------------------------------------------------------------------------------
 
 RANGE = 2.0**46
 """Grid steps at which a value saturates before noise is added."""
@@ -160,18 +140,15 @@ _FUSED_CAPABILITY = (8, 0)
 """Devices with 88 KiB of shared memory a block."""
 
 _TABLES_LIMIT = 16
-_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.int64: "int64"}
 
 
 def fused_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
     """Return the dtypes that gaussian_add takes on a device; others go through gaussian_steps and add_steps."""
-    if device.type == "cuda" and _is_fused(index_of(device)):
-        return torch.float32, torch.bfloat16, torch.float16
-    return (torch.float32,)
+    return (torch.float32, torch.bfloat16, torch.float16) if _is_fused(device) else (torch.float32,)
 
 
 def add_steps(x: Tensor, noise: Tensor | None, grid: float, scale: float) -> None:
-    """Replace x by (round(x / grid) + noise) * grid * scale, by torch's functions; noise int64, None for none."""
+    """Replace x by (round(x / grid) + noise) * grid * scale with torch's functions; noise: int64, or None for none."""
     real = torch.float64 if x.dtype == torch.float64 else torch.float32
     x = x.detach()
     steps = (x.to(real) * (1 / grid)).round_().nan_to_num_(nan=0.0, posinf=RANGE, neginf=-RANGE).clamp_(-RANGE, RANGE)
@@ -183,11 +160,8 @@ def gaussian_add(
     stream: SecureStream, tensors: Sequence[Tensor], plan: GaussianPlan, grid: float, scale: float
 ) -> None:
     """Replace x by (round(x / grid) + Z) * grid * scale; x contiguous, of one dtype, on one device."""
-    if not tensors:
-        return
-    device = tensors[0].device
     numbers = (1 / grid, grid * scale)
-    if device.type == "cuda" and _is_fused(index_of(device)):
+    if tensors and _is_fused(tensors[0].device):
         for at in range(0, len(tensors), ROWS):
             _launch_rows(stream, tensors[at : at + ROWS], plan, numbers)
         return
@@ -198,9 +172,7 @@ def gaussian_add(
 def gaussian_steps(stream: SecureStream, shape: Sequence[int], plan: GaussianPlan, device: torch.device) -> Tensor:
     """Return int64 draws of the discrete Gaussian."""
     out = torch.empty(tuple(shape), dtype=torch.int64, device=device)
-    if not out.numel():
-        return out
-    if device.type == "cuda" and _is_fused(index_of(device)):
+    if _is_fused(device):
         _launch_rows(stream, [out], plan, (1.0, 1.0))
     else:
         _launch_one(stream, out, plan, ())
@@ -209,13 +181,11 @@ def gaussian_steps(stream: SecureStream, shape: Sequence[int], plan: GaussianPla
 
 def laplace_steps(stream: SecureStream, shape: Sequence[int], steps: Fraction, device: torch.device) -> Tensor:
     """Return int64 draws of the discrete Laplace distribution."""
-    digits, count = digits_of(steps), 1
-    for size in shape:
-        count *= size
+    digits, count = digits_of(steps), math.prod(shape)
     blocks = laplace_blocks(digits)
-    together = lanes() if device.type == "cpu" else 1
-    indices = -(-count // together)
-    out = torch.empty(indices * together, dtype=torch.int64, device=device)
+    draws = lanes() if device.type == "cpu" else 1  # of an index
+    indices = -(-count // draws)
+    out = torch.empty(indices * draws, dtype=torch.int64, device=device)
     if count:
         taken = take(stream, count * blocks, device)
         table = _on_device(("laplace", steps), device)
@@ -227,13 +197,13 @@ def laplace_steps(stream: SecureStream, shape: Sequence[int], steps: Fraction, d
 
 
 def _launch_one(stream: SecureStream, x: Tensor, plan: GaussianPlan, numbers: tuple[float, ...]) -> None:
-    """Launch the portable or the CPU's kernel for one tensor; without numbers x becomes the draws."""
+    """Launch the portable or the CPU's kernel for one tensor; without numbers the draws replace x."""
     if not x.numel():
         return
-    groups = groups_of(x.numel(), plan.terms)
-    taken = take(stream, groups * GROUP * UNIT_BLOCKS, x.device)
+    units = groups_of(x.numel(), plan.terms) * GROUP
+    taken = take(stream, units * UNIT_BLOCKS, x.device)
     provider, kernel = compiled(gaussian_source(plan.terms, bool(numbers)), x.device)
-    grid, block = _grid(groups * (GROUP // (lanes() if x.device.type == "cpu" else 1)), x.device)
+    grid, block = _grid(units // (lanes() if x.device.type == "cpu" else 1), x.device)
     table = _on_device(plan, x.device)
     with noted("gaussian_noise", [x], kernel, x.numel(), accesses=2 if numbers else 1):
         provider.launch(kernel, grid, block, (*taken, table, x, x.numel(), *_factors(plan), 1, *numbers))
@@ -248,7 +218,7 @@ def _launch_rows(
         return
     device = tensors[0].device
     taken, table = take(stream, groups * GROUP * UNIT_BLOCKS, device), _on_device(plan, device)
-    _, kernel = compiled(fused_source(plan.terms, _NAMES[tensors[0].dtype]), device)
+    _, kernel = compiled(fused_source(plan.terms, name_of(tensors[0].dtype)), device)
     blocks = min(multiprocessors(device), -(-groups * 32 // THREADS))
     args = (rows, *taken, table, *_factors(plan), 1, *numbers)
     elements = sum(x.numel() for x in tensors)
@@ -267,7 +237,7 @@ def noted(op: str, tensors: Sequence[Tensor], kernel: Kernel, elements: int, *, 
         accesses: reads and writes of each element.
     """
     x = tensors[0]
-    case = f"{elements} {str(x.dtype).removeprefix('torch.')}"
+    case = f"{elements} {name_of(x.dtype)}"
     record = _record(op, kernel.name, kernel.backend, kernel.device, case, accesses * elements * x.itemsize)
     return RecordedLaunch(record, registry.create(kernel.backend), kernel.device)
 
@@ -279,59 +249,34 @@ def _record(op: str, implementation: str, backend: str, index: int, case: str, s
 
 
 def packed_rows(tensors: Sequence[Tensor], group: int) -> tuple[bytes, int]:
-    """Return the struct Rows of rows.cuh, for groups of so many elements, and the number of groups."""
-    pointers, sizes, begins, groups = [], [], [], 0
+    """Return the struct Rows of rows.cuh, for groups of `group` elements, and the number of groups."""
+    rows, groups = [], 0
     for x in tensors:
         if x.numel():
-            pointers.append(x.data_ptr())
-            sizes.append(x.numel())
-            begins.append(groups)
+            rows.append((x.data_ptr(), x.numel(), groups))
             groups += -(-x.numel() // group)
     if groups >= 2**32:
         raise ConfigError(f"{groups} groups of draws in one launch: at most 2^32 - 1")
-    rest = [0] * (ROWS - len(pointers))
-    packed = struct.pack(
-        f"<{ROWS}Q{ROWS}q{ROWS}III", *pointers, *rest, *sizes, *rest, *begins, *rest, groups, len(pointers)
-    )
-    return packed, groups
+    pointers, sizes, begins = zip(*rows, *[(0, 0, 0)] * (ROWS - len(rows)), strict=True)
+    return struct.pack(f"<{ROWS}Q{ROWS}q{ROWS}III", *pointers, *sizes, *begins, groups, len(rows)), groups
 
 
 def _grid(indices: int, device: torch.device) -> tuple[tuple[int], tuple[int]]:
-    """Return grid and block for so many indices or threads."""
+    """Return grid and block for a number of indices (CPU) or threads."""
     return ((indices,), (1,)) if device.type == "cpu" else ((-(-indices // BLOCK),), (BLOCK,))
 
 
-def _factors(plan: GaussianPlan) -> tuple[int, int, int, int]:
-    k = (*plan.factors[1:], 0, 0, 0, 0)
-    return k[0], k[1], k[2], k[3]
+def _factors(plan: GaussianPlan) -> tuple[int, ...]:
+    """Return k1 to k4, 0 beyond the plan's terms."""
+    return (*plan.factors[1:], *[0] * (MAX_TERMS - plan.terms))
 
 
-def index_of(device: torch.device) -> int:
-    """Return the device's number on its backend."""
-    if device.type != "cuda":
-        return 0
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
-@functools.cache
-def _is_fused(index: int) -> bool:
-    return torch.cuda.get_device_capability(index) >= _FUSED_CAPABILITY
-
-
-def compiled(source: KernelSource, device: torch.device) -> tuple[ComputeProvider, Kernel]:
-    """Return a source's one kernel on a device, compiled once by the source's name."""
-    key = source.name, device.type, index_of(device)
-    if key not in _kernels:
-        provider = registry.create(device.type)
-        _kernels[key] = provider, provider.compile(source, device=key[2])
-    return _kernels[key]
-
-
-_kernels: dict[tuple[str, str, int], tuple[ComputeProvider, Kernel]] = {}
+def _is_fused(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FUSED_CAPABILITY
 
 
 def table_words(tables: Tables) -> np.ndarray[tuple[int, ...], np.dtype[np.uint32]]:
-    """Return (2048,), the layout of the kernels."""
+    """Return (2048,), both tables as the kernels read them."""
     return np.concatenate([tables.first, tables.rest.reshape(-1)])
 
 

@@ -1,8 +1,8 @@
-"""Philox 4x32-10 and Box-Muller on the CPU as LLVM IR; philox.cuh says what is computed. Not for a privacy claim.
+"""Philox 4x32-10 and Box-Muller on the CPU as LLVM IR; philox.cuh defines the result. Not for a privacy claim.
 
-    x <- (x + width * z) * outward       z of N(0, 1), or of density exp(-|z|) / 2
+    x <- (x + width * z) * outward       z from N(0, 1), or of density exp(-|z|) / 2
 
-Layout: an index of the launch is lanes() counters side by side, of four neighbouring elements each.
+Layout: an index of the launch is one counter in each of lanes() lanes, for four adjacent elements each.
 Maths:  ln u = e ln 2 + ln(1 + f), f in [sqrt(1/2) - 1, sqrt(2) - 1], by f - f^2 / 2 + f^3 P(f); sin(2 pi v) = v S(v^2)
         of |v| <= 1/4; P of degree 8 and S of degree 4, fitted for the least largest error: 2e-10 and 4e-9 before
         rounding.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accelerant.privacy.random.llvm_kernels import VectorKernel, host_vectors, lanes
+from accelerant.privacy.random.llvm_kernels import Load, VectorKernel, host_vectors, lanes, update_elements
 from accelerant.runtime.compilation.llvm import (
     FunctionBuilder,
     Operand,
@@ -22,7 +22,6 @@ from accelerant.runtime.compilation.llvm import (
     lane_constants,
     program,
     suffix,
-    vector,
 )
 from accelerant.runtime.compilation.philox import philox
 
@@ -39,7 +38,6 @@ _STEP = 2.0**-32
 
 
 def _float(code: FunctionBuilder, name: str, x: Value, *others: Operand) -> Value:
-    """Append a call of one of LLVM's functions on floats."""
     operands = [other if isinstance(other, Value) else constant(x.type, float(other)) for other in others]
     return code.intrinsic(x.type, f"llvm.{name}.{suffix(x.type)}", x, *operands)
 
@@ -53,7 +51,7 @@ def _polynomial(code: FunctionBuilder, coefficients: tuple[float, ...], x: Value
 
 
 def _logarithm(code: FunctionBuilder, word: Value) -> Value:
-    """Return -ln((word + 1) / 2^32), nearly."""
+    """Return approximately -ln((word + 1) / 2^32)."""
     u = _float(code, "fmuladd", code.convert("uitofp", word, "float"), _STEP, _STEP)
     bits = code.bitcast(u, word.type)
     exponent = code.op("ashr", code.op("sub", bits, _SQRT_HALF_BITS), 23)
@@ -84,7 +82,7 @@ def _normal_pair(code: FunctionBuilder, first: Value, second: Value) -> list[Val
 
 
 def _laplace(code: FunctionBuilder, word: Value) -> Value:
-    """Return a variate with the size of 31 bits and the sign of the uppermost."""
+    """Return a variate whose size has 31 bits of the word, and whose sign is the uppermost."""
     size = _logarithm(code, code.op("shl", word, 1))
     sign = code.op("and", word, 0x80000000)
     return code.bitcast(code.op("xor", code.bitcast(size, word.type), sign), size.type)
@@ -103,23 +101,22 @@ class PhiloxKernel(VectorKernel):
     """A Builder of philox_add(begin, end, x, keys, first, stream, n, width, outward).
 
     Attributes:
-        laplace: the variates are Laplace's.
+        laplace: draw from the Laplace distribution instead of the normal one.
     """
 
     laplace: bool = False
 
     @property
     def least_share(self) -> int:
-        """Indices from which on another thread is worth while: about 10 us."""
+        """The fewest indices that are worth another thread: about 10 us."""
         return 8192 // (4 * lanes())
 
     def build(self, target: str) -> str:
         """Return LLVM IR."""
         count = (self.vectors or host_vectors()).lanes
-        elements, wide = 4 * count, vector("float", 4 * count)
-        arguments = ["i64 %begin", "i64 %end", "ptr noalias %x", "ptr noalias readonly %keys", "i64 %first"]
-        arguments += ["i64 %stream", "i64 %n", "float %width", "float %outward"]
-        code = FunctionBuilder("philox_add", arguments, linkage="", attributes="nounwind")
+        elements = 4 * count
+        scalars = ("i64 %first", "i64 %stream", "i64 %n", "float %width", "float %outward")
+        code = self.function("philox_add", "ptr noalias %x", "ptr noalias readonly %keys", *scalars)
         stream = code.broadcast("%stream", count)
         width, outward = (code.broadcast(scalar, elements) for scalar in ("%width", "%outward"))
 
@@ -137,19 +134,10 @@ class PhiloxKernel(VectorKernel):
             else:
                 z = [*_normal_pair(code, *words[:2]), *_normal_pair(code, *words[2:])]
             noise = _interleaved(code, z, count)
-            at = code.op("mul", index, elements)
-            address = code.at("float", "%x", at)
-            for whole in code.branches(code.compare("sle", code.op("add", at, elements), "%n")):
-                if whole:
-                    x = code.load(wide, address, align=4)
-                else:
-                    left = code.broadcast(code.op("sub", "%n", at), elements)
-                    inside = code.compare("slt", lane_constants("i64", range(elements)), left)
-                    x = code.masked_load(wide, address, inside, 4)
-                y = code.op("fmul", _float(code, "fmuladd", noise, width, x), outward)
-                if whole:
-                    code.store(wide, y, address, align=4)
-                else:
-                    code.masked_store(y, address, inside, 4)
+
+            def add(load: Load, noise: Value = noise) -> Value:
+                return code.op("fmul", _float(code, "fmuladd", noise, width, load()), outward)
+
+            update_elements(code, "float", elements, "%x", code.op("mul", index, elements), add)
         code.ret()
         return program([code])

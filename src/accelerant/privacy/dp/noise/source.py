@@ -17,6 +17,7 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError, UnsupportedDtype
 from accelerant.ops._launch import multiprocessors
+from accelerant.ops._library import name_of
 from accelerant.privacy.dp.noise.charge import grid_steps
 from accelerant.privacy.dp.noise.discrete import digits_of, make_plan
 from accelerant.privacy.dp.noise.launch import (
@@ -24,23 +25,22 @@ from accelerant.privacy.dp.noise.launch import (
     PHILOX_THREADS,
     ROWS,
     add_steps,
-    compiled,
     fused_dtypes,
     gaussian_add,
     gaussian_steps,
     host_philox_source,
-    index_of,
     laplace_steps,
     noted,
     packed_rows,
     philox_source,
 )
 from accelerant.privacy.random import SecureStream
-from accelerant.privacy.random.device import compiled_reserve
+from accelerant.privacy.random.device import compiled, index_of, reserve_source
 from accelerant.privacy.random.llvm_kernels import lanes
+from accelerant.runtime.compilation.philox import ROUNDS, WEYL
 from accelerant.runtime.streams.stream import capturing
 
-__all__ = ["FastSource", "NoiseSource", "PhiloxState", "SecureSource", "add_philox", "round_keys"]
+__all__ = ["FastSource", "NoiseSource", "SecureSource"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -49,7 +49,7 @@ class NoiseSource(ABC):
     """Adds noise to tensors in place.
 
     Attributes:
-        secure: whether a privacy proof holds for the noise: drawn on a grid from a cryptographic generator.
+        secure: whether a privacy proof holds for the noise, drawn on a grid from a cryptographic generator.
         name: in the ledger.
     """
 
@@ -76,16 +76,17 @@ class SecureSource(NoiseSource):
 
     Z is a discrete Gaussian of deviation std / grid (discrete.py; `charge` bounds the distance from exact), or a
     discrete Laplace variable of scale scale_b / grid. x / grid is rounded to the nearest integer, halves to even;
-    beyond +-2^46 it saturates, and NaN counts as 0, so that the sum never wraps and nothing but a multiple of the grid
-    comes out. The sum, an integer of 64 bits, is converted once to float32 (float64 of float64) and multiplied by
-    grid * scale, which needs no secret; then rounded to the tensor's dtype.
+    beyond +-2^46 it saturates, and NaN counts as 0, so that the sum never wraps and every result is a multiple of the
+    grid. The sum, an integer of 64 bits, is converted once to float32 (for float64 tensors to float64), multiplied by
+    the public grid * scale, then rounded to the tensor's dtype.
 
     Args:
         stream: of the keystream; one with a fresh key by default.
 
-    Trust: the keystream and the values before noise are secret. Time does not depend on what is drawn on CUDA devices
-    of compute capability 8.0 or newer and on CPUs with AVX-512 (Laplace noise: anywhere). Elsewhere tables of 8 KiB are
-    read at secret addresses, from shared memory or the first-level cache: whoever measures those can learn about them.
+    Trust: the keystream and the values before noise are secret. Time does not depend on the drawn values on CUDA
+    devices of compute capability 8.0 or newer and on CPUs with AVX-512 (Laplace noise: on all devices). Elsewhere
+    tables of 8 KiB are read at secret addresses, from shared memory or the first-level cache: an observer who measures
+    these accesses can learn about the noise.
     """
 
     secure = True
@@ -100,7 +101,7 @@ class SecureSource(NoiseSource):
         Args:
             tensors: float32, bfloat16, float16 or float64, of any devices; one launch for up to 192 of one dtype on a
                 CUDA device.
-            std: of the noise, in the units of x; 0 for rounding and scaling alone.
+            std: of the noise, in the units of x; 0 only rounds and scales.
             grid: a power of two from 2^-120 to 2^120.
             scale: of the result.
 
@@ -121,7 +122,7 @@ class SecureSource(NoiseSource):
                 add_steps(x, noise, grid, scale)
 
     def add_laplace_(self, tensors: Sequence[Tensor], scale_b: float, *, grid: float, scale: float = 1.0) -> None:
-        """Add discrete Laplace noise; arguments and errors as add_gaussian_'s."""
+        """Add discrete Laplace noise; arguments and errors of add_gaussian_."""
         steps = grid_steps(scale_b, grid)
         _check(tensors, scale)
         if steps:
@@ -130,20 +131,8 @@ class SecureSource(NoiseSource):
             add_steps(x, laplace_steps(self._stream, x.shape, steps, x.device) if steps else None, grid, scale)
 
     def integers(self, shape: Sequence[int], std_grid: float, device: Any = "cpu") -> Tensor:
-        """Return int64 draws of the discrete Gaussian of deviation std_grid.
-
-        Raises:
-            ConfigError: std_grid is not above 0, or too wide.
-        """
+        """Return int64 draws of the discrete Gaussian; ConfigError if std_grid is not above 0, or too wide."""
         return gaussian_steps(self._stream, shape, make_plan(grid_steps(std_grid, 1.0)), torch.device(device))
-
-    def laplace_integers(self, shape: Sequence[int], scale_grid: float, device: Any = "cpu") -> Tensor:
-        """Return int64 draws of the discrete Laplace distribution: P(z) proportional to exp(-|z| / scale_grid).
-
-        Raises:
-            ConfigError: scale_grid is not above 0, or too wide.
-        """
-        return laplace_steps(self._stream, shape, grid_steps(scale_grid, 1.0), torch.device(device))
 
     def __repr__(self) -> str:
         return "SecureSource()"
@@ -160,14 +149,14 @@ class FastSource(NoiseSource):
 
     Args:
         seed: below 2^64; by default from the system's entropy. torch.manual_seed has no effect. A copy, an unpickled
-            source and a forked process have seeds of their own, whatever was given.
+            source and a forked process always get a new seed.
     """
 
     secure = False
     name = "philox gaussian"
 
     def __init__(self, seed: int | None = None) -> None:
-        self._state = PhiloxState(seed)
+        self._state = _PhiloxState(seed)
 
     def add_gaussian_(self, tensors: Sequence[Tensor], std: float, *, grid: float = 1.0, scale: float = 1.0) -> None:
         """Add Gaussian noise; see the class. Several tensors of one dtype on a CUDA device take one launch."""
@@ -182,14 +171,13 @@ class FastSource(NoiseSource):
         for x in tensors:
             if x.device.type == "cuda" and x.dtype != torch.float64 and x.is_contiguous() and x.numel():
                 _check([x], std)
-                self._own()
-                add_philox(self._state, [x.detach()], std, 1.0, laplace=False, fills=True)
+                self._own_state().add([x.detach()], std, 1.0, laplace=False, fills=True)
             else:
                 x.detach().zero_()
                 self.add_gaussian_([x], std)
 
     def integers(self, shape: Sequence[int], std_grid: float, device: Any = "cpu") -> Tensor:
-        """Return int64 Gaussian draws of deviation std_grid, rounded."""
+        """Return Gaussian draws of deviation std_grid, rounded to int64."""
         noise = torch.zeros(tuple(shape), device=device)
         self.add_gaussian_([noise], std_grid)
         return noise.round_().to(torch.int64)
@@ -198,21 +186,22 @@ class FastSource(NoiseSource):
         if not math.isfinite(width) or width < 0:
             raise ConfigError(f"the noise's width must be at least 0 and finite, got {width!r}")
         _check(tensors, scale)
-        self._own()
+        state = self._own_state()
         for (device, dtype), members in _by_kind(tensors).items():
             if dtype == torch.float32 or (device.type == "cuda" and dtype != torch.float64):
                 with _contiguous(members) as dense:
-                    add_philox(self._state, dense, width, scale, laplace=laplace)
+                    state.add(dense, width, scale, laplace=laplace)
                 continue
             for x in members:
                 noise = torch.zeros(x.shape, device=device)
-                add_philox(self._state, [noise], width, 1.0, laplace=laplace)
+                state.add([noise], width, 1.0, laplace=laplace)
                 x.detach().copy_((x.detach() + noise) * scale)
 
-    def _own(self) -> None:
-        """Take a new seed in a forked process."""
+    def _own_state(self) -> _PhiloxState:
+        """Return the state, after a fork with a new seed."""
         if self._state.process != os.getpid():
-            self._state = PhiloxState()
+            self._state = _PhiloxState()
+        return self._state
 
     def __copy__(self) -> FastSource:
         return FastSource()
@@ -255,46 +244,67 @@ def _check(tensors: Sequence[Tensor], scale: float) -> None:
             raise UnsupportedDtype(f"noise is added to float32, bfloat16, float16 or float64, got {x.dtype}")
 
 
-# --- Philox ----------------------------------------------------------------------------------------------------------
-
-_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _COUNTERS = PHILOX_GROUP // 4
 """Counters of a group of elements. A tensor begins a new group."""
 
 _ALIGNMENT = 16
-_WEYL = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
 
 
-class PhiloxState:
-    """A seed, and the counters of each device.
-
-    Args:
-        seed: below 2^64; None for the system's entropy.
-    """
+class _PhiloxState:
+    """A seed below 2^64, by default from the system's entropy, and the counters of each device."""
 
     def __init__(self, seed: int | None = None) -> None:
         if seed is not None and not 0 <= seed < 2**64:
             raise ConfigError(f"seed must be in [0, 2^64), got {seed}")
-        self.seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed
+        self._seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed
         self.process = os.getpid()
         self._lock = threading.Lock()
-        self._counter = 0
+        self._host_counter = 0
         self._counters: dict[int, Tensor] = {}
 
-    def take(self, counters: int) -> int:
-        """Take so many counters on the CPU; return the first."""
-        with self._lock:
-            first = self._counter
-            self._counter += counters
-        return first
+    def add(self, tensors: Sequence[Tensor], width: float, scale: float, *, laplace: bool, fills: bool = False) -> None:
+        """Replace x by (x + width z) scale, for contiguous tensors of one dtype and device.
 
-    def counter_on(self, index: int) -> Tensor:
-        """Return (1,) int64 on a CUDA device, the next counter: a captured graph draws anew at each replay.
-
-        Raises:
-            ConfigError: a graph is being captured before noise was drawn once there.
+        Args:
+            tensors: float32, bfloat16 or float16; on the CPU only float32.
+            laplace: z has the density exp(-|z|) / 2 instead of the normal one.
+            fills: x counts as 0 and is not read (only CUDA devices).
         """
+        device = tensors[0].device
+        if device.type == "cpu":
+            for x in tensors:
+                self._add_on_host(x, width, scale, laplace)
+            return
+        index = index_of(device)
+        _, kernel = compiled(philox_source(name_of(tensors[0].dtype), laplace=laplace, fills=fills), device)
+        provider, reserve = compiled(reserve_source(), device)
+        for at in range(0, len(tensors), ROWS):
+            members = tensors[at : at + ROWS]
+            rows, groups = packed_rows(members, PHILOX_GROUP)
+            if groups:
+                counter = self._counter_on(index)
+                aligned = all(x.data_ptr() % _ALIGNMENT == 0 for x in members)
+                first = torch.empty(1, dtype=torch.int64, device=device)
+                provider.launch(reserve, (1,), (1,), (counter, first, groups * _COUNTERS))
+                blocks = min(8 * multiprocessors(device), -(-groups * 32 // PHILOX_THREADS))
+                args = (rows, self._round_keys(index + 1), first, int(aligned), width, scale)
+                elements = sum(x.numel() for x in members)
+                with noted("philox_noise", members, kernel, elements, accesses=1 if fills else 2):
+                    kernel.handle.pack((blocks, 1, 1), args, index).start()
+
+    def _add_on_host(self, x: Tensor, width: float, scale: float, laplace: bool) -> None:
+        if n := x.numel():
+            with self._lock:
+                first = self._host_counter
+                self._host_counter += -(-n // PHILOX_GROUP) * _COUNTERS
+            keys = torch.from_numpy(np.frombuffer(self._round_keys(0), np.int32).copy())
+            provider, kernel = compiled(host_philox_source(laplace=laplace), x.device)
+            with noted("philox_noise", [x], kernel, n, accesses=2):
+                provider.launch(kernel, (-(-n // (4 * lanes())),), (1,), (x, keys, first, 0, n, width, scale))
+
+    def _counter_on(self, index: int) -> Tensor:
+        """Return (1,) int64 on a CUDA device, the next counter, which each replay of a captured graph advances."""
         with self._lock:
             if index not in self._counters:
                 if capturing(index):
@@ -302,55 +312,8 @@ class PhiloxState:
                 self._counters[index] = torch.zeros(1, dtype=torch.int64, device=torch.device("cuda", index))
             return self._counters[index]
 
-
-def add_philox(
-    state: PhiloxState, tensors: Sequence[Tensor], width: float, scale: float, *, laplace: bool, fills: bool = False
-) -> None:
-    """Replace x by (x + width z) scale, for contiguous tensors of one dtype and device.
-
-    Args:
-        state: of the seed and counters.
-        tensors: float32, bfloat16 or float16; on the CPU float32 alone.
-        width: of the noise.
-        scale: of the result.
-        laplace: z has the density exp(-|z|) / 2 instead of the normal one.
-        fills: what is in x counts as 0, and is not read (CUDA devices alone).
-    """
-    if tensors[0].device.type == "cpu":
-        for x in tensors:
-            _add_on_host(state, x, width, scale, laplace)
-        return
-    device = tensors[0].device
-    index = index_of(device)
-    _, kernel = compiled(philox_source(_NAMES[tensors[0].dtype], laplace=laplace, fills=fills), device)
-    provider, reserve = compiled_reserve(index)
-    for at in range(0, len(tensors), ROWS):
-        members = tensors[at : at + ROWS]
-        rows, groups = packed_rows(members, PHILOX_GROUP)
-        if groups:
-            counter = state.counter_on(index)
-            aligned = all(x.data_ptr() % _ALIGNMENT == 0 for x in members)
-            first = torch.empty(1, dtype=torch.int64, device=device)
-            provider.launch(reserve, (1,), (1,), (counter, first, groups * _COUNTERS))
-            blocks = min(8 * multiprocessors(device), -(-groups * 32 // PHILOX_THREADS))
-            args = (rows, round_keys(state.seed, index + 1), first, int(aligned), width, scale)
-            with noted("philox_noise", members, kernel, sum(map(Tensor.numel, members)), accesses=1 if fills else 2):
-                kernel.handle.pack((blocks, 1, 1), args, index).start()
-
-
-def _add_on_host(state: PhiloxState, x: Tensor, width: float, scale: float, laplace: bool) -> None:
-    n = x.numel()
-    if n:
-        first = state.take(-(-n // PHILOX_GROUP) * _COUNTERS)
-        keys = torch.from_numpy(np.frombuffer(round_keys(state.seed, 0), np.int32).copy())
-        provider, kernel = compiled(host_philox_source(laplace=laplace), x.device)
-        args = (x, keys, first, 0, n, width, scale)
-        with noted("philox_noise", [x], kernel, n, accesses=2):
-            provider.launch(kernel, (-(-n // (4 * lanes())),), (1,), args)
-
-
-def round_keys(seed: int, stream: int) -> bytes:
-    """Return the struct Keys of philox.cuh: the key's two words in each of ten rounds, and the counter's third word."""
-    halves = seed & _LOW, seed >> 32
-    words = [halves[side] + i * _WEYL[side] & _LOW for i in range(10) for side in (0, 1)]
-    return struct.pack("<21I", *words, stream)
+    def _round_keys(self, stream: int) -> bytes:
+        """Return the struct Keys of philox.cuh: the key's two words in each of ten rounds, the counter's third word."""
+        halves = self._seed & _LOW, self._seed >> 32
+        words = [halves[side] + i * WEYL[side] & _LOW for i in range(ROUNDS) for side in (0, 1)]
+        return struct.pack("<21I", *words, stream)

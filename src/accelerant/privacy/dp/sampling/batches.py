@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Literal, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -19,32 +19,27 @@ __all__ = ["PoissonBatches", "require_poisson", "rows_of", "sampling_of"]
 _Rows = Callable[[Tensor], Any]
 
 
-class _Sampler(Protocol):
-    def __iter__(self) -> Iterator[Tensor]: ...
-
-
 class PoissonBatches:
     """Iterates the batches of a sampler's draws.
 
     Every drawn row is in exactly one batch of its draw: nothing is truncated. Padding repeats the first row of the
-    data, which any model takes. An empty draw is one batch of padding alone, so that a step of noise follows.
+    data, which any model accepts. An empty draw is one batch of padding only, so that a step of noise follows.
 
     Args:
         data: a tensor, a tuple or mapping of tensors of equal length; a NumPy array; a map-style Dataset, whose items
             are collated; or an object whose __getitem__ takes an index tensor.
-        sampler: a `PoissonSampler` or another of `sampling`.
+        sampler: a `PoissonSampler` or `GroupedSampler`.
         microbatch: rows of every batch, the last of a draw padded; None: a draw is one batch of its own length.
 
     Raises:
         ConfigError: microbatch is no whole number above 0; the sampler draws from another number of rows.
         ShapeError: the data's tensors differ in length.
-        UnsupportedCase: the sampler is not known to draw by Poisson sampling, a shuffled loader for example; or the
-            data cannot be indexed.
+        UnsupportedCase: the sampler is not known to draw by Poisson sampling, or the data cannot be indexed.
     """
 
     sampling: ClassVar[Literal["poisson"]] = "poisson"
 
-    def __init__(self, data: Any, sampler: _Sampler, *, microbatch: int | None = None) -> None:
+    def __init__(self, data: Any, sampler: Iterable[Tensor], *, microbatch: int | None = None) -> None:
         require_poisson(sampler)
         if microbatch is not None:
             check_whole("microbatch", microbatch, 1)
@@ -56,7 +51,6 @@ class PoissonBatches:
         self._microbatch = microbatch
 
     def __iter__(self) -> Iterator[DrawnBatch]:
-        """Iterate the batches, draw after draw."""
         for drawn in self._sampler:
             rows = self._microbatch or max(1, len(drawn))
             parts = max(1, -(-len(drawn) // rows))
@@ -68,19 +62,13 @@ class PoissonBatches:
                 if self._microbatch or not examples:
                     mask = torch.arange(rows) < examples
                     index = torch.cat([index, index.new_zeros(rows - examples)])
-                tensors = self._rows(index)
-                if isinstance(tensors, Tensor):
-                    tensors = (tensors,)
+                found = self._rows(index)
+                tensors = (found,) if isinstance(found, Tensor) else found
                 yield DrawnBatch(tensors, mask, part == parts - 1, examples, rows, draw, self._sampler)
 
 
 def rows_of(data: Any) -> int:
-    """Return the number of rows of data that PoissonBatches takes.
-
-    Raises:
-        ConfigError: it is not known.
-        ShapeError, UnsupportedCase: as PoissonBatches.
-    """
+    """Return the number of rows of data; ConfigError if it is not known, or an error of PoissonBatches."""
     _, size = _reader(data)
     if size is None:
         raise ConfigError(f"{type(data).__name__} has no length: the number of rows to draw from must be known")
@@ -88,21 +76,15 @@ def rows_of(data: Any) -> int:
 
 
 def _reader(data: Any) -> tuple[_Rows, int | None]:
-    """Return a function that reads the rows of an index tensor, and the number of rows where it is known."""
+    """Return a function that reads the rows of an index tensor, and the number of rows if it is known."""
     if isinstance(data, TensorDataset):
         data = data.tensors
     if isinstance(data, np.ndarray):
         return lambda index: torch.from_numpy(np.ascontiguousarray(data[index.numpy()])), len(data)
     if isinstance(data, Tensor):
         return lambda index: data[index.to(data.device)], len(data)
-    if isinstance(data, (tuple, list)):
-        columns = [_reader(_column(column)) for column in data]
-        size = _common_size([size for _, size in columns])
-        return lambda index: tuple(read(index) for read, _ in columns), size
-    if isinstance(data, Mapping):
-        named = {name: _reader(_column(column)) for name, column in data.items()}
-        size = _common_size([size for _, size in named.values()])
-        return lambda index: {name: read(index) for name, (read, _) in named.items()}, size
+    if isinstance(data, (tuple, list, Mapping)):
+        return _columns_reader(data)
     if isinstance(data, DataLoader):
         raise UnsupportedCase(
             "a DataLoader makes batches of its own, which are no Poisson draws, shuffled or not: give its dataset"
@@ -114,31 +96,33 @@ def _reader(data: Any) -> tuple[_Rows, int | None]:
         )
     size = len(data) if hasattr(data, "__len__") else None
     if isinstance(data, Dataset):
-        return lambda index: default_collate(_items(data, index.tolist())), size
+        items = getattr(data, "__getitems__", lambda index: [data[i] for i in index])
+        return lambda index: default_collate(list(items(index.tolist()))), size
     return lambda index: data[index], size
 
 
-def _column(column: Any) -> Any:
-    if isinstance(column, (Tensor, np.ndarray)):
-        return column
-    raise UnsupportedCase(f"a tuple or mapping of data must hold tensors, got {type(column).__name__}: use a Dataset")
-
-
-def _common_size(sizes: list[int | None]) -> int | None:
-    if not sizes or len(set(sizes)) > 1:
+def _columns_reader(data: Any) -> tuple[_Rows, int | None]:
+    """Return the reader of a tuple or mapping of tensors."""
+    columns = data if isinstance(data, Mapping) else dict(enumerate(data))
+    for column in columns.values():
+        if not isinstance(column, (Tensor, np.ndarray)):
+            raise UnsupportedCase(
+                f"a tuple or mapping of data must hold tensors, got {type(column).__name__}: use a Dataset"
+            )
+    sizes = [len(column) for column in columns.values()]
+    if len(set(sizes)) != 1:
         raise ShapeError(f"data must have tensors of one length, got lengths {', '.join(map(str, sizes)) or 'of none'}")
-    return sizes[0]
-
-
-def _items(data: Any, index: list[int]) -> list[Any]:
-    return list(data.__getitems__(index)) if hasattr(data, "__getitems__") else [data[i] for i in index]
+    readers = {name: _reader(column)[0] for name, column in columns.items()}
+    if isinstance(data, Mapping):
+        return lambda index: {name: read(index) for name, read in readers.items()}, sizes[0]
+    return lambda index: tuple(read(index) for read in readers.values()), sizes[0]
 
 
 def sampling_of(loader: Any) -> Sampling:
     """Return how a sampler, a loader or batches draw, as an `Event` names it.
 
-    "poisson" for the classes of this package (and for a DataLoader over them), "shuffled" for a DataLoader that
-    shuffles, "unknown" for all else.
+    "poisson" for the classes of this package and a DataLoader over them, "shuffled" for a DataLoader that shuffles,
+    "unknown" for all others.
     """
     if getattr(loader, "sampling", None) == "poisson":
         return "poisson"
@@ -152,11 +136,7 @@ def sampling_of(loader: Any) -> Sampling:
 
 
 def require_poisson(loader: Any) -> None:
-    """Check that draws may be accounted as Poisson sampling.
-
-    Raises:
-        UnsupportedCase: the loader shuffles, or how it draws is not known.
-    """
+    """Check that draws may be accounted as Poisson sampling; UnsupportedCase if the loader shuffles, or may do so."""
     kind = sampling_of(loader)
     if kind != "poisson":
         how = "shuffles" if kind == "shuffled" else "does not say how it draws"

@@ -1,6 +1,6 @@
 """Drawn batches, and the check that each drawn row goes through backward once and each draw makes one step.
 
-The claim of a step rests on each example adding at most one clipped gradient to the sum.
+The privacy claim of a step requires that each example adds at most one clipped gradient to the sum.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class DrawnBatch:
     """A draw, or a part of one.
 
     Attributes:
-        tensors: a tuple of tensors, or a mapping where the data are one; dimension 0 is the row.
-        mask: (rows,) bool, the rows that were drawn; None where all were. The others are padding, which must not count.
-        last: whether it is the draw's last part: then step.
-        examples: rows that were drawn.
-        rows: rows of the tensors, padding included.
-        draw: parts of one draw have the same; None where it is not known.
-        sampler: that drew it; None where it is not known.
+        tensors: a tuple of tensors, or a mapping if the data are one; dimension 0 is the row.
+        mask: (rows,) bool, the rows that were drawn; None if all were. The others are padding, which must not count.
+        last: whether it is the draw's last part, after which optimizer.step() follows.
+        examples: number of rows that were drawn.
+        rows: rows of the tensors, including padding.
+        draw: the same for all parts of one draw; None if unknown.
+        sampler: that drew it; None if unknown.
     """
 
     tensors: Any
@@ -55,43 +55,40 @@ class DrawnBatch:
 
 
 class DrawTracker:
-    """Compares rows that went through backward with those of the batch in use.
+    """Compares the rows that went through backward with those of the batch in use.
 
     Attributes:
         passes: backward passes since the last step.
-        examples: rows of them.
+        examples: rows of these passes.
     """
 
     def __init__(self) -> None:
-        self.passes = 0
-        self.examples = 0
-        self._rows = 0  # of the part in use, and how many of them went through backward
-        self._seen = 0
-        self._last = True
-        self._open = False
-        self._drawn = 0  # examples of the draw, so far
+        self.passes = self.examples = 0
+        self._rows = self._seen = 0  # of the part in use, and those of them that went through backward
+        self._last, self._open = True, False
+        self._drawn = 0  # examples of the draw so far
         self._origin: object = None
         self._draw: Draw | None = None
         self._stepped: weakref.WeakSet[Draw] = weakref.WeakSet()
 
     @property
     def sampled(self) -> bool:
-        """Whether the sum is of a draw of our sampler."""
+        """Whether the gradients are of a draw of our sampler."""
         return self._open
 
     @property
     def complete(self) -> bool:
-        """Whether a step may follow: the last part of the draw is here, or the batches are the user's own."""
+        """Whether a step may follow: the part is the draw's last, or the batches are the user's own."""
         return self._last or not self._open
 
     @property
     def awaited(self) -> bool:
-        """Whether a part was handed out and has not been through backward."""
+        """Whether a part was returned to the user and has not been through backward."""
         return self._open and not self._seen
 
     @property
     def held(self) -> bool:
-        """Whether parts of an unfinished draw are in the gradients: they must not be cleared."""
+        """Whether the gradients have parts of an unfinished draw and must not be cleared."""
         return self.passes > 0 and self._open and not (self._last and self._seen)
 
     def begin(self, batch: DrawnBatch, origin: object = None) -> None:
@@ -99,16 +96,16 @@ class DrawTracker:
 
         Args:
             batch: the part.
-            origin: the iterator of the parts; a draw of another one begins, even if the last draw is not complete.
+            origin: the iterator of the parts; with another one a draw begins even if the last one is not complete.
 
         Raises:
-            ConfigError: the previous draw was summed and not stepped, or gradients of other batches are there; the
-                previous part was left out, or is still to be used; the draw made a step already.
+            ConfigError: no step followed the previous draw or other batches; the previous part was left out, or is
+                still to be used; the draw made a step already.
         """
         if batch.draw in self._stepped:
             raise ConfigError(
                 "this draw has made a step already: amplification by sampling is for a draw of its own in each step. "
-                "Iterate batches(data) or draws(data) anew, and keep no list of them"
+                "Iterate batches(data) or draws(data) again, and keep no list of them"
             )
         if self.awaited and origin is not None and origin is self._origin:
             raise ConfigError(
@@ -140,8 +137,7 @@ class DrawTracker:
     def require_step(self) -> None:
         """Check that the sum may be released.
 
-        Raises:
-            ConfigError: no backward pass since the last step, unless an empty batch was drawn; or not each row once.
+        ConfigError: no backward pass since the last step, unless the draw was empty; or not one for each row.
         """
         empty = self._open and self._drawn == 0
         if not self.passes and not empty:
@@ -153,7 +149,7 @@ class DrawTracker:
             self._require_all()
 
     def forget(self) -> None:
-        """Forget sums that were cleared without a step."""
+        """Reset the counts after gradients were cleared without a step."""
         self.passes = self.examples = self._seen = 0
 
     def released(self) -> None:

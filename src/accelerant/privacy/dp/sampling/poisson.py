@@ -1,18 +1,19 @@
 """Poisson sampling: each unit is in each draw independently, with exactly the probability that is accounted.
 
-The amplification that the accountant uses holds for such draws alone, and only while nobody learns who was drawn: the
-randomness is the operating system's, read anew for each draw. There is no seed that could repeat after a resume, in
-another process or in a copy.
+The amplification that the accountant uses holds only for such draws, and only while nobody learns who was drawn: each
+draw reads the operating system's randomness. There is no seed that could repeat after a resume, in another process or
+in a copy.
 
 Source: Abadi et al. 2016, arXiv:1607.00133, section 3; Chua et al. 2024, arXiv:2403.17673, on what shuffling costs.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Final, Literal, Protocol
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 import torch
@@ -21,41 +22,34 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.privacy.dp.ledger.events import check_whole
+from accelerant.privacy.random import SecureStream
 
-__all__ = ["GroupedSampler", "PoissonSampler", "RareDraws", "Stream", "require_groups"]
+__all__ = ["GroupedSampler", "PoissonSampler", "RareDraws", "require_groups"]
 
 _BITS: Final = 53  # a rate is a multiple of 2^-53, so that float64 holds it exactly
 _LOW: Final = _BITS - 8
 _BLOCK_BITS: Final = 12  # blocks of rare draws: longer ones take long to prepare
 _LEAST_BLOCK_BITS: Final = 6
 
-
 _Integers = Callable[[int], NDArray[np.int64]]
 """From n to n uniform integers of 53 bits."""
-
-
-class Stream(Protocol):
-    """The part of `accelerant.privacy.random.SecureStream` that a sampler uses."""
-
-    def uniform(self, n: int) -> Tensor:
-        """Return (n,) float64 in [0, 1), multiples of 2^-53, on the CPU."""
 
 
 class PoissonSampler:
     """Iterates draws from size units: each is in a draw with probability sample_rate, independently of all else.
 
-    A draw has any length, 0 too. At rates below 1/64 its cost is proportional to what it draws plus 10^-3 of the size,
-    else to one byte of randomness a unit.
+    A draw has any length, 0 too. At rates below 1/64 its cost is proportional to its length plus 10^-3 of the size,
+    else to one byte of randomness for each unit.
 
     Args:
-        size: units, 1 or more.
+        size: number of units.
         sample_rate: in (0, 1].
         steps: draws of one iteration; None: endless.
-        stream: a `SecureStream` instead of the system's randomness; whoever knows its key knows every draw.
+        stream: used instead of the system's randomness; its key reveals every draw.
 
     Attributes:
         sample_rate: rounded down to a multiple of 2^-53: exactly the probability that is used.
-        draws: drawn so far, by all iterations.
+        draws: number of draws so far, by all iterations.
         rows_per_unit: the most rows that a unit has in a draw: 1.
 
     Raises:
@@ -66,7 +60,7 @@ class PoissonSampler:
     rows_per_unit = 1
 
     def __init__(
-        self, size: int, sample_rate: float, *, steps: int | None = None, stream: Stream | None = None
+        self, size: int, sample_rate: float, *, steps: int | None = None, stream: SecureStream | None = None
     ) -> None:
         check_whole("size", size, 1)
         if isinstance(sample_rate, bool) or not isinstance(sample_rate, (int, float)) or not 0 < sample_rate <= 1:
@@ -76,28 +70,23 @@ class PoissonSampler:
         self._threshold = math.floor(float(sample_rate) * 2**_BITS)
         if not self._threshold:
             raise ConfigError(f"sample_rate {sample_rate!r} is below 2^-{_BITS}: nothing would ever be drawn")
-        self.size = size
+        self.size, self.steps, self.draws = size, steps, 0
         self.sample_rate = self._threshold / 2**_BITS
-        self.steps = steps
-        self.draws = 0
         self._stream = stream
         self._block_bits = min(_BLOCK_BITS, math.floor(-math.log2(self.sample_rate)))
         self._rare: RareDraws | None = None
 
     def __iter__(self) -> Iterator[Tensor]:
         """Iterate index tensors: (n,) int64, ascending, on the CPU."""
-        done = 0
-        while self.steps is None or done < self.steps:
-            done += 1
+        for _ in itertools.islice(itertools.count(), self.steps):
             self.draws += 1
             yield torch.from_numpy(self._rows(self._draw_units()))
 
     def _rows(self, units: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the rows of the data that represent these units."""
+        """Return the rows of the data that these units contribute."""
         return units
 
     def _draw_units(self) -> NDArray[np.int64]:
-        """Draw units, ascending."""
         blocks = self.size >> self._block_bits
         if self._block_bits < _LEAST_BLOCK_BITS or not blocks:
             return self._draw_by_comparison(self.size)
@@ -108,9 +97,9 @@ class PoissonSampler:
         return np.concatenate([drawn, whole + self._draw_by_comparison(self.size - whole)])
 
     def _draw_by_comparison(self, size: int) -> NDArray[np.int64]:
-        """Draw those units whose uniform number of 53 bits is below the threshold.
+        """Draw the units whose uniform number of 53 bits is below the threshold.
 
-        The first byte settles all but one comparison in 256, whose other 45 bits are then drawn.
+        The first byte decides all but one comparison in 256, whose other 45 bits are then drawn.
         """
         top, rest = divmod(self._threshold, 1 << _LOW)
         first = self._bytes(size)
@@ -118,15 +107,13 @@ class PoissonSampler:
             return np.arange(size, dtype=np.int64)
         (near,) = np.nonzero(first <= np.uint8(top))
         undecided = first[near] == top
-        count = int(undecided.sum())
         within = ~undecided
-        if count:
+        if count := int(undecided.sum()):
             within[undecided] = self._integers(count) >> (_BITS - _LOW) < rest
         drawn: NDArray[np.int64] = near[within].astype(np.int64, copy=False)
         return drawn
 
     def _bytes(self, count: int) -> NDArray[np.uint8]:
-        """Return (count,) uniform in 0..255."""
         if self._stream is None:
             return np.frombuffer(os.urandom(count), np.uint8)
         whole = self._integers(-(-count // 6))  # 48 of 53 bits
@@ -134,19 +121,19 @@ class PoissonSampler:
         return parts.reshape(-1)[:count].astype(np.uint8)
 
     def _integers(self, count: int) -> NDArray[np.int64]:
-        """Return (count,) uniform in 0..2^53 - 1."""
+        """Return (count,) uniform in 0 to 2^53 - 1."""
         if self._stream is None:
             return (np.frombuffer(os.urandom(8 * count), np.uint64) >> np.uint64(64 - _BITS)).astype(np.int64)
         return (self._stream.uniform(count).numpy() * 2.0**_BITS).astype(np.int64)
 
 
 class GroupedSampler(PoissonSampler):
-    """Draws units that have several records, for example users, and some records of each: privacy by unit.
+    """Draws units that have several records, such as users, and some records of each: privacy by unit.
 
-    Units are drawn as by `PoissonSampler`. Each drawn unit contributes `records` of its records, chosen uniformly
-    without replacement (fewer where it has fewer). Whatever a unit holds, it adds at most `records` clipped rows, so
-    that it changes the sum by at most records * C: the noise multiplier to record is the noise over that, and with
-    records=1 (the default, and the best for equal noise) over C.
+    Units are drawn as by `PoissonSampler`. Each drawn unit contributes up to `records` of its records, chosen uniformly
+    without replacement. A unit of any size thus adds at most `records` clipped rows, which change the sum by at most
+    records * C: the noise multiplier to record is the noise over that, and with records=1 (the default, and the best
+    for equal noise) over C.
 
     Args:
         groups: (N,) integers, or strings in an array or list: the unit of each row of the data.
@@ -157,7 +144,6 @@ class GroupedSampler(PoissonSampler):
     Attributes:
         size: number of units.
         rows: number of rows of the data.
-        rows_per_unit: `records`.
 
     Raises:
         ConfigError, ShapeError: an invalid value; groups are neither N integers nor N strings.
@@ -170,14 +156,13 @@ class GroupedSampler(PoissonSampler):
         *,
         records: int = 1,
         steps: int | None = None,
-        stream: Stream | None = None,
+        stream: SecureStream | None = None,
     ) -> None:
         check_whole("records", records, 1)
         numbers = require_groups(groups).numpy()
         counts = np.bincount(numbers)
         super().__init__(len(counts), sample_rate, steps=steps, stream=stream)
-        self.rows = len(numbers)
-        self.rows_per_unit = records
+        self.rows, self.rows_per_unit = len(numbers), records
         self._by_unit = np.argsort(numbers, kind="stable")
         self._counts = counts.astype(np.int64)
         self._starts = np.cumsum(self._counts) - self._counts
@@ -195,11 +180,8 @@ class GroupedSampler(PoissonSampler):
 def require_groups(groups: Any) -> Tensor:
     """Return the unit of each row, numbered from 0 in order of appearance: (N,) int64 on the CPU, a copy.
 
-    Args:
-        groups: a tensor of integers, or an array or list of integers or strings.
-
     Raises:
-        ShapeError: another type; strings and numbers are mixed, of which 1 and "1" would be one unit.
+        ShapeError: groups are neither N integers nor N strings, or both: 1 and "1" would be one unit.
     """
     if isinstance(groups, Tensor):
         if groups.ndim != 1 or not len(groups) or groups.is_floating_point() or groups.is_complex():
@@ -217,12 +199,12 @@ def require_groups(groups: Any) -> Tensor:
 
 
 class RareDraws:
-    """Draws at small rates in time proportional to what is drawn, with exact probabilities.
+    """Draws at small rates in time proportional to the number of units drawn, with exact probabilities.
 
     Units come in blocks of m = 2^bits. The number drawn from a block is binomial: with a rate t / 2^53 its distribution
     function is a multiple of 2^(-53 m), so that a uniform number of 53 m bits gives it without error. Its first 53 bits
-    settle all but one block in 10^14; the others' bits are then drawn. Which units is uniform: positions are drawn
-    again where two are equal.
+    decide all but one block in 10^14; only for those are the other bits drawn. The drawn units' positions in the block
+    are uniform, and drawn again where two are equal.
 
     Args:
         threshold: the rate times 2^53, a whole number above 0 and below 2^53.
@@ -230,19 +212,17 @@ class RareDraws:
     """
 
     def __init__(self, threshold: int, bits: int) -> None:
-        self._threshold = threshold
-        self._bits = bits
-        self._length = 1 << bits
-        self._shift = _BITS * (self._length - 1)
+        self._threshold, self._bits, self._length = threshold, bits, 1 << bits
         self._exact: list[int] = []  # P(count <= k) * 2^(53 m)
         self._weight = 0  # P(count = k) * 2^(53 m) of the last k
-        first = [self._up_to(0) >> self._shift]
-        while first[-1] < (1 << _BITS) - 1:  # words above the last are settled exactly, as ties are
-            first.append(self._up_to(len(first)) >> self._shift)
+        shift = _BITS * (self._length - 1)
+        first = [self._up_to(0) >> shift]
+        while first[-1] < (1 << _BITS) - 1:  # words above the last are decided exactly, as ties are
+            first.append(self._up_to(len(first)) >> shift)
         self._first = np.array(first, np.int64)
 
     def draw(self, blocks: int, integers: _Integers) -> NDArray[np.int64]:
-        """Draw units from so many blocks: (n,) int64, ascending."""
+        """Draw units from a number of blocks: (n,) int64, ascending."""
         counts = self.counts(integers(blocks), integers)
         owners = np.repeat(np.arange(blocks, dtype=np.int64), counts) << self._bits
         units = owners | self._positions(len(owners), integers)
@@ -255,21 +235,15 @@ class RareDraws:
             units[again] = owners[again] | self._positions(int(again.sum()), integers)
 
     def counts(self, words: NDArray[np.int64], integers: _Integers) -> NDArray[np.int64]:
-        """Return how many of each block are drawn, from the first 53 bits of its uniform number."""
+        """Return the number of units drawn from each block, by the first 53 bits of its uniform number."""
         counts = np.searchsorted(self._first, words).astype(np.int64)
         for block in np.nonzero(self._first[np.minimum(counts, len(self._first) - 1)] == words)[0]:
-            counts[block] = self._settle(int(words[block]), integers)
+            number = int(words[block])  # equal to the first bits of a bound: all 53 m bits decide
+            for more in integers(self._length - 1).tolist():
+                number = number << _BITS | more
+            bounds = range(self._length)
+            counts[block] = next((count for count in bounds if number < self._up_to(count)), self._length)
         return counts
-
-    def _settle(self, word: int, integers: _Integers) -> int:
-        """Return the count of a block whose first bits equal those of a bound, by all 53 m bits."""
-        number = word
-        for more in integers(self._length - 1).tolist():
-            number = number << _BITS | more
-        count = 0
-        while count < self._length and number >= self._up_to(count):
-            count += 1
-        return count
 
     def _up_to(self, count: int) -> int:
         """Return P(count or fewer of a block) * 2^(53 m), exactly."""

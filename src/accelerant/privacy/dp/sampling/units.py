@@ -20,22 +20,16 @@ __all__ = ["ShardSampler", "Units", "delta_remark", "require_sampler"]
 
 
 class ShardSampler:
-    """Maps draws from this process's share of the rows to row numbers of the whole.
+    """Maps draws from this process's share of the rows, numbered from 0, to row numbers of the whole data.
 
     The shares are disjoint, have whole units, and each is sampled at the same rate, so the union of the draws is a
     Poisson sample of all units.
-
-    Args:
-        sampler: of a share's rows, numbered from 0.
-        rows: int64, the share's rows in the whole.
     """
 
     def __init__(self, sampler: PoissonSampler, rows: Tensor) -> None:
-        self._sampler = sampler
-        self._rows = rows
+        self._sampler, self._rows = sampler, rows
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Iterate index tensors, int64."""
         for drawn in self._sampler:
             yield self._rows[drawn]
 
@@ -48,9 +42,9 @@ class Units:
     """The units of privacy of a data set.
 
     Attributes:
-        groups: (N,) int64 on the CPU, the unit of each row as `require_groups` numbers it; None where each row is one.
+        groups: (N,) int64 on the CPU, the unit of each row as `require_groups` numbers it; None if each row is one.
         digest: SHA-256 of these numbers, which do not depend on the groups' names; empty without groups. It reveals
-            something of the data: never to be written anywhere.
+            something about the data and must never be written anywhere.
     """
 
     groups: Tensor | None = None
@@ -70,11 +64,7 @@ class Units:
         return "example" if self.groups is None else "user"
 
     def number(self, rows: int) -> int:
-        """Return the number of units in data of so many rows.
-
-        Raises:
-            ShapeError: groups are of other data.
-        """
+        """Return the number of units in data with `rows` rows; ShapeError if groups have another number of rows."""
         if self.groups is None:
             return rows
         if len(self.groups) != rows:
@@ -84,10 +74,9 @@ class Units:
         return int(self.groups.max()) + 1
 
     def sampler(self, rows: int, rate: float, steps: int, *, rank: int, size: int) -> PoissonSampler | ShardSampler:
-        """Return a sampler of them; for one of several processes, of its share: no unit is in two.
+        """Return a sampler of the units; for one of several processes, of its share: no unit is in two.
 
-        Raises:
-            ConfigError: more processes than units; in each of them, so that none waits for another.
+        ConfigError: more processes than units. It is raised in each of them, so that none waits for another.
         """
         if size > (count := max(1, self.number(rows))):
             raise ConfigError(f"{size} processes have {count} units among them: start fewer")
@@ -102,11 +91,7 @@ class Units:
         return ShardSampler(GroupedSampler(self.groups[share], rate, steps=steps), share)
 
     def require_ledger(self, ledger: Ledger) -> None:
-        """Check that a ledger names the unit.
-
-        Raises:
-            ConfigError: groups of rows are drawn, and it calls the unit an example.
-        """
+        """Check that a ledger names the unit; ConfigError if groups are drawn, and it calls the unit an example."""
         if self.groups is not None:
             _require_named(ledger)
 
@@ -120,10 +105,10 @@ def _require_named(ledger: Ledger) -> None:
 
 
 def require_sampler(sampler: PoissonSampler, rate: float, ledger: Ledger, units: Units, processes: int) -> None:
-    """Check a user's sampler against the arguments of make_private.
+    """Check a user's sampler against the arguments of make_private: rate, rows of a unit, the ledger's unit.
 
     Raises:
-        ConfigError: another rate, units of several rows in a draw, a ledger of other units.
+        ConfigError: they differ.
         UnsupportedCase: several processes; a sampler whose draws are not Poisson's.
     """
     require_poisson(sampler)
@@ -143,7 +128,7 @@ def require_sampler(sampler: PoissonSampler, rate: float, ledger: Ledger, units:
 
 
 def delta_remark(delta: float, count: int, unit: str) -> str:
-    """Return a warning if delta is not below one over the number of units; else an empty string."""
+    """Return a warning if delta is not below one over the number of units, else an empty string."""
     if delta * count < 1:
         return ""
     return (
