@@ -1,5 +1,6 @@
 """What every test stands on: the Triton interpreter where there is no GPU, a cache of its own, the gpu marker."""
 
+import gc
 import importlib
 import os
 import shutil
@@ -39,6 +40,13 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_collection_finish():
+    # Thousands of collected tests are millions of objects that live to the end: without this each full garbage
+    # collection, of which tests ask for many, walks them for a second.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure():
