@@ -58,6 +58,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         steps: made so far.
         expected_batch_size: divisor of the sum.
         inner: the wrapped optimizer.
+        clipper, ledger, processes: as given.
+        tracker: of the draws.
         grouped: whether the ledger's unit has several rows: then only what our sampler drew is stepped.
         keeps_gradients: whether gradients are zeroed instead of dropped after a step: for PrivateStep's graphs.
     """
@@ -71,7 +73,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
         release: NoisySum,
         ledger: Ledger,
         *,
-        tracker: DrawTracker,
         processes: Processes,
         sample_rate: float,
         expected_batch_size: float | None,
@@ -85,9 +86,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.expected_batch_size = expected_batch_size
         self.keeps_gradients = False
         self.grouped = grouped
-        self._clipper, self._release, self._ledger = clipper, release, ledger
-        self._tracker, self._processes, self._adaptive = tracker, processes, adaptive
-        self._sample_rate = sample_rate
+        self.clipper, self.ledger, self.processes, self.tracker = clipper, ledger, processes, DrawTracker()
+        self._release, self._adaptive, self._sample_rate = release, adaptive, sample_rate
         self._allowance = None if budget is None else Allowance(budget, ledger.neighbouring)
         self._params: list[nn.Parameter] = [parameter for _, parameter in clipper.parameters]
         self._clipped = {id(param) for param in self._params}
@@ -104,20 +104,15 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     # --- the wrapped optimizer's interface ---------------------------------------------------------------------------
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # an attribute in Optimizer
-        """The wrapped optimizer's."""
-        return self.inner.param_groups
+    # Without a setter, so that an assignment raises instead of hiding what the wrapped optimizer has.
+    param_groups: Any = property(lambda self: self.inner.param_groups)
+    state: Any = property(lambda self: self.inner.state)
+    defaults: Any = property(lambda self: self.inner.defaults)
 
     @property
-    def state(self) -> Any:  # type: ignore[override]  # as above
-        """The wrapped optimizer's."""
-        return self.inner.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]  # as above
-        """The wrapped optimizer's."""
-        return self.inner.defaults
+    def noise_multiplier(self) -> float:
+        """Standard deviation of the noise over the sensitivity of the sum."""
+        return self._release.noise_multiplier
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner" or name.startswith("__"):
@@ -155,10 +150,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
     # --- the step ----------------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients; while parts of an unfinished draw are in them, do nothing."""
-        if not self._tracker.held:
+        """Clear the gradients, unless parts of an unfinished draw are in them."""
+        if not self.tracker.held:
             self._clear()
-            self._tracker.forget()
+            self.tracker.forget()
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]  # no closure
         """Release the noisy mean of the sum, and update the parameters by it.
@@ -176,7 +171,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "a GradScaler scales the losses, and so what is clipped: use bfloat16 autocast without a scaler"
             )
         self.stepped = False
-        if not self._tracker.passes:
+        if not self.tracker.passes:
             self.drop_released()
         plan = self.prepare()
         if plan is None:
@@ -186,33 +181,48 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.finish()
 
     def prepare(self) -> NoisePlan | None:
-        """Run the host's part of a step: checks, and the entry in the ledger.
-
-        Returns:
-            its noise; None while parts of the draw are still to come.
-        """
-        if not self._tracker.complete:
+        """Check a step, and enter it in the ledger; return its noise, None while parts of the draw are missing."""
+        if not self.tracker.complete:
             self._require_untouched()
             return None
-        if self._processes.size == 1 or self._tracker.sampled:
-            self._tracker.require_step()  # of several processes, one may have no batch of its own while others do
+        if self.processes.size == 1 or self.tracker.sampled:
+            self.tracker.require_step()  # of several processes, one may have no batch of its own while others do
         if self.expected_batch_size is None:
             raise ConfigError(
                 "the expected batch size is not known: give expected_batch_size, or take batches from batches(data)"
             )
-        if self.grouped and not self._tracker.sampled:
+        if self.grouped and not self.tracker.sampled:
             raise ConfigError(_FOREIGN_GROUPS)
         self.require_as_attached()
         self._require_untouched()
-        self._require_clipped()
+        for param in _held(self.inner):
+            if param.grad is not None and id(param) not in self._clipped:
+                raise ConfigError(
+                    f"a parameter {tuple(param.shape)} of the optimizer has a gradient that is not clipped: it was "
+                    "frozen or not there when make_private was called; call it again after detach()"
+                )
         plan = self._plan(self.expected_batch_size)
         self._spend(plan)
         return plan
 
     def update(self, plan: NoisePlan) -> None:
-        """Run the device's part of a step: noise, division, the wrapped step. Gradients stay as the update saw them."""
-        assert self.expected_batch_size is not None  # for the type checker: prepare checked it
-        self._add_noise(plan, self.expected_batch_size)
+        """Run the device's part of a step: noise, division, the wrapped step. Gradients stay as the update saw them.
+
+        The noisy mean is written for every clipped parameter, whether this batch reached it or not.
+        """
+        expected = self.expected_batch_size
+        assert expected is not None  # for the type checker: prepare checked it
+        with torch.no_grad():
+            for param in self._params:
+                if param.grad is None and param.requires_grad:  # one that was frozen since stays as it is
+                    param.grad = torch.zeros_like(param)
+            grads = [param.grad for param in self._params if param.grad is not None]
+            self.processes.sum_to_first_(grads)
+            if self.processes.first:
+                self._release.add_(grads, plan, 1.0 / expected)
+            self.processes.from_first_(grads)
+            if self._adaptive is not None:
+                self._adaptive.update(self.clipper, self.processes, expected, self._params[0].device)
         self._updating = True
         try:
             self.inner.step()
@@ -220,16 +230,16 @@ class PrivateOptimizer(torch.optim.Optimizer):
             self._updating = False
 
     def summed(self, rows: int) -> None:
-        """Count a replayed backward pass over so many rows, of which no hook tells."""
-        self._tracker.add(rows)
+        """Count a replayed backward pass over so many rows; a replay runs no hooks."""
+        self.tracker.add(rows)
         self._mark()
 
     def finish(self) -> None:
         """End a step; its gradients stay as they are."""
         self._marks, self._bound = [], 0.0
-        if self._tracker.sampled:
-            self._clipper.mask = None  # it was the draw's
-        self._tracker.released()
+        if self.tracker.sampled:
+            self.clipper.mask = None  # it was the draw's
+        self.tracker.released()
         if self._adaptive is not None:
             self._adaptive.forget()
         self.stepped = True
@@ -247,7 +257,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         try:
             event = self._event(self._plan(self.expected_batch_size), "poisson")
             self._require_allowed(event)
-            self._ledger.require(event)
+            self.ledger.require(event)
         except BudgetExceeded:
             return False
         return True
@@ -258,7 +268,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if self._adaptive is not None:
             self._adaptive.prepare(expected)
             multiplier = self._adaptive.gradient_multiplier
-        return self._release.plan(max(self._bound, self._clipper.sensitivity), multiplier)
+        return self._release.plan(max(self._bound, self.clipper.sensitivity), multiplier)
 
     def _event(self, plan: NoisePlan, sampling: Sampling) -> Event:
         note = ""
@@ -269,8 +279,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return self._release.event(plan, sampling, rate, idealised=True, note=note)  # summed in floating point
 
     def _spend(self, plan: NoisePlan) -> None:
-        """Record the step in the ledger, before anything of it is seen."""
-        sampling: Sampling = "poisson" if self._tracker.sampled else "unknown"
+        """Record the step in the ledger before any result of it exists."""
+        sampling: Sampling = "poisson" if self.tracker.sampled else "unknown"
         if sampling == "unknown" and not self._warned:
             self._warned = True
             warnings.warn(_FOREIGN_BATCH, UserWarning, stacklevel=4)
@@ -278,32 +288,16 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
         def record() -> None:
             self._require_allowed(event)
-            self._ledger.record(event)
+            self.ledger.record(event)
 
-        self._processes.on_first(record)
-        if not self._processes.first:
-            self._ledger.record(event)  # in memory: this process's answer when it is asked for epsilon
+        self.processes.on_first(record)
+        if not self.processes.first:
+            self.ledger.record(event)  # in memory, for this process's epsilon()
 
     def _require_allowed(self, event: Event) -> None:
         """Check the training's own target, where the ledger, which may serve others, has no budget as tight."""
         if self._allowance is not None:
-            self._allowance.require(Counter({past.times(1): past.count for past in self._ledger.events}), event)
-
-    def _add_noise(self, plan: NoisePlan, expected: float) -> None:
-        """Write the noisy mean into .grad of every clipped parameter, whether this batch reached it or not."""
-        with torch.no_grad():
-            grads = []
-            for param in self._params:
-                if param.grad is None and param.requires_grad:  # one that was frozen since stays as it is
-                    param.grad = torch.zeros_like(param)
-                if param.grad is not None:
-                    grads.append(param.grad)
-            self._processes.sum_to_first_(grads)
-            if self._processes.first:
-                self._release.add_(grads, plan, 1.0 / expected)
-            self._processes.from_first_(grads)
-            if self._adaptive is not None:
-                self._adaptive.update(self._clipper, self._processes, expected, self._params[0].device)
+            self._allowance.require(Counter({past.times(1): past.count for past in self.ledger.events}), event)
 
     # --- between steps -----------------------------------------------------------------------------------------------
 
@@ -312,7 +306,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._unwatch()
         if not self._released:
             self._clear()
-            self._tracker.forget()
+            self.tracker.forget()
 
     def drop_released(self, *_: object) -> None:
         """Clear what the last step left in .grad: before a forward pass, or a draw."""
@@ -329,27 +323,27 @@ class PrivateOptimizer(torch.optim.Optimizer):
             self._adaptive.forget()
 
     def _backward_begins(self) -> None:
-        """Check that only the sum is in the gradients: a pass that failed half-way leaves some there."""
+        """Check that the gradients hold only the sum: a pass that failed half-way leaves others."""
         if self._released:
             raise ConfigError(
                 "the noisy mean of the last step is still in .grad, and this backward pass would add to it: call "
                 "optimizer.zero_grad() after the step"
             )
-        if self._tracker.passes:
+        if self.tracker.passes:
             self._require_untouched()
         elif not self.keeps_gradients:
             self._require_none()
 
     def _backward_ended(self, norms: Tensor, factors: Tensor) -> None:
-        self._tracker.add(norms.numel())
+        self.tracker.add(norms.numel())
         if self._adaptive is not None:
-            self._adaptive.count(norms, self._clipper)
+            self._adaptive.count(norms, self.clipper)
         self._mark()
 
     def _mark(self) -> None:
-        """Remember the sum: the memory and versions of the gradients, and the bound they were clipped to."""
-        self._bound = max(self._bound, self._clipper.sensitivity)
-        self._marks = [None if param.grad is None else (id(param.grad), param.grad._version) for param in self._params]
+        """Remember the sum: the gradients' identities and versions, and the bound they were clipped to."""
+        self._bound = max(self._bound, self.clipper.sensitivity)
+        self._marks = [_version(param) for param in self._params]
 
     # --- checks ------------------------------------------------------------------------------------------------------
 
@@ -359,18 +353,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
         Raises:
             UnsupportedCase: names a parameter that became 16 bits wide, or a frozen BatchNorm in train mode.
         """
-        for name, parameter in self._clipper.parameters:
+        for name, parameter in self.clipper.parameters:
             require_float32(name, parameter)
-        self._clipper.require_frozen()
+        self.clipper.require_frozen()
 
     def require_clear(self) -> None:
-        """Check, before a draw, that no gradient is there: it would be released with the sum.
-
-        Raises:
-            ConfigError: there is one.
-        """
+        """Raise ConfigError, before a draw, if there is a gradient: it would be released with the sum."""
         self.drop_released()
-        if not self._tracker.passes:
+        if not self.tracker.passes:
             self._require_none()
 
     def require_own(self, optimizer: torch.optim.Optimizer) -> None:
@@ -381,19 +371,17 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """
         if self._updating or self._released:
             return
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if param.grad is not None and id(param) in self._clipped:
-                    raise ConfigError(
-                        f"{type(optimizer).__name__}.step() would update by a sum of gradients without noise, and no "
-                        "ledger would know: call step() and zero_grad() of PrivateTraining.optimizer"
-                    )
+        if any(param.grad is not None and id(param) in self._clipped for param in _held(optimizer)):
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step() would update by a sum of gradients without noise, and no ledger "
+                "would know: call step() and zero_grad() of PrivateTraining.optimizer"
+            )
 
     def _require_untouched(self) -> None:
         if not self._marks:  # an empty draw: nothing but noise is released
             self.require_clear()
         for param, mark in zip(self._params, self._marks, strict=bool(self._marks)):
-            if mark != (None if param.grad is None else (id(param.grad), param.grad._version)):
+            if mark != _version(param):
                 raise ConfigError(
                     "a gradient was changed or cleared between backward and optimizer.step(): what is released must be "
                     "the clipped sum. Clip after the noise (accelerant.nn.optim with max_grad_norm), clear with "
@@ -407,23 +395,18 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "failed: clear it with optimizer.zero_grad()"
             )
 
-    def _require_clipped(self) -> None:
-        """Check that no other parameter would be updated, for example one that was frozen at make_private."""
-        for group in self.inner.param_groups:
-            for param in group["params"]:
-                if param.grad is not None and id(param) not in self._clipped:
-                    raise ConfigError(
-                        f"a parameter {tuple(param.shape)} of the optimizer has a gradient that is not clipped: it was "
-                        "frozen or not there when make_private was called; call it again after detach()"
-                    )
+
+def _held(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _version(param: nn.Parameter) -> tuple[int, int] | None:
+    """Return identity and version of a gradient, which change where it is replaced or written."""
+    return None if param.grad is None else (id(param.grad), param.grad._version)
 
 
 def require_float32(name: str, parameter: Tensor) -> None:
-    """Check that a parameter's gradients can be summed and noised.
-
-    Raises:
-        UnsupportedCase: it has 16 bits.
-    """
+    """Raise UnsupportedCase if a parameter has 16 bits: the sum of its gradients would have them, too."""
     if parameter.dtype in (torch.bfloat16, torch.float16):
         raise UnsupportedCase(
             f"{name} is {parameter.dtype}, and so would be its sum of clipped gradients, whose rounding may exceed "
@@ -432,7 +415,7 @@ def require_float32(name: str, parameter: Tensor) -> None:
 
 
 def _watch_steps(optimizer: PrivateOptimizer) -> Callable[[], None]:
-    """Make it check each step of any optimizer, until the returned function is called."""
+    """Call `require_own` before each step of any optimizer, until the returned function is called."""
     known = weakref.ref(optimizer)
 
     def before(other: torch.optim.Optimizer, *_: Any) -> None:

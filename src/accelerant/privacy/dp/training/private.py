@@ -20,7 +20,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -36,7 +35,6 @@ from accelerant.privacy.dp.ledger.events import check_number, check_whole
 from accelerant.privacy.dp.noise.noisy_sum import NoisySum, make_source, require_clipped_unit
 from accelerant.privacy.dp.sampling import DrawnBatch, GroupedSampler, PoissonBatches, PoissonSampler
 from accelerant.privacy.dp.sampling.batches import rows_of
-from accelerant.privacy.dp.sampling.draw_tracker import DrawTracker
 from accelerant.privacy.dp.sampling.units import ShardSampler, Units, delta_remark, require_sampler
 from accelerant.privacy.dp.training.adaptive import AdaptiveClipping, AdaptiveNorm
 from accelerant.privacy.dp.training.distributed import Processes
@@ -63,28 +61,14 @@ class PrivateTraining:
     """
 
     def __init__(
-        self,
-        optimizer: PrivateOptimizer,
-        model: nn.Module,
-        clipper: PerExampleClipper,
-        ledger: Ledger,
-        tracker: DrawTracker,
-        processes: Processes,
-        arguments: _Arguments,
-        units: Units,
-        *,
-        noise_multiplier: float,
-        owns_ledger: bool,
+        self, model: nn.Module, optimizer: PrivateOptimizer, arguments: _Arguments, units: Units, *, owns_ledger: bool
     ) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.ledger = ledger
-        self.clipper = clipper
-        self.noise_multiplier = noise_multiplier
+        self.model, self.optimizer = model, optimizer
+        self.ledger, self.clipper = optimizer.ledger, optimizer.clipper
+        self.noise_multiplier = optimizer.noise_multiplier
         self.delta, self.sample_rate, self.steps = arguments.delta, arguments.sample_rate, arguments.steps
-        self._microbatch = arguments.microbatch
-        self._units, self._tracker, self._processes = units, tracker, processes
-        self._owns_ledger = owns_ledger
+        self._microbatch, self._units, self._owns_ledger = arguments.microbatch, units, owns_ledger
+        self._tracker, self._processes = optimizer.tracker, optimizer.processes
         self._warned_of_delta = False
         self._samplers: weakref.WeakSet[PoissonSampler | ShardSampler] = weakref.WeakSet()
         self._attached = True
@@ -101,11 +85,12 @@ class PrivateTraining:
         """Draw batches from the data by Poisson sampling, each in one or more parts, for an ordinary loop.
 
         Each row is in each draw with probability sample_rate, independently: batches vary in size and may be empty.
-        With groups each group is, with one of its rows, chosen anew for each draw. The padding of a part is masked in
-        the clipper. In several processes each draws from its own rows (rank, rank + size, ...), or groups.
+        With groups each group is drawn so, represented by one of its rows, chosen for each draw. The padding of a part
+        is masked in the clipper. Each of several processes draws from rows (rank, rank + size, ...), or groups, of its
+        own.
 
         Args:
-            data: tensors of as many rows each in a tuple, a Dataset, or whatever PoissonBatches takes.
+            data: tensors of as many rows each in a tuple, a Dataset, or other data of PoissonBatches.
             microbatch: rows of a part; None: as given to `make_private`, else a draw is one part.
             steps: draws; None: those that are left of the planned steps, else one pass (1 / sample_rate).
             sampler: another of `sampling` that draws at sample_rate.
@@ -132,11 +117,9 @@ class PrivateTraining:
             steps = round(1 / self.sample_rate) if self.steps is None else max(0, self.steps - self.optimizer.steps)
         drawn: PoissonSampler | ShardSampler
         if sampler is None:
-            rows = rows_of(data)
+            rows, processes = rows_of(data), self._processes
             count = self._units.number(rows)
-            drawn = self._units.sampler(
-                rows, self.sample_rate, steps, rank=self._processes.rank, size=self._processes.size
-            )
+            drawn = self._units.sampler(rows, self.sample_rate, steps, rank=processes.rank, size=processes.size)
             self._samplers.add(drawn)
         else:
             self._require_sampler(sampler)
@@ -280,9 +263,7 @@ class PrivateTraining:
     def __enter__(self) -> PrivateTraining:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __reduce__(self) -> NoReturn:
@@ -378,41 +359,29 @@ def make_private(
         noise = arguments.noise_multiplier
         if noise is None:
             noise = processes.on_first(lambda: _calibrated(arguments, book, secure, dimensions))
+        granularity: Literal["flat", "per_layer"] = "per_layer" if clipping == "per_layer" else "flat"
         clipper = PerExampleClipper(
-            model,
-            max_grad_norm=max_grad_norm,
-            clipping="per_layer" if clipping == "per_layer" else "flat",
-            loss_reduction=loss_reduction,
+            model, max_grad_norm=max_grad_norm, clipping=granularity, loss_reduction=loss_reduction
         )
         undo.callback(clipper.detach)
         processes.from_first_([tensor.data for tensor in (*model.parameters(), *model.buffers())])
-        tracker = DrawTracker()
+        held, own = book.budget, arguments.budget
+        if own is not None and held is not None and held.delta == own.delta and held.epsilon <= own.epsilon:
+            own = None  # the ledger's is as tight
         private = PrivateOptimizer(
             optimizer,
             clipper,
             NoisySum(source, noise, dimensions),
             book,
-            tracker=tracker,
             processes=processes,
             sample_rate=arguments.sample_rate,
             expected_batch_size=arguments.expected_batch_size,
             adaptive=None if adaptive is None else AdaptiveNorm(adaptive, source, noise),
-            budget=_own_budget(arguments, book),
+            budget=own,
             grouped=units.groups is not None,
         )
         undo.callback(private.detach)
-        training = PrivateTraining(
-            private,
-            model,
-            clipper,
-            book,
-            tracker,
-            processes,
-            arguments,
-            units,
-            noise_multiplier=noise,
-            owns_ledger=owned,
-        )
+        training = PrivateTraining(model, private, arguments, units, owns_ledger=owned)
         undo.pop_all()
     _private.add(model)
     return training
@@ -437,11 +406,7 @@ def _before_forward(optimizer: PrivateOptimizer, model: nn.Module) -> Callable[[
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Arguments:
-    """The numbers of `make_private`; noise_multiplier is None until it is found for the target.
-
-    Raises:
-        ConfigError: names the first invalid one.
-    """
+    """The numbers of `make_private`, checked; `budget` is the target."""
 
     noise_multiplier: float | None
     target_epsilon: float | None
@@ -452,6 +417,7 @@ class _Arguments:
     expected_batch_size: float | None
     microbatch: int | None
     sensitivity: float = dataclasses.field(init=False)
+    budget: Budget | None = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         noise, target = self.noise_multiplier, self.target_epsilon
@@ -476,6 +442,7 @@ class _Arguments:
             object.__setattr__(self, "noise_multiplier", check_number("noise_multiplier", noise, open_below=False))
         object.__setattr__(self, "sample_rate", check_number("sample_rate", self.sample_rate, most=1.0))
         object.__setattr__(self, "sensitivity", sum(squares) ** 0.5)
+        object.__setattr__(self, "budget", None if target is None else Budget(target, self.delta))
 
 
 def _require_match(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -535,19 +502,9 @@ def _open_ledger(
         return require_clipped_unit(ledger), False
     if ledger is not None and not isinstance(ledger, str | Path):
         raise ConfigError(f"ledger must be a Ledger, a path or None, got {type(ledger).__name__}")
-    budget = None if arguments.target_epsilon is None else Budget(arguments.target_epsilon, arguments.delta)
     if processes.first:
-        return Ledger(ledger, unit=units.name, budget=budget), True
+        return Ledger(ledger, unit=units.name, budget=arguments.budget), True
     return Ledger(unit=units.name), True
-
-
-def _own_budget(arguments: _Arguments, ledger: Ledger) -> Budget | None:
-    """Return the target as a budget, unless the ledger's own is as tight."""
-    if arguments.target_epsilon is None:
-        return None
-    budget, held = Budget(arguments.target_epsilon, arguments.delta), ledger.budget
-    tight = held is not None and held.delta == budget.delta and held.epsilon <= budget.epsilon
-    return None if tight else budget
 
 
 def _calibrated(arguments: _Arguments, ledger: Ledger, secure: bool, dimensions: int) -> float:
