@@ -83,14 +83,18 @@ class AdaptiveNorm:
         """
         if self._counts is not None:
             return
-        std = self.settings.count_std
+        std, least = self.settings.count_std, self._multiplier * _COUNT_SENSITIVITY
         if std is None:
-            std = max(expected / 20.0, _LEAST_SHARE * self._multiplier * _COUNT_SENSITIVITY)
-        if std / _COUNT_SENSITIVITY <= self._multiplier:
-            least = self._multiplier * _COUNT_SENSITIVITY
+            std = max(expected / 20.0, _LEAST_SHARE * least)
+        if std <= least:
             raise ConfigError(f"count_std must be above half the noise multiplier, {least:g}; got {std:g}")
-        counts = std / _COUNT_SENSITIVITY if self._multiplier else 0.0
-        self._counts = NoisySum(self._source, counts, 1)
+        self._counts = NoisySum(self._source, std / _COUNT_SENSITIVITY if self._multiplier else 0.0, 1)
+
+    @property
+    def _prepared(self) -> NoisySum:
+        if self._counts is None:
+            raise ConfigError("prepare comes first")
+        return self._counts
 
     @property
     def gradient_multiplier(self) -> float:
@@ -110,9 +114,7 @@ class AdaptiveNorm:
 
     def count(self, norms: Tensor, clipper: PerExampleClipper) -> None:
         """Count a backward pass's norms; nothing waits for the device."""
-        norm = clipper.max_grad_norm
-        assert isinstance(norm, float)  # for the type checker: adaptive clipping is flat
-        inside = (norms.detach() <= norm).to(torch.float64) - 0.5  # NaN is not inside
+        inside = (norms.detach() <= _norm_of(clipper)).to(torch.float64) - 0.5  # NaN is not inside
         if clipper.mask is not None:
             inside = inside * clipper.mask.to(inside.device)
         total = inside.sum().reshape(1)
@@ -126,10 +128,8 @@ class AdaptiveNorm:
             self._prepared.add_([count], self._prepared.plan(_COUNT_SENSITIVITY), 1.0)
         processes.from_first_([count])
         share = 0.5 + float(count) / expected
-        norm = clipper.max_grad_norm
-        assert isinstance(norm, float)  # as above
         change = -self.settings.learning_rate * (share - self.settings.quantile)
-        moved = norm * math.exp(min(_LARGEST_CHANGE, max(-_LARGEST_CHANGE, change)))
+        moved = _norm_of(clipper) * math.exp(min(_LARGEST_CHANGE, max(-_LARGEST_CHANGE, change)))
         clipper.max_grad_norm = min(_LARGEST_NORM, max(1.0 / _LARGEST_NORM, moved))
         self.forget()
 
@@ -137,8 +137,8 @@ class AdaptiveNorm:
         """Reset the count."""
         self._below = None
 
-    @property
-    def _prepared(self) -> NoisySum:
-        if self._counts is None:
-            raise ConfigError("prepare comes first")
-        return self._counts
+
+def _norm_of(clipper: PerExampleClipper) -> float:
+    norm = clipper.max_grad_norm
+    assert isinstance(norm, float)  # for the type checker: adaptive clipping is flat
+    return norm

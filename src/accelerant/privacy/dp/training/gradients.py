@@ -77,8 +77,7 @@ class GradientPrivatizer:
         self._rate = 1.0 if sample_rate is None else check_number("sample_rate", sample_rate, most=1.0)
         self._source = make_source(secure)
         self.ledger = require_clipped_unit(ledger if isinstance(ledger, Ledger) else Ledger(ledger))
-        self.clipped = 0.0
-        self.dropped = 0
+        self.clipped, self.dropped = 0.0, 0
 
     @property
     def sensitivity(self) -> float:

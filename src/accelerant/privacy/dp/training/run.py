@@ -1,3 +1,4 @@
+# ruff: noqa: D102  Extension documents the methods of its subclasses
 """`accelerant train --private`: the training job with private steps.
 
 The unit of privacy is one window: context + 1 tokens in a row, cut from the training part at multiples of context + 1,
@@ -92,14 +93,11 @@ class PrivateRun(Extension):
     name = "private"
 
     def __init__(self, settings: PrivateSettings) -> None:
-        self.settings = settings
-        self._requested = settings
+        self.settings = self._requested = settings
         self._private: PrivateTraining | None = None
         self._source: WindowSource | None = None
         self._shared_ledger: Ledger | None = None
-        self._delta_remark = ""
-        self._dataset = ""
-        self._unit = ""
+        self._delta_remark = self._dataset = self._unit = ""
         self._folder = Path()
         self._step = 0
         self._marked: frozenset[int] = frozenset()
@@ -148,14 +146,15 @@ class PrivateRun(Extension):
             BudgetExceeded: what the ledger holds has spent the target.
             MissingDependency: dp-accounting is not installed.
         """
+        folder = Path(config.folder)
+        path = self._ledger_path(folder)
         self._source = WindowSource(tokens, config, fingerprint)
-        self._dataset = fingerprint
-        self._unit = f"window of {config.context + 1} tokens"
-        self.settings = replace(self.settings, ledger=str(self._ledger_path(Path(config.folder))))
+        self._dataset, self._unit = fingerprint, f"window of {config.context + 1} tokens"
+        self.settings = replace(self.settings, ledger=str(path))
         spent([Event("gaussian", 1.0)], self.settings.delta, method="rdp")  # raises where there is no accountant
-        if not self._is_own_ledger(Path(config.folder)):
+        if not self._is_own_ledger(folder):
             self._check_ledger()
-            if not self._is_created_with(Path(config.folder)):
+            if path.exists() or path.parent.resolve() != folder.resolve():  # otherwise created with the run's folder
                 self._shared_ledger = self._open_ledger()
         return self._source
 
@@ -196,12 +195,11 @@ class PrivateRun(Extension):
         """Return the settings, with the noise that was found, and the unit."""
         if self._source is None:
             return {}
-        more = {"windows": self._source.windows, "sample_rate": self._source.rate, "unit": self._ledger.unit}
+        more = {"windows": self._source.windows, "sample_rate": self._source.rate, "unit": self._training.ledger.unit}
         kept = replace(self.settings, ledger="") if self._is_own_ledger(self._folder) else self.settings
         return {"settings": asdict(kept), **more}
 
     def words(self, folder: Path) -> list[str]:
-        """Return the options of the command line."""
         requested = self._requested
         words = ["--private", "--delta", str(requested.delta), "--max-grad-norm", str(requested.max_grad_norm)]
         if requested.target_epsilon is not None:
@@ -215,11 +213,6 @@ class PrivateRun(Extension):
     def _is_own_ledger(self, folder: Path) -> bool:
         """Return whether the ledger is the one that is created, or moved, with the run's folder."""
         return self._ledger_path(folder).resolve() == (folder / RunFolder.LEDGER).resolve()
-
-    def _is_created_with(self, folder: Path) -> bool:
-        """Return whether the ledger is to be created in the run's folder, which may not exist yet."""
-        path = self._ledger_path(folder)
-        return path.parent.resolve() == folder.resolve() and not path.exists()
 
     def _ledger_path(self, folder: Path) -> Path:
         return Path(self.settings.ledger or folder.absolute() / RunFolder.LEDGER)
@@ -249,45 +242,44 @@ class PrivateRun(Extension):
     # --- during the run ----------------------------------------------------------------------------------------------
 
     def before_step(self, trainer: Trainer, step: int) -> None:
-        """Note the number of the step, 0 for the first."""
         self._step = step + 1
 
     def saved(self, trainer: Trainer, path: Path, step: int) -> None:
         """Settle the ledger where a resumed run begins."""
-        self._ledger.settle()
+        self._training.ledger.settle()
 
     def state(self) -> Mapping[str, Any]:
         """Return the ledger's events, and how many steps it held at marked steps, for a checkpoint."""
         if self._private is None:
             return {}
-        spent_now = [event.to_dict() for event in self._ledger.events]
-        return {"marks": [list(mark) for mark in self._marks], "spent": spent_now}
+        events = [event.to_dict() for event in self._training.ledger.events]
+        return {"marks": [list(mark) for mark in self._marks], "spent": events}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore `state`; events that are in no ledger any more are recorded again.
+        """Restore `state`; record again the events that are in no ledger any more.
 
         Raises:
-            BudgetExceeded: it passes the budget.
+            BudgetExceeded: they pass the budget.
         """
         self._marks = [(int(step), int(count)) for step, count in state["marks"]]
-        self._ledger.record_missing(map(Event.from_dict, state.get("spent", ())))
+        self._training.ledger.record_missing(map(Event.from_dict, state.get("spent", ())))
 
     def _stepped(self, trainer: Trainer) -> None:
         """Mark a step, and end the training where the budget allows no other (after the over-count of a crash)."""
-        assert self._private is not None  # for the type checker: it was attached
         if self._step in self._marked:
-            self._marks.append((self._step, self._count()))
-        if self._step < trainer.config.steps and not self._private.optimizer.affordable():
+            ours = self._event()
+            same = [event.count for event in self._training.ledger.events if event.times(1) == ours]
+            self._marks.append((self._step, sum(same)))
+        if self._step < trainer.config.steps and not self._training.optimizer.affordable():
             trainer.stop(_SPENT)
 
     # --- after the run -----------------------------------------------------------------------------------------------
 
     def results(self) -> dict[str, Any]:
         """Return epsilon and its terms for summary.json; write the statement to privacy.json."""
-        private, ledger, settings = self._private, self._ledger, self.settings
-        assert private is not None  # for the type checker: as below, it was attached
+        private, settings = self._training, self.settings
         path = self._folder / "privacy.json"
-        statement = ledger.statement(settings.delta)
+        statement = private.ledger.statement(settings.delta)
         write_atomic(path, (json.dumps(json.loads(statement.to_json()), indent=2) + "\n").encode())
         return {
             "epsilon": "inf" if math.isinf(statement.epsilon) else round(statement.epsilon, 6),
@@ -295,7 +287,7 @@ class PrivateRun(Extension):
             "noise_multiplier": private.noise_multiplier,
             "max_grad_norm": settings.max_grad_norm,
             "sample_rate": private.sample_rate,
-            "unit": ledger.unit,
+            "unit": private.ledger.unit,
             "windows": 0 if self._source is None else self._source.windows,
             "secure": settings.secure,
             "ledger": settings.ledger,
@@ -307,25 +299,21 @@ class PrivateRun(Extension):
         ours = self._event()
         if ours is None:
             return ()
-        rest = [event for event in self._ledger.events if event.times(1) != ours]
-        points = []
-        for step, count in self._marks:
-            epsilon = spent([*rest, ours.times(count)], self.settings.delta).epsilon
-            if math.isfinite(epsilon):
-                points.append((float(step), epsilon))
+        rest = [event for event in self._training.ledger.events if event.times(1) != ours]
+        curve = [(step, spent([*rest, ours.times(count)], self.settings.delta).epsilon) for step, count in self._marks]
+        points = [(float(step), epsilon) for step, epsilon in curve if math.isfinite(epsilon)]
         if not points:
             return ()
         return [Curve("Privacy spent", f"epsilon at delta {self.settings.delta:g}", points, "epsilon")]
 
     def remarks(self) -> Sequence[str]:
         """Return sentences on what is private, and what is not."""
-        settings = self.settings
-        spent_now = self._ledger.epsilon(settings.delta)
+        settings, ledger = self.settings, self._training.ledger
         noise = "secure noise" if settings.secure else "noise that is NOT secure (Philox): for research alone"
         first = (
-            f"Private training: epsilon {spent_now:.4g} at delta {settings.delta:g} for each {self._ledger.unit}, "
-            f"added or removed; noise multiplier {settings.noise_multiplier:.4g}, "
-            f"clipping norm {settings.max_grad_norm:g}, {noise}."
+            f"Private training: epsilon {ledger.epsilon(settings.delta):.4g} at delta {settings.delta:g} for each "
+            f"{ledger.unit}, added or removed; noise multiplier {settings.noise_multiplier:.4g}, clipping norm "
+            f"{settings.max_grad_norm:g}, {noise}."
         )
         return [first, *([f"{self._delta_remark}."] if self._delta_remark else []), _NOT_COVERED]
 
@@ -333,25 +321,20 @@ class PrivateRun(Extension):
         """Detach the clipper and close the ledger."""
         if self._private is not None:
             self._private.close()
-            self._ledger.close()
+            self._private.ledger.close()
         elif self._shared_ledger is not None:
             self._shared_ledger.close()
 
     @property
-    def _ledger(self) -> Ledger:
+    def _training(self) -> PrivateTraining:
         assert self._private is not None  # for the type checker: the run was attached
-        return self._private.ledger
+        return self._private
 
     def _event(self) -> Event | None:
         """Return this run's event, of which there is one kind."""
-        assert self._private is not None  # for the type checker: as above
-        noise = self._private.noise_multiplier
-        ours = [event for event in self._ledger.events if event.noise_multiplier == noise and event.amplified]
+        noise, events = self._training.noise_multiplier, self._training.ledger.events
+        ours = [event for event in events if event.noise_multiplier == noise and event.amplified]
         return ours[-1].times(1) if ours else None
-
-    def _count(self) -> int:
-        ours = self._event()
-        return 0 if ours is None else sum(event.count for event in self._ledger.events if event.times(1) == ours)
 
 
 class _TrainerStep:
@@ -360,10 +343,7 @@ class _TrainerStep:
     def __init__(
         self, trainer: Trainer, private: PrivateTraining, source: WindowSource, stepped: Callable[[Trainer], None]
     ) -> None:
-        self._trainer = trainer
-        self._source = source
-        self._stepped = stepped
-        self._optimizer = private.optimizer
+        self._trainer, self._source, self._stepped, self._optimizer = trainer, source, stepped, private.optimizer
         self._loss = torch.zeros((), device=trainer.device)
         self._total = torch.zeros((), device=trainer.device)
         graph = None if trainer.device.type == "cuda" else False
@@ -377,7 +357,7 @@ class _TrainerStep:
         self._total.zero_()
         drawn = self._source.drawn
         for part, tensors in zip(drawn, batches, strict=True):
-            if part.mask is not None and part.examples:  # padding has no targets, and so no part in the loss
+            if part.mask is not None and part.examples:  # without targets, padding adds nothing to the loss
                 tensors[1][part.examples :].fill_(_NO_TARGET)
             self._step(replace(part, tensors=tensors), learning_rate)
         if examples := sum(part.examples for part in drawn):
@@ -400,8 +380,7 @@ class _Windows:
     """Disjoint windows of tokens, by number."""
 
     def __init__(self, tokens: Tokens, context: int) -> None:
-        self._tokens = tokens
-        self._context = context
+        self._tokens, self._context = tokens, context
 
     def __len__(self) -> int:
         return len(self._tokens) // (self._context + 1)
@@ -453,9 +432,7 @@ def split_draw(draw: DrawnBatch, rows: int) -> list[DrawnBatch]:
     if draw.rows <= rows:
         return [draw]
     parts = list(zip(*(x.split(rows) for x in draw.tensors), strict=True))
-    sizes = [len(part[0]) for part in parts]
-    numbered = enumerate(zip(parts, sizes, strict=True), 1)
     return [
-        replace(draw, tensors=part, mask=None, last=number == len(parts), examples=size, rows=size)
-        for number, (part, size) in numbered
+        replace(draw, tensors=part, mask=None, last=number == len(parts), examples=len(part[0]), rows=len(part[0]))
+        for number, part in enumerate(parts, 1)
     ]

@@ -41,6 +41,15 @@ class PrivateResult(NamedTuple):
     examples: int
 
 
+class _CapturedPart(NamedTuple):
+    """A part as a graph, with the memory that it reads and writes."""
+
+    graph: Graph
+    inputs: list[Tensor]
+    mask: Tensor
+    loss: Tensor
+
+
 class PrivateStep(GraphedStep):
     """Forward, backward, clipping, noise and update of a private training.
 
@@ -77,10 +86,7 @@ class PrivateStep(GraphedStep):
         self._captured_layout: Any = None
         self._states = Same(())
         self._eager = 0
-        self._part: Graph | None = None
-        self._inputs: list[Tensor] = []
-        self._mask: Tensor | None = None
-        self._loss: Tensor | None = None
+        self._part: _CapturedPart | None = None
         self._gradients: list[Tensor | None] = [None] * len(self._params)
         self._optimizer.keeps_gradients = True
         self._end: Graph | None = None
@@ -130,27 +136,25 @@ class PrivateStep(GraphedStep):
 
     def _run_part(self, batch: DrawnBatch) -> Tensor:
         tensors = self._moved(batch.tensors)
-        mask = batch.mask
-        if mask is None:
-            mask = torch.ones(batch.rows, dtype=torch.bool)
+        mask = torch.ones(batch.rows, dtype=torch.bool) if batch.mask is None else batch.mask
         mask = mask.to(self._device, non_blocking=True)
         self._keep_gradients()
         if not self._wants_graph:
             return self._run(tensors, mask)
-        shape = tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
-        if self._part is not None and shape == self._shape:
-            loss = self._replay(tensors, mask)
-            self._optimizer.summed(batch.rows)  # an eager pass does it by its hook
-            return loss
-        if self._part is not None:
+        shape = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        if self._part is None:
+            self._eager = self._eager + 1 if shape == self._shape else 1
+            self._shape = shape
+            if self._eager > EAGER_STEPS:
+                self._capture(tensors, mask)
+        part = self._part
+        if part is None or shape != self._shape:
             return self._on_side_stream(lambda: self._run(tensors, mask)).clone()
-        self._eager = self._eager + 1 if shape == self._shape else 1
-        self._shape = shape
-        if self._eager <= EAGER_STEPS or not self._capture(tensors, mask):
-            return self._on_side_stream(lambda: self._run(tensors, mask)).clone()
-        loss = self._replay(tensors, mask)
-        self._optimizer.summed(batch.rows)
-        return loss
+        for static, tensor in zip((*part.inputs, part.mask), (*tensors, mask), strict=True):
+            static.copy_(tensor, non_blocking=True)
+        part.graph.replay()
+        self._optimizer.summed(batch.rows)  # an eager pass does it by its hook
+        return part.loss.clone()
 
     def _keep_gradients(self) -> None:
         """Give each parameter the same gradient memory again, which graphs add to: only zero_grad() may remove it."""
@@ -182,30 +186,19 @@ class PrivateStep(GraphedStep):
             loss.backward()
         return loss.detach().float()
 
-    def _capture(self, tensors: Sequence[Tensor], mask: Tensor) -> bool:
-        self._inputs, self._mask = [tensor.clone() for tensor in tensors], mask.clone()
-        graph = Graph("private_part")
-        hook, self.private.clipper.on_backward = self.private.clipper.on_backward, None  # a capture runs nothing
+    def _capture(self, tensors: Sequence[Tensor], mask: Tensor) -> None:
+        graph, inputs, mask = Graph("private_part"), [tensor.clone() for tensor in tensors], mask.clone()
+        clipper = self.private.clipper
+        hook, clipper.on_backward = clipper.on_backward, None  # a capture runs nothing
 
         def capture() -> None:
-            self._loss = graph.capture(self._run, self._inputs, self._mask, warm_up=0)
+            self._part = _CapturedPart(graph, inputs, mask, graph.capture(self._run, inputs, mask, warm_up=0))
 
         try:
-            if not self._recorded(capture):
-                return False
+            self._recorded(capture)
         finally:
-            self.private.clipper.on_backward = hook
-        self._part, self._captured_layout = graph, self._layout()
-        return True
-
-    def _replay(self, tensors: Sequence[Tensor], mask: Tensor) -> Tensor:
-        assert self._part is not None  # for the type checker, as the next
-        assert self._mask is not None and self._loss is not None  # noqa: PT018
-        for static, tensor in zip(self._inputs, tensors, strict=True):
-            static.copy_(tensor, non_blocking=True)
-        self._mask.copy_(mask, non_blocking=True)
-        self._part.replay()
-        return self._loss.clone()
+            clipper.on_backward = hook
+        self._captured_layout = self._layout()
 
     # --- the update --------------------------------------------------------------------------------------------------
 
@@ -216,20 +209,14 @@ class PrivateStep(GraphedStep):
             states = Same(self._optimizer.state.values())
             if self._end is not None and (plan != self._captured_plan or states != self._states):
                 self._end = None  # the clipping norm moved, or a checkpoint was loaded
-            if (
-                self._end is None
-                and self._part is not None
-                and self._eager_updates >= EAGER_STEPS
-                and self._wants_graph
-            ):
+            settled = self._part is not None and self._eager_updates >= EAGER_STEPS
+            if self._end is None and settled and self._wants_graph:
                 self._capture_update(plan)
             if self._end is None:
                 self._on_side_stream(lambda: self._update(plan))
                 self._eager_updates += 1
                 return
-            inner = self._optimizer.inner
-            if isinstance(inner, MultiTensorOptimizer):
-                inner.refresh()
+            self._refresh_optimizer()
             self._end.replay()
             torch.autograd.graph.increment_version(self._params)
         finally:
@@ -240,13 +227,15 @@ class PrivateStep(GraphedStep):
         torch._foreach_zero_([param.grad for param in self._params if param.grad is not None])
 
     def _capture_update(self, plan: NoisePlan) -> None:
-        inner = self._optimizer.inner
-        if isinstance(inner, MultiTensorOptimizer):
-            inner.refresh()
+        self._refresh_optimizer()
         graph = Graph("private_update")
         if self._recorded(lambda: graph.capture(self._update, plan, warm_up=0)):
             self._end, self._captured_plan = graph, plan
             self._states = Same(self._optimizer.state.values())
+
+    def _refresh_optimizer(self) -> None:
+        if isinstance(self._optimizer.inner, MultiTensorOptimizer):
+            self._optimizer.inner.refresh()
 
     def _reason_against_capture(self) -> str | None:
         if (known := self._obstacle(self._optimizer.inner)) is not None:
