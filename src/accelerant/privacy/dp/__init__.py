@@ -1,4 +1,4 @@
-"""Differential privacy: private training, mechanisms, and the ledger of what was spent.
+"""Differential privacy: private training, mechanisms, and the ledger of privacy loss.
 
 >>> private = dp.make_private(model, optimizer, target_epsilon=8, steps=2000, delta=1e-5, max_grad_norm=1.0,
 ...                           sample_rate=256 / 60000)
@@ -9,9 +9,9 @@
 ...     private.optimizer.zero_grad()
 >>> print(private.ledger.statement())
 
-Trust: whoever trains sees the data and is trusted; the drawn batches and the noise are secret. One record is one entry
-of a batch's first dimension, and neighbouring data sets differ by one record added or removed. None of this code has
-been audited. Names load on first use.
+Trust: the party that trains sees the data and is trusted; the drawn batches and the noise are secret. One record is one
+entry of a batch's first dimension, and neighbouring data sets differ by one record added or removed. None of this code
+has been audited. Names load on first use.
 """
 
 from __future__ import annotations
@@ -30,57 +30,31 @@ if TYPE_CHECKING:
     from accelerant.privacy.dp.training.private import PrivateTraining, make_private
     from accelerant.privacy.dp.training.step import PrivateStep
 
-_NAMES = {
-    "AdaptiveClipping": "training.adaptive",
-    "Budget": "ledger",
-    "DrawnBatch": "sampling",
-    "Event": "ledger",
-    "GradientPrivatizer": "training.gradients",
-    "GroupedSampler": "sampling",
-    "Ledger": "ledger",
-    "LocalGaussian": "noise.local",
-    "LocalLaplace": "noise.local",
-    "PerExampleClipper": "clipping",
-    "PoissonBatches": "sampling",
-    "PoissonSampler": "sampling",
-    "PrivateStep": "training.step",
-    "PrivateTraining": "training.private",
-    "RandomizedResponse": "noise.local",
-    "Statement": "ledger",
-    "gaussian_noise_": "noise.mechanisms",
-    "laplace_noise_": "noise.mechanisms",
-    "make_private": "training.private",
-    "release": "noise.mechanisms",
-}
-"""The module below this package that defines each public name."""
-
 __all__ = [
-    "AdaptiveClipping",
-    "Budget",
-    "DrawnBatch",
-    "Event",
-    "GradientPrivatizer",
-    "GroupedSampler",
-    "Ledger",
-    "LocalGaussian",
-    "LocalLaplace",
-    "PerExampleClipper",
-    "PoissonBatches",
-    "PoissonSampler",
-    "PrivateStep",
-    "PrivateTraining",
-    "RandomizedResponse",
-    "Statement",
-    "gaussian_noise_",
-    "laplace_noise_",
-    "make_private",
+    "AdaptiveClipping", "Budget", "DrawnBatch", "Event", "GradientPrivatizer", "GroupedSampler", "Ledger",
+    "LocalGaussian", "LocalLaplace", "PerExampleClipper", "PoissonBatches", "PoissonSampler", "PrivateStep",
+    "PrivateTraining", "RandomizedResponse", "Statement", "gaussian_noise_", "laplace_noise_", "make_private",
     "release",
-]
+]  # fmt: skip
+
+_NAMES = {
+    "clipping": ("PerExampleClipper",),
+    "ledger": ("Budget", "Event", "Ledger", "Statement"),
+    "noise.local": ("LocalGaussian", "LocalLaplace", "RandomizedResponse"),
+    "noise.mechanisms": ("gaussian_noise_", "laplace_noise_", "release"),
+    "sampling": ("DrawnBatch", "GroupedSampler", "PoissonBatches", "PoissonSampler"),
+    "training.adaptive": ("AdaptiveClipping",),
+    "training.gradients": ("GradientPrivatizer",),
+    "training.private": ("PrivateTraining", "make_private"),
+    "training.step": ("PrivateStep",),
+}
+"""The public names that each module of this package defines."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,8 +1,8 @@
-"""Discrete Gaussian and Laplace distributions: how draws are made from random words, and how far from exact they are.
+"""Discrete Gaussian and Laplace distributions: draws from random words, and bounds on their distance from exact ones.
 
 Discrete Gaussian. A wide one is a sum of narrow ones:
 
-    Z = x_0 + k_1 x_1 + ... + k_m x_m        x_i independent, discrete Gaussian of deviation s (the base sampler's)
+    Z = x_0 + k_1 x_1 + ... + k_m x_m        x_i independent, discrete Gaussian of deviation s (the base sampler)
 
 With a_i^2 = s^2 (1 + k_1^2 + ... + k_i^2), each step adds k_i x_i to a sum of deviation a_(i-1). Completing the square,
 
@@ -25,25 +25,25 @@ the cell's threshold, 1 is the sign.
 
 Below the threshold the magnitude is the cell, else the cell's alias (Walker 1977). A comparison of all ones, of
 probability 2^-22, is the *trigger*: the magnitude comes from a second table instead, of the weights that 22 bits cannot
-hold, with 96 bits of its own: 9 of a cell and 87 to compare. The mixture has the weights 2^-118 times an integer.
-A magnitude's weight is that of both signs together; 0 has no sign, and its sign's bit changes nothing. An entry of the
-first table has the threshold at the bits of the comparison and the alias at those of the cell; of the second likewise,
-in three words, with 23 bits of the threshold in the first (the sign's bit is one more).
+hold, with another 96 bits: 9 choose a cell and 87 are compared. The mixture has weights that are integers times 2^-118.
+A magnitude's weight is that of both signs together; 0 has no sign, and its sign bit is ignored. An entry of the first
+table has the threshold at the bits of the comparison and the alias at those of the cell. An entry of the second has the
+same layout in three words, with 23 bits of the threshold in the first (the sign bit is one more).
 
-Units. A *unit* makes its draws from 16 blocks of keystream, counters first + 16 unit to first + 16 unit + 15. Its block
-0 is the pool: 5 samples of the second table, three words each. The words of blocks 1 to 15 are base samples, in order;
-16 // terms draws a block, remaining words are not used. Where a base sample's comparison is the trigger, its magnitude
-is the pool's next. More than 5 triggers in a unit (probability below 2^-94) give magnitude 0; `charge` includes it. 32
-units are a *group*: draw i of unit 32 g + l is element (g D + i) 32 + l, D the draws of a unit, so that 32 lanes that
-work in parallel access adjacent elements.
+Units. A *unit* computes its draws from 16 blocks of keystream, counters first + 16 unit to first + 16 unit + 15. Its
+block 0 is the pool: 5 samples of the second table, three words each. The words of blocks 1 to 15 are base samples, in
+order, for 16 // terms draws a block; remaining words are not used. A base sample whose comparison is the trigger takes
+the next magnitude of the pool. More than 5 triggers in a unit (probability below 2^-94) give magnitude 0; `charge`
+includes it. 32 units are a *group*: draw i of unit 32 g + l is element (g D + i) 32 + l, where a unit has D draws, so
+that 32 parallel lanes access adjacent elements.
 
 Discrete Laplace. P(Z = z) is proportional to exp(-|z| / t); Z = G - G', both geometric: P(G = g) proportional to
 exp(-g / t). The binary digits of a geometric variable are independent: digit j is 1 with probability
-1 / (1 + exp(2^j / t)). Each is one comparison of a word of 32 bits with the digit's probability; a word equal to it
-(probability 2^-32) is decided by 64 bits of a pool that each draw has, whether it needs them or not. So probabilities
-have 96 bits, and time does not depend on what is drawn. A draw is a unit of `laplace_blocks` blocks of keystream: words
-0 to 5 are the pool, three of 64 bits (the upper word first), then a word for each digit of G, then of G'. A fourth
-equal word (probability below 2^-107) finds zeros.
+1 / (1 + exp(2^j / t)). Each is one comparison of a word of 32 bits with the digit's probability; if they are equal
+(probability 2^-32), 64 bits decide, from a pool that each draw has whether it needs it or not. So probabilities have 96
+bits, and time does not depend on the drawn values. A draw is a unit of `laplace_blocks` blocks of keystream: words 0 to
+5 are the pool, three numbers of 64 bits (the upper word first), then a word for each digit of G, then of G'. A fourth
+equal word (probability below 2^-107) is decided by zeros.
 
 Source: Micciancio and Walter 2017, "Gaussian sampling over the integers: efficient, generic, constant-time", section 3
 and Lemma 2.3 there (Micciancio and Regev 2007, smoothing parameter); Walker 1977, "An efficient method for generating
@@ -70,7 +70,7 @@ from accelerant.privacy.random.chacha20 import BLOCK_WORDS
 
 __all__ = [
     "BASE_LIMIT", "CELLS", "CELL_FIELD", "CELL_SHIFT", "COMPARED", "COMPARED_REST", "CUT", "GROUP", "LAPLACE_POOL",
-    "MAX_DIGITS", "MAX_TERMS", "POOL", "SMOOTH", "TOTAL_BITS", "TRIGGER", "UNIT_BLOCKS", "WIDEST", "WIDEST_LAPLACE",
+    "MAX_TERMS", "POOL", "SMOOTH", "TOTAL_BITS", "TRIGGER", "UNIT_BLOCKS", "WIDEST", "WIDEST_LAPLACE",
     "GaussianPlan", "Tables", "base_weights", "digits_of", "draws_of_unit", "groups_of", "laplace_blocks",
     "laplace_distance", "log_ratio", "make_plan", "make_tables", "smoothing_widths", "split_weights", "table_distance",
     "thresholds",
@@ -81,32 +81,20 @@ __all__ = [
 CELLS = 512
 CELL_SHIFT = 7
 CELL_FIELD = (CELLS - 1) << CELL_SHIFT
-COMPARED = 0x7FFFFFFF & ~CELL_FIELD
-"""Bits of a word that the first table compares."""
-
-TRIGGER = COMPARED
-"""Bits of a word that are all ones at the trigger."""
-
-COMPARED_REST = 0xFFFFFFFF & ~CELL_FIELD
-"""Bits of the first of three words that the second table compares."""
+COMPARED = 0x7FFFFFFF & ~CELL_FIELD  # bits of a word that the first table compares
+TRIGGER = COMPARED  # bits of a word that are all ones at the trigger
+COMPARED_REST = 0xFFFFFFFF & ~CELL_FIELD  # bits of the first of three words that the second table compares
 
 _BITS = 22
-_CAPACITY = 2**_BITS - 1
-"""Values of the comparison of a cell of the first table: all but the trigger."""
-
+_CAPACITY = 2**_BITS - 1  # values of a cell's comparison in the first table: all but the trigger
 _REST_BITS = 87
 TOTAL_BITS = 9 + _BITS + _REST_BITS
-_DIGITS = 80
+_DECIMALS = decimal.Context(prec=80, Emin=-(10**6))
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Tables of the base sampler; see the module's docstring.
-
-    Attributes:
-        first: (512,) uint32.
-        rest: (3, 512) uint32.
-    """
+    """Tables of the base sampler, (512,) and (3, 512); see the module's docstring."""
 
     first: npt.NDArray[np.uint32]
     rest: npt.NDArray[np.uint32]
@@ -114,14 +102,14 @@ class Tables:
 
 def _weights(variance: Fraction) -> tuple[list[Decimal], Decimal]:
     """Return exp(-m^2 / (2 variance)), m = 0 to 511, both signs together, and an upper bound of the sum over all m."""
-    with decimal.localcontext(decimal.Context(prec=_DIGITS, Emin=-(10**6))):
+    with decimal.localcontext(_DECIMALS):
         factor = Decimal(-variance.denominator) / Decimal(2 * variance.numerator)
         weight, step, square = Decimal(1), factor.exp(), (2 * factor).exp()  # of m^2 and of 2 m + 1 by products, which
         both = [weight]  # are 20 times faster than 512 exponentials; they lose 6 of the 80 digits
         for _ in range(1, CELLS):
             weight, step = weight * step, step * square
             both.append(2 * weight)
-        # Beyond: at most a geometric series of ratio exp((2 * 512 + 1) factor).
+        # From 512 on at most a geometric series of ratio exp((2 * 512 + 1) factor).
         beyond = 2 * (factor * CELLS * CELLS).exp() / (1 - (factor * (2 * CELLS + 1)).exp())
         return both, sum(both, beyond)
 
@@ -130,10 +118,10 @@ def _weights(variance: Fraction) -> tuple[list[Decimal], Decimal]:
 def base_weights(variance: Fraction) -> tuple[int, ...]:
     """Return probabilities of the magnitudes 0 to 511 of a discrete Gaussian, times 2^118; they sum to 2^118.
 
-    Rounded to the nearest; 0 takes what cut tails and rounding leave.
+    They are rounded to the nearest, except that of 0, to which the remainder of cut tails and rounding is added.
     """
     both, total = _weights(variance)
-    with decimal.localcontext(decimal.Context(prec=_DIGITS, Emin=-(10**6))):
+    with decimal.localcontext(_DECIMALS):
         rounded = [int((w / total * 2**TOTAL_BITS).to_integral_value()) for w in both]
     rounded[0] += 2**TOTAL_BITS - sum(rounded)
     return tuple(rounded)
@@ -143,7 +131,7 @@ def base_weights(variance: Fraction) -> tuple[int, ...]:
 def table_distance(variance: Fraction) -> Decimal:
     """Return a bound on the total variation between base_weights and the discrete Gaussian on all integers."""
     both, total = _weights(variance)
-    with decimal.localcontext(decimal.Context(prec=_DIGITS, Emin=-(10**6))):
+    with decimal.localcontext(_DECIMALS):
         scale = Decimal(2**TOTAL_BITS)
         held = [abs(weight / scale - w / total) for weight, w in zip(base_weights(variance), both, strict=True)]
         return (sum(held, 1 - sum(both, Decimal(0)) / total) / 2) * (1 + Decimal(10) ** -30) + Decimal(10) ** -60
@@ -166,8 +154,8 @@ def split_weights(weights: tuple[int, ...]) -> tuple[list[int], list[int]]:
 def _alias(weights: list[int], capacity: int) -> tuple[list[int], list[int]]:
     """Return thresholds below `capacity` and aliases; a full cell has the threshold 0 and itself as alias.
 
-    Cell c gives c for values below its threshold and the alias for the others, below the capacity: exactly in
-    proportion to the weights, which sum to 512 times the capacity.
+    Of the values below the capacity, cell c maps those below its threshold to c and the others to its alias. The result
+    is exactly proportional to the weights, which sum to 512 times the capacity.
     """
     left = list(weights)
     small = [c for c in range(CELLS) if left[c] < capacity]
@@ -209,20 +197,11 @@ def make_tables(weights: tuple[int, ...]) -> Tables:
 
 # --- sums of base samples --------------------------------------------------------------------------------------------
 
-CUT = 11
-"""Deviations of the base sampler within its table: the rest has probability 4e-28, 2^-91."""
-
-SMOOTH = 1.58
-"""The least w_i: e_i is then below 2^-70."""
-
-BASE_LIMIT = (CELLS - 1) / CUT
-"""The largest deviation of the base sampler."""
-
+CUT = 11  # deviations of the base sampler within its table: the rest has probability 4e-28, 2^-91
+SMOOTH = 1.58  # the least w_i: e_i is then below 2^-70
+BASE_LIMIT = (CELLS - 1) / CUT  # the largest deviation of the base sampler
 MAX_TERMS = 5
-
-WIDEST = 3.2e7
-"""The largest deviation in grid steps. Sums then stay below 2^31."""
-
+WIDEST = 3.2e7  # the largest deviation in grid steps: sums then stay below 2^31
 UNIT_BLOCKS = 16
 POOL = 5
 GROUP = 32
@@ -235,7 +214,7 @@ class GaussianPlan:
     Attributes:
         sigma: its deviation in grid steps, exact.
         factors: 1, k_1, ... k_m.
-        log_ratio: tau above: a bound of |ln(P(Z = n) / ideal)| with the ideal base sampler.
+        log_ratio: tau of the module's docstring, a bound on |ln(P(Z = n) / ideal)| with the ideal base sampler.
     """
 
     sigma: Fraction
@@ -253,7 +232,7 @@ class GaussianPlan:
         return len(self.factors)
 
     def weights(self) -> tuple[int, ...]:
-        """Return the base sampler's weights."""
+        """Return the base sampler's weights, see `base_weights`."""
         return base_weights(self.base_variance)
 
     def distance(self) -> Decimal:
@@ -263,11 +242,7 @@ class GaussianPlan:
 
 @functools.lru_cache(maxsize=64)
 def make_plan(sigma: Fraction) -> GaussianPlan:
-    """Return the plan of fewest terms for a deviation in grid steps.
-
-    Raises:
-        ConfigError: sigma is above WIDEST.
-    """
+    """Return the plan of fewest terms for a deviation in grid steps; ConfigError if it is above WIDEST."""
     if sigma <= 0 or sigma > WIDEST:
         raise ConfigError(
             f"the noise must be between 0 and {WIDEST:.1e} grid steps wide, got {float(sigma):.6g}: "
@@ -303,42 +278,33 @@ def smoothing_widths(sigma: Fraction, factors: tuple[int, ...]) -> list[float]:
 
 
 def log_ratio(width: float) -> float:
-    """Return an upper bound of ln((1 + e) / (1 - e)) for a w."""
+    """Return an upper bound on ln((1 + e_i) / (1 - e_i)) for a width w_i."""
     first = math.exp(-2 * math.pi**2 * width**2)
     e = 2 * first / (1 - first)
     return 2 * e / (1 - e)
 
 
 def draws_of_unit(terms: int) -> int:
-    """Return D: 240, 120, 75, 60, 45."""
+    """Return D, the draws of a unit: 240, 120, 75, 60, 45."""
     return (UNIT_BLOCKS - 1) * (BLOCK_WORDS // terms)
 
 
 def groups_of(elements: int, terms: int) -> int:
-    """Return the number of groups for so many elements."""
+    """Return the number of groups of units for a number of elements."""
     return -(-elements // (GROUP * draws_of_unit(terms)))
 
 
 # --- discrete Laplace ------------------------------------------------------------------------------------------------
 
 LAPLACE_POOL = 3
-MAX_DIGITS = 36
-WIDEST_LAPLACE = 2.0**29
-"""The largest t in grid steps."""
-
+WIDEST_LAPLACE = 2.0**29  # the largest t in grid steps
 _LAPLACE_BITS = 96
-_TAIL = 75
-"""Cut tails in scales: P(G >= 75 t) is below 2^-108."""
-
-_LAPLACE_DIGITS = 60
+_TAIL = 75  # scales at which G is cut: P(G >= 75 t) is below 2^-108
+_LAPLACE_DECIMALS = decimal.Context(prec=60, Emin=-(10**9), Emax=10**9)
 
 
 def digits_of(steps: Fraction) -> int:
-    """Return the number of binary digits of G: the least J with 2^J >= 75 t.
-
-    Raises:
-        ConfigError: t is above WIDEST_LAPLACE.
-    """
+    """Return the number of binary digits of G, the least J with 2^J >= 75 t; ConfigError if t is too wide."""
     if not 0 < steps <= WIDEST_LAPLACE:
         raise ConfigError(
             f"the scale must be between 0 and {WIDEST_LAPLACE:.1e} grid steps, got {float(steps):.6g}: "
@@ -348,15 +314,15 @@ def digits_of(steps: Fraction) -> int:
 
 
 def laplace_blocks(digits: int) -> int:
-    """Return the blocks of keystream of a draw."""
+    """Return the number of blocks of keystream for a draw."""
     return -(-(2 * LAPLACE_POOL + 2 * digits) // BLOCK_WORDS)
 
 
 @functools.lru_cache(maxsize=64)
 def thresholds(steps: Fraction) -> npt.NDArray[np.uint32]:
-    """Return the digits' probabilities times 2^96, (3, J) words, the upper first."""
+    """Return the probabilities of the J digits times 2^96, (3, J) words, the upper first."""
     scaled = []
-    with decimal.localcontext(decimal.Context(prec=_LAPLACE_DIGITS, Emin=-(10**9), Emax=10**9)):
+    with decimal.localcontext(_LAPLACE_DECIMALS):
         for digit in range(digits_of(steps)):
             q = (-(Decimal(2**digit * steps.denominator) / Decimal(steps.numerator))).exp()
             scaled.append(int((q / (1 + q) * 2**_LAPLACE_BITS).to_integral_value()))

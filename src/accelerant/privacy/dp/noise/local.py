@@ -1,12 +1,14 @@
-"""Local differential privacy: each record is randomized by its owner, before anybody collects it.
+"""Local differential privacy: the owner of each record randomizes it before it is collected.
 
     response = RandomizedResponse(choices=4, epsilon=1.0)
     reports = response.randomize(answers)                   # by each owner
     response.estimate(reports)                              # by the collector: unbiased shares of the answers
 
 Epsilon is for each record and each report: any two values of a record give any report with probabilities that differ
-by a factor of at most exp(epsilon). Nobody has to be trusted with the data. Several reports on one record add up.
-Warner 1965; Kairouz, Oh and Viswanath 2016, arXiv:1407.1338 (k-ary response); Duchi, Jordan and Wainwright 2013.
+by a factor of at most exp(epsilon). Nobody has to be trusted with the data. The epsilons of several reports on one
+record add up. Invalid values and reports raise ConfigError, vectors of another shape ShapeError.
+Source: Warner 1965; Kairouz, Oh and Viswanath 2016, arXiv:1407.1338 (k-ary response); Duchi, Jordan and Wainwright
+2013.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.privacy.dp.ledger import Ledger
 from accelerant.privacy.dp.ledger.accounting import calibrate
 from accelerant.privacy.dp.ledger.events import Event, check_number, check_whole
-from accelerant.privacy.dp.noise.noisy_sum import NoisySum, make_source
+from accelerant.privacy.dp.noise.noisy_sum import NoisePlan, NoisySum, make_source
 from accelerant.privacy.random import SecureStream
 
 __all__ = ["LocalGaussian", "LocalLaplace", "RandomizedResponse"]
@@ -36,9 +38,6 @@ class RandomizedResponse:
     Args:
         choices: k, the number of answers, 2 to 2^20.
         epsilon: of each report.
-
-    Raises:
-        ConfigError: an invalid value.
     """
 
     def __init__(self, choices: int, epsilon: float) -> None:
@@ -49,6 +48,7 @@ class RandomizedResponse:
         # Another answer has a probability within 2^-53 of 1 / (k - 1): p is lowered by it, to stay within exp(epsilon).
         slack = 2.0**-50 + 2 * choices * 2.0**-53
         self.truth = (1.0 - slack) / (1.0 + (choices - 1) * math.exp(-self.epsilon))
+        self._lie = (1.0 - self.truth) / (choices - 1)  # the probability of each other answer
         self._stream = SecureStream()
 
     def randomize(self, answers: Tensor, *, ledger: Ledger | None = None) -> Tensor:
@@ -56,7 +56,7 @@ class RandomizedResponse:
 
         Args:
             answers: whole numbers, 0 to k - 1, any shape; each element is a record.
-            ledger: of replaced records (neighbouring="replace-one"); records one event for each call.
+            ledger: with neighbouring="replace-one"; records one event for each call.
 
         Returns:
             int64, the shape of answers, on the CPU.
@@ -75,23 +75,17 @@ class RandomizedResponse:
         return torch.where(keep, flat, other + (other >= flat)).reshape(answers.shape)
 
     def estimate(self, reports: Tensor) -> Tensor:
-        """Return unbiased estimates of the share of each answer, (k,) float64; they may be below 0.
-
-        Raises:
-            ConfigError: no report, or one that is out of range.
-        """
+        """Return unbiased estimates of the share of each answer, (k,) float64; they may be below 0."""
         flat = reports.detach().to("cpu", torch.int64).reshape(-1)
         if not flat.numel() or int(flat.min()) < 0 or int(flat.max()) >= self.choices:
             raise ConfigError(f"reports must be at least one number, each 0 to {self.choices - 1}")
         seen = torch.bincount(flat, minlength=self.choices).double() / flat.numel()
-        lie = (1.0 - self.truth) / (self.choices - 1)
-        shares: Tensor = (seen - lie) / (self.truth - lie)
+        shares: Tensor = (seen - self._lie) / (self.truth - self._lie)
         return shares
 
     def standard_error(self, reports: int) -> float:
-        """Return the error of one small share from so many reports: sqrt(lie (1 - lie) / n) / (p - lie)."""
-        lie = (1.0 - self.truth) / (self.choices - 1)
-        return math.sqrt(lie * (1.0 - lie) / reports) / (self.truth - lie)
+        """Return the error of one small share from n reports, sqrt(q (1 - q) / n) / (p - q), q = (1 - p) / (k - 1)."""
+        return math.sqrt(self._lie * (1.0 - self._lie) / reports) / (self.truth - self._lie)
 
 
 class LocalLaplace:
@@ -101,9 +95,6 @@ class LocalLaplace:
         low, high: values outside are clamped; the sensitivity is high - low.
         epsilon: of each report.
         secure: as for `gaussian_noise_`.
-
-    Raises:
-        ConfigError: an invalid value.
     """
 
     def __init__(self, low: float, high: float, epsilon: float, *, secure: bool = True) -> None:
@@ -114,33 +105,23 @@ class LocalLaplace:
         self._plan = self._noisy.plan(self.high - self.low)
 
     def randomize(self, values: Tensor, *, ledger: Ledger | None = None) -> Tensor:
-        """Return a report for each value.
+        """Return a report for each value, float64, the shape of values; ConfigError if a value is NaN.
 
         Args:
             values: any shape; each element is a record.
-            ledger: of replaced records (neighbouring="replace-one").
-
-        Returns:
-            float64, the shape of values.
-
-        Raises:
-            ConfigError: a value is NaN.
+            ledger: with neighbouring="replace-one".
         """
         wide = values.detach().to(torch.float64).clamp(self.low, self.high)
         if bool(wide.isnan().any()):
             raise ConfigError("values must be numbers, got NaN")
-        _record(ledger, self._noisy.event(self._plan, "none", 1.0))
-        flat = wide.reshape(-1).contiguous()
-        if flat.numel():
-            self._noisy.add_([flat], self._plan, 1.0)
-        return flat.reshape(values.shape)
+        return _add_noise_(wide.reshape(-1).contiguous(), self._noisy, self._plan, ledger).reshape(values.shape)
 
     def mean(self, reports: Tensor) -> float:
         """Return an unbiased estimate of the mean of the clamped values."""
         return float(reports.double().mean())
 
     def standard_error(self, reports: int) -> float:
-        """Return the deviation that the noise adds to the mean of so many reports: sqrt(2 / n) b."""
+        """Return the deviation that the noise adds to the mean of n reports: sqrt(2 / n) b."""
         return math.sqrt(2.0 / reports) * self._plan.scale
 
 
@@ -153,10 +134,6 @@ class LocalGaussian:
         dimensions: of a vector.
         epsilon, delta: of each report.
         secure: as for `gaussian_noise_`.
-
-    Raises:
-        ConfigError: an invalid value.
-        MissingDependency: dp-accounting is not installed.
     """
 
     def __init__(self, max_norm: float, dimensions: int, epsilon: float, delta: float, *, secure: bool = True) -> None:
@@ -170,17 +147,11 @@ class LocalGaussian:
         self._plan = self._noisy.plan(2 * self.max_norm)
 
     def randomize(self, vectors: Tensor, *, ledger: Ledger | None = None) -> Tensor:
-        """Return a report for each vector.
+        """Return a report for each vector: (n, dimensions), float64.
 
         Args:
-            vectors: (n, dimensions); each row is a record.
-            ledger: of replaced records (neighbouring="replace-one").
-
-        Returns:
-            (n, dimensions), float64.
-
-        Raises:
-            ShapeError, ConfigError: another shape; a number that is not finite.
+            vectors: (n, dimensions), finite; each row is a record.
+            ledger: with neighbouring="replace-one".
         """
         if vectors.dim() != 2 or vectors.shape[1] != self.dimensions:
             raise ShapeError(f"vectors must be (n, {self.dimensions}), got {tuple(vectors.shape)}")
@@ -189,10 +160,7 @@ class LocalGaussian:
         if not bool(norms.isfinite().all()):
             raise ConfigError("vectors must be of finite numbers")
         clipped: Tensor = wide * (self.max_norm / norms.clamp(min=self.max_norm))
-        _record(ledger, self._noisy.event(self._plan, "none", 1.0))
-        if clipped.numel():
-            self._noisy.add_([clipped], self._plan, 1.0)
-        return clipped
+        return _add_noise_(clipped, self._noisy, self._plan, ledger)
 
     def mean(self, reports: Tensor) -> Tensor:
         """Return an unbiased estimate of the mean of the clipped vectors, (dimensions,)."""
@@ -200,8 +168,15 @@ class LocalGaussian:
         return mean
 
     def standard_error(self, reports: int) -> float:
-        """Return the deviation that the noise adds to each coordinate of the mean of so many reports."""
+        """Return the deviation that the noise adds to each coordinate of the mean of n reports: std / sqrt(n)."""
         return self._plan.scale / math.sqrt(reports)
+
+
+def _add_noise_(values: Tensor, noisy: NoisySum, plan: NoisePlan, ledger: Ledger | None) -> Tensor:
+    _record(ledger, noisy.event(plan, "none", 1.0))
+    if values.numel():
+        noisy.add_([values], plan, 1.0)
+    return values
 
 
 def _record(ledger: Ledger | None, event: Event) -> None:

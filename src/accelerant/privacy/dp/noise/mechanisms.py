@@ -3,10 +3,10 @@
 >>> release(count, mechanism="laplace", sensitivity=1, epsilon=0.5, ledger=ledger)
 >>> release(means, mechanism="gaussian", sensitivity=2 / n, noise_multiplier=4.0, ledger=ledger)
 
-The sensitivity is a promise of the caller: how far the answer moves, in L1 norm (Laplace) or L2 norm (Gaussian), when
-one record is added or removed. Clip each record's contribution before summing; nothing here can check it.
-Laplace: Dwork, McSherry, Nissim and Smith 2006 (doi:10.1007/11681878_14); Gaussian: Balle and Wang 2018,
-arXiv:1805.06530.
+The caller guarantees the sensitivity: how far the answer moves, in L1 norm (Laplace) or L2 norm (Gaussian), when one
+record is added or removed. Clip each record's contribution before summing; this cannot be checked here.
+Source: Dwork, McSherry, Nissim and Smith 2006 (doi:10.1007/11681878_14), Laplace; Balle and Wang 2018,
+arXiv:1805.06530, Gaussian.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from accelerant.errors import ConfigError, UnsupportedDtype
 from accelerant.privacy.dp.ledger import Ledger
 from accelerant.privacy.dp.ledger.accounting import calibrate
 from accelerant.privacy.dp.ledger.events import check_number
-from accelerant.privacy.dp.noise.charge import charge as gaussian_charge
-from accelerant.privacy.dp.noise.charge import choose_grid, laplace_charge
-from accelerant.privacy.dp.noise.noisy_sum import Kind, NoisePlan, NoisySum, delta_of, make_source
+from accelerant.privacy.dp.noise.noisy_sum import Kind, NoisePlan, NoisySum, delta_of, grid_of, make_source, rounding_of
 
 __all__ = ["gaussian_noise_", "laplace_noise_", "release"]
 
@@ -41,7 +39,7 @@ def gaussian_noise_(
     Args:
         x: a tensor or several, floating point, on one device.
         std: standard deviation, in the units of x.
-        sensitivity: L2 norm by which one record changes all of x; with a ledger it is needed.
+        sensitivity: L2 norm by which one record changes all of x; required with a ledger.
         secure: discrete Gaussian from ChaCha20, x rounded to the noise's grid; False: Philox in floating point.
         ledger: records the event first: std over sensitivity and rounding.
 
@@ -51,7 +49,7 @@ def gaussian_noise_(
     Raises:
         ConfigError: an invalid value; a ledger without a sensitivity.
         UnsupportedDtype: x is no floating-point tensor.
-        BudgetExceeded: the ledger's budget does not allow it; x is as it was.
+        BudgetExceeded: the ledger's budget does not allow it; x is unchanged.
     """
     return _noise_(x, "gaussian", check_number("std", std), sensitivity, secure, ledger)
 
@@ -59,7 +57,7 @@ def gaussian_noise_(
 def laplace_noise_(
     x: _T, scale: float, *, sensitivity: float | None = None, secure: bool = True, ledger: Ledger | None = None
 ) -> _T:
-    """Add Laplace noise to tensors, in place; as `gaussian_noise_`, with the scale b instead of the deviation.
+    """Add Laplace noise to tensors, in place; like `gaussian_noise_`, with the scale b instead of the deviation.
 
     Args:
         scale: b, in the units of x; the variance is 2 b^2.
@@ -86,11 +84,11 @@ def release(
         value: a number, a NumPy array or a tensor. Whole numbers stay whole.
         mechanism: "laplace" or "gaussian".
         sensitivity: how far one record moves the value: L1 norm for laplace, L2 for gaussian.
-        epsilon: of this release. With gaussian, delta is needed too; the least noise is found for the pair.
+        epsilon: of this release. With gaussian, delta is required too; the least noise is found for the pair.
         noise_multiplier: scale of the noise (b, or the standard deviation) over the sensitivity, instead of epsilon.
         secure: as for `gaussian_noise_`.
         ledger: records the event before anything is drawn.
-        note: for the ledger's reader, for example the query.
+        note: for the ledger's reader, such as the query.
 
     Returns:
         int, float, array or tensor like value, with its dtype and shape.
@@ -115,15 +113,22 @@ def release(
     noisy = NoisySum(make_source(secure), multiplier, answer.numel(), mechanism)
     plan = _whole_plan(noisy, sensitivity) if whole else noisy.plan(sensitivity)
     if ledger is not None:
-        ledger.record(noisy.event(plan, "none", 1.0, note=note, idealised=False))
+        ledger.record(noisy.event(plan, "none", 1.0, note=note))
     flat = answer.reshape(-1)
     if flat.numel():
         noisy.add_([flat], plan, 1.0)
-    return _as_given(value, (_whole(flat, exact.dtype) if whole else flat).reshape(exact.shape).to(exact.dtype))
+    if whole:  # within the dtype: a small count of dtype uint8 plus noise below 0 would become 253
+        limits = torch.iinfo(exact.dtype)
+        flat = flat.round().clamp_(max(-_EXACT, limits.min), min(_EXACT, limits.max))
+    noised = flat.reshape(exact.shape).to(exact.dtype)
+    if isinstance(value, Tensor):
+        return noised
+    if isinstance(value, np.ndarray | np.generic):
+        return noised.numpy() if isinstance(value, np.ndarray) else noised.numpy()[()]
+    return noised.tolist()
 
 
 def _noise_(x: _T, kind: Kind, scale: float, sensitivity: float | None, secure: bool, ledger: Ledger | None) -> _T:
-    """Add noise of a given scale, and record its event."""
     tensors = [x] if isinstance(x, Tensor) else list(x)
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
@@ -140,12 +145,10 @@ def _noise_(x: _T, kind: Kind, scale: float, sensitivity: float | None, secure: 
     if not dimensions:
         return x
     source = make_source(secure)
-    grid = choose_grid(scale, bound, dimensions**2 if kind == "laplace" else dimensions) if secure else 0.0
+    grid = grid_of(kind, scale, bound, dimensions) if secure else 0.0
     if ledger is not None:
-        rounding, delta = 0.0, 0.0
-        if secure:
-            cost = laplace_charge if kind == "laplace" else gaussian_charge
-            rounding, delta = cost(scale, grid, dimensions).sensitivity, delta_of(kind, scale, grid, dimensions)
+        rounding = rounding_of(kind, scale, grid, dimensions) if secure else 0.0
+        delta = delta_of(kind, scale, grid, dimensions) if secure else 0.0
         named = NoisySum(source, scale / (bound + rounding), dimensions, kind)
         ledger.record(named.event(NoisePlan(scale, grid, delta), "none", 1.0))
     with torch.no_grad():
@@ -154,7 +157,6 @@ def _noise_(x: _T, kind: Kind, scale: float, sensitivity: float | None, secure: 
 
 
 def _multiplier(mechanism: Kind, epsilon: float | None, delta: float | None, given: float | None) -> float:
-    """Return the noise multiplier, given as such or by epsilon."""
     if (epsilon is None) == (given is None):
         raise ConfigError(f"give either epsilon or noise_multiplier; got {epsilon!r} and {given!r}")
     if given is not None:
@@ -172,24 +174,9 @@ def _multiplier(mechanism: Kind, epsilon: float | None, delta: float | None, giv
 
 
 def _whole_plan(noisy: NoisySum, sensitivity: float) -> NoisePlan:
-    """Plan a grid of 1 or a fraction of it, where whole numbers need no rounding, and none is charged."""
+    """Plan noise on a grid of 1 or a fraction of it: whole numbers are multiples, so no rounding is charged."""
     scale = noisy.noise_multiplier * sensitivity
     if not noisy.source.secure or not noisy.dimensions:
         return NoisePlan(scale, 0.0, 0.0)
     grid = min(1.0, 2.0 ** math.floor(math.log2(scale / 8)))
     return NoisePlan(scale, grid, delta_of(noisy.kind, scale, grid, noisy.dimensions))
-
-
-def _whole(answer: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round to whole numbers within the dtype: a small count of dtype uint8 plus noise below 0 would become 253."""
-    limits = torch.iinfo(dtype)
-    return answer.round().clamp_(max(-_EXACT, limits.min), min(_EXACT, limits.max))
-
-
-def _as_given(value: Any, answer: Tensor) -> Any:
-    """Convert an answer to the type of the value."""
-    if isinstance(value, Tensor):
-        return answer
-    if isinstance(value, np.ndarray | np.generic):
-        return answer.numpy() if isinstance(value, np.ndarray) else answer.numpy()[()]
-    return answer.item() if not answer.dim() else answer.tolist()

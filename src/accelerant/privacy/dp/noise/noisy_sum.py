@@ -2,10 +2,10 @@
 
     released = (sum + noise) * scale,   noise of scale noise_multiplier * (C + s)
 
-C bounds what one example adds to the sum (its L2 norm for Gaussian noise, its L1 norm for Laplace), s what rounding to
-the grid adds. The noise is widened by s, so that the multiplier in the ledger is the requested one.
-Source: on grids Mironov 2012 (doi:10.1145/2382196.2382264); the discrete Gaussian: Canonne, Kamath and Steinke 2020,
-arXiv:2004.00010.
+C bounds one example's contribution to the sum (its L2 norm for Gaussian noise, its L1 norm for Laplace), s is added by
+rounding to the grid. The noise is widened by s, so that the multiplier in the ledger is the requested one.
+Source: Mironov 2012 (doi:10.1145/2382196.2382264) on grids; Canonne, Kamath and Steinke 2020, arXiv:2004.00010, on the
+discrete Gaussian.
 """
 
 from __future__ import annotations
@@ -23,17 +23,14 @@ from accelerant.privacy.dp.ledger.events import Event, Mechanism, Sampling, chec
 from accelerant.privacy.dp.noise import FastSource, NoiseSource, SecureSource
 from accelerant.privacy.dp.noise.charge import charge, choose_grid, laplace_charge
 
-__all__ = ["Kind", "NoisePlan", "NoisySum", "delta_of", "make_source", "require_clipped_unit"]
+__all__ = ["Kind", "NoisePlan", "NoisySum", "delta_of", "grid_of", "make_source", "require_clipped_unit", "rounding_of"]
 
 Kind = Literal["gaussian", "laplace"]
+_CHARGES = {"gaussian": charge, "laplace": laplace_charge}
 
 
 def require_clipped_unit(ledger: Ledger) -> Ledger:
-    """Return the ledger, if clipping to C bounds what one of its units changes.
-
-    Raises:
-        ConfigError: its units are replaced, which changes a sum by up to 2 C: epsilon would be too small.
-    """
+    """Return the ledger; ConfigError if its units are replaced, which changes a clipped sum by up to 2 C, not C."""
     if ledger.neighbouring != "add-or-remove-one":
         raise ConfigError(
             f"the ledger is of neighbouring={ledger.neighbouring!r}, the clipping norm bounds what an example changes "
@@ -53,8 +50,8 @@ class NoisePlan:
 
     Attributes:
         scale: standard deviation or b, in the units of the sum; 0 without noise.
-        grid: of a secure source, a power of two; 0 where there is none.
-        delta: charged by the release, as in Event: tails, tables, smoothing.
+        grid: of a secure source, a power of two; else 0.
+        delta: charged by the release, as in Event.
     """
 
     scale: float
@@ -84,24 +81,17 @@ class NoisySum:
         multiplier = self.noise_multiplier if multiplier is None else multiplier
         key = (sensitivity, multiplier)
         if key not in self._plans:
-            self._plans = {key: self._make_plan(sensitivity, multiplier)}
+            plan = NoisePlan(multiplier * sensitivity, 0.0, 0.0)
+            if plan.scale and self.source.secure and self.dimensions:
+                grid = grid_of(self.kind, plan.scale, sensitivity, self.dimensions)
+                scale = multiplier * (sensitivity + rounding_of(self.kind, plan.scale, grid, self.dimensions))
+                plan = NoisePlan(scale, grid, delta_of(self.kind, scale, grid, self.dimensions))
+            self._plans = {key: plan}
         return self._plans[key]
-
-    def _make_plan(self, sensitivity: float, multiplier: float) -> NoisePlan:
-        scale = multiplier * sensitivity
-        if not scale or not self.source.secure or not self.dimensions:
-            return NoisePlan(scale, 0.0, 0.0)
-        if self.kind == "gaussian":
-            grid = choose_grid(scale, sensitivity, self.dimensions)
-            scale = multiplier * (sensitivity + charge(scale, grid, self.dimensions).sensitivity)
-        else:  # rounding adds grid * dimensions in L1
-            grid = choose_grid(scale, sensitivity, self.dimensions**2)
-            scale = multiplier * (sensitivity + laplace_charge(scale, grid, self.dimensions).sensitivity)
-        return NoisePlan(scale, grid, delta_of(self.kind, scale, grid, self.dimensions))
 
     def add_(self, tensors: Sequence[Tensor], plan: NoisePlan, factor: float) -> None:
         """Add the noise and multiply by a factor, in place."""
-        if not plan.scale:  # nothing to hide: rounding would only blur
+        if not plan.scale:  # without noise, rounding would only lose precision
             for tensor in tensors:
                 tensor.mul_(factor)
         elif self.kind == "gaussian":
@@ -112,11 +102,7 @@ class NoisySum:
     def event(
         self, plan: NoisePlan, sampling: Sampling, sample_rate: float, *, idealised: bool = False, note: str = ""
     ) -> Event:
-        """Return the event of a release.
-
-        Args:
-            idealised: the sum was taken in floating point, without a bound on its rounding.
-        """
+        """Return the event of a release; idealised: the sum was computed in floating point, as in Event."""
         mechanism: Mechanism = self.kind
         if self.source.secure:
             mechanism = "discrete_gaussian" if self.kind == "gaussian" else "discrete_laplace"
@@ -133,10 +119,20 @@ class NoisySum:
         )
 
 
+def grid_of(kind: Kind, scale: float, sensitivity: float, dimensions: int) -> float:
+    """Return `choose_grid` for noise of a scale and a sensitivity in the norm of its kind."""
+    return choose_grid(scale, sensitivity, dimensions**2 if kind == "laplace" else dimensions)
+
+
+def rounding_of(kind: Kind, scale: float, grid: float, dimensions: int) -> float:
+    """Return the sensitivity that rounding to the grid adds."""
+    return _CHARGES[kind](scale, grid, dimensions).sensitivity
+
+
 def delta_of(kind: Kind, scale: float, grid: float, dimensions: int) -> float:
-    """Return what tails, tables and smoothing charge of delta, for a total epsilon of EPSILON_LIMIT, as events have it.
+    """Return the delta that tails, tables and smoothing charge, as in Event.
 
     Rounded up to a power of two, so that steps of an adaptive norm are equal events.
     """
-    delta = (laplace_charge if kind == "laplace" else charge)(scale, grid, dimensions).delta
+    delta = _CHARGES[kind](scale, grid, dimensions).delta
     return min(1.0, 2.0 ** math.ceil(math.log2(delta))) if delta else 0.0
