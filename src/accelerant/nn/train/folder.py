@@ -23,10 +23,7 @@ from accelerant.errors import ConfigError, FormatError
 from accelerant.nn.train.checkpoint import Checkpoints
 from accelerant.runtime.files import decode_json, write_atomic
 
-__all__ = [
-    "RunFolder",
-    "RunLock",
-]
+__all__ = ["RunFolder", "RunLock"]
 
 _FORMAT = "accelerant-train-1"
 
