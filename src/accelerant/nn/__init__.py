@@ -10,27 +10,7 @@ from accelerant.nn.recurrent import GRU, LSTM
 from accelerant.nn import optim, train  # isort: skip  it imports the names above
 
 __all__ = [
-    "GPT",
-    "GRU",
-    "LSTM",
-    "MLP",
-    "AvgPool2d",
-    "Conv2d",
-    "GPTConfig",
-    "LayerNorm",
-    "Linear",
-    "LinearInt8",
-    "Llama",
-    "LlamaConfig",
-    "MaxPool2d",
-    "MultiHeadAttention",
-    "PatchReport",
-    "QuantizationReport",
-    "RMSNorm",
-    "TransformerBlock",
-    "optim",
-    "patch",
-    "quantize",
-    "train",
-    "unpatch",
-]
+    "GPT", "GRU", "LSTM", "MLP", "AvgPool2d", "Conv2d", "GPTConfig", "LayerNorm", "Linear", "LinearInt8", "Llama",
+    "LlamaConfig", "MaxPool2d", "MultiHeadAttention", "PatchReport", "QuantizationReport", "RMSNorm",
+    "TransformerBlock", "optim", "patch", "quantize", "train", "unpatch",
+]  # fmt: skip

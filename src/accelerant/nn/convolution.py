@@ -26,17 +26,9 @@ class Conv2d(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Pair,
-        *,
-        stride: Pair = 1,
-        padding: Pair | str = 0,
-        dilation: Pair = 1,
-        groups: int = 1,
-        bias: bool = True,
-    ) -> None:
+        self, in_channels: int, out_channels: int, kernel_size: Pair, *, stride: Pair = 1, padding: Pair | str = 0,
+        dilation: Pair = 1, groups: int = 1, bias: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         if in_channels < 1 or out_channels < 1 or groups < 1:
             raise ConfigError(

@@ -322,18 +322,10 @@ class AdamW(MultiTensorOptimizer):
     _op = adamw_step
 
     def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        maximize: bool = False,
-        max_grad_norm: float | None = None,
-        master_weights: bool = False,
-        state_dtype: torch.dtype | None = torch.float32,
-    ) -> None:
+        self, params: Any, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 1e-2, *, maximize: bool = False, max_grad_norm: float | None = None,
+        master_weights: bool = False, state_dtype: torch.dtype | None = torch.float32,
+    ) -> None:  # fmt: skip
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -389,19 +381,11 @@ class SGD(MultiTensorOptimizer):
     _option = "sgd"
 
     def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        momentum: float = 0.0,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        *,
-        maximize: bool = False,
-        max_grad_norm: float | None = None,
-        master_weights: bool = False,
+        self, params: Any, lr: float | Tensor = 1e-3, momentum: float = 0.0, dampening: float = 0.0,
+        weight_decay: float = 0.0, nesterov: bool = False, *, maximize: bool = False,
+        max_grad_norm: float | None = None, master_weights: bool = False,
         state_dtype: torch.dtype | None = torch.float32,
-    ) -> None:
+    ) -> None:  # fmt: skip
         defaults = {
             "lr": lr,
             "momentum": momentum,

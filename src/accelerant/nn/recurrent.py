@@ -65,15 +65,9 @@ class _Recurrent(nn.RNNBase):
     """Base of the layers: our constructor over that of torch's class, which follows in the method resolution order."""
 
     def __init__(
-        self,
-        inputs: int,
-        hidden: int,
-        layers: int = 1,
-        *,
-        bias: bool = True,
-        dropout: float = 0.0,
+        self, inputs: int, hidden: int, layers: int = 1, *, bias: bool = True, dropout: float = 0.0,
         bidirectional: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         _check_sizes(type(self).__name__, inputs, hidden, layers, dropout)
         initialize: Any = super().__init__  # of torch's LSTM or GRU, which sets the mode of RNNBase itself
         initialize(inputs, hidden, layers, bias=bias, batch_first=True, dropout=dropout, bidirectional=bidirectional)

@@ -96,17 +96,9 @@ def causal_mask(S: int, device: torch.device) -> Tensor:
 
 
 def _pattern_of_arguments(
-    *,
-    q_length: int,
-    kv_length: int,
-    mask_function: Any,
-    q_offset: Any = 0,
-    kv_offset: Any = 0,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    **_: Any,
-) -> Pattern | None:
+    *, q_length: int, kv_length: int, mask_function: Any, q_offset: Any = 0, kv_offset: Any = 0,
+    attention_mask: Tensor | None = None, local_size: int | None = None, allow_is_causal_skip: bool = True, **_: Any,
+) -> Pattern | None:  # fmt: skip
     """Return the pattern of a mask made from these arguments; None if it is unknown."""
     window = None
     causal = mask_function is causal_mask_function
@@ -150,17 +142,9 @@ def known_pattern(mask: Tensor | None, causal: bool) -> Pattern | None:
 
 
 def attention_forward(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    position_bias: Tensor | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, is_causal: bool | None = None, position_bias: Tensor | None = None, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Compute attention for a transformers module, by our op or by torch's.
 
     Args:
@@ -200,15 +184,9 @@ def attention_forward(
 
 
 def _refuses(
-    query: Tensor,
-    key: Tensor,
-    dropout: float,
-    position_bias: Tensor | None,
-    mask: Tensor | None,
-    pattern: Pattern | None,
-    padding: str,
-    kwargs: dict[str, Any],
-) -> str | None:
+    query: Tensor, key: Tensor, dropout: float, position_bias: Tensor | None, mask: Tensor | None,
+    pattern: Pattern | None, padding: str, kwargs: dict[str, Any],
+) -> str | None:  # fmt: skip
     """Return why a call goes to torch; None if our op serves it."""
     if query.shape[2] == 1:
         return "one query a sequence (decoding), where torch's own costs the host less"

@@ -146,13 +146,9 @@ def gated_mlp_forward(self: Any, x: Tensor) -> Any:
 
 
 def rotary_attention_forward(
-    self: Any,
-    hidden_states: Tensor,
-    position_embeddings: tuple[Tensor, Tensor] | None = None,
-    attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
-    **kwargs: Any,
-) -> Any:
+    self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None,
+    attention_mask: Tensor | None = None, past_key_values: Any = None, **kwargs: Any,
+) -> Any:  # fmt: skip
     """Run the attention of Llama, Qwen and Mistral with our rope and the attention function that the config names."""
     options = getattr(self, MARK).options
     assert position_embeddings is not None  # the model computes them for every layer
@@ -201,15 +197,10 @@ def _half_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gpt2_block_forward(
-    self: Any,
-    hidden_states: Tensor,
-    past_key_values: Any = None,
-    attention_mask: Tensor | None = None,
-    encoder_hidden_states: Tensor | None = None,
-    encoder_attention_mask: Tensor | None = None,
-    use_cache: bool | None = False,
-    **kwargs: Any,
-) -> Any:
+    self: Any, hidden_states: Tensor, past_key_values: Any = None, attention_mask: Tensor | None = None,
+    encoder_hidden_states: Tensor | None = None, encoder_attention_mask: Tensor | None = None,
+    use_cache: bool | None = False, **kwargs: Any,
+) -> Any:  # fmt: skip
     """Run GPT2Block."""
     if encoder_hidden_states is not None:
         return type(self).forward(
@@ -271,14 +262,9 @@ def _fused_vit_layer(self: Any, x: Tensor, attention_mask: Tensor | None, kwargs
 
 
 def bert_layer_forward(
-    self: Any,
-    hidden_states: Tensor,
-    attention_mask: Tensor | None = None,
-    encoder_hidden_states: Tensor | None = None,
-    encoder_attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
-    **kwargs: Any,
-) -> Any:
+    self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, encoder_hidden_states: Tensor | None = None,
+    encoder_attention_mask: Tensor | None = None, past_key_values: Any = None, **kwargs: Any,
+) -> Any:  # fmt: skip
     """Run BertLayer."""
     if encoder_hidden_states is None and past_key_values is None and not self.chunk_size_feed_forward:
         y = _fused_bert_layer(self, hidden_states, attention_mask, kwargs)
@@ -328,17 +314,9 @@ def _attention_pattern(module: Any, x: Tensor, attention_mask: Tensor | None, kw
 
 
 def _fused_block(
-    x: Tensor,
-    attention: Any,
-    heads: int,
-    pattern: Pattern,
-    approximate: str,
-    norms: tuple[Any, Any],
-    layers: tuple[Any, ...],
-    dropouts: tuple[Any, ...],
-    *,
-    post_norm: bool = False,
-) -> Tensor | None:
+    x: Tensor, attention: Any, heads: int, pattern: Pattern, approximate: str, norms: tuple[Any, Any],
+    layers: tuple[Any, ...], dropouts: tuple[Any, ...], *, post_norm: bool = False,
+) -> Tensor | None:  # fmt: skip
     """Run a block of GPT-2, BERT or ViT as one autograd function.
 
     Args:
@@ -383,15 +361,10 @@ def _fused_block(
 
 
 def decoder_layer_forward(
-    self: Any,
-    hidden_states: Tensor,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    past_key_values: Any = None,
-    use_cache: bool | None = False,
-    position_embeddings: tuple[Tensor, Tensor] | None = None,
-    **kwargs: Any,
-) -> Tensor:
+    self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+    past_key_values: Any = None, use_cache: bool | None = False,
+    position_embeddings: tuple[Tensor, Tensor] | None = None, **kwargs: Any,
+) -> Tensor:  # fmt: skip
     """Run the decoder layer of Llama, Qwen and Mistral."""
     arguments = {
         "attention_mask": attention_mask,
@@ -417,13 +390,9 @@ def _decoder_layer_by_modules(self: Any, arguments: dict[str, Any], hidden_state
 
 
 def _fused_decoder_layer(
-    self: Any,
-    x: Tensor,
-    attention_mask: Tensor | None,
-    position_embeddings: tuple[Tensor, Tensor],
-    kwargs: dict[str, Any],
-    by_modules: Callable[[Tensor], Tensor],
-) -> Tensor | None:
+    self: Any, x: Tensor, attention_mask: Tensor | None, position_embeddings: tuple[Tensor, Tensor],
+    kwargs: dict[str, Any], by_modules: Callable[[Tensor], Tensor],
+) -> Tensor | None:  # fmt: skip
     attention, mlp, norms = self.self_attn, self.mlp, (self.input_layernorm, self.post_attention_layernorm)
     pattern = _attention_pattern(attention, x, attention_mask, kwargs)
     if pattern is None or not runs_forward(attention, rotary_attention_forward):

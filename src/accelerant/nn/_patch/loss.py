@@ -162,15 +162,9 @@ def _append_bias(hidden: Tensor, layer: nn.Linear) -> tuple[Tensor, Tensor]:
 
 
 def _causal_loss(
-    compute: Callable[..., Tensor],
-    dtype: torch.dtype,
-    device: torch.device,
-    labels: Tensor,
-    num_items_in_batch: Any = None,
-    ignore_index: int = -100,
-    shift_labels: Tensor | None = None,
-    **_: Any,
-) -> Tensor:
+    compute: Callable[..., Tensor], dtype: torch.dtype, device: torch.device, labels: Tensor,
+    num_items_in_batch: Any = None, ignore_index: int = -100, shift_labels: Tensor | None = None, **_: Any,
+) -> Tensor:  # fmt: skip
     """Compute transformers' ForCausalLMLoss: in float32, over the labels shifted by one."""
     targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
     targets = targets.to(device).contiguous()

@@ -186,17 +186,10 @@ class Decoding:
     """
 
     def __init__(
-        self,
-        model: Decodable,
-        idx: Tensor,
-        max_new_tokens: int,
-        sampling: Sampling,
-        *,
-        generator: torch.Generator | None = None,
-        stop: Sequence[int] = (),
-        use_cache: bool = True,
+        self, model: Decodable, idx: Tensor, max_new_tokens: int, sampling: Sampling, *,
+        generator: torch.Generator | None = None, stop: Sequence[int] = (), use_cache: bool = True,
         graph: bool | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         batch, time = idx.shape
         device = idx.device
         self.model, self.sampling = model, sampling
@@ -272,18 +265,10 @@ class Decoding:
 
 @torch.no_grad()
 def generate(
-    model: Decodable,
-    idx: Tensor,
-    max_new_tokens: int,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
-    stop: int | Sequence[int] | None = None,
-    use_cache: bool = True,
-) -> Tensor:
+    model: Decodable, idx: Tensor, max_new_tokens: int, *, temperature: float = 1.0, top_k: int | None = None,
+    top_p: float | None = None, seed: int | None = None, generator: torch.Generator | None = None,
+    stop: int | Sequence[int] | None = None, use_cache: bool = True,
+) -> Tensor:  # fmt: skip
     """Continue each row of a prompt token by token; see LanguageModel.generate."""
     require_tokens(idx)
     if max_new_tokens < 0:

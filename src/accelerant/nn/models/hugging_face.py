@@ -215,12 +215,9 @@ class _FileTensors:
 
 
 def load(
-    build: Callable[[C], M],
-    source: str | os.PathLike[str] | nn.Module,
-    layout: Layout[C],
-    dtype: torch.dtype | None,
+    build: Callable[[C], M], source: str | os.PathLike[str] | nn.Module, layout: Layout[C], dtype: torch.dtype | None,
     device: torch.device | str | None,
-) -> M:
+) -> M:  # fmt: skip
     """Build a model from the weights of a folder or of a transformers model.
 
     Args:
@@ -366,12 +363,9 @@ def _dtype_of(tensors: _Tensors, name: str) -> torch.dtype:
 
 
 def _concatenated(
-    tensors: _Tensors,
-    names: Mapping[str, str],
-    parts: tuple[Part, ...],
-    dtype: torch.dtype,
+    tensors: _Tensors, names: Mapping[str, str], parts: tuple[Part, ...], dtype: torch.dtype,
     device: torch.device | str | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return a new tensor with the parts concatenated along rows."""
     read = [tensors.read(names[part.name]) for part in parts]
     rows = [tensor.t() if part.transposed else tensor for part, tensor in zip(parts, read, strict=True)]

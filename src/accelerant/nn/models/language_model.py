@@ -88,18 +88,10 @@ class LanguageModel(nn.Module):
             raise ShapeError(f"targets must have the shape of idx, {tuple(idx.shape)}, got {tuple(targets.shape)}")
 
     def generate(
-        self,
-        idx: Tensor,
-        max_new_tokens: int,
-        *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int | None = None,
-        generator: torch.Generator | None = None,
-        stop: int | Sequence[int] | None = None,
-        use_cache: bool = True,
-    ) -> Tensor:
+        self, idx: Tensor, max_new_tokens: int, *, temperature: float = 1.0, top_k: int | None = None,
+        top_p: float | None = None, seed: int | None = None, generator: torch.Generator | None = None,
+        stop: int | Sequence[int] | None = None, use_cache: bool = True,
+    ) -> Tensor:  # fmt: skip
         """Continue each row by sampling token after token.
 
         The model reads a window: at first the prompt, or its last `context` tokens. The window grows by each token;
@@ -141,12 +133,9 @@ class LanguageModel(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls,
-        source: str | os.PathLike[str] | nn.Module,
-        *,
-        dtype: torch.dtype | None = None,
+        cls, source: str | os.PathLike[str] | nn.Module, *, dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-    ) -> Self:
+    ) -> Self:  # fmt: skip
         """Build a model from Hugging Face weights: a GPT from GPT-2's, a Llama from Llama's.
 
         Args:

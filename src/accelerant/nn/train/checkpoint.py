@@ -47,8 +47,7 @@ def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], document: Mapping
     # Copies: safetensors refuses tensors that share memory, as the views of a padded matrix do.
     host = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     text = json.dumps(document, sort_keys=True)
-    metadata = {"format": _FORMAT, "document": text, "sha256": _digest(host, text)}
-    write_tensors(path, host, metadata)
+    write_tensors(path, host, {"format": _FORMAT, "document": text, "sha256": _digest(host, text)})
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
@@ -177,13 +176,11 @@ def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
 # --- the state of a training -----------------------------------------------------------------------------------------
 
 
-_MAY_DIFFER = frozenset(
-    {
-        *("accumulate", "epochs", "steps", "device", "deterministic", "graph", "recompute"),
-        *("evaluate_every", "evaluations", "patience", "min_delta", "keep_best"),
-        *("folder", "checkpoint_every", "checkpoint_every_s", "log", "profile", "predict_memory"),
-    }
-)
+_MAY_DIFFER = frozenset({
+    "accumulate", "epochs", "steps", "device", "deterministic", "graph", "recompute",
+    "evaluate_every", "evaluations", "patience", "min_delta", "keep_best",
+    "folder", "checkpoint_every", "checkpoint_every_s", "log", "profile", "predict_memory",
+})  # fmt: skip
 """Settings that change a step's result by rounding at most; the number of steps is compared separately."""
 
 
@@ -208,27 +205,22 @@ def gathered(
 
 
 def restored(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    document: Mapping[str, Any],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
-) -> None:
+    path: Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any], model: nn.Module,
+    optimizer: torch.optim.Optimizer, device: torch.device,
+) -> None:  # fmt: skip
     """Check and restore the result of `gathered`; the random generators last.
 
     Raises:
         FormatError: it is of another model or shape.
     """
-    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-    found = _part("model", tensors)
+    own = {f"model.{name}": value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    require_same_shapes(path, {name: x for name, x in tensors.items() if name.startswith("model.")}, own)
     states = _part("optimizer", tensors)
-    require_same_shapes(path, _prefixed("model", found), _prefixed("model", own))
     require_optimizer_tensors(path, model, optimizer, states)
     kind = type(optimizer).__name__
     if (wanted := document.get("optimizer_class", kind)) != kind:
         raise FormatError(f"checkpoint {path} is of another optimizer: {wanted}, got {kind}")
-    model.load_state_dict(found)
+    model.load_state_dict(_part("model", tensors))
     load_optimizer(model, optimizer, states, document.get("optimizer", {}))
     restore_random(_part("random", tensors), document.get("random", {}), device)
 
@@ -242,10 +234,6 @@ def require_same_config(path: Path, found: Mapping[str, Any], config: TrainConfi
     for name, value in config.to_dict().items():
         if name not in _MAY_DIFFER and name in found and found[name] != value:
             raise ConfigError(f"checkpoint {path} was trained with {name}={found[name]!r}, got {value!r}")
-
-
-def _prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
 
 
 def _part(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

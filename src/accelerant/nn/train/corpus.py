@@ -11,9 +11,11 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
@@ -96,8 +98,7 @@ def load_corpus(data: Sequence[str]) -> Corpus:
     else:
         if not all(data):
             raise ConfigError("--data names an empty path: give stdlib, files or folders")
-        seen: set[str] = set()
-        documents = [document for name in data for document in _documents(Path(name), seen)]
+        documents = [_read(path, name) for path, name in _named_files(data)]
         source = ", ".join(dict.fromkeys(data))
     documents = [document for document in documents if document.data]
     if not documents:
@@ -116,18 +117,21 @@ def text_files(data: Sequence[str]) -> list[Path]:
     Raises:
         ConfigError: a path does not exist or cannot be read.
     """
+    return [path for path, _ in _named_files(data)]
+
+
+def _named_files(data: Sequence[str]) -> Iterator[tuple[Path, str]]:
+    """Iterate the files that paths stand for, each once, with the names of their documents."""
     seen: set[str] = set()
-    files: list[Path] = []
     for name in data:
         path = Path(name)
         if not path.exists():
-            raise ConfigError(f"no file or folder {name!r}: name a path that exists")
+            raise ConfigError(f"no file or folder {name!r}: name a path that exists (for --data, also stdlib)")
         for file in _files(path) if path.is_dir() else [path]:
             real = os.path.realpath(file)
             if real not in seen and (file == path or not _is_binary(file)):
                 seen.add(real)
-                files.append(file)
-    return files
+                yield file, path.name if file == path else file.relative_to(path).as_posix()
 
 
 def _files(root: Path) -> Iterator[Path]:
@@ -140,39 +144,24 @@ def _files(root: Path) -> Iterator[Path]:
                 yield path
 
 
-def _is_binary(path: Path) -> bool:
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a text to read; its errors become ConfigErrors that name it."""
     try:
         with path.open("rb") as file:
-            return b"\0" in file.read(8192)
+            yield file
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _is_binary(path: Path) -> bool:
+    with _opened(path) as file:
+        return b"\0" in file.read(8192)
 
 
 def _read(path: Path, name: str) -> Document:
-    try:
-        return Document(name, path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
-
-
-def _documents(path: Path, seen: set[str]) -> Iterator[Document]:
-    """Iterate a file, or those of a folder, except those in `seen`, to which they are added."""
-    if path.is_dir():
-        for file in _files(path):
-            real = os.path.realpath(file)
-            if real in seen:
-                continue
-            document = _read(file, file.relative_to(path).as_posix())
-            if b"\0" not in document.data[:8192]:  # a NUL byte: not text
-                seen.add(real)
-                yield document
-    elif path.exists():
-        real = os.path.realpath(path)
-        if real not in seen:
-            seen.add(real)
-            yield _read(path, path.name)
-    else:
-        raise ConfigError(f"no file or folder {str(path)!r}: give --data stdlib or a path that exists")
+    with _opened(path) as file:
+        return Document(name, file.read())
 
 
 def _split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
@@ -297,19 +286,12 @@ def _encoded(run: RunConfig, watcher: Watcher, tokenizer_from: Path | None) -> T
     held_out = tokenizer.encode(corpus.held_out)
     train = tokenizer.encode(corpus.train, watcher.advance)
     description = {
-        "source": corpus.source,
-        "sha256": corpus.sha256,
-        "train_documents": len(corpus.train),
-        "train_bytes": corpus.train_bytes,
-        "train_tokens": len(train),
-        "held_out_documents": len(corpus.held_out),
-        "held_out_bytes": corpus.held_out_bytes,
+        "source": corpus.source, "sha256": corpus.sha256,
+        "train_documents": len(corpus.train), "train_bytes": corpus.train_bytes, "train_tokens": len(train),
+        "held_out_documents": len(corpus.held_out), "held_out_bytes": corpus.held_out_bytes,
         "held_out_tokens": len(held_out),
-    }
-
-    def baselines() -> tuple[float, float]:
-        return ngram_baselines(corpus.train, corpus.held_out)
-
+    }  # fmt: skip
+    baselines = partial(ngram_baselines, corpus.train, corpus.held_out)
     return TokenizedText(tokenizer, train, held_out, corpus.sha256, description, baselines)
 
 
@@ -323,14 +305,11 @@ def _mapped(path: Path, tokenizer_from: Path | None) -> TokenizedText:
             raise FormatError(f"{source} is not the tokenizer that {path} was made with: prepare it again")
     count = min(len(file) // _HELD_OUT_TOKENS[0], _HELD_OUT_TOKENS[1])
     train, held_out = file.tokens[: len(file) - count], file.tokens[len(file) - count :]
+    info = file.info
     description = {
-        "source": f"{path.name} ({file.info.source})",
-        "sha256": file.info.sha256,
-        "documents": file.info.documents,
-        "text_bytes": file.info.text_bytes,
-        "train_tokens": len(train),
-        "held_out_tokens": len(held_out),
-    }
+        "source": f"{path.name} ({info.source})", "sha256": info.sha256, "documents": info.documents,
+        "text_bytes": info.text_bytes, "train_tokens": len(train), "held_out_tokens": len(held_out),
+    }  # fmt: skip
 
     def decoded(tokens: Tokens) -> Document:
         if isinstance(tokenizer, ByteTokenizer):
@@ -387,14 +366,9 @@ class _ReadCount:
 
 
 def prepare_tokens(
-    data: Sequence[str | Path],
-    out: str | Path,
-    *,
-    tokenizer: str = "bpe",
-    vocab_size: int = 50257,
-    text_field: str = "text",
-    watch: Watch = lambda _phase, _share: None,
-) -> TokenFileInfo:
+    data: Sequence[str | Path], out: str | Path, *, tokenizer: str = "bpe", vocab_size: int = 50257,
+    text_field: str = "text", watch: Watch = lambda _phase, _share: None,
+) -> TokenFileInfo:  # fmt: skip
     """Write a token file of texts, in one pass and in memory that does not grow with them.
 
     A file is read in parts that end where the tokenizer would end a word anyway: the tokens are those of the whole
@@ -490,37 +464,30 @@ def _text_parts(path: Path, count: _ReadCount) -> Iterator[str]:
     """Iterate a text file in parts that end between words."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     text, searched = "", 0
-    try:
-        with path.open("rb") as file:
-            while data := file.read(_READ):
-                count.add(len(data))
-                text += decoder.decode(data)
-                cut = last_cut(text, searched) or (len(text) if len(text) > _LONGEST else 0)
-                if cut:
-                    yield text[:cut]
-                    text = text[cut:]
-                searched = len(text)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+    with _opened(path) as file:
+        while data := file.read(_READ):
+            count.add(len(data))
+            text += decoder.decode(data)
+            cut = last_cut(text, searched) or (len(text) if len(text) > _LONGEST else 0)
+            if cut:
+                yield text[:cut]
+                text = text[cut:]
+            searched = len(text)
     yield text + decoder.decode(b"", True)
 
 
 def _json_texts(path: Path, text_field: str, count: _ReadCount) -> Iterator[Iterator[str]]:
     """Iterate the texts of a JSONL file, each in one part."""
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                count.add(len(line))
-                if not line.strip():
-                    continue
-                try:
-                    text = decode_json(line)[text_field]
-                except (ValueError, KeyError, TypeError, IndexError) as error:
-                    raise FormatError(
-                        f"{path}, line {number}: no JSON object with {text_field!r} ({type(error).__name__})"
-                    ) from None
-                if not isinstance(text, str):
-                    raise FormatError(f"{path}, line {number}: {text_field!r} is no text but {type(text).__name__}")
-                yield iter([text.encode("utf-8", "replace").decode()])  # JSON may hold half a surrogate pair
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+    with _opened(path) as file:
+        for number, line in enumerate(file, 1):
+            count.add(len(line))
+            if not line.strip():
+                continue
+            try:
+                text = decode_json(line)[text_field]
+            except (ValueError, KeyError, TypeError, IndexError) as error:
+                reason = f"no JSON object with {text_field!r} ({type(error).__name__})"
+                raise FormatError(f"{path}, line {number}: {reason}") from None
+            if not isinstance(text, str):
+                raise FormatError(f"{path}, line {number}: {text_field!r} is no text but {type(text).__name__}")
+            yield iter([text.encode("utf-8", "replace").decode()])  # JSON may hold half a surrogate pair

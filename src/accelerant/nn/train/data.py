@@ -419,14 +419,9 @@ class TokenSource(Source):
     unit = "tokens"
 
     def __init__(
-        self,
-        tokens: Tokens,
-        config: TrainConfig,
-        *,
-        fingerprint: str,
-        part: str = "training",
+        self, tokens: Tokens, config: TrainConfig, *, fingerprint: str, part: str = "training",
         evaluation_tokens: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         require_windows(tokens, config.context, part)
         self._tokens = tokens
         self._fingerprint = fingerprint

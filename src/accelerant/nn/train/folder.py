@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from accelerant.errors import ConfigError, FormatError
@@ -36,20 +35,10 @@ class RunFolder:
     """
 
     FILES = (
-        "config.json",
-        "metrics.jsonl",
-        "checkpoint.safetensors",
-        "tokenizer.json",
-        "model.safetensors",
-        "sample.txt",
-        "report.html",
-        "summary.json",
-        "checkpoint-previous.safetensors",
-        "trace.json",
-        "kernels.txt",
-        "kernels.json",
-        "privacy.json",
-    )
+        "config.json", "metrics.jsonl", "checkpoint.safetensors", "tokenizer.json",
+        "model.safetensors", "sample.txt", "report.html", "summary.json",
+        "checkpoint-previous.safetensors", "trace.json", "kernels.txt", "kernels.json", "privacy.json",
+    )  # fmt: skip
 
     LEDGER = "privacy-ledger.jsonl"
     """Of a private run. It is never removed: the privacy budget stays spent when the model is deleted."""
@@ -85,8 +74,12 @@ class RunFolder:
         if not os.access(nearest, os.W_OK | os.X_OK):
             raise ConfigError(f"cannot write to {self.path}: no permission in {nearest}")
         foreign = [name for name in (*self.FILES, self.EVENT_LOGS) if (self.path / name).exists()]
-        if foreign and not self._is_ours():
-            raise ConfigError(f"{self.path} holds {foreign[0]} of something else: give --out another folder")
+        if foreign:
+            try:
+                self.read_config()
+            except FormatError:
+                advice = "give --out another folder"
+                raise ConfigError(f"{self.path} holds {foreign[0]} of something else: {advice}") from None
 
     def start(self) -> str | None:
         """Prepare the folder for a new run.
@@ -132,13 +125,8 @@ class RunFolder:
         Raises:
             FormatError: it does not exist, or is not a run's.
         """
-        try:
-            values = decode_json(self.config.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise FormatError(f"{self.path} holds no run: there is no {self.config.name}") from None
-        except (OSError, ValueError) as error:
-            raise FormatError(f"cannot read {self.config}: {error}") from None
-        if not isinstance(values, dict) or values.get("format") != _FORMAT:
+        values = self._read_json(self.config)
+        if values.get("format") != _FORMAT:
             raise FormatError(f"{self.config} is not a run's of this program")
         return values
 
@@ -148,12 +136,17 @@ class RunFolder:
         Raises:
             FormatError: it is not a run's.
         """
+        return self._read_json(self.summary)
+
+    def _read_json(self, path: Path) -> dict[str, Any]:
         try:
-            values = decode_json(self.summary.read_text(encoding="utf-8"))
+            values = decode_json(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise FormatError(f"{self.path} holds no run: there is no {path.name}") from None
         except (OSError, ValueError) as error:
-            raise FormatError(f"cannot read {self.summary}: {error}") from None
+            raise FormatError(f"cannot read {path}: {error}") from None
         if not isinstance(values, dict):
-            raise FormatError(f"{self.summary} is not a run's of this program")
+            raise FormatError(f"{path} is not a run's of this program")
         return values
 
     @staticmethod
@@ -165,13 +158,6 @@ class RunFolder:
         """Return the folder of TensorBoard's log, if it exists."""
         log = self.path / self.EVENT_LOGS
         return [log] if log.is_dir() else []
-
-    def _is_ours(self) -> bool:
-        try:
-            self.read_config()
-        except FormatError:
-            return False
-        return True
 
     def _keep_ledger(self) -> str | None:
         """Rename the privacy ledger of the previous run; return a note for the user."""
@@ -218,9 +204,7 @@ class RunLock:
             self.take()
         return self
 
-    def __exit__(
-        self, _type: type[BaseException] | None, _error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file is None:
             return
         file, self._file = self._file, None
@@ -283,9 +267,7 @@ class RunLock:
                 return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
             except FileExistsError:
                 owner = self._owner()
-                if owner is None and self._age_s() < _UNWRITTEN_S:
-                    raise self._in_use() from None
-                if owner is not None and _alive(owner):
+                if self._age_s() < _UNWRITTEN_S if owner is None else _alive(owner):
                     raise self._in_use() from None
                 try:
                     self._path.unlink(missing_ok=True)

@@ -80,14 +80,9 @@ class Outcome:
 
 
 def run_training(
-    run: RunConfig,
-    out: Path,
-    device: torch.device,
-    *,
-    progress: Progress,
-    ledger: Callable[[], Mapping[str, Any]],
+    run: RunConfig, out: Path, device: torch.device, *, progress: Progress, ledger: Callable[[], Mapping[str, Any]],
     extension: Extension | None = None,
-) -> Outcome:
+) -> Outcome:  # fmt: skip
     """Train from the beginning and write everything to a folder.
 
     Args:
@@ -134,13 +129,9 @@ def run_training(
 
 
 def resume_training(
-    out: Path,
-    device: torch.device,
-    *,
-    progress: Progress,
-    ledger: Callable[[], Mapping[str, Any]],
+    out: Path, device: torch.device, *, progress: Progress, ledger: Callable[[], Mapping[str, Any]],
     extension: Extension | None = None,
-) -> Outcome:
+) -> Outcome:  # fmt: skip
     """Continue an interrupted run from its last checkpoint.
 
     On the same device, the losses are those of an uninterrupted run.
@@ -217,16 +208,9 @@ class _TextRun:
     """One process's part of a run: the Trainer of a GPT, and what is written about it."""
 
     def __init__(
-        self,
-        run: RunConfig,
-        config: TrainConfig,
-        folder: RunFolder,
-        text: TokenizedText,
-        progress: Progress,
-        ledger: Callable[[], Mapping[str, Any]],
-        extension: Extension,
-        source: Source | None,
-    ) -> None:
+        self, run: RunConfig, config: TrainConfig, folder: RunFolder, text: TokenizedText, progress: Progress,
+        ledger: Callable[[], Mapping[str, Any]], extension: Extension, source: Source | None,
+    ) -> None:  # fmt: skip
         self._run = run
         self._folder = folder
         self._text = text

@@ -61,16 +61,9 @@ class NanDiagnosis:
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        source: Source,
-        checkpoints: Checkpoints | None,
-        rate: Callable[[int], float],
-        start: int,
-        position: dict[str, int],
-        *,
-        active: bool = True,
-    ) -> None:
+        self, trainer: Trainer, source: Source, checkpoints: Checkpoints | None, rate: Callable[[int], float],
+        start: int, position: dict[str, int], *, active: bool = True,
+    ) -> None:  # fmt: skip
         self._trainer = trainer
         self._source = source
         self._checkpoints = checkpoints

@@ -209,15 +209,9 @@ def restore_modes(modes: Mapping[nn.Module, bool]) -> None:
 
 @torch.no_grad()
 def evaluate(
-    objective: Objective,
-    model: nn.Module,
-    batches: Iterable[Batch],
-    *,
-    step: int,
-    device: torch.device,
-    precision: torch.dtype | None,
-    watch: Callable[[int], None] = lambda _rows: None,
-) -> Evaluation:
+    objective: Objective, model: nn.Module, batches: Iterable[Batch], *, step: int, device: torch.device,
+    precision: torch.dtype | None, watch: Callable[[int], None] = lambda _rows: None,
+) -> Evaluation:  # fmt: skip
     """Return the loss and the metrics of a model on batches, in eval mode; the mode is restored.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,8 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> AdamW | SGD:
     for pattern in config.no_decay:
         if not fnmatch.filter([name for name, _ in named], pattern):
             raise ConfigError(f"no_decay: {pattern!r} matches no parameter of {type(model).__name__}")
-    spared = {name for name, parameter in named if parameter.dim() < 2 or _matches(name, config.no_decay)}
+    spared = {name for name, parameter in named if parameter.dim() < 2}
+    spared |= {name for name, _ in named for pattern in config.no_decay if fnmatch.fnmatchcase(name, pattern)}
     groups = [
         {"params": [p for name, p in named if name not in spared], "weight_decay": config.weight_decay},
         {"params": [p for name, p in named if name in spared], "weight_decay": 0.0},
@@ -48,10 +49,6 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> AdamW | SGD:
     if config.optimizer == "sgd":
         return SGD(groups, lr=rate, momentum=config.momentum, max_grad_norm=norm)
     return AdamW(groups, lr=rate, betas=(config.beta1, config.beta2), eps=config.eps, max_grad_norm=norm)
-
-
-def _matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def learning_rate(config: TrainConfig, steps: int, step: int) -> float:

@@ -36,15 +36,9 @@ summary { color: var(--soft); cursor: pointer; padding: 8px 0 0; font-size: 13.5
 
 
 def build_report(
-    *,
-    summary: Mapping[str, Any],
-    config: Mapping[str, Any],
-    records: Sequence[StepRecord],
-    ledger: Mapping[str, Any],
-    sample: str,
-    curves: Sequence[Curve] = (),
-    remarks: Sequence[str] = (),
-) -> str:
+    *, summary: Mapping[str, Any], config: Mapping[str, Any], records: Sequence[StepRecord], ledger: Mapping[str, Any],
+    sample: str, curves: Sequence[Curve] = (), remarks: Sequence[str] = (),
+) -> str:  # fmt: skip
     """Return the report's HTML page; all text is escaped.
 
     Args:

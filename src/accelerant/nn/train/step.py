@@ -89,15 +89,9 @@ class GraphedStep:
     """
 
     def __init__(
-        self,
-        op: str,
-        words: str,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        device: torch.device,
-        precision: torch.dtype | None,
-        low: LowWeights | None,
-    ) -> None:
+        self, op: str, words: str, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device,
+        precision: torch.dtype | None, low: LowWeights | None,
+    ) -> None:  # fmt: skip
         self._op, self._words = op, words
         self._case = f"{type(model).__name__} on {device}"
         self._groups = optimizer
@@ -161,7 +155,7 @@ class GraphedStep:
             LaunchError: the user chose it, it is impossible, and the fallback policy forbids eager steps.
         """
         self._wants_graph = graph is not False and obstacle is None
-        if graph and obstacle is not None:
+        if graph and obstacle:
             self._refuse(obstacle)
 
     def _obstacle(self, optimizer: torch.optim.Optimizer) -> str | None:
@@ -264,17 +258,11 @@ class TrainStep(GraphedStep):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss: Callable[..., Tensor],
-        *,
-        max_grad_norm: float | None = None,
-        accumulate: int = 1,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[..., Tensor], *,
+        max_grad_norm: float | None = None, accumulate: int = 1,
         weigh: Callable[[Sequence[Sequence[Tensor]]], Tensor | None] | None = None,
-        precision: torch.dtype | None = None,
-        graph: bool | None = None,
-    ) -> None:
+        precision: torch.dtype | None = None, graph: bool | None = None,
+    ) -> None:  # fmt: skip
         if accumulate < 1:
             raise ConfigError(f"accumulate must be at least 1, got {accumulate}")
         if max_grad_norm is not None and not max_grad_norm > 0:
@@ -292,7 +280,13 @@ class TrainStep(GraphedStep):
             raise ConfigError("the optimizer has no parameters")
         device, low = self._params[0].device, None
         self._own = isinstance(optimizer, MultiTensorOptimizer)
-        self._max_norm = self._fused_norm(max_grad_norm)
+        self._max_norm = float("inf") if max_grad_norm is None else float(max_grad_norm)  # infinity only computes it
+        if self._own:  # its step computes the norm and clips
+            current = optimizer.defaults["max_grad_norm"]
+            if current is None:
+                optimizer.defaults["max_grad_norm"] = self._max_norm
+            elif max_grad_norm is not None and current != max_grad_norm:
+                raise ConfigError(f"max_grad_norm is {max_grad_norm} here and {current} in the optimizer: give it once")
         if precision == torch.float8_e4m3fn:
             require_float8(device)
             precision, low = torch.bfloat16, LowWeights(torch.bfloat16, float8_weights(model))
@@ -340,7 +334,7 @@ class TrainStep(GraphedStep):
     def _step(self, batches: Sequence[Batch]) -> StepResult:
         """Replay the step if it is captured for these shapes, else run it; capture it after enough eager steps."""
         if not self._wants_graph:
-            return self._result(self._run(self._moved_all(batches)))
+            return StepResult(*self._run(self._moved_all(batches)).unbind())
         seen = self._signature(batches)
         if self._graph is not None and seen[1:] != self._seen[1:]:
             self.reset()  # memory that the captured step uses was replaced
@@ -352,7 +346,9 @@ class TrainStep(GraphedStep):
             result = self._eager_step(batches)
             self._seen = self._signature(batches)  # the first step creates the optimizer's state
             return result
-        return self._replay(batches) if self._capture(batches) else self._result(self._run(self._moved_all(batches)))
+        if self._capture(batches):
+            return self._replay(batches)
+        return StepResult(*self._run(self._moved_all(batches)).unbind())
 
     # --- the step itself ---------------------------------------------------------------------------------------------
 
@@ -375,28 +371,13 @@ class TrainStep(GraphedStep):
             self.optimizer.step()
             norm = self.optimizer.grad_norm  # type: ignore[attr-defined]  # of MultiTensorOptimizer
         else:
-            norm = clip_grad_norm_(self._params, float("inf") if self._max_norm is None else self._max_norm)
+            norm = clip_grad_norm_(self._params, self._max_norm)
             self.optimizer.step()
         assert total is not None and norm is not None  # noqa: PT018  for the type checker: both are set
         return torch.stack([total.float().reshape(()), norm.float().to(total.device)])
 
-    def _fused_norm(self, max_norm: float | None) -> float | None:
-        """Let an accelerant optimizer clip, since its step computes the norm; infinity only computes it."""
-        if not self._own:
-            return max_norm
-        current = self.optimizer.defaults["max_grad_norm"]
-        if current is None:
-            self.optimizer.defaults["max_grad_norm"] = float("inf") if max_norm is None else float(max_norm)
-        elif max_norm is not None and current != max_norm:
-            raise ConfigError(f"max_grad_norm is {max_norm} here and {current} in the optimizer: give it once")
-        return max_norm
-
     def _moved_all(self, batches: Sequence[Batch]) -> list[list[Tensor]]:
         return [self._moved(batch) for batch in batches]
-
-    def _result(self, pair: Tensor) -> StepResult:
-        loss, norm = pair.unbind()
-        return StepResult(loss, norm)
 
     # --- the graph ---------------------------------------------------------------------------------------------------
 
@@ -424,7 +405,8 @@ class TrainStep(GraphedStep):
     def _eager_step(self, batches: Sequence[Batch]) -> StepResult:
         """Run a step on a separate stream, as those before a capture must."""
         moved = self._moved_all(batches)
-        return self._result(self._on_side_stream(lambda: self._run(moved)).clone())  # in memory of the current stream
+        pair = self._on_side_stream(lambda: self._run(moved)).clone()  # in memory of the current stream
+        return StepResult(*pair.unbind())
 
     def _capture(self, batches: Sequence[Batch]) -> bool:
         """Record the step without running it; return whether that succeeded."""
@@ -456,7 +438,7 @@ class TrainStep(GraphedStep):
             if param.grad is not grad:  # an eager step replaced it
                 param.grad = grad
         torch.autograd.graph.increment_version(self._params)
-        return self._result(self._output.clone())
+        return StepResult(*self._output.clone().unbind())
 
 
 # --- gradient checkpointing ------------------------------------------------------------------------------------------
@@ -484,17 +466,17 @@ def recomputed(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
     for pattern in patterns:
         if not fnmatch.filter([name for name, _ in named], pattern):
             raise ConfigError(f"recompute: {pattern!r} matches no module of {type(model).__name__}")
-    chosen: list[tuple[str, nn.Module]] = []
+    chosen: dict[str, nn.Module] = {}
     for name, module in named:
-        inside = any(name.startswith(f"{outer}.") for outer, _ in chosen)
+        inside = any(name.startswith(f"{outer}.") for outer in chosen)
         if not inside and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
-            chosen.append((name, module))
+            chosen[name] = module
     try:
-        for _, module in chosen:
+        for module in chosen.values():
             module.forward = _checkpointed(module.forward, module)
         yield
     finally:
-        for _, module in chosen:
+        for module in chosen.values():
             module.__dict__.pop("forward", None)
 
 

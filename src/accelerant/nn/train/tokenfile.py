@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -191,9 +190,7 @@ class TokenWriter:
     def __enter__(self) -> TokenWriter:
         return self
 
-    def __exit__(
-        self, _type: type[BaseException] | None, _error: BaseException | None, _: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._atomic.discard()
 
     def append(self, tokens: Tokens) -> None:
@@ -225,16 +222,12 @@ class TokenWriter:
         if not self.count:
             raise ConfigError(f"no text in {self._source}: nothing to write to {self._path}")
         info = TokenFileInfo(
-            dtype=token_dtype(self._vocab_size),
-            count=self.count,
-            vocab_size=self._vocab_size,
-            tokenizer=self._tokenizer,
-            documents=documents,
-            text_bytes=text_bytes,
-            source=self._source,
-            sha256=self._digest.hexdigest(),
-        )
-        text = _described(asdict(info))
+            token_dtype(self._vocab_size), self.count, self._vocab_size, self._tokenizer, documents, text_bytes,
+            self._source, self._digest.hexdigest(),
+        )  # fmt: skip
+        text = json.dumps(asdict(info)).encode()
+        if len(text) > _HEADER - _FIXED.size:  # names of few letters and many escapes
+            text = json.dumps({**asdict(info), "source": ""}).encode()
         with self._named():
             self._file.seek(0)
             self._file.write(_FIXED.pack(_MAGIC, _VERSION, len(text), hashlib.sha256(text).digest()) + text)
@@ -250,11 +243,3 @@ class TokenWriter:
             yield
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from None
-
-
-def _described(values: dict[str, Any]) -> bytes:
-    text = json.dumps(values).encode()
-    room = _HEADER - _FIXED.size
-    if len(text) > room:  # names of few letters and many escapes
-        text = json.dumps({**values, "source": ""}).encode()
-    return text

@@ -10,14 +10,13 @@ A `Source` (data.py) gives the batches, a `TrainStep` (step.py) does a step. `ac
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from accelerant.nn.train.checkpoint import BestModel, Checkpoints, gathered, req
 from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.data import Batch, Data, Source, make_source, split
 from accelerant.nn.train.environment import StopRequest, numerics
-from accelerant.nn.train.folder import RunLock
+from accelerant.nn.train.folder import RunFolder, RunLock
 from accelerant.nn.train.history import (
     History,
     MetricsFile,
@@ -58,7 +57,6 @@ from accelerant.nn.train.optim import MakeOptimizer, learning_rate, make_optimiz
 from accelerant.nn.train.profiler import KernelTime, StepProfiler
 from accelerant.nn.train.step import TrainStep, recomputed
 from accelerant.runtime import registry
-from accelerant.runtime.files import write_atomic
 from accelerant.runtime.memory.limits import available_bytes, peak_recorded, size_text
 from accelerant.runtime.memory.peak import predict_peak
 
@@ -70,18 +68,10 @@ _FLUSH_S = 1.0
 
 
 def fit(
-    model: nn.Module,
-    data: Data,
-    targets: Data | None = None,
-    config: TrainConfig | None = None,
-    *,
-    validation: Any = None,
-    loss: Loss | None = None,
-    optimizer: MakeOptimizer | None = None,
-    metrics: Mapping[str, Metric] | None = None,
-    callbacks: Sequence[Callback] = (),
-    resume: bool = False,
-) -> History:
+    model: nn.Module, data: Data, targets: Data | None = None, config: TrainConfig | None = None, *,
+    validation: Any = None, loss: Loss | None = None, optimizer: MakeOptimizer | None = None,
+    metrics: Mapping[str, Metric] | None = None, callbacks: Sequence[Callback] = (), resume: bool = False,
+) -> History:  # fmt: skip
     """Train a model: Trainer(model, config, ...).fit(data, targets, ...), which documents arguments and errors."""
     trainer = Trainer(model, config, loss=loss, optimizer=optimizer, metrics=metrics, callbacks=callbacks)
     return trainer.fit(data, targets, validation=validation, resume=resume)
@@ -108,6 +98,7 @@ class Trainer:
         history: of the current or last run.
         profile: time by kernel, if a profile was taken.
         step: replaces TrainStep (see callbacks.Extension); None.
+        stopping: the reason given to `stop` in this run; empty if it was not called.
 
     Raises:
         ConfigError: a value that does not apply to this model.
@@ -115,15 +106,10 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        config: TrainConfig | None = None,
-        *,
-        loss: Loss | None = None,
-        optimizer: MakeOptimizer | None = None,
-        metrics: Mapping[str, Metric] | None = None,
+        self, model: nn.Module, config: TrainConfig | None = None, *, loss: Loss | None = None,
+        optimizer: MakeOptimizer | None = None, metrics: Mapping[str, Metric] | None = None,
         callbacks: Sequence[Callback] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.config = config or TrainConfig()
         self.device = _device(self.config.device)
         if self.config.precision == "fp8":
@@ -142,7 +128,7 @@ class Trainer:
         self.history = History()
         self.profile: list[KernelTime] = []
         self.step: Step | None = None
-        self._stop_reason = ""
+        self.stopping = ""
 
     def fit(self, data: Data, targets: Data | None = None, *, validation: Any = None, resume: bool = False) -> History:
         """Train.
@@ -189,9 +175,6 @@ class Trainer:
         return history
 
     def _fit_in_folder(self, folder: Path, source: Source, held_out: Source | None, resume: bool) -> History:
-        def write(name: str, values: Mapping[str, Any]) -> None:
-            write_atomic(folder / name, (json.dumps(values, indent=2) + "\n").encode())
-
         checkpoints = Checkpoints(folder)
         with RunLock(folder) as lock:
             if not resume and (checkpoints.exist or (folder / "metrics.jsonl").exists()):
@@ -199,23 +182,17 @@ class Trainer:
             lock.take()
             continuing = checkpoints.exist
             if not continuing:
-                write("train.json", self.config.to_dict())
+                RunFolder.write_json(folder / "train.json", self.config.to_dict())
             history = self.run(source, held_out, folder=folder, resume=continuing)
             if continuing:  # not earlier: a config that differs from the checkpoint's is refused
-                write("train.json", self.config.to_dict())
-            write("history.json", history.to_dict())
+                RunFolder.write_json(folder / "train.json", self.config.to_dict())
+            RunFolder.write_json(folder / "history.json", history.to_dict())
         return history
 
     def run(
-        self,
-        source: Source,
-        held_out: Source | None = None,
-        *,
-        folder: Path | None = None,
-        resume: bool = False,
-        fingerprint: str = "",
-        evaluate_at: Collection[int] | None = None,
-    ) -> History:
+        self, source: Source, held_out: Source | None = None, *, folder: Path | None = None, resume: bool = False,
+        fingerprint: str = "", evaluate_at: Collection[int] | None = None,
+    ) -> History:  # fmt: skip
         """Train on a source: what `fit` does once it has its data and the lock of its folder.
 
         Args:
@@ -230,7 +207,7 @@ class Trainer:
 
         Raises: as `fit`.
         """
-        self._stop_reason = ""
+        self.stopping = ""
         modes = modes_of(self.model)
         run = _Run(self, source, held_out, folder, fingerprint or source.fingerprint(), evaluate_at)
         self.history = run.history
@@ -265,12 +242,7 @@ class Trainer:
 
     def stop(self, reason: str) -> None:
         """End the training after the current step; called by callbacks."""
-        self._stop_reason = reason or "a callback asked for it"
-
-    @property
-    def stopping(self) -> str:
-        """The reason given to `stop`; empty if it was not called."""
-        return self._stop_reason
+        self.stopping = reason or "a callback asked for it"
 
     def notify(self, event: str, *arguments: Any) -> None:
         """Call the method of that name of each callback."""
@@ -315,14 +287,9 @@ class _Run:
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        source: Source,
-        held_out: Source | None,
-        folder: Path | None,
-        fingerprint: str,
+        self, trainer: Trainer, source: Source, held_out: Source | None, folder: Path | None, fingerprint: str,
         evaluate_at: Collection[int] | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         config = trainer.config
         self._trainer = trainer
         self._source = source
@@ -330,15 +297,22 @@ class _Run:
         self._folder = folder
         self._fingerprint = fingerprint
         self._checkpoints = None if folder is None else Checkpoints(folder)
-        self.history = History(total_steps=config.steps or source.steps(config.epochs))
+        total = config.steps or source.steps(config.epochs)
+        self.history = History(total_steps=total)
         self.profiler: StepProfiler | None = None
         self._best = BestModel(config.patience, config.min_delta)
-        self._rate = functools.partial(learning_rate, config, self.history.total_steps)
+        self._rate = functools.partial(learning_rate, config, total)
         if evaluate_at is None:
-            evaluate_at = () if held_out is None else _evaluation_steps(config, self.history.total_steps)
+            every, count = config.evaluate_every, config.evaluations
+            if held_out is None:
+                evaluate_at = ()
+            elif every:
+                evaluate_at = (*range(every, total, every), total)
+            else:
+                evaluate_at = (max(1, round(total * k / count)) for k in range(1, count + 1))
         self._evaluate_at = frozenset(evaluate_at)
         self._pending: list[PendingStep] = []
-        self._flushed_at = self._saved_at = time.monotonic()
+        self._flushed_at = time.monotonic()
 
     def execute(self, *, resume: bool) -> None:
         """Train, from the newest intact checkpoint if `resume` is set.
@@ -383,14 +357,23 @@ class _Run:
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def _train(self, start: int, position: dict[str, int], stop: StopRequest) -> None:
-        trainer, source, total = self._trainer, self._source, self.history.total_steps
-        if trainer.config.profile and self._folder is not None:
-            self.profiler = StepProfiler(self._folder, trainer.config.profile, range(start, total), trainer.device)
+        trainer, config, source, total = self._trainer, self._trainer.config, self._source, self.history.total_steps
+        if config.profile and self._folder is not None:
+            self.profiler = StepProfiler(self._folder, config.profile, range(start, total), trainer.device)
         with ExitStack() as stack:
             own = trainer.step is None
             self._diagnosis = NanDiagnosis(trainer, source, self._checkpoints, self._rate, start, position, active=own)
             stack.enter_context(self._diagnosis)
-            step = self._train_step() if trainer.step is None else trainer.step
+            step = trainer.step or TrainStep(
+                trainer.model,
+                trainer.optimizer,
+                self._diagnosis.recorded(functools.partial(trainer.objective, trainer.model)),
+                max_grad_norm=config.clip or None,
+                accumulate=config.accumulate,
+                weigh=trainer.objective.weigh,
+                precision=torch.float8_e4m3fn if config.precision == "fp8" else trainer.precision,
+                graph={"auto": None, "on": True, "off": False}[config.graph] if source.fixed else False,
+            )
             pin = trainer.device.type == "cuda"
             batches = stack.enter_context(closing(source.batches(range(start, total), position, pin=pin)))
             trainer.notify("begin", start, total)
@@ -401,32 +384,16 @@ class _Run:
                 reason = self._diagnosis.explain(step, error.step, trainer.loss)
                 raise DivergenceError(f"{error}; {reason}") from error
             except torch.OutOfMemoryError as error:
-                raise _out_of_memory(trainer.config, error) from None
+                reason = str(error).split("\n", maxsplit=1)[0]
+                raise OutOfMemory(
+                    f"{config.micro_batch} rows at a time do not fit the device: raise accumulate (now "
+                    f"{config.accumulate}), or name modules in recompute ({reason})"
+                ) from None
             finally:
                 if self.profiler is not None:
                     self.profiler.finish()
 
-    def _train_step(self) -> TrainStep:
-        trainer, config = self._trainer, self._trainer.config
-        graph = {"auto": None, "on": True, "off": False}[config.graph]
-        return TrainStep(
-            trainer.model,
-            trainer.optimizer,
-            self._diagnosis.recorded(functools.partial(trainer.objective, trainer.model)),
-            max_grad_norm=config.clip or None,
-            accumulate=config.accumulate,
-            weigh=trainer.objective.weigh,
-            precision=torch.float8_e4m3fn if config.precision == "fp8" else trainer.precision,
-            graph=graph if self._source.fixed else False,
-        )
-
-    def _loop(
-        self,
-        start: int,
-        step: Callable[[Sequence[Batch], float], Any],
-        batches: Iterator[Sequence[Batch]],
-        stop: StopRequest,
-    ) -> int:
+    def _loop(self, start: int, step: Step, batches: Iterator[Sequence[Batch]], stop: StopRequest) -> int:
         """Do the steps from `start` (0 for the first) to the last, or until stopped; return the steps completed.
 
         Nothing waits for the device at each step. The last step is followed by a checkpoint.
@@ -435,8 +402,9 @@ class _Run:
             NotFinite: a loss or gradient is not finite; no later checkpoint was written.
         """
         trainer, total, device = self._trainer, self.history.total_steps, self._trainer.device
+        every, every_s = trainer.config.checkpoint_every, trainer.config.checkpoint_every_s
         done, timer = start, StepTimer(device)
-        self._flushed_at = self._saved_at = time.monotonic()
+        self._flushed_at = saved_at = time.monotonic()
         while done < total:
             parts = next(batches)
             self._diagnosis.begin_step(done)
@@ -452,27 +420,23 @@ class _Run:
             if evaluating:
                 self._flush(evaluate_after=done)
             stopping = bool(stop or trainer.stopping)
-            if stopping or done == total or self._save_is_due(done):
+            save_is_due = (every and done % every == 0) or time.monotonic() - saved_at > every_s
+            if stopping or done == total or save_is_due:
                 self._flush()
                 self._save(done)
-                self._saved_at = time.monotonic()
+                saved_at = time.monotonic()
                 timer.mark()
             elif evaluating:
                 timer.mark()
-            elif self._flush_is_due():
+            elif (
+                device.type == "cpu"
+                or len(self._pending) >= _FLUSH_STEPS
+                or time.monotonic() - self._flushed_at > _FLUSH_S
+            ):
                 self._flush()
             if stopping:
                 break
         return done
-
-    def _save_is_due(self, done: int) -> bool:
-        config = self._trainer.config
-        every = config.checkpoint_every
-        return (every > 0 and done % every == 0) or time.monotonic() - self._saved_at > config.checkpoint_every_s
-
-    def _flush_is_due(self) -> bool:
-        late = time.monotonic() - self._flushed_at > _FLUSH_S
-        return self._trainer.device.type == "cpu" or late or len(self._pending) >= _FLUSH_STEPS
 
     def _flush(self, evaluate_after: int = 0) -> None:
         """Read the pending steps' results with one wait, check and record them, the last one with its evaluation."""
@@ -488,23 +452,16 @@ class _Run:
                 self._record(records)
                 raise NotFinite(step.step - 1, loss, norm)
             evaluation = self._evaluate(evaluate_after) if evaluate_after and step is pending[-1] else None
-            ms = step.lap.ms()
+            ms, tokens = step.lap.ms(), self._source.unit == "tokens"
             speed = round(self._source.per_step / (ms / 1e3), 1)
-            tokens = self._source.unit == "tokens"
-            records.append(
-                StepRecord(
-                    step=step.step,
-                    loss=loss,
-                    tokens_per_s=speed if tokens else None,
-                    ms=round(ms, 3),
-                    peak_memory_bytes=peak,
-                    learning_rate=step.learning_rate,
-                    grad_norm=norm,
-                    validation_loss=None if evaluation is None else evaluation.loss,
-                    samples_per_s=None if tokens else speed,
-                    validation=(evaluation.metrics or None) if evaluation is not None else None,
-                )
-            )
+            record = StepRecord(
+                step=step.step, loss=loss, tokens_per_s=speed if tokens else None, ms=round(ms, 3),
+                peak_memory_bytes=peak, learning_rate=step.learning_rate, grad_norm=norm,
+                samples_per_s=None if tokens else speed,
+            )  # fmt: skip
+            if evaluation is not None:
+                record = replace(record, validation_loss=evaluation.loss, validation=evaluation.metrics or None)
+            records.append(record)
         self._record(records)
 
     def _record(self, records: Sequence[StepRecord]) -> None:
@@ -536,16 +493,11 @@ class _Run:
         tensors, values = gathered(trainer.model, trainer.optimizer, trainer.device)
         states = [(type(callback).__name__, dict(callback.state())) for callback in trainer.callbacks]
         document = {
-            **values,
-            "step": step,
-            "total_steps": history.total_steps,
-            "data": self._fingerprint,
-            "position": self._source.position(),
-            "config": trainer.config.to_dict(),
-            "best": self._best.state(),
+            **values, "step": step, "total_steps": history.total_steps, "data": self._fingerprint,
+            "position": self._source.position(), "config": trainer.config.to_dict(), "best": self._best.state(),
             "evaluations": [asdict(evaluation) for evaluation in history.evaluations],
             "callbacks": [(name, state) for name, state in states if state],
-        }
+        }  # fmt: skip
         self._checkpoints.save(tensors, document)
         self._diagnosis.saved(step)
         trainer.notify("saved", self._checkpoints.path, step)
@@ -607,18 +559,3 @@ class _Run:
     def _note(self, text: str) -> None:
         self.history.notes.append(text)
         self._trainer.notify("note", text)
-
-
-def _evaluation_steps(config: TrainConfig, steps: int) -> set[int]:
-    """Return the steps after which to evaluate, including the last."""
-    if config.evaluate_every:
-        return {*range(config.evaluate_every, steps, config.evaluate_every), steps}
-    return {max(1, round(steps * k / config.evaluations)) for k in range(1, config.evaluations + 1)}
-
-
-def _out_of_memory(config: TrainConfig, error: Exception) -> OutOfMemory:
-    reason = str(error).split("\n", maxsplit=1)[0]
-    return OutOfMemory(
-        f"{config.micro_batch} rows at a time do not fit the device: raise accumulate (now {config.accumulate}), "
-        f"or name modules in recompute ({reason})"
-    )
