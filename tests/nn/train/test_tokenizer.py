@@ -42,7 +42,7 @@ def test_bpe_comes_back_and_knows_its_bytes():
 def test_bpe_is_trained_once(cache, monkeypatch):
     first = train_bpe(CORPUS, 280).to_json()
     assert len(list(cache.rglob("*.json"))) == 1
-    monkeypatch.setattr("accelerant.nn.train.tokenizer._trained", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr("accelerant.nn.train.tokenizer.train_bpe_on", lambda *_: pytest.fail("trained again"))
     assert train_bpe(CORPUS, 280).to_json() == first
 
 

@@ -22,15 +22,14 @@ TokenizerName = Literal["bytes", "bpe"]
 
 STDLIB = "stdlib"
 
-
 _CHOICES: dict[str, Any] = {
-    "OptimizerName": OptimizerName,
-    "Schedule": Schedule,
-    "Precision": Precision,
-    "Log": Log,
-    "GraphUse": GraphUse,
+    "OptimizerName": OptimizerName, "Schedule": Schedule, "Precision": Precision, "Log": Log, "GraphUse": GraphUse,
     "TokenizerName": TokenizerName,
-}
+}  # fmt: skip
+_TYPES: dict[str, tuple[Any, str]] = {
+    "int": (int, "a whole number"), "float": (int | float, "a finite number"), "bool": (bool, "true or false"),
+    "str": (str, "text"),
+}  # fmt: skip
 _POSITIVE = frozenset({
     "epochs", "batch_size", "micro_batch", "accumulate", "context", "learning_rate", "eps", "evaluations", "vocab_size",
     "layers", "heads", "width", "validation_tokens", "sample_tokens",
@@ -62,16 +61,9 @@ def require_type(name: str, value: object, annotation: str) -> None:
 
     Whole numbers are valid as floats, booleans are no numbers.
     """
-    if annotation == "int":
-        ok, words = isinstance(value, int) and not isinstance(value, bool), "a whole number"
-    elif annotation == "float":
-        ok = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        words = "a finite number"
-    elif annotation == "bool":
-        ok, words = isinstance(value, bool), "true or false"
-    else:
-        ok, words = isinstance(value, str), "text"
-    if not ok:
+    kind, words = _TYPES[annotation]
+    fits = isinstance(value, kind) and isinstance(value, bool) == (annotation == "bool")
+    if not fits or (isinstance(value, float) and not math.isfinite(value)):
         raise ConfigError(f"{name} must be {words}, got {value!r}")
 
 
@@ -364,13 +356,8 @@ class RunConfig:
             if missing := set(_RECIPE[:11]) - recipe.keys():
                 raise ConfigError(f"{min(missing)} is missing")
             own = {field.name for field in dataclasses.fields(cls)} & recipe.keys()
-            run = cls(
-                training=dataclasses.replace(
-                    _GPT, steps=1, folder=f"runs/{recipe['name']}", recompute=("blocks.*",) if recompute else ()
-                ),
-                data=tuple(data),
-                **{name: recipe.pop(name) for name in own},
-            )
+            training = {"steps": 1, "recompute": ("blocks.*",) if recompute else ()}
+            run = _run(training=training, data=tuple(data), **{name: recipe.pop(name) for name in own})
             return run.replaced(**recipe, **options)
         except (KeyError, TypeError, ValueError, ConfigError) as error:
             raise FormatError(f"not the settings of a run: {error}") from None
@@ -386,55 +373,32 @@ _OPTIONS = ("seed", "deterministic", "log", "profile", "precision")
 
 _GPT = TrainConfig(final_lr_ratio=0.02, weight_decay=0.1, beta2=0.95, graph="auto", deterministic=True)
 
-PRESETS: dict[str, RunConfig] = {
-    "tiny": RunConfig(
-        name="tiny",
-        training=dataclasses.replace(
-            _GPT,
-            context=64,
-            batch_size=16,
-            steps=1200,
-            learning_rate=4e-3,
-            checkpoint_every_s=30.0,  # the run takes minutes, and its checkpoint a few milliseconds
-            folder="runs/tiny",
-        ),
-        tokenizer="bytes",
-        vocab_size=256,
-        layers=2,  # wide and shallow learns most in two minutes on a CPU
-        heads=4,
-        width=128,
-        validation_tokens=1 << 16,
-        # A second thread gives 1.4x on an idle machine. On a busy one, where it waits a few ms for its core at each of
-        # some hundred joins, a step takes 20 times longer. One thread also gives the same bits for any number of cores.
-        cpu_threads=1,
-    ),
-    "small": RunConfig(
-        name="small",
-        training=dataclasses.replace(
-            _GPT, context=256, batch_size=64, steps=2000, learning_rate=1e-3, folder="runs/small"
-        ),
-        tokenizer="bpe",
-        vocab_size=8192,
-        layers=6,
-        heads=6,
-        width=384,
-        side_share=0.25,
-    ),
-    "gpt2": RunConfig(
-        name="gpt2",
-        training=dataclasses.replace(
-            _GPT, context=1024, batch_size=32, steps=2000, learning_rate=6e-4, folder="runs/gpt2"
-        ),
-        tokenizer="bpe",
-        vocab_size=50257,
-        layers=12,
-        heads=12,
-        width=768,
-        validation_tokens=1 << 19,
-        sample_tokens=300,
-        side_share=0.25,
-    ),
-}
+
+def _run(name: str, training: dict[str, Any], **fields: Any) -> RunConfig:
+    """Return the run of a GPT in the folder runs/NAME, with some values of its training."""
+    return RunConfig(name, dataclasses.replace(_GPT, folder=f"runs/{name}", **training), **fields)
+
+
+_TINY = _run(
+    "tiny",
+    # The run takes minutes, and its checkpoint a few milliseconds.
+    {"context": 64, "batch_size": 16, "steps": 1200, "learning_rate": 4e-3, "checkpoint_every_s": 30.0},
+    tokenizer="bytes", vocab_size=256, layers=2, heads=4, width=128,  # wide and shallow learns most in two minutes
+    validation_tokens=1 << 16,
+    # A second thread gives 1.4x on an idle machine. On a busy one, where it waits a few ms for its core at each of
+    # some hundred joins, a step takes 20 times longer. One thread also gives the same bits for any number of cores.
+    cpu_threads=1,
+)  # fmt: skip
+_SMALL = _run(
+    "small", {"context": 256, "batch_size": 64, "steps": 2000, "learning_rate": 1e-3},
+    tokenizer="bpe", vocab_size=8192, layers=6, heads=6, width=384, side_share=0.25,
+)  # fmt: skip
+_GPT2 = _run(
+    "gpt2", {"context": 1024, "batch_size": 32, "steps": 2000, "learning_rate": 6e-4},
+    tokenizer="bpe", vocab_size=50257, layers=12, heads=12, width=768, side_share=0.25,
+    validation_tokens=1 << 19, sample_tokens=300,
+)  # fmt: skip
+PRESETS: dict[str, RunConfig] = {run.name: run for run in (_TINY, _SMALL, _GPT2)}
 
 
 def preset(name: str) -> RunConfig:

@@ -218,13 +218,13 @@ _BASELINE_TOKENS = 1 << 22  # of a token file: n-grams of more bytes hardly chan
 
 
 class Watcher(Protocol):
-    """Receives the progress of reading and tokenizing."""
+    """Receives the progress of reading and tokenizing, or of another phase of a run."""
 
     def phase(self, text: str) -> None:
         """Something that takes a while begins."""
 
     def advance(self, share: float, text: str = "") -> None:
-        """The phase is done to this share, 0 to 1."""
+        """The phase, or what `text` names, is done to this share, 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from accelerant.nn.models.gpt import GPT, GPTConfig
 from accelerant.nn.train.callbacks import Callback, Extension, TensorBoard
 from accelerant.nn.train.checkpoint import Checkpoints, write_tensors
 from accelerant.nn.train.config import RunConfig, TrainConfig
-from accelerant.nn.train.corpus import TokenizedText, tokenize
+from accelerant.nn.train.corpus import TokenizedText, Watcher, tokenize
 from accelerant.nn.train.data import Source, TokenSource
 from accelerant.nn.train.environment import numerics
 from accelerant.nn.train.folder import RunFolder, RunLock
@@ -42,17 +42,11 @@ _CPU_TOKENS = 4096
 """Tokens at a time on the CPU: logits of more leave the caches and take gigabytes (small: 64 windows, 4.5 GB)."""
 
 
-class Progress(Protocol):
+class Progress(Watcher, Protocol):
     """Receives the progress of a run."""
-
-    def phase(self, text: str) -> None:
-        """Something that takes a while begins."""
 
     def note(self, text: str) -> None:
         """There is something that the user should know."""
-
-    def advance(self, share: float, text: str = "") -> None:
-        """The phase, or what `text` names, is done to this share, 0 to 1."""
 
     def begin(self, *, done: int, total: int, device: str, predicted_bytes: int | None) -> None:
         """Training starts after `done` of `total` steps; its peak memory is predicted, or None."""

@@ -1,3 +1,4 @@
+# ruff: noqa: D102  Tokenizer documents the methods of both tokenizers
 """Text to tokens and back: plain bytes, or a byte-level BPE trained by the `tokenizers` library.
 
 A trained BPE is cached under the corpus's hash, the vocabulary size and the library's version, so that the second run
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 from accelerant.config import settings
 from accelerant.errors import FormatError
+from accelerant.nn.train.tokenfile import token_dtype
 from accelerant.runtime.files import write_atomic
 
 if TYPE_CHECKING:
@@ -78,7 +80,6 @@ class ByteTokenizer:
     byte_lengths: NDArray[np.int64] = np.ones(256, np.int64)
 
     def encode(self, documents: Sequence[Document], watch: Watch = _unwatched) -> NDArray[np.uint16 | np.uint32]:
-        """Return the tokens of all documents."""
         text = b"\n".join(document.data for document in documents)
         return np.frombuffer(text, np.uint8).astype(np.uint16)
 
@@ -88,15 +89,12 @@ class ByteTokenizer:
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
 
     def encode_text(self, text: str) -> list[int]:
-        """Return the bytes of a prompt."""
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of bytes."""
         return bytes(tokens).decode("utf-8", "replace")
 
     def to_json(self) -> str | None:
-        """Return None: there is nothing to save."""
         return None
 
 
@@ -115,45 +113,41 @@ class BPETokenizer:
         if self._end is None:
             raise FormatError(f"tokenizer has no {END_OF_TEXT} token")
         self.vocab_size = int(self._inner.get_vocab_size())
+        self._dtype = np.dtype(token_dtype(self.vocab_size))
         self.byte_lengths = np.zeros(self.vocab_size, np.int64)
         for token, index in self._inner.get_vocab().items():
             # Byte-level BPE writes each byte as one character of its own alphabet.
             self.byte_lengths[index] = 0 if token == END_OF_TEXT else len(token)
 
     def encode(self, documents: Sequence[Document], watch: Watch = _unwatched) -> NDArray[np.uint16 | np.uint32]:
-        """Return the tokens of all documents; the library uses all cores."""
-        dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
-        end = np.array([self._end], dtype)
-        rows = []
+        parts = [np.zeros(0, self._dtype)]
         for batch, share in _batches(documents):
-            texts = [text for text, _ in batch]
-            for row, (_, last) in zip(self._inner.encode_batch_fast(texts), batch, strict=True):
-                rows += [np.array(row.ids, dtype), end] if last else [np.array(row.ids, dtype)]
+            parts.append(self._encoded(batch))
             watch(share)
-        return np.concatenate(rows) if rows else np.zeros(0, dtype)
+        return np.concatenate(parts)
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> NDArray[np.uint16 | np.uint32]:
         """Return the tokens of consecutive parts, cut at word ends, each with whether it is its document's last."""
-        dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
         small: list[tuple[str, bool]] = []
         for text, last in pieces:
             parts = list(_pieces(text))
             small += [(part, last and number == len(parts)) for number, part in enumerate(parts, 1)]
-        rows = []
-        for row, (_, last) in zip(self._inner.encode_batch_fast([text for text, _ in small]), small, strict=True):
-            rows.append(np.array([*row.ids, self._end] if last else row.ids, dtype))
-        return np.concatenate(rows)
+        return self._encoded(small)
+
+    def _encoded(self, pieces: Sequence[tuple[str, bool]]) -> NDArray[np.uint16 | np.uint32]:
+        rows = self._inner.encode_batch_fast([text for text, _ in pieces])  # on all cores
+        ends = (last for _, last in pieces)
+        return np.concatenate(
+            [np.array([*r.ids, self._end] if last else r.ids, self._dtype) for r, last in zip(rows, ends, strict=True)]
+        )
 
     def encode_text(self, text: str) -> list[int]:
-        """Return the tokens of a prompt."""
         return list(self._inner.encode(text).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
         return str(self._inner.decode(list(tokens), skip_special_tokens=False))
 
     def to_json(self) -> str | None:
-        """Return the library's own format."""
         return str(self._inner.to_str(pretty=True))
 
 
@@ -240,29 +234,20 @@ def train_bpe(
     if phase is not None:
         phase("training the tokenizer (cached for the next run)")
 
-    def advanced(share: float) -> None:
-        watch(share)
-        if share == 1.0 and phase is not None:
-            phase(f"choosing up to {vocab_size:,} tokens")
+    def texts() -> Iterator[str]:
+        for batch, share in _batches(corpus.train):
+            yield from (text for text, _ in batch)
+            watch(share)
+            if share == 1.0 and phase is not None:
+                phase(f"choosing up to {vocab_size:,} tokens")
 
-    tokenizer = BPETokenizer(_trained(_texts(corpus.train, advanced), vocab_size))
+    tokenizer = train_bpe_on(texts(), vocab_size)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, (tokenizer.to_json() or "").encode())
     except OSError:
         pass  # an unwritable cache costs time only
     return tokenizer
-
-
-def train_bpe_on(texts: Iterator[str], vocab_size: int) -> BPETokenizer:
-    """Train a BPE on texts, in memory that grows with the number of different words alone."""
-    return BPETokenizer(_trained(texts, vocab_size))
-
-
-def _texts(documents: Sequence[Document], watch: Watch) -> Iterator[str]:
-    for batch, share in _batches(documents):
-        yield from (text for text, _ in batch)
-        watch(share)
 
 
 def _bounded(texts: Iterator[str]) -> Iterator[str]:
@@ -280,19 +265,17 @@ def _bounded(texts: Iterator[str]) -> Iterator[str]:
         yield text[start:]
 
 
-def _trained(texts: Iterator[str], vocab_size: int) -> str:
+def train_bpe_on(texts: Iterator[str], vocab_size: int) -> BPETokenizer:
+    """Train a BPE on texts, in memory that grows with the number of different words alone."""
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     tokenizer: Any = Library(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer: Any = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, show_progress=False
     )
-
     tokenizer.train_from_iterator(_bounded(texts), trainer)
-    return str(tokenizer.to_str())
+    return BPETokenizer(str(tokenizer.to_str()))

@@ -309,7 +309,7 @@ class _Run:
             elif every:
                 evaluate_at = (*range(every, total, every), total)
             else:
-                evaluate_at = (max(1, round(total * k / count)) for k in range(1, count + 1))
+                evaluate_at = [max(1, round(total * k / count)) for k in range(1, count + 1)]
         self._evaluate_at = frozenset(evaluate_at)
         self._pending: list[PendingStep] = []
         self._flushed_at = time.monotonic()
