@@ -169,7 +169,8 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
 
     def _needs(self, param: Tensor, group: dict[str, Any]) -> tuple[str, ...]:
         """Return the names of the state tensors that a parameter needs."""
-        return (*self._names, "master") if self._has_master(param) else self._names
+        has_master = self.defaults["master_weights"] and param.dtype in _LOW
+        return (*self._names, "master") if has_master else self._names
 
     def _tensors(self, owned: _DeviceParameters, grads: list[Tensor], new: tuple[int, ...]) -> Tensors:
         raise NotImplementedError
@@ -233,13 +234,9 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         if workspace is None:
             workspace = self._workspaces[device] = Workspace(device)
         groups = [self._group(group, device) for group in self.param_groups]
+        scale, found_inf = (_on(device, getattr(self, name, None)) for name in ("grad_scale", "found_inf"))
         update = Update(
-            tensors,
-            groups,
-            workspace,
-            max_norm=self.defaults["max_grad_norm"],
-            grad_scale=_on(device, getattr(self, "grad_scale", None)),
-            found_inf=_on(device, getattr(self, "found_inf", None)),
+            tensors, groups, workspace, max_norm=self.defaults["max_grad_norm"], grad_scale=scale, found_inf=found_inf
         )
         if not owned.ordinary or not is_plain(owned.params[0]):
             (torch_adamw if self._op is adamw_step else torch_sgd)(update)
@@ -264,7 +261,12 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
                     "afresh: run a step before the capture"
                 )
             for name in missing:
-                state[name] = self._initial_state(name, param)
+                if name == "step":
+                    state[name] = torch.zeros((), dtype=torch.float32, device=param.device)
+                elif name == "master":
+                    state[name] = param.detach().to(torch.float32, copy=True)
+                else:
+                    state[name] = torch.zeros_like(param, dtype=self._state_dtype(param), requires_grad=False)
             if missing:
                 self.state[param] = state
             if "momentum_buffer" in missing:
@@ -273,19 +275,9 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         owned.complete = True
         return tuple(new)
 
-    def _initial_state(self, name: str, param: Tensor) -> Tensor:
-        if name == "step":
-            return torch.zeros((), dtype=torch.float32, device=param.device)
-        if name == "master":
-            return param.detach().to(torch.float32, copy=True)
-        return torch.zeros_like(param, dtype=self._state_dtype(param), requires_grad=False)
-
     def _state_dtype(self, param: Tensor) -> torch.dtype:
         wide = self.defaults["state_dtype"] if param.dtype in _LOW else None
         return param.dtype if wide is None else cast("torch.dtype", wide)
-
-    def _has_master(self, param: Tensor) -> bool:
-        return bool(self.defaults["master_weights"]) and param.dtype in _LOW
 
     def _masters(self, owned: _DeviceParameters) -> list[Tensor | None]:
         """Return the float32 master copies; None for a parameter in float32."""
@@ -327,22 +319,12 @@ class AdamW(MultiTensorOptimizer):
         master_weights: bool = False, state_dtype: torch.dtype | None = torch.float32,
     ) -> None:  # fmt: skip
         defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "max_grad_norm": max_grad_norm,
-            "master_weights": master_weights,
-            "state_dtype": state_dtype,
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize,
+            "max_grad_norm": max_grad_norm, "master_weights": master_weights, "state_dtype": state_dtype,
             # Keys that torch.optim.AdamW expects when it loads this state:
-            "amsgrad": False,
-            "foreach": None,
-            "capturable": False,
-            "differentiable": False,
-            "fused": True,
+            "amsgrad": False, "foreach": None, "capturable": False, "differentiable": False, "fused": True,
             "decoupled_weight_decay": True,
-        }
+        }  # fmt: skip
         super().__init__(params, defaults)
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -387,19 +369,10 @@ class SGD(MultiTensorOptimizer):
         state_dtype: torch.dtype | None = torch.float32,
     ) -> None:  # fmt: skip
         defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "max_grad_norm": max_grad_norm,
-            "master_weights": master_weights,
-            "state_dtype": state_dtype,
-            "foreach": None,
-            "differentiable": False,
-            "fused": True,
-        }
+            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
+            "maximize": maximize, "max_grad_norm": max_grad_norm, "master_weights": master_weights,
+            "state_dtype": state_dtype, "foreach": None, "differentiable": False, "fused": True,
+        }  # fmt: skip
         super().__init__(params, defaults)
 
     def _check_group(self, group: dict[str, Any]) -> None:

@@ -53,12 +53,9 @@ def _weights(module: nn.RNNBase) -> list[Tensor]:
 
 def _options(module: nn.RNNBase) -> dict[str, Any]:
     return {
-        "bias": module.bias,
-        "layers": module.num_layers,
-        "dropout": module.dropout,
-        "training": module.training,
+        "bias": module.bias, "layers": module.num_layers, "dropout": module.dropout, "training": module.training,
         "bidirectional": module.bidirectional,
-    }
+    }  # fmt: skip
 
 
 class _Recurrent(nn.RNNBase):

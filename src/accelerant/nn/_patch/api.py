@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -12,7 +11,7 @@ from accelerant.errors import ConfigError, MissingDependency
 from accelerant.nn._patch.record import ATTENTION_NAME, RECORD, Changed, LeftAlone, PatchReport, Record
 
 if TYPE_CHECKING:
-    from accelerant.nn._patch.rules import ModulePlan, Options
+    from accelerant.nn._patch.rules import ModulePlan
 
 __all__ = ["patch", "unpatch"]
 
@@ -63,21 +62,35 @@ def patch(model: nn.Module, *, loss: bool = True, padding: str = "exact", embedd
         )
     if hasattr(model, "_orig_mod"):
         raise ConfigError("patch the model before torch.compile: a compiled model does not change any more")
-    record = Record(PatchReport(type(model).__name__))
-    planned = list(_plan_modules(model, rules.Options(loss, padding, embedding), record.report))
+    report = PatchReport(type(model).__name__)
+    record = Record(report)
+    options = rules.Options(loss, padding, embedding)
+    planned: list[tuple[nn.Module, Any, ModulePlan]] = []
+    configs: dict[str, Any] = {}  # by the path of a module: that of the innermost transformers model that contains it
+    for name, module in model.named_modules():
+        outer = configs.get(name.rpartition(".")[0])
+        config = configs[name] = module.config if isinstance(module, PreTrainedModel) else outer
+        kind = type(module).__name__
+        plan = rules.plan_module(module, config, options)
+        if isinstance(plan, str):
+            report.left.append(LeftAlone(name, kind, plan))
+        elif plan is not None:
+            report.changed += [Changed(name, kind, *change) for change in plan.changes]
+            report.notes += [note for note in plan.notes if note not in report.notes]
+            planned.append((module, config, plan))
     rules.register_attention()
-    for module, _, plan in planned:
+    for module, config, plan in planned:
         mark = record.mark(module, padding)
         mark.attention = mark.attention or plan.attention
         mark.options |= plan.options or {}
         if plan.forward is not None:
             record.replace_forward(module, plan.forward)
-    for config in {id(config): config for _, config, plan in planned if plan.attention}.values():
-        record.configs.append(config)
-        config._attn_implementation_internal = ATTENTION_NAME
+        if plan.attention and not any(config is known for known in record.configs):
+            record.configs.append(config)
+            config._attn_implementation_internal = ATTENTION_NAME
     model.__dict__[RECORD] = record
     model.__dict__[_REPLICATE] = _refuse_replica
-    return record.report
+    return report
 
 
 def unpatch(model: nn.Module) -> None:
@@ -112,37 +125,3 @@ def _refuse_replica() -> None:
         "nn.DataParallel cannot copy a patched model: use DistributedDataParallel (accelerate launch or torchrun; the "
         "Trainer takes DataParallel where one process sees several GPUs)"
     )
-
-
-def _plan_modules(
-    model: nn.Module, options: Options, report: PatchReport
-) -> Iterator[tuple[nn.Module, Any, ModulePlan]]:
-    """Yield each module that changes, its model's config and the plan; enter all modules in the report."""
-    _, rules = _require_transformers()
-    for name, module, config in _walk(model):
-        plan = rules.plan_module(module, config, options)
-        kind = type(module).__name__
-        if isinstance(plan, str):
-            report.left.append(LeftAlone(name, kind, plan))
-        elif plan is not None:
-            report.changed += [Changed(name, kind, *change) for change in plan.changes]
-            report.notes += [note for note in plan.notes if note not in report.notes]
-            yield module, config, plan
-
-
-def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Yield every module once, with its path and the config of the innermost transformers model that contains it."""
-    PreTrainedModel, _ = _require_transformers()
-    seen: set[int] = set()
-
-    def visit(name: str, module: nn.Module, config: Any) -> Iterator[tuple[str, nn.Module, Any]]:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        if isinstance(module, PreTrainedModel):
-            config = module.config
-        yield name, module, config
-        for part, child in module.named_children():
-            yield from visit(f"{name}.{part}" if name else part, child, config)
-
-    return visit("", model, None)

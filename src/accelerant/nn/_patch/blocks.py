@@ -11,7 +11,6 @@ calls its modules one by one, with a residual sum and the norm that follows it i
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -212,12 +211,9 @@ def gpt2_block_forward(
         if y is not None:
             return y
     attended, _ = self.attn(
-        self.ln_1(hidden_states),
-        past_key_values=past_key_values,
-        attention_mask=attention_mask,
-        use_cache=use_cache,
+        self.ln_1(hidden_states), past_key_values=past_key_values, attention_mask=attention_mask, use_cache=use_cache,
         **kwargs,
-    )
+    )  # fmt: skip
     normed, residual = _add_norm(attended, hidden_states, self.ln_2)
     return residual + self.mlp(normed)
 
@@ -225,14 +221,12 @@ def gpt2_block_forward(
 def _fused_gpt2_block(self: Any, x: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> Tensor | None:
     attention, mlp = self.attn, self.mlp
     pattern = _attention_pattern(attention, x, attention_mask, kwargs)
-    if pattern is None or "forward" in attention.__dict__ or not is_bare(mlp, type(mlp), gpt2_mlp_forward):
-        return None
-    options = getattr(mlp, MARK).options
-    if not is_bare(mlp.act, options["activation"], gelu_forward):
+    approximate = _approximation(mlp, gpt2_mlp_forward, "act")
+    if pattern is None or approximate is None:
         return None
     norms, layers = (self.ln_1, self.ln_2), (attention.c_attn, attention.c_proj, mlp.c_fc, mlp.c_proj)
     dropouts = (attention.attn_dropout, attention.resid_dropout, mlp.dropout)
-    return _fused_block(x, attention, attention.num_heads, pattern, options["approximate"], norms, layers, dropouts)
+    return _fused_block(x, attention, attention.num_heads, pattern, approximate, norms, layers, dropouts)
 
 
 def vit_layer_forward(self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
@@ -248,17 +242,13 @@ def vit_layer_forward(self: Any, hidden_states: Tensor, attention_mask: Tensor |
 def _fused_vit_layer(self: Any, x: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> Tensor | None:
     attention, mlp = self.attention, self.mlp
     pattern = _attention_pattern(attention, x, attention_mask, kwargs)
-    if pattern is None or "forward" in attention.__dict__ or not is_bare(mlp, type(mlp), vit_mlp_forward):
-        return None
-    options = getattr(mlp, MARK).options
-    if not is_bare(mlp.activation_fn, options["activation"], gelu_forward):
-        return None
-    if attention.training and attention.attention_dropout:
+    approximate = _approximation(mlp, vit_mlp_forward, "activation_fn")
+    if pattern is None or approximate is None or (attention.training and attention.attention_dropout):
         return None
     norms = (self.layernorm_before, self.layernorm_after)
     layers = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, mlp.fc1, mlp.fc2)
     heads = attention.num_attention_heads
-    return _fused_block(x, attention, heads, pattern, options["approximate"], norms, layers, (self.dropout,))
+    return _fused_block(x, attention, heads, pattern, approximate, norms, layers, (self.dropout,))
 
 
 def bert_layer_forward(
@@ -282,30 +272,41 @@ def _fused_bert_layer(self: Any, x: Tensor, attention_mask: Tensor | None, kwarg
         return None
     attention, first = outer.self, outer.output
     pattern = _attention_pattern(attention, x, attention_mask, kwargs)
-    if pattern is None or "forward" in attention.__dict__ or "feed_forward_chunk" in self.__dict__:
-        return None
-    if not is_bare(inner, type(inner), intermediate_forward):
+    approximate = _approximation(inner, intermediate_forward, "intermediate_act_fn")
+    if pattern is None or approximate is None or "feed_forward_chunk" in self.__dict__:
         return None
     if not all(is_bare(output, type(output), bert_output_forward) for output in (first, last)):
-        return None
-    options = getattr(inner, MARK).options
-    if not is_bare(inner.intermediate_act_fn, options["activation"], gelu_forward):
         return None
     norms = (first.LayerNorm, last.LayerNorm)
     layers = (attention.query, attention.key, attention.value, first.dense, inner.dense, last.dense)
     dropouts = (attention.dropout, first.dropout, last.dropout)
-    return _fused_block(
-        x, attention, attention.num_attention_heads, pattern, options["approximate"], norms, layers, dropouts,
-        post_norm=True,
-    )  # fmt: skip
+    heads = attention.num_attention_heads
+    return _fused_block(x, attention, heads, pattern, approximate, norms, layers, dropouts, post_norm=True)
 
 
-def _attention_pattern(module: Any, x: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> Pattern | None:
-    """Return the pattern of the self-attention of x; None if the attention module has to be called."""
+def _approximation(mlp: Any, forward: Callable[..., Any], activation: str) -> str | None:
+    """Return the form of GELU between the layers of an MLP; None if the MLP or its activation has to be called."""
+    if not is_bare(mlp, type(mlp), forward):
+        return None
+    options = getattr(mlp, MARK).options
+    bare = is_bare(getattr(mlp, activation), options["activation"], gelu_forward)
+    return str(options["approximate"]) if bare else None
+
+
+def _attention_pattern(
+    module: Any, x: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any],
+    forward: Callable[..., Any] | None = None,
+) -> Pattern | None:  # fmt: skip
+    """Return the pattern of the self-attention of x; None if the attention module has to be called.
+
+    Args:
+        forward: the module's forward, that of its class by default.
+    """
     mark = getattr(module, MARK, None)
     if mark is None or not mark.attention or module.config._attn_implementation != ATTENTION_NAME or x.shape[1] == 1:
         return None
-    if has_hooks(module, ignore_captures=True):
+    usual = "forward" not in module.__dict__ if forward is None else runs_forward(module, forward)
+    if not usual or has_hooks(module, ignore_captures=True):
         return None
     if kwargs.get("output_attentions") or kwargs.get("is_causal") is not None or "position_bias" in kwargs:
         return None
@@ -367,14 +368,16 @@ def decoder_layer_forward(
 ) -> Tensor:  # fmt: skip
     """Run the decoder layer of Llama, Qwen and Mistral."""
     arguments = {
-        "attention_mask": attention_mask,
-        "position_ids": position_ids,
-        "past_key_values": past_key_values,
-        "use_cache": use_cache,
-        "position_embeddings": position_embeddings,
-        **kwargs,
-    }
-    by_modules = functools.partial(_decoder_layer_by_modules, self, arguments)
+        "attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values,
+        "use_cache": use_cache, "position_embeddings": position_embeddings, **kwargs,
+    }  # fmt: skip
+
+    def by_modules(x: Tensor) -> Tensor:
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(x), **arguments)
+        normed, residual = _add_norm(attended, x, self.post_attention_layernorm)
+        y: Tensor = residual + self.mlp(normed)
+        return y
+
     if past_key_values is None and position_embeddings is not None:
         y = _fused_decoder_layer(self, hidden_states, attention_mask, position_embeddings, kwargs, by_modules)
         if y is not None:
@@ -382,22 +385,13 @@ def decoder_layer_forward(
     return by_modules(hidden_states)
 
 
-def _decoder_layer_by_modules(self: Any, arguments: dict[str, Any], hidden_states: Tensor) -> Tensor:
-    attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **arguments)
-    normed, residual = _add_norm(attended, hidden_states, self.post_attention_layernorm)
-    y: Tensor = residual + self.mlp(normed)
-    return y
-
-
 def _fused_decoder_layer(
     self: Any, x: Tensor, attention_mask: Tensor | None, position_embeddings: tuple[Tensor, Tensor],
     kwargs: dict[str, Any], by_modules: Callable[[Tensor], Tensor],
 ) -> Tensor | None:  # fmt: skip
     attention, mlp, norms = self.self_attn, self.mlp, (self.input_layernorm, self.post_attention_layernorm)
-    pattern = _attention_pattern(attention, x, attention_mask, kwargs)
-    if pattern is None or not runs_forward(attention, rotary_attention_forward):
-        return None
-    if not is_bare(mlp, type(mlp), gated_mlp_forward):
+    pattern = _attention_pattern(attention, x, attention_mask, kwargs, rotary_attention_forward)
+    if pattern is None or not is_bare(mlp, type(mlp), gated_mlp_forward):
         return None
     head_norms = (attention.q_norm, attention.k_norm) if getattr(attention, MARK).options["qk_norm"] else ()
     layers = (

@@ -70,11 +70,7 @@ def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         hidden = base.last_hidden_state
         compute: Callable[..., Tensor] = functools.partial(ops.linear_cross_entropy, hidden, head.weight)
         loss = _causal_loss(compute, hidden.dtype, hidden.device, labels, **extra)
-        if torch.compiler.is_compiling():
-            output = options["output"](loss=loss, **_other_outputs(base))
-        else:
-            output = _lazy_class(options["output"])(loss=loss, **_other_outputs(base))
-            output.set_source(_deferred_logits(head, hidden), autocast_dtype(hidden.device.type) is not None)
+        output = _training_output(options["output"], loss, _other_outputs(base), head, hidden)
     else:
         output = type(self).forward(self, *args, **kwargs, return_dict=True)
         logits = output.logits
@@ -102,13 +98,9 @@ def _needs_no_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _needs_own_mask(config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether the model has to build its attention mask itself."""
-    if (
-        torch.compiler.is_compiling()
-        or config._attn_implementation != ATTENTION_NAME
-        or not getattr(config, "is_causal", True)
-    ):
+    if torch.compiler.is_compiling() or config._attn_implementation != ATTENTION_NAME or len(args) > 1:
         return True
-    if getattr(config, "sliding_window", None) is not None or len(args) > 1:
+    if not getattr(config, "is_causal", True) or getattr(config, "sliding_window", None) is not None:
         return True
     if any(kwargs.get(name) is not None for name in ("attention_mask", "position_ids", "past_key_values")):
         return True
@@ -130,11 +122,7 @@ def masked_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         hidden, decoder = self.cls.predictions.transform(base.last_hidden_state), self.cls.predictions.decoder
         loss = ops.linear_cross_entropy(*_append_bias(hidden, decoder), labels)
         parts = {name: base[name] for name in ("hidden_states", "attentions") if name in base}
-        if torch.compiler.is_compiling():
-            output = options["output"](loss=loss, **parts)
-        else:
-            output = _lazy_class(options["output"])(loss=loss, **parts)
-            output.set_source(_deferred_logits(decoder, hidden), autocast_dtype(hidden.device.type) is not None)
+        output = _training_output(options["output"], loss, parts, decoder, hidden)
     else:
         output = type(self).forward(self, *args, **kwargs, return_dict=True)
         loss = ops.cross_entropy(output.logits.reshape(-1, self.config.vocab_size), labels.reshape(-1))
@@ -191,19 +179,27 @@ def _other_outputs(output: Any) -> dict[str, Any]:
 # --- logits computed when they are read ------------------------------------------------------------------------------
 
 
-def _deferred_logits(head: nn.Module, hidden: Tensor) -> Callable[[], Tensor]:
-    """Return a function that computes the logits under the present gradient mode and autocast."""
-    kind = hidden.device.type
-    grad_enabled, low_dtype = torch.is_grad_enabled(), autocast_dtype(kind)
+def _training_output(kind: Any, loss: Tensor, others: dict[str, Any], head: nn.Module, hidden: Tensor) -> Any:
+    """Return an output of class `kind` whose logits are computed when they are read; None under torch.compile.
+
+    They are computed under the present gradient mode and autocast.
+    """
+    if torch.compiler.is_compiling():
+        return kind(loss=loss, **others)
+    device = hidden.device.type
+    grad_enabled, low_dtype = torch.is_grad_enabled(), autocast_dtype(device)
 
     def compute() -> Tensor:
         # The caller may have turned autocast on since. "meta" has none.
-        off = contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
-        with torch.set_grad_enabled(grad_enabled), off if low_dtype is None else torch.autocast(kind, dtype=low_dtype):
+        off = contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
+        low = off if low_dtype is None else torch.autocast(device, dtype=low_dtype)
+        with torch.set_grad_enabled(grad_enabled), low:
             logits: Tensor = head(hidden)
             return logits
 
-    return compute
+    output = _lazy_class(kind)(loss=loss, **others)
+    output.set_source(compute, low_dtype is not None)
+    return output
 
 
 _OUTPUTS: dict[int, weakref.ref[Any]] = {}

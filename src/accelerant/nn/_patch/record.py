@@ -97,13 +97,10 @@ class PatchReport:
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""
         return {
-            "model": self.model,
-            "counts": self.counts,
-            "changed": [asdict(change) for change in self.changed],
-            "left": [asdict(module) for module in self.left],
-            "notes": list(self.notes),
+            "model": self.model, "counts": self.counts, "changed": [asdict(change) for change in self.changed],
+            "left": [asdict(module) for module in self.left], "notes": list(self.notes),
             "fallbacks": dict(self.fallbacks),
-        }
+        }  # fmt: skip
 
     def __str__(self) -> str:
         """Describe the report, modules of one class with the same outcome in one line."""

@@ -83,7 +83,11 @@ def plan_module(module: nn.Module, config: Any, options: Options) -> ModulePlan 
         parent = next((base for base in type(module).__mro__[1:] if _qualified_name(base) in RULES), None)
         if parent is not None:
             return f"is a subclass of {parent.__name__}, whose forward may be another"
-        return _leaf_reason(module) if leaf else None
+        if not leaf:
+            return None
+        if type(module).__name__.endswith("RotaryEmbedding"):
+            return "computes its tables once a forward pass; ops.rope uses them"
+        return _LEAVES.get(type(module).__name__, "there is no replacement for it")
     if MARK in module.__dict__:
         return "is patched already"
     if "forward" in module.__dict__:
@@ -109,9 +113,7 @@ def _check_eps(config: Any, names: tuple[str, ...], eps: float) -> str | None:
 
 def _layer_norm(module: Any, config: Any, options: Options) -> ModulePlan | str:
     if len(module.normalized_shape) != 1 or module.weight is None:
-        return f"normalises over {tuple(module.normalized_shape)}" + (
-            " without weights" if module.weight is None else ""
-        )
+        return f"normalises over {tuple(module.normalized_shape)}{' without weights' * (module.weight is None)}"
     reason = _check_eps(config, ("layer_norm_epsilon", "layer_norm_eps"), module.eps)
     return reason or ModulePlan([("norm", "ops.layer_norm")], blocks.layer_norm_forward)
 
@@ -290,10 +292,8 @@ def _loss_plan(
 
 def _masked_lm(module: Any, config: Any, options: Options) -> ModulePlan | str:
     head = type(module.cls), type(module.cls.predictions)
-    fused = options.loss and tuple(map(_qualified_name, head)) == (
-        _BERT + "BertOnlyMLMHead",
-        _BERT + "BertLMPredictionHead",
-    )
+    known = [_BERT + "BertOnlyMLMHead", _BERT + "BertLMPredictionHead"]
+    fused = options.loss and [_qualified_name(kind) for kind in head] == known
     settings = {"positional": 7, "output": modeling_outputs.MaskedLMOutput, "fused": fused, "head": head}
     return _loss_plan(module, loss.masked_lm_forward, fused, settings, (_LAZY,) if fused else ())
 
@@ -354,17 +354,10 @@ for _family, _prefix, _qk_norm, _window in (
     }  # fmt: skip
 
 _LEAVES = {
-    "Linear": "its product is the vendor library's, as in ours",
-    "Conv1D": "its product is the vendor library's, as in ours",
-    "Conv2d": "the convolution is cuDNN's, as in ours",
+    "Linear": "its product is the vendor library's, which Accelerant uses too",
+    "Conv1D": "its product is the vendor library's, which Accelerant uses too",
+    "Conv2d": "the convolution is cuDNN's, which Accelerant uses too",
     "Dropout": "ours draws other random numbers",
     "Identity": "does nothing",
 }
-
-
-def _leaf_reason(module: nn.Module) -> str:
-    """Return why a module without a rule is left alone."""
-    name = type(module).__name__
-    if name.endswith("RotaryEmbedding"):
-        return "computes its tables once a forward pass; ops.rope uses them"
-    return _LEAVES.get(name, "there is no replacement for it")
+"""Why modules without a rule are left alone."""

@@ -278,12 +278,9 @@ class _TextRun:
 
     def _interrupted(self, done: int, number: int) -> Outcome:
         summary = {
-            "status": "interrupted",
-            "steps_done": done,
-            "steps": self._run.training.steps,
-            "out": str(self._folder.path),
-            "resume": self._folder.resume_command,
-        }
+            "status": "interrupted", "steps_done": done, "steps": self._run.training.steps,
+            "out": str(self._folder.path), "resume": self._folder.resume_command,
+        }  # fmt: skip
         return Outcome(summary, signal=number)
 
     def _finish(self, history: History, began: float) -> dict[str, Any]:
@@ -300,26 +297,19 @@ class _TextRun:
         sample = self._sample()
         tensors = {name: value.detach().cpu().contiguous().clone() for name, value in self._model.state_dict().items()}
         summary = {
-            "status": "done",
-            "preset": run.name,
-            "device": self._device_name,
-            "parameters": self._model.parameter_count(),
-            "steps": history.steps,
+            "status": "done", "preset": run.name, "device": self._device_name,
+            "parameters": self._model.parameter_count(), "steps": history.steps,
             "tokens": history.steps * run.tokens_per_step,
             "train_loss": round(float(np.mean([r.loss for r in records[-20:]])), 4) if records else None,
             "validation_loss": round(validation.loss, 4),
             "validation_nats_per_byte": round(validation.loss * tokens / max(1, text_bytes), 4),
-            "validation_tokens": tokens,
-            "unigram_nats_per_byte": round(unigram, 4),
+            "validation_tokens": tokens, "unigram_nats_per_byte": round(unigram, 4),
             "bigram_nats_per_byte": round(bigram, 4),
             "tokens_per_s": round(float(np.median([r.tokens_per_s or 0.0 for r in records])), 1) if records else None,
-            "peak_memory_bytes": history.peak_memory_bytes,
-            "reserved_memory_bytes": history.reserved_memory_bytes,
-            "predicted_peak_bytes": history.predicted_peak_bytes,
-            "seconds": round(time.monotonic() - began, 2),
-            "out": str(folder.path),
-            "report": str(folder.report),
-        }
+            "peak_memory_bytes": history.peak_memory_bytes, "reserved_memory_bytes": history.reserved_memory_bytes,
+            "predicted_peak_bytes": history.predicted_peak_bytes, "seconds": round(time.monotonic() - began, 2),
+            "out": str(folder.path), "report": str(folder.report),
+        }  # fmt: skip
         more = self._extension.results()
         if more:
             summary[self._extension.name] = more
@@ -330,14 +320,9 @@ class _TextRun:
         write_tensors(folder.model, tensors, {"format": "pt"})
         write_atomic(folder.sample, sample.encode())
         html = build_report(
-            summary=summary,
-            config=self.description(),
-            records=records,
-            ledger=self._ledger(),
-            sample=sample,
-            curves=self._extension.curves(),
-            remarks=self._extension.remarks(),
-        )
+            summary=summary, config=self.description(), records=records, ledger=self._ledger(), sample=sample,
+            curves=self._extension.curves(), remarks=self._extension.remarks(),
+        )  # fmt: skip
         write_atomic(folder.report, html.encode())
         folder.write_json(folder.summary, summary)  # last: its presence means that the run is complete
         return summary

@@ -50,13 +50,17 @@ def build_report(
         curves: additional charts.
         remarks: sentences on the meaning of the figures, placed below them.
     """
-    preset = str(summary["preset"])
-    millions = summary["parameters"] / 1e6
-    lead = (
-        f"{millions:.1f} million parameters, trained on {escape(str(config['corpus']['source']))}, "
-        f"on {escape(str(summary['device']))}"
+    preset, source, device = (
+        str(value) for value in (summary["preset"], config["corpus"]["source"], summary["device"])
     )
-    charts = [_loss_card(summary, config, records), *map(_curve_card, curves), _speed_card(records)]
+    lead = f"{summary['parameters'] / 1e6:.1f} million parameters, trained on {escape(source)}, on {escape(device)}"
+    versions = ", ".join(f"{name} {version}" for name, version in config["versions"].items())
+    charts = [_loss_card(summary, config, records)]
+    for curve in curves:
+        line = Line(curve.label, curve.points, "more", dots=len(curve.points) <= _MOST_DOTS)
+        charts.append(_chart_card(curve.title, line, curve.y_label))
+    speeds = [(float(record.step), record.tokens_per_s or 0.0) for record in records]
+    charts.append(_chart_card("Throughput", Line("tokens a second", speeds, "speed"), "tokens a second"))
     body = [
         f"<h1>Training report: {escape(preset)}</h1>",
         f'<p class="lead">{lead}</p>',
@@ -66,31 +70,25 @@ def build_report(
         _ledger_card(ledger),
         card("What the model writes", f"<pre>{escape(sample)}</pre>"),
         f'<div class="row">{_table_card("Settings", _settings(config))}{_table_card("Data", _data(config))}</div>',
-        f"<footer>{_footer(config)}</footer>",
+        f"<footer>{escape(versions)}</footer>",
     ]
     return document(f"Training report: {preset}", _STYLE, body)
 
 
 def _facts(summary: Mapping[str, Any]) -> str:
+    speed, predicted = summary["tokens_per_s"], summary.get("predicted_peak_bytes")
+    memory = "resident" if str(summary["device"]).startswith("cpu") else "allocated"
+    if predicted is not None:
+        memory += f"; a step was predicted to take {_bytes(predicted)}"
     items = [
         ("Held-out loss", f"{summary['validation_nats_per_byte']:.3f}", "nats a byte"),
         ("Bigram model", f"{summary['bigram_nats_per_byte']:.3f}", f"unigram {summary['unigram_nats_per_byte']:.3f}"),
-        ("Throughput", _speed(summary), "tokens a second, median"),
+        ("Throughput", "not recorded" if speed is None else f"{speed:,.0f}", "tokens a second, median"),
         ("Learned from", f"{summary['tokens'] / 1e6:,.2f} M", f"tokens in {summary['steps']:,} steps"),
-        ("Peak memory", _bytes(summary["peak_memory_bytes"]), _memory(summary)),
+        ("Peak memory", _bytes(summary["peak_memory_bytes"]), memory),
         ("Time", f"{summary['seconds']:,.0f} s", "in all"),
     ]
     return facts(items)
-
-
-def _speed(summary: Mapping[str, Any]) -> str:
-    return "not recorded" if summary["tokens_per_s"] is None else f"{summary['tokens_per_s']:,.0f}"
-
-
-def _memory(summary: Mapping[str, Any]) -> str:
-    where = "resident" if str(summary["device"]).startswith("cpu") else "allocated"
-    predicted = summary.get("predicted_peak_bytes")
-    return where if predicted is None else f"{where}; a step was predicted to take {_bytes(predicted)}"
 
 
 def _loss_card(summary: Mapping[str, Any], config: Mapping[str, Any], records: Sequence[StepRecord]) -> str:
@@ -104,26 +102,19 @@ def _loss_card(summary: Mapping[str, Any], config: Mapping[str, Any], records: S
     ]
     references = []
     if config["run"]["recipe"]["tokenizer"] == "bytes":  # the n-gram models count bytes
-        references = [
-            Reference("unigram", summary["unigram_nats_per_byte"]),
-            Reference("bigram", summary["bigram_nats_per_byte"]),
-        ]
+        references = [Reference(name, summary[f"{name}_nats_per_byte"]) for name in ("unigram", "bigram")]
     return card("Loss", line_chart(lines, x_label="step", y_label="nats a token", references=references))
 
 
-def _curve_card(curve: Curve) -> str:
-    line = Line(curve.label, curve.points, "more", dots=len(curve.points) <= _MOST_DOTS)
-    return card(curve.title, line_chart([line], x_label="step", y_label=curve.y_label, zero=True))
-
-
-def _speed_card(records: Sequence[StepRecord]) -> str:
-    speeds = [(float(record.step), record.tokens_per_s or 0.0) for record in records]
-    lines = [Line("tokens a second", speeds, "speed")]
-    return card("Throughput", line_chart(lines, x_label="step", y_label="tokens a second", zero=True))
+def _chart_card(title: str, line: Line, y_label: str) -> str:
+    return card(title, line_chart([line], x_label="step", y_label=y_label, zero=True))
 
 
 def _ledger_card(ledger: Mapping[str, Any]) -> str:
-    rows = sorted(ledger.get("ops", ()), key=_weight, reverse=True)
+    def weight(row: Mapping[str, Any]) -> tuple[float, int]:  # estimated total time, then calls
+        return (row.get("ms_p50") or 0.0) * row.get("calls", 0), row.get("calls", 0)
+
+    rows = sorted(ledger.get("ops", ()), key=weight, reverse=True)
     if not rows:
         return card("What ran where", '<p class="empty">The ledger recorded no calls.</p>')
     names = ("op", "implementation", "device", "case", "calls", "ms, median", "bytes", "flops", "not chosen")
@@ -138,31 +129,23 @@ def _ledger_card(ledger: Mapping[str, Any]) -> str:
     return card("What ran where", f'{tables}<p class="soft">{text}</p>')
 
 
-def _weight(row: Mapping[str, Any]) -> tuple[float, int]:
-    """Return the sort key of the ledger's rows: estimated total time, then calls."""
-    calls = row.get("calls", 0)
-    return (row.get("ms_p50") or 0.0) * calls, calls
-
-
 def _ledger_table(head: str, rows: Sequence[Mapping[str, Any]]) -> str:
     return f'<div class="scroll"><table><tr>{head}</tr>{"".join(_ledger_row(row) for row in rows)}</table></div>'
 
 
 def _ledger_row(row: Mapping[str, Any]) -> str:
-    ms = row.get("ms_p50")
+    ms, device = row.get("ms_p50"), row.get("device") or row.get("backend")
     refused = "; ".join(f"{entry.get('implementation')}: {entry.get('reason')}" for entry in row.get("refused", ()))
     cells = [
-        f'<td class="word">{escape(str(row.get("op")))}</td>',
-        f'<td class="word">{escape(str(row.get("implementation")))}</td>',
-        f'<td class="word">{escape(str(row.get("device") or row.get("backend")))}</td>',
-        f'<td class="case">{escape(str(row.get("case")))}</td>',
-        f'<td class="number">{row.get("calls", 0):,}</td>',
-        f'<td class="number">{"" if ms is None else f"{ms:.3f}"}</td>',
-        f'<td class="number">{_bytes(row.get("bytes") or 0)}</td>',
-        f'<td class="number">{_scaled(row.get("flops") or 0)}</td>',
-        f'<td class="soft">{escape(refused)}</td>',
+        *[("word", value) for value in (row.get("op"), row.get("implementation"), device)],
+        ("case", row.get("case")),
+        ("number", f"{row.get('calls', 0):,}"),
+        ("number", "" if ms is None else f"{ms:.3f}"),
+        ("number", _bytes(row.get("bytes") or 0)),
+        ("number", _scaled(row.get("flops") or 0)),
+        ("soft", refused),
     ]
-    return f"<tr>{''.join(cells)}</tr>"
+    return "".join(["<tr>", *[f'<td class="{kind}">{escape(str(value))}</td>' for kind, value in cells], "</tr>"])
 
 
 def _pairs(entry: object) -> str:
@@ -188,10 +171,6 @@ def _data(config: Mapping[str, Any]) -> list[tuple[str, object]]:
     corpus = config["corpus"]
     rows = [(name.replace("_", " "), value) for name, value in corpus.items()]
     return [(name, f"{value:,}" if isinstance(value, int) else value) for name, value in rows]
-
-
-def _footer(config: Mapping[str, Any]) -> str:
-    return escape(", ".join(f"{name} {version}" for name, version in config["versions"].items()))
 
 
 def _bytes(size: float) -> str:
