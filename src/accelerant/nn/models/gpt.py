@@ -81,51 +81,22 @@ class GPTConfig(ModelConfig):
 # --- Hugging Face's form ---------------------------------------------------------------------------------------------
 
 
-def _config_from_fields(fields: Fields) -> GPTConfig:
-    """Return the config that the fields of config.json describe; dropout rates are ignored.
-
-    Raises:
-        UnsupportedCase: a field asks for a feature that this model lacks.
-    """
-    fields.require("activation_function", "gelu_new", "gelu_pytorch_tanh")
-    fields.require("scale_attn_weights", True)
-    fields.require("scale_attn_by_inverse_layer_idx", False)
-    fields.require("reorder_and_upcast_attn", False)
-    fields.require("add_cross_attention", False)
-    fields.require("is_causal", True)
-    width = fields.integer("n_embd", 768)
-    fields.require("n_inner", None, 4 * width)
-    return GPTConfig(
-        vocab_size=fields.integer("vocab_size", 50257),
-        context=fields.integer("n_positions", 1024),
-        layers=fields.integer("n_layer", 12),
-        heads=fields.integer("n_head", 12),
-        width=width,
-        eps=fields.number("layer_norm_epsilon", 1e-5),
-        tied=fields.boolean("tie_word_embeddings", True),
-    )
+def _from_fields(fields: Fields, values: dict[str, Any]) -> GPTConfig:
+    fields.require("n_inner", None, 4 * values["width"])
+    return GPTConfig(**values)  # dropout rates are ignored
 
 
-def _config_to_fields(config: GPTConfig) -> dict[str, Any]:
+def _more_fields(config: GPTConfig) -> dict[str, Any]:
     if not config.bias:
         raise UnsupportedCase("GPT2LMHeadModel always has biases, this model has none (bias=False)")
     return {
-        "vocab_size": config.vocab_size,
-        "n_positions": config.context,
         "n_ctx": config.context,
-        "n_embd": config.width,
-        "n_layer": config.layers,
-        "n_head": config.heads,
         "n_inner": None,
         "activation_function": "gelu_new",
-        "layer_norm_epsilon": config.eps,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
         "reorder_and_upcast_attn": False,
-        "tie_word_embeddings": config.tied,
     }
 
 
@@ -159,12 +130,22 @@ LAYOUT: Layout[GPTConfig] = Layout(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     prefix="transformer.",
-    config_from_fields=_config_from_fields,
-    config_to_fields=_config_to_fields,
+    embedding="wte.weight",
+    fields={
+        "vocab_size": ("vocab_size", 50257), "context": ("n_positions", 1024), "layers": ("n_layer", 12),
+        "heads": ("n_head", 12), "width": ("n_embd", 768), "eps": ("layer_norm_epsilon", 1e-5),
+        "tied": ("tie_word_embeddings", True),
+    },
+    required={
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
+        "scale_attn_by_inverse_layer_idx": (False,), "reorder_and_upcast_attn": (False,),
+        "add_cross_attention": (False,), "is_causal": (True,),
+    },
+    from_fields=_from_fields,
+    more_fields=_more_fields,
     parts=_parts,
-    tied=lambda config: ("lm_head.weight", "wte.weight") if config.tied else None,
     ignored=re.compile(r"h\.\d+\.attn\.(bias|masked_bias)"),  # masks saved by older versions
-)
+)  # fmt: skip
 
 
 # --- the model -------------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ _SINGLE, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES_IN_MESSAGE = 4
+_HEAD = "lm_head.weight"
 
 
 class _Config(Protocol):
@@ -39,10 +40,13 @@ class _Config(Protocol):
 
     @property
     def layers(self) -> int: ...
+    @property
+    def tied(self) -> bool: ...
 
 
 C = TypeVar("C", bound=_Config)
 M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T", int, float, bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +71,40 @@ class Layout(Generic[C]):
     Attributes:
         model_type, architecture: as in config.json.
         prefix: prefix of all names except the head's; a checkpoint of the model without a head lacks it.
-        config_from_fields: fields of config.json -> our config.
-        config_to_fields: the inverse.
+        embedding: name of the embedding, which is the head, "lm_head.weight", too if the config ties them.
+        fields: field of our config -> its name in config.json, and its default there.
+        required: field of config.json -> its supported values; a missing field has the first.
+        from_fields: all fields of config.json, and the values of `fields` -> our config.
+        more_fields: our config -> what config.json has besides `fields`.
         parts: our config -> for each of our tensors, the parts whose concatenation along rows it is.
-        tied: our config -> (name of the head, name of the embedding) if both are one tensor, else None.
         ignored: names of further tensors that a checkpoint may contain.
     """
 
     model_type: str
     architecture: str
     prefix: str
-    config_from_fields: Callable[[Fields], C]
-    config_to_fields: Callable[[C], dict[str, Any]]
+    embedding: str
+    fields: Mapping[str, tuple[str, int | float | bool]]
+    required: Mapping[str, tuple[Any, ...]]
+    from_fields: Callable[[Fields, dict[str, Any]], C]
+    more_fields: Callable[[C], dict[str, Any]]
     parts: Callable[[C], dict[str, tuple[Part, ...]]]
-    tied: Callable[[C], tuple[str, str] | None]
     ignored: re.Pattern[str]
+
+    def config(self, fields: Fields) -> C:
+        """Return the config that the fields of config.json describe.
+
+        Raises:
+            FormatError: a field has another type.
+            UnsupportedCase: a field asks for a feature that this model lacks.
+        """
+        for name, supported in self.required.items():
+            fields.require(name, *supported)
+        values = {ours: fields.read(name, type(default), default) for ours, (name, default) in self.fields.items()}
+        return self.from_fields(fields, values)
+
+
+_KINDS = {int: "an integer", float: "a finite number", bool: "true or false"}
 
 
 class Fields:
@@ -100,26 +123,17 @@ class Fields:
         """Return a field's value unchecked."""
         return self._values.get(name, default)
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """Return an integer field; raise FormatError if it has another type, or is missing without a default."""
-        value = self._values.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise FormatError(f"{self.origin}: {name} must be an integer, got {value!r}")
-        return value
+    def read(self, name: str, kind: type[T], default: T | None = None) -> T:
+        """Return a field that is an int, a bool or a finite float; integers are valid as floats.
 
-    def number(self, name: str, default: float | None = None) -> float:
-        """Return a field that is a finite number; raise FormatError as `integer` does."""
+        Raises:
+            FormatError: it has another type, or is missing without a default.
+        """
         value = self._values.get(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not _is_finite(value):
-            raise FormatError(f"{self.origin}: {name} must be a finite number, got {value!r}")
-        return float(value)
-
-    def boolean(self, name: str, default: bool) -> bool:
-        """Return a field that is true or false; raise FormatError for another type."""
-        value = self._values.get(name, default)
-        if not isinstance(value, bool):
-            raise FormatError(f"{self.origin}: {name} must be true or false, got {value!r}")
-        return value
+        fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
+        if not fits or (kind is float and not _is_finite(value)):
+            raise FormatError(f"{self.origin}: {name} must be {_KINDS[kind]}, got {value!r}")
+        return kind(value)
 
     def fields(self, name: str) -> Fields | None:
         """Return the fields of a field that is an object; None if it is absent or null."""
@@ -243,7 +257,7 @@ def load(
         kind = fields.get("model_type")
         if kind != layout.model_type:
             raise fields.unsupported("model_type", kind, repr(layout.model_type))
-        config = layout.config_from_fields(fields)
+        config = layout.config(fields)
         if not isinstance(source, nn.Module):
             tensors = _open(folder, stack)
         count = sum(1 for _ in tensors.names())
@@ -252,7 +266,9 @@ def load(
         names = _matched(tensors, layout, config, origin)
         parts = layout.parts(config)
         if dtype is None:
-            dtype = _dtype_of(tensors, names[next(iter(parts.values()))[0].name])
+            found = tensors.dtype(names[next(iter(parts.values()))[0].name])
+            assert isinstance(found, torch.dtype)  # for the type checker: others are refused before
+            dtype = found
         state = {name: _concatenated(tensors, names, its, dtype, device) for name, its in parts.items()}
     with torch.device("meta"):
         model = build(config)
@@ -329,8 +345,7 @@ def _matched(tensors: _Tensors, layout: Layout[C], config: C, origin: str) -> di
     missing = [part.name for part in required if part.name not in full]
     if missing:
         raise FormatError(f"{origin} lacks {_quoted(missing)}")
-    tied = layout.tied(config)
-    known = {part.name for part in required} | ({tied[0]} if tied else set())
+    known = {part.name for part in required} | ({_HEAD} if config.tied else set())
     surplus = [name for name in full if name not in known and not layout.ignored.fullmatch(name)]
     if surplus:
         raise FormatError(f"{origin} has {_quoted(surplus)}, which a {layout.architecture} of its config lacks")
@@ -340,8 +355,8 @@ def _matched(tensors: _Tensors, layout: Layout[C], config: C, origin: str) -> di
             raise FormatError(f"{origin}: {name!r} must be {part.shape}, got {tensors.shape(name)}")
         if isinstance(tensors.dtype(name), str):
             raise FormatError(f"{origin}: {name!r} must be floating point, got {tensors.dtype(name)}")
-    if tied and tied[0] in full and not _are_equal(tensors, full[tied[0]], full[tied[1]]):
-        raise FormatError(f"{origin}: {tied[0]!r} differs from {tied[1]!r}, though the config ties them")
+    if config.tied and _HEAD in full and not _are_equal(tensors, full[_HEAD], full[layout.embedding]):
+        raise FormatError(f"{origin}: {_HEAD!r} differs from {layout.embedding!r}, though the config ties them")
     return full
 
 
@@ -356,12 +371,6 @@ def _quoted(names: list[str]) -> str:
     return ", ".join(map(repr, names[:_NAMES_IN_MESSAGE])) + more
 
 
-def _dtype_of(tensors: _Tensors, name: str) -> torch.dtype:
-    dtype = tensors.dtype(name)
-    assert isinstance(dtype, torch.dtype)  # for the type checker: others are refused before
-    return dtype
-
-
 def _concatenated(
     tensors: _Tensors, names: Mapping[str, str], parts: tuple[Part, ...], dtype: torch.dtype,
     device: torch.device | str | None,
@@ -369,11 +378,8 @@ def _concatenated(
     """Return a new tensor with the parts concatenated along rows."""
     read = [tensors.read(names[part.name]) for part in parts]
     rows = [tensor.t() if part.transposed else tensor for part, tensor in zip(parts, read, strict=True)]
-    whole = torch.empty(
-        (sum(row.shape[0] for row in rows), *rows[0].shape[1:]),
-        dtype=dtype,
-        device=rows[0].device if device is None else device,
-    )
+    device = rows[0].device if device is None else device
+    whole = torch.empty((sum(row.shape[0] for row in rows), *rows[0].shape[1:]), dtype=dtype, device=device)
     begin = 0
     for row in rows:
         whole[begin : begin + row.shape[0]] = row
@@ -404,13 +410,14 @@ def save(model: nn.Module, config: C, path: str | os.PathLike[str], layout: Layo
     if state.keys() != parts.keys():
         differing = sorted(state.keys() ^ parts.keys())
         raise UnsupportedCase(f"{layout.architecture} cannot represent {_quoted(differing)} of this model")
-    fields = layout.config_to_fields(config) | {
+    fields = {name: getattr(config, ours) for ours, (name, _) in layout.fields.items()}
+    fields |= layout.more_fields(config) | {
         "model_type": layout.model_type,
         "architectures": [layout.architecture],
         "dtype": str(next(iter(state.values())).dtype).removeprefix("torch."),
     }
     tensors = {
-        part.name if part.name == "lm_head.weight" else layout.prefix + part.name: tensor
+        part.name if part.name == _HEAD else layout.prefix + part.name: tensor
         for name, its in parts.items()
         for part, tensor in zip(its, _split(state[name], its), strict=True)
     }

@@ -84,36 +84,14 @@ class LlamaConfig(ModelConfig):
 # --- Hugging Face's form ---------------------------------------------------------------------------------------------
 
 
-def _config_from_fields(fields: Fields) -> LlamaConfig:
-    """Return the config that the fields of config.json describe.
-
-    Raises:
-        UnsupportedCase: a field asks for a feature that this model lacks.
-    """
-    fields.require("hidden_act", "silu")
-    fields.require("attention_bias", False)
-    fields.require("mlp_bias", False)
-    fields.require("pretraining_tp", 1)
-    fields.require("is_causal", True)
-    heads = fields.integer("num_attention_heads", 32)
-    kv_heads = fields.get("num_key_value_heads")
-    head_width = fields.get("head_dim")
-    context = fields.integer("max_position_embeddings", 2048)
+def _from_fields(fields: Fields, values: dict[str, Any]) -> LlamaConfig:
+    for ours, name, default in (
+        ("kv_heads", "num_key_value_heads", values["heads"]),
+        ("head_width", "head_dim", None),
+    ):
+        values[ours] = default if fields.get(name) is None else fields.read(name, int)
     base, scaling = _rope_settings(fields)
-    return LlamaConfig(
-        vocab_size=fields.integer("vocab_size", 32000),
-        context=context,
-        layers=fields.integer("num_hidden_layers", 32),
-        heads=heads,
-        kv_heads=heads if kv_heads is None else fields.integer("num_key_value_heads"),
-        width=fields.integer("hidden_size", 4096),
-        hidden=fields.integer("intermediate_size", 11008),
-        head_width=None if head_width is None else fields.integer("head_dim"),
-        rope_base=base,
-        rope_scaling=scaling,
-        eps=fields.number("rms_norm_eps", 1e-6),
-        tied=fields.boolean("tie_word_embeddings", False),
-    )
+    return LlamaConfig(**values, rope_base=base, rope_scaling=scaling)
 
 
 def _rope_settings(fields: Fields) -> tuple[float, Llama3Scaling | None]:
@@ -121,21 +99,21 @@ def _rope_settings(fields: Fields) -> tuple[float, Llama3Scaling | None]:
     new = fields.fields("rope_parameters")
     old = fields.fields("rope_scaling")
     rope = new if new is not None else old if old is not None else Fields({}, fields.origin)
-    base = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
+    base = rope.read("rope_theta", float, fields.read("rope_theta", float, 10000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return base, None
     if kind != "llama3":
         raise rope.unsupported("rope_type", kind, "'default' or 'llama3'")
     return base, Llama3Scaling(
-        factor=rope.number("factor"),
-        low_freq_factor=rope.number("low_freq_factor"),
-        high_freq_factor=rope.number("high_freq_factor"),
-        original_context=rope.integer("original_max_position_embeddings"),
+        factor=rope.read("factor", float),
+        low_freq_factor=rope.read("low_freq_factor", float),
+        high_freq_factor=rope.read("high_freq_factor", float),
+        original_context=rope.read("original_max_position_embeddings", int),
     )
 
 
-def _config_to_fields(config: LlamaConfig) -> dict[str, Any]:
+def _more_fields(config: LlamaConfig) -> dict[str, Any]:
     """Return the fields of config.json, those of rotary embeddings in the new and in the old form."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_base}
     if config.rope_scaling is not None:
@@ -148,16 +126,8 @@ def _config_to_fields(config: LlamaConfig) -> dict[str, Any]:
             "original_max_position_embeddings": scaling.original_context,
         }
     return {
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.context,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
         "num_key_value_heads": config.kv_heads,
-        "hidden_size": config.width,
-        "intermediate_size": config.hidden,
         "head_dim": config.head_size,
-        "rms_norm_eps": config.eps,
-        "tie_word_embeddings": config.tied,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
@@ -197,12 +167,21 @@ LAYOUT: Layout[LlamaConfig] = Layout(
     model_type="llama",
     architecture="LlamaForCausalLM",
     prefix="model.",
-    config_from_fields=_config_from_fields,
-    config_to_fields=_config_to_fields,
+    embedding="embed_tokens.weight",
+    fields={
+        "vocab_size": ("vocab_size", 32000), "context": ("max_position_embeddings", 2048),
+        "layers": ("num_hidden_layers", 32), "heads": ("num_attention_heads", 32), "width": ("hidden_size", 4096),
+        "hidden": ("intermediate_size", 11008), "eps": ("rms_norm_eps", 1e-6), "tied": ("tie_word_embeddings", False),
+    },
+    required={
+        "hidden_act": ("silu",), "attention_bias": (False,), "mlp_bias": (False,), "pretraining_tp": (1,),
+        "is_causal": (True,),
+    },
+    from_fields=_from_fields,
+    more_fields=_more_fields,
     parts=_parts,
-    tied=lambda config: ("lm_head.weight", "embed_tokens.weight") if config.tied else None,
     ignored=re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"),  # tables saved by older versions
-)
+)  # fmt: skip
 
 
 # --- the model -------------------------------------------------------------------------------------------------------
