@@ -113,14 +113,13 @@ class BPETokenizer:
         if self._end is None:
             raise FormatError(f"tokenizer has no {END_OF_TEXT} token")
         self.vocab_size = int(self._inner.get_vocab_size())
-        self._dtype = np.dtype(token_dtype(self.vocab_size))
         self.byte_lengths = np.zeros(self.vocab_size, np.int64)
         for token, index in self._inner.get_vocab().items():
             # Byte-level BPE writes each byte as one character of its own alphabet.
             self.byte_lengths[index] = 0 if token == END_OF_TEXT else len(token)
 
     def encode(self, documents: Sequence[Document], watch: Watch = _unwatched) -> NDArray[np.uint16 | np.uint32]:
-        parts = [np.zeros(0, self._dtype)]
+        parts: list[NDArray[np.uint16 | np.uint32]] = [np.zeros(0, token_dtype(self.vocab_size))]
         for batch, share in _batches(documents):
             parts.append(self._encoded(batch))
             watch(share)
@@ -135,11 +134,10 @@ class BPETokenizer:
         return self._encoded(small)
 
     def _encoded(self, pieces: Sequence[tuple[str, bool]]) -> NDArray[np.uint16 | np.uint32]:
+        dtype = token_dtype(self.vocab_size)
         rows = self._inner.encode_batch_fast([text for text, _ in pieces])  # on all cores
-        ends = (last for _, last in pieces)
-        return np.concatenate(
-            [np.array([*r.ids, self._end] if last else r.ids, self._dtype) for r, last in zip(rows, ends, strict=True)]
-        )
+        ids = ([*row.ids, self._end] if last else row.ids for row, (_, last) in zip(rows, pieces, strict=True))
+        return np.concatenate([np.array(tokens, dtype) for tokens in ids])
 
     def encode_text(self, text: str) -> list[int]:
         return list(self._inner.encode(text).ids)
