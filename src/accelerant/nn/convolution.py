@@ -54,13 +54,7 @@ class Conv2d(nn.Module):
             nn.init.uniform_(self.bias, -bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolve x with the weight.
-
-        Args:
-            x: (B, in_channels, H, W) or (in_channels, H, W).
-
-        Returns:
-            (B, out_channels, H', W') or (out_channels, H', W'), in x's dtype or the autocast dtype.
+        """Convolve x, (B, in_channels, H, W) or (in_channels, H, W), in its dtype or the autocast dtype.
 
         Raises:
             ShapeError: a different number of channels, or an image smaller than the kernel.

@@ -7,6 +7,8 @@ dtype, and norms accumulate in float32.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -31,9 +33,8 @@ from accelerant.runtime.memory.live_set import only_counts
 
 __all__ = [
     "MLP", "LayerNorm", "Linear", "MultiHeadAttention", "RMSNorm", "TransformerBlock", "compute_dtype",
-    "float8_weights", "fuses", "has_hooks", "require_float8", "require_width",
+    "float8_weights", "fuses", "has_hooks", "modes_kept", "require_float8", "require_width",
 ]  # fmt: skip
-
 
 FUSED = {"cuda"}
 """Device types on which a layer runs as one autograd function; elsewhere torch's own functions are as fast."""
@@ -99,6 +100,17 @@ def has_hooks(module: nn.Module, *, feeds_sinks: bool = False) -> bool:
     )
 
 
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Restore each module's training mode after the block; a frozen module may have another than the model."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
 def _pair(layer: Any) -> tuple[Tensor, Tensor | None]:
     return layer.weight, layer.bias
 
@@ -138,13 +150,7 @@ class Linear(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the map to the last dimension.
-
-        Args:
-            x: (..., in_features).
-
-        Returns:
-            (..., out_features), in x's dtype or the autocast dtype.
+        """Apply the map to x (..., in_features); return (..., out_features) in x's dtype or the autocast dtype.
 
         Raises:
             ShapeError: the last dimension is not in_features.
@@ -188,13 +194,7 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension.
-
-        Args:
-            x: (..., width).
-
-        Returns:
-            The shape of x, in x's dtype or the autocast dtype; sums accumulate in float32.
+        """Normalise x (..., width), in its dtype or the autocast dtype; sums accumulate in float32.
 
         Raises:
             ShapeError: the last dimension is not width.
@@ -267,17 +267,7 @@ class MultiHeadAttention(nn.Module):
         self.projection = Linear(width, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attend along the second dimension.
-
-        Args:
-            x: (B, T, width).
-
-        Returns:
-            (B, T, width).
-
-        Raises:
-            ShapeError: x is not (B, T, width).
-        """
+        """Attend along the second dimension of x (B, T, width); raise ShapeError for another shape."""
         if x.dim() != 3:
             raise ShapeError(f"MultiHeadAttention takes (batch, time, {self.width}), got {tuple(x.shape)}")
         batch, time, _ = x.shape

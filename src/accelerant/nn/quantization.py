@@ -73,17 +73,7 @@ class LinearInt8(nn.Module):
         return layer.train(linear.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the map to the last dimension.
-
-        Args:
-            x: (..., in_features).
-
-        Returns:
-            (..., out_features), in x's dtype or the autocast dtype.
-
-        Raises:
-            ShapeError: the last dimension is not in_features.
-        """
+        """Apply the map to x (..., in_features); result and errors as in Linear."""
         require_width(x, self.in_features, "LinearInt8")
         dtype = compute_dtype(x)
         bias = self.bias

@@ -106,18 +106,6 @@ class GRU(_Recurrent, nn.GRU):
     def forward(  # type: ignore[override]  # torch also takes packed and unbatched sequences
         self, x: Tensor, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Process sequences.
-
-        Args:
-            x: (B, T, inputs).
-            state: initial h, (layers directions, B, hidden); None for zeros.
-
-        Returns:
-            y (B, T, directions hidden), and h after the last step.
-
-        Raises:
-            ShapeError: x or the state has another shape.
-            UnsupportedDtype: x or a state has another dtype than the parameters.
-        """
+        """Process sequences; as LSTM, with h alone as the state."""
         (h,) = _initial_states(self, x, () if state is None else (state,), 1)
         return gru(x, h, _weights(self), **_options(self))

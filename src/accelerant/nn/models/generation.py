@@ -181,8 +181,7 @@ class Decoding:
         use_cache: False reads the whole window in every step.
         graph: whether to capture a step as a CUDA graph; None: on a GPU, for at least 8 tokens.
 
-    The model reads a window: at first the prompt, or its last `context` tokens. The window grows by each token; when it
-    would exceed the context it is cut to its last context // 2 tokens, which are read as a new prompt.
+    The model reads a window of the tokens; see LanguageModel.generate.
     """
 
     def __init__(

@@ -232,20 +232,7 @@ def load(
     build: Callable[[C], M], source: str | os.PathLike[str] | nn.Module, layout: Layout[C], dtype: torch.dtype | None,
     device: torch.device | str | None,
 ) -> M:  # fmt: skip
-    """Build a model from the weights of a folder or of a transformers model.
-
-    Args:
-        build: our config -> the model.
-        source: folder, or module with a `config`.
-        layout: the checkpoint format of this kind of model.
-        dtype: dtype of the parameters; None: that of the embedding.
-        device: device of the parameters; None: the CPU for a folder, the module's device for a module.
-
-    Raises:
-        ConfigError: no such folder.
-        FormatError: a malformed file; tensors that are missing, unexpected, or of another shape or dtype.
-        UnsupportedCase: a field of the configuration asks for a feature that our model lacks.
-    """
+    """Build a model by `build`, from our config, with the weights of `source`; see LanguageModel.from_pretrained."""
     with ExitStack() as stack:
         tensors: _Tensors
         if isinstance(source, nn.Module):
@@ -391,17 +378,9 @@ def _concatenated(
 
 
 def save(model: nn.Module, config: C, path: str | os.PathLike[str], layout: Layout[C], *, max_shard_bytes: int) -> None:
-    """Write a model in the format of transformers.
+    """Write a model in the format of transformers; see LanguageModel.save_pretrained.
 
-    Args:
-        path: folder, created if absent. Weights of another model in it are replaced.
-        layout: the checkpoint format of this kind of model.
-        max_shard_bytes: size limit of a file; a larger tensor gets a file of its own.
-
-    Raises:
-        ConfigError: max_shard_bytes below 1.
-        UnsupportedCase: the model has other tensors, quantised layers for example. Nothing is written then.
-        OSError: the folder cannot be written. Each file is complete or absent.
+    Each file is complete or absent. A tensor larger than max_shard_bytes gets a file of its own.
     """
     if max_shard_bytes < 1:
         raise ConfigError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerant.errors import ConfigError, ShapeError
+from accelerant.nn.layers import modes_kept
 from accelerant.nn.models import generation, hugging_face
 from accelerant.nn.models.generation import Decodable, require_tokens
 
@@ -120,16 +121,12 @@ class LanguageModel(nn.Module):
             ShapeError: idx is not (B, T).
             UnsupportedDtype: idx is not int32 or int64.
         """
-        modes = {module: module.training for module in self.modules()}  # submodules may differ in mode
-        self.eval()
-        try:
+        with modes_kept(self):
+            self.eval()
             return generation.generate(
                 cast("Decodable", self), idx, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
                 seed=seed, generator=generator, stop=stop, use_cache=use_cache,
             )  # fmt: skip
-        finally:
-            for module, training in modes.items():
-                module.training = training
 
     @classmethod
     def from_pretrained(

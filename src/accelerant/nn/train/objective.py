@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError
+from accelerant.nn.layers import modes_kept
 from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.data import Batch
 from accelerant.nn.train.step import require_scalar
 
 __all__ = [
-    "Evaluation", "Loss", "Metric", "Objective", "accuracy", "autocast", "evaluate", "modes_of", "precision_of",
-    "restore_modes",
+    "Evaluation", "Loss", "Metric", "Objective", "accuracy", "autocast", "evaluate", "precision_of",
 ]  # fmt: skip
 
 Metric = Callable[[Tensor, Tensor], Tensor]
@@ -196,17 +196,6 @@ def autocast(device: torch.device, precision: torch.dtype | None) -> AbstractCon
     return nullcontext() if precision is None else torch.autocast(device.type, dtype=precision)
 
 
-def modes_of(model: nn.Module) -> dict[nn.Module, bool]:
-    """Return each module's training mode; a frozen module may have another than the model."""
-    return {module: module.training for module in model.modules()}
-
-
-def restore_modes(modes: Mapping[nn.Module, bool]) -> None:
-    """Restore the result of `modes_of`."""
-    for module, training in modes.items():
-        module.training = training
-
-
 @torch.no_grad()
 def evaluate(
     objective: Objective, model: nn.Module, batches: Iterable[Batch], *, step: int, device: torch.device,
@@ -224,13 +213,12 @@ def evaluate(
     Raises:
         ConfigError: there is no batch.
     """
-    modes = modes_of(model)
-    model.eval()
     total: Tensor | None = None
     weights: Tensor | None = None
     names: list[str] = []
     rows = 0
-    try:
+    with modes_kept(model):
+        model.eval()
         for batch in batches:
             moved = [tensor.to(device, non_blocking=True) for tensor in batch]
             with autocast(device, precision):
@@ -246,8 +234,6 @@ def evaluate(
             weights = weight if weights is None else weights + weight
             rows += count
             watch(rows)
-    finally:
-        restore_modes(modes)
     if total is None or weights is None:
         raise ConfigError("there are no rows to evaluate on")
     loss_mean, *others = (total / weights).tolist()

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from accelerant.errors import ConfigError, DivergenceError, FormatError, OutOfMemory
-from accelerant.nn.layers import float8_weights, require_float8
+from accelerant.nn.layers import float8_weights, modes_kept, require_float8
 from accelerant.nn.train.callbacks import Callback, Step, TensorBoard
 from accelerant.nn.train.checkpoint import BestModel, Checkpoints, gathered, require_same_config, restored
 from accelerant.nn.train.config import TrainConfig
@@ -49,9 +49,7 @@ from accelerant.nn.train.objective import (
     Objective,
     autocast,
     evaluate,
-    modes_of,
     precision_of,
-    restore_modes,
 )
 from accelerant.nn.train.optim import MakeOptimizer, learning_rate, make_optimizer
 from accelerant.nn.train.profiler import KernelTime, StepProfiler
@@ -208,16 +206,14 @@ class Trainer:
         Raises: as `fit`.
         """
         self.stopping = ""
-        modes = modes_of(self.model)
         run = _Run(self, source, held_out, folder, fingerprint or source.fingerprint(), evaluate_at)
         self.history = run.history
         try:
-            run.execute(resume=resume)
+            with modes_kept(self.model):
+                run.execute(resume=resume)
         except BaseException as error:
             self.notify("failed", error)
             raise
-        finally:
-            restore_modes(modes)
         self.profile = [] if run.profiler is None else run.profiler.table
         self.notify("end", run.history)
         return run.history
