@@ -9,7 +9,7 @@ from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._launch import RowPlan
 from accelerant.ops.norm import launch
-from accelerant.ops.norm.reference import add_layer_norm_reference, add_rms_norm_reference, layer_norm_reference
+from accelerant.ops.norm.op import add_layer_norm_reference, add_rms_norm_reference, layer_norm_reference
 
 WIDTHS = pytest.mark.parametrize("width", [2, 33, 768, 5000, 20000])
 

@@ -10,7 +10,10 @@ from accelerant.ops._library import name_of
 from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case
 
-__all__ = ["FLOATING", "check_dtype", "check_matches", "not_a_tensor", "refuses_float64", "refuses_triton_kernel"]
+__all__ = [
+    "FLOATING", "check_dtype", "check_matches", "check_or_float32", "not_a_tensor", "refuses_float64",
+    "refuses_triton_kernel",
+]  # fmt: skip
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Dtypes that the ops take; kernels compute in float32, and torch's functions serve float64."""
@@ -32,9 +35,7 @@ def check_matches(op: str, x: Tensor, name: str = "x", **others: Tensor | None) 
     """Check that tensors have the dtype and device of x; None is skipped.
 
     Raises:
-        UnsupportedDtype: another dtype.
-        ShapeError: another device.
-        TypeError: not a tensor.
+        UnsupportedDtype, ShapeError, TypeError: another dtype, another device, no tensor.
     """
     for other_name, other in others.items():
         if other is None:
@@ -50,6 +51,19 @@ def check_matches(op: str, x: Tensor, name: str = "x", **others: Tensor | None) 
             names = f"{name_of(x.dtype)} and {name_of(other.dtype)}"
             raise UnsupportedDtype(f"{name} and {other_name} must have one dtype, got {names}")
         raise ShapeError(f"{name} and {other_name} must be on one device, got {x.device} and {other.device}")
+
+
+def check_or_float32(name: str, other: Tensor, x: Tensor) -> None:
+    """Check that a tensor has the dtype of x, or float32 with a narrower x, and is on its device.
+
+    Raises:
+        UnsupportedDtype, ShapeError: another dtype, another device.
+    """
+    if other.dtype != x.dtype and (other.dtype != torch.float32 or x.dtype == torch.float64):
+        allowed = name_of(x.dtype) + ("" if x.dtype in (torch.float32, torch.float64) else " or float32")
+        raise UnsupportedDtype(f"{name} must be {allowed} for x of {name_of(x.dtype)}, got {name_of(other.dtype)}")
+    if other.device != x.device:
+        raise ShapeError(f"{name} must be on {x.device}, where x is; it is on {other.device}")
 
 
 def not_a_tensor(op: str, name: str, x: object) -> TypeError:

@@ -44,15 +44,23 @@ def launch(x: Tensor, seed: Tensor, p: float, num_warps: int = NUM_WARPS) -> Ten
     return y
 
 
-def launch_llvm(x: Tensor, seed: Tensor, p: float) -> Tensor:
-    """Compute `launch` on a CPU, on all its cores."""
-    return _llvm(x, seed, p)
+def launch_llvm(x: Tensor, seed: Tensor, p: float, *mask: Tensor) -> Tensor:
+    """Compute `launch` on a CPU, on all its cores, and write the mask if memory for it is given."""
+    y = x.new_empty(x.shape)
+    n = x.numel()
+    if n:
+        provider, compiled = _compiled(DropoutKernel(x.dtype, bool(mask)))
+        whole, left = divmod(n, 4 * GROUP)
+        indices = whole * GROUP // COUNTERS + ceil_div(min(left, GROUP), COUNTERS)
+        args = (x.contiguous(), seed, y, n, threshold(p), 1.0 / (1.0 - p), *mask)
+        provider.launch(compiled, (indices,), (1,), args)
+    return y
 
 
 def launch_llvm_masked(x: Tensor, seed: Tensor, p: float) -> tuple[Tensor, Tensor]:
     """Compute launch_llvm, and return the mask too."""
     mask = empty_mask(x)
-    return _llvm(x, seed, p, mask), mask
+    return launch_llvm(x, seed, p, mask), mask
 
 
 def launch_llvm_backward(dy: Tensor, seed: Tensor, mask: Tensor, p: float) -> Tensor:
@@ -68,18 +76,6 @@ def launch_llvm_backward(dy: Tensor, seed: Tensor, mask: Tensor, p: float) -> Te
 def empty_mask(x: Tensor) -> Tensor:
     """Return memory for the mask of x, one bit per element; llvm_kernels.py describes its layout."""
     return x.new_empty(ceil_div(x.numel(), 4 * GROUP) * GROUP // 2, dtype=torch.uint8)
-
-
-def _llvm(x: Tensor, seed: Tensor, p: float, *mask: Tensor) -> Tensor:
-    y = x.new_empty(x.shape)
-    n = x.numel()
-    if n:
-        provider, compiled = _compiled(DropoutKernel(x.dtype, bool(mask)))
-        whole, left = divmod(n, 4 * GROUP)
-        indices = whole * GROUP // COUNTERS + ceil_div(min(left, GROUP), COUNTERS)
-        args = (x.contiguous(), seed, y, n, threshold(p), 1.0 / (1.0 - p), *mask)
-        provider.launch(compiled, (indices,), (1,), args)
-    return y
 
 
 @functools.cache
@@ -126,11 +122,7 @@ def _philox(c0: Tensor, c1: Tensor, k0: Tensor, k1: Tensor) -> tuple[Tensor, Ten
     c2 = c3 = torch.zeros_like(c0)
     for _ in range(10):
         first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = (
-            ((second >> 32) & _LOW) ^ c1 ^ k0,
-            second & _LOW,
-            ((first >> 32) & _LOW) ^ c3 ^ k1,
-            first & _LOW,
-        )
+        c0, c2 = ((second >> 32) & _LOW) ^ c1 ^ k0, ((first >> 32) & _LOW) ^ c3 ^ k1
+        c1, c3 = second & _LOW, first & _LOW
         k0, k1 = (k0 + 0x9E3779B9) & _LOW, (k1 + 0xBB67AE85) & _LOW
     return c0, c1, c2, c3

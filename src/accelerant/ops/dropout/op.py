@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,29 +24,29 @@ __all__ = ["dropout", "dropout_bwd", "dropout_fwd"]
 _FEW, _FEW_LEARNING = 2048, 8192
 """Up to this many elements torch's dropout is faster on a CPU, without and with a gradient."""
 
-_IMPLEMENTATIONS = (
-    Implementation("triton", launch, refuses=refuses_triton_kernel, own=True),
-    Implementation("llvm", kernels.launch_llvm, refuses=refuses_llvm, own=True),
-    Implementation("torch", torch_dropout),
+_triton = Implementation("triton", launch, refuses=refuses_triton_kernel, own=True)
+
+
+def _llvm(run: Callable[..., Any]) -> Implementation:
+    return Implementation("llvm", run, refuses=refuses_llvm, own=True)
+
+
+def _torch(run: Callable[..., Any], *, differentiable: bool = False) -> Implementation:
+    return Implementation("torch", run, differentiable=differentiable)
+
+
+dropout_fwd, dropout_bwd = (
+    Operation(name, (_triton, _llvm(kernels.launch_llvm), _torch(torch_dropout)), cost=accesses(2, 15))
+    for name in ("dropout_fwd", "dropout_bwd")
 )
-dropout_fwd = Operation("dropout_fwd", _IMPLEMENTATIONS, cost=accesses(2, 15))
-dropout_bwd = Operation("dropout_bwd", _IMPLEMENTATIONS, cost=accesses(2, 15))
 
 # On a CPU, where the forward pass stores the mask for the backward pass, one bit per element.
 _masked_fwd = Operation(
-    "dropout_masked_fwd",
-    (
-        Implementation("llvm", kernels.launch_llvm_masked, refuses=refuses_llvm, own=True),
-        Implementation("torch", kernels.torch_masked),
-    ),
-    cost=accesses(2, 15),
+    "dropout_masked_fwd", (_llvm(kernels.launch_llvm_masked), _torch(kernels.torch_masked)), cost=accesses(2, 15)
 )
 _masked_bwd = Operation(
     "dropout_masked_bwd",
-    (
-        Implementation("llvm", kernels.launch_llvm_backward, refuses=refuses_llvm, own=True),
-        Implementation("torch", lambda dy, seed, mask, p: torch_dropout(dy, seed, p)),
-    ),
+    (_llvm(kernels.launch_llvm_backward), _torch(lambda dy, seed, mask, p: torch_dropout(dy, seed, p))),
     cost=accesses(2, 1),
 )
 
@@ -53,15 +54,11 @@ _masked_bwd = Operation(
 # torch's own dropout, which stores its mask: for calls without a seed that no kernel serves, or serves faster.
 def _torch_native(x: Tensor, p: float, keep: bool = True) -> tuple[Tensor, ...]:
     """Return the result and the mask; if not `keep` only the result, faster and with torch's own gradient."""
-    return torch.native_dropout(x, p, True) if keep else (F.dropout(x, p),)
+    return torch.native_dropout(x.contiguous(), p, True) if keep else (F.dropout(x, p),)
 
 
-_native_fwd = Operation(
-    "dropout_native_fwd", (Implementation("torch", _torch_native, differentiable=True),), cost=accesses(2, 1)
-)
-_native_bwd = Operation(
-    "dropout_native_bwd", (Implementation("torch", torch.ops.aten.native_dropout_backward),), cost=accesses(2, 1)
-)
+_native_fwd = Operation("dropout_native_fwd", (_torch(_torch_native, differentiable=True),), cost=accesses(2, 1))
+_native_bwd = Operation("dropout_native_bwd", (_torch(torch.ops.aten.native_dropout_backward),), cost=accesses(2, 1))
 
 
 _cpu = CpuFastPath(lambda x, p=0.5, **_: torch.dropout(x, p, True), by_gradient=True)
@@ -160,19 +157,15 @@ def _checked(seed: int | Tensor, x: Tensor) -> int | Tensor:
     return seed - 2**64 if seed >= 2**63 else seed
 
 
-def _forward(x: Tensor, seed: Tensor, p: float) -> Tensor:
-    y: Tensor = dropout_fwd(Case(x.device, x.dtype, x.shape), x, seed, p)
-    return y
-
-
-def _backward(dy: Tensor, seed: Tensor, p: float, needs: Sequence[bool]) -> tuple[Tensor]:
-    return (dropout_bwd(Case(dy.device, dy.dtype, dy.shape), dy, seed, p),)
+def _case(x: Tensor, *_: object) -> Case:
+    return Case(x.device, x.dtype, x.shape)
 
 
 _dropout = DifferentiableOp(
     "dropout(Tensor x, Tensor seed, float p) -> (Tensor y)",
-    forward=_forward,
-    backward=_backward,
+    operation=dropout_fwd,
+    case=_case,
+    backward=lambda dy, seed, p, needs: (dropout_bwd(_case(dy), dy, seed, p),),
     composite_backward=lambda dy, seed, p, needs: (torch_dropout(dy, seed, p),),
     saves=("seed",),
     gradients={"x": "y"},
@@ -180,21 +173,11 @@ _dropout = DifferentiableOp(
     fake=lambda x, seed, p: x.new_empty(x.shape),
     decomposes=True,
 )
-
-
-def _masked_forward(x: Tensor, seed: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    results: tuple[Tensor, Tensor] = _masked_fwd(Case(x.device, x.dtype, x.shape), x, seed, p)
-    return results
-
-
-def _masked_backward(dy: Tensor, seed: Tensor, mask: Tensor, p: float, needs: Sequence[bool]) -> tuple[Tensor]:
-    return (_masked_bwd(Case(dy.device, dy.dtype, dy.shape), dy, seed, mask, p),)
-
-
 _masked = DifferentiableOp(
     "dropout_masked(Tensor x, Tensor seed, float p) -> (Tensor y, Tensor mask)",
-    forward=_masked_forward,
-    backward=_masked_backward,
+    operation=_masked_fwd,
+    case=_case,
+    backward=lambda dy, seed, mask, p, needs: (_masked_bwd(_case(dy), dy, seed, mask, p),),
     composite_backward=lambda dy, seed, mask, p, needs: (torch_dropout(dy, seed, p),),
     saves=("seed", "mask"),
     gradients={"x": "y"},
@@ -202,28 +185,17 @@ _masked = DifferentiableOp(
     fake=lambda x, seed, p: (x.new_empty(x.shape), empty_mask(x)),
     decomposes=True,
 )
-
-
-def _native_forward(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    results: tuple[Tensor, Tensor] = _native_fwd(Case(x.device, x.dtype, x.shape), x.contiguous(), p)
-    return results
-
-
-def _native_backward(dy: Tensor, mask: Tensor, p: float, needs: Sequence[bool]) -> tuple[Tensor]:
-    return (_native_bwd(Case(dy.device, dy.dtype, dy.shape), dy.contiguous(), mask, 1.0 / (1.0 - p)),)
-
-
 _native = DifferentiableOp(
     "dropout_native(Tensor x, float p) -> (Tensor y, Tensor mask)",
-    forward=_native_forward,
-    backward=_native_backward,
+    operation=_native_fwd,
+    case=_case,
+    backward=lambda dy, mask, p, needs: (_native_bwd(_case(dy), dy.contiguous(), mask, 1.0 / (1.0 - p)),),
     composite_backward=lambda dy, mask, p, needs: (dy * mask.to(dy.dtype) * (1.0 / (1.0 - p)),),
     saves=("mask",),
     gradients={"x": "y"},
     composite=F.dropout,
-    operation=_native_fwd,
     cpu=_cpu,
-    cpu_case=lambda x, p: Case(x.device, x.dtype, x.shape) if x.is_contiguous() else None,
+    cpu_case=lambda x, p: _case(x) if x.is_contiguous() else None,
     cpu_args=(False,),
     fake=lambda x, p: (x.new_empty(x.shape), x.new_empty(x.shape, dtype=torch.bool)),
     decomposes=True,

@@ -24,12 +24,8 @@ def philox_reference(counter: list[_Words], key: tuple[int, int], rounds: int = 
     k0, k1 = key
     for _ in range(rounds):
         first, second = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
-        c0, c1, c2, c3 = (
-            (second >> _32) ^ c1 ^ np.uint64(k0),
-            second & _LOW,
-            (first >> _32) ^ c3 ^ np.uint64(k1),
-            first & _LOW,
-        )
+        c0, c2 = (second >> _32) ^ c1 ^ np.uint64(k0), (first >> _32) ^ c3 ^ np.uint64(k1)
+        c1, c3 = second & _LOW, first & _LOW
         k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
     return [c0, c1, c2, c3]
 

@@ -14,8 +14,8 @@ from accelerant.ops.multi_tensor.tables import Table, Tensors, Workspace
 from accelerant.runtime.compilation.triton import TritonKernel
 
 __all__ = [
-    "KERNELS", "KINDS", "PLANS", "SMALL", "AdamWGroup", "ChunkPlan", "SGDGroup", "Update", "launch_adamw",
-    "launch_clip", "launch_norm", "launch_sgd",
+    "KERNELS", "KINDS", "PLANS", "SMALL", "AdamWGroup", "ChunkPlan", "SGDGroup", "Update", "launch_clip",
+    "launch_norm", "launch_update",
 ]  # fmt: skip
 
 _NAMES = ("norm", "total", "scale", "adamw_prepare", "adamw", "sgd_prepare", "sgd")
@@ -33,11 +33,9 @@ class ChunkPlan:
 
 
 PLANS = {
-    "norm": ChunkPlan(16384, 4096, 8),
-    "scale": ChunkPlan(4096, 4096, 8),
-    "adamw": ChunkPlan(1024, 1024, 4),
-    "sgd": ChunkPlan(1024, 1024, 4),
-}
+    "norm": ChunkPlan(16384, 4096, 8), "scale": ChunkPlan(4096, 4096, 8),
+    "adamw": ChunkPlan(1024, 1024, 4), "sgd": ChunkPlan(1024, 1024, 4),
+}  # fmt: skip
 """By kernel; tests and measurements replace entries."""
 
 SMALL = {"BLOCK_T": 256, "BLOCK_P": 8192}
@@ -104,16 +102,6 @@ class Update:
     found_inf: Tensor | None = None
 
 
-def launch_adamw(update: Update) -> None:
-    """Launch the norm if max_norm is set, the coefficients, and AdamW's update."""
-    _launch_update("adamw", update)
-
-
-def launch_sgd(update: Update) -> None:
-    """Launch the norm if max_norm is set, the coefficients, and SGD's update."""
-    _launch_update("sgd", update)
-
-
 def launch_norm(table: Table, out: Tensor, max_norm: float = 1.0) -> None:
     """Write the norm of the gradients and the clipping coefficient into out, two float32."""
     partials = _launch_partials(table)
@@ -126,7 +114,8 @@ def launch_clip(table: Table, scale: Tensor) -> None:
     _launch_buckets("scale", table, [{"GRAD": KINDS[bucket.grad]} for bucket in table.buckets], scale)
 
 
-def _launch_update(name: str, update: Update) -> None:
+def launch_update(name: str, update: Update) -> None:
+    """Launch the norm if max_norm is set, the coefficients, and the update of "adamw" or "sgd"."""
     table = update.table
     if table is None:
         raise AccelerantError(f"{name}: a launch without a table")
@@ -142,16 +131,13 @@ def _launch_update(name: str, update: Update) -> None:
         {**SMALL, "CLIP": partials is not None},
         num_warps=_SMALL_WARPS,
     )  # fmt: skip
-    constants: list[dict[str, object]] = [
-        {
-            "PARAM": KINDS[bucket.param or torch.float32],
-            "GRAD": KINDS[bucket.grad],
-            "STATE": KINDS[bucket.state or torch.float32],
-            **({"BUFFER": bucket.state is not None} if name == "sgd" else {}),
-            "MASTER": bucket.master,
-        }
-        for bucket in table.buckets
-    ]
+    constants: list[dict[str, object]] = []
+    for bucket in table.buckets:
+        param, state = KINDS[bucket.param or torch.float32], KINDS[bucket.state or torch.float32]
+        buffer = {"BUFFER": bucket.state is not None} if name == "sgd" else {}
+        constants.append(
+            {"PARAM": param, "GRAD": KINDS[bucket.grad], "STATE": state, **buffer, "MASTER": bucket.master}
+        )
     _launch_buckets(name, table, constants, table.coefficients())
 
 

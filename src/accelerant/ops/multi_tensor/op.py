@@ -7,6 +7,7 @@ accelerant.nn.optim call the Operations directly.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,15 +46,16 @@ def _update_cost(case: Case) -> Cost:
     reads = 2 if "clipped" in case.options else 1
     total = 0
     for bucket in _buckets(case):
-        param = (
-            0 if bucket.param is None else (bucket.param.itemsize + 8 if bucket.master else 2 * bucket.param.itemsize)
-        )
-        state = 0 if bucket.state is None else 2 * states * bucket.state.itemsize
-        total += bucket.elements * (param + state + reads * bucket.grad.itemsize)
+        moved = reads * bucket.grad.itemsize
+        if bucket.param is not None:
+            moved += bucket.param.itemsize + (8 if bucket.master else bucket.param.itemsize)
+        if bucket.state is not None:
+            moved += 2 * states * bucket.state.itemsize
+        total += bucket.elements * moved
     return Cost(total, (15 if states == 2 else 6) * case.shape[1])
 
 
-def _gradients_cost(case: Case, passes: int) -> Cost:
+def _gradients_cost(passes: int, case: Case) -> Cost:
     return Cost(passes * sum(bucket.elements * bucket.grad.itemsize for bucket in _buckets(case)), 2 * case.shape[1])
 
 
@@ -63,26 +65,29 @@ def _triton_norm(grads: Sequence[Tensor], table: Table, max_norm: float) -> Tens
     return out
 
 
-def _triton_clip(grads: Sequence[Tensor], table: Table, scale: Tensor) -> None:
-    launch.launch_clip(table, scale)
-
-
-adamw_step = triton_operation(
-    "adamw_step", launch.launch_adamw, torch_adamw, cost=_update_cost, refuses=_refuses, mutates=True
+adamw_step, sgd_step = (
+    triton_operation(
+        f"{name}_step",
+        partial(launch.launch_update, name),
+        torch_step,
+        cost=_update_cost,
+        refuses=_refuses,
+        mutates=True,
+    )
+    for name, torch_step in (("adamw", torch_adamw), ("sgd", torch_sgd))
 )
-sgd_step = triton_operation("sgd_step", launch.launch_sgd, torch_sgd, cost=_update_cost, refuses=_refuses, mutates=True)
 global_norm = triton_operation(
     "global_norm",
     _triton_norm,
     lambda grads, table, max_norm: torch_norm(grads, max_norm),
-    cost=lambda case: _gradients_cost(case, 1),
+    cost=partial(_gradients_cost, 1),
     refuses=_refuses,
 )
 clip_step = triton_operation(
     "clip_step",
-    _triton_clip,
+    lambda grads, table, scale: launch.launch_clip(table, scale),
     lambda grads, table, scale: torch_clip(grads, scale),
-    cost=lambda case: _gradients_cost(case, 2),
+    cost=partial(_gradients_cost, 2),
     refuses=_refuses,
     mutates=True,
 )

@@ -93,7 +93,7 @@ class Workspace:
         self._tables: OrderedDict[Any, Table] = OrderedDict()
         self._reserved: list[Tensor] = []
         self._reserved_size = 0
-        self._captured: list[object] = []
+        self.captured: list[object] = []  # what captured graphs use, held as long as the workspace exists
 
     def table(self, tensors: Tensors) -> Table:
         """Return the table of these tensors, kept or new."""
@@ -113,9 +113,9 @@ class Workspace:
         if self.device.type == "cuda":
             if len(self._reserved) < _RESERVED:
                 self.reserve(self._reserved_size)
-            table.used_on(torch._C._cuda_getCurrentRawStream(self.device.index))
+            table.streams.add(torch._C._cuda_getCurrentRawStream(self.device.index))
             if capturing(self.device):
-                self._captured.append(table)
+                self.captured.append(table)
         return table
 
     def to_device(self, values: np.ndarray[Any, Any]) -> Tensor:
@@ -136,17 +136,13 @@ class Workspace:
                     f"same parameters; it serves {_RESERVED} captured steps"
                 )
             pinned = self._reserved.pop(index)
-            self._captured.append(pinned)
+            self.captured.append(pinned)
         else:
             pinned = _pinned(size)
         pinned[:size].copy_(flat)
         copy = torch.empty(size, dtype=torch.int64, device=self.device)
         copy.copy_(pinned[:size], non_blocking=True)
         return copy
-
-    def keep(self, captured: object) -> None:
-        """Hold an object that a captured graph uses as long as the workspace exists."""
-        self._captured.append(captured)
 
     def reserve(self, size: int) -> None:
         """Keep pinned memory of at least `size` integers ready for captures."""
@@ -188,12 +184,13 @@ class Table:
     Attributes:
         buckets: the tensors by combination of dtypes and layout, the largest first.
         shape: number of tensors and of elements, for a Case.
+        streams: the CUDA streams that read the table.
         by_group: cache of torch_steps' classification of the groups; None until computed.
     """
 
     def __init__(self, workspace: Workspace, tensors: Tensors, addresses: tuple[int, ...]) -> None:
         self._workspace = workspace
-        self._streams: set[int] = set()
+        self.streams: set[int] = set()
         self._groups = tensors.groups
         self._new = tensors.new
         self._lengths = tuple([len(column) for column in _columns(tensors)])
@@ -248,7 +245,7 @@ class Table:
             device = self._workspace.device
             partials = torch.zeros(size, dtype=torch.float32, device=device)
             if capturing(device):  # zeros only once the graph has run
-                self._workspace.keep(partials)
+                self._workspace.captured.append(partials)
             else:
                 self._partials[size] = partials
         return partials
@@ -262,16 +259,12 @@ class Table:
             chunks = self._maps[bucket, chunk] = _chunk_map(self._workspace.device, members, numels, chunk)
         return chunks
 
-    def used_on(self, stream: int) -> None:
-        """Record a stream that reads the table."""
-        self._streams.add(stream)
-
     def retire(self) -> None:
         """Tell the allocator, before the table is freed, to wait for every stream that still reads it."""
-        if len(self._streams) > 1:
+        if len(self.streams) > 1:
             for tensor in (self._rows, self._coefficients, *self._partials.values(), *self._maps.values()):
                 if tensor is not None:
-                    for stream in self._streams:
+                    for stream in self.streams:
                         tensor.record_stream(torch.cuda.ExternalStream(stream, device=tensor.device))
 
 
@@ -328,27 +321,20 @@ def _classify(tensors: Tensors, i: int) -> tuple[Any, ...]:
 
 
 def same_layout(tensors: Sequence[Tensor | None]) -> bool:
-    """Return whether tensors of one shape have the same dense memory layout; None is skipped."""
+    """Return whether tensors of one shape have the same dense memory layout; None is skipped.
+
+    Dense: the elements fill their memory without gaps or overlaps, in any order of dimensions.
+    """
     present = [x for x in tensors if x is not None]
     if all(x.is_contiguous() for x in present):
         return True
-    layout = _layout(present[0])
-    return _is_dense(layout) and all(_layout(x) == layout for x in present)
-
-
-def _layout(x: Tensor) -> tuple[tuple[int, int], ...]:
-    """Return sizes and strides of the dimensions larger than 1."""
-    return tuple((size, stride) for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1)
-
-
-def _is_dense(layout: tuple[tuple[int, int], ...]) -> bool:
-    """Return whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
+    layouts = [[(stride, size) for size, stride in zip(x.shape, x.stride(), strict=True) if size != 1] for x in present]
     expected = 1
-    for stride, size in sorted((stride, size) for size, stride in layout):
+    for stride, size in sorted(layouts[0]):
         if stride != expected:
             return False
         expected *= size
-    return True
+    return all(layout == layouts[0] for layout in layouts)
 
 
 # --- values of the parameter groups ----------------------------------------------------------------------------------

@@ -28,13 +28,9 @@ __all__ = [
 ]  # fmt: skip
 
 _WIDTHS = {
-    "fwd": (8, 9, 10),
-    "bwd": (8, 9, 10, 11),
-    "bwd_reduce": (5,),
-    "fwd_wide": (8, 9, 10),
-    "bwd_wide": (6, 7, 8, 9),
-    "bwd_columns": (5, 6, 7),
-}
+    "fwd": (8, 9, 10), "bwd": (8, 9, 10, 11), "bwd_reduce": (5,),
+    "fwd_wide": (8, 9, 10), "bwd_wide": (6, 7, 8, 9), "bwd_columns": (5, 6, 7),
+}  # fmt: skip
 KERNELS = {
     name: TritonKernel("accelerant.ops.norm.triton_kernels", f"norm_{name}", widths=widths)
     for name, widths in _WIDTHS.items()
@@ -125,18 +121,11 @@ def _bucket(M: int, N: int) -> tuple[int | str, ...]:
 
 
 def _tuned(way: str, centre: bool, adds: bool) -> Tuned[RowPlan]:
-    name = f"{'add_' if adds else ''}{'layer' if centre else 'rms'}_norm_{way}"
-    if way == "fwd":
-        return Tuned(
-            name,
-            default=lambda M, N: forward_plan(N, centre, adds),
-            candidates=lambda M, N: forward_plans(N),
-            bucket=_bucket,
-        )
+    forward = way == "fwd"
     return Tuned(
-        name,
-        default=lambda M, N: backward_plan(N, adds, centre),
-        candidates=lambda M, N: backward_plans(N, adds),
+        f"{'add_' if adds else ''}{'layer' if centre else 'rms'}_norm_{way}",
+        default=lambda M, N: forward_plan(N, centre, adds) if forward else backward_plan(N, adds, centre),
+        candidates=lambda M, N: forward_plans(N) if forward else backward_plans(N, adds),
         bucket=_bucket,
     )
 
@@ -175,17 +164,10 @@ def backward_constants(
     """Return the compile-time arguments of norm_bwd."""
     warps_along_rows = plan.block_n < 256 * plan.num_warps  # a warp reads 256 elements of a row: 16 bytes a thread
     return {
-        "CENTRE": centre,
-        "DWEIGHT": dweight,
-        "DBIAS": dbias,
-        "DXSUM": dxsum,
-        "ROWS": plan.rows,
-        "BLOCK_N": plan.block_n,
-        "EXACT": plan.block_n == N,
-        "STAGES": plan.stages,
-        "KEPT": plan.rows if warps_along_rows else 1,
-        "APART": apart,
-    }
+        "CENTRE": centre, "DWEIGHT": dweight, "DBIAS": dbias, "DXSUM": dxsum, "ROWS": plan.rows,
+        "BLOCK_N": plan.block_n, "EXACT": plan.block_n == N, "STAGES": plan.stages,
+        "KEPT": plan.rows if warps_along_rows else 1, "APART": apart,
+    }  # fmt: skip
 
 
 def launch_forward(
@@ -259,13 +241,11 @@ def launch_backward(
     Args:
         centre: whether this is layer_norm.
         dy: gradient of y.
-        x: what was normalised.
+        x: the normalised tensor.
         weight, bias: as forward; of bias only the dtype matters.
-        statistics: as launch_forward gave them.
-        eps: unused; the statistics include it.
+        statistics: of launch_forward, which include eps.
         needs: of x, weight and bias; dx is computed in any case.
         ds: gradient of x from elsewhere, to add.
-        plan: None for the tuned one.
         dxsum: (N,), receives the sum of dx over the rows: the gradient of a bias that was added to x; or None.
     """
     N = x.shape[-1]

@@ -1,4 +1,4 @@
-"""The norms: validation, registration with torch, autograd, implementations."""
+"""The norms: references, public functions, implementations, registration with torch and autograd."""
 
 from __future__ import annotations
 
@@ -12,25 +12,55 @@ from torch import Tensor
 
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
+from accelerant.ops._launch import triton_operation
 from accelerant.ops._library import name_of
-from accelerant.ops._refusals import FLOATING, check_dtype, refuses_triton_kernel
+from accelerant.ops._refusals import FLOATING, check_dtype, check_or_float32
 from accelerant.ops.norm.launch import launch_backward, launch_forward
 from accelerant.ops.norm.torch_ops import torch_backward, torch_composite, torch_forward
-from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
+from accelerant.runtime.dispatch import Case, Cost, Operation, case_of
 
-__all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
+__all__ = [
+    "add_layer_norm", "add_layer_norm_reference", "add_rms_norm", "add_rms_norm_reference", "layer_norm",
+    "layer_norm_reference", "rms_norm", "rms_norm_reference",
+]  # fmt: skip
 
-# --- torch's functions, for the CPU fast path ------------------------------------------------------------------------
+# --- references for any dtype; the oracle of the tests in float64 ----------------------------------------------------
 
 
-def _torch_layer_norm(
+def layer_norm_reference(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
 ) -> Tensor:
-    return torch.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    """Normalise rows to mean 0 and variance 1, scale by weight, shift by bias."""
+    centred = x - x.mean(-1, keepdim=True)
+    y = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y * weight
+    return y if bias is None else y + bias
 
 
-def _torch_rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
-    return torch.rms_norm(x, x.shape[-1:], weight, eps)
+def rms_norm_reference(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
+    """Normalise rows to mean square 1, scale by weight."""
+    y = x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps)
+    return y if weight is None else y * weight
+
+
+def add_layer_norm_reference(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
+) -> tuple[Tensor, Tensor]:
+    """Return layer_norm of the sum, and the sum."""
+    s = x + residual
+    return layer_norm_reference(s, weight, bias, eps=eps), s
+
+
+def add_rms_norm_reference(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """Return rms_norm of the sum, and the sum."""
+    s = x + residual
+    return rms_norm_reference(s, weight, eps=eps), s
+
+
+# --- torch's functions, for the CPU fast path ------------------------------------------------------------------------
 
 
 def _torch_add_layer_norm(
@@ -53,8 +83,13 @@ def _all_wide(*args: Any, **options: Any) -> bool:
     return len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64}
 
 
-_layer_norm_cpu = CpuFastPath(_torch_layer_norm, serves=_all_wide)
-_rms_norm_cpu = CpuFastPath(_torch_rms_norm, serves=_all_wide)
+_layer_norm_cpu = CpuFastPath(
+    lambda x, weight=None, bias=None, *, eps=1e-5: torch.layer_norm(x, x.shape[-1:], weight, bias, eps),
+    serves=_all_wide,
+)
+_rms_norm_cpu = CpuFastPath(
+    lambda x, weight=None, *, eps=1e-6: torch.rms_norm(x, x.shape[-1:], weight, eps), serves=_all_wide
+)
 _add_layer_norm_cpu = CpuFastPath(_torch_add_layer_norm, serves=_all_wide)
 _add_rms_norm_cpu = CpuFastPath(_torch_add_rms_norm, serves=_all_wide)
 
@@ -81,8 +116,8 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         ShapeError: x is a scalar, weight or bias is not (N,), or they are on several devices.
         UnsupportedDtype: a dtype not listed above.
 
-    Under forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap, ...) this is torch's own
-    layer_norm, which the ledger does not count.
+    Under forward-mode differentiation and the transforms of torch.func this is torch's own layer_norm, which the ledger
+    does not count; likewise the other norms.
 
     Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450, equations 3 and 4.
     """
@@ -108,8 +143,6 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> T
     Raises:
         ShapeError: x is a scalar, weight is not (N,), or they are on several devices.
         UnsupportedDtype: a dtype not listed above.
-
-    Transforms of torch.func run torch's own functions, as in layer_norm.
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4.
     """
@@ -188,11 +221,8 @@ def _check(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, resid
             continue
         if vector.dim() != 1 or vector.shape[0] != x.shape[-1]:
             raise ShapeError(f"{name} must be ({x.shape[-1]},), got {tuple(vector.shape)}")
-        if vector.dtype != x.dtype and (vector.dtype != torch.float32 or x.dtype == torch.float64):
-            allowed = name_of(x.dtype) + ("" if x.dtype in (torch.float32, torch.float64) else " or float32")
-            raise UnsupportedDtype(f"{name} must be {allowed} for x of {name_of(x.dtype)}, got {name_of(vector.dtype)}")
-        if vector.device != x.device:
-            raise ShapeError(f"{name} must be on {x.device}, where x is; it is on {vector.device}")
+        if vector.dtype is not x.dtype or vector.device != x.device:
+            check_or_float32(name, vector, x)
     if residual is not None:
         if residual.shape != x.shape:
             raise ShapeError(f"residual must be {tuple(x.shape)} as x is, got {tuple(residual.shape)}")
@@ -229,16 +259,12 @@ def _case(x: Tensor, weight: Tensor | None, bias: Tensor | None, *_: object) -> 
 def _operations(
     name: str, accesses: tuple[int, int], forward: Sequence[Callable[..., Any]], backward: Sequence[Callable[..., Any]]
 ) -> tuple[Operation, Operation]:
-    """Return the forward and the backward Operation, each from our kernels and from torch's."""
-
-    def operation(suffix: str, count: int, flops: int, *runs: Callable[..., Any]) -> Operation:
-        implementations = (
-            Implementation("triton", runs[0], refuses=refuses_triton_kernel, own=True),
-            Implementation("torch", runs[1], differentiable=suffix == "fwd"),
-        )
-        return Operation(f"{name}_{suffix}", implementations, cost=partial(_cost, count, flops))
-
-    return operation("fwd", accesses[0], 9, *forward), operation("bwd", accesses[1], 18, *backward)
+    """Return the forward and the backward Operation, each from our kernel and torch's function."""
+    fwd_cost, bwd_cost = partial(_cost, accesses[0], 9), partial(_cost, accesses[1], 18)
+    return (
+        triton_operation(f"{name}_fwd", *forward, cost=fwd_cost, differentiable=True),
+        triton_operation(f"{name}_bwd", *backward, cost=bwd_cost),
+    )
 
 
 def _fake(centre: bool, x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
@@ -254,16 +280,12 @@ def _norm(name: str, centre: bool, cpu: CpuFastPath) -> DifferentiableOp:
         (partial(launch_forward, centre), partial(torch_forward, centre)),
         (partial(launch_backward, centre), partial(torch_backward, centre)),
     )
-
-    def backward(dy: Tensor, x: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) -> Any:
-        return bwd(_case(x, weight, bias), dy, x, weight, bias, *rest)
-
     return DifferentiableOp(
         f"{name}(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor statistics)",
         operation=fwd,
         case=_case,
         infer_args=(False,),  # no statistics
-        backward=backward,
+        backward=lambda dy, x, weight, bias, *rest: bwd(_case(x, weight, bias), dy, x, weight, bias, *rest),
         saves=("x", "weight", "bias", "statistics"),
         gradients={"x": "x", "weight": "weight", "bias": "bias"},
         composite=partial(torch_composite, centre),
@@ -282,7 +304,7 @@ def _add_norm(name: str, centre: bool, norm: DifferentiableOp, cpu: CpuFastPath)
     def with_ds(kernel: Callable[..., Any], dy: Tensor | None, ds: Tensor | None, s: Tensor, *args: Any) -> Any:
         if dy is not None:
             return kernel(centre, dy, s, *args, ds)
-        assert ds is not None  # autograd asks for no gradients where there is none to start from
+        assert ds is not None  # for the type checker: autograd calls with at least one gradient to start from
         return ds.contiguous(), *_zeros(args[0], args[1], args[-1])
 
     fwd, bwd = _operations(
@@ -292,18 +314,13 @@ def _add_norm(name: str, centre: bool, norm: DifferentiableOp, cpu: CpuFastPath)
         (partial(with_ds, launch_backward), partial(with_ds, torch_backward)),
     )
 
-    def backward(
-        dy: Tensor | None, ds: Tensor | None, s: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any
-    ) -> Any:
-        return bwd(_case(s, weight, bias), dy, ds, s, weight, bias, *rest)
-
     def composite(x: Tensor, residual: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
         s = x + residual
         return torch_composite(centre, s, *args), s
 
     def composite_backward(dy: Tensor | None, ds: Tensor | None, s: Tensor, *args: Any) -> Any:
         if dy is None:
-            assert ds is not None
+            assert ds is not None  # for the type checker: as in with_ds
             return ds.clone(), *_zeros(args[0], args[1], args[-1])
         dx, dweight, dbias = norm.composite_backward(dy, s, *args)
         return dx if ds is None or dx is None else dx + ds, dweight, dbias
@@ -318,7 +335,7 @@ def _add_norm(name: str, centre: bool, norm: DifferentiableOp, cpu: CpuFastPath)
         operation=fwd,
         case=lambda x, residual, weight, bias, eps: _case(x, weight, bias),
         infer_args=(False,),
-        backward=backward,
+        backward=lambda dy, ds, s, weight, bias, *rest: bwd(_case(s, weight, bias), dy, ds, s, weight, bias, *rest),
         saves=("s", "weight", "bias", "statistics"),
         gradients={"x": "s", "weight": "weight", "bias": "bias"},
         shares={"residual": "x"},

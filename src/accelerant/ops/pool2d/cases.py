@@ -53,10 +53,9 @@ def _compiled(
 ) -> Compilation:
     plan = plan_of(name, 64, 4 if kind == "*fp32" else 2, "cuda", last=last)
     absent = [name for name, given in (("divisor", divided), ("places_ptr", places)) if not given]
-    fixed = {
-        **window.constants(last=last), "BLOCK_P": plan.block_p, "BLOCK_Q": plan.block_q, **dict.fromkeys(absent),
-        **({"PAIRS": not last} if name == "bwd" else {"ROWS": plan.rows}),
-    }  # fmt: skip
+    own: dict[str, int | bool] = {"PAIRS": not last} if name == "bwd" else {"ROWS": plan.rows}
+    blocks = {"BLOCK_P": plan.block_p, "BLOCK_Q": plan.block_q}
+    fixed = {**window.constants(last=last), **own, **blocks, **dict.fromkeys(absent)}
     return Compilation(_KERNELS[name], {"*": kind, "places_ptr": places}, fixed, plan.num_warps)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,12 +31,12 @@ class Window(NamedTuple):
         dilation: of windows of a maximum.
     """
 
-    kernel: tuple[int, int]
-    stride: tuple[int, int]
-    padding: tuple[int, int]
+    kernel: Sequence[int]
+    stride: Sequence[int]
+    padding: Sequence[int]
     largest: bool
     with_padding: bool = False
-    dilation: tuple[int, int] = (1, 1)
+    dilation: Sequence[int] = (1, 1)
 
     def constants(self, *, last: bool) -> dict[str, int | bool]:
         """Return the compile-time arguments of both kernels; last: channels last."""
@@ -80,12 +81,10 @@ def plan_of(name: str, count_q: int, itemsize: int, device_type: str, *, last: b
         last: whether the channels are last.
         few: whether windows have few elements.
     """
-    rows = 1
     if device_type != "cuda":  # several programs even for small samples
         return PoolPlan(8, 8, 4, 1 + count_q % 2)
     block_q = min(next_power_of_2(count_q), 64)
-    if name == "fwd" and few:
-        rows = 2 if last else 4
+    rows = (2 if last else 4) if name == "fwd" and few else 1
     if last:  # a thread reads 16 bytes of channels
         return PoolPlan(64 * (16 // itemsize) // block_q, block_q, 2, rows)
     return PoolPlan(128 // block_q, block_q, 2, rows)  # a thread reads single columns
@@ -105,21 +104,18 @@ def _grid(plan: PoolPlan, images: int, channels: int, height: int, width: int, *
 
 
 def launch_forward(
-    x: Tensor, size: tuple[int, int], window: Window, divisor: int | None = None,
+    x: Tensor, size: Sequence[int], window: Window, divisor: int | None = None,
     positions: torch.dtype | None = None, plan: PoolPlan | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return y, and the positions of the maxima unless None.
+    """Return y and the positions of the maxima, both (B, C, *size) in torch's memory format.
 
     Args:
         x: (B, C, H, W).
         size: height and width of y.
         window: the windows.
         divisor: of sums; None: their number of elements.
-        positions: uint8 or int64, see triton_kernels.py; None for none.
+        positions: uint8 or int64, see triton_kernels.py; None: no positions.
         plan: None for plan_of's.
-
-    Returns:
-        y and the positions, both (B, C, *size), in torch's memory format.
     """
     layout = layout_of(x)
     last = layout == torch.channels_last
@@ -163,16 +159,11 @@ def launch_backward(
     positions = None if positions is None else positions.contiguous(memory_format=layout)
     cells = ceil_div(H, window.stride[0]), ceil_div(W, window.stride[1])
     plan = plan or plan_of("bwd", C if last else cells[1], x.element_size(), x.device.type, last=last)
-    fixed = {
-        **window.constants(last=last),
-        "PAIRS": (not last and window.stride[1] == 2) if pairs is None else pairs,
-        "BLOCK_P": plan.block_p,
-        "BLOCK_Q": plan.block_q,
-    }
+    pairs = (not last and window.stride[1] == 2) if pairs is None else pairs
     KERNELS["bwd"].launch(
         _grid(plan, B, C, *cells, last=last),
         (dy, positions, dx, divisor, B, C, H, W, height, width),
-        fixed,
+        {**window.constants(last=last), "PAIRS": pairs, "BLOCK_P": plan.block_p, "BLOCK_Q": plan.block_q},
         num_warps=plan.num_warps,
     )
     return dx

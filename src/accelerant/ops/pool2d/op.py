@@ -1,4 +1,4 @@
-"""max_pool2d, avg_pool2d: the public functions, their implementations, and the registration with torch and autograd."""
+"""max_pool2d and avg_pool2d: public functions, implementations, registration with torch and autograd."""
 
 from __future__ import annotations
 
@@ -31,11 +31,6 @@ _MAX_COLUMNS = 2**21
 """Columns, or channels: the grid's second dimension has at most 65535 programs of at most 64."""
 
 
-def _is_batch(x: Tensor, *args: Any, **options: Any) -> bool:
-    """Return whether x has a batch dimension; torch adds a missing one in another way."""
-    return x.dim() == 4
-
-
 def _torch_max_pool2d(
     x: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False,
     return_indices: bool = False,
@@ -44,7 +39,8 @@ def _torch_max_pool2d(
     return run(x, kernel_size, kernel_size if stride is None else stride, padding, dilation, ceil_mode)
 
 
-_max_pool2d_cpu = CpuFastPath(_torch_max_pool2d, serves=_is_batch)
+# Without a batch dimension torch adds one in another way.
+_max_pool2d_cpu = CpuFastPath(_torch_max_pool2d, serves=lambda x, *_, **__: x.dim() == 4)
 
 
 @_max_pool2d_cpu
@@ -74,10 +70,10 @@ def max_pool2d(
         ConfigError: a setting out of range.
         TypeError: x is not a tensor.
 
-    Under torch.compile, forward-mode differentiation and the transforms of torch.func (grad, jvp, vmap, ...) torch's
-    own max_pool2d runs, which the ledger does not count; likewise `avg_pool2d`. With the setting `deterministic`
-    gradients are added in a fixed order, which the Triton kernels always do and torch does after a sort. The Triton
-    kernels save a byte per element of the result for the gradient, besides x.
+    Under torch.compile, forward-mode differentiation and the transforms of torch.func, torch's own max_pool2d runs, and
+    the ledger does not count it; likewise `avg_pool2d`. With the setting `deterministic` gradients are added in a fixed
+    order, which the Triton kernels always do and torch does after a sort. The Triton kernels save a byte per element of
+    the result for the gradient, besides x.
     """
     check_dtype("max_pool2d", x)
     images = as_images("max_pool2d", x)
@@ -95,7 +91,7 @@ def max_pool2d(
     return y, indices if x.dim() == 4 else indices.squeeze(0)
 
 
-_avg_pool2d_cpu = CpuFastPath(F.avg_pool2d, serves=_is_batch)
+_avg_pool2d_cpu = CpuFastPath(F.avg_pool2d, serves=lambda x, *_, **__: x.dim() == 4)
 
 
 @_avg_pool2d_cpu
@@ -248,17 +244,9 @@ def _triton_max(
     x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil: bool,
     flat: bool | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    height, width = output_sizes(x, kernel, stride, padding, dilation, ceil=ceil)
+    sizes = output_sizes(x, kernel, stride, padding, dilation, ceil=ceil)
     saved = None if flat is None else torch.int64 if flat else torch.uint8
-    return launch_forward(x, (height, width), _max_window(kernel, stride, padding, dilation), positions=saved)
-
-
-def _max_window(kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]) -> Window:
-    return Window(_pair(kernel), _pair(stride), _pair(padding), largest=True, dilation=_pair(dilation))
-
-
-def _pair(sizes: list[int]) -> tuple[int, int]:
-    return sizes[0], sizes[1]
+    return launch_forward(x, sizes, Window(kernel, stride, padding, True, dilation=dilation), positions=saved)
 
 
 def _torch_max_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
@@ -280,8 +268,8 @@ def _sorted_max_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
 
 
 def _triton_max_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
-    *window, _, positions = settings
-    return launch_backward(dy, x, _max_window(*window), positions)
+    kernel, stride, padding, dilation, _, positions = settings
+    return launch_backward(dy, x, Window(kernel, stride, padding, True, dilation=dilation), positions)
 
 
 max_pool2d_fwd = triton_operation(
@@ -324,14 +312,11 @@ def _max_cpu_case(x: Tensor, *settings: Any) -> Case | None:
     return _max_case(x, *settings) if settings[-1] and not rules().deterministic else None
 
 
-def _max_forward(x: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
-    results: tuple[Tensor, Tensor] = max_pool2d_fwd(_max_case(x, *settings), x, *settings)
-    return results
-
-
-def _max_infer(x: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+def _max_infer(x: Tensor, *settings: Any) -> tuple[Tensor, Tensor | None]:
     """Compute without positions, returning None for them, unless indices are asked for."""
-    return _max_forward(x, *settings[:-1], settings[-1] or None)
+    settings = (*settings[:-1], settings[-1] or None)
+    results: tuple[Tensor, Tensor | None] = max_pool2d_fwd(_max_case(x, *settings), x, *settings)
+    return results
 
 
 def _max_backward(dy: Tensor, x: Tensor, positions: Tensor, *settings: Any) -> tuple[Tensor]:
@@ -343,7 +328,8 @@ def _max_backward(dy: Tensor, x: Tensor, positions: Tensor, *settings: Any) -> t
 _max_pool2d = DifferentiableOp(
     "max_pool2d(Tensor x, int[] kernel, int[] stride, int[] padding, int[] dilation, bool ceil, bool flat)"
     " -> (Tensor y, Tensor positions)",
-    forward=_max_forward,
+    operation=max_pool2d_fwd,
+    case=_max_case,
     infer=_max_infer,
     backward=_max_backward,
     composite_backward=lambda dy, x, positions, *settings: (_torch_max_backward(dy, x, *settings[:-2], positions),),
@@ -354,7 +340,6 @@ _max_pool2d = DifferentiableOp(
     public=2,
     keeps_layout=True,
     decomposes=True,
-    operation=max_pool2d_fwd,
     cpu=_max_pool2d_cpu,
     cpu_case=_max_cpu_case,
 )
@@ -363,24 +348,17 @@ _max_pool2d = DifferentiableOp(
 # --- average ---------------------------------------------------------------------------------------------------------
 
 
-# Settings of average pooling: kernel, stride, padding, ceil, count_include_pad, divisor.
-
-
-def _average_window(kernel: list[int], stride: list[int], padding: list[int], count_include_pad: bool) -> Window:
-    return Window(_pair(kernel), _pair(stride), _pair(padding), largest=False, with_padding=count_include_pad)
-
-
 def _triton_avg(
     x: Tensor, kernel: list[int], stride: list[int], padding: list[int], ceil: bool, count_include_pad: bool,
     divisor: int | None,
 ) -> Tensor:  # fmt: skip
-    height, width = output_sizes(x, kernel, stride, padding, [1, 1], ceil=ceil)
-    return launch_forward(x, (height, width), _average_window(kernel, stride, padding, count_include_pad), divisor)[0]
+    sizes = output_sizes(x, kernel, stride, padding, [1, 1], ceil=ceil)
+    return launch_forward(x, sizes, Window(kernel, stride, padding, False, count_include_pad), divisor)[0]
 
 
 def _triton_avg_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
     kernel, stride, padding, _, count_include_pad, divisor = settings
-    return launch_backward(dy, x, _average_window(kernel, stride, padding, count_include_pad), divisor=divisor)
+    return launch_backward(dy, x, Window(kernel, stride, padding, False, count_include_pad), divisor=divisor)
 
 
 def _torch_avg_backward(dy: Tensor, x: Tensor, *settings: Any) -> Tensor:
@@ -412,11 +390,6 @@ def _avg_case(
     return _case(x, sizes, kernel, stride, padding, ceil, count_include_pad, divisor, _layout(x))
 
 
-def _avg_forward(x: Tensor, *settings: Any) -> Tensor:
-    y: Tensor = avg_pool2d_fwd(_avg_case(x, *settings), x, *settings)
-    return y
-
-
 def _avg_backward(dy: Tensor, x: Tensor, *settings: Any) -> tuple[Tensor]:
     *window, _ = settings
     return (avg_pool2d_bwd(_case(x, dy.shape, *window, _layout(x)), dy, x, *window),)
@@ -425,7 +398,8 @@ def _avg_backward(dy: Tensor, x: Tensor, *settings: Any) -> tuple[Tensor]:
 _avg_pool2d = DifferentiableOp(
     "avg_pool2d(Tensor x, int[] kernel, int[] stride, int[] padding, bool ceil, bool count_include_pad, int? divisor)"
     " -> (Tensor y)",
-    forward=_avg_forward,
+    operation=avg_pool2d_fwd,
+    case=_avg_case,
     backward=_avg_backward,
     composite_backward=lambda dy, x, *settings: (_aten.avg_pool2d_backward(dy, x, *settings[:-1]),),
     saves=("x",),
@@ -434,7 +408,5 @@ _avg_pool2d = DifferentiableOp(
     fake=F.avg_pool2d,
     keeps_layout=True,
     decomposes=True,
-    operation=avg_pool2d_fwd,
     cpu=_avg_pool2d_cpu,
-    cpu_case=_avg_case,
 )

@@ -10,11 +10,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from accelerant.errors import ShapeError, UnsupportedDtype
+from accelerant.errors import ShapeError
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._launch import ceil_div, next_power_of_2, triton_operation
-from accelerant.ops._library import name_of
-from accelerant.ops._refusals import check_dtype, not_a_tensor
+from accelerant.ops._refusals import check_dtype, check_or_float32, not_a_tensor
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost
 from accelerant.runtime.dispatch.tuning import Tuned
@@ -186,11 +185,7 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
             raise not_a_tensor("rope", name, table)
         if table.shape != flat and table.shape != (B, *flat):
             raise ShapeError(f"{name} must be {flat} or {(B, *flat)} for x {tuple(x.shape)}, got {tuple(table.shape)}")
-        if table.dtype != x.dtype and (table.dtype != torch.float32 or x.dtype == torch.float64):
-            expected = name_of(x.dtype) + ("" if x.dtype in (torch.float32, torch.float64) else " or float32")
-            raise UnsupportedDtype(f"{name} must be {expected} for x of {name_of(x.dtype)}, got {name_of(table.dtype)}")
-        if table.device != x.device:
-            raise ShapeError(f"{name} must be on {x.device}, where x is; it is on {table.device}")
+        check_or_float32(name, table, x)
     if cos.shape != sin.shape:
         raise ShapeError(f"cos and sin must have one shape, got {tuple(cos.shape)} and {tuple(sin.shape)}")
 
