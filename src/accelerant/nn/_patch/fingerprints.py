@@ -48,6 +48,7 @@ _TRANSFORMERS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "models.vit.modeling_vit": {
         "ViTAttention.forward": ("a921c8a872957f03",),
+        "ViTEmbeddings.forward": ("30b221f6bf44c7c2",),
         "ViTLayer.forward": ("a462ca28ad994a36",),
         "ViTMLP.forward": ("13885f42f2bbb7aa",),
     },

@@ -89,7 +89,7 @@ class PerExampleClipper:
         self.on_begin: Callable[[], object] | None = None
         self.on_backward: Callable[[Tensor, Tensor], object] | None = None
         self.idealised = norms == "ghost"
-        self.examples: int | None = None  # see PerExampleSink, as for the other methods of the sink
+        self.examples: int | None = None  # see PerExampleSink
         self._clipping = clipping
         self._pass: BackwardPass | None = None
         self._ignored: int | None = None
@@ -178,11 +178,7 @@ class PerExampleClipper:
         self._announced.clear()
 
     def require_frozen(self) -> None:
-        """Check that each frozen BatchNorm still is, before a pass or a step.
-
-        Raises:
-            UnsupportedCase: names one that is in train mode, or lost its running statistics.
-        """
+        """Raise UnsupportedCase if a frozen BatchNorm is in train mode, or lost its running statistics."""
         for name, module in self._frozen:
             rules.require_frozen(name, module)
 
@@ -216,14 +212,9 @@ class PerExampleClipper:
         self.columns(bias, dy, examples)
 
     def embedding(
-        self,
-        weight: Tensor,
-        dy: Tensor,
-        tokens: Tensor,
-        examples: int,
-        padding_idx: int | None = None,
+        self, weight: Tensor, dy: Tensor, tokens: Tensor, examples: int, padding_idx: int | None = None,
         distinct: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if not self.wants(weight):
             return
         g = _by_example(dy, examples)

@@ -1,8 +1,8 @@
 # ruff: noqa: D102  Contribution documents the methods of its subclasses
 """Contributions to a parameter's per-example gradients, kept until each example's weight is known.
 
-Kept, in bytes for B examples of T positions, s bytes a value:
-    Rows    both factors of a matrix's gradient: B T (N + K) s; the inputs are those that autograd would keep anyway
+Memory, in bytes for B examples of T positions, s bytes a value:
+    Rows    both factors of a matrix's gradient: B T (N + K) s; autograd would keep the inputs anyway
     Dense   formed per-example gradients: B times the parameter, in the dtype they were computed in
     Lookup  gradients of an embedding's rows: B T D values of float32, or better
 
@@ -10,8 +10,8 @@ Squared norms of a matrix's per-example gradients are computed in one of two way
 gradients G (B, T, N), example i's gradient is g_i = G_i^T A_i, (N, K):
 
     ghost        ||g_i||^2 = sum over t, s of (A_it . A_is) (G_it . G_is):  2 T^2 (N + K) operations more
-    instantiate  form g_i, (B, N, K) of it, and keep it for the weighted sum: its memory is written once and read once,
-                 or twice where what forms it does not square it too, as hopper.cu does
+    instantiate  form all g_i, (B, N, K), and keep them for the weighted sum: written once and read once, or twice
+                 where the kernel that forms them does not square them too, as hopper.cu does
 
 Source: Bu, Wang, Zha and Karypis 2022, arXiv:2210.00038, section 2 (book-keeping) and 3.1 (the choice); the ghost norm
 is Goodfellow's, arXiv:1510.01799, for T = 1 and Li et al.'s, arXiv:2110.05679, section 4, for any T.
@@ -79,10 +79,9 @@ class Contribution(ABC):
 _OPERATIONS_PER_BYTE = {"cuda": (300.0, 300.0), "cpu": (10.0, 35.0)}
 """Operations that a device does while a byte of g_i is written and read; the second for more than _CACHED_BYTES.
 
-cuda: 600 T/s and 4 TB/s, of an H200 in bfloat16, where hopper.cu forms: written once, read once. A product and
-squares apart read twice, which would make it 450; only sums of 340 to 415 positions (at 768 x 768) would choose
-otherwise. cpu: 72 G/s of one core in float32, measured; 0.14 ns a byte, and 0.5 for more than _CACHED_BYTES, which are
-new pages each time."""
+cuda: 600 T/s and 4 TB/s, of an H200 in bfloat16 with hopper.cu: written once, read once. A separate kernel for squares
+reads twice, which would make it 450; only sums of 340 to 415 positions (at 768 x 768) would be computed otherwise. cpu:
+72 G/s of one core in float32, measured; 0.14 ns a byte, and 0.5 for more than _CACHED_BYTES, in new pages each time."""
 
 _CACHED_BYTES = 16 << 20
 
@@ -286,20 +285,17 @@ def merged(contributions: list[Contribution]) -> list[Contribution]:
     rows = [part for part in contributions if isinstance(part, Rows)]
     lookups = [part for part in contributions if isinstance(part, Lookup)]
     others = [part for part in contributions if not isinstance(part, (Rows, Lookup))]
-    result: list[Contribution] = []
-    if rows:
-        result.append(rows[0] if len(rows) == 1 else Rows(_concat([r.a for r in rows]), _concat([r.g for r in rows])))
-    if lookups:
-        first = lookups[0]
+    if len(rows) > 1:
+        rows = [Rows(_concat([part.a for part in rows]), _concat([part.g for part in rows]))]
+    if len(lookups) > 1:
         tokens, g = _concat([part.tokens for part in lookups]), _concat([part.g for part in lookups])
-        result.append(first if len(lookups) == 1 else Lookup(tokens, g, first.V))
-    if not others or len(others) + len(result) == 1:
-        return [*others, *result]
-    formed = [part.dense().multiplied() for part in (*others, *(part for part in result if isinstance(part, Rows)))]
+        lookups = [Lookup(tokens, g, lookups[0].V)]
+    if not others or len(others) + len(rows) + len(lookups) == 1:
+        return [*others, *rows, *lookups]
+    formed = [part.dense().multiplied() for part in (*others, *rows)]
     whole = formed[0] if len(formed) == 1 else Dense(_summed([part.each for part in formed]))
-    for lookup in result:
-        if isinstance(lookup, Lookup):
-            whole = lookup.added(whole)
+    for lookup in lookups:
+        whole = lookup.added(whole)
     return [whole]
 
 

@@ -7,7 +7,6 @@ gradient; they get None. Results are no views, so that later operations may chan
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,7 @@ from accelerant import nn as our
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedCase
 from accelerant.nn import GPT, Llama
-from accelerant.nn._patch.fingerprints import fingerprint, unknown
+from accelerant.nn._patch.fingerprints import unknown
 from accelerant.nn.layers import compute_dtype
 from accelerant.ops._differentiable import DifferentiableOp
 from accelerant.ops._library import autocast_dtype, cast_for_autocast
@@ -29,7 +28,7 @@ from accelerant.ops.norm.op import _layer_norm as _layer_norm_op
 from accelerant.ops.norm.op import _rms_norm as _rms_norm_op
 from accelerant.ops.transformer.op import norm_backward_each
 from accelerant.privacy.dp.clipping.launch import wide
-from accelerant.privacy.dp.clipping.rules import LayerRule, Methods, register, register_model
+from accelerant.privacy.dp.clipping.rules import LayerRule, Methods, model_methods, register
 
 __all__ = ["SECOND_PASS", "expanded", "linear", "lookup", "require_first_visit", "scale_shift", "to_autocast"]
 
@@ -355,7 +354,6 @@ class _InstanceNormRule(LayerRule):
 # --- our language models: the embedding is the output layer, without a call of a layer -------------------------------
 
 
-@register_model(GPT)
 def _gpt_methods(model: GPT, sink: Sink) -> Methods:
     plain_embedded, plain_logits, plain_loss = model._embedded, model._padded_logits, model.loss
 
@@ -383,7 +381,6 @@ def _gpt_methods(model: GPT, sink: Sink) -> Methods:
     return {"_embedded": embedded, "_padded_logits": logits, "loss": loss}
 
 
-@register_model(Llama)
 def _llama_methods(model: Llama, sink: Sink) -> Methods:
     plain_logits = model._logits
 
@@ -397,6 +394,9 @@ def _llama_methods(model: Llama, sink: Sink) -> Methods:
         return ops.cross_entropy(model(idx).flatten(0, 1), targets.flatten().long())
 
     return {"_logits": logits, "loss": loss}
+
+
+model_methods.update({GPT: _gpt_methods, Llama: _llama_methods})
 
 
 # --- transformers, known by the fingerprints of its source -----------------------------------------------------------
@@ -433,19 +433,10 @@ class _HuggingFaceRMSNormRule(_HuggingFaceRule):
 
 
 @register
-class _ViTEmbeddingsRule(LayerRule):
+class _ViTEmbeddingsRule(_HuggingFaceRule):
     """Expands the class token and the positions, (1, ...), to one for each example."""
 
     layers = ("transformers.models.vit.modeling_vit:ViTEmbeddings",)
-    _FINGERPRINTS = ("30b221f6bf44c7c2",)  # of transformers 5.17
-
-    @classmethod
-    def matches(cls, path: str) -> bool:
-        package, _, name = path.partition(":")
-        try:
-            return fingerprint(getattr(importlib.import_module(package), name).forward) in cls._FINGERPRINTS
-        except (OSError, SyntaxError, TypeError):  # no source
-            return False
 
     def forward(self, pixel_values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         own = dict(self.module._parameters)

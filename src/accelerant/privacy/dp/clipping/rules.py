@@ -33,7 +33,7 @@ from accelerant.errors import ShapeError, UnsupportedCase
 from accelerant.ops._per_example import PerExampleSink, mark_traced
 
 __all__ = [
-    "LayerRule", "Methods", "Survey", "attach_rule", "hide_marked", "mark", "register", "register_model",
+    "LayerRule", "Methods", "Survey", "attach_rule", "hide_marked", "mark", "model_methods", "register",
     "replace_methods", "require_frozen", "survey", "watch_frozen",
 ]  # fmt: skip
 
@@ -61,8 +61,7 @@ class LayerRule(ABC):
 
     def __init__(self, module: nn.Module, sink: PerExampleSink, plain: Forward) -> None:
         self.module: Any = module
-        self.sink = sink
-        self.plain = plain
+        self.sink, self.plain = sink, plain
 
     @classmethod
     def refusal(cls, module: Any) -> str | None:
@@ -103,7 +102,11 @@ class LayerRule(ABC):
 _rules: dict[Any, type[LayerRule]] = {}
 """By the layer class's forward function, or by "package.module:Class"."""
 
-_models: dict[type, MakeMethods] = {}
+model_methods: dict[type, MakeMethods] = {}
+"""Functions for model classes that use parameters of their layers without calling the layers.
+
+Each takes the model and the sink and returns replacements for methods by name, which run wherever gradients are
+recorded. Subclasses are not covered: they may use their parameters differently."""
 
 
 def register(rule: _Rule) -> _Rule:
@@ -113,31 +116,14 @@ def register(rule: _Rule) -> _Rule:
     return rule
 
 
-def register_model(model: type) -> Callable[[MakeMethods], MakeMethods]:
-    """Add a function for a model class that uses parameters of its layers without calling the layers.
-
-    The function takes the model and the sink and returns replacements for methods by name, which run wherever gradients
-    are recorded. Subclasses are not covered: they may use their parameters differently.
-    """
-
-    def add(methods: MakeMethods) -> MakeMethods:
-        _models[model] = methods
-        return methods
-
-    return add
-
-
 def _rule_for(module: nn.Module) -> type[LayerRule] | None:
-    rule = _rules.get(type(module).forward)
-    if rule is None:
-        path = f"{type(module).__module__}:{type(module).__qualname__}"
-        rule = _rules.get(path)
-        if rule is not None and not rule.matches(path):
-            return None
-    return rule
+    path = f"{type(module).__module__}:{type(module).__qualname__}"
+    by_path = _rules.get(path)
+    matching = by_path if by_path is not None and by_path.matches(path) else None
+    return _rules.get(type(module).forward, matching)
 
 
-# --- what of a model is clipped --------------------------------------------------------------------------------------
+# --- the clipped part of a model -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -158,19 +144,15 @@ class Survey:
 
 
 def survey(model: nn.Module) -> Survey:
-    """Find the rule of each layer.
-
-    Raises:
-        UnsupportedCase: lists each module without exact per-example gradients.
-    """
+    """Find the rule of each layer; raise UnsupportedCase with each module that has no exact per-example gradients."""
     found = Survey([(name, param) for name, param in model.named_parameters() if param.requires_grad])
     refusals: list[str] = []
     covered: set[int] = set()
     uncovered: dict[int, str] = {}
     for name, module in model.named_modules():
         path, kind = name or type(model).__name__, type(module)
-        if kind in _models:
-            found.models.append((module, _models[kind]))
+        if kind in model_methods:
+            found.models.append((module, model_methods[kind]))
         reason = _mixes_examples(module)
         if reason is not None:
             refusals.append(f"{path} ({kind.__name__}): {reason}")
@@ -219,7 +201,7 @@ def _mixes_examples(module: nn.Module) -> str | None:
 
 
 def _reparametrized(module: nn.Module, own: Iterable[str]) -> str | None:
-    """Return a refusal where torch.nn.utils computes a parameter from others, weight from weight_g and weight_v say."""
+    """Return a refusal if torch.nn.utils computes a parameter from others, as weight from weight_g and weight_v."""
     for key in own:
         for ending in ("_g", "_v", "_orig"):
             target = key.removesuffix(ending)
@@ -235,11 +217,7 @@ _BATCH_NORM_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 def require_frozen(name: str, module: nn.Module) -> None:
-    """Check that a BatchNorm is still a constant map of each example: in eval mode, with running statistics.
-
-    Raises:
-        UnsupportedCase: it is not; names it.
-    """
+    """Raise UnsupportedCase unless a BatchNorm is a constant map of each example: in eval mode, with statistics."""
     if module.training:
         raise UnsupportedCase(
             f"{name} ({type(module).__name__}) was put into train mode, where it mixes the examples of a batch and "
@@ -266,7 +244,7 @@ def watch_frozen(name: str, module: nn.Module, undo: ExitStack) -> None:
 
 
 def _has_statistics(module: nn.Module) -> bool:
-    """Return whether, in eval mode, it normalises by numbers that no batch determines."""
+    """Return whether a BatchNorm in eval mode normalises by numbers that no batch determines."""
     plain = type(module).forward in _BATCH_NORM_FORWARDS and "forward" not in module.__dict__
     return plain and module.running_mean is not None
 
@@ -358,7 +336,7 @@ def hide_marked(module: nn.Module, undo: ExitStack) -> None:
 
 
 def _without_marked(state: Any) -> Any:
-    """Return a module's state without what is marked; a state that is no dictionary is its class's own business."""
+    """Return a module's state without what is marked; a state that is no dictionary is returned as it is."""
     if not isinstance(state, dict):
         return state
     kept = {name: value for name, value in state.items() if not getattr(value, _MARK, False)}
