@@ -87,6 +87,7 @@ def test_import_starts_no_driver_and_loads_nothing_slow():
     assert ran.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_import_takes_less_than_one_and_a_half_times_import_torch():
     """By the processor's time, in processes that import torch and then the rest: others' load does not count."""
     code = (

@@ -257,8 +257,8 @@ print("ran", platform, len(imported))
 """
 
 
-# Windows lacks the more; the other takes as long again.
-@pytest.mark.parametrize("platform", ["win32", pytest.param("darwin", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["win32", "darwin"])
 def test_the_package_imports_and_runs_on_the_cpu(platform, tmp_path):
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("TRITON", "ACCELERANT"))},

@@ -47,6 +47,7 @@ def test_a_peer_named_twice_is_listed_once(capsys):
     assert capsys.readouterr().out.splitlines()[0] == "batch of 8, accelerant, torch, compile"
 
 
+@pytest.mark.slow
 def test_a_folder_that_a_run_goes_on_from(tmp_path, capsys):
     folder = tmp_path / "run"
     shared = ["--against", "none", "--budget-s", "0", "--out", str(folder)]

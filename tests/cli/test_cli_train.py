@@ -228,7 +228,8 @@ def test_help_has_an_example_and_does_not_load_torch():
     assert "accelerant train --preset small" in done.stdout
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_writes_a_checkpoint_and_the_rest_is_the_same(accelerant, tmp_path, text, number):
     out = tmp_path / "out"
     arguments = ("train", "--data", text, "--steps", 30, "--device", "cpu", "--out", out)
@@ -281,6 +282,7 @@ def test_the_backend_of_the_settings_is_used_and_named(accelerant, text, monkeyp
     assert json.loads(Path("runs/tiny/config.json").read_text())["backend"] == "cpu"
 
 
+@pytest.mark.slow
 def test_a_second_process_is_refused_and_a_killed_one_does_not_block(accelerant, tmp_path, text):
     out = tmp_path / "out"
     arguments = ("train", "--data", text, "--steps", 100_000, "--device", "cpu", "--out", out, "--json")

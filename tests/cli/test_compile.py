@@ -411,6 +411,7 @@ def test_every_template_is_offered():
     assert {path.stem for path in FOLDER.glob("*.cu")} == set(TEMPLATES) == KINDS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_compile_for_every_target_without_spills(name):
     for target in CUDA_TARGETS:

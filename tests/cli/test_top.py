@@ -88,6 +88,7 @@ def test_a_senseless_interval_is_refused(capsys, interval):
     assert errors == f"accelerant: --interval must be 0.1 to 3600 seconds, got {float(interval)}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="a pseudo terminal is POSIX's")
 def test_on_a_terminal_it_is_live_until_ctrl_c():
     import pty

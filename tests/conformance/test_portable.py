@@ -41,7 +41,8 @@ FIELD_REGISTERS = {1: 64, 4: 80, 6: 96}
 eight, six and five waves on an AMD one. The compilers use 50, 68 and 93 at most."""
 
 QUICK = {("babybear", "field_unreduced"), ("bn254_fq", "field_mul_montgomery"), ("bn254_fq", "field_inv")}
-"""Field and entry that are compiled in each run, for QUICK_TARGETS; the others are slow."""
+"""Field and entry that are compiled in each run, for QUICK_TARGETS; the others are slow, and those for another NVIDIA
+device soak."""
 QUICK_TARGETS = ("sm_90", "gfx90a")
 
 
@@ -55,10 +56,13 @@ def kernels_of(fields, targets, dialect):
     """Each entry of each field as (target, dialect, field, entry)."""
     for field in fields:
         for target, entry in itertools.product(targets(field, dialect), entries(field)):
-            quick = target in QUICK_TARGETS and (field.name, entry) in QUICK
+            quick = (field.name, entry) in QUICK
+            marks = [[], [pytest.mark.slow], [pytest.mark.slow, pytest.mark.soak]][
+                not quick if target in QUICK_TARGETS else 2
+            ]
             values = (target, dialect, field, entry)
             name = "-".join((target, dialect, field.name, entry))
-            yield pytest.param(*values, marks=[] if quick else [pytest.mark.slow], id=name)
+            yield pytest.param(*values, marks=marks, id=name)
 
 
 BY_NVRTC = [

@@ -431,6 +431,7 @@ for kernel in ("fwd", "bwd_q", "bwd_kv"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton has no wheel for this system")
 def test_tiles_fit_shared_memory():
     """The widest heads of each kind of device; in a process of its own, since Triton compiles or interprets."""

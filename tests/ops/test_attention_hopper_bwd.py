@@ -51,6 +51,7 @@ def disassembled(code):
 # --- code ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dtype", HALF, **IDS)
 @pytest.mark.parametrize("plan", PLANS, **IDS)
@@ -75,6 +76,7 @@ def test_small_kernels_do_not_spill(plan, part):
     assert resources.registers <= 128
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS, **IDS)
 def test_products_are_wgmma_and_copies_go_through_the_copy_engine(plan):
     text = disassembled(compiled(plan).code)

@@ -45,8 +45,11 @@ from accelerant.runtime.compilation.kernel import CUDA_TARGETS
 from accelerant.runtime.dispatch import force, operations
 from accelerant.runtime.ledger import ledger
 
-OTHER_TARGETS = (*(target for target in CUDA_TARGETS if target != "sm_90"), "gfx942")
-"""Targets for which one specialisation of each kernel is compiled; for sm_90 every one is, in the slow tests."""
+OTHER_TARGETS = [target for target in CUDA_TARGETS[1:] if target != "sm_90"]
+"""Targets for which one specialisation of each kernel is compiled: the oldest and another vendor's in the slow tests,
+the rest under `make soak`, as is every specialisation for sm_90, which the tests on a GPU compile too."""
+
+SOAK = [pytest.mark.slow, pytest.mark.soak]
 
 
 def public_kernels(folder):
@@ -125,8 +128,9 @@ def test_what_a_declaration_gives():
 # --- right results ---------------------------------------------------------------------------------------------------
 
 
-WHOLE = 4
-"""So many samples of an op meet every dtype; the later ones take turns, which costs a third of the time."""
+WHOLE = 2
+"""So many samples of an op meet every dtype; the later ones take turns, which costs a third of the time. On a GPU each
+sample meets each dtype (test_gpu.py)."""
 
 
 def each_implementation():
@@ -246,8 +250,8 @@ TRACED = "test_aot_dispatch_dynamic"
 OPCHECKED = small_samples(limit=100)
 
 
-def traced_always():
-    """Identifiers of the samples that are traced in each run: a middling one of each op, and its first empty one."""
+def traced():
+    """The samples with marks: a middling one of each op and its first empty one are slow, the others repeat them."""
     chosen = set()
     for op in DIFFERENTIABLE:
         own = [param for param in OPCHECKED if param.values[0] == op]
@@ -256,7 +260,8 @@ def traced_always():
         ]
         usual = [param for param in own if param.values[1].name == middling(op).name]
         chosen |= {param.id for param in (*usual, *empty[:1])}
-    return chosen
+    marks = (pytest.mark.slow if param.id in chosen else SOAK for param in OPCHECKED)
+    return [pytest.param(*param.values, id=param.id, marks=each) for param, each in zip(OPCHECKED, marks, strict=True)]
 
 
 @pytest.mark.parametrize(("op", "sample"), OPCHECKED)
@@ -264,16 +269,7 @@ def test_opcheck(op, sample):
     opcheck(op, sample, ("test_schema", "test_autograd_registration", "test_faketensor"))
 
 
-ALWAYS = traced_always()
-
-
-@pytest.mark.parametrize(
-    ("op", "sample"),
-    [
-        pytest.param(*param.values, id=param.id, marks=() if param.id in ALWAYS else pytest.mark.slow)
-        for param in OPCHECKED
-    ],
-)
+@pytest.mark.parametrize(("op", "sample"), traced())
 def test_opcheck_traces_for_any_size(op, sample):
     opcheck(op, sample, (TRACED,))
 
@@ -294,7 +290,7 @@ def test_second_derivative_in_low_precision(op):
     assert op not in WITH_KERNELS or all(row["refused"] or row["implementation"] == "triton" for row in first)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
 def test_compiles_to_one_graph(op, dynamic):
     it = bound(op, middling(op), torch.float32)
@@ -563,8 +559,9 @@ def compiler(tmp_path_factory):
     ("which", "targets"),
     [
         pytest.param("first", ("sm_90",), id="hopper"),
-        pytest.param("every", ("sm_90",), id="hopper-all", marks=pytest.mark.slow),
-        pytest.param("first", OTHER_TARGETS, id="others", marks=pytest.mark.slow),
+        pytest.param("first", (CUDA_TARGETS[0], "gfx942"), id="oldest-and-amd", marks=pytest.mark.slow),
+        pytest.param("every", ("sm_90",), id="hopper-all", marks=SOAK),
+        pytest.param("first", OTHER_TARGETS, id="others", marks=SOAK),
     ],
 )
 @pytest.mark.parametrize("op", [folder for folder in FOLDERS if public_kernels(folder)])

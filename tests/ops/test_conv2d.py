@@ -329,6 +329,7 @@ def test_one_channel_with_the_channels_last_is_not_contiguous(x, weight, layout)
     assert row["case"].endswith(f" {layout}")
 
 
+@pytest.mark.slow
 def test_layout_kernel_compiles():
     """For every target, in one process of its own: the tests may have made Triton an interpreter here."""
     code = f"""

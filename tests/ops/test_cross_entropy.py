@@ -149,6 +149,7 @@ def test_in_place_is_only_leave_to(dtype, reduction, interpreted):
     torch.testing.assert_close(a.grad, b.grad)
 
 
+@pytest.mark.slow
 def test_float16_survives_a_large_mean(interpreted):
     """A gradient over the count is below float16's least number; a loss scale is there to lift it."""
     x, targets = torch.zeros(1 << 12, 1 << 8, dtype=torch.float16), torch.zeros(1 << 12, dtype=torch.int64)

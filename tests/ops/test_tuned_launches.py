@@ -272,6 +272,7 @@ def test_each_has_a_sample():
     assert set(SAMPLES) == set(TUNED)
 
 
+@pytest.mark.slow
 @EACH
 def test_any_plan_gives_what_the_rule_gives(name, sample, interpreted):
     sizes, run = sample()
@@ -316,8 +317,12 @@ def test_without_a_result_the_rule_and_with_one_the_best_is_launched(name, sampl
     assert by_result != by_rule
 
 
+LONG = ("layer_norm_bwd", "rope_fwd", "linear_gelu_fwd")
+
+
 @pytest.mark.parametrize(
-    "name", ["layer_norm_bwd", "softmax_fwd", "gelu_fwd", "rope_fwd", "swiglu_packed_fwd", "linear_gelu_fwd"]
+    "name",
+    ["softmax_fwd", "gelu_fwd", "swiglu_packed_fwd", *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)],
 )
 def test_tuning_times_every_plan(name, interpreted, folder):
     sizes, run = SAMPLES[name][-1]()

@@ -139,6 +139,7 @@ def test_the_subgroup_in_each_form(g1, form):
     assert [first == len(points) for first in firsts] == [in_subgroup(g1.parameters, point) for point in points]
 
 
+@pytest.mark.slow
 def test_the_c_kernels(g1):
     require_backend("opencl")
     points = sample(3) + out_of_subgroup()
