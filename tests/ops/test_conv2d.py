@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from accelerant import ops
 from accelerant.config import override
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops._layout import to_channels_first, to_channels_last
+from accelerant.ops._images import to_channels_first, to_channels_last
 from accelerant.ops.conv2d import algorithms
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS
 from accelerant.runtime.dispatch import Case, force, operations
@@ -333,7 +333,7 @@ def test_one_channel_with_the_channels_last_is_not_contiguous(x, weight, layout)
 def test_layout_kernel_compiles():
     """For every target, in one process of its own: the tests may have made Triton an interpreter here."""
     code = f"""
-from accelerant.ops._layout import KERNEL
+from accelerant.ops._images import KERNEL
 types = {{"x_ptr": "*bf16", "y_ptr": "*bf16", "M": "i32", "N": "i32"}}
 source = KERNEL.source(types, {{"BLOCK_M": 64, "BLOCK_N": 64}})
 for target in {[*CUDA_TARGETS, "gfx942"]!r}:

@@ -8,7 +8,7 @@ import torch
 
 import accelerant.ops
 from accelerant.config import override
-from accelerant.ops._launch import StreamKernel, launch_map, launch_map_backward
+from accelerant.ops._launch import StreamKernel, launch_map
 from accelerant.ops.attention import launch as attention
 from accelerant.ops.cross_entropy import launch as cross_entropy
 from accelerant.ops.decode import launch as decode
@@ -105,8 +105,8 @@ def of_rows(launched, *shapes, sizes):
 def maps(kernel):
     name = kernel.name
     if name.endswith("_fwd"):
-        return stream(lambda x, plan: launch_map(kernel, x, None, plan), 1)
-    return stream(lambda dy, saved, plan: launch_map_backward(kernel, dy, saved, None, plan), 2)
+        return stream(lambda x, plan: launch_map(kernel, x, {}, plan), 1)
+    return stream(lambda dy, saved, plan: launch_map(kernel, saved, {}, plan, dy), 2)
 
 
 def ropes(transposed):
@@ -210,7 +210,7 @@ SAMPLES = {
         (700, 50), (700, 50), (50,), sizes=(700, 50),
     ),
     "gelu_fwd": stream(lambda x, plan: launch_map(gelu.forward_kernel, x, {"TANH": True}, plan), 1),
-    "gelu_bwd": stream(lambda dy, x, plan: launch_map_backward(gelu.backward_kernel, dy, x, {"TANH": True}, plan), 2),
+    "gelu_bwd": stream(lambda dy, x, plan: launch_map(gelu.backward_kernel, x, {"TANH": True}, plan, dy), 2),
     "swiglu_fwd": stream(swiglu.launch_forward, 2),
     "swiglu_bwd": stream(swiglu.launch_backward, 3),
     "swiglu_packed_fwd": of_rows(swiglu.packed_forward, (3, 2200), sizes=(3, 1100)),

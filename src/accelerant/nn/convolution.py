@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.nn.layers import compute_dtype
-from accelerant.ops._windows import Pair, pair
+from accelerant.ops._images import Pair, pair
 
 __all__ = ["AvgPool2d", "Conv2d", "MaxPool2d"]
 

@@ -18,7 +18,7 @@ from accelerant.runtime.dispatch.tuning import Tuned
 
 __all__ = [
     "SHORT", "STREAM", "STREAMS", "Elementwise", "RowPlan", "StreamKernel", "accesses", "as_rows", "ceil_div",
-    "dense_pair", "eviction", "launch_map", "launch_map_backward", "multiprocessors", "next_power_of_2", "split_rows",
+    "dense_pair", "eviction", "launch_map", "multiprocessors", "next_power_of_2", "split_rows",
     "triton_operation", "whole_rows",
 ]  # fmt: skip
 
@@ -190,39 +190,34 @@ def dense_pair(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def launch_map(
-    kernel: StreamKernel, x: Tensor, constants: Mapping[str, object] | None = None, plan: Elementwise | None = None
-) -> Tensor:
-    """Run kernel(x_ptr, y_ptr, n, ..., BLOCK, EVICTION) over all elements: y, in the layout of x."""
+    kernel: StreamKernel, x: Tensor, constants: Mapping[str, object], plan: Elementwise | None = None,
+    dy: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Run kernel([dy_ptr,] x_ptr, y_ptr, n, ..., BLOCK, EVICTION) over all elements.
+
+    Args:
+        kernel: the kernel, of a function or of its gradient.
+        x: the argument of the function, or for a gradient what was saved.
+        constants: constexpr arguments ahead of BLOCK.
+        plan: None for the tuned one.
+        dy: the upstream gradient, if this is a gradient.
+
+    Returns:
+        the result, in the layout of x.
+    """
     x, y = dense_pair(x)
     n = x.numel()
     if n:
+        inputs: tuple[Tensor, ...] = (x,)
+        if dy is not None:
+            if dy.stride() != x.stride():
+                dy = torch.empty_like(x).copy_(dy)
+            inputs = (dy, x)
         if plan is None:
-            plan = kernel.plan(x.device, x.dtype, (n,), lambda plan: launch_map(kernel, x, constants, plan))
-        fixed = {**(constants or {}), "BLOCK": plan.block, "EVICTION": eviction(x, 2)}
-        kernel.launch(plan.grid(n), (x, y, n), fixed, num_warps=plan.num_warps)
+            plan = kernel.plan(x.device, x.dtype, (n,), lambda plan: launch_map(kernel, x, constants, plan, dy))
+        fixed = {**constants, "BLOCK": plan.block, "EVICTION": eviction(x, len(inputs) + 1)}
+        kernel.launch(plan.grid(n), (*inputs, y, n), fixed, num_warps=plan.num_warps)
     return y
-
-
-def launch_map_backward(
-    kernel: StreamKernel,
-    dy: Tensor,
-    saved: Tensor,
-    constants: Mapping[str, object] | None = None,
-    plan: Elementwise | None = None,
-) -> Tensor:
-    """Run kernel(dy_ptr, saved_ptr, dx_ptr, n, ..., BLOCK, EVICTION): dx, in the layout of the saved tensor."""
-    saved, dx = dense_pair(saved)
-    n = saved.numel()
-    if n:
-        if dy.stride() != saved.stride():
-            dy = torch.empty_like(saved).copy_(dy)
-        if plan is None:
-            plan = kernel.plan(
-                dy.device, saved.dtype, (n,), lambda plan: launch_map_backward(kernel, dy, saved, constants, plan)
-            )
-        fixed = {**(constants or {}), "BLOCK": plan.block, "EVICTION": eviction(saved, 3)}
-        kernel.launch(plan.grid(n), (dy, saved, dx, n), fixed, num_warps=plan.num_warps)
-    return dx
 
 
 def triton_operation(

@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
-from accelerant.ops._launch import SHORT, STREAM, StreamKernel, accesses, launch_map, launch_map_backward
-from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
-from accelerant.runtime.dispatch import Implementation, Operation, case_of
+from accelerant.ops._launch import SHORT, STREAM, StreamKernel, accesses, launch_map, triton_operation
+from accelerant.ops._refusals import check_dtype
+from accelerant.runtime.dispatch import case_of
 
 forward_kernel = StreamKernel("leaky_relu.triton_kernels", "leaky_relu_fwd", STREAM)
 backward_kernel = StreamKernel("leaky_relu.triton_kernels", "leaky_relu_bwd", SHORT)
@@ -21,30 +21,17 @@ def _torch_backward(dy, x, slope):
     return torch.where(x > 0, dy, slope * dy)
 
 
-leaky_relu_fwd = Operation(
+leaky_relu_fwd = triton_operation(
     "leaky_relu_fwd",
-    (
-        Implementation(
-            "triton",
-            lambda x, slope: launch_map(forward_kernel, x, {"SLOPE": slope}),
-            refuses=refuses_triton_kernel,
-            own=True,
-        ),
-        Implementation("torch", F.leaky_relu, differentiable=True),
-    ),
+    lambda x, slope: launch_map(forward_kernel, x, {"SLOPE": slope}),
+    F.leaky_relu,
     cost=accesses(2, 2),
+    differentiable=True,
 )
-leaky_relu_bwd = Operation(
+leaky_relu_bwd = triton_operation(
     "leaky_relu_bwd",
-    (
-        Implementation(
-            "triton",
-            lambda dy, x, slope: launch_map_backward(backward_kernel, dy, x, {"SLOPE": slope}),
-            refuses=refuses_triton_kernel,
-            own=True,
-        ),
-        Implementation("torch", _torch_backward),
-    ),
+    lambda dy, x, slope: launch_map(backward_kernel, x, {"SLOPE": slope}, dy=dy),
+    _torch_backward,
     cost=accesses(3, 2),
 )
 _cpu = CpuFastPath(lambda x, slope=0.01: F.leaky_relu(x, slope))

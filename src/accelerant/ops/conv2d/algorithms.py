@@ -5,7 +5,7 @@ transformer), the convolution is the product of the patches (B P, C K L) with th
 224 and a weight of 768 x 3 x 16 x 16 in bfloat16 an H200 took 0.28 ms for the copies and the product, cuDNN 2.2 ms.
 
 Channels last. cuDNN's kernels for 16-bit dtypes require the channels last, and convert other layouts at about a third
-of the memory's rate. With the copies of ops/_layout, 64 x 256 x 56 x 56 by 256 x 256 x 3 x 3 took 0.40 ms instead of
+of the memory's rate. With the copies of ops/_images, 64 x 256 x 56 x 56 by 256 x 256 x 3 x 3 took 0.40 ms instead of
 0.48, its gradients 0.76 instead of 0.94.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accelerant.ops._layout import to_channels_first, to_channels_last
+from accelerant.ops._images import to_channels_first, to_channels_last
 from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case
 

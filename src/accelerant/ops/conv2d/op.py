@@ -16,9 +16,9 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
+from accelerant.ops._images import Pair, as_images, output_sizes, pair
 from accelerant.ops._library import autocast_dtype, cast_for_autocast
 from accelerant.ops._refusals import check_dtype, check_matches
-from accelerant.ops._windows import Pair, as_images, output_sizes, pair
 from accelerant.ops.conv2d import algorithms
 from accelerant.ops.conv2d.algorithms import Gradients
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
-from accelerant.ops._launch import accesses, launch_map, launch_map_backward, triton_operation
+from accelerant.ops._launch import accesses, launch_map, triton_operation
 from accelerant.ops._library import name_of
 from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
 from accelerant.ops.elementwise.launch import (
@@ -89,11 +89,11 @@ def _unary(
     again = again or backward
     own, own_backward = STREAM_KERNELS[f"{name}_fwd"], STREAM_KERNELS[f"{name}_bwd"]
     fwd = triton_operation(
-        f"{name}_fwd", lambda x: launch_map(own, x), forward, cost=accesses(2, flops[0]), differentiable=True
+        f"{name}_fwd", lambda x: launch_map(own, x, {}), forward, cost=accesses(2, flops[0]), differentiable=True
     )
     bwd = triton_operation(
         f"{name}_bwd",
-        lambda dy, saved: launch_map_backward(own_backward, dy, saved),
+        lambda dy, saved: launch_map(own_backward, saved, {}, dy=dy),
         backward,
         cost=accesses(3, flops[1]),
     )

@@ -16,7 +16,6 @@ from accelerant.ops._launch import (
     StreamKernel,
     accesses,
     launch_map,
-    launch_map_backward,
     triton_operation,
 )
 from accelerant.ops._refusals import check_dtype
@@ -54,7 +53,7 @@ gelu_fwd = triton_operation(
 )
 gelu_bwd = triton_operation(
     "gelu_bwd",
-    lambda dy, x, approximate: launch_map_backward(backward_kernel, dy, x, {"TANH": approximate == "tanh"}),
+    lambda dy, x, approximate: launch_map(backward_kernel, x, {"TANH": approximate == "tanh"}, dy=dy),
     _torch_backward,
     cost=accesses(3, 18),
 )

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
+from accelerant.ops._images import Pair, as_images, output_sizes, pair
 from accelerant.ops._launch import triton_operation
 from accelerant.ops._refusals import check_dtype, refuses_float64
-from accelerant.ops._windows import Pair, as_images, output_sizes, pair
 from accelerant.ops.pool2d.launch import Window, launch_backward, launch_forward, layout_of
 from accelerant.runtime.compilation.triton import interpreting, refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
