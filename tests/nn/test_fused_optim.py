@@ -9,7 +9,7 @@ from torch import nn
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.nn.optim import SGD, AdamW, clip_grad_norm_
-from accelerant.ops.multi_tensor import launch
+from accelerant.ops.multi_tensor import op as launch
 from accelerant.runtime.dispatch import operations
 from accelerant.runtime.ledger import ledger
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops.dropout.launch import (
+from accelerant.ops.dropout.llvm_kernels import DropoutKernel, MaskKernel
+from accelerant.ops.dropout.op import (
     GROUP,
     _compiled,
     launch_llvm,
@@ -21,7 +22,6 @@ from accelerant.ops.dropout.launch import (
     torch_dropout,
     torch_masked,
 )
-from accelerant.ops.dropout.llvm_kernels import DropoutKernel, MaskKernel
 from accelerant.ops.dropout.reference import keep_reference, philox_reference
 from accelerant.runtime.dispatch import force
 from accelerant.runtime.dispatch.case import Case

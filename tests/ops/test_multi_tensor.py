@@ -12,9 +12,19 @@ from accelerant.errors import (
     UnsupportedDtype,
 )
 from accelerant.ops._cases import draw
-from accelerant.ops.multi_tensor import cases, launch, tables
-from accelerant.ops.multi_tensor.launch import AdamWGroup, ChunkPlan, SGDGroup, Update
-from accelerant.ops.multi_tensor.op import adamw_step, case_of, clip_step, global_norm, sgd_step
+from accelerant.ops.multi_tensor import cases, tables
+from accelerant.ops.multi_tensor import op as launch
+from accelerant.ops.multi_tensor.op import (
+    AdamWGroup,
+    ChunkPlan,
+    SGDGroup,
+    Update,
+    adamw_step,
+    case_of,
+    clip_step,
+    global_norm,
+    sgd_step,
+)
 from accelerant.ops.multi_tensor.reference import (
     adamw_reference,
     clip_reference,

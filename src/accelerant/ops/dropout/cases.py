@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, Sample, size_name, tolerances
-from accelerant.ops.dropout.launch import GROUP, NUM_WARPS, kernel
+from accelerant.ops.dropout.op import GROUP, NUM_WARPS, kernel
 
 __all__ = ["BENCHMARKS", "KERNELS", "LARGE", "ON_CPU", "SAMPLES", "TOLERANCES"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, Sample, tolerances
-from accelerant.ops.multi_tensor.launch import KERNELS as _KERNELS
-from accelerant.ops.multi_tensor.launch import PLANS, SMALL
+from accelerant.ops.multi_tensor.op import KERNELS as _KERNELS
+from accelerant.ops.multi_tensor.op import PLANS, SMALL
 
 __all__ = ["BENCHMARKS", "GPT2_SHAPES", "KERNELS", "KIND", "LARGE", "SAMPLES", "TOLERANCES"]
 

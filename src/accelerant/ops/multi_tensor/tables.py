@@ -25,7 +25,10 @@ from accelerant.ops._library import name_of
 from accelerant.ops._refusals import FLOATING
 from accelerant.runtime.streams.stream import capturing
 
-__all__ = ["DTYPES", "Bucket", "GroupValues", "Table", "Tensors", "Workspace", "capturing", "check", "same_layout"]
+__all__ = [
+    "DTYPES", "AdamWGroup", "Bucket", "GroupValues", "SGDGroup", "Table", "Tensors", "Update", "Workspace", "capturing",
+    "check", "same_layout",
+]  # fmt: skip
 
 DTYPES = FLOATING  # of parameters and gradients
 
@@ -374,3 +377,66 @@ class GroupValues:
         self._memory.copy_(source.pin_memory() if self.device.type == "cuda" else source, non_blocking=True)
         self._known = rows
         return self._memory
+
+
+# --- the arguments of an update --------------------------------------------------------------------------------------
+
+
+class AdamWGroup(NamedTuple):
+    """AdamW's hyperparameters of a parameter group; lr is a number, or a float32 scalar on the device."""
+
+    lr: float | Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    maximize: bool
+
+    def row(self) -> tuple[float, ...]:
+        """Return the values in the kernels' order: seven numbers, and the address of lr or 0."""
+        lr, address = _rate(self.lr)
+        return lr, self.beta1, self.beta2, self.eps, self.weight_decay, -1.0 if self.maximize else 1.0, 0.0, address
+
+
+class SGDGroup(NamedTuple):
+    """SGD's hyperparameters of a parameter group; lr is a number, or a float32 scalar on the device."""
+
+    lr: float | Tensor
+    momentum: float
+    dampening: float
+    nesterov: bool
+    weight_decay: float
+    maximize: bool
+
+    def row(self) -> tuple[float, ...]:
+        """Return the values in the kernels' order: seven numbers, and the address of lr or 0."""
+        lr, address = _rate(self.lr)
+        sign = -1.0 if self.maximize else 1.0
+        return lr, self.momentum, self.dampening, float(self.nesterov), self.weight_decay, sign, 0.0, address
+
+
+def _rate(lr: float | Tensor) -> tuple[float, int]:
+    return (0.0, lr.data_ptr()) if isinstance(lr, Tensor) else (lr, 0)
+
+
+@dataclass(slots=True)
+class Update:
+    """The arguments of adamw_step and of sgd_step.
+
+    Attributes:
+        tensors: parameters, gradients and state.
+        groups: hyperparameters of the parameter groups.
+        workspace: the device's.
+        table: the tensors' table; None if no Triton kernel runs.
+        max_norm: clip the gradients to this norm on the fly, without changing them; the norm goes to workspace.norm.
+        grad_scale: factor by which the gradients are too large (a loss scale).
+        found_inf: not 0 if the step is to change nothing.
+    """
+
+    tensors: Tensors
+    groups: Sequence[AdamWGroup | SGDGroup]
+    workspace: Workspace
+    table: Table | None = None
+    max_norm: float | None = None
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None

@@ -12,8 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from accelerant.ops.multi_tensor.launch import AdamWGroup, SGDGroup, Update
-from accelerant.ops.multi_tensor.tables import Tensors, same_layout
+from accelerant.ops.multi_tensor.tables import AdamWGroup, SGDGroup, Tensors, Update, same_layout
 
 __all__ = ["torch_adamw", "torch_clip", "torch_norm", "torch_sgd"]
 
