@@ -52,7 +52,7 @@ from accelerant.ops._library import (
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.case import torch_wants_determinism
 from accelerant.runtime.dispatch.plan import observers
-from accelerant.runtime.ledger import SAMPLE_EVERY, OpRecord, ledger
+from accelerant.runtime.ledger import SAMPLE_EVERY, ledger
 
 __all__ = ["CpuFastPath", "DifferentiableOp"]
 
@@ -60,7 +60,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
-"""Types whose tensors on a CPU torch's functions take as they are."""
+"""Types whose CPU tensors are passed on to torch's functions."""
 
 # --- CPU fast path ---------------------------------------------------------------------------------------------------
 
@@ -76,17 +76,6 @@ _TORCH_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, OverflowError)
 _autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled
 _ledger = ledger()
 _count_lock = _ledger.lock
-
-
-class _Taken(threading.local):
-    """The record and Operation of this thread's last call that was left to torch's autograd."""
-
-    record: OpRecord | None = None
-    operation: Operation | None = None
-
-    def clear(self) -> None:
-        """Forget the call."""
-        self.record = None
 
 
 _REFUSED = object()
@@ -129,7 +118,7 @@ class CpuFastPath:
         self._function, self._serves = function, serves
         self._by_gradient, self._any_layout = by_gradient, any_layout
         self._known: dict[Hashable, Any] = {}
-        self._taken = _Taken()
+        self._taken = threading.local()  # .last: record and Operation of a call that was left to torch's autograd
 
     def run(self, operation: Operation, case: Case, args: tuple[Any, ...]) -> Any:
         """Run a case by torch's implementation with autograd recording; NotImplemented where it is not to."""
@@ -139,7 +128,7 @@ class CpuFastPath:
         if plan is None or not plan.torch_autograd:
             return NotImplemented
         result = operation.execute(case, plan, args)
-        self._taken.record, self._taken.operation = plan.record, operation
+        self._taken.last = plan.record, operation
         return result
 
     def __call__(self, public: Callable[P, R]) -> Callable[P, R]:
@@ -201,10 +190,10 @@ class CpuFastPath:
 
     def _learn(self, key: Hashable, public: Callable[..., Any], args: Any, options: Any) -> Any:
         """Call the public function, and remember the kind of call if it was left to torch's autograd."""
-        self._taken.clear()
+        self._taken.last = None
         y = public(*args, **options)
-        record, operation = self._taken.record, self._taken.operation
-        if record is not None and operation is not None:
+        if self._taken.last is not None:
+            record, operation = self._taken.last
             if len(self._known) >= _CALLS_LIMIT:
                 self._known.clear()
             operation.plans.add_dependent(self._known)

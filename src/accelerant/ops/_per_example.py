@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from accelerant.errors import ShapeError
@@ -44,26 +43,24 @@ class PerExampleSink(Protocol):
 
     @property
     def examples(self) -> int | None:
-        """Number of examples of the current forward pass; None where it is not known."""
+        """Number of examples of the current forward pass; None if unknown."""
 
     @property
     def batch(self) -> int | None:
-        """The same, while the model's own call is under way; None outside of one."""
+        """The same during a call of the model; None outside of one."""
 
     def begin(self, *inputs: object) -> None:
-        """Say that a forward pass of these inputs begins, where that is not seen from a call of the model.
-
-        The first tensor among them has the examples in front.
-        """
+        """Begin a forward pass outside of a call of the model; examples are the first dimension of the first tensor."""
 
     def expect(self, *parameters: Tensor | None) -> None:
-        """Say in the forward pass that each of these will be given once more.
+        """Announce in the forward pass that each of these parameters will be given factors once more.
 
-        What was not announced is refused: a graph was gone through twice. And a norm need not wait for the pass's end.
+        Factors that were not announced are refused, since the graph was traversed twice. The norm of a parameter is
+        computed with its last factors, before the end of the pass.
         """
 
     def wants(self, parameter: Tensor | None) -> bool:
-        """Return whether it clips a parameter; nothing need be saved for others."""
+        """Return whether the sink clips a parameter; for others nothing need be saved."""
 
     def linear(self, weight: Tensor | None, bias: Tensor | None, dy: Tensor, x: Tensor, examples: int) -> None:
         """Take the factors of y = x weight^T + bias: dy (examples T, N), x (examples T, K), of one dtype."""
@@ -74,7 +71,7 @@ class PerExampleSink(Protocol):
     ) -> None:  # fmt: skip
         """Take the factors of y = weight[tokens]: dy (examples T, D), tokens (examples T,), or (T,) for all examples.
 
-        `distinct` says that no token occurs twice in an example, as with positions.
+        `distinct`: no token occurs twice in an example, as with positions.
         """
 
     def norm(
@@ -93,8 +90,8 @@ class PerExampleSink(Protocol):
     ) -> None:
         """Take the per-example gradients themselves: (examples, *shape of the parameter); they may be overwritten.
 
-        `squares` are their squared norms, (examples,), where these are known. All gradients, and the norms, are yet to
-        be multiplied by `factor`, a scalar.
+        `squares` are their squared norms, (examples,), if known. Gradients and norms are yet to be multiplied by the
+        scalar `factor`.
         """
 
     def form(self, a: Tensor, g: Tensor, out: Tensor) -> Tensor:
@@ -102,11 +99,7 @@ class PerExampleSink(Protocol):
 
 
 class Forming:
-    """Forms the gradients of a matrix example by example, a few examples at a time, and keeps their squared norms.
-
-    Args:
-        sink: of the matrix.
-        examples: how many there are.
+    """Forms the gradients of a matrix for a few examples at a time, and keeps their squared norms.
 
     Attributes:
         squares: (examples,) float32, or float64 of that; None before the first call.
@@ -119,10 +112,10 @@ class Forming:
 
     def __call__(self, part: slice, a: Tensor, g: Tensor, out: Tensor) -> None:
         """Form the gradients of a part of the examples, as PerExampleSink.form does."""
-        found = self._sink.form(a, g, out)
+        squares = self._sink.form(a, g, out)
         if self.squares is None:
-            self.squares = torch.empty(self.examples, dtype=found.dtype, device=found.device)
-        self.squares[part] = found
+            self.squares = squares.new_empty(self.examples)
+        self.squares[part] = squares
 
 
 def first_sink(parameters: Iterable[Tensor | None]) -> PerExampleSink | None:
@@ -162,9 +155,9 @@ def is_traced(module: object) -> bool:
 
 
 def announce(sink: PerExampleSink, x: Tensor, *parameters: Tensor | None) -> int:
-    """Expect parameters once more, in a forward pass over x (examples, ...); returns how many examples.
+    """Announce parameters in a forward pass over x (examples, ...), and return the number of examples.
 
-    To be kept for the backward pass: until then another forward pass may begin, of other examples.
+    The backward pass needs that number: until then another forward pass may begin, with other examples.
 
     Raises:
         ShapeError: the first dimension of x is not that of the model's input.

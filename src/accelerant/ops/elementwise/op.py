@@ -330,16 +330,13 @@ def mul(a: Tensor, b: Tensor | float) -> Tensor:
     y = a b, shapes broadcast as in PyTorch
 
     Args:
-        a: any shape and layout; float16, bfloat16, float32 or float64. Under autocast its own dtype is kept.
-        b: a number, or a tensor whose shape broadcasts with that of a; dtype and device of a. Fastest with the shape
-            of a, or a row of it (the end of that shape: a scale).
+        a, b: as for `add`; a row is a scale.
 
     Returns:
         the broadcast shape, dtype of a, layout as PyTorch gives it. Differentiable any number of times.
 
     Raises:
-        ShapeError: the shapes do not broadcast, or different devices.
-        UnsupportedDtype: dtype not listed above, dtypes that differ (none is converted), or b no number.
+        ShapeError, UnsupportedDtype: as `add`.
     """
     return _call("mul", a, b, _mul_same, _mul_with_row, _mul_number)
 

@@ -11,9 +11,10 @@ import numpy.typing as npt
 import torch
 
 from accelerant.errors import ConfigError, UnsupportedDtype
+from accelerant.ops._launch import accesses, ceil_div
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
-from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.dispatch import Case, Implementation, Operation
 from accelerant.runtime.provider import ComputeDevice, ComputeProvider, Pointer
 
 __all__ = ["gelu_on", "source"]
@@ -41,7 +42,7 @@ def _kernel(backend: str, device: int, approximate: str) -> Kernel:
 def _run(provider: ComputeProvider, device: int, x: Pointer, y: Pointer, n: int, approximate: str) -> None:
     if n:
         kernel = _kernel(provider.name, device, approximate)
-        provider.launch(kernel, (-(-n // _BLOCK),), (_BLOCK,), (x, y, n))
+        provider.launch(kernel, (ceil_div(n, _BLOCK),), (_BLOCK,), (x, y, n))
 
 
 def _refuses(case: Case) -> str | None:
@@ -49,12 +50,7 @@ def _refuses(case: Case) -> str | None:
     return None if "portable" in provider.dialects else f"the {provider.name} backend compiles no portable C"
 
 
-def _cost(case: Case) -> Cost:
-    n = int(np.prod(case.shape, dtype=object))
-    return Cost(bytes=8 * n, flops=10 * n)
-
-
-_gelu = Operation("gelu", (Implementation("portable", _run, refuses=_refuses, own=True),), cost=_cost)
+_gelu = Operation("gelu", (Implementation("portable", _run, refuses=_refuses, own=True),), cost=accesses(2, 10))
 
 
 def gelu_on(device: ComputeDevice, x: F32, approximate: Literal["none", "tanh"] = "none") -> F32:

@@ -162,9 +162,7 @@ def add_layer_norm(
     Args:
         x: (..., N), float16, bfloat16, float32 or float64.
         residual: shape and dtype of x.
-        weight: (N,), dtype of x or float32; None for ones.
-        bias: (N,), as weight; None for zeros.
-        eps: added to the variance; dimensionless.
+        weight, bias, eps: as for layer_norm.
 
     Returns:
         y and s, shape and dtype of x, contiguous. s is rounded to that dtype, and y is computed from the rounded s, as
@@ -194,8 +192,7 @@ def add_rms_norm(
     Args:
         x: (..., N), float16, bfloat16, float32 or float64.
         residual: shape and dtype of x.
-        weight: (N,), dtype of x or float32; None for ones.
-        eps: added to the mean square; dimensionless.
+        weight, eps: as for rms_norm.
 
     Returns:
         y and s, shape and dtype of x, contiguous; rounding and gradients as add_layer_norm's.

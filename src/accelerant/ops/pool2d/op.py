@@ -102,11 +102,7 @@ def avg_pool2d(
     """Average the elements of each window of an image.
 
     Args:
-        x: (B, C, H, W) or (C, H, W); float16, bfloat16, float32 or float64.
-        kernel_size: of the window; one number or one per dimension, at least 1.
-        stride: distance of windows, at least 1; None: kernel_size.
-        padding: of zeros on each side, at least 0 and at most half of kernel_size.
-        ceil_mode: whether the last window may reach beyond the padding.
+        x, kernel_size, stride, padding, ceil_mode: as for `max_pool2d`, with padding of zeros.
         count_include_pad: whether padding counts as elements.
         divisor_override: divisor of the sums instead of the number of elements; not 0.
 
@@ -116,9 +112,7 @@ def avg_pool2d(
 
     Raises:
         ShapeError: x has other dimensions, or is smaller than a window.
-        UnsupportedDtype: a dtype not listed above.
-        ConfigError: a setting out of range.
-        TypeError: x is not a tensor.
+        UnsupportedDtype, ConfigError, TypeError: as `max_pool2d`.
     """
     check_dtype("avg_pool2d", x)
     images = as_images("avg_pool2d", x)

@@ -222,7 +222,7 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
         UnsupportedDtype: dtype not listed above.
 
     Under forward-mode differentiation and the transforms of torch.func this is torch's own softmax, which the ledger
-    does not count.
+    does not count; likewise log_softmax.
 
     Source: Bridle 1990, "Training stochastic model recognition algorithms as networks", section 3.
     """
@@ -238,13 +238,12 @@ _log_softmax_cpu = CpuFastPath(lambda x, dim=-1: torch.log_softmax(x, dim), serv
 
 @_log_softmax_cpu
 def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
-    """The logarithm of softmax, exact where softmax would underflow.
+    """Return the logarithm of softmax, exact where softmax would underflow.
 
     y = x - max(x) - log(sum(exp(x - max(x)))), maximum and sum over `dim`
 
     Args:
-        x: any shape, float16, bfloat16, float32 or float64; fastest along a contiguous last dimension.
-        dim: the dimension to sum over; negative counts from the end.
+        x, dim: as for softmax.
 
     Returns:
         shape and dtype of x, contiguous; computed in float32 (float64 for float64) and rounded once, under autocast
@@ -254,8 +253,6 @@ def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
     Raises:
         ShapeError: x has no such dimension.
         UnsupportedDtype: dtype not listed above.
-
-    Transforms of torch.func run torch's own functions, as in softmax.
 
     Source: Bridle 1990, "Training stochastic model recognition algorithms as networks", section 3.
     """
