@@ -37,7 +37,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from accelerant import zk
-from accelerant.algebra.curve.launch import first_unreduced
+from accelerant.algebra.field.launch import first_unreduced
 from accelerant.algebra.field import program
 from accelerant.algebra.field.memory_space import HOST, MemorySpace
 from accelerant.runtime import registry

@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from accelerant.algebra.curve.reference import in_subgroup
 from accelerant.algebra.curve.weierstrass import Affine, Curve
+from accelerant.algebra.field.words import decode
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
 
 __all__ = [
@@ -47,7 +48,6 @@ E = TypeVar("E")
 U64 = npt.NDArray[np.uint64]
 Layout = Literal["evm", "uncompressed", "compressed"]
 
-_LIMB_BYTES = 8
 _EVM_WORD = 32
 
 
@@ -57,14 +57,10 @@ def encode_points(curve: Curve[E], points: Sequence[Affine[E]]) -> U64:
     Raises:
         FormatError: a coefficient is negative or not reduced.
     """
-    size = curve.coordinates.base.limbs * _LIMB_BYTES
-    rows = []
-    for index, point in enumerate(points):
-        for name, value in _coefficients(curve, point):
-            _check_reduced(curve, f"points[{index}] {name}", value)
-            rows.append(value.to_bytes(size, "little"))
-    limbs = np.frombuffer(b"".join(rows), dtype="<u8").astype(np.uint64)
-    return limbs.reshape(len(points), *curve.shape)
+    size = curve.coordinates.base.size_bytes
+    coefficients = (value for i, point in enumerate(points) for value in _coefficients(curve, point, i))
+    data = b"".join(value.to_bytes(size, "little") for value in coefficients)
+    return np.frombuffer(data, dtype="<u8").astype(np.uint64).reshape(len(points), *curve.shape)
 
 
 def decode_points(curve: Curve[E], array: U64, *, check: bool = True) -> list[Affine[E]]:
@@ -77,21 +73,16 @@ def decode_points(curve: Curve[E], array: U64, *, check: bool = True) -> list[Af
     Raises:
         ShapeError: another shape.
         UnsupportedDtype: not uint64.
-        FormatError: a coefficient is not reduced, or what check refuses; names the first one's index and value.
+        FormatError: a coefficient that is not reduced, or a point that check refuses; names its index and value.
     """
     if array.dtype != np.uint64:
         raise UnsupportedDtype(f"points must be uint64, got {array.dtype}")
     if array.shape[1:] != curve.shape or array.ndim != len(curve.shape) + 1:
         wanted = ", ".join(map(str, curve.shape))
         raise ShapeError(f"points of {curve.name} must be (n, {wanted}), got {array.shape}")
-    data = np.ascontiguousarray(array).astype("<u8").tobytes()
-    size = curve.coordinates.base.limbs * _LIMB_BYTES
-    per_point = 2 * curve.coordinates.degree
-    points: list[Affine[E]] = []
-    for index in range(len(array)):
-        start = index * per_point * size
-        values = [int.from_bytes(data[start + i * size : start + (i + 1) * size], "little") for i in range(per_point)]
-        points.append(_point(curve, values, index))
+    base = curve.coordinates.base
+    coefficients = decode(base, array.reshape(len(array), 2 * curve.coordinates.degree, base.limbs))
+    points = [_point(curve, values, index) for index, values in enumerate(coefficients)]
     if check:
         check_points(curve, points)
     return points
@@ -126,16 +117,12 @@ def points_to_bytes(curve: Curve[E], points: Sequence[Affine[E]], layout: Layout
         ConfigError: no such layout.
         FormatError: a coefficient is negative or not reduced.
     """
-    size = _coefficient_bytes(curve, layout)
+    size, codes = _coefficient_bytes(curve, layout), _flags_of(curve, layout)
     kept = curve.coordinates.degree * (1 if layout == "compressed" else 2)
     result = bytearray()
     for index, point in enumerate(points):
-        values = _coefficients(curve, point)
-        for name, value in values:
-            _check_reduced(curve, f"points[{index}] {name}", value)
-        ordered = _reordered(curve, layout, [value for _, value in values])
+        ordered = _reordered(curve, layout, _coefficients(curve, point, index))
         data = bytearray(b"".join(value.to_bytes(size, "big") for value in ordered[:kept]))
-        codes = _flags_of(curve, layout)
         if point is None:
             data[0] |= codes.infinity
         else:
@@ -150,14 +137,13 @@ def points_from_bytes(
     """Return the points of bytes in a layout.
 
     Args:
-        data: contiguous points.
         check: refuse points off the curve or out of the subgroup. A compressed x that no point has is always refused.
         subgroup: False omits the subgroup from check, as EIP-2537's additions do.
 
     Raises:
         ConfigError: no such layout.
         FormatError: a length that is no multiple of a point's, flags or padding that the layout does not have, a
-            coefficient that is not reduced, or what check refuses; names the first one's index and value.
+            coefficient that is not reduced, or a point that check refuses; names the first one's index and value.
     """
     size = point_bytes(curve, layout)
     if len(data) % size:
@@ -182,14 +168,14 @@ def _from_bytes(curve: Curve[E], data: bytes, layout: Layout, index: int) -> Aff
             )
         return None
     size = _coefficient_bytes(curve, layout)
-    values = [int.from_bytes(rest[i : i + size], "big") for i in range(0, len(rest), size)]
-    values = _reordered(curve, layout, values)
+    coefficients = [int.from_bytes(rest[i : i + size], "big") for i in range(0, len(rest), size)]
+    values = _reordered(curve, layout, coefficients)
     if layout != "compressed":
         point = _point(curve, values, index)
         if point is None and infinity_is_flagged:
             raise FormatError(f"points[{index}] is all zeros without the flag of infinity, {codes.infinity:#04x}")
         return point
-    x = _element(curve, values, f"points[{index}] x")
+    x = _element(curve, values, "x", index)
     y = curve.coordinates.sqrt(curve.right_side(x))
     if y is None:
         raise FormatError(f"points[{index}] has x = {_hex(x)}, with which no point is on {curve.name}")
@@ -232,36 +218,32 @@ def _reordered(curve: Curve[E], layout: Layout, values: Sequence[int]) -> list[i
     return [value for i in range(0, len(values), degree) for value in reversed(values[i : i + degree])]
 
 
-def _coefficients(curve: Curve[E], point: Affine[E]) -> list[tuple[str, int]]:
-    """Return names and values, x before y and c0 before c1; zeros for infinity."""
+def _coefficients(curve: Curve[E], point: Affine[E], index: int) -> list[int]:
+    """Return the coefficients, checked, x before y and c0 before c1; zeros for infinity."""
     k = curve.coordinates
     x, y = (k.zero, k.zero) if point is None else point
-    return [*zip(_names(curve, "x"), k.parts(x), strict=True), *zip(_names(curve, "y"), k.parts(y), strict=True)]
-
-
-def _names(curve: Curve[E], name: str) -> list[str]:
-    degree = curve.coordinates.degree
-    return [name] if degree == 1 else [f"{name}.c{i}" for i in range(degree)]
+    for name, element in (("x", x), ("y", y)):
+        _element(curve, k.parts(element), name, index)
+    return [*k.parts(x), *k.parts(y)]
 
 
 def _point(curve: Curve[E], values: Sequence[int], index: int) -> Affine[E]:
     """Return the point with these coefficients, c0 first; None if all are zero."""
     degree = curve.coordinates.degree
-    x = _element(curve, values[:degree], f"points[{index}] x")
-    y = _element(curve, values[degree:], f"points[{index}] y")
+    x, y = _element(curve, values[:degree], "x", index), _element(curve, values[degree:], "y", index)
     return (x, y) if any(values) else None
 
 
-def _element(curve: Curve[E], parts: Sequence[int], name: str) -> E:
-    for suffix, value in zip(_names(curve, ""), parts, strict=True):
-        _check_reduced(curve, name + suffix, value)
-    return curve.coordinates.join(parts)
-
-
-def _check_reduced(curve: Curve[E], name: str, value: int) -> None:
+def _element(curve: Curve[E], parts: Sequence[int], name: str, index: int) -> E:
+    """Return the element with these coefficients, the coordinate `name` of point `index`, or raise FormatError."""
     modulus = curve.coordinates.base.modulus
-    if not 0 <= value < modulus:
-        raise FormatError(f"{name} is {value:#x}, not reduced: it must be from 0 to below the modulus {modulus:#x}")
+    for i, value in enumerate(parts):
+        if not 0 <= value < modulus:
+            where = f"points[{index}] {name}" + f".c{i}" * (len(parts) > 1)
+            raise FormatError(
+                f"{where} is {value:#x}, not reduced: it must be from 0 to below the modulus {modulus:#x}"
+            )
+    return curve.coordinates.join(parts)
 
 
 def _shown(point: Affine[E]) -> str:

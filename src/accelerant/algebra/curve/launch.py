@@ -1,8 +1,7 @@
 """Launches of the curve kernels (program.py) on arrays of points, recorded in the ledger.
 
 Points are words (n, *curve.shape) in one of the memory spaces of algebra.field: contiguous, affine, in Montgomery form,
-infinity all zeros, and on the curve, except where a function tests that. Scalars are (n, 4) words, any number below
-2^256.
+infinity all zeros, and on the curve unless a function tests that. Scalars are (n, 4) words, any number below 2^256.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from accelerant.algebra.curve.program import grid_and_block, kernel_source
 from accelerant.algebra.curve.weierstrass import SCALAR_WORDS, Curve
 from accelerant.algebra.field import launch as field_launch
 from accelerant.algebra.field.memory_space import MemorySpace
-from accelerant.algebra.field.parameters import Field
-from accelerant.algebra.field.words import dtype_of, modulus_words
+from accelerant.algebra.field.words import dtype_of
 from accelerant.errors import FormatError, ShapeError
 from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.recorded_launch import RecordedLaunch, launch, sole_record
@@ -30,7 +28,6 @@ __all__ = [
     "add",
     "check_reduced",
     "first_off",
-    "first_unreduced",
     "from_montgomery",
     "multiply",
     "neg",
@@ -43,7 +40,7 @@ Words = Any
 Test = Literal["off_curve", "off_subgroup"]
 
 _CHUNKS = {"cpu": 64, "": 128}
-"""Points per partial result of a test: an index of the CPU's kernel covers a chunk, elsewhere a block."""
+"""Points per partial result of a test, which is one index of the CPU's kernel, and one block elsewhere."""
 
 _ADDITION, _DOUBLING, _BITS = 12, 8, 256
 """Multiplications of coordinates that the ledger counts for a step, and steps of a multiplication."""
@@ -127,22 +124,6 @@ def _firsts(space: MemorySpace, curve: Curve[Any], test: Test, x: Words, chunk: 
 # --- reduction -------------------------------------------------------------------------------------------------------
 
 
-def first_unreduced(space: MemorySpace, field: Field, words: Words) -> int | None:
-    """Return the least index of an element, (..., limbs) of 64 bits, that is not below the modulus, or None."""
-    try:
-        field_launch.check_reduced(space, field, words, "")
-    except FormatError:  # its text has the value, which may be a secret; search for the index again, on the host
-        data, bound = _big_endian(space.store(words)), _big_endian(np.array(modulus_words(field), np.uint64))
-        size = len(bound)
-        return next(i for i in range(len(data) // size) if data[i * size : (i + 1) * size] >= bound)
-    return None
-
-
-def _big_endian(words: np.ndarray[Any, Any]) -> bytes:
-    """Return elements' bytes, the most significant first, which compare as the numbers do."""
-    return words[..., ::-1].astype(">u8").tobytes()
-
-
 def check_reduced(space: MemorySpace, curve: Curve[Any], points: Words, name: str) -> None:
     """Check that the coefficients of canonical points, (..., *shape), are below the modulus.
 
@@ -150,11 +131,10 @@ def check_reduced(space: MemorySpace, curve: Curve[Any], points: Words, name: st
         FormatError: names the first offending point's flattened index, its coordinate and value.
     """
     field = curve.coordinates.base
-    index = first_unreduced(space, field, points)
+    index = field_launch.first_unreduced(space, field, points)
     if index is not None:
-        words = np.asarray(space.store(points)).reshape(-1, field.limbs)[index]
         point, part = divmod(index, 2 * curve.coordinates.degree)
-        value = int.from_bytes(_big_endian(words), "big")
+        value = field_launch.element(space, field, points, index)
         raise unreduced_coordinate(curve, f"{name}[{point}] (flattened)", part, value)
 
 

@@ -34,6 +34,7 @@ from accelerant.algebra.curve.llvm_points import (
     batch_add,
     functions,
     public_digits,
+    store_point,
     to_projective,
 )
 from accelerant.algebra.curve.parameters import curve_of, endomorphism
@@ -170,14 +171,12 @@ def _mul(curve: Curve[Any], packed: PackedField, code: FunctionBuilder) -> None:
         for word in range(SCALAR_WORDS):
             values = [code.load("i64", pointer, word) for pointer in scalars]
             code.store(packs.numbers, packs.joined(code, values), digits, word)
-        for j, element in enumerate((k.zero, k.one, k.zero, *to_projective(k, _read(k, base)))):
-            k.store(table, j, element)
+        store_point(k, table, (*k.infinity, *to_projective(k, _read(k, base))))
         one = code.at(t, table, stride)
         with code.loop(2, points) as i:
             last = code.at(t, table, code.i64("mul", code.i64("sub", i, 1), stride))
             code.do(f"call void @point_add(ptr {code.at(t, last, stride)}, ptr {last}, ptr {one})")
-        for j, element in enumerate((k.zero, k.one, k.zero)):
-            k.store(total, j, element)
+        store_point(k, total, k.infinity)
         with code.countdown(SCALAR_WORDS * 64 // _WINDOW) as step:
             for _ in range(_WINDOW):
                 code.do(f"call void @point_double(ptr {total}, ptr {total})")
@@ -251,8 +250,7 @@ def _off_subgroup(curve: Curve[Any], packed: PackedField, code: FunctionBuilder)
 
     def bad(pointers: list[str]) -> Value:
         affine = _read(k, pointers)
-        for i, element in enumerate(to_projective(k, affine)):
-            k.store(point, i, element)
+        store_point(k, point, to_projective(k, affine))
         for source in (point, multiple) if squared else (point,):
             numbers = f"ptr {listed}, i64 {len(digits)}, i64 {odd}"
             code.do(f"call void @point_multiple(ptr {multiple}, ptr {source}, {numbers})")

@@ -44,7 +44,9 @@ __all__ = [
     "batch_add",
     "double",
     "functions",
+    "load_point",
     "public_digits",
+    "store_point",
     "to_projective",
 ]
 
@@ -54,19 +56,19 @@ _SMALL = 16
 """Factors up to here are additions: a product takes as long as six or more of them."""
 
 
+@dataclass(frozen=True, slots=True)
 class Cell:
     """A variable element."""
 
-    def __init__(self, parts: Sequence[Variable]) -> None:
-        self._parts = parts
+    parts: Sequence[Variable]
 
     def get(self) -> Element:
         """Append a load of the element."""
-        return tuple(part.get() for part in self._parts)
+        return tuple(part.get() for part in self.parts)
 
     def set(self, value: Element) -> None:
-        """Append a store to it."""
-        for part, pack in zip(self._parts, value, strict=True):
+        """Append a store of the element."""
+        for part, pack in zip(self.parts, value, strict=True):
             part.set(pack)
 
 
@@ -74,13 +76,13 @@ class Elements:
     """Arithmetic and memory of coordinates, as instructions appended to a function.
 
     Attributes:
-        code: where instructions go.
+        code: the function.
         packed: the arithmetic of Fq.
         packs: masks and memory.
         degree: over Fq, 1 or 2.
         size: bytes of an element in memory.
-        zero: of the field.
-        one: of the field, as 1 L.
+        zero, one: the neutral elements, one as 1 L.
+        infinity: projective coordinates of the point at infinity.
     """
 
     def __init__(
@@ -95,17 +97,15 @@ class Elements:
         """Bind the arithmetic to a function.
 
         Args:
-            field: of the coordinates.
-            calls: products are calls, of FIELD_mul_call and, over Fq2, of quadratic_mul (llvm_points.py).
+            calls: products are calls, of FIELD_mul_call and, over Fq2, of quadratic_mul.
             call_sums: over Fq2 sums and differences are calls too: a tenth slower, and half the time to compile.
         """
-        self.code = code
-        self.packed = packed
-        self.packs = Packs(packed)
+        self.code, self.packed, self.packs = code, packed, Packs(packed)
         self.degree = field.degree
         self.size = field.degree * field.base.size_bytes
         self.zero = self.constant([0] * field.degree)
         self.one = self.constant([1] + [0] * (field.degree - 1))
+        self.infinity = (self.zero, self.one, self.zero)
         self._suffix = "_call" if calls else ""
         self._called = self.degree == 2 and calls
         self._call_sums = self.degree == 2 and call_sums
@@ -139,7 +139,7 @@ class Elements:
         return (a[0], *(self._call("neg", x) for x in a[1:]))
 
     def times(self, a: Element, factor: int) -> Element:
-        """Append the product of a and an integer >= 0."""
+        """Append the product of a and an integer, at least 0."""
         if factor > _SMALL:
             constant = self.constant([factor])
             return tuple(self._mul(constant[0], x) for x in a)
@@ -184,16 +184,14 @@ class Elements:
 
     def inverse(self, a: Element) -> Element:
         """Append 1/a, and 0 for 0: (c0 - c1 u) / (c0^2 + c1^2) by FIELD_inverse."""
-        t = self.packed.type
-        call = f"call {t} @{self.packed.field.name}_inverse({t} "
         if self.degree == 1:
-            return (self.code(f"{call}{a[0]})", t),)
+            return (self._call("inverse", a[0]),)
         squares = [self._call(f"square{self._suffix}", part) for part in a]
-        scale = self.code(f"{call}{self._call('add', *squares)})", t)
+        scale = self._call("inverse", self._call("add", *squares))
         return tuple(self._mul(scale, part) for part in self.conjugate(a))
 
     def product(self, a: Element, factor: int) -> Element:
-        """Append a factor / L: conversion from one Montgomery form to another."""
+        """Append a factor / L, which converts from one Montgomery form to another."""
         return tuple(self.packed.times(self.code, part, factor) for part in a)
 
     def _pass(self, name: str, *operands: Element) -> Element:
@@ -229,23 +227,20 @@ class Elements:
 
     def read(self, pointers: Sequence[str], index: int = 0) -> Element:
         """Append loads of element `index` of the arrays at each lane's address, in memory's form."""
-        step = self.packed.field.size_bytes
-        return tuple(
-            self.packs.read(self.code, pointers, index * self.size + part * step) for part in range(self.degree)
-        )
+        first, step = index * self.size, self.packed.field.size_bytes
+        return tuple(self.packs.read(self.code, pointers, first + part * step) for part in range(self.degree))
 
     def write(self, pointers: Sequence[str], index: int, a: Element) -> None:
-        """The same outward."""
+        """Append stores to element `index` of the arrays at each lane's address."""
         for part, pack in enumerate(a):
-            offset = index * self.size + part * self.packed.field.size_bytes
-            self.packs.write(self.code, pointers, offset, pack)
+            self.packs.write(self.code, pointers, index * self.size + part * self.packed.field.size_bytes, pack)
 
     def load(self, pointer: str, index: str | int) -> Element:
         """Append the load of an element of an array of packs, in the kernel's own memory."""
         return tuple(self.code.load(self.packed.type, pointer, at) for at in self._indices(index))
 
     def store(self, pointer: str, index: str | int, a: Element) -> None:
-        """The same outward."""
+        """Append the store of an element of such an array."""
         for at, pack in zip(self._indices(index), a, strict=True):
             self.code.store(self.packed.type, pack, pointer, at)
 
@@ -256,7 +251,7 @@ class Elements:
         return [first, *(self.code.i64("add nsw", first, part) for part in range(1, self.degree))]
 
     def space(self, count: int = 1) -> str:
-        """Allocate the kernel's own memory for so many elements."""
+        """Allocate memory of the kernel's own for some elements."""
         return self.code.stack(self.packed.type, count * self.degree)
 
     def cell(self, a: Element) -> Cell:
@@ -273,7 +268,7 @@ T = TypeVar("T")
 
 
 class _Arithmetic(Protocol[T]):
-    """The operations of the formulas: Elements here, a tape's Recorder in pairing.py."""
+    """The operations of the formulas, which Elements and a tape's Recorder provide."""
 
     def add(self, a: T, b: T) -> T: ...
     def sub(self, a: T, b: T) -> T: ...
@@ -330,20 +325,22 @@ def to_projective(k: Elements, affine: tuple[Element, Element]) -> Projective:
     return affine[0], k.select(infinity, k.one, affine[1]), k.select(infinity, k.zero, k.one)
 
 
-def _point(k: Elements, pointer: str, count: int = 3) -> tuple[Element, ...]:
+def load_point(k: Elements, pointer: str, count: int = 3) -> tuple[Element, ...]:
+    """Append loads of a point's three coordinates, or of the two of an affine one."""
     return tuple(k.load(pointer, i) for i in range(count))
 
 
-def _keep(k: Elements, pointer: str, point: Sequence[Element]) -> None:
+def store_point(k: Elements, pointer: str, point: Sequence[Element]) -> None:
+    """Append stores of a point's coordinates."""
     for i, element in enumerate(point):
         k.store(pointer, i, element)
 
 
 def _add_affine(k: Elements, b3: Sequence[int]) -> None:
-    p, (x2, y2) = _point(k, "%x"), _point(k, "%y", 2)
-    infinity = k.is_zero(y2)
-    total = add_affine(k, b3, p, (x2, y2))
-    _keep(k, "%z", [k.select(infinity, old, new) for old, new in zip(p, total, strict=True)])
+    p, q = load_point(k, "%x"), load_point(k, "%y", 2)
+    infinity = k.is_zero(q[1])
+    total = add_affine(k, b3, p, q)
+    store_point(k, "%z", [k.select(infinity, old, new) for old, new in zip(p, total, strict=True)])
 
 
 _ODD = 4
@@ -360,26 +357,26 @@ def _multiple(k: Elements) -> None:
     code = k.code
     table, total, twice, chosen = k.space(3 * _ODD), k.space(3), k.space(3), k.space(3)
     stride = 3 * k.degree
-    _keep(k, table, _point(k, "%x"))
+    store_point(k, table, load_point(k, "%x"))
     code.do(f"call void @point_double(ptr {twice}, ptr %x)")
     with code.loop(1, "%odd") as i:
         address = code.at(k.packed.type, table, code.i64("mul", i, stride))
         before = code.at(k.packed.type, address, -stride)
         code.do(f"call void @point_add(ptr {address}, ptr {before}, ptr {twice})")
-    _keep(k, total, (k.zero, k.one, k.zero))
+    store_point(k, total, k.infinity)
     with code.countdown("%count") as at:
         code.do(f"call void @point_double(ptr {total}, ptr {total})")
         digit = code.convert("sext", code.load("i8", "%digits", at), "i64")
         with code.when(code.compare("ne", digit, 0)):
             size = code.intrinsic("i64", "llvm.abs.i64", digit, constant("i1", True))
             entry = code.at(k.packed.type, table, code.i64("mul", code.i64("lshr", size, 1), stride))
-            x, y, z = _point(k, entry)
+            x, y, z = load_point(k, entry)
             sign = k.cell(y)
             with code.when(code.compare("slt", digit, 0)):
                 sign.set(k.neg(y))
-            _keep(k, chosen, (x, sign.get(), z))
+            store_point(k, chosen, (x, sign.get(), z))
             code.do(f"call void @point_add(ptr {total}, ptr {total}, ptr {chosen})")
-    _keep(k, "%z", _point(k, total))
+    store_point(k, "%z", load_point(k, total))
 
 
 _WINDOW = 4
@@ -420,9 +417,9 @@ def functions(name: str, form: str) -> tuple[FunctionBuilder, ...]:
     packed = packed_field(curve.coordinates.base, form)
     b3 = curve.coordinates.parts(curve.coordinates.times(curve.b, 3))
     points: _Writers = {
-        "point_add": (_BINARY, lambda k: _keep(k, "%z", add(k, b3, _point(k, "%x"), _point(k, "%y")))),
+        "point_add": (_BINARY, lambda k: store_point(k, "%z", add(k, b3, load_point(k, "%x"), load_point(k, "%y")))),
         "point_add_affine": (_BINARY, lambda k: _add_affine(k, b3)),
-        "point_double": (_UNARY, lambda k: _keep(k, "%z", double(k, b3, _point(k, "%x")))),
+        "point_double": (_UNARY, lambda k: store_point(k, "%z", double(k, b3, load_point(k, "%x")))),
         "point_multiple": ([*_UNARY, "ptr %digits", "i64 %count", "i64 %odd"], _multiple),
     }
     parts = [*packed.functions(), *packed.called_functions(), _inverse(packed)]
@@ -435,23 +432,14 @@ def functions(name: str, form: str) -> tuple[FunctionBuilder, ...]:
     return tuple(parts)
 
 
-def _stored(name: str, operands: int = 2) -> Callable[[Elements], None]:
-    """Return a writer of z = the method of that name of x, or of x and y."""
-
-    def write(k: Elements) -> None:
-        k.store("%z", 0, getattr(k, name)(*(k.load(pointer, 0) for pointer in ("%x", "%y")[:operands])))
-
-    return write
-
-
 _Writers = dict[str, tuple[list[str], Callable[[Elements], None]]]
 _BINARY = ["ptr %z", "ptr %x", "ptr %y"]
 _UNARY = _BINARY[:2]
 _QUADRATIC: _Writers = {
-    "quadratic_add": (_BINARY, _stored("add")),
-    "quadratic_sub": (_BINARY, _stored("sub")),
-    "quadratic_mul": (_BINARY, _stored("karatsuba")),
-    "quadratic_square": (_UNARY, _stored("complex_square", 1)),
+    "quadratic_add": (_BINARY, lambda k: k.store("%z", 0, k.add(k.load("%x", 0), k.load("%y", 0)))),
+    "quadratic_sub": (_BINARY, lambda k: k.store("%z", 0, k.sub(k.load("%x", 0), k.load("%y", 0)))),
+    "quadratic_mul": (_BINARY, lambda k: k.store("%z", 0, k.karatsuba(k.load("%x", 0), k.load("%y", 0)))),
+    "quadratic_square": (_UNARY, lambda k: k.store("%z", 0, k.complex_square(k.load("%x", 0)))),
 }
 
 
@@ -463,10 +451,9 @@ class Pair:
     """A pack of affine points P and Q to add, read on demand.
 
     Attributes:
-        x: of P and of Q.
-        y: of P and of Q.
-        write: takes the sum's x and y.
-        fetch: prefetches P and Q, for points at arbitrary addresses.
+        x, y: append loads of the coordinate of P and of Q.
+        write: appends stores of the sum's x and y.
+        fetch: appends prefetches of P and Q, for points at arbitrary addresses.
     """
 
     x: Callable[[], tuple[Element, Element]]
@@ -477,12 +464,12 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """Memory for a batch of additions: arrays with an element per pack of pairs.
+    """Pointers to memory for a batch of additions, with an entry per pack of pairs.
 
     Attributes:
         products: elements, the product of all preceding denominators.
         denominators: elements.
-        special: bytes, 1 where a pack has a doubling, opposite points or infinity.
+        special: bytes, 1 for a pack with a doubling, opposite points or infinity.
     """
 
     products: str
@@ -502,8 +489,8 @@ def batch_add(k: Elements, count: str, pair: Callable[[str], Pair], scratch: Scr
     Only a pack with a special case pays for it, by a branch: the time depends on the points.
 
     Args:
-        count: i64.
-        pair: of the index of a pack, an i64. The sums are written from the last pack to the first.
+        count: an i64.
+        pair: returns the pack of an index, an i64. The sums are written from the last pack to the first.
         scratch: memory for `count` packs.
         unit: the factor of coordinates in the points' memory, x unit. Slopes are x L, so products keep the unit, except
             for a slope's square and a doubling's numerator, which are rescaled.

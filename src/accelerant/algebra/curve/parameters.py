@@ -51,7 +51,7 @@ class Family:
     Attributes:
         name: prefix of the names of its curves and fields.
         kind: Barreto-Naehrig or Barreto-Lynn-Scott of embedding degree 12.
-        b: of G1's curve.
+        b: constant of G1's curve.
         nonresidue: xi of Fq2, neither a square nor a cube: Fq12 = Fq2[w] / (w^6 - xi).
         twist: "divide" if G2's b is b / xi (a D-twist), "multiply" if it is b xi (an M-twist).
         g1_generator, g2_generator: affine.
@@ -170,11 +170,7 @@ FAMILIES = {
 
 
 def _checked(curve: Curve[E]) -> Curve[E]:
-    """Return the curve if its generator lies on it and has order r.
-
-    Raises:
-        ConfigError: it does not.
-    """
+    """Return the curve if its generator lies on it and has order r; else raise ConfigError."""
     if not curve.is_on_curve(curve.generator):
         raise ConfigError(f"{curve.name}: the generator {curve.generator} is not on the curve")
     if not in_subgroup(curve, curve.generator):
@@ -185,33 +181,16 @@ def _checked(curve: Curve[E]) -> Curve[E]:
 @functools.cache
 def _g1(name: str) -> Curve[int]:
     family = FAMILIES[name]
-    return _checked(
-        Curve(
-            name=f"{name}_g1",
-            coordinates=PrimeCoordinates(family.fq),
-            scalars=FIELDS[f"{name}_fr"],
-            b=family.b,
-            generator=family.g1_generator,
-            cofactor=family.g1_cofactor,
-        )
-    )
+    k, scalars = PrimeCoordinates(family.fq), FIELDS[f"{name}_fr"]
+    return _checked(Curve(f"{name}_g1", k, scalars, family.b, family.g1_generator, family.g1_cofactor))
 
 
 @functools.cache
 def _g2(name: str) -> Curve[Pair]:
     family = FAMILIES[name]
-    k = QuadraticCoordinates(FQ2[f"{name}_fq"])
-    factor = family.nonresidue if family.twist == "multiply" else k.inv(family.nonresidue)
-    return _checked(
-        Curve(
-            name=f"{name}_g2",
-            coordinates=k,
-            scalars=FIELDS[f"{name}_fr"],
-            b=k.times(factor, family.b),
-            generator=family.g2_generator,
-            cofactor=family.g2_cofactor,
-        )
-    )
+    k, scalars = QuadraticCoordinates(FQ2[f"{name}_fq"]), FIELDS[f"{name}_fr"]
+    b = k.times(family.nonresidue if family.twist == "multiply" else k.inv(family.nonresidue), family.b)
+    return _checked(Curve(f"{name}_g2", k, scalars, b, family.g2_generator, family.g2_cofactor))
 
 
 CURVES: dict[str, Callable[[], Curve[Any]]] = {
@@ -223,22 +202,14 @@ CURVES: dict[str, Callable[[], Curve[Any]]] = {
 
 
 def curve_of(name: str) -> Curve[Any]:
-    """Return the curve of a name.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the curve of a name; ConfigError if there is none."""
     if name not in CURVES:
         raise ConfigError(f"unknown curve {name!r}; known are {', '.join(CURVES)}")
     return CURVES[name]()
 
 
 def family_of(name: str) -> Family:
-    """Return the family of a name, bn254 or bls12_381.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the family of a name, bn254 or bls12_381; ConfigError if there is none."""
     if name not in FAMILIES:
         raise ConfigError(f"unknown pairing {name!r}; known are {', '.join(FAMILIES)}")
     return FAMILIES[name]
@@ -263,8 +234,8 @@ def register_curve(
         a: must be 0; other curves have no kernels.
 
     Raises:
-        ConfigError: another curve has the name, a parameter is out of these limits, or the generator is not on the
-            curve or not of order r.
+        ConfigError: another curve has the name, a parameter violates these limits, or the generator is not on the curve
+            or not of order r.
     """
     if not (name.isidentifier() and name.isascii()):
         raise ConfigError(f"a curve's name must be an identifier, got {name!r}")
@@ -288,22 +259,16 @@ def register_curve(
     if not (0 <= x < q and 0 <= y < q):
         raise ConfigError(f"{name}: the generator's coordinates must be from 0 to below q, got {generator}")
     curve = _checked(Curve(name, PrimeCoordinates(base), scalars, b % q, (x, y), cofactor))
-    point = _random_point(curve)
-    if multiply(curve, cofactor * r, point) is not None:
+    rng, root = random.Random(0), None
+    while root is None:
+        x = rng.randrange(q)
+        root = curve.coordinates.sqrt(curve.right_side(x))
+    if multiply(curve, cofactor * r, (x, root)) is not None:
         raise ConfigError(f"{name}: the curve's group does not have {cofactor} r elements, r = {r}")
     if name in CURVES and CURVES[name]().canonical_text() != curve.canonical_text():
         raise ConfigError(f"{name}: another curve has this name")
     CURVES.setdefault(name, lambda: curve)
     return curve_of(name)
-
-
-def _random_point(curve: Curve[int]) -> Affine[int]:
-    rng = random.Random(0)
-    while True:
-        x = rng.randrange(curve.coordinates.base.modulus)
-        y = curve.coordinates.sqrt(curve.right_side(x))
-        if y is not None:
-            return x, y
 
 
 # --- endomorphisms ---------------------------------------------------------------------------------------------------
@@ -324,7 +289,7 @@ class Endomorphism:
              psi = t - 1 is annihilated by q + 1 - t, the order of G1's curve. That is r times G1's cofactor, which is
              prime to G2's, so r annihilates it.
 
-    Of registered curves it is the identity, with eigenvalue r + 1.
+    For registered curves the map is the identity, with eigenvalue r + 1.
 
     Attributes:
         x_factor, y_factor: coordinates.

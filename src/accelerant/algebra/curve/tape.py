@@ -1,7 +1,7 @@
 """Tapes: straight-line programs of additions, subtractions and products in a prime field, recorded once, run as data.
 
 A Recorder records the operations of a formula in plain Python instead of computing them. The recording becomes a
-Segment, and a Program calls segments in sequence, on different registers:
+Segment, and a Program calls segments in sequence on different registers:
 
     recorder = Recorder(field)
     x, y = recorder.inputs("point", 2)
@@ -14,7 +14,7 @@ Segment, and a Program calls segments in sequence, on different registers:
     tape = program.assemble()
 
 The registers of a program are the constants, the windows in the order of their allocation, and scratch. A segment names
-windows, and each call binds them to registers; they must not overlap. A segment reads all values as they were before
+windows, and each call binds the names to registers that do not overlap. A segment reads all values as they were before
 the call, so it may write the registers it reads.
 
 Recording drops unused values, shares common subexpressions and folds 0 and 1. Instructions are ordered into long runs
@@ -35,10 +35,12 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -64,9 +66,11 @@ __all__ = [
     "TapeKernel",
     "cached",
     "kernel_source",
+    "multiple",
     "run_tape",
 ]
 
+T = TypeVar("T")
 ADD, SUB, MUL = 0, 1, 2
 _INPUT, _CONSTANT = -1, -2
 _ABSOLUTE, _SCRATCH = 0, 1
@@ -87,13 +91,11 @@ class Segment:
     """Instructions on windows of registers.
 
     Attributes:
-        field: of the values.
         windows: their names; window numbers of registers start at 2.
-        runs: instructions grouped by operation. Constants have window 0 and their value for an offset.
+        runs: instructions grouped by operation. The register of a constant is (0, its value).
         scratch: number of scratch registers.
     """
 
-    field: Field
     windows: tuple[str, ...]
     runs: tuple[_Run, ...]
     scratch: int
@@ -105,7 +107,7 @@ class Segment:
 
 
 class Recorder:
-    """A recording of operations on values, which are opaque numbers."""
+    """A recording of operations on values, which are represented by opaque numbers."""
 
     def __init__(self, field: Field) -> None:
         self.field = field
@@ -125,10 +127,8 @@ class Recorder:
 
     def add(self, a: int, b: int) -> int:
         """Return a + b."""
-        if self._is(a, 0):
-            return b
-        if self._is(b, 0):
-            return a
+        if self._is(a, 0) or self._is(b, 0):
+            return b if self._is(a, 0) else a
         return self._node((ADD, min(a, b), max(a, b)))
 
     def sub(self, a: int, b: int) -> int:
@@ -153,12 +153,7 @@ class Recorder:
 
     def times(self, a: int, factor: int) -> int:
         """Return the product of a and a small positive integer, by additions."""
-        result = a
-        for bit in bin(factor)[3:]:
-            result = self.add(result, result)
-            if bit == "1":
-                result = self.add(result, a)
-        return result
+        return multiple(self.add, a, factor)
 
     def scaled(self, a: int, factor: Sequence[int]) -> int:
         """Return the product of a and a small positive integer, given as a coefficient of Fq."""
@@ -173,11 +168,10 @@ class Recorder:
         return self._windows.index(name) + 2
 
     def _node(self, node: _Node) -> int:
-        number = self._known.get(node)
-        if number is None:
-            number = self._known[node] = len(self._nodes)
+        if node not in self._known:
+            self._known[node] = len(self._nodes)
             self._nodes.append(node)
-        return number
+        return self._known[node]
 
     # --- segments ------------------------------------------------------------------------------------------------
 
@@ -199,7 +193,7 @@ class Recorder:
                     value = len(self._nodes) - 1
                 targets[value] = target
         runs, scratch = self._allocate(self._schedule(targets), targets)
-        return Segment(self.field, tuple(self._windows), runs, scratch)
+        return Segment(tuple(self._windows), runs, scratch)
 
     def _schedule(self, targets: Mapping[int, _Register]) -> list[int]:
         """Return the nodes that the targets need in topological order, greedily in long runs of one operation."""
@@ -237,16 +231,13 @@ class Recorder:
         A value for a window's register is written there directly if no later instruction reads the old value; otherwise
         it stays in scratch until the end.
         """
-        last: dict[int, int] = {}
-        for time, i in enumerate(order):
-            for a in self._nodes[i][1:]:
-                last[a] = time
+        last = {a: time for time, i in enumerate(order) for a in self._nodes[i][1:]}
         held = {self._nodes[a][1:]: time for a, time in last.items() if self._nodes[a][0] == _INPUT}
         registers: dict[int, _Register] = {}
         free: list[int] = []
         size = 0
         runs: list[tuple[int, list[tuple[_Register, ...]]]] = []
-        late: list[tuple[_Register, _Register]] = []
+        late: list[tuple[_Register, ...]] = []
         for time, i in enumerate(order):
             operation, *operands = self._nodes[i]
             read = [self._register(a, registers) for a in operands]
@@ -262,12 +253,12 @@ class Recorder:
                     size += 1
                 registers[i] = (_SCRATCH, heapq.heappop(free))
                 if target is not None:
-                    late.append((target, registers[i]))
+                    late.append((target, registers[i], (_ABSOLUTE, 0)))
             if not runs or runs[-1][0] != operation:
                 runs.append((operation, []))
             runs[-1][1].append((registers[i], *read))
         if late:
-            runs.append((ADD, [(target, source, (_ABSOLUTE, 0)) for target, source in late]))
+            runs.append((ADD, late))
         return tuple((operation, tuple(instructions)) for operation, instructions in runs), size
 
     def _register(self, a: int, registers: Mapping[int, _Register]) -> _Register:
@@ -277,12 +268,21 @@ class Recorder:
         return (first, second) if kind == _INPUT else registers[a]
 
 
+def multiple(add: Callable[[T, T], T], a: T, factor: int) -> T:
+    """Return the product of a and a positive integer by additions: double and add, from the highest bit."""
+    result = a
+    for bit in bin(factor)[3:]:
+        result = add(result, result)
+        if bit == "1":
+            result = add(result, a)
+    return result
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Tape:
     """A program as data.
 
     Attributes:
-        field: of the values.
         code: int32, runs one after another: operation, count, and for each instruction the offsets of the result and of
             the operands, in words from the first register.
         schedule: (m, 2), int64: first and end of the parts of the code, in the order of execution.
@@ -331,27 +331,23 @@ class Program:
             raise ValueError(f"the segment has the windows {', '.join(segment.windows)}, got {', '.join(windows)}")
         self._calls.append((segment, tuple(windows[name] for name in segment.windows)))
 
+    def function(self, inputs: Sequence[int], outputs: Sequence[int]) -> TapeFunction:
+        """Return the tape as a function from windows to windows, given by the numbers that `window` returned."""
+        tape = self.assemble()
+        first = len(tape.constants)
+        return TapeFunction(tape, tuple(first + i for i in inputs), tuple(first + i for i in outputs))
+
     def assemble(self) -> Tape:
         """Return the tape; calls of a segment on the same windows share their code."""
-        constants = {0: 0}
-        for segment in dict.fromkeys(segment for segment, _ in self._calls):
-            for _, instructions in segment.runs:
-                for instruction in instructions:
-                    for window, offset in instruction:
-                        if window == _ABSOLUTE:
-                            constants.setdefault(offset, len(constants))
+        constants = {0: 0}  # value -> register
+        templates = {segment: _template(segment, constants) for segment in dict.fromkeys(s for s, _ in self._calls)}
         first = len(constants)
         scratch = first + self._windows
-        code: list[npt.NDArray[np.int32]] = []
+        code = [np.zeros(0, np.int32)]
         parts: dict[tuple[Segment, tuple[int, ...]], tuple[int, int]] = {}
         size = 0
-        templates: dict[Segment, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
-        for call in self._calls:
-            if call in parts:
-                continue
+        for call in dict.fromkeys(self._calls):
             segment, bases = call
-            if segment not in templates:
-                templates[segment] = _template(segment, constants)
             offsets, windows = templates[segment]
             starts = np.array([0, scratch, *(first + base for base in bases), 0])
             words = np.where(windows < 0, 1, self.field.limbs)
@@ -360,7 +356,7 @@ class Program:
             size += len(offsets)
         return Tape(
             field=self.field,
-            code=np.concatenate(code) if code else np.zeros(0, np.int32),
+            code=np.concatenate(code),
             schedule=np.array([parts[call] for call in self._calls], np.int64).reshape(-1, 2),
             registers=scratch + max((segment.scratch for segment, _ in self._calls), default=0),
             constants=tuple(constants),
@@ -368,30 +364,29 @@ class Program:
         )
 
 
-def _template(segment: Segment, constants: Mapping[int, int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the code's offsets within windows, and the windows; -1 for operations and counts."""
-    offsets: list[int] = []
-    windows: list[int] = []
+def _template(segment: Segment, constants: dict[int, int]) -> npt.NDArray[np.int64]:
+    """Return the code's offsets within windows, and the windows (-1 for operations and counts), in two rows.
+
+    Constants that have no register yet get the next one.
+    """
+    columns: list[tuple[int, int]] = []
     for operation, instructions in segment.runs:
-        offsets += (operation, len(instructions))
-        windows += (-1, -1)
-        for instruction in instructions:
-            for window, offset in instruction:
-                offsets.append(constants[offset] if window == _ABSOLUTE else offset)
-                windows.append(window)
-    return np.array(offsets, np.int64), np.array(windows, np.int64)
+        columns += [(operation, -1), (len(instructions), -1)]
+        for window, offset in itertools.chain.from_iterable(instructions):
+            register = constants.setdefault(offset, len(constants)) if window == _ABSOLUTE else offset
+            columns.append((register, window))
+    return np.array(columns, np.int64).reshape(-1, 2).T
 
 
 # --- kernel ----------------------------------------------------------------------------------------------------------
 
 _ENTRY = "tape_run"
 _OPERATIONS = {ADD: "add", SUB: "sub", MUL: "mul"}
-_ARGUMENTS = ("*u64", "*i32", "*i64", "i64", "i64", "i64")
 
 
 @dataclass(frozen=True, slots=True)
 class TapeKernel:
-    """A Builder (see runtime/compilation/kernel.py) of tape_run for the field of a name."""
+    """A Builder (see runtime/compilation/kernel.py) of tape_run for the field of this name."""
 
     field: str
 
@@ -430,15 +425,15 @@ def _text(name: str) -> str:
                 instruction = code.at("i32", run, 2)
                 head.set(code.at("[3 x i32]", instruction, code.convert("sext", count, "i64")))
                 for number in code.switch(operation, list(_OPERATIONS)):
-                    _write_run(packed, code, _OPERATIONS[number], (instruction, head.get()), file)
+                    _write_run(packed, code, _OPERATIONS[number], instruction, head.get(), file)
     code.ret()
     return program([*packed.functions(), code])
 
 
-def _write_run(packed: PackedLimbs, code: FunctionBuilder, name: str, run: tuple[Value, Value], file: Value) -> None:
+def _write_run(packed: PackedLimbs, code: FunctionBuilder, name: str, first: Value, end: Value, file: Value) -> None:
     """Append a run of one operation."""
-    instruction = code.variable("ptr", run[0])
-    with code.loop_while(lambda: code.compare("ult", instruction.get(), run[1])):
+    instruction = code.variable("ptr", first)
+    with code.loop_while(lambda: code.compare("ult", instruction.get(), end)):
         current = instruction.get()
         offsets = [code.convert("sext", code.load("i32", current, k, align=4), "i64") for k in range(3)]
         z, x, y = (code.at("i64", file, offset) for offset in offsets)
@@ -450,12 +445,8 @@ def _write_run(packed: PackedLimbs, code: FunctionBuilder, name: str, run: tuple
 @functools.cache
 def kernel_source(field: Field) -> KernelSource:
     """Return the kernel for a field of several limbs."""
-    return KernelSource(
-        name=f"{_ENTRY}_{field.name}",
-        dialects={"llvm": TapeKernel(field.name)},
-        entries={_ENTRY: _ARGUMENTS},
-        targets=(),
-    )
+    types = ("*u64", "*i32", "*i64", "i64", "i64", "i64")
+    return KernelSource(f"{_ENTRY}_{field.name}", {"llvm": TapeKernel(field.name)}, {_ENTRY: types}, targets=())
 
 
 def run_tape(tape: Tape, registers: npt.NDArray[np.uint64]) -> None:
@@ -474,14 +465,14 @@ def run_tape(tape: Tape, registers: npt.NDArray[np.uint64]) -> None:
 
 
 def cached(name: str, field: Field, make: Callable[[], TapeFunction]) -> TapeFunction:
-    """Return what `make` records, from the disk if it is there.
+    """Return the result of `make`, from the disk if it is there.
 
     An entry is a line of JSON, then the tape's code and schedule as in memory. All of it is covered by the cache's
     checksum, and none is in the entry's report: with another constant, a verifier would accept other proofs.
 
     Args:
         name: with the code in SOURCES, everything that the tape depends on.
-        make: records it.
+        make: records the tape.
     """
     key = kernel_key(tape=builder_key(name, *SOURCES), byteorder=sys.byteorder)
     binary, _ = KernelCache().get_or_build(key, lambda: _binary(make()), name=f"tape_{name}", target="any CPU")

@@ -1,7 +1,8 @@
 """The fields Fq2, Fq6 and Fq12 over recorded values of Fq (tape.py): the arithmetic of the CPU's pairings.
 
 The tower is Fq2 = Fq[u] / (u^2 + 1), Fq6 = Fq2[v] / (v^3 - xi) and Fq12 = Fq6[w] / (w^2 - v). Elements are nested pairs
-and triples of a recorder's values. M is a product in Fq.
+and triples of a recorder's values. Names of methods end in the degree of their field, 6 or 12, none in Fq2. M is a
+product in Fq.
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from accelerant.algebra.curve.parameters import Family
-from accelerant.algebra.curve.tape import Recorder
+from accelerant.algebra.curve.tape import Recorder, multiple
 from accelerant.algebra.curve.weierstrass import Pair, QuadraticCoordinates
 from accelerant.algebra.field.parameters import FQ2
 
-__all__ = ["FQ12_SIZE", "Fq2", "Fq12", "Line", "Projective", "RecordedTower", "flat", "flat12", "pairs", "recorded"]
+__all__ = ["FQ12_SIZE", "Fq2", "Fq12", "Line", "Projective", "RecordedTower", "flat", "flat12", "pairs"]
 
 Fq2 = tuple[int, int]
 Fq6 = tuple[Fq2, Fq2, Fq2]
@@ -43,18 +44,12 @@ def flat12(a: Fq12) -> tuple[int, ...]:
     return flat((*a[0], *a[1]))
 
 
-def recorded(family: Family) -> RecordedTower:
-    """Return the tower of a family over a new recorder."""
-    return RecordedTower(family, Recorder(family.fq))
-
-
 class RecordedTower:
-    """The tower of a family over one recorder."""
+    """The tower of a family over a new recorder, `base`."""
 
-    def __init__(self, family: Family, recorder: Recorder) -> None:
+    def __init__(self, family: Family) -> None:
         self.family = family
-        self.base = recorder
-        self.zero = (recorder.constant(0), recorder.constant(0))
+        self.base = Recorder(family.fq)
 
     def pair(self, value: Pair) -> Fq2:
         """Return a constant of Fq2."""
@@ -63,28 +58,21 @@ class RecordedTower:
     # --- Fq2 -----------------------------------------------------------------------------------------------------
 
     def add(self, a: Fq2, b: Fq2) -> Fq2:
-        """Return a + b."""
         return self.base.add(a[0], b[0]), self.base.add(a[1], b[1])
 
     def sub(self, a: Fq2, b: Fq2) -> Fq2:
-        """Return a - b."""
         return self.base.sub(a[0], b[0]), self.base.sub(a[1], b[1])
 
     def neg(self, a: Fq2) -> Fq2:
-        """Return -a."""
         return self.base.neg(a[0]), self.base.neg(a[1])
 
     def conjugate(self, a: Fq2) -> Fq2:
         """Return c0 - c1 u, which is a^q."""
         return a[0], self.base.neg(a[1])
 
-    def twice(self, a: Fq2) -> Fq2:
-        """Return 2 a."""
-        return self.add(a, a)
-
-    def thrice(self, a: Fq2) -> Fq2:
-        """Return 3 a."""
-        return self.add(self.twice(a), a)
+    def times(self, a: Fq2, factor: int) -> Fq2:
+        """Return the product of a and a small positive integer, by additions."""
+        return multiple(self.add, a, factor)
 
     def mul(self, a: Fq2, b: Fq2) -> Fq2:
         """Return a b by Karatsuba; 3M."""
@@ -112,16 +100,8 @@ class RecordedTower:
         c, one = self.family.nonresidue
         if one != 1:
             raise ValueError(f"{self.family.name}: wanted a non-residue c + u, got {self.family.nonresidue}")
-        scaled = self._times_small(a, c)
+        scaled = self.times(a, c)
         return self.base.sub(scaled[0], a[1]), self.base.add(scaled[1], a[0])
-
-    def _times_small(self, a: Fq2, factor: int) -> Fq2:
-        result = a
-        for bit in bin(factor)[3:]:
-            result = self.twice(result)
-            if bit == "1":
-                result = self.add(result, a)
-        return result
 
     def projective(self, values: Sequence[int]) -> Projective:
         """Return the point with these six coefficients."""
@@ -131,19 +111,15 @@ class RecordedTower:
     # --- Fq6 -----------------------------------------------------------------------------------------------------
 
     def add6(self, a: Fq6, b: Fq6) -> Fq6:
-        """Return a + b."""
         return self.add(a[0], b[0]), self.add(a[1], b[1]), self.add(a[2], b[2])
 
     def sub6(self, a: Fq6, b: Fq6) -> Fq6:
-        """Return a - b."""
         return self.sub(a[0], b[0]), self.sub(a[1], b[1]), self.sub(a[2], b[2])
 
     def neg6(self, a: Fq6) -> Fq6:
-        """Return -a."""
         return self.neg(a[0]), self.neg(a[1]), self.neg(a[2])
 
     def times_v(self, a: Fq6) -> Fq6:
-        """Return a v."""
         return self.times_xi(a[2]), a[0], a[1]
 
     def mul6(self, a: Fq6, b: Fq6) -> Fq6:
@@ -205,7 +181,7 @@ class RecordedTower:
         return self.add6(low, self.times_v(high)), self.sub6(cross, self.add6(low, high))
 
     def conjugate12(self, a: Fq12) -> Fq12:
-        """Return a0 - a1 w, which is a^(q^6): the inverse of an element of an order dividing q^6 + 1."""
+        """Return a0 - a1 w, which is a^(q^6): the inverse of an element whose order divides q^6 + 1."""
         return a[0], self.neg6(a[1])
 
     def inv12(self, a: Fq12) -> Fq12:
@@ -246,27 +222,26 @@ class RecordedTower:
         """Return a^(q^times): coefficients in Fq2 are conjugated for odd times, and that of w^i gains a factor."""
         (a0, a2, a4), (a1, a3, a5) = a
         factors = _frobenius_factors(self.family, times)
-        b = []
-        for c, factor in zip((a0, a1, a2, a3, a4, a5), factors, strict=True):
-            b.append(self.times_constant(self.conjugate(c) if times % 2 else c, factor))
+        b = [self._moved(c, times, factor) for c, factor in zip((a0, a1, a2, a3, a4, a5), factors, strict=True)]
         return (b[0], b[2], b[4]), (b[1], b[3], b[5])
 
     def frobenius_twist(self, x: Fq2, y: Fq2, times: int) -> tuple[Fq2, Fq2]:
-        """Return the curve's Frobenius over Fq12, applied so often, on coordinates of the twist.
+        """Apply the curve's Frobenius over Fq12 to coordinates of the twist, several times.
 
-        From a twist by division (x w^2, y w^3) becomes (x^q w^(2q), y^q w^(3q)): coordinates gain the factors of w^2
-        and w^3; from one by multiplication those of w^-2 and w^-3.
+        On a twist by division (x w^2, y w^3) becomes (x^q w^(2q), y^q w^(3q)): coordinates gain the factors of w^2 and
+        w^3; on one by multiplication those of w^-2 and w^-3.
         """
-        factors = _frobenius_factors(self.family, times)
-        k = QuadraticCoordinates(FQ2[f"{self.family.name}_fq"])
-        moved = []
-        for c, factor in ((x, factors[2]), (y, factors[3])):
-            chosen = factor if self.family.twist == "divide" else k.inv(factor)
-            moved.append(self.times_constant(self.conjugate(c) if times % 2 else c, chosen))
-        return moved[0], moved[1]
+        _, _, for_x, for_y, _, _ = _frobenius_factors(self.family, times)
+        if self.family.twist == "multiply":
+            k = QuadraticCoordinates(FQ2[f"{self.family.name}_fq"])
+            for_x, for_y = k.inv(for_x), k.inv(for_y)
+        return self._moved(x, times, for_x), self._moved(y, times, for_y)
+
+    def _moved(self, c: Fq2, times: int, factor: Pair) -> Fq2:
+        return self.times_constant(self.conjugate(c) if times % 2 else c, factor)
 
     def square_cyclotomic(self, a: Fq12) -> Fq12:
-        """Return the square of an element of an order dividing q^4 - q^2 + 1, 18M.
+        """Return the square of an element whose order divides q^4 - q^2 + 1, 18M.
 
         Over Fq4 = Fq2[t] / (t^2 - xi), t = w^3, an element is A + B w + C w^2, and its square is
         3 A^2 - 2 conj(A) + (3 t C^2 + 2 conj(B)) w + (3 B^2 - 2 conj(C)) w^2, conj taking t to -t.
@@ -276,9 +251,16 @@ class RecordedTower:
         p0, p1 = self._square4(a0, a3)
         q0, q1 = self._square4(a1, a4)
         s0, s1 = self._square4(a2, a5)
-        b0, b3 = self._thrice_less_twice(p0, a0), self._thrice_plus_twice(p1, a3)
-        b1, b4 = self._thrice_plus_twice(self.times_xi(s1), a1), self._thrice_less_twice(s0, a4)
-        b2, b5 = self._thrice_less_twice(q0, a2), self._thrice_plus_twice(q1, a5)
+
+        def less(a: Fq2, b: Fq2) -> Fq2:  # 3 a - 2 b
+            return self.add(self.times(self.sub(a, b), 2), a)
+
+        def plus(a: Fq2, b: Fq2) -> Fq2:  # 3 a + 2 b
+            return self.add(self.times(self.add(a, b), 2), a)
+
+        b0, b3 = less(p0, a0), plus(p1, a3)
+        b1, b4 = plus(self.times_xi(s1), a1), less(s0, a4)
+        b2, b5 = less(q0, a2), plus(q1, a5)
         return (b0, b2, b4), (b1, b3, b5)
 
     def _square4(self, a: Fq2, b: Fq2) -> tuple[Fq2, Fq2]:
@@ -286,12 +268,6 @@ class RecordedTower:
         first, second = self.square(a), self.square(b)
         cross = self.sub(self.square(self.add(a, b)), self.add(first, second))
         return self.add(first, self.times_xi(second)), cross
-
-    def _thrice_less_twice(self, a: Fq2, b: Fq2) -> Fq2:
-        return self.add(self.twice(self.sub(a, b)), a)
-
-    def _thrice_plus_twice(self, a: Fq2, b: Fq2) -> Fq2:
-        return self.add(self.twice(self.add(a, b)), a)
 
 
 def _frobenius_factors(family: Family, times: int) -> list[Pair]:

@@ -1,16 +1,15 @@
 """Curves y^2 = x^3 + b over a prime field Fq or over Fq2 = Fq[u] / (u^2 + 1), on Python integers.
 
 An element of Fq is an int in [0, q); one of Fq2 is the pair (c0, c1) of c0 + c1 u. Methods take reduced elements and
-return reduced ones. Nothing here is constant-time: Python integers never are.
+return reduced ones. Nothing here is constant-time, since Python integers are not.
 """
 
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from accelerant.algebra.field.parameters import Field, QuadraticField
 
@@ -34,8 +33,11 @@ SCALAR_WORDS = 4
 """64-bit words of a scalar, on every curve."""
 
 
-class Coordinates(ABC, Generic[E]):
-    """The field of a curve's coordinates.
+class Coordinates(Protocol[E]):
+    """The field of a curve's coordinates; implementations name this class as their base.
+
+    `times` multiplies by an integer (or an element of Fq). `inv` raises ZeroDivisionError for zero. `sqrt` returns None
+    for an element that is not a square. `parts` are the coefficients over Fq, c0 first; `join` is its inverse.
 
     Attributes:
         base: Fq.
@@ -48,45 +50,16 @@ class Coordinates(ABC, Generic[E]):
     zero: E
     one: E
 
-    @abstractmethod
-    def add(self, a: E, b: E) -> E:
-        """Return a + b."""
-
-    @abstractmethod
-    def sub(self, a: E, b: E) -> E:
-        """Return a - b."""
-
-    @abstractmethod
-    def neg(self, a: E) -> E:
-        """Return -a."""
-
-    @abstractmethod
-    def times(self, a: E, k: int) -> E:
-        """Return the product of a and an integer (or an element of Fq) k."""
-
-    @abstractmethod
-    def mul(self, a: E, b: E) -> E:
-        """Return a b."""
-
-    @abstractmethod
-    def square(self, a: E) -> E:
-        """Return a^2."""
-
-    @abstractmethod
-    def inv(self, a: E) -> E:
-        """Return 1/a; ZeroDivisionError for zero."""
-
-    @abstractmethod
-    def sqrt(self, a: E) -> E | None:
-        """Return a square root, or None if there is none."""
-
-    @abstractmethod
-    def parts(self, a: E) -> tuple[int, ...]:
-        """Return the coefficients over Fq, c0 first."""
-
-    @abstractmethod
-    def join(self, parts: Sequence[int]) -> E:
-        """Return the element with these reduced coefficients, c0 first."""
+    def add(self, a: E, b: E) -> E: ...
+    def sub(self, a: E, b: E) -> E: ...
+    def neg(self, a: E) -> E: ...
+    def times(self, a: E, k: int) -> E: ...
+    def mul(self, a: E, b: E) -> E: ...
+    def square(self, a: E) -> E: ...
+    def inv(self, a: E) -> E: ...
+    def sqrt(self, a: E) -> E | None: ...
+    def parts(self, a: E) -> tuple[int, ...]: ...
+    def join(self, parts: Sequence[int]) -> E: ...
 
     def power(self, a: E, exponent: int) -> E:
         """Return a^exponent for exponent >= 0, by squaring and multiplying."""
@@ -109,10 +82,8 @@ class PrimeCoordinates(Coordinates[int]):
     """The prime field Fq."""
 
     def __init__(self, field: Field) -> None:
-        self.base = field
-        self.degree = 1
-        self.zero = 0
-        self.one = 1
+        self.base, self.degree = field, 1
+        self.zero, self.one = 0, 1
         self._q = field.modulus
 
     def add(self, a: int, b: int) -> int:
@@ -175,10 +146,8 @@ class QuadraticCoordinates(Coordinates[Pair]):
     """The quadratic extension Fq2 = Fq[u] / (u^2 + 1), for q = 3 mod 4."""
 
     def __init__(self, field: QuadraticField) -> None:
-        self.base = field.base
-        self.degree = 2
-        self.zero = (0, 0)
-        self.one = (1, 0)
+        self.base, self.degree = field.base, 2
+        self.zero, self.one = (0, 0), (1, 0)
         self._q = field.base.modulus
         self._prime = PrimeCoordinates(field.base)
 
@@ -212,11 +181,10 @@ class QuadraticCoordinates(Coordinates[Pair]):
     def sqrt(self, a: Pair) -> Pair | None:
         """Return a square root, or None, by the complex method.
 
-        For c1 = 0 the root is that of c0, or u times that of -c0: one of both is a square. Otherwise, with
+        For c1 = 0 the root is that of c0, or u times that of -c0: one of them is a square. Otherwise, with
         n^2 = c0^2 + c1^2, the root is x + c1 / (2 x) u, where x^2 is (c0 + n) / 2 or (c0 - n) / 2: their product,
-        -c1^2 / 4, is no square, so exactly one of them is.
-
-        Source: Adj and Rodriguez-Henriquez, eprint 2012/685, algorithm 8.
+        -c1^2 / 4, is no square, so exactly one of them is. Source: Adj and Rodriguez-Henriquez, eprint 2012/685,
+        algorithm 8.
         """
         prime, (c0, c1) = self._prime, a
         if c1 == 0:
@@ -252,7 +220,7 @@ class Curve(Generic[E]):
         scalars: the field of r elements.
         b: constant of the equation.
         generator: affine generator of the subgroup.
-        cofactor: the order of the curve's group over r.
+        cofactor: the order of the curve's group divided by r.
     """
 
     name: str
@@ -286,18 +254,11 @@ class Curve(Generic[E]):
 
     def canonical_text(self) -> str:
         """Return all parameters, one per line: a key, and integers in lower-case hexadecimal (c0 before c1)."""
-        k = self.coordinates
-        rows = (
-            ("modulus", (k.base.modulus,)),
-            ("degree", (k.degree,)),
-            ("b", k.parts(self.b)),
-            ("x", k.parts(self.generator[0])),
-            ("y", k.parts(self.generator[1])),
-            ("order", (self.order,)),
-            ("cofactor", (self.cofactor,)),
-        )
-        lines = [f"curve {self.name}", *(" ".join((key, *(f"{value:x}" for value in values))) for key, values in rows)]
-        return "\n".join(lines) + "\n"
+        k, (x, y) = self.coordinates, self.generator
+        rows = {"modulus": (k.base.modulus,), "degree": (k.degree,), "b": k.parts(self.b), "x": k.parts(x)}
+        rows |= {"y": k.parts(y), "order": (self.order,), "cofactor": (self.cofactor,)}
+        lines = (" ".join((key, *(f"{value:x}" for value in values))) for key, values in rows.items())
+        return "\n".join((f"curve {self.name}", *lines, ""))
 
     def parameters_hash(self) -> str:
         """Return the SHA-256 of canonical_text in hexadecimal, which identifies a curve to other programs."""
@@ -307,15 +268,14 @@ class Curve(Generic[E]):
 def signed_windows(number: int, width: int) -> list[int]:
     """Return the width-w non-adjacent form of a number that is not negative, the lowest digit first.
 
-    number = sum d_j 2^j, each digit 0 or odd and below 2^(width - 1) in magnitude; among `width` consecutive digits
-    only one is not 0. Source: Solinas 2000, Designs, Codes and Cryptography 19.
+    number = sum d_j 2^j, each digit 0 or odd and below 2^(width - 1) in magnitude; at most one of `width` consecutive
+    digits is not 0. Source: Solinas 2000, Designs, Codes and Cryptography 19.
     """
     digits, rest, base = [], number, 1 << width
     while rest:
-        digit = 0
-        if rest % 2:
-            digit = rest % base
-            digit -= base if digit > base // 2 else 0
+        digit = rest % base if rest % 2 else 0
+        if digit > base // 2:
+            digit -= base
         digits.append(digit)
         rest = (rest - digit) // 2
     return digits

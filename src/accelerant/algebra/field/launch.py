@@ -16,12 +16,24 @@ import numpy as np
 from accelerant.algebra.field.memory_space import MemorySpace
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.program import grid_and_block, kernel_source
-from accelerant.algebra.field.words import dtype_of, element_shape, tail_of, unreduced
+from accelerant.algebra.field.words import decode, dtype_of, element_shape, tail_of, unreduced
 from accelerant.errors import FormatError, ShapeError
 from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.recorded_launch import RecordedLaunch, launch, sole_record
 
-__all__ = ["Representation", "binary", "check_reduced", "dotted", "inverse", "power", "reduced", "summed", "unary"]
+__all__ = [
+    "Representation",
+    "binary",
+    "check_reduced",
+    "dotted",
+    "element",
+    "first_unreduced",
+    "inverse",
+    "power",
+    "reduced",
+    "summed",
+    "unary",
+]
 
 Representation = Literal["canonical", "montgomery"]
 Words = Any
@@ -131,23 +143,32 @@ def _folded(space: MemorySpace, field: Field, entry: str, inputs: Sequence[Words
 # --- reduction -------------------------------------------------------------------------------------------------------
 
 
+def first_unreduced(space: MemorySpace, field: Field, x: Words) -> int | None:
+    """Return the flattened index of the first element that is not below the modulus, or None."""
+    n, chunk = _count(field, x), _chunk(space)
+    if not n:
+        return None
+    firsts = space.empty((-(-n // chunk),), np.dtype(np.int64))
+    _launch(space, field, "field_unreduced", (x, firsts), (n, chunk), n, chunk)
+    index = space.minimum(firsts)
+    return index if index < n else None
+
+
+def element(space: MemorySpace, field: Field, x: Words, index: int) -> int:
+    """Return the number in the words of one element, by its flattened index."""
+    value: int = decode(field, space.store(space.getitem(x.reshape((_count(field, x), *tail_of(field))), (index,))))
+    return value
+
+
 def check_reduced(space: MemorySpace, field: Field, x: Words, name: str) -> None:
     """Refuse words with an element that is not below the modulus.
 
     Raises:
         FormatError: names the first such element's index and value.
     """
-    n = _count(field, x)
-    if not n:
-        return
-    chunk = _chunk(space)
-    firsts = space.empty((-(-n // chunk),), np.dtype(np.int64))
-    _launch(space, field, "field_unreduced", (x, firsts), (n, chunk), n, chunk)
-    index = space.minimum(firsts)
-    if index < n:
-        words = space.store(space.getitem(x.reshape((n, *tail_of(field))), (index,)))
-        value = int.from_bytes(np.ascontiguousarray(words, words.dtype.newbyteorder("<")).tobytes(), "little")
-        raise unreduced(name, index, value, field.modulus)
+    index = first_unreduced(space, field, x)
+    if index is not None:
+        raise unreduced(name, index, element(space, field, x, index), field.modulus)
 
 
 def reduced(space: MemorySpace, field: Field, x: Words) -> Words:
