@@ -8,8 +8,8 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
-from accelerant.algebra.curve.tape import TapeKernel
-from accelerant.algebra.field.llvm_kernels import FORMS, FieldKernels
+from accelerant.algebra.curve import tape
+from accelerant.algebra.field.llvm_kernels import FORMS, field_kernels
 from accelerant.algebra.field.parameters import FIELDS, Field
 from accelerant.runtime.compilation import kernel as kernel_module
 from accelerant.runtime.compilation.llvm import (
@@ -162,8 +162,8 @@ def test_a_kernels_key_has_the_fields_parameters(monkeypatch):
     keys = set()
     for modulus, generator in ((2**127 - 1, 3), (2**107 - 1, 3)):
         monkeypatch.setitem(FIELDS, "some", Field("some", modulus, generator))
-        keys |= {FieldKernels("some", "field_mul", form).key for form in FORMS}
-        keys.add(TapeKernel("some").key)
+        keys |= {field_kernels("some", "field_mul", form).key for form in FORMS}
+        keys.add(tape.kernel_source(FIELDS["some"]).dialects["llvm"].key)
     assert len(keys) == 6
 
 
@@ -172,7 +172,7 @@ def test_a_kernels_key_changes_with_the_code_that_writes_it(edited, tmp_path, mo
     package = kernel_module._PACKAGE
     for folder in ("algebra", "zk/multi_scalar", "runtime/compilation"):
         shutil.copytree(package / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    kernel = FieldKernels("bn254_fr", "field_mul", "scalar")
+    kernel = field_kernels("bn254_fr", "field_mul", "scalar")
     own = kernel.key
     monkeypatch.setattr(kernel_module, "_PACKAGE", tmp_path)
     kernel_module.sources_hash.cache_clear()

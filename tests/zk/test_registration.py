@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from accelerant.algebra.curve.llvm_kernels import CurveKernels
+from accelerant.algebra.curve.llvm_kernels import curve_kernels
 from accelerant.algebra.curve.parameters import CURVES, curve_of
 from accelerant.algebra.curve.program import ENTRIES
 from accelerant.algebra.curve.reference import add, double, in_subgroup, multiply, negate
-from accelerant.algebra.field.llvm_kernels import FORMS, FieldKernels, host_form
+from accelerant.algebra.field.llvm_kernels import FORMS, field_kernels, host_form
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import FIELDS, field_of
 from accelerant.algebra.ntt.reference import ntt_reference
@@ -132,7 +132,7 @@ def test_the_subgroup_in_each_form(g1, form):
     words = g1.encode(points)
     radix = np.array(field(FQ).encode([2**384 % Q]), np.uint64)
     words = field(FQ).mul(words, radix)
-    source = KernelSource(entry, {"llvm": CurveKernels(NAME, entry, form)}, {entry: ENTRIES[entry]})
+    source = KernelSource(entry, {"llvm": curve_kernels(NAME, entry, form)}, {entry: ENTRIES[entry]})
     firsts = np.zeros(len(points), np.int64)
     pointers = map(HOST.pointer, (words, firsts))
     HOST.provider.launch(HOST.provider.compile(source), (len(points),), (1,), (*pointers, len(points), 1))
@@ -168,8 +168,8 @@ def test_fields(g1):
 
 def test_cache_keys_have_the_parameters(g1):
     """The code alone does not determine the kernels of what is registered."""
-    assert str(Q) in CurveKernels(NAME, "curve_add").key
-    assert str(Q) in FieldKernels(FQ).key
+    assert str(Q) in curve_kernels(NAME, "curve_add").key
+    assert str(Q) in field_kernels(FQ).key
 
 
 @pytest.mark.parametrize(

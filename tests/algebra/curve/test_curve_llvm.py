@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from accelerant.algebra.curve.encoding import decode_points, encode_points
-from accelerant.algebra.curve.llvm_kernels import CurveKernels
+from accelerant.algebra.curve.llvm_kernels import curve_kernels
 from accelerant.algebra.curve.llvm_points import public_digits
 from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.program import ENTRIES
@@ -42,7 +42,7 @@ def compiled(name, entry, form):
         pytest.skip("this processor has no AVX512-IFMA")
     source = KernelSource(
         f"{entry}_{name}_{form}",
-        {"llvm": CurveKernels(name, entry, form)},
+        {"llvm": curve_kernels(name, entry, form)},
         {entry: ENTRIES[entry]},
     )
     return registry.create("cpu").compile(source)
@@ -228,7 +228,7 @@ def built(name, form, cpu):
     target = llvm.Target.from_default_triple().create_target_machine(
         cpu=cpu, opt=_LEVEL, reloc="pic", codemodel="default"
     )
-    module = llvm.parse_assembly(CurveKernels(name, "curve_mul", form).build(""))
+    module = llvm.parse_assembly(curve_kernels(name, "curve_mul", form).build(""))
     module.triple, module.data_layout = target.triple, str(target.target_data)
     options = llvm.create_pipeline_tuning_options(speed_level=_LEVEL)
     for option in _PASSES:
@@ -286,19 +286,19 @@ def public_digits_without_table(number):
 
 def test_what_a_builder_refuses():
     with pytest.raises(ConfigError, match=r"unknown entry 'curve_sub'; known are curve_add, "):
-        CurveKernels("bn254_g1", "curve_sub").build("")
+        curve_kernels("bn254_g1", "curve_sub").build("")
     with pytest.raises(ConfigError, match="unknown curve 'bn255_g1'"):
-        CurveKernels("bn255_g1", "curve_add").build("")
+        curve_kernels("bn255_g1", "curve_add").build("")
     with pytest.raises(ConfigError, match="unknown form 'wide'"):
-        CurveKernels("bn254_g1", "curve_add", "wide").build("")
+        curve_kernels("bn254_g1", "curve_add", "wide").build("")
 
 
 def test_the_key_is_the_program():
-    keys = {CurveKernels(name, "curve_add", form).key for name in ("bn254_g1", "bn254_g2") for form in FORMS}
+    keys = {curve_kernels(name, "curve_add", form).key for name in ("bn254_g1", "bn254_g2") for form in FORMS}
     assert len(keys) == 4
-    assert CurveKernels("bn254_g1", "curve_add", "scalar").key == CurveKernels("bn254_g1", "curve_add", "scalar").key
+    assert curve_kernels("bn254_g1", "curve_add", "scalar").key == curve_kernels("bn254_g1", "curve_add", "scalar").key
 
 
 def test_a_source_may_have_all_entries():
-    text = CurveKernels("bn254_g1", form="scalar").build("")
+    text = curve_kernels("bn254_g1", form="scalar").build("")
     assert all(f"define  void @{entry}(" in text for entry in ENTRIES)

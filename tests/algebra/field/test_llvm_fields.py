@@ -12,7 +12,7 @@ import llvmlite.binding as llvm
 import numpy as np
 import pytest
 
-from accelerant.algebra.field.llvm_kernels import ENTRIES, FORMS, FieldKernels, host_form, packed_field
+from accelerant.algebra.field.llvm_kernels import ENTRIES, FORMS, field_kernels, host_form, packed_field
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.program import entries
 from accelerant.errors import ConfigError
@@ -38,7 +38,7 @@ def compiled(name, form):
     """All entries, compiled and loaded once."""
     if form == "vector" and FIELDS[name].limbs > 1 and not llvm.get_host_cpu_features().get("avx512ifma"):
         pytest.skip("this processor has no AVX512-IFMA")
-    builder = FieldKernels(name, form=form)
+    builder = field_kernels(name, form=form)
     source = KernelSource(f"field_{name}_{form}", {"llvm": builder}, entries(FIELDS[name]))
     loaded = registry.create("cpu").compile(source, entry="field_add").handle.library
     functions = {}
@@ -233,7 +233,7 @@ def test_every_remainder_of_a_register(run, n):
 def test_a_launch_over_all_cores(run):
     provider = registry.create("cpu")
     entry = "field_mul_montgomery"
-    builder = FieldKernels(run.field.name, entry, form=run.form)
+    builder = field_kernels(run.field.name, entry, form=run.form)
     kernel = provider.compile(KernelSource("one", {"llvm": builder}, {entry: entries(run.field)[entry]}))
     x, y = (values * 4 for values in operands(run.field.name))
     a, b = (provider.copy_to_device(run.words(values)) for values in (x, y))
@@ -280,7 +280,7 @@ def test_no_branch_on_an_element(name, entry):
     target = llvm.Target.from_default_triple().create_target_machine(
         cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3
     )
-    module = llvm.parse_assembly(FieldKernels(name, entry, "scalar").build(""))
+    module = llvm.parse_assembly(field_kernels(name, entry, "scalar").build(""))
     builder = llvm.create_pass_builder(target, llvm.create_pipeline_tuning_options(speed_level=3))
     builder.getModulePassManager().run(module, builder)
     jumps = re.findall(r"^\s+(j(?!mp)\w+)", target.emit_assembly(module), re.MULTILINE)
@@ -292,19 +292,19 @@ def test_the_form_that_this_processor_gets():
     for field in FIELDS.values():
         needed = "avx512ifma" if field.limbs > 1 else "avx512dq"
         assert host_form(field) == ("vector" if features.get(needed) else "scalar")
-        assert FieldKernels(field.name).key == FieldKernels(field.name, form=host_form(field)).key
+        assert field_kernels(field.name).key == field_kernels(field.name, form=host_form(field)).key
 
 
 def test_what_is_unknown_is_refused():
     with pytest.raises(ConfigError, match="'secp256k1'"):
-        FieldKernels("secp256k1").build("")
+        field_kernels("secp256k1").build("")
     with pytest.raises(ConfigError, match="'field_cube'"):
-        FieldKernels("bn254_fr", "field_cube").build("")
+        field_kernels("bn254_fr", "field_cube").build("")
     with pytest.raises(ConfigError, match="'wide'"):
-        FieldKernels("bn254_fr", form="wide").build("")
+        field_kernels("bn254_fr", form="wide").build("")
 
 
 def test_one_entry_is_its_own_program():
     for name in FIELDS:
-        text = FieldKernels(name, "field_add", "scalar").build("")
+        text = field_kernels(name, "field_add", "scalar").build("")
         assert re.findall(r"^define +void @(field_\w+)", text, re.MULTILINE) == ["field_add"]

@@ -23,7 +23,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 from accelerant.algebra.curve.llvm_points import (
@@ -41,10 +40,19 @@ from accelerant.algebra.curve.parameters import curve_of, endomorphism
 from accelerant.algebra.curve.weierstrass import SCALAR_WORDS, Curve
 from accelerant.algebra.field.llvm_kernels import SOURCES, entry_functions, host_form, packed_field
 from accelerant.algebra.field.llvm_packed import PackedField
-from accelerant.runtime.compilation.kernel import builder_key
+from accelerant.runtime.compilation.kernel import LlvmProgram
 from accelerant.runtime.compilation.llvm import FunctionBuilder, Value, constant, program
 
-__all__ = ["ENTRIES", "POINTERS", "CurveKernels", "Lanes", "from_memory", "store_affine", "to_memory"]
+__all__ = [
+    "ENTRIES",
+    "POINTERS",
+    "Lanes",
+    "curve_kernels",
+    "curve_program",
+    "from_memory",
+    "store_affine",
+    "to_memory",
+]
 
 Writer = Callable[[Curve[Any], PackedField, FunctionBuilder], None]
 
@@ -283,47 +291,30 @@ _LEAST_SHARES = {"add": 1024, "neg": 8192, "mul": 8, "off_curve": 64, "off_subgr
 """Indices (points or chunks of points) that justify another thread: 50 us of work, more for large chunks."""
 
 
-@dataclass(frozen=True, slots=True)
-class CurveKernels:
-    """A Builder (see runtime/compilation/kernel.py) of a curve's entries.
+def curve_kernels(name: str, entry: str = "", form: str = "") -> LlvmProgram:
+    """Return the program of a curve's entries.
 
-    Attributes:
-        curve: its name.
+    Args:
+        name: the curve's.
         entry: the only entry to build, "curve_add"; "" for all.
         form: "scalar" or "vector"; "" for the faster one on this processor.
+
+    Raises:
+        ConfigError: unknown curve; when built, unknown entry or form.
     """
+    share = min(_LEAST_SHARES.values()) if not entry else _LEAST_SHARES.get(entry.removeprefix("curve_"), 1)
+    return curve_program(_text, name, entry, form, share)
 
-    curve: str
-    entry: str = ""
-    form: str = ""
 
-    written_out = True
-    """LLVM has little to optimise: see runtime/providers/cpu.py."""
-
-    @property
-    def key(self) -> str:
-        """See builder_key; the text does not depend on the target."""
-        curve = curve_of(self.curve)
-        parameters = (curve.coordinates.base, curve.coordinates.degree, curve.scalars, curve.b, curve.generator)
-        return builder_key((replace(self, form=self.chosen_form), *parameters), *SOURCES)
-
-    @property
-    def chosen_form(self) -> str:
-        """Return the form that is built."""
-        return self.form or host_form(curve_of(self.curve).coordinates.base)
-
-    @property
-    def least_share(self) -> int:
-        """Return the indices that justify another thread."""
-        return _LEAST_SHARES[self.entry.removeprefix("curve_")] if self.entry else min(_LEAST_SHARES.values())
-
-    def build(self, target: str) -> str:
-        """Return the LLVM IR.
-
-        Raises:
-            ConfigError: unknown curve, entry or form.
-        """
-        return _text(self.curve, self.entry, self.chosen_form)
+def curve_program(
+    write: Callable[[str, str, str], str], name: str, entry: str, form: str, least_share: int
+) -> LlvmProgram:
+    """Return the program that `write` returns for a curve, an entry and a form; arguments as curve_kernels."""
+    curve = curve_of(name)
+    k = curve.coordinates
+    form = form or host_form(k.base)
+    parameters = (name, entry, form, k.base, k.degree, curve.scalars, curve.b, curve.generator)
+    return LlvmProgram(parameters, SOURCES, functools.partial(write, name, entry, form), least_share=least_share)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from accelerant.algebra.curve.llvm_kernels import CurveKernels
+from accelerant.algebra.curve.llvm_kernels import curve_kernels
 from accelerant.algebra.curve.parameters import endomorphism
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.program import CudaProgram, defined, field_text, montgomery_radix, read_files
@@ -85,7 +85,7 @@ def kernel_source(curve: Curve[Any], entry: str | None = None) -> KernelSource:
         raise ConfigError(f"{curve.name} has no entry {entry!r}; it has {', '.join(ENTRIES)}")
     dialects = LazyDialects(
         portable=lambda: _kernels(curve, "portable", entry),
-        llvm=lambda: CurveKernels(curve.name, entry or ""),
+        llvm=lambda: curve_kernels(curve.name, entry or ""),
         cuda=lambda: cuda_program(curve, f"{entry}", functools.partial(_kernels, curve, "cuda", entry)),
     )
     kept = ENTRIES if entry is None else {entry: ENTRIES[entry]}

@@ -48,9 +48,9 @@ import numpy.typing as npt
 from accelerant.algebra.field.llvm_kernels import SOURCES
 from accelerant.algebra.field.llvm_packed import PackedLimbs
 from accelerant.algebra.field.memory_space import HOST
-from accelerant.algebra.field.parameters import Field, field_of
+from accelerant.algebra.field.parameters import Field
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
-from accelerant.runtime.compilation.kernel import Binary, KernelSource, builder_key
+from accelerant.runtime.compilation.kernel import Binary, KernelSource, LlvmProgram, builder_key
 from accelerant.runtime.compilation.llvm import FunctionBuilder, Value, program
 from accelerant.runtime.recorded_launch import launch
 
@@ -63,7 +63,6 @@ __all__ = [
     "Segment",
     "Tape",
     "TapeFunction",
-    "TapeKernel",
     "cached",
     "kernel_source",
     "multiple",
@@ -384,31 +383,9 @@ _ENTRY = "tape_run"
 _OPERATIONS = {ADD: "add", SUB: "sub", MUL: "mul"}
 
 
-@dataclass(frozen=True, slots=True)
-class TapeKernel:
-    """A Builder (see runtime/compilation/kernel.py) of tape_run for the field of this name."""
-
-    field: str
-
-    written_out = True
-    """LLVM has little to optimise: see runtime/providers/cpu.py."""
-
-    least_share = 1
-    """An index is a millisecond of work: two are worth two threads."""
-
-    @property
-    def key(self) -> str:
-        """See builder_key; the text does not depend on the target."""
-        return builder_key((self, field_of(self.field)), *SOURCES)
-
-    def build(self, target: str) -> str:
-        """Return the LLVM IR."""
-        return _text(self.field)
-
-
 @functools.cache
-def _text(name: str) -> str:
-    packed = PackedLimbs(field_of(name))
+def _text(field: Field) -> str:
+    packed = PackedLimbs(field)
     arguments = ["i64 %begin", "i64 %end", "ptr %registers", "ptr %code", "ptr %schedule"]
     arguments += ["i64 %parts", "i64 %words", "i64 %n"]
     code = FunctionBuilder(_ENTRY, arguments, linkage="", attributes="nounwind")
@@ -446,7 +423,9 @@ def _write_run(packed: PackedLimbs, code: FunctionBuilder, name: str, first: Val
 def kernel_source(field: Field) -> KernelSource:
     """Return the kernel for a field of several limbs."""
     types = ("*u64", "*i32", "*i64", "i64", "i64", "i64")
-    return KernelSource(f"{_ENTRY}_{field.name}", {"llvm": TapeKernel(field.name)}, {_ENTRY: types}, targets=())
+    # An index is a millisecond of work: two are worth two threads.
+    builder = LlvmProgram(("tape", field), SOURCES, functools.partial(_text, field), least_share=1)
+    return KernelSource(f"{_ENTRY}_{field.name}", {"llvm": builder}, {_ENTRY: types}, targets=())
 
 
 def run_tape(tape: Tape, registers: npt.NDArray[np.uint64]) -> None:

@@ -27,17 +27,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any
 
 from accelerant.algebra.field.llvm_ifma import PackedIfma
 from accelerant.algebra.field.llvm_packed import PackedBabyBear, PackedField, PackedGoldilocks, PackedLimbs
 from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.errors import ConfigError
-from accelerant.runtime.compilation.kernel import builder_key
+from accelerant.runtime.compilation.kernel import LlvmProgram
 from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, program
 
-__all__ = ["ENTRIES", "FORMS", "SOURCES", "FieldKernels", "entry_functions", "host_form", "packed_field"]
+__all__ = ["ENTRIES", "FORMS", "SOURCES", "entry_functions", "field_kernels", "host_form", "packed_field"]
 
 FORMS = ("scalar", "vector")
 """One element at a time; or several, which needs AVX512-IFMA for fields of several limbs."""
@@ -78,43 +77,26 @@ def packed_field(field: Field, form: str) -> PackedField:
     return PackedIfma(field) if form == "vector" else PackedLimbs(field)
 
 
-@dataclass(frozen=True, slots=True)
-class FieldKernels:
-    """A Builder (see runtime/compilation/kernel.py) of a field's entries.
+def field_kernels(name: str, entry: str = "", form: str = "") -> LlvmProgram:
+    """Return the program of a field's entries.
 
-    Attributes:
-        field: its name.
+    Args:
+        name: the field's.
         entry: the only entry to build, "field_mul"; "" for all.
         form: one of FORMS; "" for the faster one on this processor.
+
+    Raises:
+        ConfigError: unknown field; when built, unknown entry or form.
     """
-
-    field: str
-    entry: str = ""
-    form: str = ""
-
-    @property
-    def written_out(self) -> bool:
-        """Return whether LLVM has little to optimise: see runtime/providers/cpu.py."""
-        return field_of(self.field).limbs > 1
-
-    @property
-    def key(self) -> str:
-        """See builder_key; the text depends on the target in nothing else."""
-        field = field_of(self.field)
-        return builder_key((replace(self, form=self.form or host_form(field)), field), *SOURCES)
-
-    def build(self, target: str) -> str:
-        """Return LLVM IR.
-
-        Raises:
-            ConfigError: unknown field, entry or form.
-        """
-        return _text(self.field, self.entry, self.form or host_form(field_of(self.field)))
+    field = field_of(name)
+    form = form or host_form(field)
+    write = functools.partial(_text, field, entry, form)
+    return LlvmProgram(("field", entry, form, field), SOURCES, write, written_out=field.limbs > 1)
 
 
 @functools.cache
-def _text(name: str, entry: str, form: str) -> str:
-    packed = packed_field(field_of(name), form)
+def _text(field: Field, entry: str, form: str) -> str:
+    packed = packed_field(field, form)
     entries = entry_functions("field", ENTRIES, entry, _POINTERS, packed)
     return program([*packed.functions(), *packed.called_functions(), _power(packed), *entries])
 

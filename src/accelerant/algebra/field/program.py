@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from accelerant.algebra.field.llvm_kernels import ENTRIES, FieldKernels
+from accelerant.algebra.field.llvm_kernels import ENTRIES, field_kernels
 from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.algebra.field.ptx import ptx_macros
 from accelerant.errors import ConfigError
@@ -106,7 +106,7 @@ def kernel_source(field: Field, entry: str | None = None) -> KernelSource:
         raise ConfigError(f"{field.name} has no entry {entry!r}; it has {', '.join(known)}")
     makers: dict[str, Callable[[], str | Builder]] = {
         "portable": lambda: _kernels(field, "portable", entry),
-        "llvm": lambda: FieldKernels(field.name, entry or ""),
+        "llvm": lambda: field_kernels(field.name, entry or ""),
     }
     if field.limbs > 1:
         write = functools.partial(_kernels, field, "cuda", entry)

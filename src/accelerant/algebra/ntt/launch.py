@@ -18,7 +18,7 @@ from accelerant.algebra.field.llvm_kernels import host_form, packed_field
 from accelerant.algebra.field.memory_space import HOST, MemorySpace
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.words import dtype_of, element_shape
-from accelerant.algebra.ntt.llvm_kernels import POINTERS, SCALARS, PassKernel, by_limbs
+from accelerant.algebra.ntt.llvm_kernels import POINTERS, SCALARS, by_limbs, pass_kernel
 from accelerant.algebra.ntt.plan import Pass, Variant, make_passes
 from accelerant.algebra.ntt.program import Tile, kernel_source
 from accelerant.algebra.ntt.tables import device_tables, limbs_of_52_bits, pass_tables
@@ -179,7 +179,7 @@ def _logs(log_n: int, lanes: int, batch: int) -> tuple[int, ...]:
 @functools.cache
 def _host_kernel(field: Field, variant: Variant, form: str) -> Kernel:
     entries = {"ntt_pass": (f"*u{field.word_bits}",) * len(POINTERS) + ("i64",) * len(SCALARS)}
-    dialects = {"llvm": PassKernel(field.name, variant, form)}
+    dialects = {"llvm": pass_kernel(field, variant, form)}
     return HOST.provider.compile(KernelSource(f"ntt_{field.name}_{form}", dialects, entries))
 
 

@@ -25,17 +25,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from accelerant.algebra.field.llvm_ifma import LANE_ORDER, PackedIfma
 from accelerant.algebra.field.llvm_kernels import SOURCES, packed_field
 from accelerant.algebra.field.llvm_packed import PackedField
-from accelerant.algebra.field.parameters import field_of
+from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.ntt.plan import Variant
-from accelerant.runtime.compilation.kernel import builder_key
+from accelerant.runtime.compilation.kernel import LlvmProgram
 from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, Operand, Value, constant, program
 
-__all__ = ["POINTERS", "SCALARS", "PassKernel", "by_limbs"]
+__all__ = ["POINTERS", "SCALARS", "by_limbs", "pass_kernel"]
 
 
 def by_limbs(packed: PackedField) -> bool:
@@ -219,48 +218,21 @@ SCALARS = (
 plan.Pass."""
 
 
-@dataclass(frozen=True, slots=True)
-class PassKernel:
-    """A Builder (see runtime/compilation/kernel.py) of ntt_pass.
+def pass_kernel(field: Field, variant: Variant, form: str) -> LlvmProgram:
+    """Return the program of ntt_pass.
 
-    Attributes:
-        field: its name.
-        variant: of the pass.
+    Args:
         form: one of algebra.field.llvm_kernels.FORMS. A vector's lanes must divide the number of columns, and that of
             rows or of the lowest digit of columns, whichever are neighbours in memory.
     """
-
-    field: str
-    variant: Variant
-    packed: str
-
-    @property
-    def key(self) -> str:
-        """See builder_key; the text does not depend on the target."""
-        return builder_key((self, field_of(self.field)), *SOURCES)
-
-    @property
-    def written_out(self) -> bool:
-        """Return whether LLVM has little to optimise: see runtime/providers/cpu.py."""
-        return field_of(self.field).limbs > 1
-
-    @property
-    def least_share(self) -> int:
-        """Return the elements that justify another thread."""
-        return 2048 if field_of(self.field).limbs > 1 else 16384
-
-    def build(self, target: str) -> str:
-        """Return the LLVM IR.
-
-        Raises:
-            ConfigError: unknown field or form.
-        """
-        return _text(self.field, self.variant, self.packed)
+    several, write = field.limbs > 1, functools.partial(_text, field, variant, form)
+    share = 2048 if several else 16384
+    return LlvmProgram(("ntt", field, variant, form), SOURCES, write, written_out=several, least_share=share)
 
 
 @functools.lru_cache(maxsize=64)
-def _text(name: str, variant: Variant, form: str) -> str:
-    packed = packed_field(field_of(name), form)
+def _text(field: Field, variant: Variant, form: str) -> str:
+    packed = packed_field(field, form)
     return program([*packed.functions(), each_function(packed), *sums(packed), _Pass(packed, variant).function()])
 
 

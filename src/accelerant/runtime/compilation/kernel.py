@@ -30,6 +30,7 @@ __all__ = [
     "Kernel",
     "KernelSource",
     "LazyDialects",
+    "LlvmProgram",
     "Resources",
     "builder_key",
     "portable_header",
@@ -208,6 +209,32 @@ def builder_key(builder: object, *sources: str) -> str:
         sources: files and folders of the package.
     """
     return f"{builder!r} {sources_hash(*_BUILDER, *sources)}"
+
+
+@dataclass(frozen=True, slots=True)
+class LlvmProgram:
+    """A Builder of LLVM IR that a function writes, the same for each target.
+
+    Attributes:
+        parameters, sources: see builder_key.
+        write: returns the text.
+        written_out, least_share: see runtime/providers/cpu.py.
+    """
+
+    parameters: object
+    sources: tuple[str, ...]
+    write: Callable[[], str]
+    written_out: bool = True
+    least_share: int = 16384
+
+    @property
+    def key(self) -> str:
+        """See builder_key."""
+        return builder_key(self.parameters, *self.sources)
+
+    def build(self, target: str) -> str:
+        """Return the LLVM IR."""
+        return self.write()
 
 
 @functools.cache

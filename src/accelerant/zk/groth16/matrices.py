@@ -19,7 +19,6 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,11 +28,11 @@ from accelerant.algebra.curve.parameters import Family
 from accelerant.algebra.field import launch as field_launch
 from accelerant.algebra.field.llvm_packed import PackedLimbs
 from accelerant.algebra.field.memory_space import HOST, MemorySpace
-from accelerant.algebra.field.parameters import FIELDS, Field, field_of
-from accelerant.algebra.field.program import field_text
+from accelerant.algebra.field.parameters import FIELDS, Field
+from accelerant.algebra.field.program import defined, field_text, read_files
 from accelerant.algebra.ntt.launch import transform
 from accelerant.errors import ShapeError
-from accelerant.runtime.compilation.kernel import KernelSource, portable_header
+from accelerant.runtime.compilation.kernel import KernelSource, LlvmProgram, portable_header
 from accelerant.runtime.compilation.llvm import FunctionBuilder, program
 from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.recorded_launch import RecordedLaunch, launch, sole_record
@@ -159,7 +158,7 @@ class SparseMatrix:
         )
         arrays = (self.values, self.columns, self.starts, x, z)
         with RecordedLaunch(record, HOST.provider, HOST.index):
-            launch(HOST, _rows_source(self.field.name), "sparse_rows", self.n_rows, 1, arrays, self.n_rows)
+            launch(HOST, _rows_source(self.field), "sparse_rows", self.n_rows, 1, arrays, self.n_rows)
         return z
 
 
@@ -195,47 +194,23 @@ def _record(space: MemorySpace, dialect: str, shapes: str, size_bytes: int, oper
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _RowsKernel:
-    """A Builder (runtime/compilation/kernel.py) of sparse_rows, LLVM IR for the CPU.
-
-    sparse_rows(values, columns, starts, x, z, n): z[i] = sum of values[k] x[columns[k]] / R over k in row i. One
-    element at a time, since rows have few entries.
-
-    Attributes:
-        field: name of a field of 64-bit words.
-    """
-
-    field: str
-
-    written_out = True
-    """The products are inlined and optimization has little to do: see runtime/providers/cpu.py."""
-
-    least_share = 512
-    """Rows per thread that are worth starting the thread."""
-
-    @property
-    def key(self) -> str:
-        """The program itself."""
-        return self.build("")
-
-    def build(self, target: str) -> str:
-        """Return the LLVM IR."""
-        return _rows_text(self.field)
-
-
 _ROWS_ARGUMENTS = {"values": "*u64", "columns": "*u32", "starts": "*i64", "x": "*u64", "z": "*u64"}
 
 
 @functools.cache
-def _rows_source(field: str) -> KernelSource:
-    types = (*_ROWS_ARGUMENTS.values(), "i64")
-    return KernelSource(f"sparse_rows_{field}", {"llvm": _RowsKernel(field)}, {"sparse_rows": types}, targets=())
+def _rows_source(field: Field) -> KernelSource:
+    """Return sparse_rows for the CPU: z[i] = sum of values[k] x[columns[k]] / R over k in row i, for 64-bit words.
+
+    One element at a time, since rows have few entries. 512 rows justify another thread.
+    """
+    sources, types = ("algebra/field", "zk/groth16/matrices.py"), (*_ROWS_ARGUMENTS.values(), "i64")
+    builder = LlvmProgram(("rows", field), sources, functools.partial(_rows_text, field), least_share=512)
+    return KernelSource(f"sparse_rows_{field.name}", {"llvm": builder}, {"sparse_rows": types}, targets=())
 
 
 @functools.cache
-def _rows_text(name: str) -> str:
-    packed = PackedLimbs(field_of(name))
+def _rows_text(field: Field) -> str:
+    packed = PackedLimbs(field)
     arguments = ["i64 %begin", "i64 %end", *(f"ptr %{name}" for name in _ROWS_ARGUMENTS), "i64 %n"]
     code = FunctionBuilder("sparse_rows", arguments, linkage="", attributes="nounwind")
     with code.loop("%begin", code.smin("%end", "%n")) as row:
@@ -342,8 +317,7 @@ def _run(space: MemorySpace, field: Field, entry: str, threads: int, arrays: tup
 def _device_source(field: Field) -> KernelSource:
     """Return the kernels of device.c for a field of four 64-bit words."""
     sizes = {"GROTH16_BLOCK": BLOCK, "GROTH16_EACH": ELEMENTS_PER_THREAD, "GROTH16_LONG": LONG_ROW}
-    text = "".join(f"#define {name} {size}\n" for name, size in sizes.items())
-    text += (Path(__file__).parent / "device.c").read_text(encoding="utf-8")
+    text = defined(sizes) + read_files("zk/groth16", "device.c")
     dialects = {
         "portable": field_text(field, "F", "portable") + text,
         "cuda": f"{portable_header()}\n{field_text(field, 'F', 'cuda')}{text}",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from accelerant.algebra.curve.program import cuda_program, point_text, prefixed
 from accelerant.algebra.curve.weierstrass import Curve
+from accelerant.algebra.field.program import defined, read_files
 from accelerant.runtime.compilation.kernel import KernelSource, LazyDialects
 
 __all__ = [
@@ -109,7 +109,8 @@ def reduce_block(curve: Curve[Any]) -> int:
 @functools.cache
 def sort_source() -> KernelSource:
     """Return the kernels of sort.c."""
-    text = _defined({"MSM_BLOCK": SORT_BLOCK, "MSM_EACH": ENTRIES_PER_THREAD, "MSM_TILE": TILE}) + _text("sort.c")
+    sizes = {"MSM_BLOCK": SORT_BLOCK, "MSM_EACH": ENTRIES_PER_THREAD, "MSM_TILE": TILE}
+    text = _defined(sizes) + read_files("zk/multi_scalar", "sort.c")
     return KernelSource(name="msm_sort", dialects={"portable": text}, entries=_SORT)
 
 
@@ -188,8 +189,8 @@ def _source(
 ) -> KernelSource:
     def text(dialect: str) -> str:
         called = dialect == "portable" or not inlined
-        texts = (_defined(sizes), *map(_text, files))
-        return point_text(curve, dialect, called=called) + prefixed(curve, "".join(texts))
+        own = _defined(sizes) + read_files("zk/multi_scalar", *files)
+        return point_text(curve, dialect, called=called) + prefixed(curve, own)
 
     dialects = LazyDialects(
         portable=lambda: text("portable"),
@@ -210,8 +211,4 @@ def _defined(sizes: Mapping[str, int | str]) -> str:
         "MSM_NONE": "0xffffffffU",
         "MSM_COUNTERS": COUNTERS,
     }
-    return "".join(f"#define {name} {size}\n" for name, size in {**fixed, **sizes}.items())
-
-
-def _text(name: str) -> str:
-    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+    return defined({**fixed, **sizes})

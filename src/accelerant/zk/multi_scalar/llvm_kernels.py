@@ -34,7 +34,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from accelerant.algebra.curve.llvm_kernels import CurveKernels, Lanes, from_memory, store_affine
+from accelerant.algebra.curve.llvm_kernels import Lanes, curve_program, from_memory, store_affine
 from accelerant.algebra.curve.llvm_points import Element, Elements, Pair, Scratch, batch_add, functions
 from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.weierstrass import Curve
@@ -44,7 +44,7 @@ from accelerant.errors import ConfigError
 from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, Value, Variable, constant, program
 
-__all__ = ["PACKS", "SIGN", "SIZES", "MsmKernels", "WorkerMemory", "kernel_source"]
+__all__ = ["PACKS", "SIGN", "SIZES", "WorkerMemory", "kernel_source"]
 
 SIGN = 1 << 31
 """Bit of an entry whose point is subtracted."""
@@ -69,24 +69,6 @@ SIZES = ("tasks", "n", "bits", "buckets", "step", "stride", "scratch")
 _LEAST_SHARES = {"msm_enter": 1024, "msm_recode": 4096, "msm_sum": 1, "msm_finish": 1 << 62}
 
 
-@dataclass(frozen=True, slots=True)
-class MsmKernels(CurveKernels):
-    """A Builder of one entry; attributes as CurveKernels."""
-
-    @property
-    def least_share(self) -> int:
-        """Indices per thread that are worth starting the thread."""
-        return _LEAST_SHARES[self.entry]
-
-    def build(self, target: str) -> str:
-        """Return the LLVM IR.
-
-        Raises:
-            ConfigError: unknown curve, entry or form.
-        """
-        return _text(self.curve, self.entry, self.chosen_form)
-
-
 @functools.cache
 def kernel_source(curve: str, entry: str, form: str = "") -> KernelSource:
     """Return the kernel of one entry.
@@ -97,7 +79,8 @@ def kernel_source(curve: str, entry: str, form: str = "") -> KernelSource:
     if entry not in _ENTRIES:
         raise ConfigError(f"unknown entry {entry!r}; known are {', '.join(_ENTRIES)}")
     kinds = tuple(f"*{_POINTERS[a]}" if a in _POINTERS else "i64" for a in _ENTRIES[entry][0])
-    return KernelSource(f"{entry}_{curve}", {"llvm": MsmKernels(curve, entry, form)}, {entry: kinds}, targets=())
+    builder = curve_program(_text, curve, entry, form, _LEAST_SHARES[entry])
+    return KernelSource(f"{entry}_{curve}", {"llvm": builder}, {entry: kinds}, targets=())
 
 
 @functools.cache
