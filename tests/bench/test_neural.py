@@ -452,6 +452,7 @@ def test_progress_counts_the_cases():
     assert said[-1].startswith("[2/2, about ")
 
 
+@pytest.mark.slow
 def test_cases_are_compiled_ahead_in_processes(tmp_path):
     said = []
     cases = [small("relu", (4, 32)), small("tanh", (4, 32))]

@@ -195,6 +195,7 @@ def test_every_row_is_there(small, peer):
     assert record.notes[0].startswith(f"{case}: a key of ")
 
 
+@pytest.mark.slow
 def test_a_peer_that_is_not_here_leaves_rows_that_say_so(small, tmp_path, monkeypatch):
     monkeypatch.setattr(groth16_process.shutil, "which", lambda _: None)
     monkeypatch.setattr(suite, "_measure_memory", lambda this: None)

@@ -15,6 +15,7 @@ def status(*arguments):
     return exit_.value.code or 0
 
 
+@pytest.mark.slow
 def test_ours_beside_plain_pytorch(tmp_path, capsys):
     out = tmp_path / "now.json"
     assert status("--batch", "2", "--against", "torch", "--budget-s", "0", "--out", str(out), "--json") == 0

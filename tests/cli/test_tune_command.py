@@ -52,6 +52,7 @@ def test_wrong_usage_exits_2(cache, capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_table_is_written_after_each_op(cache, monkeypatch):
     """A run that is killed has the ops before the one it was at."""
     from accelerant.bench import tuning
@@ -72,6 +73,7 @@ def test_the_table_is_written_after_each_op(cache, monkeypatch):
     assert {key.partition("_")[0] for key in raced} == {"dropout"}  # relu has one implementation on a CPU
 
 
+@pytest.mark.slow
 def test_a_time_limit_ends_the_run_and_the_table_keeps_what_it_had(cache, capsys, monkeypatch):
     path = cache / "table.json"
     old = {"relu_fwd float32 1 1": {"ms": {"torch": 1.0}, "case": "x", "date": "2026-01-01"}}

@@ -212,6 +212,7 @@ print(kernel.from_cache, provider.copy_to_host(x, np.uint64, (2,)).tolist())
 """
 
 
+@pytest.mark.slow
 def test_two_processes_compile_the_same_kernel_at_once(provider, tmp_path):
     """Both have compiled it, and written it under a temporary name, before either puts it in its place."""
     environment = {**os.environ, "ACCELERANT_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}

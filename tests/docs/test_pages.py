@@ -24,7 +24,12 @@ def registries(monkeypatch):
         monkeypatch.setattr(module, name, dict(getattr(module, name)))
 
 
-@pytest.mark.parametrize("page", PAGES)
+LONG_PAGES = ("differential-privacy.md", "training.md", "ntt.md")
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] if page in LONG_PAGES else []) for page in PAGES]
+)
 @pytest.mark.usefixtures("registries")
 def test_every_line_of_the_page_is_true(page):
     result = doctest.testfile(str(DOCS / page), module_relative=False)

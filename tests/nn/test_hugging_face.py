@@ -318,6 +318,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.slow
 def test_transformers_is_not_needed(folder):
     import subprocess
     import sys

@@ -558,7 +558,7 @@ def compiler(tmp_path_factory):
 @pytest.mark.parametrize(
     ("which", "targets"),
     [
-        pytest.param("first", ("sm_90",), id="hopper"),
+        pytest.param("first", ("sm_90",), id="hopper", marks=pytest.mark.slow),
         pytest.param("first", (CUDA_TARGETS[0], "gfx942"), id="oldest-and-amd", marks=pytest.mark.slow),
         pytest.param("every", ("sm_90",), id="hopper-all", marks=SOAK),
         pytest.param("first", OTHER_TARGETS, id="others", marks=SOAK),

@@ -18,6 +18,7 @@ def test_every_name_is_there():
         accelerant.privacy.nothing  # noqa: B018  as above
 
 
+@pytest.mark.slow
 def test_the_package_loads_nothing_by_itself():
     code = (
         "import sys, accelerant.privacy.dp as dp; "

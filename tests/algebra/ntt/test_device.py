@@ -302,7 +302,8 @@ LAST = Variant(along_in=True, along_out=True, reversed_out=True)
 NATURAL = Variant(along_in=True)
 
 
-@pytest.mark.parametrize("architecture", [pytest.param("sm_80", marks=pytest.mark.slow), "sm_90a"])
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("variant", [FORWARD, LAST, NATURAL], ids=["first", "last", "natural"])
 @pytest.mark.parametrize("name", ["bn254_fr", "bls12_381_fr", "goldilocks", "babybear"])
 def test_registers_on_nvidia(name, variant, architecture):

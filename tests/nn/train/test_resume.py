@@ -241,6 +241,7 @@ def run_script(folder, how):
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path):
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(0)

@@ -256,6 +256,7 @@ def test_recomputing_blocks_is_predicted_to_take_less():
     assert less < 0.7 * whole
 
 
+@pytest.mark.slow
 def test_a_gpts_blocks_can_be_recomputed():
     idx = torch.randint(64, (16, 33), generator=torch.Generator().manual_seed(0))
     config = with_(steps=3, predict_memory=True)

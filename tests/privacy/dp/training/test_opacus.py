@@ -174,6 +174,7 @@ def test_epsilon_at_opacus_orders_is_opacus_epsilon(rate, noise, steps):
     assert found == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rate", "noise", "steps"), CASES)
 def test_epsilon_is_no_larger_than_opacus_and_not_far_below(rate, noise, steps):
     """RDP over more orders is at most theirs; PLD is what their PRV accountant comes to."""
