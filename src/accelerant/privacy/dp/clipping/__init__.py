@@ -4,7 +4,7 @@
 >>> loss.backward()                       # p.grad: sum over examples of min(1, C / ||g_i||) g_i
 >>> clipper.norms, clipper.factors        # (B,) each
 
-The backward pass computes gradients of activations alone, and keeps the factors of each parameter's gradient. At its
+The backward pass computes gradients of activations only, and keeps the factors of each parameter's gradient. At its
 end all norms are known, and one more product gives the clipped sum. An example is an entry of the first dimension of
 the model's input.
 
@@ -14,14 +14,13 @@ Exact per-example gradients of
                 (batch_first), LSTM and GRU (batch_first; no projections, no packed sequences)
     accelerant  Linear, LayerNorm, RMSNorm, Conv2d, LSTM, GRU; GPT and Llama with all that is inside
     transformers  Conv1D, the RMS norms of Llama, Mistral, Qwen2 and Qwen3, ViT's embeddings; so GPT-2, Llama, BERT, ViT
-and of whatever is made of these: biases, LoRA adapters, parameters that several layers share (an embedding tied to an
-output layer with its cross term), layers called several times. Frozen parameters cost nothing. `LayerRule` and
+and of modules made of these, with biases, LoRA adapters, parameters that several layers share (an embedding tied to an
+output layer with its cross term), and layers called several times. Frozen parameters cost nothing. `LayerRule` and
 `register` add layers (rules.py).
 
 Memory kept until the pass ends, in addition to that of the backward pass of activations: for each layer both factors
 (its inputs and the gradients of its outputs), or its per-example gradients, B times its size in the dtype that it
-computes in, whichever takes less time (contributions.py). By layers (`clipping="per_layer"`) nothing is kept longer
-than a layer takes.
+computes in, whichever takes less time (contributions.py). With `clipping="per_layer"` it is freed after each layer.
 
 Works with autocast, CUDA graphs, checkpointing (use_reentrant=False), several passes before a step, and torch.compile,
 which leaves these layers to Python.

@@ -223,7 +223,7 @@ def _bundled(shares: dict[int, _Share]) -> list[tuple[Dense, list[int]]]:
 
 
 def _add_bundle(sums: Tensor, parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Add the parts of sums (P,) to the gradients that they belong to."""
+    """Add each part of sums (P,) to its parameter's gradient."""
     parts = sums.split([parameter.numel() for parameter in parameters])
     gradients, added = [], []
     for parameter, part in zip(parameters, parts, strict=True):

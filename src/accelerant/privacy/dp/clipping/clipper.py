@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -26,18 +27,18 @@ __all__ = ["PerExampleClipper"]
 class PerExampleClipper:
     """Makes backward passes of a model leave sums of clipped per-example gradients.
 
-    After `loss.backward()` each parameter's `.grad` has had sum over i of c_i g_i added, c_i = min(1, C / ||g_i||),
-    with g_i the gradient of example i's own loss: no noise, no division. Several backward passes add up. An example
-    whose norm is not finite has c_i = 0 and is counted.
+    `loss.backward()` adds sum over i of c_i g_i to each parameter's `.grad`, with g_i the gradient of example i's own
+    loss and c_i = min(1, C / ||g_i||): no noise, no division. Several backward passes add up. An example whose norm is
+    not finite has c_i = 0 and is counted.
 
     Args:
         model: of supported layers; see the package. Its parameters that require gradients now are clipped.
         max_grad_norm: C, above 0. For "per_layer": each layer gets C / sqrt(layers); or a mapping from names of layers
             (as in named_modules) to their bounds.
-        clipping: "flat": by the norm over all parameters. "per_layer": each layer by its own: nothing is kept longer
-            than until the layer is done.
+        clipping: "flat": by the norm over all parameters. "per_layer": each layer by its own, and its contributions are
+            freed as soon as it is done.
         loss_reduction: "mean": the loss is (1 / B) sum of the examples' losses; "sum": their sum.
-        norms: "ghost" or "instantiate" for all layers with the choice; "auto": what costs less (contributions.py).
+        norms: "ghost" or "instantiate" for all layers with the choice; "auto": whichever costs less (contributions.py).
 
     Attributes:
         mask: (B,) bool, which rows of a padded batch count; read at the next backward pass. None: all.
@@ -46,7 +47,7 @@ class PerExampleClipper:
         factors: (B,) c_i; for "per_layer" the smallest of the layers'.
         layer_norms: by layer, for "per_layer" (B,) each; for "flat" one entry, under "".
         nonfinite: how many examples were left out for norms that were not finite, a scalar on the device.
-        on_begin: called before a backward pass leaves anything; an exception ends the pass.
+        on_begin: called before a backward pass changes anything; an exception ends the pass.
         on_backward: called after each finished backward pass with norms and factors.
         parameters: the clipped ones, with names.
         idealised: whether some layer's per-example gradients are not formed; known after the first pass, true for
@@ -56,8 +57,8 @@ class PerExampleClipper:
         ConfigError: an argument has no meaning.
         UnsupportedCase: lists the layers whose per-example gradients would not be exact, and what to use instead.
 
-    The model and the loss must treat each example by itself: what mixes examples (a loss that compares them, a mean
-    over those tokens of a batch that count) has no per-example gradients, and is not noticed.
+    The model and the loss must treat each example by itself: if they mix examples (a loss that compares them, a mean
+    over a batch's unmasked tokens) there are no per-example gradients, which is not detected.
 
     Neighbouring data sets differ in one example added or removed; the sum's sensitivity in L2 is `sensitivity`. Norms
     and sums accumulate in float32. Where a layer's gradients are not formed (`idealised`), rounding has no useful
@@ -84,8 +85,8 @@ class PerExampleClipper:
         self.loss_scale: float | Tensor = 1.0
         self.norms: Tensor | None = None
         self.factors: Tensor | None = None
-        self.layer_norms: dict[str, Tensor] = {}
         self.nonfinite: Tensor | None = None
+        self.layer_norms: dict[str, Tensor] = {}
         self.on_begin: Callable[[], object] | None = None
         self.on_backward: Callable[[Tensor, Tensor], object] | None = None
         self.idealised = norms == "ghost"
@@ -93,7 +94,7 @@ class PerExampleClipper:
         self._clipping = clipping
         self._pass: BackwardPass | None = None
         self._ignored: int | None = None
-        self._calls = 0  # of the model, under way
+        self._calls = 0  # nested calls of the model that have not returned
         self._expected: dict[int, int] = {}  # contributions of the next pass, by parameter
         self._announced: dict[int, int] = {}  # those that no pass has brought yet
         for name, parameter in model.named_parameters():
@@ -164,7 +165,7 @@ class PerExampleClipper:
         for name, module in survey.frozen:
             rules.watch_frozen(name, module, undo)
         for name, parameter in survey.parameters:
-            undo.callback(parameter.register_hook(_refuse_gradient(name)).remove)
+            undo.callback(parameter.register_hook(partial(_refuse_gradient, name)).remove)
         for module, rule in survey.layers:
             rules.attach_rule(module, rule, self, undo)
         for module, methods in survey.models:
@@ -183,10 +184,10 @@ class PerExampleClipper:
             rules.require_frozen(name, module)
 
     def begin(self, *inputs: Any) -> None:
-        """Record how many examples a forward pass is of: the first dimension of the first tensor with one.
+        """Record the number of examples of a forward pass: the first dimension of the first tensor with dimensions.
 
         The model's `__call__` does it; a caller of a part of the model must call this first. Without gradients it has
-        no effect: a pass under way stays what it is.
+        no effect, so that an evaluation between forward and backward changes nothing.
         """
         if torch.is_grad_enabled():
             self.examples = _batch_size(inputs)
@@ -313,17 +314,13 @@ def _by_example(rows: Tensor, examples: int) -> Tensor:
     return rows.view(examples, rows.shape[0] // examples, rows.shape[-1])
 
 
-def _refuse_gradient(name: str) -> Callable[[Tensor], None]:
-    """Return a hook that refuses a gradient which autograd makes of a parameter itself."""
-
-    def refuse(gradient: Tensor | None) -> None:
-        if gradient is not None:
-            raise UnsupportedCase(
-                f"{name} is used outside of its layer's forward: that part's per-example gradients are not known. Let "
-                "the model call the layer, or freeze the parameter"
-            )
-
-    return refuse
+def _refuse_gradient(name: str, gradient: Tensor | None) -> None:
+    """Refuse a gradient of a parameter that autograd computed itself; the layers' functions return None."""
+    if gradient is not None:
+        raise UnsupportedCase(
+            f"{name} is used outside of its layer's forward: that part's per-example gradients are not known. Let the "
+            "model call the layer, or freeze the parameter"
+        )
 
 
 def _batch_size(inputs: Any) -> int | None:

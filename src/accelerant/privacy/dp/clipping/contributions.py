@@ -57,7 +57,7 @@ class Contribution(ABC):
         return False
 
     def chosen(self, norms: str) -> Contribution:
-        """Return this contribution or its formed gradients, by "ghost", "instantiate" or "auto": what costs less."""
+        """Return this contribution or its formed gradients, by "ghost", "instantiate" or "auto", the cheaper one."""
         ghost = self.formed or norms == "ghost" or (norms == "auto" and self.prefers_ghost())
         return self if ghost else self.dense()
 
@@ -67,7 +67,7 @@ class Contribution(ABC):
 
         Args:
             weights: (B,), 0 where drop is true.
-            drop: (B,) bool: these examples add exactly 0, whatever they hold; None where there are none.
+            drop: (B,) bool: examples that add exactly 0, even if they hold NaN; None for none.
             shape: of the parameter.
         """
 
@@ -179,7 +179,7 @@ class Dense(Contribution):
         return True
 
     def squares(self) -> Tensor:
-        """Return norms of exactly what is summed: no product with the factor is rounded."""
+        """Return norms of the numbers that are summed: no product with the factor is rounded."""
         sums = launch.squares(self.each) if self.known is None else self.known
         return sums if self.factor is None else sums * self.factor.to(sums.dtype).square()
 

@@ -42,7 +42,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def chunks(B: int, elements: int) -> Iterator[slice]:
-    """Split B examples of so many float32 elements each into slices of at most 64 MiB."""
+    """Split B examples of `elements` float32 values each into slices of at most 64 MiB."""
     count = max(1, _CHUNK_BYTES // max(1, 4 * elements))
     for start in range(0, B, count):
         yield slice(start, min(B, start + count))
@@ -219,7 +219,7 @@ def weighted_sum(x: Tensor, weights: Tensor, drop: Tensor | None, into: Tensor |
     Args:
         x: per-example gradients.
         weights: (B,), float32 or better; 0 where drop is true.
-        drop: (B,) bool, examples that add exactly 0 whatever they hold; None for none.
+        drop: (B,) bool: examples that add exactly 0, even if they hold NaN; None for none.
         into: dense, float32, of as many elements as each example: the sum is added to it, and it is returned.
     """
     return _torch_sum(x, weights, drop, into) if _direct(x) else _run(_sum, x, weights, drop, into)

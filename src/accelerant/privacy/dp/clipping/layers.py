@@ -1,8 +1,8 @@
 """Linear maps, embeddings and norms: autograd functions that feed a sink, and the rules of the layers that use them.
 
-The backward pass of each function makes the gradient of the input alone and gives the sink what the parameters'
-gradients are made of. Parameters are arguments, so that autograd visits the layer even where its input needs no
-gradient; they get None. Results are no views, so that later operations may change them in place.
+The backward pass of each function computes only the gradient of the input, and gives the sink the factors of the
+parameters' gradients. Parameters are arguments, so that autograd visits the layer even where its input needs no
+gradient; their gradients are None. Results are no views, so that later operations may change them in place.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ tokens are (examples, ...), or (1, ...) shared by all examples. `distinct`: no t
 class _EmbeddingRule(LayerRule):
     layers = (nn.Embedding,)
     _takes_positions: bool | None = None
-    """Whether its vectors of tokens are positions, shared by the examples; learnt at the first call."""
+    """Whether vectors of tokens are positions, shared by the examples; decided at the first call."""
 
     @classmethod
     def refusal(cls, module: nn.Embedding) -> str | None:
@@ -351,7 +351,7 @@ class _InstanceNormRule(LayerRule):
         return scale_shift(y, self.module.weight, self.module.bias, (1,), self.sink, y.dtype)
 
 
-# --- our language models: the embedding is the output layer, without a call of a layer -------------------------------
+# --- language models of accelerant.nn, whose output layer is the embedding's table -----------------------------------
 
 
 def _gpt_methods(model: GPT, sink: Sink) -> Methods:
@@ -399,7 +399,7 @@ def _llama_methods(model: Llama, sink: Sink) -> Methods:
 model_methods.update({GPT: _gpt_methods, Llama: _llama_methods})
 
 
-# --- transformers, known by the fingerprints of its source -----------------------------------------------------------
+# --- transformers; its source is checked by fingerprints -------------------------------------------------------------
 
 
 class _HuggingFaceRule(LayerRule):

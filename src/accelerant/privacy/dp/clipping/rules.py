@@ -12,8 +12,8 @@ making parameter gradients. To add a layer, register one class:
             x, _ = self.examples_first(x)
             return scale_shift(x, self.module.weight, None, (x.dim() - 1,), self.sink, x.dtype)
 
-Copies and files of a model with a clipper attached are ordinary models: whatever is attached is marked, and copy,
-pickle and torch.save leave it out, because the module's `__getstate__` does.
+Copies and files of a model with a clipper attached are ordinary models: all attached objects are marked, and the
+module's `__getstate__` leaves them out, hence copy, pickle and torch.save do.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def _has_statistics(module: nn.Module) -> bool:
     return plain and module.running_mean is not None
 
 
-# --- attaching; each function registers with an ExitStack what undoes it ----------------------------------------------
+# --- attaching; each function registers its inverse with an ExitStack ------------------------------------------------
 
 
 def attach_rule(module: nn.Module, rule: type[LayerRule], sink: PerExampleSink, undo: ExitStack) -> None:
@@ -311,7 +311,7 @@ _HOOKS: Final = {
     "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
     "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
 }
-"""Where torch keeps hooks, and the options that it keeps by their numbers."""
+"""torch's dictionaries of hooks by number, with its dictionaries of their options."""
 
 
 def mark(call: _T) -> _T:
@@ -326,7 +326,7 @@ def _no_op(module: nn.Module, args: Any) -> None:
 
 
 def hide_marked(module: nn.Module, undo: ExitStack) -> None:
-    """Make copies and files of a module leave out what is marked."""
+    """Make copies and files of a module leave out marked attributes and hooks."""
 
     def state() -> Any:
         return _without_marked(type(module).__getstate__(module))
@@ -336,7 +336,7 @@ def hide_marked(module: nn.Module, undo: ExitStack) -> None:
 
 
 def _without_marked(state: Any) -> Any:
-    """Return a module's state without what is marked; a state that is no dictionary is returned as it is."""
+    """Return a module's state without marked attributes and hooks; a state that is no dictionary as it is."""
     if not isinstance(state, dict):
         return state
     kept = {name: value for name, value in state.items() if not getattr(value, _MARK, False)}

@@ -26,11 +26,11 @@ from accelerant.privacy.dp.clipping.rules import LayerRule, register
 __all__: list[str] = []
 
 _Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""For inputs and for states, and their biases."""
+"""Matrices for inputs and states, and their biases."""
 
 
 def _gates(x: Tensor, states: Tensor, weights: _Weights) -> tuple[Tensor, Tensor]:
-    """Return what inputs (B, T, K) and states (B, T, H) contribute to all gates, (B, T, gates H) each."""
+    """Return the contributions of inputs (B, T, K) and states (B, T, H) to all gates, (B, T, gates H) each."""
     return F.linear(x, weights[0], weights[2]), F.linear(states, weights[1], weights[3])
 
 

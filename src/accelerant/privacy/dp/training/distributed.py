@@ -1,10 +1,10 @@
 """Private training over several processes: clipped sums to rank 0, noise there, the result to all.
 
-Each process clips the examples of its own share of the data. The sums go to rank 0, which alone draws the noise, alone
-writes the ledger, and sends the noisy sum back: a reduction and a broadcast, together the traffic of one all-reduce.
-The alternative, a share of noise with std / sqrt(processes) in each process, is exact for the continuous Gaussian
-only: a sum of discrete Gaussians is not one (Kairouz, Liu and Steinke 2021, arXiv:2102.06387, bound the difference),
-and each process would know its share. Here every process is trusted, as the trainer is.
+Each process clips the examples of its share of the data. The sums go to rank 0, the only one that draws noise and
+writes the ledger, and that sends the noisy sum back: a reduction and a broadcast, together the traffic of one
+all-reduce. The alternative, noise of std / sqrt(processes) in each process, is exact only for the continuous Gaussian:
+a sum of discrete Gaussians is not one (Kairouz, Liu and Steinke 2021, arXiv:2102.06387, bound the difference), and each
+process would know its share. Here every process is trusted, as the trainer is.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Processes:
         return len(set(values)) == 1
 
     def sum_to_first_(self, tensors: Sequence[Tensor]) -> None:
-        """Add each tensor up over the processes, in place, on rank 0; elsewhere the result is undefined."""
+        """Sum each tensor over the processes into that of rank 0; elsewhere the values are undefined afterwards."""
         self._all(torch.distributed.reduce, tensors)
 
     def from_first_(self, tensors: Sequence[Tensor]) -> None:

@@ -1,7 +1,7 @@
 """GradientPrivatizer: clip, sum, noise and divide per-example gradients that a program already has.
 
 Unlike the clipper, which never forms most of them, it can round each clipped gradient to the grid and sum integers: the
-bound on what one example adds holds in the arithmetic of the computer, not only in real numbers.
+bound on an example's contribution holds in the computer's arithmetic, not only in real numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["GradientPrivatizer"]
 
 _CHUNK_NUMBERS = 1 << 22  # held in float64 at once
 _ROUNDED_UP = 1.0 + 2.0**-40
-"""What float64 may add to a clipped norm: a few roundings of 2^-53 in norm, factor and product."""
+"""Bound on the growth of a clipped norm in float64: a few roundings of 2^-53 in norm, factor and product."""
 
 
 class GradientPrivatizer:
@@ -36,7 +36,7 @@ class GradientPrivatizer:
         noise_multiplier: standard deviation of the noise over the sensitivity; 0: no noise, no privacy.
         max_grad_norm: L2 norm to which an example's gradient, over all tensors together, is clipped; or one for each
             tensor by name, and then the sensitivity is the root of the sum of their squares.
-        expected_batch_size: divisor of the sum, whatever the batch has.
+        expected_batch_size: divisor of the sum, also for batches of other sizes.
         sampling: how the examples of a call were chosen: "poisson" with sample_rate, "none" (all data, each time),
             "shuffled", "unknown". Only "poisson" is amplified.
         sample_rate: of Poisson sampling.

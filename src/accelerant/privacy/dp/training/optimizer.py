@@ -60,7 +60,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         inner: the wrapped optimizer.
         clipper, ledger, processes: as given.
         tracker: of the draws.
-        grouped: whether the ledger's unit has several rows: then only what our sampler drew is stepped.
+        grouped: whether the ledger's unit has several rows: then only batches of our sampler may be stepped.
         keeps_gradients: whether gradients are zeroed instead of dropped after a step: for PrivateStep's graphs.
     """
 
@@ -104,7 +104,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     # --- the wrapped optimizer's interface ---------------------------------------------------------------------------
 
-    # Without a setter, so that an assignment raises instead of hiding what the wrapped optimizer has.
+    # Without a setter, so that an assignment raises instead of hiding the wrapped optimizer's attribute.
     param_groups: Any = property(lambda self: self.inner.param_groups)
     state: Any = property(lambda self: self.inner.state)
     defaults: Any = property(lambda self: self.inner.defaults)
@@ -230,7 +230,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             self._updating = False
 
     def summed(self, rows: int) -> None:
-        """Count a replayed backward pass over so many rows; a replay runs no hooks."""
+        """Count a replayed backward pass over `rows` rows; a replay runs no hooks."""
         self.tracker.add(rows)
         self._mark()
 
@@ -240,8 +240,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if self.tracker.sampled:
             self.clipper.mask = None  # it was the draw's
         self.tracker.released()
-        if self._adaptive is not None:
-            self._adaptive.forget()
         self.stepped = True
         self.steps += 1
 
@@ -309,7 +307,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             self.tracker.forget()
 
     def drop_released(self, *_: object) -> None:
-        """Clear what the last step left in .grad: before a forward pass, or a draw."""
+        """Clear the noisy mean that the last step left in .grad: before a forward pass, or a draw."""
         if self._released:
             self._clear()
 

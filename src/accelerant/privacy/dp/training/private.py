@@ -54,7 +54,7 @@ class PrivateTraining:
     Attributes:
         model: the given module; its backward passes clip now.
         optimizer: replaces the given one.
-        ledger: what was spent. In several processes rank 0 writes it, the others keep a copy in memory.
+        ledger: of the steps. In several processes rank 0 writes it, the others keep a copy in memory.
         clipper: per-example norms and factors of the last backward pass.
         noise_multiplier: standard deviation of the noise over the sensitivity of the sum.
         delta, sample_rate, steps: as given.
@@ -84,10 +84,9 @@ class PrivateTraining:
     ) -> Generator[DrawnBatch, None, None]:
         """Draw batches from the data by Poisson sampling, each in one or more parts, for an ordinary loop.
 
-        Each row is in each draw with probability sample_rate, independently: batches vary in size and may be empty.
-        With groups each group is drawn so, represented by one of its rows, chosen for each draw. The padding of a part
-        is masked in the clipper. Each of several processes draws from rows (rank, rank + size, ...), or groups, of its
-        own.
+        Each row, or one row of each group, is in each draw with probability sample_rate, independently: batches vary in
+        size and may be empty. The padding of a part is masked in the clipper. Each of several processes draws from
+        rows (rank, rank + size, ...), or groups, of its own.
 
         Args:
             data: tensors of as many rows each in a tuple, a Dataset, or other data of PoissonBatches.
@@ -131,7 +130,7 @@ class PrivateTraining:
         return PoissonBatches(data, drawn, microbatch=self._microbatch if microbatch is None else microbatch)
 
     def remark_on_delta(self, count: int) -> str:
-        """Return a warning if delta is too large for so many units, else ""; `draws` does not warn of it again."""
+        """Return a warning if delta is too large for `count` units, else ""; `draws` does not warn of it again."""
         self._warned_of_delta = True
         return delta_remark(self.delta, count, self.ledger.unit)
 
@@ -139,7 +138,6 @@ class PrivateTraining:
         """Declare that the next forward and backward pass is of this part of a draw; `batches` does it for its parts.
 
         Args:
-            batch: the part.
             origin: the same object for all parts of a draw, where draws may be left unfinished.
 
         Raises:
@@ -151,8 +149,7 @@ class PrivateTraining:
         if batch.sampler is not None and batch.sampler not in self._samplers:
             self._require_sampler(batch.sampler)
         self._tracker.begin(batch, origin)
-        mask = batch.mask
-        self.clipper.mask = None if mask is None else mask.to(self.clipper.parameters[0][1].device)
+        self.clipper.mask = None if batch.mask is None else batch.mask.to(self.clipper.parameters[0][1].device)
 
     def _used(self, batches: PoissonBatches) -> Generator[DrawnBatch, None, None]:
         try:
@@ -169,7 +166,7 @@ class PrivateTraining:
                 self.clipper.mask = None
 
     def _require_sampler(self, sampler: PoissonSampler) -> None:
-        """Check a sampler of the user's: the ledger records this training's rate, whatever drew a batch."""
+        """Check a user's sampler: the ledger records this training's rate, which must be the sampler's."""
         require_sampler(sampler, self.sample_rate, self.ledger, self._units, self._processes.size)
         self.optimizer.grouped = self.optimizer.grouped or isinstance(sampler, GroupedSampler)
         self._samplers.add(sampler)
@@ -181,12 +178,7 @@ class PrivateTraining:
         return self.optimizer.stepped
 
     def epsilon(self, delta: float | None = None, method: Literal["pld", "rdp"] = "pld") -> float:
-        """Return the epsilon of all recorded events; infinity where a step had no noise.
-
-        Args:
-            delta: None: that of `make_private`.
-            method: of the accountant.
-        """
+        """Return the epsilon of all recorded events at delta, or that of `make_private`; infinity without noise."""
         return self.ledger.epsilon(self.delta if delta is None else delta, method=method)
 
     def state_dict(self) -> dict[str, Any]:
@@ -203,7 +195,7 @@ class PrivateTraining:
             "expected_batch_size": self.optimizer.expected_batch_size,
             "steps": self.optimizer.steps,
             "unit": self.ledger.unit,
-            "grouped": self._units.groups is not None,  # no digest: who knows all but one user could check a guess
+            "grouped": self._units.groups is not None,  # a digest would confirm a guess of one user
             "ledger": None if self.ledger.path is None else str(self.ledger.path),
             "spent": [event.to_dict() for event in self.ledger.events],
         }
@@ -211,14 +203,13 @@ class PrivateTraining:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of `state_dict`. The ledger is not rewound: steps done since then stay spent.
 
-        What was spent by then and is not in the ledger (of a training in memory, or of another file) is recorded; equal
-        events that are in it are taken for the same ones.
+        Events of the state that the ledger lacks (of a training in memory, or of another file) are recorded; equal
+        events are taken for the same ones.
 
         Raises:
-            FormatError: it is no such state, has another noise multiplier or unit, or has groups where this training
-                has none, or the other way round. Whether groups are the same is not checked: a state that
-                described them would not be private.
-            BudgetExceeded: what was spent by then passes the ledger's budget.
+            FormatError: it is no such state, has another noise multiplier or unit, or only one of the two has groups.
+                Whether groups are the same is not checked: a state that described them would not be private.
+            BudgetExceeded: the recorded events pass the ledger's budget.
         """
         lacking = {"optimizer", "max_grad_norm", "noise_multiplier", "expected_batch_size", "steps"} - state.keys()
         if state.get("version") != 1 or lacking:
@@ -297,13 +288,13 @@ def make_private(
     """Make the training of a model differentially private.
 
     One example is one entry of dimension 0 of a batch (of a language model: a row of tokens). Neighbouring data sets
-    differ by one example added or removed; with groups, by one group of them. The update is (sum of clipped
-    gradients + noise) / expected batch size. Trust: who trains sees the data; draws and noise stay secret. What is
-    private is the parameters, and what is computed from them and from other data; the losses of the training are not.
+    differ by one example, or with groups by one group, added or removed. The update is (sum of clipped gradients +
+    noise) / expected batch size. Trust: the trainer sees the data; draws and noise stay secret. Private are the
+    parameters, and what is computed from them and from other data; the losses of the training are not.
 
     Args:
-        model: of layers whose gradients can be taken for each example; what mixes examples is refused by name
-            (BatchNorm, unless it is frozen and in eval mode). Copies of it, and files, are ordinary models.
+        model: of layers with exact per-example gradients; what mixes examples is refused by name (BatchNorm, unless it
+            is frozen and in eval mode). Copies of it, and files, are ordinary models.
         optimizer: of torch or of accelerant.nn.optim, over all parameters that require a gradient.
         noise_multiplier: standard deviation of the noise over the sensitivity, max_grad_norm; 0 is allowed and gives no
             privacy: epsilon is infinite. Give this or target_epsilon.
@@ -313,23 +304,21 @@ def make_private(
         delta: of (epsilon, delta); below one over the number of examples.
         max_grad_norm: the L2 norm to which each example's gradient is clipped; by layer names with "per_layer".
         sample_rate: the probability of each example, or group, to be in a batch.
-        expected_batch_size: None: sample_rate times the rows, or groups, of the data that `batches` is given. Of all
-            processes together.
-        loss_reduction: whether a batch's loss is the "mean" or the "sum" of its examples' losses. Each example's loss
-            must be of that example alone, its share the same whatever the others are: not a mean over all tokens of the
-            batch that are not masked (average those of a row first), nor a loss that compares examples. Nothing
-            checks it.
+        expected_batch_size: of all processes together; None: sample_rate times the rows, or groups, of the data that
+            `batches` is given.
+        loss_reduction: whether a batch's loss is the "mean" or the "sum" of its examples' losses. Each must be of that
+            example alone, with the same share whatever the others are: not a mean over all tokens of the batch that
+            are not masked (average those of a row first), nor a loss that compares examples. Nothing checks it.
         clipping: "flat": over all parameters; "per_layer": sensitivity is the root of the sum of squares; "adaptive":
             the norm follows the median of the gradients' norms, `AdaptiveClipping` has its settings.
         secure: noise from ChaCha20 on an integer grid. False: Philox and floating point, for research; the ledger
             records it.
         microbatch: rows of a part of a draw (virtual steps); None: as given to `batches`, else a draw is one part.
-        ledger: a Ledger or the path of its file, which may hold earlier trainings on the same data; None: in memory
-            alone.
-        groups: (N,), the owner of each row of the data, for example a user's number or name. Epsilon is then that of a
-            user with all rows: users are drawn, and of each one row, at random; batches from elsewhere are refused. A
-            ledger that is created here calls the unit "user", one that is given must not call it "example". The same in
-            all processes. None: each row is its own unit.
+        ledger: a Ledger or the path of its file, which may hold earlier trainings on the same data; None: in memory.
+        groups: (N,), the owner of each row of the data, for example a user's number or name; the same in all
+            processes. Epsilon is then that of a user with all rows: users are drawn, and of each one row, at random;
+            batches from elsewhere are refused. A ledger that is created here calls the unit "user", one that is given
+            must not call it "example". None: each row is its own unit.
 
     Raises:
         ConfigError: an invalid value; parameters and optimizer do not match.
@@ -404,7 +393,7 @@ def _before_forward(optimizer: PrivateOptimizer, model: nn.Module) -> Callable[[
 # --- arguments -------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class _Arguments:
     """The numbers of `make_private`, checked; `budget` is the target."""
 
@@ -439,10 +428,10 @@ class _Arguments:
         if self.expected_batch_size is not None:
             check_number("expected_batch_size", self.expected_batch_size)
         if noise is not None:
-            object.__setattr__(self, "noise_multiplier", check_number("noise_multiplier", noise, open_below=False))
-        object.__setattr__(self, "sample_rate", check_number("sample_rate", self.sample_rate, most=1.0))
-        object.__setattr__(self, "sensitivity", sum(squares) ** 0.5)
-        object.__setattr__(self, "budget", None if target is None else Budget(target, self.delta))
+            self.noise_multiplier = check_number("noise_multiplier", noise, open_below=False)
+        self.sample_rate = check_number("sample_rate", self.sample_rate, most=1.0)
+        self.sensitivity = sum(squares) ** 0.5
+        self.budget = None if target is None else Budget(target, self.delta)
 
 
 def _require_match(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
@@ -508,7 +497,7 @@ def _open_ledger(
 
 
 def _calibrated(arguments: _Arguments, ledger: Ledger, secure: bool, dimensions: int) -> float:
-    """Return the noise multiplier for the target, with what the ledger holds already and what the noise is charged."""
+    """Return the noise multiplier for the target, given the ledger's events and the delta that the noise charges."""
     target, steps, delta = arguments.target_epsilon, arguments.steps, arguments.delta
     assert target is not None and steps is not None  # noqa: PT018  for the type checker: checked before
     # Twice: the count of adaptive clipping has noise of its own.

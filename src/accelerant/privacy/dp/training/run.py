@@ -143,7 +143,7 @@ class PrivateRun(Extension):
         Raises:
             ConfigError: fewer windows than a batch has; the ledger cannot be written, or is of another unit or data.
             FormatError: the file is no ledger, or was cut or edited.
-            BudgetExceeded: what the ledger holds has spent the target.
+            BudgetExceeded: the ledger's events have spent the target.
             MissingDependency: dp-accounting is not installed.
         """
         folder = Path(config.folder)
@@ -428,7 +428,7 @@ class WindowSource(TokenSource):
 
 
 def split_draw(draw: DrawnBatch, rows: int) -> list[DrawnBatch]:
-    """Split a draw into parts of at most so many rows, without padding, which only CUDA graphs need."""
+    """Split a draw into parts of at most `rows` rows, without padding, which only CUDA graphs need."""
     if draw.rows <= rows:
         return [draw]
     parts = list(zip(*(x.split(rows) for x in draw.tensors), strict=True))

@@ -158,7 +158,7 @@ class PrivateStep(GraphedStep):
 
     def _keep_gradients(self) -> None:
         """Give each parameter the same gradient memory again, which graphs add to: only zero_grad() may remove it."""
-        if self._part is not None and self._layout() != self._captured_layout:  # what the graphs depend on was changed
+        if self._part is not None and self._layout() != self._captured_layout:  # the graphs depend on it
             self._part = self._end = None
             self._eager = 0
         for index, param in enumerate(self._params):
