@@ -77,13 +77,7 @@ class SecureStream:
         self._counter = 0
         self.states: dict[int, Tensor] = {}
 
-    def __copy__(self) -> SecureStream:
-        return SecureStream()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SecureStream:
-        return SecureStream()
-
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
+    def __reduce__(self) -> tuple[Any, tuple[()]]:  # of copies, too
         return SecureStream, ()
 
     def __repr__(self) -> str:

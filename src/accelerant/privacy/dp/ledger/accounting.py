@@ -16,7 +16,6 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, reduce
 from typing import Any, Final, Literal, NamedTuple, cast, get_args
 
@@ -48,20 +47,17 @@ _MAX_STEPS: Final = 10**9
 _SLACK: Final = 1e-7  # relative excess of an epsilon under charged deltas over the least one
 
 
-@dataclass(frozen=True, slots=True)
-class Spent:
+class Spent(NamedTuple):
     """The cost of events.
 
     Attributes:
-        epsilon: at delta; may be infinite.
+        epsilon: may be infinite.
         charged: part of delta that the events' charged deltas take.
         reason: why epsilon is infinite; empty for a finite one.
     """
 
     epsilon: float
-    delta: float
     charged: float
-    method: Method
     reason: str = ""
 
 
@@ -84,24 +80,24 @@ def spent(
         UnsupportedCase: Poisson sampling under "replace-one".
         MissingDependency: dp-accounting is not installed.
     """
-    chosen, delta = check_method(method), check_delta(delta)
+    accountant = pld_epsilon if check_method(method) == "pld" else rdp_epsilon
+    delta = check_delta(delta)
     done = [event for event in events if event.count]
     counts, reason = _releases(done, check_neighbouring(neighbouring))
     if reason:
-        return Spent(math.inf, delta, 0.0, chosen, reason)
+        return Spent(math.inf, 0.0, reason)
     charge = math.fsum(event.count * event.delta for event in done) * (1 + 1e-12)  # products round
-    accountant = pld_epsilon if chosen == "pld" else rdp_epsilon
     least, charged = 0.0, charge
     while charged < delta:
         epsilon = accountant(counts, delta - charged)
         if not math.isfinite(epsilon):
-            return Spent(math.inf, delta, charged, chosen, "the accountant finds no finite epsilon at this delta")
+            return Spent(math.inf, charged, "the accountant finds no finite epsilon at this delta")
         if charge == 0 or epsilon <= max(least, CHARGED_UP_TO):
-            return Spent(max(epsilon, least), delta, charged, chosen)
+            return Spent(max(epsilon, least), charged)
         least = epsilon * (1 + _SLACK)
         charged = charge * math.exp(min(least, 700.0) - CHARGED_UP_TO)
     reason = f"delta {delta:g} is used up by what the events charge of it, {charged:.3g}: choose a larger delta"
-    return Spent(math.inf, delta, charged, chosen, reason)
+    return Spent(math.inf, charged, reason)
 
 
 def remaining(

@@ -50,6 +50,7 @@ __all__ = [
 EPSILON_LIMIT = CHARGED_UP_TO  # Charge.delta holds for a total epsilon up to this
 FINENESS = 64  # rounding to choose_grid's grid adds at most 1 / FINENESS to the sensitivity
 LEAST_STEPS = 1024  # of choose_grid's grid in a deviation
+_MOST_STEPS = 2.0**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +72,17 @@ class Charge:
     distance: float
 
 
-def choose_grid(std: float, sensitivity: float, dimensions: int, *, most_steps: float = 2.0**24) -> float:
+def choose_grid(std: float, sensitivity: float, dimensions: int) -> float:
     """Return the largest power of two whose rounding adds at most 1/64 to an L2 sensitivity; less for narrow noise.
 
     Args:
         std: of the noise, in the units of the values; 0 for none.
         sensitivity: L2, in the same units.
         dimensions: coordinates of a release, at least 1; for an L1 sensitivity their square.
-        most_steps: of the grid in a deviation. For noise wider than that the grid is coarser, and rounding adds more.
 
     Returns:
-        g with g sqrt(dimensions) <= sensitivity / 64 and g <= std / 1024, unless that is below std / most_steps.
+        g with g sqrt(dimensions) <= sensitivity / 64 and g <= std / 1024, unless that is below std / 2^24: then g is
+        coarser, and rounding adds more.
 
     Raises:
         ConfigError: a number out of range.
@@ -92,7 +93,7 @@ def choose_grid(std: float, sensitivity: float, dimensions: int, *, most_steps: 
         raise ConfigError(f"dimensions must be at least 1, got {dimensions}")
     most = sensitivity / (FINENESS * math.sqrt(dimensions))
     if std > 0:
-        most = max(min(most, std / LEAST_STEPS), 2 * std / most_steps)
+        most = max(min(most, std / LEAST_STEPS), 2 * std / _MOST_STEPS)
     return math.ldexp(1.0, math.frexp(most)[1] - 1)
 
 

@@ -47,24 +47,19 @@ __all__ = [
     "laplace_steps", "noted", "packed_rows", "philox_source", "table_words",
 ]  # fmt: skip
 
-BLOCK = 128
-"""Largest block of the portable kernels."""
-
-THREADS = 512
-"""Block of the CUDA kernel. 512 with 80 registers each draw 2^28 in 3.99 ms on an H200, 1024 with 64 in 4.23."""
-
-ROWS = 192
-"""Most tensors of a launch of the CUDA kernel, whose arguments have 4 KiB."""
-
+BLOCK = 128  # the largest block of the portable kernels
+THREADS = 512  # of the CUDA kernel: 512 with 80 registers draw 2^28 in 3.99 ms on an H200, 1024 with 64 in 4.23
+ROWS = 192  # the most tensors of a launch of the CUDA kernel, whose arguments have 4 KiB
 PHILOX_THREADS = 256
-PHILOX_GROUP = 1024
-"""Elements of a group of philox_add."""
-
+PHILOX_GROUP = 1024  # elements of a group of philox_add
 SHARED_BYTES = (512 * 32 + 3 * 512 * 4) * 4
-
+RANGE = 2.0**46  # grid steps at which a value saturates before noise is added
 KINDS = {"float32": "VALUE_FLOAT", "bfloat16": "VALUE_BFLOAT16", "float16": "VALUE_FLOAT16", "int64": "VALUE_STEPS"}
 
 _COMMON = ("*u32", "*u64", "*u32", "*", "i64", "i32", "i32", "i32", "i32", "u32")
+_TABLES_LIMIT = 16
+_tables: dict[tuple[object, str, int], Tensor] = {}
+_held: list[Tensor] = []  # tables that captured graphs read
 
 
 @functools.cache
@@ -133,15 +128,6 @@ def _text(name: str) -> str:
     return (Path(__file__).parent / name).read_text(encoding="utf-8")
 
 
-RANGE = 2.0**46
-"""Grid steps at which a value saturates before noise is added."""
-
-_FUSED_CAPABILITY = (8, 0)
-"""Devices with 88 KiB of shared memory a block."""
-
-_TABLES_LIMIT = 16
-
-
 def fused_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
     """Return the dtypes that gaussian_add takes on a device; others go through gaussian_steps and add_steps."""
     return (torch.float32, torch.bfloat16, torch.float16) if _is_fused(device) else (torch.float32,)
@@ -164,9 +150,9 @@ def gaussian_add(
     if tensors and _is_fused(tensors[0].device):
         for at in range(0, len(tensors), ROWS):
             _launch_rows(stream, tensors[at : at + ROWS], plan, numbers)
-        return
-    for x in tensors:
-        _launch_one(stream, x, plan, numbers)
+    else:
+        for x in tensors:
+            _launch_one(stream, x, plan, numbers)
 
 
 def gaussian_steps(stream: SecureStream, shape: Sequence[int], plan: GaussianPlan, device: torch.device) -> Tensor:
@@ -227,10 +213,9 @@ def _launch_rows(
 
 
 def noted(op: str, tensors: Sequence[Tensor], kernel: Kernel, elements: int, *, accesses: int) -> RecordedLaunch:
-    """Record the block as a call in the runtime's ledger.
+    """Record the block as a call of op in the runtime's ledger.
 
     Args:
-        op: its name in the ledger.
         tensors: of one dtype and device.
         kernel: the kernel that is launched.
         elements: in all tensors.
@@ -272,15 +257,13 @@ def _factors(plan: GaussianPlan) -> tuple[int, ...]:
 
 
 def _is_fused(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FUSED_CAPABILITY
+    """Return whether gaussian.cuh serves a device: it needs 88 KiB of shared memory a block."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def table_words(tables: Tables) -> np.ndarray[tuple[int, ...], np.dtype[np.uint32]]:
     """Return (2048,), both tables as the kernels read them."""
     return np.concatenate([tables.first, tables.rest.reshape(-1)])
-
-
-_tables: dict[tuple[object, str, int], Tensor] = {}
 
 
 def _on_device(key: GaussianPlan | tuple[str, Fraction], device: torch.device) -> Tensor:
@@ -298,7 +281,3 @@ def _on_device(key: GaussianPlan | tuple[str, Fraction], device: torch.device) -
     if device.type == "cuda" and capturing(device):
         _held.append(table)
     return table
-
-
-_held: list[Tensor] = []
-"""Tables that captured graphs read."""

@@ -203,13 +203,7 @@ class FastSource(NoiseSource):
             self._state = _PhiloxState()
         return self._state
 
-    def __copy__(self) -> FastSource:
-        return FastSource()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> FastSource:
-        return FastSource()
-
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
+    def __reduce__(self) -> tuple[Any, tuple[()]]:  # of copies, too
         return FastSource, ()
 
     def __repr__(self) -> str:
@@ -244,9 +238,7 @@ def _check(tensors: Sequence[Tensor], scale: float) -> None:
             raise UnsupportedDtype(f"noise is added to float32, bfloat16, float16 or float64, got {x.dtype}")
 
 
-_COUNTERS = PHILOX_GROUP // 4
-"""Counters of a group of elements. A tensor begins a new group."""
-
+_COUNTERS = PHILOX_GROUP // 4  # of a group of elements. A tensor begins a new group
 _ALIGNMENT = 16
 _LOW = 0xFFFFFFFF
 
