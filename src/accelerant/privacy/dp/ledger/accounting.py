@@ -122,7 +122,7 @@ def remaining(
 
 
 def most_within(cost: Callable[[int, str], float], limit: float, method: str) -> int:
-    """Return `last_within` of cost(n, method), which begins at that of the fast cost(n, "rdp")."""
+    """Return `last_within` of cost(n, method); the search starts from the result for the fast cost(n, "rdp")."""
     start = last_within(lambda n: cost(n, "rdp"), limit)
     return start if method == "rdp" else last_within(lambda n: cost(n, method), limit, start)
 
@@ -239,7 +239,7 @@ def calibrate(
 
     Raises:
         ConfigError: an invalid value.
-        UnsupportedCase: no noise multiplier up to 10^6 suffices, or 10^-3 already does; `before` is past the target.
+        UnsupportedCase: no noise multiplier up to 10^6 suffices, or 10^-3 already does; `before` exceeds the target.
         MissingDependency: dp-accounting is not installed.
     """
     check_number("target_epsilon", target_epsilon)
@@ -257,7 +257,7 @@ def calibrate(
             f"what was done to the data already has epsilon {spent_before.epsilon:.6g} at delta {delta:g}: no noise "
             f"brings it down to {target_epsilon:g}"
         )
-    # RDP first: it is fast and a close upper bound. Without `before`, which may by RDP alone be past the target.
+    # RDP first: it is fast and a close upper bound. Without `before`, which by RDP may already exceed the target.
     noise, power = _least_noise(lambda noise: cost(noise, "rdp"), target_epsilon, 1.0, 1.2)
     if way == "pld" or before:
         noise, _ = _least_noise(lambda noise: cost(noise, way, before), target_epsilon, noise, power)
@@ -322,7 +322,7 @@ def pld_epsilon(counts: Mapping[Release, int], delta: float) -> float:
     """Return epsilon of these releases at delta, by privacy loss distributions.
 
     Above 10^4, and for deltas below the resolution of floating point, it is the bound by Renyi divergence, which holds
-    as well. Releases must have noise, and counts must be 1 or more. MissingDependency: dp-accounting is not installed.
+    as well. Releases must have noise, and counts must be 1 or more. Raises MissingDependency without dp-accounting.
     """
     bound = rdp_epsilon(counts, delta)
     if not counts or bound > _PLD_LIMIT:
@@ -355,11 +355,7 @@ def rdp_epsilon(counts: Mapping[Release, int], delta: float) -> float:
 
 @lru_cache(maxsize=256)
 def rdp_values(release: Release, orders: tuple[float, ...]) -> NDArray[np.float64]:
-    """Return the Renyi divergence of one release, which has noise, at K orders above 1: (K,) float64, nats, read-only.
-
-    Raises:
-        MissingDependency: dp-accounting is not installed.
-    """
+    """Return the Renyi divergence of one release with noise at K orders above 1: (K,) float64, nats, read-only."""
     events, rdp = _load("dp_event"), _load("rdp.rdp_privacy_accountant")
     relation = _load("privacy_accountant").NeighboringRelation
     pure = _pure_epsilon(release)
@@ -414,7 +410,7 @@ def _widest_loss(release: Release) -> float:
 
 @lru_cache(maxsize=32)
 def _composed(release: Release, count: int, interval: float) -> Any:
-    """Compose equal releases; beyond 2^16 in blocks: dp-accounting has an integer of so many digits for sparse ones."""
+    """Compose equal releases; more than 2^16 in blocks, since dp-accounting may use an integer of `count` digits."""
     one = _distribution(release, interval)
     if count <= _BLOCK:
         return one if count == 1 else one.self_compose(count)

@@ -135,7 +135,7 @@ class Journal:
 
 
 def read_journal(path: Path) -> tuple[list[Record], str, int]:
-    """Return the records of a file, its last chain, and the bytes they take; any following bytes are a torn line.
+    """Return the records of a file, the last chain, and the length of the records; the rest of the file is a torn line.
 
     Raises:
         FormatError: a line was edited, is missing or is no record; the message names it.

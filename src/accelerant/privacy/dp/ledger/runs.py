@@ -1,7 +1,7 @@
 """The runs of a ledger's file: what each writes, and how often each event may have happened.
 
-A run reserves before it acts: "up to so many of this event". A record of what was used replaces its reservations. So a
-crash counts all that was reserved, and only the first event of a block waits for the disk.
+Before events happen, a run reserves a number of them. A record of the events that did happen replaces its reservations.
+So after a crash all reserved events are counted, and only the first event of a block waits for the disk.
 
     {"kind": "ledger", "version": 1, "unit", "neighbouring", "dataset"}     the first line
     {"kind": "run", "run", "time", "dataset", "budget", "versions", "torn_bytes"}
@@ -38,7 +38,7 @@ class Run:
         facts: of its first record: time, dataset, budget, versions.
         used: events known to have happened.
         reserved: further events that may have happened.
-        closed: whether it ended with a record of what was used.
+        closed: whether it ended with a record of the events that happened.
     """
 
     facts: Mapping[str, Any]
@@ -143,7 +143,7 @@ class RunWriter:
         journal.append({"kind": "run", "run": run, "time": time, **facts, **found})
 
     def reserve(self, event: Event, block: int) -> None:
-        """Make sure that event.count more of an event are reserved, by reserving `block` of them, which is no less."""
+        """Reserve `block` more of an event unless event.count more, which is at most `block`, are reserved already."""
         self._journal.require_open()
         one = event.times(1)
         if self.used[one] + event.count <= self._reserved[one]:
@@ -153,13 +153,13 @@ class RunWriter:
         self._reserved[one] += more
 
     def settle(self, *, closed: bool) -> None:
-        """Replace the reservations by what was used."""
+        """Replace the reservations by the exact counts."""
         events = [[event_record(event), count] for event, count in self.used.items() if count]
         self._journal.append({"kind": "used", "run": self._run, "closed": closed, "events": events})
         self._reserved = self.used.copy()
 
     def close(self) -> None:
-        """Settle, and close the file; a fork of the process leaves the file alone."""
+        """Settle, and close the file; a fork of the process writes nothing."""
         if not self._open:
             return
         self._open = False

@@ -1,4 +1,4 @@
-"""Batches of a Poisson sampler's draws, split into parts of one shape where memory or a CUDA graph needs it."""
+"""Batches of a Poisson sampler's draws, split into parts of one shape if memory or a CUDA graph requires it."""
 
 from __future__ import annotations
 
@@ -86,9 +86,7 @@ def _reader(data: Any) -> tuple[_Rows, int | None]:
     if isinstance(data, (tuple, list, Mapping)):
         return _columns_reader(data)
     if isinstance(data, DataLoader):
-        raise UnsupportedCase(
-            "a DataLoader makes batches of its own, which are no Poisson draws, shuffled or not: give its dataset"
-        )
+        raise UnsupportedCase("the batches of a DataLoader are no Poisson draws, shuffled or not: give its dataset")
     if not hasattr(data, "__getitem__") or isinstance(data, IterableDataset):
         raise UnsupportedCase(
             f"data must be tensors or an object that can be indexed, got {type(data).__name__}: a stream of "

@@ -104,7 +104,7 @@ class DrawTracker:
         """
         if batch.draw in self._stepped:
             raise ConfigError(
-                "this draw has made a step already: amplification by sampling is for a draw of its own in each step. "
+                "this draw has made a step already: amplification by sampling requires a new draw for each step. "
                 "Iterate batches(data) or draws(data) again, and keep no list of them"
             )
         if self.awaited and origin is not None and origin is self._origin:
@@ -137,13 +137,13 @@ class DrawTracker:
     def require_step(self) -> None:
         """Check that the sum may be released.
 
-        ConfigError: no backward pass since the last step, unless the draw was empty; or not one for each row.
+        Raises ConfigError without a backward pass for each row since the last step, unless the draw was empty.
         """
         empty = self._open and self._drawn == 0
         if not self.passes and not empty:
             raise ConfigError(
                 "optimizer.step() without a backward pass since the last step: only an empty batch that our sampler "
-                "drew makes a step of noise alone"
+                "drew makes a step of noise only"
             )
         if self.passes and not (empty and self.awaited):
             self._require_all()

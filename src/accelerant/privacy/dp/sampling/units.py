@@ -52,7 +52,7 @@ class Units:
 
     @classmethod
     def of(cls, groups: Any) -> Units:
-        """Return the units of groups; arguments and errors of `require_groups`."""
+        """Return the units that `require_groups` numbers; None: each row is one."""
         if groups is None:
             return cls()
         numbers = require_groups(groups)
@@ -76,7 +76,7 @@ class Units:
     def sampler(self, rows: int, rate: float, steps: int, *, rank: int, size: int) -> PoissonSampler | ShardSampler:
         """Return a sampler of the units; for one of several processes, of its share: no unit is in two.
 
-        ConfigError: more processes than units. It is raised in each of them, so that none waits for another.
+        With more processes than units, each raises ConfigError, so that none waits for another.
         """
         if size > (count := max(1, self.number(rows))):
             raise ConfigError(f"{size} processes have {count} units among them: start fewer")
