@@ -18,7 +18,7 @@ from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.ledger import Decision, OpRecord, ledger, observers
 from accelerant.runtime.provider import ComputeProvider, Pointer
 
-__all__ = ["MemorySpace", "RecordedLaunch", "launch", "sole_record"]
+__all__ = ["MemorySpace", "RecordedLaunch", "compiled", "launch", "sole_record"]
 
 _ledger = ledger()
 _kernels: dict[tuple[str, str, str, int], Kernel] = {}
@@ -107,6 +107,15 @@ class RecordedLaunch:
                 observer(decision)
 
 
+def compiled(space: MemorySpace, source: KernelSource, entry: str) -> Kernel:
+    """Return the kernel of an entry point, compiled on first use; the name of a source determines its text."""
+    key = (source.name, entry, space.backend, space.index)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        kernel = _kernels[key] = space.provider.compile(source, entry=entry, device=space.index)
+    return kernel
+
+
 def launch(
     space: MemorySpace,
     source: KernelSource,
@@ -127,9 +136,5 @@ def launch(
         arrays: in the space, contiguous.
         scalars: the remaining arguments.
     """
-    provider = space.provider
-    key = (source.name, entry, space.backend, space.index)
-    kernel = _kernels.get(key)
-    if kernel is None:
-        kernel = _kernels[key] = provider.compile(source, entry=entry, device=space.index)
-    provider.launch(kernel, (blocks,), (threads,), (*map(space.pointer, arrays), *scalars))
+    kernel = compiled(space, source, entry)
+    space.provider.launch(kernel, (blocks,), (threads,), (*map(space.pointer, arrays), *scalars))

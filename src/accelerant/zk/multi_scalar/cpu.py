@@ -25,7 +25,6 @@ import numpy.typing as npt
 from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.llvm_kernels import host_form, packed_field
-from accelerant.algebra.field.llvm_packed import PackedField
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.errors import OutOfMemory, ShapeError, UnsupportedCase
 from accelerant.runtime import registry
@@ -97,10 +96,7 @@ class CpuPlan:
         return self.windows if self.shared else 1
 
     def tasks(self, n: int) -> npt.NDArray[np.int64]:
-        """Return the tasks for n points, (tasks, TASK) as in llvm_kernels.py.
-
-        Partial sums are ordered by window from the highest, then by range.
-        """
+        """Return the tasks (tasks, TASK) of llvm_kernels.py; partial sums go by window from the highest, then range."""
         bounds = [n * i // self.parts for i in range(self.parts + 1)]
         rows = []
         for first in range(0, self.windows, self.windows if self.shared else self.group):
@@ -161,11 +157,9 @@ class _Tasks:
     """The tasks of a plan for a number of points, and a worker's memory.
 
     Attributes:
-        plan: the plan.
         rows: CpuPlan.tasks.
         step: distance between sets of buckets, including bucket 0.
-        offsets: of a worker's arrays, bytes.
-        scratch: size of a worker's memory, bytes.
+        offsets, scratch: bytes: of a worker's arrays, and their size.
     """
 
     plan: CpuPlan
@@ -188,7 +182,6 @@ class CpuBases:
         """Convert points, and compute their multiples.
 
         Args:
-            curve: the points' curve.
             points: affine, Montgomery form x R, (n, ...) words; not checked.
             form: "scalar" or "vector"; by default the faster one of this machine.
             shared: a plan with multiples.
@@ -196,9 +189,7 @@ class CpuBases:
         Raises:
             UnsupportedCase: 2^31 points or more.
         """
-        self.curve = curve
-        self.n = len(points)
-        self.shared = shared
+        self.curve, self.n, self.shared = curve, len(points), shared
         self._form = form or host_form(curve.coordinates.base)
         rows = shared.rows if shared else 1
         if rows * self.n >= SIGN:
@@ -217,7 +208,6 @@ class CpuBases:
         """Convert points chunk by chunk, so that they are not in memory twice.
 
         Args:
-            curve: the points' curve.
             chunks: affine, Montgomery form x R, (n, words of a point) each.
             limit: upper bound on the number of points; memory of fewer points is not touched.
 
@@ -257,9 +247,23 @@ class CpuBases:
         shift = np.array([plan.shift >> 64 * i & 2**64 - 1 for i in range(5)], np.uint64)
         _launch(self._kernel("msm_recode"), self.n, (scalars, columns, shift, self.n))
         tasks, workers = self._fit_memory(plan, workers)
-        partials = self._partial_sums(tasks, columns, workers)
+        plan = tasks.plan
+        numbers = {
+            "tasks": len(tasks.rows),
+            "n": self.n,
+            "bits": plan.bits,
+            "buckets": 1 << plan.bits - 1,
+            "step": 0 if plan.shared else tasks.step,
+            "stride": self.n if plan.shared else 0,
+            "scratch": tasks.scratch,
+        }
+        sizes = np.array([numbers[name] for name in SIZES], np.int64)
+        next_task, memory = np.zeros(1, np.int64), _aligned(workers * tasks.scratch)
+        partials = np.empty((plan.partials, 3 * self._points.shape[1] // 2), np.uint64)
+        arrays = (self._points, columns, tasks.rows, next_task, memory, tasks.offsets, partials, sizes)
+        _launch(self._kernel("msm_sum"), workers, arrays)
         z = np.empty(self._points.shape[1:], np.uint64)
-        _launch(self._kernel("msm_finish"), 1, (partials, tasks.plan.doublings(), len(partials), z))
+        _launch(self._kernel("msm_finish"), 1, (partials, plan.doublings(), len(partials), z))
         return z
 
     def _fit_memory(self, plan: CpuPlan, workers: int) -> tuple[_Tasks, int]:
@@ -286,26 +290,6 @@ class CpuBases:
         entries = int(((rows[:, 1] - rows[:, 0]) * (rows[:, 3] - rows[:, 2])).max())
         step = (1 << plan.bits - 1) + 1
         return _Tasks(plan, rows, step, *_layout(self.curve, self._form, entries, int(rows[:, 4].max()) * step))
-
-    def _partial_sums(self, tasks: _Tasks, columns: U64, workers: int) -> U64:
-        """Return each task's sums, projective, in the representation of the kernels."""
-        plan = tasks.plan
-        numbers = {
-            "tasks": len(tasks.rows),
-            "n": self.n,
-            "bits": plan.bits,
-            "buckets": 1 << plan.bits - 1,
-            "step": 0 if plan.shared else tasks.step,
-            "stride": self.n if plan.shared else 0,
-            "scratch": tasks.scratch,
-        }
-        memory = _aligned(workers * tasks.scratch)
-        partials = np.empty((plan.partials, 3 * self._points.shape[1] // 2), np.uint64)
-        sizes = np.array([numbers[name] for name in SIZES], np.int64)
-        next_task = np.zeros(1, np.int64)
-        arrays = (self._points, columns, tasks.rows, next_task, memory, tasks.offsets, partials, sizes)
-        _launch(self._kernel("msm_sum"), workers, arrays)
-        return partials
 
     def _enter(self, points: U64, out: U64) -> None:
         _launch(self._kernel("msm_enter"), len(points), (points, out, len(points)))
@@ -334,10 +318,10 @@ def _free_bytes() -> int:
 def _layout(curve: Curve[Any], kind: str, entries: int, buckets: int) -> tuple[npt.NDArray[np.int64], int]:
     """Return the offsets of a worker's arrays (WorkerMemory, then the scratch of batch additions) and their size."""
     base, degree = curve.coordinates.base, curve.coordinates.degree
-    form: PackedField = packed_field(base, kind)
+    form = packed_field(base, kind)
     pack = base.size_bytes if form.lanes == 1 else (form.radix.bit_length() - 1) // 52 * 64
     pairs = (entries + buckets) // 2 + 1
-    sizes = dict.fromkeys(WorkerMemory.names(), 4 * pairs)
+    sizes = dict.fromkeys(WorkerMemory._fields, 4 * pairs)
     sizes |= dict.fromkeys(("ends", "slots", "left", "single", "single_slot"), 4 * buckets)
     sizes |= {"entries": 4 * entries, "points": 2 * degree * base.size_bytes * (pairs + 1)}
     rounded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in (*sizes.values(), PACKS * (2 * degree * pack + 1))]

@@ -98,7 +98,6 @@ def start_msm(
 
     Args:
         space: memory space of a device with C kernels.
-        curve: the points' curve.
         scalars: (n, 4) canonical words, below the order of the subgroup; a NumPy array, or an array of the device.
         points: (n, ...) words, affine in Montgomery form, all zeros at infinity, on the curve; likewise. Host arrays
             are copied to the device in chunks.
@@ -117,11 +116,7 @@ def start_msm(
     if free_bytes is not None:
         return _Runner(space, curve, device_plan(curve, n, free_bytes, **options), load).start(scalars, points, n)
     plan = device_plan(curve, n, _NO_LIMIT, **options)
-
-    def smaller(free: int) -> DevicePlan:
-        return device_plan(curve, n, free, **options)
-
-    return _start_where_it_fits(space, curve, plan, smaller, lambda runner: runner.start(scalars, points, n), load)
+    return _start_where_it_fits(space, curve, plan, options, (scalars, points, n), load)
 
 
 class DeviceBases:
@@ -169,6 +164,7 @@ class DeviceBases:
         else:
             plan = device_plan(curve, self.n, scratch, **options)
         self.plan = plan
+        # Stored multiples determine the window of plans for less free memory
         self._options = {**options, "shared": True, "window": plan.window} if plan.shared else options
         if keep_scratch:
             self._runner = _Runner(space, curve, plan)
@@ -178,8 +174,7 @@ class DeviceBases:
     def msm(self, scalars: Words) -> U64:
         """Return the sum of scalars[i] times point i: (2 degree limbs,) words, affine in Montgomery form.
 
-        Raises:
-            OutOfMemory: a chunk of 1024 points does not fit the free memory.
+        Raises OutOfMemory where a chunk of 1024 points does not fit the free memory.
         """
         return self.start(scalars).finish()
 
@@ -187,13 +182,10 @@ class DeviceBases:
         """Launch the sum of scalars[i] times point i; errors as msm."""
         if self.plan is None:
             return PendingMsm(self._space, self._curve, 0, ())
-
-        def start(runner: _Runner) -> PendingMsm:
-            return runner.start(scalars, self._points, self.n)
-
         if self._runner:
-            return start(self._runner)
-        return _start_where_it_fits(self._space, self._curve, self.plan, self._smaller, start)
+            return self._runner.start(scalars, self._points, self.n)
+        options = self._options | {"chunk": self.plan.points}
+        return _start_where_it_fits(self._space, self._curve, self.plan, options, (scalars, self._points, self.n))
 
     @property
     def size_bytes(self) -> int:
@@ -203,11 +195,6 @@ class DeviceBases:
         rows = self.plan.windows if self.plan.shared else 1
         scratch = self.plan.size_bytes(self._curve) if self._runner else 0
         return 16 * coordinate_words(self._curve) * self.n * rows + scratch
-
-    def _smaller(self, free_bytes: int) -> DevicePlan:
-        """Return a plan with smaller chunks, for less free memory; stored multiples determine the window."""
-        points = self.n if self.plan is None else self.plan.points
-        return device_plan(self._curve, self.n, free_bytes, **{**self._options, "chunk": points})
 
     def explain(self) -> str:
         """Describe the stored points and the plan."""
@@ -283,20 +270,21 @@ def _start_where_it_fits(
     space: MemorySpace,
     curve: Curve[Any],
     plan: DevicePlan,
-    smaller: Callable[[int], DevicePlan],
-    start: Callable[[_Runner], PendingMsm],
+    options: Mapping[str, Any],
+    arguments: tuple[Words, Words, int],
     load: Load | None = None,
 ) -> PendingMsm:
-    """Start a sum by a plan, or where its scratch does not fit by the plan `smaller` returns for the free bytes."""
+    """Start a sum, of arguments for _Runner.start, by a plan, or with these options by one whose scratch fits."""
     size = plan.size_bytes(curve)
     if size <= _SMALL_BYTES or (space, size) in _sizes_that_fit:
         with contextlib.suppress(OutOfMemory):
-            return start(_Runner(space, curve, plan, load))
+            return _Runner(space, curve, plan, load).start(*arguments)
     free = _free_bytes(space, _MEMORY_SHARE)
     if size > free:
-        return start(_Runner(space, curve, smaller(free), load))
-    _sizes_that_fit.add((space, size))
-    return start(_Runner(space, curve, plan, load))
+        plan = device_plan(curve, arguments[-1], free, **options)
+    else:
+        _sizes_that_fit.add((space, size))
+    return _Runner(space, curve, plan, load).start(*arguments)
 
 
 def _free_bytes(space: MemorySpace, share: float) -> int:

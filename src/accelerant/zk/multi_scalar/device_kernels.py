@@ -32,6 +32,8 @@ __all__ = [
     "sort_source",
 ]
 
+Sizes = Mapping[str, int | str]
+
 SORT_BLOCK = 256
 """Threads of a block of sort.c, a power of two."""
 
@@ -68,8 +70,7 @@ POINTS_PER_INVERSION = 8
 ACCUMULATION: dict[int, tuple[bool, int]] = {8: (True, 512), 12: (False, 384), 16: (False, 256), 24: (False, 256)}
 """32-bit limbs of a coordinate -> how accumulate.c is compiled: whether products are inlined (with 12 limbs and more
 the loop would not fit the instruction cache), and the threads resident on a multiprocessor, given as the bound of a
-block's
-threads: 65,536 registers give 128, 168 or 255 to each."""
+block's threads: 65,536 registers give 128, 168 or 255 to each."""
 
 _SORT = {
     "msm_digits": ("*u64", "*u32", "*u32", "i64", "i64", "i32", "i32", "i64", "i64"),
@@ -121,17 +122,12 @@ def accumulate_source(
     """Return the kernel of accumulate.c.
 
     Args:
-        curve: the points' curve.
-        inlined: inline products; by default as in ACCUMULATION.
-        resident: threads resident on a multiprocessor; by default as in ACCUMULATION.
+        inlined, resident: by default as in ACCUMULATION.
         rows: a segment's points are consecutive, as rounds of affine.c leave them; otherwise entries index them.
     """
     inlined, resident = _accumulation(curve, inlined, resident)
     name = "accumulate" + "_rows" * rows + f"_{resident}" + "_inlined" * inlined
-    sizes: dict[str, int | str] = {
-        "MSM_RESIDENT": resident,
-        "MSM_ENTRY(sorted, k)": "(u32)(k)" if rows else "sorted[k]",
-    }
+    sizes: Sizes = {"MSM_RESIDENT": resident, "MSM_ENTRY(sorted, k)": "(u32)(k)" if rows else "sorted[k]"}
     return _source(curve, name, ("accumulate.c",), _ACCUMULATE, sizes, inlined)
 
 
@@ -142,7 +138,7 @@ def affine_source(curve: Curve[Any], inlined: bool | None = None, resident: int 
     base = curve.coordinates.base
     digits = -(-(base.bits + 6) // _DIGIT_BITS)  # including a sign, and values up to 16 p
     listed = ", ".join(f"0x{digit:x}" for digit in base.words(base.modulus, _DIGIT_BITS, digits))
-    sizes: dict[str, int | str] = {
+    sizes: Sizes = {
         "MSM_RESIDENT": resident,
         "MSM_BEGIN_RESIDENT": resident + _BEGIN_EXTRA_THREADS,
         "MSM_INVERT_BLOCK": INVERT_BLOCK,
@@ -184,7 +180,7 @@ def _source(
     name: str,
     files: tuple[str, ...],
     entries: Mapping[str, tuple[str, ...]],
-    sizes: Mapping[str, int | str],
+    sizes: Sizes,
     inlined: bool,
 ) -> KernelSource:
     def text(dialect: str) -> str:
@@ -192,17 +188,16 @@ def _source(
         own = _defined(sizes) + read_files("zk/multi_scalar", *files)
         return point_text(curve, dialect, called=called) + prefixed(curve, own)
 
+    identity = f"{files} {inlined} {_defined(sizes)}"
     dialects = LazyDialects(
         portable=lambda: text("portable"),
-        cuda=lambda: cuda_program(
-            curve, f"{files} {inlined} {_defined(sizes)}", lambda: text("cuda"), "zk/multi_scalar"
-        ),
+        cuda=lambda: cuda_program(curve, identity, lambda: text("cuda"), "zk/multi_scalar"),
     )
     return KernelSource(name=f"msm_{name}_{curve.name}", dialects=dialects, entries=entries)
 
 
-def _defined(sizes: Mapping[str, int | str]) -> str:
-    fixed: dict[str, int | str] = {
+def _defined(sizes: Sizes) -> str:
+    fixed: Sizes = {
         "MSM_LENGTH": MAX_SEGMENT_UNITS,
         "MSM_SEGMENTS": MAX_SEGMENT_UNITS + 1,
         "MSM_HEAVY": MAX_SEGMENT_UNITS + 2,

@@ -48,6 +48,7 @@ from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.memory_space import MemorySpace
 from accelerant.errors import ConfigError, OutOfMemory
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
+from accelerant.runtime.recorded_launch import compiled
 from accelerant.zk.multi_scalar.device_kernels import (
     ACCUMULATE_BLOCK,
     AFFINE_BLOCK,
@@ -278,7 +279,6 @@ def device_plan(
     """Return the plan with the window of the fewest products and the largest chunks that fit.
 
     Args:
-        curve: the points' curve.
         n: points, at least 1.
         free_bytes: device memory that may be used.
         shared, per_thread, inlined, resident, fold_inlined: see DevicePlan.
@@ -338,8 +338,11 @@ def _best_plan(
 
     def candidate(c: int) -> DevicePlan:
         plan = DevicePlan(n, c, -(-bits // c), shared, segment or MAX_SEGMENT_UNITS)
+        if rounds is None:
+            best = next((best for entries, best in ROUNDS.get(limbs, ()) if plan.entries >= entries), 0)
+            best = min(best, max(0, (plan.entries // (_ROUNDS_FILL * plan.keys)).bit_length() - 1))
         per_thread = max(1, (plan.keys // _THREADS).bit_length())
-        plan = replace(plan, per_thread=per_thread, rounds=_default_rounds(plan, limbs) if rounds is None else rounds)
+        plan = replace(plan, per_thread=per_thread, rounds=best if rounds is None else rounds)
         if segment:
             return plan
         # Few buckets are split to get more threads. Otherwise only buckets of far more points than the average are
@@ -358,19 +361,13 @@ def _best_plan(
     return min((candidate(c) for c in ([window] if window else range(2, _MAX_WINDOW + 1))), key=products)
 
 
-def _default_rounds(plan: DevicePlan, limbs: int) -> int:
-    rounds = next((rounds for entries, rounds in ROUNDS.get(limbs, ()) if plan.entries >= entries), 0)
-    return min(rounds, max(0, (plan.entries // (_ROUNDS_FILL * plan.keys)).bit_length() - 1))
-
-
 # --- launches --------------------------------------------------------------------------------------------------------
 
 
 class Chunk(NamedTuple):
-    """Points that are summed at once.
+    """The `size` points that are summed at once.
 
     Attributes:
-        size: number of points.
         n: number of points of the whole sum, the distance of two windows' multiples.
         scalars, points: rows of the first one in the arrays.
     """
@@ -404,12 +401,7 @@ class PreparedLaunch(NamedTuple):
 
 @functools.lru_cache(maxsize=_CACHED)
 def scratch_shapes(curve: str, plan: DevicePlan) -> Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-    """Return shape and dtype of the scratch arrays by name: all arrays but "scalars", "points" and "results".
-
-    Args:
-        curve: name of the curve.
-        plan: the division of the sum.
-    """
+    """Return shape and dtype of the scratch arrays by name: all arrays but "scalars", "points" and "results"."""
     coordinate = coordinate_words(curve_of(curve))
     width = 4 * coordinate
     block_sums = (plan.sets * plan.blocks(reduce_block(curve_of(curve))), width)
@@ -437,31 +429,16 @@ def scratch_shapes(curve: str, plan: DevicePlan) -> Mapping[str, tuple[tuple[int
 def prepared_sum(space: MemorySpace, curve: str, plan: DevicePlan, chunk: Chunk) -> tuple[PreparedLaunch, ...]:
     """Return the launches from scalars and points to the sums of windows, "results", compiling new kernels.
 
-    Args:
-        space: memory space of a device.
-        curve: name of the curve.
-        plan: the division of the sum; a shared plan expects the points' multiples.
-        chunk: part of the sum.
+    A shared plan expects the points' multiples.
     """
     parameters = curve_of(curve)
     return prepare(space, (*sort_launches(parameters, plan, chunk), *_sum_launches(parameters, plan, chunk.points)))
 
 
-_kernels: dict[tuple[str, str, MemorySpace], Kernel] = {}
-"""(source name, entry, space) -> compiled kernel; the name of a source determines its text."""
-
-
 def prepare(space: MemorySpace, launches: Iterable[MsmLaunch]) -> tuple[PreparedLaunch, ...]:
     """Compile the kernels of launches."""
-
-    def kernel(source: KernelSource, entry: str) -> Kernel:
-        key = (source.name, entry, space)
-        if key not in _kernels:
-            _kernels[key] = space.provider.compile(source, entry=entry, device=space.index)
-        return _kernels[key]
-
     return tuple(
-        PreparedLaunch(kernel(source, entry), (grid,), (block,), arrays, numbers)
+        PreparedLaunch(compiled(space, source, entry), (grid,), (block,), arrays, numbers)
         for source, entry, grid, block, arrays, numbers in launches
     )
 

@@ -3,22 +3,22 @@
 Points and elements between these entries are in the form's own Montgomery representation (x L, where memory elsewhere
 has x R), in words, so that a product loads its operands without a shift.
 
-    msm_enter    (x, z, n)                                    convert points from x R to x L; z may be x
-    msm_recode   (scalars, columns, shift, n)                 columns[w n + i] = word w of scalars[i] + shift, w = 0 to
-    5 msm_sum      (points, columns, tasks, next, scratch, offsets, partials, sizes)
+    msm_enter    (x, z, n)                         convert points from x R to x L; z may be x
+    msm_recode   (scalars, columns, shift, n)      columns[w n + i] = word w of scalars[i] + shift, w = 0 to 5
+    msm_sum      (points, columns, tasks, next, scratch, offsets, partials, sizes)
                  one index per worker. Workers take tasks from the counter `next`; a task computes for each of its sets
                  of buckets a partial sum of digits times points, projective
-    msm_finish   (partials, doublings, count, z)              z = sum of partials, doubled doublings[t] times before
-                                                              partial t is added; one point, affine, x R
+    msm_finish   (partials, doublings, count, z)   z = sum of partials, doubled doublings[t] times before partial t is
+                                                   added; one point, affine, x R
 
 A task is a range of points and of windows (digits). Digits are signed, d in [-2^(c-1), 2^(c-1)), and point i goes to
 bucket |d|, as -P where d < 0. Each window of a task has a set of buckets, or all share one. Digits come from the scalar
 plus h = sum 2^(c-1) 2^(c j): its digits less 2^(c-1) are those of the scalar, without carries; msm_recode adds h.
 
     _sort         sort entries by bucket: count, prefix sum, distribute. An entry is the index of its point, bit 31 the
-    sign. _first_round  pair entries k and k + h of each bucket, h half of its size rounded up. Sums go to slots, h per
-    bucket;
-                  the last entry of an odd number is copied to its slot.
+                  sign.
+    _first_round  pair entries k and k + h of each bucket, h half of its size rounded up. Sums go to slots, h per
+                  bucket; the last entry of an odd number is copied to its slot.
     _next_round   pair slots k and k + h of each bucket, in place.
 
 Each round halves every bucket, regardless of their sizes, until all have one slot; its additions are independent and
@@ -31,8 +31,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from accelerant.algebra.curve.llvm_kernels import Lanes, curve_program, from_memory, store_affine
 from accelerant.algebra.curve.llvm_points import Element, Elements, Pair, Scratch, batch_add, functions
@@ -42,7 +42,7 @@ from accelerant.algebra.field.llvm_kernels import packed_field
 from accelerant.algebra.field.llvm_packed import PackedField
 from accelerant.errors import ConfigError
 from accelerant.runtime.compilation.kernel import KernelSource
-from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, Value, Variable, constant, program
+from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, Value, constant, program
 
 __all__ = ["PACKS", "SIGN", "SIZES", "WorkerMemory", "kernel_source"]
 
@@ -71,11 +71,7 @@ _LEAST_SHARES = {"msm_enter": 1024, "msm_recode": 4096, "msm_sum": 1, "msm_finis
 
 @functools.cache
 def kernel_source(curve: str, entry: str, form: str = "") -> KernelSource:
-    """Return the kernel of one entry.
-
-    Raises:
-        ConfigError: unknown entry.
-    """
+    """Return the kernel of one entry; raises ConfigError for an unknown one."""
     if entry not in _ENTRIES:
         raise ConfigError(f"unknown entry {entry!r}; known are {', '.join(_ENTRIES)}")
     kinds = tuple(f"*{_POINTERS[a]}" if a in _POINTERS else "i64" for a in _ENTRIES[entry][0])
@@ -101,8 +97,7 @@ def _text(name: str, entry: str, kind: str) -> str:
 # --- buckets ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerMemory:
+class WorkerMemory(NamedTuple):
     """Pointers to a worker's arrays, of i32 except `points`.
 
     Attributes:
@@ -128,19 +123,12 @@ class WorkerMemory:
     z: str
     points: str
 
-    @classmethod
-    def names(cls) -> list[str]:
-        """Return the attributes' names."""
-        return [field.name for field in fields(cls)]
 
-
-@dataclass(frozen=True, slots=True)
-class _Task:
+class _Task(NamedTuple):
     """The i64 values of a task.
 
     Attributes:
-        windows: the first window and the end of the range.
-        points: the first point and the end of the range.
+        windows, points: the first and the end of a range.
         stride: distance of a window's multiples of the points from the previous window's, in points; 0 without
             multiples.
         n: number of points, the length of a column of words.
@@ -178,13 +166,21 @@ def _sort(code: FunctionBuilder, task: _Task, work: WorkerMemory, columns: str) 
     size = code.i64("mul", after, 4)
     zero, volatile = constant("i8", 0), constant("i1", False)
     code.intrinsic("void", "llvm.memset.p0.i64", work.ends, zero, size, volatile)
+    mask = code.i64("sub", code.i64("shl", 1, task.bits), 1)
     for distribute in (False, True):
         with code.loop(*task.windows) as window:
-            digit = _Digits(code, task, columns, window)
+            # A digit lies in one or two words, of two columns
+            at = code.i64("mul", window, task.bits)
+            low_column = code.at("i64", columns, code.i64("mul", code.i64("lshr", at, 6), task.n))
+            high_column, shift = code.at("i64", low_column, task.n), code.i64("and", at, 63)
             base = code.i64("mul", window, task.stride)
             first = code.i64("mul", code.i64("sub", window, task.windows[0]), task.step)
             with code.loop(*task.points) as i:
-                magnitude, negative = digit.of(i)
+                low, high = code.load("i64", low_column, i), code.load("i64", high_column, i)
+                word = code.intrinsic("i64", "llvm.fshr.i64", high, low, shift)
+                digit = code.i64("sub", code.i64("and", word, mask), task.buckets)
+                negative = code.i64("ashr", digit, 63)  # all ones, or 0
+                magnitude = code.i64("sub", code.i64("xor", digit, negative), negative)
                 bucket = code.i64("add", first, magnitude)
                 position = _load(code, work.ends, bucket)
                 _store(code, code.i64("add", position, 1), work.ends, bucket)
@@ -200,29 +196,6 @@ def _sort(code: FunctionBuilder, task: _Task, work: WorkerMemory, columns: str) 
                 total.set(code.i64("add", total.get(), count))
 
 
-class _Digits:
-    """The digits of a window, read from the two columns of words that contain it."""
-
-    def __init__(self, code: FunctionBuilder, task: _Task, columns: str, window: str) -> None:
-        self._code = code
-        at = code.i64("mul", window, task.bits)
-        low = code.i64("mul", code.i64("lshr", at, 6), task.n)
-        self._low = code.at("i64", columns, low)
-        self._high = code.at("i64", self._low, task.n)
-        self._shift = code.i64("and", at, 63)
-        self._mask = code.i64("sub", code.i64("shl", 1, task.bits), 1)
-        self._half = task.buckets
-
-    def of(self, i: str) -> tuple[str, str]:
-        """Return the magnitude of point i's digit, and all ones where the digit is negative, else 0."""
-        code = self._code
-        low, high = code.load("i64", self._low, i), code.load("i64", self._high, i)
-        word = code.intrinsic("i64", "llvm.fshr.i64", high, low, self._shift)
-        digit = code.i64("sub", code.i64("and", word, self._mask), self._half)
-        negative = code.i64("ashr", digit, 63)
-        return code.i64("sub", code.i64("xor", digit, negative), negative), negative
-
-
 def _first_round(code: FunctionBuilder, task: _Task, work: WorkerMemory) -> tuple[str, str]:
     """Fill work.slots, work.left, the pairs and the entries left over; return the numbers of pairs and of those."""
     slot, pairs, singles = (code.variable("i64", first) for first in ("1", "0", "0"))
@@ -233,38 +206,26 @@ def _first_round(code: FunctionBuilder, task: _Task, work: WorkerMemory) -> tupl
         begin.set(_load(code, work.ends, zero))
         first = code.i64("add", zero, 1)
         with code.loop(first, code.i64("add", first, task.buckets)) as bucket:
-            end, start = _load(code, work.ends, bucket), begin.get()
-            _first_pairs(code, work, bucket, (start, end), (slot, pairs, singles))
+            start, end = begin.get(), _load(code, work.ends, bucket)
+            size, slot_before, pairs_before = code.i64("sub", end, start), slot.get(), pairs.get()
+            half, count = code.i64("lshr", code.i64("add", size, 1), 1), code.i64("lshr", size, 1)
+            _store(code, code.select(code.compare("eq", size, 0), 0, slot_before), work.slots, bucket)
+            _store(code, half, work.left, bucket)
+            with code.loop(0, count) as k:
+                here = code.i64("add", start, k)
+                pair = code.i64("add", pairs_before, k)
+                _store(code, _load(code, work.entries, here), work.a, pair)
+                _store(code, _load(code, work.entries, code.i64("add", here, half)), work.b, pair)
+                _store(code, code.i64("add", slot_before, k), work.z, pair)
+            with code.when(code.compare("ne", half, count)):
+                alone = singles.get()
+                _store(code, _load(code, work.entries, code.i64("add", start, count)), work.single, alone)
+                _store(code, code.i64("add", slot_before, count), work.single_slot, alone)
+                singles.set(code.i64("add", alone, 1))
+            pairs.set(code.i64("add", pairs_before, count))
+            slot.set(code.i64("add", slot_before, half))
             begin.set(end)
     return pairs.get(), singles.get()
-
-
-def _first_pairs(
-    code: FunctionBuilder,
-    work: WorkerMemory,
-    bucket: str,
-    entries: tuple[str, str],
-    counts: tuple[Variable, Variable, Variable],
-) -> None:
-    """Add a bucket's pairs, and advance the counts of slots, pairs and entries left over."""
-    (start, end), (slot, pairs, singles) = entries, counts
-    size, first, at = code.i64("sub", end, start), slot.get(), pairs.get()
-    half, count = code.i64("lshr", code.i64("add", size, 1), 1), code.i64("lshr", size, 1)
-    _store(code, code.select(code.compare("eq", size, 0), 0, first), work.slots, bucket)
-    _store(code, half, work.left, bucket)
-    with code.loop(0, count) as k:
-        here = code.i64("add", start, k)
-        pair = code.i64("add", at, k)
-        _store(code, _load(code, work.entries, here), work.a, pair)
-        _store(code, _load(code, work.entries, code.i64("add", here, half)), work.b, pair)
-        _store(code, code.i64("add", first, k), work.z, pair)
-    with code.when(code.compare("ne", half, count)):
-        alone = singles.get()
-        _store(code, _load(code, work.entries, code.i64("add", start, count)), work.single, alone)
-        _store(code, code.i64("add", first, count), work.single_slot, alone)
-        singles.set(code.i64("add", alone, 1))
-    pairs.set(code.i64("add", at, count))
-    slot.set(code.i64("add", first, half))
 
 
 def _next_round(code: FunctionBuilder, task: _Task, work: WorkerMemory) -> str:
@@ -315,7 +276,7 @@ def _sum(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
     size = {name: code.load("i64", "%sizes", i) for i, name in enumerate(SIZES)}
     with code.loop("%begin", "%end") as worker:
         base = code.at("i8", "%scratch", code.i64("mul", worker, size["scratch"]))
-        arrays = [code.at("i8", base, code.load("i64", "%offsets", i)) for i in range(len(WorkerMemory.names()) + 1)]
+        arrays = [code.at("i8", base, code.load("i64", "%offsets", i)) for i in range(len(WorkerMemory._fields) + 1)]
         work, batch = WorkerMemory(*arrays[:-1]), arrays[-1]
         slots = [work.points] * form.lanes
         k.write(slots, 0, k.zero)
@@ -325,16 +286,8 @@ def _sum(curve: Curve[Any], form: PackedField, code: FunctionBuilder) -> None:
             t = number.get()
             first = code.i64("mul", t, TASK)
             row = [code.load("i64", "%tasks", code.i64("add", first, i)) for i in range(TASK)]
-            task = _Task(
-                windows=(row[0], row[1]),
-                points=(row[2], row[3]),
-                stride=size["stride"],
-                n=size["n"],
-                bits=size["bits"],
-                buckets=size["buckets"],
-                sets=row[4],
-                step=size["step"],
-            )
+            common = {name: size[name] for name in ("stride", "n", "bits", "buckets", "step")}
+            task = _Task(windows=(row[0], row[1]), points=(row[2], row[3]), sets=row[4], **common)
             _sort(code, task, work, "%columns")
             _add_up(k, task, work, batch)
             with code.loop(0, task.sets) as one:
@@ -431,10 +384,8 @@ def _copy(curve: Curve[Any], form: PackedField) -> FunctionBuilder:
     with code.loop(0, "%count", form.lanes) as i:
         indices = Lanes(k, i, "%count").indices
         numbers, sign = _signed(k, "%a", indices)
-        source, target = (
-            _point_addresses(k, "%source", numbers),
-            _point_addresses(k, "%target", _signed(k, "%z", indices)[0]),
-        )
+        source = _point_addresses(k, "%source", numbers)
+        target = _point_addresses(k, "%target", _signed(k, "%z", indices)[0])
         x, y = k.read(source, 0), _signed_y(k, source, sign)
         k.write(target, 0, x)
         k.write(target, 1, y)

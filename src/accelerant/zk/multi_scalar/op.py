@@ -168,10 +168,7 @@ def _all_valid() -> FormatError | None:
 def starter_of(space: MemorySpace, curve: Curve[Any], points: Words) -> Callable[[Words], Words | Pending]:
     """Return a function that computes or starts the sum of scalars, (n, 4) in `space`, times the points.
 
-    Args:
-        space: memory space of the points.
-        curve: the points' curve.
-        points: (n, words of a point), Montgomery form.
+    Points are (n, words of a point), in Montgomery form.
     """
     if space is HOST:
         return CpuBases(curve, points).msm
@@ -190,9 +187,7 @@ def run_sums(
     """Return the sums for rows of scalars, (b, *shape) on the host, Montgomery form; recorded in the ledger.
 
     Args:
-        space: memory space of points and scalars.
-        curve: the points' curve.
-        rows: (n, 4) each.
+        rows: scalars in `space`, (n, 4) each.
         start: computes or starts a sum.
         check: returns the error of invalid scalars; called once all sums are started, since it may wait for the device.
 
@@ -249,12 +244,7 @@ def _curve(name: Any) -> Curve[Any]:
 
 
 def _point_words(curve: Curve[Any], operand: Operand, space: MemorySpace, check: bool) -> Words:
-    """Return points in Montgomery form in a memory space, (n, words of a point).
-
-    Raises:
-        ShapeError: not one row of points.
-        FormatError: a point fails check.
-    """
+    """Return points in Montgomery form in a memory space, (n, words of a point)."""
     n = _count(curve, operand)
     words = points_inward(curve, operand, space, "points", "subgroup" if check else "")
     return space.reshape(words, (n, math.prod(curve.shape)))
@@ -274,34 +264,33 @@ def _scalar_rows(
 
     Scalars on a device are checked by the returned function, which waits for the device; kernels accept any scalars, so
     sums may start before. Other scalars are checked here.
-
-    Raises:
-        UnsupportedDtype, ShapeError, FormatError: as msm.
     """
-    field, check = curve.scalars, _all_valid
-    scalars = plain_scalars(field, scalars)
-    if isinstance(scalars, (list, tuple)):
-        words, home = scalar_words(scalars, field.modulus, "the order"), HOST
-        _check_rows(words.shape, n)
-    else:
-        words, home = scalars, HOST
-        if is_tensor(scalars):
-            home = space_of(scalars)
-            words = scalars.detach().numpy() if home is HOST else signed_view(scalars)
-        elif not isinstance(scalars, np.ndarray):
-            raise UnsupportedDtype(
-                f"scalars must be a NumPy array, a torch tensor or a list of integers, got {type(scalars).__name__}"
-            )
+    field, home, check = curve.scalars, HOST, _all_valid
+    words = scalars = plain_scalars(field, scalars)
+    listed = isinstance(scalars, (list, tuple))
+    if listed:
+        words = scalar_words(scalars, field.modulus, "the order")
+    elif is_tensor(scalars):
+        home = space_of(scalars)
+        words = scalars.detach().numpy() if home is HOST else signed_view(scalars)
+    elif not isinstance(scalars, np.ndarray):
+        raise UnsupportedDtype(
+            f"scalars must be a NumPy array, a torch tensor or a list of integers, got {type(scalars).__name__}"
+        )
+    if not listed:
         dtype = str(scalars.dtype).removeprefix("torch.")
         field_words.check_words(field, dtype, tuple(scalars.shape), "scalars")
-        _check_rows(tuple(scalars.shape), n)
+    shape = tuple(words.shape)
+    if len(shape) not in (2, 3) or shape[-2:] != (n, _SCALAR_LIMBS):
+        limbs = _SCALAR_LIMBS
+        raise ShapeError(f"scalars must be ({n}, {limbs}) or (b, {n}, {limbs}) for {n} points, got {shape}")
+    if not listed:
         words = home.contiguous(words)
         check = functools.partial(_scalar_error, curve, home, words)
     if home is HOST or home != space:
         error, check = check(), _all_valid
         if error is not None:
             raise error
-    shape = tuple(words.shape)
     if home != space:
         words = space.load(home.store(words))
     if len(shape) == 2:
@@ -314,10 +303,3 @@ def _scalar_error(curve: Curve[Any], home: MemorySpace, words: Words) -> FormatE
     if index is None:
         return None
     return FormatError(f"scalars[{index}] (flattened) is not below the order of {curve.name}")
-
-
-def _check_rows(shape: tuple[int, ...], n: int) -> None:
-    if len(shape) not in (2, 3) or shape[-2:] != (n, _SCALAR_LIMBS):
-        raise ShapeError(
-            f"scalars must be ({n}, {_SCALAR_LIMBS}) or (b, {n}, {_SCALAR_LIMBS}) for {n} points, got {shape}"
-        )

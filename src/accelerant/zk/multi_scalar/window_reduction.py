@@ -37,7 +37,6 @@ def reduce_windows(curve: Curve[Any], window: int, sums: U64) -> U64:
     """Return the sum over windows w and chunks of 2^(window w) times a window's sum.
 
     Args:
-        curve: the points' curve.
         window: bits of a digit.
         sums: (chunks, windows, 3 coordinates), projective, Montgomery form, the lowest window first.
 
