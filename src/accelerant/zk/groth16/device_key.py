@@ -28,7 +28,7 @@ from accelerant.algebra.field.memory_space import HOST, MemorySpace
 from accelerant.algebra.field.parameters import Field
 from accelerant.runtime.recorded_launch import RecordedLaunch
 from accelerant.zk.formats.zkey import Zkey
-from accelerant.zk.groth16.keys import SECTIONS, KeySums, Stages, UnreducedError
+from accelerant.zk.groth16.keys import SECTIONS, U64, KeySums, Stages, UnreducedError
 from accelerant.zk.groth16.matrices import DeviceMatrix, SparseMatrix, gather, snarkjs_scalar_field, unreduced_blocks
 from accelerant.zk.multi_scalar import device
 from accelerant.zk.multi_scalar.device import DeviceBases, start_msm
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Budgets", "DeviceKey", "Queues", "SectionPoints", "SplitKey", "budgets"]
 
-U64 = npt.NDArray[np.uint64]
 Words = Any
 Mark = Any
 """A point in a queue's work, a CUDA event; None where there is one queue."""
@@ -73,12 +72,7 @@ _NO_LIMIT = 1 << 62
 
 
 class DeviceKey:
-    """A ProvingKey on a device.
-
-    Attributes:
-        space: memory space of the device.
-        label: its name.
-    """
+    """A ProvingKey on a device, in the memory space `space`."""
 
     def __init__(
         self,
@@ -93,8 +87,7 @@ class DeviceKey:
         """Copy a key, which may be closed afterwards, to a device.
 
         Args:
-            zkey: the key.
-            space: memory space, not the host's.
+            space: not the host's.
             stages: times "key: constraints" and "key: points".
             part: (i, n): take the i-th of n parts of each section's points, for n devices that share the sums.
             free_bytes: device memory that may be taken; by default 0.8 of the free memory.
@@ -106,20 +99,17 @@ class DeviceKey:
         """
         self.space, self.label = space, space.label
         family = family_of(zkey.family)
-        field = snarkjs_scalar_field(family)
-        self._field, self._n_public = field, zkey.n_public
+        self._field, self._n_public = snarkjs_scalar_field(family), zkey.n_public
         self._queues, self._lock = Queues(space, len(_LAUNCH_ORDER) + 1), threading.Lock()
         room = int(_MEMORY_SHARE * space.provider.memory(space.index).free_bytes) if free_bytes is None else free_bytes
         with stages("key: constraints"):
-            rows = SparseMatrix.from_coefficients(field, zkey.domain_size, zkey.coefficients)
+            rows = SparseMatrix.from_coefficients(self._field, zkey.domain_size, zkey.coefficients)
             self._rows = DeviceMatrix(space, rows, functools.partial(self._queues.load, 0))
             del rows
         with stages("key: points"):
-            words = zkey.points
+            first, words = {"C": zkey.n_public + 1}, zkey.points
             points = {
-                name: SectionPoints(
-                    family.g2 if name == "B2" else family.g1, words[name], zkey.n_public + 1 if name == "C" else 0, part
-                )
+                name: SectionPoints(family.g2 if name == "B2" else family.g1, words[name], first.get(name, 0), part)
                 for name in SECTIONS
             }
             vectors = _SCALAR_BYTES * _VECTORS * (zkey.domain_size + zkey.n_vars)
@@ -129,7 +119,7 @@ class DeviceKey:
             # Allocated on the queue that reads it, so that its memory is not reused early if a proof is abandoned
             self._public = self._queues.load(self._input, np.arange(1, 1 + zkey.n_public, dtype=np.uint32))
             self._sections = {
-                name: _DeviceSection(self._queues, queues[name], field, points.pop(name), allowed, name)
+                name: _DeviceSection(self._queues, queues[name], self._field, points.pop(name), allowed, name)
                 for name in _LAUNCH_ORDER
             }
             space.provider.synchronize(space.index)
@@ -201,7 +191,11 @@ class SplitKey:
         def finish() -> KeySums:
             with stages("device"):
                 parts = [wait() for wait in pending]
-                sums = {name: self._added(name, [part.sums[name] for part in parts]) for name in SECTIONS}
+                sums = {}
+                for name in SECTIONS:
+                    curve: Curve[Any] = self._family.g2 if name == "B2" else self._family.g1
+                    points = (part.sums[name].reshape(1, *curve.shape) for part in parts)
+                    sums[name] = functools.reduce(functools.partial(launch.add, HOST, curve), points)
             spans = {
                 f"{key.label} {name}": seconds
                 for key, part in zip(self._keys, parts, strict=True)
@@ -214,13 +208,6 @@ class SplitKey:
     def explain(self) -> str:
         """See ProvingKey; one line per section and device."""
         return "\n".join(key.explain() for key in self._keys)
-
-    def _added(self, name: str, points: Sequence[U64]) -> U64:
-        curve: Curve[Any] = self._family.g2 if name == "B2" else self._family.g1
-        total: U64 = functools.reduce(
-            lambda x, y: launch.add(HOST, curve, x, y), (point.reshape(1, *curve.shape) for point in points)
-        )
-        return total
 
 
 # --- sections --------------------------------------------------------------------------------------------------------
@@ -239,7 +226,6 @@ class SectionPoints:
         """Select the finite points.
 
         Args:
-            curve: the points' curve.
             words: (n, words of a point), Montgomery form.
             first: index of the scalar that multiplies the first point.
             part: (i, n): take the i-th of n parts.
@@ -337,10 +323,7 @@ class _DeviceSection:
     def begin(self, values: Words, after: Mark, spans: Spans) -> Callable[[], U64]:
         """Launch a sum; return a function that waits for it: words of one point, affine in Montgomery form.
 
-        Args:
-            values: scalars, to be kept alive until the sum has ended.
-            after: mark of the queue that computes the values.
-            spans: receives the marks of the sum's beginning and end.
+        The scalars `values` are computed before the mark `after`, and kept alive by the caller until the sum has ended.
         """
         queues, space, queue = self._queues, self._queues.space, self._queue
         queues.wait(queue, after)
@@ -374,9 +357,6 @@ class Queues:
 
     Work issued in `with queues.queue(i)` is ordered within queue i. Queues wait for each other's marks only, and the
     host for what it fetches only.
-
-    Attributes:
-        space: memory space of the device.
     """
 
     def __init__(self, space: MemorySpace, count: int) -> None:

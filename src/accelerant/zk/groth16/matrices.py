@@ -98,8 +98,6 @@ class SparseMatrix:
         """Sort entries by row.
 
         Args:
-            field: field of the values.
-            n_rows: number of rows.
             rows: (n,), below n_rows.
             columns: (n,), below 2^32.
             values: (n, 4), any words.
@@ -149,13 +147,9 @@ class SparseMatrix:
         if z.shape != shape or z.dtype != np.uint64 or not z.flags.carray:
             raise ShapeError(f"out must be {shape}, uint64, contiguous; got {z.shape}, {z.dtype}")
         size, entries = self.field.size_bytes, self.n_entries
-        record = _record(
-            HOST,
-            "llvm",
-            f"{self.n_rows}x{len(x)} {entries} entries {self.field.name}",
-            entries * (size + 4) + self.n_rows * (size + 8) + len(x) * size,
-            entries,
-        )
+        case = f"{self.n_rows}x{len(x)} {entries} entries {self.field.name}"
+        size_bytes = entries * (size + 4) + self.n_rows * (size + 8) + len(x) * size
+        record = _record(HOST, "llvm", case, size_bytes, entries)
         arrays = (self.values, self.columns, self.starts, x, z)
         with RecordedLaunch(record, HOST.provider, HOST.index):
             launch(HOST, _rows_source(self.field), "sparse_rows", self.n_rows, 1, arrays, self.n_rows)
@@ -238,13 +232,7 @@ class DeviceMatrix:
     """
 
     def __init__(self, space: MemorySpace, rows: SparseMatrix, load: Callable[[npt.NDArray[Any]], Words]) -> None:
-        """Copy the matrices.
-
-        Args:
-            space: memory space of the device.
-            rows: SparseMatrix.from_coefficients, over snarkjs_scalar_field.
-            load: copies an array to the device.
-        """
+        """Copy SparseMatrix.from_coefficients, over snarkjs_scalar_field, to a device by `load`."""
         self._space, self._field = space, rows.field
         self._n, self._min_columns = rows.n_rows // 2, rows.min_columns
         long = np.flatnonzero(np.diff(rows.starts) > LONG_ROW).astype(np.uint32)
@@ -254,23 +242,16 @@ class DeviceMatrix:
         self.size_bytes = sum(array.nbytes for array in arrays)
 
     def quotient(self, witness: Words) -> Words:
-        """Launch `quotient` of a canonical witness; return (n, 4) words without waiting for them.
-
-        Raises:
-            ShapeError: the witness has too few values: the kernel would read out of bounds.
-        """
+        """Launch `quotient` of a canonical witness; return (n, 4) words without waiting for them."""
+        # With too few values the kernel would read out of bounds
         if witness.shape[0] < self._min_columns:
             raise ShapeError(f"the witness must have at least {self._min_columns} values, got {witness.shape[0]}")
         space, field, n, entries = self._space, self._field, self._n, self._n_entries
         values = space.empty((3, n, field.limbs), _U64)
         size = field.size_bytes
-        record = _record(
-            space,
-            _device_source(field).pick(space.provider.dialects)[0],
-            f"{2 * n} rows, {entries} entries {field.name}",
-            entries * (2 * size + 4) + n * (5 * size + 16),
-            entries + n,
-        )
+        dialect, _ = _device_source(field).pick(space.provider.dialects)
+        case = f"{2 * n} rows, {entries} entries {field.name}"
+        record = _record(space, dialect, case, entries * (2 * size + 4) + n * (5 * size + 16), entries + n)
         with RecordedLaunch(record, space.provider, space.index):
             csr = (self._values, self._columns, self._starts)
             _run(space, field, "groth16_rows", 2 * n, (*csr, witness, values), 2 * n)

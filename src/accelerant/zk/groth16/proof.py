@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from accelerant.algebra.curve.parameters import FAMILIES, Family, family_of
+from accelerant.algebra.curve.parameters import FAMILIES, Curve, Family, family_of
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase, UnsupportedDtype
 from accelerant.runtime.files import decode_json
 
@@ -24,11 +24,9 @@ __all__ = [
     "abbreviated",
     "check_inputs",
     "dump_json",
-    "g1_from_json",
-    "g1_to_json",
-    "g2_from_json",
-    "g2_to_json",
     "parse_groth16",
+    "point_from_json",
+    "point_to_json",
 ]
 
 G1Point = tuple[int, int] | None
@@ -71,8 +69,7 @@ class Proof:
         Args:
             text: contents of proof.json.
             public: contents of public.json, if the inputs are to be kept with the proof.
-            name: file name for messages.
-            public_name: file name of the public inputs.
+            name, public_name: file names for messages.
 
         Raises:
             FormatError: malformed JSON, a coordinate that is not reduced, or a point off its curve; names the element.
@@ -81,23 +78,26 @@ class Proof:
         for key in ("pi_a", "pi_b", "pi_c"):
             if key not in value:
                 raise FormatError(f'{name} has no "{key}"')
-        return cls(
-            family=family.name,
-            a=g1_from_json(value["pi_a"], family, f"{name}: pi_a"),
-            b=g2_from_json(value["pi_b"], family, f"{name}: pi_b"),
-            c=g1_from_json(value["pi_c"], family, f"{name}: pi_c"),
-            public=None if public is None else _inputs_from_json(public, family.r, public_name),
-        )
+        curves: dict[str, Curve[Any]] = {"pi_a": family.g1, "pi_b": family.g2, "pi_c": family.g1}
+        a, b, c = (point_from_json(value[key], curve, f"{name}: {key}") for key, curve in curves.items())
+        inputs = None
+        if public is not None:
+            rows = _parse(public, public_name)
+            if not isinstance(rows, list):
+                raise FormatError(f"{public_name} must be a list of decimal strings, got {abbreviated(rows)}")
+            inputs = tuple(_number(row, family.r, f"{public_name}[{i}]") for i, row in enumerate(rows))
+        return cls(family.name, a, b, c, inputs)
 
     def to_json(self) -> str:
         """Return the contents of snarkjs's proof.json."""
+        family = family_of(self.family)
         return dump_json(
             {
-                "pi_a": g1_to_json(self.a),
-                "pi_b": g2_to_json(self.b),
-                "pi_c": g1_to_json(self.c),
+                "pi_a": point_to_json(family.g1, self.a),
+                "pi_b": point_to_json(family.g2, self.b),
+                "pi_c": point_to_json(family.g1, self.c),
                 "protocol": "groth16",
-                "curve": SNARKJS_CURVES[family_of(self.family).name],
+                "curve": SNARKJS_CURVES[family.name],
             }
         )
 
@@ -192,13 +192,6 @@ def _parse(text: str | bytes, what: str) -> Any:
         raise FormatError(f"{what} is not JSON: {error}") from None
 
 
-def _inputs_from_json(text: str | bytes, modulus: int, what: str) -> tuple[int, ...]:
-    value = _parse(text, what)
-    if not isinstance(value, list):
-        raise FormatError(f"{what} must be a list of decimal strings, got {abbreviated(value)}")
-    return tuple(_number(part, modulus, f"{what}[{i}]") for i, part in enumerate(value))
-
-
 def _number(value: object, below: int, what: str) -> int:
     if not isinstance(value, str) or not value.isascii() or not value.isdecimal():
         raise FormatError(f"{what} must be a decimal string, got {abbreviated(value)}")
@@ -212,47 +205,47 @@ def _number(value: object, below: int, what: str) -> int:
     return number
 
 
-def g1_from_json(value: object, family: Family, what: str) -> G1Point:
-    """Read a point of G1.
+def point_from_json(value: object, curve: Curve[Any], what: str) -> Any:
+    """Read an affine point, None for infinity; it may be outside the subgroup.
 
     Raises:
-        FormatError: not three numbers, not reduced, or off the curve; names `what`.
+        FormatError: not three coordinates, not reduced, or off the curve; names `what`.
     """
-    x, y, z = (_number(part, family.q, f"{what}[{i}]") for i, part in enumerate(_list(value, 3, what)))
-    if (x, y, z) == (0, 1, 0):
+    k = curve.coordinates
+    x, y, z = (_coordinate(row, curve, f"{what}[{i}]") for i, row in enumerate(_list(value, 3, what)))
+    if (x, y, z) == (k.zero, k.one, k.zero):
         return None
-    if z != 1:
-        raise FormatError(f'{what}[2] must be "1" (or the point 0, 1, 0 for infinity), got "{z}"')
-    if not family.g1.is_on_curve((x, y)):
-        raise FormatError(f"{what}, ({x:#x}, {y:#x}), is not on {family.g1.name}")
+    if z != k.one:
+        one, got = (json.dumps(_rows(curve, coordinate)) for coordinate in (k.one, z))
+        raise FormatError(f"{what}[2] must be {one} (or the point 0, 1, 0 for infinity), got {got}")
+    if not curve.is_on_curve((x, y)):
+        raise FormatError(f"{what}, {(x, y)}, is not on {curve.name}")
     return x, y
 
 
-def g2_from_json(value: object, family: Family, what: str) -> G2Point:
-    """Read a point of G2's curve; it may be outside the subgroup.
-
-    Raises:
-        FormatError: not three pairs of numbers, not reduced, or off the curve; names `what`.
-    """
-    x, y, z = (_pair(part, family.q, f"{what}[{i}]") for i, part in enumerate(_list(value, 3, what)))
-    if (x, y, z) == ((0, 0), (1, 0), (0, 0)):
-        return None
-    if z != (1, 0):
-        raise FormatError(f'{what}[2] must be ["1", "0"] (or the point 0, 1, 0 for infinity), got {z}')
-    if not family.g2.is_on_curve((x, y)):
-        raise FormatError(f"{what}, {(x, y)}, is not on {family.g2.name}")
-    return x, y
-
-
-def _pair(value: object, below: int, what: str) -> tuple[int, int]:
-    c0, c1 = (_number(part, below, f"{what}[{i}]") for i, part in enumerate(_list(value, 2, what)))
-    return c0, c1
+def _coordinate(value: object, curve: Curve[Any], what: str) -> Any:
+    k = curve.coordinates
+    if k.degree == 1:
+        return _number(value, k.base.modulus, what)
+    rows = enumerate(_list(value, k.degree, what))
+    return k.join([_number(row, k.base.modulus, f"{what}[{i}]") for i, row in rows])
 
 
 def _list(value: object, length: int, what: str) -> list[Any]:
     if not isinstance(value, list) or len(value) != length:
         raise FormatError(f"{what} must be a list of {length}, got {abbreviated(value)}")
     return value
+
+
+def point_to_json(curve: Curve[Any], point: Any) -> list[Any]:
+    """Return the rows that point_from_json reads."""
+    k = curve.coordinates
+    return [_rows(curve, x) for x in ((k.zero, k.one, k.zero) if point is None else (*point, k.one))]
+
+
+def _rows(curve: Curve[Any], coordinate: Any) -> str | list[str]:
+    parts = [str(part) for part in curve.coordinates.parts(coordinate)]
+    return parts if len(parts) > 1 else parts[0]
 
 
 def abbreviated(value: object) -> str:
@@ -264,15 +257,3 @@ def abbreviated(value: object) -> str:
 def dump_json(value: Any) -> str:
     """Return JSON in snarkjs's layout: indented by one, without a final newline."""
     return json.dumps(value, indent=1)
-
-
-def g1_to_json(point: G1Point) -> list[str]:
-    """Return the rows that g1_from_json reads."""
-    return ["0", "1", "0"] if point is None else [str(point[0]), str(point[1]), "1"]
-
-
-def g2_to_json(point: G2Point) -> list[list[str]]:
-    """Return the rows that g2_from_json reads."""
-    if point is None:
-        return [["0", "0"], ["1", "0"], ["0", "0"]]
-    return [*([str(c0), str(c1)] for c0, c1 in point), ["1", "0"]]

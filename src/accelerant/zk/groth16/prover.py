@@ -13,13 +13,12 @@ not: their time and memory accesses depend on the witness.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.encoding import decode_points
@@ -27,20 +26,26 @@ from accelerant.algebra.curve.parameters import family_of
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field import launch as field_launch
 from accelerant.algebra.field import words as field_words
-from accelerant.algebra.field.memory_space import HOST, MemorySpace
+from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.ntt import LOG_MOST
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase
 from accelerant.zk.formats.circuit import Witness
 from accelerant.zk.formats.zkey import Zkey
-from accelerant.zk.groth16.host_key import HostKey
-from accelerant.zk.groth16.keys import Devices, ProgressCallback, ProvingKey, Stages, UnreducedError, spaces_of
+from accelerant.zk.groth16.keys import (
+    U64,
+    Devices,
+    HostKey,
+    ProgressCallback,
+    ProvingKey,
+    Stages,
+    UnreducedError,
+    spaces_of,
+)
 from accelerant.zk.groth16.matrices import snarkjs_scalar_field
 from accelerant.zk.groth16.proof import Proof
 from accelerant.zk.groth16.verifier import VerificationKey, verify
 
 __all__ = ["Prover", "prove"]
-
-U64 = npt.NDArray[np.uint64]
 
 
 class Prover:
@@ -96,16 +101,21 @@ class Prover:
         if not 2 <= zkey.domain_size <= 1 << LOG_MOST:
             raise UnsupportedCase(f"{zkey.path}: a domain of {zkey.domain_size} points; it may have 2 to 2^{LOG_MOST}")
         stages = Stages(progress)
-        self._progress = progress
-        self._path = zkey.path
-        self._pairing = family_of(zkey.family)
+        self._progress, self._path, self._pairing = progress, zkey.path, family_of(zkey.family)
         self.family, self.n_vars, self.n_public = zkey.family, zkey.n_vars, zkey.n_public
         self.domain_size = zkey.domain_size
         self._field = snarkjs_scalar_field(self._pairing)
         with stages("key: header"):
             # Checks the header's points: with delta1 = beta1 = 0 proofs verify under the genuine key and hide nothing
             self.verification_key = VerificationKey.from_zkey(zkey)
-        self._key = _load_key(zkey, spaces_of(device, zkey.domain_size), stages)
+        spaces = spaces_of(device, zkey.domain_size)
+        self._key: ProvingKey
+        if spaces == (HOST,):
+            self._key = HostKey(zkey, stages)
+        else:
+            from accelerant.zk.groth16.device_key import DeviceKey, SplitKey  # unused by a proof on the CPU
+
+            self._key = SplitKey(zkey, spaces, stages) if len(spaces) > 1 else DeviceKey(zkey, spaces[0], stages)
         g1, g2 = self._pairing.g1, self._pairing.g2
         self._g1 = {name: _point(g1, getattr(zkey, name)) for name in ("alpha1", "beta1", "delta1")}
         self._g2 = {name: _point(g2, getattr(zkey, name)) for name in ("beta2", "delta2")}
@@ -180,7 +190,13 @@ class Prover:
         stages, files = Stages(self._progress), ExitStack()
         with files:
             opened = witness if isinstance(witness, Witness) else files.enter_context(Witness.open(witness))
-            self._check_witness(opened)
+            if opened.family != self.family:
+                raise FormatError(f"{opened.path} is a witness on {opened.family}; {self._path} is on {self.family}")
+            if opened.n_values != self.n_vars:
+                raise FormatError(
+                    f"{opened.path} has {opened.n_values} values, {self._path} has {self.n_vars} signals: "
+                    "the witness is of another circuit"
+                )
             with _reduced(opened):
                 wait = self._key.begin(opened.values, stages)
             open_until_the_end = files.pop_all()
@@ -201,15 +217,6 @@ class Prover:
             return proof
 
         return finish
-
-    def _check_witness(self, witness: Witness) -> None:
-        if witness.family != self.family:
-            raise FormatError(f"{witness.path} is a witness on {witness.family}; {self._path} is on {self.family}")
-        if witness.n_values != self.n_vars:
-            raise FormatError(
-                f"{witness.path} has {witness.n_values} values, {self._path} has {self.n_vars} signals: "
-                "the witness is of another circuit"
-            )
 
     def _randomness(self, fixed: tuple[int, int] | None) -> U64:
         """Return r and s, (2, 4) canonical words."""
@@ -262,27 +269,11 @@ class Prover:
 
 
 def prove(zkey: Zkey | str | Path, witness: Witness | str | Path, *, device: Devices = "auto") -> Proof:
-    """Return one proof; use a Prover for several.
+    """Return one proof; use a Prover, which has the same arguments and errors, for several.
 
     >>> proof = prove("circuit.zkey", "witness.wtns")
-
-    Args:
-        zkey: a Groth16 .zkey file.
-        witness: a .wtns file.
-        device: as for Prover.
-
-    Raises:
-        As Prover and Prover.prove.
     """
     return Prover(zkey, device=device).prove(witness)
-
-
-def _load_key(zkey: Zkey, spaces: Sequence[MemorySpace], stages: Stages) -> ProvingKey:
-    if list(spaces) == [HOST]:
-        return HostKey(zkey, stages)
-    from accelerant.zk.groth16.device_key import DeviceKey, SplitKey  # unused by a proof on the CPU
-
-    return DeviceKey(zkey, spaces[0], stages) if len(spaces) == 1 else SplitKey(zkey, spaces, stages)
 
 
 @contextmanager

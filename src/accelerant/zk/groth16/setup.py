@@ -70,12 +70,7 @@ class Constraints:
 
     @classmethod
     def of(cls, r1cs: R1cs) -> Constraints:
-        """Read the constraints of a file.
-
-        Raises:
-            FormatError: the file is malformed.
-            UnsupportedCase: it has custom gates.
-        """
+        """Read the constraints of a file; raises UnsupportedCase for custom gates, and FormatError."""
         if r1cs.n_custom_gate_uses:
             raise UnsupportedCase(f"{r1cs.path} uses custom gates, which Groth16 cannot prove")
         return cls(r1cs.family, r1cs.n_wires, r1cs.n_public, r1cs.n_constraints, r1cs.matrices())
@@ -231,19 +226,12 @@ class FixedBaseTable:
     Source: Yao's method, Knuth volume 2, section 4.6.3; Brickell et al., EUROCRYPT 1992.
 
     Attributes:
-        curve: the point's curve.
         bits: bits of a digit, w.
         windows: digits of a scalar.
     """
 
     def __init__(self, curve: Curve[Any], point: U64, n: int) -> None:
-        """Compute the table of the size that is best for n multiples in all.
-
-        Args:
-            curve: the point's curve.
-            point: (1, *shape), Montgomery form.
-            n: number of multiples that will be computed.
-        """
+        """Compute the table of a point (1, *shape), in Montgomery form, of the size that is best for n multiples."""
         order_bits = curve.order.bit_length()
         self.curve = curve
         self.bits = min(_WIDTHS, key=lambda bits: -(-order_bits // bits) * (n + (1 << bits)))

@@ -40,11 +40,9 @@ from accelerant.zk.groth16.proof import (
     abbreviated,
     check_inputs,
     dump_json,
-    g1_from_json,
-    g1_to_json,
-    g2_from_json,
-    g2_to_json,
     parse_groth16,
+    point_from_json,
+    point_to_json,
 )
 from accelerant.zk.multi_scalar.op import msm
 
@@ -71,9 +69,7 @@ class VerificationKey:
     Attributes:
         family: "bn254" or "bls12_381".
         alpha: alpha1, (2, limbs).
-        beta: beta2, (2, 2, limbs).
-        gamma: gamma2, (2, 2, limbs).
-        delta: delta2, (2, 2, limbs).
+        beta, gamma, delta: beta2, gamma2, delta2, (2, 2, limbs).
         ic: (nPublic + 1, 2, limbs).
     """
 
@@ -113,9 +109,9 @@ class VerificationKey:
         if not isinstance(rows, list) or len(rows) != n_public + 1:
             count = f"{len(rows)} of them" if isinstance(rows, list) else abbreviated(rows)
             raise FormatError(f'{name}: "IC" must be a list of nPublic + 1 = {n_public + 1} points, got {count}')
-        ic = [g1_from_json(row, family, f"{name}: IC[{i}]") for i, row in enumerate(rows)]
-        alpha = g1_from_json(value.get(_FINITE[0]), family, f"{name}: {_FINITE[0]}")
-        g2_points = [g2_from_json(value.get(key), family, f"{name}: {key}") for key in _FINITE[1:]]
+        ic = [point_from_json(row, family.g1, f"{name}: IC[{i}]") for i, row in enumerate(rows)]
+        alpha = point_from_json(value.get(_FINITE[0]), family.g1, f"{name}: {_FINITE[0]}")
+        g2_points = [point_from_json(value.get(key), family.g2, f"{name}: {key}") for key in _FINITE[1:]]
         for key, point in zip(_FINITE, (alpha, *g2_points), strict=True):
             if point is None:
                 raise FormatError(
@@ -127,10 +123,7 @@ class VerificationKey:
 
     @classmethod
     def from_zkey(cls, zkey: Any) -> VerificationKey:
-        """Return the verification key contained in a proving key.
-
-        Args:
-            zkey: an open zk.formats.Zkey, or its path.
+        """Return the verification key contained in a proving key, an open zk.formats.Zkey or the path of one.
 
         Raises:
             FormatError: the file is malformed, or a point of its header is infinity, off its curve or outside the
@@ -156,10 +149,10 @@ class VerificationKey:
                 "protocol": "groth16",
                 "curve": SNARKJS_CURVES[family.name],
                 "nPublic": self.n_public,
-                _FINITE[0]: g1_to_json(alpha),
-                **dict(zip(_FINITE[1:], map(g2_to_json, g2_points), strict=True)),
+                _FINITE[0]: point_to_json(family.g1, alpha),
+                **{key: point_to_json(family.g2, point) for key, point in zip(_FINITE[1:], g2_points, strict=True)},
                 "vk_alphabeta_12": _pairing_rows(family, alpha, self.beta),
-                "IC": [g1_to_json(point) for point in ic],
+                "IC": [point_to_json(family.g1, point) for point in ic],
             }
         )
 
@@ -220,9 +213,8 @@ def verify_many(verification_key: VerificationKey, public: Sequence[Sequence[int
     To find the proof that does not verify, verify each.
 
     Args:
-        verification_key: as for verify.
+        verification_key, proofs: as for verify.
         public: the public inputs of each proof.
-        proofs: untrusted.
 
     Raises:
         ConfigError: the numbers of input lists and proofs differ, or two curves.

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from accelerant.zk.formats import Zkey
-from accelerant.zk.groth16 import Prover, host_key, verify
-from accelerant.zk.groth16.host_key import HostKey
-from accelerant.zk.groth16.keys import SECTIONS, Stages
+from accelerant.zk.groth16 import Prover, keys, verify
+from accelerant.zk.groth16.keys import SECTIONS, HostKey, Stages
 from accelerant.zk.groth16.setup import setup_with_known_tau
 
 
@@ -24,7 +23,7 @@ def folder(tmp_path):
 def test_chunks_of_any_size_make_the_same_key(folder, monkeypatch, size):
     with Zkey.open(folder / "circuit.zkey") as zkey:
         whole = HostKey(zkey, Stages())
-        monkeypatch.setattr(host_key, "_CHUNK_POINTS", size)
+        monkeypatch.setattr(keys, "_CHUNK_POINTS", size)
         key = HostKey(zkey, Stages())
         for name in SECTIONS:
             one, other = whole._sections[name], key._sections[name]
