@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,19 +46,17 @@ _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and 
 def register(app: typer.Typer) -> None:
     """Add the command group to the app."""
     group = typer.Typer(name="zk", help="Zero-knowledge proofs: Groth16 with snarkjs's files.", no_args_is_help=True)
-    example = "Example:  accelerant zk "
-    group.command("prove", epilog=f"{example}prove circuit.zkey witness.wtns proof.json public.json")(prove)
-    group.command("verify", epilog=f"{example}verify verification_key.json public.json proof.json && echo accepted")(
-        verify
-    )
-    group.command(
-        "inspect",
-        epilog="Examples:  accelerant zk inspect circuit.zkey   |   accelerant zk inspect circuit.r1cs --json   |   "
+    commands: dict[Callable[..., None], str] = {
+        prove: "zk prove circuit.zkey witness.wtns proof.json public.json",
+        verify: "zk verify verification_key.json public.json proof.json && echo accepted",
+        inspect: "zk inspect circuit.zkey   |   accelerant zk inspect circuit.r1cs --json   |   "
         "accelerant zk inspect downloaded.zkey --check",
-    )(inspect)
-    group.command("export-vk", epilog=f"{example}export-vk circuit.zkey verification_key.json")(export_vk)
-    group.command("calldata", epilog=f"{example}calldata public.json proof.json")(calldata)
-    group.command("setup", epilog=f"{example}setup circuit.r1cs circuit.zkey --insecure-known-tau")(setup)
+        export_vk: "zk export-vk circuit.zkey verification_key.json",
+        calldata: "zk calldata public.json proof.json",
+        setup: "zk setup circuit.r1cs circuit.zkey --insecure-known-tau",
+    }
+    for command, example in commands.items():
+        group.command(epilog=f"Example{'s' * ('|' in example)}:  accelerant {example}")(command)
     app.add_typer(group)
 
 
@@ -120,13 +119,8 @@ def export_vk(zkey: _Zkey, key: _KeyOut = Path("verification_key.json"), json_ou
     trusted = VerificationKey.from_zkey(zkey)
     write_all({target: trusted.to_json()})
     if json_output:
-        facts = {
-            "key": str(key),
-            "curve": trusted.family,
-            "public_inputs": trusted.n_public,
-            "forgeable": trusted.forgeable,
-        }
-        print(json.dumps(facts))
+        sizes = {"curve": trusted.family, "public_inputs": trusted.n_public}
+        print(json.dumps({"key": str(key), **sizes, "forgeable": trusted.forgeable}))
     else:
         warn_forgeable(zkey, trusted.forgeable)
         print(f"{escaped(key)}: {trusted.n_public} public inputs, {trusted.family}")
@@ -143,9 +137,7 @@ def setup(
     zkey: _ZkeyOut,
     insecure: Annotated[
         bool,
-        typer.Option(
-            "--insecure-known-tau", help="Confirm that the key is for tests: its secrets are known to this run."
-        ),
+        typer.Option("--insecure-known-tau", help="Confirm that the key is for tests: this run knows its secrets."),
     ] = False,
     json_output: _Json = False,
 ) -> None:
@@ -202,24 +194,27 @@ def inspect(
 
 def _lines(name: str, value: Any) -> list[str]:
     """Return the text of a fact, one or more lines."""
-    if name == "points":
-        return [
-            f"{key:<18} {counts['points']:>12,}" + (f", {counts['infinite']:,} infinite" if counts["infinite"] else "")
-            for key, counts in value.items()
-        ]
-    if name == "contributions":
-        return [_contribution(i + 1, **contribution) for i, contribution in enumerate(value)] or ["none"]
-    if name == "size_bytes":
-        return [f"{value:,} bytes"]
-    if value is None:
-        return ["no"]
-    if isinstance(value, bool):
-        return ["yes" if value else "no"]
-    if isinstance(value, dict):
-        return [", ".join(f"{key} {count:,}" for key, count in value.items())]
-    if isinstance(value, list):
-        return [", ".join(map(escaped, value)) or "none"]
-    return [f"{value:,}" if isinstance(value, int) else escaped(value) or "none"]
+    match name, value:
+        case "points", _:
+            return [
+                f"{key:<18} {counts['points']:>12,}" + f", {counts['infinite']:,} infinite" * (counts["infinite"] > 0)
+                for key, counts in value.items()
+            ]
+        case "contributions", _:
+            return [_contribution(i + 1, **contribution) for i, contribution in enumerate(value)] or ["none"]
+        case "size_bytes", _:
+            return [f"{value:,} bytes"]
+        case _, None:
+            return ["no"]
+        case _, bool():
+            return ["yes" if value else "no"]
+        case _, int():
+            return [f"{value:,}"]
+        case _, dict():
+            return [", ".join(f"{key} {count:,}" for key, count in value.items())]
+        case _, list():
+            return [", ".join(map(escaped, value)) or "none"]
+    return [escaped(value) or "none"]
 
 
 def _contribution(index: int, kind: str, name: str, beacon: str = "", iterations_exp: int | None = None) -> str:

@@ -61,12 +61,19 @@ class EllipticCurve:
 
     Attributes:
         parameters: the curve's row of the parameter table.
+        name: name for `curve`.
+        order: order r of the subgroup.
+        cofactor: number of points of the curve divided by r; 1 if every point is in the subgroup.
+        degree: coefficients of a coordinate: 1, or 2 over Fq2.
+        shape: shape of one point's words: (2, limbs) or (2, 2, limbs).
         field: field of the coordinates, or of their coefficients.
         scalar_field: field of r elements.
     """
 
     def __init__(self, parameters: Curve[Any]) -> None:
         self.parameters = parameters
+        self.name, self.order, self.cofactor = parameters.name, parameters.order, parameters.cofactor
+        self.degree, self.shape = parameters.coordinates.degree, parameters.shape
         self.field: PrimeField = prime_field(parameters.coordinates.base.name)
         self.scalar_field: PrimeField = prime_field(parameters.scalars.name)
 
@@ -75,33 +82,6 @@ class EllipticCurve:
 
     def __reduce__(self) -> tuple[Callable[[str], EllipticCurve], tuple[str]]:
         return curve, (self.name,)
-
-    # --- parameters ----------------------------------------------------------------------------------------------
-
-    @property
-    def name(self) -> str:
-        """Name for `curve`."""
-        return self.parameters.name
-
-    @property
-    def order(self) -> int:
-        """Order r of the subgroup."""
-        return self.parameters.order
-
-    @property
-    def cofactor(self) -> int:
-        """Number of points of the curve divided by r; 1 if every point is in the subgroup."""
-        return self.parameters.cofactor
-
-    @property
-    def degree(self) -> int:
-        """Coefficients of a coordinate: 1, or 2 over Fq2."""
-        return self.parameters.coordinates.degree
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of one point's words: (2, limbs) or (2, 2, limbs)."""
-        return self.parameters.shape
 
     @property
     def generator(self) -> npt.NDArray[np.uint64]:
@@ -127,21 +107,13 @@ class EllipticCurve:
         return encoded_points(self.parameters, points, "points", single="point")
 
     def decode(self, points: Any) -> Any:
-        """Return Python points: one, or nested lists with the array's leading dimensions. They may be off the curve.
-
-        Raises:
-            FormatError: a coordinate is not reduced.
-        """
+        """Return Python points: one, or nested lists with the array's leading dimensions. They may be off the curve."""
         words = _host_points(self.parameters, points, "points")
         shape = words.shape[: words.ndim - len(self.shape)]
         return _nested(decode_points(self.parameters, words.reshape(math.prod(shape), *self.shape), check=False), shape)
 
     def to_bytes(self, points: Any, layout: Layout = "compressed") -> bytes:
-        """Return points in the layout "evm", "uncompressed" or "compressed" (algebra/curve/encoding.py), concatenated.
-
-        Raises:
-            ConfigError: unknown layout.
-        """
+        """Return points, concatenated, in a layout of algebra/curve/encoding.py: evm, uncompressed or compressed."""
         words = _host_points(self.parameters, points, "points")
         words = words.reshape(words.size // math.prod(self.shape), *self.shape)
         return points_to_bytes(self.parameters, decode_points(self.parameters, words, check=False), layout)
@@ -250,12 +222,9 @@ class EllipticCurve:
         return points_outward(self.parameters, words, space, (), operand)
 
     def precompute(self, points: Any, *, check: bool = True, device: Device = None) -> FixedBase:
-        """Prepare points for many multi-scalar multiplications, by .msm(scalars) of the result.
+        """Prepare points (n, *shape) for many multi-scalar multiplications, by .msm(scalars) of the result.
 
-        Args:
-            points: (n, *shape).
-            check: points must be on the curve and in the subgroup.
-            device: see the class.
+        check: points must be on the curve and in the subgroup.
         """
         return FixedBase(self.name, points, device, check=check)
 

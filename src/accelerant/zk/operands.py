@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -128,7 +127,6 @@ def encoded_points(curve: Curve[Any], points: Any, name: str, single: str = "") 
     """Return the canonical words of a Python point or of a list of them.
 
     Args:
-        curve: the points' curve.
         points: (x, y) or None, or a list of them.
         name: name of a list, for messages.
         single: name of one point; by default the same.
@@ -250,30 +248,30 @@ def scalar_words(scalars: Any, bound: int, shown: str) -> npt.NDArray[np.uint64]
         ShapeError: lists of several lengths at one depth.
         FormatError: below 0 or not below the bound; names the index alone.
     """
-    level: list[Any] = [scalars]
-    shape: Shape = ()
-    numbers, lists = _split(level, shape)
-    while lists:
-        shape = (*shape, _common_length(lists, len(level)))
+    level, shape = [scalars], Shape()
+    while True:
+        lists = [value for value in level if isinstance(value, (list, tuple))]
+        numbers = [
+            value if type(value) is int else _integer(value, _label(index, shape))
+            for index, value in enumerate(level)
+            if not isinstance(value, (list, tuple))
+        ]
+        if not lists:
+            break
+        if numbers:
+            raise ShapeError("scalars must be nested evenly, got lists and integers side by side")
+        lengths = sorted({len(values) for values in lists})
+        if len(lengths) > 1:
+            raise ShapeError(
+                f"scalars must be nested evenly, got lists of {lengths[0]} and of {lengths[-1]} side by side"
+            )
+        shape = (*shape, lengths[0])
         level = [value for values in lists for value in values]
-        numbers, lists = _split(level, shape)
     for index, number in enumerate(numbers):
         if not 0 <= number < bound:
             raise FormatError(f"{_label(index, shape)} is not from 0 to below {shown}")
     data = b"".join(number.to_bytes(8 * SCALAR_WORDS, "little") for number in numbers)
     return np.frombuffer(data, "<u8").astype(np.uint64).reshape(*shape, SCALAR_WORDS)
-
-
-def _split(level: Sequence[Any], shape: Shape) -> tuple[list[int], list[Sequence[Any]]]:
-    """Separate the integers and the lists of one depth."""
-    numbers: list[int] = []
-    lists: list[Sequence[Any]] = []
-    for index, value in enumerate(level):
-        if isinstance(value, (list, tuple)):
-            lists.append(value)
-        else:
-            numbers.append(value if type(value) is int else _integer(value, _label(index, shape)))
-    return numbers, lists
 
 
 def _integer(value: Any, label: str) -> int:
@@ -286,16 +284,6 @@ def _integer(value: Any, label: str) -> int:
     except TypeError:
         pass
     raise UnsupportedDtype(f"{label} must be an integer, got {type(value).__name__}")
-
-
-def _common_length(lists: Sequence[Sequence[Any]], count: int) -> int:
-    """Return the length of the `count` values of one depth, which must all be lists of one length."""
-    lengths = sorted({len(values) for values in lists})
-    if len(lists) < count:
-        raise ShapeError("scalars must be nested evenly, got lists and integers side by side")
-    if len(lengths) > 1:
-        raise ShapeError(f"scalars must be nested evenly, got lists of {lengths[0]} and of {lengths[-1]} side by side")
-    return lengths[0]
 
 
 def _label(index: int, shape: Shape) -> str:

@@ -109,31 +109,27 @@ def _check_points(field: Field, shape: Any) -> None:
 
 
 def _coset(field: PrimeField, coset: Any) -> int:
-    """Return the coset's g, 1 by default."""
+    """Return g, 1 by default, of an integer, a FieldArray of one element or the words of one."""
     if coset is None:
         return 1
-    g = _integer_of(field, coset)
+    g = coset
+    if isinstance(coset, FieldArray):
+        if coset.field.parameters != field.parameters:
+            raise ConfigError(f"coset must be an element of {field.name}, got one of {coset.field.name}")
+        g = coset.ints()
+    elif is_tensor(coset) or isinstance(coset, np.ndarray):
+        words = coset.detach().cpu().numpy() if is_tensor(coset) else coset
+        if words.dtype == object:
+            g = words[()]
+        else:
+            dtype = words.dtype.name if words.dtype.isnative else words.dtype.str
+            check_words(field.parameters, dtype, words.shape, "coset")
+            g = decode(field.parameters, words)
     if isinstance(g, bool) or not isinstance(g, (int, np.integer)):
         raise UnsupportedDtype(f"coset must be one element of {field.name}, got {type(coset).__name__}")
     if not 0 < g < field.modulus:
         raise ConfigError(f"coset must be from 1 to below the modulus of {field.name}, got {g}")
     return int(g)
-
-
-def _integer_of(field: PrimeField, coset: Any) -> Any:
-    """Convert one element, a FieldArray or words, to an integer; return anything else unchanged."""
-    if isinstance(coset, FieldArray):
-        if coset.field.parameters != field.parameters:
-            raise ConfigError(f"coset must be an element of {field.name}, got one of {coset.field.name}")
-        return coset.ints()
-    if is_tensor(coset):
-        coset = coset.detach().cpu().numpy()
-    if not isinstance(coset, np.ndarray):
-        return coset
-    if coset.dtype == object:
-        return coset[()]
-    check_words(field.parameters, coset.dtype.name if coset.dtype.isnative else coset.dtype.str, coset.shape, "coset")
-    return decode(field.parameters, coset)
 
 
 def _target(x: Any, out: Any, device: Any) -> Any:
@@ -151,7 +147,8 @@ def _target(x: Any, out: Any, device: Any) -> Any:
     if not plain or _extent(out)[0] % alignment:
         raise ShapeError(f"out must be writable, contiguous in memory and aligned to {alignment} bytes")
     first, second = _extent(x), _extent(out)
-    if not _same(x, out) and first[0] < second[1] and second[0] < first[1]:
+    contiguous = x.is_contiguous() if is_tensor(x) else x.flags.c_contiguous
+    if not (contiguous and first == second) and first[0] < second[1] and second[0] < first[1]:
         raise ShapeError("out must be x or other memory; here it overlaps x")
     if not is_tensor(out):
         return out
@@ -164,12 +161,6 @@ _DEVICE_ALIGNMENT = 16
 
 def _on_host(array: Any) -> bool:
     return not is_tensor(array) or array.device.type == "cpu"
-
-
-def _same(x: Any, out: Any) -> bool:
-    """Return whether x occupies exactly the memory of out, which has its shape and dtype and is contiguous."""
-    contiguous: bool = x.is_contiguous() if is_tensor(x) else x.flags.c_contiguous
-    return contiguous and _extent(x) == _extent(out)
 
 
 def _extent(array: Any) -> tuple[int, int]:

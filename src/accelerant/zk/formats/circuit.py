@@ -338,11 +338,7 @@ class Witness(MappedFile):
         return self._container.rows(_VALUES, self._field.limbs, count=self.n_values)
 
     def check(self) -> None:
-        """Check that all values are below r; call it before using them.
-
-        Raises:
-            FormatError: names the offset of the first invalid value.
-        """
+        """Check that all values are below r; call it before using them. The error names the first one's offset."""
         check_below(self._container, _VALUES, self._field, self.values)
 
     def __repr__(self) -> str:

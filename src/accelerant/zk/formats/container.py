@@ -118,11 +118,7 @@ class Container:
     """
 
     def __init__(self, path: FilePath, layout: Layout) -> None:
-        """Map the file and read its section table.
-
-        Raises:
-            FormatError: the file does not exist, has another format, or its sections do not fill it exactly.
-        """
+        """Map the file and read its section table; raises FormatError, also unless the sections fill the file."""
         self.path, self.layout = regular_file(path), layout
         try:
             with self.path.open("rb") as file:
@@ -218,7 +214,6 @@ class Container:
 
         Args:
             number: section id; its size has been validated.
-            dtype: element type.
             start: byte offset of the first element in the payload.
             count: number of elements; by default all that fit.
 

@@ -153,13 +153,7 @@ class Ptau(MappedFile):
     # --- sections ------------------------------------------------------------------------------------------------
 
     def powers(self, name: Powers) -> U64:
-        """Return the multiples of a point by tau^0, tau^1, ...
-
-        The shape is (2^(power+1) - 1, words) for tau_g1 and (2^power, words) otherwise.
-
-        Raises:
-            ConfigError: unknown name.
-        """
+        """Return the multiples of a point by tau^0, tau^1, ...: (2^power, words), or 2^(power+1) - 1 for tau_g1."""
         number, degree = _power_section(name)
         return self._container.rows(number, point_words(self._family, degree), count=_count(name, self.power))
 
@@ -204,9 +198,6 @@ class Ptau(MappedFile):
         """Check all points, that the powers begin with the generator, and that they match the last contribution.
 
         That all powers belong to one tau is not checked; `snarkjs powersoftau verify` does that.
-
-        Args:
-            subgroup: also check subgroup membership.
 
         Raises:
             FormatError: an unreduced coordinate, a point off the curve or outside the subgroup, another generator, or

@@ -239,10 +239,9 @@ class Zkey(MappedFile):
 
     @property
     def coefficients(self) -> npt.NDArray[np.void]:
-        """Entries of A and B, (n_coefficients,) of COEFFICIENT; the first access validates matrix, row and signal.
+        """Entries of A and B, (n_coefficients,) of COEFFICIENT.
 
-        Raises:
-            FormatError: an index is out of range; names its offset.
+        The first access validates matrix, row and signal, and raises FormatError.
         """
         entries: npt.NDArray[np.void] = self._container.array(
             _COEFFICIENTS, COEFFICIENT, start=_COUNT.size, count=self.n_coefficients
@@ -277,8 +276,7 @@ class Zkey(MappedFile):
     def check(self, *, subgroup: bool = True) -> None:
         """Validate the whole key; required for a key from an untrusted source.
 
-        Args:
-            subgroup: also check subgroup membership, which takes most of the time.
+        The subgroup's check takes most of the time.
 
         Raises:
             FormatError: an unreduced coordinate or value, a point off the curve or outside the subgroup, infinity in
@@ -305,9 +303,6 @@ class Zkey(MappedFile):
 
         Proving requires it: r delta1 and s delta2 hide the witness in a proof. If delta1 is infinity or has small order
         they do not, although the proof may verify.
-
-        Args:
-            subgroup: also check subgroup membership.
 
         Raises:
             FormatError: names the point and its offset.

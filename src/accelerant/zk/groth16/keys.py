@@ -188,9 +188,9 @@ class HostKey:
                     scalars = witness[private:]
                 elif name == "H":  # after the sum of B2, which takes the most memory
                     with stages("quotient"):
-                        scalars = self.quotient(witness)
+                        scalars = quotient(self._rows, witness)
                 with stages(f"sum {name}"):
-                    sums[name] = self.sum(name, scalars)
+                    sums[name] = self._sections[name].msm(scalars)
             return KeySums(sums, witness[1:private], {})
 
         return finish
@@ -198,14 +198,6 @@ class HostKey:
     def explain(self) -> str:
         """See ProvingKey."""
         return "\n".join(f"{name}: {section.explain()}" for name, section in self._sections.items())
-
-    def quotient(self, witness: U64) -> U64:
-        """Return the scalars of H, (domain_size, 4) canonical words."""
-        return quotient(self._rows, witness)
-
-    def sum(self, name: str, scalars: U64) -> U64:
-        """Return the sum of scalars, (n, 4) below the order, times a section's points: (1, *shape), Montgomery form."""
-        return self._sections[name].msm(scalars)
 
 
 class _HostSection:
@@ -218,6 +210,7 @@ class _HostSection:
         self._indices = None if self._bases.n == len(finite) else np.flatnonzero(finite)
 
     def msm(self, scalars: U64) -> U64:
+        """Return the sum of scalars, (n, 4) below the order, times the points: (1, *shape), Montgomery form."""
         rows = scalars if self._indices is None else scalars[self._indices]
         large = rows[:, 1:].any(axis=1) | (rows[:, 0] >> np.uint64(_SMALL_BITS) != 0)
         plan = cpu_plan(self._curve.order, max(1, int(np.count_nonzero(large))), usable_cores())

@@ -44,12 +44,7 @@ _LARGEST_DOMAIN = 1 << 17
 
 
 def precompile_kernels(family: str, domain_size: int) -> None:
-    """Start a process that compiles kernels, if they are not cached and a second core is usable.
-
-    Args:
-        family: "bn254" or "bls12_381".
-        domain_size: size of the transforms.
-    """
+    """Start a process that compiles kernels, if they are not cached and a second core is usable."""
     provider = registry.create("cpu")
     if not isinstance(provider, CpuProvider) or usable_cores() == 1 or not sys.executable:
         return

@@ -259,11 +259,11 @@ class _Runner:
         """Launch kernels on scratch and the given arrays."""
         launch, pointer = self.space.provider.launch, self.space.pointer
         pointers = {name: pointer(words) for name, words in arrays.items()}
-        for kernel, grid, block, names, numbers in launches:
+        for kernel, (_, _, grid, block, names, numbers) in launches:
             for name in names:
                 if name not in pointers:
                     pointers[name] = pointer(self.array(name))
-            launch(kernel, grid, block, (*[pointers[name] for name in names], *numbers))
+            launch(kernel, (grid,), (block,), (*[pointers[name] for name in names], *numbers))
 
 
 def _start_where_it_fits(

@@ -34,38 +34,19 @@ __all__ = [
 
 Sizes = Mapping[str, int | str]
 
-SORT_BLOCK = 256
-"""Threads of a block of sort.c, a power of two."""
-
-ENTRIES_PER_THREAD = 4
-"""Entries of a thread of msm_rank and msm_scatter."""
-
-TILE = 1024
-"""Keys of a block of msm_tiles and msm_segments; a multiple of SORT_BLOCK."""
-
-MAX_SEGMENT_UNITS = 1024
-"""Largest number of units of a segment."""
-
-COUNTERS = MAX_SEGMENT_UNITS + 5
-"""Numbers after the keys in counts."""
-
-ACCUMULATE_BLOCK = 128
-"""Threads of a block of msm_accumulate."""
-
-AFFINE_BLOCK = 128
-"""Threads of a block of msm_affine_begin and msm_affine_round."""
-
-INVERT_BLOCK = 128
-"""Threads of a block of msm_affine_invert: each has two elements of at most 12 64-bit limbs in 25 KiB."""
-
-INVERSIONS_PER_THREAD = 8
-"""Largest number of products that a thread of msm_affine_invert takes."""
-
-MULTIPLES_BLOCK = 128
-"""Threads of a block of multiples.c."""
-
-POINTS_PER_INVERSION = 8
-"""Points of a thread of multiples.c, which share an inversion."""
+SORT_BLOCK = 256  # threads of a block of sort.c, a power of two
+ENTRIES_PER_THREAD = 4  # entries of a thread of msm_rank and msm_scatter
+TILE = 1024  # keys of a block of msm_tiles and msm_segments; a multiple of SORT_BLOCK
+MAX_SEGMENT_UNITS = 1024  # largest number of units of a segment
+COUNTERS = MAX_SEGMENT_UNITS + 5  # numbers after the keys in counts
+ACCUMULATE_BLOCK = 128  # threads of a block of msm_accumulate
+AFFINE_BLOCK = 128  # threads of a block of msm_affine_begin and msm_affine_round
+INVERT_BLOCK = (
+    128  # threads of a block of msm_affine_invert: each has two elements of at most 12 64-bit limbs in 25 KiB
+)
+INVERSIONS_PER_THREAD = 8  # largest number of products that a thread of msm_affine_invert takes
+MULTIPLES_BLOCK = 128  # threads of a block of multiples.c
+POINTS_PER_INVERSION = 8  # points of a thread of multiples.c, which share an inversion
 
 ACCUMULATION: dict[int, tuple[bool, int]] = {8: (True, 512), 12: (False, 384), 16: (False, 256), 24: (False, 256)}
 """32-bit limbs of a coordinate -> how accumulate.c is compiled: whether products are inlined (with 12 limbs and more
@@ -92,14 +73,9 @@ _FOLD = {
 }
 _MULTIPLES = {"msm_multiples": ("*u64", "*u64", "i64", "i64", "i64", "i32")}
 
-_DIGIT_BITS = 30
-"""Bits of a digit of divsteps.h."""
-
-_BEGIN_EXTRA_THREADS = 128
-"""Resident threads of msm_affine_begin, which is bound by memory, in addition to those of msm_affine_round."""
-
-_THREAD_SEGMENTS = 16
-"""Largest number of segments of a bucket that one thread sums; a block sums more."""
+_DIGIT_BITS = 30  # bits of a digit of divsteps.h
+_BEGIN_EXTRA_THREADS = 128  # resident threads of msm_affine_begin, bound by memory, beyond those of msm_affine_round
+_THREAD_SEGMENTS = 16  # largest number of segments of a bucket that one thread sums; a block sums more
 
 
 def reduce_block(curve: Curve[Any]) -> int:

@@ -389,14 +389,7 @@ class MsmLaunch(NamedTuple):
     numbers: tuple[int, ...]
 
 
-class PreparedLaunch(NamedTuple):
-    """An MsmLaunch with its compiled kernel."""
-
-    kernel: Kernel
-    grid: tuple[int]
-    block: tuple[int]
-    arrays: tuple[str, ...]
-    numbers: tuple[int, ...]
+PreparedLaunch = tuple[Kernel, MsmLaunch]
 
 
 @functools.lru_cache(maxsize=_CACHED)
@@ -437,10 +430,7 @@ def prepared_sum(space: MemorySpace, curve: str, plan: DevicePlan, chunk: Chunk)
 
 def prepare(space: MemorySpace, launches: Iterable[MsmLaunch]) -> tuple[PreparedLaunch, ...]:
     """Compile the kernels of launches."""
-    return tuple(
-        PreparedLaunch(compiled(space, source, entry), (grid,), (block,), arrays, numbers)
-        for source, entry, grid, block, arrays, numbers in launches
-    )
+    return tuple((compiled(space, launch.source, launch.entry), launch) for launch in launches)
 
 
 def sort_launches(curve: Curve[Any], p: DevicePlan, chunk: Chunk) -> Iterator[MsmLaunch]:

@@ -38,7 +38,7 @@ from accelerant.algebra.curve.llvm_kernels import Lanes, curve_program, from_mem
 from accelerant.algebra.curve.llvm_points import Element, Elements, Pair, Scratch, batch_add, functions
 from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.weierstrass import Curve
-from accelerant.algebra.field.llvm_kernels import packed_field
+from accelerant.algebra.field.llvm_kernels import entry_functions, packed_field
 from accelerant.algebra.field.llvm_packed import PackedField
 from accelerant.errors import ConfigError
 from accelerant.runtime.compilation.kernel import KernelSource
@@ -72,9 +72,10 @@ _LEAST_SHARES = {"msm_enter": 1024, "msm_recode": 4096, "msm_sum": 1, "msm_finis
 @functools.cache
 def kernel_source(curve: str, entry: str, form: str = "") -> KernelSource:
     """Return the kernel of one entry; raises ConfigError for an unknown one."""
-    if entry not in _ENTRIES:
-        raise ConfigError(f"unknown entry {entry!r}; known are {', '.join(_ENTRIES)}")
-    kinds = tuple(f"*{_POINTERS[a]}" if a in _POINTERS else "i64" for a in _ENTRIES[entry][0])
+    if entry.removeprefix("msm_") not in _ENTRIES:
+        raise ConfigError(f"unknown entry {entry!r}; known are {', '.join(f'msm_{known}' for known in _ENTRIES)}")
+    arguments, _ = _ENTRIES[entry.removeprefix("msm_")]
+    kinds = tuple(f"*{_POINTERS[a]}" if a in _POINTERS else "i64" for a in arguments)
     builder = curve_program(_text, curve, entry, form, _LEAST_SHARES[entry])
     return KernelSource(f"{entry}_{curve}", {"llvm": builder}, {entry: kinds}, targets=())
 
@@ -83,15 +84,10 @@ def kernel_source(curve: str, entry: str, form: str = "") -> KernelSource:
 def _text(name: str, entry: str, kind: str) -> str:
     curve = curve_of(name)
     form = packed_field(curve.coordinates.base, kind)
-    arguments, write = _ENTRIES[entry]
-    typed = [f"ptr %{a}" if a in _POINTERS else f"i64 %{a}" for a in ("begin", "end", *arguments)]
-    code = FunctionBuilder(entry, typed, linkage="", attributes="nounwind")
-    write(curve, form, code)
-    code.ret()
     parts = [] if entry == "msm_recode" else list(functions(name, kind))
     if entry == "msm_sum":
         parts += [_pairs(curve, form), _copy(curve, form)]
-    return program([*parts, code])
+    return program([*parts, *entry_functions("msm", _ENTRIES, entry, _POINTERS, curve, form)])
 
 
 # --- buckets ---------------------------------------------------------------------------------------------------------
@@ -469,8 +465,8 @@ _POINTERS = {
     "scratch": "u8",
 }
 _ENTRIES: Mapping[str, tuple[tuple[str, ...], Callable[[Curve[Any], PackedField, FunctionBuilder], None]]] = {
-    "msm_enter": (("x", "z", "n"), _enter),
-    "msm_recode": (("scalars", "columns", "shift", "n"), _recode),
-    "msm_sum": (("points", "columns", "tasks", "next", "scratch", "offsets", "partials", "sizes"), _sum),
-    "msm_finish": (("partials", "doublings", "count", "z"), _finish),
+    "enter": (("x", "z", "n"), _enter),
+    "recode": (("scalars", "columns", "shift", "n"), _recode),
+    "sum": (("points", "columns", "tasks", "next", "scratch", "offsets", "partials", "sizes"), _sum),
+    "finish": (("partials", "doublings", "count", "z"), _finish),
 }

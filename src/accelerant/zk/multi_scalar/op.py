@@ -130,17 +130,7 @@ class FixedBase:
         return self.n
 
     def msm(self, scalars: Any) -> Any:
-        """Return the sum of scalars[i] times point i, for each row of scalars.
-
-        Args:
-            scalars: (n, 4) or (b, n, 4), as for msm.
-
-        Returns:
-            One point, or (b, ...) of them, canonical, in the library and on the device of the original points.
-
-        Raises:
-            As msm.
-        """
+        """Return the sum of scalars[i] times point i, for each row of scalars; arguments, result and errors as msm."""
         rows, leading, check = _scalar_rows(self._parameters, scalars, self.space, self.n)
         total = run_sums(self.space, self._parameters, rows, self._start, check)
         return sums_outward(self._parameters, total, self.space, leading, self._kind)
