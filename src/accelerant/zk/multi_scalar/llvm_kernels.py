@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from accelerant.algebra.curve.llvm_kernels import Lanes, curve_program, from_memory, store_affine
