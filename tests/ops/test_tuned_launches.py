@@ -213,8 +213,10 @@ SAMPLES = {
     "gelu_bwd": stream(lambda dy, x, plan: launch_map(gelu.backward_kernel, x, {"TANH": True}, plan, dy), 2),
     "swiglu_fwd": stream(swiglu.launch_forward, 2),
     "swiglu_bwd": stream(swiglu.launch_backward, 3),
-    "swiglu_packed_fwd": of_rows(swiglu.packed_forward, (3, 2200), sizes=(3, 1100)),
-    "swiglu_packed_bwd": of_rows(swiglu.packed_backward, (3, 1100), (3, 2200), sizes=(3, 1100)),
+    "swiglu_packed_fwd": of_rows(lambda x, plan: swiglu.launch_forward(x, None, plan), (3, 2200), sizes=(3, 1100)),
+    "swiglu_packed_bwd": of_rows(
+        lambda dy, x, plan: swiglu.launch_backward(dy, x, None, plan), (3, 1100), (3, 2200), sizes=(3, 1100)
+    ),
     "rope_fwd": [ropes(False), ropes(True)],
     "embedding_fwd": embeddings("fwd"),
     "embedding_bwd_atomic": embeddings("atomic"),

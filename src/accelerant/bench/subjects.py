@@ -22,24 +22,6 @@ from accelerant.ops._registry import public_op
 __all__ = ["OPS", "Subject", "subject_of"]
 
 
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, **options: Any) -> Tensor:
-    return F.layer_norm(x, weight.shape, weight, bias, **options)
-
-
-def _add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return F.layer_norm(total, weight.shape, weight, bias, **options), total
-
-
-def _rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
-def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, *, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
-    total = x + residual
-    return F.rms_norm(total, weight.shape, weight, eps), total
-
-
 def _linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
     return F.gelu(F.linear(x, weight, bias), approximate=approximate)
 
@@ -177,20 +159,17 @@ def attention_flops(q: Tensor, k: Tensor, *, causal: bool) -> int:
     return 4 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * q.shape[3] // (2 if causal else 1)
 
 
-_ALL: dict[str, Subject] = {
-    "add": Subject(torch.add),
-    "mul": Subject(torch.mul),
-    "relu": Subject(F.relu),
-    "sigmoid": Subject(torch.sigmoid),
-    "tanh": Subject(torch.tanh),
-    "silu": Subject(F.silu),
-    "gelu": Subject(F.gelu),
-    "softmax": Subject(F.softmax),
-    "log_softmax": Subject(F.log_softmax),
-    "layer_norm": Subject(_layer_norm, shared=(1, 2)),
-    "add_layer_norm": Subject(_add_layer_norm, shared=(2, 3)),
-    "rms_norm": Subject(_rms_norm, shared=(1,)),
-    "add_rms_norm": Subject(_add_rms_norm, shared=(2,)),
+def _torch_function(op: str) -> Callable[..., Any]:
+    """Return torch's function of an op, as its CPU fast path calls it."""
+    function: Callable[..., Any] = public_op(op).function.torch_function  # type: ignore[attr-defined]
+    return function
+
+
+_OWN: dict[str, Subject] = {
+    "layer_norm": Subject(_torch_function("layer_norm"), shared=(1, 2)),
+    "add_layer_norm": Subject(_torch_function("add_layer_norm"), shared=(2, 3)),
+    "rms_norm": Subject(_torch_function("rms_norm"), shared=(1,)),
+    "add_rms_norm": Subject(_torch_function("add_rms_norm"), shared=(2,)),
     "linear_gelu": Subject(_linear_gelu, {"cublaslt": _cublaslt_linear_gelu}, _matmul_flops, shared=(1, 2)),
     "swiglu": Subject(_swiglu),
     "rope": Subject(_rope, constants=(1, 2)),
@@ -219,16 +198,14 @@ _ALL: dict[str, Subject] = {
     ),
     "attention_decode": Subject(_attention_decode),
     "conv2d": Subject(F.conv2d, flops=_conv_flops, shared=(1, 2)),
-    "max_pool2d": Subject(F.max_pool2d),
-    "avg_pool2d": Subject(F.avg_pool2d),
 }
 
 
-def subject_of(name: str) -> Subject | None:
-    """Return what an op is measured against: the SUBJECT of its cases.py, or its entry here; None if it has none."""
+def subject_of(name: str) -> Subject:
+    """Return what an op is measured against: the SUBJECT of its cases.py, its entry here, or torch's function alone."""
     declared: Subject | None = getattr(public_op(name).cases, "SUBJECT", None)
-    return declared or _ALL.get(name)
+    return declared or _OWN.get(name) or Subject(_torch_function(name))
 
 
-OPS: dict[str, Subject] = {name: subject for name in ops.__all__ if (subject := subject_of(name)) is not None}
+OPS: dict[str, Subject] = {name: subject_of(name) for name in ops.__all__}
 """The subjects of the public ops."""

@@ -28,7 +28,7 @@ from accelerant.runtime.dispatch import Case, case_of
 from accelerant.runtime.dispatch.tuning import Tuned
 
 __all__ = [
-    "KERNELS", "PACKED", "launch_backward", "launch_forward", "packed_backward", "packed_forward", "row_plan", "swiglu",
+    "KERNELS", "PACKED", "launch_backward", "launch_forward", "row_plan", "swiglu",
     "swiglu_bwd", "swiglu_fwd", "swiglu_reference",
 ]  # fmt: skip
 
@@ -71,63 +71,48 @@ PACKED: dict[str, Tuned[Elementwise]] = {
 """Tuned plans for halves of rows, keyed by rows and columns."""
 
 
-def launch_forward(gate: Tensor, up: Tensor, plan: Elementwise | None = None) -> Tensor:
-    """Return swiglu of two tensors, contiguous."""
-    y = gate.new_empty(gate.shape)
+def _as_rows(gate: Tensor, up: Tensor | None, N: int) -> tuple[Tensor, Tensor, int]:
+    """Return gate and up as rows of N elements, and the rows' stride; two tensors are one row."""
+    if up is not None:
+        return gate.contiguous(), up.contiguous(), N
+    rows, stride = as_rows(gate, 2 * N)
+    rows = rows.view(-1, 2 * N)
+    return rows, rows[:, N:], stride
+
+
+def launch_forward(gate: Tensor, up: Tensor | None, plan: Elementwise | None = None) -> Tensor:
+    """Return swiglu of two tensors, or without up of the halves of each row; contiguous."""
+    y = gate.new_empty(gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2))
     n = y.numel()
     if n:
+        N = gate.shape[-1] // 2 if up is None else n
         if plan is None:
-            plan = KERNELS["fwd"].plan(gate.device, gate.dtype, (n,), lambda plan: launch_forward(gate, up, plan))
-        args = (gate.contiguous(), up.contiguous(), y, n, n, n)
-        KERNELS["fwd"].launch(plan.grid(n), args, {"BLOCK": plan.block}, num_warps=plan.num_warps)
-    return y
-
-
-def launch_backward(dy: Tensor, gate: Tensor, up: Tensor, plan: Elementwise | None = None) -> tuple[Tensor, Tensor]:
-    """Return the gradients of gate and up, contiguous."""
-    dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
-    n = dgate.numel()
-    if n:
-        if plan is None:
-            plan = KERNELS["bwd"].plan(gate.device, gate.dtype, (n,), lambda plan: launch_backward(dy, gate, up, plan))
-        args = (dy.contiguous(), gate.contiguous(), up.contiguous(), dgate, dup, n, n, n, n)
-        KERNELS["bwd"].launch(plan.grid(n), args, {"BLOCK": plan.block}, num_warps=plan.num_warps)
-    return dgate, dup
-
-
-def packed_forward(x: Tensor, plan: Elementwise | None = None) -> Tensor:
-    """Return swiglu of the halves of each row, contiguous."""
-    N = x.shape[-1] // 2
-    y = x.new_empty((*x.shape[:-1], N))
-    if y.numel():
-        M = y.numel() // N
-        if plan is None:
-            plan = PACKED["fwd"](x.device, x.dtype, (M, N), lambda plan: packed_forward(x, plan))
-        rows, stride = as_rows(x, 2 * N)
-        rows = rows.view(-1, 2 * N)
-        grid = (M * ceil_div(N, plan.block),)
-        args = (rows, rows[:, N:], y, N, stride, stride)
+            tuned, sizes = (PACKED["fwd"], (n // N, N)) if up is None else (KERNELS["fwd"].plan, (n,))
+            plan = tuned(gate.device, gate.dtype, sizes, lambda plan: launch_forward(gate, up, plan))
+        gates, ups, stride = _as_rows(gate, up, N)
+        grid = (n // N * ceil_div(N, plan.block),)
+        args = (gates, ups, y, N, stride, stride)
         KERNELS["fwd"].launch(grid, args, {"BLOCK": plan.block}, num_warps=plan.num_warps)
     return y
 
 
-def packed_backward(dy: Tensor, x: Tensor, plan: Elementwise | None = None) -> Tensor:
-    """Return the gradient of x, contiguous, both halves in one pass."""
-    N = x.shape[-1] // 2
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if dx.numel():
-        M = dx.numel() // (2 * N)
+def launch_backward(
+    dy: Tensor, gate: Tensor, up: Tensor | None, plan: Elementwise | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of gate and up, contiguous; without up that of the halves, in one pass."""
+    dgate, dup = gate.new_empty(gate.shape), None if up is None else up.new_empty(up.shape)
+    n = dy.numel()
+    if n:
+        N = gate.shape[-1] // 2 if up is None else n
         if plan is None:
-            plan = PACKED["bwd"](x.device, x.dtype, (M, N), lambda plan: packed_backward(dy, x, plan))
-        rows, stride = as_rows(x, 2 * N)
-        rows, flat = rows.view(-1, 2 * N), dx.view(-1, 2 * N)
-        grid = (M * ceil_div(N, plan.block),)
-        args = (dy.contiguous(), rows, rows[:, N:], flat, flat[:, N:], N, stride, stride, 2 * N)
+            tuned, sizes = (PACKED["bwd"], (n // N, N)) if up is None else (KERNELS["bwd"].plan, (n,))
+            plan = tuned(gate.device, gate.dtype, sizes, lambda plan: launch_backward(dy, gate, up, plan))
+        gates, ups, stride = _as_rows(gate, up, N)
+        dgates, dups, gradient_stride = _as_rows(dgate, dup, N)
+        grid = (n // N * ceil_div(N, plan.block),)
+        args = (dy.contiguous(), gates, ups, dgates, dups, N, stride, stride, gradient_stride)
         KERNELS["bwd"].launch(grid, args, {"BLOCK": plan.block}, num_warps=plan.num_warps)
-    return dx
-
-
-# --- implementations and the public function -------------------------------------------------------------------------
+    return dgate, dup
 
 
 def _torch_forward(gate: Tensor, up: Tensor | None) -> Tensor:
@@ -154,19 +139,8 @@ def _torch_backward(dy: Tensor, gate: Tensor, up: Tensor | None) -> tuple[Tensor
     return dx, dup
 
 
-swiglu_fwd = triton_operation(
-    "swiglu_fwd",
-    lambda gate, up: packed_forward(gate) if up is None else launch_forward(gate, up),
-    _torch_forward,
-    cost=accesses(3, 5),
-    differentiable=True,
-)
-swiglu_bwd = triton_operation(
-    "swiglu_bwd",
-    lambda dy, gate, up: (packed_backward(dy, gate), None) if up is None else launch_backward(dy, gate, up),
-    _torch_backward,
-    cost=accesses(5, 12),
-)
+swiglu_fwd = triton_operation("swiglu_fwd", launch_forward, _torch_forward, cost=accesses(3, 5), differentiable=True)
+swiglu_bwd = triton_operation("swiglu_bwd", launch_backward, _torch_backward, cost=accesses(5, 12))
 
 
 _cpu = CpuFastPath(lambda gate, up=None: _torch_forward(gate, up))
