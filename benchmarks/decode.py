@@ -1,4 +1,4 @@
-"""Decoding one sequence with a Llama of 8 billion parameters: the time of a token, beside plain torch's.
+"""Decoding one sequence with a Llama of 8 billion parameters: the time of a token, compared with plain torch.
 
     python -m benchmarks.decode --dtype int8
 

@@ -1,4 +1,4 @@
-"""Private training steps beside steps without privacy, ours, plain PyTorch's and Opacus's; and noise alone.
+"""Private training steps compared with steps without privacy, ours, plain PyTorch's and Opacus's; and noise alone.
 
     python -m benchmarks.dp --case 64x1024/16 --against torch,opacus
 

@@ -1,4 +1,4 @@
-"""Groth16 proofs on BN254 beside snarkjs: with the key kept ready, from files, and their memory.
+"""Groth16 proofs on BN254 compared with those of snarkjs: with the key kept ready, from files, and their memory.
 
     python -m benchmarks.groth16 --constraints 32701
 

@@ -1,4 +1,4 @@
-"""Loss curves of a training beside plain PyTorch's: the same initial weights, the same batches in the same order.
+"""Loss curves of a training, compared with plain PyTorch's: the same initial weights, the same batches in order.
 
     python -m benchmarks.loss_curve --batch 4 --out runs/curve
 

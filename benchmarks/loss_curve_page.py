@@ -336,7 +336,7 @@ def _csv(record: CurveRecord) -> str:
 
 
 def write_curve(folder: Path, record: CurveRecord) -> None:
-    """Write curve.csv, curve.svg, curve.md and report.html beside curve.json."""
+    """Write curve.csv, curve.svg, curve.md and report.html to the folder of curve.json."""
     texts: Sequence[tuple[str, str]] = (
         ("curve.csv", _csv(record)),
         ("curve.svg", picture(record)),

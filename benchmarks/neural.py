@@ -1,4 +1,4 @@
-"""The neural ops beside Liger, QuACK and FlashAttention-4, and the peers that come with torch.
+"""The neural ops compared with Liger, QuACK and FlashAttention-4, and the peers that come with torch.
 
     python -m benchmarks.neural --against torch,compile,liger,quack,cudnn,flash_attn_4,cublaslt --out neural-h200
 
@@ -148,7 +148,7 @@ def flash_attention_4() -> Fn:
 
 @dataclass(frozen=True)
 class NeuralPeersSuite(NeuralSuite):
-    """Measure the neural ops, forward and backward, beside torch and other libraries; losses come first."""
+    """Measure the neural ops, torch and other libraries, forward and backward; losses come first."""
 
     examples = (
         "--against torch,compile,liger,quack,cudnn,flash,flash_attn_4,cublaslt",

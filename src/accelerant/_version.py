@@ -1,3 +1,3 @@
-"""The one place where the version stands."""
+"""The package's version; pyproject.toml reads it from here."""
 
 __version__ = "0.1.0"

@@ -551,7 +551,7 @@ def test_the_sweep_stands_apart_in_the_page():
     record = Record(environment(), {"copy GB/s": 1000.0, "matmul TFLOP/s": 10.0}, [*rows(), *swept])
     record.conclude()
     page = build_report(record)
-    assert page.index("Lost in the sweep") < page.index("Neural: beside the peers")
+    assert page.index("Lost in the sweep") < page.index("Neural: compared with the peers")
     assert "2 of 4 sizes" in page  # 4.0 and 5.0 against 3.0
     assert "Rate by size" in page
     assert "8x1024" not in page[page.index("All rows") :]

@@ -105,7 +105,7 @@ class Batch(Operations):
         return call
 
     def _finish(self) -> None:
-        """Group the calls and run each group; start anew where the next call would pass the memory limit."""
+        """Group the calls and run each group; start a new group where the next call would pass the memory limit."""
         groups: dict[tuple[Any, ...], list[_Member]] = {}
         held_bytes = 0
         for call in self._calls:

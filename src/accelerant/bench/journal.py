@@ -48,7 +48,7 @@ class Journal:
         self.done: set[str] = set()
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         if lines and not resume:
-            raise ConfigError(f"{path} is of an earlier run: --resume goes on with it, another folder starts anew")
+            raise ConfigError(f"{path} is of an earlier run: --resume goes on with it, another folder starts a new one")
         whole = [line for line in lines if line.endswith(b"\n")]
         if whole:
             self._read(whole, record)

@@ -1,4 +1,4 @@
-"""A record as an HTML page: lost cases first, bars beside the peers, shares of the ceilings, targets, all rows.
+"""A record as an HTML page: lost cases first, bars of ours and the peers, shares of the ceilings, targets, all rows.
 
 The roofline shows rates against arithmetic intensity (operations over least bytes) under the roof min(copy rate x
 intensity, matrix rate) of the ceilings measured in the run. Source: Williams, Waterman and Patterson 2009, "Roofline:
@@ -61,7 +61,7 @@ def build_report(record: Record, comparison: Comparison | None = None) -> str:
         f'<p class="lead">Accelerant {escape(env.accelerant)} on {escape(env.system)}, {escape(env.time)}</p>',
         _facts(record, cases),
         _notes(record),
-        card("Beside the baseline", f"<pre>{escape(comparison.table())}</pre>", "warn" if regressions else "")
+        card("Compared with the baseline", f"<pre>{escape(comparison.table())}</pre>", "warn" if regressions else "")
         if comparison is not None
         else "",
         _losses(cases),
@@ -173,7 +173,7 @@ def _suite(suite: str, cases: Cases) -> str:
         if key[0] == suite and not _lost(rows) and any(row.speedup is not None for row in rows)
     ]
     content = _key() + "".join(_case(rows) for rows in shown)
-    return card(f"{suite.capitalize()}: beside the peers", content) if shown else ""
+    return card(f"{suite.capitalize()}: compared with the peers", content) if shown else ""
 
 
 def _case(rows: Sequence[Row]) -> str:

@@ -65,7 +65,7 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tab
 def register(app: typer.Typer) -> None:
     """Add the command group."""
     group = typer.Typer(
-        cls=_SuiteGroup, help="Measure the kernels and the runtime beside their peers.", no_args_is_help=True
+        cls=_SuiteGroup, help="Measure the kernels and the runtime, compared with their peers.", no_args_is_help=True
     )
     group.command("all", epilog=_epilog("accelerant bench all", _ALL_EXAMPLES))(everything)
     group.command("compare", epilog="Example:  accelerant bench compare before.json after.json")(compare_records)
@@ -233,7 +233,7 @@ class _RunOptions:
             comparison = compare(baseline, run.record, asked=lambda row: any(one.covers(row) for one in suites))
         print(run.record.to_json() if self.json_output else run.record.table(), flush=True)
         if comparison is not None:
-            word = "slower than" if comparison.regressions else "beside"
+            word = "slower than" if comparison.regressions else "compared with"
             print(f"{word} {self.compare}:\n{comparison.table()}", file=sys.stderr)
         for suite, error in outcome.failures.items():
             first = (str(error).splitlines() or [""])[0]

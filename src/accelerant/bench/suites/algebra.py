@@ -1,4 +1,4 @@
-"""Field addition beside integer code of NumPy and torch; every sum is checked exactly first."""
+"""Field addition compared with integer code of NumPy and torch; every sum is checked exactly first."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CHECKED = 2**12
 
 @dataclass(frozen=True)
 class AlgebraSuite(Suite):
-    """Measure field arithmetic beside integer paths of NumPy and torch, checked exactly first."""
+    """Measure field arithmetic and integer code of NumPy and torch, checked exactly first."""
 
     name = "algebra"
     examples = ("--no-compiled",)

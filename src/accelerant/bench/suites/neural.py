@@ -1,4 +1,4 @@
-"""The neural ops beside torch, torch.compile and other libraries, forward and backward, in one run.
+"""The neural ops compared with torch, torch.compile and other libraries, forward and backward, in one run.
 
 In the tables dispatch races its implementations, as for a user who asks for it; at odd sizes and in the sweep it
 chooses as in a user's first call. Where it chooses a library, the case is measured again with our own kernel forced,
@@ -70,7 +70,7 @@ _ROTATED_LEAST, _ROTATED_MOST = 8, 64
 
 @dataclass(frozen=True)
 class NeuralSuite(Suite):
-    """Measure the neural ops, forward and backward, beside torch. Cases in which a peer was faster come first."""
+    """Measure the neural ops and torch, forward and backward. Cases in which a peer was faster come first."""
 
     name = "neural"
     examples: ClassVar[tuple[str, ...]] = (
@@ -94,9 +94,9 @@ class NeuralSuite(Suite):
         metavar="LIST", comma=True, same=True,
     )  # fmt: skip
     tables: bool = option(True, "The ops' tables; without them odd sizes or the sweep alone.")
-    odd: bool = option(False, "Odd sizes too, beside torch.", flags=("--odd",))
+    odd: bool = option(False, "Odd sizes too, compared with torch.", flags=("--odd",))
     sweep: bool = option(
-        False, "Ops of rows from 2^10 to 2^28 elements too, beside torch and compile.", flags=("--sweep",)
+        False, "Ops of rows from 2^10 to 2^28 elements too, compared with torch and compile.", flags=("--sweep",)
     )
     sweep_to: int = option(28, "The sweep's end, as a power of two.", min=10, max=30)
     budget_s: float = option(0.1, "Seconds of calls behind each figure.", min=0.0, same=True)

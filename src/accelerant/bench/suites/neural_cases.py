@@ -195,7 +195,7 @@ class CaseWork:
 
     Attributes:
         direction: "forward", "backward" or "both".
-        only_reads: it writes next to nothing beside what it reads.
+        only_reads: its output is far smaller than its input.
     """
 
     direction: str
@@ -235,7 +235,7 @@ ALLOWED_ERROR = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 """Allowed error by dtype; float32 products may be TF32's."""
 
 _MOST_ERROR = 0.5
-"""A larger error is wrong whatever torch's is."""
+"""A larger error is wrong, even if torch's is as large."""
 
 _MOST_ELEMENTS = 2**28
 """Float64 elements of a reference; a larger case is compared on its first rows. A GPU with much memory holds more."""

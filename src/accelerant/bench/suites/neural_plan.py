@@ -263,7 +263,7 @@ def _row_flops(op: str, sample: Sample) -> int:
 
 
 def sweep_sizes(largest: int = 28) -> list[int]:
-    """Return 2^10 to 2^largest by powers of four, and beside every other one an odd number, which makes one row."""
+    """Return 2^10 to 2^largest by powers of four, and after every other one an odd number, whose tensor has one row."""
     both = ((1 << power, (1 << power) - power % 4 // 2) for power in range(10, largest + 1, 2))
     return [size for pair in both for size in dict.fromkeys(pair)]
 

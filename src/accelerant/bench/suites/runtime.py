@@ -174,7 +174,7 @@ _ALLOWED_ERROR = 1e-2
 
 
 def _streaming(run: SuiteRun, budget_s: float) -> list[Row]:
-    """Measure stream_chunks beside the same chunks one after the other, and the overlap of copies and work.
+    """Measure stream_chunks, the same chunks one after the other, and the overlap of copies and work.
 
     On an H200 the function's matrix products take about as long as a chunk's transfer, so that each of the three stages
     can hide the others.

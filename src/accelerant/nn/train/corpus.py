@@ -112,7 +112,7 @@ def load_corpus(data: Sequence[str]) -> Corpus:
 
 
 def text_files(data: Sequence[str]) -> list[Path]:
-    """Return the files that paths stand for, each once; a folder stands for its text files.
+    """Return the files that paths name, each once; a folder means its text files.
 
     Raises:
         ConfigError: a path does not exist or cannot be read.

@@ -174,7 +174,7 @@ class Operation:
         return plan if plan.torch_autograd else None
 
     def forget(self) -> None:
-        """Choose anew from the next call on; for tests and after a change of settings."""
+        """Discard the choices: each case chooses again. For tests, and after a change of settings."""
         self.plans.forget()
         self._broken.clear()
 
