@@ -10,6 +10,7 @@ Source: Hochreiter and Schmidhuber 1997; Cho et al. 2014, arXiv:1406.1078, with 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -205,16 +206,10 @@ class _MultiheadAttentionRule(LayerRule):
         return None
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
+        need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
         is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         module = self.module
         same = query is key and key is value
         query, examples = self.examples_first(query, 3)
@@ -263,16 +258,15 @@ def _added_mask(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, examples: int, heads: int, dtype: torch.dtype
 ) -> Tensor | None:
     """Combine both masks into one to add to scores (B, heads, T, S): -inf where a boolean one is true."""
-    combined: Tensor | None = None
-    for mask, by_example in ((attn_mask, False), (key_padding_mask, True)):
-        if mask is None:
-            continue
-        added = mask.to(dtype)
-        if mask.dtype == torch.bool:
-            added = torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)
-        if by_example:
-            added = added[:, None, None, :]
-        elif added.dim() == 3:
-            added = added.view(examples, heads, *added.shape[1:])
-        combined = added if combined is None else combined + added
-    return combined
+    masks = []
+    if attn_mask is not None:
+        masks.append(attn_mask if attn_mask.dim() != 3 else attn_mask.view(examples, heads, *attn_mask.shape[1:]))
+    if key_padding_mask is not None:
+        masks.append(key_padding_mask[:, None, None, :])
+    added = [
+        torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -torch.inf)
+        if mask.dtype == torch.bool
+        else mask.to(dtype)
+        for mask in masks
+    ]
+    return functools.reduce(torch.add, added) if added else None

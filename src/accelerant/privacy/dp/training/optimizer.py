@@ -67,19 +67,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True  # so that a GradScaler shows itself to step, which refuses it
 
     def __init__(  # Optimizer.__init__ is not called: groups, state and hooks are the wrapped optimizer's
-        self,
-        optimizer: torch.optim.Optimizer,
-        clipper: PerExampleClipper,
-        release: NoisySum,
-        ledger: Ledger,
-        *,
-        processes: Processes,
-        sample_rate: float,
-        expected_batch_size: float | None,
-        adaptive: AdaptiveNorm | None,
-        budget: Budget | None = None,
-        grouped: bool = False,
-    ) -> None:
+        self, optimizer: torch.optim.Optimizer, clipper: PerExampleClipper, release: NoisySum, ledger: Ledger, *,
+        processes: Processes, sample_rate: float, expected_batch_size: float | None, adaptive: AdaptiveNorm | None,
+        budget: Budget | None = None, grouped: bool = False,
+    ) -> None:  # fmt: skip
         self.inner = optimizer
         self.stepped = False
         self.steps = 0

@@ -75,13 +75,9 @@ class PrivateTraining:
         self._hook = model.register_forward_pre_hook(mark(_before_forward(optimizer, model)))
 
     def batches(
-        self,
-        data: Any,
-        *,
-        microbatch: int | None = None,
-        steps: int | None = None,
+        self, data: Any, *, microbatch: int | None = None, steps: int | None = None,
         sampler: PoissonSampler | None = None,
-    ) -> Generator[DrawnBatch, None, None]:
+    ) -> Generator[DrawnBatch, None, None]:  # fmt: skip
         """Draw batches from the data by Poisson sampling, each in one or more parts, for an ordinary loop.
 
         Each row, or one row of each group, is in each draw with probability sample_rate, independently: batches vary in
@@ -101,13 +97,9 @@ class PrivateTraining:
         return self._used(self.draws(data, microbatch=microbatch, steps=steps, sampler=sampler))
 
     def draws(
-        self,
-        data: Any,
-        *,
-        microbatch: int | None = None,
-        steps: int | None = None,
+        self, data: Any, *, microbatch: int | None = None, steps: int | None = None,
         sampler: PoissonSampler | None = None,
-    ) -> PoissonBatches:
+    ) -> PoissonBatches:  # fmt: skip
         """Draw as `batches` does, for a loop that calls `use` itself before the forward pass of each part."""
         if not self._attached:
             raise ConfigError("this private training was detached: call make_private again")
@@ -358,17 +350,11 @@ def make_private(
         if own is not None and held is not None and held.delta == own.delta and held.epsilon <= own.epsilon:
             own = None  # the ledger's is as tight
         private = PrivateOptimizer(
-            optimizer,
-            clipper,
-            NoisySum(source, noise, dimensions),
-            book,
-            processes=processes,
-            sample_rate=arguments.sample_rate,
-            expected_batch_size=arguments.expected_batch_size,
+            optimizer, clipper, NoisySum(source, noise, dimensions), book,
+            processes=processes, budget=own, grouped=units.groups is not None,
+            sample_rate=arguments.sample_rate, expected_batch_size=arguments.expected_batch_size,
             adaptive=None if adaptive is None else AdaptiveNorm(adaptive, source, noise),
-            budget=own,
-            grouped=units.groups is not None,
-        )
+        )  # fmt: skip
         undo.callback(private.detach)
         training = PrivateTraining(model, private, arguments, units, owns_ledger=owned)
         undo.pop_all()

@@ -166,19 +166,11 @@ class PrivateRun(Extension):
         noise, self._folder = settings.noise_multiplier, Path(config.folder)
         try:
             self._private = make_private(
-                trainer.model,
-                trainer.optimizer,
-                noise_multiplier=noise,
-                target_epsilon=settings.target_epsilon if noise is None else None,
-                steps=config.steps,
-                delta=settings.delta,
-                max_grad_norm=settings.max_grad_norm,
-                sample_rate=source.rate,
-                expected_batch_size=float(config.batch_size),
-                loss_reduction="sum",
-                secure=settings.secure,
-                ledger=ledger,
-            )
+                trainer.model, trainer.optimizer, ledger=ledger, secure=settings.secure, loss_reduction="sum",
+                noise_multiplier=noise, target_epsilon=settings.target_epsilon if noise is None else None,
+                steps=config.steps, delta=settings.delta, max_grad_norm=settings.max_grad_norm,
+                sample_rate=source.rate, expected_batch_size=float(config.batch_size),
+            )  # fmt: skip
         except BaseException:
             ledger.close()
             raise

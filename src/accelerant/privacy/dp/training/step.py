@@ -66,13 +66,9 @@ class PrivateStep(GraphedStep):
     """
 
     def __init__(
-        self,
-        private: PrivateTraining,
-        loss: Callable[..., Tensor],
-        *,
-        precision: torch.dtype | None = None,
+        self, private: PrivateTraining, loss: Callable[..., Tensor], *, precision: torch.dtype | None = None,
         graph: bool | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if precision not in (None, torch.float32, torch.bfloat16):
             raise ConfigError(f"precision must be bfloat16, float32 or None, got {precision}")
         self.private, self.loss = private, loss
