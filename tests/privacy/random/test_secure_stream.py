@@ -13,7 +13,7 @@ import torch
 
 from accelerant.errors import ConfigError
 from accelerant.privacy.random import SecureStream
-from accelerant.privacy.random.chacha20 import chacha20_words, key_words
+from accelerant.privacy.random.stream import chacha20_words, key_words
 
 KEY = bytes(range(32))
 

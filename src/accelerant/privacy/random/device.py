@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ConfigError
-from accelerant.privacy.random.chacha20 import Words, chacha20_words
 from accelerant.privacy.random.llvm_kernels import KeystreamKernel, lanes
-from accelerant.privacy.random.stream import SecureStream
+from accelerant.privacy.random.stream import SecureStream, Words, chacha20_words
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import Builder, Kernel, KernelSource
 from accelerant.runtime.provider import ComputeProvider

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from accelerant.privacy.random.chacha20 import BLOCK_WORDS, CONSTANTS, DOUBLE_ROUNDS, QUARTERS
+from accelerant.privacy.random.stream import BLOCK_WORDS, CONSTANTS, DOUBLE_ROUNDS, QUARTERS
 from accelerant.runtime.compilation.kernel import builder_key
 from accelerant.runtime.compilation.llvm import FunctionBuilder, Value, constant, lane_constants, program, vector
 

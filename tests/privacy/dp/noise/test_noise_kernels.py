@@ -29,8 +29,8 @@ from accelerant.privacy.dp.noise.launch import (
     table_words,
 )
 from accelerant.privacy.dp.noise.llvm_discrete import GaussianKernel
-from accelerant.privacy.random.chacha20 import key_words
 from accelerant.privacy.random.llvm_kernels import Vectors, lanes
+from accelerant.privacy.random.stream import key_words
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.cuda import compile_cuda
 from accelerant.runtime.compilation.kernel import KernelSource
@@ -197,7 +197,7 @@ def test_portable_laplace_equals_the_reference(opencl, steps):
 
 def test_laplace_decides_equal_words_by_the_pool():
     """With thresholds that are words of the keystream every digit is decided by the pool: as often as not."""
-    from accelerant.privacy.random.chacha20 import chacha20_words
+    from accelerant.privacy.random.stream import chacha20_words
 
     steps = Fraction(1000)
     digits = digits_of(steps)

@@ -19,7 +19,7 @@ from accelerant.privacy.dp.noise import FastSource, SecureSource, launch
 from accelerant.privacy.dp.noise.discrete import GROUP, UNIT_BLOCKS, groups_of, make_plan
 from accelerant.privacy.dp.noise.launch import RANGE, add_steps, fused_source
 from accelerant.privacy.random import SecureStream
-from accelerant.privacy.random.chacha20 import chacha20_words, key_words
+from accelerant.privacy.random.stream import chacha20_words, key_words
 from accelerant.runtime.ledger import ledger
 
 KEY = bytes(range(32))

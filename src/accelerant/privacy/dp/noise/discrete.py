@@ -66,7 +66,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant.errors import ConfigError
-from accelerant.privacy.random.chacha20 import BLOCK_WORDS
+from accelerant.privacy.random.stream import BLOCK_WORDS
 
 __all__ = [
     "BASE_LIMIT", "CELLS", "CELL_FIELD", "CELL_SHIFT", "COMPARED", "COMPARED_REST", "CUT", "GROUP", "LAPLACE_POOL",

@@ -29,8 +29,8 @@ from accelerant.privacy.dp.noise.discrete import (
     TRIGGER,
     draws_of_unit,
 )
-from accelerant.privacy.random.chacha20 import BLOCK_WORDS
 from accelerant.privacy.random.llvm_kernels import KeystreamBlocks, Load, VectorKernel, host_vectors, update_elements
+from accelerant.privacy.random.stream import BLOCK_WORDS
 from accelerant.runtime.compilation.llvm import (
     FunctionBuilder,
     Operand,

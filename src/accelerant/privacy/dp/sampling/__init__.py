@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from accelerant.privacy.dp.sampling.batches import PoissonBatches
-from accelerant.privacy.dp.sampling.draw_tracker import DrawnBatch
+from accelerant.privacy.dp.sampling.batches import DrawnBatch, PoissonBatches
 from accelerant.privacy.dp.sampling.poisson import GroupedSampler, PoissonSampler
 
 __all__ = ["DrawnBatch", "GroupedSampler", "PoissonBatches", "PoissonSampler"]

@@ -26,7 +26,7 @@ from accelerant.privacy.dp.ledger import Ledger
 from accelerant.privacy.dp.ledger.events import Event, Sampling
 from accelerant.privacy.dp.ledger.ledger import Allowance, Budget
 from accelerant.privacy.dp.noise.noisy_sum import NoisePlan, NoisySum
-from accelerant.privacy.dp.sampling.draw_tracker import DrawTracker
+from accelerant.privacy.dp.sampling.batches import DrawTracker
 from accelerant.privacy.dp.training.adaptive import AdaptiveNorm
 from accelerant.privacy.dp.training.distributed import Processes
 

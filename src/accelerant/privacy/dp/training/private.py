@@ -35,7 +35,7 @@ from accelerant.privacy.dp.ledger.events import check_number, check_whole
 from accelerant.privacy.dp.noise.noisy_sum import NoisySum, make_source, require_clipped_unit
 from accelerant.privacy.dp.sampling import DrawnBatch, GroupedSampler, PoissonBatches, PoissonSampler
 from accelerant.privacy.dp.sampling.batches import rows_of
-from accelerant.privacy.dp.sampling.units import ShardSampler, Units, delta_remark, require_sampler
+from accelerant.privacy.dp.sampling.poisson import ShardSampler, Units, delta_remark, require_sampler
 from accelerant.privacy.dp.training.adaptive import AdaptiveClipping, AdaptiveNorm
 from accelerant.privacy.dp.training.distributed import Processes
 from accelerant.privacy.dp.training.optimizer import PrivateOptimizer, require_float32
