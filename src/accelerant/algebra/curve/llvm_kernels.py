@@ -43,16 +43,7 @@ from accelerant.algebra.field.llvm_packed import PackedField
 from accelerant.runtime.compilation.kernel import LlvmProgram
 from accelerant.runtime.compilation.llvm import FunctionBuilder, Value, constant, program
 
-__all__ = [
-    "ENTRIES",
-    "POINTERS",
-    "Lanes",
-    "curve_kernels",
-    "curve_program",
-    "from_memory",
-    "store_affine",
-    "to_memory",
-]
+__all__ = ["ENTRIES", "POINTERS", "Lanes", "curve_kernels", "curve_program", "from_memory", "store_affine", "to_memory"]
 
 Writer = Callable[[Curve[Any], PackedField, FunctionBuilder], None]
 

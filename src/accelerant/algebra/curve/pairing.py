@@ -36,17 +36,7 @@ from accelerant.algebra.curve.launch import check_reduced
 from accelerant.algebra.curve.llvm_points import add, double
 from accelerant.algebra.curve.parameters import Family, endomorphism
 from accelerant.algebra.curve.tape import Program, Recorder, Segment, Tape, TapeFunction, cached, run_tape
-from accelerant.algebra.curve.tower import (
-    FQ12_SIZE,
-    Fq2,
-    Fq12,
-    Line,
-    Projective,
-    RecordedTower,
-    flat,
-    flat12,
-    pairs,
-)
+from accelerant.algebra.curve.tower import FQ12_SIZE, Fq2, Fq12, Line, Projective, RecordedTower, flat, flat12, pairs
 from accelerant.algebra.curve.weierstrass import signed_windows
 from accelerant.algebra.field import words as host
 from accelerant.algebra.field.memory_space import HOST

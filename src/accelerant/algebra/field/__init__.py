@@ -1,7 +1,6 @@
 """Prime fields, element by element.
 
 parameters.py     the fields and every constant derived from them
-reference.py      the same arithmetic on Python integers
 field.py          PrimeField, functions of arrays of canonical words; FieldArray, elements that stay on their device
 words.py          words of Python integers and back, on the host
 memory_space.py   memory of the host, of torch devices, of backends without tensors

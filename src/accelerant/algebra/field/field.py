@@ -25,15 +25,7 @@ import numpy.typing as npt
 
 from accelerant.algebra.field import launch, parameters
 from accelerant.algebra.field import words as host
-from accelerant.algebra.field.memory_space import (
-    HOST,
-    MemorySpace,
-    in_kind,
-    is_tensor,
-    signed_view,
-    space_at,
-    space_of,
-)
+from accelerant.algebra.field.memory_space import HOST, MemorySpace, in_kind, is_tensor, signed_view, space_at, space_of
 from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.runtime.provider import ComputeDevice

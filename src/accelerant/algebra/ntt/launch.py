@@ -1,4 +1,4 @@
-"""Transforms of words: plans for the CPU and for devices, kept with their tables, and recorded launches.
+"""Transforms of words: cached plans for the CPU and for devices, with their tables, and recorded launches.
 
 Words are arrays in the memory spaces of algebra.field, every element below the modulus, in canonical or in Montgomery
 form: a transform is a sum of products with constants, so it preserves either form.
@@ -10,7 +10,7 @@ import functools
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,12 +32,10 @@ LOG_MOST = 27
 """Log2 of the largest number of points of a transform."""
 
 _TABLES_LIMIT_BYTES = 2 * 1024**3
-"""Limit on the tables of all plans kept; twiddles of 2^24 points of four words are 512 MiB."""
+"""Limit on the tables of all cached plans; twiddles of 2^24 points of four words are 512 MiB."""
 
 _PLANS_LIMIT = 256
-"""Limit on plans kept: a small plan takes 2 KB in addition to its tables, and each coset needs another one."""
-
-_RECORDS_LIMIT = 4096
+"""Limit on cached plans: a small plan takes 2 KB in addition to its tables, and each coset needs another one."""
 
 
 def transform(
@@ -46,9 +44,7 @@ def transform(
     """Transform along the last axis of the elements' shape; see accelerant.zk.ntt.
 
     Args:
-        space: memory space of the words.
         x: words; the last axis of the elements' shape has 2^k points, k from 1 to LOG_MOST.
-        inverse: compute the inverse transform.
         coset: g, not 0; 1 for none.
         order: one of plan.ORDERS.
         out: words for the result, which may be x; new ones by default.
@@ -62,13 +58,13 @@ def transform(
     record = _record(space, field, tuple(shape), inverse, coset != 1, order)
     with RecordedLaunch(record, space.provider, space.index):
         run(plan, space, x, out, n * batch)
-    if plan.retired:  # by another thread, whose wait for the device may have come before these launches
+    if plan.retired:  # another thread dropped it and may have waited for the device before these launches
         space.provider.synchronize(space.index)
     return out
 
 
 def run(plan: NttPlan, space: MemorySpace, x: Any, out: Any, elements: int) -> None:
-    """Launch the passes of a plan; if the last one moves elements, those before it work in scratch memory."""
+    """Launch the passes of a plan; if the last one is not in place, those before it work in scratch memory."""
     last = len(plan.passes) - 1
     moves = not plan.passes[last].in_place
     work = space.empty(tuple(x.shape), dtype_of(plan.field)) if moves else out
@@ -77,26 +73,23 @@ def run(plan: NttPlan, space: MemorySpace, x: Any, out: Any, elements: int) -> N
         x = work
 
 
-@functools.lru_cache(maxsize=_RECORDS_LIMIT)
+@functools.lru_cache(maxsize=4096)
 def _record(space: MemorySpace, field: Field, shape: Sequence[int], inverse: bool, coset: bool, order: str) -> OpRecord:
-    words = [" inverse" * inverse, " coset" * coset, f" {order}" * (order != "natural")]
-    size = math.prod(shape)
-    return sole_record(
-        "ntt",
-        next(name for name in ("llvm", "cuda", "portable") if name in space.provider.dialects),
-        space.backend,
-        space.label,
-        f"{'x'.join(map(str, shape))} {field.name}{''.join(words)}",
-        size_bytes=2 * size * field.size_bytes,
-        operations=size * (shape[-1].bit_length() - 1) // 2,
+    dialect = next(name for name in ("llvm", "cuda", "portable") if name in space.provider.dialects)
+    case = f"{'x'.join(map(str, shape))} {field.name}" + " inverse" * inverse + " coset" * coset
+    case += f" {order}" * (order != "natural")
+    size_bytes, operations = (
+        2 * math.prod(shape) * field.size_bytes,
+        math.prod(shape) * (shape[-1].bit_length() - 1) // 2,
     )
+    return sole_record("ntt", dialect, space.backend, space.label, case, size_bytes=size_bytes, operations=operations)
 
 
-# --- plans that are kept ---------------------------------------------------------------------------------------------
+# --- cached plans ----------------------------------------------------------------------------------------------------
 
 
 class _Plans:
-    """A cache of plans that drops the least recently used beyond limits on their number and their tables' size."""
+    """A cache of plans that drops the least recently used ones beyond limits on their number and their tables' size."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[Hashable, NttPlan] = OrderedDict()
@@ -104,7 +97,7 @@ class _Plans:
         self._lock = threading.Lock()
 
     def get(self, key: Hashable, make: Callable[[], NttPlan]) -> NttPlan:
-        """Return the plan of a key, made outside the lock where there is none, since that takes up to seconds.
+        """Return the plan of a key, made if there is none: outside the lock, since that takes up to seconds.
 
         Two threads may make the same plan; both get that of the first to finish.
         """
@@ -118,16 +111,13 @@ class _Plans:
             plan = self._kept.setdefault(key, new)
             self._kept.move_to_end(key)
             self._size_bytes += new.size_bytes * (plan is new)
-            dropped = list(self._beyond_limits())
+            dropped = []
+            while len(self._kept) > 1 and (self._size_bytes > _TABLES_LIMIT_BYTES or len(self._kept) > _PLANS_LIMIT):
+                dropped.append(self._kept.popitem(last=False)[1])
+                self._size_bytes -= dropped[-1].size_bytes
         for old in dropped:
             old.retire()
         return plan
-
-    def _beyond_limits(self) -> Iterator[NttPlan]:
-        while len(self._kept) > 1 and (self._size_bytes > _TABLES_LIMIT_BYTES or len(self._kept) > _PLANS_LIMIT):
-            _, plan = self._kept.popitem(last=False)
-            self._size_bytes -= plan.size_bytes
-            yield plan
 
 
 _plans = _Plans()
@@ -144,36 +134,22 @@ def _plan(space: MemorySpace, field: Field, log_n: int, batch: int, inverse: boo
 
 def scalars(step: Pass, elements: int) -> Sequence[int]:
     """Return the scalar arguments of a pass, in the order of llvm_kernels.SCALARS."""
-    reads, writes = step.reads, step.writes
-    return (
-        elements >> step.log_rows,
-        step.log_rows,
-        step.log_low,
-        *step.digits,
-        *reads.column,
-        reads.row,
-        *writes.column,
-        writes.row,
-    )
+    layouts = (*step.reads.column, step.reads.row, *step.writes.column, step.writes.row)
+    return (elements >> step.log_rows, step.log_rows, step.log_low, *step.digits, *layouts)
+
+
+def _split(log_n: int, passes: int) -> tuple[int, ...]:
+    """Return log2 of the rows of each pass, as equal as possible, the larger first."""
+    return tuple((log_n + m) // passes for m in reversed(range(passes)))
 
 
 # --- the CPU ---------------------------------------------------------------------------------------------------------
 
 _LOG_ROWS = 10
-"""Log2 of the most rows of a pass: 320 KiB on the stack where eight elements are five registers; a core's cache has
-more."""
+"""Log2 of the most rows of a pass: 320 KiB of stack if eight elements are five registers, less than a core's cache."""
 
 _LOG_TABLE = 20
 """Log2 of the largest table of twiddles: beyond it, a second product is quicker than reading the table from memory."""
-
-
-def _logs(log_n: int, lanes: int, batch: int) -> tuple[int, ...]:
-    """Return log2 of the rows of each pass: one pass if its columns fill the lanes or there are too few points."""
-    log_lanes = lanes.bit_length() - 1
-    if log_n < 2 * log_lanes or (log_n <= _LOG_ROWS and batch % lanes == 0):
-        return (log_n,)
-    passes = max(2, -(-log_n // _LOG_ROWS))
-    return tuple((log_n + m) // passes for m in reversed(range(passes)))
 
 
 @functools.cache
@@ -196,27 +172,27 @@ class HostNttPlan:
     def __init__(
         self, field: Field, log_n: int, batch: int, *, inverse: bool, coset: int, order: str, form: str = ""
     ) -> None:
-        self.field = field
-        self.retired = False
+        self.field, self.retired = field, False
         form = form or host_form(field)
         lanes = packed_field(field, form).lanes
         if lanes**2 > 1 << log_n and (batch % lanes or lanes > 1 << log_n):
             form = "scalar"  # a pass would have fewer columns, or fewer neighbouring rows, than a pack has lanes
         packed = packed_field(field, form)
-        logs = _logs(log_n, packed.lanes, batch)
+        # One pass suffices if its columns fill the lanes, or if there are too few points for two.
+        single = packed.lanes**2 > 1 << log_n or (log_n <= _LOG_ROWS and batch % packed.lanes == 0)
+        logs = _split(log_n, 1 if single else max(2, -(-log_n // _LOG_ROWS)))
         self.passes = make_passes(field, logs, inverse=inverse, coset=coset, order=order, log_table=_LOG_TABLE)
         self._kernels = [_host_kernel(field, step.variant, form) for step in self.passes]
         self._tables: list[list[Any]] = []
         self.size_bytes = 0
         for step in self.passes:
             tables = pass_tables(field, step, packed.radix)
-            single = [tables.roots, tables.before, tables.after, tables.high]
+            factors = [tables.roots, tables.before, tables.after, tables.high]
             if by_limbs(packed):
-                single = [table if table is None else limbs_of_52_bits(field, table) for table in single]
-            self.size_bytes += sum(table.nbytes for table in (*single, tables.low) if table is not None)
-            roots, before, after, high = (single[0] if table is None else table for table in single)
-            low = roots if tables.low is None else tables.low
-            self._tables.append([roots, before, after, low, high])
+                factors = [table if table is None else limbs_of_52_bits(field, table) for table in factors]
+            arrays = [*factors[:3], tables.low, factors[3]]
+            self.size_bytes += sum(table.nbytes for table in arrays if table is not None)
+            self._tables.append([arrays[0] if table is None else table for table in arrays])
 
     def launch(self, number: int, x: Any, z: Any, elements: int) -> None:
         """Launch one pass on so many elements, from x to z."""
@@ -225,7 +201,7 @@ class HostNttPlan:
         HOST.provider.launch(kernel, (elements,), (1,), (*pointers, *scalars(step, elements)))
 
     def retire(self) -> None:
-        """Mark the plan as dropped; launches on the CPU have ended when they return, so nothing reads the tables."""
+        """Mark the plan as dropped; a launch on the CPU returns when it has ended, so nothing reads the tables."""
         self.retired = True
 
 
@@ -248,7 +224,7 @@ class Division:
         radix: elements of a thread; at most 4.
         table: most elements of a table of twiddles; beyond, a twiddle is the product of two.
         resident: see Tile.
-        resident_along: the same for passes along the rows on both sides, if it differs.
+        resident_along: `resident` of passes along the rows on both sides, if it differs.
     """
 
     rows: int
@@ -260,10 +236,7 @@ class Division:
 
     def logs(self, log_n: int) -> tuple[int, ...]:
         """Return the rows of each pass, the larger first: one pass if the points fit in a block, else two or three."""
-        if log_n <= self.tile:
-            return (log_n,)
-        passes = min(3, max(2, -(-log_n // self.rows)))
-        return tuple((log_n + m) // passes for m in reversed(range(passes)))
+        return _split(log_n, 1 if log_n <= self.tile else min(3, max(2, -(-log_n // self.rows))))
 
     def shape(self, step: Pass) -> Tile:
         """Return the tile of a block, whose columns differ in their lowest digit only."""
@@ -274,17 +247,17 @@ class Division:
 
 
 def division_of(field: Field) -> Division:
-    """Return the division of a field's transforms: the best of benchmarks/tune_zk.py on an H200.
+    """Return the division of a field's transforms: the fastest of benchmarks/tune_zk.py on an H200.
 
     Milliseconds of 2^20 and 2^24 points there, the memory cold: bn254_fr 0.195 and 3.16. Goldilocks, radix 16 with
-    shifts as inner factors, all twiddles in tables, registers for two blocks of 256 threads, 0.034 and 0.380; for three
-    0.037 and 0.36. BabyBear 0.021, and 0.094 for 2^23.
+    shifts as inner factors, all twiddles in tables: 0.034 and 0.380 with registers for two blocks of 256 threads, 0.037
+    and 0.36 for three. BabyBear 0.021, and 0.094 for 2^23.
     """
     if field.limbs > 1:
         return Division(rows=8, tile=9, radix=2, table=24)
     if field.word_bits == 64:
         return Division(rows=8, tile=12, radix=4, table=24, resident=2, resident_along=2)
-    return Division(rows=8, tile=12, radix=4, table=16, resident=4)  # by default it gets 32 registers, and spills
+    return Division(rows=8, tile=12, radix=4, table=16, resident=4)  # else NVRTC gives it 32 registers, and spills
 
 
 @functools.cache
@@ -307,12 +280,9 @@ class DeviceNttPlan:
         division: Division | None = None,
     ) -> None:
         division = division or division_of(field)
-        self.field = field
-        self.retired = False
-        self._space = space
-        self.passes = make_passes(
-            field, division.logs(log_n), inverse=inverse, coset=coset, order=order, log_table=division.table
-        )
+        logs, table = division.logs(log_n), division.table
+        self.field, self.retired, self._space = field, False, space
+        self.passes = make_passes(field, logs, inverse=inverse, coset=coset, order=order, log_table=table)
         self._tiles = [division.shape(step) for step in self.passes]
         self._kernels = [
             _device_kernel(field, step.variant, tile, inverse and field.name == "goldilocks", space)
@@ -324,10 +294,10 @@ class DeviceNttPlan:
         self.size_bytes = 0
         for step, tile in zip(self.passes, self._tiles, strict=True):
             tables = device_tables(space, field, step, tile)
-            rest = (tables.before, tables.after, tables.low, tables.high)
-            words = sum(math.prod(table.shape) for table in (tables.roots, *rest) if table is not None)
+            arrays = (tables.roots, tables.before, tables.after, tables.low, tables.high)
+            words = sum(math.prod(table.shape) for table in arrays if table is not None)
             self.size_bytes += words * field.word_bits // 8
-            self._tables.append([tables.roots, *(tables.roots if table is None else table for table in rest)])
+            self._tables.append([tables.roots if table is None else table for table in arrays])
             self._pointers.append(tuple(map(space.pointer, self._tables[-1])))
         space.provider.synchronize(space.index)  # launches on other streams read the tables, too
 
@@ -337,10 +307,10 @@ class DeviceNttPlan:
         start(x, z)
 
     def _prepare(self, number: int, x: Any, z: Any, elements: int) -> Callable[[Any, Any], None]:
-        """Return and keep a launch with all arguments but x and z: small transforms are bound by the host.
+        """Return and cache a launch with all arguments but x and z: small transforms are bound by the host.
 
-        On CUDA the arguments are packed once. From Hopper on a pass launches while the preceding one ends and waits for
-        it in the kernel (see kernel.c).
+        On CUDA the arguments are packed once. From Hopper on, a pass is launched while the preceding one ends, and its
+        kernel waits for that (see kernel.c).
         """
         kernel, tile, space, tables = self._kernels[number], self._tiles[number], self._space, self._pointers[number]
         count, _, *rest = scalars(self.passes[number], elements)

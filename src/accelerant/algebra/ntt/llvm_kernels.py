@@ -1,23 +1,24 @@
 """The CPU's pass of a transform: LLVM IR for one field and variant, in scalar or vector form.
 
-ntt_pass transforms the columns all of whose elements are in [begin, min(end, count 2^log_rows)), counted along the
-columns, `lanes` columns at a time (a tile): from memory to packs on the stack, one per row; the sums there; and back.
-If a column's rows are neighbours in memory, as many packs as lanes are loaded along the rows and transposed.
+ntt_pass transforms the columns whose elements are all in [begin, min(end, count 2^log_rows)), counted along the
+columns, `lanes` columns at a time (a tile): it loads them as packs on the stack, one per row, transforms these, and
+stores them. If a column's rows are neighbours in memory, as many packs as lanes are loaded along the rows and
+transposed.
 
-    FIELD_each(ptr x, i64 i)      all lanes one factor of a table: words where an element is a word or a pack one
-                                  element; 52-bit limbs, contiguous, where a pack has a register for each limb
+    FIELD_each(ptr x, i64 i)      one factor of a table in all lanes: words if an element is a word or a pack one
+                                  element; contiguous 52-bit limbs if a pack has a register for each limb
     FIELD_sums(ptr rows, ptr roots, i64 log_rows)
                                   transforms 2^log_rows packs in place, from natural to bit-reversed order
 
-Tables for FIELD_each hold factors x L mod p, L the packs' radix: roots, before, after, high. low holds words; a pack of
-it is the factors of neighbouring columns.
+Tables for FIELD_each (roots, before, after, high) contain factors x L mod p, L the packs' radix. Table low contains
+words; a pack of it is the factors of neighbouring columns.
 
 FIELD_sums works by steps of up to `radix_log` levels that each load a few packs, and store them. With w of order s, a
-level on blocks of s packs takes
+level on blocks of s packs maps
 
     a_i, a_(i + s/2)  to  a_i + a_(i + s/2), (a_i - a_(i + s/2)) w^i        i < s/2
 
-The first step takes the remainder of the levels; the last has constant factors, of which 1 is omitted.
+The first step does the remainder of the levels; the last has constant factors, of which 1 is omitted.
 Source: Gentleman and Sande 1966, AFIPS Fall Joint Computer Conference 29, pages 563 to 578.
 """
 
@@ -57,14 +58,11 @@ def each_function(packed: PackedField) -> FunctionBuilder:
     if packed.lanes == 1:
         code.ret(packed.load(code, "%x", "%i", code.op("add", "%i", 1)))
         return code
-    element = f"i{packed.field.word_bits}"
-    count = int(packed.type[1:].split(" ")[0]) if by_limbs(packed) else 1
+    element, size = f"i{packed.field.word_bits}", packed.field.word_bits // 8
+    count = packed.limbs if isinstance(packed, PackedIfma) else 1
     first = code.at(f"[{count} x {element}]", "%x", "%i")
-    registers = []
-    for k in range(count):
-        limb = code.load(element, first, k, align=packed.field.word_bits // 8)
-        registers.append(code.broadcast(limb, packed.lanes))
-    code.ret(_joined(packed, code, registers))
+    limbs = (code.load(element, first, k, align=size) for k in range(count))
+    code.ret(_joined(packed, code, [code.broadcast(limb, packed.lanes) for limb in limbs]))
     return code
 
 
@@ -85,16 +83,12 @@ def transposed(packed: PackedField, code: FunctionBuilder, packs: Sequence[Value
     """
     lanes = packed.lanes
     rows = [_registers(packed, code, pack) for pack in packs]
-    step = 1
-    while step < lanes:
+    for step in (1 << level for level in range(lanes.bit_length() - 1)):
         low = [lane if not lane & step else lanes + lane - step for lane in range(lanes)]
         high = [lane + step if not lane & step else lanes + lane for lane in range(lanes)]
-        for r in range(lanes):
-            if r & step:
-                continue
+        for r in (r for r in range(lanes) if not r & step):
             for k, (a, b) in enumerate(zip(rows[r], rows[r + step], strict=True)):
                 rows[r][k], rows[r + step][k] = (code.shuffle(a, b, order) for order in (low, high))
-        step *= 2
     return [_joined(packed, code, row) for row in rows]
 
 
@@ -105,7 +99,7 @@ def reversed_bits(code: FunctionBuilder, index: Value, bits: str) -> Value:
 
 
 def radix_log(packed: PackedField) -> int:
-    """Return the levels of a step: about as many as leave its packs in registers; of words, as LLVM vectorises."""
+    """Return the levels of a step: so many that its packs stay in registers; for words, as many as LLVM vectorises."""
     return 3 if packed.field.limbs == 1 else 2
 
 
@@ -116,21 +110,18 @@ def sums(packed: PackedField) -> list[FunctionBuilder]:
 
 
 def _levels(
-    packed: PackedField, code: FunctionBuilder, levels: int, addresses: list[Value], factors: list[list[Value | None]]
+    packed: PackedField, code: FunctionBuilder, addresses: list[Value], factors: Sequence[Sequence[Value | None]]
 ) -> None:
-    """Load 2^levels packs, transform, store; factors[level][k], None for 1."""
-    values: list[Value] = [code.load(packed.type, position) for position in addresses]
-    for level in range(levels):
-        half = 1 << levels - level - 1
-        for first in range(0, 1 << levels, 2 * half):
-            for k in range(half):
-                a, b = values[first + k], values[first + k + half]
-                values[first + k] = packed.call(code, "add", a, b)
+    """Load 2^levels packs, transform them with factors[level][k] (None for 1), store them."""
+    values = [code.load(packed.type, position) for position in addresses]
+    for level in factors:
+        half = len(level)
+        for first in range(0, len(values), 2 * half):
+            for k, factor in enumerate(level, start=first):
+                a, b = values[k], values[k + half]
+                values[k] = packed.call(code, "add", a, b)
                 difference = packed.call(code, "sub", a, b)
-                factor = factors[level][k]
-                values[first + k + half] = (
-                    difference if factor is None else packed.call(code, "mul", factor, difference)
-                )
+                values[k + half] = difference if factor is None else packed.call(code, "mul", factor, difference)
     for position, value in zip(addresses, values, strict=True):
         code.store(packed.type, value, position)
 
@@ -147,12 +138,12 @@ def _step(packed: PackedField, levels: int) -> FunctionBuilder:
         for _ in range(1, 1 << levels):
             offsets.append(code.op("add nsw", offsets[-1], quarter))
         addresses = [code.at(packed.type, "%rows", code.op("add nsw", first, offset)) for offset in offsets]
-        factors: list[list[Value | None]] = []
+        factors = []
         for level in range(levels):
             shift = code.op("add", scale, level)
             half = offsets[: 1 << levels - level - 1]
             factors.append([each(packed, code, "%roots", code.op("shl", offset, shift)) for offset in half])
-        _levels(packed, code, levels, addresses, factors)
+        _levels(packed, code, addresses, factors)
     code.ret()
     return code
 
@@ -162,14 +153,14 @@ def _last(packed: PackedField, levels: int) -> FunctionBuilder:
     arguments = ["ptr noalias %rows", "ptr noalias %roots", "i64 %log_rows"]
     code = FunctionBuilder(f"{packed.field.name}_last{levels}", arguments, attributes=NOINLINE)
     rows = code.i64("shl", 1, "%log_rows")
-    factors: list[list[Value | None]] = []
+    factors = []
     for level in range(levels):
         shift = code.op("add", code.op("sub", "%log_rows", levels), level)
         half = range(1 << levels - level - 1)
         factors.append([each(packed, code, "%roots", code.i64("shl", k, shift)) if k else None for k in half])
     with code.loop(0, rows, 1 << levels) as first:
         addresses = [code.at(packed.type, "%rows", code.op("add nsw", first, k)) for k in range(1 << levels)]
-        _levels(packed, code, levels, addresses, factors)
+        _levels(packed, code, addresses, factors)
     code.ret()
     return code
 
@@ -199,22 +190,9 @@ def _driver(packed: PackedField) -> FunctionBuilder:
 
 
 POINTERS = ("x", "z", "roots", "before", "after", "low", "high")
-SCALARS = (
-    "count",
-    "log_rows",
-    "log_low",
-    "digit_0",
-    "digit_1",
-    "read_0",
-    "read_1",
-    "read_2",
-    "read_row",
-    "write_0",
-    "write_1",
-    "write_2",
-    "write_row",
-)
-"""Arguments of ntt_pass, in every dialect: pointers, then i64. count is that of columns; for the others see
+SCALARS: tuple[str, ...] = ("count", "log_rows", "log_low", "digit_0", "digit_1")
+SCALARS += ("read_0", "read_1", "read_2", "read_row", "write_0", "write_1", "write_2", "write_row")
+"""Arguments of ntt_pass, in every dialect: pointers, then i64. count is the number of columns; for the others see
 plan.Pass."""
 
 
@@ -241,12 +219,7 @@ class _Pass:
 
     def __init__(self, packed: PackedField, variant: Variant) -> None:
         self.packed, self.variant = packed, variant
-        typed = [
-            "i64 %begin",
-            "i64 %end",
-            *(f"ptr %{name}" for name in POINTERS),
-            *(f"i64 %{name}" for name in SCALARS),
-        ]
+        typed = [f"ptr %{a}" if a in POINTERS else f"i64 %{a}" for a in ("begin", "end", *POINTERS, *SCALARS)]
         self.code = FunctionBuilder("ntt_pass", typed, linkage="", attributes="nounwind")
 
     def function(self) -> FunctionBuilder:
@@ -267,7 +240,7 @@ class _Pass:
         return code
 
     def _digits(self, column: Value) -> tuple[Value, Value]:
-        """Return the indices at which a column is read and written; keep its lowest digit for the twiddles."""
+        """Return the indices at which a column is read and written; set low_digit, which the twiddles need."""
         code = self.code
 
         def low_bits(value: Value, bits: str) -> Value:
@@ -285,7 +258,7 @@ class _Pass:
     # --- memory ------------------------------------------------------------------------------------------------------
 
     def _row(self, position: Value, in_bits: bool) -> Value:
-        """Return the address of the pack on the stack that belongs to a position in memory."""
+        """Return the address on the stack of the pack for a position in memory."""
         index = reversed_bits(self.code, position, "%log_rows") if in_bits else position
         return self.code.at(self.packed.type, self.scratch, index)
 
@@ -296,11 +269,10 @@ class _Pass:
             return packed.load(code, "%x", index, code.op("add", index, packed.lanes))
 
         def keep(position: Value, pack: Value) -> None:
-            code.store(
-                packed.type, self._scaled(pack, position, "before"), self._row(position, self.variant.reversed_in)
-            )
+            scaled = self._scaled(pack, position, "before")
+            code.store(packed.type, scaled, self._row(position, self.variant.reversed_in))
 
-        if self._transposes(self.variant.along_in):
+        if self.variant.along_in and packed.lanes > 1:
             with code.loop(0, self.rows, packed.lanes) as position:
                 packs = [read(self._sum(start, position, code.i64("mul", column, "%read_0"))) for column in order]
                 for r, pack in zip(order, transposed(packed, code, packs), strict=True):
@@ -319,7 +291,7 @@ class _Pass:
         def write(index: Value, pack: Value) -> None:
             packed.store(code, "%z", index, code.op("add", index, packed.lanes), pack)
 
-        if self._transposes(self.variant.along_out):
+        if self.variant.along_out and packed.lanes > 1:
             with code.loop(0, self.rows, packed.lanes) as position:
                 packs = [kept(code.op("add", position, r)) for r in order]
                 for column, pack in zip(order, transposed(packed, code, packs), strict=True):
@@ -328,19 +300,13 @@ class _Pass:
             with code.loop(0, self.rows) as position:
                 write(self._sum(start, code.op("mul", position, "%write_row")), kept(position))
 
-    def _transposes(self, along: bool) -> bool:
-        return along and self.packed.lanes > 1
-
     def _sum(self, *terms: Value) -> Value:
-        total = terms[0]
-        for term in terms[1:]:
-            total = self.code.op("add", total, term)
-        return total
+        return functools.reduce(lambda total, term: self.code.op("add", total, term), terms)
 
     # --- factors -----------------------------------------------------------------------------------------------------
 
     def _scaled(self, pack: Value, position: Value, when: str) -> Value:
-        """Return a pack of a row times the factors that are due before the sums, or after them."""
+        """Return a pack of a row times its factors "before" or "after" the sums."""
         packed, code, variant = self.packed, self.code, self.variant
         if getattr(variant, when):
             pack = packed.call(code, "mul", each(packed, code, f"%{when}", position), pack)

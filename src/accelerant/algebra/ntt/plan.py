@@ -31,10 +31,10 @@ from accelerant.algebra.ntt.reference import bit_reversed
 __all__ = ["ORDERS", "Layout", "Pass", "Powers", "Twiddles", "Variant", "make_passes"]
 
 ORDERS = ("natural", "natural_to_bit_reversed", "bit_reversed_to_natural")
-"""Of input and output; "natural" is both."""
+"""Orders of input and output; in "natural" both are."""
 
 _ALL = 62
-"""Bits of a column's number in its last digit."""
+"""Bits of a column's number, which are in its last digit."""
 
 _LOG_NEAR = 4
 """Log2 of the fewest neighbouring columns whose twiddles are in one table: as many as the CPU processes at a time."""
@@ -47,8 +47,7 @@ class Variant:
     Attributes:
         along_in, along_out: whether the rows of a column are neighbours in memory when read, and when written; else
             the columns are.
-        reversed_in: row i is read at position bitrev(i).
-        reversed_out: row j is written at position bitrev(j).
+        reversed_in, reversed_out: row i is read, or written, at position bitrev(i).
         before, after: whether there is a factor for each row, before and after the sums.
         twiddle: "before" or "after" the sums, or "".
         split: whether twiddles are products of two tables.
@@ -77,13 +76,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Powers:
-    """A factor scale base^r for each row r.
-
-    Attributes:
-        scale, base: below p.
-        log_rows: log2 of the rows.
-        by_bits: whether row r is at position bitrev(r); else at position r.
-    """
+    """A factor scale base^r for each of 2^log_rows rows r, at position r, or bitrev(r) if by_bits is set."""
 
     scale: int
     base: int
@@ -92,11 +85,9 @@ class Powers:
 
     def by_position(self, p: int) -> list[int]:
         """Return the factors, by position."""
-        values, power = [], self.scale
-        for _ in range(1 << self.log_rows):
-            values.append(power)
-            power = power * self.base % p
-        bits = self.log_rows
+        bits, values = self.log_rows, [self.scale]
+        for _ in range((1 << bits) - 1):
+            values.append(values[-1] * self.base % p)
         return [values[bit_reversed(i, bits)] for i in range(1 << bits)] if self.by_bits else values
 
 
@@ -113,13 +104,11 @@ class Pass:
     """One pass of a transform.
 
     Attributes:
-        variant: what its program is compiled for.
         log_rows: log2 A.
         digits: bits of the two lowest digits of a column's number.
         reads, writes: indices of the elements.
         root: of order A.
         before, after: a factor for each row, or None.
-        twiddles: or None.
         log_low: a twiddle of column c is low[row, c mod 2^log_low] high[row, c >> log_low].
     """
 
@@ -145,24 +134,14 @@ class Pass:
         return self.reads == self.writes
 
 
-@dataclass(frozen=True, slots=True)
 class _Transform:
     """The parameters that all passes of a transform share."""
 
-    field: Field
-    logs: tuple[int, ...]
-    inverse: bool
-    coset: int
-    order: str
-    log_table: int
-
-    @property
-    def p(self) -> int:
-        return self.field.modulus
-
-    @property
-    def n(self) -> int:
-        return 1 << sum(self.logs)
+    def __init__(
+        self, field: Field, logs: tuple[int, ...], inverse: bool, coset: int, order: str, log_table: int
+    ) -> None:
+        self.field, self.p, self.n = field, field.modulus, 1 << sum(logs)
+        self.logs, self.inverse, self.coset, self.order, self.log_table = logs, inverse, coset, order, log_table
 
     def unit(self, m: int) -> int:
         """Return the weight of jm in j."""
@@ -173,12 +152,17 @@ class _Transform:
         return 1 << sum(self.logs[m + 1 :])
 
     def root(self, order: int) -> int:
-        w = self.field.root_of_unity(order)
-        return pow(w, -1, self.p) if self.inverse else w
+        return pow(self.field.root_of_unity(order), -1 if self.inverse else 1, self.p)
 
-    def powers(self, base: int, m: int, by_bits: bool, scale: int = 1) -> Powers:
-        """Return the powers scale base^r for the rows of pass m."""
-        return Powers(scale % self.p, base % self.p, self.logs[m], by_bits)
+    def powers(self, factors: tuple[int, int], m: int, by_bits: bool) -> Powers | None:
+        """Return the powers scale base^r for the rows of pass m; None if all are 1."""
+        scale, base = factors
+        return None if factors == (1, 1) else Powers(scale, base, self.logs[m], by_bits)
+
+    def twiddles(self, start: tuple[int, int], step: int, m: int, by_bits: bool) -> Twiddles:
+        """Return the twiddles between pass m and those within: (scale base^r) (step w^r)^c for row r and column c."""
+        w = self.root(self.inner(m) << self.logs[m])
+        return Twiddles(Powers(*start, self.logs[m], by_bits), Powers(step, w, self.logs[m], by_bits))
 
 
 def make_passes(
@@ -203,56 +187,38 @@ def make_passes(
 
 def _natural_input(transform: _Transform, m: int) -> Pass:
     """Return pass m for input in natural order: twiddles after the sums, output row j at j or bitrev(j)."""
-    p, g, n, last = transform.p, transform.coset, transform.n, m == len(transform.logs) - 1
+    p, g, last = transform.p, transform.coset, len(transform.logs) - 1
     by_bits = transform.order == "natural_to_bit_reversed"
-    inner, unit = transform.inner(m), transform.unit(m)
-    start, step, after, before = 1, 1, (1, 1), 1  # start and after: a scale and a base of powers of the row
-    if not transform.inverse and m == 0:
-        before, step = pow(g, inner, p), g
+    before, step, after = (1, 1), 1, (1, 1)  # before and after: a scale and a base of powers of the row
     if transform.inverse:
-        scale = pow(n, -1, p) if m == (0 if g == 1 else len(transform.logs) - 1) else 1
-        after, start = (scale, pow(g, -unit, p)), scale
+        scale = pow(transform.n, -1, p) if m == (0 if g == 1 else last) else 1
+        after = (scale, pow(g, -transform.unit(m), p))
+    elif m == 0:
+        before, step = (1, pow(g, transform.inner(m), p)), g
     twiddles = None
-    if not last:
-        w = transform.root(inner << transform.logs[m])
-        twiddles = Twiddles(transform.powers(after[1], m, by_bits, start), transform.powers(w, m, by_bits, step))
-        after = (1, 1)
-    return _pass(
-        transform,
-        m,
-        before=None if before == 1 else transform.powers(before, m, False),
-        after=None if after == (1, 1) else transform.powers(after[1], m, by_bits, after[0]),
-        twiddles=twiddles,
-    )
+    if m != last:
+        twiddles, after = transform.twiddles(after, step, m, by_bits), (1, 1)
+    return _pass(transform, m, transform.powers(before, m, False), transform.powers(after, m, by_bits), twiddles)
 
 
 def _reversed_input(transform: _Transform, m: int) -> Pass:
     """Return pass m for input in bit-reversed order: twiddles before the sums, row i of the input at bitrev(i)."""
-    p, g, n, last = transform.p, transform.coset, transform.n, m == len(transform.logs) - 1
-    inner, unit = transform.inner(m), transform.unit(m)
-    before = (1, 1 if transform.inverse else pow(g, unit, p))  # a scale and a base of powers of the row
-    step, after = 1, (1, 1)
-    if transform.inverse and m == 0:
-        step = pow(g, -1, p)
-        after = (pow(n, -1, p) if last else 1, pow(g, -inner, p))
-        if not last:
-            before = (pow(n, -1, p), 1)
+    p, g, last = transform.p, transform.coset, m == len(transform.logs) - 1
+    before, step, after = (1, 1), 1, (1, 1)  # before and after: a scale and a base of powers of the row
+    if not transform.inverse:
+        before = (1, pow(g, transform.unit(m), p))
+    elif m == 0:
+        share = pow(transform.n, -1, p)
+        before, step = (1 if last else share, 1), pow(g, -1, p)
+        after = (share if last else 1, pow(g, -transform.inner(m), p))
     twiddles = None
     if not last:
-        w = transform.root(inner << transform.logs[m])
-        twiddles = Twiddles(transform.powers(before[1], m, True, before[0]), transform.powers(w, m, True, step))
-        before = (1, 1)
-    return _pass(
-        transform,
-        m,
-        before=None if before == (1, 1) else transform.powers(before[1], m, True, before[0]),
-        after=None if after == (1, 1) else transform.powers(after[1], m, False, after[0]),
-        twiddles=twiddles,
-    )
+        twiddles, before = transform.twiddles(before, step, m, True), (1, 1)
+    return _pass(transform, m, transform.powers(before, m, True), transform.powers(after, m, False), twiddles)
 
 
 def _pass(
-    transform: _Transform, m: int, *, before: Powers | None, after: Powers | None, twiddles: Twiddles | None
+    transform: _Transform, m: int, before: Powers | None, after: Powers | None, twiddles: Twiddles | None
 ) -> Pass:
     digits, reads, writes = _layouts(transform, m)
     log_rows, log_inner = transform.logs[m], digits[0]

@@ -1,13 +1,13 @@
 """The factors of a pass as words: tables for the CPU's kernel, and for the C kernels of devices.
 
-Words are Montgomery forms x R mod p (R of algebra.field.program.montgomery_radix): a product of one with an element
-divides by R and leaves the element in its form. If an arithmetic divides by another L, its factors are x L mod p.
+Words are Montgomery forms x R mod p (R of algebra.field.program.montgomery_radix): a product with one divides by R and
+so preserves the other operand's form. If an arithmetic divides by another L, its factors are x L mod p.
 
 A table of twiddles has as many factors as a transform has points, or a fraction of that. On the CPU the field's kernel
 multiplies them, and Python computes one column only (2 ms for 2^16 points of BN254; 12 ms with a Python call for each
 factor of the first few columns). On devices powers.c computes them from the squares of three numbers: no CPU kernel is
-compiled and no table copied, which took most of a process's first call. The roots of devices' kernels are few and made
-on the host: a block's factor is the root to the power of its bit-reversed number (kernel.c).
+compiled and no table copied, which took most of a process's first call. The roots of devices' kernels are few, so the
+host computes them: a block's factor is the root to the power of its bit-reversed number (kernel.c).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Words = npt.NDArray[Any]
 _MASK = (1 << 52) - 1
 
 _BATCH = (1 << 13, 1 << 16)
-"""Fewest and most factors multiplied in one launch: few for a small table, since touching memory for the first time
-takes longer than the products; for a large one enough for several cores."""
+"""Fewest and most factors multiplied in one launch: few for a small table, since the first access to memory takes
+longer than the products; for a large one enough for several cores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The factors of a pass, on the host or in a device's memory; None for those it does not have.
+    """The factors of a pass, on the host or in a device's memory; None for those that it does not have.
 
     Attributes:
         roots: (rows / 2, ...), powers of the pass's root; on devices as roots_of returns them.
@@ -133,12 +133,12 @@ def _columns(field: Field, start: Words, base: Sequence[int], count: int) -> Wor
 
 def _doubled(field: Field, start: Words, factor: Words, count: int) -> tuple[Words, Words]:
     """Return start[r] factor[r]^c, (rows, count, ...), and factor^count; factors in Montgomery form, (rows, ...)."""
-    table, done = np.ascontiguousarray(start[:, None]), 1
-    while done < count:
+    table = np.ascontiguousarray(start[:, None])
+    while (done := table.shape[1]) < count:
         further, squared = np.empty_like(table), np.empty_like(factor)
         _multiply(field, table, factor[:, None].repeat(done, axis=1), further)
         _multiply(field, factor, factor, squared)
-        table, factor, done = np.concatenate((table, further), axis=1), squared, 2 * done
+        table, factor = np.concatenate((table, further), axis=1), squared
     return table, factor
 
 
@@ -178,23 +178,17 @@ def _device_powers(space: MemorySpace, field: Field, start: Powers, base: Powers
     """Return start base^(c 2^log_unit) for each row and column c, (rows, 2^log_count, ...), by powers.c."""
     rows, steps = start.log_rows, min(_LOG_STEPS, log_count)
     table = space.empty((1 << rows, 1 << log_count, *tail_of(field)), dtype_of(field))
-    ladder = space.load(_ladder(field, start.scale, start.base, base.scale, base.base))
+    p, values = field.modulus, [start.scale]
+    for number in (start.base, base.scale, base.base):
+        squares = [number]
+        for _ in range(LADDER - 1):
+            squares.append(squares[-1] ** 2 % p)
+        values += squares
+    ladder = space.load(_words_of(field, [value * montgomery_radix(field) % p for value in values]))
     numbers = (rows, log_count, steps, log_unit, int(start.by_bits), int(start.base != 1), int(base.scale != 1))
     blocks = -(-(1 << rows + log_count - steps) // BLOCK)
     launch(space, powers_source(field), "ntt_powers", blocks, BLOCK, (table, ladder), *numbers)
     return table
-
-
-def _ladder(field: Field, scale: int, *bases: int) -> Words:
-    """Return the ladder of powers.c: the scale, and the squares of each base, in Montgomery form."""
-    p, radix = field.modulus, montgomery_radix(field)
-    values = [scale * radix % p]
-    for base in bases:
-        square = base
-        for _ in range(LADDER):
-            values.append(square * radix % p)
-            square = square * square % p
-    return _words_of(field, values)
 
 
 # --- roots -----------------------------------------------------------------------------------------------------------
