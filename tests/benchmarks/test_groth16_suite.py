@@ -207,6 +207,7 @@ def test_a_peer_that_is_not_here_leaves_rows_that_say_so(small, tmp_path, monkey
     assert all(not row.aims for row in ours)  # fewer constraints than aims are for
 
 
+@pytest.mark.slow
 def test_a_wrong_proof_stops_the_case(small, monkeypatch):
     monkeypatch.setattr(suite, "verify", lambda *_: False)
     monkeypatch.setattr(groth16_process.shutil, "which", lambda _: None)

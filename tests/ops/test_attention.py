@@ -63,10 +63,13 @@ def test_error_is_at_most_twice_that_of_torch(kind, causal, dtype, interpreted):
         errors.append(
             [(o - reference).abs().max(), *((g - s).abs().max() for g, s in zip(gradients, slopes, strict=True))]
         )
-    # One unit in the last place of the largest number beside it; the interpreter cuts to bfloat16 rather than round.
+    # One unit in the last place of the largest number, two where the interpreter cuts to bfloat16 rather than round;
+    # and a score rounded to float32 changes its weight by as much (torch's error for "large" depends on the CPU).
     steps = 2 if dtype == torch.bfloat16 else 1
+    scores = torch.finfo(torch.float32).eps * (q.double() @ k.double().mT).abs().max() * q.shape[-1] ** -0.5
     for ours, theirs, exactly in zip(*errors, (reference, *slopes), strict=True):
-        assert ours <= 2 * theirs + steps * torch.finfo(dtype).eps * exactly.abs().max().clamp(min=1e-3)
+        units = steps * torch.finfo(dtype).eps + scores
+        assert ours <= 2 * theirs + units * exactly.abs().max().clamp(min=1e-3)
     assert {row["implementation"] for row in ledger().to_dict()["ops"]} == {"triton"}
 
 
@@ -141,6 +144,7 @@ def test_not_a_number_stays_in_its_rows(interpreted):
 # --- tiles, layouts, shapes ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(False, -1), (True, -1), (True, 11), (False, 20)], ids=str)
 @pytest.mark.parametrize(
     "plan",

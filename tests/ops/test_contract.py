@@ -37,6 +37,7 @@ from op_checks import (
 )
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import accelerant.ops
 from accelerant.bench import subjects
@@ -250,8 +251,8 @@ TRACED = "test_aot_dispatch_dynamic"
 OPCHECKED = small_samples(limit=100)
 
 
-def traced():
-    """The samples with marks: a middling one of each op and its first empty one are slow, the others repeat them."""
+def marked(first, others):
+    """The samples with marks: first for a middling one of each op and its first empty one, others for the rest."""
     chosen = set()
     for op in DIFFERENTIABLE:
         own = [param for param in OPCHECKED if param.values[0] == op]
@@ -260,16 +261,16 @@ def traced():
         ]
         usual = [param for param in own if param.values[1].name == middling(op).name]
         chosen |= {param.id for param in (*usual, *empty[:1])}
-    marks = (pytest.mark.slow if param.id in chosen else SOAK for param in OPCHECKED)
+    marks = (first if param.id in chosen else others for param in OPCHECKED)
     return [pytest.param(*param.values, id=param.id, marks=each) for param, each in zip(OPCHECKED, marks, strict=True)]
 
 
-@pytest.mark.parametrize(("op", "sample"), OPCHECKED)
+@pytest.mark.parametrize(("op", "sample"), marked((), pytest.mark.slow))
 def test_opcheck(op, sample):
     opcheck(op, sample, ("test_schema", "test_autograd_registration", "test_faketensor"))
 
 
-@pytest.mark.parametrize(("op", "sample"), traced())
+@pytest.mark.parametrize(("op", "sample"), marked(pytest.mark.slow, SOAK))
 def test_opcheck_traces_for_any_size(op, sample):
     opcheck(op, sample, (TRACED,))
 
@@ -380,7 +381,9 @@ TRANSFORMED = [pytest.param(op, way, id=f"{op}-{way}") for op in DIFFERENTIABLE 
 
 
 def same(actual, expected):
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    """Fail unless within 1e-5 of the largest element: elements are sums that cancel, in another order on each CPU."""
+    largest = max((each.abs().max().item() for each in tree_leaves(expected) if each.numel()), default=0.0)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5 * max(1.0, largest))
 
 
 def loss_of(call):

@@ -158,6 +158,7 @@ def test_float16_survives_a_large_mean(interpreted):
     torch.testing.assert_close(x.grad[0, 1].item(), 32768 / 256 / 4096, rtol=1e-3, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [*launch.WIDE_PLANS, *launch.HELD_PLANS], ids=str)
 @pytest.mark.parametrize(
     ("V", "stride"), [(9001, 9001), (9001, 9008), (8200, 8205), (12288, 12288), (20001, 20001), (41000, 41001)]

@@ -198,6 +198,7 @@ def test_sums_over_many_rows(op, M, N, interpreted):
     against_torch(op, torch.randn(M, N), torch.randn(N), tolerance=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [SumPlan(2, 16, 1), SumPlan(8, 64, 4, 1, 1), SumPlan(1, 32, 2, 30)], ids=str)
 def test_any_plan_gives_the_same_sums(plan, interpreted):
     dy, a, b = torch.randn(130, 50), torch.randn(130, 50), torch.randn(50)

@@ -54,6 +54,7 @@ def test_gradient_is_the_sum(backward, dtype, padding_idx, T, V, used, interpret
     torch.testing.assert_close(found.double(), expected, rtol=2e-3 if dtype == torch.float16 else 1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 2, 3, 16, 64, 128])
 @pytest.mark.parametrize("used", [1, 2, 9])
 def test_any_chunk_gives_the_same(chunk, used, interpreted):

@@ -49,6 +49,7 @@ TILES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "M", "K", "N"),
     [(plan, *sizes) for plan in STRIPS for sizes in ((1, 128, 64), (1, 40, 7), (3, 5, 12))]
@@ -64,6 +65,7 @@ def test_any_plan_gives_the_same(plan, M, K, N, interpreted):
     close(bare, x.half().double() @ weight.double().T, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", TILES, ids=str)
 @pytest.mark.parametrize(("M", "K", "N"), [(1, 9, 1), (50, 70, 33), (17, 16, 130)])
 def test_any_plan_gives_the_same_gradient(plan, M, K, N, interpreted):

@@ -100,7 +100,14 @@ def take_adamw(tensors, workspace, groups=GROUPS, **options):
 @EACH
 @pytest.mark.parametrize(
     ("param", "grad", "state"),
-    [(F32, F32, F32), (F64, F64, F64), (BF16, BF16, F32), (F16, F16, F16), (F32, BF16, F32), (BF16, F32, BF16)],
+    [
+        (F32, F32, F32),
+        (BF16, BF16, F32),
+        *(
+            pytest.param(*dtypes, marks=pytest.mark.slow)
+            for dtypes in ((F64,) * 3, (F16,) * 3, (F32, BF16, F32), (BF16, F32, BF16))
+        ),
+    ],
     ids=str,
 )
 def test_adamw(sample, implementation, param, grad, state, request):
@@ -165,9 +172,12 @@ SGD_GROUPS = (
 )
 
 
+SLOW_PAIRS = [pytest.param(dtype, dtype, marks=pytest.mark.slow) for dtype in (F64, F16)]
+
+
 @SAMPLES
 @EACH
-@pytest.mark.parametrize(("param", "state"), [(F32, F32), (F64, F64), (BF16, F32), (F16, F16)], ids=str)
+@pytest.mark.parametrize(("param", "state"), [(F32, F32), (BF16, F32), *SLOW_PAIRS], ids=str)
 def test_sgd(sample, implementation, param, state, request):
     own = implementation == "triton" and param != F64
     request.getfixturevalue("interpreted" if own else "uninterpreted")

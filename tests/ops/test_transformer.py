@@ -355,6 +355,7 @@ def test_gradcheck(name, uninterpreted):
     assert torch.autograd.gradcheck(run, inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["linear", "mlp", "attention", "block", "post-norm block"])
 def test_a_backward_pass_can_be_differentiated(name, uninterpreted):
     run, inputs = functions()[name]

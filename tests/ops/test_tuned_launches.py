@@ -291,7 +291,7 @@ def test_any_plan_gives_what_the_rule_gives(name, sample, interpreted):
 @pytest.mark.parametrize(
     ("name", "sample"),
     [
-        pytest.param(name, each, id=f"{name}-{i}")
+        pytest.param(name, each, id=f"{name}-{i}", marks=[pytest.mark.slow] if i or name.startswith("add_") else [])
         for name, all_of in SAMPLES.items()
         if not name.startswith("decode_")  # these have plans of their own off a GPU, small ones, for test_decode
         for i, each in enumerate(all_of)

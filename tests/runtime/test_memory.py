@@ -573,6 +573,7 @@ def test_the_search_leaves_nothing_behind(device, backward):
         assert torch.cuda.get_rng_state().tolist() == random_there
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "conv", "gpt"])
 @pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW])
 def test_the_batch_found_is_the_largest_that_fits(name, optimizer):

@@ -326,7 +326,8 @@ def test_plans_are_kept_and_retired(monkeypatch):
     for coset in (None, 3, None, 5):
         ntt(x, field, coset=coset)
     assert [key[5] for key in plans._kept] == [3, 1, 5]
-    assert all(256 * 8 <= plan.size_bytes <= 2 * 256 * 8 for plan in plans._kept.values())
+    # Half as many roots as points at least; a coset's powers and, where the CPU has wide vectors, twiddles besides.
+    assert all(128 * 8 <= plan.size_bytes <= 2 * 256 * 8 for plan in plans._kept.values())
     kept = list(plans._kept.values())
     ntt(x, field)
     assert list(plans._kept.values()) == [kept[0], kept[2], kept[1]]

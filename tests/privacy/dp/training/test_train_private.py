@@ -310,6 +310,7 @@ def test_the_command_that_starts_a_run_again_names_the_ledger_of_others(tmp_path
     ]
 
 
+@pytest.mark.slow
 def test_a_delta_that_is_not_below_one_over_the_windows_is_said(run, tmp_path):
     out, watcher = tmp_path / "out", Watcher()
     with warnings.catch_warnings():
