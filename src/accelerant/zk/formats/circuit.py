@@ -216,9 +216,6 @@ class R1cs(MappedFile):
         return f"R1cs({str(self.path)!r}, {self.family}, {sizes})"
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------
-
-
 def write_r1cs(
     path: FilePath,
     family: str,

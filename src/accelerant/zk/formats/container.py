@@ -340,9 +340,6 @@ class MappedFile(ABC):
         self.close()
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------
-
-
 Payload = bytes | npt.NDArray[Any]
 
 _ANYONE, _OWNER = 0o666, 0o600

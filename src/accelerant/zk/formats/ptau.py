@@ -130,25 +130,24 @@ class Ptau(MappedFile):
                 count = _count(name, self.power, lagrange=shift > 0)
                 container.require(number + shift)
                 container.expect_size(number + shift, count * point_words(self._family, degree) * 8, f"{count} points")
-        self.contributions = self._read_contributions(container.cursor(_CONTRIBUTIONS))
+        cursor = container.cursor(_CONTRIBUTIONS)
+        count = cursor.number("the number of contributions")
+        self.contributions = tuple(self._read_contribution(cursor) for _ in range(count))  # each takes bytes of the file
+        cursor.end()
 
     @property
     def _shifts(self) -> tuple[int, ...]:
         """Differences between the ids of sections of points and those of powers."""
         return (0, _LAGRANGE) if self.prepared else (0,)
 
-    def _read_contributions(self, cursor: Cursor) -> tuple[PtauContribution, ...]:
-        contributions = []
-        for _ in range(cursor.number("the number of contributions")):  # bounded by the section: each takes bytes of it
-            points = {
-                name: read_point(cursor, self._family, degree, f"a contribution's {name}")
-                for name, degree in CONTRIBUTION_POINTS.items()
-            }
-            state = cursor.take(_STATE_BYTES, "a contribution's hash")
-            challenge = cursor.take(_CHALLENGE_BYTES, "a contribution's next challenge")
-            contributions.append(PtauContribution(read_label(cursor), points, state, challenge))
-        cursor.end()
-        return tuple(contributions)
+    def _read_contribution(self, cursor: Cursor) -> PtauContribution:
+        points = {
+            name: read_point(cursor, self._family, degree, f"a contribution's {name}")
+            for name, degree in CONTRIBUTION_POINTS.items()
+        }
+        state = cursor.take(_STATE_BYTES, "a contribution's hash")
+        challenge = cursor.take(_CHALLENGE_BYTES, "a contribution's next challenge")
+        return PtauContribution(read_label(cursor), points, state, challenge)
 
     # --- sections ------------------------------------------------------------------------------------------------
 
@@ -240,9 +239,6 @@ def _power_section(name: str) -> tuple[int, int]:
 def _count(name: str, power: int, *, lagrange: bool = False) -> int:
     """Return the number of points in a section of powers, or in that of its Lagrange forms."""
     return (1 << power + (name == "tau_g1") + lagrange) - (name == "tau_g1" or lagrange)
-
-
-# --- writing ---------------------------------------------------------------------------------------------------------
 
 
 def write_ptau(

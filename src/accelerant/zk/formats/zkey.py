@@ -113,15 +113,6 @@ class Zkey(MappedFile):
         contributions: contributions to the second phase of the ceremony.
     """
 
-    alpha1: U64
-    beta1: U64
-    beta2: U64
-    gamma2: U64
-    delta1: U64
-    delta2: U64
-    circuit_hash: bytes
-    contributions: tuple[Contribution, ...]
-
     layout = _LAYOUT
 
     def _read(self, container: Container) -> None:
@@ -149,9 +140,14 @@ class Zkey(MappedFile):
         needed = _COUNT.size + self.n_coefficients * COEFFICIENT.itemsize
         container.expect_size(_COEFFICIENTS, needed, f"{self.n_coefficients} coefficients")
         check_below(container, _IC, self._family.fq, self.ic)
-        self.circuit_hash, self.contributions = b"", ()
+        self.circuit_hash, contributions = b"", list[Contribution]()
         if _CONTRIBUTIONS in container.sections:
-            self._read_contributions(container.cursor(_CONTRIBUTIONS))
+            cursor = container.cursor(_CONTRIBUTIONS)
+            self.circuit_hash = cursor.take(_HASH_BYTES, "the circuit's hash")
+            count = cursor.number("the number of contributions")
+            contributions = [self._read_contribution(cursor) for _ in range(count)]  # each takes bytes of the section
+            cursor.end()
+        self.contributions = tuple(contributions)
 
     def _read_header(self, cursor: Cursor) -> None:
         family = read_family(cursor, "q")
@@ -167,22 +163,17 @@ class Zkey(MappedFile):
         if size & (size - 1) or not self.n_public < size <= 1 << most:
             bounds = f"greater than the {self.n_public} public signals and at most 2^{most}"
             raise cursor.error(f"domainSize is {size}; it must be a power of two {bounds}", at + 8)
-        for name, degree in _HEADER_POINTS:
-            setattr(self, name, read_point(cursor, family, degree, name))
+        points = (read_point(cursor, family, degree, name) for name, degree in _HEADER_POINTS)
+        self.alpha1, self.beta1, self.beta2, self.gamma2, self.delta1, self.delta2 = points
         cursor.end()
 
-    def _read_contributions(self, cursor: Cursor) -> None:
-        self.circuit_hash = cursor.take(_HASH_BYTES, "the circuit's hash")
-        contributions = []
-        for _ in range(cursor.number("the number of contributions")):  # bounded by the section: each takes bytes of it
-            points = {
-                name: read_point(cursor, self._family, degree, "a contribution's point")
-                for name, degree in _CONTRIBUTION_POINTS.items()
-            }
-            transcript = cursor.take(_HASH_BYTES, "a contribution's transcript")
-            contributions.append(Contribution(read_label(cursor), **points, transcript=transcript))
-        cursor.end()
-        self.contributions = tuple(contributions)
+    def _read_contribution(self, cursor: Cursor) -> Contribution:
+        points = {
+            name: read_point(cursor, self._family, degree, "a contribution's point")
+            for name, degree in _CONTRIBUTION_POINTS.items()
+        }
+        transcript = cursor.take(_HASH_BYTES, "a contribution's transcript")
+        return Contribution(read_label(cursor), **points, transcript=transcript)
 
     # --- sections ------------------------------------------------------------------------------------------------
 
@@ -320,9 +311,6 @@ class Zkey(MappedFile):
     def __repr__(self) -> str:
         sizes = f"{self.n_vars} signals, {self.n_public} public, domain {self.domain_size}"
         return f"Zkey({str(self.path)!r}, {self.family}, {sizes})"
-
-
-# --- writing ---------------------------------------------------------------------------------------------------------
 
 
 def write_zkey(

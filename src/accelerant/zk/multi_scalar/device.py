@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -61,16 +61,13 @@ _sizes_that_fit: set[tuple[MemorySpace, int]] = set()
 """(space, bytes) that fitted before: allocated without asking again."""
 
 
-class PendingMsm:
-    """A sum that a device is computing.
+class PendingMsm(NamedTuple):
+    """A sum that a device is computing; `results` are device arrays, for each chunk the sums of windows."""
 
-    Attributes:
-        results: device arrays: for each chunk the sums of windows.
-    """
-
-    def __init__(self, space: MemorySpace, curve: Curve[Any], window: int, results: Sequence[Words]) -> None:
-        self.results = tuple(results)
-        self._space, self._curve, self._window = space, curve, window
+    space: MemorySpace
+    curve: Curve[Any]
+    window: int
+    results: Sequence[Words] = ()
 
     def finish(self, stored: Sequence[npt.NDArray[Any]] | None = None) -> U64:
         """Return the sum: (2 degree limbs,) words, affine in Montgomery form.
@@ -79,9 +76,9 @@ class PendingMsm:
             stored: the results on the host; by default they are fetched on the current stream.
         """
         if not self.results:
-            return np.zeros(2 * coordinate_words(self._curve), np.uint64)
-        stored = [self._space.store(words) for words in self.results] if stored is None else stored
-        return reduce_windows(self._curve, self._window, np.stack(stored))
+            return np.zeros(2 * coordinate_words(self.curve), np.uint64)
+        stored = [self.space.store(words) for words in self.results] if stored is None else stored
+        return reduce_windows(self.curve, self.window, np.stack(stored))
 
 
 def start_msm(
@@ -110,7 +107,7 @@ def start_msm(
     """
     n = int(scalars.shape[0])
     if not n:
-        return PendingMsm(space, curve, 0, ())
+        return PendingMsm(space, curve, 0)
     if isinstance(points, np.ndarray):
         options["chunk"] = min(options.get("chunk", n), STREAMED_BYTES // (16 * coordinate_words(curve)))
     if free_bytes is not None:
@@ -181,7 +178,7 @@ class DeviceBases:
     def start(self, scalars: Words) -> PendingMsm:
         """Launch the sum of scalars[i] times point i; errors as msm."""
         if self.plan is None:
-            return PendingMsm(self._space, self._curve, 0, ())
+            return PendingMsm(self._space, self._curve, 0)
         if self._runner:
             return self._runner.start(scalars, self._points, self.n)
         options = self._options | {"chunk": self.plan.points}
