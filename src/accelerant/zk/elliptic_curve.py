@@ -286,8 +286,7 @@ def _host_points(parameters: Curve[Any], points: Any, name: str) -> npt.NDArray[
 def curve(name: str) -> EllipticCurve:
     """Return a curve by name: bn254_g1, bn254_g2, bls12_381_g1, bls12_381_g2, or one of register_curve.
 
-    Raises:
-        ConfigError: unknown curve; lists the known ones.
+    An unknown one raises ConfigError, which lists the known ones.
     """
     return _curve(name if isinstance(name, str) else repr(name))
 

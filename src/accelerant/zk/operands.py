@@ -223,11 +223,7 @@ def scalar_operand(field: Field, scalars: Any) -> Operand:
 
 
 def plain_scalars(field: Field, scalars: Any) -> Any:
-    """Return the canonical words of a FieldArray, and other arguments unchanged.
-
-    Raises:
-        ConfigError: a FieldArray of another field.
-    """
+    """Return the canonical words of a FieldArray, and other arguments unchanged; ConfigError for another field's."""
     if not isinstance(scalars, FieldArray):
         return scalars
     if scalars.field.parameters != field:

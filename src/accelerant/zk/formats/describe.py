@@ -17,11 +17,7 @@ _FORMATS: tuple[type[MappedFile], ...] = (Zkey, Witness, R1cs, Ptau)
 
 
 def open_file(path: FilePath) -> MappedFile:
-    """Map a file of any supported format, detected by its magic number.
-
-    Raises:
-        FormatError: unknown format, or an inconsistent file.
-    """
+    """Map a file of any supported format, found by its magic number; raises FormatError as describe does."""
     source = regular_file(path)
     try:
         with source.open("rb") as file:

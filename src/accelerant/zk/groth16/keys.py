@@ -83,14 +83,9 @@ class KeySums(NamedTuple):
 
 
 class Stages:
-    """Timings of consecutive stages.
-
-    Attributes:
-        timings: stage -> seconds, in the order in which stages began.
-    """
+    """Timings of consecutive stages, in seconds; `progress` is called with the name of each before it begins."""
 
     def __init__(self, progress: ProgressCallback | None = None) -> None:
-        """Progress: called with the name of each stage before it begins."""
         self.timings: dict[str, float] = {}
         self._progress = progress
 
@@ -105,20 +100,14 @@ class Stages:
 
 
 class ProvingKey(Protocol):
-    """The point sections and constraints of a key, prepared for many witnesses.
-
-    Attributes:
-        label: name of the device, as in the ledger.
-    """
+    """The sections and constraints of a key, prepared for many witnesses; `label` is the device's in the ledger."""
 
     label: str
 
     def begin(self, values: U64, stages: Stages) -> Callable[[], KeySums]:
         """Copy a witness and start its sums; return a function that waits for them and may raise UnreducedError.
 
-        Args:
-            values: (n_vars, 4) words in the mapped file, which may change at any time.
-            stages: times each part of the work, including that of the returned function.
+        The values (n_vars, 4) lie in the mapped file, which may change at any time. `stages` also times the function.
         """
         ...
 

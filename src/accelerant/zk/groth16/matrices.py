@@ -157,11 +157,9 @@ class SparseMatrix:
 
 
 def quotient(rows: SparseMatrix, witness: U64) -> U64:
-    """Return the scalars of H, (domain_size, 4) canonical words.
+    """Return the scalars of H, (domain_size, 4) canonical words, of a witness (n, 4), likewise.
 
-    Args:
-        rows: SparseMatrix.from_coefficients, over snarkjs_scalar_field.
-        witness: (n, 4), canonical words below r.
+    The rows are SparseMatrix.from_coefficients, over snarkjs_scalar_field.
     """
     field, n = rows.field, rows.n_rows // 2
     values = np.empty((3, n, field.limbs), np.uint64)
@@ -225,11 +223,7 @@ def _rows_text(field: Field) -> str:
 
 
 class DeviceMatrix:
-    """The stacked constraint matrices A and B in the memory of a device.
-
-    Attributes:
-        size_bytes: device memory held.
-    """
+    """The stacked constraint matrices A and B in the memory of a device, of which they hold `size_bytes`."""
 
     def __init__(self, space: MemorySpace, rows: SparseMatrix, load: Callable[[npt.NDArray[Any]], Words]) -> None:
         """Copy SparseMatrix.from_coefficients, over snarkjs_scalar_field, to a device by `load`."""

@@ -102,11 +102,7 @@ class Proof:
         )
 
     def public_json(self) -> str:
-        """Return the contents of snarkjs's public.json.
-
-        Raises:
-            ConfigError: the public inputs are unknown.
-        """
+        """Return the contents of snarkjs's public.json; raises ConfigError where the public inputs are unknown."""
         return dump_json([str(value) for value in self._known_public()])
 
     def to_calldata(self, public: Sequence[int] | None = None) -> str:

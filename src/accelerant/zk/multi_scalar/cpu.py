@@ -170,24 +170,18 @@ class _Tasks:
 
 
 class CpuBases:
-    """Points in the form of the CPU kernels.
+    """The n points of a curve in the form of the CPU kernels.
 
-    Attributes:
-        curve: the points' curve.
-        n: number of points.
-        shared: the plan of the stored multiples; None where there are none.
+    `shared` is the plan of the stored multiples; None where there are none.
     """
 
     def __init__(self, curve: Curve[Any], points: U64, form: str = "", shared: CpuPlan | None = None) -> None:
-        """Convert points, and compute their multiples.
+        """Convert points, and compute their multiples; raises UnsupportedCase for 2^31 points or more.
 
         Args:
             points: affine, Montgomery form x R, (n, ...) words; not checked.
             form: "scalar" or "vector"; by default the faster one of this machine.
             shared: a plan with multiples.
-
-        Raises:
-            UnsupportedCase: 2^31 points or more.
         """
         self.curve, self.n, self.shared = curve, len(points), shared
         self._form = form or host_form(curve.coordinates.base)
@@ -209,10 +203,7 @@ class CpuBases:
 
         Args:
             chunks: affine, Montgomery form x R, (n, words of a point) each.
-            limit: upper bound on the number of points; memory of fewer points is not touched.
-
-        Raises:
-            ShapeError: more than `limit` points, or 2^31 or more.
+            limit: upper bound on the number of points, below 2^31; memory of fewer points is not touched.
         """
         width = math.prod(curve.shape)
         bases = cls(curve, np.empty((0, width), np.uint64))

@@ -72,8 +72,7 @@ class PendingMsm(NamedTuple):
     def finish(self, stored: Sequence[npt.NDArray[Any]] | None = None) -> U64:
         """Return the sum: (2 degree limbs,) words, affine in Montgomery form.
 
-        Args:
-            stored: the results on the host; by default they are fetched on the current stream.
+        `stored` are the results on the host; by default they are fetched on the current stream.
         """
         if not self.results:
             return np.zeros(2 * coordinate_words(self.curve), np.uint64)
@@ -91,7 +90,7 @@ def start_msm(
     load: Load | None = None,
     **options: Any,
 ) -> PendingMsm:
-    """Launch the sum of scalars[i] points[i].
+    """Launch the sum of scalars[i] points[i]; errors as device_plan.
 
     Args:
         space: memory space of a device with C kernels.
@@ -101,9 +100,6 @@ def start_msm(
         free_bytes: memory that the scratch may take; by default 0.8 of the free memory.
         load: copies a chunk to the device, in order with launches; by default space.load, for which the host waits.
         options: keyword arguments of device_plan.
-
-    Raises:
-        As device_plan.
     """
     n = int(scalars.shape[0])
     if not n:
@@ -137,12 +133,9 @@ class DeviceBases:
         """Copy points to the device and compute their multiples; synchronizes, so that sums may use any stream.
 
         Args:
-            space, curve, points, options: as for start_msm.
+            space, curve, points, options: as for start_msm, as are the errors.
             free_bytes: memory that the multiples may take; by default half of the free memory.
             keep_scratch: keep the scratch memory between sums. Sums must then be started in order, on one stream.
-
-        Raises:
-            As device_plan.
         """
         self.n = int(points.shape[0])
         self._space, self._curve = space, curve
