@@ -6,7 +6,7 @@ import torch
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops.attention_decode import launch
-from accelerant.ops.attention_decode.reference import attention_decode_reference
+from accelerant.ops.attention_decode.op import attention_decode_reference
 
 WAYS = pytest.mark.parametrize("way", ["triton", "torch"])
 

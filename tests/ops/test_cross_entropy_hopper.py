@@ -8,7 +8,7 @@ import torch
 from accelerant.errors import LaunchError
 from accelerant.ops import cross_entropy, linear_cross_entropy
 from accelerant.ops.cross_entropy import hopper, launch
-from accelerant.ops.cross_entropy.reference import cross_entropy_reference
+from accelerant.ops.cross_entropy.op import cross_entropy_reference
 from accelerant.runtime.dispatch import Case, force
 from accelerant.runtime.ledger import ledger
 

@@ -8,7 +8,7 @@ import torch
 from accelerant.errors import LaunchError
 from accelerant.ops import linear_int8
 from accelerant.ops.linear_int8 import hopper
-from accelerant.ops.linear_int8.reference import linear_int8_reference
+from accelerant.ops.linear_int8.op import linear_int8_reference
 from accelerant.runtime.dispatch import Case, force
 from accelerant.runtime.ledger import ledger
 

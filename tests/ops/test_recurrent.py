@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from accelerant.ops.recurrent.op import gru, lstm
-from accelerant.ops.recurrent.reference import gru_reference, lstm_reference
+from accelerant.ops.recurrent.op import gru, gru_reference, lstm, lstm_reference
 from accelerant.runtime.ledger import ledger
 
 OPTIONS = {"bias": True, "layers": 1, "dropout": 0.0, "training": False, "bidirectional": False}

@@ -14,6 +14,7 @@ import functools
 import importlib
 import importlib.util
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,8 +27,6 @@ from accelerant.runtime.dispatch import Case, Implementation
 __all__ = ["CUDNN", "EFFICIENT", "FLASH", "FLASH_4", "TORCH", "VARLEN_FLASH", "nvidia_capability"]
 
 aten = torch.ops.aten
-
-
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -86,8 +85,7 @@ _cudnn_lse_dims: dict[str, int] = {}
 
 
 def _refuses_cudnn(case: Case) -> str | None:
-    refused = _refuses_library(case, widest=128)
-    if refused:
+    if refused := _refuses_library(case, widest=128):
         return refused
     _, _, _, S, Skv, _ = case.shape
     if nvidia_capability(case.device)[0] not in (9, 10):
@@ -133,8 +131,7 @@ def _cudnn_backward(
 
 
 def _refuses_flash(case: Case) -> str | None:
-    refused = _refuses_library(case, widest=256)
-    if refused:
+    if refused := _refuses_library(case, widest=256):
         return refused
     return None if torch.backends.cuda.is_flash_attention_available() else "this torch was built without it"
 
@@ -217,9 +214,15 @@ def _flash_4() -> Any:
         return f"flash_attn.cute cannot be imported: {type(error).__name__}: {error}"
 
 
+def _flash_4_call(name: str, *args: Any, **options: Any) -> Any:
+    try:
+        return getattr(_flash_4(), name)(*args, **options)
+    except (TypeError, AssertionError, NotImplementedError) as error:
+        raise UnsupportedCase(f"flash_attn.cute: {type(error).__name__}: {error}") from error
+
+
 def _refuses_flash_4(case: Case) -> str | None:
-    refused = _refuses_library(case, widest=128, oldest=(9, 0))
-    if refused:
+    if refused := _refuses_library(case, widest=128, oldest=(9, 0)):
         return refused
     if _has_window(case):
         return "is not used for windows"
@@ -233,10 +236,7 @@ def _refuses_flash_4(case: Case) -> str | None:
 
 def _flash_4_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> tuple[Tensor, Tensor]:
     rows = [_aligned(x).transpose(1, 2) for x in (q, k, v)]
-    try:
-        o, lse = _flash_4()._flash_attn_fwd(*rows, softmax_scale=scale, causal=causal, return_lse=True)[:2]
-    except (TypeError, AssertionError, NotImplementedError) as error:
-        raise UnsupportedCase(f"flash_attn.cute: {type(error).__name__}: {error}") from error
+    o, lse = _flash_4_call("_flash_attn_fwd", *rows, softmax_scale=scale, causal=causal, return_lse=True)[:2]
     return with_layout_of(q, o.transpose(1, 2)), lse.contiguous()
 
 
@@ -244,10 +244,7 @@ def _flash_4_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float, window: int
 ) -> tuple[Tensor, ...]:
     do_, *rows = [_aligned(x).transpose(1, 2) for x in (do, q, k, v, o)]
-    try:
-        gradients = _flash_4()._flash_attn_bwd(*rows, do_, lse, softmax_scale=scale, causal=causal)[:3]
-    except (TypeError, AssertionError, NotImplementedError) as error:
-        raise UnsupportedCase(f"flash_attn.cute: {type(error).__name__}: {error}") from error
+    gradients = _flash_4_call("_flash_attn_bwd", *rows, do_, lse, softmax_scale=scale, causal=causal)[:3]
     return with_layouts_of((q, k, v), tuple(gradient.transpose(1, 2) for gradient in gradients))
 
 
@@ -323,24 +320,21 @@ def _efficient_backward(
 
 # --- implementations of the forward and backward pass ----------------------------------------------------------------
 
-CUDNN = (
-    Implementation("cudnn", _cudnn_forward, refuses=_refuses_cudnn),
-    Implementation("cudnn", _cudnn_backward, refuses=_refuses_cudnn, deterministic=False),
-)
-FLASH = (
-    Implementation("flash", _flash_forward, refuses=_refuses_flash),
-    Implementation("flash", _flash_backward, refuses=_refuses_flash_backward, deterministic=False),
-)
-VARLEN_FLASH = (
-    Implementation("flash", _varlen_flash_forward, refuses=_refuses_varlen_flash),
-    Implementation("flash", _varlen_flash_backward, refuses=_refuses_varlen_flash, deterministic=False),
-)
-FLASH_4 = (
-    Implementation("flash_attn_4", _flash_4_forward, refuses=_refuses_flash_4),
-    Implementation("flash_attn_4", _flash_4_backward, refuses=_refuses_flash_4, deterministic=False),
-)
-EFFICIENT = (
-    Implementation("efficient", _efficient_forward, refuses=_refuses_efficient),
-    Implementation("efficient", _efficient_backward, refuses=_refuses_efficient, deterministic=False),
-)
+
+def _pair(
+    name: str, forward: Callable[..., Any], backward: Callable[..., Any], refuses: Callable[[Case], str | None],
+    refuses_backward: Callable[[Case], str | None] | None = None,
+) -> tuple[Implementation, Implementation]:  # fmt: skip
+    """Return a library's two passes, of which the backward one adds in no fixed order."""
+    return (
+        Implementation(name, forward, refuses=refuses),
+        Implementation(name, backward, refuses=refuses_backward or refuses, deterministic=False),
+    )
+
+
+CUDNN = _pair("cudnn", _cudnn_forward, _cudnn_backward, _refuses_cudnn)
+FLASH = _pair("flash", _flash_forward, _flash_backward, _refuses_flash, _refuses_flash_backward)
+VARLEN_FLASH = _pair("flash", _varlen_flash_forward, _varlen_flash_backward, _refuses_varlen_flash)
+FLASH_4 = _pair("flash_attn_4", _flash_4_forward, _flash_4_backward, _refuses_flash_4)
+EFFICIENT = _pair("efficient", _efficient_forward, _efficient_backward, _refuses_efficient)
 TORCH = (Implementation("torch", torch_forward, differentiable=True), Implementation("torch", torch_backward))

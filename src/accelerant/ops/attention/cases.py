@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, Stated, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, OpCases, Sample, Stated, specialised, tolerances
 from accelerant.ops.attention.launch import KERNELS as _KERNELS
 from accelerant.ops.attention.launch import constants, plan_for
 
@@ -118,14 +118,9 @@ def compilation(
     types |= dict.fromkeys((*_SIZES, *(f"{n}_{part}" for n in names for part in ("batch", "head", "row"))), "i32")
     if kernel != "fwd":
         types["delta_ptr"] = "*fp32"
-    cu: dict[str, Any] = {}
-    if packed:
-        types |= {"cu_q_ptr": "*i32", "cu_k_ptr": "*i32"}
-    else:
-        cu = {"cu_q_ptr": None, "cu_k_ptr": None}
-    upcast = dtype == torch.bfloat16 and capability < (8, 0)
-    fixed = {**constants(plan, width, causal, window, upcast=upcast), **cu}
-    return Compilation(_KERNELS[kernel], types, fixed, plan.num_warps, plan.num_stages)
+    cu = dict.fromkeys(("cu_q_ptr", "cu_k_ptr"), "*i32" if packed else None)
+    fixed = constants(plan, width, causal, window, upcast=dtype == torch.bfloat16 and capability < (8, 0))
+    return specialised(_KERNELS[kernel], {**types, **cu}, fixed, plan.num_warps, plan.num_stages)
 
 
 # The first of each kernel is compiled for every target, so it fits in the smallest shared memory.

@@ -108,15 +108,10 @@ def _folds(*tensors: Tensor) -> bool:
     return heads > 1 and all(x.is_contiguous() and x.shape[1] == heads for x in tensors)
 
 
-def _fold(x: Tensor) -> Tensor:
-    B, H, S, D = x.shape
-    return x.view(B * H, 1, S, D)
-
-
 def _arguments(q: Tensor, k: Tensor, v: Tensor, *, folded: bool) -> tuple[Tensor, ...]:
     """Return q, k and v with the shapes that torch's CPU functions expect."""
     if folded:
-        return _fold(q), _fold(k), _fold(v)
+        return tuple([x.view(-1, 1, *x.shape[2:]) for x in (q, k, v)])
     rows = with_rows(q), with_rows(k), with_rows(v)
     return rows if q.shape[1] == k.shape[1] else _grouped(*rows)
 

@@ -53,34 +53,26 @@ _WIDE_TYPE = {  # float32, and every dtype on devices whose tensor cores Triton 
 }
 _INTERPRETED = {256: (AttentionPlan(32, 16, 4, 1), AttentionPlan(16, 32, 4, 1), AttentionPlan(16, 32, 4, 1))}
 
+_TILES = {
+    "fwd": ((2, 3, 4), ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8), (128, 32, 4))),
+    "bwd_q": ((1, 2, 3), ((64, 64, 4), (128, 32, 4), (128, 64, 8), (128, 128, 8), (64, 128, 4))),
+    "bwd_kv": ((1, 2, 3), ((64, 64, 4), (32, 128, 4), (64, 128, 8), (128, 128, 8), (128, 64, 4))),
+}
 CANDIDATES = {
-    "fwd": tuple(
-        AttentionPlan(m, n, warps, stages)
-        for m, n, warps in ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 64, 8), (128, 128, 8), (128, 32, 4))
-        for stages in (2, 3, 4)
-    ),
-    "bwd_q": tuple(
-        AttentionPlan(m, n, warps, stages)
-        for m, n, warps in ((64, 64, 4), (128, 32, 4), (128, 64, 8), (128, 128, 8), (64, 128, 4))
-        for stages in (1, 2, 3)
-    ),
-    "bwd_kv": tuple(
-        AttentionPlan(m, n, warps, stages)
-        for m, n, warps in ((64, 64, 4), (32, 128, 4), (64, 128, 8), (128, 128, 8), (128, 64, 4))
-        for stages in (1, 2, 3)
-    ),
+    kernel: tuple(AttentionPlan(*tile, count) for tile in tiles for count in stages)
+    for kernel, (stages, tiles) in _TILES.items()
 }
 """Candidates of the autotuner."""
+
+
+_TABLES = (_INTERPRETED, _WIDE_TYPE, _AMPERE, _HOPPER)
+_SHARED_KIB = (64, 64, 96, 227)
 
 
 @functools.cache
 def plan_for(kernel: str, width: int, dtype: torch.dtype, capability: tuple[int, int] | None) -> AttentionPlan:
     """Return the default plan of kernel "fwd", "bwd_q" or "bwd_kv"; capability None is the interpreter."""
     return _usual(kernel, width, _family(dtype, capability))
-
-
-_TABLES = (_INTERPRETED, _WIDE_TYPE, _AMPERE, _HOPPER)
-_SHARED_KIB = (64, 64, 96, 227)
 
 
 @functools.cache
@@ -148,9 +140,7 @@ def constants(
 @functools.cache
 def triton_capability(device: torch.device) -> tuple[int, int] | None:
     """Return the compute capability whose plans fit a GPU; None for the interpreter."""
-    if device.type != "cuda":
-        return None
-    return torch.cuda.get_device_capability(device)
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 @functools.cache
@@ -161,8 +151,8 @@ def _constants(
     """Return `constants` of a launch; cached, since building them is part of a call's host time."""
     # Products in float32 where the device has none in bfloat16 (the interpreter's are wrong).
     upcast = dtype == torch.bfloat16 and (capability is None or capability < (8, 0))
-    window = 0 if windowed else -1
-    return constants(plan, width, causal, window, precision="tf32" if tf32 else "ieee", upcast=upcast)
+    precision = "tf32" if tf32 else "ieee"
+    return constants(plan, width, causal, 0 if windowed else -1, precision=precision, upcast=upcast)
 
 
 class _Problem(NamedTuple):
@@ -172,10 +162,8 @@ class _Problem(NamedTuple):
         cu: offsets of the packed sequences, of queries and of keys; (None, None) for dense tensors.
         queries, keys: per sequence, or of the longest.
         batch: number of sequences.
-        heads, kv_heads: heads of q, and of k and v.
         lse_strides: of lse and delta: batch, head.
-        width, dtype, device: of the heads.
-        causal, scale, window: as the op's; window -1 for none.
+        window: -1 for none.
     """
 
     cu: tuple[Tensor, Tensor] | tuple[None, None]

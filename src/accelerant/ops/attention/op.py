@@ -49,23 +49,20 @@ def _hopper_backward(
     return hopper_bwd.launch_hopper(do, q, k, v, o, lse, causal, scale, rules().deterministic)
 
 
-def _pairs(S: int, Skv: int, options: tuple[str, ...]) -> int:
-    """Return the number of visible (query, key) pairs, ignoring that a window is shorter at the ends."""
-    causal = "causal" in options
-    window = next((int(option.removeprefix("window ")) for option in options if option.startswith("window")), None)
-    pairs = S * Skv
-    if causal:
-        last = min(S, Skv)
-        pairs = last * (last + 1) // 2 + last * (Skv - last)
-    return pairs if window is None else min(pairs, S * (window + 1 if causal else Skv))
-
-
 def _cost(case: Case, *, products: int, tensors: int) -> Cost:
-    """Return the cost of `products` matrix products that read or write each of q and k `tensors` times."""
+    """Return the cost of `products` matrix products that read or write each of q and k `tensors` times.
+
+    Operations are those of the visible pairs of query and key, ignoring that a window is shorter at the ends.
+    """
     B, Hq, Hkv, S, Skv, D = case.shape
+    causal = "causal" in case.options
+    window = next((int(each.removeprefix("window ")) for each in case.options if each.startswith("window")), None)
+    last = min(S, Skv)
+    pairs = last * (last + 1) // 2 + last * (Skv - last) if causal else S * Skv
+    if causal and window is not None:
+        pairs = min(pairs, S * (window + 1))
     elements = B * D * (Hq * S + Hkv * Skv)
-    flops = 2 * products * _pairs(S, Skv, case.options) * D * B * Hq
-    return Cost(tensors * elements * case.dtype.itemsize + 4 * B * Hq * S, flops)
+    return Cost(tensors * elements * case.dtype.itemsize + 4 * B * Hq * S, 2 * products * pairs * D * B * Hq)
 
 
 attention_fwd = Operation(
@@ -235,7 +232,7 @@ def options_of(causal: bool, window: int) -> tuple[str, ...]:
     return (*(("causal",) if causal else ()), *((f"window {window}",) if window >= 0 else ()))
 
 
-def _case(q: Tensor, k: Tensor, causal: bool, window: int) -> Case:
+def _case(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> Case:
     B, Hq, S, D = q.shape
     return Case(q.device, q.dtype, (B, Hq, k.shape[1], S, k.shape[2], D), options_of(causal, window))
 
@@ -243,19 +240,14 @@ def _case(q: Tensor, k: Tensor, causal: bool, window: int) -> Case:
 def _cpu_case(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> Case | None:
     """Return None if a gradient is needed: torch's function is differentiable once, this op twice."""
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return None if needs_grad else _case(q, k, causal, window)
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> tuple[Tensor, Tensor]:
-    result: tuple[Tensor, Tensor] = attention_fwd(_case(q, k, causal, window), q, k, v, causal, scale, window)
-    return result
+    return None if needs_grad else _case(q, k, v, causal, scale, window)
 
 
 def _backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float, window: int,
     needs: Sequence[bool],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    case = _case(q, k, causal, window)
+    case = _case(q, k, v, causal, scale, window)
     result: tuple[Tensor, ...] = attention_bwd(case, do, q, k, v, o, lse, causal, scale, window)
     return result
 
@@ -272,7 +264,8 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: i
 
 _attention = DifferentiableOp(
     "attention(Tensor q, Tensor k, Tensor v, bool causal, float scale, int window) -> (Tensor o, Tensor lse)",
-    forward=_forward,
+    operation=attention_fwd,
+    case=_case,
     backward=_backward,
     saves=("q", "k", "v", "o", "lse"),
     gradients={"q": "q", "k": "k", "v": "v"},
@@ -280,7 +273,6 @@ _attention = DifferentiableOp(
     fake=_fake,
     public=2,
     keeps_layout=True,
-    operation=attention_fwd,
     cpu=_cpu,
     cpu_case=_cpu_case,
 )

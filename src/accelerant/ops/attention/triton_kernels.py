@@ -180,20 +180,13 @@ def attention_fwd(
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     offset = keys - S
     scale_2 = scale * _LOG2E
-    low, a, z, high = _key_ranges(first, S, keys, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
-    if WINDOW:
-        sums, total, peak = _accumulate(
-            sums, total, peak, q, k_ptr, v_ptr, rows, low, a, offset, keys, window, k_row, v_row, scale_2, D,
-            True, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, EXACT, PRECISION, UPCAST,
-        )  # fmt: skip
-    sums, total, peak = _accumulate(
-        sums, total, peak, q, k_ptr, v_ptr, rows, a, z, offset, keys, window, k_row, v_row, scale_2, D,
-        False, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, EXACT, PRECISION, UPCAST,
-    )  # fmt: skip
-    sums, total, peak = _accumulate(
-        sums, total, peak, q, k_ptr, v_ptr, rows, z, high, offset, keys, window, k_row, v_row, scale_2, D,
-        True, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, EXACT, PRECISION, UPCAST,
-    )  # fmt: skip
+    bounds = _key_ranges(first, S, keys, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+    for i in tl.static_range(3):
+        if WINDOW or i > 0:
+            sums, total, peak = _accumulate(
+                sums, total, peak, q, k_ptr, v_ptr, rows, bounds[i], bounds[i + 1], offset, keys, window, k_row, v_row,
+                scale_2, D, i != 1, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, EXACT, PRECISION, UPCAST,
+            )  # fmt: skip
     nothing = total == 0.0
     o = sums * (1.0 / tl.where(nothing, 1.0, total))[:, None]
     lse = tl.where(nothing, float("-inf"), peak * _LN2 + tl.log(tl.where(nothing, 1.0, total)))
@@ -281,20 +274,13 @@ def attention_bwd_q(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     offset = keys - S
     scale_2 = scale * _LOG2E
-    low, a, z, high = _key_ranges(first, S, keys, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
-    if WINDOW:
-        dq = _accumulate_dq(
-            dq, q, do, lse_2, delta, k_ptr, v_ptr, rows, low, a, offset, keys, window, k_row, v_row, scale_2, D,
-            True, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, EXACT, PRECISION, UPCAST,
-        )  # fmt: skip
-    dq = _accumulate_dq(
-        dq, q, do, lse_2, delta, k_ptr, v_ptr, rows, a, z, offset, keys, window, k_row, v_row, scale_2, D,
-        False, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, EXACT, PRECISION, UPCAST,
-    )  # fmt: skip
-    dq = _accumulate_dq(
-        dq, q, do, lse_2, delta, k_ptr, v_ptr, rows, z, high, offset, keys, window, k_row, v_row, scale_2, D,
-        True, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, EXACT, PRECISION, UPCAST,
-    )  # fmt: skip
+    bounds = _key_ranges(first, S, keys, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+    for i in tl.static_range(3):
+        if WINDOW or i > 0:
+            dq = _accumulate_dq(
+                dq, q, do, lse_2, delta, k_ptr, v_ptr, rows, bounds[i], bounds[i + 1], offset, keys, window, k_row,
+                v_row, scale_2, D, i != 1, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, EXACT, PRECISION, UPCAST,
+            )  # fmt: skip
     tl.store(
         dq_ptr + lanes * dq_row + width[None, :], (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows & in_width
     )
@@ -393,29 +379,20 @@ def attention_bwd_kv(
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     offset = keys - S
     scale_2 = scale * _LOG2E
-    low, a, z, high = _row_ranges(first, S, keys, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
+    bounds = _row_ranges(first, S, keys, window, CAUSAL, WINDOW, BLOCK_M, BLOCK_N)
     for g in range(group):
         of_head = h * group + g
         q_of = q_ptr + b * q_batch + of_head * q_head + tl.cast(first_q, tl.int64) * q_row
         do_of = do_ptr + b * do_batch + of_head * do_head + tl.cast(first_q, tl.int64) * do_row
         lse_of = lse_ptr + b * lse_batch + of_head * lse_head + first_q
         delta_of = delta_ptr + b * lse_batch + of_head * lse_head + first_q
-        if CAUSAL:
-            dk, dv = _accumulate_dkv(
-                dk, dv, k, v, q_of, do_of, lse_of, delta_of, columns, low, a, S, offset, keys, window,
-                q_row, do_row, scale_2, D,
-                True, CAUSAL, WINDOW, BLOCK_M, BLOCK_D, EXACT, PRECISION, UPCAST,
-            )  # fmt: skip
-        dk, dv = _accumulate_dkv(
-            dk, dv, k, v, q_of, do_of, lse_of, delta_of, columns, a, z, S, offset, keys, window,
-            q_row, do_row, scale_2, D,
-            False, CAUSAL, WINDOW, BLOCK_M, BLOCK_D, EXACT, PRECISION, UPCAST,
-        )  # fmt: skip
-        dk, dv = _accumulate_dkv(
-            dk, dv, k, v, q_of, do_of, lse_of, delta_of, columns, z, high, S, offset, keys, window,
-            q_row, do_row, scale_2, D,
-            True, CAUSAL, WINDOW, BLOCK_M, BLOCK_D, EXACT, PRECISION, UPCAST,
-        )  # fmt: skip
+        for i in tl.static_range(3):
+            if CAUSAL or i > 0:
+                dk, dv = _accumulate_dkv(
+                    dk, dv, k, v, q_of, do_of, lse_of, delta_of, columns, bounds[i], bounds[i + 1], S, offset, keys,
+                    window, q_row, do_row, scale_2, D,
+                    i != 1, CAUSAL, WINDOW, BLOCK_M, BLOCK_D, EXACT, PRECISION, UPCAST,
+                )  # fmt: skip
     inside = in_keys & in_width
     tl.store(dk_ptr + lanes * dk_row + width[None, :], (dk * scale).to(dk_ptr.dtype.element_ty), mask=inside)
     tl.store(dv_ptr + lanes * dv_row + width[None, :], dv.to(dv_ptr.dtype.element_ty), mask=inside)

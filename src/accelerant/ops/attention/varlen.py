@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -159,29 +159,21 @@ def _check_bounds(q: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
         raise ShapeError(f"cu_seqlens_k must be {tuple(cu_q.shape)} as cu_seqlens_q is, got {tuple(cu_k.shape)}")
 
 
-def _case(q: Tensor, k: Tensor, cu_q: Tensor, max_q: int, max_k: int, causal: bool, window: int) -> Case:
+def _case(
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, causal: bool, scale: float,
+    window: int,
+) -> Case:  # fmt: skip
     total, Hq, D = q.shape
     sizes = (cu_q.shape[0] - 1, Hq, k.shape[1], total, k.shape[0], max_q, max_k, D)
     return Case(q.device, q.dtype, sizes, options_of(causal, window))
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, causal: bool, scale: float,
-    window: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    case = _case(q, k, cu_q, max_q, max_k, causal, window)
-    result: tuple[Tensor, Tensor] = attention_varlen_fwd(case, q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, window)
-    return result
-
-
 def _backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int,
-    max_k: int, causal: bool, scale: float, window: int, needs: Sequence[bool],
-) -> tuple[Tensor, ...]:  # fmt: skip
-    case = _case(q, k, cu_q, max_q, max_k, causal, window)
-    result: tuple[Tensor, ...] = attention_varlen_bwd(
-        case, do, q, k, v, o, lse, cu_q, cu_k, max_q, max_k, causal, scale, window
-    )
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor, *settings: Any
+) -> tuple[Tensor, ...]:
+    *settings_only, _ = settings
+    case = _case(q, k, v, cu_q, cu_k, *settings_only)
+    result: tuple[Tensor, ...] = attention_varlen_bwd(case, do, q, k, v, o, lse, cu_q, cu_k, *settings_only)
     return result
 
 
@@ -221,7 +213,8 @@ def _fake(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 _attention_varlen = DifferentiableOp(
     "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, int max_q, int max_k, bool causal, "
     "float scale, int window) -> (Tensor o, Tensor lse)",
-    forward=_forward,
+    operation=attention_varlen_fwd,
+    case=_case,
     backward=_backward,
     saves=("q", "k", "v", "o", "lse", "cu_q", "cu_k"),
     gradients={"q": "q", "k": "k", "v": "v"},

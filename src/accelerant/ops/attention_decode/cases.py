@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Sample, Stated, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, Sample, Stated, specialised, tolerances
 from accelerant.ops.attention_decode.launch import KERNELS as _KERNELS
 from accelerant.ops.attention_decode.launch import MAX_SPLITS, NUM_WARPS, constants, stages_for
 
@@ -54,12 +52,9 @@ def compilation(
     dtype = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}[kind]
     types = {"q_ptr": kind, "k_ptr": kind, "v_ptr": kind, "lengths_ptr": "*i32", "scale": "fp32"}
     types |= {"o_ptr": "*fp32" if split else kind} | dict.fromkeys((*_SIZES, *_STRIDES), "i32")
-    fixed: dict[str, Any] = dict(constants(rows, width, dtype, capability))
-    if split:
-        types["lse_ptr"] = "*fp32"
-    else:
-        fixed["lse_ptr"] = None
-    return Compilation(_KERNELS["fwd"], types, fixed, NUM_WARPS, stages_for(capability))
+    optional = {"lse_ptr": "*fp32" if split else None}
+    fixed = constants(rows, width, dtype, capability)
+    return specialised(_KERNELS["fwd"], {**types, **optional}, fixed, NUM_WARPS, stages_for(capability))
 
 
 KERNELS = (

@@ -1,6 +1,8 @@
-"""attention_decode: the public function, its implementations, and the registration with torch."""
+"""attention_decode: reference, implementations, the public function, and the registration with torch."""
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -11,10 +13,22 @@ from accelerant.ops._library import below_autograd, define, is_plain, name_of
 from accelerant.ops.attention.backends import TORCH
 from accelerant.ops.attention.composite import attend
 from accelerant.ops.attention.op import check_heads, checked, refuses_triton_kernels
+from accelerant.ops.attention.reference import attention_reference
 from accelerant.ops.attention_decode.launch import launch_forward
 from accelerant.runtime.dispatch import Case, Cost
 
-__all__ = ["attention_decode", "attention_decode_fwd"]
+__all__ = ["attention_decode", "attention_decode_fwd", "attention_decode_reference"]
+
+
+def attention_decode_reference(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *, scale: float | None = None
+) -> Tensor:
+    """Return causal attention of each sequence's queries to the first `length` keys of its cache."""
+    results = []
+    for b, length in enumerate(lengths.tolist()):
+        k, v = (x[b : b + 1, :, :length] for x in (k_cache, v_cache))
+        results.append(attention_reference(q[b : b + 1], k, v, causal=True, scale=scale))
+    return torch.cat(cast("list[Tensor]", results)) if results else q.clone()
 
 
 def _torch_forward(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:

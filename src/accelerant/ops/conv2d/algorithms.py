@@ -29,7 +29,6 @@ __all__ = [
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
-_LOW = (torch.bfloat16, torch.float16)
 _MIN_ELEMENTS = 2**20
 """Elements of x or y per case; below, the launches of the extra kernels cost more than they save."""
 
@@ -38,9 +37,9 @@ _MIN_WIDTH = 8
 
 
 def _refuses(case: Case) -> str | None:
-    if case.device.type != "cuda" or torch.version.hip:
+    if case.device.type != "cuda":
         return "is for NVIDIA GPUs"
-    if case.dtype not in _LOW:
+    if case.dtype not in (torch.bfloat16, torch.float16):
         return "takes bfloat16 and float16"
     if "contiguous" not in case.options:
         return "takes contiguous x and weight"

@@ -1,4 +1,4 @@
-"""conv2d: validation, registration with torch and autograd; the vendor's libraries convolve, through torch.
+"""conv2d: reference, validation, registration with torch and autograd; the vendor's libraries convolve.
 
 A general convolution kernel would not beat cuDNN. This op adds the ledger, which counts forward and backward
 convolutions with their bytes and operations, and other algorithms for some cases (algorithms.py).
@@ -24,7 +24,37 @@ from accelerant.ops.conv2d.algorithms import Gradients
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.case import rules
 
-__all__ = ["conv2d", "conv2d_bwd", "conv2d_fwd"]
+__all__ = ["conv2d", "conv2d_bwd", "conv2d_fwd", "conv2d_reference"]
+
+
+def _two(value: int | Sequence[int]) -> tuple[int, ...]:
+    return (value, value) if isinstance(value, int) else tuple(value)
+
+
+def conv2d_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0, dilation: int | Sequence[int] = 1, groups: int = 1,
+) -> Tensor:  # fmt: skip
+    """Return for each output channel the sum of products of the weight and each window of x."""
+    if x.dim() == 3:
+        options: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+        return conv2d_reference(x.unsqueeze(0), weight, bias, **options).squeeze(0)
+    kernel, step, spread = weight.shape[2:], _two(stride), _two(dilation)
+    totals = [0, 0]
+    if padding == "same":
+        totals = [d * (k - 1) for d, k in zip(spread, kernel, strict=True)]
+    elif not isinstance(padding, str):
+        totals = [2 * p for p in _two(padding)]
+    (top, left), (height, width) = (total // 2 for total in totals), totals
+    x = F.pad(x, (left, width - left, top, height - top))
+    sizes = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(x.shape[2:], kernel, step, spread, strict=True)]
+    rows, columns = (
+        torch.arange(n, device=x.device)[:, None] * s + torch.arange(k, device=x.device) * d
+        for n, k, s, d in zip(sizes, kernel, step, spread, strict=True)
+    )
+    windows = x[:, :, rows][..., columns].unflatten(1, (groups, -1))  # b g c h i w j
+    y = torch.einsum("bgchiwj,gocij->bgohw", windows, weight.unflatten(0, (groups, -1))).flatten(1, 2)
+    return y if bias is None else y + bias[:, None, None]
 
 
 def _backward_of(
@@ -82,10 +112,7 @@ conv2d_bwd = Operation(
         Implementation("patches", algorithms.patches_backward, refuses=algorithms.refuses_patches),
         Implementation("torch", _backward_of, deterministic=False),
         Implementation(
-            "channels-last",
-            algorithms.channels_last_backward,
-            refuses=algorithms.refuses_channels_last,
-            deterministic=False,
+            "channels-last", algorithms.channels_last_backward, algorithms.refuses_channels_last, deterministic=False
         ),
         Implementation("torch-deterministic", _deterministic_backward_of),
     ),
@@ -113,14 +140,9 @@ _cpu = CpuFastPath(_torch_equivalent, serves=_torch_serves)
 
 @_cpu
 def conv2d(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Pair = 1,
-    padding: Pair | Literal["valid", "same"] = 0,
-    dilation: Pair = 1,
-    groups: int = 1,
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Pair = 1,
+    padding: Pair | Literal["valid", "same"] = 0, dilation: Pair = 1, groups: int = 1,
+) -> Tensor:  # fmt: skip
     """Convolve images with kernels (a cross-correlation: the kernel is not flipped).
 
     y[b, o, h, w] = bias[o] + sum over c, i, j of weight[o, c, i, j] x[b, c', s h + d i - p, s w + d j - p]
@@ -183,11 +205,9 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tenso
     channels, out = images.shape[1], weight.shape[0]
     if channels % groups or out % groups:
         raise ShapeError(f"groups must divide the channels, {channels} of x and {out} of y, got {groups}")
-    if weight.shape[1] * groups != channels:
-        raise ShapeError(
-            f"x has {channels} channels, weight {tuple(weight.shape)} in {groups} groups takes "
-            f"{weight.shape[1] * groups}"
-        )
+    taken = weight.shape[1] * groups
+    if taken != channels:
+        raise ShapeError(f"x has {channels} channels, weight {tuple(weight.shape)} in {groups} groups takes {taken}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ShapeError(f"bias must be ({out},), got {tuple(bias.shape)}")
     return images
@@ -205,21 +225,16 @@ def _same(x: Tensor, weight: Tensor, dilation: list[int]) -> tuple[Tensor, list[
     return F.pad(x, (0, odd[1], 0, odd[0])) if any(odd) else x, [total // 2 for total in totals]
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
-    y: Tensor = conv2d_fwd(_case(x, weight, *settings), x, weight, bias, *settings)
-    return y
-
-
 def _backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Gradients:
     *settings_only, needs = settings
-    case = _case(x, weight, *settings_only, tuple(needs))
+    case = _case(x, weight, bias, *settings_only, tuple(needs))
     gradients: Gradients = conv2d_bwd(case, dy, x, weight, bias, *settings)
     return gradients
 
 
 def _case(
-    x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int,
-    *needs: tuple[bool, ...],
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: list[int], padding: list[int], dilation: list[int],
+    groups: int, *needs: tuple[bool, ...],
 ) -> Case:  # fmt: skip
     height, width = output_sizes(x, list(weight.shape[2:]), stride, padding, dilation)
     y = (x.shape[0], weight.shape[0], height, width)
@@ -228,9 +243,9 @@ def _case(
     return Case(x.device, x.dtype, x.shape, options)
 
 
-def _cpu_case(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Case | None:
+def _cpu_case(*args: Any) -> Case | None:
     """Return None for deterministic sums: torch's choice of an algorithm for its gradient is not known."""
-    return None if rules().deterministic else _case(x, weight, *settings)
+    return None if rules().deterministic else _case(*args)
 
 
 def _channels_first(x: Tensor) -> bool:
@@ -241,7 +256,8 @@ def _channels_first(x: Tensor) -> bool:
 _conv2d = DifferentiableOp(
     "conv2d(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, int groups)"
     " -> (Tensor y)",
-    forward=_forward,
+    operation=conv2d_fwd,
+    case=_case,
     backward=_backward,
     composite_backward=_backward_of,
     saves=("x", "weight", "bias"),
@@ -250,7 +266,6 @@ _conv2d = DifferentiableOp(
     fake=torch.conv2d,
     keeps_layout=True,
     decomposes=True,
-    operation=conv2d_fwd,
     cpu=_cpu,
     cpu_case=_cpu_case,
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, specialised, tolerances
 from accelerant.ops.cross_entropy.launch import COUNTS, HELD_PLANS, WIDE_PLANS, backward_plan, row_plan
 from accelerant.ops.cross_entropy.launch import KERNELS as _KERNELS
 
@@ -58,17 +58,14 @@ BENCHMARKS = (
 # A mean or sum is rounded once; gradients are compared relative to the largest.
 TOLERANCES = tolerances(float64=(1e-11, 1e-12), float32=(4e-6, 2e-6), float16=(2e-3, 1e-3), bfloat16=(1.6e-2, 8e-3))
 
-_SIZES = {
-    "M": "i32", "N": "i32", "x_stride": "i32", "dx_stride": "i32", "dy_stride": "i32",
-    "ignore_index": "i32", "smoothing": "fp32",
-}  # fmt: skip
+_SIZES = dict.fromkeys(("M", "N", "x_stride", "dx_stride", "dy_stride", "ignore_index"), "i32") | {"smoothing": "fp32"}
 
 
 def _forward(name: str, kind: str, num_warps: int, *, gradient: bool = True, **constants: Any) -> Compilation:
     types = {"x_ptr": kind, "target_ptr": "*i64", "loss_ptr": "*fp32", "stat_ptr": "*fp32", "counts_ptr": "*i32"}
-    absent = {"dy_ptr": None} if gradient else {"dx_ptr": None, "dy_ptr": None}
-    fixed = {"SMOOTH": False, "COUNTS": COUNTS, **constants, **absent}
-    return Compilation(_KERNELS[name], types | _SIZES | ({"dx_ptr": kind} if gradient else {}), fixed, num_warps)
+    optional = {"dx_ptr": kind if gradient else None, "dy_ptr": None}
+    fixed = {"SMOOTH": False, "COUNTS": COUNTS, **constants}
+    return specialised(_KERNELS[name], {**types, **_SIZES, **optional}, fixed, num_warps)
 
 
 def _narrow(kind: str, N: int) -> Compilation:

@@ -21,13 +21,11 @@ __all__ = [
     "scale_", "wide_plan", "wide_plans",
 ]  # fmt: skip
 
-_NAMES = ("count", "reduce", "scale", "fwd", "fwd_wide", "bwd")
-_WIDTHS = {"fwd": (8, 9, 10), "bwd": (7, 8, 9)}  # fwd_wide aligns its rows itself
+_WIDTHS = {"count": (), "reduce": (), "scale": (), "fwd": (8, 9, 10), "fwd_wide": (), "bwd": (7, 8, 9)}
+"""Positions of row widths and strides among the arguments; fwd_wide aligns its rows itself."""
 KERNELS = {
-    name: TritonKernel(
-        "accelerant.ops.cross_entropy.triton_kernels", f"cross_entropy_{name}", widths=_WIDTHS.get(name, ())
-    )
-    for name in _NAMES
+    name: TritonKernel("accelerant.ops.cross_entropy.triton_kernels", f"cross_entropy_{name}", widths=widths)
+    for name, widths in _WIDTHS.items()
 }
 
 COUNTS = 64
@@ -45,7 +43,6 @@ class WidePlan:
 
     Attributes:
         block: columns per step.
-        num_warps: warps per program.
         held: bfloat16 blocks kept in registers for the gradient; the others are read again, from L2.
     """
 
@@ -123,15 +120,14 @@ TUNED_BACKWARD: Tuned[RowPlan] = Tuned(
 def count(targets: Tensor, ignore_index: int) -> Tensor:
     """Return (COUNTS,) int32 partial counts of the targets (M,) that are not ignore_index."""
     counts = torch.empty(COUNTS, dtype=torch.int32, device=targets.device)
-    M = targets.shape[0]
-    KERNELS["count"].launch((COUNTS,), (targets, counts, M, ignore_index), {"BLOCK": 1024}, num_warps=4)
+    args = (targets, counts, targets.shape[0], ignore_index)
+    KERNELS["count"].launch((COUNTS,), args, {"BLOCK": 1024}, num_warps=4)
     return counts
 
 
 def reduce(losses: Tensor, counts: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return the sum of losses, divided by the sum of counts unless None; a scalar."""
-    y = torch.empty((), dtype=dtype, device=losses.device)
-    n = losses.shape[0]
+    y, n = torch.empty((), dtype=dtype, device=losses.device), losses.shape[0]
     fixed = {"COUNTS": COUNTS, "BLOCK": _BLOCK}
     if n > 16 * _BLOCK:
         parts = torch.empty(256, dtype=torch.float32, device=losses.device)

@@ -1,4 +1,4 @@
-"""cross_entropy: the public function, its implementations, and the registration with torch and autograd."""
+"""cross_entropy: reference, implementations, the public function, and the registration with torch and autograd."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from accelerant.ops.cross_entropy.launch import COUNTS, launch_backward, launch_
 from accelerant.ops.cross_entropy.torch_ops import is_low, torch_backward, torch_composite, torch_forward
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
-__all__ = ["check_loss", "check_targets", "cross_entropy", "cross_entropy_bwd", "cross_entropy_fwd"]
+__all__ = [
+    "check_loss", "check_targets", "cross_entropy", "cross_entropy_bwd", "cross_entropy_fwd", "cross_entropy_reference",
+]  # fmt: skip
 
 REDUCTIONS = ("mean", "sum", "none")
 _EAGER = (torch.bfloat16, torch.float32)
@@ -28,6 +30,22 @@ _EAGER = (torch.bfloat16, torch.float32)
 
 _MANY = 2**18
 """Number of logits from which on that saves more on a CPU than an autograd function in Python costs."""
+
+
+def cross_entropy_reference(
+    logits: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, reduction: str = "mean",
+    inplace_backward: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return log sum exp of each row minus its expected logit under the smoothed class distribution."""
+    rows = logits.reshape(-1, logits.shape[-1])
+    classes = targets.reshape(-1).long()
+    counted = classes != ignore_index
+    expected = rows.gather(1, classes.where(counted, 0)[:, None])[:, 0]
+    expected = (1.0 - label_smoothing) * expected + label_smoothing * rows.mean(1)
+    losses = torch.where(counted, torch.logsumexp(rows, 1) - expected, 0.0)
+    if reduction == "none":
+        return losses.reshape(targets.shape)
+    return losses.sum() / counted.sum() if reduction == "mean" else losses.sum()
 
 
 # --- implementations -------------------------------------------------------------------------------------------------
@@ -75,14 +93,9 @@ _cpu = CpuFastPath(_torch_equivalent, serves=_torch_serves, by_gradient=True)
 
 @_cpu
 def cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    reduction: str = "mean",
+    logits: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0, reduction: str = "mean",
     inplace_backward: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the cross entropy of logits and class indices.
 
     loss = (1 - s) (L - x_t) + s (L - mean x), with L = log sum exp x, t the class and s the label smoothing
@@ -206,26 +219,21 @@ def _eager_gradient(
     over = inplace and dx.numel() > 0 and dx.data_ptr() == logits.data_ptr()
     if over:
         torch.autograd.graph.increment_version(logits)
-        return tuple(results), (dx.detach(), targets, *results[1:]), True
-    return tuple(results), (dx, targets, *results[1:]), False
+        dx = dx.detach()
+    return tuple(results), (dx, targets, *results[1:]), over
 
 
 def _finish_gradient(
     dy: Tensor, ahead: tuple[Tensor, ...], ignore_index: int, smoothing: float, reduction: str, *_: object
 ) -> tuple[Tensor]:
-    dx, targets, statistics, counts = ahead
-    return (
-        cross_entropy_bwd(
-            _case(dx, "scale"), dy, dx, targets, statistics, counts, ignore_index, smoothing, reduction, dx
-        ),
-    )
+    dx = ahead[0]
+    return (cross_entropy_bwd(_case(dx, "scale"), dy, *ahead, ignore_index, smoothing, reduction, dx),)
 
 
 def _backward(
-    dy: Tensor, logits: Tensor, targets: Tensor, statistics: Tensor, counts: Tensor, ignore_index: int,
-    smoothing: float, reduction: str, *_: object,
-) -> tuple[Tensor]:  # fmt: skip
-    args = (dy, logits, targets, statistics, counts, ignore_index, smoothing, reduction)
+    dy: Tensor, logits: Tensor, targets: Tensor, statistics: Tensor, counts: Tensor, *settings: Any
+) -> tuple[Tensor]:
+    args = (dy, logits, targets, statistics, counts, *settings[:3])
     return (cross_entropy_bwd(_case(logits, "backward"), *args),)
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from accelerant.ops._cases import Compilation
+from accelerant.ops._cases import Compilation, specialised
 from accelerant.ops.decode.launch import KERNELS as _KERNELS
 from accelerant.ops.decode.launch import WORDS_PLANS, DecodePlan, usual_plan
 
@@ -17,52 +15,33 @@ def _linear(
     plan: DecodePlan, kind: str = "*bf16", *, integers: bool = False, norm: bool = False, gated: bool = False,
     residual: bool = False, by_bits: bool = True,
 ) -> Compilation:  # fmt: skip
-    types = {"x_ptr": kind, "weight_ptr": "*i8" if integers else kind, "y_ptr": kind, "N": "i32", "K": "i32"}
-    types["eps"] = "fp32"
-    constants: dict[str, Any] = {
-        "GATED": gated, "BYTES": integers and by_bits, "SETS": plan.sets, "BLOCK_N": plan.block_n,
-        "BLOCK_K": plan.block_k, "UNROLL": plan.unroll,
+    types = {
+        "x_ptr": kind, "norm_ptr": kind if norm else None, "weight_ptr": "*i8" if integers else kind,
+        "scale_ptr": "*fp32" if integers else None, "residual_ptr": kind if residual else None, "y_ptr": kind,
+        "N": "i32", "K": "i32", "eps": "fp32",
     }  # fmt: skip
-    pointers = ("norm_ptr", kind, norm), ("scale_ptr", "*fp32", integers), ("residual_ptr", kind, residual)
-    types |= {name: pointer for name, pointer, present in pointers if present}
-    constants |= {name: None for name, _, present in pointers if not present}
-    return Compilation(_KERNELS["linear"], types, constants, plan.num_warps)
+    return specialised(_KERNELS["linear"], types, plan.constants(gated, integers and by_bits), plan.num_warps)
 
 
 def _words(plan: DecodePlan, *, gated: bool = False, residual: bool = False, by_bits: bool = True) -> Compilation:
-    types = {"planes_ptr": "*i32", "units_ptr": "*fp32", "weight_ptr": "*i32", "scale_ptr": "*fp32", "y_ptr": "*bf16"}
-    types |= {"N": "i32", "W": "i32"}
-    constants: dict[str, Any] = {
-        "GATED": gated, "BYTES": by_bits, "SETS": plan.sets, "BLOCK_N": plan.block_n, "BLOCK_W": plan.block_k // 4,
-        "UNROLL": plan.unroll,
+    types = {
+        "planes_ptr": "*i32", "units_ptr": "*fp32", "weight_ptr": "*i32", "scale_ptr": "*fp32", "y_ptr": "*bf16",
+        "N": "i32", "W": "i32", "residual_ptr": "*bf16" if residual else None,
     }  # fmt: skip
-    if residual:
-        types["residual_ptr"] = "*bf16"
-    else:
-        constants["residual_ptr"] = None
-    return Compilation(_KERNELS["words"], types, constants, plan.num_warps)
+    return specialised(_KERNELS["words"], types, plan.constants(gated, by_bits), plan.num_warps)
 
 
 def _planes(block: int, *, norm: bool) -> Compilation:
     types = {"x_ptr": "*bf16", "planes_ptr": "*i8", "units_ptr": "*fp32", "K": "i32", "eps": "fp32"}
-    constants: dict[str, Any] = {"BLOCK": block}
-    if norm:
-        types["norm_ptr"] = "*bf16"
-    else:
-        constants["norm_ptr"] = None
-    return Compilation(_KERNELS["planes"], types, constants, min(32, block // 256))
+    optional = {"norm_ptr": "*bf16" if norm else None}
+    return specialised(_KERNELS["planes"], {**types, **optional}, {"BLOCK": block}, min(32, block // 256))
 
 
 def _rope(kind: str, *, turned: bool = True) -> Compilation:
     types = {"positions_ptr": "*i32", **dict.fromkeys(("qkv_ptr", "q_ptr", "k_cache_ptr", "v_cache_ptr"), kind)}
     types |= dict.fromkeys(("heads", "kv_heads", "T", "HALF"), "i32")
-    tables = ("cos_ptr", "sin_ptr")
-    constants: dict[str, Any] = {"HEADS": 4, "BLOCK": 64}
-    if turned:
-        types |= dict.fromkeys(tables, "*fp32")
-    else:
-        constants |= dict.fromkeys(tables)
-    return Compilation(_KERNELS["rope"], types, constants, 1)
+    tables = dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32" if turned else None)
+    return specialised(_KERNELS["rope"], {**types, **tables}, {"HEADS": 4, "BLOCK": 64}, 1)
 
 
 _GATED = usual_plan(14336, 4096, 2, True)

@@ -30,7 +30,6 @@ class DecodePlan:
     Attributes:
         sets: rows of the weight that a thread processes with the same part of x: 1, 2 or 4; 2 or 4 for a gated layer.
         block_n, block_k: rows and columns of a block; 512 bytes per warp are 16 bytes per thread.
-        num_warps: warps per program.
         unroll: blocks of block_k columns that are loaded before the first is used.
     """
 
@@ -39,6 +38,13 @@ class DecodePlan:
     block_k: int
     num_warps: int
     unroll: int
+
+    def constants(self, gated: bool, by_bits: bool) -> dict[str, int | bool]:
+        """Return the compile-time arguments; by_bits: 8-bit integers are converted or multiplied by PTX."""
+        return {
+            "GATED": gated, "BYTES": by_bits, "SETS": self.sets, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k,
+            "UNROLL": self.unroll,
+        }  # fmt: skip
 
 
 def _plans(columns: int) -> tuple[DecodePlan, ...]:
@@ -95,10 +101,6 @@ def _interpreted_plan(gated: bool, K: int) -> DecodePlan:
     return DecodePlan(4 if gated and K % 3 == 0 else 2, 2, 16, 4, 1 + K % 2)
 
 
-def _uses_ptx(device: torch.device) -> bool:
-    return device.type == "cuda"
-
-
 def launch_linear(
     x: Tensor, weight: Tensor, scale: Tensor | None, norm: Tensor | None, eps: float, residual: Tensor | None,
     gated: bool, plan: DecodePlan | None = None,
@@ -120,12 +122,9 @@ def launch_linear(
     KERNELS["linear"].launch(
         (ceil_div(N, outputs * plan.block_n), M),
         (x, norm, weight, scale, residual, y, N, K, eps),
-        {
-            "GATED": gated, "BYTES": weight.dtype == torch.int8 and _uses_ptx(x.device), "SETS": plan.sets,
-            "BLOCK_N": plan.block_n, "BLOCK_K": plan.block_k, "UNROLL": plan.unroll,
-        },
+        plan.constants(gated, weight.dtype == torch.int8 and x.device.type == "cuda"),
         num_warps=plan.num_warps,
-    )  # fmt: skip
+    )
     return y
 
 
@@ -156,12 +155,9 @@ def launch_words(
     KERNELS["words"].launch(
         (ceil_div(N, outputs * plan.block_n), M),
         (planes.view(torch.int32), units, weight.view(torch.int32), scale, residual, y, N, K // 4),
-        {
-            "GATED": gated, "BYTES": _uses_ptx(x.device), "SETS": plan.sets, "BLOCK_N": plan.block_n,
-            "BLOCK_W": plan.block_k // 4, "UNROLL": plan.unroll,
-        },
+        plan.constants(gated, x.device.type == "cuda"),
         num_warps=plan.num_warps,
-    )  # fmt: skip
+    )
     return y
 
 

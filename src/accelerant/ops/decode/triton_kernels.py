@@ -63,10 +63,32 @@ def _scaled(acc, factor, scale_ptr, n):
 
 
 @triton.jit
-def _put(z, residual_ptr, y_ptr, n, here):
-    if residual_ptr is not None:
-        z += tl.load(residual_ptr + n, mask=here, other=0.0).to(tl.float32)
-    tl.store(y_ptr + n, z.to(y_ptr.dtype.element_ty), mask=here)
+def _rows(weight_ptr, first, lanes, N, K, GATED: tl.constexpr, SETS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return for each set the pointers to its rows of the weight, and their numbers."""
+    OUTPUTS: tl.constexpr = SETS // 2 if GATED else SETS
+    weight_at, numbers = (), ()
+    for r in tl.static_range(SETS):
+        n = first + (r % OUTPUTS) * BLOCK_N + tl.arange(0, BLOCK_N)
+        n = tl.where(n < N, n, 0) + r // OUTPUTS * N  # rows past the end read the first; gates, then gated rows
+        numbers = numbers + (n,)  # noqa: RUF005 - Triton has no starred tuples
+        weight_at = weight_at + (weight_ptr + n.to(tl.int64)[:, None] * K + lanes,)  # noqa: RUF005
+    return weight_at, numbers
+
+
+@triton.jit
+def _finish(
+    z, residual_ptr, y_ptr, row, first, N, GATED: tl.constexpr, SETS: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """Apply the gates, add the residual and store the outputs of each set's sums."""
+    OUTPUTS: tl.constexpr = SETS // 2 if GATED else SETS
+    for r in tl.static_range(OUTPUTS):
+        n = first + r * BLOCK_N + tl.arange(0, BLOCK_N)
+        y = z[r]
+        if GATED:
+            y = y / (1.0 + tl.exp(-y)) * z[OUTPUTS + r]
+        if residual_ptr is not None:
+            y += tl.load(residual_ptr + row * N + n, mask=n < N, other=0.0).to(tl.float32)
+        tl.store(y_ptr + row * N + n, y.to(y_ptr.dtype.element_ty), mask=n < N)
 
 
 @triton.jit
@@ -79,17 +101,10 @@ def decode_linear(
     OUTPUTS: tl.constexpr = SETS // 2 if GATED else SETS
     row = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * (OUTPUTS * BLOCK_N)
-    lines = tl.arange(0, BLOCK_N)
     lanes = tl.broadcast_to(tl.arange(0, BLOCK_K)[None, :], (BLOCK_N, BLOCK_K))
     x_at = x_ptr + row * K + lanes  # as wide as the weights, so that each thread holds the elements of x that it needs
-    weight_at = ()
-    numbers = ()
-    for r in tl.static_range(SETS):
-        n = first + (r % OUTPUTS) * BLOCK_N + lines
-        n = tl.where(n < N, n, 0) + r // OUTPUTS * N  # rows past the end read the first; gates, then gated rows
-        numbers = numbers + (n,)  # noqa: RUF005 - Triton has no starred tuples
-        weight_at = weight_at + (weight_ptr + n.to(tl.int64)[:, None] * K + lanes,)  # noqa: RUF005
-    acc0 = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    weight_at, numbers = _rows(weight_ptr, first, lanes, N, K, GATED, SETS, BLOCK_N)
+    acc0 = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)  # a tuple of sums takes more registers
     acc1, acc2, acc3, squares = acc0, acc0, acc0, acc0
     full = K // STEP * STEP
     for k in range(0, full, STEP):
@@ -128,28 +143,10 @@ def decode_linear(
     factor = 1.0
     if norm_ptr is not None:
         factor = 1.0 / tl.sqrt(tl.sum(squares, 1) / K + eps)
-    y_ptr += row * N
-    if residual_ptr is not None:
-        residual_ptr += row * N
-    here = first + lines
-    z0 = _scaled(acc0, factor, scale_ptr, numbers[0])
-    if SETS > 1:
-        z1 = _scaled(acc1, factor, scale_ptr, numbers[1])
-    if SETS > 2:
-        z2 = _scaled(acc2, factor, scale_ptr, numbers[2])
-        z3 = _scaled(acc3, factor, scale_ptr, numbers[3])
-    if GATED and SETS == 2:
-        _put(z0 / (1.0 + tl.exp(-z0)) * z1, residual_ptr, y_ptr, here, here < N)
-    elif GATED:
-        _put(z0 / (1.0 + tl.exp(-z0)) * z2, residual_ptr, y_ptr, here, here < N)
-        _put(z1 / (1.0 + tl.exp(-z1)) * z3, residual_ptr, y_ptr, here + BLOCK_N, here + BLOCK_N < N)
-    else:
-        _put(z0, residual_ptr, y_ptr, here, here < N)
-        if SETS > 1:
-            _put(z1, residual_ptr, y_ptr, here + BLOCK_N, here + BLOCK_N < N)
-        if SETS > 2:
-            _put(z2, residual_ptr, y_ptr, here + 2 * BLOCK_N, here + 2 * BLOCK_N < N)
-            _put(z3, residual_ptr, y_ptr, here + 3 * BLOCK_N, here + 3 * BLOCK_N < N)
+    sums, z = (acc0, acc1, acc2, acc3), ()
+    for r in tl.static_range(SETS):
+        z = z + (_scaled(sums[r], factor, scale_ptr, numbers[r]),)  # noqa: RUF005
+    _finish(z, residual_ptr, y_ptr, row, first, N, GATED, SETS, BLOCK_N)
 
 
 @triton.jit
@@ -200,28 +197,21 @@ def _whole(high, middle, low, unit, scale_ptr, n):
 @triton.jit
 def decode_words(
     planes_ptr, units_ptr, weight_ptr, scale_ptr, residual_ptr, y_ptr, N, W,
-    GATED: tl.constexpr, BYTES: tl.constexpr, SETS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
+    GATED: tl.constexpr, BYTES: tl.constexpr, SETS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     UNROLL: tl.constexpr,
 ):  # fmt: skip
+    BLOCK_W: tl.constexpr = BLOCK_K // 4  # words of four weights
     STEP: tl.constexpr = BLOCK_W * UNROLL
     OUTPUTS: tl.constexpr = SETS // 2 if GATED else SETS
     row = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * (OUTPUTS * BLOCK_N)
-    lines = tl.arange(0, BLOCK_N)
     lanes = tl.broadcast_to(tl.arange(0, BLOCK_W)[None, :], (BLOCK_N, BLOCK_W))
     x_at = planes_ptr + row * 3 * W + lanes
-    weight_at = ()
-    numbers = ()
-    for r in tl.static_range(SETS):
-        n = first + (r % OUTPUTS) * BLOCK_N + lines
-        n = tl.where(n < N, n, 0) + r // OUTPUTS * N
-        numbers = numbers + (n,)  # noqa: RUF005 - Triton has no starred tuples
-        weight_at = weight_at + (weight_ptr + n.to(tl.int64)[:, None] * W + lanes,)  # noqa: RUF005
-    high0 = tl.zeros([BLOCK_N, BLOCK_W], dtype=tl.int32)
-    middle0, low0 = high0, high0
-    high1, middle1, low1 = high0, high0, high0
-    high2, middle2, low2 = high0, high0, high0
-    high3, middle3, low3 = high0, high0, high0
+    weight_at, numbers = _rows(weight_ptr, first, lanes, N, W, GATED, SETS, BLOCK_N)
+    high = ()
+    for _ in tl.static_range(SETS):
+        high = high + (tl.zeros([BLOCK_N, BLOCK_W], dtype=tl.int32),)  # noqa: RUF005
+    middle, low = high, high
     for k in range(0, W, STEP):
         parts = ()
         for i in tl.static_range(UNROLL):
@@ -231,46 +221,21 @@ def decode_words(
                 parts = parts + (w,)  # noqa: RUF005
         for i in tl.static_range(UNROLL):
             inside = lanes < W - k - i * BLOCK_W
-            high = tl.load(x_at + k + i * BLOCK_W, mask=inside, other=0)
-            middle = tl.load(x_at + W + k + i * BLOCK_W, mask=inside, other=0)
-            low = tl.load(x_at + 2 * W + k + i * BLOCK_W, mask=inside, other=0)
-            w = parts[i * SETS]
-            high0, middle0 = _dot4(w, high, high0, BYTES), _dot4(w, middle, middle0, BYTES)
-            low0 = _dot4(w, low, low0, BYTES)
-            if SETS > 1:
-                w = parts[i * SETS + 1]
-                high1, middle1 = _dot4(w, high, high1, BYTES), _dot4(w, middle, middle1, BYTES)
-                low1 = _dot4(w, low, low1, BYTES)
-            if SETS > 2:
-                w = parts[i * SETS + 2]
-                high2, middle2 = _dot4(w, high, high2, BYTES), _dot4(w, middle, middle2, BYTES)
-                low2 = _dot4(w, low, low2, BYTES)
-                w = parts[i * SETS + 3]
-                high3, middle3 = _dot4(w, high, high3, BYTES), _dot4(w, middle, middle3, BYTES)
-                low3 = _dot4(w, low, low3, BYTES)
+            x_high = tl.load(x_at + k + i * BLOCK_W, mask=inside, other=0)
+            x_middle = tl.load(x_at + W + k + i * BLOCK_W, mask=inside, other=0)
+            x_low = tl.load(x_at + 2 * W + k + i * BLOCK_W, mask=inside, other=0)
+            highs, middles, lows = (), (), ()
+            for r in tl.static_range(SETS):
+                w = parts[i * SETS + r]
+                highs = highs + (_dot4(w, x_high, high[r], BYTES),)  # noqa: RUF005
+                middles = middles + (_dot4(w, x_middle, middle[r], BYTES),)  # noqa: RUF005
+                lows = lows + (_dot4(w, x_low, low[r], BYTES),)  # noqa: RUF005
+            high, middle, low = highs, middles, lows
     unit = tl.load(units_ptr + row)
-    y_ptr += row * N
-    if residual_ptr is not None:
-        residual_ptr += row * N
-    here = first + lines
-    z0 = _whole(high0, middle0, low0, unit, scale_ptr, numbers[0])
-    if SETS > 1:
-        z1 = _whole(high1, middle1, low1, unit, scale_ptr, numbers[1])
-    if SETS > 2:
-        z2 = _whole(high2, middle2, low2, unit, scale_ptr, numbers[2])
-        z3 = _whole(high3, middle3, low3, unit, scale_ptr, numbers[3])
-    if GATED and SETS == 2:
-        _put(z0 / (1.0 + tl.exp(-z0)) * z1, residual_ptr, y_ptr, here, here < N)
-    elif GATED:
-        _put(z0 / (1.0 + tl.exp(-z0)) * z2, residual_ptr, y_ptr, here, here < N)
-        _put(z1 / (1.0 + tl.exp(-z1)) * z3, residual_ptr, y_ptr, here + BLOCK_N, here + BLOCK_N < N)
-    else:
-        _put(z0, residual_ptr, y_ptr, here, here < N)
-        if SETS > 1:
-            _put(z1, residual_ptr, y_ptr, here + BLOCK_N, here + BLOCK_N < N)
-        if SETS > 2:
-            _put(z2, residual_ptr, y_ptr, here + 2 * BLOCK_N, here + 2 * BLOCK_N < N)
-            _put(z3, residual_ptr, y_ptr, here + 3 * BLOCK_N, here + 3 * BLOCK_N < N)
+    z = ()
+    for r in tl.static_range(SETS):
+        z = z + (_whole(high[r], middle[r], low[r], unit, scale_ptr, numbers[r]),)  # noqa: RUF005
+    _finish(z, residual_ptr, y_ptr, row, first, N, GATED, SETS, BLOCK_N)
 
 
 @triton.jit

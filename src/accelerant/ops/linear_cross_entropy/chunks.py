@@ -21,7 +21,7 @@ from accelerant.ops.cross_entropy import hopper, launch
 from accelerant.ops.cross_entropy.torch_ops import torch_rows
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
-__all__ = ["chunk_rows", "run_torch", "run_triton"]
+__all__ = ["chunk_rows", "run"]
 
 CHUNK_BYTES = {"cuda": 512 << 20, "cpu": 32 << 20}
 """Limit of a chunk's logits by device type. A chunk may also take as much memory as the weight's float32 gradient,
@@ -108,9 +108,9 @@ def _chunks(hidden: Tensor, weight: Tensor, R: int) -> Iterator[tuple[slice, Ten
         yield rows, logits
 
 
-def _classes(logits: Tensor, classes: int | None) -> Tensor:
+def _classes(logits: Tensor, classes: int) -> Tensor:
     """Return the first `classes` columns of the logits, and zero the others, which is their gradient."""
-    if classes is None or classes == logits.shape[1]:
+    if classes == logits.shape[1]:
         return logits
     logits[:, classes:].zero_()
     return logits[:, :classes]
@@ -173,10 +173,10 @@ def _run_per_example(
     return dhidden, logits if formed is None else formed
 
 
-def run_triton(
+def run(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, smoothing: float, needs: Sequence[bool], *,
-    losses: Tensor | None = None, counts: Tensor | None = None, dy: Tensor | None = None, classes: int | None = None,
-    narrow: bool = False, forming: Forming | None = None,
+    own: bool, losses: Tensor | None = None, counts: Tensor | None = None, dy: Tensor | None = None,
+    classes: int | None = None, narrow: bool = False, forming: Forming | None = None,
 ) -> _Gradients:  # fmt: skip
     """Compute the losses, and the gradients of hidden and weight that are needed.
 
@@ -185,50 +185,38 @@ def run_triton(
         targets: (M,), contiguous.
         ignore_index, smoothing: as the op's.
         needs: whether the gradients of hidden and of weight are needed.
+        own: compute losses and gradients of the logits by our kernels instead of torch's functions.
         losses: (M,), written.
         counts: from cross_entropy's `count`: gradients are divided by their sum.
         dy: the upstream gradient, a scalar or (M,).
         classes: the first rows of weight that are classes; None for all. The others get a gradient of 0.
-        narrow: allow a gradient of weight in its dtype, see _run; ignored here.
+        narrow: allow a gradient of weight in its dtype, see _run; our kernels ignore it.
         forming: computes per-example gradients of weight, see _run_per_example.
     """
     gradient = any(needs)
     classes = weight.shape[0] if classes is None else classes
     case = Case(hidden.device, hidden.dtype, (hidden.shape[0], classes), ("gradient",))
-    by_hopper = gradient and dy is None and losses is not None and hopper.refuses(case) is None
+    by_hopper = own and gradient and dy is None and losses is not None and hopper.refuses(case) is None
+    statistics = torch.empty(2, hidden.shape[0] if by_hopper else 0, dtype=torch.float32, device=hidden.device)
 
     def to_gradient(rows: slice, logits: Tensor) -> None:
         stride, logits = logits.stride(0), _classes(logits, classes)
-        if by_hopper and losses is not None:  # the latter for the type checker
+        dx = logits if gradient else None
+        dy_rows = dy[rows] if dy is not None and dy.dim() else dy
+        row_losses = None if losses is None else losses[rows]
+        if not own:
+            chunk_losses = torch_rows(logits, targets[rows], ignore_index, smoothing, dx, counts, dy_rows)
+            if row_losses is not None:
+                row_losses.copy_(chunk_losses)
+        elif by_hopper and row_losses is not None:  # the latter for the type checker
             hopper.launch_rows(
                 logits, stride, targets[rows], ignore_index, smoothing,
-                losses=losses[rows], statistics=statistics, dx=logits, dx_stride=stride, counts=counts,
+                losses=row_losses, statistics=statistics, dx=logits, dx_stride=stride, counts=counts,
             )  # fmt: skip
-            return
-        launch.launch_rows(
-            logits, stride, targets[rows], ignore_index, smoothing,
-            losses=None if losses is None else losses[rows], dx=logits if gradient else None,
-            dx_stride=stride, counts=counts if gradient else None, dy=dy[rows] if dy is not None and dy.dim() else dy,
-        )  # fmt: skip
+        else:
+            launch.launch_rows(
+                logits, stride, targets[rows], ignore_index, smoothing, losses=row_losses, dx=dx, dx_stride=stride,
+                counts=counts if gradient else None, dy=dy_rows,
+            )  # fmt: skip
 
-    statistics = torch.empty(2, hidden.shape[0] if by_hopper else 0, dtype=torch.float32, device=hidden.device)
-    return _run(hidden, weight, needs, to_gradient, forming=forming)
-
-
-def run_torch(
-    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, smoothing: float, needs: Sequence[bool], *,
-    losses: Tensor | None = None, counts: Tensor | None = None, dy: Tensor | None = None, classes: int | None = None,
-    narrow: bool = False, forming: Forming | None = None,
-) -> _Gradients:  # fmt: skip
-    """Compute run_triton by torch's functions, which honour `narrow`."""
-    gradient = any(needs)
-
-    def to_gradient(rows: slice, logits: Tensor) -> None:
-        logits = _classes(logits, classes)
-        dy_rows = dy[rows] if dy is not None and dy.dim() else dy
-        dlogits = logits if gradient else None
-        chunk_losses = torch_rows(logits, targets[rows], ignore_index, smoothing, dlogits, counts, dy_rows)
-        if losses is not None:
-            losses[rows] = chunk_losses
-
-    return _run(hidden, weight, needs, to_gradient, narrow, forming)
+    return _run(hidden, weight, needs, to_gradient, narrow and not own, forming)

@@ -1,8 +1,9 @@
-"""linear_cross_entropy: the public function, its implementations, and the registration with torch and autograd."""
+"""linear_cross_entropy: reference, implementations, the public function, and the registration with torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,103 +16,108 @@ from accelerant.ops._launch import triton_operation
 from accelerant.ops._library import autocast_dtype, name_of
 from accelerant.ops._refusals import check_dtype
 from accelerant.ops.cross_entropy import launch
-from accelerant.ops.cross_entropy.op import check_loss, check_targets
+from accelerant.ops.cross_entropy.op import check_loss, check_targets, cross_entropy_reference
 from accelerant.ops.cross_entropy.torch_ops import torch_composite
-from accelerant.ops.linear_cross_entropy.chunks import run_torch, run_triton
+from accelerant.ops.linear_cross_entropy import chunks
 from accelerant.runtime.dispatch import Case, Cost
 
-__all__ = ["linear_cross_entropy", "linear_cross_entropy_bwd", "linear_cross_entropy_fwd"]
+__all__ = [
+    "linear_cross_entropy", "linear_cross_entropy_bwd", "linear_cross_entropy_fwd", "linear_cross_entropy_reference",
+]  # fmt: skip
 
 _WHOLE = 2**20
 """Up to this many logits, torch's functions are faster on a CPU than chunks: 4 MiB of float32."""
 
 
+def linear_cross_entropy_reference(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    """Return the cross entropy of all logits, materialised."""
+    return cross_entropy_reference(
+        hidden @ weight.T, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction=reduction
+    )
+
+
 # --- implementations -------------------------------------------------------------------------------------------------
 
 
-class _Chunked:
-    """The forward and backward pass in chunks of rows, by our kernels (`own`) or by torch's functions."""
+def _counts(targets: Tensor, ignore_index: int, own: bool) -> Tensor:
+    return launch.count(targets, ignore_index) if own else (targets != ignore_index).sum()
 
-    def __init__(self, own: bool) -> None:
-        self._run = run_triton if own else run_torch
-        self._own = own
 
-    def forward(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, smoothing: float, reduction: str,
-        dtype: str, wide: bool, gradient_hidden: bool, gradient_weight: bool, whole: bool = False,
-        narrow: bool = False,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Return the loss, and for "mean" and "sum" the gradients that are asked for; empty tensors otherwise.
+def _chunked_forward(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, smoothing: float, reduction: str,
+    dtype: str, wide: bool, gradient_hidden: bool, gradient_weight: bool, whole: bool = False, narrow: bool = False,
+    *, own: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return the loss, and for "mean" and "sum" the gradients that are asked for; empty tensors otherwise.
 
-        In float16 the gradients are those of the sum: divided by the count they would underflow before a loss scale
-        multiplies them. `whole` returns only the differentiable loss by torch's functions, from all logits together.
-        `narrow` allows a weight gradient in the weight's dtype instead of float32 where it is rounded once.
-        """
-        if whole:
-            return (_composite(hidden, weight, targets, ignore_index, smoothing, reduction, dtype, wide),)
-        low = getattr(torch, dtype)
-        narrow = narrow and weight.dtype == low == torch.bfloat16  # a sum over all rows may overflow float16
-        needs = (gradient_hidden, gradient_weight) if reduction != "none" else (False, False)
-        hidden, weight, targets = hidden.to(low).contiguous(), weight.to(low).contiguous(), targets.contiguous()
-        exact = torch.float64 if low == torch.float64 else torch.float32
-        losses = torch.empty(hidden.shape[0], dtype=exact, device=hidden.device)
-        counts = self._counts(targets, ignore_index) if reduction == "mean" else None
-        inner = None if low == torch.float16 else counts
-        dhidden, dweight = self._run(
-            hidden, weight, targets, ignore_index, smoothing, needs, losses=losses, counts=inner, narrow=narrow
-        )  # fmt: skip
-        result = torch.float32 if wide else low
-        if reduction == "none":
-            loss = losses.to(result)
-        elif self._own:
-            loss = launch.reduce(losses, counts, result)
-        else:
-            loss = (losses.sum() if counts is None else losses.sum() / counts.sum()).to(result)
-        return (
-            loss,
-            hidden.new_empty(0) if dhidden is None else dhidden,
-            hidden.new_empty(0, dtype=exact) if dweight is None else dweight,
-        )
+    In float16 the gradients are those of the sum: divided by the count they would underflow before a loss scale
+    multiplies them. `whole` returns only the differentiable loss by torch's functions, from all logits together.
+    `narrow` allows a weight gradient in the weight's dtype instead of float32 where it is rounded once.
+    """
+    if whole:
+        return (_composite(hidden, weight, targets, ignore_index, smoothing, reduction, dtype, wide),)
+    low = getattr(torch, dtype)
+    narrow = narrow and weight.dtype == low == torch.bfloat16  # a sum over all rows may overflow float16
+    needs = (gradient_hidden, gradient_weight) if reduction != "none" else (False, False)
+    hidden, weight, targets = hidden.to(low).contiguous(), weight.to(low).contiguous(), targets.contiguous()
+    exact = torch.float64 if low == torch.float64 else torch.float32
+    losses = torch.empty(hidden.shape[0], dtype=exact, device=hidden.device)
+    counts = _counts(targets, ignore_index, own) if reduction == "mean" else None
+    dhidden, dweight = chunks.run(
+        hidden, weight, targets, ignore_index, smoothing, needs,
+        own=own, losses=losses, counts=None if low == torch.float16 else counts, narrow=narrow,
+    )  # fmt: skip
+    result = torch.float32 if wide else low
+    if reduction == "none":
+        loss = losses.to(result)
+    elif own:
+        loss = launch.reduce(losses, counts, result)
+    else:
+        loss = (losses.sum() if counts is None else losses.sum() / counts.sum()).to(result)
+    return (
+        loss,
+        hidden.new_empty(0) if dhidden is None else dhidden,
+        hidden.new_empty(0, dtype=exact) if dweight is None else dweight,
+    )
 
-    def backward(
-        self, dy: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, dhidden: Tensor | None,
-        dweight: Tensor | None, ignore_index: int, smoothing: float, reduction: str, dtype: str, needs: Sequence[bool],
-        owned: bool = False,
-    ) -> list[Tensor | None]:  # fmt: skip
-        """Return the forward pass's gradients times dy, in place if `owned`; compute them if it made none."""
-        low = getattr(torch, dtype)
-        eager, inputs = (dhidden, dweight), (hidden, weight)
-        targets = targets.contiguous()
-        counts = self._counts(targets, ignore_index) if reduction == "mean" else None
-        available = [dx is not None and dx.shape == x.shape for dx, x in zip(eager, inputs, strict=True)]
-        if not all(there for need, there in zip(needs, available, strict=True) if need):
-            args = (hidden.to(low).contiguous(), weight.to(low).contiguous(), targets, ignore_index, smoothing, needs)
-            gradients = self._run(*args, counts=counts, dy=dy.contiguous())
-            return [None if dx is None else dx.to(x.dtype) for dx, x in zip(gradients, inputs, strict=True)]
-        late_counts = counts if low == torch.float16 else None
-        scaled: list[Tensor | None] = [None, None]
-        # The gradient that needs new memory first: if that allocation fails, the other one is not scaled yet.
-        for i in sorted(range(2), key=lambda i: getattr(eager[i], "dtype", None) == inputs[i].dtype):
-            dx = eager[i]
-            if needs[i] and dx is not None:
-                scaled[i] = self._scaled(dx, dy, late_counts, inputs[i].dtype, owned)
-        return scaled
 
-    def _scaled(self, x: Tensor, dy: Tensor, counts: Tensor | None, dtype: torch.dtype, owned: bool) -> Tensor:
-        if owned and self._own and x.dtype == dtype:
-            return launch.scale_(x, dy, counts)
-        if owned and self._own:  # torch's product with another result dtype took 2.1 of 35 ms at 128256 x 4096
-            y = x.new_empty(x.shape, dtype=dtype)
-            return y.copy_(launch.scale_(x, dy, counts))
-        if owned and x.dtype == dtype and counts is None and x.device.type == "cpu" and dy.item() == 1.0:
-            return x
-        factor = dy if counts is None else dy.float() / counts.sum()
-        return torch.mul(
-            x, factor.to(torch.promote_types(x.dtype, torch.float32)), out=x.new_empty(x.shape, dtype=dtype)
-        )
+def _chunked_backward(
+    dy: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, dhidden: Tensor | None, dweight: Tensor | None,
+    ignore_index: int, smoothing: float, reduction: str, dtype: str, needs: Sequence[bool], owned: bool = False,
+    *, own: bool,
+) -> list[Tensor | None]:  # fmt: skip
+    """Return the forward pass's gradients times dy, in place if `owned`; compute them if it made none."""
+    low = getattr(torch, dtype)
+    eager, inputs = (dhidden, dweight), (hidden, weight)
+    targets = targets.contiguous()
+    counts = _counts(targets, ignore_index, own) if reduction == "mean" else None
+    available = [dx is not None and dx.shape == x.shape for dx, x in zip(eager, inputs, strict=True)]
+    if not all(there for need, there in zip(needs, available, strict=True) if need):
+        args = (hidden.to(low).contiguous(), weight.to(low).contiguous(), targets, ignore_index, smoothing, needs)
+        gradients = chunks.run(*args, own=own, counts=counts, dy=dy.contiguous())
+        return [None if dx is None else dx.to(x.dtype) for dx, x in zip(gradients, inputs, strict=True)]
+    late_counts = counts if low == torch.float16 else None
+    scaled: list[Tensor | None] = [None, None]
+    # The gradient that needs new memory first: if that allocation fails, the other one is not scaled yet.
+    for i in sorted(range(2), key=lambda i: getattr(eager[i], "dtype", None) == inputs[i].dtype):
+        dx = eager[i]
+        if needs[i] and dx is not None:
+            scaled[i] = _scaled(dx, dy, late_counts, inputs[i].dtype, owned, own)
+    return scaled
 
-    def _counts(self, targets: Tensor, ignore_index: int) -> Tensor:
-        return launch.count(targets, ignore_index) if self._own else (targets != ignore_index).sum()
+
+def _scaled(x: Tensor, dy: Tensor, counts: Tensor | None, dtype: torch.dtype, owned: bool, own: bool) -> Tensor:
+    if owned and own:
+        x = launch.scale_(x, dy, counts)
+        # torch's product with another result dtype took 2.1 of 35 ms at 128256 x 4096
+        return x if x.dtype == dtype else x.new_empty(x.shape, dtype=dtype).copy_(x)
+    if owned and x.dtype == dtype and counts is None and x.device.type == "cpu" and dy.item() == 1.0:
+        return x
+    factor = dy if counts is None else dy.float() / counts.sum()
+    return torch.mul(x, factor.to(torch.promote_types(x.dtype, torch.float32)), out=x.new_empty(x.shape, dtype=dtype))
 
 
 def _cost(case: Case) -> Cost:
@@ -122,12 +128,19 @@ def _cost(case: Case) -> Cost:
     return Cost(products * (M + V) * K * case.dtype.itemsize, products * 2 * M * V * K)
 
 
-_own, _library = _Chunked(own=True), _Chunked(own=False)
 linear_cross_entropy_fwd = triton_operation(
-    "linear_cross_entropy_fwd", _own.forward, _library.forward, cost=_cost, differentiable=True
+    "linear_cross_entropy_fwd",
+    partial(_chunked_forward, own=True),
+    partial(_chunked_forward, own=False),
+    cost=_cost,
+    differentiable=True,
 )
 linear_cross_entropy_bwd = triton_operation(
-    "linear_cross_entropy_bwd", _own.backward, _library.backward, cost=_cost, mutates=True
+    "linear_cross_entropy_bwd",
+    partial(_chunked_backward, own=True),
+    partial(_chunked_backward, own=False),
+    cost=_cost,
+    mutates=True,
 )
 
 
@@ -158,14 +171,9 @@ _cpu = CpuFastPath(_torch_equivalent, serves=_torch_serves, by_gradient=True)
 
 @_cpu
 def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
     reduction: str = "mean",
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the cross entropy of the logits hidden W^T without materialising all logits.
 
     loss = (1 - s) (L - x_t) + s (L - mean x), with x = W h, L = log sum exp x, t the class, s the label smoothing
@@ -265,20 +273,12 @@ def _eager_gradient(needs: Sequence[bool], hidden: Tensor, weight: Tensor, *args
 
 
 def _finish_gradient(dy: Tensor, ahead: tuple[Tensor, ...], *options: Any) -> Sequence[Tensor | None]:
-    hidden, weight, targets, dhidden, dweight = ahead
-    return _run_backward(dy, hidden, weight, targets, dhidden, dweight, options, owned=True)
+    return _backward(dy, *ahead, *options, owned=True)
 
 
 def _backward(
     dy: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, dhidden: Tensor | None, dweight: Tensor | None,
-    *options: Any,
-) -> Sequence[Tensor | None]:  # fmt: skip
-    return _run_backward(dy, hidden, weight, targets, dhidden, dweight, options)
-
-
-def _run_backward(
-    dy: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, dhidden: Tensor | None, dweight: Tensor | None,
-    options: Sequence[Any], owned: bool = False,
+    *options: Any, owned: bool = False,
 ) -> Sequence[Tensor | None]:  # fmt: skip
     ignore_index, smoothing, reduction, dtype, *_, needs = options
     case = _case(hidden, weight, dtype, needs, "scale" if owned else "backward")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accelerant.ops._cases import Compilation
+from accelerant.ops._cases import Compilation, specialised
 from accelerant.ops.linear_fp8.launch import KERNELS as _KERNELS
 from accelerant.ops.linear_fp8.launch import constants, dgelu_plan, gelu_plan, row_plan
 
@@ -24,12 +24,8 @@ def _ints(*names: str) -> dict[str, str]:
 def _rows(kind: str, N: int, *, factor: bool) -> Compilation:
     plan = row_plan(N)
     types = {"x_ptr": kind, "q_ptr": "*u8", "scale_ptr": "*fp32", **_ints("M", "N", "stride")}
-    fixed: dict[str, object] = {**constants(plan, N)}
-    if factor:
-        types["factor_ptr"] = "*fp32"
-    else:
-        fixed["factor_ptr"] = None
-    return Compilation(_KERNELS["rows"], types, fixed, plan.num_warps)
+    optional = {"factor_ptr": "*fp32" if factor else None}
+    return specialised(_KERNELS["rows"], {**types, **optional}, constants(plan, N), plan.num_warps)
 
 
 def _gelu(N: int) -> Compilation:

@@ -1,4 +1,4 @@
-"""linear_gelu: the public function, its implementations, and the registration with torch and autograd."""
+"""linear_gelu: reference, implementations, the public function, and the registration with torch and autograd."""
 
 from __future__ import annotations
 
@@ -15,13 +15,20 @@ from accelerant.ops._hopper.launch import refuses_product
 from accelerant.ops._launch import triton_operation
 from accelerant.ops._library import autocast_dtype, cast_for_autocast, name_of
 from accelerant.ops._refusals import check_dtype, check_matches, refuses_triton_kernel
+from accelerant.ops.gelu.op import gelu_reference
 from accelerant.ops.linear_gelu.hopper import launch_hopper
 from accelerant.ops.linear_gelu.launch import launch_dz, launch_forward
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
 
-__all__ = ["linear_gelu", "linear_gelu_bwd", "linear_gelu_fwd"]
+__all__ = ["linear_gelu", "linear_gelu_bwd", "linear_gelu_fwd", "linear_gelu_reference"]
 
 _APPROXIMATIONS = ("none", "tanh")
+
+
+def linear_gelu_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
+    """Return gelu(x weight^T + bias)."""
+    z = x @ weight.T
+    return gelu_reference(z if bias is None else z + bias, approximate)
 
 
 # --- implementations -------------------------------------------------------------------------------------------------

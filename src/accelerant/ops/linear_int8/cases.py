@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, tolerances
+from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, specialised, tolerances
 from accelerant.ops.linear_int8 import launch
 from accelerant.ops.linear_int8.launch import Int8TilePlan, StripPlan
 
@@ -63,22 +63,15 @@ _SIZES = dict.fromkeys("MNK", "i32")
 
 def _row(plan: StripPlan, kind: str = "*bf16", *, bias: bool = False) -> Compilation:
     types = {"x_ptr": kind, "weight_ptr": "*i8", "scale_ptr": "*fp32", "y_ptr": kind, "N": "i32", "K": "i32"}
-    constants = plan.constants
-    if bias:
-        types["bias_ptr"] = kind
-    return Compilation(
-        launch.KERNELS["row"], types, constants if bias else {**constants, "bias_ptr": None}, plan.num_warps
-    )
+    optional = {"bias_ptr": kind if bias else None}
+    return specialised(launch.KERNELS["row"], {**types, **optional}, plan.constants, plan.num_warps)
 
 
 def _fwd(plan: Int8TilePlan, kind: str = "*bf16", *, scaled: bool = True) -> Compilation:
     types = {"x_ptr": kind, "weight_ptr": "*i8", "y_ptr": kind if scaled else "*fp32", **_SIZES}
-    constants: dict[str, int | bool | None] = {"EVEN_K": True, "UPCAST": False, **plan.blocks}
-    if scaled:
-        types |= {"scale_ptr": "*fp32", "bias_ptr": kind}
-    else:
-        constants |= {"scale_ptr": None, "bias_ptr": None}
-    return Compilation(launch.KERNELS["fwd"], types, constants, plan.num_warps, plan.stages)
+    optional = {"scale_ptr": "*fp32", "bias_ptr": kind} if scaled else {"scale_ptr": None, "bias_ptr": None}
+    constants = {"EVEN_K": True, "UPCAST": False, **plan.blocks}
+    return specialised(launch.KERNELS["fwd"], {**types, **optional}, constants, plan.num_warps, plan.stages)
 
 
 def _dynamic(plan: Int8TilePlan, *, integers: bool = True) -> Compilation:

@@ -32,7 +32,6 @@ class StripPlan:
     Attributes:
         rows: rows of the weight that a thread processes with the same part of x: 1, 2 or 4.
         block_n, block_k: rows and columns of a block; 512 elements per warp are 16 bytes per thread.
-        num_warps: warps per program.
         unroll: blocks of block_k columns that are loaded before the first is used.
         stages: pipeline stages through shared memory; 1 for none.
     """
@@ -59,7 +58,6 @@ class Int8TilePlan:
 
     Attributes:
         block_m, block_n, block_k: rows of x, rows of the weight and columns of both in a step.
-        num_warps: warps per program.
         stages: pipeline stages of the loads.
         group: tiles taken down a column before the next column, for reuse in the L2 cache.
     """

@@ -1,4 +1,4 @@
-"""linear_int8: the public function, its implementations, and the registration with torch and autograd."""
+"""linear_int8: reference, implementations, the public function, and the registration with torch and autograd."""
 
 from __future__ import annotations
 
@@ -16,15 +16,28 @@ from accelerant.ops._library import autocast_dtype, name_of
 from accelerant.ops._refusals import check_dtype, not_a_tensor, refuses_triton_kernel
 from accelerant.ops.linear_int8 import hopper
 from accelerant.ops.linear_int8.launch import FEW_ROWS, launch_dx, launch_dynamic, launch_forward
-from accelerant.ops.quantize_int8.op import quantize_rows, torch_quantize
+from accelerant.ops.quantize_int8.op import quantize_int8_reference, quantize_rows, torch_quantize
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
-__all__ = ["linear_int8"]
+__all__ = ["linear_int8", "linear_int8_reference"]
 
 _MAX_PRODUCTS = (2**31 - 1) // (128 * 127)
 """Products of an int8 weight and q, at most 127 in magnitude, whose sum cannot overflow int32."""
 _MAX_ROWS = 512
 """Above this many rows of x the library's product is faster, including the time to dequantize the weight."""
+_MANY_ROWS = f"products of more than {_MAX_ROWS} rows are left to the library, with a dequantized weight"
+
+
+def linear_int8_reference(
+    x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, dynamic: bool = False
+) -> Tensor:
+    """Return x times the scaled weight, plus bias; dynamic rounds x to integers with row scales first."""
+    if dynamic:
+        q, x_scale = quantize_int8_reference(x.detach())
+        rounded = q * x_scale.unsqueeze(-1)
+        x = x + (rounded - x).detach() if x.requires_grad else rounded
+    y = x @ (weight.to(scale.dtype) * scale[:, None]).to(x.dtype).T
+    return y if bias is None else y + bias
 
 
 def linear_int8(
@@ -64,11 +77,8 @@ def linear_int8(
     if low is not None and x.dtype != torch.float64:
         x = x.to(low)
     _check(x, weight, scale, bias, dynamic)
-    if x.dim() == 2:
-        y: Tensor = _linear_int8(x, weight, scale, bias, dynamic)
-        return y
-    rows: Tensor = _linear_int8(x.reshape(-1, x.shape[-1]), weight, scale, bias, dynamic)
-    return rows.view(*x.shape[:-1], weight.shape[0])
+    y: Tensor = _linear_int8(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight, scale, bias, dynamic)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
 def _check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool) -> None:
@@ -108,7 +118,7 @@ def _refuses(case: Case) -> str | None:
             if M > FEW_ROWS and case.dtype == torch.float32:
                 return "float32 products of many rows are left to the library"
             if M > _MAX_ROWS:
-                return f"products of more than {_MAX_ROWS} rows are left to the library, with a dequantized weight"
+                return _MANY_ROWS
     return refuses_triton_kernel(case)
 
 
@@ -117,7 +127,7 @@ def _refuses_backward(case: Case) -> str | None:
         if case.dtype == torch.float32:
             return "float32 products are left to the library"
         if case.shape[0] > _MAX_ROWS:
-            return f"products of more than {_MAX_ROWS} rows are left to the library, with a dequantized weight"
+            return _MANY_ROWS
     return refuses_triton_kernel(case)
 
 
@@ -131,9 +141,8 @@ def _triton_forward(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | Non
 def _torch_forward(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool) -> Tensor:
     with torch.no_grad():
         if not dynamic and (x.dtype == torch.float16 or x.device.type != "cpu"):
-            return functional.linear(
-                x, _dequantized(weight, scale, x.dtype), None if bias is None else bias.to(x.dtype)
-            )
+            low_bias = None if bias is None else bias.to(x.dtype)
+            return functional.linear(x, _dequantized(weight, scale, x.dtype), low_bias)
         wide = torch.promote_types(x.dtype, torch.float32)
         if dynamic:
             q, x_scale = quantize_rows(x, 1)
@@ -165,7 +174,7 @@ def _triton_backward(
     dy: Tensor, x: Tensor | None, weight: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool,
     needs: Sequence[bool],
 ) -> list[Tensor | None]:  # fmt: skip
-    dscale: Tensor | None = None
+    dscale = None
     if needs[1] and x is not None:
         dscale = launch_forward(x, weight, None, None, wide=True).mul_(dy).sum(0).to(scale.dtype)
     return [launch_dx(dy, weight, scale) if needs[0] else None, dscale, _bias_gradient(dy, bias, needs[2])]
@@ -176,10 +185,8 @@ def _torch_backward(
     needs: Sequence[bool],
 ) -> list[Tensor | None]:  # fmt: skip
     """Compute the gradients by torch's differentiable functions, so that they can be differentiated again."""
-    dx: Tensor | None = None
-    dscale: Tensor | None = None
-    if needs[0]:
-        dx = dy @ (weight * scale[:, None]).to(dy.dtype)
+    dx = dy @ (weight * scale[:, None]).to(dy.dtype) if needs[0] else None
+    dscale = None
     if needs[1] and x is not None:
         wide = torch.promote_types(x.dtype, torch.float32)
         dscale = (functional.linear(x.to(wide), weight.to(wide)) * dy).sum(0).to(scale.dtype)
@@ -229,16 +236,11 @@ _bwd = triton_operation(
 )
 
 
-def _case(rows: int, x: Tensor, weight: Tensor, *options: str) -> Case:
-    return Case(x.device, x.dtype, (rows, *weight.shape), options)
-
-
 def _forward(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool) -> Tensor:
     options: tuple[str, ...] = ("dynamic" if dynamic else "", "" if bias is None else "bias")
     if x.shape[0] == 1 and not hopper.is_aligned(x, weight):
         options += (hopper.UNALIGNED,)
-    case = _case(x.shape[0], x, weight, *options)
-    y: Tensor = _fwd(case, x, weight, scale, bias, dynamic)
+    y: Tensor = _fwd(Case(x.device, x.dtype, (x.shape[0], *weight.shape), options), x, weight, scale, bias, dynamic)
     return y
 
 
@@ -246,8 +248,8 @@ def _backward(
     dy: Tensor, x: Tensor | None, weight: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool,
     needs: Sequence[bool],
 ) -> Sequence[Tensor | None]:  # fmt: skip
-    names = [name for name, need in zip(("x", "scale", "bias"), needs, strict=True) if need]
-    case = _case(dy.shape[0], dy, weight, *names)
+    names = tuple(name for name, need in zip(("x", "scale", "bias"), needs, strict=True) if need)
+    case = Case(dy.device, dy.dtype, (dy.shape[0], *weight.shape), names)
     gradients: Sequence[Tensor | None] = _bwd(case, dy, x, weight, scale, bias, dynamic, needs)
     return gradients
 

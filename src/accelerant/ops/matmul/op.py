@@ -1,4 +1,4 @@
-"""matmul: validation, registration with torch and autograd; the product is the vendor's library's, through torch.
+"""matmul: reference, validation, registration with torch and autograd; the product is the vendor's library's.
 
 A general matrix product kernel would not beat cuBLASLt. This op adds the ledger, which counts forward and backward
 products with their bytes and operations.
@@ -18,20 +18,25 @@ from accelerant.ops._library import autocast_dtype, below_autograd, cast_for_aut
 from accelerant.ops._refusals import check_dtype, check_matches
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
-__all__ = ["matmul", "matmul_op"]
+__all__ = ["matmul", "matmul_op", "matmul_reference"]
+
+
+def matmul_reference(a: Tensor, b: Tensor) -> Tensor:
+    """Return the sum over the last dimension of a and the second to last of b (the only one of a vector)."""
+    left = a.unsqueeze(0) if a.dim() == 1 else a
+    right = b.unsqueeze(1) if b.dim() == 1 else b
+    y = torch.einsum("...mk,...kn->...mn", left, right)
+    if a.dim() == 1:
+        y = y.squeeze(-2)
+    return y.squeeze(-1) if b.dim() == 1 else y
 
 
 def _cost(case: Case) -> Cost:
-    batch_a, batch_b, batch, M, N, K = _sizes(case)
-    elements = batch_a * M * K + batch_b * K * N + batch * M * N
-    return Cost(elements * case.dtype.itemsize, 2 * batch * M * N * K)
-
-
-def _sizes(case: Case) -> tuple[int, int, int, int, int, int]:
     *batch, M, N, K = case.shape
     count = batch[0] if batch else 1
     batch_a, batch_b = case.options[0] if case.options else (count, count)
-    return batch_a, batch_b, count, M, N, K
+    elements = batch_a * M * K + batch_b * K * N + count * M * N
+    return Cost(elements * case.dtype.itemsize, 2 * count * M * N * K)
 
 
 matmul_op = Operation("matmul", (Implementation("torch", torch.matmul, differentiable=True),), cost=_cost)
@@ -164,11 +169,9 @@ def _case(a: Tensor, b: Tensor) -> Case:
     options: tuple[Any, ...] = ()
     if a.dim() > 2 or b.dim() > 2:
         batch_a, batch_b = a.shape[:-2], b.shape[:-2]
-        if batch_a == batch_b:
-            shape = (batch_a.numel(), *shape)
-        else:
-            shape = (torch.broadcast_shapes(batch_a, batch_b).numel(), *shape)
-            options = ((batch_a.numel(), batch_b.numel()),)
+        same = batch_a == batch_b
+        shape = ((batch_a if same else torch.broadcast_shapes(batch_a, batch_b)).numel(), *shape)
+        options = () if same else ((batch_a.numel(), batch_b.numel()),)
     return Case(a.device, a.dtype, shape, options)
 
 

@@ -15,7 +15,7 @@ from accelerant.ops._per_example import Forming
 from accelerant.ops._refusals import refuses_triton_kernel
 from accelerant.ops.cross_entropy.launch import count, reduce, scale_
 from accelerant.ops.embedding import op as embedding
-from accelerant.ops.linear_cross_entropy.chunks import run_torch, run_triton
+from accelerant.ops.linear_cross_entropy import chunks
 from accelerant.ops.transformer.launch import launch_embed
 from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
@@ -95,10 +95,9 @@ def _tied_loss(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     losses = torch.empty(hidden.shape[0], dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
     counts = count(targets, ignore_index) if own else (targets != ignore_index).sum()
-    run = run_triton if own else run_torch
-    dhidden, dtable = run(
+    dhidden, dtable = chunks.run(
         hidden, table, targets, ignore_index, 0.0, needs,
-        losses=losses, counts=counts, classes=classes, forming=forming,
+        own=own, losses=losses, counts=counts, classes=classes, forming=forming,
     )  # fmt: skip
     loss = reduce(losses, counts, losses.dtype) if own else losses.sum() / counts.sum()
     return loss, dhidden, dtable
