@@ -5,7 +5,7 @@ import torch
 
 from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
-from accelerant.ops.attention_decode import launch
+from accelerant.ops.attention_decode import op
 from accelerant.ops.attention_decode.op import attention_decode_reference
 
 WAYS = pytest.mark.parametrize("way", ["triton", "torch"])
@@ -33,7 +33,7 @@ def test_is_the_end_of_full_attention(Sq, way, request):
 def test_any_number_of_parts_gives_the_same(splits, interpreted):
     q, k, v, lengths = tensors(B=3, Sq=2, T=90, lengths=(90, 17, 1))
     expected = attention_decode_reference(q.double(), k.double(), v.double(), lengths, scale=0.3)
-    o = launch.launch_forward(q, k, v, lengths, 0.3, splits)
+    o = op.launch_forward(q, k, v, lengths, 0.3, splits)
     torch.testing.assert_close(o.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -88,13 +88,13 @@ def test_is_registered_as_torch_wants(interpreted):
 
 
 def test_keeps_busy_what_there_is(monkeypatch):
-    monkeypatch.setattr(launch, "multiprocessors", lambda _: 132)
+    monkeypatch.setattr(op, "multiprocessors", lambda _: 132)
     device = torch.device("cpu")
-    assert launch.splits_for(8, 100_000, 64, device) == 33
-    assert launch.splits_for(1, 100_000, 64, device) == launch.MAX_SPLITS
-    assert launch.splits_for(8, 8192, 64, device) == 16  # one a multiprocessor, 512 keys each
-    assert launch.splits_for(8, 300, 64, device) == 5
-    assert launch.splits_for(1000, 100_000, 64, device) == 1
+    assert op.splits_for(8, 100_000, 64, device) == 33
+    assert op.splits_for(1, 100_000, 64, device) == op.MAX_SPLITS
+    assert op.splits_for(8, 8192, 64, device) == 16  # one a multiprocessor, 512 keys each
+    assert op.splits_for(8, 300, 64, device) == 5
+    assert op.splits_for(1000, 100_000, 64, device) == 1
 
 
 @pytest.mark.parametrize(

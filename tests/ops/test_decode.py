@@ -7,13 +7,43 @@ from accelerant import ops
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops.decode import launch
 from accelerant.ops.decode.launch import DecodePlan
-from accelerant.ops.decode.op import append, decode_linear, linear, linear_reference, rope_reference
+from accelerant.ops.decode.op import append, decode_linear, linear
 from accelerant.ops.rope.tables import rope_tables
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.ledger import ledger
 
 WAYS = pytest.mark.parametrize("way", ["triton", "torch"])
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def linear_reference(x, weight, scale=None, *, norm=None, eps=1e-6, residual=None, gated=False):
+    """Return the result of accelerant.ops.decode.op.linear."""
+    h = x if norm is None else x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * norm
+    z = h @ weight.to(h.dtype).T
+    if scale is not None:
+        z = z * scale
+    if gated:
+        gate, up = z.chunk(2, -1)
+        z = torch.nn.functional.silu(gate) * up
+    return z if residual is None else z + residual
+
+
+def rope_reference(qkv, cos, sin, positions, k_cache, v_cache):
+    """Return the rotated queries, and copies of the caches with the new token."""
+    B, kv_heads, T, D = k_cache.shape
+    x = qkv.view(B, -1, D)
+    heads = x.shape[1] - 2 * kv_heads
+    k_cache, v_cache = k_cache.clone(), v_cache.clone()
+    rotated = x.clone()
+    for b, position in enumerate(positions.tolist()):
+        if position >= T:
+            continue
+        c, s = cos[position].to(x.dtype), sin[position].to(x.dtype)
+        x1, x2 = x[b].chunk(2, -1)
+        rotated[b] = torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), -1)
+        k_cache[b, :, position] = rotated[b, heads : heads + kv_heads]
+        v_cache[b, :, position] = x[b, heads + kv_heads :]
+    return rotated[:, :heads, None], k_cache, v_cache
 
 
 def tensors(M, N, K, dtype=torch.float32, *, integers=False, norm=False, residual=False, gated=False):

@@ -18,7 +18,7 @@ from accelerant.runtime.dispatch.tuning import Tuned
 
 __all__ = [
     "SHORT", "STREAM", "STREAMS", "Elementwise", "RowPlan", "StreamKernel", "accesses", "as_rows", "ceil_div",
-    "dense_pair", "eviction", "launch_map", "multiprocessors", "next_power_of_2", "split_rows",
+    "dense_pair", "eviction", "launch_map", "multiprocessors", "next_power_of_2", "product_cost", "split_rows",
     "triton_operation", "whole_rows",
 ]  # fmt: skip
 
@@ -51,6 +51,18 @@ def accesses(count: int, flops: int) -> Callable[[Case], Cost]:
         return Cost(count * n * case.dtype.itemsize, flops * n)
 
     return cost
+
+
+def product_cost(case: Case, results: int = 1, operations: int = 0) -> Cost:
+    """Return the cost of a matrix product.
+
+    Args:
+        case: of shape (M, N, K): M x K by K x N.
+        results: number of M x N tensors read or written.
+        operations: number of operations on each element of the product.
+    """
+    M, N, K = case.shape
+    return Cost((M * K + K * N + results * M * N) * case.dtype.itemsize, 2 * M * N * K + operations * M * N)
 
 
 def eviction(x: Tensor, accesses: int) -> str:

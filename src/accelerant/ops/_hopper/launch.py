@@ -166,8 +166,7 @@ PRODUCT_THREADS = 384
 def refuses_product(case: Case) -> str | None:
     """Return why no such kernel can serve a case of shape (M, N, K), or None."""
     M, N, K = case.shape
-    reason = refuses_device(case, (torch.bfloat16,))  # float16 compiles, but has not been run on a GPU yet
-    if reason:
+    if reason := refuses_device(case, (torch.bfloat16,)):  # float16 compiles, but has not been run on a GPU yet
         return reason
     if N % 8 or K % 8:
         return f"rows of {K if K % 8 else N} elements do not begin on 16-byte boundaries"

@@ -82,17 +82,14 @@ def hopper_program(
 
     Args:
         path: the kernel's file.
-        element: "bf16" or "f16", the tensors' dtype.
+        element: of ELEMENTS.
         mmas: the wrappers that the kernel calls.
         constants: macro -> value.
         headers: files of this folder that the kernel needs in addition to the primitives.
     """
     macros = [f'#define ELEMENT "{element}"', *(f"#define {name} {value}" for name, value in constants.items())]
-    shared = [
-        _text(_FOLDER / "primitives.h"),
-        *(mma.text() for mma in mmas),
-        *(_text(_FOLDER / name) for name in headers),
-    ]
+    shared = [_text(_FOLDER / "primitives.h"), *(mma.text() for mma in mmas)]
+    shared += [_text(_FOLDER / name) for name in headers]
     return "\n".join([*macros, *shared, f'#line 1 "{path.name}"', _text(path)])
 
 

@@ -158,7 +158,7 @@ def refuses(case: Case) -> str | None:
     reason = refuses_heads(case)
     B, Hq, Hkv, S, Skv, _ = case.shape
     too_large = not reason and max(B * Hq * ceil_div(max(S, Skv), 64), Hq // Hkv * S, Skv) >= 2**29
-    return reason or ("counts tiles in 32 bits" if too_large else None)
+    return "counts tiles in 32 bits" if too_large else reason
 
 
 def _first(mma: Mma) -> str:
@@ -196,19 +196,12 @@ def launch_hopper(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float,
     deterministic: bool = False, out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute the gradients of attention on the current stream.
+    """Compute the gradients of attention on the current stream, in the shapes, dtype and layouts of q, k and v.
 
     Args:
-        do, q, o: (B, Hq, S, D).
-        k, v: (B, Hkv, Skv, D), Hkv a divisor of Hq.
-        lse: (B, Hq, S) float32, from the forward pass.
-        causal: whether query i sees keys 0 to i only; S = Skv then.
-        scale: factor of the scores.
+        do, q, k, v, o, lse, causal, scale: as in hopper_fwd.launch_hopper.
         deterministic: give the same bits each time, by one block per key/value head; slow where there are few.
         out: memory for the gradients, with strides that are multiples of 16 bytes, the last dimension contiguous.
-
-    Returns:
-        dq, dk, dv, in the shapes, dtype and layouts of q, k and v.
 
     Raises:
         CompileError, LaunchError: see LoadedKernel.

@@ -81,8 +81,7 @@ def plan_for(queries: int, width: int) -> ForwardPlan:
 def refuses_heads(case: Case) -> str | None:
     """Return why neither Hopper kernel can serve a case of shape (B, Hq, Hkv, S, Skv, D), or None."""
     _, Hq, Hkv, S, Skv, D = case.shape
-    reason = refuses_device(case, tuple(ELEMENTS))
-    if reason:
+    if reason := refuses_device(case, tuple(ELEMENTS)):
         return reason
     if any(option.startswith("window") for option in case.options):
         return "supports no window"
@@ -97,10 +96,9 @@ def refuses_heads(case: Case) -> str | None:
 
 def refuses(case: Case) -> str | None:
     """Return why the kernel cannot serve a case of shape (B, Hq, Hkv, S, Skv, D), or None."""
-    reason = refuses_heads(case)
     B, Hq, _, S, Skv, _ = case.shape
     too_large = max(B * Hq * ceil_div(S, 64), S, Skv) >= 2**30
-    return reason or ("counts tiles in 32 bits" if too_large else None)
+    return refuses_heads(case) or ("counts tiles in 32 bits" if too_large else None)
 
 
 @functools.cache

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, Sample, Stated, specialised, tolerances
-from accelerant.ops.attention_decode.launch import KERNELS as _KERNELS
-from accelerant.ops.attention_decode.launch import MAX_SPLITS, NUM_WARPS, constants, stages_for
+from accelerant.ops.attention_decode.op import KERNELS as _KERNELS
+from accelerant.ops.attention_decode.op import MAX_SPLITS, NUM_WARPS, constants, stages_for
 
 __all__ = ["BENCHMARKS", "KERNELS", "KIND", "LARGE", "SAMPLES", "TOLERANCES"]
 

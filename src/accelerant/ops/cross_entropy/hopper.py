@@ -82,8 +82,7 @@ def plan_for(N: int) -> SharedRowPlan | None:
 
 def refuses(case: Case) -> str | None:
     """Return why the kernel cannot serve a case of shape (M, N), or None."""
-    reason = refuses_device(case, (torch.bfloat16,))
-    if reason:
+    if reason := refuses_device(case, (torch.bfloat16,)):
         return reason
     if "gradient" not in case.options:
         return "computes loss and gradient together, and no gradient is needed"
@@ -94,11 +93,9 @@ def refuses(case: Case) -> str | None:
 
 @functools.cache
 def program(plan: SharedRowPlan, N: int, mean: bool, smooth: bool, alike: bool = True) -> HopperProgram:
-    """Return the program text of a variant.
+    """Return the program text of a variant for rows of N columns, which determine the shared memory.
 
     Args:
-        plan: threads, blocks and cluster.
-        N: columns, which determine the shared memory.
         mean: the gradient is of the mean over the counted rows.
         smooth: with label smoothing.
         alike: all rows have the same offset from a 16-byte boundary.

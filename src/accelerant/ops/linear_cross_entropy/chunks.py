@@ -9,17 +9,16 @@ Bound:  the products, 6 M V K flops with gradients and 2 M V K without. dW is re
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from accelerant.ops._launch import ceil_div
+from accelerant.ops._launch import ceil_div, product_cost
 from accelerant.ops._per_example import Forming
 from accelerant.ops.cross_entropy import hopper, launch
 from accelerant.ops.cross_entropy.torch_ops import torch_rows
-from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.dispatch import Case, Implementation, Operation
 
 __all__ = ["chunk_rows", "run"]
 
@@ -62,12 +61,7 @@ def _accumulate(a: Tensor, b: Tensor, out: Tensor, first: bool) -> None:
 
 
 _matmul = Operation(
-    "linear_cross_entropy_matmul",
-    (Implementation("torch", _accumulate, mutates=True),),
-    cost=lambda case: Cost(
-        sum(a * b for a, b in zip(case.shape, (*case.shape[1:], case.shape[0]), strict=True)) * case.dtype.itemsize,
-        2 * math.prod(case.shape),
-    ),
+    "linear_cross_entropy_matmul", (Implementation("torch", _accumulate, mutates=True),), cost=product_cost
 )
 
 

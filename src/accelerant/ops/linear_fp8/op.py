@@ -42,13 +42,7 @@ _MIN_CAPABILITY = (8, 9)
 
 
 class Float8Weight(NamedTuple):
-    """A weight (N, K) in e4m3, also transposed, since products read rows along the summed dimension.
-
-    Attributes:
-        q: (N, K) e4m3.
-        transposed: (K, N), the transpose of q.
-        scale: (N,) float32, of q's rows.
-    """
+    """A weight in e4m3: q (N, K), its transpose, since products read rows along the sum, and float32 scales of rows."""
 
     q: Tensor
     transposed: Tensor
@@ -56,11 +50,7 @@ class Float8Weight(NamedTuple):
 
     @classmethod
     def empty(cls, weight: Tensor) -> Float8Weight:
-        """Allocate the tensors for a weight.
-
-        Raises:
-            ShapeError: a size is not a multiple of 16.
-        """
+        """Allocate the tensors for a weight; raise ShapeError for a size that is not a multiple of 16."""
         N, K = weight.shape
         if N % MULTIPLE or K % MULTIPLE:
             raise ShapeError(f"products in fp8 take weights whose sizes are multiples of {MULTIPLE}, got {(N, K)}")
@@ -70,14 +60,7 @@ class Float8Weight(NamedTuple):
 
 
 class Float8Weights:
-    """Several weights of one device in e4m3.
-
-    Attributes:
-        each: the Float8Weights, in the order of the weights.
-
-    Raises:
-        ShapeError: a size is not a multiple of 16.
-    """
+    """Several weights of one device in e4m3: `each`, in their order, filled from them by `fill`."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         self._weights = list(weights)
@@ -116,7 +99,7 @@ def refuses_device(device: torch.device) -> str | None:
 
 
 def _refuses_kernels(case: Case) -> str | None:
-    if case.device.type == "cuda" and (why := refuses_device(case.device)) is not None:
+    if case.device.type == "cuda" and (why := refuses_device(case.device)):
         return why
     longest = launch.LONGEST_DGELU if "dgelu" in case.options else launch.LONGEST
     if case.shape[-1] > longest:
@@ -125,7 +108,7 @@ def _refuses_kernels(case: Case) -> str | None:
 
 
 def _refuses_scaled_mm(case: Case) -> str | None:
-    if (why := refuses_device(case.device)) is not None:
+    if why := refuses_device(case.device):
         return why
     if case.dtype != torch.bfloat16:
         return f"gives bfloat16, not {str(case.dtype).removeprefix('torch.')}"
@@ -245,17 +228,14 @@ def gelu_linear(z: Tensor, weight: Float8Weight, bias: Tensor | None) -> Tensor:
 def linear_dz(
     dy: Tensor, weight: Float8Weight, z: Tensor, before: Float8Weight, sums: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Rounded]:
-    """Return the gradients of linear(gelu(z)) with respect to z.
+    """Return dz, gelu(z), the sums of dz's columns, and dz quantized for `rounded_dx` with `before`.
 
     Args:
-        dy: (M, K), the gradient of the result.
+        dy: (M, K), the gradient of linear(gelu(z)).
         weight: (K, N).
         z: (M, N), contiguous.
         before: the weight of the layer whose result z is.
         sums: dtype of the column sums; None for none.
-
-    Returns:
-        dz, gelu(z), the sums of dz's columns, and dz quantized for `rounded_dx` with `before`.
     """
     da = linear_dx(dy, weight)
     dz, a, q, scale, partial = _dgelu(Case(z.device, z.dtype, z.shape, ("dgelu",)), da, z, before.scale)

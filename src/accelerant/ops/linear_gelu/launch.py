@@ -16,7 +16,7 @@ from accelerant.runtime.dispatch.tuning import Tuned
 
 __all__ = [
     "BACKWARD", "BIAS", "HOPPER_PLANS", "JOINS", "KERNELS", "PLANS", "SMALL_PLAN", "TUNED", "GeluTilePlan",
-    "launch_dz", "launch_forward", "launch_join", "spans", "tile_plan",
+    "launch_dz", "launch_forward", "launch_join", "spans",
 ]  # fmt: skip
 
 _NAMES = ("fwd", "fwd_persistent", "bwd", "join")
@@ -121,11 +121,6 @@ TUNED: Tuned[GeluTilePlan] = Tuned(
     bucket=lambda M, N, K, kind: rounded((M, N, K)),  # the key has device and dtype, which imply the kind
 )
 """Tuned plans of the forward kernels, keyed by M, N, K and kind."""
-
-
-def tile_plan(M: int, N: int, dtype: torch.dtype, device: torch.device) -> GeluTilePlan:
-    """Return the default plan of a product on a device without measurements."""
-    return _usual(M, N, 0, _kind(dtype, device))
 
 
 def launch_forward(

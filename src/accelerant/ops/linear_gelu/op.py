@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.nn import functional
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._hopper.launch import refuses_product
-from accelerant.ops._launch import triton_operation
+from accelerant.ops._launch import product_cost, triton_operation
 from accelerant.ops._library import autocast_dtype, cast_for_autocast, name_of
 from accelerant.ops._refusals import check_dtype, check_matches, refuses_triton_kernel
 from accelerant.ops.gelu.op import gelu_reference
@@ -49,9 +50,9 @@ def _refuses_hopper(case: Case) -> str | None:
 
 
 def _refuses(case: Case) -> str | None:
+    if reason := _one_row(case):
+        return reason
     if case.device.type == "cuda":
-        if case.shape[0] == 1:
-            return _one_row(case)
         if case.dtype == torch.float32:
             return "float32 products are left to the library"
         if case.shape[-1] % 8:
@@ -116,15 +117,8 @@ def _torch_backward(
     return _products(dz, x, weight, dz.sum(0) if bias is not None and needs[2] else None, needs)
 
 
-def _matmul_cost(case: Case) -> Cost:
-    M, N, K = case.shape
-    return Cost((M * K + K * N + M * N) * case.dtype.itemsize, 2 * M * N * K)
-
-
 def _forward_cost(case: Case) -> Cost:
-    M, N, K = case.shape
-    results = 2 if "keep" in case.options else 1
-    return Cost((M * K + K * N + results * M * N) * case.dtype.itemsize, 2 * M * N * K + 15 * M * N)
+    return product_cost(case, results=2 if "keep" in case.options else 1, operations=15)
 
 
 def _backward_cost(case: Case) -> Cost:
@@ -134,7 +128,7 @@ def _backward_cost(case: Case) -> Cost:
     return Cost((3 * M * N + inner) * case.dtype.itemsize, products * 2 * M * N * K + 25 * M * N)
 
 
-_matmul = Operation("linear_gelu_matmul", (Implementation("torch", torch.mm),), cost=_matmul_cost)
+_matmul = Operation("linear_gelu_matmul", (Implementation("torch", torch.mm),), cost=product_cost)
 linear_gelu_fwd = Operation(
     "linear_gelu_fwd",
     (
@@ -194,11 +188,8 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None, approxima
         x, weight = cast_for_autocast(x, low), cast_for_autocast(weight, low)
         bias = None if bias is None else cast_for_autocast(bias, low)
     _check(x, weight, bias, approximate)
-    if x.dim() == 2:
-        y: Tensor = _linear_gelu(x, weight, bias, approximate)
-        return y
-    rows: Tensor = _linear_gelu(x.reshape(-1, x.shape[-1]), weight, bias, approximate)
-    return rows.view(*x.shape[:-1], weight.shape[0])
+    y: Tensor = _linear_gelu(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), weight, bias, approximate)
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> None:
@@ -217,22 +208,17 @@ def _case(x: Tensor, weight: Tensor, *options: str) -> Case:
     return case_of((x.device, x.dtype, (x.shape[0], *weight.shape), options))
 
 
-def _forward_case(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, keep: bool = False) -> Case:
-    return _case(x, weight, approximate, "" if bias is None else "bias", "keep" if keep else "")
+def _forward_case(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, keep: str = "keep") -> Case:
+    return _case(x, weight, approximate, "" if bias is None else "bias", keep)
 
 
-def _run(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, keep: bool) -> tuple[Tensor, Tensor]:
-    case = _forward_case(x, weight, bias, approximate, keep)
-    results: tuple[Tensor, Tensor] = linear_gelu_fwd(case, x, weight, bias, approximate, keep)
-    return results
+def _infer_case(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Case:
+    return _forward_case(x, weight, bias, approximate, "")
 
 
-def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor]:
-    return _run(x, weight, bias, approximate, True)
-
-
-def _infer(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    return _run(x, weight, bias, approximate, False)[0]
+def _infer(*args: Any) -> Tensor:
+    y: Tensor = linear_gelu_fwd(_infer_case(*args), *args, False)[0]
+    return y
 
 
 def _backward(
@@ -255,15 +241,15 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> t
 
 _linear_gelu = DifferentiableOp(
     "linear_gelu(Tensor x, Tensor weight, Tensor? bias, str approximate) -> (Tensor y, Tensor z)",
-    forward=_forward,
+    operation=linear_gelu_fwd,
+    case=_forward_case,
     infer=_infer,
     backward=_backward,
     saves=("x", "weight", "bias", "z"),
     gradients={"x": "x", "weight": "weight", "bias": "bias"},
     composite=_composite,
     fake=_fake,
-    operation=linear_gelu_fwd,
     cpu=_cpu,
-    cpu_case=_forward_case,
+    cpu_case=_infer_case,
     cpu_args=(False,),
 )

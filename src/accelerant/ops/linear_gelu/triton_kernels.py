@@ -38,15 +38,19 @@ def _blocks(ptr, start, size, K, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _dot(a_at, b_at, k, K, acc, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr):
-    """Add one step of a product of rows with rows to acc."""
+def _step(a_at, b_at, k, K, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
+    """Load the columns from k on of two operands' rows; zeros past the end."""
     if EVEN_K:
-        a = tl.load(a_at + k)
-        b = tl.load(b_at + k)
+        return tl.load(a_at + k), tl.load(b_at + k)
     else:
         inside = (tl.arange(0, BLOCK_K) < K - k)[None, :]
-        a = tl.load(a_at + k, mask=inside, other=0.0)
-        b = tl.load(b_at + k, mask=inside, other=0.0)
+        return tl.load(a_at + k, mask=inside, other=0), tl.load(b_at + k, mask=inside, other=0)
+
+
+@triton.jit
+def _dot(a_at, b_at, k, K, acc, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr):
+    """Add one step of a product of rows with rows to acc."""
+    a, b = _step(a_at, b_at, k, K, BLOCK_K, EVEN_K)
     if UPCAST:  # the interpreter's bfloat16 products are wrong
         a = a.to(tl.float32)
         b = b.to(tl.float32)

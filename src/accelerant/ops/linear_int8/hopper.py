@@ -56,8 +56,7 @@ _MIN_BLOCKS = 3
 def refuses(case: Case) -> str | None:
     """Return why the kernel cannot serve a case of shape (M, N, K), or None."""
     M, _, K = case.shape
-    reason = refuses_device(case, tuple(ELEMENTS))
-    if reason:
+    if reason := refuses_device(case, tuple(ELEMENTS)):
         return reason
     if M != 1:
         return f"takes one row, not {M}"

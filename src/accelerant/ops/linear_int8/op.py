@@ -236,12 +236,11 @@ _bwd = triton_operation(
 )
 
 
-def _forward(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool) -> Tensor:
+def _case(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dynamic: bool) -> Case:
     options: tuple[str, ...] = ("dynamic" if dynamic else "", "" if bias is None else "bias")
     if x.shape[0] == 1 and not hopper.is_aligned(x, weight):
         options += (hopper.UNALIGNED,)
-    y: Tensor = _fwd(Case(x.device, x.dtype, (x.shape[0], *weight.shape), options), x, weight, scale, bias, dynamic)
-    return y
+    return Case(x.device, x.dtype, (x.shape[0], *weight.shape), options)
 
 
 def _backward(
@@ -278,7 +277,8 @@ class _LinearInt8(DifferentiableOp):
 
 _linear_int8 = _LinearInt8(
     "linear_int8(Tensor x, Tensor weight, Tensor scale, Tensor? bias, bool dynamic) -> (Tensor y)",
-    forward=_forward,
+    operation=_fwd,
+    case=_case,
     backward=_backward,
     saves=("x", "weight", "scale", "bias"),
     only_for={"x": ("scale",)},

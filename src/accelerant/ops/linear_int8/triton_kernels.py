@@ -18,7 +18,7 @@ Bound:  row, and fwd of few rows: memory, K N bytes of weight. Else tensor cores
 import triton
 import triton.language as tl
 
-from accelerant.ops.linear_gelu.triton_kernels import _blocks, _tile
+from accelerant.ops.linear_gelu.triton_kernels import _blocks, _step, _tile
 
 
 @triton.jit
@@ -81,13 +81,9 @@ def linear_int8_row(
         if ROWS > 2:
             acc2 += _widened(tl.load(weight_at[2] + k, mask=inside, other=0)) * x
             acc3 += _widened(tl.load(weight_at[3] + k, mask=inside, other=0)) * x
-    y_ptr += row * N
-    _finish_strip(acc0, scale_ptr, bias_ptr, y_ptr, first, N, BLOCK_N)
-    if ROWS > 1:
-        _finish_strip(acc1, scale_ptr, bias_ptr, y_ptr, first + BLOCK_N, N, BLOCK_N)
-    if ROWS > 2:
-        _finish_strip(acc2, scale_ptr, bias_ptr, y_ptr, first + 2 * BLOCK_N, N, BLOCK_N)
-        _finish_strip(acc3, scale_ptr, bias_ptr, y_ptr, first + 3 * BLOCK_N, N, BLOCK_N)
+    sums = (acc0, acc1, acc2, acc3)
+    for r in tl.static_range(ROWS):
+        _finish_strip(sums[r], scale_ptr, bias_ptr, y_ptr + row * N, first + r * BLOCK_N, N, BLOCK_N)
 
 
 @triton.jit
@@ -115,13 +111,7 @@ def linear_int8_fwd(
     weight_at = _blocks(weight_ptr, column, N, K, BLOCK_N, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for k in range(0, K, BLOCK_K):
-        if EVEN_K:
-            x = tl.load(x_at + k)
-            w = tl.load(weight_at + k)
-        else:
-            inside = (tl.arange(0, BLOCK_K) < K - k)[None, :]
-            x = tl.load(x_at + k, mask=inside, other=0.0)
-            w = tl.load(weight_at + k, mask=inside, other=0)
+        x, w = _step(x_at, weight_at, k, K, BLOCK_K, EVEN_K)
         if UPCAST:  # the interpreter's bfloat16 products are wrong
             x = x.to(tl.float32)
         acc = tl.dot(w.to(x.dtype), tl.trans(x), acc, input_precision="ieee")
@@ -139,13 +129,7 @@ def linear_int8_dynamic(
     weight_at = _blocks(weight_ptr, column, N, K, BLOCK_N, BLOCK_K)
     acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.int32)
     for k in range(0, K, BLOCK_K):
-        if EVEN_K:
-            q = tl.load(q_at + k)
-            w = tl.load(weight_at + k)
-        else:
-            inside = (tl.arange(0, BLOCK_K) < K - k)[None, :]
-            q = tl.load(q_at + k, mask=inside, other=0)
-            w = tl.load(weight_at + k, mask=inside, other=0)
+        q, w = _step(q_at, weight_at, k, K, BLOCK_K, EVEN_K)
         if INTEGERS:
             acc = tl.dot(q, tl.trans(w), acc, out_dtype=tl.int32)
         else:  # exact as well: each product and the sum of BLOCK_K of them are below 2^24

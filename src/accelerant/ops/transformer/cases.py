@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from accelerant.ops._cases import Compilation, tolerances
 from accelerant.ops.embedding.op import constants, embedding_plan
-from accelerant.ops.transformer.launch import COLUMNS, SQUARE
-from accelerant.ops.transformer.launch import KERNELS as _KERNELS
+from accelerant.ops.transformer.op import COLUMNS, SQUARE
+from accelerant.ops.transformer.op import KERNELS as _KERNELS
 
 __all__ = ["KERNELS", "KIND", "MATRICES", "TOLERANCES"]
 

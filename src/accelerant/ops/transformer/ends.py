@@ -16,7 +16,7 @@ from accelerant.ops._refusals import refuses_triton_kernel
 from accelerant.ops.cross_entropy.launch import count, reduce, scale_
 from accelerant.ops.embedding import op as embedding
 from accelerant.ops.linear_cross_entropy import chunks
-from accelerant.ops.transformer.launch import launch_embed
+from accelerant.ops.transformer.op import KERNELS
 from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
@@ -24,6 +24,21 @@ __all__ = ["embed", "embed_backward", "scaled", "tied_loss"]
 
 
 # --- embeddings ------------------------------------------------------------------------------------------------------
+
+
+def _launch_embed(tokens: Tensor, table: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows of table (V, D) by tokens (B, T) plus rows of positions by index in the sequence: (B, T, D)."""
+    (V, D), (B, T) = table.shape, tokens.shape
+    y = torch.empty(B, T, D, dtype=dtype, device=table.device)
+    if y.numel():
+        plan = embedding.embedding_plan(D)
+        KERNELS["embed"].launch(
+            (ceil_div(B * T, plan.rows), ceil_div(D, plan.block_d)),
+            (tokens.contiguous(), table.contiguous(), positions.contiguous(), y, B * T, V, D, T),
+            embedding.constants(plan, D),
+            num_warps=plan.num_warps,
+        )
+    return y
 
 
 def _torch_embed(tokens: Tensor, table: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
@@ -61,7 +76,7 @@ def _embed_cost(case: Case) -> Cost:
     return Cost(elements * (8 + case.dtype.itemsize), elements)
 
 
-_embed_fwd = triton_operation("embed_fwd", launch_embed, _torch_embed, cost=_embed_cost)
+_embed_fwd = triton_operation("embed_fwd", _launch_embed, _torch_embed, cost=_embed_cost)
 _embed_bwd = Operation(
     "embed_bwd",
     (

@@ -52,10 +52,7 @@ _launches: hopper.LaunchCache[PackedLaunch] = hopper.LaunchCache()
 def launch_dz(x: Tensor, weight: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dz = (x weight^T) gelu'(z) and a = gelu(z) on the current stream.
 
-    Args:
-        x: (M, K) bfloat16.
-        weight: (N, K), the transpose of the linear map's weight.
-        z: (M, N), contiguous.
+    x is (M, K) bfloat16, weight (N, K) the transpose of the linear map's weight, z (M, N) contiguous.
 
     Returns:
         dz and a, (M, N); float32 partial sums of dz's columns, one row per 32 rows of M.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from accelerant.ops._launch import accesses, triton_operation
+from accelerant.ops._launch import accesses, as_rows, ceil_div, multiprocessors, product_cost, triton_operation
 from accelerant.ops._refusals import refuses_triton_kernel
 from accelerant.ops.attention import hopper_bwd
 from accelerant.ops.attention.op import attention_bwd, attention_fwd, options_of
@@ -24,14 +24,29 @@ from accelerant.ops.linear_gelu import launch as linear_gelu
 from accelerant.ops.norm.launch import WIDE_BACKWARD, launch_backward, launch_backward_each
 from accelerant.ops.norm.torch_ops import torch_backward
 from accelerant.ops.transformer import hopper
-from accelerant.ops.transformer.launch import launch_columns, launch_columns_each, launch_turn
+from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.case import rules
 
 __all__ = [
-    "attend", "attend_backward", "column_sums", "column_sums_each", "dgelu", "linear", "linear_dw", "linear_dx",
-    "linear_dz", "norm_backward", "norm_backward_each",
+    "COLUMNS", "KERNELS", "SQUARE", "attend", "attend_backward", "column_sums", "column_sums_each", "dgelu",
+    "linear", "linear_dw", "linear_dx", "linear_dz", "norm_backward", "norm_backward_each",
 ]  # fmt: skip
+
+KERNELS = {
+    name: TritonKernel("accelerant.ops.transformer.triton_kernels", f"transformer_{name}")
+    for name in ("columns", "turn", "embed")
+}
+
+COLUMNS = {"BLOCK_M": 16, "BLOCK_N": 256, "STAGES": 4}
+"""Step and pipeline stages of the column sums, which read one tensor: 32 KiB of bfloat16 in flight per program."""
+
+SQUARE = 64
+"""Rows and columns of a transposed tile."""
+
+_WARPS = 4
+_MIN_SPAN = 128
+_COLUMN_PROGRAMS = 6  # per multiprocessor: as many as fit with their steps in flight
 
 _GeluGradient = tuple[Tensor, Tensor, Tensor | None]
 _NormGradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -46,13 +61,7 @@ def _run_dw(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(dy.t(), x).to(dtype)
 
 
-def _product_cost(case: Case, results: int = 1, operations: int = 0) -> Cost:
-    """Return the cost of a product with so many (M, N) tensors beside its operands, and operations on each result."""
-    M, N, K = case.shape
-    return Cost((M * K + K * N + results * M * N) * case.dtype.itemsize, 2 * M * N * K + operations * M * N)
-
-
-_linear_dw = Operation("linear_dw", (Implementation("torch", _run_dw),), cost=_product_cost)
+_linear_dw = Operation("linear_dw", (Implementation("torch", _run_dw),), cost=product_cost)
 
 
 def linear(x: Tensor, weight: Tensor | Float8Weight, bias: Tensor | None) -> Tensor:
@@ -77,6 +86,35 @@ def linear_dw(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 # --- column sums -----------------------------------------------------------------------------------------------------
 
 
+def _launch_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum of each column of x (M, N) in a dtype, accumulated in float32."""
+    M, N = x.shape
+    if not M or not N:
+        return torch.zeros(N, dtype=dtype, device=x.device)
+    rows, stride = as_rows(x, N)
+    strips = ceil_div(N, COLUMNS["BLOCK_N"])
+    span, parts = linear_gelu.spans(M, max(1, _COLUMN_PROGRAMS * multiprocessors(x.device) // strips))
+    partial = torch.empty(parts, N, dtype=torch.float32, device=x.device)
+    KERNELS["columns"].launch((parts * strips,), (rows, partial, M, N, stride, span), COLUMNS, num_warps=_WARPS)
+    return partial[0].to(dtype) if parts == 1 else linear_gelu.launch_join(partial, dtype)
+
+
+def _launch_columns_each(x: Tensor, examples: int) -> Tensor:
+    """Return the sum of each column over each example's rows, which are consecutive: (examples, N) in float32."""
+    M, N = x.shape
+    if not M or not N:
+        return torch.zeros(examples, N, dtype=torch.float32, device=x.device)
+    rows, stride = as_rows(x, N)
+    strips = ceil_div(N, COLUMNS["BLOCK_N"])
+    span, splits = M // examples, 1
+    while span % 2 == 0 and span > _MIN_SPAN and examples * splits * strips < 2 * multiprocessors(x.device):
+        span, splits = span // 2, splits * 2
+    partial = torch.empty(examples, splits, N, dtype=torch.float32, device=x.device)
+    grid = (examples * splits * strips,)
+    KERNELS["columns"].launch(grid, (rows, partial, M, N, stride, span), COLUMNS, num_warps=_WARPS)
+    return partial[:, 0] if splits == 1 else partial.sum(1)
+
+
 def _torch_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.sum(0, dtype=torch.promote_types(x.dtype, torch.float32)).to(dtype)
 
@@ -86,8 +124,8 @@ def _torch_columns_each(x: Tensor, examples: int) -> Tensor:
     return x.view(examples, -1, x.shape[1]).sum(1, dtype=wide) if examples else x.new_zeros(0, x.shape[1], dtype=wide)
 
 
-_columns = triton_operation("column_sums", launch_columns, _torch_columns, cost=accesses(1, 1))
-_columns_each = triton_operation("column_sums_each", launch_columns_each, _torch_columns_each, cost=accesses(1, 1))
+_columns = triton_operation("column_sums", _launch_columns, _torch_columns, cost=accesses(1, 1))
+_columns_each = triton_operation("column_sums_each", _launch_columns_each, _torch_columns_each, cost=accesses(1, 1))
 
 
 def column_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -203,17 +241,28 @@ _PARTIAL_ROWS = 32
 """Rows of dz in each partial column sum of the Hopper kernel."""
 
 
+def _launch_turn(x: Tensor) -> Tensor:
+    """Return the transpose of x (M, N), contiguous."""
+    M, N = x.shape
+    x = x.contiguous()
+    y = torch.empty(N, M, dtype=x.dtype, device=x.device)
+    if y.numel():
+        grid = (ceil_div(M, SQUARE) * ceil_div(N, SQUARE),)
+        KERNELS["turn"].launch(grid, (x, y, M, N), {"BLOCK": SQUARE}, num_warps=_WARPS)
+    return y
+
+
 def _hopper_dz(
     dy: Tensor, weight: Tensor, z: Tensor, sums: torch.dtype | None, examples: int | None, approximate: str
 ) -> _GeluGradient:
-    dz, a, partial_sums = hopper.launch_dz(dy, launch_turn(weight), z)
+    dz, a, partial_sums = hopper.launch_dz(dy, _launch_turn(weight), z)
     if sums is None:
         return dz, a, None
     if examples is None:
         return dz, a, linear_gelu.launch_join(partial_sums, sums)
     M, N = z.shape
     if M % (examples * _PARTIAL_ROWS):
-        return dz, a, launch_columns_each(dz, examples)
+        return dz, a, _launch_columns_each(dz, examples)
     return dz, a, partial_sums[: M // _PARTIAL_ROWS].view(examples, -1, N).sum(1)
 
 
@@ -230,7 +279,7 @@ def _separate_dz(
 _linear_dz = Operation(
     "linear_dz",
     (Implementation("hopper", _hopper_dz, refuses=hopper.refuses, own=True), Implementation("separate", _separate_dz)),
-    cost=partial(_product_cost, results=3, operations=30),
+    cost=partial(product_cost, results=3, operations=30),
 )
 
 

@@ -5,20 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
 from accelerant.ops.attention.reference import attention_reference
 
-__all__ = [
-    "BlockSpec",
-    "block_reference",
-    "dgelu_reference",
-    "embed_reference",
-    "mlp_reference",
-    "packed_attention_reference",
-]
+__all__ = ["BlockSpec", "block_reference", "mlp_reference", "packed_attention_reference"]
 
 
 class BlockSpec(NamedTuple):
@@ -95,17 +87,3 @@ def block_reference(x: Tensor, spec: BlockSpec, params: Sequence[Tensor | None])
     s = x + attention(functional.layer_norm(x, (W,), n1, c1, spec.eps[0]))
     y = mlp_reference(functional.layer_norm(s, (W,), n2, c4, spec.eps[1]), params[8:], spec.approximate)
     return (y + s, None) if spec.joined else (y, s)
-
-
-def dgelu_reference(dy: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of z through the tanh-approximated GELU, gelu(z), and the gradient's column sums."""
-    with torch.enable_grad():
-        z = z.detach().requires_grad_()
-        a = functional.gelu(z, approximate="tanh")
-        (dz,) = torch.autograd.grad(a, z, dy)
-    return dz, a.detach(), dz.sum(0)
-
-
-def embed_reference(tokens: Tensor, table: Tensor, positions: Tensor) -> Tensor:
-    """Return the rows of the table that tokens (B, T) select, plus the first T rows of positions."""
-    return table[tokens] + positions[: tokens.shape[1]]
