@@ -202,9 +202,6 @@ def launch_hopper(
         do, q, k, v, o, lse, causal, scale: as in hopper_fwd.launch_hopper.
         deterministic: give the same bits each time, by one block per key/value head; slow where there are few.
         out: memory for the gradients, with strides that are multiples of 16 bytes, the last dimension contiguous.
-
-    Raises:
-        CompileError, LaunchError: see LoadedKernel.
     """
     inputs = q, k, v
     dq, dk, dv = out or (like(q), like(k), like(v))

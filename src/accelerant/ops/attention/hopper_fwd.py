@@ -160,9 +160,6 @@ def launch_hopper(
 
     Returns:
         o, in q's shape, dtype and layout; lse, (B, Hq, S) float32, the logarithm of each row's sum of exponentials.
-
-    Raises:
-        CompileError, LaunchError: see LoadedKernel.
     """
     o = like(q)
     B, Hq, S, _ = q.shape

@@ -167,11 +167,11 @@ def attention(
     """
     q, k, v = checked(q, k, v, "attention")
     if q.dim() != 4 or k.dim() != 4:
-        raise ShapeError(f"attention takes q (B, Hq, S, D) and k (B, Hkv, Skv, D), got {_shapes(q, k)}")
+        raise ShapeError(f"attention takes q (B, Hq, S, D) and k (B, Hkv, Skv, D), got {shapes_of(q, k)}")
     B, Hq, S, D = q.shape
     kB, Hkv, Skv, kD = k.shape
     if kB != B or kD != D or D < 1:
-        raise ShapeError(f"q and k must have the same B and D, and D be at least 1, got {_shapes(q, k)}")
+        raise ShapeError(f"q and k must have the same B and D, and D be at least 1, got {shapes_of(q, k)}")
     check_heads(Hq, Hkv)
     # A single query sees all keys, as does a window of Skv - 1: without a mask more implementations can serve.
     causal = causal and S != 1
@@ -180,7 +180,8 @@ def attention(
     return (o, lse) if return_lse else o
 
 
-def _shapes(*tensors: Tensor) -> str:
+def shapes_of(*tensors: Tensor) -> str:
+    """Return the shapes of tensors for an error: "(2, 3) and (4,)"."""
     return " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
 
 

@@ -22,6 +22,7 @@ from accelerant.ops.attention.op import (
     options_of,
     refuses_triton_backward,
     refuses_triton_kernels,
+    shapes_of,
 )
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
@@ -132,8 +133,7 @@ def attention_varlen(
     """
     q, k, v = checked(q, k, v, "attention_varlen")
     if q.dim() != 3 or k.dim() != 3:
-        shapes = f"{tuple(q.shape)} and {tuple(k.shape)}"
-        raise ShapeError(f"attention_varlen takes q (total_q, Hq, D) and k (total_k, Hkv, D), got {shapes}")
+        raise ShapeError(f"attention_varlen takes q (total_q, Hq, D) and k (total_k, Hkv, D), got {shapes_of(q, k)}")
     if q.shape[2] != k.shape[2] or q.shape[2] < 1:
         raise ShapeError(f"q and k must have the same D of at least 1, got {q.shape[2]} and {k.shape[2]}")
     check_heads(q.shape[1], k.shape[1])

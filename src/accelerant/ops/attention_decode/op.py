@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from accelerant.ops._library import below_autograd, define, is_plain, name_of
 from accelerant.ops.attention.backends import TORCH
 from accelerant.ops.attention.composite import attend
 from accelerant.ops.attention.launch import triton_capability, with_rows
-from accelerant.ops.attention.op import check_heads, checked, refuses_triton_kernels
+from accelerant.ops.attention.op import check_heads, checked, refuses_triton_kernels, shapes_of
 from accelerant.ops.attention.reference import attention_reference
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost
@@ -160,12 +160,11 @@ def attention_decode(
     """
     q, k_cache, v_cache = checked(q, k_cache, v_cache, "attention_decode")
     if q.dim() != 4 or k_cache.dim() != 4:
-        shapes = f"{tuple(q.shape)} and {tuple(k_cache.shape)}"
+        shapes = shapes_of(q, k_cache)
         raise ShapeError(f"attention_decode takes q (B, Hq, Sq, D) and caches (B, Hkv, T, D), got {shapes}")
     B, Hq, _, D = q.shape
     if k_cache.shape[0] != B or k_cache.shape[3] != D or D < 1:
-        shapes = f"{tuple(q.shape)} and {tuple(k_cache.shape)}"
-        raise ShapeError(f"q and k_cache must have the same B and D, got {shapes}")
+        raise ShapeError(f"q and k_cache must have the same B and D, got {shapes_of(q, k_cache)}")
     check_heads(Hq, k_cache.shape[1])
     if lengths.dim() != 1 or lengths.shape[0] != B or not lengths.is_contiguous():
         raise ShapeError(f"lengths must be ({B},) and contiguous, got {tuple(lengths.shape)}")
@@ -185,9 +184,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> 
     return o
 
 
-def _without_gradient(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
+def _without_gradient(*args: Any) -> Tensor:
     with below_autograd():
-        o: Tensor = _op(q, k, v, lengths, scale)
+        o: Tensor = _op(*args)
     return o
 
 

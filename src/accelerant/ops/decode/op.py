@@ -36,9 +36,7 @@ def _refuses_words(case: Case) -> str | None:
 
 
 def _refuses_rope(case: Case) -> str | None:
-    if case.shape[-1] % 2:
-        return "takes heads of even width"
-    return refuses_triton_kernel(case)
+    return "takes heads of even width" if case.shape[-1] % 2 else refuses_triton_kernel(case)
 
 
 def _torch_linear(

@@ -93,9 +93,6 @@ def launch_hopper(
 
     Returns:
         y (M, N), and z (M, N) or an empty tensor.
-
-    Raises:
-        CompileError, LaunchError: see LoadedKernel.
     """
     x, weight = hopper.readable(x), hopper.readable(weight)
     if bias is not None and (bias.stride(0) != 1 or bias.data_ptr() % 4):

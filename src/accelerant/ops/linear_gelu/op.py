@@ -45,10 +45,6 @@ def _one_row(case: Case) -> str | None:
     return "one row leaves most of a tile idle: the library's matrix-vector product is faster" if one else None
 
 
-def _refuses_hopper(case: Case) -> str | None:
-    return _one_row(case) or refuses_product(case)
-
-
 def _refuses(case: Case) -> str | None:
     if reason := _one_row(case):
         return reason
@@ -132,7 +128,7 @@ _matmul = Operation("linear_gelu_matmul", (Implementation("torch", torch.mm),), 
 linear_gelu_fwd = Operation(
     "linear_gelu_fwd",
     (
-        Implementation("hopper", launch_hopper, refuses=_refuses_hopper, own=True),
+        Implementation("hopper", launch_hopper, refuses=lambda case: _one_row(case) or refuses_product(case), own=True),
         Implementation("triton", launch_forward, refuses=_refuses, own=True),
         Implementation("cublaslt", _epilogue_forward, refuses=_refuses_epilogue),
         Implementation("torch", _torch_forward, differentiable=True),
@@ -198,7 +194,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> 
         raise ShapeError("x must be (..., K), got a scalar")
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         raise ShapeError(f"weight must be (N, {x.shape[-1]}), got {tuple(weight.shape)}")
-    if bias is not None and (bias.dim() != 1 or bias.shape[0] != weight.shape[0]):
+    if bias is not None and bias.shape != weight.shape[:1]:
         raise ShapeError(f"bias must be ({weight.shape[0]},), got {tuple(bias.shape)}")
     if approximate not in _APPROXIMATIONS:
         raise ConfigError(f"approximate must be 'none' or 'tanh', got {approximate!r}")

@@ -96,7 +96,7 @@ def _check(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, dynami
     for name, vector in (("scale", scale), ("bias", bias)):
         if vector is None:
             continue
-        if vector.dim() != 1 or vector.shape[0] != weight.shape[0]:
+        if vector.shape != weight.shape[:1]:
             raise ShapeError(f"{name} must be ({weight.shape[0]},), got {tuple(vector.shape)}")
         if vector.dtype not in (torch.float32, x.dtype):
             dtypes = " or ".join(dict.fromkeys(("float32", name_of(x.dtype))))

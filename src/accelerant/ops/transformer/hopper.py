@@ -56,9 +56,6 @@ def launch_dz(x: Tensor, weight: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Ten
 
     Returns:
         dz and a, (M, N); float32 partial sums of dz's columns, one row per 32 rows of M.
-
-    Raises:
-        CompileError, LaunchError: see LoadedKernel.
     """
     x, weight = hopper.readable(x), hopper.readable(weight)
     M, N = z.shape

@@ -87,20 +87,18 @@ def linear_dw(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _launch_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sum of each column of x (M, N) in a dtype, accumulated in float32."""
     M, N = x.shape
     if not M or not N:
         return torch.zeros(N, dtype=dtype, device=x.device)
     rows, stride = as_rows(x, N)
     strips = ceil_div(N, COLUMNS["BLOCK_N"])
     span, parts = linear_gelu.spans(M, max(1, _COLUMN_PROGRAMS * multiprocessors(x.device) // strips))
-    partial = torch.empty(parts, N, dtype=torch.float32, device=x.device)
-    KERNELS["columns"].launch((parts * strips,), (rows, partial, M, N, stride, span), COLUMNS, num_warps=_WARPS)
-    return partial[0].to(dtype) if parts == 1 else linear_gelu.launch_join(partial, dtype)
+    sums = torch.empty(parts, N, dtype=torch.float32, device=x.device)
+    KERNELS["columns"].launch((parts * strips,), (rows, sums, M, N, stride, span), COLUMNS, num_warps=_WARPS)
+    return sums[0].to(dtype) if parts == 1 else linear_gelu.launch_join(sums, dtype)
 
 
 def _launch_columns_each(x: Tensor, examples: int) -> Tensor:
-    """Return the sum of each column over each example's rows, which are consecutive: (examples, N) in float32."""
     M, N = x.shape
     if not M or not N:
         return torch.zeros(examples, N, dtype=torch.float32, device=x.device)
@@ -109,10 +107,10 @@ def _launch_columns_each(x: Tensor, examples: int) -> Tensor:
     span, splits = M // examples, 1
     while span % 2 == 0 and span > _MIN_SPAN and examples * splits * strips < 2 * multiprocessors(x.device):
         span, splits = span // 2, splits * 2
-    partial = torch.empty(examples, splits, N, dtype=torch.float32, device=x.device)
+    sums = torch.empty(examples, splits, N, dtype=torch.float32, device=x.device)
     grid = (examples * splits * strips,)
-    KERNELS["columns"].launch(grid, (rows, partial, M, N, stride, span), COLUMNS, num_warps=_WARPS)
-    return partial[:, 0] if splits == 1 else partial.sum(1)
+    KERNELS["columns"].launch(grid, (rows, sums, M, N, stride, span), COLUMNS, num_warps=_WARPS)
+    return sums[:, 0] if splits == 1 else sums.sum(1)
 
 
 def _torch_columns(x: Tensor, dtype: torch.dtype) -> Tensor:
