@@ -132,7 +132,8 @@ class Ptau(MappedFile):
                 container.expect_size(number + shift, count * point_words(self._family, degree) * 8, f"{count} points")
         cursor = container.cursor(_CONTRIBUTIONS)
         count = cursor.number("the number of contributions")
-        self.contributions = tuple(self._read_contribution(cursor) for _ in range(count))  # each takes bytes of the file
+        # Each takes bytes of the file.
+        self.contributions = tuple(self._read_contribution(cursor) for _ in range(count))
         cursor.end()
 
     @property
