@@ -16,7 +16,6 @@ from accelerant.privacy.dp.noise.discrete import (
     TRIGGER,
     UNIT_BLOCKS,
     GaussianPlan,
-    Tables,
     digits_of,
     groups_of,
     laplace_blocks,
@@ -56,11 +55,11 @@ def gaussian_reference(key: Words, nonce: int, first: int, plan: GaussianPlan, e
 
 
 def _sample(
-    word: Words, tables: Tables, pool: npt.NDArray[np.int64], used: npt.NDArray[np.int64]
+    word: Words, tables: Words, pool: npt.NDArray[np.int64], used: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
     """Return a base sample of each word; count triggers in `used`."""
     compared = word & np.uint32(COMPARED)
-    entry = tables.first[_cell(word)]
+    entry = tables[0, _cell(word)]
     magnitude = np.where(compared < (entry & np.uint32(COMPARED)), _cell(word), _cell(entry)).astype(np.int64)
     trigger = (word & np.uint32(TRIGGER)) == TRIGGER
     magnitude[trigger] = pool[used[trigger], np.flatnonzero(trigger)]
@@ -68,16 +67,16 @@ def _sample(
     return np.where(word >> np.uint32(31), -magnitude, magnitude)
 
 
-def _pool(words: Words, tables: Tables) -> npt.NDArray[np.int64]:
+def _pool(words: Words, tables: Words) -> npt.NDArray[np.int64]:
     """Return (6, units): samples of the second table, and zeros."""
     draws = np.zeros((POOL + 1, words.shape[1]), np.int64)
     mask = np.uint32(COMPARED_REST)
     for slot in range(POOL):
         upper, middle, lower = words[3 * slot : 3 * slot + 3]
         cell = _cell(upper)
-        entry = tables.rest[0, cell]
+        entry = tables[1, cell]
         u, t = upper & mask, entry & mask
-        m, n = tables.rest[1, cell], tables.rest[2, cell]
+        m, n = tables[2, cell], tables[3, cell]
         below = (u < t) | ((u == t) & ((middle < m) | ((middle == m) & (lower < n))))
         draws[slot] = np.where(below, cell, _cell(entry))
     return draws

@@ -26,7 +26,6 @@ from accelerant.privacy.dp.noise.launch import (
     gaussian_source,
     laplace_source,
     philox_source,
-    table_words,
 )
 from accelerant.privacy.dp.noise.llvm_discrete import GaussianKernel
 from accelerant.privacy.random.llvm_kernels import Vectors, lanes
@@ -54,7 +53,7 @@ def expected(plan, n):
 def arguments(plan, n):
     """Tables, and the scalars."""
     factors = (*plan.factors[1:], 0, 0, 0, 0)[:4]
-    return table_words(make_tables(plan.weights())).view(np.int32), (n, *factors, 1)
+    return make_tables(plan.weights()).view(np.int32), (n, *factors, 1)
 
 
 def on_cpu(source, plan, out, *numbers):

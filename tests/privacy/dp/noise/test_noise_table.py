@@ -85,10 +85,10 @@ def test_tables_hold_the_weights_exactly(variance):
     assert min(rest) >= 0
     assert sum(rest) == 2**96
     assert all(w == m * 2**87 + r for w, m, r in zip(weights, main, rest, strict=True))
-    first = tables.first.tolist()
+    first = tables[0].tolist()
     assert not any(entry >> 31 for entry in first)
     assert counted(first, [gathered(entry & COMPARED) for entry in first], 2**22 - 1) == main
-    upper, middle, lower = tables.rest.tolist()
+    upper, middle, lower = tables[1:].tolist()
     compared = [gathered(u & ~CELL_FIELD) << 64 | m << 32 | n for u, m, n in zip(upper, middle, lower, strict=True)]
     assert counted(upper, compared, 2**87) == rest
 

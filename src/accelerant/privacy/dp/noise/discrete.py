@@ -71,7 +71,7 @@ from accelerant.privacy.random.stream import BLOCK_WORDS
 __all__ = [
     "BASE_LIMIT", "CELLS", "CELL_FIELD", "CELL_SHIFT", "COMPARED", "COMPARED_REST", "CUT", "GROUP", "LAPLACE_POOL",
     "MAX_TERMS", "POOL", "SMOOTH", "TOTAL_BITS", "TRIGGER", "UNIT_BLOCKS", "WIDEST", "WIDEST_LAPLACE",
-    "GaussianPlan", "Tables", "base_weights", "digits_of", "draws_of_unit", "groups_of", "laplace_blocks",
+    "GaussianPlan", "base_weights", "digits_of", "draws_of_unit", "groups_of", "laplace_blocks",
     "laplace_distance", "log_ratio", "make_plan", "make_tables", "smoothing_widths", "split_weights", "table_distance",
     "thresholds",
 ]  # fmt: skip
@@ -90,14 +90,6 @@ _CAPACITY = 2**_BITS - 1  # values of a cell's comparison in the first table: al
 _REST_BITS = 87
 TOTAL_BITS = 9 + _BITS + _REST_BITS
 _DECIMALS = decimal.Context(prec=80, Emin=-(10**6))
-
-
-@dataclass(frozen=True, slots=True)
-class Tables:
-    """Tables of the base sampler, (512,) and (3, 512); see the module's docstring."""
-
-    first: npt.NDArray[np.uint32]
-    rest: npt.NDArray[np.uint32]
 
 
 def _weights(variance: Fraction) -> tuple[list[Decimal], Decimal]:
@@ -178,20 +170,18 @@ def _spread(upper: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def make_tables(weights: tuple[int, ...]) -> Tables:
-    """Return the tables of magnitudes with weights that sum to 2^118."""
+def make_tables(weights: tuple[int, ...]) -> npt.NDArray[np.uint32]:
+    """Return the base sampler's tables for weights that sum to 2^118: (4, 512), the first, then the second's words."""
     main, remainder = split_weights(weights)
-    thresholds, aliases = _alias(main, _CAPACITY)
-    first = [_spread(t) | a << CELL_SHIFT for t, a in zip(thresholds, aliases, strict=True)]
-    thresholds, aliases = _alias(remainder, 2**_REST_BITS)
-    rest = [
-        [_spread(t >> 64) | a << CELL_SHIFT for t, a in zip(thresholds, aliases, strict=True)],
-        [t >> 32 & 0xFFFFFFFF for t in thresholds],
-        [t & 0xFFFFFFFF for t in thresholds],
+    first, rest = _alias(main, _CAPACITY), _alias(remainder, 2**_REST_BITS)
+    rows = [
+        [_spread(t) | a << CELL_SHIFT for t, a in zip(*first, strict=True)],
+        [_spread(t >> 64) | a << CELL_SHIFT for t, a in zip(*rest, strict=True)],
+        [t >> 32 & 0xFFFFFFFF for t in rest[0]],
+        [t & 0xFFFFFFFF for t in rest[0]],
     ]
-    tables = Tables(np.array(first, np.uint32), np.array(rest, np.uint32))
-    tables.first.setflags(write=False)
-    tables.rest.setflags(write=False)
+    tables = np.array(rows, np.uint32)
+    tables.setflags(write=False)
     return tables
 
 

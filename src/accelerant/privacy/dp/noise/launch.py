@@ -22,7 +22,6 @@ from accelerant.privacy.dp.noise.discrete import (
     MAX_TERMS,
     UNIT_BLOCKS,
     GaussianPlan,
-    Tables,
     digits_of,
     draws_of_unit,
     groups_of,
@@ -44,7 +43,7 @@ from accelerant.runtime.streams.stream import capturing
 __all__ = [
     "BLOCK", "KINDS", "PHILOX_GROUP", "PHILOX_THREADS", "ROWS", "SHARED_BYTES", "THREADS", "add_steps", "fused_dtypes",
     "fused_source", "gaussian_add", "gaussian_source", "gaussian_steps", "host_philox_source", "laplace_source",
-    "laplace_steps", "noted", "packed_rows", "philox_source", "table_words",
+    "laplace_steps", "noted", "packed_rows", "philox_source",
 ]  # fmt: skip
 
 BLOCK = 128  # the largest block of the portable kernels
@@ -66,7 +65,7 @@ _held: list[Tensor] = []  # tables that captured graphs read
 def gaussian_source(terms: int, adds: bool) -> KernelSource:
     """Return gaussian_steps or gaussian_add (state, first, tables, x, n, k1, k2, k3, k4, one[, inverse, outward]).
 
-    state and first as in keystream_source; tables: 2048 words (discrete.py), the first table, then the second's three.
+    state and first as in keystream_source; tables: those of make_tables.
     """
     if not 1 <= terms <= MAX_TERMS:
         raise ConfigError(f"terms must be 1 to {MAX_TERMS}, got {terms}")
@@ -261,11 +260,6 @@ def _is_fused(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def table_words(tables: Tables) -> np.ndarray[tuple[int, ...], np.dtype[np.uint32]]:
-    """Return (2048,), both tables as the kernels read them."""
-    return np.concatenate([tables.first, tables.rest.reshape(-1)])
-
-
 def _on_device(key: GaussianPlan | tuple[str, Fraction], device: torch.device) -> Tensor:
     """Return a table in a device's memory, cached."""
     cached = (key, device.type, index_of(device))
@@ -273,7 +267,7 @@ def _on_device(key: GaussianPlan | tuple[str, Fraction], device: torch.device) -
     if table is None:
         if capturing(device):
             raise ConfigError("noise of this width is captured before it was drawn once: run a step before the capture")
-        words = table_words(make_tables(key.weights())) if isinstance(key, GaussianPlan) else thresholds(key[1])
+        words = make_tables(key.weights()) if isinstance(key, GaussianPlan) else thresholds(key[1])
         table = torch.from_numpy(words.reshape(-1).view(np.int32).copy()).to(device)
         while len(_tables) >= _TABLES_LIMIT:
             _tables.pop(next(iter(_tables)))
