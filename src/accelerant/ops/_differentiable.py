@@ -101,7 +101,7 @@ class CpuFastPath:
 
     Args:
         function: torch's function, with the parameters of the public one.
-        serves: whether `function` gives what the public function gives, for these arguments; asked once for each kind.
+        serves: whether `function` gives what the public function gives, for these arguments; called once per kind.
             None: always.
         by_gradient: the choice depends on which tensors require a gradient.
         any_layout: `function` also takes tensors that are not contiguous; strides are then part of a kind.
@@ -218,15 +218,15 @@ class DifferentiableOp:
             public ones are for the backward pass alone.
         operation: the forward Operation: the arguments -> all results, a tuple unless there is one.
         case: the arguments -> the case of `operation`.
-        infer_args: arguments of `operation` after the op's own where no gradient is asked for.
+        infer_args: arguments of `operation` after the op's own where no gradient is needed.
         forward: replaces `operation` and `case` where the forward pass does more: the arguments -> all results.
-        infer: replaces them where no gradient is asked for: the arguments -> the public results.
+        infer: replaces them where no gradient is needed: the arguments -> the public results.
         backward: (gradient of each differentiable result, None where nothing depends on it; the saved tensors; the
             arguments that are no tensors; needs) -> a gradient for each entry of `gradients`, None where it is not
             needed. `needs` is a tuple of bools, one for each.
         saves: names of the arguments and results that the backward pass takes, all of them tensors.
-        only_for: saved argument -> the differentiable ones whose gradients alone need it; saved as None where none of
-            these is asked for.
+        only_for: saved argument -> the differentiable ones whose gradients alone need it; saved as None if none of
+            these is needed.
         gradients: differentiable argument -> the saved tensor of its shape and dtype, or the result of its shape and
             dtype (whose gradient is at hand), so that nothing need be saved for the shape alone.
         shares: differentiable argument -> the entry of `gradients` whose gradient is its own too, as in a sum.
@@ -409,7 +409,7 @@ class DifferentiableOp:
                         "option for more"
                     )
                 return self._gradients(ctx, dys[: self._differentiable])
-            ctx.eager = None  # the gradients may be kept or changed by whoever gets them
+            ctx.eager = None  # the caller may keep or change the gradients
             gradients: list[Tensor | None] = [None] * self._width
             finished = self._finish_gradient(dy, state, *ctx.options, self._needs(ctx))
             for position, gradient in zip(self._positions, finished, strict=True):
@@ -541,7 +541,7 @@ class DifferentiableOp:
         return run
 
     def _present(self, args: Sequence[Any]) -> list[int]:
-        """Return where to read dtype and device of each gradient; any tensor stands in for an absent argument."""
+        """Return where to read dtype and device of each gradient; any tensor, if an argument is absent."""
         some = next(i for i, arg in enumerate(args) if isinstance(arg, Tensor))
         return [like if isinstance(args[like], Tensor) else some for like in self._likes]
 

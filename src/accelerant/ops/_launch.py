@@ -68,12 +68,11 @@ def product_cost(case: Case, results: int = 1, operations: int = 0) -> Cost:
 def eviction(x: Tensor, accesses: int) -> str:
     """Return the L2 eviction policy for loads of data that a kernel reads once: "evict_last", or "" for the default.
 
-    Contrary to its name, "evict_last" is up to 5% faster on an H200 for data that does not fit in the L2. For
-    16384 x 4096 elements of bfloat16, softmax takes 0.066 ms with it, 0.070 without, and 0.073 with "evict_first"; its
-    gradient 0.096, 0.099 and 0.107; a copy by the driver 0.068. Inputs left in the L2 by the previous call do not
-    explain it: alternating tensors gave the same times. The next kernel gives back 0.5 to 1 us of these 3. Where all
-    data fits in the L2 there is nothing to gain: 12 ops in a row on 16 MB each take 2% longer with it, on 32 MB 1%
-    less.
+    Contrary to its name, "evict_last" is up to 5% faster on an H200 for data that does not fit in the L2, also when
+    tensors alternate. For 16384 x 4096 elements of bfloat16, softmax takes 0.066 ms with it, 0.070 without, and 0.073
+    with "evict_first"; its gradient 0.096, 0.099 and 0.107; a copy by the driver 0.068. The next kernel loses 0.5 to
+    1 us of these 3. For data that fits in the L2 there is nothing to gain: 12 ops in a row on 16 MB each take 2% longer
+    with it, on 32 MB 1% less.
 
     Args:
         x: the tensor that is read, or one of its size.

@@ -1,4 +1,4 @@
-"""Registration of ops with torch, and questions about torch's state that every op asks.
+"""Registration of ops with torch, and queries of torch's state: modes, transforms, autocast.
 
 An op is known to torch as `torch.ops.accelerant.<op>` with a schema, a fake implementation and an autograd formula, so
 that torch.compile, fake tensors, dispatch modes and tensor subclasses treat it like torch's own. Plain tensors in eager

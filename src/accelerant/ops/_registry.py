@@ -29,7 +29,7 @@ _KERNELS = {"triton": "Triton", "hopper": "CUDA C++ for Hopper", "llvm": "LLVM o
 
 @dataclass(frozen=True, slots=True)
 class PublicOp:
-    """A public op; what it declares is imported when it is asked for.
+    """A public op; its modules are imported on first access.
 
     Attributes:
         name: of the function and of its Operations, <name>_fwd and <name>_bwd.

@@ -1,4 +1,4 @@
-"""dropout on the CPU as LLVM IR: the mask of triton_kernels.py drawn anew, or read as the forward pass wrote it.
+"""dropout on the CPU as LLVM IR: the mask of triton_kernels.py recomputed, or read as the forward pass wrote it.
 
     DropoutKernel   y = x / (1 - p) where the element's word, without its lowest bit, is at least p 2^31, else 0 x;
                     dx from dy likewise

@@ -12,7 +12,7 @@ Grid:   fwd: one program per ROWS tokens and BLOCK_D columns. bwd_atomic: the sa
         order, AT_ONCE parts per step. Deterministic.
         bwd_few: one program per token and BLOCK_D columns, FEW at least T: the program of an index's first token adds
         all its gradients. No sort; deterministic.
-Bound:  memory: T D elements read and V D written, besides the sort of T indices; T D additions backward.
+Bound:  memory: T D elements read and V D written, and the sort of T indices; T D additions backward.
 """
 
 import triton

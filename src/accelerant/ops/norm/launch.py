@@ -177,8 +177,8 @@ def launch_forward(
     """Normalise rows.
 
     Returns:
-        y, contiguous; with a residual s = x + residual, contiguous; and the statistics of each row if they are asked
-        for, float32: (M, 2), mean and 1 / standard deviation, or without centring (M, 1), 1 / root mean square.
+        y, contiguous; with a residual s = x + residual, contiguous; and if `statistics` those of each row, float32:
+        (M, 2), mean and 1 / standard deviation, or without centring (M, 1), 1 / root mean square.
     """
     N = x.shape[-1]
     M = x.numel() // N if N else x.shape[:-1].numel()

@@ -145,8 +145,8 @@ def norm_bwd(
     inside = (columns < N) | EXACT
     _store_parts(parts_ptr, at, dweight, dbias, tl.num_programs(0), N, inside, DWEIGHT, DBIAS)
     if DXSUM:
-        place = tl.num_programs(0).to(tl.int64) * (N * (DWEIGHT + DBIAS))
-        tl.store(parts_ptr + place + at, tl.sum(dxsum, 0), mask=inside)
+        offset = tl.num_programs(0).to(tl.int64) * (N * (DWEIGHT + DBIAS))
+        tl.store(parts_ptr + offset + at, tl.sum(dxsum, 0), mask=inside)
 
 
 @triton.jit

@@ -49,14 +49,14 @@ FAMILY = {
 
 
 def _compiled(
-    name: str, window: Window, kind: str, places: str = "", *, last: bool = False, divided: bool = False
+    name: str, window: Window, kind: str, positions: str = "", *, last: bool = False, divided: bool = False
 ) -> Compilation:
     plan = plan_of(name, 64, 4 if kind == "*fp32" else 2, "cuda", last=last)
-    absent = [name for name, given in (("divisor", divided), ("places_ptr", places)) if not given]
+    absent = [name for name, given in (("divisor", divided), ("positions_ptr", positions)) if not given]
     own: dict[str, int | bool] = {"PAIRS": not last} if name == "bwd" else {"ROWS": plan.rows}
     blocks = {"BLOCK_P": plan.block_p, "BLOCK_Q": plan.block_q}
     fixed = {**window.constants(last=last), **own, **blocks, **dict.fromkeys(absent)}
-    return Compilation(_KERNELS[name], {"*": kind, "places_ptr": places}, fixed, plan.num_warps)
+    return Compilation(_KERNELS[name], {"*": kind, "positions_ptr": positions}, fixed, plan.num_warps)
 
 
 _MAX, _AVG = (Window((3, 3), (2, 2), (1, 1), largest, with_padding=not largest) for largest in (True, False))

@@ -307,7 +307,7 @@ def _max_cpu_case(x: Tensor, *settings: Any) -> Case | None:
 
 
 def _max_infer(x: Tensor, *settings: Any) -> tuple[Tensor, Tensor | None]:
-    """Compute without positions, returning None for them, unless indices are asked for."""
+    """Compute without positions, returning None for them, unless the call returns indices."""
     settings = (*settings[:-1], settings[-1] or None)
     results: tuple[Tensor, Tensor | None] = max_pool2d_fwd(_max_case(x, *settings), x, *settings)
     return results

@@ -83,7 +83,7 @@ def _over(total, count, EXACT: tl.constexpr):
 
 @triton.jit
 def pool2d_fwd(
-    x_ptr, y_ptr, places_ptr, divisor, B, C, H, W, OH, OW,
+    x_ptr, y_ptr, positions_ptr, divisor, B, C, H, W, OH, OW,
     MAX: tl.constexpr, LAST: tl.constexpr, WITH_PAD: tl.constexpr,
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     DH: tl.constexpr, DW: tl.constexpr, ROWS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
@@ -104,21 +104,21 @@ def pool2d_fwd(
     for t in tl.static_range(ROWS):
         row = group * ROWS + t
         acc = tl.full([BLOCK_P, BLOCK_Q], float("-inf") if MAX else 0.0, tl.float32)
-        place = tl.zeros([BLOCK_P, BLOCK_Q], dtype=tl.int32)
-        if places_ptr is not None:  # if all are -inf, the first that is not padding
+        position = tl.zeros([BLOCK_P, BLOCK_Q], dtype=tl.int32)
+        if positions_ptr is not None:  # if all are -inf, the first that is not padding
             first = tl.cdiv(tl.maximum(-top - t * SH, 0), DH) * KW + tl.cdiv(tl.maximum(-left, 0), DW)
-            place += first
+            position += first
         for i in tl.static_range(KH):
             for j in tl.static_range(KW):
                 x = xs[(t * SH + i * DH) * KW + j]
                 if not MAX:
                     acc += x
-                elif places_ptr is None:
+                elif positions_ptr is None:
                     acc = tl.maximum(acc, x, propagate_nan=tl.PropagateNan.ALL)
                 else:
                     larger = (x > acc) | (x != x)
                     acc = tl.where(larger, x, acc)
-                    place = tl.where(larger, i * KW + j, place)
+                    position = tl.where(larger, i * KW + j, position)
         if not MAX:
             count = _divisor(divisor, row, column, H, W, KH, KW, SH, SW, PH, PW, WITH_PAD)
             acc = _over(acc, count, y_ptr.dtype.element_ty == tl.float32)
@@ -127,13 +127,13 @@ def pool2d_fwd(
         if not LAST:  # one column per thread: several would move the addresses of neighbouring threads apart
             y_at = tl.max_contiguous(y_at, [1, 1])
         tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=inside)
-        if places_ptr is not None:
-            if places_ptr.dtype.element_ty == tl.int64:
-                place = (top + t * SH + place // KW * DH) * W + left + place % KW * DW
-            places_at = _at(places_ptr, image, row, column, q, OH, OW, C, LAST)
+        if positions_ptr is not None:
+            if positions_ptr.dtype.element_ty == tl.int64:
+                position = (top + t * SH + position // KW * DH) * W + left + position % KW * DW
+            positions_at = _at(positions_ptr, image, row, column, q, OH, OW, C, LAST)
             if not LAST:
-                places_at = tl.max_contiguous(places_at, [1, 1])
-            tl.store(places_at, place.to(places_ptr.dtype.element_ty), mask=inside)
+                positions_at = tl.max_contiguous(positions_at, [1, 1])
+            tl.store(positions_at, position.to(positions_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.constexpr_function
@@ -144,7 +144,7 @@ def _is_element(distance, K, D):
 
 @triton.jit
 def _element(
-    dys, places, u, v, W,
+    dys, positions, u, v, W,
     r: tl.constexpr, c: tl.constexpr, MAX: tl.constexpr, FLAT: tl.constexpr,
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     DH: tl.constexpr, DW: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
@@ -160,11 +160,11 @@ def _element(
             if _is_element(r + PH - zh * SH, KH, DH) and _is_element(c + PW - zw * SW, KW, DW):
                 dy = dys[(zh - ZH0) * (ZW1 - ZW0) + zw - ZW0]
                 if MAX:
-                    place = places[(zh - ZH0) * (ZW1 - ZW0) + zw - ZW0]
+                    position = positions[(zh - ZH0) * (ZW1 - ZW0) + zw - ZW0]
                     if FLAT:
-                        here = place == (u * SH + r) * W + v * SW + c
+                        here = position == (u * SH + r) * W + v * SW + c
                     else:
-                        here = place == (r + PH - zh * SH) // DH * KW + (c + PW - zw * SW) // DW
+                        here = position == (r + PH - zh * SH) // DH * KW + (c + PW - zw * SW) // DW
                     dy = tl.where(here, dy, 0.0)
                 acc += dy
     return acc
@@ -172,14 +172,14 @@ def _element(
 
 @triton.jit
 def pool2d_bwd(
-    dy_ptr, places_ptr, dx_ptr, divisor, B, C, H, W, OH, OW,
+    dy_ptr, positions_ptr, dx_ptr, divisor, B, C, H, W, OH, OW,
     MAX: tl.constexpr, LAST: tl.constexpr, WITH_PAD: tl.constexpr, PAIRS: tl.constexpr,
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr,
     DH: tl.constexpr, DW: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    FLAT: tl.constexpr = MAX and places_ptr.dtype.element_ty == tl.int64
+    FLAT: tl.constexpr = MAX and positions_ptr.dtype.element_ty == tl.int64
     image, u, v, q, in_p, in_q = _tile(tl.cdiv(H, SH), tl.cdiv(W, SW), B, C, LAST, BLOCK_P, BLOCK_Q)
-    dys, places = (), ()
+    dys, positions = (), ()
     for zh in tl.static_range(-(((KH - 1) * DH - PH) // SH), (SH - 1 + PH) // SH + 1):
         for zw in tl.static_range(-(((KW - 1) * DW - PW) // SW), (SW - 1 + PW) // SW + 1):
             row, column = u + zh, v + zw
@@ -187,9 +187,9 @@ def pool2d_bwd(
             dy_at = _at(dy_ptr, image, row, column, q, OH, OW, C, LAST)
             dy = tl.load(dy_at, mask=inside, other=0.0).to(tl.float32)
             if MAX:
-                places_at = _at(places_ptr, image, row, column, q, OH, OW, C, LAST)
-                place = tl.load(places_at, mask=inside, other=255)
-                places = places + (place.to(tl.int32),)  # noqa: RUF005 - no starred tuples
+                positions_at = _at(positions_ptr, image, row, column, q, OH, OW, C, LAST)
+                position = tl.load(positions_at, mask=inside, other=255)
+                positions = positions + (position.to(tl.int32),)  # noqa: RUF005 - no starred tuples
             else:
                 count = _divisor(divisor, row, column, H, W, KH, KW, SH, SW, PH, PW, WITH_PAD)
                 dy = _over(dy, tl.where(inside, count, 1.0), dx_ptr.dtype.element_ty == tl.float32)
@@ -197,15 +197,17 @@ def pool2d_bwd(
     for r in tl.static_range(SH):
         in_row = in_p & (u * SH + r < H)
         if PAIRS:  # two neighbouring columns, so that stores are contiguous
-            one = _element(dys, places, u, v, W, r, 0, MAX, FLAT, KH, KW, SH, SW, PH, PW, DH, DW, BLOCK_P, BLOCK_Q)
-            two = _element(dys, places, u, v, W, r, 1, MAX, FLAT, KH, KW, SH, SW, PH, PW, DH, DW, BLOCK_P, BLOCK_Q)
+            one = _element(dys, positions, u, v, W, r, 0, MAX, FLAT, KH, KW, SH, SW, PH, PW, DH, DW, BLOCK_P, BLOCK_Q)
+            two = _element(dys, positions, u, v, W, r, 1, MAX, FLAT, KH, KW, SH, SW, PH, PW, DH, DW, BLOCK_P, BLOCK_Q)
             dx = tl.reshape(tl.join(one, two), (BLOCK_P, 2 * BLOCK_Q))
             w = tl.program_id(1) * (2 * BLOCK_Q) + tl.arange(0, 2 * BLOCK_Q)[None, :]
             dx_at = _at(dx_ptr, image, u * SH + r, w, w, H, W, C, LAST)
             tl.store(dx_at, dx.to(dx_ptr.dtype.element_ty), mask=in_row & (w < W))
         else:
             for c in tl.static_range(SW):
-                dx = _element(dys, places, u, v, W, r, c, MAX, FLAT, KH, KW, SH, SW, PH, PW, DH, DW, BLOCK_P, BLOCK_Q)
+                dx = _element(
+                    dys, positions, u, v, W, r, c, MAX, FLAT, KH, KW, SH, SW, PH, PW, DH, DW, BLOCK_P, BLOCK_Q
+                )
                 w = v * SW + c
                 dx_at = _at(dx_ptr, image, u * SH + r, w, q, H, W, C, LAST)
                 tl.store(dx_at, dx.to(dx_ptr.dtype.element_ty), mask=in_row & in_q & (w < W))

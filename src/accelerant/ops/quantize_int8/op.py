@@ -39,8 +39,6 @@ def quantize_int8_reference(x: Tensor, *, dim: int = -1) -> tuple[Tensor, Tensor
     return q.movedim(-1, dim).contiguous().to(x.dtype), scale.squeeze(-1).to(x.dtype)
 
 
-# --- launches --------------------------------------------------------------------------------------------------------
-
 KERNELS = {
     name: TritonKernel("accelerant.ops.quantize_int8.triton_kernels", f"quantize_int8_{name}", widths=widths)
     for name, widths in {"fwd": (4, 5), "wide": (3, 4), "part": (2, 3), "join": (4, 5)}.items()
@@ -102,9 +100,6 @@ def _launch_wide(lines: Tensor, q: Tensor, scale: Tensor, stride: int) -> None:
     KERNELS["part"].launch((parts, M), (lines, peaks, N, stride, span), fixed, num_warps=WIDE.num_warps)
     args = (lines, peaks, q, scale, N, stride, span)
     KERNELS["join"].launch((parts, M), args, fixed | {"PARTS": next_power_of_2(parts)}, num_warps=WIDE.num_warps)
-
-
-# --- the public function ---------------------------------------------------------------------------------------------
 
 
 def quantize_int8(x: Tensor, *, dim: int = -1) -> tuple[Tensor, Tensor]:

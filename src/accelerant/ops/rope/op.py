@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -292,17 +292,11 @@ def _table_gradients(
     )
 
 
-def _own_backward(
-    dy: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, needs: Sequence[bool]
-) -> _Gradients:
-    dx = launch(dy, cos, sin, interleaved, True) if needs[0] else None
-    return dx, *_table_gradients(dy, x, cos, sin, interleaved, needs)
-
-
-def _torch_backward(
-    dy: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, needs: Sequence[bool]
-) -> _Gradients:
-    dx = _torch_forward(dy, cos, sin, interleaved, True) if needs[0] else None
+def _gradients(
+    rotate: Callable[..., Tensor], dy: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool,
+    needs: Sequence[bool],
+) -> _Gradients:  # fmt: skip
+    dx = rotate(dy, cos, sin, interleaved, True) if needs[0] else None
     return dx, *_table_gradients(dy, x, cos, sin, interleaved, needs)
 
 
@@ -320,7 +314,9 @@ def _cost(case: Case) -> Cost:
 
 
 _fwd = triton_operation("rope_fwd", launch, _torch_forward, cost=_cost, differentiable=True)
-_bwd = triton_operation("rope_bwd", _own_backward, _torch_backward, cost=_cost)
+_bwd = triton_operation(
+    "rope_bwd", functools.partial(_gradients, launch), functools.partial(_gradients, _torch_forward), cost=_cost
+)
 
 
 def _case(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Case:

@@ -45,8 +45,6 @@ def swiglu_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return gate / (1.0 + torch.exp(-gate)) * up
 
 
-# --- launches --------------------------------------------------------------------------------------------------------
-
 KERNELS = {
     name: StreamKernel("accelerant.ops.swiglu.triton_kernels", f"swiglu_{name}", usual, widths)
     for name, usual, widths in (("fwd", STREAM, (3, 4, 5)), ("bwd", SHORT, (5, 6, 7, 8)))
