@@ -98,13 +98,6 @@ FAMILY = {"attention": _ATTENTION, "attention_varlen": _VARLEN}
 
 # --- compilations ----------------------------------------------------------------------------------------------------
 
-_TENSORS = {
-    "fwd": ("q", "k", "v", "o"),
-    "bwd_q": ("q", "k", "v", "o", "do", "dq"),
-    "bwd_kv": ("q", "k", "v", "do", "dk", "dv"),
-}
-_SIZES = ("S", "keys", "heads", "group", "blocks", "D", "window", "lse_batch", "lse_head")
-
 
 def compilation(
     kernel: str, kind: str, width: int, capability: tuple[int, int], *, causal: bool = True, window: int = -1,
@@ -113,11 +106,7 @@ def compilation(
     """Return a kernel's specialisation as a device of this compute capability launches it."""
     dtype = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}[kind]
     plan = plan_for(kernel, width, dtype, capability)
-    names = _TENSORS[kernel]
-    types = {f"{name}_ptr": kind for name in names} | {"lse_ptr": "*fp32", "scale": "fp32"}
-    types |= dict.fromkeys((*_SIZES, *(f"{n}_{part}" for n in names for part in ("batch", "head", "row"))), "i32")
-    if kernel != "fwd":
-        types["delta_ptr"] = "*fp32"
+    types = {"*": kind, "lse_ptr": "*fp32", "delta_ptr": "*fp32", "scale": "fp32"}
     cu = dict.fromkeys(("cu_q_ptr", "cu_k_ptr"), "*i32" if packed else None)
     fixed = constants(plan, width, causal, window, upcast=dtype == torch.bfloat16 and capability < (8, 0))
     return specialised(_KERNELS[kernel], {**types, **cu}, fixed, plan.num_warps, plan.num_stages)
@@ -126,7 +115,7 @@ def compilation(
 # The first of each kernel is compiled for every target, so it fits in the smallest shared memory.
 KERNELS = tuple(
     compiled
-    for kernel in _TENSORS
+    for kernel in ("fwd", "bwd_q", "bwd_kv")
     for compiled in (
         compilation(kernel, "*fp16", 64, (7, 5)),
         compilation(kernel, "*bf16", 64, (9, 0)),

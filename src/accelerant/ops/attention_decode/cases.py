@@ -41,17 +41,13 @@ BENCHMARKS = (Benchmark(_sample(32, 8, 1, 16384, 128, (16384,) * 8), torch.bfloa
 
 TOLERANCES = tolerances(float64=(1e-11, 1e-12), float32=(2e-5, 5e-6), float16=(4e-3, 3e-3), bfloat16=(2e-2, 1e-2))
 
-_SIZES = ("T", "Sq", "heads", "group", "row_blocks", "splits", "D")
-_STRIDES = tuple(f"{name}_{part}" for name in "qkv" for part in ("batch", "head", "row"))
-
 
 def compilation(
     kind: str, width: int, capability: tuple[int, int], rows: int = 4, *, split: bool = True
 ) -> Compilation:
     """Return the specialisation of fwd that a device of this compute capability launches."""
     dtype = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}[kind]
-    types = {"q_ptr": kind, "k_ptr": kind, "v_ptr": kind, "lengths_ptr": "*i32", "scale": "fp32"}
-    types |= {"o_ptr": "*fp32" if split else kind} | dict.fromkeys((*_SIZES, *_STRIDES), "i32")
+    types = {"*": kind, "lengths_ptr": "*i32", "scale": "fp32", "o_ptr": "*fp32" if split else kind}
     optional = {"lse_ptr": "*fp32" if split else None}
     fixed = constants(rows, width, dtype, capability)
     return specialised(_KERNELS["fwd"], {**types, **optional}, fixed, NUM_WARPS, stages_for(capability))
@@ -65,10 +61,7 @@ KERNELS = (
     compilation("*fp32", 128, (9, 0)),
     *(
         Compilation(
-            _KERNELS["combine"],
-            {"parts_ptr": "*fp32", "lse_ptr": "*fp32", "o_ptr": "*bf16", "rows": "i32", "splits": "i32", "D": "i32"},
-            {"BLOCK_S": splits, "BLOCK_D": width},
-            NUM_WARPS,
+            _KERNELS["combine"], {"*": "*fp32", "o_ptr": "*bf16"}, {"BLOCK_S": splits, "BLOCK_D": width}, NUM_WARPS
         )
         for splits, width in ((16, 128), (MAX_SPLITS, 256))
     ),

@@ -58,14 +58,14 @@ BENCHMARKS = (
 # A mean or sum is rounded once; gradients are compared relative to the largest.
 TOLERANCES = tolerances(float64=(1e-11, 1e-12), float32=(4e-6, 2e-6), float16=(2e-3, 1e-3), bfloat16=(1.6e-2, 8e-3))
 
-_SIZES = dict.fromkeys(("M", "N", "x_stride", "dx_stride", "dy_stride", "ignore_index"), "i32") | {"smoothing": "fp32"}
+_TYPES = {
+    "target_ptr": "*i64", "loss_ptr": "*fp32", "stat_ptr": "*fp32", "counts_ptr": "*i32", "smoothing": "fp32",
+}  # fmt: skip
 
 
 def _forward(name: str, kind: str, num_warps: int, *, gradient: bool = True, **constants: Any) -> Compilation:
-    types = {"x_ptr": kind, "target_ptr": "*i64", "loss_ptr": "*fp32", "stat_ptr": "*fp32", "counts_ptr": "*i32"}
-    optional = {"dx_ptr": kind if gradient else None, "dy_ptr": None}
-    fixed = {"SMOOTH": False, "COUNTS": COUNTS, **constants}
-    return specialised(_KERNELS[name], {**types, **_SIZES, **optional}, fixed, num_warps)
+    types = {"*": kind, **_TYPES, "dx_ptr": kind if gradient else None, "dy_ptr": None}
+    return specialised(_KERNELS[name], types, {"SMOOTH": False, "COUNTS": COUNTS, **constants}, num_warps)
 
 
 def _narrow(kind: str, N: int) -> Compilation:
@@ -74,16 +74,12 @@ def _narrow(kind: str, N: int) -> Compilation:
     return replace(compilation, multiple=math.gcd(N, 16))
 
 
-_COUNT = {"target_ptr": "*i64", "counts_ptr": "*i32", "M": "i32", "ignore_index": "i32"}
-_REDUCE = {"loss_ptr": "*fp32", "counts_ptr": "*i32", "y_ptr": "*bf16", "n": "i32"}
-_SCALE = {"dx_ptr": "*bf16", "dy_ptr": "*bf16", "n": "i32"}
-_BACKWARD = {"x_ptr": "*bf16", "target_ptr": "*i64", "stat_ptr": "*fp32", "dx_ptr": "*bf16", "counts_ptr": "*i32",
-             "dy_ptr": "*bf16", **_SIZES}  # fmt: skip
+_BF16 = {"*": "*bf16", **_TYPES}
 _PLAN = backward_plan(50304)
 KERNELS = (
-    Compilation(_KERNELS["count"], _COUNT, {"BLOCK": 1024}, 4),
-    Compilation(_KERNELS["reduce"], _REDUCE, {"COUNTS": COUNTS, "BLOCK": 4096}, 8),
-    Compilation(_KERNELS["scale"], _SCALE, {"COUNTS": COUNTS, "BLOCK": 4096, "counts_ptr": None}, 8),
+    Compilation(_KERNELS["count"], _TYPES, {"BLOCK": 1024}, 4),
+    Compilation(_KERNELS["reduce"], _BF16, {"COUNTS": COUNTS, "BLOCK": 4096}, 8),
+    Compilation(_KERNELS["scale"], _BF16, {"COUNTS": COUNTS, "BLOCK": 4096, "counts_ptr": None}, 8),
     _narrow("*bf16", 1000),
     _narrow("*bf16", 8192),
     _narrow("*fp32", 8192),
@@ -98,7 +94,7 @@ KERNELS = (
         for vec in (1, 8)
     ),
     Compilation(
-        _KERNELS["bwd"], _BACKWARD,
+        _KERNELS["bwd"], _BF16,
         {"SMOOTH": False, "COUNTS": COUNTS, "ROWS": _PLAN.rows, "BLOCK_N": _PLAN.block_n}, _PLAN.num_warps,
     ),
 )  # fmt: skip

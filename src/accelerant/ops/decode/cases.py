@@ -16,32 +16,28 @@ def _linear(
     residual: bool = False, by_bits: bool = True,
 ) -> Compilation:  # fmt: skip
     types = {
-        "x_ptr": kind, "norm_ptr": kind if norm else None, "weight_ptr": "*i8" if integers else kind,
-        "scale_ptr": "*fp32" if integers else None, "residual_ptr": kind if residual else None, "y_ptr": kind,
-        "N": "i32", "K": "i32", "eps": "fp32",
+        "*": kind, "weight_ptr": "*i8" if integers else kind, "scale_ptr": "*fp32" if integers else None, "eps": "fp32",
+        "norm_ptr": kind if norm else None, "residual_ptr": kind if residual else None,
     }  # fmt: skip
     return specialised(_KERNELS["linear"], types, plan.constants(gated, integers and by_bits), plan.num_warps)
 
 
 def _words(plan: DecodePlan, *, gated: bool = False, residual: bool = False, by_bits: bool = True) -> Compilation:
-    types = {
-        "planes_ptr": "*i32", "units_ptr": "*fp32", "weight_ptr": "*i32", "scale_ptr": "*fp32", "y_ptr": "*bf16",
-        "N": "i32", "W": "i32", "residual_ptr": "*bf16" if residual else None,
-    }  # fmt: skip
-    return specialised(_KERNELS["words"], types, plan.constants(gated, by_bits), plan.num_warps)
+    types = {"*": "*fp32", "planes_ptr": "*i32", "weight_ptr": "*i32", "y_ptr": "*bf16"}
+    optional = {"residual_ptr": "*bf16" if residual else None}
+    return specialised(_KERNELS["words"], {**types, **optional}, plan.constants(gated, by_bits), plan.num_warps)
 
 
 def _planes(block: int, *, norm: bool) -> Compilation:
-    types = {"x_ptr": "*bf16", "planes_ptr": "*i8", "units_ptr": "*fp32", "K": "i32", "eps": "fp32"}
+    types = {"*": "*bf16", "planes_ptr": "*i8", "units_ptr": "*fp32", "eps": "fp32"}
     optional = {"norm_ptr": "*bf16" if norm else None}
     return specialised(_KERNELS["planes"], {**types, **optional}, {"BLOCK": block}, min(32, block // 256))
 
 
 def _rope(kind: str, *, turned: bool = True) -> Compilation:
-    types = {"positions_ptr": "*i32", **dict.fromkeys(("qkv_ptr", "q_ptr", "k_cache_ptr", "v_cache_ptr"), kind)}
-    types |= dict.fromkeys(("heads", "kv_heads", "T", "HALF"), "i32")
     tables = dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32" if turned else None)
-    return specialised(_KERNELS["rope"], {**types, **tables}, {"HEADS": 4, "BLOCK": 64}, 1)
+    types = {"*": kind, "positions_ptr": "*i32", **tables}
+    return specialised(_KERNELS["rope"], types, {"HEADS": 4, "BLOCK": 64}, 1)
 
 
 _GATED = usual_plan(14336, 4096, 2, True)

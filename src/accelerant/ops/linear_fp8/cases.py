@@ -17,28 +17,21 @@ WEIGHTS = ((16, 16), (48, 32), (96, 160), (32, 2304))
 """Rows and columns of weights: multiples of 16."""
 
 
-def _ints(*names: str) -> dict[str, str]:
-    return dict.fromkeys(names, "i32")
-
-
 def _rows(kind: str, N: int, *, factor: bool) -> Compilation:
     plan = row_plan(N)
-    types = {"x_ptr": kind, "q_ptr": "*u8", "scale_ptr": "*fp32", **_ints("M", "N", "stride")}
-    optional = {"factor_ptr": "*fp32" if factor else None}
-    return specialised(_KERNELS["rows"], {**types, **optional}, constants(plan, N), plan.num_warps)
+    types = {"x_ptr": kind, "q_ptr": "*u8", "scale_ptr": "*fp32", "factor_ptr": "*fp32" if factor else None}
+    return specialised(_KERNELS["rows"], types, constants(plan, N), plan.num_warps)
 
 
 def _gelu(N: int) -> Compilation:
     plan = gelu_plan(N)
-    types = {"z_ptr": "*bf16", "q_ptr": "*u8", "scale_ptr": "*fp32", **_ints("M", "N")}
+    types = {"z_ptr": "*bf16", "q_ptr": "*u8", "scale_ptr": "*fp32"}
     return Compilation(_KERNELS["gelu"], types, constants(plan, N), plan.num_warps)
 
 
 def _dgelu(N: int) -> Compilation:
     plan = dgelu_plan(N)
-    types = dict.fromkeys(("da_ptr", "z_ptr", "dz_ptr", "a_ptr"), "*bf16")
-    types |= {"q_ptr": "*u8", **dict.fromkeys(("factor_ptr", "scale_ptr", "partial_ptr"), "*fp32")}
-    types |= _ints("M", "N", "stride", "span")
+    types = {"*": "*bf16", "q_ptr": "*u8", **dict.fromkeys(("factor_ptr", "scale_ptr", "partial_ptr"), "*fp32")}
     return Compilation(_KERNELS["dgelu"], types, {**constants(plan, N), "STAGES": plan.stages}, plan.num_warps)
 
 

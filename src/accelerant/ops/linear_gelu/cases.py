@@ -53,20 +53,19 @@ TOLERANCES = tolerances(float64=(1e-11, 1e-12), float32=(1e-5, 1e-5), float16=(4
 
 
 def _forward(plan: GeluTilePlan, kind: str = "*bf16", *, tanh: bool = True, keep: bool = False) -> Compilation:
-    types = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "y_ptr"), kind) | dict.fromkeys("MNK", "i32")
-    fixed = plan.constants(plan.block_k, tanh=tanh, upcast=False)
+    types = {"*": kind, "z_ptr": kind if keep else None}
     kernel = _KERNELS["fwd_persistent" if plan.persistent else "fwd"]
-    return specialised(kernel, types | {"z_ptr": kind if keep else None}, fixed, plan.num_warps, plan.stages)
+    fixed = plan.constants(plan.block_k, tanh=tanh, upcast=False)
+    return specialised(kernel, types, fixed, plan.num_warps, plan.stages)
 
 
 def _backward(*, tanh: bool, kind: str = "*bf16", activation: bool = False) -> Compilation:
-    pointers = dict.fromkeys(("dy_ptr", "z_ptr", "dz_ptr"), kind) | {"partial_ptr": "*fp32"}
-    types = pointers | {"a_ptr": kind if activation else None} | dict.fromkeys(("M", "N", "dy_stride", "span"), "i32")
+    types = {"*": kind, "partial_ptr": "*fp32", "a_ptr": kind if activation else None}
     return specialised(_KERNELS["bwd"], types, {"TANH": tanh, "BLOCK_M": BACKWARD[0], "BLOCK_N": BACKWARD[1]}, 4)
 
 
 def _join(rows: int, columns: int, kind: str = "*fp32") -> Compilation:
-    types = {"partial_ptr": "*fp32", "sums_ptr": kind, "P": "i32", "N": "i32"}
+    types = {"partial_ptr": "*fp32", "sums_ptr": kind}
     return Compilation(_KERNELS["join"], types, {"BLOCK_P": rows, "BLOCK_N": columns}, 4)
 
 

@@ -58,35 +58,30 @@ BENCHMARKS = (
 # dy times the scale before the sum; a library rounds the scaled weight.
 TOLERANCES = tolerances(float64=(1e-11, 1e-12), float32=(1e-5, 1e-5), float16=(4e-3, 4e-3), bfloat16=(3e-2, 3e-2))
 
-_SIZES = dict.fromkeys("MNK", "i32")
-
 
 def _row(plan: StripPlan, kind: str = "*bf16", *, bias: bool = False) -> Compilation:
-    types = {"x_ptr": kind, "weight_ptr": "*i8", "scale_ptr": "*fp32", "y_ptr": kind, "N": "i32", "K": "i32"}
-    optional = {"bias_ptr": kind if bias else None}
-    return specialised(launch.KERNELS["row"], {**types, **optional}, plan.constants, plan.num_warps)
+    types = {"*": kind, "weight_ptr": "*i8", "scale_ptr": "*fp32", "bias_ptr": kind if bias else None}
+    return specialised(launch.KERNELS["row"], types, plan.constants, plan.num_warps)
 
 
 def _fwd(plan: Int8TilePlan, kind: str = "*bf16", *, scaled: bool = True) -> Compilation:
-    types = {"x_ptr": kind, "weight_ptr": "*i8", "y_ptr": kind if scaled else "*fp32", **_SIZES}
     optional = {"scale_ptr": "*fp32", "bias_ptr": kind} if scaled else {"scale_ptr": None, "bias_ptr": None}
+    types = {"*": kind, "weight_ptr": "*i8", "y_ptr": kind if scaled else "*fp32", **optional}
     constants = {"EVEN_K": True, "UPCAST": False, **plan.blocks}
-    return specialised(launch.KERNELS["fwd"], {**types, **optional}, constants, plan.num_warps, plan.stages)
+    return specialised(launch.KERNELS["fwd"], types, constants, plan.num_warps, plan.stages)
 
 
 def _dynamic(plan: Int8TilePlan, *, integers: bool = True) -> Compilation:
-    types = dict.fromkeys(("q_ptr", "weight_ptr"), "*i8") | dict.fromkeys(("x_scale_ptr", "scale_ptr"), "*fp32")
-    types |= dict.fromkeys(("bias_ptr", "y_ptr"), "*bf16") | _SIZES
+    types = {"*": "*fp32", "q_ptr": "*i8", "weight_ptr": "*i8", "bias_ptr": "*bf16", "y_ptr": "*bf16"}
     constants = {"EVEN_K": True, "INTEGERS": integers, **plan.blocks}
     return Compilation(launch.KERNELS["dynamic"], types, constants, plan.num_warps, plan.stages)
 
 
 def _bwd(plan: Int8TilePlan) -> Compilation:
-    types = {"dy_ptr": "*bf16", "weight_ptr": "*i8", "scale_ptr": "*fp32", "dx_ptr": "*bf16", **_SIZES, "part": "i32"}
+    types = {"*": "*bf16", "weight_ptr": "*i8", "scale_ptr": "*fp32"}
     return Compilation(launch.KERNELS["bwd"], types, {"UPCAST": False, **plan.blocks}, plan.num_warps, plan.stages)
 
 
-_SUM = {"parts_ptr": "*fp32", "dx_ptr": "*bf16", "count": "i32", "n": "i32"}
 KERNELS = (
     *map(_row, launch.STRIP_PLANS[:3]),
     _row(launch.STRIP_PLANS[0], "*fp16", bias=True),
@@ -100,5 +95,5 @@ KERNELS = (
     *map(_dynamic, (launch.SMALL_PLANS["dynamic"], *launch.DYNAMIC_PLANS[:2])),
     _bwd(launch.SMALL_PLANS["bwd"]),
     _bwd(launch.FEW_BACKWARD_PLANS[0]),
-    Compilation(launch.KERNELS["sum"], _SUM, {"BLOCK": 256}, 2),
+    Compilation(launch.KERNELS["sum"], {"*": "*fp32", "dx_ptr": "*bf16"}, {"BLOCK": 256}, 2),
 )

@@ -19,21 +19,19 @@ TOLERANCES = tolerances(float64=(1e-12, 1e-12), float32=(1e-5, 1e-5), float16=(4
 
 
 def _columns(kind: str) -> Compilation:
-    types = {"x_ptr": kind, "partial_ptr": "*fp32", **dict.fromkeys(("M", "N", "stride", "span"), "i32")}
-    return Compilation(_KERNELS["columns"], types, COLUMNS, 4)
+    return Compilation(_KERNELS["columns"], {"*": kind, "partial_ptr": "*fp32"}, COLUMNS, 4)
 
 
 def _embed(kind: str) -> Compilation:
-    types = {"tokens_ptr": "*i64", "table_ptr": "*fp32", "places_ptr": "*fp32", "y_ptr": kind}
-    types |= dict.fromkeys(("T", "V", "D", "time"), "i32")
     plan = embedding_plan(768)
+    types = {"*": "*fp32", "tokens_ptr": "*i64", "y_ptr": kind}
     return Compilation(_KERNELS["embed"], types, constants(plan, 768), plan.num_warps)
 
 
 KERNELS = (
     _columns("*bf16"),
     _columns("*fp32"),
-    Compilation(_KERNELS["turn"], {"x_ptr": "*bf16", "y_ptr": "*bf16", "M": "i32", "N": "i32"}, {"BLOCK": SQUARE}, 4),
+    Compilation(_KERNELS["turn"], {"*": "*bf16"}, {"BLOCK": SQUARE}, 4),
     _embed("*bf16"),
     _embed("*fp32"),
 )
