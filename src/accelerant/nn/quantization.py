@@ -99,7 +99,6 @@ class QuantizationReport:
 
     Attributes:
         model: the quantised model: the argument if changed in place, else a copy.
-        mode: "weight_only" or "dynamic".
         replaced: names of the replaced layers.
         skipped: name -> reason for each linear layer that was not replaced.
         bytes_before, bytes_after: size of all parameters and buffers, shared ones counted once.

@@ -148,15 +148,11 @@ def attention_forward(
     """Compute attention for a transformers module, by our op or by torch's.
 
     Args:
-        module: the attention layer.
         query: (B, Hq, S, D).
         key, value: (B, Hkv, Skv, D).
         attention_mask: a mask from `attention_mask` or the user's own, (B or 1, 1, S, Skv).
-        dropout: probability for the weights.
         scaling: of the scores; None for 1 / sqrt(D).
         is_causal: None for the module's setting. Without a mask, queries are aligned with the first keys.
-        position_bias: added to the scores.
-        kwargs: further arguments of transformers.
 
     Returns:
         (B, S, Hq, D), and None in place of the weights.

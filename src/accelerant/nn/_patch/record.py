@@ -57,13 +57,7 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class LeftAlone:
-    """A module that patch did not change.
-
-    Attributes:
-        name: its path in the model.
-        module: its class.
-        reason: why it was left.
-    """
+    """A module that patch did not change: its path in the model, its class, and the reason."""
 
     name: str
     module: str

@@ -20,11 +20,18 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.runtime.streams.graphs import Graph
 
 __all__ = [
-    "Cache", "CacheShape", "Decodable", "Decoding", "Sampling", "cache_capacity", "generate", "padded_prompt_length",
+    "STOP_INTERVAL",
+    "Cache",
+    "CacheShape",
+    "Decodable",
+    "Decoding",
+    "Sampling",
+    "cache_capacity",
+    "padded_prompt_length",
     "require_tokens",
 ]  # fmt: skip
 
-_STOP_INTERVAL = 16
+STOP_INTERVAL = 16
 """Tokens between two checks whether every sequence has ended: a check synchronises with the device."""
 
 _CAPACITY_MULTIPLE = 64
@@ -107,10 +114,7 @@ class Decodable(Protocol):
 class Sampling:
     """The distribution from which a token is drawn, given logits.
 
-    Attributes:
-        temperature: divides the logits; 0 selects the most likely token.
-        top_k: number of most likely tokens to keep; None keeps all.
-        top_p: keep the most likely of these until their probabilities reach this sum; None keeps all.
+    The fields are those of LanguageModel.generate.
     """
 
     temperature: float = 1.0
@@ -172,16 +176,9 @@ class Decoding:
     """Sequences that grow by one token with each call of `advance`.
 
     Args:
-        model: the model that continues them.
-        idx: (B, T) prompt.
-        max_new_tokens: most tokens to add.
-        sampling: how each token is drawn.
-        generator: random state to draw from; None for torch's own.
-        stop: tokens that end a sequence.
-        use_cache: False reads the whole window in every step.
         graph: whether to capture a step as a CUDA graph; None: on a GPU, for at least 8 tokens.
 
-    The model reads a window of the tokens; see LanguageModel.generate.
+    The model reads a window of the tokens, to which the other arguments apply as in LanguageModel.generate.
     """
 
     def __init__(
@@ -218,24 +215,12 @@ class Decoding:
         if window > self.model.config.context:
             window = max(1, self.model.config.context // 2)
             self.begin = self.end - window
-            self._read(window)
-        elif self._steps == 0 or self.cache is None:
-            self._read(window)
+            read = True
         else:
-            self._step()
-        self.end += 1
-
-    def has_ended(self) -> bool:
-        """Return whether every sequence has produced a stop token; synchronises with the device."""
-        return self._stop is not None and bool(self._done.all())
-
-    def _read(self, window: int) -> None:
-        """Read the window as a prompt."""
-        self._accept(self.model.prefill(self.tokens[:, self.end - window : self.end], self.cache))
-        self._steps += 1
-
-    def _step(self) -> None:
-        if not self._captures or self._steps <= _EAGER_STEPS:
+            read = self._steps == 0 or self.cache is None
+        if read:  # the window, as a prompt
+            self._accept(self.model.prefill(self.tokens[:, self.begin : self.end], self.cache))
+        elif not self._captures or self._steps <= _EAGER_STEPS:
             self._decode()
         else:
             if self._graph is None:
@@ -243,6 +228,11 @@ class Decoding:
                 self._graph.capture(self._decode, warm_up=0)
             self._graph.replay()
         self._steps += 1
+        self.end += 1
+
+    def has_ended(self) -> bool:
+        """Return whether every sequence has produced a stop token; synchronises with the device."""
+        return self._stop is not None and bool(self._done.all())
 
     def _decode(self) -> None:
         assert self.cache is not None  # for the type checker: callers have checked
@@ -260,46 +250,6 @@ class Decoding:
         self._column += 1
         if self.sampling.temperature != 0:
             self._drawn += 1
-
-
-@torch.no_grad()
-def generate(
-    model: Decodable, idx: Tensor, max_new_tokens: int, *, temperature: float = 1.0, top_k: int | None = None,
-    top_p: float | None = None, seed: int | None = None, generator: torch.Generator | None = None,
-    stop: int | Sequence[int] | None = None, use_cache: bool = True,
-) -> Tensor:  # fmt: skip
-    """Continue each row of a prompt token by token; see LanguageModel.generate."""
-    require_tokens(idx)
-    if max_new_tokens < 0:
-        raise ConfigError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
-    sampling = Sampling(temperature, top_k, top_p)
-    stops = () if stop is None else (stop,) if isinstance(stop, int) else tuple(stop)
-    for token in stops:
-        if not 0 <= token < model.config.vocab_size:
-            raise ConfigError(f"stop must be tokens below {model.config.vocab_size}, got {token}")
-    if seed is not None:
-        if generator is not None:
-            raise ConfigError("generate takes seed or generator, not both")
-        generator = torch.Generator(device=idx.device).manual_seed(seed)
-    if not max_new_tokens or not idx.shape[0]:
-        return idx.long()
-    use_cache = use_cache and model.can_cache()
-    run = Decoding(model, idx, max_new_tokens, sampling, generator=generator, stop=stops, use_cache=use_cache)
-    for count in range(1, max_new_tokens + 1):
-        run.advance()
-        if count % _STOP_INTERVAL == 0 and run.has_ended():
-            break
-    return _trimmed(run.tokens[:, : run.end], idx.shape[1], stops)
-
-
-def _trimmed(tokens: Tensor, prompt: int, stops: Sequence[int]) -> Tensor:
-    """Drop the columns in which every sequence has already ended."""
-    if not stops:
-        return tokens
-    ended = torch.isin(tokens[:, prompt:], torch.tensor(stops, device=tokens.device))
-    width = ended.shape[1]
-    first = torch.where(ended.any(-1), ended.long().argmax(-1) + 1, width)
-    return tokens[:, : prompt + int(first.max())]
 
 
 def padded_prompt_length(time: int, context: int, cache: Cache | None) -> int:

@@ -160,6 +160,7 @@ class GPT(LanguageModel):
 
     _layout = LAYOUT
     config: GPTConfig
+    blocks: Any  # an nn.ModuleList of TransformerBlock
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -186,7 +187,6 @@ class GPT(LanguageModel):
             self._output_weight()[self.config.vocab_size :].zero_()
         residual_std = 0.02 / math.sqrt(2 * self.config.layers)
         for block in self.blocks:
-            assert isinstance(block, TransformerBlock)  # for the type checker: ModuleList is untyped
             block.attention.projection.reset_parameters(residual_std)
             block.mlp.down.reset_parameters(residual_std)
 
@@ -260,12 +260,13 @@ class GPT(LanguageModel):
     # --- decoding (accelerant.nn.models.generation) ------------------------------------------------------------------
 
     def can_cache(self) -> bool:
-        for block in self.blocks:
-            if type(block) is not TransformerBlock or type(block.attention) is not MultiHeadAttention:
-                return False
-            if has_hooks(block) or has_hooks(block.attention):
-                return False
-        return not has_hooks(self.wte) and not has_hooks(self.wpe)
+        if any(
+            type(block) is not TransformerBlock or type(block.attention) is not MultiHeadAttention
+            for block in self.blocks
+        ):
+            return False
+        called = (self.wte, self.wpe, *self.blocks, *(block.attention for block in self.blocks))
+        return not any(map(has_hooks, called))
 
     def cache_shape(self) -> CacheShape:
         return CacheShape(self.config.layers, self.config.heads, self.config.width // self.config.heads)
@@ -281,7 +282,6 @@ class GPT(LanguageModel):
             return self._next_logits(self.hidden(idx)[:, time - 1])
         x = (self.wte(idx) + self.wpe(torch.arange(length, device=idx.device))).to(self.activation_dtype())
         for layer, block in enumerate(self.blocks):
-            assert isinstance(block, TransformerBlock)  # for the type checker: ModuleList is untyped
             attention = block.attention
             heads: Tensor = attention.qkv(block.norm_1(x)).view(*idx.shape, 3, attention.heads, -1)
             q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
@@ -298,7 +298,6 @@ class GPT(LanguageModel):
         x = (self.wte(tokens) + self.wpe(positions)).to(self.activation_dtype())
         lengths = cache.lengths + 1
         for block, k, v in zip(self.blocks, cache.k, cache.v, strict=True):
-            assert isinstance(block, TransformerBlock)  # for the type checker: ModuleList is untyped
             q = append(block.attention.qkv(block.norm_1(x)), cache.lengths, k, v)
             o = ops.attention_decode(q, k, v, lengths)
             x = x + block.attention.projection(o.flatten(1))

@@ -108,12 +108,7 @@ _KINDS = {int: "an integer", float: "a finite number", bool: "true or false"}
 
 
 class Fields:
-    """Typed access to the fields of a config.json.
-
-    Args:
-        values: name -> value.
-        origin: their source, for messages.
-    """
+    """Typed access to the fields of a config.json, whose origin is named in messages."""
 
     def __init__(self, values: Mapping[str, Any], origin: str) -> None:
         self._values = values
@@ -165,67 +160,50 @@ def _is_finite(value: float) -> bool:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-class _Tensors(Protocol):
-    """Named tensors that are read one at a time."""
+class _Tensors:
+    """Named tensors that are read one at a time: those of a module, or of open safetensors files.
 
-    def names(self) -> Iterable[str]: ...
-    def shape(self, name: str) -> tuple[int, ...]: ...
-    def dtype(self, name: str) -> torch.dtype | str: ...
-    def read(self, name: str) -> Tensor: ...
+    Args:
+        sources: name -> the tensor, or the file that has it.
+    """
 
-
-class _ModuleTensors:
-    """The tensors of a module."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._state: dict[str, Tensor] = module.state_dict()
-
-    def names(self) -> Iterable[str]:
-        return self._state
+    def __init__(self, sources: Mapping[str, Any]) -> None:
+        self.sources = sources
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._state[name].shape)
+        source = self.sources[name]
+        return tuple(source.shape if isinstance(source, Tensor) else source.get_slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype | str:
-        dtype = self._state[name].dtype
-        return dtype if dtype in _DTYPES.values() else str(dtype)
-
-    def read(self, name: str) -> Tensor:
-        return self._state[name].detach()
-
-
-class _FileTensors:
-    """The tensors of one or several safetensors files, which `stack` keeps open."""
-
-    def __init__(self, paths: Iterable[Path], stack: ExitStack) -> None:
-        from safetensors import SafetensorError, safe_open
-
-        self._files: dict[str, Any] = {}
-        for path in paths:
-            try:
-                file = stack.enter_context(safe_open(path, framework="pt"))
-            except FileNotFoundError:
-                raise FormatError(f"{path}: no such file, though the index names it") from None
-            except (SafetensorError, OSError) as error:
-                raise FormatError(f"{path} is not a complete safetensors file: {error}") from error
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                if name in self._files:
-                    raise FormatError(f"{path}: tensor {name!r} is in another file too")
-                self._files[name] = file
-
-    def names(self) -> Iterable[str]:
-        return self._files
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._files[name].get_slice(name).get_shape())
-
-    def dtype(self, name: str) -> torch.dtype | str:
-        dtype = str(self._files[name].get_slice(name).get_dtype())
+        source = self.sources[name]
+        if isinstance(source, Tensor):
+            return source.dtype if source.dtype in _DTYPES.values() else str(source.dtype)
+        dtype = str(source.get_slice(name).get_dtype())
         return _DTYPES.get(dtype, dtype)
 
     def read(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[name].get_tensor(name)
+        source = self.sources[name]
+        tensor: Tensor = source.detach() if isinstance(source, Tensor) else source.get_tensor(name)
         return tensor
+
+
+def _open_files(paths: Iterable[Path], stack: ExitStack) -> _Tensors:
+    """Open safetensors files, until `stack` closes them."""
+    from safetensors import SafetensorError, safe_open
+
+    files: dict[str, Any] = {}
+    for path in paths:
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+        except FileNotFoundError:
+            raise FormatError(f"{path}: no such file, though the index names it") from None
+        except (SafetensorError, OSError) as error:
+            raise FormatError(f"{path} is not a complete safetensors file: {error}") from error
+        for name in file.keys():  # noqa: SIM118 - not a mapping
+            if name in files:
+                raise FormatError(f"{path}: tensor {name!r} is in another file too")
+            files[name] = file
+    return _Tensors(files)
 
 
 def load(
@@ -234,9 +212,12 @@ def load(
 ) -> M:  # fmt: skip
     """Build a model by `build`, from our config, with the weights of `source`; see LanguageModel.from_pretrained."""
     with ExitStack() as stack:
-        tensors: _Tensors
         if isinstance(source, nn.Module):
-            fields, tensors, origin = _fields_of_module(source), _ModuleTensors(source), type(source).__name__
+            origin = type(source).__name__
+            described = getattr(source, "config", None)
+            if not callable(getattr(described, "to_dict", None)):
+                raise ConfigError(f"{origin} has no config: from_pretrained takes a folder or a transformers model")
+            fields = Fields(described.to_dict(), f"{origin}.config")  # type: ignore[union-attr]  # checked above
         else:
             folder = _folder(source)
             origin = str(folder)
@@ -245,9 +226,8 @@ def load(
         if kind != layout.model_type:
             raise fields.unsupported("model_type", kind, repr(layout.model_type))
         config = layout.config(fields)
-        if not isinstance(source, nn.Module):
-            tensors = _open(folder, stack)
-        count = sum(1 for _ in tensors.names())
+        tensors = _Tensors(source.state_dict()) if isinstance(source, nn.Module) else _open(folder, stack)
+        count = len(tensors.sources)
         if config.layers > count:  # checked before generating names, of which a nonsensical number would be endless
             raise FormatError(f"{origin} has {count} tensors, too few for the {config.layers} layers of its config")
         names = _matched(tensors, layout, config, origin)
@@ -270,15 +250,6 @@ def _folder(path: str | os.PathLike[str]) -> Path:
     return folder
 
 
-def _fields_of_module(module: nn.Module) -> Fields:
-    config = getattr(module, "config", None)
-    if not callable(getattr(config, "to_dict", None)):
-        raise ConfigError(
-            f"{type(module).__name__} has no config: from_pretrained takes a folder or a transformers model"
-        )
-    return Fields(config.to_dict(), f"{type(module).__name__}.config")  # type: ignore[union-attr]  # checked above
-
-
 def _json(path: Path) -> dict[str, Any]:
     try:
         value = decode_json(path.read_text(encoding="utf-8"))
@@ -293,7 +264,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _open(folder: Path, stack: ExitStack) -> _Tensors:
     if (folder / _SINGLE).is_file():
-        return _FileTensors([folder / _SINGLE], stack)
+        return _open_files([folder / _SINGLE], stack)
     if (folder / _INDEX).is_file():
         return _open_shards(folder, stack)
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
@@ -313,9 +284,8 @@ def _open_shards(folder: Path, stack: ExitStack) -> _Tensors:
     for file in files:
         if Path(file).name != file or file in ("", ".."):
             raise FormatError(f"{folder / _INDEX}: {file!r} is not the name of a file in this folder")
-    tensors = _FileTensors([folder / file for file in files], stack)
-    present = set(tensors.names())
-    missing = [name for name in listed if name not in present]
+    tensors = _open_files([folder / file for file in files], stack)
+    missing = [name for name in listed if name not in tensors.sources]
     if missing:
         raise FormatError(f"{folder / listed[missing[0]]} lacks {_quoted(missing)}, which the index lists")
     return tensors
@@ -324,7 +294,7 @@ def _open_shards(folder: Path, stack: ExitStack) -> _Tensors:
 def _matched(tensors: _Tensors, layout: Layout[C], config: C, origin: str) -> dict[str, str]:
     """Check a checkpoint against a layout; return each part's name -> its full name in the checkpoint."""
     full: dict[str, str] = {}
-    for name in tensors.names():
+    for name in tensors.sources:
         other = full.setdefault(name.removeprefix(layout.prefix), name)
         if other != name:
             raise FormatError(f"{origin} has both {other!r} and {name!r}")

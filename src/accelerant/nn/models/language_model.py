@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.nn.layers import modes_kept
-from accelerant.nn.models import generation, hugging_face
-from accelerant.nn.models.generation import Decodable, require_tokens
+from accelerant.nn.models import hugging_face
+from accelerant.nn.models.generation import STOP_INTERVAL, Decodable, Decoding, Sampling, require_tokens
 
 __all__ = ["LanguageModel", "ModelConfig"]
 
@@ -88,6 +88,7 @@ class LanguageModel(nn.Module):
         if idx.shape != targets.shape:
             raise ShapeError(f"targets must have the shape of idx, {tuple(idx.shape)}, got {tuple(targets.shape)}")
 
+    @torch.no_grad()
     def generate(
         self, idx: Tensor, max_new_tokens: int, *, temperature: float = 1.0, top_k: int | None = None,
         top_p: float | None = None, seed: int | None = None, generator: torch.Generator | None = None,
@@ -121,12 +122,35 @@ class LanguageModel(nn.Module):
             ShapeError: idx is not (B, T).
             UnsupportedDtype: idx is not int32 or int64.
         """
+        require_tokens(idx)
+        if max_new_tokens < 0:
+            raise ConfigError(f"max_new_tokens must be 0 or more, got {max_new_tokens}")
+        sampling = Sampling(temperature, top_k, top_p)
+        stops = () if stop is None else (stop,) if isinstance(stop, int) else tuple(stop)
+        for token in stops:
+            if not 0 <= token < self.config.vocab_size:
+                raise ConfigError(f"stop must be tokens below {self.config.vocab_size}, got {token}")
+        if seed is not None:
+            if generator is not None:
+                raise ConfigError("generate takes seed or generator, not both")
+            generator = torch.Generator(device=idx.device).manual_seed(seed)
+        if not max_new_tokens or not idx.shape[0]:
+            return idx.long()
+        model = cast("Decodable", self)
         with modes_kept(self):
             self.eval()
-            return generation.generate(
-                cast("Decodable", self), idx, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-                seed=seed, generator=generator, stop=stop, use_cache=use_cache,
-            )  # fmt: skip
+            cached = use_cache and model.can_cache()
+            run = Decoding(model, idx, max_new_tokens, sampling, generator=generator, stop=stops, use_cache=cached)
+            for count in range(1, max_new_tokens + 1):
+                run.advance()
+                if count % STOP_INTERVAL == 0 and run.has_ended():
+                    break
+        tokens, prompt = run.tokens[:, : run.end], idx.shape[1]
+        if not stops:
+            return tokens
+        ended = torch.isin(tokens[:, prompt:], torch.tensor(stops, device=tokens.device))
+        lengths = torch.where(ended.any(-1), ended.long().argmax(-1) + 1, ended.shape[1])
+        return tokens[:, : prompt + int(lengths.max())]
 
     @classmethod
     def from_pretrained(

@@ -245,17 +245,11 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(LanguageModel):
-    """A Llama language model.
-
-    Attributes:
-        embed: token embedding, (vocab_size, width).
-        blocks: list of LlamaBlock.
-        norm: final norm.
-        lm_head: output layer, or None if tied to the embedding.
-    """
+    """A Llama language model; `lm_head` is None if it is tied to `embed`, the embedding (vocab_size, width)."""
 
     _layout = LAYOUT
     config: LlamaConfig
+    blocks: Any  # an nn.ModuleList of LlamaBlock
     lm_head: Linear | None
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -315,7 +309,6 @@ class Llama(LanguageModel):
         cos, sin = self._rope_tables(s)
         lengths = cache.lengths + 1
         for block, k, v in zip(self.blocks, cache.k, cache.v, strict=True):
-            assert isinstance(block, LlamaBlock)  # for the type checker: ModuleList is untyped
             qkv = _decode_linear(block.attention.qkv, s, norm=block.norm_1)
             q = append(qkv, cache.lengths, k, v, cos, sin)
             o = ops.attention_decode(q, k, v, lengths)

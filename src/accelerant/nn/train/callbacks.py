@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from accelerant.errors import MissingDependency
 from accelerant.nn.train.config import RunConfig, TrainConfig
-from accelerant.nn.train.data import Source
+from accelerant.nn.train.data import Batch, Source
 from accelerant.nn.train.history import StepRecord
 from accelerant.nn.train.objective import Evaluation
 from accelerant.nn.train.step import StepResult
@@ -29,9 +27,7 @@ if TYPE_CHECKING:
     from accelerant.nn.train.history import History
     from accelerant.nn.train.trainer import Trainer
 
-__all__ = [
-    "Callback", "Curve", "Extension", "PrintProgress", "Step", "TensorBoard",
-]  # fmt: skip
+__all__ = ["Callback", "Curve", "Extension", "PrintProgress", "Step", "TensorBoard"]
 
 
 class Callback:
@@ -77,11 +73,7 @@ class Callback:
 
 
 class PrintProgress(Callback):
-    """Prints a line every few seconds to the standard error stream.
-
-    Args:
-        every_s: seconds between lines.
-    """
+    """Prints a line every few seconds to the standard error stream."""
 
     def __init__(self, every_s: float = 5.0) -> None:
         self._every_s = every_s
@@ -107,14 +99,7 @@ class PrintProgress(Callback):
 
 
 class TensorBoard(Callback):
-    """Writes scalars for TensorBoard.
-
-    Args:
-        folder: of the log.
-
-    Raises:
-        MissingDependency: tensorboard is not installed.
-    """
+    """Writes scalars for TensorBoard to a folder; raises MissingDependency if it is not installed."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -152,23 +137,13 @@ class TensorBoard(Callback):
 # --- extensions ------------------------------------------------------------------------------------------------------
 
 
-class Step(Protocol):
-    """One step of a training."""
-
-    def __call__(self, batches: Sequence[tuple[Tensor, ...]], learning_rate: float) -> StepResult:
-        """Do the step; nothing need wait for the device."""
+Step = Callable[[Sequence[Batch], float], StepResult]
+"""One step of a training, from its batches and the learning rate; nothing need wait for the device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A chart in the report.
-
-    Attributes:
-        title: of its card.
-        label: of the line.
-        points: in ascending order of x, the completed steps.
-        y_label: with the unit.
-    """
+    """A chart in the report: a card with one line, whose points are in ascending order of x, the completed steps."""
 
     title: str
     label: str

@@ -34,12 +34,7 @@ _FORMAT = "accelerant-checkpoint-1"
 
 
 def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
-    """Write tensors and a JSON document as one file, atomically.
-
-    Args:
-        path: in an existing folder.
-        tensors: on any device; each is copied to the host.
-        document: JSON values.
+    """Write tensors, from any device, and a JSON document as one file in an existing folder, atomically.
 
     Raises:
         OSError: the file cannot be written; an existing one stays intact.
@@ -51,12 +46,7 @@ def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], document: Mapping
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a safetensors file, atomically.
-
-    Args:
-        path: in an existing folder.
-        tensors: on the host, contiguous, not sharing memory.
-        metadata: of the file.
+    """Write tensors that are on the host, contiguous and share no memory, as a safetensors file, atomically.
 
     Raises:
         OSError: the file cannot be written; an existing one stays intact.
@@ -96,11 +86,7 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 class Checkpoints:
-    """The last checkpoint of a folder and the one before it.
-
-    Attributes:
-        path, previous: the files.
-    """
+    """The last checkpoint of a folder, `path`, and the one before it, `previous`."""
 
     NAMES = ("checkpoint.safetensors", "checkpoint-previous.safetensors")
 

@@ -324,10 +324,9 @@ class RunConfig:
             words.append("--deterministic" if training.deterministic else "--no-deterministic")
         if training.recompute:
             words.append("--recompute")
-        if training.log != "jsonl":
-            words += ["--log", training.log]
-        if training.precision != "auto":
-            words += ["--precision", training.precision]
+        for name, usual in (("log", "jsonl"), ("precision", "auto")):
+            if getattr(training, name) != usual:
+                words += [f"--{name}", getattr(training, name)]
         return shlex.join([*words, *more, "--out", out])
 
     def to_dict(self) -> dict[str, Any]:

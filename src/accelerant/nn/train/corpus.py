@@ -55,14 +55,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """A text in two disjoint parts.
-
-    Attributes:
-        source: its origin, for people.
-        train: documents to train on.
-        held_out: documents to evaluate on.
-        sha256: of all names and contents, in hexadecimal.
-    """
+    """A text in two disjoint parts, with its origin, for people, and the SHA-256 of all names and contents."""
 
     source: str
     train: tuple[Document, ...]

@@ -64,11 +64,7 @@ def permutation(seed: int, epoch: int, count: int) -> NDArray[np.int64]:
 
 
 def require_windows(tokens: Tokens, context: int, part: str) -> None:
-    """Check that there are enough tokens for a window and the token after it.
-
-    Raises:
-        ConfigError: there are fewer than context + 1.
-    """
+    """Raise ConfigError unless there are enough tokens for a window and the token after it: context + 1."""
     if len(tokens) < context + 1:
         raise ConfigError(
             f"not enough data: the {part} part has {len(tokens)} tokens, one window needs {context + 1}; "
@@ -409,7 +405,6 @@ class TokenSource(Source):
     """Windows of tokens, at random positions.
 
     Args:
-        tokens: in memory, or mapped from a file.
         config: its batch_size, accumulate, context and seed are used.
         fingerprint: differs for other tokens.
         part: the tokens' name, for messages.
@@ -465,11 +460,7 @@ class TokenSource(Source):
 
 
 def make_source(data: Data, targets: Data | None, config: TrainConfig) -> Source:
-    """Return the source of a user's data.
-
-    Args:
-        data, targets: as for `Trainer.fit`.
-        config: its batch_size, accumulate, context and seed are used.
+    """Return the source of a user's data, which are described at `Trainer.fit`.
 
     Raises:
         ConfigError: an unsupported kind of data, or targets given with data that contain them.

@@ -80,10 +80,7 @@ def run_training(
     """Train from the beginning and write everything to a folder.
 
     Args:
-        run: what to train, and how.
         out: the folder; created if absent. A finished run in it is replaced, an unfinished one kept.
-        device: where to train.
-        progress: receives the progress.
         ledger: returns the ledger's dictionary, for the report.
         extension: replaces batches or steps; closed at the end.
 

@@ -36,12 +36,7 @@ _MAX_REPEATED_STEPS = 1000
 
 
 class NotFinite(Exception):  # noqa: N818  caught by the trainer: users see DivergenceError
-    """A step's loss or gradient is not finite.
-
-    Attributes:
-        step: its number, 0 for the first.
-        loss, grad_norm: their values.
-    """
+    """The loss or the gradient of a step, 0 for the first, is not finite."""
 
     def __init__(self, step: int, loss: float, grad_norm: float) -> None:
         self.step, self.loss, self.grad_norm = step, loss, grad_norm
@@ -52,9 +47,7 @@ class NanDiagnosis:
     """Keeps what the diagnosis of a failed step needs; a context manager.
 
     Args:
-        trainer: whose run it is.
-        source: of its batches.
-        checkpoints: of its folder; None without one.
+        checkpoints: of the run's folder; None without one.
         rate: the learning rate of a step.
         start, position: where this run began.
         active: whether the steps are the Trainer's own, which can be checked and repeated.

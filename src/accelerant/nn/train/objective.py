@@ -206,8 +206,6 @@ def evaluate(
     Args:
         batches: weighted by their rows; for cross entropy and accuracy by their targets other than -100.
         step: number of completed steps, for the result.
-        device: to compute on.
-        precision: of autocast; None for none.
         watch: receives the number of rows done after each batch.
 
     Raises:

@@ -24,14 +24,7 @@ _NAME_WIDTH = 90
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
-    """One row of the table.
-
-    Attributes:
-        name: of the kernel, or the operator on the CPU.
-        calls: mean per step.
-        ms: mean per step.
-        share: of the total time.
-    """
+    """One kernel, or operator on the CPU: its mean calls and time per step, and its share of the total time."""
 
     name: str
     calls: float
@@ -46,7 +39,6 @@ class StepProfiler:
         folder: for the files.
         steps: number of steps to profile.
         run: the steps of the run; a short run is profiled at its end.
-        device: of the training.
     """
 
     def __init__(self, folder: Path, steps: int, run: range, device: torch.device) -> None:

@@ -42,12 +42,9 @@ def build_report(
     """Return the report's HTML page; all text is escaped.
 
     Args:
-        summary: of the run, as summary.json has it.
-        config: as config.json has it.
-        records: one per step.
+        summary, config: as summary.json and config.json have them.
         ledger: as `Ledger.to_dict()` gives it: "ops" and "fallbacks".
         sample: text that the model generated.
-        curves: additional charts.
         remarks: sentences on the meaning of the figures, placed below them.
     """
     preset, source, device = (

@@ -54,10 +54,9 @@ EAGER_STEPS = 3
 
 
 class Same:
-    """Objects compared by identity, and kept alive: the id() of a deleted one may be reused.
+    """Objects compared by identity, such as the states of an optimizer, which `load_state_dict` replaces.
 
-    Args:
-        objects: the states of an optimizer, which `load_state_dict` replaces.
+    They are kept alive: the id() of a deleted one may be reused.
     """
 
     __slots__ = ("_objects",)
@@ -79,11 +78,9 @@ class GraphedStep:
     """Base of steps that become CUDA graphs: device, precision, learning rate, and the decision to capture.
 
     Args:
-        op: the step's name in the ledger.
-        words: its name in messages.
+        op, words: the step's name in the ledger, and in messages.
         model: named in messages.
         optimizer: its groups get the learning rate.
-        device: of the parameters.
         precision: of autocast; None for none.
         low: casts each matrix once per pass; None for none.
     """

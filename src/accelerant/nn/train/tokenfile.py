@@ -82,12 +82,9 @@ def is_token_file(path: Path) -> bool:
 
 
 class TokenFile:
-    """An open token file.
+    """An open token file, with its path, its description `info` and its tokens (count,).
 
-    Attributes:
-        path: of the file.
-        info: its description.
-        tokens: (count,), a memory map: slices and gathers read what they need from disk.
+    The tokens are a memory map: slices and gathers read what they need from disk.
 
     Raises:
         FormatError: it is missing, torn, of another version, or no token file.

@@ -1,4 +1,4 @@
-# ruff: noqa: D102  Tokenizer documents the methods of both tokenizers
+# ruff: noqa: D102  ByteTokenizer documents the methods of both tokenizers
 """Text to tokens and back: plain bytes, or a byte-level BPE trained by the `tokenizers` library.
 
 A trained BPE is cached under the corpus's hash, the vocabulary size and the library's version, so that the second run
@@ -12,7 +12,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,37 +49,19 @@ def _unwatched(_: float) -> None:
     pass
 
 
-class Tokenizer(Protocol):
-    """Converts between text and tokens."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens."""
-
-    @property
-    def byte_lengths(self) -> NDArray[np.int64]:
-        """(vocab_size,): bytes of text in each token; 0 for the end of a document."""
-
-    def encode(self, documents: Sequence[Document], watch: Watch = ...) -> NDArray[np.uint16 | np.uint32]:
-        """Return the tokens of all documents, with their ends marked."""
-
-    def encode_text(self, text: str) -> list[int]:
-        """Return the tokens of a prompt."""
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens; bytes that are not UTF-8 become U+FFFD."""
-
-    def to_json(self) -> str | None:
-        """Return the content of tokenizer.json, or None if there is nothing to save."""
-
-
 class ByteTokenizer:
-    """Each byte is a token; documents are separated by a newline."""
+    """Each byte is a token; documents are separated by a newline.
+
+    Attributes:
+        vocab_size: number of tokens.
+        byte_lengths: (vocab_size,), bytes of text in each token; 0 for the end of a document.
+    """
 
     vocab_size = 256
     byte_lengths: NDArray[np.int64] = np.ones(256, np.int64)
 
     def encode(self, documents: Sequence[Document], watch: Watch = _unwatched) -> NDArray[np.uint16 | np.uint32]:
+        """Return the tokens of all documents, with their ends marked."""
         text = b"\n".join(document.data for document in documents)
         return np.frombuffer(text, np.uint8).astype(np.uint16)
 
@@ -89,12 +71,15 @@ class ByteTokenizer:
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
 
     def encode_text(self, text: str) -> list[int]:
+        """Return the tokens of a prompt."""
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens; bytes that are not UTF-8 become U+FFFD."""
         return bytes(tokens).decode("utf-8", "replace")
 
     def to_json(self) -> str | None:
+        """Return the content of tokenizer.json, or None if there is nothing to save."""
         return None
 
 
@@ -126,7 +111,6 @@ class BPETokenizer:
         return np.concatenate(parts)
 
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> NDArray[np.uint16 | np.uint32]:
-        """Return the tokens of consecutive parts, cut at word ends, each with whether it is its document's last."""
         small: list[tuple[str, bool]] = []
         for text, last in pieces:
             parts = list(_pieces(text))
@@ -147,6 +131,9 @@ class BPETokenizer:
 
     def to_json(self) -> str | None:
         return str(self._inner.to_str(pretty=True))
+
+
+Tokenizer = ByteTokenizer | BPETokenizer
 
 
 def load_bpe(path: Path) -> BPETokenizer:
@@ -215,7 +202,6 @@ def train_bpe(
     """Train a BPE on a corpus's training part, or load it from the cache.
 
     Args:
-        corpus: its held-out part is not used.
         vocab_size: an upper bound; little text gives fewer tokens.
         phase: receives the current phase, if the tokenizer is not in the cache.
         watch: receives the share of the text that is read.
