@@ -32,7 +32,7 @@ from accelerant.ops.transformer.block import (
 from accelerant.runtime.memory.live_set import only_counts
 
 __all__ = [
-    "MLP", "LayerNorm", "Linear", "MultiHeadAttention", "RMSNorm", "TransformerBlock", "compute_dtype",
+    "DRAW_NOTHING", "MLP", "LayerNorm", "Linear", "MultiHeadAttention", "RMSNorm", "TransformerBlock", "compute_dtype",
     "float8_weights", "fuses", "has_hooks", "modes_kept", "require_float8", "require_width",
 ]  # fmt: skip
 
@@ -343,9 +343,14 @@ class TransformerBlock(nn.Module):
         return fused_block(x.to(dtype), residual, spec, before, after, *params, *casts)
 
     def _layers(self) -> tuple[nn.Module, ...]:
-        """Return the layers in the order in which Block takes their parameters."""
         attention, mlp = self.attention, self.mlp
+        # In the order in which Block takes their parameters.
         return self.norm_1, attention.qkv, attention.projection, self.norm_2, mlp.up, mlp.down
+
+
+DRAW_NOTHING = (TransformerBlock, MultiHeadAttention, MLP, LayerNorm, Linear)
+"""Modules that draw no random numbers; checkpointing saves the generator's state for others, for which no step can be
+captured."""
 
 
 # --- fp8 -------------------------------------------------------------------------------------------------------------

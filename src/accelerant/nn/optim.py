@@ -494,11 +494,7 @@ def _check_non_negative(name: str, value: Any, allowed: tuple[Any, ...] = ()) ->
 
 
 def _learning_rate(lr: float | Tensor, device: torch.device) -> float | Tensor:
-    """Return the learning rate as a number, or as a tensor that the kernels read on `device`.
-
-    Raises:
-        ConfigError: the tensor has another dtype or is on another device.
-    """
+    """Return the learning rate as a number, or as a tensor that the kernels read on `device`."""
     if not isinstance(lr, Tensor):
         return lr
     if lr.device.type == "cpu" and device.type != "cpu":

@@ -48,9 +48,7 @@ class LinearInt8(nn.Module):
         super().__init__()
         if in_features < 1 or out_features < 1:
             raise ConfigError(f"LinearInt8 needs at least one input and output, got {in_features} and {out_features}")
-        self.in_features = in_features
-        self.out_features = out_features
-        self.dynamic = dynamic
+        self.in_features, self.out_features, self.dynamic = in_features, out_features, dynamic
         self.register_buffer("weight", torch.zeros(out_features, in_features, dtype=torch.int8))
         self.register_buffer("scale", torch.ones(out_features, dtype=torch.float32))
         self.register_buffer("bias", torch.zeros(out_features) if bias else None)
@@ -182,7 +180,6 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]
 
 
 def _owners(model: nn.Module) -> dict[int, set[nn.Module]]:
-    """Return the modules that hold each parameter, by its id."""
     owners: dict[int, set[nn.Module]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():

@@ -179,10 +179,8 @@ def rotary_attention_forward(
 
 def _half_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first halves of rotary tables (B or 1, S, D), whose halves are equal; computed once a forward pass."""
-    tables: tuple[Tensor, Tensor] | None = None
     tracing = torch.compiler.is_compiling()
-    if not tracing:
-        tables = getattr(cos, _HALF_TABLES, None)
+    tables: tuple[Tensor, Tensor] | None = None if tracing else getattr(cos, _HALF_TABLES, None)
     if tables is None:
         half = cos.shape[-1] // 2
         first, second = (table[0, :, :half] if table.shape[0] == 1 else table[..., :half] for table in (cos, sin))
@@ -297,11 +295,7 @@ def _attention_pattern(
     module: Any, x: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any],
     forward: Callable[..., Any] | None = None,
 ) -> Pattern | None:  # fmt: skip
-    """Return the pattern of the self-attention of x; None if the attention module has to be called.
-
-    Args:
-        forward: the module's forward, that of its class by default.
-    """
+    """Return the pattern of the self-attention of x; None if the module, which usually has `forward`, must be called."""
     mark = getattr(module, MARK, None)
     if mark is None or not mark.attention or module.config._attn_implementation != ATTENTION_NAME or x.shape[1] == 1:
         return None
@@ -318,15 +312,11 @@ def _fused_block(
     x: Tensor, attention: Any, heads: int, pattern: Pattern, approximate: str, norms: tuple[Any, Any],
     layers: tuple[Any, ...], dropouts: tuple[Any, ...], *, post_norm: bool = False,
 ) -> Tensor | None:  # fmt: skip
-    """Run a block of GPT-2, BERT or ViT as one autograd function.
+    """Run a block of GPT-2, BERT or ViT as one autograd function; None if a submodule has to be called.
 
     Args:
         norms: in the order of their use.
         layers: the linear layers: q, k and v, or one for all three; the projection; the MLP's two.
-        dropouts: all dropouts of the block.
-
-    Returns:
-        the block's result; None if a submodule has to be called or x and the weights do not qualify.
     """
     projection, up, down = layers[-3:]
     kind = nn.Linear if len(layers) == 6 else Conv1D

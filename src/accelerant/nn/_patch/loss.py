@@ -171,7 +171,6 @@ def _causal_loss(
 
 
 def _other_outputs(output: Any) -> dict[str, Any]:
-    """Return a model output's fields other than loss and logits."""
     names = ("past_key_values", "hidden_states", "attentions", "cross_attentions")
     return {name: output[name] for name in names if name in output}
 
@@ -273,7 +272,6 @@ class _LazyLogits:
 
 
 def _logits_for_copy(original: _LazyLogits) -> Tensor | None:
-    """Return the logits for a copy of an output."""
     logits = original._get_logits()
     low = logits is not None and logits.dtype in (torch.bfloat16, torch.float16)
     return logits.float() if logits is not None and low and original.__dict__["_lowered"] else logits
@@ -281,7 +279,6 @@ def _logits_for_copy(original: _LazyLogits) -> Tensor | None:
 
 @functools.cache
 def _lazy_class(kind: type) -> Any:
-    """Return a subclass of an output class with lazy logits."""
     lazy = type(kind.__name__, (_LazyLogits, kind), {"__module__": __name__})
     lazy.logits = property(_LazyLogits._get_logits, _LazyLogits._set_logits)  # type: ignore[attr-defined]
     return lazy

@@ -219,7 +219,6 @@ def _bert_layer(module: Any, config: Any, options: Options) -> ModulePlan | str:
 
 
 def _check_attention(config: Any) -> str | None:
-    """Return why attention is not replaced."""
     name = config._attn_implementation
     if name in ("sdpa", "accelerant"):
         return None

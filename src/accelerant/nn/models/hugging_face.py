@@ -188,7 +188,6 @@ class _Tensors:
 
 
 def _open_files(paths: Iterable[Path], stack: ExitStack) -> _Tensors:
-    """Open safetensors files, until `stack` closes them."""
     from safetensors import SafetensorError, safe_open
 
     files: dict[str, Any] = {}

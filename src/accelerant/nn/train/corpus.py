@@ -139,7 +139,6 @@ def _files(root: Path) -> Iterator[Path]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
-    """Open a text to read; its errors become ConfigErrors that name it."""
     try:
         with path.open("rb") as file:
             yield file

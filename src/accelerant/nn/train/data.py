@@ -12,6 +12,7 @@ invalidate the capture of a graph.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import math
@@ -123,9 +124,7 @@ class Prefetcher:
     """
 
     def __init__(self, make: Callable[[int], Batch], steps: range, *, pin: bool) -> None:
-        self._make = make
-        self._steps = steps
-        self._pin = pin
+        self._make, self._steps, self._pin = make, steps, pin
         self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=4)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._fill, name="accelerant-batches", daemon=True)
@@ -156,11 +155,9 @@ class Prefetcher:
 
     def _put(self, item: Batch | BaseException) -> bool:
         while not self._stop.is_set():
-            try:
+            with contextlib.suppress(queue.Full):
                 self._ready.put(item, timeout=0.1)
                 return True
-            except queue.Full:
-                continue
         return False
 
 
@@ -349,11 +346,7 @@ class _LoaderSource(Source):
     def batches(self, steps: range, position: dict[str, int], *, pin: bool) -> Generator[Sequence[Batch]]:
         stream = self._stream(position)
         for _ in steps:
-            parts = []
-            for _ in range(self._parts):
-                batch, self._position = next(stream)
-                parts.append(_pinned(batch, pin))
-            yield parts
+            yield [_pinned(next(stream), pin) for _ in range(self._parts)]
 
     def in_order(self, rows: int) -> Generator[Batch]:
         with forked_random(self._seed):
@@ -367,8 +360,8 @@ class _LoaderSource(Source):
     def example(self) -> Batch:
         return next(self.in_order(1))
 
-    def _stream(self, position: dict[str, int]) -> Iterator[tuple[Batch, dict[str, int]]]:
-        """Iterate the batches of all epochs from a position on, each with the position after it."""
+    def _stream(self, position: dict[str, int]) -> Iterator[Batch]:
+        """Iterate the batches of all epochs from a position on, and keep the position."""
         epoch, skipped = position.get("epoch", 0), position.get("used", 0)
         while True:
             used = 0
@@ -378,7 +371,8 @@ class _LoaderSource(Source):
                     used = sum(1 for _ in itertools.islice(batches, skipped))
             for batch in batches:
                 used += 1
-                yield _as_batch(batch), {"epoch": epoch, "used": used}
+                self._position = {"epoch": epoch, "used": used}
+                yield _as_batch(batch)
             if not used:
                 raise ConfigError(f"the loader gave no batch in epoch {epoch}")
             epoch, skipped = epoch + 1, 0
@@ -418,9 +412,7 @@ class TokenSource(Source):
         evaluation_tokens: int = 0,
     ) -> None:  # fmt: skip
         require_windows(tokens, config.context, part)
-        self._tokens = tokens
-        self._fingerprint = fingerprint
-        self._config = config
+        self._tokens, self._fingerprint, self._config = tokens, fingerprint, config
         self._evaluated = max(1, (evaluation_tokens or len(tokens)) // config.context)
         self.per_step = config.batch_size * config.context
         self.micro_batch = config.micro_batch

@@ -155,7 +155,6 @@ class RunFolder:
         write_atomic(path, (json.dumps(values, indent=2) + "\n").encode())
 
     def _event_logs(self) -> list[Path]:
-        """Return the folder of TensorBoard's log, if it exists."""
         log = self.path / self.EVENT_LOGS
         return [log] if log.is_dir() else []
 
@@ -293,7 +292,6 @@ class RunLock:
 
 
 def _alive(process: int) -> bool:
-    """Return whether a process with that ID runs."""
     if sys.platform == "win32":  # os.kill would end it
         import ctypes
 

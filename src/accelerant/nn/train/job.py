@@ -160,7 +160,6 @@ def resume_training(
 
 
 def _config(run: RunConfig, folder: Path, device: torch.device) -> TrainConfig:
-    """Return a run's training config for a folder and a device."""
     training = run.training
     rows = windows_at_once(training.micro_batch, training.context, device)
     return dataclasses.replace(training, accumulate=training.batch_size // rows, device=str(device), folder=str(folder))
@@ -202,12 +201,8 @@ class _TextRun:
         self, run: RunConfig, config: TrainConfig, folder: RunFolder, text: TokenizedText, progress: Progress,
         ledger: Callable[[], Mapping[str, Any]], extension: Extension, source: Source | None,
     ) -> None:  # fmt: skip
-        self._run = run
-        self._folder = folder
-        self._text = text
-        self._progress = progress
-        self._ledger = ledger
-        self._extension = extension
+        self._run, self._folder, self._text = run, folder, text
+        self._progress, self._ledger, self._extension = progress, ledger, extension
         self._device = device = torch.device(config.device)
         if device.type == "cuda":
             self._device_name = f"{device} ({torch.cuda.get_device_name(device)})"

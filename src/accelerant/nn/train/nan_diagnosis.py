@@ -57,13 +57,8 @@ class NanDiagnosis:
         self, trainer: Trainer, source: Source, checkpoints: Checkpoints | None, rate: Callable[[int], float],
         start: int, position: dict[str, int], *, active: bool = True,
     ) -> None:  # fmt: skip
-        self._trainer = trainer
-        self._source = source
-        self._checkpoints = checkpoints
-        self._rate = rate
-        self._position = position
-        self._step = start
-        self._saved = start
+        self._trainer, self._source, self._checkpoints, self._rate = trainer, source, checkpoints, rate
+        self._position, self._step, self._saved = position, start, start
         self._checks = active and trainer.device.type in _CHECKED
         self._computed: list[tuple[Batch, Tensor]] = []
         self._random: Tensor | None = None

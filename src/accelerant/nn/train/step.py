@@ -26,15 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from accelerant.config import settings
 from accelerant.errors import ConfigError, FallbackWarning, LaunchError, ShapeError
 from accelerant.nn._precision import LowWeights
-from accelerant.nn.layers import (
-    MLP,
-    LayerNorm,
-    Linear,
-    MultiHeadAttention,
-    TransformerBlock,
-    float8_weights,
-    require_float8,
-)
+from accelerant.nn.layers import DRAW_NOTHING, float8_weights, require_float8
 from accelerant.nn.optim import MultiTensorOptimizer, clip_grad_norm_
 from accelerant.nn.train.data import Batch
 from accelerant.runtime.ledger import FallbackRecord, ledger
@@ -91,10 +83,7 @@ class GraphedStep:
     ) -> None:  # fmt: skip
         self._op, self._words = op, words
         self._case = f"{type(model).__name__} on {device}"
-        self._groups = optimizer
-        self._device = device
-        self._precision = precision
-        self._low = low
+        self._groups, self._device, self._precision, self._low = optimizer, device, precision, low
         self._rate: Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
         self._wants_graph = False
@@ -142,15 +131,7 @@ class GraphedStep:
     # --- the graph ---------------------------------------------------------------------------------------------------
 
     def _decide(self, graph: bool | None, obstacle: str | None) -> None:
-        """Decide whether to capture steps.
-
-        Args:
-            graph: the user's choice; None to capture if possible.
-            obstacle: why it is impossible, or None.
-
-        Raises:
-            LaunchError: the user chose it, it is impossible, and the fallback policy forbids eager steps.
-        """
+        """Capture steps unless the user chose not to (graph=False), or there is an obstacle."""
         self._wants_graph = graph is not False and obstacle is None
         if graph and obstacle:
             self._refuse(obstacle)
@@ -164,12 +145,7 @@ class GraphedStep:
         return None
 
     def _recorded(self, capture: Callable[[], object], undo: Callable[[], object] | None = None) -> bool:
-        """Capture, and return whether it succeeded; if not, steps run eagerly from now on, as the ledger reports.
-
-        Args:
-            capture: records the step and stores the result.
-            undo: called after a failure.
-        """
+        """Capture, and return whether it succeeded; if not, undo it and run steps eagerly from now on."""
         try:
             capture()
         except torch.OutOfMemoryError:
@@ -400,7 +376,6 @@ class TrainStep(GraphedStep):
         )
 
     def _eager_step(self, batches: Sequence[Batch]) -> StepResult:
-        """Run a step on a separate stream, as those before a capture must."""
         moved = self._moved_all(batches)
         pair = self._on_side_stream(lambda: self._run(moved)).clone()  # in memory of the current stream
         return StepResult(*pair.unbind())
@@ -441,10 +416,6 @@ class TrainStep(GraphedStep):
 # --- gradient checkpointing ------------------------------------------------------------------------------------------
 
 
-_DRAW_NOTHING = (TransformerBlock, MultiHeadAttention, MLP, LayerNorm, Linear)
-"""Modules that draw no random numbers. For others the generator's state is saved, which no graph can capture."""
-
-
 @contextmanager
 def recomputed(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
     """Make modules whose names match a pattern recompute their activations in the backward pass (checkpointing).
@@ -478,7 +449,7 @@ def recomputed(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
 
 
 def _checkpointed(forward: Any, module: nn.Module) -> Any:
-    draws = not all(type(child) in _DRAW_NOTHING for child in module.modules())
+    draws = not all(type(child) in DRAW_NOTHING for child in module.modules())
 
     def run(*args: Any, **options: Any) -> Any:
         if not module.training:

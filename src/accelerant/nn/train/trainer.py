@@ -42,15 +42,7 @@ from accelerant.nn.train.history import (
     reserved_memory_bytes,
 )
 from accelerant.nn.train.nan_diagnosis import NanDiagnosis, NotFinite
-from accelerant.nn.train.objective import (
-    Evaluation,
-    Loss,
-    Metric,
-    Objective,
-    autocast,
-    evaluate,
-    precision_of,
-)
+from accelerant.nn.train.objective import Evaluation, Loss, Metric, Objective, autocast, evaluate, precision_of
 from accelerant.nn.train.optim import MakeOptimizer, learning_rate, make_optimizer
 from accelerant.nn.train.profiler import KernelTime, StepProfiler
 from accelerant.nn.train.step import TrainStep, recomputed
@@ -256,12 +248,7 @@ class Trainer:
 
 
 def _device(name: str) -> torch.device:
-    """Return the torch device of a config's name.
-
-    Raises:
-        ConfigError: the name is unknown.
-        BackendUnavailable: the machine has no such device.
-    """
+    """Return the torch device of a config's name; raise ConfigError or BackendUnavailable if there is none."""
     if ":" not in name:
         return torch.device(registry.choose(name).torch_device)
     try:
@@ -273,25 +260,15 @@ def _device(name: str) -> torch.device:
 
 
 class _Run:
-    """One run of a trainer, from the first step or a checkpoint to its end.
-
-    Args: as for Trainer.run.
-
-    Attributes:
-        history: of the run so far.
-        profiler: of the steps to profile, or None.
-    """
+    """One run of a trainer, from the first step or a checkpoint to its end; arguments as for Trainer.run."""
 
     def __init__(
         self, trainer: Trainer, source: Source, held_out: Source | None, folder: Path | None, fingerprint: str,
         evaluate_at: Collection[int] | None,
     ) -> None:  # fmt: skip
         config = trainer.config
-        self._trainer = trainer
-        self._source = source
-        self._held_out = held_out
-        self._folder = folder
-        self._fingerprint = fingerprint
+        self._trainer, self._source, self._held_out = trainer, source, held_out
+        self._folder, self._fingerprint = folder, fingerprint
         self._checkpoints = None if folder is None else Checkpoints(folder)
         total = config.steps or source.steps(config.epochs)
         self.history = History(total_steps=total)
@@ -392,10 +369,8 @@ class _Run:
     def _loop(self, start: int, step: Step, batches: Iterator[Sequence[Batch]], stop: StopRequest) -> int:
         """Do the steps from `start` (0 for the first) to the last, or until stopped; return the steps completed.
 
-        Nothing waits for the device at each step. The last step is followed by a checkpoint.
-
-        Raises:
-            NotFinite: a loss or gradient is not finite; no later checkpoint was written.
+        Nothing waits for the device at each step. The last step is followed by a checkpoint. No checkpoint is written
+        after a loss or gradient that is not finite, for which NotFinite is raised.
         """
         trainer, total, device = self._trainer, self.history.total_steps, self._trainer.device
         every, every_s = trainer.config.checkpoint_every, trainer.config.checkpoint_every_s
@@ -499,7 +474,6 @@ class _Run:
         trainer.notify("saved", self._checkpoints.path, step)
 
     def _restore(self, checkpoints: Checkpoints) -> dict[str, Any]:
-        """Restore the newest intact checkpoint; return its document."""
         trainer, history = self._trainer, self.history
         tensors, document, note = checkpoints.load()
         path = checkpoints.path if note is None else checkpoints.previous
