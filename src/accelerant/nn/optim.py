@@ -75,22 +75,19 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler leaves unscaling and the check for infinities to us
     _names: ClassVar[tuple[str, ...]]  # tensors of a parameter's state
+    _non_negative: ClassVar[tuple[str, ...]]  # values of a group
     _op: ClassVar[Operation]
     _option: ClassVar[str] = ""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
-        for name, allowed in (("max_grad_norm", (None,)), ("lr", ())):
-            _check_non_negative(name, defaults[name], allowed)
+        _check_non_negative("lr", defaults["lr"])
+        if defaults["max_grad_norm"] is not None:
+            _check_non_negative("max_grad_norm", defaults["max_grad_norm"])
         self._reset()
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, as torch.optim.Optimizer does, after checking its values.
-
-        Raises:
-            ConfigError: a value is out of range.
-            UnsupportedDtype: a parameter other than float16, bfloat16, float32 or float64.
-        """
+        """Add a parameter group, as torch.optim.Optimizer does; raise as the constructor does."""
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
@@ -140,13 +137,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient.
-
-        Args:
-            closure: re-evaluates the model and returns the loss.
-
-        Returns:
-            the closure's result.
+        """Update every parameter that has a gradient; return the result of `closure`, which re-evaluates the model.
 
         Raises:
             ConfigError: sparse gradients; the first step inside a graph capture; clipping over several devices.
@@ -162,7 +153,12 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
     # --- hooks for subclasses ---
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        raise NotImplementedError
+        for name in self._non_negative:
+            _check_non_negative(name, group[name])
+        for i, param in enumerate(group["params"]):
+            if param.dtype not in DTYPES:
+                supported = ", ".join(map(name_of, DTYPES))
+                raise UnsupportedDtype(f"optimisers take {supported}; parameter {i} is {name_of(param.dtype)}")
 
     def _group(self, group: dict[str, Any], device: torch.device) -> AdamWGroup | SGDGroup:
         raise NotImplementedError
@@ -234,7 +230,10 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         if workspace is None:
             workspace = self._workspaces[device] = Workspace(device)
         groups = [self._group(group, device) for group in self.param_groups]
-        scale, found_inf = (_on(device, getattr(self, name, None)) for name in ("grad_scale", "found_inf"))
+        scale, found_inf = (  # of torch.amp.GradScaler
+            None if value is None else value.to(device, torch.float32, non_blocking=True)
+            for value in (getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        )
         update = Update(
             tensors, groups, workspace, max_norm=self.defaults["max_grad_norm"], grad_scale=scale, found_inf=found_inf
         )
@@ -311,6 +310,7 @@ class AdamW(MultiTensorOptimizer):
     """
 
     _names = ("step", "exp_avg", "exp_avg_sq")
+    _non_negative = ("lr", "eps", "weight_decay")
     _op = adamw_step
 
     def __init__(
@@ -328,7 +328,7 @@ class AdamW(MultiTensorOptimizer):
         super().__init__(params, defaults)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        _check_group_values(group, ("lr", "eps", "weight_decay"))
+        super()._check_group(group)
         for i, beta in enumerate(group["betas"]):
             if isinstance(beta, Tensor) or not 0.0 <= beta < 1.0:
                 raise ConfigError(f"betas[{i}] must be a number, at least 0 and below 1; got {beta!r}")
@@ -359,6 +359,7 @@ class SGD(MultiTensorOptimizer):
     """
 
     _names = ("momentum_buffer",)
+    _non_negative = ("lr", "momentum", "weight_decay")
     _op = sgd_step
     _option = "sgd"
 
@@ -376,7 +377,7 @@ class SGD(MultiTensorOptimizer):
         super().__init__(params, defaults)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        _check_group_values(group, ("lr", "momentum", "weight_decay"))
+        super()._check_group(group)
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ConfigError(
                 f"nesterov needs a momentum above 0 and no dampening; got {group['momentum']} and {group['dampening']}"
@@ -471,23 +472,11 @@ def _require_finite(norm: Tensor, error_if_nonfinite: bool) -> None:
 # --- validation ------------------------------------------------------------------------------------------------------
 
 
-def _check_group_values(group: dict[str, Any], names: tuple[str, ...]) -> None:
-    """Raise unless the named values of a group are at least 0 and its parameters' dtypes are supported."""
-    for name in names:
-        _check_non_negative(name, group[name])
-    for i, param in enumerate(group["params"]):
-        if param.dtype not in DTYPES:
-            supported = ", ".join(map(name_of, DTYPES))
-            raise UnsupportedDtype(f"optimisers take {supported}; parameter {i} is {name_of(param.dtype)}")
-
-
-def _check_non_negative(name: str, value: Any, allowed: tuple[Any, ...] = ()) -> None:
-    """Raise unless a value is a number of at least 0, one of `allowed`, or an lr tensor of one element."""
+def _check_non_negative(name: str, value: Any) -> None:
+    """Raise unless a value is a number of at least 0, or an lr tensor of one element."""
     if isinstance(value, Tensor) and name == "lr":
         if value.numel() != 1:
             raise ShapeError(f"lr must have one element, got {tuple(value.shape)}")
-        return
-    if any(value is option for option in allowed):
         return
     if not isinstance(value, (int, float)) or not value >= 0:
         raise ConfigError(f"{name} must be a number, at least 0; got {value!r}")
@@ -504,8 +493,3 @@ def _learning_rate(lr: float | Tensor, device: torch.device) -> float | Tensor:
             f"lr as a tensor must be float32 on {device} or on the CPU; got {name_of(lr.dtype)} on {lr.device}"
         )
     return lr
-
-
-def _on(device: torch.device, value: Tensor | None) -> Tensor | None:
-    """Move a value of torch.amp.GradScaler to a device."""
-    return None if value is None else value.to(device, torch.float32, non_blocking=True)

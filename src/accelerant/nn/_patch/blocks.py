@@ -295,7 +295,10 @@ def _attention_pattern(
     module: Any, x: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any],
     forward: Callable[..., Any] | None = None,
 ) -> Pattern | None:  # fmt: skip
-    """Return the pattern of the self-attention of x; None if the module, which usually has `forward`, must be called."""
+    """Return the pattern of the self-attention of x; None if the module has to be called.
+
+    `forward` is the replacement of the module's forward, None if it should be that of its class.
+    """
     mark = getattr(module, MARK, None)
     if mark is None or not mark.attention or module.config._attn_implementation != ATTENTION_NAME or x.shape[1] == 1:
         return None

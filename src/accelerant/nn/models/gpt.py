@@ -231,9 +231,9 @@ class GPT(LanguageModel):
     def _fuses_embeddings(self, idx: Tensor) -> bool:
         """Return whether both embeddings run as one autograd function in place of the modules' forward."""
         table, positions = self.wte.weight, self.wpe.weight
-        for embedding in (self.wte, self.wpe):
-            if type(embedding) is not nn.Embedding or has_hooks(embedding, feeds_sinks=True):
-                return False
+        embeddings = (self.wte, self.wpe)
+        if any(type(layer) is not nn.Embedding or has_hooks(layer, feeds_sinks=True) for layer in embeddings):
+            return False
         return fuses(table, compute_dtype(table)) and is_fusable(idx) and is_fusable(positions)
 
     def forward(self, idx: Tensor) -> Tensor:

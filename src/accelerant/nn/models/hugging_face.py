@@ -311,15 +311,12 @@ def _matched(tensors: _Tensors, layout: Layout[C], config: C, origin: str) -> di
             raise FormatError(f"{origin}: {name!r} must be {part.shape}, got {tensors.shape(name)}")
         if isinstance(tensors.dtype(name), str):
             raise FormatError(f"{origin}: {name!r} must be floating point, got {tensors.dtype(name)}")
-    if config.tied and _HEAD in full and not _are_equal(tensors, full[_HEAD], full[layout.embedding]):
-        raise FormatError(f"{origin}: {_HEAD!r} differs from {layout.embedding!r}, though the config ties them")
+    if config.tied and _HEAD in full:
+        a, b = full[_HEAD], full[layout.embedding]
+        alike = tensors.dtype(a) == tensors.dtype(b) and tensors.shape(a) == tensors.shape(b)
+        if not alike or not torch.equal(tensors.read(a), tensors.read(b)):
+            raise FormatError(f"{origin}: {_HEAD!r} differs from {layout.embedding!r}, though the config ties them")
     return full
-
-
-def _are_equal(tensors: _Tensors, a: str, b: str) -> bool:
-    if tensors.dtype(a) != tensors.dtype(b) or tensors.shape(a) != tensors.shape(b):
-        return False
-    return torch.equal(tensors.read(a), tensors.read(b))
 
 
 def _quoted(names: list[str]) -> str:

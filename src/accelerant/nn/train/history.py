@@ -255,10 +255,7 @@ class History:
     @property
     def metrics(self) -> Mapping[str, float]:
         """The loss and the metrics of the last evaluation; empty without one."""
-        if not self.evaluations:
-            return {}
-        last = self.evaluations[-1]
-        return {"loss": last.loss, **last.metrics}
+        return {"loss": self.evaluations[-1].loss, **self.evaluations[-1].metrics} if self.evaluations else {}
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values, without the records."""
