@@ -194,11 +194,7 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x (..., width), in its dtype or the autocast dtype; sums accumulate in float32.
-
-        Raises:
-            ShapeError: the last dimension is not width.
-        """
+        """Normalise x (..., width), in its dtype or the autocast dtype; raise ShapeError for another width."""
         require_width(x, self.width, "LayerNorm")
         return ops.layer_norm(x.to(compute_dtype(x)), self.weight, self.bias, eps=self.eps)
 

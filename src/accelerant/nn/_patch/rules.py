@@ -222,7 +222,7 @@ def _check_attention(config: Any) -> str | None:
     name = config._attn_implementation
     if name in ("sdpa", "accelerant"):
         return None
-    why = "the only one that returns its weights" if name == "eager" else "asked for by name"
+    why = "the only one that returns its weights" if name == "eager" else "requested by name"
     return f"attn_implementation is {name!r}, {why}"
 
 
@@ -273,7 +273,7 @@ def _causal_lm(base: str, positional: int, output: type, named: tuple[str, ...])
         if fused:
             notes: tuple[str, ...] = (_LAZY, _CACHE)
         elif options.loss:
-            notes = ("logits exist whole: lm_head is not a Linear without bias", _CACHE)
+            notes = ("all logits are computed: lm_head is not a Linear without bias", _CACHE)
         else:
             notes = (_CACHE,)
         return _loss_plan(module, loss.causal_lm_forward, fused, settings, notes)

@@ -212,13 +212,10 @@ class Decoding:
     def advance(self) -> None:
         """Add a token to each sequence; to one that has ended, the first stop token."""
         window = self.end - self.begin
-        if window > self.model.config.context:
-            window = max(1, self.model.config.context // 2)
-            self.begin = self.end - window
-            read = True
-        else:
-            read = self._steps == 0 or self.cache is None
-        if read:  # the window, as a prompt
+        cut = window > self.model.config.context
+        if cut:
+            self.begin = self.end - max(1, self.model.config.context // 2)
+        if cut or self._steps == 0 or self.cache is None:  # the window is read as a prompt
             self._accept(self.model.prefill(self.tokens[:, self.begin : self.end], self.cache))
         elif not self._captures or self._steps <= _EAGER_STEPS:
             self._decode()

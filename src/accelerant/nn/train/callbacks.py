@@ -161,11 +161,7 @@ class Extension(Callback):
     name = "extension"
 
     def require(self, run: RunConfig) -> None:
-        """Check that the run is supported, before its folder is changed.
-
-        Raises:
-            ConfigError: it is not.
-        """
+        """Raise ConfigError unless the run is supported; called before its folder is changed."""
 
     def configured(self, config: TrainConfig) -> TrainConfig:
         """Return the Trainer's config."""

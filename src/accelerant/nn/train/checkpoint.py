@@ -61,11 +61,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read a file of `save_checkpoint`: tensors on the host, and the document.
-
-    Raises:
-        FormatError: the file is missing, torn, altered, or no checkpoint.
-    """
+    """Read tensors, to the host, and document; raise FormatError if the file is missing, torn, altered, or another."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
@@ -99,11 +95,7 @@ class Checkpoints:
         return self.path.is_file() or self.previous.is_file()
 
     def save(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
-        """Write a checkpoint; the last one becomes the previous one.
-
-        Raises:
-            OSError: it cannot be written; the last one stays.
-        """
+        """Write a checkpoint; the last one becomes the previous one, or stays if OSError is raised."""
         fresh = self.path.with_name(f".{self.path.name}.new")
         save_checkpoint(fresh, tensors, document)
         if self.path.is_file():
@@ -134,11 +126,7 @@ class Checkpoints:
 
 
 def require_same_shapes(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """Check that a checkpoint's tensors fit before any is copied.
-
-    Raises:
-        FormatError: a name is missing or unknown, or a shape or dtype differs.
-    """
+    """Raise FormatError unless a checkpoint's tensors have the names, shapes and dtypes that are wanted."""
     for name in sorted(wanted.keys() | found.keys()):
         if name not in found or name not in wanted:
             raise FormatError(f"checkpoint {path} is of another model: {name} is only in one of the two")
@@ -194,11 +182,7 @@ def restored(
     path: Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any], model: nn.Module,
     optimizer: torch.optim.Optimizer, device: torch.device,
 ) -> None:  # fmt: skip
-    """Check and restore the result of `gathered`; the random generators last.
-
-    Raises:
-        FormatError: it is of another model or shape.
-    """
+    """Check and restore the result of `gathered`; raise FormatError if it is of another model or shape."""
     own = {f"model.{name}": value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     require_same_shapes(path, {name: x for name, x in tensors.items() if name.startswith("model.")}, own)
     states = _part("optimizer", tensors)
@@ -208,15 +192,11 @@ def restored(
         raise FormatError(f"checkpoint {path} is of another optimizer: {wanted}, got {kind}")
     model.load_state_dict(_part("model", tensors))
     load_optimizer(model, optimizer, states, document.get("optimizer", {}))
-    restore_random(_part("random", tensors), document.get("random", {}), device)
+    restore_random(_part("random", tensors), document.get("random", {}), device)  # last: loading may draw numbers
 
 
 def require_same_config(path: Path, found: Mapping[str, Any], config: TrainConfig) -> None:
-    """Check that a checkpoint has the settings of the training that it is to continue.
-
-    Raises:
-        ConfigError: a setting that changes the training differs.
-    """
+    """Raise ConfigError if a checkpoint has another value of a setting that changes the training."""
     for name, value in config.to_dict().items():
         if name not in _MAY_DIFFER and name in found and found[name] != value:
             raise ConfigError(f"checkpoint {path} was trained with {name}={found[name]!r}, got {value!r}")

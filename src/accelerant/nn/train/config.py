@@ -178,11 +178,7 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
-        """Read the result of `to_dict`.
-
-        Raises:
-            FormatError: a field is unknown, of another type or out of range.
-        """
+        """Read the result of `to_dict`; raise FormatError if a field is unknown, of another type or out of range."""
         try:
             fields: dict[str, Any] = {
                 name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
@@ -338,11 +334,7 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RunConfig:
-        """Read the result of `to_dict`.
-
-        Raises:
-            FormatError: a field is missing, unknown, of another type or out of range.
-        """
+        """Read the result of `to_dict`; raise FormatError if a field is missing, unknown, of another type or range."""
         try:
             options = dict(values)
             recipe, data = dict(options.pop("recipe")), options.pop("data")
@@ -401,11 +393,7 @@ PRESETS: dict[str, RunConfig] = {run.name: run for run in (_TINY, _SMALL, _GPT2)
 
 
 def preset(name: str) -> RunConfig:
-    """Return the preset of a name.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the preset of a name; raise ConfigError if there is none."""
     if name not in PRESETS:
         raise ConfigError(f"unknown preset {name!r}; known are {', '.join(PRESETS)}")
     return PRESETS[name]

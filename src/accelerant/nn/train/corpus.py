@@ -105,11 +105,7 @@ def load_corpus(data: Sequence[str]) -> Corpus:
 
 
 def text_files(data: Sequence[str]) -> list[Path]:
-    """Return the files that paths name, each once; a folder means its text files.
-
-    Raises:
-        ConfigError: a path does not exist or cannot be read.
-    """
+    """Return the given files and the text files of folders, each once; raise ConfigError if one cannot be read."""
     return [path for path, _ in _named_files(data)]
 
 

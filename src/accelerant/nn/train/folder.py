@@ -61,11 +61,7 @@ class RunFolder:
         return f"accelerant train --resume {shlex.quote(str(self.path))}"
 
     def require_usable(self) -> None:
-        """Check, without changing anything, that a run may write here.
-
-        Raises:
-            ConfigError: it is not writable, or has files of those names that are not a run's.
-        """
+        """Raise ConfigError unless a run may write here: existing files of those names are a run's."""
         nearest = self.path
         while not nearest.exists() and nearest != nearest.parent:
             nearest = nearest.parent
@@ -120,22 +116,14 @@ class RunFolder:
         self.write_json(self.config, {"format": _FORMAT, **values})
 
     def read_config(self) -> dict[str, Any]:
-        """Read config.json.
-
-        Raises:
-            FormatError: it does not exist, or is not a run's.
-        """
+        """Read config.json; raise FormatError if it does not exist, or is not a run's."""
         values = self._read_json(self.config)
         if values.get("format") != _FORMAT:
             raise FormatError(f"{self.config} is not a run's of this program")
         return values
 
     def read_summary(self) -> dict[str, Any]:
-        """Read summary.json.
-
-        Raises:
-            FormatError: it is not a run's.
-        """
+        """Read summary.json; raise FormatError if it is not a run's."""
         return self._read_json(self.summary)
 
     def _read_json(self, path: Path) -> dict[str, Any]:
@@ -215,11 +203,7 @@ class RunLock:
             os.close(file)
 
     def take(self) -> None:
-        """Acquire the lock, unless this object has it.
-
-        Raises:
-            ConfigError: another run has it, or the folder cannot be created or written.
-        """
+        """Acquire the lock if it is not held; raise ConfigError if another run has it, or the folder is unusable."""
         if self._file is not None:
             return
         try:

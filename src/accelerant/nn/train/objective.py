@@ -74,11 +74,7 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def mse(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean squared error.
-
-    Raises:
-        ShapeError: the shapes differ.
-    """
+    """Return the mean squared error; raise ShapeError if the shapes differ."""
     if outputs.shape != targets.shape:
         raise ShapeError(f"mse needs outputs like the targets, got {tuple(outputs.shape)} and {tuple(targets.shape)}")
     return F.mse_loss(outputs.float(), targets.float())
@@ -121,11 +117,7 @@ class Objective:
         self._metrics = metrics
 
     def __call__(self, model: nn.Module, *batch: Tensor) -> Tensor:
-        """Return the scalar loss of a batch.
-
-        Raises:
-            ConfigError: there are no targets.
-        """
+        """Return the scalar loss of a batch; raise ConfigError if there are no targets."""
         if self._own:
             loss: Tensor = model.loss(*batch)  # type: ignore[operator]  # checked in __init__
             return loss

@@ -92,11 +92,7 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple
 def require_optimizer_tensors(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, found: Mapping[str, Tensor]
 ) -> None:
-    """Check a checkpoint's optimizer state before any of it is loaded.
-
-    Raises:
-        FormatError: it is of other parameters or shapes, or incomplete.
-    """
+    """Raise FormatError unless a checkpoint's optimizer state is complete and of these parameters and shapes."""
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     owners: dict[str, set[str]] = {}
     for full, tensor in found.items():

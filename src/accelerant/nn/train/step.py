@@ -185,11 +185,7 @@ class StepResult(NamedTuple):
 
 
 def require_scalar(loss: Any) -> Tensor:
-    """Return the loss if it is a tensor of one element.
-
-    Raises:
-        ShapeError: it is not.
-    """
+    """Return the loss if it is a tensor of one element; raise ShapeError if it is not."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
     if not isinstance(loss, Tensor):

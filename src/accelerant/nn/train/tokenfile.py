@@ -104,11 +104,7 @@ class TokenFile:
         return f"TokenFile({str(self.path)!r}: {info.count:,} tokens of {info.vocab_size:,}, {info.dtype})"
 
     def verify(self, watch: Callable[[float], None] = lambda _share: None) -> None:
-        """Read all tokens and compare them with their checksum.
-
-        Raises:
-            FormatError: the tokens are not those that were written.
-        """
+        """Read all tokens; raise FormatError unless they have their checksum."""
         digest, done, size = hashlib.sha256(), 0, self.tokens.nbytes
         with self.path.open("rb") as file:  # not through the map, whose pages count as this process's memory
             file.seek(_HEADER)

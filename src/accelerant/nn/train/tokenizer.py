@@ -137,11 +137,7 @@ Tokenizer = ByteTokenizer | BPETokenizer
 
 
 def load_bpe(path: Path) -> BPETokenizer:
-    """Read a tokenizer.json.
-
-    Raises:
-        FormatError: it does not exist or is no byte-level BPE with an end-of-text token.
-    """
+    """Read a tokenizer.json; raise FormatError unless it is a byte-level BPE with an end-of-text token."""
     try:
         return BPETokenizer(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

@@ -15,7 +15,7 @@ import math
 import signal
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -307,9 +307,7 @@ class _Run:
         if not trainer.model.training:  # otherwise a module in eval mode is frozen on purpose
             trainer.model.train()
         # Memory that earlier parts of the program used does not count towards this run's peak.
-        recorded: AbstractContextManager[object] = nullcontext()
-        if trainer.device.type == "cuda":
-            recorded = peak_recorded(trainer.device)
+        recorded = peak_recorded(trainer.device) if trainer.device.type == "cuda" else nullcontext()
         with StopRequest() as stop, recorded, recomputed(trainer.model, config.recompute):
             if config.predict_memory:
                 history.predicted_peak_bytes = self._predict()
@@ -418,10 +416,11 @@ class _Run:
         numbers = torch.stack([torch.stack([step.loss, step.grad_norm]) for step in pending]).tolist()
         peak = peak_memory_bytes(self._trainer.device)
         records: list[StepRecord] = []
+        failure: NotFinite | None = None
         for step, (loss, norm) in zip(pending, numbers, strict=True):
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                self._record(records)
-                raise NotFinite(step.step - 1, loss, norm)
+                failure = NotFinite(step.step - 1, loss, norm)
+                break
             evaluation = self._evaluate(evaluate_after) if evaluate_after and step is pending[-1] else None
             ms, tokens = step.lap.ms(), self._source.unit == "tokens"
             speed = round(self._source.per_step / (ms / 1e3), 1)
@@ -433,11 +432,10 @@ class _Run:
             if evaluation is not None:
                 record = replace(record, validation_loss=evaluation.loss, validation=evaluation.metrics or None)
             records.append(record)
-        self._record(records)
-
-    def _record(self, records: Sequence[StepRecord]) -> None:
         self._metrics.append(records)
         self._trainer.notify("records", records)
+        if failure is not None:
+            raise failure
 
     @property
     def _patience_reason(self) -> str:
