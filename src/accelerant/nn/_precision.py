@@ -25,7 +25,6 @@ class LowWeights:
     """Low-precision copies of the parameters that layers requested while it was active.
 
     Args:
-        dtype: dtype of the copies.
         float8: matrices that products use in 8-bit floating point.
 
     Raises:

@@ -204,11 +204,7 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Scale each row to unit root mean square, then by `weight`; see accelerant.ops.rms_norm.
-
-    Attributes:
-        weight: (width,), initialised to one.
-    """
+    """Scale each row to unit root mean square, then by `weight` (width,), initially 1; see accelerant.ops.rms_norm."""
 
     def __init__(self, width: int, *, eps: float = 1e-6) -> None:
         super().__init__()

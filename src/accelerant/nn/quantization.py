@@ -55,11 +55,7 @@ class LinearInt8(nn.Module):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear | Linear, *, dynamic: bool = False) -> LinearInt8:
-        """Quantise a layer, scaling each output's weights by their largest magnitude; see ops.quantize_int8.
-
-        Raises:
-            ConfigError: a weight is not finite.
-        """
+        """Quantise a layer, scaling each output's weights by their largest; raise ConfigError if one is not finite."""
         weight, scale = ops.quantize_int8(linear.weight.detach())
         if not scale.is_meta and not bool(scale.isfinite().all()):
             output = int((~scale.isfinite()).nonzero()[0])

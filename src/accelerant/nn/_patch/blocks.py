@@ -46,17 +46,17 @@ def _keeps_dtype(x: Tensor, weight: Tensor) -> bool:
     return x.dtype in (torch.float32, torch.float64) or autocast_dtype(x.device.type) is None
 
 
-def layer_norm_forward(self: Any, input: Tensor) -> Tensor:
+def layer_norm_forward(self: Any, input: Tensor) -> Any:
     """Run nn.LayerNorm."""
     if not _keeps_dtype(input, self.weight):
-        return _class_forward(self, input)
+        return type(self).forward(self, input)
     return ops.layer_norm(input, self.weight, self.bias, eps=self.eps)
 
 
-def rms_norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
+def rms_norm_forward(self: Any, hidden_states: Tensor) -> Any:
     """Run the RMSNorm of Llama, Qwen and Mistral."""
     if not _keeps_dtype(hidden_states, self.weight):
-        return _class_forward(self, hidden_states)
+        return type(self).forward(self, hidden_states)
     return ops.rms_norm(hidden_states, self.weight, eps=self.variance_epsilon)
 
 
@@ -87,46 +87,33 @@ def embedding_forward(self: Any, input: Tensor) -> Tensor:
     return ops.embedding(input, self.weight, padding_idx=self.padding_idx)
 
 
-def _class_forward(module: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = type(module).forward(module, x)
-    return y
-
-
 # --- MLPs ------------------------------------------------------------------------------------------------------------
 
 
-def _linear_gelu(layer: Any, activation: Any, x: Tensor, options: dict[str, Any]) -> Tensor | None:
-    """Return activation(layer(x)) by one op; None if the modules have to be called."""
-    if not is_bare(activation, options["activation"], gelu_forward):
-        return None
-    if is_bare(layer, nn.Linear):
-        weight = layer.weight
-    elif is_bare(layer, Conv1D):
-        weight = layer.weight.t()  # stored as (in, out)
-    else:
-        return None
-    return ops.linear_gelu(x, weight, layer.bias, options["approximate"])
+def _linear_gelu(module: Any, layer: Any, activation: Any, x: Tensor) -> Any:
+    """Return activation(layer(x)), by one op unless the modules have to be called."""
+    options = getattr(module, MARK).options
+    if is_bare(activation, options["activation"], gelu_forward):
+        if is_bare(layer, nn.Linear):
+            return ops.linear_gelu(x, layer.weight, layer.bias, options["approximate"])
+        if is_bare(layer, Conv1D):  # its weight is stored as (in, out)
+            return ops.linear_gelu(x, layer.weight.t(), layer.bias, options["approximate"])
+    return activation(layer(x))
 
 
-def gpt2_mlp_forward(self: Any, hidden_states: Tensor) -> Tensor:
+def gpt2_mlp_forward(self: Any, hidden_states: Tensor) -> Any:
     """Run GPT2MLP."""
-    y = _linear_gelu(self.c_fc, self.act, hidden_states, getattr(self, MARK).options)
-    if y is None:
-        y = self.act(self.c_fc(hidden_states))
-    dropped: Tensor = self.dropout(self.c_proj(y))
-    return dropped
+    return self.dropout(self.c_proj(_linear_gelu(self, self.c_fc, self.act, hidden_states)))
 
 
 def vit_mlp_forward(self: Any, hidden_states: Tensor) -> Any:
     """Run ViTMLP."""
-    y = _linear_gelu(self.fc1, self.activation_fn, hidden_states, getattr(self, MARK).options)
-    return self.fc2(self.activation_fn(self.fc1(hidden_states)) if y is None else y)
+    return self.fc2(_linear_gelu(self, self.fc1, self.activation_fn, hidden_states))
 
 
-def intermediate_forward(self: Any, hidden_states: Tensor) -> Tensor:
+def intermediate_forward(self: Any, hidden_states: Tensor) -> Any:
     """Run BertIntermediate."""
-    y = _linear_gelu(self.dense, self.intermediate_act_fn, hidden_states, getattr(self, MARK).options)
-    return _class_forward(self, hidden_states) if y is None else y
+    return _linear_gelu(self, self.dense, self.intermediate_act_fn, hidden_states)
 
 
 def bert_output_forward(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:

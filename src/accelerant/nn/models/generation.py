@@ -112,10 +112,7 @@ class Decodable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The distribution from which a token is drawn, given logits.
-
-    The fields are those of LanguageModel.generate.
-    """
+    """The distribution from which a token is drawn, given logits, with the options of LanguageModel.generate."""
 
     temperature: float = 1.0
     top_k: int | None = None
@@ -130,14 +127,9 @@ class Sampling:
             raise ConfigError(f"top_p must be above 0 and at most 1, got {self.top_p}")
 
     def choose(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """Draw one token for each row by inverting the cumulative distribution.
+        """Draw a token (B,), int64, for each row of logits (B, V), float32, by inverting the cumulative distribution.
 
-        Args:
-            logits: (B, V), float32.
-            uniform: (B,), uniform draws in [0, 1); not read at temperature 0.
-
-        Returns:
-            (B,), int64.
+        `uniform`, (B,), holds draws from [0, 1); it is not read at temperature 0.
         """
         if self.temperature == 0:
             return _argmax(logits)

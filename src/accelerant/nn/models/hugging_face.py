@@ -51,13 +51,7 @@ T = TypeVar("T", int, float, bool)
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor of a checkpoint.
-
-    Attributes:
-        name: its name in the checkpoint, without the layout's prefix.
-        shape: its shape in the checkpoint.
-        transposed: whether it is the transpose of ours, as the weights of transformers' Conv1D.
-    """
+    """One tensor of a checkpoint: name without the layout's prefix, shape, and whether it is the transpose of ours."""
 
     name: str
     shape: tuple[int, ...]
@@ -92,12 +86,7 @@ class Layout(Generic[C]):
     ignored: re.Pattern[str]
 
     def config(self, fields: Fields) -> C:
-        """Return the config that the fields of config.json describe.
-
-        Raises:
-            FormatError: a field has another type.
-            UnsupportedCase: a field asks for a feature that this model lacks.
-        """
+        """Return the config that the fields of config.json describe; raise FormatError or UnsupportedCase."""
         for name, supported in self.required.items():
             fields.require(name, *supported)
         values = {ours: fields.read(name, type(default), default) for ours, (name, default) in self.fields.items()}
@@ -119,11 +108,7 @@ class Fields:
         return self._values.get(name, default)
 
     def read(self, name: str, kind: type[T], default: T | None = None) -> T:
-        """Return a field that is an int, a bool or a finite float; integers are valid as floats.
-
-        Raises:
-            FormatError: it has another type, or is missing without a default.
-        """
+        """Return an int, bool or finite number of a field; raise FormatError for others, or none without a default."""
         value = self._values.get(name, default)
         fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
         if not fits or (kind is float and not _is_finite(value)):
@@ -161,11 +146,7 @@ def _is_finite(value: float) -> bool:
 
 
 class _Tensors:
-    """Named tensors that are read one at a time: those of a module, or of open safetensors files.
-
-    Args:
-        sources: name -> the tensor, or the file that has it.
-    """
+    """Named tensors, read one at a time: each name's source is the tensor, or the open safetensors file that has it."""
 
     def __init__(self, sources: Mapping[str, Any]) -> None:
         self.sources = sources

@@ -152,11 +152,7 @@ class Curve:
 
 
 class Extension(Callback):
-    """Replaces batches or steps of a run, and adds to its results; this base class changes nothing.
-
-    Attributes:
-        name: of its entry in config.json and summary.json.
-    """
+    """Replaces batches or steps of a run, and adds results under its `name`; this base class changes nothing."""
 
     name = "extension"
 

@@ -34,11 +34,7 @@ _FORMAT = "accelerant-checkpoint-1"
 
 
 def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
-    """Write tensors, from any device, and a JSON document as one file in an existing folder, atomically.
-
-    Raises:
-        OSError: the file cannot be written; an existing one stays intact.
-    """
+    """Write tensors and a JSON document as one file, atomically: if OSError is raised, an existing one stays intact."""
     # Copies: safetensors refuses tensors that share memory, as the views of a padded matrix do.
     host = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
     text = json.dumps(document, sort_keys=True)
@@ -46,11 +42,7 @@ def save_checkpoint(path: Path, tensors: Mapping[str, Tensor], document: Mapping
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write tensors that are on the host, contiguous and share no memory, as a safetensors file, atomically.
-
-    Raises:
-        OSError: the file cannot be written; an existing one stays intact.
-    """
+    """Write host tensors, contiguous and without shared memory, as a safetensors file, as `save_checkpoint` does."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -103,11 +95,7 @@ class Checkpoints:
         os.replace(fresh, self.path)  # a process killed before this line leaves the previous one
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any], str | None]:
-        """Return the newest intact checkpoint: tensors, document, and a note if it is not the last one.
-
-        Raises:
-            FormatError: neither is intact, or there is none.
-        """
+        """Return the newest intact checkpoint, and a note if it is not the last; raise FormatError if none is intact."""
         try:
             return *load_checkpoint(self.path), None
         except FormatError as error:
@@ -161,11 +149,7 @@ _MAY_DIFFER = frozenset({
 def gathered(
     model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return everything that the next step depends on except the data: named tensors, and JSON values.
-
-    Raises:
-        UnsupportedCase: the state of the model or the optimizer does not fit into a checkpoint.
-    """
+    """Return what the next step depends on besides data: tensors, and JSON values; raise UnsupportedCase for others."""
     tensors = {}
     for name, value in model.state_dict().items():
         if not isinstance(value, Tensor):

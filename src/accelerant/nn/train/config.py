@@ -282,14 +282,9 @@ class RunConfig:
         return dataclasses.replace(self, **changes)
 
     def resized(self, batch_size: int | None, micro_batch: int | None) -> RunConfig:
-        """Return a copy with other sizes of a step.
+        """Return a copy with other sizes of a step; raise ConfigError if one is below 1 or micro_batch does not divide.
 
-        Args:
-            batch_size: None to keep it.
-            micro_batch: None for the largest divisor of the batch up to the present one.
-
-        Raises:
-            ConfigError: a size below 1; a micro_batch that does not divide the batch.
+        `batch_size` None keeps it; `micro_batch` None takes the largest divisor of the batch up to the present one.
         """
         batch = self.training.batch_size if batch_size is None else batch_size
         if batch < 1:
@@ -302,10 +297,7 @@ class RunConfig:
     def command(self, out: str, backend: str, more: Sequence[str] = ()) -> str:
         """Return the command line that starts this run from the beginning; empty if its name is no preset's.
 
-        Args:
-            out: the run's folder.
-            backend: where it runs.
-            more: options of an extension.
+        `out` is its folder, `backend` where it runs, `more` are options of an extension.
         """
         if self.name not in PRESETS:
             return ""

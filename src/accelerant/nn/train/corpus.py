@@ -173,13 +173,9 @@ def _split(documents: Sequence[Document]) -> tuple[list[Document], list[Document
 
 
 def ngram_baselines(train: Sequence[Document], held_out: Sequence[Document]) -> tuple[float, float]:
-    """Return the held-out loss of a unigram and a bigram model of bytes, in nats per byte.
+    """Return the loss on `held_out` of a unigram and a bigram model of the bytes of `train`, in nats per byte.
 
     unigram p(b) = (n(b) + 1) / (n + 256);  bigram p(b | a) = (n(ab) + p(b)) / (n(a) + 1)
-
-    Args:
-        train: the text whose bytes are counted.
-        held_out: the text to score, not empty.
     """
 
     def pairs(text: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.dtype[np.uint16]]:
@@ -220,8 +216,6 @@ class TokenizedText:
     """The tokens of a text in two disjoint parts, and their origin.
 
     Attributes:
-        tokenizer: converts between text and tokens.
-        train, held_out: to train and to evaluate on.
         sha256: of the text or the token file.
         description: for config.json: source, hash, sizes.
         baselines: returns the held-out loss of a unigram and a bigram model of bytes, in nats per byte.

@@ -115,12 +115,9 @@ def split(parts: Sequence[Batch], micro_batch: int | None) -> list[Batch]:
 
 
 class Prefetcher:
-    """Gathers the batches of steps in a thread; a context manager that ends the thread.
+    """Gathers the batches of steps, made on the CPU, in a thread; a context manager that ends the thread.
 
-    Args:
-        make: returns the batch of a step, on the CPU.
-        steps: the steps, in order.
-        pin: whether the reader gets the batches in pinned memory.
+    The reader gets them in pinned memory if `pin` is set.
     """
 
     def __init__(self, make: Callable[[int], Batch], steps: range, *, pin: bool) -> None:

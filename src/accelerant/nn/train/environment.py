@@ -63,10 +63,7 @@ def numerics(*, deterministic: bool, cpu_threads: int = 0) -> Iterator[None]:
 class StopRequest:
     """Records the first SIGINT or SIGTERM, so that the run can stop after its step; a second signal interrupts it.
 
-    A context manager. Outside the main thread, where Python allows no handlers, `signal` stays None.
-
-    Attributes:
-        signal: number of the received signal, or None.
+    A context manager. Its number is `signal`, None before, and outside the main thread, where Python has no handlers.
     """
 
     def __init__(self) -> None:
@@ -126,11 +123,7 @@ def restore_random(tensors: Mapping[str, Tensor], rest: Mapping[str, Any], devic
 
 @contextmanager
 def forked_random(seed: int | None = None) -> Iterator[None]:
-    """Restore the CPU's generators (torch, NumPy, Python) after the block.
-
-    Args:
-        seed: for the block; None to continue from the current states.
-    """
+    """Restore the CPU's generators (torch, NumPy, Python) after the block, for which `seed`, if any, seeds them."""
     host = torch.device("cpu")
     before = random_state(host)
     if seed is not None:

@@ -64,11 +64,7 @@ class StepRecord:
 
     @classmethod
     def from_json(cls, line: str) -> StepRecord:
-        """Read the result of `to_json`.
-
-        Raises:
-            ValueError, TypeError: the line is no record.
-        """
+        """Read the result of `to_json`; raise ValueError or TypeError if the line is no record."""
         return cls(**{"tokens_per_s": None, **decode_json(line)})
 
 
@@ -105,11 +101,7 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[StepRecord]:
-    """Read the records of a metrics.jsonl; a last line cut off by a crash is ignored.
-
-    Raises:
-        FormatError: the file is missing, or a line before the last is no record.
-    """
+    """Read the records of a metrics.jsonl, but no last line cut off by a crash; raise FormatError if one is invalid."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

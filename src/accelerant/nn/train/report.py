@@ -44,7 +44,6 @@ def build_report(
     Args:
         summary, config: as summary.json and config.json have them.
         ledger: as `Ledger.to_dict()` gives it: "ops" and "fallbacks".
-        sample: text that the model generated.
         remarks: sentences on the meaning of the figures, placed below them.
     """
     preset, source, device = (

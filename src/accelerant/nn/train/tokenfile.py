@@ -82,9 +82,7 @@ def is_token_file(path: Path) -> bool:
 
 
 class TokenFile:
-    """An open token file, with its path, its description `info` and its tokens (count,).
-
-    The tokens are a memory map: slices and gathers read what they need from disk.
+    """An open token file; `tokens` (count,) is a memory map, of which slices and gathers read what they need.
 
     Raises:
         FormatError: it is missing, torn, of another version, or no token file.
@@ -187,12 +185,7 @@ class TokenWriter:
         self._atomic.discard()
 
     def append(self, tokens: Tokens) -> None:
-        """Append tokens.
-
-        Raises:
-            ConfigError: one is not below vocab_size.
-            OSError: the disk is full.
-        """
+        """Append tokens; raise ConfigError if one is not below vocab_size, OSError if the disk is full."""
         if len(tokens) and int(tokens.max()) >= self._vocab_size:
             raise ConfigError(f"token {int(tokens.max())} is not below the vocabulary's size, {self._vocab_size}")
         data = np.ascontiguousarray(tokens, self._dtype)

@@ -160,9 +160,7 @@ def _pieces(text: str) -> Iterator[str]:
 def last_cut(text: str, since: int) -> int:
     """Return the last position at which an unfinished text may be cut without changing its tokens; 0 for none.
 
-    Args:
-        text: the text so far.
-        since: number of its characters that an earlier call searched.
+    An earlier call searched the characters before `since`.
     """
     for boundary in (_SPACE, _LINE):
         end = len(text)

@@ -288,10 +288,7 @@ class _Run:
         self._flushed_at = time.monotonic()
 
     def execute(self, *, resume: bool) -> None:
-        """Train, from the newest intact checkpoint if `resume` is set.
-
-        Raises: as `Trainer.fit`.
-        """
+        """Train, from the newest intact checkpoint if `resume` is set; raise as `Trainer.fit`."""
         began, history, trainer, config = time.monotonic(), self.history, self._trainer, self._trainer.config
         document: dict[str, Any] = {}
         if self._checkpoints is not None:
