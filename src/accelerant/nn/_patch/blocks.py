@@ -206,8 +206,7 @@ def gpt2_block_forward(
 def _fused_gpt2_block(self: Any, x: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> Tensor | None:
     attention, mlp = self.attn, self.mlp
     pattern = _attention_pattern(attention, x, attention_mask, kwargs)
-    approximate = _approximation(mlp, gpt2_mlp_forward, "act")
-    if pattern is None or approximate is None:
+    if pattern is None or (approximate := _approximation(mlp, gpt2_mlp_forward, "act")) is None:
         return None
     norms, layers = (self.ln_1, self.ln_2), (attention.c_attn, attention.c_proj, mlp.c_fc, mlp.c_proj)
     dropouts = (attention.attn_dropout, attention.resid_dropout, mlp.dropout)
@@ -227,8 +226,9 @@ def vit_layer_forward(self: Any, hidden_states: Tensor, attention_mask: Tensor |
 def _fused_vit_layer(self: Any, x: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> Tensor | None:
     attention, mlp = self.attention, self.mlp
     pattern = _attention_pattern(attention, x, attention_mask, kwargs)
-    approximate = _approximation(mlp, vit_mlp_forward, "activation_fn")
-    if pattern is None or approximate is None or (attention.training and attention.attention_dropout):
+    if pattern is None or (approximate := _approximation(mlp, vit_mlp_forward, "activation_fn")) is None:
+        return None
+    if attention.training and attention.attention_dropout:
         return None
     norms = (self.layernorm_before, self.layernorm_after)
     layers = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, mlp.fc1, mlp.fc2)
@@ -257,8 +257,9 @@ def _fused_bert_layer(self: Any, x: Tensor, attention_mask: Tensor | None, kwarg
         return None
     attention, first = outer.self, outer.output
     pattern = _attention_pattern(attention, x, attention_mask, kwargs)
-    approximate = _approximation(inner, intermediate_forward, "intermediate_act_fn")
-    if pattern is None or approximate is None or "feed_forward_chunk" in self.__dict__:
+    if pattern is None or "feed_forward_chunk" in self.__dict__:
+        return None
+    if (approximate := _approximation(inner, intermediate_forward, "intermediate_act_fn")) is None:
         return None
     if not all(is_bare(output, type(output), bert_output_forward) for output in (first, last)):
         return None

@@ -95,7 +95,7 @@ class Checkpoints:
         os.replace(fresh, self.path)  # a process killed before this line leaves the previous one
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any], str | None]:
-        """Return the newest intact checkpoint, and a note if it is not the last; raise FormatError if none is intact."""
+        """Return the newest intact checkpoint, and a note if it is not the last; raise FormatError without one."""
         try:
             return *load_checkpoint(self.path), None
         except FormatError as error:
