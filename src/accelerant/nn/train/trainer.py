@@ -34,8 +34,10 @@ from accelerant.nn.train.environment import StopRequest, numerics
 from accelerant.nn.train.folder import RunFolder, RunLock
 from accelerant.nn.train.history import (
     History,
+    KernelTime,
     MetricsFile,
     PendingStep,
+    StepProfiler,
     StepRecord,
     StepTimer,
     peak_memory_bytes,
@@ -44,7 +46,6 @@ from accelerant.nn.train.history import (
 from accelerant.nn.train.nan_diagnosis import NanDiagnosis, NotFinite
 from accelerant.nn.train.objective import Evaluation, Loss, Metric, Objective, autocast, evaluate, precision_of
 from accelerant.nn.train.optim import MakeOptimizer, learning_rate, make_optimizer
-from accelerant.nn.train.profiler import KernelTime, StepProfiler
 from accelerant.nn.train.step import TrainStep, recomputed
 from accelerant.runtime import registry
 from accelerant.runtime.memory.limits import available_bytes, peak_recorded, size_text
