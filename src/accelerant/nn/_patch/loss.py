@@ -26,7 +26,6 @@ from accelerant.ops._library import autocast_dtype
 
 __all__ = ["causal_lm_forward", "masked_lm_forward", "signed"]
 
-
 _LONGEST_MASK = 4096
 """Longest sequence for which we build a mask, whose memory is quadratic: 16 MiB here."""
 

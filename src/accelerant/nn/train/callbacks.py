@@ -136,7 +136,6 @@ class TensorBoard(Callback):
 
 # --- extensions ------------------------------------------------------------------------------------------------------
 
-
 Step = Callable[[Sequence[Batch], float], StepResult]
 """One step of a training, from its batches and the learning rate; nothing need wait for the device."""
 

@@ -137,7 +137,6 @@ def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
 
 # --- the state of a training -----------------------------------------------------------------------------------------
 
-
 _MAY_DIFFER = frozenset({
     "accumulate", "epochs", "steps", "device", "deterministic", "graph", "recompute",
     "evaluate_every", "evaluations", "patience", "min_delta", "keep_best",

@@ -194,7 +194,6 @@ def ngram_baselines(train: Sequence[Document], held_out: Sequence[Document]) -> 
 
 # --- tokens to train on ----------------------------------------------------------------------------------------------
 
-
 _HELD_OUT_TOKENS = 20, 1 << 24
 """Held out of a token file: one token in 20, from its end, and at most so many."""
 
@@ -316,7 +315,6 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
 
 
 # --- preparing a token file ------------------------------------------------------------------------------------------
-
 
 _READ = 1 << 22  # bytes at a time
 _LONGEST = 1 << 26  # characters without a word boundary: cut anyway, so that memory stays bounded

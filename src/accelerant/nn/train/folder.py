@@ -168,7 +168,6 @@ class RunFolder:
 
 # --- the lock --------------------------------------------------------------------------------------------------------
 
-
 _UNWRITTEN_S = 10.0  # an older lock file without a process ID was left by a crash
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}  # from file systems without locks
 
