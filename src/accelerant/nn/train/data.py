@@ -74,12 +74,11 @@ def require_windows(tokens: Tokens, context: int, part: str) -> None:
 
 
 def random_windows(tokens: Tokens, *, seed: int, step: int, count: int, context: int) -> NDArray[np.int64]:
-    """Return the windows of one step, whose positions are drawn by the counter-based generator Philox.
+    """Return the `count` windows of one step, whose positions are drawn by the counter-based generator Philox.
 
     Args:
         tokens: at least context + 1.
         seed, step: the generator's key and the high word of its counter.
-        count: number of windows.
 
     Returns:
         (count, context + 1): inputs are all columns but the last, targets all but the first.

@@ -17,9 +17,7 @@ from torch import Tensor
 
 from accelerant.runtime.host import usable_cores
 
-__all__ = [
-    "StopRequest", "forked_random", "numerics", "random_state", "restore_random",
-]  # fmt: skip
+__all__ = ["StopRequest", "forked_random", "numerics", "random_state", "restore_random"]
 
 
 @contextmanager

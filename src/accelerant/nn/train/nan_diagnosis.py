@@ -104,12 +104,9 @@ class NanDiagnosis:
         return run
 
     def explain(self, step: object, failed: int, loss: Callable[..., Tensor]) -> str:
-        """Return the words on a failed step: the module, the last good checkpoint. Restores the state from before it.
+        """Return the words on step `failed`: the module, the last good checkpoint. Restores the state from before it.
 
-        Args:
-            step: repeats steps, on a GPU; only a TrainStep can.
-            failed: the number of the step, 0 for the first.
-            loss: of a batch, in the training's precision.
+        On a GPU `step` repeats the steps since the last saved state, which only a TrainStep can.
         """
         if not isinstance(step, TrainStep):
             return f"not diagnosed: the steps are not the Trainer's own; {self._last_good()}"
@@ -189,9 +186,6 @@ def find_not_finite(model: nn.Module, loss: Callable[..., Tensor], parts: Sequen
         model: with the parameters from before the step, which do not change; gradients are set to None.
         loss: of a micro-batch, in the precision of the training.
         parts: the step's micro-batches, on the model's device.
-
-    Returns:
-        Words for a message, without a full stop.
     """
     for name, parameter in model.named_parameters():  # not the buffers, which the failed step may have changed
         if not _finite(parameter):

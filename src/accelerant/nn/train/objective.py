@@ -22,9 +22,7 @@ from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.data import Batch
 from accelerant.nn.train.step import require_scalar
 
-__all__ = [
-    "Evaluation", "Loss", "Metric", "Objective", "accuracy", "autocast", "evaluate", "precision_of",
-]  # fmt: skip
+__all__ = ["Evaluation", "Loss", "Metric", "Objective", "accuracy", "autocast", "evaluate", "precision_of"]
 
 Metric = Callable[[Tensor, Tensor], Tensor]
 """A function of outputs and targets that returns the mean over the rows."""
@@ -96,7 +94,6 @@ class Objective:
     """The loss of a batch, as a function of the module and the batch.
 
     Args:
-        model: the module, or one like it.
         loss: a name or function; None for the model's own `loss`, or else cross entropy of integer targets and mean
             squared error of others.
         metrics: measured in evaluations; None for accuracy if the loss is cross entropy.

@@ -32,9 +32,7 @@ from accelerant.nn.train.data import Batch
 from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.streams.graphs import Graph
 
-__all__ = [
-    "EAGER_STEPS", "GraphedStep", "Same", "StepResult", "TrainStep", "recomputed", "require_scalar",
-]  # fmt: skip
+__all__ = ["EAGER_STEPS", "GraphedStep", "Same", "StepResult", "TrainStep", "recomputed", "require_scalar"]
 
 # --- steps as CUDA graphs --------------------------------------------------------------------------------------------
 

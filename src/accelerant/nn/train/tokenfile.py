@@ -195,15 +195,9 @@ class TokenWriter:
         self.count += len(data)
 
     def finish(self, *, documents: int, text_bytes: int, before: Callable[[], None] = lambda: None) -> TokenFileInfo:
-        """Write the header and rename the file.
+        """Write the header and rename the file; raise ConfigError if no token was written, OSError if the disk is full.
 
-        Args:
-            documents, text_bytes: for the description.
-            before: called when everything is written, before the file is renamed.
-
-        Raises:
-            ConfigError: no token was written.
-            OSError: the disk is full.
+        `before` is called when everything is written, before the file is renamed.
         """
         if not self.count:
             raise ConfigError(f"no text in {self._source}: nothing to write to {self._path}")

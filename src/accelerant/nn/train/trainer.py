@@ -73,17 +73,14 @@ class Trainer:
 
     Args:
         model: moved to the config's device and trained in place.
-        config: None for the defaults.
         loss: "cross_entropy", "mse", or a function of outputs and targets. None for the model's method `loss`, called
             with the tensors of a batch; for a model without one, cross entropy of integer targets (the outputs' last
             dimension is the classes) and mean squared error of others.
         optimizer: constructs the optimizer from parameters; None for the config's. The learning rate is the config's in
             any case.
         metrics: functions of outputs and targets, measured in evaluations; None for accuracy with cross entropy.
-        callbacks: called in this order.
 
     Attributes:
-        model, config, device, optimizer, callbacks: as used.
         objective: the loss of a batch.
         precision: the dtype of autocast; None for the parameters' own.
         history: of the current or last run.
