@@ -327,19 +327,18 @@ class _Run:
         if config.profile and self._folder is not None:
             self.profiler = StepProfiler(self._folder, config.profile, range(start, total), trainer.device)
         with ExitStack() as stack:
-            own = trainer.step is None
+            step = trainer.step
+            own = step is None
             self._diagnosis = NanDiagnosis(trainer, source, self._checkpoints, self._rate, start, position, active=own)
             stack.enter_context(self._diagnosis)
-            step = trainer.step or TrainStep(
-                trainer.model,
-                trainer.optimizer,
-                self._diagnosis.recorded(functools.partial(trainer.objective, trainer.model)),
-                max_grad_norm=config.clip or None,
-                accumulate=config.accumulate,
-                weigh=trainer.objective.weigh,
-                precision=torch.float8_e4m3fn if config.precision == "fp8" else trainer.precision,
-                graph={"auto": None, "on": True, "off": False}[config.graph] if source.fixed else False,
-            )
+            if step is None:
+                step = TrainStep(
+                    trainer.model, trainer.optimizer,
+                    self._diagnosis.recorded(functools.partial(trainer.objective, trainer.model)),
+                    max_grad_norm=config.clip or None, accumulate=config.accumulate, weigh=trainer.objective.weigh,
+                    precision=torch.float8_e4m3fn if config.precision == "fp8" else trainer.precision,
+                    graph={"auto": None, "on": True, "off": False}[config.graph] if source.fixed else False,
+                )  # fmt: skip
             pin = trainer.device.type == "cuda"
             batches = stack.enter_context(closing(source.batches(range(start, total), position, pin=pin)))
             trainer.notify("begin", start, total)
