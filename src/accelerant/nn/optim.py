@@ -351,11 +351,7 @@ class SGD(MultiTensorOptimizer):
     """Stochastic gradient descent with momentum, all parameters in one launch.
 
     Takes the arguments of torch.optim.SGD; the others are as in AdamW, with `state_dtype` the dtype of the momentum
-    buffers. Source: Sutskever et al. 2013, in the form of torch.optim.SGD.
-
-    Raises:
-        ConfigError: a value is out of range.
-        UnsupportedDtype: a parameter other than float16, bfloat16, float32 or float64.
+    buffers. Raises as AdamW does. Source: Sutskever et al. 2013, in the form of torch.optim.SGD.
     """
 
     _names = ("momentum_buffer",)

@@ -157,7 +157,6 @@ class Record(_Unpicklable):
     """All changes to a model.
 
     Attributes:
-        report: the user's report.
         marked: modules with a Mark.
         forwards: modules and the functions that replace their forward.
         configs: configs whose attention was switched from "sdpa".
