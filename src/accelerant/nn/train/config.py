@@ -259,7 +259,7 @@ class RunConfig:
         """Return a copy with other values of fields, of this class or of its training.
 
         Args:
-            changes: values by field name; `micro_batch`, the windows on the device at a time, stands for accumulate. It
+            changes: values by field name; `micro_batch`, the windows on the device at a time, sets accumulate. It
                 stays as it is if only `batch_size` changes.
 
         Raises:

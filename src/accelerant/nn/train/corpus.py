@@ -110,7 +110,7 @@ def text_files(data: Sequence[str]) -> list[Path]:
 
 
 def _named_files(data: Sequence[str]) -> Iterator[tuple[Path, str]]:
-    """Iterate the files that paths stand for, each once, with the names of their documents."""
+    """Iterate the files that paths name, each once, with the names of their documents."""
     seen: set[str] = set()
     for name in data:
         path = Path(name)
