@@ -16,21 +16,16 @@ from accelerant import errors
 
 PUBLIC_MODULES = ("accelerant.errors", "accelerant.config", "accelerant.accelerator", "accelerant.runtime.provider")
 NOT_FOR_USERS = {
+    "allocation_limit",
     "load",
     "check_device",
     "check_launch",
     "check_owner",
     "check_scalar",
-    "check_size",
-    "host_bytes",
-    "host_size",
     "log_launch",
     "out_of_memory",
     "pick_entry",
-    "pop_limit",
     "probe_in_child",
-    "push_limit",
-    "set_base_limit",
 }
 SLOW_OR_DRIVER = ("triton", "llvmlite", "cuda.core", "typer", "rich", "tokenizers")
 

@@ -2,8 +2,9 @@
 
 The file is `$ACCELERANT_CONFIG`, or `config.toml` in the user's configuration folder:
 
-    backend = "auto"          # ACCELERANT_BACKEND     auto, cpu, cuda, ...
-    fallback = "allow"        # ACCELERANT_FALLBACK    allow, warn, forbid
+    backend = "auto"          # ACCELERANT_BACKEND     auto, or the one backend to use: cpu, cuda, ...
+    fallback = "allow"        # ACCELERANT_FALLBACK    a failing device or implementation is replaced by another: allow
+                              #                        (warn once, count), warn (each time), forbid (raise)
     cache_dir = "/path"       # ACCELERANT_CACHE_DIR   compiled kernels, choices, tokenisers
     memory_fraction = 1.0     # ACCELERANT_MEMORY_FRACTION   share of each device's memory for this process
     log = "warning"           # ACCELERANT_LOG         debug, info, warning, error
@@ -32,6 +33,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
 from accelerant.errors import ConfigError
@@ -44,32 +46,16 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 def _user_folder(kind: Literal["cache", "config"]) -> Path:
-    """Return the system's folder for a user's files of that kind."""
     if sys.platform == "win32":
-        root = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-        return root / "accelerant" / kind
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "accelerant" / kind
     if sys.platform == "darwin":
         return Path.home() / "Library" / {"cache": "Caches", "config": "Application Support"}[kind] / "accelerant"
-    root = Path(os.environ.get(f"XDG_{kind.upper()}_HOME") or Path.home() / f".{kind}")
-    return root / "accelerant"
+    return Path(os.environ.get(f"XDG_{kind.upper()}_HOME") or Path.home() / f".{kind}") / "accelerant"
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings and their defaults.
-
-    Attributes:
-        backend: "auto", or the one backend to use.
-        fallback: what to do if a device or implementation fails: allow (warn once, count), warn (each time) or
-            forbid (raise).
-        cache_dir: folder of compiled kernels, raced choices and tokenisers.
-        memory_fraction: share of a device's memory that this process may allocate, above 0 to 1.
-        log: level of the "accelerant" logger.
-        race: "first_use" times the implementations that serve a case when it is first met.
-        tune: "first_use" does the same for launch parameters.
-        deterministic: refuse implementations that may give different bits for the same inputs; start no race.
-        implementation: pairs of an op and the only implementation that may run it; sorted.
-    """
+    """The settings and their defaults, which the module's docstring explains; pairs of `implementation` are sorted."""
 
     backend: str = "auto"
     fallback: FallbackPolicy = "allow"
@@ -82,17 +68,14 @@ class Settings:
     implementation: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        _require(self.fallback in get_args(FallbackPolicy), "fallback", self.fallback, get_args(FallbackPolicy))
-        _require(self.log in get_args(LogLevel), "log", self.log, get_args(LogLevel))
-        _require(0.0 < self.memory_fraction <= 1.0, "memory_fraction", self.memory_fraction, ("a number in (0, 1]",))
-        _require(bool(self.backend), "backend", self.backend, ("auto, or a backend's name",))
-        _require(self.race in get_args(When), "race", self.race, get_args(When))
-        _require(self.tune in get_args(When), "tune", self.tune, get_args(When))
+        for name, allowed in (("fallback", FallbackPolicy), ("log", LogLevel), ("race", When), ("tune", When)):
+            self._require(name, getattr(self, name) in get_args(allowed), " | ".join(get_args(allowed)))
+        self._require("memory_fraction", 0.0 < self.memory_fraction <= 1.0, "a number in (0, 1]")
+        self._require("backend", bool(self.backend), "auto, or a backend's name")
 
-
-def _require(ok: bool, name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if not ok:
-        raise ConfigError(f"setting {name}: wanted {' | '.join(allowed)}, got {value!r}")
+    def _require(self, name: str, holds: bool, wanted: str) -> None:
+        if not holds:
+            raise ConfigError(f"setting {name}: wanted {wanted}, got {getattr(self, name)!r}")
 
 
 def _converted(name: str, value: object, origin: str) -> Any:
@@ -145,13 +128,9 @@ def _from_file(path: Path, *, must_exist: bool) -> dict[str, Any]:
 
 
 def load(environ: Mapping[str, str] | None = None) -> Settings:
-    """Read the settings from the file and the environment, which takes precedence.
+    """Read the settings from the file and the environment (the process's by default), which takes precedence.
 
-    Args:
-        environ: environment variables; the process's by default.
-
-    Raises:
-        ConfigError: an unknown name or an invalid value.
+    Raises ConfigError for an unknown name or an invalid value.
     """
     environ = os.environ if environ is None else environ
     named = environ.get("ACCELERANT_CONFIG")
@@ -176,16 +155,8 @@ the hot path of dispatch need not read the settings."""
 CHOICE_SETTINGS = frozenset({"race", "tune", "deterministic", "implementation", "cache_dir"})
 
 
-class _LaunchLog:
-    """A flag for logging kernel launches, read by launches as a plain attribute."""
-
-    __slots__ = ("enabled",)
-
-    def __init__(self) -> None:
-        self.enabled = False
-
-
-launch_log = _LaunchLog()
+launch_log = SimpleNamespace(enabled=False)
+"""Whether kernel launches are logged, which they read as a plain attribute."""
 
 
 def _set_log_level(level: str) -> None:
@@ -219,16 +190,10 @@ def override(**changes: Any) -> Iterator[Settings]:
 
     Python's other threads keep theirs, also those that the block starts. Autograd's threads, which torch starts and a
     ContextVar does not reach, follow the override entered last, whichever thread entered it. The log level is that of
-    the whole process.
+    the whole process. Text is read as from the environment; an unknown name or an invalid value raises ConfigError.
 
     >>> with override(fallback="forbid"):
     ...     train()
-
-    Args:
-        changes: settings by name; text is read as from the environment.
-
-    Raises:
-        ConfigError: an unknown name or an invalid value.
     """
     unknown = sorted(set(changes) - {setting.name for setting in fields(Settings)})
     if unknown:

@@ -24,24 +24,10 @@ Messages state what was expected, what was given and what to do.
 from __future__ import annotations
 
 __all__ = [
-    "AccelerantError",
-    "BackendUnavailable",
-    "BudgetExceeded",
-    "CompileError",
-    "ConfigError",
-    "DeviceLost",
-    "DivergenceError",
-    "FallbackWarning",
-    "FormatError",
-    "LaunchError",
-    "MissingDependency",
-    "OutOfMemory",
-    "ProtocolError",
-    "ShapeError",
-    "TimeLimitExceeded",
-    "UnsupportedCase",
-    "UnsupportedDtype",
-]
+    "AccelerantError", "BackendUnavailable", "BudgetExceeded", "CompileError", "ConfigError", "DeviceLost",
+    "DivergenceError", "FallbackWarning", "FormatError", "LaunchError", "MissingDependency", "OutOfMemory",
+    "ProtocolError", "ShapeError", "TimeLimitExceeded", "UnsupportedCase", "UnsupportedDtype",
+]  # fmt: skip
 
 
 class AccelerantError(Exception):
@@ -49,12 +35,7 @@ class AccelerantError(Exception):
 
 
 class BackendUnavailable(AccelerantError):
-    """An explicitly chosen backend is absent.
-
-    Attributes:
-        backend: its name, for example "cuda".
-        reason: for example "no NVIDIA driver: libcuda.so.1 not found".
-    """
+    """An explicitly chosen backend ("cuda") is absent, for a reason ("no NVIDIA driver: libcuda.so.1 not found")."""
 
     def __init__(self, backend: str, reason: str) -> None:
         self.backend = backend
@@ -63,12 +44,7 @@ class BackendUnavailable(AccelerantError):
 
 
 class MissingDependency(AccelerantError):
-    """An optional package is needed.
-
-    Attributes:
-        package: the package that could not be imported.
-        extra: the extra of Accelerant that installs it.
-    """
+    """An optional package is needed and could not be imported; the extra of Accelerant installs it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         self.package = package
@@ -77,11 +53,7 @@ class MissingDependency(AccelerantError):
 
 
 class CompileError(AccelerantError):
-    """A kernel did not compile.
-
-    Attributes:
-        log: the compiler's log.
-    """
+    """A kernel did not compile; `log` is the compiler's."""
 
     def __init__(self, message: str, log: str = "") -> None:
         self.log = log

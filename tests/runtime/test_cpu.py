@@ -211,7 +211,7 @@ def test_the_key_holds_what_the_code_depends_on(cpu, monkeypatch):
 
     def key(text=text, options=(), entries=("k",)):
         made = KernelSource("k", {"llvm": text}, dict.fromkeys(entries, ()), options=options)
-        return cpu._key(made, text)
+        return cpu.key_of(made)
 
     keys = [key(), key(text + "\n"), key(options=("-x",)), key(entries=("l",)), key(entries=("k", "l"))]
     for name, value in (("_cpu", "abacus"), ("_features", "+beads"), ("_target", None)):

@@ -41,6 +41,7 @@ from accelerant.runtime.memory.limits import (
 from accelerant.runtime.memory.live_set import LiveSet, predicting, storage_bytes
 from accelerant.runtime.memory.owners import largest_owners
 from accelerant.runtime.memory.peak import compare_peak, predict_peak
+from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.streams.stream import Stream, submit
 from accelerant.runtime.streams.transfer import copy_async, stream_chunks
 from requirements import require_backend
@@ -442,6 +443,19 @@ def test_the_peak_of_a_block_on_the_cpu():
     assert record.growth_bytes == 4 << 18
     assert record.peak_bytes - record.before_bytes == record.growth_bytes
     del y
+
+
+def test_the_peak_of_a_block_on_rocm_is_the_allocators(monkeypatch):
+    card = ComputeDevice("rocm", 0, "a card", torch_type="cuda")
+    monkeypatch.setattr(memory, "find_device", lambda device: card)
+    monkeypatch.setattr(memory, "_former_peaks", {})
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+    figures = {"synchronize": None, "max_memory_allocated": 70, "reset_peak_memory_stats": None, "memory_allocated": 30}
+    for name, value in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda index, value=value: value)
+    with memory.peak_recorded("cuda") as record:
+        assert record.growth_bytes == 0
+    assert record.growth_bytes == 40
 
 
 def test_the_prediction_touches_nothing():

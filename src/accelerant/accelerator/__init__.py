@@ -6,7 +6,7 @@
 ...     acc.metrics()["gelu"]["p95_ms"]
 
     facade.py    Accelerator, its configuration, limits and metrics
-    methods.py   the operations: implementation, merging, cost
+    methods.py   the operations: implementation, merging, cost; conversion of arrays
     batch.py     many small calls in one launch
 """
 

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from accelerant.accelerator.methods import METHODS, Operations
+from accelerant.accelerator.methods import METHODS, ArrayOrigin, Operations
 from accelerant.errors import AccelerantError, ShapeError, TimeLimitExceeded
-from accelerant.runtime.arrays import ArrayOrigin
 
 __all__ = ["Batch", "PendingCall"]
 
@@ -36,11 +35,7 @@ class PendingCall:
         self._outcome: Callable[[], Any] | None = None
 
     def result(self) -> Any:
-        """Return the result, in the kind of the inputs.
-
-        Raises:
-            AccelerantError: the batch has not ended; or the call's own error.
-        """
+        """Return the result, in the kind of the inputs; or raise the call's error, or AccelerantError in its batch."""
         if self._outcome is None:
             raise AccelerantError(f"{self.name}: this call's batch has not ended yet")
         return self._outcome()
@@ -66,24 +61,18 @@ _Member = tuple[PendingCall, Tensors, ArrayOrigin]
 
 
 class Batch(Operations):
-    """Records calls until its block ends, then runs them; made by Accelerator.batch().
+    """Records calls until its block ends, then runs them in `launches` calls of operations; see Accelerator.batch().
 
     Args:
         move: moves a call's arrays to the device; returns them, their origin and the bytes that the call takes.
         run: runs an operation on tensors for a number of calls.
-        memory_limit_bytes: the most that calls on the device may take together; a batch beyond it runs in several
-            parts.
-
-    Attributes:
-        launches: calls of operations made.
+        memory_limit_bytes: for the calls on the device together; a batch beyond it runs in several parts.
     """
 
     def __init__(
-        self,
-        move: Callable[[str, tuple[Any, ...], dict[str, Any]], tuple[Tensors, ArrayOrigin, int]],
-        run: Callable[[str, Tensors, dict[str, Any], int], torch.Tensor],
-        memory_limit_bytes: int | None = None,
-    ) -> None:
+        self, move: Callable[[str, tuple[Any, ...], dict[str, Any]], tuple[Tensors, ArrayOrigin, int]],
+        run: Callable[[str, Tensors, dict[str, Any], int], torch.Tensor], memory_limit_bytes: int | None = None,
+    ) -> None:  # fmt: skip
         self._move = move
         self._run = run
         self._limit = memory_limit_bytes

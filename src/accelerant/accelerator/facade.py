@@ -11,7 +11,7 @@ import math
 import threading
 import time
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from accelerant.accelerator.batch import Batch
-from accelerant.accelerator.methods import METHODS, Operations, result_bytes
+from accelerant.accelerator.methods import METHODS, ArrayOrigin, Operations, result_bytes, to_torch
 from accelerant.algebra.field import prime_field
 from accelerant.config import FallbackPolicy, override, settings
 from accelerant.errors import (
@@ -35,7 +35,6 @@ from accelerant.errors import (
 )
 from accelerant.ops.gelu.portable import gelu_on
 from accelerant.runtime import registry
-from accelerant.runtime.arrays import ArrayOrigin, to_torch
 from accelerant.runtime.dispatch.operation import RECOVERABLE
 from accelerant.runtime.ledger import FallbackRecord, ledger, quantile
 from accelerant.runtime.provider import ComputeDevice, Event, MemoryInfo
@@ -81,16 +80,9 @@ class AcceleratorConfig:
             raise ConfigError(f"fallback must be allow, warn or forbid, got {self.fallback!r}")
 
 
-# --- metrics and time limits -----------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class _OperationRow:
-    calls: int = 0
-    errors: int = 0
-    fallbacks: int = 0
-    bytes: int = 0
-    flops: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
     samples_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES_KEPT))
     pending: deque[tuple[Event, Event]] = field(default_factory=deque)
 
@@ -103,13 +95,6 @@ class _OperationRow:
             else:
                 self.pending.append((start, stop))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the figures by name, with quantiles of the times."""
-        self.collect()
-        ordered = sorted(self.samples_ms)
-        counts = {name: getattr(self, name) for name in ("calls", "errors", "fallbacks", "bytes", "flops")}
-        return counts | {f"p{q}_ms": quantile(ordered, q / 100) for q in (50, 95, 99)}
-
 
 class OperationMetrics:
     """Calls, times and bytes of operations; may be used from several threads."""
@@ -118,56 +103,47 @@ class OperationMetrics:
         self._lock = threading.Lock()
         self._rows = {name: _OperationRow() for name in names}
 
-    def called(self, name: str, calls: int = 1) -> None:
-        """Count calls that begin."""
+    def add(self, name: str, **counts: int) -> None:
+        """Add to an operation's calls, errors (calls that raised), fallbacks (to another device), bytes and flops."""
         with self._lock:
-            self._rows[name].calls += calls
+            self._rows[name].counts.update(counts)
 
-    def failed(self, name: str, calls: int = 1) -> None:
-        """Count calls that raised."""
-        with self._lock:
-            self._rows[name].errors += calls
-
-    def fell_back(self, name: str, calls: int = 1) -> None:
-        """Count calls that another device ran."""
-        with self._lock:
-            self._rows[name].fallbacks += calls
-
-    def done(self, name: str, moved_bytes: int, flops: int, start: Event | None, stop: Event | None) -> None:
-        """Add the bytes and operations of a call, and the events around it."""
+    def add_time(self, name: str, start: Event, stop: Event | None) -> None:
+        """Add the events around a call."""
+        if stop is None:
+            return
         with self._lock:
             row = self._rows[name]
-            row.bytes += moved_bytes
-            row.flops += flops
-            if start is not None and stop is not None:
-                row.pending.append((start, stop))
-                if len(row.pending) >= _PENDING_LIMIT:
-                    row.collect()
+            row.pending.append((start, stop))
+            if len(row.pending) >= _PENDING_LIMIT:
+                row.collect()
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """Return the figures of the operations that were called."""
+        """Return the figures of the operations that were called, with quantiles of their times."""
+        figures = {}
         with self._lock:
-            return {name: row.to_dict() for name, row in self._rows.items() if row.calls}
+            for name, row in self._rows.items():
+                if row.counts["calls"]:
+                    row.collect()
+                    ordered = sorted(row.samples_ms)
+                    counts = {key: row.counts[key] for key in ("calls", "errors", "fallbacks", "bytes", "flops")}
+                    figures[name] = counts | {f"p{q}_ms": quantile(ordered, q / 100) for q in (50, 95, 99)}
+        return figures
 
 
+@dataclass(frozen=True, slots=True)
 class _Deadline:
     """The time limit of one call, from its construction on."""
 
-    def __init__(self, name: str, timeout_s: float | None) -> None:
-        self.name = name
-        self.timeout_s = timeout_s
-        self._began = time.monotonic()
+    name: str
+    timeout_s: float | None
+    began_s: float = field(default_factory=lambda: time.monotonic())
 
     def check(self, reached: str) -> None:
         """Raise TimeLimitExceeded if the limit has passed; the message says how far the call came."""
-        if self.timeout_s is None:
-            return
-        spent = time.monotonic() - self._began
-        if spent > self.timeout_s:
+        spent = time.monotonic() - self.began_s
+        if self.timeout_s is not None and spent > self.timeout_s:
             raise TimeLimitExceeded(f"{self.name}: {spent:.3g} s of at most {self.timeout_s:g} s {reached}")
-
-
-# --- the accelerator -------------------------------------------------------------------------------------------------
 
 
 class Accelerator(Operations):
@@ -175,7 +151,7 @@ class Accelerator(Operations):
 
     Args:
         backend: "auto" (the setting's, ACCELERANT_BACKEND), or one of accelerant.runtime.registry.BACKENDS.
-        device: number of the device on the backend.
+        device: number on the backend.
         fallback: whether another device may be used if this one is absent, or fails before anything was written.
         config: limits.
 
@@ -206,8 +182,6 @@ class Accelerator(Operations):
             self._announce("Accelerator", error.backend, chosen.backend, error.reason)
             return chosen
 
-    # --- life ----------------------------------------------------------------------------------------------------
-
     def __enter__(self) -> Accelerator:
         self._check_open()
         return self
@@ -235,8 +209,6 @@ class Accelerator(Operations):
     def __repr__(self) -> str:
         return f"Accelerator({self.device.label}, {self.device.name}{', closed' * self._closed})"
 
-    # --- metrics, memory -------------------------------------------------------------------------------------------
-
     def metrics(self) -> dict[str, dict[str, Any]]:
         """Return calls, errors, fallbacks, bytes, flops, p50_ms, p95_ms and p99_ms of each operation that was called.
 
@@ -255,11 +227,7 @@ class Accelerator(Operations):
         self._provider.synchronize(self.device.index)
 
     def benchmark(self, iterations: int = 20, size: int = 256) -> dict[str, dict[str, float]]:
-        """Time every operation on random data; metrics() does not count it.
-
-        Args:
-            iterations: timed calls of each operation, at least 1.
-            size: rows of 1024.
+        """Time every operation on random data of `size` rows of 1024; metrics() does not count it.
 
         Returns:
             for each operation that this device supports: p50_ms, p95_ms, p99_ms, gb_per_s, gflop_per_s.
@@ -271,26 +239,22 @@ class Accelerator(Operations):
         results: dict[str, dict[str, float]] = {}
         for name, method in METHODS.items():
             args = method.example(self._torch_device, size)
+            samples = []
             try:
-                out, samples = self._benchmark_one(name, args, iterations)
+                for _ in range(iterations + 2):
+                    self._provider.synchronize(self.device.index)
+                    began = time.perf_counter()
+                    out = self._run(name, args, {}, _Deadline(name, None))
+                    self._provider.synchronize(self.device.index)
+                    samples.append((time.perf_counter() - began) * 1e3)
             except UnsupportedCase:
                 continue
+            samples = sorted(samples[2:])  # without the warm-up
             moved = sum(arg.nbytes for arg in args) + out.nbytes
             median = quantile(samples, 0.5) or math.nan
             results[name] = {f"p{q}_ms": quantile(samples, q / 100) or math.nan for q in (50, 95, 99)}
             results[name] |= {"gb_per_s": moved / median / 1e6, "gflop_per_s": method.flops(args, out) / median / 1e6}
         return results
-
-    def _benchmark_one(self, name: str, args: Tensors, iterations: int) -> tuple[torch.Tensor, list[float]]:
-        samples = []
-        for i in range(iterations + 2):
-            self._provider.synchronize(self.device.index)
-            began = time.perf_counter()
-            out = self._run(name, args, {}, _Deadline(name, None))
-            self._provider.synchronize(self.device.index)
-            if i >= 2:
-                samples.append((time.perf_counter() - began) * 1e3)
-        return out, sorted(samples)
 
     # --- many calls ----------------------------------------------------------------------------------------------
 
@@ -309,7 +273,6 @@ class Accelerator(Operations):
     def _batched_move(
         self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[Tensors, ArrayOrigin, int]:
-        """Prepare and move a call's arrays; return them, their origin, and the bytes that the call takes."""
         self._check_open()
         arrays = self._prepared(name, arrays, options)
         needed = self._check_memory(name, arrays)
@@ -319,13 +282,13 @@ class Accelerator(Operations):
 
     def _batched_run(self, name: str, tensors: Tensors, options: dict[str, Any], calls: int) -> torch.Tensor:
         self._check_open()
-        self._metrics.called(name, calls)
+        self._metrics.add(name, calls=calls)
         try:
             with override(fallback=self._policy):
                 deadline = _Deadline(name, self.config.timeout_s)
                 return self._run_or_fall_back(name, tensors, options, deadline, calls)
         except Exception:
-            self._metrics.failed(name, calls)
+            self._metrics.add(name, errors=calls)
             raise
 
     def submit(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> Future[T]:
@@ -334,9 +297,7 @@ class Accelerator(Operations):
         >>> answer = acc.submit(acc.gelu, x)
         >>> answer.result(timeout_s=1)             # or, in asyncio: y = await answer
 
-        Args:
-            fn: a method of this Accelerator, or any function of arrays.
-            args, kwargs: arguments of fn.
+        fn is a method of this Accelerator, or any function of arrays.
         """
         self._check_open()
         stream = Stream.current(self._torch_device)
@@ -347,7 +308,7 @@ class Accelerator(Operations):
     def _call(self, name: str, arrays: tuple[Any, ...], **options: Any) -> Any:
         """Move the arrays to the device, run, and return the result in kind."""
         self._check_open()
-        self._metrics.called(name)
+        self._metrics.add(name, calls=1)
         deadline = _Deadline(name, self.config.timeout_s)
         try:
             with override(fallback=self._policy):
@@ -356,7 +317,7 @@ class Accelerator(Operations):
                 tensors, origin = self._move_or_fall_back(name, arrays)
                 tensor = self._run_or_fall_back(name, tensors, options, deadline)
         except Exception:
-            self._metrics.failed(name)
+            self._metrics.add(name, errors=1)
             raise
         return origin.wrap(tensor)
 
@@ -374,7 +335,12 @@ class Accelerator(Operations):
         """Run on the device of the tensors, or on the CPU after a failure that wrote nothing."""
         if tensors[0].device == self._torch_device:
             try:
-                result = self._timed(name, tensors, options, deadline)
+                start = self._provider.record_event(self.device.index)
+                result = self._run(name, tensors, options, deadline)
+                if start is not None:
+                    self._metrics.add_time(name, start, self._provider.record_event(self.device.index))
+                moved = sum(tensor.nbytes for tensor in tensors) + result.nbytes
+                self._metrics.add(name, bytes=moved, flops=METHODS[name].flops(tensors, result, **options))
                 if deadline.timeout_s is not None:
                     self._provider.synchronize(self.device.index)
                     deadline.check("at its end")
@@ -389,7 +355,7 @@ class Accelerator(Operations):
         if self._policy == "forbid" or self.device.backend == "cpu":
             raise error
         self._announce(name, self.device.label, "cpu", f"{type(error).__name__}: {error}")
-        self._metrics.fell_back(name, calls)
+        self._metrics.add(name, fallbacks=calls)
 
     def _prepared(self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
         """Return the arrays to move to the device in place of the arguments."""
@@ -399,19 +365,10 @@ class Accelerator(Operations):
         return tuple(prepare(x, argument, options) for x, argument in zip(arrays, ("x", "y"), strict=False))
 
     def _move(self, name: str, arrays: tuple[Any, ...], to: torch.device | None = None) -> tuple[Tensors, ArrayOrigin]:
-        """Return the arrays as tensors on a device, and the origin of the first."""
         dtype = np.dtype(METHODS[name].dtype)
         plain = (int, float, list, tuple)
         moved = [to_torch(x, to or self._torch_device, dtype if isinstance(x, plain) else None) for x in arrays]
         return tuple(tensor for tensor, _ in moved), moved[0][1]
-
-    def _timed(self, name: str, tensors: Tensors, options: dict[str, Any], deadline: _Deadline) -> torch.Tensor:
-        start = self._provider.record_event(self.device.index)
-        result = self._run(name, tensors, options, deadline)
-        stop = self._provider.record_event(self.device.index) if start is not None else None
-        moved = sum(tensor.nbytes for tensor in tensors) + result.nbytes
-        self._metrics.done(name, moved, METHODS[name].flops(tensors, result, **options), start, stop)
-        return result
 
     def _run(self, name: str, tensors: Tensors, options: dict[str, Any], deadline: _Deadline) -> torch.Tensor:
         if self.device.torch_device:
@@ -442,8 +399,7 @@ class Accelerator(Operations):
     def _check_memory(self, name: str, arrays: tuple[Any, ...]) -> int:
         """Return the bytes of a call's inputs and result, or 0 without a limit.
 
-        Raises:
-            OutOfMemory: they pass the limit; nothing was allocated.
+        Raises OutOfMemory if they pass the limit; nothing was allocated.
         """
         limit = self.config.memory_limit_bytes
         needed = result_bytes(name, arrays) if limit is not None else 0

@@ -1,31 +1,99 @@
-"""The operations of the Accelerator: implementation, merging of calls, cost."""
+"""The operations of the Accelerator: implementation, merging of calls, cost; arrays of other libraries as tensors.
+
+Memory is shared through DLPack if an array is already on the device; the protocol orders the producer's and the
+consumer's streams (each side passes its current one). NumPy shares memory with CPU tensors.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.utils.dlpack
 
 from accelerant import ops
 from accelerant.algebra.field import prime_field
 from accelerant.algebra.field.words import check_words, encode
-from accelerant.errors import ConfigError, ShapeError
-from accelerant.runtime.arrays import kind_of
+from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.zk.elliptic_curve import curve as curve_named
 from accelerant.zk.multi_scalar.op import msm
 from accelerant.zk.operands import encoded_points, plain_scalars, scalar_words
 from accelerant.zk.transform import ntt
 
-__all__ = ["METHODS", "Method", "Operations", "result_bytes"]
+__all__ = ["METHODS", "ArrayOrigin", "Method", "Operations", "result_bytes", "to_torch"]
 
 Tensors = tuple[torch.Tensor, ...]
 _DEFAULT_FIELD = "goldilocks"
 _DEFAULT_CURVE = "bn254_g1"
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayOrigin:
+    """The library ("numpy", "torch", "cupy" or "jax") and device of an array, to which results are converted back.
+
+    `context` is the library's own device object, if it has one.
+    """
+
+    kind: str
+    device: torch.device
+    context: Any = None
+
+    def wrap(self, tensor: torch.Tensor) -> Any:
+        """Return the tensor as an array of this kind, on the input's device."""
+        if self.kind == "torch":
+            return tensor.to(self.device)
+        tensor = tensor.detach()
+        if self.kind == "numpy":
+            return tensor.cpu().numpy()
+        if self.kind == "cupy":
+            return sys.modules["cupy"].from_dlpack(tensor.to(self.device))
+        jax = sys.modules["jax"]
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype in ("int64", "uint64", "float64") and not jax.config.jax_enable_x64:
+            raise UnsupportedDtype(f"JAX holds {dtype} only after jax.config.update('jax_enable_x64', True)")
+        return jax.dlpack.from_dlpack(tensor.to(self.device).contiguous())
+
+
+def kind_of(x: object) -> str:
+    """Return the library of an array, "numpy" for numbers and sequences of them; or raise UnsupportedDtype."""
+    if isinstance(x, torch.Tensor):
+        return "torch"
+    if isinstance(x, (np.ndarray, np.generic, int, float, Sequence)) and not isinstance(x, (str, bytes)):
+        return "numpy"
+    root = type(x).__module__.partition(".")[0]
+    if root == "cupy":
+        return "cupy"
+    if root in ("jax", "jaxlib"):
+        return "jax"
+    raise UnsupportedDtype(f"wanted an array of NumPy, torch, CuPy or JAX, got {type(x).__module__}.{type(x).__name__}")
+
+
+def to_torch(x: Any, device: torch.device, dtype: np.dtype[Any] | None = None) -> tuple[torch.Tensor, ArrayOrigin]:
+    """Return an array as a tensor on the device, and its origin; memory on the device is shared.
+
+    `dtype` is that of plain Python numbers, NumPy's own choice by default. Anything but an array or numbers, and a
+    dtype that torch lacks, raises UnsupportedDtype.
+    """
+    kind = kind_of(x)
+    try:
+        if kind == "torch":
+            return x.to(device, non_blocking=False), ArrayOrigin(kind, x.device)
+        if kind == "numpy":
+            array = x if isinstance(x, np.ndarray) else np.asarray(x, dtype)
+            array = np.ascontiguousarray(array)
+            tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+            return tensor.to(device), ArrayOrigin(kind, torch.device("cpu"))
+        tensor = torch.utils.dlpack.from_dlpack(x)
+        context = next(iter(x.devices())) if kind == "jax" else None
+        return tensor.to(device), ArrayOrigin(kind, tensor.device, context)
+    except (TypeError, ValueError, BufferError, OverflowError) as error:
+        raise UnsupportedDtype(f"cannot take this {kind} array: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +107,7 @@ class Method:
             None: not merged.
         example: makes random arguments for Accelerator.benchmark, from a device and a number of rows.
         flops: operations of a call, from the tensors, the result and the options.
-        dtype: dtype of plain Python numbers.
+        dtype: of plain Python numbers.
         prepare: converts an argument before it is moved, from its value, its name and the call's options.
         whole: whether a call, by its tensors and options, is never split into batches of rows.
     """
@@ -60,9 +128,6 @@ def _floats(*shapes: tuple[int, ...]) -> Callable[[torch.device, int], Tensors]:
         return tuple(torch.randn([rows if n < 0 else n for n in shape], device=device) for shape in shapes)
 
     return make
-
-
-# --- fields ----------------------------------------------------------------------------------------------------------
 
 
 def _elements(count: int) -> Callable[[torch.device, int], Tensors]:
@@ -104,10 +169,6 @@ def _field_method(name: str, arguments: int) -> Method:
         _field_words,
         lambda args, options: prime_field(options.get("field", _DEFAULT_FIELD)).limbs > 1 and args[0].ndim < 2,
     )
-
-
-def _transform(x: torch.Tensor, *, field: str = _DEFAULT_FIELD, **options: Any) -> torch.Tensor:
-    return torch.as_tensor(ntt(x, field, **options))
 
 
 def _transform_flops(args: Tensors, y: torch.Tensor, *, field: str = _DEFAULT_FIELD, **_: Any) -> int:
@@ -163,7 +224,7 @@ METHODS: dict[str, Method] = {
     "field_mul": _field_method("mul", 2),
     "field_inv": _field_method("inv", 1),
     "ntt": Method(
-        _transform,
+        lambda x, field=_DEFAULT_FIELD, **options: torch.as_tensor(ntt(x, field, **options)),
         "stack",
         lambda device, rows: (_elements(1)(device, rows)[0].view(rows, 1024),),
         _transform_flops,
@@ -232,10 +293,7 @@ class Operations(ABC):
     ) -> Any:
         """Apply the number-theoretic transform along the last axis of elements; see accelerant.zk.ntt.
 
-        Takes words or integers of the named field; the coset is an integer.
-
-        Raises:
-            ConfigError: the coset is no integer.
+        Takes words or integers of the named field. A coset that is no integer raises ConfigError.
         """
         if coset is not None and not isinstance(coset, int):
             raise ConfigError(
@@ -253,11 +311,7 @@ class Operations(ABC):
 
 
 def result_bytes(name: str, arrays: tuple[Any, ...]) -> int:
-    """Return the bytes of a call's inputs and result, computed from the inputs.
-
-    Raises:
-        ShapeError: matmul of scalars.
-    """
+    """Return the bytes of a call's inputs and result, computed from the inputs."""
     sizes = [int(array.nbytes if hasattr(array, "nbytes") else np.asarray(array).nbytes) for array in arrays]
     if name != "matmul":
         return sum(sizes) + max(sizes)  # the largest: field elements broadcast

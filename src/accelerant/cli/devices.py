@@ -50,7 +50,7 @@ def devices(json_output: Annotated[bool, typer.Option("--json", help="Print a JS
 
 def _peers(present: list[ComputeDevice]) -> dict[tuple[str, int], list[int]]:
     """Return, for each device of a backend with several, the devices whose memory it reads directly."""
-    from accelerant.runtime.monitoring.topology import peer_access
+    from accelerant.runtime.monitoring.monitor import peer_access
 
     peers: dict[tuple[str, int], list[int]] = {}
     for backend in {device.backend for device in present if device.index > 0}:
@@ -62,7 +62,7 @@ def _peers(present: list[ComputeDevice]) -> dict[tuple[str, int], list[int]]:
 def _cells(device: ComputeDevice, remark: str) -> tuple[str, ...]:
     from rich.markup import escape
 
-    from accelerant.runtime.monitoring.topology import free_memory
+    from accelerant.runtime.monitoring.monitor import free_memory
 
     if not device.available:
         return device.backend, "-", "", "", escape(f"absent: {device.reason}")

@@ -13,11 +13,12 @@ import json
 import os
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-__all__ = ["MAX_DEPTH", "AtomicFile", "decode_json", "temporary_path", "write_atomic"]
+__all__ = ["MAX_DEPTH", "AtomicFile", "JsonRecord", "decode_json", "temporary_path", "write_atomic"]
 
 MAX_DEPTH = 100
 """Levels of arrays and objects that `decode_json` reads; real files have fewer than ten."""
@@ -34,17 +35,12 @@ def temporary_path(path: Path) -> Path:
 
 
 class AtomicFile:
-    """A new file that replaces `path` when it is committed, and is removed when it is not.
+    """A new file that replaces `path`, in a folder that exists, when it is committed, and is removed when it is not.
 
     As a context manager, it yields the open binary file, commits at the end of the block and discards on an exception.
-    A killed process leaves the temporary file, `.NAME.PID.RANDOM.tmp`, and the old file.
-
-    Args:
-        path: the file to replace; its folder exists. A symlink is replaced, not followed.
-        mode: permissions of the new file before the umask.
-
-    Raises:
-        OSError: the folder cannot be written or the disk is full; it names `path`, which is as it was.
+    A killed process leaves the temporary file, `.NAME.PID.RANDOM.tmp`, and the old file. A symlink is replaced, not
+    followed. `mode` has the permissions of the new file before the umask. An OSError, of a full disk for example, names
+    `path`, which is as it was.
     """
 
     def __init__(self, path: Path, *, mode: int = 0o666) -> None:
@@ -92,14 +88,10 @@ class AtomicFile:
 
 
 def write_atomic(path: Path, content: bytes | Callable[[Path], None]) -> None:
-    """Write a file under a temporary name in its folder, flush it to disk, then rename it.
+    """Write a file under a temporary name in its existing folder, flush it to disk, then rename it.
 
-    Args:
-        path: the file; its folder exists.
-        content: the bytes, or a function that writes the file whose path it is given.
-
-    Raises:
-        OSError: the folder cannot be written or the disk is full; `path` is as it was.
+    The content is the bytes, or a function that writes the file whose path it is given. If the folder cannot be written
+    or the disk is full, OSError is raised, and `path` is as it was.
     """
     atomic = AtomicFile(path)
     with atomic as file:
@@ -111,31 +103,27 @@ def write_atomic(path: Path, content: bytes | Callable[[Path], None]) -> None:
         atomic.temporary.chmod(mode)
 
 
+class JsonRecord:
+    """Base class of dataclasses that are written as JSON."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields by name, for JSON."""
+        return asdict(self)  # type: ignore[call-overload,no-any-return]  # subclasses are dataclasses
+
+
 def decode_json(text: str | bytes) -> Any:
-    """Return the value of a JSON text, refusing one nested too deeply.
+    """Return the value of a JSON text, in UTF-8 if it is bytes; raise ValueError for another text or deep nesting.
 
     json.loads recurses once a level and stops at the interpreter's recursion limit, which other packages raise beyond
-    what the C stack holds; a deep text then ends the process. The depth is therefore counted first.
-
-    Args:
-        text: JSON; bytes in UTF-8.
-
-    Raises:
-        ValueError: not JSON, or more than `MAX_DEPTH` levels deep.
+    what the C stack holds; a deep text then ends the process. The depth, at most MAX_DEPTH, is therefore counted first.
     """
     decoded = text.decode("utf-8") if isinstance(text, bytes) else text
     if decoded.count("[") + decoded.count("{") > MAX_DEPTH:
-        _check_depth(decoded)
-    return json.loads(decoded)
-
-
-def _check_depth(text: str) -> None:
-    depth = 0
-    for token in _TOKEN.finditer(text):
-        first = token[0][0]
-        if first in "[{":
-            depth += 1
+        depth = 0
+        for token in _TOKEN.finditer(decoded):
+            depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0][0], 0)
             if depth > MAX_DEPTH:
                 raise ValueError(f"more than {MAX_DEPTH} levels of arrays and objects")
-        elif first in "]}":
-            depth -= 1
+    return json.loads(decoded)

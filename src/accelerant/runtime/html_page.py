@@ -13,19 +13,9 @@ from dataclasses import dataclass
 from html import escape
 
 __all__ = [
-    "Bar",
-    "Line",
-    "Point",
-    "Reference",
-    "bars",
-    "card",
-    "document",
-    "facts",
-    "line_chart",
-    "smoothed",
-    "table",
+    "Bar", "Line", "Point", "Reference", "bars", "card", "document", "facts", "line_chart", "smoothed", "table",
     "ticks",
-]
+]  # fmt: skip
 
 _STYLE = """
 :root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --text: #1b2330; --soft: #647084; --edge: #e1e6ed;
@@ -84,12 +74,7 @@ footer { font-size: 13px; }
 
 
 def document(title: str, style: str, body: Sequence[str]) -> str:
-    """Return a whole page.
-
-    Args:
-        style: the page's own rules, after those of all pages.
-        body: HTML of its parts, in order; empty ones are left out.
-    """
+    """Return a page of the HTML of its parts, with its own style after that of all pages; empty parts are left out."""
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
     return (
         f'<!doctype html>\n<html lang="en"><head>{head}<title>{escape(title)}</title>'
@@ -115,12 +100,9 @@ def facts(items: Iterable[tuple[str, str, str]]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[tuple[str, str]]], numbers: Iterable[str] = ()) -> str:
-    """Return a table that scrolls sideways.
+    """Return a table that scrolls sideways; cells have a CSS class and a text.
 
-    Args:
-        head: the columns' names; none for no header.
-        rows: cells, each of a CSS class and a text.
-        numbers: columns with right-aligned names.
+    Without names of columns in `head` it has no header; those in `numbers` are right-aligned.
     """
     numbers = set(numbers)
     top = "".join(f'<th class="number">{escape(x)}</th>' if x in numbers else f"<th>{escape(x)}</th>" for x in head)
@@ -131,14 +113,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[tuple[str, str]]], number
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A horizontal bar.
+    """A horizontal bar of length `value`, between a label and a text, in the style "ours", "lost" or "peer".
 
-    Attributes:
-        label: text on its left.
-        value: its length.
-        text: text on its right.
-        style: "ours", "lost" or "peer".
-        low, high: ends of its spread; equal for none.
+    `low` and `high` are the ends of its spread; equal for none.
     """
 
     label: str
@@ -152,10 +129,7 @@ class Bar:
 def bars(title: str, shown: Sequence[Bar], *, aside: str = "", limit: float = 0.0) -> str:
     """Return bars on one scale, as text and boxes that reflow on a narrow screen.
 
-    Args:
-        title: heading of the group; "" for none.
-        aside: text after the title.
-        limit: value of a dashed line; 0 for none.
+    The title may be "". `aside` follows it as text; `limit` is the value of a dashed line, 0 for none.
     """
     most = max([limit, *(max(bar.value, bar.high) for bar in shown)]) or 1.0
     parts = [f"<b>{escape(title)}{f'<small>{escape(aside)}</small>' if aside else ''}</b>"] if title else []
@@ -171,9 +145,6 @@ def bars(title: str, shown: Sequence[Bar], *, aside: str = "", limit: float = 0.
             f'<span class="value" title="{escape(bar.text)}">{escape(bar.text)}</span></span>'
         )
     return f'<div class="bars">{"".join(parts)}</div>'
-
-
-# --- line charts -----------------------------------------------------------------------------------------------------
 
 
 _WIDTH, _HEIGHT = 540, 300
@@ -241,16 +212,10 @@ def _label(value: float) -> str:
 def line_chart(
     lines: Sequence[Line], *, x_label: str, y_label: str, references: Sequence[Reference] = (), zero: bool = False
 ) -> str:
-    """Draw lines over one pair of axes.
+    """Return lines over one pair of axes as an `<svg>` element without scripts or outside resources.
 
-    Args:
-        lines: at least one point among them, else the chart says that there is no data.
-        x_label, y_label: names with units.
-        references: levels to draw where they lie inside the chart.
-        zero: whether the y axis starts at 0.
-
-    Returns:
-        An `<svg>` element without scripts or outside resources.
+    Without any point, the chart says that there is no data. Labels have units. References are levels to draw where they
+    lie inside the chart. With `zero` the y axis starts at 0.
     """
     shown = [Line(line.label, _thinned(line.points), line.style, line.dots) for line in lines if line.points]
     if not shown:

@@ -33,15 +33,7 @@ _CASES_LIMIT = 512
 
 @dataclass(frozen=True, slots=True)
 class FallbackRecord:
-    """One kind of fallback.
-
-    Attributes:
-        op: that was called.
-        case: its device, dtype and shape.
-        wanted: the implementation or device that was to run.
-        ran: the one that ran instead.
-        reason: the error of the wanted one.
-    """
+    """One kind of fallback: op and case, the implementation or device that was wanted, the one that ran, and why."""
 
     op: str
     case: str
@@ -59,8 +51,7 @@ class OpRecord:
         refused: implementations that were preferred but refused, with the reason.
         bytes_per_call: least bytes moved: each input read once, each output written once.
         flops_per_call: floating-point or integer operations of the algorithm.
-        calls: number of calls begun.
-        failures: number of calls that raised.
+        calls, failures: number of calls begun, and of those that raised.
         reason: of the last choice of this implementation.
     """
 
@@ -81,15 +72,9 @@ class OpRecord:
     def to_dict(self) -> dict[str, Any]:
         """Return the record for JSON; quantiles are None until a call was timed."""
         samples = sorted(self.samples_ms)
+        names = ("op", "implementation", "own", "backend", "device", "case", "calls", "failures")
         return {
-            "op": self.op,
-            "implementation": self.implementation,
-            "own": self.own,
-            "backend": self.backend,
-            "device": self.device,
-            "case": self.case,
-            "calls": self.calls,
-            "failures": self.failures,
+            **{name: getattr(self, name) for name in names},
             "timed": len(samples),
             "ms_p20": quantile(samples, 0.2),
             "ms_p50": quantile(samples, 0.5),
@@ -108,9 +93,6 @@ class Decision:
     """The implementation that runs a case of an op, and the reason.
 
     Attributes:
-        op, case, device: as text.
-        implementation: the chosen one.
-        own: whether it is a kernel of Accelerant.
         refused: implementations that were preferred but refused, or failed in the race, with the reason.
         not_tried: implementations that were neither refused nor timed.
         reason: of the choice: "forced", race times, a shipped table, the order of preference.
@@ -138,13 +120,9 @@ class Decision:
 
 @dataclass(slots=True)
 class Manifest:
-    """The ops that a captured graph runs at each replay.
+    """The ops that a captured graph runs at each replay, with their number of calls.
 
-    Attributes:
-        name: of the graph.
-        calls: number of calls of each op in it.
-        replays: number of runs; the owner of the graph adds to it.
-        settled: number of replays that the records' counts include.
+    The owner of the graph adds to `replays`; the records' counts include the first `settled` of them.
     """
 
     name: str
@@ -191,8 +169,7 @@ class Ledger:
         """
         with self.lock:
             key = (new.op, new.implementation, new.device, new.case)
-            known = self._records.get(key)
-            if known is not None:
+            if (known := self._records.get(key)) is not None:
                 known.refused, known.reason = new.refused, new.reason
                 return known
             if sum(1 for other in self._records if other[0] == new.op) >= _CASES_LIMIT:
@@ -205,9 +182,7 @@ class Ledger:
         """Count a call; return the event before it if it is to be timed."""
         with self.lock:
             calls = record.calls = record.calls + 1
-        if calls % SAMPLE_EVERY and (calls > 4 or calls == 1):
-            return None
-        return provider.record_event(device)
+        return provider.record_event(device) if calls % SAMPLE_EVERY == 0 or 1 < calls <= 4 else None
 
     def discount(self, record: OpRecord) -> None:
         """Take back a counted call, which is made in another way."""
@@ -233,9 +208,8 @@ class Ledger:
     def fallback(self, entry: FallbackRecord) -> bool:
         """Count a fallback; return True the first time."""
         with self.lock:
-            count = self._fallbacks.get(entry, 0)
-            self._fallbacks[entry] = count + 1
-            return count == 0
+            self._fallbacks[entry] = self._fallbacks.get(entry, 0) + 1
+            return self._fallbacks[entry] == 1
 
     def captured(self, name: str, calls: Mapping[OpKey, int]) -> Manifest:
         """Take back calls that were counted while a graph was captured, since they did not run; return its manifest."""
@@ -316,18 +290,12 @@ class Ledger:
         lines: list[str] = []
 
         def family(
-            name: str,
-            kind: str,
-            text: str,
-            rows: list[dict[str, Any]],
-            value: Callable[[Any], object],
+            name: str, kind: str, text: str, rows: list[dict[str, Any]], value: Callable[[Any], object],
             labels: tuple[str, ...] = _LABELS,
-        ) -> None:
-            lines.append(f"# HELP {name} {text}")
-            lines.append(f"# TYPE {name} {kind}")
+        ) -> None:  # fmt: skip
+            lines.extend((f"# HELP {name} {text}", f"# TYPE {name} {kind}"))
             for row in rows:
-                amount = value(row)
-                if amount is not None:
+                if (amount := value(row)) is not None:
                     lines.append(f"{name}{{{_label_text(row, labels)}}} {amount}")
 
         def median_s(row: dict[str, Any]) -> float | None:
@@ -341,13 +309,12 @@ class Ledger:
         family("accelerant_op_seconds", "gauge", "Median of the timed calls.", ops, median_s)
         with_reason = (*_LABELS, "reason")
         family("accelerant_op_info", "gauge", "Reason of the last choice.", ops, lambda row: 1, with_reason)
-        counts: dict[str, dict[str, Any]] = {}
+        series: dict[str, dict[str, Any]] = {}
         for row in fallbacks:  # one series for all reasons
-            total = counts.setdefault(_label_text(row, _LABELS), {**row, "count": 0})
+            total = series.setdefault(_label_text(row, _LABELS), {**row, "count": 0})
             total["count"] += row["count"]
-        family(
-            "accelerant_fallbacks_total", "counter", "Fallbacks taken.", [*counts.values()], lambda row: row["count"]
-        )
+        totals = list(series.values())
+        family("accelerant_fallbacks_total", "counter", "Fallbacks taken.", totals, lambda row: row["count"])
         family("accelerant_fallback_info", "gauge", "Reasons of fallbacks.", fallbacks, lambda row: 1, with_reason)
         family("accelerant_graph_replays_total", "counter", "Graphs run.", table["graphs"], lambda row: row["replays"])
         return "\n".join(lines) + "\n"

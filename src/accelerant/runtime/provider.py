@@ -34,17 +34,18 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from accelerant.errors import CompileError, ConfigError, DeviceLost, LaunchError, OutOfMemory, ShapeError
-from accelerant.runtime.compilation.kernel import Kernel, KernelSource
+from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources
+from accelerant.runtime.files import JsonRecord
 
 __all__ = [
-    "Buffer", "ComputeBackend", "ComputeDevice", "ComputeProvider", "CountedMemory", "Event", "Launches",
+    "Arguments", "Buffer", "ComputeBackend", "ComputeDevice", "ComputeProvider", "CountedMemory", "Event", "Launches",
     "MemoryCounter", "MemoryInfo", "Pointer", "launches", "noted",
 ]  # fmt: skip
 
@@ -54,17 +55,17 @@ ComputeBackend = str
 Pointer = Any
 """A pointer argument: a Buffer, or anything with `data_ptr()` on the device (a torch tensor)."""
 
+Arguments = Sequence[Pointer | int | float]
+"""The arguments of a launch."""
+
 
 @dataclass(frozen=True, slots=True)
-class ComputeDevice:
-    """A device, or the absence of one.
+class ComputeDevice(JsonRecord):
+    """A device, or the absence of one, whose index is -1.
 
     Attributes:
-        backend: "cuda", "cpu", ...
-        index: number on its backend; -1 for an absent backend.
         name: as its driver reports it.
-        available: whether it can be used.
-        reason: why it cannot be used; empty if it can.
+        available, reason: whether it can be used, and why not.
         memory_bytes: total memory; 0 where unknown.
         architecture: target that kernels are compiled for: "sm_90", "x86_64".
         properties: further figures of the driver: multiprocessors, clocks, versions.
@@ -93,21 +94,13 @@ class ComputeDevice:
             return ""
         return self.torch_type if self.torch_type == "cpu" else f"{self.torch_type}:{self.index}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name, for JSON."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
-    """Memory of a device, in bytes.
+    """Memory of a device, and this process's part of it.
 
-    Attributes:
-        total_bytes: size of the device's memory.
-        free_bytes: available to any process.
-        allocated_bytes: in live buffers and tensors of this process.
-        reserved_bytes: held by this process's pool, in use or cached.
-        peak_bytes: highest allocated_bytes so far.
+    Total and free bytes are the device's; the process has allocated bytes in live buffers and tensors, at most
+    `peak_bytes` so far, and reserved bytes in its pool, in use or cached.
     """
 
     total_bytes: int
@@ -120,11 +113,8 @@ class MemoryInfo:
 class Buffer:
     """A range of device memory; released by `free`, or when its last reference goes.
 
-    Args:
-        pointer: address on the device, or the driver's handle where its memory has no addresses.
-        size_bytes: length.
-        device: index of the device.
-        owner: object that keeps the memory alive; tells the provider that allocated it.
+    The pointer is an address on the device, or the driver's handle where its memory has no addresses. The owner keeps
+    the memory alive, and its type tells the provider that allocated it.
     """
 
     __slots__ = ("_pointer", "device", "owner", "size_bytes")
@@ -136,11 +126,7 @@ class Buffer:
         self.owner = owner
 
     def data_ptr(self) -> int:
-        """Return the address on the device, or the driver's handle.
-
-        Raises:
-            LaunchError: the buffer was freed.
-        """
+        """Return the address on the device, or the driver's handle; raise LaunchError if the buffer was freed."""
         if self._pointer is None:
             raise LaunchError(f"{self!r} was freed; it cannot be used any more")
         return self._pointer
@@ -169,12 +155,9 @@ class MemoryCounter:
 
 
 class CountedMemory:
-    """The memory of a Buffer, counted while it lives. A provider has a subclass, which tells its buffers from others.
+    """The provider's object that keeps a Buffer's memory alive, counted while it lives.
 
-    Args:
-        counter: of the device.
-        memory: the provider's object that keeps the memory alive.
-        size_bytes: size asked for.
+    A provider has a subclass, which tells its buffers from others.
     """
 
     __slots__ = ("_counter", "_size_bytes", "memory")
@@ -203,7 +186,6 @@ class ComputeProvider(ABC):
     """One backend. The module's docstring is the contract.
 
     Attributes:
-        name: the backend's name.
         dialects: kernel dialects it compiles, the preferred first. Empty for a backend without kernels of Accelerant,
             where torch's own operations run.
         torch_type: type of `torch.device` whose calls this provider serves; empty for none.
@@ -236,21 +218,20 @@ class ComputeProvider(ABC):
             OutOfMemory: with the size asked for and the size free.
         """
 
-    @abstractmethod
     def copy_to_device(self, array: npt.ArrayLike, device: int = 0, *, out: Buffer | None = None) -> Buffer:
-        """Copy an array's bytes, in C order, to the device.
-
-        Args:
-            array: anything NumPy reads.
-            device: target device.
-            out: buffer to write into; a new one by default.
+        """Copy the bytes of anything NumPy reads, in C order, to `out` or to a new buffer on the device.
 
         Raises:
             ShapeError: `out` is smaller than the array.
             LaunchError: `out` was freed, or another provider allocated it.
         """
+        flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        if out is not None and out.size_bytes < flat.nbytes:
+            raise ShapeError(f"a buffer of {out.size_bytes} bytes cannot take an array of {flat.nbytes}")
+        buffer = self.allocate(flat.nbytes, device) if out is None else out
+        self._write(buffer, flat)
+        return buffer
 
-    @abstractmethod
     def copy_to_host(self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int]) -> npt.NDArray[Any]:
         """Copy the buffer's first elements to a new NumPy array; waits for them.
 
@@ -258,37 +239,38 @@ class ComputeProvider(ABC):
             ShapeError: the buffer is smaller than that.
             LaunchError: it was freed, or another provider allocated it.
         """
+        if min(shape, default=0) < 0:
+            raise ShapeError(f"a buffer cannot be read as {tuple(shape)}: sizes must be 0 or more")
+        size = int(np.dtype(dtype).itemsize * np.prod(shape, dtype=object))
+        if size > buffer.size_bytes:
+            raise ShapeError(f"{tuple(shape)} of {np.dtype(dtype)} is {size} bytes; the buffer has {buffer.size_bytes}")
+        array = np.empty(tuple(shape), dtype)  # NumPy asks for huge pages: the first touch is ten times quicker
+        self._read(buffer, array.reshape(-1).view(np.uint8))
+        return array
+
+    @abstractmethod
+    def _write(self, buffer: Buffer, content: npt.NDArray[np.uint8]) -> None:
+        """Copy bytes to the beginning of a buffer, which is large enough, once its owner is checked."""
+
+    @abstractmethod
+    def _read(self, buffer: Buffer, content: npt.NDArray[np.uint8]) -> None:
+        """Copy bytes from the beginning of a buffer, which is large enough, once its owner is checked."""
 
     @abstractmethod
     def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
         """Compile a kernel for a device's architecture, or load it from the disk cache.
 
-        Args:
-            source: kernel to compile.
-            entry: entry point; optional if there is only one.
-            device: device to load it on.
-
-        Raises:
-            CompileError: with the compiler's log.
+        `entry`, the entry point, is optional if there is only one. Raises CompileError with the compiler's log.
         """
 
     @abstractmethod
     def launch(
-        self,
-        kernel: Kernel,
-        grid: Sequence[int],
-        block: Sequence[int],
-        args: Sequence[Pointer | int | float],
-        stream: object | None = None,
+        self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], args: Arguments, stream: object | None = None
     ) -> None:
-        """Start a kernel; does not wait for it.
+        """Start a kernel from `compile` of this provider; does not wait for it.
 
-        Args:
-            kernel: from `compile` of this provider.
-            grid: blocks, one to three numbers of at least 1.
-            block: threads a block, one to three numbers of at least 1.
-            args: of the types in kernel.arguments.
-            stream: of this backend; the current one by default.
+        Grid and block, blocks and threads a block, are one to three numbers of at least 1 each. The arguments are of
+        the types in kernel.arguments. The stream is the backend's current one by default.
 
         Raises:
             LaunchError: nothing ran.
@@ -297,11 +279,7 @@ class ComputeProvider(ABC):
 
     @abstractmethod
     def synchronize(self, device: int = 0) -> None:
-        """Wait until everything launched on the device is done.
-
-        Raises:
-            DeviceLost: a kernel broke it.
-        """
+        """Wait until everything launched on the device is done; raise DeviceLost if a kernel broke it."""
 
     @abstractmethod
     def memory(self, device: int = 0) -> MemoryInfo:
@@ -310,6 +288,21 @@ class ComputeProvider(ABC):
     @abstractmethod
     def record_event(self, device: int = 0) -> Event | None:
         """Mark the current stream; None where no mark may be made now (a graph is being captured)."""
+
+    def describe(
+        self, source: KernelSource, entry: str, binary: Binary, target: str, *, began_s: float, from_cache: bool,
+        handle: Any, device: int = 0, resources: Resources | None = None, **metadata: Any,
+    ) -> Kernel:  # fmt: skip
+        """Return a Kernel of this provider's, for `compile`, which began at time.perf_counter() `began_s`.
+
+        Resources are by default the binary's, to whose metadata others are added.
+        """
+        return Kernel(
+            name=entry, backend=self.name, device=device, target=target, arguments=source.entries[entry],
+            resources=resources or binary.resources.get(entry, Resources()),
+            compile_ms=(time.perf_counter() - began_s) * 1e3, from_cache=from_cache,
+            metadata={**binary.metadata, **metadata}, handle=handle,
+        )  # fmt: skip
 
     def lost(self, error: Exception) -> DeviceLost | None:
         """Return the error as DeviceLost if this process can no longer use the device after it."""
@@ -321,14 +314,19 @@ class ComputeProvider(ABC):
 
     def limit_fraction(self, fraction: float, device: ComputeDevice) -> None:
         """Let this process allocate at most a fraction of a device's memory; 1 lifts the limit."""
-        set_base_limit(device, int(device.memory_bytes * fraction) if fraction < 1.0 else None)
+        key = (device.backend, device.index)
+        with _limits_lock:
+            limits = allocation_limits.setdefault(key, [])
+            limits[:1] = [int(device.memory_bytes * fraction) if fraction < 1.0 else device.memory_bytes]
+            _drop_unlimited(device)
 
     def check_limit(self, size_bytes: int, device: int = 0) -> None:
-        """Refuse an allocation that would pass a limit; costs a dict look-up where none is set.
+        """Raise OutOfMemory for an allocation that would pass a limit, ShapeError for a negative size.
 
-        Raises:
-            OutOfMemory: names the size, the bytes held and the limit.
+        Costs a dict look-up where no limit is set.
         """
+        if size_bytes < 0:
+            raise ShapeError(f"cannot allocate {size_bytes} bytes")
         limits = allocation_limits.get((self.name, device))
         if not limits:
             return
@@ -354,26 +352,18 @@ allocation_failures: dict[tuple[str, int], list[int]] = {}
 """Backend and index -> failed and repeated allocations, where the allocator does not count them."""
 
 
-def set_base_limit(device: ComputeDevice, limit_bytes: int | None) -> None:
-    """Set the process's limit on a device; None lifts it."""
+@contextmanager
+def allocation_limit(device: ComputeDevice, limit_bytes: int) -> Iterator[None]:
+    """Limit what a device's provider may have allocated inside a block of code."""
     key = (device.backend, device.index)
     with _limits_lock:
-        limits = allocation_limits.setdefault(key, [])
-        limits[:1] = [device.memory_bytes if limit_bytes is None else limit_bytes]
-        _drop_unlimited(device)
-
-
-def push_limit(device: ComputeDevice, limit_bytes: int) -> None:
-    """Add a limit for a block of code."""
-    with _limits_lock:
-        allocation_limits.setdefault((device.backend, device.index), [device.memory_bytes]).append(limit_bytes)
-
-
-def pop_limit(device: ComputeDevice, limit_bytes: int) -> None:
-    """Remove a limit that push_limit added."""
-    with _limits_lock:
-        allocation_limits[device.backend, device.index].remove(limit_bytes)
-        _drop_unlimited(device)
+        allocation_limits.setdefault(key, [device.memory_bytes]).append(limit_bytes)
+    try:
+        yield
+    finally:
+        with _limits_lock:
+            allocation_limits[key].remove(limit_bytes)
+            _drop_unlimited(device)
 
 
 def _drop_unlimited(device: ComputeDevice) -> None:
@@ -388,14 +378,7 @@ _launch_logger = logging.getLogger("accelerant.launch")
 
 
 def log_launch(kernel: str, device: str, grid: Sequence[int], block: Sequence[int], began_s: float) -> None:
-    """Log a launch at the level "debug"; called where config.launch_log is enabled.
-
-    Args:
-        kernel: name of the kernel.
-        device: "cuda:0".
-        grid, block: blocks, and threads a block.
-        began_s: time.perf_counter() before the launch.
-    """
+    """Log a launch, begun at time.perf_counter(), at the level "debug"; called where config.launch_log is enabled."""
     host_us = (time.perf_counter() - began_s) * 1e6
     _launch_logger.debug("%s on %s: grid %s, block %s, %.1f us on the host", kernel, device, grid, block, host_us)
 
@@ -403,14 +386,10 @@ def log_launch(kernel: str, device: str, grid: Sequence[int], block: Sequence[in
 class Launches:
     """The kernels of ours that a thread launches inside a block of code; after one, an op's arguments may have changed.
 
-    Attributes:
-        count: launches that the device accepted.
+    `count` has the launches that the device accepted.
     """
 
-    __slots__ = ("count",)
-
-    def __init__(self) -> None:
-        self.count = 0
+    count = 0
 
     def __bool__(self) -> bool:
         return self.count > 0
@@ -430,38 +409,30 @@ def noted() -> None:
 def launches() -> Iterator[Launches]:
     """Count this thread's launches in a block of code."""
     counter, thread = Launches(), threading.get_ident()
-    mine = watched.setdefault(thread, [])
-    mine.append(counter)
+    watched.setdefault(thread, []).append(counter)
     try:
         yield counter
     finally:
-        mine.remove(counter)
-        if not mine:
-            watched.pop(thread, None)
+        watched[thread].remove(counter)
+        if not watched[thread]:
+            del watched[thread]
 
 
 # --- checks shared by the providers ----------------------------------------------------------------------------------
 
 SCALAR_CTYPES: dict[str, Any] = {
-    "i32": ctypes.c_int32,
-    "u32": ctypes.c_uint32,
-    "i64": ctypes.c_int64,
-    "u64": ctypes.c_uint64,
-    "f32": ctypes.c_float,
+    "i32": ctypes.c_int32, "u32": ctypes.c_uint32, "i64": ctypes.c_int64, "u64": ctypes.c_uint64, "f32": ctypes.c_float,
     "f64": ctypes.c_double,
-}
+}  # fmt: skip
 """Scalar type of KernelSource.entries -> its C type."""
 
 _INTEGER_RANGES = {"i32": (-(2**31), 2**31), "u32": (0, 2**32), "i64": (-(2**63), 2**63), "u64": (0, 2**64)}
 
 
 def probe_in_child(arguments: Sequence[str], driver: str, timeout_s: float) -> str:
-    """Run a Python program that tests a driver in a child process; return the reason if it fails, else "".
+    """Run a Python program that tests a driver ("the NVIDIA driver") in a child process.
 
-    Args:
-        arguments: of the interpreter; the program exits with its reason.
-        driver: subject of the reasons: "the NVIDIA driver".
-        timeout_s: time limit.
+    The arguments are the interpreter's. Returns the reason, with which the program exits, if it fails, else "".
     """
     try:
         child = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=timeout_s)
@@ -475,12 +446,7 @@ def probe_in_child(arguments: Sequence[str], driver: str, timeout_s: float) -> s
 
 
 def pick_entry(source: KernelSource, entry: str | None) -> str:
-    """Return the entry point to compile, with its argument types checked.
-
-    Raises:
-        LaunchError: no such entry, or several to choose from.
-        CompileError: an argument type that KernelSource does not know.
-    """
+    """Return the entry point to compile, its argument types checked; raise LaunchError or CompileError."""
     if entry is None and len(source.entries) == 1:
         entry = next(iter(source.entries))
     if entry is None or entry not in source.entries:
@@ -494,11 +460,7 @@ def pick_entry(source: KernelSource, entry: str | None) -> str:
 def check_launch(
     kernel: Kernel, provider: str, grid: Sequence[int], block: Sequence[int], args: Sequence[object]
 ) -> None:
-    """Check the backend, grid, block and number of arguments of a launch.
-
-    Raises:
-        LaunchError: names what does not fit.
-    """
+    """Check the backend, grid, block and number of arguments of a launch; raise LaunchError."""
     if kernel.backend != provider:
         raise LaunchError(f"kernel {kernel.name!r} was compiled for {kernel.backend}, launched on {provider}")
     for name, sizes in (("grid", grid), ("block", block)):
@@ -509,11 +471,7 @@ def check_launch(
 
 
 def check_scalar(name: str, position: int, kind: str, arg: object) -> int | float:
-    """Return a scalar argument as a plain number of the declared type.
-
-    Raises:
-        LaunchError: not a number, or one that the type cannot hold.
-    """
+    """Return a scalar argument as a plain number of the declared type; raise LaunchError if it does not fit."""
     if kind in _INTEGER_RANGES:
         low, high = _INTEGER_RANGES[kind]
         if isinstance(arg, (int, np.integer)) and low <= arg < high:
@@ -523,30 +481,8 @@ def check_scalar(name: str, position: int, kind: str, arg: object) -> int | floa
     raise LaunchError(f"kernel {name!r}, argument {position}: wanted {kind}, got {arg!r}")
 
 
-def host_bytes(array: npt.ArrayLike, out: Buffer | None) -> npt.NDArray[np.uint8]:
-    """Return the array as flat bytes, checked against the buffer that will take them."""
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    if out is not None and out.size_bytes < flat.nbytes:
-        raise ShapeError(f"a buffer of {out.size_bytes} bytes cannot take an array of {flat.nbytes}")
-    return flat
-
-
-def host_size(buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int]) -> int:
-    """Return the bytes of an array of that dtype and shape, checked against the buffer it is read from."""
-    if min(shape, default=0) < 0:
-        raise ShapeError(f"a buffer cannot be read as {tuple(shape)}: sizes must be 0 or more")
-    size = int(np.dtype(dtype).itemsize * np.prod(shape, dtype=object))
-    if size > buffer.size_bytes:
-        raise ShapeError(f"{tuple(shape)} of {np.dtype(dtype)} is {size} bytes; the buffer has {buffer.size_bytes}")
-    return size
-
-
 def check_device(backend: str, index: int, count: int) -> None:
-    """Refuse a device number that does not exist.
-
-    Raises:
-        ConfigError: names the range.
-    """
+    """Raise ConfigError, which names the range, for a device number that does not exist."""
     if not 0 <= index < count:
         present = {0: "no device", 1: "one device, number 0"}.get(count, f"devices 0 to {count - 1}")
         raise ConfigError(f"backend {backend!r} has {present}; got device {index}")
@@ -558,19 +494,12 @@ _Owner = TypeVar("_Owner")
 def check_owner(buffer: Buffer, owner: type[_Owner], backend: str, where: str) -> _Owner:
     """Return the owner of a buffer's memory, whose type tells a provider's own buffers from others.
 
-    Raises:
-        LaunchError: the buffer was freed, or another provider allocated it.
+    Raises LaunchError if the buffer was freed, or another provider allocated it.
     """
     buffer.data_ptr()  # raises if it was freed
     if not isinstance(buffer.owner, owner):
         raise LaunchError(f"{where}: {buffer!r} was not allocated by the {backend} backend")
     return buffer.owner
-
-
-def check_size(size_bytes: int) -> None:
-    """Refuse a negative size."""
-    if size_bytes < 0:
-        raise ShapeError(f"cannot allocate {size_bytes} bytes")
 
 
 def out_of_memory(size_bytes: int, device: str, memory: MemoryInfo) -> OutOfMemory:

@@ -42,27 +42,12 @@ class MemorySpace(Protocol):
 def sole_record(
     op: str, implementation: str, backend: str, device: str, case: str, *, size_bytes: int, operations: int = 0
 ) -> OpRecord:
-    """Return the ledger's record of an op's only implementation on a backend.
+    """Return the ledger's record (see OpRecord) of an op's only implementation on a backend.
 
     The ledger finds it by its fields, under a lock, so callers cache it.
-
-    Args:
-        op, implementation, backend, device, case: see OpRecord.
-        size_bytes: least bytes that a call moves.
     """
-    return _ledger.record(
-        OpRecord(
-            op=op,
-            implementation=implementation,
-            backend=backend,
-            device=device,
-            case=case,
-            own=True,
-            bytes_per_call=size_bytes,
-            flops_per_call=operations,
-            reason=f"the only one on {backend}",
-        )
-    )
+    key, reason = (op, implementation, backend, device, case), f"the only one on {backend}"
+    return _ledger.record(OpRecord(*key, True, (), size_bytes, operations, reason=reason))
 
 
 class RecordedLaunch:
@@ -93,16 +78,8 @@ class RecordedLaunch:
         if self._start is not None:
             _ledger.end(record, self._start, self._provider, self._index)
         if observers:
-            decision = Decision(
-                op=record.op,
-                case=record.case,
-                device=record.device,
-                implementation=record.implementation,
-                own=True,
-                refused=(),
-                not_tried=(),
-                reason=record.reason,
-            )
+            names = (record.op, record.case, record.device, record.implementation)
+            decision = Decision(*names, own=True, reason=record.reason)
             for observer in list(observers):
                 observer(decision)
 
@@ -117,24 +94,14 @@ def compiled(space: MemorySpace, source: KernelSource, entry: str) -> Kernel:
 
 
 def launch(
-    space: MemorySpace,
-    source: KernelSource,
-    entry: str,
-    blocks: int,
-    threads: int,
-    arrays: Sequence[Any],
+    space: MemorySpace, source: KernelSource, entry: str, blocks: int, threads: int, arrays: Sequence[Any],
     *scalars: int,
-) -> None:
+) -> None:  # fmt: skip
     """Launch an entry point of a program, compiled on first use.
 
-    Args:
-        space: holds the arrays.
-        source: named after everything its text depends on.
-        entry: takes pointers first, then scalars.
-        blocks: blocks of the grid, at least 1; on the CPU, the indices that the kernel iterates over.
-        threads: threads per block; 1 on the CPU.
-        arrays: in the space, contiguous.
-        scalars: the remaining arguments.
+    The source's name must name everything that its text depends on. The entry point takes pointers to arrays, which are
+    in the space and contiguous, then scalars. On the CPU `blocks` is the number of indices that the kernel iterates
+    over, with one thread each.
     """
     kernel = compiled(space, source, entry)
     space.provider.launch(kernel, (blocks,), (threads,), (*map(space.pointer, arrays), *scalars))

@@ -20,19 +20,9 @@ if TYPE_CHECKING:
     import torch  # the CPU's integer kernels run without it
 
 __all__ = [
-    "BACKENDS",
-    "PROVIDERS",
-    "DeviceLike",
-    "automatic_backends",
-    "available",
-    "choose",
-    "create",
-    "devices",
-    "find_device",
-    "provider_of",
-    "reason_absent",
-    "reason_without_kernels",
-]
+    "BACKENDS", "PROVIDERS", "DeviceLike", "automatic_backends", "available", "choose", "create", "devices",
+    "find_device", "provider_of", "reason_absent", "reason_without_kernels",
+]  # fmt: skip
 
 BACKENDS = ("cuda", "rocm", "apple", "opencl", "webgpu", "cpu")
 """Every backend of the design, the preferred first."""
@@ -61,11 +51,7 @@ def _provider_class(name: str) -> type[ComputeProvider]:
 
 
 def reason_absent(name: str) -> str:
-    """Return why a backend cannot be used here; empty if it can. Probed once a process.
-
-    Raises:
-        ConfigError: no backend has that name.
-    """
+    """Return why a backend cannot be used here; empty if it can. Probed once a process."""
     if name not in BACKENDS:
         raise ConfigError(f"unknown backend {name!r}; known are {', '.join(BACKENDS)}")
     with _lock:
@@ -87,12 +73,7 @@ def automatic_backends() -> list[str]:
 
 
 def create(name: str) -> ComputeProvider:
-    """Return the provider of a backend, made on first use.
-
-    Raises:
-        ConfigError: no backend has that name.
-        BackendUnavailable: the backend is absent or does not start; says why.
-    """
+    """Return the provider of a backend, made on first use; raise BackendUnavailable, which says why, without one."""
     provider = _created.get(name)
     if provider is not None:
         return provider
@@ -135,16 +116,10 @@ def devices() -> list[ComputeDevice]:
 
 
 def choose(backend: str = "auto", index: int = 0) -> ComputeDevice:
-    """Return the device to use.
+    """Return a device of a backend that must be present, or raise ConfigError or BackendUnavailable, which says why.
 
-    Args:
-        backend: a backend that must be present; "auto" is the setting's (ACCELERANT_BACKEND), and if that is "auto"
-            too, the first of automatic_backends() that starts.
-        index: number of the device on its backend.
-
-    Raises:
-        ConfigError: no backend has that name, or no device that index.
-        BackendUnavailable: the backend is absent; says why.
+    "auto" is the setting's (ACCELERANT_BACKEND), and if that is "auto" too, the first of automatic_backends() that
+    starts.
     """
     name = settings().backend if backend == "auto" else backend
     if name == "auto":
@@ -158,14 +133,9 @@ def choose(backend: str = "auto", index: int = 0) -> ComputeDevice:
 
 
 def find_device(device: DeviceLike = "auto") -> ComputeDevice:
-    """Return the device that a name, a torch.device or a ComputeDevice means.
+    """Return the device that a name, a torch.device or a ComputeDevice means; raise as choose() does.
 
-    Args:
-        device: "auto" is the first device of the setting's backend, "cuda" torch's current CUDA device.
-
-    Raises:
-        ConfigError: no such backend or index.
-        BackendUnavailable: the backend is absent; says why.
+    "auto" is the first device of the setting's backend, "cuda" torch's current CUDA device.
     """
     import torch
 
@@ -187,13 +157,10 @@ def find_device(device: DeviceLike = "auto") -> ComputeDevice:
 
 
 def provider_of(device: torch.device) -> ComputeProvider:
-    """Return the provider of the tensors on a torch device.
+    """Return the provider of the tensors on a torch device, or raise BackendUnavailable.
 
     An accelerator of torch that no backend serves (xpu, hpu, ...) gets a provider without kernels: torch's own
     operations run there.
-
-    Raises:
-        BackendUnavailable: torch has no such accelerator either, or the backend does not start.
     """
     for name in PROVIDERS:
         if _serves(name, device.type):

@@ -23,13 +23,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accelerant.config import settings
 from accelerant.runtime.compilation.kernel import Binary, Resources
-from accelerant.runtime.files import decode_json
+from accelerant.runtime.files import JsonRecord, decode_json
 
 __all__ = ["CacheEntry", "KernelCache", "kernel_key"]
 
@@ -54,18 +54,11 @@ def kernel_key(**parts: object) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheEntry:
+class CacheEntry(JsonRecord):
     """One compiled kernel source on disk.
 
-    Attributes:
-        key: name of its folder.
-        name: of the kernel source; "" for a damaged entry.
-        target: architecture.
-        compiler: with its version.
-        size_bytes: of the entry's files.
-        age_s: seconds since it was written.
-        registers: the most that an entry point uses a thread; None where the compiler does not say.
-        damage: why it cannot be read; "" for a sound one. The next use compiles it again.
+    The key is the name of its folder, and `registers` the most that an entry point uses a thread; None where the
+    compiler does not say. A damaged entry has no name but a reason, and is compiled again at the next use.
     """
 
     key: str
@@ -77,31 +70,17 @@ class CacheEntry:
     registers: int | None
     damage: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name, for JSON."""
-        return asdict(self)
-
 
 class KernelCache:
-    """Compiled kernels on disk.
-
-    Args:
-        root: folder to keep them in; `kernels` in the settings' cache folder by default.
-    """
+    """Compiled kernels on disk, in `root`, or the folder `kernels` of the settings' cache folder."""
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = root if root is not None else settings().cache_dir / "kernels"
 
     def get_or_build(self, key: str, build: Callable[[], Binary], **report: object) -> tuple[Binary, bool]:
-        """Return the entry for `key`, built and stored if it is absent.
+        """Return the entry for a key from kernel_key, and whether it was in the cache; build and store it otherwise.
 
-        Args:
-            key: from kernel_key.
-            build: makes the binary; its errors pass through and nothing is stored.
-            report: further fields of the report, for people.
-
-        Returns:
-            the binary, and whether it came from the cache.
+        Errors of `build` pass through and nothing is stored. `report` has further fields of the report, for people.
         """
         cached = self._read(key)
         if cached is not None:
@@ -135,11 +114,7 @@ class KernelCache:
         return sorted(map(_describe, folders), key=lambda entry: (entry.name, entry.target, entry.age_s))
 
     def clear(self, entries: Iterable[CacheEntry]) -> int:
-        """Remove entries and return the bytes freed; processes that have loaded them are not affected.
-
-        Raises:
-            OSError: the folder may not be written.
-        """
+        """Remove entries and return the bytes freed; processes that have loaded them are not affected."""
         freed = 0
         for entry in entries:
             try:
@@ -218,12 +193,9 @@ class KernelCache:
 
 
 def _describe(folder: Path) -> CacheEntry:
-    size, written = 0, time.time()
-    for path in folder.iterdir():
-        stat = path.stat()
-        size += stat.st_size
-        written = min(written, stat.st_mtime)
-    age_s = max(0.0, time.time() - written)
+    stats = [path.stat() for path in folder.iterdir()]
+    size = sum(stat.st_size for stat in stats)
+    age_s = max([0.0, *(time.time() - stat.st_mtime for stat in stats)])
     try:
         report = decode_json((folder / "report.json").read_bytes())
         counts = [entry["registers"] for entry in report["resources"].values() if entry["registers"] is not None]

@@ -15,15 +15,9 @@ from accelerant.runtime.compilation.cache import kernel_key
 from accelerant.runtime.compilation.kernel import Binary, Builder, KernelSource, Resources, portable_header
 
 __all__ = [
-    "DIALECTS",
-    "NvrtcResult",
-    "compile_cuda",
-    "compiler_version",
-    "cuda_key",
-    "load_nvrtc",
-    "read_resources",
+    "DIALECTS", "NvrtcResult", "compile_cuda", "compiler_version", "cuda_key", "load_nvrtc", "read_resources",
     "run_nvrtc",
-]
+]  # fmt: skip
 
 DIALECTS = ("cuda", "portable", "triton")
 """Dialects that are compiled, the preferred first."""
@@ -53,15 +47,7 @@ def compiler_version(source: KernelSource) -> str:
 
 
 def compile_cuda(source: KernelSource, target: str) -> Binary:
-    """Compile for an architecture; needs neither a driver nor a device.
-
-    Args:
-        source: in one of DIALECTS.
-        target: "sm_90", "sm_90a", ...
-
-    Raises:
-        CompileError: with the compiler's log.
-    """
+    """Compile for an architecture ("sm_90a"), without driver or device; raise CompileError with the log."""
     dialect, program = source.pick(DIALECTS)
     if isinstance(program, Builder):
         built = program.build(target)
@@ -82,19 +68,9 @@ def compile_cuda(source: KernelSource, target: str) -> Binary:
     )
 
 
-# --- NVRTC -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class NvrtcResult:
-    """The outcome of one compilation.
-
-    Attributes:
-        status: NVRTC's code, "NVRTC_SUCCESS" where it compiled.
-        log: of NVRTC and ptxas.
-        cubin: machine code; empty where it did not compile.
-        ptx: empty where it did not compile.
-    """
+    """NVRTC's status ("NVRTC_SUCCESS"), the log of NVRTC and ptxas, and the code; empty where it did not compile."""
 
     status: str
     log: str
@@ -103,11 +79,7 @@ class NvrtcResult:
 
 
 def load_nvrtc() -> Any:
-    """Import NVRTC's bindings.
-
-    Raises:
-        CompileError: they are not installed.
-    """
+    """Import NVRTC's bindings; raise CompileError if they are not installed."""
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
         raise CompileError("CUDA C++ needs NVRTC (Linux, Windows): pip install cuda-bindings nvidia-cuda-nvrtc")
     from cuda.bindings import nvrtc
@@ -116,39 +88,28 @@ def load_nvrtc() -> Any:
 
 
 def run_nvrtc(text: str, target: str, name: str, options: Sequence[str]) -> NvrtcResult:
-    """Compile CUDA C++ for one architecture.
-
-    Args:
-        text: program.
-        target: "sm_90", "sm_90a".
-        name: of the program, for the compiler's messages.
-        options: of NVRTC, besides the architecture.
-
-    Raises:
-        CompileError: NVRTC is not installed.
-    """
+    """Compile CUDA C++ for one architecture; `name` is the program's in the compiler's messages."""
     nvrtc = load_nvrtc()
     # Without its own cache, NVRTC always runs ptxas, whose log has the registers and spills.
     arguments = [f"--gpu-architecture={target}", "--ptxas-options=-v", "--no-cache", *options]
     encoded = [argument.encode() for argument in arguments]
     _, program = nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, None, None)
+
+    def fetch(what: str) -> bytes:
+        """Copy a result of NVRTC into a buffer of the size that it names."""
+        _, count = getattr(nvrtc, f"nvrtcGet{what}Size")(program)
+        buffer: bytes = b" " * count
+        getattr(nvrtc, f"nvrtcGet{what}")(program, buffer)
+        return buffer
+
     try:
         (code,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
-        log = _fetch(nvrtc, "ProgramLog", program).decode(errors="replace").replace("\0", "").strip()
+        log = fetch("ProgramLog").decode(errors="replace").replace("\0", "").strip()
         if code != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             return NvrtcResult(code.name, log)
-        ptx = _fetch(nvrtc, "PTX", program).decode(errors="replace").rstrip("\0")
-        return NvrtcResult(code.name, log, _fetch(nvrtc, "CUBIN", program), ptx)
+        return NvrtcResult(code.name, log, fetch("CUBIN"), fetch("PTX").decode(errors="replace").rstrip("\0"))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-
-
-def _fetch(nvrtc: Any, what: str, program: Any) -> bytes:
-    """Copy a result of NVRTC into a buffer of the size that it names."""
-    _, count = getattr(nvrtc, f"nvrtcGet{what}Size")(program)
-    buffer: bytes = b" " * count
-    getattr(nvrtc, f"nvrtcGet{what}")(program, buffer)
-    return buffer
 
 
 def read_resources(log: str, symbol: str) -> Resources:

@@ -14,6 +14,7 @@ registers, shared memory); CUDA Occupancy API, header cuda_occupancy.h (units of
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.util
@@ -27,21 +28,12 @@ from typing import Any
 from accelerant.errors import CompileError, ConfigError
 from accelerant.runtime.compilation.cuda import entry_log, load_nvrtc, log_number, read_resources, run_nvrtc
 from accelerant.runtime.compilation.kernel import Resources, portable_header
+from accelerant.runtime.files import JsonRecord
 
 __all__ = [
-    "DEFAULT_BLOCK",
-    "LIMITS",
-    "CompilerMessage",
-    "EntryPoint",
-    "Inspection",
-    "MultiprocessorLimits",
-    "Occupancy",
-    "inspect_cuda",
-    "known_targets",
-    "nvrtc_version",
-    "occupancy",
-    "read_messages",
-]
+    "DEFAULT_BLOCK", "LIMITS", "CompilerMessage", "EntryPoint", "Inspection", "MultiprocessorLimits", "Occupancy",
+    "inspect_cuda", "known_targets", "nvrtc_version", "occupancy", "read_messages",
+]  # fmt: skip
 
 DEFAULT_BLOCK = 256
 """Threads a block that occupancy is computed for, where neither the kernel nor the caller says."""
@@ -60,14 +52,10 @@ KIB = 1024
 
 @dataclass(frozen=True, slots=True)
 class MultiprocessorLimits:
-    """Capacity of one multiprocessor.
+    """Capacity of one multiprocessor: resident warps and blocks, shared memory, named barriers (0: no limit).
 
-    Attributes:
-        warps, blocks: the most that are resident at once.
-        shared_bytes: shared memory.
-        reserved_bytes: shared memory that the system keeps for each block.
-        shared_unit_bytes: unit in which shared memory is allocated to blocks.
-        barriers: named barriers; 0 where they are no limit.
+    The system keeps `reserved_bytes` of shared memory for each block, and blocks get it in units of
+    `shared_unit_bytes`.
     """
 
     warps: int
@@ -96,16 +84,11 @@ LIMITS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Occupancy:
-    """Blocks and warps of a kernel that are resident on one multiprocessor.
+class Occupancy(JsonRecord):
+    """Blocks and warps of a kernel that are resident on one multiprocessor, 0 where not even one block fits.
 
-    Attributes:
-        threads: threads a block.
-        blocks: resident blocks; 0 where not even one fits.
-        warps: resident warps.
-        percent: of the warps that the multiprocessor can hold.
-        limited_by: "warps", "blocks", "registers", "shared memory" or "barriers"; several equal limits are joined
-            by " and ".
+    `percent` is of the warps that the multiprocessor can hold. `limited_by` is "warps", "blocks", "registers", "shared
+    memory" or "barriers"; several equal limits are joined by " and ".
     """
 
     threads: int
@@ -114,22 +97,14 @@ class Occupancy:
     percent: float
     limited_by: str
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name."""
-        return asdict(self)
-
 
 def occupancy(
     target: str, threads: int, *, registers: int, shared_bytes: int = 0, barriers: int = 0
 ) -> Occupancy | None:
     """Return the theoretical occupancy; None for an architecture that LIMITS does not have.
 
-    Args:
-        target: "sm_90", "sm_90a".
-        threads: a block.
-        registers: a thread.
-        shared_bytes: static and dynamic, a block.
-        barriers: named barriers a block, as ptxas prints.
+    Registers are those of a thread. Shared memory (static and dynamic) and named barriers, as ptxas prints them, are
+    those of a block.
     """
     number = re.fullmatch(r"sm_(\d+)[af]?", target)
     limits = LIMITS.get(int(number[1])) if number else None
@@ -140,9 +115,13 @@ def occupancy(
     fits = {
         "warps": limits.warps // warps if threads <= _MAX_THREADS else 0,
         "blocks": limits.blocks,
-        "registers": _blocks_by_registers(warps, registers),
+        "registers": 0,
         "shared memory": limits.shared_bytes // shared if shared else limits.blocks,
     }
+    # A warp takes units of registers from the quarter of the file that belongs to its scheduler.
+    per_warp = max(_round_up(registers * _WARP, _REGISTER_UNIT), _REGISTER_UNIT)
+    if registers <= _MAX_REGISTERS and per_warp * _round_up(warps, _PARTITIONS) <= _REGISTERS:
+        fits["registers"] = _REGISTERS // _PARTITIONS // per_warp * _PARTITIONS // warps
     if shared_bytes > limits.shared_bytes - limits.reserved_bytes:
         fits["shared memory"] = 0
     if limits.barriers and barriers:
@@ -150,14 +129,6 @@ def occupancy(
     blocks = min(fits.values())
     binding = " and ".join(name for name, count in fits.items() if count == blocks)
     return Occupancy(threads, blocks, blocks * warps, 100.0 * blocks * warps / limits.warps, binding)
-
-
-def _blocks_by_registers(warps: int, registers: int) -> int:
-    """Return the blocks that fit the register file: a warp takes units from the quarter of its scheduler."""
-    per_warp = max(_round_up(registers * _WARP, _REGISTER_UNIT), _REGISTER_UNIT)
-    if registers > _MAX_REGISTERS or per_warp * _round_up(warps, _PARTITIONS) > _REGISTERS:
-        return 0
-    return _REGISTERS // _PARTITIONS // per_warp * _PARTITIONS // warps
 
 
 def _round_up(number: int, unit: int) -> int:
@@ -169,13 +140,10 @@ def _round_up(number: int, unit: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CompilerMessage:
-    """An error or warning of the compiler.
+    """An error or warning ("severity") of the compiler.
 
     Attributes:
-        severity: "error" or "warning".
-        file: name of the file, as given to the compiler.
         line: from 1; None for messages of the assembler, which knows no lines.
-        text: the message.
         excerpt: the source line with a mark below it, as the compiler prints them; may be empty.
     """
 
@@ -192,15 +160,10 @@ class CompilerMessage:
 
 @dataclass(frozen=True, slots=True)
 class EntryPoint:
-    """A kernel of the file.
+    """A kernel of the file, with its demangled name, and the resources of a thread or block.
 
-    Attributes:
-        name: demangled.
-        symbol: in the machine code.
-        resources: of a thread or block; shared memory is the static part.
-        barriers: named barriers a block.
-        max_threads: from __launch_bounds__; None without.
-        occupancy: for `max_threads`, or for the block asked for; None for an unknown architecture.
+    Shared memory is the static part. `max_threads` is from __launch_bounds__, None without. The occupancy is that of
+    `max_threads` or of the block asked for; None for an unknown architecture.
     """
 
     name: str
@@ -212,27 +175,13 @@ class EntryPoint:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields by name, for JSON."""
-        return {
-            "name": self.name,
-            "symbol": self.symbol,
-            **self.resources.to_dict(),
-            "barriers": self.barriers,
-            "max_threads": self.max_threads,
-            "occupancy": None if self.occupancy is None else self.occupancy.to_dict(),
-        }
+        fields = asdict(self)
+        return {"name": fields.pop("name"), "symbol": fields.pop("symbol"), **fields.pop("resources"), **fields}
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """A file compiled for one architecture.
-
-    Attributes:
-        target: "sm_90a".
-        entries: in the order of the PTX.
-        warnings: of the compiler.
-        cubin, ptx: the code.
-        compile_ms: milliseconds that NVRTC took.
-    """
+    """A file compiled for one architecture, by NVRTC in `compile_ms`; entry points in the order of the PTX."""
 
     target: str
     entries: tuple[EntryPoint, ...]
@@ -243,11 +192,7 @@ class Inspection:
 
 
 def known_targets() -> tuple[str, ...]:
-    """Return the architectures that this NVRTC compiles for, without the suffixes a and f.
-
-    Raises:
-        CompileError: there is no NVRTC.
-    """
+    """Return the architectures that NVRTC compiles for, without the suffixes a and f; CompileError without NVRTC."""
     _, numbers = load_nvrtc().nvrtcGetSupportedArchs()
     return tuple(f"sm_{number}" for number in numbers)
 
@@ -269,11 +214,9 @@ def inspect_cuda(
 ) -> Inspection:
     """Compile a file's text for one architecture and describe its entry points.
 
-    Text that uses ACL_KERNEL is compiled in the portable dialect.
+    Text that uses ACL_KERNEL is compiled in the portable dialect, other text as CUDA C++.
 
     Args:
-        text: CUDA C++.
-        target: "sm_90", "sm_90a".
         name: of the file, for the compiler's messages.
         include: folders to search for headers, before CUDA's own.
         block: threads a block for occupancy; the kernel's launch bounds or 256 by default.
@@ -315,14 +258,11 @@ def inspect_cuda(
 def _cuda_headers() -> tuple[Path, ...]:
     """Return the folders of cuda_fp16.h and its kin: of a toolkit, NVIDIA's wheels, or Triton."""
     folders: list[Path] = []
-    try:
+    with contextlib.suppress(ImportError, AttributeError, RuntimeError):
         from cuda.pathfinder import find_nvidia_header_directory
 
-        folder = find_nvidia_header_directory("cudart")
-    except (ImportError, AttributeError, RuntimeError):
-        folder = None
-    if folder is not None:
-        folders += [Path(folder), Path(folder) / "cccl"]
+        if folder := find_nvidia_header_directory("cudart"):
+            folders += [Path(folder), Path(folder) / "cccl"]
     triton = importlib.util.find_spec("triton")
     if triton is not None and triton.origin is not None:
         folders.append(Path(triton.origin).parent / "backends" / "nvidia" / "include")
@@ -339,11 +279,9 @@ _ASSEMBLER = re.compile(r"^ptxas\b[^:]*?[;\s]\s*(?P<severity>error|fatal|warning
 
 
 def read_messages(log: str, name: str) -> list[CompilerMessage]:
-    """Return the errors and warnings in a log of NVRTC.
+    """Return the errors and warnings in a CompileError's log of NVRTC.
 
-    Args:
-        log: from CompileError.
-        name: of the file, for messages of the assembler, which names none.
+    `name` is the file's, for messages of the assembler, which names none.
     """
     messages: list[CompilerMessage] = []
     lines = log.replace("\0", "").splitlines()
@@ -374,7 +312,6 @@ def _message_body(lines: Sequence[str]) -> tuple[list[str], str]:
 
 
 def _launch_bounds(ptx: str) -> list[tuple[str, int | None]]:
-    """Return each entry point with the most threads a block that it declares."""
     entries = []
     for entry in re.finditer(r"\.entry\s+([\w$]+)(.*?)^\{", ptx, re.DOTALL | re.MULTILINE):
         bound = re.search(r"\.(?:maxntid|reqntid)\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d+))?", entry[2])

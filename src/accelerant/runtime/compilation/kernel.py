@@ -16,40 +16,29 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from accelerant._version import __version__
 from accelerant.errors import CompileError
+from accelerant.runtime.files import JsonRecord
 
 __all__ = [
-    "CUDA_TARGETS",
-    "Binary",
-    "Builder",
-    "Kernel",
-    "KernelSource",
-    "LazyDialects",
-    "LlvmProgram",
-    "Resources",
-    "builder_key",
-    "portable_header",
-    "sources_hash",
-]
+    "CUDA_TARGETS", "Binary", "Builder", "Kernel", "KernelSource", "LazyDialects", "LlvmProgram", "Resources",
+    "builder_key", "portable_header", "sources_hash",
+]  # fmt: skip
 
 CUDA_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 """The NVIDIA architectures that every op serves; Hopper-only kernels declare ("sm_90a",)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Resources:
+class Resources(JsonRecord):
     """Resources that one thread or block of a compiled kernel uses; None where the compiler does not report them.
 
-    Attributes:
-        registers: 32-bit registers a thread.
-        spill_bytes: bytes a thread stores to local memory for want of registers.
-        stack_bytes: stack frame of a thread.
-        shared_bytes: static and dynamic shared memory of a block.
+    Registers have 32 bits, and spills are the bytes stored to local memory for want of registers; both are of a thread,
+    as is the stack frame. Shared memory, static and dynamic, is that of a block.
     """
 
     registers: int | None = None
@@ -57,21 +46,14 @@ class Resources:
     stack_bytes: int | None = None
     shared_bytes: int | None = None
 
-    def to_dict(self) -> dict[str, int | None]:
-        """Return the fields by name."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class Binary:
-    """Machine code for one target, as the disk cache keeps it.
+    """Machine code for one target (a cubin, an object file, ...), as the disk cache keeps it, with the compiler's log.
 
     Attributes:
-        code: a cubin, an object file, or whatever the provider loads.
         symbols: entry name -> symbol in the code (they differ where the compiler mangles names).
-        resources: entry name -> Resources.
         metadata: what the launcher needs besides (threads a block, scratch arguments); JSON values only.
-        log: the compiler's log.
     """
 
     code: bytes
@@ -91,11 +73,7 @@ class Builder(Protocol):
         ...
 
     def build(self, target: str) -> Binary | str:
-        """Return machine code, or text that the provider compiles (LLVM IR).
-
-        Raises:
-            CompileError: with the compiler's log.
-        """
+        """Return machine code, or text that the provider compiles (LLVM IR); raise CompileError with the log."""
         ...
 
 
@@ -144,11 +122,7 @@ class KernelSource:
     options: tuple[str, ...] = ()
 
     def pick(self, known: tuple[str, ...]) -> tuple[str, str | Builder]:
-        """Return the first of the known dialects that this source has, and its program.
-
-        Raises:
-            CompileError: it has none of them.
-        """
+        """Return the first of the known dialects that this source has, and its program; raise CompileError without."""
         for dialect in known:
             if dialect in self.dialects:
                 return dialect, self.dialects[dialect]
@@ -161,17 +135,8 @@ class KernelSource:
 class Kernel:
     """A compiled, loaded entry point; only the provider that made it can launch it.
 
-    Attributes:
-        name: entry point.
-        backend: the provider's name.
-        device: index of the device it is loaded on.
-        target: architecture it was compiled for.
-        arguments: types, as in KernelSource.entries.
-        resources: registers, spills, shared memory.
-        compile_ms: milliseconds for compiling or reading the disk cache.
-        from_cache: whether it came from the disk cache.
-        metadata: see Binary.
-        handle: the provider's own object.
+    `arguments` are types, as in KernelSource.entries. `compile_ms` is the time of compiling, or of reading the disk
+    cache. For `metadata` see Binary; `handle` is the provider's own object.
     """
 
     name: str
@@ -192,8 +157,6 @@ def portable_header() -> str:
     return (Path(__file__).parent / "portable.h").read_text(encoding="utf-8")
 
 
-# --- keys of builders ------------------------------------------------------------------------------------------------
-
 _PACKAGE = Path(__file__).parents[2]
 _BUILDER = ("runtime/compilation/llvm.py", "runtime/compilation/philox.py")
 
@@ -201,12 +164,9 @@ _BUILDER = ("runtime/compilation/llvm.py", "runtime/compilation/philox.py")
 def builder_key(builder: object, *sources: str) -> str:
     """Return the key of a Builder of LLVM IR: its fields, and the code that writes the text.
 
-    Writing the text takes up to 60 ms, which a process that finds machine code on disk need not spend.
-
-    Args:
-        builder: the dataclass, or a tuple of it and what its fields only name; with the code in `sources` and the IR
-            builder's, its repr is all that the text depends on.
-        sources: files and folders of the package.
+    Writing the text takes up to 60 ms, which a process that finds machine code on disk need not spend. `builder` is the
+    dataclass, or a tuple of it and what its fields only name; its repr and the code in `sources`, files and folders of
+    the package, with the IR builder's, are all that the text depends on.
     """
     return f"{builder!r} {sources_hash(*_BUILDER, *sources)}"
 
@@ -241,10 +201,8 @@ class LlvmProgram:
 def sources_hash(*paths: str, endings: tuple[str, ...] = (".py",)) -> str:
     """Return the SHA-256, in hexadecimal, of this version and of these files, and of the files below these folders.
 
-    Args:
-        paths: relative to the package, "algebra" or "runtime/compilation/llvm.py"; whatever the built text depends on
-            must lie in them.
-        endings: of the names of files in folders.
+    Paths are relative to the package: "algebra", "runtime/compilation/llvm.py". Of a folder's files those with the
+    endings count. Whatever the built text depends on must lie in them.
     """
     digest, start = hashlib.sha256(__version__.encode()), len(str(_PACKAGE)) + 1
     for relative in paths:

@@ -24,19 +24,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 __all__ = [
-    "INLINE",
-    "NOINLINE",
-    "REGISTERS",
-    "FunctionBuilder",
-    "Operand",
-    "Value",
-    "Variable",
-    "constant",
-    "lane_constants",
-    "program",
-    "suffix",
-    "vector",
-]
+    "INLINE", "NOINLINE", "REGISTERS", "FunctionBuilder", "Operand", "Value", "Variable", "constant", "lane_constants",
+    "program", "suffix", "vector",
+]  # fmt: skip
 
 INLINE = "alwaysinline nounwind"
 NOINLINE = "noinline nounwind"
@@ -67,7 +57,7 @@ Operand = str | int | float
 
 
 def vector(element: str, lanes: int) -> str:
-    """Return the type of a vector; the element's own type where lanes is 1."""
+    """Return the type of a vector; the element's own where lanes is 1."""
     return element if lanes == 1 else f"<{lanes} x {element}>"
 
 
@@ -102,7 +92,6 @@ def suffix(type: str) -> str:
 
 @functools.cache
 def _split(type: str) -> tuple[int, str]:
-    """Return a type's lanes and the type of one."""
     if not type.startswith("<"):
         return 1, type
     lanes, _, element = type[1:-1].partition(" x ")
@@ -129,23 +118,14 @@ class Variable:
 class FunctionBuilder:
     """A function's instructions.
 
-    Args:
-        name: without the @.
-        arguments: type, attributes and name of each: "i64 %n", "ptr noalias %x".
-        result: type.
-        linkage: "internal", also with a calling convention; "" for an entry point.
-        attributes: of the function.
+    Arguments are given with type and attributes: "i64 %n", "ptr noalias %x". The linkage may have a calling convention
+    ("internal fastcc"), and is "" for an entry point.
     """
 
     def __init__(
-        self,
-        name: str,
-        arguments: Sequence[str] = (),
-        result: str = "void",
-        *,
-        linkage: str = "internal",
+        self, name: str, arguments: Sequence[str] = (), result: str = "void", *, linkage: str = "internal",
         attributes: str = INLINE,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.name = name
         self._head = f"define {linkage} {result} @{name}({', '.join(arguments)}) {attributes}"
         self._result = result
@@ -162,8 +142,7 @@ class FunctionBuilder:
 
     def text(self) -> str:
         """Return the definition."""
-        lines = "\n".join([*self._stack, *self._lines])
-        return f"{self._head} {{\n{lines}\n}}\n"
+        return "\n".join([f"{self._head} {{", *self._stack, *self._lines, "}\n"])
 
     # --- any instruction ---------------------------------------------------------------------------------------------
 
@@ -248,10 +227,10 @@ class FunctionBuilder:
         """Append a call of a function; a call of result "void" has the empty value."""
         arguments = ", ".join(map(self.typed, operands))
         instruction = f"call {convention + ' ' if convention else ''}{result} @{name}({arguments})"
-        if result == "void":
-            self.do(instruction)
-            return Value("", "void")
-        return self(instruction, result)
+        if result != "void":
+            return self(instruction, result)
+        self.do(instruction)
+        return Value("", "void")
 
     def intrinsic(self, result: str, name: str, *operands: Operand) -> Value:
         """Append a call of one of LLVM's own functions, and declare it."""
@@ -262,10 +241,7 @@ class FunctionBuilder:
 
     def smin(self, x: Operand, y: Operand) -> Value:
         """Append the lesser of two signed 64-bit numbers."""
-        return self.intrinsic("i64", "llvm.smin.i64", *(self._number(each) for each in (x, y)))
-
-    def _number(self, x: Operand) -> Value:
-        return x if isinstance(x, Value) else Value(str(x), "i64")
+        return self.intrinsic("i64", "llvm.smin.i64", *(Value(str(number), "i64") for number in (x, y)))
 
     # --- vectors and arrays ------------------------------------------------------------------------------------------
 
@@ -428,9 +404,6 @@ def _aligned(align: int) -> str:
 def program(functions: Iterable[FunctionBuilder]) -> str:
     """Return the text of some functions, with their constants, and what they declare once."""
     functions = list(functions)
-    constants: dict[str, str] = {}
-    declarations: dict[str, str] = {}
-    for function in functions:
-        constants |= function.constants
-        declarations |= function.declarations
+    constants = dict(item for function in functions for item in function.constants.items())
+    declarations = dict(item for function in functions for item in function.declarations.items())
     return "".join((*constants.values(), *declarations.values(), *(function.text() for function in functions)))

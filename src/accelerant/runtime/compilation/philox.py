@@ -24,12 +24,8 @@ def philox(code: FunctionBuilder, counter: Sequence[Operand], key: Callable[[int
 
     Words of 32 bits lie in lanes of 64, so that a product of two is one instruction. The upper halves of counters and
     results are undefined: a product reads the lower halves alone, and LLVM knows it. So a round of a vector is 2
-    products, 2 shifts and 4 exclusive ors.
-
-    Args:
-        code: takes the instructions.
-        counter: the four words, vectors of i64.
-        key: returns word 0 or 1 of a round's key as such a vector: key(round, word).
+    products, 2 shifts and 4 exclusive ors. `counter` has the four words, vectors of i64, and key(round, word) returns
+    word 0 or 1 of a round's key as such a vector.
     """
     words = list(counter)
     for i in range(ROUNDS):

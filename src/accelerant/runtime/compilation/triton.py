@@ -38,16 +38,9 @@ if TYPE_CHECKING:
 __all__ = ["TritonKernel", "interpreting", "refuses_triton"]
 
 _POINTERS = {
-    torch.float32: "*fp32",
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float64: "*fp64",
-    torch.int8: "*i8",
-    torch.uint8: "*u8",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.bool: "*i1",
-}
+    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float64: "*fp64", torch.int8: "*i8",
+    torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1",
+}  # fmt: skip
 _FIXED = {"enable_fp_fusion": True}
 """Triton's options that are the same for every kernel; part of the cache's key."""
 
@@ -93,12 +86,9 @@ def _sources_hash() -> str:
 class Specialisation:
     """A Builder (see kernel.py) of one Triton function, with everything that its code depends on.
 
-    Attributes:
-        module, name: of the function.
-        kinds: Triton type of each argument in order ("*bf16", "i32"), "constexpr" for constants.
-        constants: constant arguments, by name or position, with their values.
-        multiples: positions of arguments that are multiples of 16, 8, 4 or 2, with that number.
-        num_warps, num_stages: warps a block; depth of software pipelining.
+    `kinds` has Triton's type of each argument in order ("*bf16", "i32"), "constexpr" for constants, which have their
+    values by name or position. `multiples` has positions of arguments that are multiples of 16, 8, 4 or 2, with that
+    number.
     """
 
     module: str
@@ -115,11 +105,7 @@ class Specialisation:
         return f"{self!r} {_FIXED} triton {_version()} {_sources_hash()}"
 
     def build(self, target: str) -> Binary:
-        """Compile with Triton for an architecture: "sm_90", "gfx942".
-
-        Raises:
-            CompileError: with Triton's message.
-        """
+        """Compile for an architecture ("sm_90", "gfx942"); raise CompileError with Triton's message."""
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
@@ -145,7 +131,6 @@ class Specialisation:
 
 
 def _binary(name: str, compiled: Any, backend: str) -> Binary:
-    """Return Triton's result as the cache keeps it."""
     metadata = compiled.metadata
     if getattr(metadata, "global_scratch_size", 0):
         raise CompileError(f"Triton kernel {name!r} asks for {metadata.global_scratch_size} bytes of global scratch")
@@ -173,8 +158,7 @@ class TritonKernel:
     """A Triton function that is compiled on demand and launched through the provider.
 
     Args:
-        module: of the function; imported only to compile or to interpret.
-        name: of the function.
+        module, name: of the function; the module is imported only to compile or to interpret.
         targets: the architectures it is written for.
         widths: positions of the integers that are row lengths or row strides, which bound the width of loads: rows of
             1000 float16 loaded one number at a time took an H200 twice as long. For other integers only divisibility
@@ -195,22 +179,16 @@ class TritonKernel:
         self._prepared: dict[tuple[object, ...], PreparedLaunch] = {}
 
     def launch(
-        self,
-        grid: tuple[int, ...],
-        args: Sequence[_Argument],
-        constants: Mapping[str, Any],
-        *,
-        num_warps: int = 4,
+        self, grid: tuple[int, ...], args: Sequence[_Argument], constants: Mapping[str, Any], *, num_warps: int = 4,
         num_stages: int = 3,
-    ) -> PreparedLaunch | None:
+    ) -> PreparedLaunch | None:  # fmt: skip
         """Run over the grid, on the current stream of the first tensor's device.
 
         Args:
             grid: programs, one to three numbers.
             args: positional arguments before the constants: tensors, integers, floats; None for an absent tensor.
             constants: the function's constexpr arguments by name.
-            num_warps: warps a program.
-            num_stages: depth of software pipelining.
+            num_warps, num_stages: warps a program; depth of software pipelining.
 
         Returns:
             the launch, to be started again with the pointers of tensors that differ in nothing else; None where nothing
@@ -246,14 +224,9 @@ class TritonKernel:
         return prepared
 
     def _prepare(
-        self,
-        key: tuple[object, ...],
-        grid: tuple[int, ...],
-        args: Sequence[_Argument],
-        constants: Mapping[str, Any],
-        num_warps: int,
-        num_stages: int,
-    ) -> PreparedLaunch:
+        self, key: tuple[object, ...], grid: tuple[int, ...], args: Sequence[_Argument], constants: Mapping[str, Any],
+        num_warps: int, num_stages: int,
+    ) -> PreparedLaunch:  # fmt: skip
         """Return a launch that lacks only its pointers; kept under `key`."""
         device = next(arg for arg in args if isinstance(arg, torch.Tensor)).get_device()
         described = tuple(_describe(arg, at in self.widths) for at, arg in enumerate(args))
@@ -279,22 +252,13 @@ class TritonKernel:
         return list(getattr(importlib.import_module(self.module), self.name).arg_names)
 
     def source(
-        self,
-        types: Mapping[str, str],
-        constants: Mapping[str, Any],
-        *,
-        multiple: int = 16,
-        num_warps: int = 4,
+        self, types: Mapping[str, str], constants: Mapping[str, Any], *, multiple: int = 16, num_warps: int = 4,
         num_stages: int = 3,
-    ) -> KernelSource:
+    ) -> KernelSource:  # fmt: skip
         """Return a KernelSource for given types; for compile checks without a device.
 
-        Args:
-            types: argument -> Triton type ("*bf16", "i32", "fp32"); absent tensors left out.
-            constants: constexpr arguments by name; absent tensors are None.
-            multiple: divisor of the widths; pointers and other integers are multiples of 16.
-            num_warps: warps a program.
-            num_stages: depth of software pipelining.
+        `types` has the Triton type ("*bf16", "i32", "fp32") of each argument, without absent tensors, which are
+        constants of None. The widths are multiples of `multiple`, pointers and other integers of 16.
         """
         names = self.argument_names()
         kinds = tuple(types.get(name, "constexpr") for name in names)
@@ -306,13 +270,9 @@ class TritonKernel:
         return self._source(kinds, (*present, *absent), multiples, num_warps, num_stages)
 
     def _source(
-        self,
-        kinds: tuple[str, ...],
-        constants: tuple[tuple[str | int, Any], ...],
-        multiples: tuple[tuple[int, int], ...],
-        num_warps: int,
-        num_stages: int,
-    ) -> KernelSource:
+        self, kinds: tuple[str, ...], constants: tuple[tuple[str | int, Any], ...],
+        multiples: tuple[tuple[int, int], ...], num_warps: int, num_stages: int,
+    ) -> KernelSource:  # fmt: skip
         special = Specialisation(self.module, self.name, kinds, constants, multiples, num_warps, num_stages)
         types = tuple(_LAUNCH_TYPES.get(kind, kind) for kind in kinds if kind != "constexpr")
         return KernelSource(self.name, {"triton": special}, {self.name: types}, targets=self.targets)
@@ -320,19 +280,12 @@ class TritonKernel:
     def _compile(
         self, args: Sequence[_Argument], constants: Mapping[str, Any], num_warps: int, num_stages: int
     ) -> Kernel:
-        kinds: list[str] = []
-        multiples: list[tuple[int, int]] = []
-        fixed: list[tuple[str | int, Any]] = list(constants.items())
-        for position, arg in enumerate(args):
-            kind, multiple = _describe(arg, position in self.widths)
-            kinds.append(kind)
-            if arg is None:
-                fixed.append((position, None))
-            if multiple > 1:
-                multiples.append((position, multiple))
-        kinds += ["constexpr"] * len(constants)
+        described = [_describe(arg, at in self.widths) for at, arg in enumerate(args)]
+        kinds = (*(kind for kind, _ in described), *("constexpr" for _ in constants))
+        absent = [(at, None) for at, arg in enumerate(args) if arg is None]
+        multiples = tuple((at, multiple) for at, (_, multiple) in enumerate(described) if multiple > 1)
+        source = self._source(kinds, (*constants.items(), *absent), multiples, num_warps, num_stages)
         tensor = next(arg for arg in args if isinstance(arg, torch.Tensor))
-        source = self._source(tuple(kinds), tuple(fixed), tuple(multiples), num_warps, num_stages)
         return _cuda().compile(source, device=tensor.device.index or 0)
 
 

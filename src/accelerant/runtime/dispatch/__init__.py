@@ -5,17 +5,6 @@ from accelerant.runtime.dispatch.operation import Operation, force, operations
 from accelerant.runtime.dispatch.plan import Decision, DispatchPlan, Explanation, explain, explain_quietly
 
 __all__ = [
-    "Case",
-    "Cost",
-    "Decision",
-    "DispatchPlan",
-    "Explanation",
-    "Implementation",
-    "Operation",
-    "case_of",
-    "explain",
-    "explain_quietly",
-    "force",
-    "operations",
-    "saved_by",
-]
+    "Case", "Cost", "Decision", "DispatchPlan", "Explanation", "Implementation", "Operation", "case_of", "explain",
+    "explain_quietly", "force", "operations", "saved_by",
+]  # fmt: skip

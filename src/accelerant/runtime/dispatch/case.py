@@ -13,27 +13,16 @@ import torch
 from accelerant.config import Settings, choice_overrides, settings
 
 __all__ = [
-    "Case",
-    "Cost",
-    "Implementation",
-    "PlanCache",
-    "Rules",
-    "case_of",
-    "group_of",
-    "rules",
-    "saved_by",
+    "Case", "Cost", "Implementation", "PlanCache", "Rules", "case_of", "group_of", "rules", "saved_by",
     "torch_wants_determinism",
-]
+]  # fmt: skip
 
 
 class Case(NamedTuple):
     """Everything that a choice may depend on; hashable and cheap.
 
-    Attributes:
-        device: of the inputs.
-        dtype: of the main input.
-        shape: the sizes that matter to the op, for example (M, N).
-        options: other properties that matter, for example ("tanh",) or strides.
+    Device and dtype are those of the (main) input. The shape has the sizes that matter to the op, for example (M, N),
+    and the options have other properties that matter, for example ("tanh",) or strides.
     """
 
     device: torch.device
@@ -108,8 +97,6 @@ def group_of(case: Case) -> str:
     return ""
 
 
-# --- the settings that a choice depends on ---------------------------------------------------------------------------
-
 # The public function is a Python wrapper, which would show in the time of a call.
 torch_wants_determinism: Callable[[], bool] = getattr(
     torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
@@ -119,11 +106,8 @@ torch_wants_determinism: Callable[[], bool] = getattr(
 class Rules(NamedTuple):
     """The settings that a choice depends on besides its case.
 
-    Attributes:
-        race, tune: measure candidates without a result when they are first met.
-        deterministic: set, or requested by torch.use_deterministic_algorithms.
-        forced: pairs of an op and its implementation.
-        cache_dir: folder of local results.
+    `race` and `tune` measure candidates without a result when they are first met. `deterministic` holds if it is set,
+    or requested by torch.use_deterministic_algorithms. `forced` has pairs of an op and its implementation.
     """
 
     race: bool

@@ -49,10 +49,8 @@ class Measurement:
     """Times of the candidates for one bucket.
 
     Attributes:
-        ms: name -> milliseconds per call.
-        case: the case that was timed.
-        date: of the race, "2026-11-21".
-        failed: name -> why it has no time.
+        ms, failed: name -> milliseconds per call, or why it has no time.
+        case, date: that was timed, and when: "2026-11-21".
         sources: digest of the op's sources, see Sources; "" where they do not matter.
         table: name of the shipped table that it is from; "" for a local one.
     """
@@ -76,11 +74,7 @@ class Measurement:
 
     @classmethod
     def read(cls, body: Any, table: str = "") -> Measurement:
-        """Read a measurement from JSON.
-
-        Raises:
-            ValueError, TypeError, KeyError, AttributeError: it is something else.
-        """
+        """Read a measurement from JSON; raise ValueError, TypeError, KeyError or AttributeError for anything else."""
         ms = {str(name): float(value) for name, value in body["ms"].items()}
         if not all(value > 0 for value in ms.values()):
             raise ValueError("times must be above 0")
@@ -107,7 +101,6 @@ def model_of(device: torch.device) -> str:
 
 @functools.cache
 def _described(device: torch.device) -> tuple[str, str]:
-    """Return a device's model and the version of its driver."""
     described = registry.provider_of(device).devices()[device.index or 0]
     return described.name, str(described.properties.get("driver", ""))
 
@@ -137,9 +130,6 @@ class Sources:
     These are the modules that define the functions, the modules of ops, algebra and privacy that they import, and the
     kernels in the folders of all of these. Comments, docstrings and layout do not change the digest. It is computed at
     the first call, in 10 to 60 ms.
-
-    Args:
-        functions: of the op.
     """
 
     def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
@@ -193,7 +183,6 @@ def _closure(modules: Iterable[str]) -> set[Path]:
 
 @functools.cache
 def _imports(path: Path) -> tuple[str, ...]:
-    """Return the modules of ops, algebra and privacy that a file imports."""
     names: list[str] = []
     for node in ast.walk(_tree(path)):
         if isinstance(node, ast.ImportFrom) and node.module and _FOLLOWED.match(f"{node.module}."):
@@ -227,12 +216,7 @@ def _stripped(path: Path) -> str:
 
 
 class Choices:
-    """The local measurements and the shipped ones.
-
-    Args:
-        root: folder of the local files; `choices` in the settings' cache folder by default.
-        tables: folder of the shipped ones.
-    """
+    """Shipped measurements, and local ones in `root`, by default the folder `choices` of the settings' cache."""
 
     def __init__(self, root: Path | None = None, tables: Path = TABLES) -> None:
         self.root = root if root is not None else settings().cache_dir / "choices"
@@ -243,12 +227,10 @@ class Choices:
         self._ignored: dict[str, tuple[str, ...]] = {}
 
     def find(self, device: torch.device, key: str, sources: Callable[[], str] | None = None) -> Measurement | None:
-        """Return the local measurement of a key, or the shipped one, or None.
+        """Return the local measurement of a key (see key_of), or the shipped one, or None.
 
-        Args:
-            device: of the model.
-            key: see key_of.
-            sources: the digest that a local measurement must carry; asked only where there is one. None: any.
+        A local measurement must carry the digest that `sources`, if given, returns; it is called only where there is
+        one.
         """
         with self._lock:
             self._load(device)
@@ -299,9 +281,7 @@ class Choices:
     def table(self, device: torch.device, serves: Iterable[str] = ()) -> dict[str, Any]:
         """Return the local measurements in the form of a shipped table.
 
-        Args:
-            device: one of the model.
-            serves: the beginnings of the names of further models that the table is good for.
+        `serves` has the beginnings of the names of further models that the table is good for.
         """
         model = model_of(device)
         local = {
@@ -318,7 +298,6 @@ class Choices:
         return self.root / f"{re.sub(r'[^A-Za-z0-9_.() -]', '_', model) or 'unnamed'}.json"
 
     def _load(self, device: torch.device) -> None:
-        """Read a model's files, once."""
         model = model_of(device)
         if model in self._local:
             return

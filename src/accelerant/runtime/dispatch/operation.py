@@ -84,7 +84,7 @@ class Operation:
     """An op's implementations, its plans by case, and its cost; see the module's docstring.
 
     Args:
-        name: of the op in the ledger.
+        name: in the ledger.
         implementations: the preferred first.
         cost: least bytes and operations of a case.
         bucket: the part of a case, besides device and dtype, that one race stands for; by default each size rounded up
@@ -93,14 +93,9 @@ class Operation:
     """
 
     def __init__(
-        self,
-        name: str,
-        implementations: Sequence[Implementation],
-        *,
-        cost: Callable[[Case], Cost],
-        bucket: Callable[[Case], tuple[Hashable, ...]] | None = None,
-        pairs_with: str | None = None,
-    ) -> None:
+        self, name: str, implementations: Sequence[Implementation], *, cost: Callable[[Case], Cost],
+        bucket: Callable[[Case], tuple[Hashable, ...]] | None = None, pairs_with: str | None = None,
+    ) -> None:  # fmt: skip
         self.name = name
         self.implementations = tuple(implementations)
         self.pairs_with = pairs_with
@@ -179,16 +174,16 @@ class Operation:
         self._broken.clear()
 
     def run(self, implementation: str, *args: Any) -> Any:
-        """Run one implementation by name, without choice and ledger; for tests and benchmarks.
+        """Run one implementation by name, without choice and ledger; for tests and benchmarks."""
+        return self.named(implementation, UnsupportedCase).run(*args)
 
-        Raises:
-            UnsupportedCase: there is none of that name.
-        """
+    def named(self, name: str, error: type[AccelerantError] = ConfigError, where: str = "") -> Implementation:
+        """Return the implementation of a name; raise an error of that type where there is none."""
         for candidate in self.implementations:
-            if candidate.name == implementation:
-                return candidate.run(*args)
+            if candidate.name == name:
+                return candidate
         known = ", ".join(candidate.name for candidate in self.implementations)
-        raise UnsupportedCase(f"{self.name} has the implementations {known}; got {implementation!r}")
+        raise error(f"{where}{self.name} has the implementations {known}; got {name!r}")
 
     def candidates(self, case: Case) -> list[Implementation]:
         """Return the implementations that serve a case, the preferred first."""
@@ -223,9 +218,8 @@ class Operation:
     def _choose(self, case: Case, plans: dict[Any, DispatchPlan], args: tuple[Any, ...]) -> DispatchPlan:
         """Make the plan of a case under the rules in force, with a race on the arguments if they ask for one.
 
-        Raises:
-            UnsupportedCase: no implementation serves the case, or the forced one does not.
-            ConfigError: the forced implementation does not exist.
+        Raises UnsupportedCase where nothing serves the case, ConfigError where the forced implementation does not
+        exist.
         """
         refusals = self.refusals(case)
         serving = [candidate for candidate, reason in refusals if reason is None]
@@ -234,7 +228,11 @@ class Operation:
         failed_before: tuple[tuple[str, str], ...] = ()
         lasting = True
         if forced is not None:
-            chosen, reason = self._forced(case, forced, refusals), "forced"
+            chosen, reason = self.named(forced, where="setting implementation: "), "forced"
+            against = next(why for candidate, why in refusals if candidate is chosen)
+            if against is not None:
+                described = f"{self.name} is forced to {forced!r}, which refuses {case} on {case.device}"
+                raise UnsupportedCase(f"{described}: {against}")
         elif not serving:
             reasons = "; ".join(f"{candidate.name}: {reason}" for candidate, reason in refusals)
             raise UnsupportedCase(f"{self.name} has no implementation for {case} on {case.device} ({reasons})")
@@ -272,17 +270,6 @@ class Operation:
             self.plans.store(plans, case, plan)
         return plan
 
-    def _forced(self, case: Case, name: str, refusals: Sequence[tuple[Implementation, str | None]]) -> Implementation:
-        for candidate, reason in refusals:
-            if candidate.name == name:
-                if reason is None:
-                    return candidate
-                raise UnsupportedCase(
-                    f"{self.name} is forced to {name!r}, which refuses {case} on {case.device}: {reason}"
-                )
-        known = ", ".join(candidate.name for candidate, _ in refusals)
-        raise ConfigError(f"setting implementation: {self.name} has the implementations {known}; got {name!r}")
-
     def _measured(
         self, case: Case, serving: Sequence[Implementation], args: tuple[Any, ...]
     ) -> tuple[Measurement | None, bool]:
@@ -301,7 +288,7 @@ class Operation:
             return known, False
         failed = {name: reason_of(error) for name, error in outcome.failed.items()}
         measured = Measurement(outcome.ms, str(case), failed=failed, sources=self._sources())
-        lasting = not any(map(_is_transient, outcome.failed.values()))
+        lasting = not any(isinstance(error, _TRANSIENT) for error in outcome.failed.values())
         if lasting:
             choices().keep(case.device, key, measured)
             self.plans.forget()  # other cases of the bucket, and those under other rules, are chosen anew
@@ -309,13 +296,9 @@ class Operation:
         return measured, lasting
 
     def _plan(
-        self,
-        case: Case,
-        chosen: Implementation,
-        reason: str,
-        refused: tuple[tuple[str, str], ...],
+        self, case: Case, chosen: Implementation, reason: str, refused: tuple[tuple[str, str], ...],
         raced: tuple[tuple[str, float], ...] = (),
-    ) -> DispatchPlan:
+    ) -> DispatchPlan:  # fmt: skip
         provider = registry.provider_of(case.device)
         if chosen.group:
             reason += f"; its {'forward was' if self.pairs_with else 'backward will be'} {chosen.group}'s"
@@ -324,21 +307,10 @@ class Operation:
         decision = Decision(
             self.name, str(case), str(case.device), chosen.name, chosen.own, refused, not_tried, reason, raced
         )
-        cost = self._cost(case)
-        record = OpRecord(
-            decision.op,
-            decision.implementation,
-            provider.name,
-            decision.device,
-            decision.case,
-            decision.own,
-            refused,
-            cost.bytes,
-            cost.flops,
-            reason=reason,
-        )
+        key = (self.name, chosen.name, provider.name, decision.device, decision.case)
+        record = _ledger.record(OpRecord(*key, chosen.own, refused, *self._cost(case), reason=reason))
         run = _guarded(chosen) if chosen.mutates else chosen.run
-        return DispatchPlan(decision, run, _ledger.record(record), provider, case.device.index or 0)
+        return DispatchPlan(decision, run, record, provider, case.device.index or 0)
 
     # --- failures ----------------------------------------------------------------------------------------------------
 
@@ -352,13 +324,9 @@ class Operation:
     def _recover(
         self, case: Case, plan: DispatchPlan, error: Exception, args: tuple[Any, ...]
     ) -> tuple[DispatchPlan, Any]:
-        """Run the remaining implementations in turn from the same inputs.
+        """Run the remaining implementations in turn from the same inputs; return the plan that ran, and its result.
 
-        Returns:
-            the plan that ran, and its result.
-
-        Raises:
-            the last error, where nothing is left, the policy forbids a fallback, or the error allows none.
+        Raises the last error where nothing is left, the policy forbids a fallback, or the error allows none.
         """
         failed: dict[str, Exception] = {}
         while True:
@@ -395,7 +363,7 @@ class Operation:
 
     def _leave_out(self, case: Case, failed: Mapping[str, Exception]) -> None:
         """Exclude implementations that failed for another reason than memory from later calls of the case."""
-        lasting = {name: copy.copy(error) for name, error in failed.items() if not _is_transient(error)}
+        lasting = {name: copy.copy(error) for name, error in failed.items() if not isinstance(error, _TRANSIENT)}
         if lasting:
             if len(self._broken) >= PLANS_LIMIT:
                 self._broken.clear()
@@ -405,10 +373,9 @@ class Operation:
     def _raise_half_done(self, case: Case, name: str, error: Exception) -> None:
         """Raise for an implementation that may have changed its arguments and failed; the next call uses another."""
         self._leave_out(case, {name: error})
-        text = (
-            f"{self.name}: {name} may have changed its arguments before it failed, so no other implementation followed"
-        )
-        if _is_transient(error):
+        changed = f"{self.name}: {name} may have changed its arguments before it failed"
+        text = f"{changed}, so no other implementation followed"
+        if isinstance(error, _TRANSIENT):
             described = self._described(error, case)
             described.add_note(text)
             raise described
@@ -439,10 +406,9 @@ class Operation:
 def _by_times(
     measured: Measurement | None, serving: Sequence[Implementation], case: str
 ) -> tuple[Implementation, str, tuple[tuple[str, float], ...], tuple[tuple[str, str], ...]]:
-    """Return the fastest implementation that was measured, or the first.
+    """Return the fastest implementation that was measured, or the first, with the reason in words.
 
-    Returns:
-        the implementation, the reason in words, the times, and which failed in that race, with their reasons.
+    The times and the implementations that failed in that race, with their reasons, follow.
     """
     name = fastest(measured.ms, [candidate.name for candidate in serving]) if measured is not None else None
     if measured is None or name is None:
@@ -489,10 +455,6 @@ def _guarded(implementation: Implementation) -> Callable[..., Any]:
     return run
 
 
-def _is_transient(error: Exception) -> bool:
-    return isinstance(error, _TRANSIENT)
-
-
 @contextlib.contextmanager
 def force(**implementations: str) -> Iterator[None]:
     """Run one implementation of an op, and no other, within a block: where it refuses or fails, that is an error.
@@ -500,18 +462,12 @@ def force(**implementations: str) -> Iterator[None]:
     >>> with force(gelu_fwd="torch"):
     ...     y = accelerant.ops.gelu(x)
 
-    Args:
-        implementations: op=implementation, by their names in the ledger.
-
-    Raises:
-        ConfigError: no op, or no implementation of it, has that name.
+    An op or implementation that the ledger does not know by that name raises ConfigError.
     """
     for op, name in implementations.items():
         operation = _operations.get(op)
         if operation is None:
             raise ConfigError(f"there is no op {op!r}; there are {', '.join(sorted(_operations)) or 'none yet'}")
-        if name not in {candidate.name for candidate in operation.implementations}:
-            known = ", ".join(candidate.name for candidate in operation.implementations)
-            raise ConfigError(f"{op} has the implementations {known}; got {name!r}")
+        operation.named(name)
     with override(implementation={**dict(settings().implementation), **implementations}):
         yield

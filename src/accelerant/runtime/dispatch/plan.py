@@ -21,10 +21,7 @@ class DispatchPlan:
     """The plan of an Operation for one case, looked up by each call and shown to people as its decision.
 
     Attributes:
-        decision: the choice and its reason.
-        run: called with the arguments.
         record: the ledger's record of these calls.
-        provider, device_index: of the case's device.
         forced: no other implementation may run.
         torch_autograd: torch alone serves the case, and its own autograd may differentiate the call.
         failed: preferred implementations that failed in an earlier call, with their errors.
@@ -42,12 +39,9 @@ class DispatchPlan:
 
 @dataclass(slots=True)
 class Explanation:
-    """The decisions within an explained call.
+    """The result of a function, and the decisions within its call, one for each dispatch, in order.
 
-    Attributes:
-        result: of the function.
-        decisions: one for each dispatch, in order.
-        total_ms: wall time of the call with the device synchronised; includes compilation on a first call.
+    `total_ms` is the wall time of the call with the device synchronised, with compilation if it is a first call.
     """
 
     result: Any
@@ -84,10 +78,8 @@ def explain_quietly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explan
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Call fn and print, for each op in it, which implementation ran, why, and which were refused, with the reason.
 
-    Backward passes that run inside fn count too, and so do calls of other threads in the meantime.
-
-    Returns:
-        the same as an object; `.result` is what fn returned.
+    Backward passes that run inside fn count too, and so do calls of other threads in the meantime. The result has the
+    same as an object; its `.result` is what fn returned.
 
     >>> accelerant.explain(accelerant.ops.gelu, x)
     gelu_fwd  8192x4096 bfloat16 none  on cuda:0

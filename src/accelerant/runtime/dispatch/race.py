@@ -56,31 +56,22 @@ _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a race.
-
-    Attributes:
-        ms: name -> milliseconds per call, in the order of the candidates.
-        failed: name -> the error, without the frames that held memory.
-    """
+    """The milliseconds per call of each candidate, in their order, and the errors of the others."""
 
     ms: dict[str, float]
     failed: dict[str, Exception]
 
 
 def race(
-    runs: Sequence[tuple[str, Callable[[], object]]],
-    device: torch.device,
-    *,
-    budget_s: float = 0.03,
+    runs: Sequence[tuple[str, Callable[[], object]]], device: torch.device, *, budget_s: float = 0.03,
     lost: Callable[[Exception], DeviceLost | None] = lambda error: None,
-) -> Outcome | None:
+) -> Outcome | None:  # fmt: skip
     """Time each candidate; return None at once where another thread is racing, since the two would disturb each other.
 
-    Args:
-        runs: names and functions without side effects, whose results are dropped; the preferred first.
-        device: "cuda" or "cpu"; only its current stream is waited for.
-        budget_s: seconds of timed calls for each candidate, besides compilation.
-        lost: returns the DeviceLost to raise for an error after which the device cannot be used, else None.
+    Candidates are names and functions without side effects, whose results are dropped, the preferred first. Of the
+    device ("cuda" or "cpu") only the current stream is waited for. `budget_s` are seconds of timed calls for each
+    candidate, besides compilation. `lost` returns the DeviceLost to raise for an error after which the device cannot be
+    used, else None.
     """
     if not _turn.acquire(blocking=False):
         return None
@@ -92,11 +83,9 @@ def race(
 
 
 def _race(
-    runs: Sequence[tuple[str, Callable[[], object]]],
-    clock: _HostClock | _DeviceClock,
-    budget_s: float,
+    runs: Sequence[tuple[str, Callable[[], object]]], clock: _HostClock | _DeviceClock, budget_s: float,
     lost: Callable[[Exception], DeviceLost | None],
-) -> Outcome:
+) -> Outcome:  # fmt: skip
     ms: dict[str, float] = {}
     failed: dict[str, Exception] = {}
     for name, run in runs:
@@ -170,14 +159,10 @@ def _without_frames(error: Exception, lost: Callable[[Exception], DeviceLost | N
     return error
 
 
-# --- clocks ----------------------------------------------------------------------------------------------------------
-
-
 class _HostClock:
     """Times calls that are complete when they return."""
 
     def stream_ms(self, run: Callable[[], object], calls: int) -> float:
-        """Return the time per call of calls back to back."""
         began = time.perf_counter()
         for _ in range(calls):
             run()

@@ -46,13 +46,9 @@ class Tuned(Generic[P]):
     """
 
     def __init__(
-        self,
-        name: str,
-        *,
-        default: Callable[..., P],
-        candidates: Callable[..., Sequence[P]],
+        self, name: str, *, default: Callable[..., P], candidates: Callable[..., Sequence[P]],
         bucket: Callable[..., tuple[Hashable, ...]] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.name = name
         self.default = default
         self.candidates = candidates
@@ -66,11 +62,8 @@ class Tuned(Generic[P]):
     ) -> P:
         """Return the plan to launch with; a look-up after the first call for the sizes.
 
-        Args:
-            device: to launch on.
-            dtype: of the main input.
-            sizes: arguments of default, candidates and bucket.
-            run: launches with a plan, without side effects; None: nothing is measured in this call.
+        `dtype` is that of the main input; `sizes` are the arguments of default, candidates and bucket. `run` launches
+        with a plan, without side effects; None: nothing is measured in this call.
         """
         plans = self.plans.current() if choice_overrides or torch_wants_determinism() else self._usual
         plan = plans.get((device, dtype, sizes))
@@ -81,13 +74,9 @@ class Tuned(Generic[P]):
         self.plans.forget()
 
     def _choose(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        sizes: tuple[int, ...],
-        run: Callable[[P], object] | None,
+        self, device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], run: Callable[[P], object] | None,
         plans: dict[Any, P],
-    ) -> P:
+    ) -> P:  # fmt: skip
         default = self.default(*sizes)
         candidates = {repr(plan): plan for plan in (default, *self.candidates(*sizes))}
         plan, lasting = default, True
@@ -97,9 +86,18 @@ class Tuned(Generic[P]):
             current = rules()
             may_measure = current.tune and not current.deterministic and (measured is None or bool(measured.table))
             if may_measure and run is not None:
-                result = None if obstacle(device, ()) else self._measure(device, key, sizes, candidates, run)
-                lasting = result is not None
-                measured = result or measured
+                runs = [(name, partial(run, candidate)) for name, candidate in candidates.items()]
+                outcome = None if obstacle(device, ()) else race(runs, device, lost=registry.provider_of(device).lost)
+                lasting = outcome is not None and bool(
+                    outcome.ms
+                )  # else another thread is racing, or none was launched
+                if outcome is not None and outcome.ms:
+                    failed = {name: reason_of(error) for name, error in outcome.failed.items()}
+                    measured = Measurement(
+                        outcome.ms, "x".join(map(str, sizes)), failed=failed, sources=self._sources()
+                    )
+                    choices().keep(device, key, measured)
+                    self.forget()
             name = fastest(measured.ms, candidates) if measured is not None else None
             if name is not None:
                 plan = candidates[name]
@@ -107,34 +105,12 @@ class Tuned(Generic[P]):
             self.plans.store(plans, (device, dtype, sizes), plan)
         return plan
 
-    def _measure(
-        self,
-        device: torch.device,
-        key: str,
-        sizes: tuple[int, ...],
-        candidates: dict[str, P],
-        run: Callable[[P], object],
-    ) -> Measurement | None:
-        """Time all candidates; return None where another thread is racing or none could be launched."""
-        runs = [(name, partial(run, plan)) for name, plan in candidates.items()]
-        outcome = race(runs, device, lost=registry.provider_of(device).lost)
-        if outcome is None or not outcome.ms:
-            return None
-        failed = {name: reason_of(error) for name, error in outcome.failed.items()}
-        measured = Measurement(outcome.ms, "x".join(map(str, sizes)), failed=failed, sources=self._sources())
-        choices().keep(device, key, measured)
-        self.forget()
-        return measured
-
 
 def tune(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Call fn, and measure what is not measured yet: implementations and launch plans of each op in it.
 
     Results are kept on disk and used from now on. Takes the time of compiling, and of a few dozen calls of each
-    candidate; backward passes that run inside fn are measured too.
-
-    Returns:
-        what `explain` would print, with `.result`.
+    candidate; backward passes that run inside fn are measured too. Returns what `explain` would print, with `.result`.
     """
     with override(race="first_use", tune="first_use"):
         return explain_quietly(fn, *args, **kwargs)

@@ -10,9 +10,8 @@ batch or correct it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from accelerant.errors import ConfigError, OutOfMemory
+from accelerant.runtime.files import JsonRecord
 from accelerant.runtime.memory.limits import available_bytes, is_out_of_memory, size_text
 from accelerant.runtime.memory.live_set import CUDA_GRANULARITY, storage_bytes
 from accelerant.runtime.memory.peak import (
@@ -44,16 +44,12 @@ _CLOSE_ENOUGH = 1 / 64
 
 
 @dataclass(frozen=True, slots=True)
-class BatchSizeSearch:
+class BatchSizeSearch(JsonRecord):
     """The result of optimal_batch_size; usable as an integer, the batch size.
 
-    Attributes:
-        batch_size: the largest that fits.
-        budget_bytes: limit on the peak, with the model's own memory.
-        predicted_bytes: peak at that batch size, from shapes.
-        measured_bytes: peak of the real run at that batch size; None without one.
-        bytes_per_row: cost of one more row of the batch.
-        runs: the real runs in order: batch size, and the peak or None if memory ran out.
+    The peaks at that batch size are predicted from shapes, and measured in a real run (None without one); the budget
+    limits them, with the model's own memory. `bytes_per_row` is the cost of one more row. `runs` has the real runs in
+    order: batch size, and the peak or None if memory ran out.
     """
 
     batch_size: int
@@ -65,10 +61,6 @@ class BatchSizeSearch:
 
     def __index__(self) -> int:
         return self.batch_size
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name, for JSON."""
-        return asdict(self)
 
     def __str__(self) -> str:
         measured = "not run" if self.measured_bytes is None else f"measured {size_text(self.measured_bytes)}"
@@ -140,58 +132,46 @@ def _budget(budget: int | float | None, step: ModelStep, device: torch.device) -
     return int(share * (available_bytes(device) + own))
 
 
+@dataclass(slots=True)
 class _Search:
-    """The state of one search."""
+    """One search: its arguments, the predictions by rows, and the real runs."""
 
-    def __init__(
-        self,
-        step: ModelStep,
-        inputs: tuple[Any, ...],
-        device: torch.device,
-        optimizer: OptimizerLike | None,
-        budget_bytes: int,
-        maximum: int,
-    ) -> None:
-        self._step = step
-        self._inputs = inputs
-        self._device = device
-        self._optimizer = optimizer
-        self._budget = budget_bytes
-        self._maximum = maximum
-        self._runs: list[tuple[int, int | None]] = []
-        self._predicted = functools.cache(self._predict)
+    _step: ModelStep
+    _inputs: tuple[Any, ...]
+    _device: torch.device
+    _optimizer: OptimizerLike | None
+    _budget: int
+    _maximum: int
+    _predictions: dict[int, PeakPrediction] = field(default_factory=dict)
+    _runs: list[tuple[int, int | None]] = field(default_factory=list)
 
     def run(self, confirm: bool) -> BatchSizeSearch:
-        """Predict, and confirm if asked."""
         fits = self._predict_largest()
-        slope = self._slope(fits)
-        predicted = BatchSizeSearch(fits, self._budget, self._predicted(fits).total, None, slope, ())
+        total, fewer = self._predicted(fits).total, max(1, fits // 2)
+        slope = self._predicted(fits).inputs
+        if fewer < fits:
+            slope = (total - self._predicted(fewer).total) // (fits - fewer)
+        predicted = BatchSizeSearch(fits, self._budget, total, None, slope, ())
         if not confirm:
             return predicted
         best, measured = self._confirm(fits, max(1, slope))
         return replace(
-            predicted,
-            batch_size=best,
-            predicted_bytes=self._predicted(best).total,
-            measured_bytes=measured,
+            predicted, batch_size=best, predicted_bytes=self._predicted(best).total, measured_bytes=measured,
             runs=tuple(self._runs),
-        )
+        )  # fmt: skip
 
-    # --- from shapes -------------------------------------------------------------------------------------------------
+    def _predicted(self, rows: int) -> PeakPrediction:
+        def with_rows(leaf: Tensor) -> Tensor:
+            shape = (rows, *leaf.shape[1:]) if leaf.dim() else leaf.shape
+            empty = torch.empty(shape, dtype=leaf.dtype, device=self._device if leaf.dim() else leaf.device)
+            return empty.requires_grad_(leaf.requires_grad)
 
-    def _predict(self, rows: int) -> PeakPrediction:
-        def fake_inputs(fake: FakeTensorMode) -> tuple[Any, ...]:
-            def with_rows(leaf: Any) -> Any:
-                if not isinstance(leaf, Tensor):
-                    return leaf
-                shape = (rows, *leaf.shape[1:]) if leaf.dim() else leaf.shape
-                empty = torch.empty(shape, dtype=leaf.dtype, device=self._device if leaf.dim() else leaf.device)
-                return empty.requires_grad_(leaf.requires_grad)
+        def fake_inputs(fake: FakeTensorMode) -> Any:
+            return pytree.tree_map_only(Tensor, with_rows, self._inputs)
 
-            inputs: tuple[Any, ...] = pytree.tree_map(with_rows, self._inputs)
-            return inputs
-
-        return predict_step(self._step, fake_inputs, self._device, self._optimizer)
+        if rows not in self._predictions:
+            self._predictions[rows] = predict_step(self._step, fake_inputs, self._device, self._optimizer)
+        return self._predictions[rows]
 
     def _predict_largest(self) -> int:
         """Return the largest batch whose prediction fits, by secants between one that fits and one that does not."""
@@ -207,29 +187,16 @@ class _Search:
                 low = guess
             else:
                 high = guess
-            guess = self._between(low, high)
+            guess = (low + high) // 2
+            if low > 0 and high <= self._maximum:  # the batch at which the line through both meets the budget
+                under, over = self._predicted(low).total, self._predicted(high).total
+                guess = low + int((self._budget - under) / (over - under) * (high - low))
         if low == 0:
             least = self._predicted(1)
             raise OutOfMemory(
                 f"not even one row fits {self._budget:,} bytes on {self._device}: it takes {least.total:,} ({least})"
             )
         return low
-
-    def _between(self, low: int, high: int) -> int:
-        """Return the batch at which the line through two predictions meets the budget."""
-        if low == 0 or high > self._maximum:
-            return (low + high) // 2
-        under, over = self._predicted(low).total, self._predicted(high).total
-        return low + int((self._budget - under) / (over - under) * (high - low))
-
-    def _slope(self, rows: int) -> int:
-        """Return the bytes that a row adds, around that batch size."""
-        fewer = max(1, rows // 2)
-        if fewer == rows:
-            return self._predicted(rows).inputs
-        return (self._predicted(rows).total - self._predicted(fewer).total) // (rows - fewer)
-
-    # --- for real ----------------------------------------------------------------------------------------------------
 
     def _confirm(self, first: int, slope: int) -> tuple[int, int]:
         """Return the largest batch that fits in real runs, and its peak; `first` is the predicted one."""
@@ -257,14 +224,11 @@ class _Search:
     def _measure(self, rows: int) -> int | None:
         """Return the peak of a real run; None if memory ran out."""
         expected = self._predicted(rows)
-        state = expected.optimizer_state
-        temporaries = expected.activations if expected.phase == "optimizer" else 0
+        optimizer = expected.optimizer_state, expected.activations if expected.phase == "optimizer" else 0
         peak: int | None = None
         try:
             inputs = with_batch(self._inputs, rows, self._device)
-            peak = measure_step(
-                self._step, inputs, self._device, limit_bytes=self._budget, placeholder=(state, temporaries)
-            )
+            peak = measure_step(self._step, inputs, self._device, limit_bytes=self._budget, placeholder=optimizer)
         except (OutOfMemory, RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

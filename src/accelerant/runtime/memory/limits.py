@@ -17,14 +17,14 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from accelerant.config import settings
 from accelerant.errors import ConfigError, OutOfMemory, UnsupportedCase
 from accelerant.runtime import registry
+from accelerant.runtime.files import JsonRecord
 from accelerant.runtime.host import control_group_room
 from accelerant.runtime.memory.live_set import LiveSet
 from accelerant.runtime.memory.owners import MemoryOwner, largest_owners
@@ -33,29 +33,16 @@ from accelerant.runtime.provider import (
     Buffer,
     ComputeDevice,
     allocation_failures,
+    allocation_limit,
     allocation_limits,
-    pop_limit,
-    push_limit,
 )
 from accelerant.runtime.registry import DeviceLike, find_device
 
 __all__ = [
-    "MemoryOwner",
-    "MemoryStatistics",
-    "PeakRecord",
-    "allocate",
-    "apply_limit",
-    "available_bytes",
-    "bytes_asked_by",
-    "describe_out_of_memory",
-    "is_out_of_memory",
-    "largest_owners",
-    "limit",
-    "peak_recorded",
-    "size_text",
-    "statistics",
+    "MemoryOwner", "MemoryStatistics", "PeakRecord", "allocate", "apply_limit", "available_bytes", "bytes_asked_by",
+    "describe_out_of_memory", "is_out_of_memory", "largest_owners", "limit", "peak_recorded", "size_text", "statistics",
     "trim",
-]
+]  # fmt: skip
 
 _CUDA_ROUNDING = 22 << 20
 """The CUDA allocator takes memory from the device in segments of 2 and 20 MiB, so up to this much beyond a request."""
@@ -65,22 +52,17 @@ _former_peaks: dict[int, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryStatistics:
+class MemoryStatistics(JsonRecord):
     """A device's memory and this process's pool on it, in bytes; None for a figure that the backend does not report.
 
     Attributes:
-        device: "cuda:0", "cpu:0", ...
         total_bytes, free_bytes: size of the device's memory, and the part available to any process.
         allocated_bytes: in live tensors and buffers (on the CPU only buffers; torch does not count its tensors).
         reserved_bytes: held by the pool, in use or cached.
-        peak_bytes: highest allocated_bytes.
-        limit_bytes: limit of this process, if one is set.
-        live_blocks: blocks in use.
-        pool_blocks: segments that the pool took from the device.
+        live_blocks, pool_blocks: blocks in use, and segments that the pool took from the device.
         fragmentation: share of the reserved bytes, 0 to 1, that is free but in partly used segments, which trim()
             cannot return.
-        out_of_memory: allocations that failed.
-        retries: allocations that succeeded after the pool was emptied for them.
+        out_of_memory, retries: allocations that failed, and those that succeeded after the pool was emptied for them.
     """
 
     device: str
@@ -95,10 +77,6 @@ class MemoryStatistics:
     fragmentation: float | None
     out_of_memory: int
     retries: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name, for JSON."""
-        return asdict(self)
 
     def __str__(self) -> str:
         pool = f"{size_text(self.reserved_bytes)} in its pool"
@@ -120,14 +98,8 @@ class MemoryStatistics:
 def apply_limit(fraction: float | None = None, device: DeviceLike = "auto") -> int:
     """Limit this process to a fraction of a device's memory, and return the limit in bytes.
 
-    On CUDA the limit holds for tensors and buffers, elsewhere for buffers.
-
-    Args:
-        fraction: above 0 to 1; the setting memory_fraction by default. 1 lifts the limit.
-        device: device to limit.
-
-    Raises:
-        ConfigError: a fraction outside (0, 1], or no such device.
+    On CUDA the limit holds for tensors and buffers, elsewhere for buffers. The fraction is by default the setting
+    memory_fraction; 1 lifts the limit, and one outside (0, 1] raises ConfigError.
     """
     fraction = settings().memory_fraction if fraction is None else fraction
     if not 0.0 < fraction <= 1.0:
@@ -140,13 +112,11 @@ def apply_limit(fraction: float | None = None, device: DeviceLike = "auto") -> i
 def allocate(size_bytes: int, device: DeviceLike = "auto") -> Buffer:
     """Allocate a buffer within the limits; if the device is full, try once more after trim().
 
-    Raises:
-        ShapeError: a negative size.
-        OutOfMemory: a limit would be passed, or the device is full; the message says what may help.
+    Raises OutOfMemory where a limit would be passed, or the device is full; the message says what may help.
     """
     target = find_device(device)
     provider = registry.create(target.backend)
-    provider.check_limit(max(0, size_bytes), target.index)
+    provider.check_limit(size_bytes, target.index)
     with contextlib.suppress(OutOfMemory):
         return provider.allocate(size_bytes, target.index)
     trim(target)
@@ -166,11 +136,8 @@ def limit(limit_bytes: int, device: DeviceLike = "auto") -> Iterator[None]:
 
     CUDA: tensors and buffers of the whole process. The allocator refuses a request that passes the limit by more than
     one of its segments (22 MiB); a smaller excess raises at the end of the block. Other backends: buffers, when they
-    are allocated; on the CPU also this thread's tensors, after the op that made them.
-
-    Raises:
-        ConfigError: a negative limit, or no such device.
-        OutOfMemory: from inside the block, or at its end.
+    are allocated; on the CPU also this thread's tensors, after the op that made them. Past the limit, OutOfMemory is
+    raised.
     """
     if limit_bytes < 0:
         raise ConfigError(f"limit_bytes must be 0 or more, got {limit_bytes}")
@@ -180,12 +147,9 @@ def limit(limit_bytes: int, device: DeviceLike = "auto") -> Iterator[None]:
             yield
         return
     limit_total = registry.create(target.backend).memory(target.index).allocated_bytes + limit_bytes
-    push_limit(target, limit_total)
-    try:
-        with LiveSet("cpu", limit_bytes=limit_bytes) if target.backend == "cpu" else contextlib.nullcontext():
-            yield
-    finally:
-        pop_limit(target, limit_total)
+    tensors = LiveSet("cpu", limit_bytes=limit_bytes) if target.backend == "cpu" else contextlib.nullcontext()
+    with allocation_limit(target, limit_total), tensors:
+        yield
 
 
 @contextmanager
@@ -214,11 +178,7 @@ def _cuda_limit(limit_bytes: int, device: ComputeDevice) -> Iterator[None]:
 
 
 def statistics(device: DeviceLike = "auto") -> MemoryStatistics:
-    """Return the state of a device's memory and of this process's pool on it.
-
-    Raises:
-        ConfigError, BackendUnavailable: no such device.
-    """
+    """Return the state of a device's memory and of this process's pool on it."""
     target = find_device(device)
     info = registry.create(target.backend).memory(target.index)
     key = (target.backend, target.index)
@@ -236,32 +196,19 @@ def statistics(device: DeviceLike = "auto") -> MemoryStatistics:
         limit_bytes = int(fraction * info.total_bytes) if fraction < 1.0 else None
         peak = max(peak, _former_peaks.get(target.index, 0))
     return MemoryStatistics(
-        device=target.label,
-        total_bytes=info.total_bytes,
-        free_bytes=info.free_bytes,
-        allocated_bytes=info.allocated_bytes,
-        reserved_bytes=info.reserved_bytes,
-        peak_bytes=peak,
-        limit_bytes=limit_bytes,
-        live_blocks=blocks,
-        pool_blocks=segments,
-        fragmentation=fragmentation,
-        out_of_memory=failures,
-        retries=retries,
-    )
+        device=target.label, total_bytes=info.total_bytes, free_bytes=info.free_bytes,
+        allocated_bytes=info.allocated_bytes, reserved_bytes=info.reserved_bytes, peak_bytes=peak,
+        limit_bytes=limit_bytes, live_blocks=blocks, pool_blocks=segments, fragmentation=fragmentation,
+        out_of_memory=failures, retries=retries,
+    )  # fmt: skip
 
 
+@dataclass(slots=True)
 class PeakRecord:
-    """The result of peak_recorded(); complete once its block has ended.
+    """The bytes allocated when a block began, and the most at once inside it; complete once the block has ended."""
 
-    Attributes:
-        before_bytes: allocated when the block began.
-        peak_bytes: the most that was allocated at once inside it.
-    """
-
-    def __init__(self, before_bytes: int) -> None:
-        self.before_bytes = before_bytes
-        self.peak_bytes = before_bytes
+    before_bytes: int
+    peak_bytes: int
 
     @property
     def growth_bytes(self) -> int:
@@ -273,35 +220,35 @@ class PeakRecord:
 def peak_recorded(device: DeviceLike) -> Iterator[PeakRecord]:
     """Measure the peak of allocated memory inside a block.
 
-    CUDA: the allocator's, of the whole process. Its peak is restarted, though `statistics` still reports the former
-    one, and cuBLAS's workspaces are freed first, so that the block's own count whatever ran before. CPU: storages that
-    ops of this thread return inside the block, counted one op at a time, and buffers.
-
-    Raises:
-        UnsupportedCase: a backend that counts neither.
+    CUDA and ROCm: the allocator's, of the whole process. Its peak is restarted, though `statistics` still reports the
+    former one, and cuBLAS's workspaces are freed first, so that the block's own count whatever ran before. CPU:
+    storages that ops of this thread return, counted one op at a time, and buffers. Other backends raise
+    UnsupportedCase.
     """
     target = find_device(device)
-    if target.backend == "cuda":
+    if target.torch_type == "cuda":  # ROCm's allocator has the same interface
         index = target.index
         torch.cuda.synchronize(index)
         torch._C._cuda_clearCublasWorkspaces()
         _former_peaks[index] = max(_former_peaks.get(index, 0), torch.cuda.max_memory_allocated(index))
         torch.cuda.reset_peak_memory_stats(index)
-        record = PeakRecord(torch.cuda.memory_allocated(index))
+        before_bytes = torch.cuda.memory_allocated(index)
+        record = PeakRecord(before_bytes, before_bytes)
         try:
             yield record
         finally:
             record.peak_bytes = torch.cuda.max_memory_allocated(index)
         return
     if target.backend != "cpu":
-        raise UnsupportedCase(f"peaks are measured on cuda and cpu; {target.label} reports none")
+        raise UnsupportedCase(f"peaks are measured on cuda, rocm and cpu; {target.label} reports none")
     provider = registry.create("cpu")
-    record = PeakRecord(provider.memory().allocated_bytes)
+    before_bytes = provider.memory().allocated_bytes
+    record = PeakRecord(before_bytes, before_bytes)
     with LiveSet("cpu") as live:
         try:
             yield record
         finally:
-            buffers = max(record.before_bytes, provider.memory().allocated_bytes)
+            buffers = max(before_bytes, provider.memory().allocated_bytes)
             record.peak_bytes = buffers + live.peak_bytes
 
 
@@ -319,11 +266,7 @@ def available_bytes(device: DeviceLike = "auto") -> int:
 
 
 def trim(device: DeviceLike = "auto") -> int:
-    """Return the pool's unused memory to the device, and the number of bytes returned.
-
-    Raises:
-        ConfigError, BackendUnavailable: no such device.
-    """
+    """Return the pool's unused memory to the device, and the number of bytes returned."""
     target = find_device(device)
     provider = registry.create(target.backend)
     before = provider.memory(target.index).reserved_bytes
@@ -357,10 +300,7 @@ def bytes_asked_by(error: BaseException) -> int | None:
 def describe_out_of_memory(op: str, asked: int | BaseException | None, device: DeviceLike) -> str:
     """Return the message for an op that ran out of memory; allocates nothing on the device.
 
-    Args:
-        op: name of the op.
-        asked: bytes requested, or the error of the allocation, or None.
-        device: where memory ran out.
+    `asked` has the bytes requested, or the error of the allocation, or None.
     """
     target = find_device(device)
     size = bytes_asked_by(asked) if isinstance(asked, BaseException) else asked

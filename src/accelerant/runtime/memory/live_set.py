@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,17 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accelerant.errors import OutOfMemory
 
 __all__ = [
-    "CUDA_GRANULARITY",
-    "LiveSet",
-    "count",
-    "has_fakes",
-    "only_counts",
-    "predicting",
-    "predictions",
-    "predicts_here",
-    "storage_bytes",
-    "uncounted",
-]
+    "CUDA_GRANULARITY", "LiveSet", "count", "has_fakes", "only_counts", "predicting", "predictions", "predicts_here",
+    "storage_bytes", "uncounted",
+]  # fmt: skip
 
 CUDA_GRANULARITY = 512
 """torch's CUDA allocator rounds each request up to a multiple of this."""
@@ -106,24 +99,18 @@ class LiveSet(TorchDispatchMode):
     """The storages of one device type that are alive. For one thread: torch's dispatch modes belong to a thread.
 
     Args:
-        device_type: type of device whose storages count.
         granularity: each storage counts as the next multiple of this.
         limit_bytes: raise OutOfMemory after an op that leaves more than this alive; None for no limit.
         watch: called after each op with its name, arguments and result.
 
     Attributes:
-        live_bytes: alive now.
-        peak_bytes: the most since the start or the last reset_peak().
+        live_bytes, peak_bytes: alive now, and the most since the start or the last reset_peak().
     """
 
     def __init__(
-        self,
-        device_type: str,
-        *,
-        granularity: int = 1,
-        limit_bytes: int | None = None,
+        self, device_type: str, *, granularity: int = 1, limit_bytes: int | None = None,
         watch: Callable[[str, Sequence[Any], Any], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         self.live_bytes = 0
         self.peak_bytes = 0
@@ -168,8 +155,9 @@ class LiveSet(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if _thread.paused:
             return result
+        aliased = {_key(leaf) for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)}
         for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor) and (_key(leaf) in self._storages or not _is_alias(leaf, args)):
+            if isinstance(leaf, Tensor) and (_key(leaf) in self._storages or _key(leaf) not in aliased):
                 self._count(leaf)
         if self._watch is not None:
             self._watch(func.name(), args, result)
@@ -206,15 +194,13 @@ class LiveSet(TorchDispatchMode):
             self.live_bytes -= storage.size_bytes
 
 
+@dataclass(slots=True)
 class _LiveStorage:
     """A storage that is alive: a weak reference to it, its size, and when it was first seen."""
 
-    __slots__ = ("born", "reference", "size_bytes")
-
-    def __init__(self, reference: object, size_bytes: int, born: int) -> None:
-        self.reference = reference
-        self.size_bytes = size_bytes
-        self.born = born
+    reference: object
+    size_bytes: int
+    born: int
 
 
 def _key(tensor: Tensor) -> int | None:
@@ -223,12 +209,6 @@ def _key(tensor: Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
         return None
-
-
-def _is_alias(tensor: Tensor, args: Sequence[Any]) -> bool:
-    """Return whether a result shares the storage of an argument."""
-    key = _key(tensor)
-    return any(isinstance(leaf, Tensor) and _key(leaf) == key for leaf in pytree.tree_leaves(args))
 
 
 def count(tree: Any) -> None:

@@ -25,11 +25,9 @@ __all__ = ["MemoryOwner", "largest_owners"]
 class MemoryOwner:
     """A live storage on a device.
 
-    Attributes:
-        size_bytes: of the whole storage, which may be larger than the tensor.
-        shape, dtype: of the largest tensor on it; empty for a buffer.
-        kind: "Tensor", "Parameter", "Buffer", ...
-        held_by: what refers to it, if that is cheap to find; else empty.
+    The size is that of the whole storage, of which the largest tensor has the shape and dtype (empty for a buffer).
+    `kind` is "Tensor", "Parameter", "Buffer", ...; `held_by` says what refers to it, if that is cheap to find, else it
+    is empty.
     """
 
     size_bytes: int
@@ -47,9 +45,6 @@ def largest_owners(device: DeviceLike = "auto", n: int = 5) -> list[MemoryOwner]
     """Return the n largest live storages on a device, the largest first.
 
     Walks all objects that Python's garbage collector tracks: some 50 ms in a large process.
-
-    Raises:
-        ConfigError: a negative n, or no such device.
     """
     if n < 0:
         raise ConfigError(f"n must be 0 or more, got {n}")
@@ -62,7 +57,10 @@ def largest_owners(device: DeviceLike = "auto", n: int = 5) -> list[MemoryOwner]
         if issubclass(kind, Tensor):
             storage = None if issubclass(kind, FakeTensor) else _tensor_storage(candidate, target)
         elif issubclass(kind, Buffer):
-            storage = _buffer_storage(candidate, target)
+            owner = type(candidate.owner)
+            backend = "cuda" if issubclass(owner, Tensor) else owner.__module__.rpartition(".")[2]
+            here = (backend, candidate.device) == (target.backend, target.index) and candidate.size_bytes
+            storage = (candidate.data_ptr(), candidate.size_bytes) if here else None
         else:
             if issubclass(kind, nn.Module):
                 modules.append(candidate)
@@ -78,7 +76,6 @@ def largest_owners(device: DeviceLike = "auto", n: int = 5) -> list[MemoryOwner]
 
 
 def _tensor_storage(tensor: Tensor, device: ComputeDevice) -> tuple[int, int] | None:
-    """Return address and size of a tensor's storage, if it is on the device."""
     if tensor.device.type != device.torch_type or (tensor.device.index or 0) != device.index:
         return None
     try:
@@ -86,14 +83,6 @@ def _tensor_storage(tensor: Tensor, device: ComputeDevice) -> tuple[int, int] | 
         return (storage.data_ptr(), storage.nbytes()) if storage.nbytes() else None
     except (NotImplementedError, RuntimeError):  # no storage: sparse tensors, some subclasses
         return None
-
-
-def _buffer_storage(buffer: Buffer, device: ComputeDevice) -> tuple[int, int] | None:
-    owner = type(buffer.owner)
-    backend = "cuda" if issubclass(owner, Tensor) else owner.__module__.rpartition(".")[2]
-    if backend != device.backend or buffer.device != device.index or not buffer.size_bytes:
-        return None
-    return buffer.data_ptr(), buffer.size_bytes
 
 
 def _extent(candidate: Any) -> int:
@@ -127,11 +116,10 @@ def _names(modules: list[nn.Module], optimizers: list[torch.optim.Optimizer]) ->
 
 
 def _owner(size: int, candidate: Any, names: dict[int, str], own: set[int]) -> MemoryOwner:
-    kind = type(candidate).__name__
-    held_by = names.get(id(candidate)) or _referrer(candidate, own)
-    if isinstance(candidate, Buffer):
-        return MemoryOwner(size, (), "", kind, held_by)
-    return MemoryOwner(size, tuple(candidate.shape), str(candidate.dtype).removeprefix("torch."), kind, held_by)
+    shape, dtype = tuple(getattr(candidate, "shape", ())), str(getattr(candidate, "dtype", "")).removeprefix("torch.")
+    return MemoryOwner(
+        size, shape, dtype, type(candidate).__name__, names.get(id(candidate)) or _referrer(candidate, own)
+    )
 
 
 def _referrer(candidate: Any, own: set[int]) -> str:

@@ -15,14 +15,13 @@ modules, cached memory) is restored.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,43 +36,27 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
+from accelerant.runtime.files import JsonRecord
 from accelerant.runtime.memory.limits import peak_recorded, size_text
 from accelerant.runtime.memory.live_set import CUDA_GRANULARITY, LiveSet, predicting, storage_bytes
 
 __all__ = [
-    "ModelStep",
-    "OptimizerLike",
-    "PeakComparison",
-    "PeakPrediction",
-    "bind_forward",
-    "compare_peak",
-    "device_of",
-    "measure_step",
-    "predict_peak",
-    "predict_step",
-    "restored_state",
-    "run_step",
-    "shadow_parameters",
-    "with_batch",
-]
+    "ModelStep", "OptimizerLike", "PeakComparison", "PeakPrediction", "bind_forward", "compare_peak", "device_of",
+    "measure_step", "predict_peak", "predict_step", "restored_state", "run_step", "shadow_parameters", "with_batch",
+]  # fmt: skip
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 """An optimizer, or what makes one from a list of parameters: torch.optim.AdamW, lambda ps: SGD(ps, lr=0.1)."""
 
 
 @dataclass(frozen=True, slots=True)
-class PeakPrediction:
+class PeakPrediction(JsonRecord):
     """Memory at the peak of a step, in bytes; the parts add up to the total.
 
-    Attributes:
-        parameters: parameters and buffers.
-        inputs: the example inputs.
-        gradients: those that exist at the peak.
-        optimizer_state: as from the second step on.
-        activations: everything else: intermediate results, results, the optimizer's temporaries.
-        workspace: estimate of what kernels allocate inside one op (0 on the CPU).
-        total: the sum.
-        phase: "forward", "backward" or "optimizer".
+    Parameters include buffers, and gradients are those that exist at the peak. Optimizer state is as from the second
+    step on. Activations are everything else: intermediate results, results, the optimizer's temporaries. The workspace
+    is an estimate of what kernels allocate inside one op (0 on the CPU). The phase is "forward", "backward" or
+    "optimizer".
     """
 
     parameters: int
@@ -85,10 +68,6 @@ class PeakPrediction:
     total: int
     phase: str
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name, for JSON."""
-        return asdict(self)
-
     def __str__(self) -> str:
         names = ("parameters", "inputs", "gradients", "optimizer_state", "activations", "workspace")
         parts = ", ".join(f"{name.replace('_', ' ')} {size_text(getattr(self, name))}" for name in names)
@@ -97,13 +76,7 @@ class PeakPrediction:
 
 @dataclass(frozen=True, slots=True)
 class PeakComparison:
-    """A prediction and a measurement.
-
-    Attributes:
-        predicted: from shapes.
-        measured_bytes: CUDA: the allocator's count; CPU: the live storages of a real run.
-        device: device of the run.
-    """
+    """A prediction, and the allocator's count on CUDA or, on the CPU, the live storages of a real run."""
 
     predicted: PeakPrediction
     measured_bytes: int
@@ -144,14 +117,11 @@ def predict_peak(
     """
     step = ModelStep(target, call, backward)
 
-    def fake_inputs(fake: FakeTensorMode) -> tuple[Any, ...]:
-        def as_fake(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
+    def fake_inputs(fake: FakeTensorMode) -> Any:
+        def as_fake(leaf: Tensor) -> Tensor:
             return fake.from_tensor(leaf.detach().requires_grad_(leaf.requires_grad))
 
-        fakes: tuple[Any, ...] = pytree.tree_map(as_fake, inputs)
-        return fakes
+        return pytree.tree_map_only(Tensor, as_fake, inputs)
 
     return predict_step(step, fake_inputs, device_of(step, inputs), optimizer)
 
@@ -179,11 +149,9 @@ def compare_peak(
 
 
 def predict_step(
-    step: ModelStep,
-    make_inputs: Callable[[FakeTensorMode], tuple[Any, ...]],
-    device: torch.device,
+    step: ModelStep, make_inputs: Callable[[FakeTensorMode], Any], device: torch.device,
     optimizer: OptimizerLike | None = None,
-) -> PeakPrediction:
+) -> PeakPrediction:  # fmt: skip
     """Predict as predict_peak does, with inputs that are made inside the fake mode and may have any size."""
     if optimizer is not None and not step.backward:
         raise ConfigError("an optimizer needs gradients; got backward=False")
@@ -218,15 +186,10 @@ def predict_step(
             gradient_bytes = storage_bytes(gradients, device.type, rounding)
     del result
     return PeakPrediction(
-        parameters=parameters,
-        inputs=inputs,
-        gradients=gradient_bytes,
-        optimizer_state=state_bytes,
-        activations=peak - parameters - inputs - gradient_bytes,
-        workspace=workspace.size_bytes,
-        total=peak + state_bytes + workspace.size_bytes,
-        phase=phase,
-    )
+        parameters=parameters, inputs=inputs, gradients=gradient_bytes, optimizer_state=state_bytes,
+        activations=peak - parameters - inputs - gradient_bytes, workspace=workspace.size_bytes,
+        total=peak + state_bytes + workspace.size_bytes, phase=phase,
+    )  # fmt: skip
 
 
 class _Workspace:
@@ -245,11 +208,9 @@ class _Workspace:
 
     @property
     def size_bytes(self) -> int:
-        """The estimate for the ops seen so far."""
         return self._threads * self._products + self._largest
 
     def see(self, name: str, args: Sequence[Any], result: Any) -> None:
-        """Update the estimate with an op."""
         if not self._cuda:
             return
         op = name.partition("::")[2].partition(".")[0]
@@ -268,11 +229,26 @@ class _Workspace:
 
 
 def _optimizer_bytes(optimizer: OptimizerLike, step: ModelStep, granularity: int) -> tuple[int, int]:
-    """Return the bytes of an optimizer's state and of its step's temporaries, by a run on the meta device."""
+    """Return the bytes of an optimizer's state and of its step's temporaries, by a run on the meta device.
+
+    A fused step is one kernel and has no temporaries.
+    """
     if not isinstance(step.target, nn.Module):
         raise ConfigError("an optimizer steps the parameters of a module; the target is a function")
-    own = [parameter for parameter in step.target.parameters() if parameter.requires_grad]
-    copied, fused = _on_meta(optimizer, own)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        originals = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        copied = copy_optimizer(optimizer, {id(parameter): _meta(parameter) for parameter in originals})
+    else:
+        originals = [parameter for parameter in step.target.parameters() if parameter.requires_grad]
+        copied = _make_optimizer(optimizer, [_meta(parameter) for parameter in originals])
+    fused = any(group.get("fused") for group in copied.param_groups)
+    for group in copied.param_groups:
+        if group.get("capturable"):
+            group["capturable"] = False
+        if group.get("fused"):
+            group["fused"], group["foreach"] = False, False
+        elif group.get("foreach", False) is None and any(original.device.type == "cuda" for original in originals):
+            group["foreach"] = True  # torch's default on CUDA
     live = LiveSet("meta", granularity=granularity)
     live.hold([[parameter, parameter.grad] for group in copied.param_groups for parameter in group["params"]])
     before = live.live_bytes
@@ -285,26 +261,6 @@ def _optimizer_bytes(optimizer: OptimizerLike, step: ModelStep, granularity: int
     except (RuntimeError, TypeError) as error:  # needs values, or a closure
         raise UnsupportedCase(f"{type(copied).__name__} does not step without values: {error}") from error
     return kept - before, 0 if fused else live.peak_bytes - kept
-
-
-def _on_meta(optimizer: OptimizerLike, own: list[nn.Parameter]) -> tuple[torch.optim.Optimizer, bool]:
-    """Return the optimizer on parameters without memory and with empty state, and whether its step is one kernel."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        originals = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        copied = copy_optimizer(optimizer, {id(parameter): _meta(parameter) for parameter in originals})
-        cuda = any(parameter.device.type == "cuda" for parameter in originals)
-    else:
-        copied = _make_optimizer(optimizer, [_meta(parameter) for parameter in own])
-        cuda = any(parameter.device.type == "cuda" for parameter in own)
-    fused = any(group.get("fused") for group in copied.param_groups)
-    for group in copied.param_groups:
-        if group.get("capturable"):
-            group["capturable"] = False
-        if group.get("fused"):
-            group["fused"], group["foreach"] = False, False
-        elif cuda and group.get("foreach", False) is None:
-            group["foreach"] = True  # torch's default on CUDA
-    return copied, fused
 
 
 def _make_optimizer(
@@ -338,102 +294,64 @@ def _meta(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def measure_step(
-    step: ModelStep,
-    inputs: tuple[Any, ...],
-    device: torch.device,
-    optimizer: OptimizerLike | None = None,
-    *,
-    limit_bytes: int | None = None,
-    placeholder: tuple[int, int] = (0, 0),
-) -> int:
+    step: ModelStep, inputs: tuple[Any, ...], device: torch.device, optimizer: OptimizerLike | None = None, *,
+    limit_bytes: int | None = None, placeholder: tuple[int, int] = (0, 0),
+) -> int:  # fmt: skip
     """Measure the peak of a real run, with its parameters and inputs; the model is unchanged afterwards.
 
-    Args:
-        step, inputs, device: the step, its arguments and its device.
-        optimizer: steps too; the parameters' values are restored from the host.
-        limit_bytes: on the CPU, stop when more than this is alive.
-        placeholder: bytes allocated throughout, and after the backward pass, in place of an optimizer.
-
-    Raises:
-        OutOfMemory, torch.OutOfMemoryError: it does not fit.
+    An optimizer steps too; the parameters' values are restored from the host. In place of one, `placeholder` has the
+    bytes allocated throughout, and after the backward pass. On the CPU, a run with more than limit_bytes alive stops.
+    Raises OutOfMemory or torch.OutOfMemoryError if it does not fit.
     """
     with restored_state(step, device):
         state = shadow_parameters(step)
-        run = _RealRun(step, state, inputs, optimizer, placeholder)
+        forward = bind_forward(step, state, inputs)
+        own = [tensor for tensor in state.values() if isinstance(tensor, nn.Parameter)]
+        stepped: torch.optim.Optimizer | None = None
+        values: list[Tensor] = []
+        if optimizer is not None:
+            values = [parameter.detach().to("cpu", copy=True) for parameter in own]
+            if isinstance(optimizer, torch.optim.Optimizer):
+                assert isinstance(step.target, nn.Module)  # for the type checker: predicted before
+                originals = map(id, step.target.parameters())
+                stepped = copy_optimizer(optimizer, dict(zip(originals, own, strict=True)))
+            else:
+                stepped = _make_optimizer(optimizer, [parameter for parameter in own if parameter.requires_grad])
+
+        def run() -> None:
+            always = torch.empty(placeholder[0], dtype=torch.uint8, device=device)
+            for _ in range(1 if stepped is None else 2):  # an optimizer's state exists in the second step
+                result, gradients = run_step(forward, step.backward)
+                torch.empty(placeholder[1], dtype=torch.uint8, device=device)
+                if stepped is not None:
+                    for parameter in own:
+                        parameter.grad = gradients.get(id(parameter))
+                    stepped.step()
+                    stepped.zero_grad()
+                del result, gradients
+            del always
+
         try:
             if device.type == "cuda":
                 held = storage_bytes([state, inputs], "cuda", CUDA_GRANULARITY)
                 with peak_recorded(device) as record:
-                    run.steps(device)
+                    run()
                 return held + record.growth_bytes
             live = LiveSet(device.type, limit_bytes=limit_bytes)
             live.hold([state, inputs])
             with live:
-                run.steps(device)
+                run()
             return live.peak_bytes
         finally:
-            run.restore()
-
-
-class _RealRun:
-    """A step on shadow parameters; two with an optimizer, so that its state exists in the second."""
-
-    def __init__(
-        self,
-        step: ModelStep,
-        state: dict[str, Tensor],
-        inputs: tuple[Any, ...],
-        optimizer: OptimizerLike | None,
-        placeholder: tuple[int, int],
-    ) -> None:
-        self._step = step
-        self._trained = [tensor for name, tensor in state.items() if isinstance(tensor, nn.Parameter)]
-        self._forward = bind_forward(step, state, inputs)
-        self._placeholder = placeholder
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._values: list[Tensor] = []
-        if optimizer is not None:
-            self._values = [parameter.detach().to("cpu", copy=True) for parameter in self._trained]
-            self._optimizer = self._bind(optimizer)
-
-    def steps(self, device: torch.device) -> None:
-        """Run the steps."""
-        always = torch.empty(self._placeholder[0], dtype=torch.uint8, device=device)
-        for _ in range(1 if self._optimizer is None else 2):
-            result, gradients = run_step(self._forward, self._step.backward)
-            torch.empty(self._placeholder[1], dtype=torch.uint8, device=device)
-            if self._optimizer is not None:
-                for parameter in self._trained:
-                    parameter.grad = gradients.get(id(parameter))
-                self._optimizer.step()
-                self._optimizer.zero_grad()
-            del result, gradients
-        del always
-
-    def restore(self) -> None:
-        """Restore the parameters' values."""
-        for parameter, value in zip(self._trained, self._values, strict=False):
-            parameter.data.copy_(value)
-
-    def _bind(self, optimizer: OptimizerLike) -> torch.optim.Optimizer:
-        trained = [parameter for parameter in self._trained if parameter.requires_grad]
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            return _make_optimizer(optimizer, trained)
-        assert isinstance(self._step.target, nn.Module)  # for the type checker: predicted before
-        originals = self._step.target.parameters()
-        return copy_optimizer(
-            optimizer, {id(original): own for original, own in zip(originals, self._trained, strict=True)}
-        )
+            for parameter, value in zip(own, values, strict=False):  # there are no values without an optimizer
+                parameter.data.copy_(value)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelStep:
-    """A forward pass, with or without its backward pass.
+    """A forward pass of a module or a function of tensors, with or without its backward pass.
 
-    Attributes:
-        target: a module, or a function of tensors.
-        call: how a module is used, call(module, *inputs); None for module(*inputs).
-        backward: whether gradients are computed, or autograd is off.
+    `call` is how a module is used, call(module, *inputs); None for module(*inputs).
     """
 
     target: nn.Module | Callable[..., Any]
@@ -459,19 +377,6 @@ class ModelStep:
         return [name for name, parameter in self.target.named_parameters() if parameter.requires_grad]
 
 
-class _Call(nn.Module):
-    """A module with a function that calls it."""
-
-    def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
-        super().__init__()
-        self.module = module
-        self.call = call
-
-    def forward(self, *inputs: Any) -> Any:
-        """Call the function on the module."""
-        return self.call(self.module, *inputs)
-
-
 def bind_forward(step: ModelStep, state: Mapping[str, Tensor], inputs: tuple[Any, ...]) -> Callable[[], Any]:
     """Return the step's forward pass on other tensors in place of the module's own."""
     target = step.target
@@ -479,7 +384,9 @@ def bind_forward(step: ModelStep, state: Mapping[str, Tensor], inputs: tuple[Any
         return lambda: target(*inputs)
     if step.call is None:
         return lambda: torch.func.functional_call(target, dict(state), inputs)
-    wrapped = _Call(target, step.call)
+    wrapped, call = nn.Module(), step.call
+    wrapped.add_module("module", target)
+    wrapped.forward = lambda *arguments: call(target, *arguments)  # of this one object
     renamed = {f"module.{name}": tensor for name, tensor in state.items()}
     return lambda: torch.func.functional_call(wrapped, renamed, inputs)
 
@@ -489,13 +396,9 @@ def run_step(
 ) -> tuple[Any, dict[int, Tensor]]:
     """Run forward and, if asked, backward from all of its results that require a gradient.
 
-    A result that is not a scalar gets a gradient of ones. `between` is called after the forward pass.
-
-    Returns:
-        the result, and the gradients by the id of their leaf tensor.
-
-    Raises:
-        UnsupportedCase: gradients are wanted and nothing requires one.
+    A result that is not a scalar gets a gradient of ones. `between` is called after the forward pass. Returns the
+    result, and the gradients by the id of their leaf tensor. Raises UnsupportedCase if gradients are wanted and nothing
+    requires one.
     """
     with torch.set_grad_enabled(backward):
         result = forward()
@@ -542,11 +445,7 @@ def shadow_parameters(step: ModelStep) -> dict[str, Tensor]:
 
 
 def device_of(step: ModelStep, inputs: Any) -> torch.device:
-    """Return the accelerator that the step's tensors are on, or the CPU.
-
-    Raises:
-        ConfigError: they are on several accelerators.
-    """
+    """Return the accelerator that the step's tensors are on, or the CPU; raise ConfigError for several."""
     tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
     devices = {tensor.device for tensor in (*step.tensors().values(), *tensors)}
     if any(device.type == "meta" for device in devices):
@@ -560,8 +459,7 @@ def device_of(step: ModelStep, inputs: Any) -> torch.device:
 def with_batch(sample: Any, rows: int, device: torch.device | None = None) -> Any:
     """Return the sample with a number of rows, its own repeated; tensors without dimensions are unchanged.
 
-    Raises:
-        ShapeError: tensors of the sample differ in their first dimension, or it has no rows.
+    Raises ShapeError if its tensors differ in their first dimension, or have no rows.
     """
     tensors = [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, Tensor) and leaf.dim()]
     sizes = {tensor.shape[0] for tensor in tensors}
@@ -570,75 +468,49 @@ def with_batch(sample: Any, rows: int, device: torch.device | None = None) -> An
         raise ShapeError(f"the first dimension of each tensor of the sample must be its batch; got {shapes}")
     (present,) = sizes
 
-    def with_rows(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def with_rows(leaf: Tensor) -> Tensor:
         moved = leaf.detach().to(device or leaf.device)
         if leaf.dim():
             moved = moved.index_select(0, torch.arange(rows, device=moved.device) % present)
         return moved.requires_grad_(leaf.requires_grad)
 
-    return pytree.tree_map(with_rows, sample)
+    return pytree.tree_map_only(Tensor, with_rows, sample)
 
 
 @contextmanager
 def restored_state(step: ModelStep, device: torch.device) -> Iterator[None]:
     """Restore at the end what a step on shadow parameters may change; see the module's docstring.
 
-    The content of modules' lists, dicts and sets is restored one level deep.
-
-    Args:
-        step: the step.
-        device: its device; "meta" if nothing runs on a device.
+    The content of modules' lists, dicts and sets is restored one level deep. The device is "meta" if nothing runs on
+    one.
     """
     modules = list(step.target.modules()) if isinstance(step.target, nn.Module) else []
-    attributes = [
-        (
-            module,
-            dict(vars(module)),
-            [(value, value.copy()) for value in vars(module).values() if isinstance(value, (list, dict, set))],
-        )
-        for module in modules
+    attributes = [(module, dict(vars(module))) for module in modules]
+    containers = [
+        value for _, before in attributes for value in before.values() if isinstance(value, (list, dict, set))
     ]
-    held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    with contextlib.ExitStack() as stack:
-        stack.callback(_empty_caches, device, held)
-        stack.callback(_restore_attributes, attributes)
-        stack.enter_context(_random_state(device))
-        yield
-
-
-def _restore_attributes(attributes: list[tuple[nn.Module, dict[str, Any], list[tuple[Any, Any]]]]) -> None:
-    """Restore modules from their former attributes, and the attributes' containers from copies of their content."""
-    for module, before, contents in attributes:
-        vars(module).clear()
-        vars(module).update(before)
-        for container, content in contents:
-            container.clear()
-            container.extend(content) if isinstance(container, list) else container.update(content)
-
-
-@contextmanager
-def _random_state(device: torch.device) -> Iterator[None]:
+    contents = [container.copy() for container in containers]
     python, numpy_state, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    cuda = device.type == "cuda"
+    device_state = torch.cuda.get_rng_state(device) if cuda else None
+    held = torch.cuda.memory_allocated(device) if cuda else 0
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy_state)
         torch.set_rng_state(host)
-        if cuda_state is not None:
-            torch.cuda.set_rng_state(cuda_state, device)
-
-
-def _empty_caches(device: torch.device, held_before: int) -> None:
-    """Free memory that the run left in torch's caches on the device."""
-    if device.type != "cuda":
-        return
-    if torch.cuda.memory_allocated(device) > held_before:
-        gc.collect()  # results with reference cycles
-        clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-        if clear is not None and torch.cuda.memory_allocated(device) > held_before:
-            clear()
-    torch.cuda.empty_cache()
+        for module, before in attributes:
+            vars(module).clear()
+            vars(module).update(before)
+        for container, content in zip(containers, contents, strict=True):
+            container.clear()
+            container.extend(content) if isinstance(container, list) else container.update(content)
+        if device_state is not None:
+            torch.cuda.set_rng_state(device_state, device)
+            if torch.cuda.memory_allocated(device) > held:
+                gc.collect()  # results with reference cycles
+                clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+                if clear is not None and torch.cuda.memory_allocated(device) > held:
+                    clear()
+            torch.cuda.empty_cache()

@@ -1,1 +1,1 @@
-"""State of the devices: load, memory, power, temperature, topology."""
+"""State of the devices: load, memory, power, temperature, peers."""

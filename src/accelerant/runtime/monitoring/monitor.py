@@ -1,4 +1,4 @@
-"""State of a device (load, memory, power, temperature, clocks, processes), and energy used by a block of code.
+"""State of devices (load, memory, power, temperature, clocks, processes, peers), and energy used by a block of code.
 
 >>> sample(choose()).power_w                                 # now
 >>> with measure(choose()) as measured:                      # over a region
@@ -16,11 +16,13 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+
+import torch
 
 from accelerant.errors import BackendUnavailable, ConfigError
 from accelerant.runtime import registry
+from accelerant.runtime.files import JsonRecord
 from accelerant.runtime.ledger import OpRecord, ledger
 from accelerant.runtime.monitoring.readers import (
     FIGURES,
@@ -34,28 +36,20 @@ from accelerant.runtime.monitoring.readers import (
 )
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["Measurement", "OpEnergy", "ProcessMemory", "Sample", "measure", "sample"]
+__all__ = ["Measurement", "OpEnergy", "ProcessMemory", "Sample", "free_memory", "measure", "peer_access", "sample"]
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """A device at one moment. An absent figure is None, and `reasons` says why.
+class Sample(JsonRecord):
+    """A device at one moment, in seconds since 1970. An absent figure is None, and `reasons` says why.
 
     Attributes:
-        device: "cuda:0", "cpu:0".
-        name: as its driver reports it.
-        time_s: seconds since 1970.
         utilisation_percent: share of the recent past (NVML: up to a second; CPU: since the previous sample, at least
             0.1 s) in which anything ran on the device.
         core_percents: the same for each core; CPU only.
         memory_used_bytes: by all processes (on Apple silicon, by this one).
-        memory_total_bytes: size of the memory.
-        power_w: watts.
-        temperature_c: degrees Celsius.
         clock_mhz: of multiprocessors or cores.
-        memory_clock_mhz: of the memory.
         processes: on the device, the largest first; on a CPU the ten largest.
-        reasons: name of an absent figure -> reason.
     """
 
     device: str
@@ -71,10 +65,6 @@ class Sample:
     memory_clock_mhz: float | None = None
     processes: tuple[ProcessMemory, ...] | None = None
     reasons: dict[str, str] = field(default_factory=dict, compare=False)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name, for JSON."""
-        return asdict(self)
 
 
 _readers: dict[tuple[str, int], Reader] = {}
@@ -100,13 +90,9 @@ def _new_reader(device: ComputeDevice) -> Reader:
 
 
 def sample(device: ComputeDevice) -> Sample:
-    """Return the device's present figures.
+    """Return the present figures of a device from registry.devices() or registry.choose().
 
-    Args:
-        device: from registry.devices() or registry.choose().
-
-    Raises:
-        BackendUnavailable: the device is the entry of an absent backend.
+    Raises BackendUnavailable for the entry of an absent backend.
     """
     key = (device.backend, device.index)
     with _readers_lock:
@@ -117,6 +103,28 @@ def sample(device: ComputeDevice) -> Sample:
     return Sample(device.label, device.name, time.time(), **figures, reasons=reasons)
 
 
+def free_memory(device: ComputeDevice) -> tuple[int, int]:
+    """Return the total and free bytes of a device.
+
+    On CUDA the driver's tools are used if present: CUDA itself would create a context, about 0.5 GB, on each device.
+    """
+    if device.backend == "cuda":
+        figures, _ = cuda_reader(device).read(("memory_total_bytes", "memory_used_bytes"))
+        if len(figures) == 2:
+            return figures["memory_total_bytes"], figures["memory_total_bytes"] - figures["memory_used_bytes"]
+    info = registry.create(device.backend).memory(device.index)
+    return info.total_bytes, info.free_bytes
+
+
+def peer_access(backend: str = "cuda") -> tuple[tuple[bool, ...], ...]:
+    """Return, for each pair [i][j] of a backend's devices, whether i reads j's memory directly; True for i = j."""
+    indices = range(len(registry.create(backend).devices()))
+    return tuple(
+        tuple(i == j or (backend == "cuda" and torch.cuda.can_device_access_peer(i, j)) for j in indices)
+        for i in indices
+    )
+
+
 # --- a region --------------------------------------------------------------------------------------------------------
 
 
@@ -124,12 +132,8 @@ def sample(device: ComputeDevice) -> Sample:
 class OpEnergy:
     """An op's share of a region's energy; `measure` explains how it is estimated.
 
-    Attributes:
-        op, implementation, case: as in the ledger.
-        calls: in the region.
-        time_ms: of those calls, from the ledger's median; None if no call was ever timed.
-        energy_j: its share; None if it has none.
-        energy_per_call_j: the share of one call.
+    Op, implementation and case are as in the ledger. `time_ms` is that of all calls in the region, from the ledger's
+    median; None if no call was ever timed. The energy is None if the op has no share.
     """
 
     op: str
@@ -142,21 +146,17 @@ class OpEnergy:
 
 
 @dataclass(slots=True)
-class Measurement:
+class Measurement(JsonRecord):
     """The result of `measure`; complete when its block has ended.
 
     Attributes:
-        device: "cuda:0".
         seconds: wall time of the region.
         energy_j: joules used by the whole device.
         energy_source: "counter" (the device's own), "power" (integrated over the readings) or "".
-        power_mean_w: energy over time.
-        power_peak_w: highest reading.
-        temperature_start_c, temperature_end_c, temperature_peak_c: degrees Celsius.
-        readings: number of readings.
+        power_mean_w, power_peak_w: energy over time, and the highest reading.
         shared_by: weights of the ops' shares, "time" or "calls"; "" without ops.
         busy: the ops' time over the wall time; None if no op has a time. Above 1 with several streams.
-        ops: ops of the region, by falling energy.
+        ops: by falling energy.
         reasons: absent figure -> reason.
     """
 
@@ -175,20 +175,8 @@ class Measurement:
     ops: tuple[OpEnergy, ...] = ()
     reasons: dict[str, str] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name, for JSON."""
-        return asdict(self)
-
 
 _MEASURED = ("energy_j", "power_w", "temperature_c")
-
-
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """Figures of a device at one time."""
-
-    seconds: float
-    figures: dict[str, float]
 
 
 class _Sampler:
@@ -199,7 +187,7 @@ class _Sampler:
         self._interval_s = interval_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="accelerant-monitor", daemon=True)
-        self.readings: list[_Reading] = []
+        self.readings: list[tuple[float, dict[str, float]]] = []  # time.perf_counter(), figures
         self.reasons: dict[str, str] = {}
 
     def start(self) -> None:
@@ -207,7 +195,6 @@ class _Sampler:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread and take the last reading."""
         self._stop.set()
         self._thread.join()
         self._read()
@@ -218,11 +205,11 @@ class _Sampler:
 
     def _read(self) -> None:
         figures, reasons = self._reader.read(_MEASURED)
-        self.readings.append(_Reading(time.perf_counter(), figures))
+        self.readings.append((time.perf_counter(), figures))
         self.reasons.update(reasons)
 
     def series(self, name: str) -> list[tuple[float, float]]:
-        return [(reading.seconds, reading.figures[name]) for reading in self.readings if name in reading.figures]
+        return [(seconds, figures[name]) for seconds, figures in self.readings if name in figures]
 
 
 @contextmanager
@@ -239,12 +226,8 @@ def measure(device: ComputeDevice, interval_s: float = 0.05) -> Iterator[Measure
     in every op, although a matrix product draws more than a copy, and they spread idle time and work outside Accelerant
     over the ops, so that a share is too high by about 1 / busy. To compare two kernels, measure each in its own region.
 
-    Args:
-        device: from registry.devices() or registry.choose().
-        interval_s: seconds between readings, above 0 to 60.
-
     Raises:
-        ConfigError: the interval is out of range.
+        ConfigError: the interval between readings is not above 0 to 60 seconds.
         BackendUnavailable: the device is the entry of an absent backend.
         DeviceLost: a kernel of the region broke the device.
     """
@@ -263,12 +246,11 @@ def measure(device: ComputeDevice, interval_s: float = 0.05) -> Iterator[Measure
     finally:
         measurement.seconds = time.perf_counter() - began
         sampler.stop()
-        _energy(measurement, sampler)
-        _temperature(measurement, sampler)
+        _add_readings(measurement, sampler)
         _share(measurement, device, before)
 
 
-def _energy(measurement: Measurement, sampler: _Sampler) -> None:
+def _add_readings(measurement: Measurement, sampler: _Sampler) -> None:
     counts, powers = sampler.series("energy_j"), sampler.series("power_w")
     measurement.readings = len(sampler.readings)
     measurement.power_peak_w = max((watts for _, watts in powers), default=None)
@@ -283,11 +265,7 @@ def _energy(measurement: Measurement, sampler: _Sampler) -> None:
     if measurement.power_peak_w is None:
         measurement.reasons["power_peak_w"] = sampler.reasons.get("power_w", "")
     if measurement.energy_j is not None:
-        first, last = sampler.readings[0], sampler.readings[-1]
-        measurement.power_mean_w = measurement.energy_j / (last.seconds - first.seconds)
-
-
-def _temperature(measurement: Measurement, sampler: _Sampler) -> None:
+        measurement.power_mean_w = measurement.energy_j / (sampler.readings[-1][0] - sampler.readings[0][0])
     series = [celsius for _, celsius in sampler.series("temperature_c")]
     if series:
         measurement.temperature_start_c, measurement.temperature_end_c = series[0], series[-1]
@@ -302,7 +280,8 @@ def _share(measurement: Measurement, device: ComputeDevice, before: dict[int, in
     for record in ledger().records():
         calls = record.calls - before.get(id(record), 0)
         calls = record.calls if calls < 0 else calls  # the ledger was reset inside the region
-        if calls and _is_on(record, device):
+        _, _, index = record.device.partition(":")  # torch's name of the device, which may lack the index
+        if calls and (record.backend, int(index or 0)) == (device.backend, device.index):
             median = record.to_dict()["ms_p50"]
             counted.append((record, calls, None if median is None else calls * median))
     times = [time_ms for _, _, time_ms in counted if time_ms is not None]
@@ -320,9 +299,3 @@ def _share(measurement: Measurement, device: ComputeDevice, before: dict[int, in
         per_call = None if energy is None else energy / calls
         ops.append(OpEnergy(record.op, record.implementation, record.case, calls, time_ms, energy, per_call))
     measurement.ops = tuple(sorted(ops, key=lambda op: -(op.energy_j or op.time_ms or 0.0)))
-
-
-def _is_on(record: OpRecord, device: ComputeDevice) -> bool:
-    """Return whether an op ran on the device; the ledger has torch's name of it, which may lack the index."""
-    _, _, index = record.device.partition(":")
-    return record.backend == device.backend and int(index or 0) == device.index

@@ -11,6 +11,7 @@ two readings. On systems other than Linux only the total of memory is known.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import functools
 import importlib
@@ -32,28 +33,14 @@ from accelerant.runtime.host import read_meminfo
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = [
-    "FIGURES",
-    "Absent",
-    "CpuReader",
-    "ProcessMemory",
-    "Reader",
-    "TableReader",
-    "amdsmi_reader",
-    "apple_reader",
+    "FIGURES", "Absent", "CpuReader", "ProcessMemory", "Reader", "TableReader", "amdsmi_reader", "apple_reader",
     "cuda_reader",
-]
+]  # fmt: skip
 
 FIGURES = (
-    "utilisation_percent",
-    "core_percents",
-    "memory_used_bytes",
-    "memory_total_bytes",
-    "power_w",
-    "temperature_c",
-    "clock_mhz",
-    "memory_clock_mhz",
-    "processes",
-)
+    "utilisation_percent", "core_percents", "memory_used_bytes", "memory_total_bytes", "power_w", "temperature_c",
+    "clock_mhz", "memory_clock_mhz", "processes",
+)  # fmt: skip
 """The figures of a sample; a reader may also report "energy_j", joules since some fixed time."""
 
 EXTRA = "needs nvidia-ml-py: pip install 'accelerant[monitor]'"
@@ -66,12 +53,10 @@ class Absent(Exception):  # noqa: N818 - not an error: it carries a reason to th
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """A process on a device.
+    """A process on a device; None for a figure that may not be read.
 
-    Attributes:
-        pid: as the driver reports it; a container may have another number for the same process.
-        name: of its program; None if it may not be read.
-        memory_bytes: on the device (resident, on a CPU); None if the driver does not report it.
+    The process's number is the driver's; a container may have another one. Memory is on the device (resident, on a
+    CPU).
     """
 
     pid: int
@@ -84,16 +69,13 @@ class Reader(Protocol):
 
     def read(self, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the figures that are present, and a reason for each of the other names."""
-        ...
 
 
 class TableReader:
-    """A reader made of one function a figure.
+    """A reader made of one function a figure, which returns it or raises Absent.
 
-    Args:
-        figures: name -> function that returns the figure or raises Absent.
-        otherwise: reason for every other figure.
-        errors: exceptions of the driver's calls, whose text becomes the reason.
+    `otherwise` is the reason for every other figure. The text of `errors`, exceptions of the driver's calls, becomes
+    the reason.
     """
 
     def __init__(
@@ -127,9 +109,9 @@ def cuda_reader(device: ComputeDevice) -> Reader:
     reason = nvml_missing()
     if not reason:
         nvml: Any = importlib.import_module("pynvml")
-        handle = _nvml_handle(nvml, uuid)
-        if handle is not None:
-            return _nvml_reader(nvml, handle)
+        for kind in ("GPU", "MIG"):  # torch gives the number without the word that NVML wants before it
+            with contextlib.suppress(nvml.NVMLError):
+                return _nvml_reader(nvml, nvml.nvmlDeviceGetHandleByUUID(f"{kind}-{uuid}"))
         reason = f"NVML does not know the device {uuid}"
     program = shutil.which("nvidia-smi")
     if program is not None:
@@ -164,7 +146,9 @@ def _nvml_reader(nvml: Any, handle: Any) -> Reader:
         by_pid: dict[int, ProcessMemory] = {}
         for list_of_kind in (nvml.nvmlDeviceGetGraphicsRunningProcesses, nvml.nvmlDeviceGetComputeRunningProcesses):
             for process in list_of_kind(handle):
-                name = _nvml_name(nvml, process.pid)
+                name = None
+                with contextlib.suppress(nvml.NVMLError, UnicodeDecodeError):
+                    name = str(nvml.nvmlSystemGetProcessName(process.pid)) or None
                 by_pid[process.pid] = ProcessMemory(process.pid, name, process.usedGpuMemory)
         return tuple(sorted(by_pid.values(), key=lambda process: -(process.memory_bytes or 0)))
 
@@ -182,23 +166,6 @@ def _nvml_reader(nvml: Any, handle: Any) -> Reader:
     return TableReader(figures, "NVML has no such figure", (nvml.NVMLError,))
 
 
-def _nvml_handle(nvml: Any, uuid: str) -> Any:
-    for kind in ("GPU", "MIG"):  # torch gives the number without the word that NVML wants before it
-        try:
-            return nvml.nvmlDeviceGetHandleByUUID(f"{kind}-{uuid}")
-        except nvml.NVMLError:
-            continue
-    return None
-
-
-def _nvml_name(nvml: Any, pid: int) -> str | None:
-    try:
-        name = nvml.nvmlSystemGetProcessName(pid)
-    except (nvml.NVMLError, UnicodeDecodeError):
-        return None
-    return str(name) or None
-
-
 _SMI_FIELDS = {
     "utilisation_percent": ("utilization.gpu", 1),
     "memory_used_bytes": ("memory.used", 2**20),
@@ -212,12 +179,9 @@ _SMI_FIELDS = {
 
 
 class SmiReader:
-    """NVIDIA's figures from the nvidia-smi program.
+    """NVIDIA's figures from the program nvidia-smi, for the device "GPU-...".
 
-    Args:
-        program: path of nvidia-smi.
-        identity: "GPU-..." of the device.
-        without: reason why NVML itself is not read.
+    `without` is the reason why NVML itself is not read.
     """
 
     def __init__(self, program: str, identity: str, without: str) -> None:
@@ -250,13 +214,8 @@ class SmiReader:
         return figures, reasons
 
     def _query(self, what: str, fields: Sequence[str]) -> list[list[str]]:
-        """Return the rows of the table that nvidia-smi prints."""
-        command = [
-            self._program,
-            f"--id={self._identity}",
-            f"--query-{what}={','.join(fields)}",
-            "--format=csv,noheader,nounits",
-        ]
+        query = f"--query-{what}={','.join(fields)}"
+        command = [self._program, f"--id={self._identity}", query, "--format=csv,noheader,nounits"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S)
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -277,10 +236,9 @@ def _smi_process(row: list[str]) -> ProcessMemory:
 
 def _number(text: object) -> float | None:
     """Return the text as a number, or None for "[N/A]" and the like."""
-    try:
+    with contextlib.suppress(ValueError):
         return float(str(text))
-    except ValueError:
-        return None
+    return None
 
 
 # --- AMD -------------------------------------------------------------------------------------------------------------
@@ -319,10 +277,8 @@ def amdsmi_reader(device: ComputeDevice) -> Reader:
         return count * _amd_number(info["counter_resolution"]) / 1e6
 
     def processes() -> tuple[ProcessMemory, ...]:
-        return tuple(
-            ProcessMemory(int(process["pid"]), process.get("name"), int(process["memory_usage"]["vram_mem"]))
-            for process in smi.amdsmi_get_gpu_process_list(handle)
-        )
+        listed = smi.amdsmi_get_gpu_process_list(handle)
+        return tuple(ProcessMemory(int(p["pid"]), p.get("name"), int(p["memory_usage"]["vram_mem"])) for p in listed)
 
     return TableReader(
         {
@@ -375,9 +331,7 @@ _LOADS = ("utilisation_percent", "core_percents")
 class CpuReader:
     """Reads the CPU's figures.
 
-    Args:
-        total_bytes: memory, for systems without /proc.
-        root: folder of /proc and /sys; for tests.
+    `total_bytes` is the memory, for systems without /proc; `root` the folder of /proc and /sys, for tests.
     """
 
     def __init__(self, total_bytes: int = 0, root: Path = Path("/")) -> None:
@@ -388,7 +342,7 @@ class CpuReader:
         self._table = TableReader(
             {
                 "utilisation_percent": lambda: self._busy()["cpu"],
-                "core_percents": self._cores,
+                "core_percents": lambda: tuple(share for name, share in self._busy().items() if name != "cpu"),
                 "memory_used_bytes": self._memory_used,
                 "memory_total_bytes": self._memory_total,
                 "power_w": self._power,
@@ -421,20 +375,15 @@ class CpuReader:
             self._earlier_s, self._earlier_ticks = now_s, self._ticks
             return result
 
-    # --- load --------------------------------------------------------------------------------------------------------
-
     def _read_ticks(self) -> dict[str, tuple[int, int]]:
         """Return busy and total ticks of "cpu" and each "cpuN"; empty without /proc/stat."""
         ticks_by_name = {}
-        try:
-            lines = (self._proc / "stat").read_text().splitlines()
-        except OSError:
-            return {}
-        for line in lines:
-            name, *cells = line.split()
-            if name.startswith("cpu"):
-                ticks = [int(cell) for cell in cells[:8]]  # the rest is part of user time
-                ticks_by_name[name] = sum(ticks) - sum(ticks[3:5]), sum(ticks)  # idle, iowait
+        with contextlib.suppress(OSError):
+            for line in (self._proc / "stat").read_text().splitlines():
+                name, *cells = line.split()
+                if name.startswith("cpu"):
+                    ticks = [int(cell) for cell in cells[:8]]  # the rest is part of user time
+                    ticks_by_name[name] = sum(ticks) - sum(ticks[3:5]), sum(ticks)  # idle, iowait
         return ticks_by_name
 
     def _busy(self) -> dict[str, float]:
@@ -448,26 +397,20 @@ class CpuReader:
             percents[name] = 100.0 * min(1.0, max(0.0, (busy - busy_before) / passed)) if passed > 0 else 0.0
         return percents
 
-    def _cores(self) -> tuple[float, ...]:
-        return tuple(percent for name, percent in self._busy().items() if name != "cpu")
-
-    # --- energy and temperature --------------------------------------------------------------------------------------
-
     def _energy(self) -> float:
         """Return the joules since the first call, summed over the packages."""
         # A package is a whole socket; counting its parts as well would count twice.
-        zones = sorted(self._sys.glob("class/powercap/*:*"))
-        zones = [zone for zone in zones if _line(zone / "name").startswith("package")]
-        counters = {zone / "energy_uj": zone / "max_energy_range_uj" for zone in zones}
-        if not counters:
+        zones = self._sys.glob("class/powercap/*:*")
+        packages = sorted(zone for zone in zones if _line(zone / "name").startswith("package"))
+        if not packages:
             raise Absent(f"no package has an energy counter under {self._sys / 'class/powercap'}")
         try:
-            for path, limit in counters.items():
-                count = int(path.read_text())
-                step = count - self._counters.get(path, count)
+            for package in packages:
+                count = int((package / "energy_uj").read_text())
+                step = count - self._counters.get(package, count)
                 if step < 0:  # the counter wrapped around
-                    step += int(limit.read_text())
-                self._counters[path] = count
+                    step += int((package / "max_energy_range_uj").read_text())
+                self._counters[package] = count
                 self._joules += step / 1e6
         except PermissionError as error:
             raise Absent(f"{error.filename}: only root may read the energy counter here") from None
@@ -482,7 +425,6 @@ class CpuReader:
         return (now[1] - earlier[1]) / (now[0] - earlier[0])
 
     def _temperature(self) -> float:
-        """Return the highest temperature of the CPU's sensors."""
         celsius = []
         for monitor in sorted(self._sys.glob("class/hwmon/hwmon*")):
             if _line(monitor / "name") in _SENSORS:
@@ -495,10 +437,7 @@ class CpuReader:
             raise Absent(f"no CPU sensor under {self._sys / 'class/hwmon'} or {self._sys / 'class/thermal'}")
         return max(celsius)
 
-    # --- the rest ----------------------------------------------------------------------------------------------------
-
     def _clock(self) -> float:
-        """Return the mean clock of the cores."""
         paths = sorted(self._sys.glob("devices/system/cpu/cpu[0-9]*/cpufreq/scaling_cur_freq"))
         clocks = [int(path.read_text()) / 1e3 for path in paths]
         if not clocks:
@@ -521,18 +460,13 @@ class CpuReader:
             raise Absent("the system does not report it") from None
 
     def _processes(self) -> tuple[ProcessMemory, ...]:
-        """Return the processes with the most resident memory."""
         processes = []
         page_bytes = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
-        folders = [folder for folder in self._proc.iterdir() if folder.name.isdigit()]
-        for folder in folders:
-            try:
-                pages = int((folder / "statm").read_text().split()[1])
-                name = (folder / "comm").read_text().strip()
-            except (OSError, IndexError, ValueError):  # it ended meanwhile
-                continue
-            if pages:
-                processes.append(ProcessMemory(int(folder.name), name, pages * page_bytes))
+        for folder in self._proc.iterdir():
+            with contextlib.suppress(OSError, IndexError, ValueError):  # no process, or it ended meanwhile
+                number, pages = int(folder.name), int((folder / "statm").read_text().split()[1])
+                if pages:
+                    processes.append(ProcessMemory(number, (folder / "comm").read_text().strip(), pages * page_bytes))
         return tuple(sorted(processes, key=lambda process: -(process.memory_bytes or 0))[:_PROCESSES])
 
 

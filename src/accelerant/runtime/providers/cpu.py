@@ -31,6 +31,7 @@ from accelerant.runtime.compilation.kernel import Binary, Builder, Kernel, Kerne
 from accelerant.runtime.host import host_memory, processor_name, usable_cores
 from accelerant.runtime.provider import (
     SCALAR_CTYPES,
+    Arguments,
     Buffer,
     ComputeDevice,
     ComputeProvider,
@@ -38,14 +39,10 @@ from accelerant.runtime.provider import (
     Event,
     MemoryCounter,
     MemoryInfo,
-    Pointer,
     check_device,
     check_launch,
     check_owner,
     check_scalar,
-    check_size,
-    host_bytes,
-    host_size,
     log_launch,
     out_of_memory,
     pick_entry,
@@ -87,12 +84,10 @@ class _HostEvent(Event):
 
 
 class CpuProvider(ComputeProvider):
-    """The CPU as one device.
+    """The CPU as one device, whose `cores` share each launch.
 
-    Attributes:
-        cores: number of cores that launches are split over.
-        wait_for: called with a kernel's cache key before the cache is read; returns when another process, which is
-            compiling the kernel, has finished. None if there is no such process.
+    `wait_for`, if set, is called with a kernel's cache key before the cache is read; it returns when another process,
+    which is compiling the kernel, has finished.
     """
 
     name: ClassVar[str] = "cpu"
@@ -118,22 +113,19 @@ class CpuProvider(ComputeProvider):
         self._libraries = 0
 
     def devices(self) -> list[ComputeDevice]:
-        total = host_memory().get("MemTotal", 0)
-        return [
-            ComputeDevice(
-                backend="cpu",
-                index=0,
-                name=processor_name(),
-                memory_bytes=total,
-                architecture=platform.machine(),
-                properties={"cores": self.cores, "system": platform.platform(terse=True)},
-                torch_type=self.torch_type,
-            )
-        ]
+        device = ComputeDevice(
+            backend="cpu",
+            index=0,
+            name=processor_name(),
+            memory_bytes=host_memory().get("MemTotal", 0),
+            architecture=platform.machine(),
+            properties={"cores": self.cores, "system": platform.platform(terse=True)},
+            torch_type=self.torch_type,
+        )
+        return [device]
 
     def allocate(self, size_bytes: int, device: int = 0) -> Buffer:
         check_device(self.name, device, 1)
-        check_size(size_bytes)
         self.check_limit(size_bytes)
         try:
             storage = np.empty(size_bytes + _ALIGNMENT, np.uint8)
@@ -142,19 +134,13 @@ class CpuProvider(ComputeProvider):
         start = -storage.ctypes.data % _ALIGNMENT
         return Buffer(storage.ctypes.data + start, size_bytes, 0, _HostMemory(self._counter, storage, size_bytes))
 
-    def copy_to_device(self, array: npt.ArrayLike, device: int = 0, *, out: Buffer | None = None) -> Buffer:
-        flat = host_bytes(array, out)
-        buffer = self.allocate(flat.nbytes, device) if out is None else out
+    def _write(self, buffer: Buffer, content: npt.NDArray[np.uint8]) -> None:
         check_owner(buffer, _HostMemory, self.name, "out")
-        ctypes.memmove(buffer.data_ptr(), flat.ctypes.data, flat.nbytes)
-        return buffer
+        ctypes.memmove(buffer.data_ptr(), content.ctypes.data, content.nbytes)
 
-    def copy_to_host(self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int]) -> npt.NDArray[Any]:
-        size = host_size(buffer, dtype, shape)
+    def _read(self, buffer: Buffer, content: npt.NDArray[np.uint8]) -> None:
         check_owner(buffer, _HostMemory, self.name, "buffer")
-        array = np.empty(tuple(shape), dtype)
-        ctypes.memmove(array.ctypes.data, buffer.data_ptr(), size)
-        return array
+        ctypes.memmove(content.ctypes.data, buffer.data_ptr(), content.nbytes)
 
     def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
         check_device(self.name, device, 1)
@@ -168,48 +154,43 @@ class CpuProvider(ComputeProvider):
             key, lambda: self._build(source, program), name=source.name, target=self._cpu, compiler=_llvm_version()
         )
         address, library = self._load(binary, entry)
-        kinds = source.entries[entry]
-        types = [ctypes.c_void_p if kind.startswith("*") else SCALAR_CTYPES[kind] for kind in kinds]
+        types = [ctypes.c_void_p if kind.startswith("*") else SCALAR_CTYPES[kind] for kind in source.entries[entry]]
         function = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, *types)(address)
         function.library = library  # type: ignore[attr-defined]  # the code is in its memory
-        return Kernel(
-            name=entry,
-            backend=self.name,
-            device=0,
-            target=self._cpu,
-            arguments=kinds,
-            resources=binary.resources.get(entry, Resources()),
-            compile_ms=(time.perf_counter() - began) * 1e3,
-            from_cache=from_cache,
-            metadata={**binary.metadata, "least_share": getattr(program, "least_share", _LEAST_SHARE)},
-            handle=function,
-        )
+        return self.describe(
+            source, entry, binary, self._cpu, began_s=began, from_cache=from_cache, handle=function,
+            least_share=getattr(program, "least_share", _LEAST_SHARE),
+        )  # fmt: skip
 
     def key_of(self, source: KernelSource) -> str:
         """Return a kernel's key in the cache."""
         self._machine()
         _, program = source.pick(self.dialects)
-        return self._key(source, program)
+        return kernel_key(
+            program=program if isinstance(program, str) else program.key, entries=sorted(source.entries),
+            options=source.options, fixed=[_LEVEL, *(_FEW_PASSES if _has_few(program) else _PASSES)],
+            target=[self._target.triple, self._cpu, self._features], compiler=_llvm_version(),
+        )  # fmt: skip
 
     def launch(
-        self,
-        kernel: Kernel,
-        grid: Sequence[int],
-        block: Sequence[int],
-        args: Sequence[Pointer | int | float],
-        stream: object | None = None,
+        self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], args: Arguments, stream: object | None = None
     ) -> None:
         check_launch(kernel, self.name, grid, block, args)
-        values = [
-            _value(kernel, i, kind, arg) for i, (kind, arg) in enumerate(zip(kernel.arguments, args, strict=True))
-        ]
+        values = [_value(kernel, i, arg) for i, arg in enumerate(args)]
         began = time.perf_counter() if launch_log.enabled else 0.0
         total = prod(grid) * prod(block)
         parts = max(1, min(self.cores, total // kernel.metadata["least_share"]))
         if parts == 1:
             kernel.handle(0, total, *values)
         else:
-            self._run_parts(kernel.handle, [total * i // parts for i in range(parts + 1)], values)
+            bounds = [total * i // parts for i in range(parts + 1)]
+            pool, futures = self._threads(), list[Future[None]]()
+            try:
+                for begin, end in itertools.pairwise(bounds[1:]):
+                    futures.append(pool.submit(kernel.handle, begin, end, *values))
+                kernel.handle(0, bounds[1], *values)
+            finally:
+                _join(futures)
         if launch_log.enabled:
             log_launch(kernel.name, "cpu:0", grid, block, began)
 
@@ -222,12 +203,10 @@ class CpuProvider(ComputeProvider):
         info = host_memory()
         total = info.get("MemTotal", 0)
         return MemoryInfo(
-            total_bytes=total,
-            free_bytes=info.get("MemAvailable", max(0, total - self._counter.allocated_bytes)),
-            allocated_bytes=self._counter.allocated_bytes,
-            reserved_bytes=self._counter.allocated_bytes,
+            total_bytes=total, free_bytes=info.get("MemAvailable", max(0, total - self._counter.allocated_bytes)),
+            allocated_bytes=self._counter.allocated_bytes, reserved_bytes=self._counter.allocated_bytes,
             peak_bytes=self._counter.peak_bytes,
-        )
+        )  # fmt: skip
 
     def trim(self, device: int = 0) -> None:
         check_device(self.name, device, 1)
@@ -235,19 +214,6 @@ class CpuProvider(ComputeProvider):
     def record_event(self, device: int = 0) -> Event:
         check_device(self.name, device, 1)
         return _HostEvent()
-
-    # --- internals -----------------------------------------------------------------------------------------------
-
-    def _run_parts(self, function: Callable[..., None], bounds: Sequence[int], values: Sequence[Any]) -> None:
-        """Run the ranges between the bounds in parallel, the first in this thread."""
-        pool = self._threads()
-        futures: list[Future[None]] = []
-        try:
-            for begin, end in itertools.pairwise(bounds[1:]):
-                futures.append(pool.submit(function, begin, end, *values))
-            function(bounds[0], bounds[1], *values)
-        finally:
-            _join(futures)
 
     def _threads(self) -> ThreadPoolExecutor:
         with self._lock:
@@ -269,16 +235,6 @@ class CpuProvider(ComputeProvider):
                     cpu=self._cpu, features=self._features, opt=_LEVEL, reloc="pic", codemodel="default"
                 )
             return self._target
-
-    def _key(self, source: KernelSource, program: str | Builder) -> str:
-        return kernel_key(
-            program=program if isinstance(program, str) else program.key,
-            entries=sorted(source.entries),
-            options=source.options,
-            fixed=[_LEVEL, *(_FEW_PASSES if _has_few(program) else _PASSES)],
-            target=[self._target.triple, self._cpu, self._features],
-            compiler=_llvm_version(),
-        )
 
     def _build(self, source: KernelSource, program: str | Builder) -> Binary:
         import llvmlite.binding as llvm
@@ -354,19 +310,17 @@ class _HostMemory(CountedMemory):
     __slots__ = ()
 
 
-def _value(kernel: Kernel, position: int, kind: str, arg: Pointer | int | float) -> Any:
-    if kind.startswith("*"):
-        where = f"kernel {kernel.name!r}, argument {position}"
-        if isinstance(arg, Buffer):
-            check_owner(arg, _HostMemory, "cpu", where)
-            return arg.data_ptr()
-        pointer = getattr(arg, "data_ptr", None)
-        if pointer is None:
-            raise LaunchError(f"{where}: wanted a buffer, got {type(arg).__name__}")
-        if getattr(arg, "is_cpu", True) is False:
-            raise LaunchError(f"{where}: the tensor is on {getattr(arg, 'device', 'a device')}, not on the cpu")
-        return pointer()
-    return check_scalar(kernel.name, position, kind, arg)
+def _value(kernel: Kernel, position: int, arg: Any) -> Any:
+    if not kernel.arguments[position].startswith("*"):
+        return check_scalar(kernel.name, position, kernel.arguments[position], arg)
+    where = f"kernel {kernel.name!r}, argument {position}"
+    if isinstance(arg, Buffer):
+        check_owner(arg, _HostMemory, "cpu", where)
+    elif not hasattr(arg, "data_ptr"):
+        raise LaunchError(f"{where}: wanted a buffer, got {type(arg).__name__}")
+    elif getattr(arg, "is_cpu", True) is False:
+        raise LaunchError(f"{where}: the tensor is on {getattr(arg, 'device', 'a device')}, not on the cpu")
+    return arg.data_ptr()
 
 
 def _has_few(program: str | Builder) -> bool:

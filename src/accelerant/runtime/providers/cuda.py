@@ -20,6 +20,7 @@ from accelerant.runtime.compilation.cache import KernelCache
 from accelerant.runtime.compilation.cuda import DIALECTS, compile_cuda, compiler_version, cuda_key
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources
 from accelerant.runtime.provider import (
+    Arguments,
     Buffer,
     ComputeDevice,
     Event,
@@ -81,47 +82,36 @@ class CudaProvider(TorchProvider):
         super().__init__()
 
     def devices(self) -> list[ComputeDevice]:
-        listed = []
-        for index in range(self._count):
-            info = torch.cuda.get_device_properties(index)
-            listed.append(
-                ComputeDevice(
-                    backend="cuda",
-                    index=index,
-                    name=info.name,
-                    memory_bytes=info.total_memory,
-                    architecture=f"sm_{info.major}{info.minor}",
-                    properties={
-                        "multiprocessors": info.multi_processor_count,
-                        "l2_bytes": info.L2_cache_size,
-                        "cuda": torch.version.cuda,
-                        "driver": _driver_version(),
-                    },
-                    torch_type=self.torch_type,
-                )
+        return [
+            ComputeDevice(
+                backend="cuda",
+                index=index,
+                name=info.name,
+                memory_bytes=info.total_memory,
+                architecture=f"sm_{info.major}{info.minor}",
+                properties={
+                    "multiprocessors": info.multi_processor_count,
+                    "l2_bytes": info.L2_cache_size,
+                    "cuda": torch.version.cuda,
+                    "driver": _driver_version(),
+                },
+                torch_type=self.torch_type,
             )
-        return listed
+            for index, info in enumerate(map(torch.cuda.get_device_properties, range(self._count)))
+        ]
 
     def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
         entry = pick_entry(source, entry)
         began = time.perf_counter()
         target = self._target(source, device)
         binary, from_cache = KernelCache().get_or_build(
-            cuda_key(source, target),
-            lambda: compile_cuda(source, target),
-            name=source.name,
-            target=target,
+            cuda_key(source, target), lambda: compile_cuda(source, target), name=source.name, target=target,
             compiler=compiler_version(source),
-        )
+        )  # fmt: skip
         return self._load(source, entry, binary, target, device, from_cache, began)
 
     def launch(
-        self,
-        kernel: Kernel,
-        grid: Sequence[int],
-        block: Sequence[int],
-        args: Sequence[Pointer | int | float],
-        stream: object | None = None,
+        self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], args: Arguments, stream: object | None = None
     ) -> None:
         check_launch(kernel, self.name, grid, block, args)
         _check_memory(kernel, args)
@@ -140,12 +130,9 @@ class CudaProvider(TorchProvider):
         # One call: each of torch's getters computes the whole dict.
         pool = torch.cuda.memory_stats_as_nested_dict(device)
         return MemoryInfo(
-            total_bytes=total,
-            free_bytes=free,
-            allocated_bytes=pool["allocated_bytes"]["all"]["current"],
-            reserved_bytes=pool["reserved_bytes"]["all"]["current"],
-            peak_bytes=pool["allocated_bytes"]["all"]["peak"],
-        )
+            total_bytes=total, free_bytes=free, allocated_bytes=pool["allocated_bytes"]["all"]["current"],
+            reserved_bytes=pool["reserved_bytes"]["all"]["current"], peak_bytes=pool["allocated_bytes"]["all"]["peak"],
+        )  # fmt: skip
 
     def limit_fraction(self, fraction: float, device: ComputeDevice) -> None:
         """Limit torch's allocator, which serves tensors as well as buffers."""
@@ -157,11 +144,7 @@ class CudaProvider(TorchProvider):
 
     def record_event(self, device: int = 0) -> Event | None:
         check_device(self.name, device, self._count)
-        if capturing(device):
-            return None
-        return cuda_event(torch.cuda.current_stream(device))
-
-    # --- internals ---------------------------------------------------------------------------------------------------
+        return None if capturing(device) else cuda_event(torch.cuda.current_stream(device))
 
     def _target(self, source: KernelSource, device: int) -> str:
         """Return the device's architecture, with the suffix for its special instructions if the source asks for it."""
@@ -171,13 +154,16 @@ class CudaProvider(TorchProvider):
         if source.targets and plain not in source.targets:
             if f"{plain}a" in source.targets:
                 return f"{plain}a"
-            if not any(_runs_on(target, major, minor) for target in source.targets):
+            # A target with a suffix ("sm_90a") is for that architecture alone, another one for newer ones as well.
+            numbers = [target.removeprefix("sm_") for target in source.targets]
+            if not any(number.isdigit() and int(number) <= 10 * major + minor for number in numbers):
                 raise CompileError(f"kernel {source.name!r} is for {', '.join(source.targets)}; this device is {plain}")
         return plain
 
     def _load(
         self, source: KernelSource, entry: str, binary: Binary, target: str, device: int, from_cache: bool, began: float
     ) -> Kernel:
+        from cuda.bindings import driver
         from cuda.core import ObjectCode
 
         kinds = source.entries[entry]
@@ -187,54 +173,38 @@ class CudaProvider(TorchProvider):
                 code = ObjectCode.from_cubin(binary.code, name=source.name)
                 core = code.get_kernel(binary.symbols[entry])
                 shared = int(binary.metadata.get("shared_bytes", 0))
-                if shared > 48 * 1024:
-                    _allow_shared(core, shared, device)
+                if shared > 48 * 1024:  # the limit of dynamic shared memory, unless it is raised
+                    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                    (status,) = driver.cuKernelSetAttribute(attribute, shared, int(core.handle), device)
+                    if status != driver.CUresult.CUDA_SUCCESS:
+                        raise LaunchError(f"{shared} bytes of shared memory a block: {status.name}")
                 resources = _complete(binary.resources.get(entry, Resources()), core, shared, device)
         except Exception as error:
             raise load_error(str(error), f"kernel {source.name!r} for {target}") from error
         handle = LoadedKernel(
-            entry,
-            core,
-            kinds,
-            code=code,
-            extra=max(0, int(binary.metadata.get("parameters", len(kinds))) - len(kinds)),
-            shared_bytes=shared,
-            threads=int(binary.metadata.get("threads", 0)),
-            overlaps=bool(binary.metadata.get("overlaps", False)),
-        )
-        return Kernel(
-            name=entry,
-            backend=self.name,
-            device=device,
-            target=target,
-            arguments=kinds,
+            entry, core, kinds, code=code,
+            extra=max(0, int(binary.metadata.get("parameters", len(kinds))) - len(kinds)), shared_bytes=shared,
+            threads=int(binary.metadata.get("threads", 0)), overlaps=bool(binary.metadata.get("overlaps", False)),
+        )  # fmt: skip
+        return self.describe(
+            source, entry, binary, target, began_s=began, from_cache=from_cache, handle=handle, device=device,
             resources=resources,
-            compile_ms=(time.perf_counter() - began) * 1e3,
-            from_cache=from_cache,
-            metadata=binary.metadata,
-            handle=handle,
-        )
+        )  # fmt: skip
 
     def _start(
-        self,
-        kernel: Kernel,
-        grid: tuple[int, ...],
-        block: tuple[int, ...],
-        args: Sequence[Pointer | int | float],
+        self, kernel: Kernel, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Pointer | int | float],
         stream: object | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if torch._C._cuda_getDevice() != kernel.device:
             with torch.cuda.device(kernel.device):
                 self._start(kernel, grid, block, args, stream)
             return
-        raw = torch._C._cuda_getCurrentRawStream(kernel.device) if stream is None else _raw_stream(stream)
+        raw = torch._C._cuda_getCurrentRawStream(kernel.device) if stream is None else stream
+        if not isinstance(raw, int):
+            raw = getattr(stream, "cuda_stream", None)
+            if not isinstance(raw, int):
+                raise LaunchError(f"wanted a torch.cuda.Stream or a raw handle, got {type(stream).__name__}")
         kernel.handle.start(grid, block, args, raw)
-
-
-def _runs_on(target: str, major: int, minor: int) -> bool:
-    """Return whether a source for the target compiles for this device: it is of that architecture or newer."""
-    digits = target.removeprefix("sm_")
-    return digits.isdigit() and int(digits) <= 10 * major + minor
 
 
 def _check_memory(kernel: Kernel, args: Sequence[object]) -> None:
@@ -247,23 +217,6 @@ def _check_memory(kernel: Kernel, args: Sequence[object]) -> None:
             raise LaunchError(
                 f"kernel {kernel.name!r}, argument {position}: the tensor is on {arg.device}, not on cuda"
             )
-
-
-def _raw_stream(stream: object) -> int:
-    raw = getattr(stream, "cuda_stream", stream)
-    if not isinstance(raw, int):
-        raise LaunchError(f"wanted a torch.cuda.Stream or a raw handle, got {type(stream).__name__}")
-    return raw
-
-
-def _allow_shared(core: Any, shared_bytes: int, device: int) -> None:
-    """Raise the kernel's limit of dynamic shared memory above the default 48 KiB."""
-    from cuda.bindings import driver
-
-    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    (code,) = driver.cuKernelSetAttribute(attribute, shared_bytes, int(core.handle), device)
-    if code != driver.CUresult.CUDA_SUCCESS:
-        raise LaunchError(f"{shared_bytes} bytes of shared memory a block: {code.name}")
 
 
 def _complete(reported: Resources, core: Any, shared_bytes: int, device: int) -> Resources:
@@ -291,16 +244,10 @@ def _driver_version() -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
-# --- without a device ------------------------------------------------------------------------------------------------
-
-
 class OfflineCudaProvider(CudaProvider):
     """The CUDA provider without a device: `compile` fills the disk cache for an architecture and loads nothing.
 
-    The keys are those of CudaProvider, so a device of that architecture finds the entries.
-
-    Args:
-        target: "sm_90", "sm_90a".
+    The keys are those of CudaProvider, so a device of that architecture ("sm_90") finds the entries.
     """
 
     def __init__(self, target: str) -> None:
@@ -318,16 +265,6 @@ class OfflineCudaProvider(CudaProvider):
     def _load(
         self, source: KernelSource, entry: str, binary: Binary, target: str, device: int, from_cache: bool, began: float
     ) -> Kernel:
-        """Return a description that cannot be launched."""
-        return Kernel(
-            name=entry,
-            backend=self.name,
-            device=-1,
-            target=target,
-            arguments=source.entries[entry],
-            resources=binary.resources.get(entry, Resources()),
-            compile_ms=(time.perf_counter() - began) * 1e3,
-            from_cache=from_cache,
-            metadata=binary.metadata,
-            handle=None,
+        return self.describe(
+            source, entry, binary, target, began_s=began, from_cache=from_cache, handle=None, device=-1
         )

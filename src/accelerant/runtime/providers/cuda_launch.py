@@ -61,16 +61,10 @@ def load_error(text: str, what: str) -> AccelerantError:
 class LoadedKernel:
     """An entry point on a device, ready to launch.
 
-    Args:
-        name: for errors.
-        core: cuda.core's Kernel.
-        kinds: argument types, as in KernelSource.entries.
-        code: cuda.core's ObjectCode that it was loaded from, which must live as long.
-        extra: number of further pointers that the compiled code takes, all null.
-        shared_bytes: dynamic shared memory of a block.
-        threads: threads a block if the compiler fixed them, else 0.
-        overlaps: whether its blocks may begin before the preceding kernel of the stream has ended; the kernel then
-            waits (griddepcontrol.wait) before it touches memory that others may use.
+    `core` is cuda.core's Kernel, from the ObjectCode `code`, which must live as long. Argument types (`kinds`) are as
+    in KernelSource.entries. The compiled code takes `extra` further pointers, all null. `threads` a block are those
+    that the compiler fixed, else 0. With `overlaps`, its blocks may begin before the preceding kernel of the stream has
+    ended; the kernel then waits (griddepcontrol.wait) before it touches memory that others may use.
     """
 
     def __init__(
@@ -94,24 +88,15 @@ class LoadedKernel:
     def start(self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], stream: int) -> None:
         """Launch on a raw stream of the current device.
 
-        Raises:
-            LaunchError, OutOfMemory: an argument does not fit or the driver refused; nothing ran.
-            DeviceLost: an earlier kernel broke the device.
+        Raises LaunchError or OutOfMemory where nothing ran, DeviceLost where an earlier kernel broke the device.
         """
         config = self._configs.get((grid, block)) or self._configure(grid, block)
         self._enqueue(config, self._converted(args), stream)
 
     def prepare(self, grid: tuple[int, ...], args: Sequence[Any], device: int, threads: int = 0) -> PreparedLaunch:
-        """Return a launch that lacks only its pointers.
+        """Return a launch that lacks only its pointers, by default of the threads a block that the compiler fixed.
 
-        Args:
-            grid: blocks.
-            args: arguments, whose pointers are replaced at each launch.
-            device: index of the device.
-            threads: threads a block; those that the compiler fixed by default.
-
-        Raises:
-            LaunchError: an argument or the grid does not fit.
+        Raises LaunchError if an argument or the grid does not fit.
         """
         values = self._converted(args)
         positions = [i for i, convert in enumerate(self._converters) if convert is None]
@@ -122,11 +107,7 @@ class LoadedKernel:
     ) -> PackedLaunch:
         """Return a complete launch of `threads` threads a block; arguments may be structs, as bytes.
 
-        Args:
-            together: whether all blocks must be resident at once since they wait for each other (cooperative launch).
-
-        Raises:
-            LaunchError: an argument does not fit.
+        `together`: all blocks must be resident at once since they wait for each other (cooperative launch).
         """
         values = [_in_memory(a) for a in self._converted(args)]
         return PackedLaunch(self, (*grid, self.threads), values, self._shared_bytes, device, "cooperative" * together)
@@ -136,11 +117,7 @@ class LoadedKernel:
     ) -> PointedLaunch:
         """Return a launch that lacks its first few pointers, which change from call to call.
 
-        Args:
-            overlaps: as for the class, for this launch.
-
-        Raises:
-            LaunchError: an argument does not fit.
+        `overlaps`: as for the class, for this launch.
         """
         values = [_in_memory(a) for a in self._converted(args)]
         shape, how = (*grid, threads), "programmaticStreamSerializationAllowed" * (overlaps or self._overlaps)
@@ -204,11 +181,7 @@ class PreparedLaunch:
         self._device = device
 
     def start(self, pointers: Sequence[int]) -> None:
-        """Launch on the current stream of the kernel's device.
-
-        Raises:
-            LaunchError, DeviceLost: as LoadedKernel.start.
-        """
+        """Launch on the current stream of the kernel's device; errors are those of LoadedKernel.start."""
         if torch._C._cuda_getDevice() != self._device:
             with torch.cuda.device(self._device):
                 self.start(pointers)
@@ -244,11 +217,7 @@ class PackedLaunch:
         self._device = device
 
     def start(self) -> None:
-        """Launch on the current stream of the kernel's device.
-
-        Raises:
-            LaunchError, DeviceLost: as LoadedKernel.start.
-        """
+        """Launch on the current stream of the kernel's device; errors are those of LoadedKernel.start."""
         if torch._C._cuda_getDevice() != self._device:
             with torch.cuda.device(self._device):
                 self.start()
@@ -311,11 +280,7 @@ class PointedLaunch(PackedLaunch):
         self._own = _ThreadArguments(values)
 
     def start(self, *pointers: int) -> None:
-        """Launch on the current stream of the kernel's device, with these as the first arguments.
-
-        Raises:
-            LaunchError, DeviceLost: as LoadedKernel.start.
-        """
+        """Launch with these as the first arguments; stream and errors as for PackedLaunch.start."""
         if torch._C._cuda_getDevice() != self._device:
             with torch.cuda.device(self._device):
                 self.start(*pointers)
@@ -327,12 +292,7 @@ class PointedLaunch(PackedLaunch):
 
 
 class _Arguments:
-    """Arguments in the form that the driver reads.
-
-    Attributes:
-        values: objects of ctypes.
-        address: of an array of their addresses.
-    """
+    """Arguments as the driver reads them: objects of ctypes, and the address of an array of their addresses."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         self.values = list(values)
@@ -355,7 +315,6 @@ def make_ready() -> None:
 
 
 def _in_memory(value: Any) -> Any:
-    """Return a converted argument as an object of ctypes."""
     return ctypes.c_void_p(value) if isinstance(value, int) else value
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import itertools
 import os
 import re
 import shutil
@@ -25,6 +26,8 @@ from accelerant.errors import CompileError, DeviceLost, LaunchError
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources, portable_header
 from accelerant.runtime.provider import (
+    SCALAR_CTYPES,
+    Arguments,
     Buffer,
     ComputeDevice,
     ComputeProvider,
@@ -37,9 +40,6 @@ from accelerant.runtime.provider import (
     check_launch,
     check_owner,
     check_scalar,
-    check_size,
-    host_bytes,
-    host_size,
     log_launch,
     out_of_memory,
     pick_entry,
@@ -60,14 +60,7 @@ if not devices:
 """
 _PROBE_TIMEOUT_S = 60
 _OPTIONS = ("-cl-std=CL1.2",)
-_SCALARS: dict[str, Any] = {
-    "i32": np.int32,
-    "u32": np.uint32,
-    "i64": np.int64,
-    "u64": np.uint64,
-    "f32": np.float32,
-    "f64": np.float64,
-}
+_SCALARS = {kind: np.dtype(ctype).type for kind, ctype in SCALAR_CTYPES.items()}
 
 
 class _ClEvent(Event):
@@ -110,37 +103,34 @@ class OpenclProvider(ComputeProvider):
         import pyopencl as cl
 
         self._cl = cl
-        self._devices = [
-            _OpenclDevice(cl, device) for platform in cl.get_platforms() for device in platform.get_devices()
-        ]
+        devices = (device for platform in cl.get_platforms() for device in platform.get_devices())
+        self._devices = [_OpenclDevice(cl, device) for device in devices]
         self._lock = threading.Lock()
 
     def devices(self) -> list[ComputeDevice]:
-        listed = []
-        for index, opened in enumerate(self._devices):
-            device = opened.device
-            listed.append(
-                ComputeDevice(
-                    backend="opencl",
-                    index=index,
-                    name=device.name.strip(),
-                    memory_bytes=device.global_mem_size,
-                    architecture=device.version.strip(),
-                    properties={
-                        "kind": _kind(self._cl, device),
-                        "platform": device.platform.version.strip(),
-                        "driver": device.driver_version.strip(),
-                        "compute_units": device.max_compute_units,
-                        "max_block": device.max_work_group_size,
-                        "local_bytes": device.local_mem_size,
-                    },
-                )
-            )
-        return listed
+        return [self._described(index, opened.device) for index, opened in enumerate(self._devices)]
+
+    def _described(self, index: int, device: Any) -> ComputeDevice:
+        types = self._cl.device_type
+        kinds = {"gpu": types.GPU, "cpu": types.CPU, "accelerator": types.ACCELERATOR}
+        return ComputeDevice(
+            backend="opencl",
+            index=index,
+            name=device.name.strip(),
+            memory_bytes=device.global_mem_size,
+            architecture=device.version.strip(),
+            properties={
+                "kind": next((name for name, bit in kinds.items() if device.type & bit), "custom"),
+                "platform": device.platform.version.strip(),
+                "driver": device.driver_version.strip(),
+                "compute_units": device.max_compute_units,
+                "max_block": device.max_work_group_size,
+                "local_bytes": device.local_mem_size,
+            },
+        )
 
     def allocate(self, size_bytes: int, device: int = 0) -> Buffer:
         opened = self._device(device)
-        check_size(size_bytes)
         self.check_limit(size_bytes, device)
         try:
             if size_bytes > opened.device.max_mem_alloc_size:
@@ -150,21 +140,15 @@ class OpenclProvider(ComputeProvider):
             raise out_of_memory(size_bytes, f"opencl:{device}", self.memory(device)) from None
         return Buffer(pooled.memory.int_ptr, size_bytes, device, pooled)
 
-    def copy_to_device(self, array: npt.ArrayLike, device: int = 0, *, out: Buffer | None = None) -> Buffer:
-        flat = host_bytes(array, out)
-        buffer = self.allocate(flat.nbytes, device) if out is None else out
+    def _write(self, buffer: Buffer, content: npt.NDArray[np.uint8]) -> None:
         memory = _memory(buffer, "out")
-        if flat.nbytes:
-            self._cl.enqueue_copy(self._devices[buffer.device].queue, memory, flat, is_blocking=True)
-        return buffer
+        if content.nbytes:
+            self._cl.enqueue_copy(self._devices[buffer.device].queue, memory, content, is_blocking=True)
 
-    def copy_to_host(self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int]) -> npt.NDArray[Any]:
-        host_size(buffer, dtype, shape)
+    def _read(self, buffer: Buffer, content: npt.NDArray[np.uint8]) -> None:
         memory = _memory(buffer, "buffer")
-        array = np.empty(tuple(shape), dtype)
-        if array.nbytes:
-            self._cl.enqueue_copy(self._devices[buffer.device].queue, array, memory, is_blocking=True)
-        return array
+        if content.nbytes:
+            self._cl.enqueue_copy(self._devices[buffer.device].queue, content, memory, is_blocking=True)
 
     def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
         opened = self._device(device)
@@ -190,26 +174,18 @@ class OpenclProvider(ComputeProvider):
             cache.remove(key)  # the driver no longer accepts its own binary
             binary, from_cache = cache.get_or_build(key, lambda: self._build(opened, source, text), **report)
             loaded = self._load(opened, binary, entry)
-        return Kernel(
-            name=entry,
-            backend=self.name,
-            device=device,
-            target=opened.device.name.strip(),
-            arguments=source.entries[entry],
-            resources=self._resources(opened, loaded),
-            compile_ms=(time.perf_counter() - began) * 1e3,
-            from_cache=from_cache,
-            metadata=binary.metadata,
-            handle=loaded,
+        info = self._cl.kernel_work_group_info
+        resources = Resources(
+            shared_bytes=loaded.get_work_group_info(info.LOCAL_MEM_SIZE, opened.device),
+            stack_bytes=loaded.get_work_group_info(info.PRIVATE_MEM_SIZE, opened.device),
         )
+        return self.describe(
+            source, entry, binary, report["target"], began_s=began, from_cache=from_cache, handle=loaded, device=device,
+            resources=resources,
+        )  # fmt: skip
 
     def launch(
-        self,
-        kernel: Kernel,
-        grid: Sequence[int],
-        block: Sequence[int],
-        args: Sequence[Pointer | int | float],
-        stream: object | None = None,
+        self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], args: Arguments, stream: object | None = None
     ) -> None:
         check_launch(kernel, self.name, grid, block, args)
         values = [
@@ -218,10 +194,8 @@ class OpenclProvider(ComputeProvider):
             else _SCALARS[kind](check_scalar(kernel.name, i, kind, arg))
             for i, (kind, arg) in enumerate(zip(kernel.arguments, args, strict=True))
         ]
-        threads = tuple(block) + (1,) * (len(grid) - len(block))
-        sizes = tuple(
-            blocks * width for blocks, width in zip((*grid, *(1,) * (len(threads) - len(grid))), threads, strict=True)
-        )
+        axes = list(itertools.zip_longest(grid, block, fillvalue=1))
+        sizes, threads = [blocks * width for blocks, width in axes], [width for _, width in axes]
         queue = stream if stream is not None else self._devices[kernel.device].queue
         began = time.perf_counter() if launch_log.enabled else 0.0
         try:
@@ -260,8 +234,6 @@ class OpenclProvider(ComputeProvider):
     def trim(self, device: int = 0) -> None:
         self._device(device).pool.free_held()
 
-    # --- internals ---------------------------------------------------------------------------------------------------
-
     def _device(self, device: int) -> _OpenclDevice:
         check_device(self.name, device, len(self._devices))
         return self._devices[device]
@@ -285,13 +257,6 @@ class OpenclProvider(ComputeProvider):
     def _load(self, opened: _OpenclDevice, binary: Binary, entry: str) -> Any:
         program = self._cl.Program(opened.context, [opened.device], [binary.code]).build()
         return self._cl.Kernel(program, binary.symbols[entry])
-
-    def _resources(self, opened: _OpenclDevice, kernel: Any) -> Resources:
-        info = self._cl.kernel_work_group_info
-        return Resources(
-            shared_bytes=kernel.get_work_group_info(info.LOCAL_MEM_SIZE, opened.device),
-            stack_bytes=kernel.get_work_group_info(info.PRIVATE_MEM_SIZE, opened.device),
-        )
 
 
 class _OpenclDevice:
@@ -318,11 +283,6 @@ def _memory(buffer: Pointer, where: str) -> Any:
     if not isinstance(buffer, Buffer):
         raise LaunchError(f"{where}: wanted a buffer, got {type(buffer).__name__}")
     return check_owner(buffer, _PooledMemory, "opencl", where).memory
-
-
-def _kind(cl: Any, device: Any) -> str:
-    kinds = {"gpu": cl.device_type.GPU, "cpu": cl.device_type.CPU, "accelerator": cl.device_type.ACCELERATOR}
-    return next((name for name, bit in kinds.items() if device.type & bit), "custom")
 
 
 _LOST = re.compile(r"DEVICE_NOT_AVAILABLE|OUT_OF_HOST_MEMORY|INVALID_COMMAND_QUEUE", re.IGNORECASE)

@@ -16,17 +16,14 @@ import torch
 from accelerant.errors import BackendUnavailable, CompileError, LaunchError
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.provider import (
+    Arguments,
     Buffer,
     ComputeDevice,
     ComputeProvider,
     Event,
     MemoryInfo,
-    Pointer,
     check_device,
     check_owner,
-    check_size,
-    host_bytes,
-    host_size,
     out_of_memory,
 )
 
@@ -51,28 +48,20 @@ class TorchProvider(ComputeProvider):
         self._count = int(self._module.device_count())
 
     def devices(self) -> list[ComputeDevice]:
+        name_of = getattr(self._module, "get_device_name", lambda index: self.torch_type)
         return [
             ComputeDevice(
                 backend=self.name,
                 index=index,
-                name=self._device_name(index),
+                name=str(name_of(index)),
                 memory_bytes=self.memory(index).total_bytes,
                 torch_type=self.torch_type,
             )
             for index in range(self._count)
         ]
 
-    @property
-    def _no_kernels(self) -> str:
-        return f"Accelerant has no kernels for {self.name}"
-
-    def _device_name(self, index: int) -> str:
-        named = getattr(self._module, "get_device_name", None)
-        return str(named(index)) if named is not None else self.torch_type
-
     def allocate(self, size_bytes: int, device: int = 0) -> Buffer:
         check_device(self.name, device, self._count)
-        check_size(size_bytes)
         self.check_limit(size_bytes, device)
         try:
             storage = torch.empty(size_bytes, dtype=torch.uint8, device=f"{self.torch_type}:{device}")
@@ -80,34 +69,24 @@ class TorchProvider(ComputeProvider):
             raise out_of_memory(size_bytes, f"{self.name}:{device}", self.memory(device)) from None
         return Buffer(storage.data_ptr(), size_bytes, device, storage)
 
-    def copy_to_device(self, array: npt.ArrayLike, device: int = 0, *, out: Buffer | None = None) -> Buffer:
-        flat = host_bytes(array, out)
-        buffer = self.allocate(flat.nbytes, device) if out is None else out
+    def _write(self, buffer: Buffer, content: npt.NDArray[np.uint8]) -> None:
         storage = check_owner(buffer, torch.Tensor, self.name, "out")
-        if flat.nbytes:
-            storage[: flat.nbytes].copy_(torch.from_numpy(flat if flat.flags.writeable else flat.copy()))
-        return buffer
+        if content.nbytes:
+            source = torch.from_numpy(content if content.flags.writeable else content.copy())
+            storage[: content.nbytes].copy_(source)
 
-    def copy_to_host(self, buffer: Buffer, dtype: npt.DTypeLike, shape: Sequence[int]) -> npt.NDArray[Any]:
-        size = host_size(buffer, dtype, shape)
-        array = np.empty(tuple(shape), dtype)  # NumPy asks for huge pages: the first touch is ten times quicker
+    def _read(self, buffer: Buffer, content: npt.NDArray[np.uint8]) -> None:
         storage = check_owner(buffer, torch.Tensor, self.name, "buffer")
-        if size:
-            torch.from_numpy(array.reshape(-1).view(np.uint8)).copy_(storage[:size])
-        return array
+        if content.nbytes:
+            torch.from_numpy(content).copy_(storage[: content.nbytes])
 
     def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
-        raise CompileError(f"kernel {source.name!r}: {self._no_kernels}")
+        raise CompileError(f"kernel {source.name!r}: Accelerant has no kernels for {self.name}")
 
     def launch(
-        self,
-        kernel: Kernel,
-        grid: Sequence[int],
-        block: Sequence[int],
-        args: Sequence[Pointer | int | float],
-        stream: object | None = None,
+        self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], args: Arguments, stream: object | None = None
     ) -> None:
-        raise LaunchError(f"kernel {kernel.name!r}: {self._no_kernels}")
+        raise LaunchError(f"kernel {kernel.name!r}: Accelerant has no kernels for {self.name}")
 
     def synchronize(self, device: int = 0) -> None:
         check_device(self.name, device, self._count)
@@ -164,11 +143,7 @@ class AppleProvider(TorchProvider):
 
 
 def torch_provider(torch_type: str) -> TorchProvider:
-    """Return a provider for another accelerator of torch, named as torch names it: "xpu", "hpu".
-
-    Raises:
-        BackendUnavailable: torch has no such accelerator.
-    """
+    """Return a provider for another accelerator of torch, by torch's name ("xpu"), or raise BackendUnavailable."""
     module = getattr(torch, torch_type, None)
     if not (hasattr(module, "device_count") and hasattr(module, "synchronize")):
         raise BackendUnavailable(torch_type, "no provider serves such tensors")

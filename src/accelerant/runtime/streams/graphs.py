@@ -29,9 +29,8 @@ __all__ = ["Graph", "counting"]
 def counting(is_captured: Callable[[torch.device], bool] = capturing) -> Iterator[Counter[OpKey]]:
     """Count by op the calls inside the block that are captured and not run.
 
-    Args:
-        is_captured: called with each call's device in the thread of the call. Captures by autograd's threads therefore
-            count, and calls that other threads run meanwhile, or this one on another device, do not.
+    `is_captured` is called with each call's device in the thread of the call. Captures by autograd's threads therefore
+    count, and calls that other threads run meanwhile, or this one on another device, do not.
     """
     calls: Counter[OpKey] = Counter()
 
@@ -64,12 +63,7 @@ def _without_collection() -> Iterator[None]:
 
 
 class Graph:
-    """A CUDA graph with a name in the ledger.
-
-    Args:
-        name: in the ledger's `graphs`.
-        book: the ledger; the process's by default.
-    """
+    """A CUDA graph with a name in the `graphs` of a ledger, the process's by default."""
 
     def __init__(self, name: str, *, book: Ledger | None = None) -> None:
         self.name = name
@@ -77,21 +71,11 @@ class Graph:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def capture(self, fn: Callable[..., Any], *args: Any, warm_up: int = 3, **kwargs: Any) -> Any:
-        """Capture the device work of fn; once for each Graph.
+        """Capture the device work of fn, and return its result, in memory that each replay overwrites.
 
-        fn is first called warm_up times on a stream of its own, so that compilation, races and lazy initialisation,
-        none of which may happen in a capture, are over.
-
-        Args:
-            fn: its arguments are in memory that stays; it may not wait for the device or read from it.
-            args, kwargs: arguments of fn.
-            warm_up: calls before the capture; 0 if fn is known to be ready.
-
-        Returns:
-            the result of fn, in memory that each replay overwrites.
-
-        Raises:
-            LaunchError: a second capture.
+        fn is first called warm_up times (0 if it is known to be ready) on a stream of its own, so that compilation,
+        races and lazy initialisation, none of which may happen in a capture, are over. Its arguments are in memory that
+        stays, and it may not wait for the device or read from it. A second capture raises LaunchError.
         """
         if self._graph is not None:
             raise LaunchError(f"graph {self.name!r} is captured already; make another Graph")
@@ -116,11 +100,7 @@ class Graph:
         return result
 
     def replay(self) -> None:
-        """Run it on the current stream.
-
-        Raises:
-            LaunchError: nothing was captured.
-        """
+        """Run it on the current stream; raise LaunchError before a capture."""
         if self._graph is None:
             raise LaunchError(f"graph {self.name!r} has nothing to replay: capture comes first")
         self._graph.replay()

@@ -51,12 +51,7 @@ class Event(provider.Event):
 
     @abstractmethod
     def synchronize(self, timeout_s: float | None = None) -> None:
-        """Wait on the host until the device has passed the mark.
-
-        Raises:
-            TimeLimitExceeded: it has not within timeout_s.
-            DeviceLost: the device failed.
-        """
+        """Wait on the host until the device has passed the mark; raise TimeLimitExceeded or DeviceLost."""
 
 
 class _CudaEvent(Event):
@@ -70,16 +65,22 @@ class _CudaEvent(Event):
         try:
             return bool(self.event.query())
         except RuntimeError as error:
-            raise _cuda_error(error) from error
+            raise cuda_error(str(error), "waiting for the device") from error
 
     def synchronize(self, timeout_s: float | None = None) -> None:
-        if timeout_s is not None:
-            _poll(self.done, timeout_s, "the device's work")
+        if timeout_s is None:
+            try:
+                self.event.synchronize()
+            except RuntimeError as error:
+                raise cuda_error(str(error), "waiting for the device") from error
             return
-        try:
-            self.event.synchronize()
-        except RuntimeError as error:
-            raise _cuda_error(error) from error
+        _check_timeout(timeout_s)
+        began = time.perf_counter()
+        while not self.done():
+            waited = time.perf_counter() - began
+            if waited > timeout_s:
+                raise TimeLimitExceeded(f"the device's work was not done within {timeout_s} s")
+            time.sleep(_pause(waited))
 
     def elapsed_ms(self, later: provider.Event) -> float:
         if not isinstance(later, _CudaEvent):
@@ -121,23 +122,17 @@ class _HostEvent(Event):
 class Stream:
     """A queue of work on a device; work on different streams may overlap.
 
-    Args:
-        device: a CUDA device or the CPU.
-        priority: on CUDA, -1 takes precedence over 0.
-
-    Raises:
-        ConfigError, BackendUnavailable: no such device.
-        UnsupportedCase: a backend whose provider has one queue and no streams.
+    On CUDA, priority -1 takes precedence over 0, and a `torch_stream` is represented instead of a new one. Backends
+    whose provider has one queue raise UnsupportedCase.
     """
 
-    def __init__(self, device: DeviceLike = "auto", *, priority: int = 0) -> None:
+    def __init__(
+        self, device: DeviceLike = "auto", *, priority: int = 0, torch_stream: torch.cuda.Stream | None = None
+    ) -> None:
         self.device = _require_streams(find_device(device))
-        self._cuda: torch.cuda.Stream | None = None
-        if self.device.backend == "cuda":
+        self._cuda = torch_stream
+        if self.device.backend == "cuda" and torch_stream is None:
             self._cuda = torch.cuda.Stream(torch.device(self.device.torch_device), priority=priority)
-        self._prepare()
-
-    def _prepare(self) -> None:
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
         self._thread_pid = 0
@@ -153,11 +148,7 @@ class Stream:
                 if not _shared:
                     _shared.append(Stream(target))
                 return _shared[0]
-        stream = cls.__new__(cls)
-        stream.device = target
-        stream._cuda = torch.cuda.current_stream(target.index)
-        stream._prepare()
-        return stream
+        return cls(target, torch_stream=torch.cuda.current_stream(target.index))
 
     @property
     def cuda_stream(self) -> int:
@@ -193,27 +184,18 @@ class Stream:
         return self._idle() if self._cuda is None else bool(self._cuda.query())
 
     def synchronize(self, timeout_s: float | None = None) -> None:
-        """Wait on the host until all work given to the stream is done.
-
-        Raises:
-            TimeLimitExceeded, DeviceLost: as Event.synchronize.
-        """
+        """Wait on the host for all work given to the stream; raise as Event.synchronize does."""
         self.record().synchronize(timeout_s)
 
     def run(self, fn: Callable[..., T], *args: Any) -> Task[T]:
-        """Run fn on the thread of a CPU stream, after the work given before.
-
-        Raises:
-            UnsupportedCase: a stream of another device.
-        """
+        """Run fn on the thread of a CPU stream, after the work given before; other devices raise UnsupportedCase."""
         if self._cuda is not None:
             raise UnsupportedCase(f"{self!r} has no thread; use submit()")
         with self._lock:
             if self._thread is None or self._thread_pid != os.getpid():  # threads do not survive a fork
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="accelerant-stream")
                 self._thread_pid = os.getpid()
-            task = self._thread.submit(fn, *args)
-            self._last = task
+            task = self._last = self._thread.submit(fn, *args)
         return task
 
     def __enter__(self) -> Stream:
@@ -250,9 +232,6 @@ def _require_streams(device: ComputeDevice) -> ComputeDevice:
     return device
 
 
-# --- futures ---------------------------------------------------------------------------------------------------------
-
-
 class Future(Generic[T]):
     """The result of work on a stream; made by submit(). Await it, or call result()."""
 
@@ -266,12 +245,10 @@ class Future(Generic[T]):
         return self._task.done() and (self._event is None or self._event.done())
 
     def result(self, timeout_s: float | None = None) -> T:
-        """Wait for the result. Its tensors may be used on torch's current stream.
+        """Wait for the result, or raise the function's error. Its tensors may be used on torch's current stream.
 
         Raises:
-            TimeLimitExceeded: it is not available within timeout_s; the work continues, and result() may be called
-                again.
-            Exception: the function's error.
+            TimeLimitExceeded: it is not available yet; the work continues, and result() may be called again.
         """
         _check_timeout(timeout_s)
         wait_for_tasks([self._task], timeout_s)
@@ -309,19 +286,11 @@ class Future(Generic[T]):
 
 
 def submit(fn: Callable[..., T], *args: Any, stream: Stream | None = None) -> Future[T]:
-    """Run fn(*args) on a stream, and return a Future of its result.
+    """Run fn(*args) on a stream, and return a Future of its result or exception.
 
     CUDA: fn is called at once, in the caller's thread, and its launches go to the stream, after the work given to
     torch's current stream so far; so fn must not wait for the device. CPU: fn runs on the stream's thread, under the
-    caller's grad mode.
-
-    Args:
-        fn: function to run; the future raises its exception.
-        args: arguments of fn.
-        stream: by default the current one of the first tensor's device, or of the default device.
-
-    Raises:
-        ConfigError: fn cannot be called.
+    caller's grad mode. The stream is by default the current one of the first tensor's device, or of the default device.
     """
     if not callable(fn):
         raise ConfigError(f"submit: wanted a function, got {type(fn).__name__}")
@@ -329,7 +298,13 @@ def submit(fn: Callable[..., T], *args: Any, stream: Stream | None = None) -> Fu
     if stream is None:
         stream = Stream.current(tensors[0].device if tensors else "auto")
     if stream.torch_stream is None:
-        return Future(stream, stream.run(_with_grad_mode, torch.is_grad_enabled(), fn, args), None)
+        grad_mode = torch.is_grad_enabled()
+
+        def run() -> T:
+            with torch.set_grad_enabled(grad_mode):
+                return fn(*args)
+
+        return Future(stream, stream.run(run), None)
     task: Task[T] = Task()
     with torch.cuda.device(stream.device.index):
         stream.torch_stream.wait_stream(torch.cuda.current_stream())
@@ -342,11 +317,6 @@ def submit(fn: Callable[..., T], *args: Any, stream: Stream | None = None) -> Fu
         return Future(stream, task, stream.record())
 
 
-def _with_grad_mode(enabled: bool, fn: Callable[..., T], args: tuple[Any, ...]) -> T:
-    with torch.set_grad_enabled(enabled):
-        return fn(*args)
-
-
 def _used_on(tree: Any, stream: torch.cuda.Stream) -> None:
     """Tell the allocator that a stream uses the tensors, so that it does not reuse their memory too early."""
     for leaf in pytree.tree_leaves(tree):
@@ -354,21 +324,8 @@ def _used_on(tree: Any, stream: torch.cuda.Stream) -> None:
             leaf.record_stream(stream)
 
 
-# --- waiting ---------------------------------------------------------------------------------------------------------
-
-
 def _pause(waited_s: float) -> float:
     return min(_POLL_MOST_S, max(_POLL_LEAST_S, _POLL_PART * waited_s))
-
-
-def _poll(done: Callable[[], bool], timeout_s: float, what: str) -> None:
-    _check_timeout(timeout_s)
-    began = time.perf_counter()
-    while not done():
-        waited = time.perf_counter() - began
-        if waited > timeout_s:
-            raise TimeLimitExceeded(f"{what} was not done within {timeout_s} s")
-        time.sleep(_pause(waited))
 
 
 def _check_timeout(timeout_s: float | None) -> None:
@@ -376,26 +333,17 @@ def _check_timeout(timeout_s: float | None) -> None:
         raise ConfigError(f"timeout_s must be 0 or more, or None for no limit; got {timeout_s}")
 
 
-def _cuda_error(error: RuntimeError) -> Exception:
-    return cuda_error(str(error), "waiting for the device")
-
-
 def capturing(device: torch.device | int) -> bool:
     """Return whether the current stream of a device is being captured into a CUDA graph.
 
     torch.cuda.is_current_stream_capturing asks the current device. Work goes to the current stream of its tensors'
-    device, which may be another.
-
-    Args:
-        device: of the tensors, or the index of a CUDA device. Other devices capture nothing.
+    device, which may be another. Devices other than CUDA's capture nothing.
     """
     if isinstance(device, torch.device):
         if device.type != "cuda":
             return False
-        index = torch.cuda.current_device() if device.index is None else device.index
-    else:
-        index = device
-    if index == torch._C._cuda_getDevice():
+        device = torch.cuda.current_device() if device.index is None else device.index
+    if device == torch._C._cuda_getDevice():
         return torch._C._cuda_isCurrentStreamCapturing()
-    with torch.cuda.device(index):
+    with torch.cuda.device(device):
         return torch._C._cuda_isCurrentStreamCapturing()

@@ -14,6 +14,7 @@ page allocation.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
@@ -22,6 +23,7 @@ from concurrent.futures import Future as Task
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,7 +36,7 @@ from accelerant.runtime.memory.limits import available_bytes
 from accelerant.runtime.registry import DeviceLike
 from accelerant.runtime.streams.stream import Event, Future, Stream
 
-__all__ = ["ChunkedRun", "HostArray", "StagingPool", "as_host", "copy_async", "release_staging", "stream_chunks"]
+__all__ = ["ChunkedRun", "HostArray", "StagingPool", "as_host", "copy_async", "stream_chunks"]
 
 HostArray = npt.NDArray[Any] | Tensor
 """An array in host memory: NumPy's, memory-mapped files included, or torch's on the CPU."""
@@ -43,16 +45,10 @@ _STAGING_BYTES = 32 << 20
 """Size of a pinned buffer: its copy takes 0.6 ms at 55 GB/s, far more than the cost of starting it."""
 
 
-# --- pinned staging --------------------------------------------------------------------------------------------------
-
-
 class StagingPool:
     """Host buffers used in turn, pinned for CUDA. A buffer is reused once its last copy is done.
 
-    Args:
-        size_bytes: of each buffer.
-        count: number of buffers; with two, the host fills one while the other is copied.
-        pinned: whether the device may read them directly.
+    With two, the host fills one while the other is copied.
     """
 
     def __init__(self, size_bytes: int, count: int = 2, *, pinned: bool = True) -> None:
@@ -81,38 +77,17 @@ class StagingPool:
                 self._events[turn] = stream.record()
 
 
-_pools: dict[str, StagingPool] = {}
-_pools_lock = threading.Lock()
-
-
-def _pool_of(stream: Stream) -> StagingPool:
-    with _pools_lock:
-        name = stream.device.torch_device
-        if name not in _pools:
-            _pools[name] = StagingPool(_STAGING_BYTES, pinned=stream.device.backend == "cuda")
-        return _pools[name]
-
-
-def release_staging() -> None:
-    """Release the pinned buffers that copy_async keeps; the next copy allocates new ones."""
-    with _pools_lock:
-        _pools.clear()
+@functools.cache
+def _staging_pool(device: str) -> StagingPool:
+    return StagingPool(_STAGING_BYTES)
 
 
 def copy_async(array: HostArray, device: DeviceLike = "auto", stream: Stream | None = None) -> Future[Tensor]:
     """Copy an array to the device in order with a stream's work, and return a Future of the tensor.
 
     Pinned memory is read by the device directly and must not change before the copy is done; other memory goes through
-    pinned buffers and may change as soon as this returns.
-
-    Args:
-        array: of any dtype of torch.
-        device: target; ignored if a stream is given.
-        stream: by default the device's current one.
-
-    Raises:
-        UnsupportedDtype: a dtype that torch lacks.
-        ConfigError: not an array in host memory.
+    pinned buffers and may change as soon as this returns. The stream is by default the device's current one. A dtype
+    that torch lacks raises UnsupportedDtype.
     """
     source = as_host(array, "array")
     stream = Stream.current(device) if stream is None else stream
@@ -126,22 +101,15 @@ def copy_async(array: HostArray, device: DeviceLike = "auto", stream: Stream | N
         if source.is_pinned():
             target.copy_(source, non_blocking=True)
     if not source.is_pinned() and source.numel():
-        _pool_of(stream).copy(_flat_bytes(source.contiguous()), _flat_bytes(target), stream)
+        _staging_pool(stream.device.torch_device).copy(_flat_bytes(source.contiguous()), _flat_bytes(target), stream)
     task.set_result(target)
     return Future(stream, task, stream.record())
 
 
-# --- host memory -----------------------------------------------------------------------------------------------------
-
-
-class _WritableView:
-    """A read-only array shown as writable, since torch has no read-only tensors; it is only read."""
-
-    def __init__(self, array: npt.NDArray[Any]) -> None:
-        self.array = array  # keeps the memory alive
-        interface = dict(array.__array_interface__)
-        interface["data"] = (interface["data"][0], False)
-        self.__array_interface__ = interface
+def _writable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Show a read-only array as writable, since torch has no read-only tensors; it is only read."""
+    interface = array.__array_interface__ | {"data": (array.ctypes.data, False)}
+    return np.asarray(SimpleNamespace(__array_interface__=interface, memory=array))
 
 
 def as_host(array: Any, name: str, *, write: bool = False) -> Tensor:
@@ -159,7 +127,7 @@ def as_host(array: Any, name: str, *, write: bool = False) -> Tensor:
             raise ConfigError(f"{name} has negative strides, which torch's tensors cannot have")
         array = array.copy()
     try:
-        return torch.from_numpy(array if array.flags.writeable else np.asarray(_WritableView(array)))
+        return torch.from_numpy(array if array.flags.writeable else _writable(array))
     except TypeError:
         raise UnsupportedDtype(f"{name} is {array.dtype}, which torch does not have") from None
     except ValueError as error:  # another byte order
@@ -181,11 +149,10 @@ class ChunkedRun:
 
     Attributes:
         result: one array, or a tuple of them, as the function returns; NumPy's if the first input was.
-        rows, chunks: rows of the arrays, and number of chunks.
         bytes_in, bytes_out: copied to the device and back.
         elapsed_s: of the whole call.
         device_s: from the start of the first copy to the end of the last, by the device's events.
-        copy_in_s, compute_s, copy_out_s: the stages, by events; they overlap.
+        copy_in_s, compute_s, copy_out_s: the stages, by the device's events; they overlap.
     """
 
     result: Any = None
@@ -230,9 +197,7 @@ def stream_chunks(
     functions, and for others as far as their kernels do not depend on the number of rows.
 
     Args:
-        fn: the function.
         arrays: one or several, in host memory, with the same first dimension.
-        device: device of fn.
         chunk_bytes: input bytes a chunk, at least one row; by default up to 64 MiB, as the device has room.
         out: arrays to write the result to, instead of new ones.
         atomic: whether to write `out` only at the end, at the cost of a second array of its size; if not, an error
@@ -248,21 +213,24 @@ def stream_chunks(
     """
     inputs = [arrays] if isinstance(arrays, (np.ndarray, Tensor)) else list(arrays)
     sources = [as_host(array, f"array {i}") for i, array in enumerate(inputs)]
-    _check_rows(sources)
+    if not sources:
+        raise ConfigError("stream_chunks wants at least one array, got none")
+    shapes = [tuple(source.shape) for source in sources]
+    if not all(shapes) or len({shape[0] for shape in shapes}) != 1:
+        raise ShapeError(f"the arrays must have the same first dimension; got {', '.join(map(str, shapes))}")
     if chunk_bytes is not None and chunk_bytes < 1:
         raise ConfigError(f"chunk_bytes must be at least 1, got {chunk_bytes}")
     if timeout_s is not None and not timeout_s > 0:
         raise ConfigError(f"timeout_s must be above 0, or None for no limit; got {timeout_s}")
     outputs = None if out is None else [out] if isinstance(out, (np.ndarray, Tensor)) else list(out)
     targets = None if outputs is None else [as_host(array, f"out {i}", write=True) for i, array in enumerate(outputs)]
-    pipeline = _Pipeline(fn, sources, device, chunk_bytes, None if atomic else targets)
-    pipeline.as_numpy = isinstance(inputs[0], np.ndarray)
-    pipeline.expected = targets
+    as_numpy = isinstance(inputs[0], np.ndarray)
+    pipeline = _Pipeline(fn, sources, device, chunk_bytes, None if atomic else targets, targets, as_numpy)
     run = pipeline.run(timeout_s, progress)
     if targets is not None and atomic:
         for target, value in zip(targets, pipeline.results, strict=True):
             target.copy_(value)
-    results = outputs or [value.numpy() if pipeline.as_numpy else value for value in pipeline.results]
+    results = outputs or [value.numpy() if as_numpy else value for value in pipeline.results]
     run.result = results[0] if pipeline.single else tuple(results)
     return run
 
@@ -291,25 +259,21 @@ class _Pipeline:
     """The chunks of one call of stream_chunks."""
 
     def __init__(
-        self,
-        fn: Callable[..., Any],
-        sources: list[Tensor],
-        device: DeviceLike,
-        chunk_bytes: int | None,
-        results: list[Tensor] | None,
-    ) -> None:
+        self, fn: Callable[..., Any], sources: list[Tensor], device: DeviceLike, chunk_bytes: int | None,
+        results: list[Tensor] | None, expected: list[Tensor] | None = None, as_numpy: bool = False,
+    ) -> None:  # fmt: skip
         self.fn = fn
         self.sources = sources
         self.results: list[Tensor] = results or []
-        self.expected: list[Tensor] | None = None
+        self.expected = expected
+        self.as_numpy = as_numpy
         self.single = True
-        self.as_numpy = False
         self.work = Stream(device)
         self.into, self.outof = Stream(self.work.device), Stream(self.work.device)
         self.cuda = self.work.device.backend == "cuda"
         self.torch_device = torch.device(self.work.device.torch_device)
         self.rows = sources[0].shape[0]
-        self.step = self._rows_a_chunk(chunk_bytes)
+        self.step = self._rows_per_chunk(chunk_bytes)
         self.record = ChunkedRun(rows=self.rows)
         self.first: Event | None = None
         self.flights: deque[_Flight] = deque()
@@ -324,7 +288,9 @@ class _Pipeline:
                 self.work.wait_stream(Stream.current(self.work.device))
                 spare = [self._new_buffers() for _ in range(min(_DEPTH, max(1, -(-self.rows // self.step))))]
                 for begin in range(0, max(1, self.rows), self.step):
-                    while not spare or (self.flights and self._has_landed(self.flights[0])):
+                    while not spare or (
+                        self.flights and (self.flights[0].unstaging or self.flights[0].marks[-1]).done()
+                    ):
                         spare.append(self._land(progress))
                     self._check_time(began, timeout_s)
                     self.flights.append(self._start(spare.pop(), range(begin, min(begin + self.step, self.rows))))
@@ -336,12 +302,16 @@ class _Pipeline:
         self.record.elapsed_s = time.perf_counter() - began
         return self.record
 
-    # --- one chunk ----------------------------------------------------------------------------------------------------
-
     def _start(self, buffers: _ChunkBuffers, rows: range) -> _Flight:
-        """Start a chunk."""
         inputs = [tensor[: len(rows)] for tensor in buffers.inputs]
-        begun = self._copy_in(buffers, inputs, rows)
+        parts = [source[rows.start : rows.stop] for source in self.sources]
+        for i, staged in enumerate(buffers.staged):  # memory that is not pinned
+            if staged.numel():
+                parts[i] = staged[: len(rows)].copy_(parts[i])
+        begun = self.into.record()
+        with self.into:
+            for tensor, part in zip(inputs, parts, strict=True):
+                tensor.copy_(part, non_blocking=True)
         arrived = self.into.record()
         self.work.wait(arrived)
         with self.work:
@@ -354,24 +324,18 @@ class _Pipeline:
         left = self.outof.record()
         flight = _Flight(buffers, rows, [begun, arrived, ready, computed, leaving, left], values=values)
         if targets:
-            flight.unstaging = self.unstager.submit(_unstage, left, targets)
+
+            def unstage() -> None:
+                left.synchronize()
+                for staged, target in targets:
+                    target.copy_(staged)
+
+            flight.unstaging = self.unstager.submit(unstage)
         self.first = self.first or begun
         self.record.chunks += 1
         self.record.bytes_in += sum(tensor.nbytes for tensor in inputs)
         self.record.bytes_out += sum(value.nbytes for value in values)
         return flight
-
-    def _copy_in(self, buffers: _ChunkBuffers, inputs: list[Tensor], rows: range) -> Event:
-        """Stage memory that is not pinned, start the copies to the device, and return the mark before them."""
-        parts = [source[rows.start : rows.stop] for source in self.sources]
-        for i, staged in enumerate(buffers.staged):
-            if staged.numel():
-                parts[i] = staged[: len(rows)].copy_(parts[i])
-        begun = self.into.record()
-        with self.into:
-            for tensor, part in zip(inputs, parts, strict=True):
-                tensor.copy_(part, non_blocking=True)
-        return begun
 
     def _copy_out(self, buffers: _ChunkBuffers, values: tuple[Tensor, ...], rows: range) -> list[tuple[Tensor, Tensor]]:
         """Start the copies to the host, and return the pairs of pinned buffers and targets still to be copied."""
@@ -390,9 +354,6 @@ class _Pipeline:
                     target = staged
                 target.copy_(value, non_blocking=True)
         return pending
-
-    def _has_landed(self, flight: _Flight) -> bool:
-        return flight.marks[-1].done() if flight.unstaging is None else flight.unstaging.done()
 
     def _land(self, progress: Callable[[int, int], object] | None) -> _ChunkBuffers:
         """Wait for the oldest chunk, add its times, and return its buffers."""
@@ -419,9 +380,7 @@ class _Pipeline:
             self.unstager.shutdown(wait=True)
             self.flights.clear()
 
-    # --- internals -----------------------------------------------------------------------------------------------
-
-    def _rows_a_chunk(self, chunk_bytes: int | None) -> int:
+    def _rows_per_chunk(self, chunk_bytes: int | None) -> int:
         row = sum(source[0].nbytes for source in self.sources) if self.rows else 0
         if not row:
             return max(1, self.rows)
@@ -431,19 +390,13 @@ class _Pipeline:
         return min(self.rows, max(1, chunk_bytes // row))
 
     def _new_buffers(self) -> _ChunkBuffers:
-        def shape_of(source: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
-            return (self.step, *source.shape[1:]), source.dtype
-
-        with self.into:
-            inputs = [
-                torch.empty(*shape, dtype=dtype, device=self.torch_device)
-                for shape, dtype in map(shape_of, self.sources)
-            ]
-        direct = [not self.cuda or (source.is_pinned() and source.is_contiguous()) for source in self.sources]
-        staged = [
-            _pinned((0,), source.dtype) if skip else _pinned(*shape_of(source))
-            for source, skip in zip(self.sources, direct, strict=True)
-        ]
+        inputs, staged = [], []
+        for source in self.sources:
+            shape = (self.step, *source.shape[1:])
+            with self.into:
+                inputs.append(torch.empty(shape, dtype=source.dtype, device=self.torch_device))
+            direct = not self.cuda or (source.is_pinned() and source.is_contiguous())
+            staged.append(_pinned((0,) if direct else shape, source.dtype))
         return _ChunkBuffers(inputs, staged)
 
     def _checked(self, values: Any, rows: int) -> tuple[Tensor, ...]:
@@ -458,7 +411,11 @@ class _Pipeline:
                 raise UnsupportedDtype(f"result {i} is bfloat16, which NumPy lacks; return float32 or pass tensors")
         if not self.record.chunks:
             self.single = single
-            self._make_results(checked)
+            kinds = [((self.rows, *value.shape[1:]), value.dtype) for value in checked]
+            out_kinds = kinds if self.expected is None else [(tuple(out.shape), out.dtype) for out in self.expected]
+            if out_kinds != kinds:
+                raise ShapeError(f"out must be {_listed(kinds)}, got {_listed(out_kinds)}")
+            self.results = self.results or [torch.empty(shape, dtype=dtype) for shape, dtype in kinds]
         for i, (value, result) in enumerate(zip(checked, self.results, strict=True)):
             if value.shape[1:] != result.shape[1:] or value.dtype != result.dtype:
                 raise ShapeError(
@@ -466,15 +423,6 @@ class _Pipeline:
                     f"{tuple(value.shape[1:])} {value.dtype}"
                 )
         return checked
-
-    def _make_results(self, values: tuple[Tensor, ...]) -> None:
-        kinds = [((self.rows, *value.shape[1:]), value.dtype) for value in values]
-        if self.expected is not None:
-            out_kinds = [(tuple(target.shape), target.dtype) for target in self.expected]
-            if out_kinds != kinds:
-                raise ShapeError(f"out must be {_listed(kinds)}, got {_listed(out_kinds)}")
-        if not self.results:
-            self.results = [torch.empty(shape, dtype=dtype) for shape, dtype in kinds]
 
     def _check_time(self, began: float, timeout_s: float | None) -> None:
         passed = time.perf_counter() - began
@@ -485,24 +433,9 @@ class _Pipeline:
             )
 
 
-def _unstage(left: Event, targets: list[tuple[Tensor, Tensor]]) -> None:
-    """Copy a chunk's rows from pinned memory to the result."""
-    left.synchronize()
-    for staged, target in targets:
-        target.copy_(staged)
-
-
 def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, pin_memory=0 not in shape)
 
 
 def _listed(kinds: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
     return ", ".join(f"{shape} {str(dtype).removeprefix('torch.')}" for shape, dtype in kinds)
-
-
-def _check_rows(sources: list[Tensor]) -> None:
-    if not sources:
-        raise ConfigError("stream_chunks wants at least one array, got none")
-    shapes = [tuple(source.shape) for source in sources]
-    if any(not shape for shape in shapes) or len({shape[0] for shape in shapes if shape}) != 1:
-        raise ShapeError(f"the arrays must have the same first dimension; got {', '.join(map(str, shapes))}")

@@ -1,15 +1,13 @@
-"""Naming devices, choosing by free memory, peer access."""
+"""Naming devices, free memory, peer access."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 import torch
 
-from accelerant.errors import BackendUnavailable, ConfigError, OutOfMemory
+from accelerant.errors import BackendUnavailable, ConfigError
 from accelerant.runtime import registry
-from accelerant.runtime.monitoring import topology
+from accelerant.runtime.monitoring import monitor
 from accelerant.runtime.monitoring.readers import TableReader
 from accelerant.runtime.provider import ComputeDevice, MemoryInfo
 
@@ -31,7 +29,7 @@ def two(monkeypatch):
     provider = Two()
     monkeypatch.setattr(registry, "create", lambda name: provider)
     monkeypatch.setattr(registry, "reason_absent", lambda name: "")
-    monkeypatch.setattr(topology, "cuda_reader", lambda device: TableReader({}, "not here"))
+    monkeypatch.setattr(monitor, "cuda_reader", lambda device: TableReader({}, "not here"))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: (i, j) == (0, 1))
     return provider
 
@@ -65,31 +63,15 @@ def test_an_absent_backend_says_why():
         registry.find_device(f"{absent}:0")
 
 
-def test_the_freest_device_is_chosen(two):
-    assert topology.select_by_free_memory("cuda").index == 1
-    two.free = (6 << 30, 6 << 30)
-    assert topology.select_by_free_memory("cuda", least_bytes=6 << 30).index == 0
-    with pytest.raises(OutOfMemory, match=r"7,516,192,768 bytes wanted .* cuda:0, has 6,442,450,944 of 8,589,934,592"):
-        topology.select_by_free_memory("cuda", least_bytes=7 << 30)
-    with pytest.raises(ConfigError, match="-1"):
-        topology.select_by_free_memory("cuda", least_bytes=-1)
-
-
-def test_peers_are_data(two):
-    assert topology.peer_access("cuda") == ((True, True), (False, True))
-    found = topology.topology("cuda")
-    text = json.loads(json.dumps(found.to_dict()))
-    assert text["peers"] == [[True, True], [False, True]]
-    assert [device["free_bytes"] for device in text["devices"]] == list(two.free)
-    assert "card 1" in str(found)
-    assert "0  x x\n1  - x" in str(found)
+def test_peers_and_free_memory(two):
+    assert monitor.peer_access("cuda") == ((True, True), (False, True))
+    assert [monitor.free_memory(device) for device in two.devices()] == [(8 << 30, 3 << 30), (8 << 30, 5 << 30)]
 
 
 def test_the_cpu_is_its_own_and_only_peer():
-    found = topology.topology("cpu")
-    assert found.peers == ((True,),)
-    assert 0 < found.devices[0].free_bytes <= found.devices[0].total_bytes
-    assert topology.select_by_free_memory("cpu").backend == "cpu"
+    assert monitor.peer_access("cpu") == ((True,),)
+    total, free = monitor.free_memory(registry.find_device("cpu"))
+    assert 0 < free <= total
 
 
 def test_the_drivers_tools_are_asked_before_cuda(two, monkeypatch):
@@ -98,20 +80,18 @@ def test_the_drivers_tools_are_asked_before_cuda(two, monkeypatch):
     def reader(device):
         return TableReader({"memory_total_bytes": lambda: 100, "memory_used_bytes": lambda: 30 + device.index}, "")
 
-    monkeypatch.setattr(topology, "cuda_reader", reader)
+    monkeypatch.setattr(monitor, "cuda_reader", reader)
     monkeypatch.setattr(two, "memory", None)
-    assert topology.select_by_free_memory("cuda").index == 0
-    assert [state.free_bytes for state in topology.topology("cuda").devices] == [70, 69]
+    assert [monitor.free_memory(device) for device in two.devices()] == [(100, 70), (100, 69)]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_gpus_of_this_machine():
-    found = topology.topology("cuda")
-    count = torch.cuda.device_count()
-    assert len(found.devices) == len(found.peers) == count
-    assert all(found.peers[i][i] for i in range(count))
-    assert topology.select_by_free_memory("cuda").backend == "cuda"
+    peers = monitor.peer_access("cuda")
+    assert len(peers) == torch.cuda.device_count()
+    assert all(row[i] for i, row in enumerate(peers))
     assert registry.find_device("cuda").index == torch.cuda.current_device()
-    for state in found.devices:
-        assert 0 < state.free_bytes <= state.total_bytes
+    for device in registry.create("cuda").devices():
+        total, free = monitor.free_memory(device)
+        assert 0 < free <= total
