@@ -260,14 +260,13 @@ def _scalar_rows(
     listed = isinstance(scalars, (list, tuple))
     if listed:
         words = scalar_words(scalars, field.modulus, "the order")
-    elif is_tensor(scalars):
-        home = space_of(scalars)
-        words = scalars.detach().numpy() if home is HOST else signed_view(scalars)
-    elif not isinstance(scalars, np.ndarray):
-        raise UnsupportedDtype(
-            f"scalars must be a NumPy array, a torch tensor or a list of integers, got {type(scalars).__name__}"
-        )
-    if not listed:
+    else:
+        if is_tensor(scalars):
+            home = space_of(scalars)
+            words = scalars.detach().numpy() if home is HOST else signed_view(scalars)
+        elif not isinstance(scalars, np.ndarray):
+            kind = type(scalars).__name__
+            raise UnsupportedDtype(f"scalars must be a NumPy array, a torch tensor or a list of integers, got {kind}")
         dtype = str(scalars.dtype).removeprefix("torch.")
         field_words.check_words(field, dtype, tuple(scalars.shape), "scalars")
     shape = tuple(words.shape)
