@@ -20,8 +20,8 @@ from accelerant.runtime.dispatch import Case
 from accelerant.runtime.providers.cuda_launch import PackedLaunch, make_ready
 
 __all__ = [
-    "PRODUCT_HEADER", "PRODUCT_THREADS", "LaunchCache", "is_hopper", "pack", "product_program", "product_tiles",
-    "readable", "refuses_device", "refuses_product", "ring_bytes", "tensor_map",
+    "LaunchCache", "is_hopper", "pack", "product_program", "product_tiles", "readable", "refuses_device",
+    "refuses_product", "ring_bytes", "tensor_map",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -158,8 +158,8 @@ def _encode() -> Any:
 
 # --- kernels built on product.h: x W^T, or x^T W of a batch, each with its own epilogue -------------------------------
 
-PRODUCT_HEADER = "product.h"
-PRODUCT_THREADS = 384
+_PRODUCT_HEADER = "product.h"
+_PRODUCT_THREADS = 384
 """Threads of a block: one producer warpgroup and two that multiply."""
 
 
@@ -181,14 +181,13 @@ def ring_bytes(stages: int, tile_m: int, tile_n: int) -> int:
 
 
 def product_program(
-    name: str, path: Path, dtype: torch.dtype, height: int, width: int, stages: int, shared_bytes: int,
+    name: str, path: Path, dtype: torch.dtype, mma: Mma, height: int, stages: int, shared_bytes: int,
     **constants: int | str,
 ) -> HopperProgram:  # fmt: skip
-    """Return the program text of a kernel whose tiles are 64 `height` rows by `width` columns."""
-    mma = Mma(width)
-    constants |= {"HEIGHT": height, "WIDTH": width, "STAGES": stages, "MMA": mma.name}
-    text = hopper_program(path, ELEMENTS[dtype], (mma,), constants, (PRODUCT_HEADER,))
-    return HopperProgram(name, text, PRODUCT_THREADS, shared_bytes)
+    """Return the program text of a kernel whose tiles are 64 `height` rows by mma.n columns."""
+    constants |= {"HEIGHT": height, "WIDTH": mma.n, "STAGES": stages, "MMA": mma.name}
+    text = hopper_program(path, ELEMENTS[dtype], (mma,), constants, (_PRODUCT_HEADER,))
+    return HopperProgram(name, text, _PRODUCT_THREADS, shared_bytes)
 
 
 def product_tiles(M: int, N: int, K: int, tile_m: int, tile_n: int, group: int) -> tuple[int, int, int, int, int]:

@@ -194,11 +194,10 @@ def _cpu_case(logits: Tensor, *args: object) -> Case | None:
     return None if many and is_low(logits.dtype) else _case(logits)
 
 
-def _forward(
-    logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float, reduction: str, wide: bool, inplace: bool
-) -> Any:
+def _forward(logits: Tensor, targets: Tensor, ignore_index: int, *settings: Any) -> Any:
     check_targets(targets, logits.shape[1], ignore_index)
-    return cross_entropy_fwd(_case(logits), logits, targets, ignore_index, smoothing, reduction, wide, False)
+    *settings_only, _ = settings  # nothing is written over the logits without their gradient
+    return cross_entropy_fwd(_case(logits), logits, targets, ignore_index, *settings_only, False)
 
 
 def _eager_gradient(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -164,18 +165,11 @@ def _product_cost(case: Case) -> Cost:
     return Cost(M * K + K * N + M * N * case.dtype.itemsize, 2 * M * N * K)
 
 
-_rows = triton_operation(
-    "fp8_rows", launch.launch_rows, reference.rows_reference, cost=_access_cost(1), refuses=_refuses_kernels
-)
-_gelu = triton_operation(
-    "fp8_gelu", launch.launch_gelu, reference.gelu_reference, cost=_access_cost(1), refuses=_refuses_kernels
-)
-_dgelu = triton_operation(
-    "fp8_dgelu", launch.launch_dgelu, reference.dgelu_reference, cost=_access_cost(4), refuses=_refuses_kernels
-)
-_weight = triton_operation(
-    "fp8_weight", _fill, _fill_reference, cost=_access_cost(1), refuses=_refuses_kernels, mutates=True
-)
+_operation = partial(triton_operation, refuses=_refuses_kernels)
+_rows = _operation("fp8_rows", launch.launch_rows, reference.rows_reference, cost=_access_cost(1))
+_gelu = _operation("fp8_gelu", launch.launch_gelu, reference.gelu_reference, cost=_access_cost(1))
+_dgelu = _operation("fp8_dgelu", launch.launch_dgelu, reference.dgelu_reference, cost=_access_cost(4))
+_weight = _operation("fp8_weight", _fill, _fill_reference, cost=_access_cost(1), mutates=True)
 _product = Operation(
     "linear_fp8",
     (

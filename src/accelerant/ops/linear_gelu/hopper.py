@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from accelerant.ops._hopper import launch as hopper
-from accelerant.ops._hopper.program import HopperProgram
+from accelerant.ops._hopper.program import HopperProgram, Mma
 from accelerant.ops._launch import ceil_div, multiprocessors
 from accelerant.runtime.providers.cuda_launch import PackedLaunch
 
@@ -71,7 +71,7 @@ def plan_for(M: int, N: int, multiprocessors: int) -> GeluHopperPlan:
 def program(plan: GeluHopperPlan, dtype: torch.dtype, tanh: bool, keep: bool) -> HopperProgram:
     """Return the program text of a variant."""
     return hopper.product_program(
-        "linear_gelu", _FILE, dtype, plan.height, plan.width, plan.stages, plan.shared_bytes, SLOTS=plan.slots,
+        "linear_gelu", _FILE, dtype, Mma(plan.width), plan.height, plan.stages, plan.shared_bytes, SLOTS=plan.slots,
         TANH=int(tanh), KEEP=int(keep), IS_BF16=int(dtype == torch.bfloat16), GIVE=40, TAKE=232,
     )  # fmt: skip
 

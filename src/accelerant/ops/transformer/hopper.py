@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accelerant.ops._hopper import launch as hopper
-from accelerant.ops._hopper.program import HopperProgram
+from accelerant.ops._hopper.program import HopperProgram, Mma
 from accelerant.ops._launch import ceil_div, multiprocessors
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.providers.cuda_launch import PackedLaunch
@@ -42,7 +42,7 @@ def refuses(case: Case) -> str | None:
 def program() -> HopperProgram:
     """Return the program text."""
     return hopper.product_program(
-        "transformer_dz", _FILE, torch.bfloat16, _TILE_M // 64, _TILE_N, _STAGES, _SHARED_BYTES, GIVE=24, TAKE=240
+        "transformer_dz", _FILE, torch.bfloat16, Mma(_TILE_N), _TILE_M // 64, _STAGES, _SHARED_BYTES, GIVE=24, TAKE=240
     )
 
 

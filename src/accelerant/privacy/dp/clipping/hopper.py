@@ -5,28 +5,15 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from accelerant.ops._hopper.launch import (
-    PRODUCT_HEADER,
-    PRODUCT_THREADS,
-    LaunchCache,
-    product_tiles,
-    readable,
-    refuses_device,
-    ring_bytes,
-    tensor_map,
-)
-from accelerant.ops._hopper.program import ELEMENTS, HopperProgram, Mma, hopper_program, load
+from accelerant.ops._hopper import launch as hopper
+from accelerant.ops._hopper.program import ELEMENTS, HopperProgram, Mma
 from accelerant.ops._launch import ceil_div, multiprocessors
-from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.dispatch import Case
-
-if TYPE_CHECKING:
-    from accelerant.runtime.providers.cuda_launch import PackedLaunch
+from accelerant.runtime.providers.cuda_launch import PackedLaunch
 
 __all__ = ["KINDS", "launch_form", "program", "refuses"]
 
@@ -41,7 +28,7 @@ _BOX = 16
 """Rows of an output tile of a warp."""
 
 _GROUP = 8
-_SHARED_BYTES = ring_bytes(_STAGES, _TILE_M, _TILE_N) + 8 * _SLOTS * _BOX * 128
+_SHARED_BYTES = hopper.ring_bytes(_STAGES, _TILE_M, _TILE_N) + 8 * _SLOTS * _BOX * 128
 """Pipeline stages and output buffers."""
 
 _FILE = Path(__file__).with_name("hopper.cu")
@@ -50,8 +37,7 @@ _FILE = Path(__file__).with_name("hopper.cu")
 def refuses(case: Case) -> str | None:
     """Return why the kernel cannot serve a case of shape (B, T, K, N); None if it can."""
     B, T, K, N = case.shape
-    reason = refuses_device(case, tuple(ELEMENTS))
-    if reason:
+    if reason := hopper.refuses_device(case, tuple(ELEMENTS)):
         return reason
     if N % 8 or K % 8:
         return f"rows of {K if K % 8 else N} elements do not begin on 16-byte boundaries"
@@ -63,21 +49,13 @@ def refuses(case: Case) -> str | None:
 @functools.cache
 def program(dtype: torch.dtype) -> HopperProgram:
     """Return the kernel's program for bfloat16 or float16."""
-    mma = Mma(_TILE_N, a_across=True, b_across=True)
-    constants: dict[str, int | str] = {
-        "HEIGHT": _TILE_M // 64, "WIDTH": _TILE_N, "STAGES": _STAGES, "SLOTS": _SLOTS, "MMA": mma.name, "ACROSS": 1,
-        "IS_BF16": int(dtype == torch.bfloat16), "GIVE": 40, "TAKE": 232,
-    }  # fmt: skip
-    text = hopper_program(_FILE, ELEMENTS[dtype], (mma,), constants, (PRODUCT_HEADER,))
-    return HopperProgram("clip_form", text, PRODUCT_THREADS, _SHARED_BYTES)
+    return hopper.product_program(
+        "clip_form", _FILE, dtype, Mma(_TILE_N, a_across=True, b_across=True), _TILE_M // 64, _STAGES, _SHARED_BYTES,
+        SLOTS=_SLOTS, ACROSS=1, IS_BF16=int(dtype == torch.bfloat16), GIVE=40, TAKE=232,
+    )  # fmt: skip
 
 
-@functools.cache
-def _kernel(dtype: torch.dtype, device: int) -> Kernel:
-    return load(program(dtype), KINDS, device)
-
-
-_launches: LaunchCache[PackedLaunch] = LaunchCache()
+_launches: hopper.LaunchCache[PackedLaunch] = hopper.LaunchCache()
 
 
 def launch_form(a: Tensor, g: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -94,7 +72,7 @@ def launch_form(a: Tensor, g: Tensor, out: Tensor | None = None) -> tuple[Tensor
     Raises:
         CompileError, LaunchError: see LoadedKernel.
     """
-    a, g = readable(a), readable(g)
+    a, g = hopper.readable(a), hopper.readable(g)
     (B, _, K), N = a.shape, g.shape[2]
     each = torch.empty(B, N, K, dtype=a.dtype, device=a.device) if out is None else out
     count = 4 * ceil_div(N, _TILE_M) * ceil_div(K, _TILE_N)
@@ -112,10 +90,8 @@ def launch_form(a: Tensor, g: Tensor, out: Tensor | None = None) -> tuple[Tensor
 
 def _prepare(a: Tensor, g: Tensor, each: Tensor, partial: Tensor) -> PackedLaunch:
     B, N, K = each.shape
-    device = a.get_device()
-    *shape, count = product_tiles(N, K, a.shape[1], _TILE_M, _TILE_N, _GROUP)
+    *shape, count = hopper.product_tiles(N, K, a.shape[1], _TILE_M, _TILE_N, _GROUP)
     work = (ctypes.c_int32 * 5)(*shape, B * count)
-    maps = [tensor_map(tensor[:, None], rows) for tensor, rows in ((g, 64), (a, 64), (each, _BOX))]
-    grid = (min(B * count, multiprocessors(a.device)), 1, 1)
-    launch: PackedLaunch = _kernel(a.dtype, device).handle.pack(grid, (*maps, partial, bytes(work)), device)
-    return launch
+    maps = [hopper.tensor_map(tensor[:, None], rows) for tensor, rows in ((g, 64), (a, 64), (each, _BOX))]
+    grid = min(B * count, multiprocessors(a.device))
+    return hopper.pack(program(a.dtype), KINDS, grid, (*maps, partial, bytes(work)), a.get_device())
