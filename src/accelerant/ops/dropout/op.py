@@ -148,32 +148,34 @@ def _llvm(run: Callable[..., Any]) -> Implementation:
     return Implementation("llvm", run, refuses=refuses_llvm, own=True)
 
 
-def _torch(run: Callable[..., Any], *, differentiable: bool = False) -> Implementation:
-    return Implementation("torch", run, differentiable=differentiable)
-
-
 dropout_fwd, dropout_bwd = (
-    Operation(name, (_triton, _llvm(launch_llvm), _torch(torch_dropout)), cost=accesses(2, 15))
+    Operation(name, (_triton, _llvm(launch_llvm), Implementation("torch", torch_dropout)), cost=accesses(2, 15))
     for name in ("dropout_fwd", "dropout_bwd")
 )
 
 # On a CPU, where the forward pass stores the mask for the backward pass, one bit per element.
-_masked_fwd = Operation("dropout_masked_fwd", (_llvm(launch_llvm_masked), _torch(torch_masked)), cost=accesses(2, 15))
+_masked_fwd = Operation(
+    "dropout_masked_fwd", (_llvm(launch_llvm_masked), Implementation("torch", torch_masked)), cost=accesses(2, 15)
+)
 _masked_bwd = Operation(
     "dropout_masked_bwd",
-    (_llvm(launch_llvm_backward), _torch(lambda dy, seed, mask, p: torch_dropout(dy, seed, p))),
+    (_llvm(launch_llvm_backward), Implementation("torch", lambda dy, seed, mask, p: torch_dropout(dy, seed, p))),
     cost=accesses(2, 1),
 )
 
 
-# torch's own dropout, which stores its mask: for calls without a seed that no kernel serves, or serves faster.
 def _torch_native(x: Tensor, p: float, keep: bool = True) -> tuple[Tensor, ...]:
     """Return the result and the mask; if not `keep` only the result, faster and with torch's own gradient."""
     return torch.native_dropout(x.contiguous(), p, True) if keep else (F.dropout(x, p),)
 
 
-_native_fwd = Operation("dropout_native_fwd", (_torch(_torch_native, differentiable=True),), cost=accesses(2, 1))
-_native_bwd = Operation("dropout_native_bwd", (_torch(torch.ops.aten.native_dropout_backward),), cost=accesses(2, 1))
+# torch's own dropout, which stores its mask: for calls without a seed that no kernel serves, or serves faster.
+_native_fwd = Operation(
+    "dropout_native_fwd", (Implementation("torch", _torch_native, differentiable=True),), cost=accesses(2, 1)
+)
+_native_bwd = Operation(
+    "dropout_native_bwd", (Implementation("torch", torch.ops.aten.native_dropout_backward),), cost=accesses(2, 1)
+)
 
 
 _cpu = CpuFastPath(lambda x, p=0.5, **_: torch.dropout(x, p, True), by_gradient=True)

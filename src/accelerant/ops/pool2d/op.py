@@ -301,11 +301,6 @@ def _max_case(
     return _case(x, y, kernel, stride, padding, dilation, ceil, saved, _layout(x))
 
 
-def _max_cpu_case(x: Tensor, *settings: Any) -> Case | None:
-    """Return None if positions are saved as bytes, or the gradient must be deterministic."""
-    return _max_case(x, *settings) if settings[-1] and not rules().deterministic else None
-
-
 def _max_infer(x: Tensor, *settings: Any) -> tuple[Tensor, Tensor | None]:
     """Compute without positions, returning None for them, unless the call returns indices."""
     settings = (*settings[:-1], settings[-1] or None)
@@ -335,7 +330,8 @@ _max_pool2d = DifferentiableOp(
     keeps_layout=True,
     decomposes=True,
     cpu=_max_pool2d_cpu,
-    cpu_case=_max_cpu_case,
+    # torch saves indices, and its gradient is not deterministic.
+    cpu_case=lambda x, *settings: _max_case(x, *settings) if settings[-1] and not rules().deterministic else None,
 )
 
 
@@ -384,17 +380,14 @@ def _avg_case(
     return _case(x, sizes, kernel, stride, padding, ceil, count_include_pad, divisor, _layout(x))
 
 
-def _avg_backward(dy: Tensor, x: Tensor, *settings: Any) -> tuple[Tensor]:
-    *window, _ = settings
-    return (avg_pool2d_bwd(_case(x, dy.shape, *window, _layout(x)), dy, x, *window),)
-
-
 _avg_pool2d = DifferentiableOp(
     "avg_pool2d(Tensor x, int[] kernel, int[] stride, int[] padding, bool ceil, bool count_include_pad, int? divisor)"
     " -> (Tensor y)",
     operation=avg_pool2d_fwd,
     case=_avg_case,
-    backward=_avg_backward,
+    backward=lambda dy, x, *settings: (
+        avg_pool2d_bwd(_case(x, dy.shape, *settings[:-1], _layout(x)), dy, x, *settings[:-1]),
+    ),
     composite_backward=lambda dy, x, *settings: (_aten.avg_pool2d_backward(dy, x, *settings[:-1]),),
     saves=("x",),
     gradients={"x": "x"},

@@ -187,10 +187,7 @@ def _past_autograd(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 _op = define(
     "quantize_int8(Tensor x, int dim) -> (Tensor q, Tensor scale)",
     kernel=quantize_rows,
-    fake=lambda x, dim: (
-        x.new_empty(x.shape, dtype=torch.int8),
-        x.new_empty(_without(x, dim), dtype=torch.float32),
-    ),
+    fake=lambda x, dim: (x.new_empty(x.shape, dtype=torch.int8), x.new_empty(_without(x, dim), dtype=torch.float32)),
     differentiable=_past_autograd,
     composite=torch_quantize,
 )
