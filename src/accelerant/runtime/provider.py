@@ -189,14 +189,12 @@ class ComputeProvider(ABC):
         dialects: kernel dialects it compiles, the preferred first. Empty for a backend without kernels of Accelerant,
             where torch's own operations run.
         torch_type: type of `torch.device` whose calls this provider serves; empty for none.
-        has_tensors: whether torch has tensors on its devices.
         automatic: whether the automatic choice of a backend considers it: every op must run on its tensors.
     """
 
     name: ClassVar[ComputeBackend]
     dialects: ClassVar[tuple[str, ...]] = ()
     torch_type: ClassVar[str] = ""
-    has_tensors: ClassVar[bool] = False
     automatic: ClassVar[bool] = False
 
     @classmethod

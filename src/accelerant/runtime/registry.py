@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch  # the CPU's integer kernels run without it
 
 __all__ = [
-    "BACKENDS", "PROVIDERS", "DeviceLike", "automatic_backends", "available", "choose", "create", "devices",
+    "BACKENDS", "PROVIDERS", "DeviceLike", "automatic_backends", "choose", "create", "devices",
     "find_device", "provider_of", "reason_absent", "reason_without_kernels",
 ]  # fmt: skip
 
@@ -60,11 +60,6 @@ def reason_absent(name: str) -> str:
                 _provider_class(name).probe() if name in PROVIDERS else "this version has no provider for it"
             )
         return _reasons[name]
-
-
-def available() -> list[str]:
-    """Return the names of the backends that can be used, the preferred first."""
-    return [name for name in BACKENDS if not reason_absent(name)]
 
 
 def automatic_backends() -> list[str]:

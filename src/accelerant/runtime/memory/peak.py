@@ -370,12 +370,6 @@ class ModelStep:
             return {}
         return {**dict(self.target.named_parameters()), **dict(self.target.named_buffers())}
 
-    def trained(self) -> list[str]:
-        """Return the names of the parameters that require a gradient."""
-        if not isinstance(self.target, nn.Module):
-            return []
-        return [name for name, parameter in self.target.named_parameters() if parameter.requires_grad]
-
 
 def bind_forward(step: ModelStep, state: Mapping[str, Tensor], inputs: tuple[Any, ...]) -> Callable[[], Any]:
     """Return the step's forward pass on other tensors in place of the module's own."""

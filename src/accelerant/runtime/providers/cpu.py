@@ -93,7 +93,6 @@ class CpuProvider(ComputeProvider):
     name: ClassVar[str] = "cpu"
     dialects: ClassVar[tuple[str, ...]] = ("llvm",)
     torch_type: ClassVar[str] = "cpu"
-    has_tensors: ClassVar[bool] = True
     automatic: ClassVar[bool] = True
 
     @classmethod

@@ -33,8 +33,6 @@ __all__ = ["AppleProvider", "RocmProvider", "TorchProvider", "torch_provider"]
 class TorchProvider(ComputeProvider):
     """A backend whose memory is torch's; by itself without kernels of Accelerant."""
 
-    has_tensors: ClassVar[bool] = True
-
     @classmethod
     def probe(cls) -> str:
         """Ask torch whether it sees such a device."""
