@@ -394,10 +394,6 @@ def _number_case(a: Tensor, b: float) -> Case:
     return case_of((a.device, a.dtype, a.shape, ("number",)))
 
 
-def _add_row_backward(dy: Tensor, b: Tensor, needs: _Needs) -> _Gradients:
-    return dy, add_bwd(Case(dy.device, dy.dtype, dy.shape, (tuple(b.shape),)), dy, b) if needs[1] else None
-
-
 _sum = partial(
     DifferentiableOp, operation=add_fwd, composite=torch.add, fake=torch.add, keeps_layout=True, decomposes=True,
     cpu=_add_cpu,
@@ -419,7 +415,10 @@ _add = _sum(
 _add_row = _sum(
     "add_row(Tensor a, Tensor b) -> (Tensor y)",
     case=_case,
-    backward=_add_row_backward,
+    backward=lambda dy, b, needs: (
+        dy,
+        add_bwd(Case(dy.device, dy.dtype, dy.shape, (tuple(b.shape),)), dy, b) if needs[1] else None,
+    ),
     composite_backward=lambda dy, b, needs: (dy, dy.sum_to_size(b.shape) if needs[1] else None),
     saves=("b",),
     gradients={"a": "y", "b": "b"},

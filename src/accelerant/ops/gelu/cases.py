@@ -25,10 +25,7 @@ TOLERANCES = tolerances(float64=(1e-13, 1e-13), float32=(2e-6, 1e-6), float16=(1
 
 KERNELS = tuple(
     Compilation(
-        kernel,
-        {"*": kind},
-        {"TANH": tanh, "BLOCK": kernel.usual.block, "EVICTION": eviction},
-        kernel.usual.num_warps,
+        kernel, {"*": kind}, {"TANH": tanh, "BLOCK": kernel.usual.block, "EVICTION": eviction}, kernel.usual.num_warps
     )
     for kind, tanh, eviction in (
         ("*bf16", True, ""),

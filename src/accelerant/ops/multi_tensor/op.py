@@ -16,16 +16,7 @@ from torch import Tensor
 from accelerant.errors import AccelerantError, CompileError, LaunchError
 from accelerant.ops._launch import triton_operation
 from accelerant.ops._refusals import refuses_float64
-from accelerant.ops.multi_tensor.tables import (
-    AdamWGroup,
-    Bucket,
-    SGDGroup,
-    Table,
-    Tensors,
-    Update,
-    Workspace,
-    check,
-)
+from accelerant.ops.multi_tensor.tables import AdamWGroup, Bucket, SGDGroup, Table, Tensors, Update, Workspace, check
 from accelerant.ops.multi_tensor.torch_steps import torch_adamw, torch_clip, torch_norm, torch_sgd
 from accelerant.runtime.compilation.triton import TritonKernel, refuses_triton
 from accelerant.runtime.dispatch import Case, Cost
@@ -176,12 +167,7 @@ def _gradients_cost(passes: int, case: Case) -> Cost:
 
 adamw_step, sgd_step = (
     triton_operation(
-        f"{name}_step",
-        partial(launch_update, name),
-        torch_step,
-        cost=_update_cost,
-        refuses=_refuses,
-        mutates=True,
+        f"{name}_step", partial(launch_update, name), torch_step, cost=_update_cost, refuses=_refuses, mutates=True
     )
     for name, torch_step in (("adamw", torch_adamw), ("sgd", torch_sgd))
 )
