@@ -26,21 +26,9 @@ if TYPE_CHECKING:
     from accelerant.runtime.registry import devices
 
 __all__ = [
-    "Accelerator",
-    "AcceleratorConfig",
-    "__version__",
-    "algebra",
-    "devices",
-    "errors",
-    "explain",
-    "ledger",
-    "nn",
-    "ops",
-    "optimal_batch_size",
-    "predict_peak",
-    "privacy",
-    "zk",
-]
+    "Accelerator", "AcceleratorConfig", "__version__", "algebra", "devices", "errors", "explain", "ledger", "nn", "ops",
+    "optimal_batch_size", "predict_peak", "privacy", "zk",
+]  # fmt: skip
 
 _SUBPACKAGES = ("algebra", "nn", "ops", "privacy", "zk")
 _NAMES = {

@@ -37,19 +37,9 @@ from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = [
-    "CaseFailedError",
-    "Clock",
-    "Collected",
-    "Progress",
-    "Suite",
-    "SuiteCase",
-    "SuiteRun",
-    "check_names",
-    "collect",
-    "measure_cases",
-    "option",
-    "run_suite",
-]
+    "CaseFailedError", "Clock", "Collected", "Progress", "Suite", "SuiteCase", "SuiteRun", "check_names", "collect",
+    "measure_cases", "option", "run_suite",
+]  # fmt: skip
 
 Progress = Callable[[str], None]
 

@@ -20,15 +20,8 @@ from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.files import AtomicFile
 
 __all__ = [
-    "StageDisplay",
-    "escaped",
-    "plain",
-    "prove_files",
-    "read_json",
-    "resolve_targets",
-    "warn_forgeable",
-    "write_all",
-]
+    "StageDisplay", "escaped", "plain", "prove_files", "read_json", "resolve_targets", "warn_forgeable", "write_all",
+]  # fmt: skip
 
 _MAX_JSON_BYTES = 64 << 20
 """Largest JSON file that is read: a verification key of 300,000 public inputs has that size."""

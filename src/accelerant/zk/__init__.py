@@ -21,19 +21,9 @@ if TYPE_CHECKING:
     from accelerant.zk import formats, groth16
 
 __all__ = [
-    "EllipticCurve",
-    "FieldArray",
-    "PrimeField",
-    "curve",
-    "field",
-    "formats",
-    "groth16",
-    "msm",
-    "ntt",
-    "pairing_product_is_one",
-    "register_curve",
-    "register_field",
-]
+    "EllipticCurve", "FieldArray", "PrimeField", "curve", "field", "formats", "groth16", "msm", "ntt",
+    "pairing_product_is_one", "register_curve", "register_field",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -25,20 +25,9 @@ from accelerant.algebra.field.parameters import Field
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
 
 __all__ = [
-    "Check",
-    "Operand",
-    "array_operand",
-    "encoded_points",
-    "montgomery_points",
-    "moved",
-    "plain_scalars",
-    "point_operand",
-    "points_inward",
-    "points_outward",
-    "scalar_operand",
-    "scalar_words",
-    "spread",
-]
+    "Check", "Operand", "array_operand", "encoded_points", "montgomery_points", "moved", "plain_scalars",
+    "point_operand", "points_inward", "points_outward", "scalar_operand", "scalar_words", "spread",
+]  # fmt: skip
 
 Shape = tuple[int, ...]
 Check = Literal["", "curve", "subgroup"]

@@ -35,14 +35,8 @@ from accelerant.algebra.field.words import decode
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
 
 __all__ = [
-    "Layout",
-    "check_points",
-    "decode_points",
-    "encode_points",
-    "point_bytes",
-    "points_from_bytes",
-    "points_to_bytes",
-]
+    "Layout", "check_points", "decode_points", "encode_points", "point_bytes", "points_from_bytes", "points_to_bytes",
+]  # fmt: skip
 
 E = TypeVar("E")
 U64 = npt.NDArray[np.uint64]

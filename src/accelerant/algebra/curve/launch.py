@@ -23,18 +23,9 @@ from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.recorded_launch import RecordedLaunch, launch, sole_record
 
 __all__ = [
-    "SCALAR_WORDS",
-    "Test",
-    "add",
-    "check_reduced",
-    "first_off",
-    "from_montgomery",
-    "multiply",
-    "neg",
-    "off",
-    "to_montgomery",
-    "unreduced_coordinate",
-]
+    "SCALAR_WORDS", "Test", "add", "check_reduced", "first_off", "from_montgomery", "multiply", "neg", "off",
+    "to_montgomery", "unreduced_coordinate",
+]  # fmt: skip
 
 Words = Any
 Test = Literal["off_curve", "off_subgroup"]

@@ -42,23 +42,9 @@ from accelerant.runtime.compilation.llvm import (
 )
 
 __all__ = [
-    "Cell",
-    "Element",
-    "Elements",
-    "Packs",
-    "Pair",
-    "Projective",
-    "Scratch",
-    "add",
-    "add_affine",
-    "batch_add",
-    "double",
-    "functions",
-    "load_point",
-    "public_digits",
-    "store_point",
-    "to_projective",
-]
+    "Cell", "Element", "Elements", "Packs", "Pair", "Projective", "Scratch", "add", "add_affine", "batch_add", "double",
+    "functions", "load_point", "public_digits", "store_point", "to_projective",
+]  # fmt: skip
 
 Element = tuple[str, ...]
 

@@ -30,16 +30,8 @@ from accelerant.algebra.field.parameters import FIELDS, FQ2, Field, field_of
 from accelerant.errors import ConfigError
 
 __all__ = [
-    "CURVES",
-    "FAMILIES",
-    "Curve",
-    "Endomorphism",
-    "Family",
-    "curve_of",
-    "endomorphism",
-    "family_of",
-    "register_curve",
-]
+    "CURVES", "FAMILIES", "Curve", "Endomorphism", "Family", "curve_of", "endomorphism", "family_of", "register_curve",
+]  # fmt: skip
 
 E = TypeVar("E")
 

@@ -14,15 +14,9 @@ from typing import Generic, Protocol, TypeVar
 from accelerant.algebra.field.parameters import Field, QuadraticField
 
 __all__ = [
-    "SCALAR_WORDS",
-    "Affine",
-    "Coordinates",
-    "Curve",
-    "Pair",
-    "PrimeCoordinates",
-    "QuadraticCoordinates",
+    "SCALAR_WORDS", "Affine", "Coordinates", "Curve", "Pair", "PrimeCoordinates", "QuadraticCoordinates",
     "signed_windows",
-]
+]  # fmt: skip
 
 E = TypeVar("E")
 Pair = tuple[int, int]

@@ -22,18 +22,9 @@ from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.recorded_launch import RecordedLaunch, launch, sole_record
 
 __all__ = [
-    "Representation",
-    "binary",
-    "check_reduced",
-    "dotted",
-    "element",
-    "first_unreduced",
-    "inverse",
-    "power",
-    "reduced",
-    "summed",
-    "unary",
-]
+    "Representation", "binary", "check_reduced", "dotted", "element", "first_unreduced", "inverse", "power", "reduced",
+    "summed", "unary",
+]  # fmt: skip
 
 Representation = Literal["canonical", "montgomery"]
 Words = Any

@@ -24,19 +24,9 @@ from accelerant.ops._registry import public_op
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = [
-    "ALLOWED_ERROR",
-    "CaseWork",
-    "OpCase",
-    "Oracle",
-    "as_tuple",
-    "benchmarks_of",
-    "call_of",
-    "cases_of",
-    "first_rows",
-    "leaves_of",
-    "shrunk",
-    "work_of",
-]
+    "ALLOWED_ERROR", "CaseWork", "OpCase", "Oracle", "as_tuple", "benchmarks_of", "call_of", "cases_of", "first_rows",
+    "leaves_of", "shrunk", "work_of",
+]  # fmt: skip
 
 _TARGETS_OF = "H200"
 """The device model for which the benchmarks name targets."""

@@ -20,20 +20,6 @@ from accelerant.zk.formats.ptau import Ptau, PtauContribution, write_ptau
 from accelerant.zk.formats.zkey import COEFFICIENT, Contribution, Zkey, write_zkey
 
 __all__ = [
-    "COEFFICIENT",
-    "TERM",
-    "Contribution",
-    "CustomGate",
-    "Label",
-    "Ptau",
-    "PtauContribution",
-    "R1cs",
-    "Witness",
-    "Zkey",
-    "describe",
-    "open_file",
-    "write_ptau",
-    "write_r1cs",
-    "write_wtns",
-    "write_zkey",
-]
+    "COEFFICIENT", "TERM", "Contribution", "CustomGate", "Label", "Ptau", "PtauContribution", "R1cs", "Witness", "Zkey",
+    "describe", "open_file", "write_ptau", "write_r1cs", "write_wtns", "write_zkey",
+]  # fmt: skip

@@ -32,20 +32,9 @@ from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.files import AtomicFile
 
 __all__ = [
-    "HEAD",
-    "MAX_SECTIONS",
-    "PREFIX",
-    "Container",
-    "Cursor",
-    "FilePath",
-    "Layout",
-    "MappedFile",
-    "Payload",
-    "Section",
-    "regular_file",
-    "writable_target",
-    "write_container",
-]
+    "HEAD", "MAX_SECTIONS", "PREFIX", "Container", "Cursor", "FilePath", "Layout", "MappedFile", "Payload", "Section",
+    "regular_file", "writable_target", "write_container",
+]  # fmt: skip
 
 U64 = npt.NDArray[np.uint64]
 FilePath = str | os.PathLike[str]

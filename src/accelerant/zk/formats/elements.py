@@ -25,23 +25,10 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.zk.formats.container import U64, Container, Cursor, Payload
 
 __all__ = [
-    "KINDS",
-    "Label",
-    "check_below",
-    "check_points",
-    "check_size",
-    "contribution_payloads",
-    "count_infinities",
-    "first_not_below",
-    "montgomery_points",
-    "point_words",
-    "prime_bytes",
-    "read_family",
-    "read_label",
-    "read_point",
-    "why_forgeable",
-    "words_of",
-]
+    "KINDS", "Label", "check_below", "check_points", "check_size", "contribution_payloads", "count_infinities",
+    "first_not_below", "montgomery_points", "point_words", "prime_bytes", "read_family", "read_label", "read_point",
+    "why_forgeable", "words_of",
+]  # fmt: skip
 
 Which = Literal["q", "r"]
 

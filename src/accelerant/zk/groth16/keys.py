@@ -31,16 +31,9 @@ from accelerant.zk.multi_scalar.cpu import CpuBases, cpu_plan
 from accelerant.zk.multi_scalar.op import run_sums
 
 __all__ = [
-    "SECTIONS",
-    "Devices",
-    "HostKey",
-    "KeySums",
-    "ProgressCallback",
-    "ProvingKey",
-    "Stages",
-    "UnreducedError",
+    "SECTIONS", "Devices", "HostKey", "KeySums", "ProgressCallback", "ProvingKey", "Stages", "UnreducedError",
     "spaces_of",
-]
+]  # fmt: skip
 
 U64 = npt.NDArray[np.uint64]
 ProgressCallback = Callable[[str], None]

@@ -17,17 +17,9 @@ from accelerant.errors import ConfigError, FormatError, UnsupportedCase, Unsuppo
 from accelerant.runtime.files import decode_json
 
 __all__ = [
-    "SNARKJS_CURVES",
-    "G1Point",
-    "G2Point",
-    "Proof",
-    "abbreviated",
-    "check_inputs",
-    "dump_json",
-    "parse_groth16",
-    "point_from_json",
-    "point_to_json",
-]
+    "SNARKJS_CURVES", "G1Point", "G2Point", "Proof", "abbreviated", "check_inputs", "dump_json", "parse_groth16",
+    "point_from_json", "point_to_json",
+]  # fmt: skip
 
 G1Point = tuple[int, int] | None
 G2Point = tuple[tuple[int, int], tuple[int, int]] | None

@@ -12,25 +12,10 @@ from accelerant.algebra.field.program import defined, read_files
 from accelerant.runtime.compilation.kernel import KernelSource, LazyDialects
 
 __all__ = [
-    "ACCUMULATE_BLOCK",
-    "ACCUMULATION",
-    "AFFINE_BLOCK",
-    "COUNTERS",
-    "ENTRIES_PER_THREAD",
-    "INVERSIONS_PER_THREAD",
-    "INVERT_BLOCK",
-    "MAX_SEGMENT_UNITS",
-    "MULTIPLES_BLOCK",
-    "POINTS_PER_INVERSION",
-    "SORT_BLOCK",
-    "TILE",
-    "accumulate_source",
-    "affine_source",
-    "fold_source",
-    "multiples_source",
-    "reduce_block",
-    "sort_source",
-]
+    "ACCUMULATE_BLOCK", "ACCUMULATION", "AFFINE_BLOCK", "COUNTERS", "ENTRIES_PER_THREAD", "INVERSIONS_PER_THREAD",
+    "INVERT_BLOCK", "MAX_SEGMENT_UNITS", "MULTIPLES_BLOCK", "POINTS_PER_INVERSION", "SORT_BLOCK", "TILE",
+    "accumulate_source", "affine_source", "fold_source", "multiples_source", "reduce_block", "sort_source",
+]  # fmt: skip
 
 Sizes = Mapping[str, int | str]
 

@@ -67,17 +67,9 @@ from accelerant.zk.multi_scalar.device_kernels import (
 )
 
 __all__ = [
-    "MAX_INDICES",
-    "Chunk",
-    "DevicePlan",
-    "PreparedLaunch",
-    "coordinate_words",
-    "device_plan",
-    "prepare",
-    "prepared_sum",
-    "scratch_shapes",
-    "sort_launches",
-]
+    "MAX_INDICES", "Chunk", "DevicePlan", "PreparedLaunch", "coordinate_words", "device_plan", "prepare",
+    "prepared_sum", "scratch_shapes", "sort_launches",
+]  # fmt: skip
 
 _PRODUCTS_PER_ENTRY = 10
 _PRODUCTS_PER_BUCKET = 30
