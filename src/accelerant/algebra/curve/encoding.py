@@ -96,11 +96,7 @@ def check_points(curve: Curve[E], points: Sequence[Affine[E]], *, subgroup: bool
 
 
 def point_bytes(curve: Curve[E], layout: Layout) -> int:
-    """Return the size of one point in bytes.
-
-    Raises:
-        ConfigError: no such layout.
-    """
+    """Return the size of one point in bytes; ConfigError for an unknown layout."""
     return _coefficient_bytes(curve, layout) * curve.coordinates.degree * (1 if layout == "compressed" else 2)
 
 

@@ -48,11 +48,7 @@ def from_montgomery(space: MemorySpace, curve: Curve[Any], points: Words) -> Wor
 
 
 def add(space: MemorySpace, curve: Curve[Any], x: Words, y: Words) -> Words:
-    """Add points elementwise.
-
-    Raises:
-        ShapeError: x and y differ in length.
-    """
+    """Add points elementwise; ShapeError if x and y differ in length."""
     n = _count(x)
     if n != _count(y):
         raise ShapeError(f"curve addition: wanted as many points on both sides, got {n} and {_count(y)}")
@@ -69,11 +65,7 @@ def neg(space: MemorySpace, curve: Curve[Any], x: Words) -> Words:
 
 
 def multiply(space: MemorySpace, curve: Curve[Any], x: Words, scalars: Words) -> Words:
-    """Multiply points by scalars elementwise; a single point or scalar is broadcast.
-
-    Raises:
-        ShapeError: the lengths differ, and neither is 1.
-    """
+    """Multiply points by scalars elementwise; one point or scalar is broadcast, other lengths raise ShapeError."""
     points, count = _count(x), _count(scalars)
     if points != count and 1 not in (points, count):
         raise ShapeError(f"curve multiplication: {points} points and {count} scalars; wanted as many, or one of either")
@@ -116,11 +108,7 @@ def _firsts(space: MemorySpace, curve: Curve[Any], test: Test, x: Words, chunk: 
 
 
 def check_reduced(space: MemorySpace, curve: Curve[Any], points: Words, name: str) -> None:
-    """Check that the coefficients of canonical points, (..., *shape), are below the modulus.
-
-    Raises:
-        FormatError: names the first offending point's flattened index, its coordinate and value.
-    """
+    """Raise FormatError if a coefficient of canonical points, (..., *shape), is not below the modulus; names it."""
     field = curve.coordinates.base
     index = field_launch.first_unreduced(space, field, points)
     if index is not None:

@@ -305,11 +305,7 @@ class Endomorphism:
 
 @functools.cache
 def endomorphism(curve: Curve[Any]) -> Endomorphism | None:
-    """Return the curve's subgroup test; None if every point of the curve is in the subgroup.
-
-    Raises:
-        ValueError: the endomorphism does not satisfy its definition.
-    """
+    """Return the curve's subgroup test, checked; None if every point of the curve is in the subgroup."""
     if curve.cofactor == 1:
         return None
     family = FAMILIES.get(curve.name.removesuffix("_g1").removesuffix("_g2"))

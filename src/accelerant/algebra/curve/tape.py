@@ -311,11 +311,7 @@ class Program:
         return self._windows - size
 
     def call(self, segment: Segment, **windows: int) -> None:
-        """Append a segment, its windows bound to the registers from these numbers on.
-
-        Raises:
-            ValueError: other windows than the segment's.
-        """
+        """Append a segment with its windows bound to the registers from these numbers; ValueError for other windows."""
         if set(windows) != set(segment.windows):
             raise ValueError(f"the segment has the windows {', '.join(segment.windows)}, got {', '.join(windows)}")
         self._calls.append((segment, tuple(windows[name] for name in segment.windows)))

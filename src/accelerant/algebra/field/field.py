@@ -2,7 +2,7 @@
 
 Arrays hold canonical words (words.py): (..., limbs) of uint64, the least significant first; one-limb fields have no
 axis of limbs, and BabyBear's words are uint32. Python integers, also in lists, represent elements. Arrays decide where
-a call runs: NumPy arrays on the CPU, CUDA tensors there; `device=` computes elsewhere and brings the result back.
+a call runs: NumPy arrays on the CPU, CUDA tensors on their GPU; `device=` computes elsewhere and returns the result.
 
 >>> fr = accelerant.zk.field("bn254_fr")
 >>> fr.add(fr.encode([1, 2]), fr.random(2))      # canonical words in and out

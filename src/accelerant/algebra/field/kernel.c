@@ -1,13 +1,13 @@
 /* A field's functions on arrays, to follow field_text's output. FIELD is replaced by the field's prefix.
  *
- * Layout: arrays of elements, n of them, as limbs.h, goldilocks.h and babybear.h define them; canonical, in
- * "montgomery" functions x R mod p. The result may overwrite an argument. field_add, field_sub, field_neg,
- * field_sum are the same in both forms.
- * Grid: one thread an element; a thread does FIELD_INVERSES elements in field_inv; a block of at most FIELD_BLOCK threads, a
- * power of two, does a chunk of elements in the sums and in field_unreduced.
- * Bound by memory: two or three elements of traffic each, but for field_mul of large fields (two Montgomery products),
- * field_pow and field_inv. No branch and no address depends on an element, except in field_unreduced, which looks
- * for a mistake of the caller's; field_pow's time depends on the exponent. */
+ * Layout: arrays of n elements as limbs.h, goldilocks.h and babybear.h define them; canonical, or x R mod p in
+ * "montgomery" functions. The result may overwrite an argument. field_add, field_sub, field_neg and field_sum are the same
+ * in both forms.
+ * Grid: one thread per element; FIELD_INVERSES elements per thread in field_inv; in the sums and in field_unreduced a chunk
+ * of elements per block of at most FIELD_BLOCK threads, a power of two.
+ * Bound by memory: two or three elements of traffic each, except field_mul of large fields (two Montgomery products),
+ * field_pow and field_inv. No branch and no address depends on an element, except in field_unreduced, which searches for
+ * errors of the caller; the time of field_pow depends on the exponent. */
 
 #define FIELD_MAP(entry, value)                                                                        \
     ACL_KERNEL void entry(ACL_GLOBAL const FIELD_WORD *x, ACL_GLOBAL FIELD_WORD *z, i64 n) {           \
@@ -83,15 +83,15 @@ ACL_DEVICE FIELD FIELD_inverse(FIELD x) {
     return z;
 }
 
-/* A thread's elements are a block's threads apart. Only their product is inverted; going back through the partial
- * products gives each one's inverse for three multiplies. A zero counts as 1 on the way.
+/* A thread's elements are as far apart as the block has threads. Only their product is inverted; going back through the
+ * partial products gives the inverse of each for three multiplies. A zero counts as 1 in the products.
  * Source: Montgomery 1987, Mathematics of Computation 48, pages 243 to 264.
  *
  * The loops are not unrolled: unrolled, BLS12-381's took 196 registers and most of the program's time to compile. So the
  * partial products are in the thread's local memory, 64 bytes of traffic an element for some 27 multiplies.
  *
- * Canonical elements are taken for the Montgomery form of x / R, whose inverse is R^2 / x in that form: so where the
- * product's inverse is divided by R^2, all results are canonical. */
+ * A canonical element is the Montgomery form of x / R, whose inverse is R^2 / x in that form: so if the product's inverse is
+ * divided by R^2, all results are canonical. */
 ACL_DEVICE void FIELD_invert(ACL_GLOBAL const FIELD_WORD *x, ACL_GLOBAL FIELD_WORD *z, i64 n, i32 canonical) {
     i64 threads = acl_local_size();
     i64 first = acl_group_id() * threads * FIELD_INVERSES + acl_local_id();

@@ -54,11 +54,7 @@ def unary(space: MemorySpace, field: Field, op: str, x: Words, form: Representat
 
 
 def inverse(space: MemorySpace, field: Field, x: Words, form: Representation, name: str) -> Words:
-    """Invert each element.
-
-    Raises:
-        FormatError: an element is 0; names its index.
-    """
+    """Invert each element; a 0 raises FormatError, which names its index."""
     zero = space.first_zero(x, field.limbs) if _count(field, x) else None
     if zero is not None:
         raise FormatError(f"{name}[{zero}] (flattened) is 0, which has no inverse")
@@ -81,11 +77,7 @@ def power(space: MemorySpace, field: Field, x: Words, exponent: int, form: Repre
 
 
 def summed(space: MemorySpace, field: Field, x: Words, axis: int | None, form: Representation) -> Words:
-    """Sum all elements, or along one axis of their shape.
-
-    Raises:
-        ShapeError: there is no such axis.
-    """
+    """Sum all elements, or along one axis of their shape; ShapeError if there is no such axis."""
     shape, tail = element_shape(field, x.shape), tail_of(field)
     left: tuple[int, ...] = ()
     if axis is not None:
@@ -99,11 +91,7 @@ def summed(space: MemorySpace, field: Field, x: Words, axis: int | None, form: R
 
 
 def dotted(space: MemorySpace, field: Field, x: Words, y: Words, form: Representation) -> Words:
-    """Sum the products along the last axis of the elements' shape, of words of one shape.
-
-    Raises:
-        ShapeError: single elements, which have no axis.
-    """
+    """Sum the products of words of one shape along the elements' last axis; ShapeError for single elements."""
     shape = element_shape(field, x.shape)
     if not shape:
         raise ShapeError("dot sums along the last axis; x and y are single elements")
@@ -152,11 +140,7 @@ def element(space: MemorySpace, field: Field, x: Words, index: int) -> int:
 
 
 def check_reduced(space: MemorySpace, field: Field, x: Words, name: str) -> None:
-    """Refuse words with an element that is not below the modulus.
-
-    Raises:
-        FormatError: names the first such element's index and value.
-    """
+    """Raise FormatError if an element is not below the modulus; names the first one's index and value."""
     index = first_unreduced(space, field, x)
     if index is not None:
         raise unreduced(name, index, element(space, field, x, index), field.modulus)

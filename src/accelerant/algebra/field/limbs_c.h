@@ -50,7 +50,7 @@ ACL_DEVICE FIELD FIELD_below(FIELD t, FIELD bound) {
     return FIELD_select(negative, t, less);
 }
 
-/* t - p where t >= p, with t < 2 p. Not by FIELD_below: clang then takes 7 registers more for an inverse on AMD's. */
+/* t - p where t >= p, with t < 2 p. FIELD_below instead would cost an inverse 7 registers more on AMD GPUs (clang). */
 ACL_DEVICE FIELD FIELD_reduced(FIELD t) {
     const u32 p[FIELD_LIMBS] = {FIELD_MODULUS};
     FIELD less;
@@ -76,8 +76,8 @@ ACL_DEVICE FIELD FIELD_sub(FIELD x, FIELD y) {
     return FIELD_lazy_add(z, FIELD_select(negative, p, FIELD_zero()));
 }
 
-/* x y / R mod p, below p. y may be any number of n limbs. A row of x times a limb of y, and a row of p times m, chosen so
- * that the lowest limb becomes 0, in turn: the sum stays below 2 p 2^32, so that n + 1 limbs hold it.
+/* x y / R mod p, below p. y may be any number of n limbs. For each limb of y, that limb times x is added, and p times an m
+ * that makes the lowest limb 0, which is dropped: the sum stays below 2 p 2^32, so that n + 1 limbs hold it.
  * Source: Koc, Acar and Kaliski 1996, IEEE Micro 16(3), "CIOS". */
 ACL_DEVICE FIELD FIELD_mul(FIELD x, FIELD y) {
     const u32 p[FIELD_LIMBS] = {FIELD_MODULUS};

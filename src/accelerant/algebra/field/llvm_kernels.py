@@ -63,11 +63,7 @@ def _host_has(feature: str) -> bool:
 
 
 def packed_field(field: Field, form: str) -> PackedField:
-    """Return a field's arithmetic; form is one of FORMS.
-
-    Raises:
-        ConfigError: unknown form.
-    """
+    """Return a field's arithmetic in one of FORMS; ConfigError for another form."""
     if form not in FORMS:
         raise ConfigError(f"unknown form {form!r}; known are {', '.join(FORMS)}")
     if field.name == "goldilocks":

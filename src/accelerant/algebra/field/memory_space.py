@@ -266,11 +266,7 @@ def _signed(size_bytes: int) -> Any:
 
 
 def space_of(tensor: Any) -> MemorySpace:
-    """Return the memory space of a torch tensor.
-
-    Raises:
-        ConfigError: the tensor's device is neither the CPU nor a CUDA device.
-    """
+    """Return the memory space of a torch tensor; ConfigError if it is neither on the CPU nor on a CUDA device."""
     kind = tensor.device.type
     if kind == "cpu":
         return HOST

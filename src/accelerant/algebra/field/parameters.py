@@ -64,11 +64,7 @@ class Field:
         return (below & -below).bit_length() - 1
 
     def root_of_unity(self, order: int) -> int:
-        """Return the primitive root of unity generator^((p - 1) / order).
-
-        Raises:
-            ConfigError: order is not positive or does not divide p - 1.
-        """
+        """Return the root of unity generator^((p - 1) / order); ConfigError unless order is a divisor of p - 1."""
         if order < 1 or (self.modulus - 1) % order:
             raise ConfigError(f"{self.name} has no root of unity of order {order}: it does not divide p - 1")
         return pow(self.generator, (self.modulus - 1) // order, self.modulus)

@@ -215,8 +215,8 @@ ACL_KERNEL NTT_BLOCK void ntt_pass(
     }
 #endif
 
-    /* Out: element k of a thread is row bitrev(group NTT_RADIX + k). All factors come before the first store, which for all
-     * the compiler knows is to where the next factor is. */
+    /* Out: element k of a thread is row bitrev(group NTT_RADIX + k). All factors are loaded before the first store, since
+     * the compiler must assume that a store may overwrite a factor. */
     begin = ntt_begin(first, digit_0, digit_1, write_0, write_1, write_2);
 #if NTT_ALONG_OUT
 #pragma unroll

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.ntt.reference import bit_reversed
 
-__all__ = ["ORDERS", "Layout", "Pass", "Powers", "Twiddles", "Variant", "make_passes"]
+__all__ = ["ORDERS", "Layout", "Pass", "Powers", "Twiddles", "Variant", "make_passes", "powers"]
 
 ORDERS = ("natural", "natural_to_bit_reversed", "bit_reversed_to_natural")
 """Orders of input and output; in "natural" both are."""
@@ -74,6 +74,14 @@ class Layout:
     row: int
 
 
+def powers(scale: int, base: int, count: int, p: int) -> list[int]:
+    """Return scale, scale base, scale base^2, ... mod p."""
+    values = [scale]
+    for _ in range(count - 1):
+        values.append(values[-1] * base % p)
+    return values
+
+
 @dataclass(frozen=True, slots=True)
 class Powers:
     """A factor scale base^r for each of 2^log_rows rows r, at position r, or bitrev(r) if by_bits is set."""
@@ -85,9 +93,8 @@ class Powers:
 
     def by_position(self, p: int) -> list[int]:
         """Return the factors, by position."""
-        bits, values = self.log_rows, [self.scale]
-        for _ in range((1 << bits) - 1):
-            values.append(values[-1] * self.base % p)
+        bits = self.log_rows
+        values = powers(self.scale, self.base, 1 << bits, p)
         return [values[bit_reversed(i, bits)] for i in range(1 << bits)] if self.by_bits else values
 
 

@@ -23,7 +23,7 @@ from accelerant.algebra.field.memory_space import HOST, MemorySpace
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.program import BLOCK, kernel_source, montgomery_radix
 from accelerant.algebra.field.words import dtype_of, tail_of
-from accelerant.algebra.ntt.plan import Pass, Powers
+from accelerant.algebra.ntt.plan import Pass, Powers, powers
 from accelerant.algebra.ntt.program import LADDER, Tile, has_quotients, powers_source
 from accelerant.runtime.recorded_launch import launch
 
@@ -70,7 +70,7 @@ def pass_tables(field: Field, step: Pass, radix: int) -> Tables:
             far = [pow(value, size, p) for value in base]
             high = _columns(field, scaled([1] * step.rows), far, 1 << step.digits[0] - step.log_low)
     return Tables(
-        roots=scaled(_powers_of(field, step.root, max(1, step.rows // 2))),
+        roots=scaled(powers(1, step.root, max(1, step.rows // 2), p)),
         before=None if step.before is None else scaled(step.before.by_position(p)),
         after=None if step.after is None else scaled(step.after.by_position(p)),
         low=low,
@@ -83,14 +83,6 @@ def _words_of(field: Field, values: Iterable[int]) -> Words:
     size, dtype = field.size_bytes, dtype_of(field)
     data = b"".join([value.to_bytes(size, "little") for value in values])
     return np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype).reshape((-1, *tail_of(field)))
-
-
-def _powers_of(field: Field, base: int, count: int) -> list[int]:
-    """Return the first powers 1, base, base^2, ..."""
-    powers = [1]
-    for _ in range(count - 1):
-        powers.append(powers[-1] * base % field.modulus)
-    return powers
 
 
 def limbs_of_52_bits(field: Field, words: Words) -> Words:
@@ -203,7 +195,7 @@ def roots_of(field: Field, step: Pass, tile: Tile) -> Words:
     if field.name == "goldilocks":
         return _goldilocks_roots(field, step, tile)
     p, radix, count = field.modulus, montgomery_radix(field), max(1, step.rows // 2)
-    roots = _powers_of(field, step.root, count)
+    roots = powers(1, step.root, count, p)
     if has_quotients(field):
         plain, quotients = _words_of(field, roots), _words_of(field, [(w * radix) // p for w in roots])
         words = np.stack((plain, quotients), axis=1)
@@ -213,11 +205,11 @@ def roots_of(field: Field, step: Pass, tile: Tile) -> Words:
 
 
 def _goldilocks_roots(field: Field, step: Pass, tile: Tile) -> Words:
-    powers = np.array(_powers_of(field, step.root, step.rows), np.uint64)
+    all_roots = np.array(powers(1, step.root, step.rows, field.modulus), np.uint64)
     elements, roots = np.arange(1 << tile.radix), np.ones(2 * step.rows, np.uint64)
     for done in range((step.log_rows - 1) % tile.radix + 1, step.log_rows, tile.radix):
         exponents = np.outer(elements, _reversed(done)) * (step.rows >> done + tile.radix)
-        roots[1 << tile.radix + done : 2 << tile.radix + done] = powers[exponents.reshape(-1)]
+        roots[1 << tile.radix + done : 2 << tile.radix + done] = all_roots[exponents.reshape(-1)]
     return roots
 
 
