@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from accelerant.algebra.field.program import field_add_source
-from accelerant.bench.shipped import shipped_kernels
 from accelerant.cli.app import main
+from accelerant.cli.cache import shipped_kernels
 from accelerant.config import override
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.cache import KernelCache

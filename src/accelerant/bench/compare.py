@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from accelerant.bench.record import Record, Row
+from accelerant.bench.record import Record, Row, aligned
 from accelerant.errors import FormatError
 
 __all__ = ["Change", "Comparison", "check_comparable", "compare"]
@@ -71,28 +71,17 @@ class Comparison:
         lines = [("verdict", "suite", "op", "case", "before", "now", "change", "noise")] if shown else []
         for change in shown:
             row, now = change.before, change.now
-            ran = now is not None and now.p50 is not None
-            lines.append(
-                (
-                    change.verdict,
-                    row.suite,
-                    row.op,
-                    row.case,
-                    f"{row.p50:.4g} {row.unit}",
-                    f"{now.p50:.4g} {now.unit}" if now is not None and ran else (now.note if now else "") or "not run",
-                    f"{change.worse:.2f}x" if ran else "",
-                    f"{100 * change.noise:.0f}%" if ran else "",
-                )
-            )
-        widths = [max(len(line[i]) for line in lines) for i in range(8)] if lines else []
-        body = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+            figures = ((now.note if now else "") or "not run", "", "")
+            if now is not None and now.p50 is not None:
+                figures = (f"{now.p50:.4g} {now.unit}", f"{change.worse:.2f}x", f"{100 * change.noise:.0f}%")
+            lines.append((change.verdict, row.suite, row.op, row.case, f"{row.p50:.4g} {row.unit}", *figures))
         counts = {name: sum(change.verdict == name for change in self.changes) for name in (*order, "same")}
         summary = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "no row in common"
         if self.added:
             summary += f", {self.added} not in the baseline"
         if self.not_asked:
             summary += f", {self.not_asked} of the baseline not asked for"
-        return "\n".join([*(line.rstrip() for line in body), summary])
+        return "\n".join([*aligned(lines), summary])
 
 
 def check_comparable(old: Record, device: str) -> None:
@@ -132,16 +121,14 @@ def compare(old: Record, new: Record, *, asked: Callable[[Row], bool] = lambda _
 def _change(before: Row, now: Row | None) -> Change:
     if now is None or now.p50 is None or now.unit != before.unit:
         return Change(before, now, 1.0, 0.0, "missing")
-    _, middle, high = _costs(before)
+    low, middle, high = _costs(before)
     low_now, middle_now, high_now = _costs(now)
     worse = middle_now / middle
     if worse >= 1:
         noise = ((high - middle) + (middle_now - low_now)) / middle
-        verdict: Verdict = (
-            "same" if worse <= 1 + _LEAST else "slower" if worse > 1 + _TIMES_NOISE * noise else "unclear"
-        )
-        return Change(before, now, worse, noise, verdict)
-    noise = ((middle - _costs(before)[0]) + (high_now - middle_now)) / middle
+        verdict: Verdict = "slower" if worse > 1 + _TIMES_NOISE * noise else "unclear"
+        return Change(before, now, worse, noise, verdict if worse > 1 + _LEAST else "same")
+    noise = ((middle - low) + (high_now - middle_now)) / middle
     return Change(before, now, worse, noise, "faster" if 1 - worse > max(_LEAST, _TIMES_NOISE * noise) else "same")
 
 

@@ -31,6 +31,7 @@ import torch
 from accelerant._version import __version__
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.field.program import field_add_source
+from accelerant.bench.record import environment_variable, installed_version
 from accelerant.config import settings
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.cache import KernelCache
@@ -44,19 +45,12 @@ __all__ = ["Check", "Status", "checks"]
 _TIMEOUT_S = 60
 _PACKAGE = Path(__file__).parents[1]
 
-
 Status = Literal["ok", "warning", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A line of the report.
-
-    Attributes:
-        status: "ok", "warning" (works, but not as well as it could) or "failed".
-        found: the finding.
-        advice: what to do; "" for nothing.
-    """
+    """A line of the report: "warning" works, but not as well as it could; `advice` is what to do, "" for nothing."""
 
     name: str
     status: Status
@@ -114,45 +108,40 @@ def _present() -> list[ComputeDevice]:
 
 def _installation() -> Iterator[Check]:
     yield Check("accelerant", "ok", f"{__version__} in {_PACKAGE}")
-    version = platform.python_version()
-    good = sys.version_info >= (3, 11)
-    advice = "" if good else "install Python 3.11 or newer"
-    yield Check("python", "ok" if good else "failed", f"{version} at {sys.executable}, {platform.platform()}", advice)
+    advice = "" if sys.version_info >= (3, 11) else "install Python 3.11 or newer"
+    version = f"{platform.python_version()} at {sys.executable}, {platform.platform()}"
+    yield Check("python", "failed" if advice else "ok", version, advice)
     found = settings()
     yield Check("settings", "ok", f"backend {found.backend}, fallback {found.fallback}, log {found.log}")
 
 
 def _torch() -> Iterator[Check]:
-    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else ""
-    built = built or (f"ROCm {torch.version.hip}" if torch.version.hip else "the CPU only")
-    status: Status = "ok"
+    names = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    built = next((f"{name} {version}" for name, version in names.items() if version), "the CPU only")
     advice = ""
     if built == "the CPU only" and _nvidia_is_there():
-        status, advice = "warning", "there is an NVIDIA driver: install a CUDA build of torch to use it"
-    yield Check("torch", status, f"{torch.__version__}, built for {built}", advice)
-    driver = _driver()
-    if driver is not None:
-        yield driver
+        advice = "there is an NVIDIA driver: install a CUDA build of torch to use it"
+    yield Check("torch", "warning" if advice else "ok", f"{torch.__version__}, built for {built}", advice)
+    yield from _driver()
 
 
 def _nvidia_is_there() -> bool:
     return bool(list(Path("/dev").glob("nvidia[0-9]*"))) or Path("/proc/driver/nvidia/version").exists()
 
 
-def _driver() -> Check | None:
-    """Check NVIDIA's driver; None if there is neither driver nor device."""
-    if not registry.reason_absent("cuda"):
+def _driver() -> Iterator[Check]:
+    """Check NVIDIA's driver, if there is a driver or a device."""
+    reason = registry.reason_absent("cuda")
+    if not reason:
         devices = registry.create("cuda").devices()
         found = f"CUDA {devices[0].properties.get('driver', '?')}"
         path = Path("/proc/driver/nvidia/version")
         version = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", path.read_text()) if path.is_file() else None
         if version is not None:
             found += f", version {version[1]}"
-        return Check("NVIDIA driver", "ok", f"{found}, {len(devices)} device{'s' * (len(devices) != 1)}")
-    if _nvidia_is_there():
-        reason = registry.reason_absent("cuda")
-        return Check("NVIDIA driver", "failed", reason, "run nvidia-smi; restart or reinstall the driver")
-    return None
+        yield Check("NVIDIA driver", "ok", f"{found}, {len(devices)} device{'s' * (len(devices) != 1)}")
+    elif _nvidia_is_there():
+        yield Check("NVIDIA driver", "failed", reason, "run nvidia-smi; restart or reinstall the driver")
 
 
 _HINTS: dict[str, Callable[[], bool]] = {
@@ -172,12 +161,8 @@ def _backends() -> Iterator[Check]:
             names = ", ".join(dict.fromkeys(device.name for device in devices))
             yield Check(f"backend {name}", "ok", f"{len(devices)} x {names}")
         elif wanted == name:
-            yield Check(
-                f"backend {name}",
-                "failed",
-                f"absent: {reason}",
-                "it is the backend that the settings ask for: change ACCELERANT_BACKEND",
-            )
+            advice = "it is the backend that the settings ask for: change ACCELERANT_BACKEND"
+            yield Check(f"backend {name}", "failed", f"absent: {reason}", advice)
         elif name in _HINTS and _HINTS[name]():
             yield Check(f"backend {name}", "warning", f"absent: {reason}", "its hardware seems to be here")
         else:
@@ -209,48 +194,34 @@ def _nvrtc() -> Iterator[Check]:
     began = time.perf_counter()
     binary = compile_cuda(field_add_source(), "sm_90")
     took = (time.perf_counter() - began) * 1e3
-    registers = binary.resources["field_add"].registers
-    yield Check(
-        "compiler NVRTC", "ok", f"{nvrtc_version()}: field_add for sm_90 in {took:.0f} ms, {registers} registers"
-    )
+    found = f"field_add for sm_90 in {took:.0f} ms, {binary.resources['field_add'].registers} registers"
+    yield Check("compiler NVRTC", "ok", f"{nvrtc_version()}: {found}")
 
 
 def _triton() -> Iterator[Check]:
-    """Compile one shipped Triton kernel for sm_90."""
+    """Compile a Triton kernel for sm_90."""
+    name = "compiler Triton"
     if importlib.util.find_spec("triton") is None:
         status: Status = "ok" if sys.platform != "linux" else "warning"
-        yield Check(
-            "compiler Triton", status, "not installed", "pip install triton (Linux only); without it torch's ops run"
-        )
+        yield Check(name, status, "not installed", "pip install triton (Linux only); without it torch's ops run")
         return
     version = importlib.metadata.version("triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
-        yield Check("compiler Triton", "warning", f"{version}, set to interpret", "unset TRITON_INTERPRET to compile")
+        yield Check(name, "warning", f"{version}, set to interpret", "unset TRITON_INTERPRET to compile")
         return
-    from accelerant.bench.shipped import shipped_kernels
+    from accelerant.ops.attention.cases import KERNELS
 
-    kernel = next(each for each in shipped_kernels() if "triton" in each.source.dialects)
-    program = kernel.source.dialects["triton"]
-    if not isinstance(program, Builder):
-        yield Check("compiler Triton", "failed", f"{kernel.name} has no builder", "reinstall accelerant")
-        return
-    before = os.environ.get("TRITON_ALWAYS_COMPILE")
-    os.environ["TRITON_ALWAYS_COMPILE"] = "1"  # bypasses Triton's own cache
-    began = time.perf_counter()
-    try:
+    kernel = KERNELS[0].source()
+    program = kernel.dialects["triton"]
+    assert isinstance(program, Builder)  # for the type checker: a Triton kernel always has one
+    with environment_variable("TRITON_ALWAYS_COMPILE", "1"):  # bypasses Triton's own cache
+        began = time.perf_counter()
         binary = program.build("sm_90")
-    finally:
-        if before is None:
-            del os.environ["TRITON_ALWAYS_COMPILE"]
-        else:
-            os.environ["TRITON_ALWAYS_COMPILE"] = before
-    took = (time.perf_counter() - began) * 1e3
+        took = (time.perf_counter() - began) * 1e3
     if isinstance(binary, str):
-        yield Check("compiler Triton", "failed", f"{kernel.name} became text, not code", "reinstall triton")
+        yield Check(name, "failed", f"{kernel.name} became text, not code", "reinstall triton")
         return
-    yield Check(
-        "compiler Triton", "ok", f"{version}: {kernel.name} for sm_90 in {took:.0f} ms, {len(binary.code)} bytes"
-    )
+    yield Check(name, "ok", f"{version}: {kernel.name} for sm_90 in {took:.0f} ms, {len(binary.code)} bytes")
 
 
 _PROBE = "#include <Python.h>\nint probe(void) { return PY_MAJOR_VERSION; }\n"
@@ -267,15 +238,8 @@ def _c_compiler() -> Iterator[Check]:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "probe.c"
         source.write_text(_PROBE)
-        command = [
-            *c.split(),
-            "-shared",
-            "-fPIC",
-            f"-I{sysconfig.get_path('include')}",
-            str(source),
-            "-o",
-            f"{source}.so",
-        ]
+        headers = sysconfig.get_path("include")
+        command = [*c.split(), "-shared", "-fPIC", f"-I{headers}", str(source), "-o", f"{source}.so"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -302,12 +266,12 @@ def _cache() -> Iterator[Check]:
         yield Check("disk cache", "warning", f"{root} cannot be written: {error.strerror or error}", advice)
         return
     found = KernelCache(root).entries()
-    damaged = [entry for entry in found if entry.damage]
+    damaged = sum(bool(entry.damage) for entry in found)
     size = sum(entry.size_bytes for entry in found)
     free = shutil.disk_usage(root).free
     text = f"{root}: {len(found)} entries, {size / 2**20:.1f} MiB, {free / 2**30:.0f} GiB free"
     if damaged:
-        yield Check("disk cache", "warning", f"{text}, {len(damaged)} damaged", "accelerant cache clear --yes")
+        yield Check("disk cache", "warning", f"{text}, {damaged} damaged", "accelerant cache clear --yes")
     elif free < 2**28:
         yield Check("disk cache", "warning", text, "the disk is nearly full")
     else:
@@ -316,20 +280,13 @@ def _cache() -> Iterator[Check]:
 
 def _extras() -> Iterator[Check]:
     for extra, requirements in sorted(_declared_extras().items()):
-        missing = [name for name in requirements if not _is_installed(name)]
-        there = [f"{name} {importlib.metadata.version(name)}" for name in requirements if name not in missing]
+        versions = {name: installed_version(name) for name in requirements}
+        missing = [name for name, version in versions.items() if not version]
         advice = f"pip install 'accelerant[{extra}]'" if missing else ""
+        there = [f"{name} {version}" for name, version in versions.items() if version]
         found = ", ".join(there + [f"{name} not installed" for name in missing])
         needed = extra == "monitor" and missing and not registry.reason_absent("cuda")
         yield Check(f"extra {extra}", "warning" if needed else "ok", found, advice)
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _declared_extras() -> dict[str, list[str]]:
@@ -339,11 +296,11 @@ def _declared_extras() -> dict[str, list[str]]:
         declared = tomllib.loads(project.read_text(encoding="utf-8"))["project"].get("optional-dependencies", {})
         lines = [(extra, line) for extra, needs in declared.items() for line in needs]
     else:
-        lines = []
-        for line in importlib.metadata.requires("accelerant") or ():
-            marker = re.search(r"""extra\s*==\s*['"]([\w-]+)['"]""", line)
-            if marker is not None:
-                lines.append((marker[1], line))
+        lines = [
+            (marker[1], line)
+            for line in importlib.metadata.requires("accelerant") or ()
+            if (marker := re.search(r"""extra\s*==\s*['"]([\w-]+)['"]""", line))
+        ]
     found: dict[str, list[str]] = {}
     for extra, line in lines:
         name = re.match(r"[\w.-]+", line)
@@ -356,6 +313,7 @@ def _declared_extras() -> dict[str, list[str]]:
 
 _P = field_of("goldilocks").modulus
 _CHECKED = 1 << 16
+_TIMED_LAUNCHES = 10
 _BUSY_S = 2.5
 _MANY, _FEW = 1 << 25, 1 << 20
 _NEEDED_BYTES = 4 << 30
@@ -387,15 +345,19 @@ def prove(device: ComputeDevice) -> Iterator[Check]:
     if wrong:
         yield Check(label, "failed", wrong, "do not trust this device: check memory and driver, then run this again")
         return
-    times = _event_times_ms(launch)
+    marks = []
+    for _ in range(_TIMED_LAUNCHES):
+        start = provider.record_event(device.index)
+        launch.start()
+        marks.append((start, provider.record_event(device.index)))
+    provider.synchronize(device.index)
+    times = [start.elapsed_ms(stop) for start, stop in marks if start is not None and stop is not None]
     best = min(times, default=0.0)
     if best <= 0.0:
         yield Check(label, "failed", f"the result is right, but the device's events say {best} ms", "update the driver")
         return
-    rate = 24 * launch.n / best / 1e6
-    yield Check(
-        label, "ok", f"field_add of {launch.n:,} elements: {best:.3f} ms by events ({rate:,.0f} GB/s), result exact"
-    )
+    took = f"{best:.3f} ms by events ({24 * launch.n / best / 1e6:,.0f} GB/s)"
+    yield Check(label, "ok", f"field_add of {launch.n:,} elements: {took}, result exact")
     if before is not None:
         yield _observed(launch, before, best)
 
@@ -404,11 +366,9 @@ def _prepare(provider: ComputeProvider, device: ComputeDevice) -> tuple[_FieldAd
     """Prepare operands, edge values first, and an output with a value that no sum has."""
     roomy = device.backend == "cuda" and provider.memory(device.index).free_bytes > _NEEDED_BYTES
     n = _MANY if roomy else _FEW
-    modulus = _P
     rng = np.random.default_rng(7)
-    x = rng.integers(0, modulus, n, dtype=np.uint64)
-    y = rng.integers(0, modulus, n, dtype=np.uint64)
-    edges = [0, 1, 2**32 - 1, 2**63, modulus - 2, modulus - 1]
+    x, y = (rng.integers(0, _P, n, dtype=np.uint64) for _ in range(2))
+    edges = [0, 1, 2**32 - 1, 2**63, _P - 2, _P - 1]
     pairs = [(a, b) for a in edges for b in edges]
     x[: len(pairs)], y[: len(pairs)] = [a for a, _ in pairs], [b for _, b in pairs]
     kernel = provider.compile(field_add_source(), device=device.index)
@@ -434,24 +394,11 @@ def _first_wrong(launch: _FieldAddLaunch, x: Any, y: Any) -> str:
     return f"{differs.size:,} of {launch.n:,} sums are wrong, the first: {x[at]} + {y[at]} gave {got[at]}"
 
 
-def _event_times_ms(launch: _FieldAddLaunch, repeats: int = 10) -> list[float]:
-    provider, index = launch.provider, launch.device.index
-    marks = []
-    for _ in range(repeats):
-        start = provider.record_event(index)
-        launch.start()
-        marks.append((start, provider.record_event(index)))
-    provider.synchronize(index)
-    return [start.elapsed_ms(stop) for start, stop in marks if start is not None and stop is not None]
-
-
 def _observed(launch: _FieldAddLaunch, before: Sample, one_ms: float) -> Check:
     """Keep the device busy until NVML shows it."""
     label = f"seen by NVML {before.device}"
-    if nvml_missing():
-        return Check(
-            label, "warning", nvml_missing(), "pip install 'accelerant[monitor]' to see the device from outside"
-        )
+    if missing := nvml_missing():
+        return Check(label, "warning", missing, "pip install 'accelerant[monitor]' to see the device from outside")
     held = sum(buffer.size_bytes for buffer in launch.buffers)
     seen, peak = before, 0.0
     until = time.perf_counter() + _BUSY_S

@@ -8,6 +8,7 @@ build_report(record)           an HTML page with plots: report.py
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib.metadata
 import io
@@ -17,7 +18,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,7 +32,19 @@ from accelerant.errors import FormatError
 from accelerant.runtime.files import decode_json, write_atomic
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["DETERMINISTIC", "DEVICE", "OUT_OF_MEMORY", "OWN", "Environment", "Record", "Row", "failure_note"]
+__all__ = [
+    "DETERMINISTIC",
+    "DEVICE",
+    "OUT_OF_MEMORY",
+    "OWN",
+    "Environment",
+    "Record",
+    "Row",
+    "aligned",
+    "environment_variable",
+    "failure_note",
+    "installed_version",
+]
 
 DEVICE = "device"
 """Runner of rows that measure the device itself."""
@@ -71,15 +84,12 @@ class Environment:
     @classmethod
     def of(cls, device: ComputeDevice) -> Environment:
         """Return the environment of this process and a device."""
-        versions = {}
-        for package in _PACKAGES:
-            try:
-                versions[package] = importlib.metadata.version(package)
-            except importlib.metadata.PackageNotFoundError:
-                continue
+        versions = {name: version for name in _PACKAGES if (version := installed_version(name))}
         versions["torch"] = torch.__version__
         if torch.version.cuda:
             versions["cuda"] = torch.version.cuda
+        path = Path(sys.argv[0])
+        program = f"python -m benchmarks.{path.stem}" if path.parent.name == "benchmarks" else "accelerant"
         return cls(
             device=device.name,
             backend=device.backend,
@@ -91,22 +101,37 @@ class Environment:
             packages=versions,
             time=datetime.now(UTC).isoformat(timespec="seconds"),
             commit=_commit(),
-            command=" ".join([_program(), *sys.argv[1:]]),
+            command=" ".join([program, *sys.argv[1:]]),
         )
 
 
-def _program() -> str:
-    """Return the command that this process runs: the installed one, or a module of the repository's benchmarks/."""
-    path = Path(sys.argv[0])
-    return f"python -m benchmarks.{path.stem}" if path.parent.name == "benchmarks" else "accelerant"
+def installed_version(package: str) -> str:
+    """Return the version of an installed package; "" if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+@contextlib.contextmanager
+def environment_variable(name: str, value: str) -> Iterator[None]:
+    """Set a variable of this process's environment for the block."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _commit() -> str:
     """Return the source tree's commit, with a "+" where bench/ was changed since; "" for an installed package."""
     if "ACCELERANT_COMMIT" in os.environ:  # set for a copy without its history
         return os.environ["ACCELERANT_COMMIT"]
-    here = Path(__file__).resolve()
-    git = ["git", "-C", str(here.parent)]
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
     try:
         found = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
         changed = subprocess.run([*git, "status", "--porcelain", "."], capture_output=True, text=True, check=True)
@@ -242,9 +267,8 @@ class Row:
     def to_dict(self) -> dict[str, Any]:
         """Return the identity, the quantiles, and other fields that differ from their defaults, for JSON."""
         always = ("suite", "op", "case", "runner", "implementation", "unit", "p20", "p50", "p80")
-        body = {one.name: getattr(self, one.name) for one in fields(self)}
-        usual = {one.name: one.default for one in fields(self)}
-        return {name: _digits(value) for name, value in body.items() if name in always or value != usual[name]}
+        values = [(one, getattr(self, one.name)) for one in fields(self)]
+        return {one.name: _digits(value) for one, value in values if one.name in always or value != one.default}
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Row:
@@ -287,7 +311,9 @@ class Record:
                 return row
             peer = best.get(row.case_key) if row.runner in (_OURS, OWN) else None
             speedup = peer.p50 / row.p50 if peer is not None and peer.p50 and row.p50 else None
-            level = peer is not None and speedup is not None and speedup < 1 and _level(row, peer)
+            level = False
+            if peer is not None and peer.p50 and speedup is not None and speedup < 1:
+                level = (row.p20 or row.p50) <= peer.p50 or row.p50 <= (peer.p80 or peer.p50)
             return replace(row, speedup=speedup, level=level, percent_of_ceiling=self._percent(row))
 
         self.rows = [concluded(row) for row in self.rows]
@@ -340,10 +366,9 @@ class Record:
         """Return the record as JSON text with one row a line, so that files stay small and differences readable."""
         body = self.to_dict()
         rows = ",\n".join(json.dumps(row) for row in body.pop("rows"))
-        head = json.dumps(body, indent=1)
-        return (
-            f'{head[:-2]},\n "rows": [\n{rows}\n ]\n}}\n' if rows else json.dumps({**body, "rows": []}, indent=1) + "\n"
-        )
+        if not rows:
+            return json.dumps({**body, "rows": []}, indent=1) + "\n"
+        return f'{json.dumps(body, indent=1)[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'
 
     def save(self, path: Path) -> None:
         """Write as JSON under a temporary name, then rename.
@@ -383,18 +408,12 @@ class Record:
 
     def table(self) -> str:
         """Return a text table; cases in which a peer was faster come first."""
-        lines = self.cells()
-        head = lines[0]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-        body = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-        ]
         where = f"{self.environment.device} ({self.environment.architecture}), " + ", ".join(
             f"{name} {version}" for name, version in self.environment.packages.items()
         )
         ceilings = ", ".join(f"{name} {value:.4g}" for name, value in self.ceilings.items())
-        top = [where, f"ceilings measured in this run: {ceilings}" if ceilings else ""]
-        return "\n".join([*top, *body, *filter(None, [self.verdict()]), *(f"note: {note}" for note in self.notes)])
+        top = [where, f"ceilings measured in this run: {ceilings}" if ceilings else "", *aligned(self.cells())]
+        return "\n".join([*top, *filter(None, [self.verdict()]), *(f"note: {note}" for note in self.notes)])
 
     def verdict(self) -> str:
         """Return in how many cases we are at least as fast as the fastest peer that ran; "" where none ran."""
@@ -402,31 +421,43 @@ class Record:
         if not ours:
             return ""
         slower = [row for row in ours if (row.speedup or 0.0) < 1]
-        level = sum(row.level for row in slower)
         text = f"at least as fast as the fastest peer in {len(ours) - len(slower)} of {len(ours)} cases"
-        return text + (
-            f", slower in {len(slower)}, of which {level} within the spread of the samples" if slower else ""
-        )
+        if not slower:
+            return text
+        level = sum(row.level for row in slower)
+        return f"{text}, slower in {len(slower)}, of which {level} within the spread of the samples"
+
+
+def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a text table whose columns are as wide as their longest cell."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def _cells(row: Row) -> list[str]:
     if row.p50 is None:
-        return [row.op, row.case, row.runner, _without_time(row), "-", *[""] * 9, row.note]
-    cpu = f"{row.cpu_ms:.4g} ms ({row.cpu_note})" if row.cpu_ms else row.cpu_note
+        reason = "wrong result" if row.wrong else "out of memory" if row.lacked_memory else "did not run"
+        return [row.op, row.case, row.runner, reason, "-", *[""] * 9, row.note]
+    targets = [
+        f"{row.target:.4g}" if row.target else "",
+        f"{row.target_x:.2f}x the best" if row.target_x else "",
+        f"{row.target_bytes / 2**20:.4g} MiB" if row.target_bytes else "",
+    ]
     return [
         row.op,
         row.case,
         row.runner,
         row.implementation,
         f"{row.p50:.4g} {row.unit}",
-        _aim(row),
+        " ".join(filter(None, targets)) if row.runner in (_OURS, OWN) else "",
         f"{row.p20:.4g}-{row.p80:.4g}",
         "" if row.percent_of_ceiling is None else f"{row.percent_of_ceiling:.0f}% of {row.ceiling}",
         "" if row.speedup is None else f"{row.speedup:.2f}x" + " (level)" * row.level,
         "" if row.rate_gb_s is None else f"{row.rate_gb_s:.4g}",
         "" if row.tflop_s is None else f"{row.tflop_s:.4g}",
         "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.4g}",
-        cpu,
+        f"{row.cpu_ms:.4g} ms ({row.cpu_note})" if row.cpu_ms else row.cpu_note,
         "" if row.over_cpu is None else f"{row.over_cpu:.0f}x",
         "; ".join(filter(None, (row.timing, row.note))),
     ]
@@ -435,25 +466,6 @@ def _cells(row: Row) -> list[str]:
 def failure_note(error: BaseException, most: int = 160) -> str:
     """Return "Type: first line of the message" for a row's note."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:most]}"
-
-
-def _level(ours: Row, peer: Row) -> bool:
-    """Return Row.level of one of our rows against a peer's."""
-    low, high = ours.p20 or ours.p50 or 0.0, peer.p80 or peer.p50 or 0.0
-    return low <= (peer.p50 or 0.0) or (ours.p50 or 0.0) <= high
-
-
-def _without_time(row: Row) -> str:
-    return "wrong result" if row.wrong else "out of memory" if row.lacked_memory else "did not run"
-
-
-def _aim(row: Row) -> str:
-    """Return the targets of one of our rows."""
-    if row.runner not in (_OURS, OWN):
-        return ""
-    parts = [f"{row.target:.4g}" if row.target else "", f"{row.target_x:.2f}x the best" if row.target_x else ""]
-    parts.append(f"{row.target_bytes / 2**20:.4g} MiB" if row.target_bytes else "")
-    return " ".join(filter(None, parts))
 
 
 def _digits(value: Any) -> Any:

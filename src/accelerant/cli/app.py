@@ -22,10 +22,13 @@ from accelerant.errors import AccelerantError, BackendUnavailable, ConfigError, 
 if TYPE_CHECKING:
     import typer
 
-__all__ = ["GROUPS", "ProgressLine", "build_app", "exit_status", "main"]
+__all__ = ["GROUPS", "PLAIN_WIDTH", "ProgressLine", "build_app", "exit_status", "main"]
 
 GROUPS = ("devices", "train", "data", "bench", "tune", "doctor", "top", "compile", "cache", "zk", "privacy")
 """Modules of this package whose `register(app)` adds the command of that name."""
+
+PLAIN_WIDTH = 160
+"""Columns of a table written to a file or another program."""
 
 _BAD_INPUT = (ConfigError, FormatError, BackendUnavailable, MissingDependency)
 

@@ -64,9 +64,8 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tab
 
 def register(app: typer.Typer) -> None:
     """Add the command group."""
-    group = typer.Typer(
-        cls=_SuiteGroup, help="Measure the kernels and the runtime, compared with their peers.", no_args_is_help=True
-    )
+    title = "Measure the kernels and the runtime, compared with their peers."
+    group = typer.Typer(cls=_SuiteGroup, help=title, no_args_is_help=True)
     group.command("all", epilog=_epilog("accelerant bench all", _ALL_EXAMPLES))(everything)
     group.command("compare", epilog="Example:  accelerant bench compare before.json after.json")(compare_records)
     for name in _MOVED:
@@ -133,20 +132,14 @@ def _epilog(program: str, examples: Sequence[str]) -> str:
 def _suite_command(kind: type[Suite]) -> Callable[..., None]:
     """Return a function whose parameters are the suite's options and those that all suites share."""
     hints = get_type_hints(kind)
-    parameters = [
-        _parameter(one.name, hints[one.name], one.default, one.metadata["option"])
-        for one in fields(kind)
-        if "option" in one.metadata
-    ]
-    commas = {one.name for one in fields(kind) if one.metadata.get("option", {}).get("comma")}
-    shared = list(inspect.signature(_RunOptions, eval_str=True).parameters.values())
-    names = {parameter.name for parameter in parameters}
+    declared = {one.name: one for one in fields(kind) if "option" in one.metadata}
+    parameters = [_parameter(name, hints[name], one.default, one.metadata["option"]) for name, one in declared.items()]
+    shared = inspect.signature(_RunOptions, eval_str=True).parameters.values()
 
     def command(**values: Any) -> None:
-        own = {name: _value(values.pop(name), name in commas) for name in names}
-        _RunOptions(**values).run(
-            [kind(**{name: value for name, value in own.items() if value is not None})], kind.name
-        )
+        own = {name: _value(values.pop(name), one.metadata["option"]["comma"]) for name, one in declared.items()}
+        suite = kind(**{name: value for name, value in own.items() if value is not None})
+        _RunOptions(**values).run([suite], kind.name)
 
     signature = inspect.Signature([*parameters, *shared])
     command.__signature__ = signature  # type: ignore[attr-defined]  # typer reads both
@@ -194,13 +187,10 @@ class _RunOptions:
     json_output: _Json = False
 
     def run(self, suites: Sequence[Suite], name: str = "") -> None:
-        """Check the options, measure, print and write the results, and exit with the status.
-
-        Args:
-            name: of the only suite; "" where the record is of several.
-        """
+        """Check the options, measure, print and write the results, and exit; `name` is that of an only suite."""
         from accelerant import Accelerator
         from accelerant.bench.compare import compare
+        from accelerant.bench.journal import Journal
         from accelerant.bench.record import Environment, Record
         from accelerant.bench.suite import SuiteRun, collect
         from accelerant.runtime import registry
@@ -223,7 +213,11 @@ class _RunOptions:
         out, csv, report, journal = self._files()
         baseline = self._baseline(device.name)
         if journal is not None:
-            run = _with_journal(run, journal, self.resume, {k: v for one in suites for k, v in one.resumable().items()})
+            options = {flag: value for suite in suites for flag, value in suite.resumable().items()}
+            try:
+                run = replace(run, journal=Journal(journal, run.record, resume=self.resume, options=options))
+            except FormatError as refused:  # a usage error writes nothing: the record in the folder stays
+                raise ConfigError(f"--resume: {refused}; name another folder to start over") from None
         outcome = collect(suites, run, begin=lambda text: None if name or show.live else print(text, file=sys.stderr))
         show("")
         if name and isinstance(error := outcome.failures.get(name), ConfigError):
@@ -277,15 +271,6 @@ class _RunOptions:
         except FormatError as error:
             raise FormatError(f"{self.compare}: {error}") from None
         return baseline
-
-
-def _with_journal(run: Any, path: Path, resume: bool, options: dict[str, str]) -> Any:
-    from accelerant.bench.journal import Journal
-
-    try:
-        return replace(run, journal=Journal(path, run.record, resume=resume, options=options))
-    except FormatError as error:  # a usage error writes nothing: the record in the folder stays
-        raise ConfigError(f"--resume: {error}; name another folder to start over") from None
 
 
 def _show_cases(cases: Sequence[Any], json_output: bool) -> None:

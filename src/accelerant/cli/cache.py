@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from accelerant.cli.app import ProgressLine
+from accelerant.cli.app import PLAIN_WIDTH, ProgressLine
 from accelerant.errors import AccelerantError, ConfigError
 
 if TYPE_CHECKING:
-    from accelerant.bench.shipped import Shipped
     from accelerant.runtime.compilation.cache import CacheEntry
+    from accelerant.runtime.compilation.kernel import KernelSource
     from accelerant.runtime.provider import ComputeProvider
 
-__all__ = ["clear", "list_entries", "register", "warm"]
+__all__ = ["Shipped", "clear", "list_entries", "register", "shipped_kernels", "warm"]
 
 _Names = Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Names of kernels; * matches any text.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Named = TypeVar("_Named", "CacheEntry", "Shipped")
-_PLAIN_WIDTH = 160
 
 
 def register(app: typer.Typer) -> None:
@@ -62,12 +62,9 @@ def list_entries(names: _Names = None, json_output: _Json = False) -> None:
         registers = "-" if entry.registers is None else str(entry.registers)
         cells = (name, entry.target, entry.compiler, _size(entry.size_bytes), _age(entry.age_s), registers)
         table.add_row(*cells, entry.key[:12])
-    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
     if entries:
-        console.print(table)
-    total = sum(entry.size_bytes for entry in entries)
-    count = f"{len(entries)} {'entry' if len(entries) == 1 else 'entries'}"
-    print(f"{count}, {_size(total)}, in {settings().cache_dir / 'kernels'}")
+        Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(table)
+    print(f"{_total(entries, sum(entry.size_bytes for entry in entries))}, in {settings().cache_dir / 'kernels'}")
 
 
 def clear(
@@ -90,7 +87,7 @@ def clear(
     if json_output:
         print(json.dumps({"removed": len(entries), "freed_bytes": freed, "leftovers": leftovers}))
     else:
-        print(f"removed {len(entries)} {'entry' if len(entries) == 1 else 'entries'}, {_size(freed)}")
+        print(f"removed {_total(entries, freed)}")
 
 
 def warm(
@@ -108,15 +105,11 @@ def warm(
 
     A call whose sizes are not multiples of 16 may still compile its own variant.
     """
-    from accelerant.bench.shipped import shipped_kernels
-
     if arch and device != "auto":
         raise ConfigError(f"--arch and --device {device} exclude each other")
     kernels = _selected(shipped_kernels(), names)
     providers = _providers(arch, device)
-    jobs = [
-        (kernel, label, provider) for label, provider in providers for kernel in kernels if _serves(provider, kernel)
-    ]
+    jobs = [(kernel, *target) for target in providers for kernel in kernels if _serves(target[1], kernel.source)]
     results: list[dict[str, Any]] = []
     progress: Callable[[str], None] = (lambda text: None) if json_output else ProgressLine(every_s=0.0)
     for number, (kernel, label, provider) in enumerate(jobs, 1):
@@ -127,13 +120,20 @@ def warm(
     if json_output:
         print(json.dumps(results, indent=1))
     else:
-        _print_warmed(results, [label for label, _ in providers], len(kernels) * len(providers) - len(jobs))
+        for row in failed:
+            print(f"failed: {row['kernel']} {row['detail']} for {row['target']}: {row['error']}", file=sys.stderr)
+        fresh = [row["compile_ms"] for row in results if not row["error"] and not row["from_cache"]]
+        skipped = len(kernels) * len(providers) - len(jobs)
+        rest = f", {skipped} are for other devices" if skipped else ""
+        labels = ", ".join(label for label, _ in providers)
+        known = len(results) - len(failed) - len(fresh)
+        print(f"{labels}: {len(fresh)} compiled in {sum(fresh) / 1e3:.1f} s, {known} were there already{rest}")
     if failed:
         raise typer.Exit(1)
 
 
 def _providers(arch: list[str] | None, device: str) -> list[tuple[str, ComputeProvider]]:
-    """Return the targets to compile for: a label and a provider each."""
+    """Return the labels and providers of the targets to compile for."""
     from accelerant.cli.compile import known_targets_of
     from accelerant.runtime import registry
     from accelerant.runtime.providers.cuda import OfflineCudaProvider
@@ -146,13 +146,12 @@ def _providers(arch: list[str] | None, device: str) -> list[tuple[str, ComputePr
     return [(chosen.backend, registry.create(chosen.backend))]
 
 
-def _serves(provider: ComputeProvider, kernel: Shipped) -> bool:
-    """Return whether the provider can compile the kernel."""
+def _serves(provider: ComputeProvider, source: KernelSource) -> bool:
     from accelerant.runtime.providers.cuda import OfflineCudaProvider
 
-    if not any(dialect in kernel.source.dialects for dialect in provider.dialects):
+    if not any(dialect in source.dialects for dialect in provider.dialects):
         return False
-    return not isinstance(provider, OfflineCudaProvider) or provider.serves(kernel.source)
+    return not isinstance(provider, OfflineCudaProvider) or provider.serves(source)
 
 
 def _compile(kernel: Shipped, label: str, provider: ComputeProvider) -> dict[str, Any]:
@@ -164,15 +163,41 @@ def _compile(kernel: Shipped, label: str, provider: ComputeProvider) -> dict[str
     return {**row, "target": compiled.target, "from_cache": compiled.from_cache, "compile_ms": compiled.compile_ms}
 
 
-def _print_warmed(results: list[dict[str, Any]], labels: list[str], skipped: int) -> None:
-    for row in results:
-        if row["error"]:
-            print(f"failed: {row['kernel']} {row['detail']} for {row['target']}: {row['error']}", file=sys.stderr)
-    fresh = [row for row in results if not row["error"] and not row["from_cache"]]
-    known = sum(1 for row in results if not row["error"] and row["from_cache"])
-    seconds = sum(row["compile_ms"] for row in fresh) / 1e3
-    rest = f", {skipped} are for other devices" if skipped else ""
-    print(f"{', '.join(labels)}: {len(fresh)} compiled in {seconds:.1f} s, {known} were there already{rest}")
+@dataclass(frozen=True, slots=True)
+class Shipped:
+    """A specialization of a kernel that the package ships; `detail` has its element types and constants."""
+
+    name: str
+    detail: str
+    source: KernelSource
+
+
+def shipped_kernels() -> list[Shipped]:
+    """Return the kernels that the package ships; imports Triton, if installed, for the signatures of its functions.
+
+    Ops list theirs in `KERNELS` of their folder's cases.py. Of algebra's kernels, which are compiled for each field and
+    curve, only the sum in Goldilocks is among them.
+    """
+    import importlib.util
+    import pkgutil
+
+    from accelerant.algebra.field.program import field_add_source
+    from accelerant.runtime.compilation.kernel import KernelSource
+
+    kernels = []
+    has_triton = importlib.util.find_spec("triton") is not None
+    modules = pkgutil.iter_modules(importlib.import_module("accelerant.ops").__path__)
+    for folder in sorted(entry.name for entry in modules if entry.ispkg and not entry.name.startswith("_")):
+        name = f"accelerant.ops.{folder}.cases"
+        if importlib.util.find_spec(name) is None:
+            continue
+        for kernel in getattr(importlib.import_module(name), "KERNELS", ()):
+            if isinstance(kernel, KernelSource):
+                kernels.append(Shipped(kernel.name, "", kernel))
+            elif has_triton:
+                source: KernelSource = kernel.source()
+                kernels.append(Shipped(source.name, str(kernel.name).removeprefix(source.name).strip(), source))
+    return [*kernels, Shipped("field_add", "", field_add_source())]
 
 
 def _selected(entries: list[_Named], names: list[str] | None) -> list[_Named]:
@@ -190,10 +215,12 @@ def _selected(entries: list[_Named], names: list[str] | None) -> list[_Named]:
     return [entry for entry in entries if any(fnmatchcase(entry.name, pattern) for pattern in names)]
 
 
+def _total(entries: Sequence[CacheEntry], size_bytes: int) -> str:
+    return f"{len(entries)} {'entry' if len(entries) == 1 else 'entries'}, {_size(size_bytes)}"
+
+
 def _size(size_bytes: int) -> str:
-    if size_bytes < 2**20:
-        return f"{size_bytes / 2**10:.1f} KiB"
-    return f"{size_bytes / 2**20:.1f} MiB"
+    return f"{size_bytes / 2**10:.1f} KiB" if size_bytes < 2**20 else f"{size_bytes / 2**20:.1f} MiB"
 
 
 def _age(seconds: float) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from accelerant.cli.app import PLAIN_WIDTH
 from accelerant.errors import CompileError, ConfigError
 
 if TYPE_CHECKING:
@@ -19,9 +20,6 @@ __all__ = ["compile_file", "known_targets_of", "register"]
 
 TEMPLATES = ("matmul", "relu", "attention")
 """Example kernels in the folder templates."""
-
-_PLAIN_WIDTH = 160
-"""Columns of a table written to a file or another program."""
 
 _EPILOG = (
     "Examples:  accelerant compile --template matmul --out mine.cu   |   accelerant compile mine.cu   |   "
@@ -73,9 +71,8 @@ def compile_file(
     for folder in include or ():
         if not folder.is_dir():
             raise ConfigError(f"--include {folder}: no such folder")
-    _Report(
-        file, text, known_targets_of(arch or ["all"]), [*(include or ()), file.resolve().parent], block, shared
-    ).run(ptx=ptx, json_output=json_output)
+    folders = [*(include or ()), file.resolve().parent]
+    _Report(file, text, known_targets_of(arch or ["all"]), folders, block, shared).run(ptx=ptx, json_output=json_output)
 
 
 def _read(file: Path) -> str:
@@ -101,9 +98,11 @@ def known_targets_of(names: list[str]) -> list[str]:
     known = known_targets()
     targets: list[str] = []
     for name in names:
+        plain, suffix = (name[:-1], name[-1]) if name[-1:] in ("a", "f") else (name, "")
+        least = {"": 0, "a": 90, "f": 100}[suffix]  # variants with special instructions exist from there on
         if name == "all":
             targets += [target for target in CUDA_TARGETS if target in known]
-        elif _is_known(name, known):
+        elif plain in known and int(plain.removeprefix("sm_")) >= least:
             targets.append(name)
         else:
             raise ConfigError(
@@ -111,13 +110,6 @@ def known_targets_of(names: list[str]) -> list[str]:
                 "and with the suffix a from sm_90 on, f from sm_100 on"
             )
     return list(dict.fromkeys(targets))
-
-
-def _is_known(name: str, known: tuple[str, ...]) -> bool:
-    """Return whether an architecture exists, or its variant with special instructions (a: sm_90 on, f: sm_100 on)."""
-    plain, suffix = (name[:-1], name[-1]) if name[-1:] in ("a", "f") else (name, "")
-    least = {"": 0, "a": 90, "f": 100}[suffix]
-    return plain in known and int(plain.removeprefix("sm_")) >= least
 
 
 def _write_template(name: str, file: Path | None, out: Path | None) -> None:
@@ -139,20 +131,18 @@ def _write_template(name: str, file: Path | None, out: Path | None) -> None:
     print(f"wrote {out}; next:  accelerant compile {out}", file=sys.stderr)
 
 
+@dataclass
 class _Report:
     """Compiles for each architecture and reports the results."""
 
-    def __init__(
-        self, file: Path, text: str, targets: list[str], include: list[Path], block: int | None, shared: int
-    ) -> None:
-        self.file = file
-        self.text = text
-        self.targets = targets
-        self.include = include
-        self.block = block
-        self.shared = shared
-        self.done: list[Inspection] = []
-        self.failed: dict[str, tuple[str, list[CompilerMessage]]] = {}
+    file: Path
+    text: str
+    targets: list[str]
+    include: list[Path]
+    block: int | None
+    shared: int
+    done: list[Inspection] = field(default_factory=list)
+    failed: dict[str, tuple[str, list[CompilerMessage]]] = field(default_factory=dict)
 
     def run(self, *, ptx: bool, json_output: bool) -> None:
         """Compile and print.
@@ -200,12 +190,9 @@ class _Report:
         for message, targets in targets_of.items():
             scope = "" if len(targets) == len(self.targets) else f"for {', '.join(targets)}: "
             print(f"{scope}{message}", file=sys.stderr)
-        for inspection in self.done[:1]:
-            if not inspection.entries:
-                print(
-                    f"{self.file}: no entry point: nothing is marked __global__, or no template is instantiated",
-                    file=sys.stderr,
-                )
+        if self.done and not self.done[0].entries:
+            reason = "no entry point: nothing is marked __global__, or no template is instantiated"
+            print(f"{self.file}: {reason}", file=sys.stderr)
 
     def _print_table(self) -> None:
         from rich.console import Console
@@ -221,13 +208,16 @@ class _Report:
         for inspection in self.done:
             for entry in inspection.entries:
                 table.add_row(inspection.target, Text(entry.name), *self._cells(entry))
-        Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH).print(table)
+        Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(table)
 
     def _cells(self, entry: EntryPoint) -> tuple[str, ...]:
+        def shown(number: int | None) -> str:
+            return "-" if number is None else str(number)
+
         used, occupancy = entry.resources, entry.occupancy
-        spills = "-" if used.spill_bytes is None else f"[red]{used.spill_bytes}[/]" if used.spill_bytes else "0"
+        spills = f"[red]{used.spill_bytes}[/]" if used.spill_bytes else shown(used.spill_bytes)
         shared = "-" if used.shared_bytes is None else str(used.shared_bytes + self.shared)
-        cells = (_shown(used.registers), spills, _shown(used.stack_bytes), shared)
+        cells = (shown(used.registers), spills, shown(used.stack_bytes), shared)
         if occupancy is None:
             return *cells, "-", "-", "-", "its limits are not known"
         return *cells, str(occupancy.threads), str(occupancy.blocks), f"{occupancy.percent:.0f} %", occupancy.limited_by
@@ -252,7 +242,3 @@ class _Report:
         ]
         rows.sort(key=lambda row: self.targets.index(row["target"]))
         return {"file": str(self.file), "compiler": nvrtc_version(), "targets": rows}
-
-
-def _shown(number: int | None) -> str:
-    return "-" if number is None else str(number)

@@ -34,17 +34,26 @@ def devices(json_output: Annotated[bool, typer.Option("--json", help="Print a JS
         print(json.dumps(rows, indent=1))
         return
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
+
+    from accelerant.runtime.monitoring.monitor import free_memory
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("backend", "device", "architecture", "free / total", ""):
         table.add_column(title, justify="right" if title == "free / total" else "left")
     chosen = registry.choose()
     for device in listed:
+        if not device.available:
+            table.add_row(device.backend, "-", "", "", escape(f"absent: {device.reason}"))
+            continue
         remarks = ["automatic choice"] if device == chosen else []
-        near = peers.get((device.backend, device.index))
-        remarks += [f"reads the memory of {', '.join(map(str, near))}"] if near else []
-        table.add_row(*_cells(device, "; ".join(remarks)))
+        if near := peers.get((device.backend, device.index)):
+            remarks.append(f"reads the memory of {', '.join(map(str, near))}")
+        total, free = free_memory(device)
+        memory = f"{free / 2**30:.0f} / {total / 2**30:.0f} GiB"
+        label = f"{device.backend}:{device.index}"
+        table.add_row(label, device.name, device.architecture, memory, "; ".join(remarks))
     Console().print(table)
 
 
@@ -57,15 +66,3 @@ def _peers(present: list[ComputeDevice]) -> dict[tuple[str, int], list[int]]:
         for i, row in enumerate(peer_access(backend)):
             peers[backend, i] = [j for j, reads in enumerate(row) if reads and j != i]
     return peers
-
-
-def _cells(device: ComputeDevice, remark: str) -> tuple[str, ...]:
-    from rich.markup import escape
-
-    from accelerant.runtime.monitoring.monitor import free_memory
-
-    if not device.available:
-        return device.backend, "-", "", "", escape(f"absent: {device.reason}")
-    total, free = free_memory(device)
-    memory = f"{free / 2**30:.0f} / {total / 2**30:.0f} GiB"
-    return f"{device.backend}:{device.index}", device.name, device.architecture, memory, remark

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from accelerant.cli.zk_prove import escaped
 from accelerant.errors import ConfigError
+
+if TYPE_CHECKING:
+    from accelerant.privacy.dp.ledger.accounting import Spent
 
 __all__ = ["calibrate", "epsilon", "register", "statement"]
 
@@ -25,19 +29,15 @@ _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 def register(app: typer.Typer) -> None:
     """Add the command group."""
-    group = typer.Typer(
-        name="privacy", help="Differential privacy: epsilon, noise and the ledger.", no_args_is_help=True
-    )
-    group.command(
-        "epsilon", epilog="Example:  accelerant privacy epsilon --sigma 1.1 --q 0.00426667 --steps 14062 --delta 1e-5"
-    )(epsilon)
-    group.command(
-        "calibrate",
-        epilog="Example:  accelerant privacy calibrate --target-epsilon 3 --delta 1e-5 --q 0.00426667 --steps 14062",
-    )(calibrate)
-    group.command("statement", epilog="Example:  accelerant privacy statement privacy.jsonl --delta 1e-5 --markdown")(
-        statement
-    )
+    title = "Differential privacy: epsilon, noise and the ledger."
+    group = typer.Typer(name="privacy", help=title, no_args_is_help=True)
+    examples: dict[Callable[..., None], str] = {
+        epsilon: "epsilon --sigma 1.1 --q 0.00426667 --steps 14062 --delta 1e-5",
+        calibrate: "calibrate --target-epsilon 3 --delta 1e-5 --q 0.00426667 --steps 14062",
+        statement: "statement privacy.jsonl --delta 1e-5 --markdown",
+    }
+    for command, example in examples.items():
+        group.command(epilog=f"Example:  accelerant privacy {example}")(command)
     app.add_typer(group)
 
 
@@ -55,25 +55,12 @@ def epsilon(
     """
     _check(0 <= sigma < math.inf, "--sigma must be 0 or more, and finite", sigma)
     _check_run(q, steps, delta, method)
-    from accelerant.privacy.dp.ledger.accounting import spent
-    from accelerant.privacy.dp.ledger.events import Event
-
-    events = [Event("gaussian", sigma, "poisson", q, steps)]
-    costs = {way: spent(events, delta, method=way) for way in ("pld", "rdp")}
+    costs = _costs(sigma, q, steps, delta)
     chosen, other = costs[method], "rdp" if method == "pld" else "pld"
     if json_output:
-        facts = {
-            "epsilon": _number(chosen.epsilon),
-            "delta": delta,
-            "method": method,
-            f"epsilon_{other}": _number(costs[other].epsilon),
-            "reason": chosen.reason,
-            "sigma": sigma,
-            "q": q,
-            "steps": steps,
-            "sampling": "poisson",
-            "neighbouring": "add-or-remove-one",
-        }
+        facts = {"epsilon": _number(chosen.epsilon), "delta": delta, "method": method}
+        facts |= {f"epsilon_{other}": _number(costs[other].epsilon), "reason": chosen.reason}
+        facts |= {"sigma": sigma, "q": q, "steps": steps, "sampling": "poisson", "neighbouring": "add-or-remove-one"}
         print(json.dumps(facts))
         return
     why = f": {chosen.reason}" if chosen.reason else ""
@@ -94,12 +81,9 @@ def calibrate(
     _check(0 < target_epsilon < math.inf, "--target-epsilon must be above 0, and finite", target_epsilon)
     _check_run(q, steps, delta, method)
     from accelerant.privacy.dp.ledger.accounting import calibrate as least_noise
-    from accelerant.privacy.dp.ledger.accounting import spent
-    from accelerant.privacy.dp.ledger.events import Event
 
     sigma = least_noise(target_epsilon, delta, q, steps, method)
-    events = [Event("gaussian", sigma, "poisson", q, steps)]
-    costs = {way: spent(events, delta, method=way).epsilon for way in ("pld", "rdp")}
+    costs = {way: cost.epsilon for way, cost in _costs(sigma, q, steps, delta).items()}
     if json_output:
         facts = {"sigma": sigma, "target_epsilon": target_epsilon, "epsilon": costs[method], "method": method}
         facts |= {f"epsilon_{way}": cost for way, cost in costs.items() if way != method}
@@ -136,6 +120,15 @@ def statement(
         print(report.to_markdown(), end="")
     else:
         print("\n".join(escaped(line) for line in str(report).splitlines()))
+
+
+def _costs(sigma: float, q: float, steps: int, delta: float) -> dict[str, Spent]:
+    """Return the privacy that steps of DP-SGD cost, by method."""
+    from accelerant.privacy.dp.ledger.accounting import spent
+    from accelerant.privacy.dp.ledger.events import Event
+
+    events = [Event("gaussian", sigma, "poisson", q, steps)]
+    return {method: spent(events, delta, method=method) for method in ("pld", "rdp")}
 
 
 def _check_run(q: float, steps: int, delta: float, method: str) -> None:

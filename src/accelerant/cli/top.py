@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from accelerant.cli.app import PLAIN_WIDTH
 from accelerant.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["register", "top"]
 
 _EPILOG = "Examples:  accelerant top   |   accelerant top --interval 0.5   |   accelerant top --json"
-_PLAIN_WIDTH = 160
 _SHOWN_PROCESSES = 5
 _BAR = 10
 
@@ -54,7 +54,7 @@ def top(
     from rich.console import Console
 
     if not sys.stdout.isatty():
-        Console(width=_PLAIN_WIDTH).print(_view([sample(device) for device in devices]))
+        Console(width=PLAIN_WIDTH).print(_view([sample(device) for device in devices]))
         return
     _watch(devices, interval)
 
@@ -79,7 +79,6 @@ def _watch(devices: list[ComputeDevice], interval: float) -> None:
 
 
 def _view(samples: list[Sample], footer: str = "") -> RenderableType:
-    """Return a view of the devices, their processes, and the reasons of absent figures."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -127,26 +126,15 @@ def _reasons(item: Sample) -> list[str]:
 
 
 def _cells(item: Sample) -> tuple[str, ...]:
-    busy = "-"
+    busy = memory = "-"
     if item.utilisation_percent is not None:
         full = round(item.utilisation_percent / 100 * _BAR)
         busy = f"{'█' * full}{'·' * (_BAR - full)} {item.utilisation_percent:3.0f} %"
-    memory = "-"
     if item.memory_total_bytes is not None:
         used = "-" if item.memory_used_bytes is None else f"{item.memory_used_bytes / 2**30:.1f}"
         memory = f"{used} / {item.memory_total_bytes / 2**30:.1f} GiB"
-    return (
-        busy,
-        memory,
-        _shown(item.power_w, "W"),
-        _shown(item.temperature_c, "°C"),
-        _shown(item.clock_mhz, "MHz"),
-        _shown(item.memory_clock_mhz, "MHz"),
-    )
-
-
-def _shown(number: float | None, unit: str) -> str:
-    return "-" if number is None else f"{number:.0f} {unit}"
+    figures = ((item.power_w, "W"), (item.temperature_c, "°C"), (item.clock_mhz, "MHz"), (item.memory_clock_mhz, "MHz"))
+    return busy, memory, *("-" if number is None else f"{number:.0f} {unit}" for number, unit in figures)
 
 
 def _processes(item: Sample) -> RenderableType:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,8 +46,7 @@ _Batch = Annotated[
     ),
 ]
 _MicroBatch = Annotated[
-    int | None,
-    typer.Option(help="Windows on the device at a time. Default: the preset's, or what fits."),
+    int | None, typer.Option(help="Windows on the device at a time. Default: the preset's, or what fits.")
 ]
 _Deterministic = Annotated[
     bool | None,
@@ -137,38 +138,26 @@ def train(
 
     Ctrl-C writes a checkpoint, prints the command that continues the run, and exits with status 130.
     """
-    chosen = {"--preset": preset, "--data": data, "--steps": steps, "--out": out, "--seed": seed}
-    chosen |= {"--batch-size": batch_size, "--micro-batch": micro_batch}
-    chosen |= {"--deterministic": deterministic, "--recompute": recompute or None}
-    chosen |= {"--profile": profile or None, "--log": log, "--precision": precision}
+    chosen = {
+        "--preset": preset, "--data": data, "--steps": steps, "--out": out, "--seed": seed, "--batch-size": batch_size,
+        "--micro-batch": micro_batch, "--deterministic": deterministic, "--recompute": recompute or None,
+        "--profile": profile or None, "--log": log, "--precision": precision, "--private": private or None,
+    }  # fmt: skip
     dp_options: dict[str, Any] = {
-        "--target-epsilon": target_epsilon,
-        "--delta": delta,
-        "--max-grad-norm": max_grad_norm,
-    }
-    dp_options |= {
-        "--noise-multiplier": noise_multiplier,
-        "--insecure-noise": insecure_noise or None,
-        "--ledger": ledger,
-    }
+        "--target-epsilon": target_epsilon, "--delta": delta, "--max-grad-norm": max_grad_norm,
+        "--noise-multiplier": noise_multiplier, "--insecure-noise": insecure_noise or None, "--ledger": ledger,
+    }  # fmt: skip
     if not private and (alone := [name for name, value in dp_options.items() if value is not None]):
         raise ConfigError(f"{alone[0]} goes with --private")
-    chosen |= {"--private": private or None}
     if more and not data:
         raise ConfigError(f"unexpected argument {more[0]!r}: name paths after --data")
-    for name, value in (
-        ("--data", [*(data or ()), *(more or ())]),
-        ("--out", [out]),
-        ("--resume", [resume]),
-        ("--ledger", [ledger]),
-    ):
-        if "" in value:  # an unset shell variable; as a path it would be the current folder
-            raise ConfigError(
-                f"{name} must not be empty: name a {'folder' if name in ('--out', '--resume') else 'path'}"
-            )
+    paths = {"--data": [*(data or ()), *(more or ())], "--out": [out], "--resume": [resume], "--ledger": [ledger]}
+    for name, values in paths.items():
+        if "" in values:  # an unset shell variable; as a path it would be the current folder
+            kind = "folder" if name in ("--out", "--resume") else "path"
+            raise ConfigError(f"{name} must not be empty: name a {kind}")
     if resume is not None:
-        given = [name for name, value in chosen.items() if value is not None]
-        if given:
+        if given := [name for name, value in chosen.items() if value is not None]:
             raise ConfigError(f"--resume continues a run as it was: leave out {given[0]}")
         _run(Path(resume), None, device, json_output, extension=_resumed(Path(resume)))
         return
@@ -188,15 +177,7 @@ def train(
 
 
 def _extension(folder: Path, options: dict[str, Any]) -> Extension:
-    """Return the extension of a private run.
-
-    Args:
-        folder: of the run.
-        options: by name; None for those not given.
-
-    Raises:
-        ConfigError: an invalid value.
-    """
+    """Return the extension of a private run; an option that was not given is None."""
     from accelerant.nn.train.folder import RunFolder
     from accelerant.privacy.dp.training.run import PrivateRun, PrivateSettings
 
@@ -238,9 +219,7 @@ def _run(
 ) -> None:
     """Start a run, or continue the one in `out` if `run` is None; then print the outcome.
 
-    Args:
-        deterministic: of a new run; None for the CPU only, where it costs nothing.
-        extension: of a private run.
+    `deterministic` is for a new run; by default it is true on the CPU only, where it costs nothing.
     """
     if run is None or deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be set before CUDA starts
@@ -260,18 +239,9 @@ def _run(
     device = _choose(backend, origin)
     if run is not None:
         run = run.replaced(deterministic=device.type == "cpu" if deterministic is None else deterministic)
-    view = make_view(quiet=as_json)
-
-    def ledger() -> dict[str, Any]:
-        return accelerant.ledger().to_dict()
-
-    try:
-        if run is None:
-            outcome = resume_training(out, device, progress=view, ledger=ledger, extension=extension)
-        else:
-            outcome = run_training(run, out, device, progress=view, ledger=ledger, extension=extension)
-    finally:
-        view.close()
+    with closing(make_view(quiet=as_json)) as view:
+        start = resume_training if run is None else partial(run_training, run)
+        outcome = start(out, device, progress=view, ledger=lambda: accelerant.ledger().to_dict(), extension=extension)
     if as_json:
         print(json.dumps(outcome.summary))
     else:
@@ -281,16 +251,7 @@ def _run(
 
 
 def _choose(backend: object, origin: str) -> torch.device:
-    """Return the torch device of a backend's name.
-
-    Args:
-        backend: None and "auto" for the one in the settings.
-        origin: of the name, for messages.
-
-    Raises:
-        ConfigError: the name is unknown, or the backend cannot train.
-        BackendUnavailable: the machine has no such backend.
-    """
+    """Return the torch device of a backend; None and "auto" mean the one in the settings. Errors name the origin."""
     import torch
 
     from accelerant.runtime import registry

@@ -26,26 +26,15 @@ _LINE_EVERY_S = 5.0
 class View:
     """Shows notes during the run, and a summary at its end."""
 
-    def phase(self, text: str) -> None:
-        pass
+    def phase(self, text: str) -> None: ...
+    def advance(self, share: float, text: str = "") -> None: ...
+    def begin(self, *, done: int, total: int, device: str, predicted_bytes: int | None) -> None: ...
+    def records(self, records: Sequence[StepRecord]) -> None: ...
+    def end(self) -> None: ...
+    def close(self) -> None: ...
 
     def note(self, text: str) -> None:
         print(f"accelerant: {text}", file=sys.stderr)
-
-    def advance(self, share: float, text: str = "") -> None:
-        pass
-
-    def begin(self, *, done: int, total: int, device: str, predicted_bytes: int | None) -> None:
-        pass
-
-    def records(self, records: Sequence[StepRecord]) -> None:
-        pass
-
-    def end(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
     def outcome(self, outcome: Outcome) -> None:
         """Print how the run ended."""
@@ -65,11 +54,18 @@ def _summary_text(summary: dict[str, Any]) -> str:
         per_byte += f" ({summary['validation_loss']:.3f} a token)"
     baselines = f"unigram {summary['unigram_nats_per_byte']:.3f}, bigram {summary['bigram_nats_per_byte']:.3f}"
     speed = "not recorded" if summary["tokens_per_s"] is None else f"{summary['tokens_per_s']:,.0f} tokens/s"
+    memory = f"{summary['peak_memory_bytes'] / 2**20:,.0f} MiB"
+    if summary.get("reserved_memory_bytes"):
+        memory += f" allocated at most, {summary['reserved_memory_bytes'] / 2**20:,.0f} MiB reserved"
+    else:
+        memory += " resident at most, the whole process"
+    if (predicted := summary.get("predicted_peak_bytes")) is not None:
+        memory += f"; {predicted / 2**20:,.0f} MiB predicted for a step"
     lines = [
         f"validation loss  {per_byte}   ({baselines})",
         f"throughput       {speed} on {summary['device']}",
         f"trained          {summary['steps']:,} steps, {summary['tokens']:,} tokens, {summary['seconds']:.0f} s",
-        f"peak memory      {_memory(summary)}",
+        f"peak memory      {memory}",
         f"report           {summary['report']}",
     ]
     if private := summary.get("private"):
@@ -224,17 +220,6 @@ def _numbers(record: StepRecord) -> str:
 
 def _predicted(size: int | None) -> str:
     return "" if size is None else f", {size / 2**20:,.0f} MiB predicted for a step"
-
-
-def _memory(summary: dict[str, Any]) -> str:
-    mib = 2**20
-    peak = f"{summary['peak_memory_bytes'] / mib:,.0f} MiB"
-    if summary.get("reserved_memory_bytes"):
-        text = f"{peak} allocated at most, {summary['reserved_memory_bytes'] / mib:,.0f} MiB reserved"
-    else:
-        text = f"{peak} resident at most, the whole process"
-    predicted = summary.get("predicted_peak_bytes")
-    return text if predicted is None else f"{text}; {predicted / mib:,.0f} MiB predicted for a step"
 
 
 def _clock(seconds: float) -> str:

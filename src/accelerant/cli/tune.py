@@ -76,7 +76,7 @@ def tune(
         check_writable("--table", table)
     torch_device = torch.device(chosen.torch_device)
     until = None if limit_s is None else time.monotonic() + limit_s
-    before = _entries_of(table) if until is not None else {}
+    before = _entries_of(table) if table is not None and until is not None and table.exists() else {}
     show = ProgressLine()
     results: list[TuneResult] = []
     stopped = False
@@ -93,8 +93,7 @@ def tune(
                 _print(result)
         show("")
         missing = count_calls(op or (), dtypes) - len(results)
-        stopped = missing > 0
-        if stopped:
+        if stopped := missing > 0:
             print(f"stopped by the time limit: {missing} of {missing + len(results)} calls not made", file=sys.stderr)
     entries = choices().entries(torch_device)
     if json_output:
@@ -106,21 +105,13 @@ def tune(
         for line in choices().ignored(torch_device):
             print(f"not used: {line}", file=sys.stderr)
     if table is not None:
-        print(
-            f"{table}: {_write(table, torch_device, serves or (), before if stopped else {})} entries", file=sys.stderr
-        )
+        count = _write(table, torch_device, serves or (), before if stopped else {})
+        print(f"{table}: {count} entries", file=sys.stderr)
     if any(result.error for result in results):
         raise typer.Exit(1)
 
 
-def _entries_of(table: Path | None) -> dict[str, Any]:
-    """Return the entries of a table's file; none if there is no such file.
-
-    Raises:
-        FormatError: the file is not a table.
-    """
-    if table is None or not table.exists():
-        return {}
+def _entries_of(table: Path) -> dict[str, Any]:
     try:
         return dict(decode_json(table.read_bytes())["entries"])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -128,10 +119,9 @@ def _entries_of(table: Path | None) -> dict[str, Any]:
 
 
 def _write(table: Path, device: torch.device, serves: Sequence[str], before: Mapping[str, Any]) -> int:
-    """Write the known results of a device as a table, atomically, and return the number of entries.
+    """Write the known results of a device as a table and return the number of entries.
 
     Args:
-        table: the file.
         device, serves: as for Choices.table.
         before: entries to keep unless newer ones exist.
     """

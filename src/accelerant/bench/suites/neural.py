@@ -27,15 +27,7 @@ from accelerant.bench.ceilings import cpu_time_ms
 from accelerant.bench.record import DETERMINISTIC, OUT_OF_MEMORY, OWN, Row, failure_note
 from accelerant.bench.subjects import OPS
 from accelerant.bench.suite import CaseFailedError, Suite, SuiteCase, SuiteRun, check_names, measure_cases, option
-from accelerant.bench.suites.neural_cases import (
-    CaseWork,
-    OpCase,
-    Oracle,
-    benchmarks_of,
-    call_of,
-    shrunk,
-    work_of,
-)
+from accelerant.bench.suites.neural_cases import CaseWork, OpCase, Oracle, benchmarks_of, call_of, shrunk, work_of
 from accelerant.bench.suites.neural_plan import Libraries, Maker, PlannedCase, plan, sweep_sizes
 from accelerant.bench.timer import rotated_ms, time_in_turns, time_ms
 from accelerant.config import override

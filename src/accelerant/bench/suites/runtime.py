@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from torch import Tensor
 
 from accelerant import ops
 from accelerant.algebra.field.program import field_add_source
-from accelerant.bench.record import Row
+from accelerant.bench.record import Row, environment_variable
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, option
 from accelerant.bench.suites.bandwidth import size_name
 from accelerant.bench.timer import Timing, host_time_us, wall_ms
@@ -129,19 +127,6 @@ def _calls(run: SuiteRun) -> list[Row]:
     ]
 
 
-@contextmanager
-def _triton_cache(folder: str) -> Iterator[None]:
-    """Point Triton's own cache to a folder, without which a cold compile would be warm."""
-    before = os.environ.get("TRITON_CACHE_DIR")
-    os.environ["TRITON_CACHE_DIR"] = folder
-    try:
-        yield
-    finally:
-        os.environ.pop("TRITON_CACHE_DIR")
-        if before is not None:
-            os.environ["TRITON_CACHE_DIR"] = before
-
-
 def _compiles(device: ComputeDevice) -> list[Row]:
     """Measure compiles of a C kernel and of a Triton kernel, with an empty and with a filled disk cache."""
     provider = registry.create(device.backend)
@@ -155,7 +140,11 @@ def _compiles(device: ComputeDevice) -> list[Row]:
         for case in ("cold", "warm"):
             samples = []
             for _ in range(3):
-                with tempfile.TemporaryDirectory() as folder, override(cache_dir=Path(folder)), _triton_cache(folder):
+                with (
+                    tempfile.TemporaryDirectory() as folder,
+                    override(cache_dir=Path(folder)),
+                    environment_variable("TRITON_CACHE_DIR", folder),  # else a cold compile would be warm
+                ):
                     if case == "warm":
                         provider.compile(source, device=device.index)
                     began = time.perf_counter()
@@ -267,12 +256,15 @@ def _batches(run: SuiteRun, budget_s: float) -> list[Row]:
         def one_by_one() -> list[Tensor]:
             return [accelerator.gelu(x) for x in xs]
 
+        def differs(message: str) -> str:
+            raise AccelerantError(f"batch() gave something else than single calls: {message.splitlines()[0]}")
+
         def batched() -> list[Tensor]:
             with accelerator.batch() as batch:
                 pending = [batch.gelu(x) for x in xs]
             return [result.result() for result in pending]
 
-        torch.testing.assert_close(batched(), one_by_one(), rtol=1e-5, atol=1e-6, msg=_batch_differs)
+        torch.testing.assert_close(batched(), one_by_one(), rtol=1e-5, atol=1e-6, msg=differs)
         merged, single = (wall_ms(call, where, budget_s=budget_s) for call in (batched, one_by_one))
         plain = wall_ms(lambda: [F.gelu(x) for x in xs], where, budget_s=budget_s)
     ours = replace(base, runner="accelerant", implementation="batch()")
@@ -283,7 +275,3 @@ def _batches(run: SuiteRun, budget_s: float) -> list[Row]:
         replace(base, runner="torch", implementation="gelu, one by one").timed(plain),
         gain.timed(single.over(merged)),
     ]
-
-
-def _batch_differs(message: str) -> str:
-    raise AccelerantError(f"batch() gave something else than single calls: {message.splitlines()[0]}")
