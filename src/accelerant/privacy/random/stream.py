@@ -27,7 +27,7 @@ from accelerant.errors import ConfigError
 
 __all__ = [
     "BLOCK_WORDS", "CONSTANTS", "DOUBLE_ROUNDS", "QUARTERS", "SecureStream", "Words", "chacha20_blocks",
-    "chacha20_words", "key_words",
+    "chacha20_words", "key_words", "renewed_after_fork",
 ]  # fmt: skip
 
 BLOCK_WORDS = 16
@@ -73,7 +73,9 @@ def chacha20_words(key: Words, first: int, count: int, nonce: int = 0) -> Words:
 
 _KEY_BYTES = 32
 _LAST = 2**64
-_live: weakref.WeakSet[SecureStream] = weakref.WeakSet()
+
+renewed_after_fork: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Generators to which a forked process gives another key, by `_renew()`, and another `_lock`."""
 
 
 class SecureStream:
@@ -97,7 +99,7 @@ class SecureStream:
         self._lock = threading.Lock()
         self._counter = 0
         self._renew(key)
-        _live.add(self)
+        renewed_after_fork.add(self)
 
     def reserve(self, blocks: int) -> tuple[Words, int]:
         """Reserve counters of blocks, and return the key and the first; ConfigError past a counter of 2^64."""
@@ -132,9 +134,9 @@ class SecureStream:
 
 
 def _after_fork() -> None:
-    for stream in list(_live):
-        stream._lock = threading.Lock()  # another thread of the parent may have held it
-        stream._renew()
+    for generator in list(renewed_after_fork):
+        generator._lock = threading.Lock()  # another thread of the parent may have held it
+        generator._renew()
 
 
 if hasattr(os, "register_at_fork"):

@@ -18,31 +18,23 @@ from torch import Tensor
 from accelerant.errors import ConfigError, UnsupportedDtype
 from accelerant.ops._launch import multiprocessors
 from accelerant.ops._library import name_of
+from accelerant.privacy.dp.noise import launch
 from accelerant.privacy.dp.noise.charge import grid_steps
 from accelerant.privacy.dp.noise.discrete import digits_of, make_plan
-from accelerant.privacy.dp.noise.launch import (
-    PHILOX_GROUP,
-    PHILOX_THREADS,
-    ROWS,
-    add_steps,
-    fused_dtypes,
-    gaussian_add,
-    gaussian_steps,
-    host_philox_source,
-    laplace_steps,
-    noted,
-    packed_rows,
-    philox_source,
-)
+from accelerant.privacy.dp.noise.launch import PHILOX_GROUP, add_steps, gaussian_steps
 from accelerant.privacy.random import SecureStream
 from accelerant.privacy.random.device import compiled, index_of, reserve_source
 from accelerant.privacy.random.llvm_kernels import lanes
+from accelerant.privacy.random.stream import renewed_after_fork
 from accelerant.runtime.compilation.philox import ROUNDS, WEYL
 from accelerant.runtime.streams.stream import capturing
 
 __all__ = ["FastSource", "NoiseSource", "SecureSource"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_COUNTERS = PHILOX_GROUP // 4  # of a group of elements. A tensor begins a new group
+_ALIGNMENT = 16
+_LOW = 0xFFFFFFFF
 
 
 class NoiseSource(ABC):
@@ -113,9 +105,9 @@ class SecureSource(NoiseSource):
         _check(tensors, scale)
         plan = make_plan(steps) if steps else None
         for (device, dtype), members in _by_kind(tensors).items():
-            if plan is not None and dtype in fused_dtypes(device):
+            if plan is not None and dtype in launch.fused_dtypes(device):
                 with _contiguous(members) as dense:
-                    gaussian_add(self._stream, dense, plan, grid, scale)
+                    launch.gaussian_add(self._stream, dense, plan, grid, scale)
                 continue
             for x in members:
                 noise = None if plan is None else gaussian_steps(self._stream, x.shape, plan, device)
@@ -128,7 +120,8 @@ class SecureSource(NoiseSource):
         if steps:
             digits_of(steps)  # refuses before anything is changed
         for x in tensors:
-            add_steps(x, laplace_steps(self._stream, x.shape, steps, x.device) if steps else None, grid, scale)
+            noise = launch.laplace_steps(self._stream, x.shape, steps, x.device) if steps else None
+            add_steps(x, noise, grid, scale)
 
     def integers(self, shape: Sequence[int], std_grid: float, device: Any = "cpu") -> Tensor:
         """Return int64 draws of the discrete Gaussian; ConfigError if std_grid is not above 0, or too wide."""
@@ -156,7 +149,16 @@ class FastSource(NoiseSource):
     name = "philox gaussian"
 
     def __init__(self, seed: int | None = None) -> None:
-        self._state = _PhiloxState(seed)
+        if seed is not None and not 0 <= seed < 2**64:
+            raise ConfigError(f"seed must be in [0, 2^64), got {seed}")
+        self._lock = threading.Lock()
+        self._renew(seed)
+        renewed_after_fork.add(self)
+
+    def _renew(self, seed: int | None = None) -> None:
+        self._seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed
+        self._host_counter = 0
+        self._counters: dict[int, Tensor] = {}  # of each CUDA device
 
     def add_gaussian_(self, tensors: Sequence[Tensor], std: float, *, grid: float = 1.0, scale: float = 1.0) -> None:
         """Add Gaussian noise; see the class. Several tensors of one dtype on a CUDA device take one launch."""
@@ -171,7 +173,7 @@ class FastSource(NoiseSource):
         for x in tensors:
             if x.device.type == "cuda" and x.dtype != torch.float64 and x.is_contiguous() and x.numel():
                 _check([x], std)
-                self._own_state().add([x.detach()], std, 1.0, laplace=False, fills=True)
+                self._add_dense([x.detach()], std, 1.0, laplace=False, fills=True)
             else:
                 x.detach().zero_()
                 self.add_gaussian_([x], std)
@@ -186,22 +188,72 @@ class FastSource(NoiseSource):
         if not math.isfinite(width) or width < 0:
             raise ConfigError(f"the noise's width must be at least 0 and finite, got {width!r}")
         _check(tensors, scale)
-        state = self._own_state()
         for (device, dtype), members in _by_kind(tensors).items():
             if dtype == torch.float32 or (device.type == "cuda" and dtype != torch.float64):
                 with _contiguous(members) as dense:
-                    state.add(dense, width, scale, laplace=laplace)
+                    self._add_dense(dense, width, scale, laplace=laplace)
                 continue
             for x in members:
                 noise = torch.zeros(x.shape, device=device)
-                state.add([noise], width, 1.0, laplace=laplace)
+                self._add_dense([noise], width, 1.0, laplace=laplace)
                 x.detach().copy_((x.detach() + noise) * scale)
 
-    def _own_state(self) -> _PhiloxState:
-        """Return the state, after a fork with a new seed."""
-        if self._state.process != os.getpid():
-            self._state = _PhiloxState()
-        return self._state
+    def _add_dense(
+        self, tensors: Sequence[Tensor], width: float, scale: float, *, laplace: bool, fills: bool = False
+    ) -> None:
+        """Replace x by (x + width z) scale, for contiguous tensors of one dtype and device.
+
+        Args:
+            tensors: float32, bfloat16 or float16; on the CPU only float32.
+            laplace: z has the density exp(-|z|) / 2 instead of the normal one.
+            fills: x counts as 0 and is not read (only CUDA devices).
+        """
+        device = tensors[0].device
+        if device.type == "cpu":
+            for x in tensors:
+                self._add_on_host(x, width, scale, laplace)
+            return
+        index = index_of(device)
+        _, kernel = compiled(launch.philox_source(name_of(tensors[0].dtype), laplace=laplace, fills=fills), device)
+        provider, reserve = compiled(reserve_source(), device)
+        for at in range(0, len(tensors), launch.ROWS):
+            members = tensors[at : at + launch.ROWS]
+            rows, groups = launch.packed_rows(members, PHILOX_GROUP)
+            if groups:
+                counter = self._counter_on(index)
+                aligned = all(x.data_ptr() % _ALIGNMENT == 0 for x in members)
+                first = torch.empty(1, dtype=torch.int64, device=device)
+                provider.launch(reserve, (1,), (1,), (counter, first, groups * _COUNTERS))
+                blocks = min(8 * multiprocessors(device), -(-groups * 32 // launch.PHILOX_THREADS))
+                args = (rows, self._round_keys(index + 1), first, int(aligned), width, scale)
+                elements = sum(x.numel() for x in members)
+                with launch.noted("philox_noise", members, kernel, elements, accesses=1 if fills else 2):
+                    kernel.handle.pack((blocks, 1, 1), args, index).start()
+
+    def _add_on_host(self, x: Tensor, width: float, scale: float, laplace: bool) -> None:
+        if n := x.numel():
+            with self._lock:
+                first = self._host_counter
+                self._host_counter += -(-n // PHILOX_GROUP) * _COUNTERS
+            keys = torch.from_numpy(np.frombuffer(self._round_keys(0), np.int32).copy())
+            provider, kernel = compiled(launch.host_philox_source(laplace=laplace), x.device)
+            with launch.noted("philox_noise", [x], kernel, n, accesses=2):
+                provider.launch(kernel, (-(-n // (4 * lanes())),), (1,), (x, keys, first, 0, n, width, scale))
+
+    def _counter_on(self, index: int) -> Tensor:
+        """Return (1,) int64 on a CUDA device, the next counter, which each replay of a captured graph advances."""
+        with self._lock:
+            if index not in self._counters:
+                if capturing(index):
+                    raise ConfigError("noise is captured before it was drawn once on this device: run a step before")
+                self._counters[index] = torch.zeros(1, dtype=torch.int64, device=torch.device("cuda", index))
+            return self._counters[index]
+
+    def _round_keys(self, stream: int) -> bytes:
+        """Return the struct Keys of philox.cuh: the key's two words in each of ten rounds, the counter's third word."""
+        halves = self._seed & _LOW, self._seed >> 32
+        words = [halves[side] + i * WEYL[side] & _LOW for i in range(ROUNDS) for side in (0, 1)]
+        return struct.pack("<21I", *words, stream)
 
     def __reduce__(self) -> tuple[Any, tuple[()]]:  # of copies, too
         return FastSource, ()
@@ -236,76 +288,3 @@ def _check(tensors: Sequence[Tensor], scale: float) -> None:
             raise ConfigError(f"noise is drawn on cpu and cuda, not on {x.device.type}: move the tensors to the CPU")
         if x.dtype not in _DTYPES:
             raise UnsupportedDtype(f"noise is added to float32, bfloat16, float16 or float64, got {x.dtype}")
-
-
-_COUNTERS = PHILOX_GROUP // 4  # of a group of elements. A tensor begins a new group
-_ALIGNMENT = 16
-_LOW = 0xFFFFFFFF
-
-
-class _PhiloxState:
-    """A seed below 2^64, by default from the system's entropy, and the counters of each device."""
-
-    def __init__(self, seed: int | None = None) -> None:
-        if seed is not None and not 0 <= seed < 2**64:
-            raise ConfigError(f"seed must be in [0, 2^64), got {seed}")
-        self._seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed
-        self.process = os.getpid()
-        self._lock = threading.Lock()
-        self._host_counter = 0
-        self._counters: dict[int, Tensor] = {}
-
-    def add(self, tensors: Sequence[Tensor], width: float, scale: float, *, laplace: bool, fills: bool = False) -> None:
-        """Replace x by (x + width z) scale, for contiguous tensors of one dtype and device.
-
-        Args:
-            tensors: float32, bfloat16 or float16; on the CPU only float32.
-            laplace: z has the density exp(-|z|) / 2 instead of the normal one.
-            fills: x counts as 0 and is not read (only CUDA devices).
-        """
-        device = tensors[0].device
-        if device.type == "cpu":
-            for x in tensors:
-                self._add_on_host(x, width, scale, laplace)
-            return
-        index = index_of(device)
-        _, kernel = compiled(philox_source(name_of(tensors[0].dtype), laplace=laplace, fills=fills), device)
-        provider, reserve = compiled(reserve_source(), device)
-        for at in range(0, len(tensors), ROWS):
-            members = tensors[at : at + ROWS]
-            rows, groups = packed_rows(members, PHILOX_GROUP)
-            if groups:
-                counter = self._counter_on(index)
-                aligned = all(x.data_ptr() % _ALIGNMENT == 0 for x in members)
-                first = torch.empty(1, dtype=torch.int64, device=device)
-                provider.launch(reserve, (1,), (1,), (counter, first, groups * _COUNTERS))
-                blocks = min(8 * multiprocessors(device), -(-groups * 32 // PHILOX_THREADS))
-                args = (rows, self._round_keys(index + 1), first, int(aligned), width, scale)
-                elements = sum(x.numel() for x in members)
-                with noted("philox_noise", members, kernel, elements, accesses=1 if fills else 2):
-                    kernel.handle.pack((blocks, 1, 1), args, index).start()
-
-    def _add_on_host(self, x: Tensor, width: float, scale: float, laplace: bool) -> None:
-        if n := x.numel():
-            with self._lock:
-                first = self._host_counter
-                self._host_counter += -(-n // PHILOX_GROUP) * _COUNTERS
-            keys = torch.from_numpy(np.frombuffer(self._round_keys(0), np.int32).copy())
-            provider, kernel = compiled(host_philox_source(laplace=laplace), x.device)
-            with noted("philox_noise", [x], kernel, n, accesses=2):
-                provider.launch(kernel, (-(-n // (4 * lanes())),), (1,), (x, keys, first, 0, n, width, scale))
-
-    def _counter_on(self, index: int) -> Tensor:
-        """Return (1,) int64 on a CUDA device, the next counter, which each replay of a captured graph advances."""
-        with self._lock:
-            if index not in self._counters:
-                if capturing(index):
-                    raise ConfigError("noise is captured before it was drawn once on this device: run a step before")
-                self._counters[index] = torch.zeros(1, dtype=torch.int64, device=torch.device("cuda", index))
-            return self._counters[index]
-
-    def _round_keys(self, stream: int) -> bytes:
-        """Return the struct Keys of philox.cuh: the key's two words in each of ten rounds, the counter's third word."""
-        halves = self._seed & _LOW, self._seed >> 32
-        words = [halves[side] + i * WEYL[side] & _LOW for i in range(ROUNDS) for side in (0, 1)]
-        return struct.pack("<21I", *words, stream)
