@@ -87,7 +87,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._released = False  # .grad is the noisy mean
         self._updating = False
         self._warned = False
-        self._unwatch = _watch_steps(self)
+        check = weakref.WeakMethod(self.require_own)  # the hook, on all optimizers, must not keep this one alive
+
+        def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if (require_own := check()) is not None:
+                require_own(optimizer)
+
+        self._unwatch: Callable[[], None] = register_optimizer_step_pre_hook(before_step).remove
+        weakref.finalize(self, self._unwatch)
         clipper.on_begin = self._backward_begins
         clipper.on_backward = self._backward_ended
         for param in self._params:
@@ -99,6 +106,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
     param_groups: Any = property(lambda self: self.inner.param_groups)
     state: Any = property(lambda self: self.inner.state)
     defaults: Any = property(lambda self: self.inner.defaults)
+    state_dict: Any = property(lambda self: self.inner.state_dict)  # no key and no noise is in it
+    load_state_dict: Any = property(lambda self: self.inner.load_state_dict)
+    register_step_pre_hook: Any = property(lambda self: self.inner.register_step_pre_hook)  # it sees the noisy mean
+    register_step_post_hook: Any = property(lambda self: self.inner.register_step_post_hook)
 
     @property
     def noise_multiplier(self) -> float:
@@ -115,22 +126,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a PrivateOptimizer is not pickled or copied: save PrivateTraining.state_dict()")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state: no key and no noise is in it."""
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load into the wrapped optimizer."""
-        self.inner.load_state_dict(state_dict)
-
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        """Register on the wrapped optimizer: the hook sees the noisy mean, ready for the update."""
-        return self.inner.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Any) -> Any:
-        """Register on the wrapped optimizer."""
-        return self.inner.register_step_post_hook(hook)
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:
         """Raise UnsupportedCase: parameters are clipped from the beginning or not at all."""
@@ -193,7 +188,19 @@ class PrivateOptimizer(torch.optim.Optimizer):
                     "frozen or not there when make_private was called; call it again after detach()"
                 )
         plan = self._plan(self.expected_batch_size)
-        self._spend(plan)
+        sampling: Sampling = "poisson" if self.tracker.sampled else "unknown"
+        if sampling == "unknown" and not self._warned:
+            self._warned = True
+            warnings.warn(_FOREIGN_BATCH, UserWarning, stacklevel=3)
+        event = self._event(plan, sampling)
+
+        def record() -> None:
+            self._require_allowed(event)
+            self.ledger.record(event)  # before any result of the step exists
+
+        self.processes.on_first(record)
+        if not self.processes.first:
+            self.ledger.record(event)  # in memory, for this process's epsilon()
         return plan
 
     def update(self, plan: NoisePlan) -> None:
@@ -266,22 +273,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
             plan = dataclasses.replace(plan, delta=plan.delta + self._adaptive.delta)
         rate = self._sample_rate if sampling == "poisson" else 1.0
         return self._release.event(plan, sampling, rate, idealised=True, note=note)  # summed in floating point
-
-    def _spend(self, plan: NoisePlan) -> None:
-        """Record the step in the ledger before any result of it exists."""
-        sampling: Sampling = "poisson" if self.tracker.sampled else "unknown"
-        if sampling == "unknown" and not self._warned:
-            self._warned = True
-            warnings.warn(_FOREIGN_BATCH, UserWarning, stacklevel=4)
-        event = self._event(plan, sampling)
-
-        def record() -> None:
-            self._require_allowed(event)
-            self.ledger.record(event)
-
-        self.processes.on_first(record)
-        if not self.processes.first:
-            self.ledger.record(event)  # in memory, for this process's epsilon()
 
     def _require_allowed(self, event: Event) -> None:
         """Check the training's own target, where the ledger, which may serve others, has no budget as tight."""
@@ -401,17 +392,3 @@ def require_float32(name: str, parameter: Tensor) -> None:
             f"{name} is {parameter.dtype}, and so would be its sum of clipped gradients, whose rounding may exceed "
             "what one example adds: keep the parameters in float32 and compute under torch.autocast"
         )
-
-
-def _watch_steps(optimizer: PrivateOptimizer) -> Callable[[], None]:
-    """Call `require_own` before each step of any optimizer, until the returned function is called."""
-    known = weakref.ref(optimizer)
-
-    def before(other: torch.optim.Optimizer, *_: Any) -> None:
-        private = known()
-        if private is not None:
-            private.require_own(other)
-
-    remove: Callable[[], None] = register_optimizer_step_pre_hook(before).remove
-    weakref.finalize(optimizer, remove)
-    return remove

@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -72,7 +72,16 @@ class PrivateTraining:
         self._warned_of_delta = False
         self._samplers: weakref.WeakSet[PoissonSampler | ShardSampler] = weakref.WeakSet()
         self._attached = True
-        self._hook = model.register_forward_pre_hook(mark(_before_forward(optimizer, model)))
+        known, own = weakref.ref(optimizer), weakref.ref(model)
+
+        def before_forward(module: nn.Module, args: Any) -> None:
+            private = known()
+            if private is not None and module is own():  # not a copy of it
+                if torch.is_grad_enabled():
+                    private.require_as_attached()
+                private.drop_released()
+
+        self._hook = model.register_forward_pre_hook(mark(before_forward))
 
     def batches(
         self, data: Any, *, microbatch: int | None = None, steps: int | None = None,
@@ -206,12 +215,13 @@ class PrivateTraining:
         lacking = {"optimizer", "max_grad_norm", "noise_multiplier", "expected_batch_size", "steps"} - state.keys()
         if state.get("version") != 1 or lacking:
             raise FormatError(f"not the state of a private training: version {state.get('version')!r}, lacks {lacking}")
-        if state["noise_multiplier"] != self.noise_multiplier:
+        noise, unit = state["noise_multiplier"], state.get("unit", self.ledger.unit)
+        if noise != self.noise_multiplier:
             raise FormatError(
-                f"the state has noise_multiplier {state['noise_multiplier']}, this training has "
-                f"{self.noise_multiplier}: give make_private the same"
+                f"the state has noise_multiplier {noise}, this training has {self.noise_multiplier}: give make_private "
+                "the same"
             )
-        if (unit := state.get("unit", self.ledger.unit)) != self.ledger.unit:
+        if unit != self.ledger.unit:
             raise FormatError(
                 f"the state's unit is {unit!r}, this training's is {self.ledger.unit!r}: what the two spend does not "
                 "add up"
@@ -324,7 +334,11 @@ def make_private(
     )
     if loss_reduction not in ("mean", "sum"):
         raise ConfigError(f"loss_reduction must be mean or sum, got {loss_reduction!r}")
-    adaptive = _adaptive_settings(clipping, max_grad_norm)
+    adaptive = AdaptiveClipping() if clipping == "adaptive" else clipping
+    if not isinstance(adaptive, AdaptiveClipping) and clipping not in ("flat", "per_layer"):
+        raise ConfigError(f"clipping must be flat, per_layer, adaptive or an AdaptiveClipping, got {clipping!r}")
+    if isinstance(adaptive, AdaptiveClipping) and isinstance(max_grad_norm, Mapping):
+        raise ConfigError(f"adaptive clipping starts from one max_grad_norm, got {max_grad_norm!r}")
     if isinstance(model, nn.Module) and model in _private:
         raise ConfigError("the model is private already: detach() the PrivateTraining first")
     dimensions = _require_match(model, optimizer)
@@ -353,27 +367,13 @@ def make_private(
             optimizer, clipper, NoisySum(source, noise, dimensions), book,
             processes=processes, budget=own, grouped=units.groups is not None,
             sample_rate=arguments.sample_rate, expected_batch_size=arguments.expected_batch_size,
-            adaptive=None if adaptive is None else AdaptiveNorm(adaptive, source, noise),
+            adaptive=AdaptiveNorm(adaptive, source, noise) if isinstance(adaptive, AdaptiveClipping) else None,
         )  # fmt: skip
         undo.callback(private.detach)
         training = PrivateTraining(model, private, arguments, units, owns_ledger=owned)
         undo.pop_all()
     _private.add(model)
     return training
-
-
-def _before_forward(optimizer: PrivateOptimizer, model: nn.Module) -> Callable[[nn.Module, Any], None]:
-    """Return a hook that checks the model, and clears the last step's noisy mean."""
-    known, own = weakref.ref(optimizer), weakref.ref(model)
-
-    def before(module: nn.Module, args: Any) -> None:
-        private = known()
-        if private is not None and module is own():
-            if torch.is_grad_enabled():
-                private.require_as_attached()
-            private.drop_released()
-
-    return before
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------
@@ -454,18 +454,6 @@ def _require_match(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     if not trained:
         raise ConfigError(f"{type(model).__name__} has no parameter that requires a gradient")
     return sum(parameter.numel() for parameter in trained.values())
-
-
-def _adaptive_settings(clipping: object, max_grad_norm: float | Mapping[str, float]) -> AdaptiveClipping | None:
-    """Return the settings of adaptive clipping; None where the norm is constant."""
-    adaptive = AdaptiveClipping() if clipping == "adaptive" else clipping
-    if isinstance(adaptive, AdaptiveClipping):
-        if isinstance(max_grad_norm, Mapping):
-            raise ConfigError(f"adaptive clipping starts from one max_grad_norm, got {max_grad_norm!r}")
-        return adaptive
-    if clipping not in ("flat", "per_layer"):
-        raise ConfigError(f"clipping must be flat, per_layer, adaptive or an AdaptiveClipping, got {clipping!r}")
-    return None
 
 
 def _open_ledger(
