@@ -66,14 +66,10 @@ class PerExampleClipper:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        max_grad_norm: float | Mapping[str, float],
-        clipping: Literal["flat", "per_layer"] = "flat",
-        loss_reduction: Literal["mean", "sum"] = "mean",
+        self, model: nn.Module, *, max_grad_norm: float | Mapping[str, float],
+        clipping: Literal["flat", "per_layer"] = "flat", loss_reduction: Literal["mean", "sum"] = "mean",
         norms: Literal["auto", "ghost", "instantiate"] = "auto",
-    ) -> None:
+    ) -> None:  # fmt: skip
         if clipping not in ("flat", "per_layer"):
             raise ConfigError(f"clipping must be 'flat' or 'per_layer', got {clipping!r}")
         if loss_reduction not in ("mean", "sum"):

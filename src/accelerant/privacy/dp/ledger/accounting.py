@@ -101,14 +101,9 @@ def spent(
 
 
 def remaining(
-    events: Sequence[Event],
-    event: Event,
-    epsilon: float,
-    delta: float,
-    *,
-    method: str = "pld",
+    events: Sequence[Event], event: Event, epsilon: float, delta: float, *, method: str = "pld",
     neighbouring: str = "add-or-remove-one",
-) -> int:
+) -> int:  # fmt: skip
     """Return how many more of event (its count is ignored) fit epsilon at delta, after events; at most 10^9.
 
     Raises the errors of `spent`, and ConfigError if epsilon is not above 0.
@@ -215,17 +210,10 @@ _LEAST_NOISE: Final = 1e-3
 
 
 def calibrate(
-    target_epsilon: float,
-    delta: float,
-    sample_rate: float,
-    steps: int,
-    method: str = "pld",
-    *,
-    mechanism: Mechanism = "gaussian",
-    sampling: Sampling = "poisson",
-    charged: float = 0.0,
+    target_epsilon: float, delta: float, sample_rate: float, steps: int, method: str = "pld", *,
+    mechanism: Mechanism = "gaussian", sampling: Sampling = "poisson", charged: float = 0.0,
     before: Sequence[Event] = (),
-) -> float:
+) -> float:  # fmt: skip
     """Return the least noise multiplier with which `steps` releases stay within target_epsilon at delta.
 
     Args:

@@ -71,7 +71,11 @@ class Journal:
             if self.torn_bytes:
                 os.ftruncate(self._file, self._size)
             if created and sys.platform != "win32":  # where folders cannot be opened
-                _sync_folder(path.parent)
+                folder = os.open(path.parent, os.O_RDONLY)
+                try:
+                    os.fsync(folder)  # so that the new file's name survives a power failure
+                finally:
+                    os.close(folder)
         except OSError as error:
             self.close()
             raise ConfigError(f"cannot write to the ledger {path}: {error.strerror or error}") from None
@@ -141,7 +145,11 @@ def read_journal(path: Path) -> tuple[list[Record], str, int]:
         FormatError: a line was edited, is missing or is no record; the message names it.
         OSError: the file cannot be read.
     """
-    head_lines, head_chain = _read_head(path)  # before the file: another process may be writing
+    try:  # before the file: another process may be writing
+        head, head_chain = _head_path(path).read_text(encoding="ascii").split()
+        head_lines = int(head)
+    except (OSError, ValueError):
+        head_lines, head_chain = 0, ""  # unknown
     *lines, torn = path.read_bytes().split(b"\n")
     records: list[Record] = []
     chain = _START
@@ -180,24 +188,6 @@ def _next_chain(chain: str, record: Record) -> str:
 
 def _head_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.head")
-
-
-def _read_head(path: Path) -> tuple[int, str]:
-    """Return the number of lines and the last one's chain; (0, "") where they are unknown."""
-    try:
-        count, chain = _head_path(path).read_text(encoding="ascii").split()
-        return int(count), chain
-    except (OSError, ValueError):
-        return 0, ""
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a new file's name survive a power failure."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
 
 
 def _lock(file: int, path: Path) -> None:

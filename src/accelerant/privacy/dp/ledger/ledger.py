@@ -117,15 +117,9 @@ class Ledger:
     """
 
     def __init__(
-        self,
-        path: str | Path | None = None,
-        *,
-        unit: str = "example",
-        neighbouring: str = "add-or-remove-one",
-        budget: Budget | None = None,
-        dataset: str = "",
-        any_dataset: bool = False,
-    ) -> None:
+        self, path: str | Path | None = None, *, unit: str = "example", neighbouring: str = "add-or-remove-one",
+        budget: Budget | None = None, dataset: str = "", any_dataset: bool = False,
+    ) -> None:  # fmt: skip
         if not unit:
             raise ConfigError('unit must name whose privacy it is, "example" or "user"; got an empty string')
         self.path = None if path is None else Path(path)

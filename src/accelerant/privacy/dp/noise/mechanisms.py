@@ -67,17 +67,9 @@ def laplace_noise_(
 
 
 def release(
-    value: Any,
-    *,
-    mechanism: Kind,
-    sensitivity: float,
-    epsilon: float | None = None,
-    delta: float | None = None,
-    noise_multiplier: float | None = None,
-    secure: bool = True,
-    ledger: Ledger | None = None,
-    note: str = "",
-) -> Any:
+    value: Any, *, mechanism: Kind, sensitivity: float, epsilon: float | None = None, delta: float | None = None,
+    noise_multiplier: float | None = None, secure: bool = True, ledger: Ledger | None = None, note: str = "",
+) -> Any:  # fmt: skip
     """Return the answer to a query with noise; the value itself is not changed.
 
     Args:

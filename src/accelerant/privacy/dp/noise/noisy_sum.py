@@ -107,16 +107,9 @@ class NoisySum:
         if self.source.secure:
             mechanism = "discrete_gaussian" if self.kind == "gaussian" else "discrete_laplace"
         return Event(
-            mechanism,
-            self.noise_multiplier,
-            sampling,
-            sample_rate,
-            delta=plan.delta,
-            note=note,
-            source=self.source.name,
-            secure=self.source.secure,
-            idealised=idealised,
-        )
+            mechanism, self.noise_multiplier, sampling, sample_rate, delta=plan.delta, note=note,
+            source=self.source.name, secure=self.source.secure, idealised=idealised,
+        )  # fmt: skip
 
 
 def grid_of(kind: Kind, scale: float, sensitivity: float, dimensions: int) -> float:

@@ -157,14 +157,9 @@ class GroupedSampler(PoissonSampler):
     """
 
     def __init__(
-        self,
-        groups: Tensor | Sequence[int | str] | NDArray[Any],
-        sample_rate: float,
-        *,
-        records: int = 1,
-        steps: int | None = None,
-        stream: SecureStream | None = None,
-    ) -> None:
+        self, groups: Tensor | Sequence[int | str] | NDArray[Any], sample_rate: float, *, records: int = 1,
+        steps: int | None = None, stream: SecureStream | None = None,
+    ) -> None:  # fmt: skip
         check_whole("records", records, 1)
         numbers = require_groups(groups).numpy()
         counts = np.bincount(numbers)

@@ -53,16 +53,10 @@ class GradientPrivatizer:
     """
 
     def __init__(
-        self,
-        *,
-        noise_multiplier: float,
-        max_grad_norm: float | Mapping[str, float],
-        expected_batch_size: float,
-        sampling: Sampling = "unknown",
-        sample_rate: float | None = None,
-        secure: bool = True,
+        self, *, noise_multiplier: float, max_grad_norm: float | Mapping[str, float], expected_batch_size: float,
+        sampling: Sampling = "unknown", sample_rate: float | None = None, secure: bool = True,
         ledger: Ledger | str | Path | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._multiplier = check_number("noise_multiplier", noise_multiplier, open_below=False)
         norms = max_grad_norm if isinstance(max_grad_norm, Mapping) else {"": max_grad_norm}
         self._norms = {name: check_number(f"max_grad_norm {name}".strip(), norm) for name, norm in norms.items()}
