@@ -94,7 +94,7 @@ class R1cs(MappedFile):
         section = container.sections[_CONSTRAINTS]
         if section.size % 4 or section.size < 3 * 4 * self.n_constraints:
             message = f"{section.size} bytes; {self.n_constraints} constraints take whole u32 words, at least 3 each"
-            raise container.error(_CONSTRAINTS, section.offset, message)
+            raise container.error(_CONSTRAINTS, 0, message)
         self.custom_gates: tuple[CustomGate, ...] = ()
         self.n_custom_gate_uses = 0
         if _GATES in container.sections:
@@ -177,12 +177,11 @@ class R1cs(MappedFile):
                 at = len(words) + 1  # also if the last combination claims more terms than the section has
             starts[-1] = at
             if at > len(words):
-                row, last = index // 3, section.offset + 4 * starts[index]
-                message = f"the section ends within linear combination {index % 3} of constraint {row} of "
-                raise self._container.error(_CONSTRAINTS, last, f"{message}{self.n_constraints}")
+                message = f"the section ends within linear combination {index % 3} of constraint {index // 3} of "
+                raise self._container.error(_CONSTRAINTS, 4 * starts[index], f"{message}{self.n_constraints}")
             if at < len(words):
                 message = f"{4 * (len(words) - at)} bytes after the last of {self.n_constraints} constraints"
-                raise self._container.error(_CONSTRAINTS, section.offset + 4 * at, message)
+                raise self._container.error(_CONSTRAINTS, 4 * at, message)
         return np.frombuffer(starts, np.int64)
 
     def _read_terms(self, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> Terms:
@@ -203,11 +202,11 @@ class R1cs(MappedFile):
             wrong = terms["wire"] >= self.n_wires
             if wrong.any():
                 first = int(wrong.argmax())
-                at = section.offset + 4 * int(positions[first])
+                at = 4 * int(positions[first])
                 raise container.error(_CONSTRAINTS, at, f"wire {terms['wire'][first]} of {self.n_wires}")
             unreduced = first_not_below(terms["value"], self._field.modulus)
             if unreduced is not None:
-                at = section.offset + 4 * int(positions[unreduced]) + 4
+                at = 4 * int(positions[unreduced]) + 4
                 raise container.error(_CONSTRAINTS, at, f"a value is not below the modulus of {self._field.name}")
         return entries
 
@@ -327,7 +326,7 @@ class Witness(MappedFile):
         if not count:
             raise cursor.error("no values; expected at least w[0]", at)
         if not _begins_with_one(self.values):
-            raise container.error(_VALUES, container.sections[_VALUES].offset, "w[0] is not 1")
+            raise container.error(_VALUES, 0, "w[0] is not 1")
 
     @property
     def values(self) -> U64:

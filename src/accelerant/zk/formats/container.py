@@ -69,12 +69,15 @@ class Layout:
     names: Mapping[int, str]
     required: tuple[int, ...]
 
+    def title(self, number: int) -> str:
+        """Return a section's id, and its name if it has one, for messages."""
+        return f"section {number} ({self.names[number]})" if number in self.names else f"section {number}"
+
 
 @dataclass(frozen=True, slots=True)
 class Section:
     """The position of a section's payload: byte offset in the file and size in bytes."""
 
-    id: int
     offset: int
     size: int
 
@@ -165,13 +168,14 @@ class Container:
             if self.size - at < HEAD.size:
                 raise FormatError(f"{self.path}: byte {at}: the file ends before section {index + 1} of {count}")
             number, size = HEAD.unpack_from(self.data, at)
-            section = Section(number, at + HEAD.size, size)
+            section = Section(at + HEAD.size, size)
             if number in sections:
-                first = sections[number].offset
-                raise self.error(number, at, f"duplicate section; the first is at byte {first}")
-            if size > self.size - section.offset:
-                left = self.size - section.offset
-                raise self.error(number, at, f"the section has {size} bytes, but the file has only {left} more")
+                message = f"duplicate section; the first is at byte {sections[number].offset}"
+                raise FormatError(f"{self.path}: {layout.title(number)}, byte {at}: {message}")
+            left = self.size - section.offset
+            if size > left:
+                message = f"the section has {size} bytes, but the file has only {left} more"
+                raise FormatError(f"{self.path}: {layout.title(number)}, byte {at}: {message}")
             sections[number] = section
             at = section.offset + size
         if at != self.size:
@@ -181,22 +185,21 @@ class Container:
     def require(self, number: int) -> None:
         """Raise FormatError unless the section exists."""
         if number not in self.sections:
-            raise FormatError(f"{self.path}: section {number} ({self.layout.names[number]}) is missing")
+            raise FormatError(f"{self.path}: {self.layout.title(number)} is missing")
 
-    def error(self, number: int, offset: int, message: str) -> FormatError:
-        """Return a FormatError for a byte of a section."""
-        name = self.layout.names.get(number)
-        return FormatError(f"{self.path}: section {number}{f' ({name})' if name else ''}, byte {offset}: {message}")
+    def error(self, number: int, at: int, message: str) -> FormatError:
+        """Return a FormatError for byte `at` of a section's payload; it gives the offset in the file."""
+        offset = self.sections[number].offset + at
+        return FormatError(f"{self.path}: {self.layout.title(number)}, byte {offset}: {message}")
 
     def cursor(self, number: int) -> Cursor:
         """Return a Cursor at the start of a section."""
-        return Cursor(self, self.sections[number])
+        return Cursor(self, number)
 
     def expect_size(self, number: int, size: int, why: str) -> None:
         """Raise FormatError unless the section has exactly `size` bytes; `why` says what needs them."""
-        section = self.sections[number]
-        if section.size != size:
-            raise self.error(number, section.offset, f"{section.size} bytes, {why} need {size}")
+        if self.sections[number].size != size:
+            raise self.error(number, 0, f"{self.sections[number].size} bytes, {why} need {size}")
 
     def array(self, number: int, dtype: npt.DTypeLike, *, start: int = 0, count: int | None = None) -> Any:
         """Return a read-only view of a section as an array; it may be unaligned.
@@ -212,7 +215,7 @@ class Container:
         section, kind = self.sections[number], np.dtype(dtype)
         items = (section.size - start) // kind.itemsize if count is None else count
         if items < 0 or start + items * kind.itemsize > section.size:
-            raise self.error(number, section.offset, f"{section.size} bytes do not hold {items} of {kind.itemsize}")
+            raise self.error(number, 0, f"{section.size} bytes do not hold {items} of {kind.itemsize}")
         return np.frombuffer(self.data, kind, items, section.offset + start)
 
     def rows(self, number: int, width: int, *, start: int = 0, count: int | None = None) -> U64:
@@ -225,30 +228,30 @@ class Cursor:
     """A sequential reader of one section; reading past its end raises FormatError.
 
     Attributes:
-        at: file offset of the next byte.
+        section: id of the section.
+        at: offset of the next byte in the payload.
     """
 
-    def __init__(self, container: Container, section: Section) -> None:
-        self.container = container
-        self.section = section
-        self.at = section.offset
+    def __init__(self, container: Container, number: int) -> None:
+        self.container, self.section, self.at = container, number, 0
+        self._payload = container.sections[number]
 
     def error(self, message: str, at: int | None = None) -> FormatError:
         """Return a FormatError for the current offset, or for `at`."""
-        return self.container.error(self.section.id, self.at if at is None else at, message)
+        return self.container.error(self.section, self.at if at is None else at, message)
 
     @property
     def left(self) -> int:
         """Unread bytes of the section."""
-        return self.section.offset + self.section.size - self.at
+        return self._payload.size - self.at
 
     def take(self, size: int, what: str) -> bytes:
         """Read the next `size` bytes; `what` names them in the error."""
         if size > self.left:
             raise self.error(f"the section ends within {what}: {size} bytes needed, {self.left} left")
-        data = self.container.data[self.at : self.at + size]
+        start = self._payload.offset + self.at
         self.at += size
-        return data
+        return self.container.data[start : start + size]
 
     def number(self, what: str, size: int = 4) -> int:
         """Read an unsigned integer of `size` bytes."""
@@ -260,7 +263,8 @@ class Cursor:
 
     def until_zero(self, what: str) -> bytes:
         """Read bytes up to a zero byte and skip it."""
-        size = self.container.data.find(b"\0", self.at, self.at + self.left) - self.at
+        start = self._payload.offset + self.at
+        size = self.container.data.find(b"\0", start, start + self.left) - start
         if size < 0:
             raise self.error(f"{what} is not terminated by a zero byte")
         return self.take(size + 1, what)[:-1]

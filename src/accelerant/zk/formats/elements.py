@@ -11,7 +11,7 @@ order: 1, u8 length, name in UTF-8;  2, u8 log2 of the number of beacon iteratio
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from accelerant.zk.formats.container import U64, Container, Cursor, Payload
 
 __all__ = [
     "KINDS", "Label", "check_below", "check_points", "check_size", "contribution_payloads", "count_infinities",
-    "first_not_below", "montgomery_points", "point_words", "prime_bytes", "read_family", "read_label", "read_point",
+    "first_not_below", "montgomery_points", "point_words", "prime_bytes", "read_family", "read_label", "read_points",
     "why_forgeable", "words_of",
 ]  # fmt: skip
 
@@ -76,12 +76,19 @@ def point_words(family: Family, degree: int) -> int:
     return 2 * degree * family.fq.limbs
 
 
-def read_point(cursor: Cursor, family: Family, degree: int, what: str) -> U64:
-    """Read a point and check that its coordinates are below q; curve membership is not checked."""
-    at = cursor.at
-    words = cursor.words(point_words(family, degree), what)
-    _check_words(cursor.container, cursor.section.id, at, family.fq, words, what)
-    return words
+def read_points(cursor: Cursor, family: Family, degrees: Mapping[str, int], prefix: str = "") -> dict[str, U64]:
+    """Read a point for each name, and check that coordinates are below q; curve membership is not checked.
+
+    Args:
+        degrees: name -> 1 for a point of G1, 2 for one of G2, in file order.
+        prefix: precedes the names in messages.
+    """
+    points = {}
+    for name, degree in degrees.items():
+        at, what = cursor.at, prefix + name
+        points[name] = cursor.words(point_words(family, degree), what)
+        _check_words(cursor.container, cursor.section, at, family.fq, points[name], what)
+    return points
 
 
 def why_forgeable(gamma2: U64, delta2: U64) -> str | None:
@@ -154,9 +161,8 @@ def check_below(container: Container, number: int, field: Field, words: U64, sta
     Raises:
         FormatError: names the offset of the first invalid element.
     """
-    begin = container.sections[number].offset + start
     for chunk in _chunks(words):
-        at = begin + chunk.start * words.shape[1] * words.itemsize
+        at = start + chunk.start * words.shape[1] * words.itemsize
         _check_words(container, number, at, field, words[chunk], "an element")
 
 
@@ -184,8 +190,8 @@ def check_points(
             first = launch.first_off(HOST, curve, test, points)
             if first is not None:
                 index = chunk.start + first
-                offset = container.sections[number].offset + start + index * words.shape[1] * words.itemsize
-                raise container.error(number, offset, f"point {index} is {what}")
+                at = start + index * words.shape[1] * words.itemsize
+                raise container.error(number, at, f"point {index} is {what}")
 
 
 def count_infinities(words: U64) -> int:
@@ -250,12 +256,17 @@ def read_label(cursor: Cursor) -> Label:
 
 
 def contribution_payloads(
-    family: Family, points: Iterable[tuple[str, int, U64]], hashes: Mapping[str, tuple[bytes, int]], label: Label
+    family: Family,
+    degrees: Mapping[str, int],
+    points: Mapping[str, U64],
+    hashes: Mapping[str, tuple[bytes, int]],
+    label: Label,
 ) -> list[Payload]:
     """Encode a contribution.
 
     Args:
-        points: name, degree (1 for G1, 2 for G2) and words of each.
+        degrees: as for read_points.
+        points: name -> words.
         hashes: name -> bytes and their expected number.
 
     Raises:
@@ -263,7 +274,7 @@ def contribution_payloads(
             iterations_exp above 255.
         ShapeError, UnsupportedDtype: words that are not a point's.
     """
-    words = (words_of(words, point_words(family, degree), None, name) for name, degree, words in points)
+    words = (words_of(points[name], point_words(family, degree), None, name) for name, degree in degrees.items())
     checked = (check_size(value, size, name) for name, (value, size) in hashes.items())
     return [*words, *checked, _label_bytes(label)]
 

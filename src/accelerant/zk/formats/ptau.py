@@ -29,28 +29,9 @@ import numpy as np
 from accelerant.algebra.curve.encoding import encode_points
 from accelerant.algebra.curve.parameters import Curve, family_of
 from accelerant.errors import ConfigError, FormatError
-from accelerant.zk.formats.container import (
-    U64,
-    Container,
-    Cursor,
-    FilePath,
-    Layout,
-    MappedFile,
-    Payload,
-    write_container,
-)
-from accelerant.zk.formats.elements import (
-    Label,
-    check_points,
-    contribution_payloads,
-    montgomery_points,
-    point_words,
-    prime_bytes,
-    read_family,
-    read_label,
-    read_point,
-    words_of,
-)
+from accelerant.zk.formats import elements
+from accelerant.zk.formats.container import U64, Container, FilePath, Layout, MappedFile, Payload, write_container
+from accelerant.zk.formats.elements import Label, point_words, words_of
 
 __all__ = ["CONTRIBUTION_POINTS", "Powers", "Ptau", "PtauContribution", "write_ptau"]
 
@@ -114,7 +95,7 @@ class Ptau(MappedFile):
 
     def _read(self, container: Container) -> None:
         cursor = container.cursor(_HEADER)
-        self._family = read_family(cursor, "q")
+        self._family = elements.read_family(cursor, "q")
         self.family = self._family.name
         at = cursor.at
         self.power, self.ceremony_power = cursor.number("power"), cursor.number("ceremonyPower")
@@ -131,24 +112,19 @@ class Ptau(MappedFile):
                 container.require(number + shift)
                 container.expect_size(number + shift, count * point_words(self._family, degree) * 8, f"{count} points")
         cursor = container.cursor(_CONTRIBUTIONS)
-        count = cursor.number("the number of contributions")
-        # Each takes bytes of the file.
-        self.contributions = tuple(self._read_contribution(cursor) for _ in range(count))
+        contributions = []
+        for _ in range(cursor.number("the number of contributions")):  # each takes bytes of the section
+            points = elements.read_points(cursor, self._family, CONTRIBUTION_POINTS, "a contribution's ")
+            state = cursor.take(_STATE_BYTES, "a contribution's hash")
+            challenge = cursor.take(_CHALLENGE_BYTES, "a contribution's next challenge")
+            contributions.append(PtauContribution(elements.read_label(cursor), points, state, challenge))
         cursor.end()
+        self.contributions = tuple(contributions)
 
     @property
     def _shifts(self) -> tuple[int, ...]:
         """Differences between the ids of sections of points and those of powers."""
         return (0, _LAGRANGE) if self.prepared else (0,)
-
-    def _read_contribution(self, cursor: Cursor) -> PtauContribution:
-        points = {
-            name: read_point(cursor, self._family, degree, f"a contribution's {name}")
-            for name, degree in CONTRIBUTION_POINTS.items()
-        }
-        state = cursor.take(_STATE_BYTES, "a contribution's hash")
-        challenge = cursor.take(_CHALLENGE_BYTES, "a contribution's next challenge")
-        return PtauContribution(read_label(cursor), points, state, challenge)
 
     # --- sections ------------------------------------------------------------------------------------------------
 
@@ -209,12 +185,12 @@ class Ptau(MappedFile):
             return self._family.g2 if words.shape[-1] == point_words(self._family, 2) else self._family.g1
 
         for number, words in ((number, self.points[name]) for number, name in _NAMES.items() if name in self.points):
-            check_points(container, number, curve_of(words), words, subgroup=subgroup)
+            elements.check_points(container, number, curve_of(words), words, subgroup=subgroup)
         for number, words in ((_TAU_G1, self.powers("tau_g1")), (_TAU_G2, self.powers("tau_g2"))):
             curve = curve_of(words)
-            if not np.array_equal(words[:1], montgomery_points(curve, encode_points(curve, [curve.generator]))):
-                at = container.sections[number].offset
-                raise container.error(number, at, f"the first power is not the generator of {curve.name}")
+            generator = elements.montgomery_points(curve, encode_points(curve, [curve.generator]))
+            if not np.array_equal(words[:1], generator):
+                raise container.error(number, 0, f"the first power is not the generator of {curve.name}")
         if not self.contributions:
             return
         left = {
@@ -223,9 +199,8 @@ class Ptau(MappedFile):
         }  # fmt: skip
         for name, words in left.items():
             if not np.array_equal(self.contributions[-1].points[name], words):
-                at = container.sections[_CONTRIBUTIONS].offset
                 message = f"{name} of the last contribution differs from that of the powers"
-                raise container.error(_CONTRIBUTIONS, at, message)
+                raise container.error(_CONTRIBUTIONS, 0, message)
 
     def __repr__(self) -> str:
         return f"Ptau({str(self.path)!r}, {self.family}, power {self.power}{', prepared' * self.prepared})"
@@ -283,7 +258,7 @@ def write_ptau(
         raise ConfigError(f"lagrange must have {', '.join(_POWERS)}, got {', '.join(lagrange) or 'none'}")
     points = {"tau_g1": tau_g1, "tau_g2": tau_g2, "alpha_g1": alpha_g1, "beta_g1": beta_g1}
     sections: dict[int, list[Payload]] = {
-        _HEADER: [prime_bytes(pairing, "q") + struct.pack("<II", power, of_ceremony)],
+        _HEADER: [elements.prime_bytes(pairing, "q") + struct.pack("<II", power, of_ceremony)],
         **{
             number: [words_of(points[name], point_words(pairing, degree), _count(name, power), name)]
             for name, (number, degree) in _POWERS.items()
@@ -295,14 +270,12 @@ def write_ptau(
         if set(contribution.points) != set(CONTRIBUTION_POINTS):
             wanted = ", ".join(CONTRIBUTION_POINTS)
             raise ConfigError(f"a contribution's points must be {wanted}, got {list(contribution.points)}")
-        sections[_CONTRIBUTIONS] += contribution_payloads(
-            pairing,
-            [(name, degree, contribution.points[name]) for name, degree in CONTRIBUTION_POINTS.items()],
-            {
-                "partial_hash": (contribution.partial_hash, _STATE_BYTES),
-                "next_challenge": (contribution.next_challenge, _CHALLENGE_BYTES),
-            },
-            contribution.label,
+        hashes = {
+            "partial_hash": (contribution.partial_hash, _STATE_BYTES),
+            "next_challenge": (contribution.next_challenge, _CHALLENGE_BYTES),
+        }
+        sections[_CONTRIBUTIONS] += elements.contribution_payloads(
+            pairing, CONTRIBUTION_POINTS, contribution.points, hashes, contribution.label
         )
     for name, words in (lagrange or {}).items():
         number, degree = _POWERS[name]

@@ -29,31 +29,9 @@ import numpy.typing as npt
 
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.zk.formats.container import (
-    U64,
-    Container,
-    Cursor,
-    FilePath,
-    Layout,
-    MappedFile,
-    Payload,
-    write_container,
-)
-from accelerant.zk.formats.elements import (
-    Label,
-    check_below,
-    check_points,
-    check_size,
-    contribution_payloads,
-    first_not_below,
-    point_words,
-    prime_bytes,
-    read_family,
-    read_label,
-    read_point,
-    why_forgeable,
-    words_of,
-)
+from accelerant.zk.formats import elements
+from accelerant.zk.formats.container import U64, Container, FilePath, Layout, MappedFile, Payload, write_container
+from accelerant.zk.formats.elements import Label, check_points, first_not_below, point_words, words_of
 
 __all__ = ["COEFFICIENT", "Contribution", "Zkey", "write_zkey"]
 
@@ -65,7 +43,7 @@ _NAMES = {
 _LAYOUT = Layout("zkey", b"zkey", 1, _NAMES, (*range(_PROTOCOL, _CONTRIBUTIONS),))
 _GROTH16 = 1
 _OTHER_PROTOCOLS = {2: "PLONK", 10: "FFLONK"}
-_HEADER_POINTS = (("alpha1", 1), ("beta1", 1), ("beta2", 2), ("gamma2", 2), ("delta1", 1), ("delta2", 2))
+_HEADER_POINTS = {"alpha1": 1, "beta1": 1, "beta2": 2, "gamma2": 2, "delta1": 1, "delta2": 2}
 _CONTRIBUTION_POINTS = {"delta_after": 1, "g1_s": 1, "g1_sx": 1, "g2_spx": 2}
 _HASH_BYTES = 64
 _COUNT = struct.Struct("<I")
@@ -121,10 +99,9 @@ class Zkey(MappedFile):
         protocol = cursor.number("the protocol")
         if protocol != _GROTH16:
             name = _OTHER_PROTOCOLS.get(protocol)
-            at = container.sections[_PROTOCOL].offset
-            raise cursor.error(f"protocol {protocol}{f' ({name})' if name else ''}; only 1 (Groth16) is read", at)
+            raise cursor.error(f"protocol {protocol}{f' ({name})' if name else ''}; only 1 (Groth16) is read", 0)
         cursor.end()
-        self._read_header(container.cursor(_HEADER))
+        self._read_header(container)
         g1, g2 = (point_words(self._family, degree) for degree in (1, 2))
         self._sections = {  # section of points -> number of points, words of each
             _IC: (self.n_public + 1, g1),
@@ -139,20 +116,23 @@ class Zkey(MappedFile):
         self.n_coefficients = container.cursor(_COEFFICIENTS).number("the number of coefficients")
         needed = _COUNT.size + self.n_coefficients * COEFFICIENT.itemsize
         container.expect_size(_COEFFICIENTS, needed, f"{self.n_coefficients} coefficients")
-        check_below(container, _IC, self._family.fq, self.ic)
+        elements.check_below(container, _IC, self._family.fq, self.ic)
         self.circuit_hash, contributions = b"", list[Contribution]()
         if _CONTRIBUTIONS in container.sections:
             cursor = container.cursor(_CONTRIBUTIONS)
             self.circuit_hash = cursor.take(_HASH_BYTES, "the circuit's hash")
-            count = cursor.number("the number of contributions")
-            contributions = [self._read_contribution(cursor) for _ in range(count)]  # each takes bytes of the section
+            for _ in range(cursor.number("the number of contributions")):  # each takes bytes of the section
+                points = elements.read_points(cursor, self._family, _CONTRIBUTION_POINTS, "a contribution's ")
+                transcript = cursor.take(_HASH_BYTES, "a contribution's transcript")
+                contributions.append(Contribution(elements.read_label(cursor), **points, transcript=transcript))
             cursor.end()
         self.contributions = tuple(contributions)
 
-    def _read_header(self, cursor: Cursor) -> None:
-        family = read_family(cursor, "q")
+    def _read_header(self, container: Container) -> None:
+        cursor = container.cursor(_HEADER)
+        family = elements.read_family(cursor, "q")
         at = cursor.at
-        if read_family(cursor, "r") is not family:
+        if elements.read_family(cursor, "r") is not family:
             raise cursor.error(f"r is not the group order of {family.name}, the curve of q", at)
         at = cursor.at
         self.family, self._family = family.name, family
@@ -163,17 +143,9 @@ class Zkey(MappedFile):
         if size & (size - 1) or not self.n_public < size <= 1 << most:
             bounds = f"greater than the {self.n_public} public signals and at most 2^{most}"
             raise cursor.error(f"domainSize is {size}; it must be a power of two {bounds}", at + 8)
-        points = (read_point(cursor, family, degree, name) for name, degree in _HEADER_POINTS)
-        self.alpha1, self.beta1, self.beta2, self.gamma2, self.delta1, self.delta2 = points
+        points = elements.read_points(cursor, family, _HEADER_POINTS)
+        self.alpha1, self.beta1, self.beta2, self.gamma2, self.delta1, self.delta2 = points.values()
         cursor.end()
-
-    def _read_contribution(self, cursor: Cursor) -> Contribution:
-        points = {
-            name: read_point(cursor, self._family, degree, "a contribution's point")
-            for name, degree in _CONTRIBUTION_POINTS.items()
-        }
-        transcript = cursor.take(_HASH_BYTES, "a contribution's transcript")
-        return Contribution(read_label(cursor), **points, transcript=transcript)
 
     # --- sections ------------------------------------------------------------------------------------------------
 
@@ -246,8 +218,8 @@ class Zkey(MappedFile):
                 wrong = part[name] >= bound
                 if wrong.any():
                     index = int(wrong.argmax())
-                    at = self._container.sections[_COEFFICIENTS].offset + _COUNT.size
-                    at += (start + index) * COEFFICIENT.itemsize + COEFFICIENT.fields[name][1]  # type: ignore[index]
+                    at = _COUNT.size + (start + index) * COEFFICIENT.itemsize
+                    at += COEFFICIENT.fields[name][1]  # type: ignore[index]
                     message = f"coefficient {start + index}: {name} {part[name][index]} is not below {bound}"
                     raise self._container.error(_COEFFICIENTS, at, message)
         self._entries_checked = True
@@ -262,7 +234,7 @@ class Zkey(MappedFile):
     @property
     def forgeable(self) -> str | None:
         """Why proofs for this key can be forged; None if the header gives no reason."""
-        return why_forgeable(self.gamma2, self.delta2)
+        return elements.why_forgeable(self.gamma2, self.delta2)
 
     def check(self, *, subgroup: bool = True) -> None:
         """Validate the whole key; required for a key from an untrusted source.
@@ -279,15 +251,13 @@ class Zkey(MappedFile):
             curve = family.g2 if number == _B2 else family.g1
             check_points(container, number, curve, self._points(number), subgroup=subgroup)
         entries = self.coefficients
-        begin = container.sections[_COEFFICIENTS].offset + _COUNT.size
         for start in range(0, len(entries), _CHUNK):
             index = first_not_below(np.ascontiguousarray(entries["value"][start : start + _CHUNK]), family.r)
             if index is not None:
-                at = begin + (start + index) * COEFFICIENT.itemsize
+                at = _COUNT.size + (start + index) * COEFFICIENT.itemsize
                 raise container.error(_COEFFICIENTS, at, f"coefficient {start + index}: the value is not below r")
         if self.contributions and not np.array_equal(self.contributions[-1].delta_after, self.delta1):
-            at = container.sections[_CONTRIBUTIONS].offset
-            raise container.error(_CONTRIBUTIONS, at, "delta1 of the last contribution differs from the header's")
+            raise container.error(_CONTRIBUTIONS, 0, "delta1 of the last contribution differs from the header's")
 
     def check_header(self, *, subgroup: bool = True) -> None:
         """Check that the points of the header are finite, on the curve and in the subgroup; takes 2 to 6 ms.
@@ -298,13 +268,12 @@ class Zkey(MappedFile):
         Raises:
             FormatError: names the point and its offset.
         """
-        section = self._container.sections[_HEADER]
-        at = section.size - sum(point_words(self._family, degree) * 8 for _, degree in _HEADER_POINTS)
-        for name, degree in _HEADER_POINTS:
-            words: U64 = getattr(self, name)
+        points: dict[str, U64] = {name: getattr(self, name) for name in _HEADER_POINTS}
+        at = self._container.sections[_HEADER].size - sum(words.nbytes for words in points.values())
+        for name, words in points.items():
             if not words.any():
-                raise self._container.error(_HEADER, section.offset + at, f"{name} is infinity")
-            curve = self._family.g1 if degree == 1 else self._family.g2
+                raise self._container.error(_HEADER, at, f"{name} is infinity")
+            curve = self._family.g1 if _HEADER_POINTS[name] == 1 else self._family.g2
             check_points(self._container, _HEADER, curve, words[None], at, subgroup=subgroup)
             at += words.nbytes
 
@@ -372,8 +341,9 @@ def write_zkey(
     sections: dict[int, list[Payload]] = {
         _PROTOCOL: [_COUNT.pack(_GROTH16)],
         _HEADER: [
-            prime_bytes(pairing, "q") + prime_bytes(pairing, "r") + struct.pack("<III", n_vars, n_public, domain_size),
-            *(words_of(points[name], g1 * degree, None, name) for name, degree in _HEADER_POINTS),
+            elements.prime_bytes(pairing, "q") + elements.prime_bytes(pairing, "r"),
+            struct.pack("<III", n_vars, n_public, domain_size),
+            *(words_of(points[name], g1 * degree, None, name) for name, degree in _HEADER_POINTS.items()),
         ],
         _IC: [words_of(ic, g1, n_public + 1, "ic")],
         _COEFFICIENTS: [_COUNT.pack(len(coefficients)), np.ascontiguousarray(coefficients)],
@@ -382,13 +352,15 @@ def write_zkey(
         _B2: [words_of(b2, g2, n_vars, "b2")],
         _C: [words_of(c, g1, n_vars - n_public - 1, "c")],
         _H: [words_of(h, g1, domain_size, "h")],
-        _CONTRIBUTIONS: [check_size(circuit_hash, _HASH_BYTES, "circuit_hash"), _COUNT.pack(len(contributions))],
+        _CONTRIBUTIONS: [
+            elements.check_size(circuit_hash, _HASH_BYTES, "circuit_hash"),
+            _COUNT.pack(len(contributions)),
+        ],
     }
     for contribution in contributions:
-        sections[_CONTRIBUTIONS] += contribution_payloads(
-            pairing,
-            [(name, degree, getattr(contribution, name)) for name, degree in _CONTRIBUTION_POINTS.items()],
-            {"transcript": (contribution.transcript, _HASH_BYTES)},
-            contribution.label,
+        given = {name: getattr(contribution, name) for name in _CONTRIBUTION_POINTS}
+        hashes = {"transcript": (contribution.transcript, _HASH_BYTES)}
+        sections[_CONTRIBUTIONS] += elements.contribution_payloads(
+            pairing, _CONTRIBUTION_POINTS, given, hashes, contribution.label
         )
     write_container(path, _LAYOUT, sections)
