@@ -69,12 +69,8 @@ def array_operand(x: Any, field: Field, name: str, tail: Shape) -> Operand:
     tensor = x if is_tensor(x) else None
     if tensor is None and not isinstance(x, np.ndarray):
         raise UnsupportedDtype(f"{name} must be a NumPy array, a torch tensor or of Python, got {type(x).__name__}")
-    if tensor is not None:
-        dtype, space = str(x.dtype).removeprefix("torch."), space_of(x)
-    else:
-        dtype, space = x.dtype.name if x.dtype.isnative else x.dtype.str, HOST
-    host.check_words(field, dtype, x.shape, name)
-    shape = tuple(x.shape)
+    space, shape = HOST if tensor is None else space_of(x), tuple(x.shape)
+    host.check_words(field, str(x.dtype).removeprefix("torch."), shape, name)
     if shape[-len(tail) :] != tail:
         raise ShapeError(f"{name} must be (..., {', '.join(map(str, tail))}), got {shape}")
     words = x

@@ -122,8 +122,7 @@ def _coset(field: PrimeField, coset: Any) -> int:
         if words.dtype == object:
             g = words[()]
         else:
-            dtype = words.dtype.name if words.dtype.isnative else words.dtype.str
-            check_words(field.parameters, dtype, words.shape, "coset")
+            check_words(field.parameters, str(words.dtype), words.shape, "coset")
             g = decode(field.parameters, words)
     if isinstance(g, bool) or not isinstance(g, (int, np.integer)):
         raise UnsupportedDtype(f"coset must be one element of {field.name}, got {type(coset).__name__}")

@@ -230,13 +230,10 @@ def write_r1cs(
     labels: Any = None,
     n_labels: int | None = None,
 ) -> None:
-    """Write an .r1cs file without custom gates, atomically.
+    """Write an .r1cs file without custom gates, atomically; an existing one is replaced.
 
     Args:
-        path: an existing file is replaced.
-        family: "bn254" or "bls12_381".
-        n_wires: number of wires, including wire 0.
-        n_pub_out, n_pub_in, n_prv_in: outputs, public inputs, private inputs; their wires follow wire 0.
+        n_wires, n_pub_out, n_pub_in, n_prv_in: as for R1cs; the wires of outputs and inputs follow wire 0.
         a, b, c: (n,) of TERM in any order, canonical values, at most one entry per row and wire.
         labels: (n_wires,) uint64; 0, 1, 2, ... by default.
         n_labels: n_wires by default.
@@ -346,12 +343,7 @@ def _begins_with_one(words: U64) -> bool:
 
 
 def write_wtns(path: FilePath, family: str, values: Any) -> None:
-    """Write a .wtns file atomically, readable by its owner only.
-
-    Args:
-        path: an existing file is replaced.
-        family: "bn254" or "bls12_381".
-        values: (n, 4) uint64, canonical, w[0] = 1.
+    """Write the values (n, 4), uint64, canonical, w[0] = 1, to a .wtns file, atomically, readable by its owner only.
 
     Raises:
         ConfigError: unknown family, w[0] is not 1, or path does not name a regular file.

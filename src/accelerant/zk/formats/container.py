@@ -53,15 +53,7 @@ _WORD_BYTES = 8
 
 @dataclass(frozen=True)
 class Layout:
-    """A file format stored in the container.
-
-    Attributes:
-        kind: file name extension, without the dot.
-        magic: the first four bytes.
-        version: the supported version.
-        names: section id -> name, for messages.
-        required: ids of the mandatory sections.
-    """
+    """A file format: extension without the dot, first bytes, version, section names by id, mandatory sections."""
 
     kind: str
     magic: bytes
@@ -101,13 +93,7 @@ def regular_file(path: FilePath) -> Path:
 
 
 class Container:
-    """A read-only mapping of a file, with its table of sections.
-
-    Attributes:
-        data: the mapping.
-        size: file size in bytes.
-        sections: id -> Section.
-    """
+    """A read-only mapping `data` of a file of `size` bytes, with its table of sections by id."""
 
     def __init__(self, path: FilePath, layout: Layout) -> None:
         """Map the file and read its section table; raises FormatError, also unless the sections fill the file."""
@@ -149,37 +135,31 @@ class Container:
         if self.size < PREFIX.size:
             raise FormatError(f"{self.path} was truncated while it was being opened")
         magic, version, count = PREFIX.unpack_from(self.data)
-        layout = self.layout
+        path, layout, kind = self.path, self.layout, f".{self.layout.kind}"
         if magic != layout.magic:
-            raise FormatError(
-                f"{self.path} is not a .{layout.kind} file: it begins with {magic!r}, not {layout.magic!r}"
-            )
+            raise FormatError(f"{path} is not a {kind} file: it begins with {magic!r}, not {layout.magic!r}")
         if version != layout.version:
-            raise FormatError(
-                f"{self.path}: byte 4: .{layout.kind} version {version}; only version {layout.version} is supported"
-            )
+            raise FormatError(f"{path}: byte 4: {kind} version {version}; only version {layout.version} is supported")
         if count > MAX_SECTIONS:
-            raise FormatError(
-                f"{self.path}: byte 8: {count} sections; a .{layout.kind} file has at most {MAX_SECTIONS}"
-            )
+            raise FormatError(f"{path}: byte 8: {count} sections; a {kind} file has at most {MAX_SECTIONS}")
         sections: dict[int, Section] = {}
         at = PREFIX.size
         for index in range(count):
             if self.size - at < HEAD.size:
-                raise FormatError(f"{self.path}: byte {at}: the file ends before section {index + 1} of {count}")
+                raise FormatError(f"{path}: byte {at}: the file ends before section {index + 1} of {count}")
             number, size = HEAD.unpack_from(self.data, at)
             section = Section(at + HEAD.size, size)
             if number in sections:
                 message = f"duplicate section; the first is at byte {sections[number].offset}"
-                raise FormatError(f"{self.path}: {layout.title(number)}, byte {at}: {message}")
+                raise FormatError(f"{path}: {layout.title(number)}, byte {at}: {message}")
             left = self.size - section.offset
             if size > left:
                 message = f"the section has {size} bytes, but the file has only {left} more"
-                raise FormatError(f"{self.path}: {layout.title(number)}, byte {at}: {message}")
+                raise FormatError(f"{path}: {layout.title(number)}, byte {at}: {message}")
             sections[number] = section
             at = section.offset + size
         if at != self.size:
-            raise FormatError(f"{self.path}: byte {at}: {self.size - at} trailing bytes after the last section")
+            raise FormatError(f"{path}: byte {at}: {self.size - at} trailing bytes after the last section")
         return sections
 
     def require(self, number: int) -> None:
@@ -202,15 +182,9 @@ class Container:
             raise self.error(number, 0, f"{self.sections[number].size} bytes, {why} need {size}")
 
     def array(self, number: int, dtype: npt.DTypeLike, *, start: int = 0, count: int | None = None) -> Any:
-        """Return a read-only view of a section as an array; it may be unaligned.
+        """Return a read-only view, possibly unaligned, of a section from byte `start` on; by default all that fits.
 
-        Args:
-            number: section id; its size has been validated.
-            start: byte offset of the first element in the payload.
-            count: number of elements; by default all that fit.
-
-        Raises:
-            ValueError: the file is closed.
+        Raises ValueError once the file is closed.
         """
         section, kind = self.sections[number], np.dtype(dtype)
         items = (section.size - start) // kind.itemsize if count is None else count
@@ -374,7 +348,6 @@ def write_container(
 
     Args:
         path: an existing regular file is replaced; of a symlink, its target.
-        layout: file format.
         sections: id -> bytes and contiguous little-endian arrays, concatenated.
         secret: make the file readable by its owner only.
 

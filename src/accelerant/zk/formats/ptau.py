@@ -231,16 +231,12 @@ def write_ptau(
     contributions: Sequence[PtauContribution] = (),
     lagrange: Mapping[Powers, Any] | None = None,
 ) -> None:
-    """Write a .ptau file atomically. Arrays have the layout of Ptau's; points are not validated.
+    """Write a .ptau file atomically; an existing one is replaced.
+
+    Points have the shapes that Ptau.powers returns: uint64 words in Montgomery form. They are not validated.
 
     Args:
-        path: an existing file is replaced.
-        family: "bn254" or "bls12_381".
         ceremony_power: power by default.
-        tau_g1: (2^(power+1) - 1, 2 limbs) uint64, Montgomery form.
-        tau_g2: (2^power, 4 limbs).
-        alpha_g1, beta_g1: (2^power, 2 limbs).
-        beta_g2: (4 limbs,).
         lagrange: all Lagrange forms of each of the four, concatenated; if None, the file is not prepared.
 
     Raises:

@@ -303,20 +303,10 @@ def write_zkey(
     circuit_hash: bytes = bytes(_HASH_BYTES),
     contributions: Sequence[Contribution] = (),
 ) -> None:
-    """Write a .zkey file atomically. Arrays have the layout of Zkey's; points are not validated.
+    """Write a .zkey file atomically; an existing one is replaced.
 
-    Args:
-        path: an existing file is replaced.
-        family: "bn254" or "bls12_381".
-        alpha1, beta1, delta1: (2 limbs,) uint64, Montgomery form.
-        beta2, gamma2, delta2: (4 limbs,).
-        ic: (n_public + 1, 2 limbs).
-        a, b1: (n_vars, 2 limbs).
-        b2: (n_vars, 4 limbs).
-        c: (n_vars - n_public - 1, 2 limbs).
-        h: (domain_size, 2 limbs); domain_size is a power of two.
-        coefficients: (n,) of COEFFICIENT.
-        circuit_hash: 64 bytes.
+    Arguments have the names and shapes of Zkey's attributes: points are uint64 words in Montgomery form, and are not
+    validated. The lengths of a and h give n_vars and domain_size, a power of two.
 
     Raises:
         ConfigError: unknown family, a hash or transcript of another length, impossible sizes, or path does not name a

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +91,8 @@ class Prover:
             BackendUnavailable: the backend is unavailable; says why.
             OutOfMemory: the constraints and the vectors of a proof do not fit the device.
         """
-        if not isinstance(zkey, Zkey):
-            with Zkey.open(zkey) as opened:
-                self._read(opened, device, progress)
-        else:
-            self._read(zkey, device, progress)
+        with nullcontext(zkey) if isinstance(zkey, Zkey) else Zkey.open(zkey) as opened:
+            self._read(opened, device, progress)
 
     def _read(self, zkey: Zkey, device: Devices, progress: ProgressCallback | None) -> None:
         if not 2 <= zkey.domain_size <= 1 << LOG_MOST:

@@ -49,22 +49,7 @@ from accelerant.algebra.field.memory_space import MemorySpace
 from accelerant.errors import ConfigError, OutOfMemory
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.recorded_launch import compiled
-from accelerant.zk.multi_scalar.device_kernels import (
-    ACCUMULATE_BLOCK,
-    AFFINE_BLOCK,
-    COUNTERS,
-    ENTRIES_PER_THREAD,
-    INVERSIONS_PER_THREAD,
-    INVERT_BLOCK,
-    MAX_SEGMENT_UNITS,
-    SORT_BLOCK,
-    TILE,
-    accumulate_source,
-    affine_source,
-    fold_source,
-    reduce_block,
-    sort_source,
-)
+from accelerant.zk.multi_scalar import device_kernels as kernels
 
 __all__ = [
     "MAX_INDICES", "Chunk", "DevicePlan", "PreparedLaunch", "coordinate_words", "device_plan", "prepare",
@@ -201,7 +186,7 @@ class DevicePlan:
     @property
     def affine_threads(self) -> int:
         """Threads of affine.c; 0 without rounds."""
-        return -(-self.units // (self.affine_units * AFFINE_BLOCK)) * AFFINE_BLOCK if self.rounds else 0
+        return -(-self.units // (self.affine_units * kernels.AFFINE_BLOCK)) * kernels.AFFINE_BLOCK if self.rounds else 0
 
     @property
     def affine_pairs(self) -> tuple[int, int]:
@@ -227,7 +212,7 @@ class DevicePlan:
     @property
     def tiles(self) -> int:
         """Tiles of keys."""
-        return -(-self.keys // TILE)
+        return -(-self.keys // kernels.TILE)
 
     def blocks(self, threads: int) -> int:
         """Return the blocks per set of msm_reduce's first launch."""
@@ -235,7 +220,7 @@ class DevicePlan:
 
     def size_bytes(self, curve: Curve[Any]) -> int:
         """Return the scratch memory: all but points and scalars."""
-        return _size_bytes(self, 8 * coordinate_words(curve), reduce_block(curve))
+        return _size_bytes(self, 8 * coordinate_words(curve), kernels.reduce_block(curve))
 
     def explain(self, curve: Curve[Any]) -> str:
         """Describe the plan."""
@@ -285,8 +270,8 @@ def device_plan(
     """
     if window is not None and not 2 <= window <= _MAX_WINDOW:
         raise ConfigError(f"window must be 2 to {_MAX_WINDOW} bits, got {window}")
-    if segment is not None and not 1 <= segment <= MAX_SEGMENT_UNITS:
-        raise ConfigError(f"segment must be 1 to {MAX_SEGMENT_UNITS} units, got {segment}")
+    if segment is not None and not 1 <= segment <= kernels.MAX_SEGMENT_UNITS:
+        raise ConfigError(f"segment must be 1 to {kernels.MAX_SEGMENT_UNITS} units, got {segment}")
     max_rounds = _MAX_ROUNDS if curve.coordinates.degree == 1 else 0
     if rounds is not None and not 0 <= rounds <= max_rounds:
         raise ConfigError(f"rounds must be 0 to {max_rounds} on {curve.name}, got {rounds}")
@@ -316,7 +301,7 @@ def device_plan(
 @functools.lru_cache(maxsize=256)
 def _size_bytes(p: DevicePlan, coordinate: int, threads: int) -> int:
     lists = 3 * (p.segments + max(1, p.heavy))
-    numbers = 2 * p.entries + p.padded_entries + p.keys + COUNTERS + p.tiles + lists
+    numbers = 2 * p.entries + p.padded_entries + p.keys + kernels.COUNTERS + p.tiles + lists
     coordinates = 4 * p.sums + p.sets * (8 * p.blocks(threads) + 3)
     coordinates += 3 * sum(p.affine_pairs) + p.affine_threads
     return 4 * numbers + coordinate * coordinates
@@ -329,7 +314,7 @@ def _best_plan(
     bits = order_bits + 1  # signed digits may carry beyond the highest bit
 
     def candidate(c: int) -> DevicePlan:
-        plan = DevicePlan(n, c, -(-bits // c), shared, segment or MAX_SEGMENT_UNITS)
+        plan = DevicePlan(n, c, -(-bits // c), shared, segment or kernels.MAX_SEGMENT_UNITS)
         if rounds is None:
             best = next((best for entries, best in ROUNDS.get(limbs, ()) if plan.entries >= entries), 0)
             best = min(best, max(0, (plan.entries // (_ROUNDS_FILL * plan.keys)).bit_length() - 1))
@@ -342,7 +327,7 @@ def _best_plan(
         limit = plan.units // _THREADS
         if plan.keys >= _FEW_BUCKETS:
             limit = min(4 * plan.units // plan.keys, limit // 4)
-        return replace(plan, segment=min(MAX_SEGMENT_UNITS, 1 << max(_MIN_SEGMENT, limit - 1).bit_length()))
+        return replace(plan, segment=min(kernels.MAX_SEGMENT_UNITS, 1 << max(_MIN_SEGMENT, limit - 1).bit_length()))
 
     def products(plan: DevicePlan) -> float:
         highest = bits - (plan.windows - 1) * plan.window  # bits of the last digit
@@ -389,12 +374,12 @@ def scratch_shapes(curve: str, plan: DevicePlan) -> Mapping[str, tuple[tuple[int
     """Return shape and dtype of the scratch arrays by name: all arrays but "scalars", "points" and "results"."""
     coordinate = coordinate_words(curve_of(curve))
     width = 4 * coordinate
-    block_sums = (plan.sets * plan.blocks(reduce_block(curve_of(curve))), width)
+    block_sums = (plan.sets * plan.blocks(kernels.reduce_block(curve_of(curve))), width)
     shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
         "digits": ((plan.entries,), _U32),
         "ranks": ((plan.entries,), _U32),
         "sorted": ((plan.padded_entries,), _U32),
-        "counts": ((plan.keys + COUNTERS,), _U32),
+        "counts": ((plan.keys + kernels.COUNTERS,), _U32),
         "tiles": ((plan.tiles,), _U32),
         "segments": ((plan.segments, 3), _U32),
         "heavy": ((max(1, plan.heavy), 3), _U32),
@@ -427,14 +412,14 @@ def prepare(space: MemorySpace, launches: Iterable[MsmLaunch]) -> tuple[Prepared
 
 def sort_launches(curve: Curve[Any], p: DevicePlan, chunk: Chunk) -> Iterator[MsmLaunch]:
     """Yield the launches of sort.c, from "scalars" to "sorted", "counts", "segments" and "heavy"."""
-    source, n = sort_source(), chunk.size
-    scalar_blocks, blocks = -(-n // SORT_BLOCK), -(-n // (SORT_BLOCK * ENTRIES_PER_THREAD))
+    source, n = kernels.sort_source(), chunk.size
+    scalar_blocks, blocks = -(-n // kernels.SORT_BLOCK), -(-n // (kernels.SORT_BLOCK * kernels.ENTRIES_PER_THREAD))
     spread, stride = (0, chunk.n) if p.shared else (p.buckets, 0)
 
     def run(entry: str, grid: int, arrays: tuple[str, ...], *numbers: int) -> MsmLaunch:
-        return MsmLaunch(source, entry, grid, SORT_BLOCK, arrays, numbers)
+        return MsmLaunch(source, entry, grid, kernels.SORT_BLOCK, arrays, numbers)
 
-    sizes = (chunk.scalars, n, p.window, p.windows, p.keys + COUNTERS, scalar_blocks * SORT_BLOCK)
+    sizes = (chunk.scalars, n, p.window, p.windows, p.keys + kernels.COUNTERS, scalar_blocks * kernels.SORT_BLOCK)
     yield run("msm_digits", scalar_blocks, ("scalars", "digits", "counts"), *sizes)
     counted = ("digits", "ranks", "counts")
     yield run("msm_rank", p.windows * blocks, counted, n, blocks, spread)
@@ -447,19 +432,19 @@ def sort_launches(curve: Curve[Any], p: DevicePlan, chunk: Chunk) -> Iterator[Ms
 
 def _affine_launches(curve: Curve[Any], p: DevicePlan, first: int) -> Iterator[MsmLaunch]:
     """Yield the rounds of affine.c; `first` is the row of "points" from which entries count."""
-    source = affine_source(curve, p.inlined, p.resident)
-    threads, blocks = p.affine_threads, p.affine_threads // AFFINE_BLOCK
+    source = kernels.affine_source(curve, p.inlined, p.resident)
+    threads, blocks = p.affine_threads, p.affine_threads // kernels.AFFINE_BLOCK
     sizes = (p.keys, first, threads, p.affine_units)
     begin = ("points", "sorted", "counts", "before0", "totals")
-    yield MsmLaunch(source, "msm_affine_begin", blocks, AFFINE_BLOCK, begin, (*sizes, p.rounds))
-    per_thread = min(INVERSIONS_PER_THREAD, -(-threads // _INVERT_THREADS))
+    yield MsmLaunch(source, "msm_affine_begin", blocks, kernels.AFFINE_BLOCK, begin, (*sizes, p.rounds))
+    per_thread = min(kernels.INVERSIONS_PER_THREAD, -(-threads // _INVERT_THREADS))
     rows = "points"
     for k in range(p.rounds):
-        grid = -(-threads // (INVERT_BLOCK * per_thread))
-        yield MsmLaunch(source, "msm_affine_invert", grid, INVERT_BLOCK, ("totals",), (threads, per_thread))
+        grid = -(-threads // (kernels.INVERT_BLOCK * per_thread))
+        yield MsmLaunch(source, "msm_affine_invert", grid, kernels.INVERT_BLOCK, ("totals",), (threads, per_thread))
         after = f"before{1 - k % 2}" if k + 1 < p.rounds else f"before{k % 2}"  # the last round writes none
         arrays = (rows, "sorted", "counts", f"before{k % 2}", "totals", f"rows{k % 2}", after)
-        yield MsmLaunch(source, "msm_affine_round", blocks, AFFINE_BLOCK, arrays, (*sizes, k, p.rounds))
+        yield MsmLaunch(source, "msm_affine_round", blocks, kernels.AFFINE_BLOCK, arrays, (*sizes, k, p.rounds))
         rows = f"rows{k % 2}"
 
 
@@ -469,11 +454,11 @@ def _sum_launches(curve: Curve[Any], p: DevicePlan, first: int) -> Iterator[MsmL
     if p.rounds:
         yield from _affine_launches(curve, p, first)
         rows, first = f"rows{(p.rounds - 1) % 2}", 0
-    source = accumulate_source(curve, p.inlined, p.resident, p.rounds > 0)
-    grid = -(-p.segments // ACCUMULATE_BLOCK)
+    source = kernels.accumulate_source(curve, p.inlined, p.resident, p.rounds > 0)
+    grid = -(-p.segments // kernels.ACCUMULATE_BLOCK)
     lists = (rows, "sorted", "segments", "counts", "sums")
-    yield MsmLaunch(source, "msm_accumulate", grid, ACCUMULATE_BLOCK, lists, (p.keys, first))
-    source, threads = fold_source(curve, p.fold_inlined), reduce_block(curve)
+    yield MsmLaunch(source, "msm_accumulate", grid, kernels.ACCUMULATE_BLOCK, lists, (p.keys, first))
+    source, threads = kernels.fold_source(curve, p.fold_inlined), kernels.reduce_block(curve)
     groups, blocks = min(_COMBINE_BLOCKS, p.heavy), p.blocks(threads)
     if groups:
         yield MsmLaunch(source, "msm_combine", groups, threads, ("heavy", "counts", "sums"), (p.keys, groups))

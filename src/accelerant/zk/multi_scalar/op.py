@@ -16,16 +16,16 @@ import numpy as np
 
 from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.weierstrass import Curve
-from accelerant.algebra.field import words as field_words
 from accelerant.algebra.field.launch import first_unreduced
-from accelerant.algebra.field.memory_space import HOST, MemorySpace, in_kind, is_tensor, signed_view, space_at, space_of
-from accelerant.errors import FormatError, ShapeError, UnsupportedDtype
+from accelerant.algebra.field.memory_space import HOST, MemorySpace, in_kind, space_at
+from accelerant.errors import FormatError, ShapeError
 from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
+from accelerant.zk import operands
 from accelerant.zk.multi_scalar.cpu import CpuBases, cpu_plan, shared_cpu_plan
 from accelerant.zk.multi_scalar.window_reduction import canonical
-from accelerant.zk.operands import Operand, plain_scalars, point_operand, points_inward, points_outward, scalar_words
+from accelerant.zk.operands import Operand, array_operand, moved, plain_scalars, scalar_words
 
 __all__ = ["FixedBase", "msm", "msm_record", "run_sums", "starter_of", "sums_outward"]
 
@@ -61,7 +61,7 @@ def msm(scalars: Any, points: Any, curve: str = "bn254_g1", *, check: bool = Tru
     Source: Pippenger's method as in Bernstein et al., eprint 2012/549.
     """
     parameters = _curve(curve)
-    operand = point_operand(parameters, points, "points")
+    operand = operands.point_operand(parameters, points, "points")
     rows, leading, check_scalars = _scalar_rows(parameters, scalars, operand.space, _count(parameters, operand))
     # The check of the points comes last, since it takes longest. Only the returned function keeps their words alive.
     start = starter_of(operand.space, parameters, _point_words(parameters, operand, operand.space, check))
@@ -105,7 +105,7 @@ class FixedBase:
             As msm; BackendUnavailable: the device is unavailable.
         """
         self._parameters = _curve(curve)
-        operand = point_operand(self._parameters, points, "points")
+        operand = operands.point_operand(self._parameters, points, "points")
         self.curve = curve
         self.space: MemorySpace = operand.space if device is None else space_at(device)
         words = _point_words(self._parameters, operand, self.space, check)
@@ -200,7 +200,7 @@ def sums_outward(curve: Curve[Any], sums: Words, space: MemorySpace, leading: tu
     Python converts sums of devices: there are few, at 0.02 ms each, where a first launch of a kernel takes 0.7 ms.
     """
     if space is HOST:
-        return points_outward(curve, sums, space, leading, operand)
+        return operands.points_outward(curve, sums, space, leading, operand)
     words = canonical(curve, sums).reshape(*leading, *curve.shape)
     return words if operand.tensor is None else in_kind(space.load(words), space, operand.tensor.device)
 
@@ -236,7 +236,7 @@ def _curve(name: Any) -> Curve[Any]:
 def _point_words(curve: Curve[Any], operand: Operand, space: MemorySpace, check: bool) -> Words:
     """Return points in Montgomery form in a memory space, (n, words of a point)."""
     n = _count(curve, operand)
-    words = points_inward(curve, operand, space, "points", "subgroup" if check else "")
+    words = operands.points_inward(curve, operand, space, "points", "subgroup" if check else "")
     return space.reshape(words, (n, math.prod(curve.shape)))
 
 
@@ -255,40 +255,27 @@ def _scalar_rows(
     Scalars on a device are checked by the returned function, which waits for the device; kernels accept any scalars, so
     sums may start before. Other scalars are checked here.
     """
-    field, home, check = curve.scalars, HOST, _all_valid
-    words = scalars = plain_scalars(field, scalars)
+    field, scalars = curve.scalars, plain_scalars(curve.scalars, scalars)
     listed = isinstance(scalars, (list, tuple))
     if listed:
         words = scalar_words(scalars, field.modulus, "the order")
+        operand = Operand(words, words.shape[:-1], HOST)
     else:
-        if is_tensor(scalars):
-            home = space_of(scalars)
-            words = scalars.detach().numpy() if home is HOST else signed_view(scalars)
-        elif not isinstance(scalars, np.ndarray):
-            kind = type(scalars).__name__
-            raise UnsupportedDtype(f"scalars must be a NumPy array, a torch tensor or a list of integers, got {kind}")
-        dtype = str(scalars.dtype).removeprefix("torch.")
-        field_words.check_words(field, dtype, tuple(scalars.shape), "scalars")
-    shape = tuple(words.shape)
-    if len(shape) not in (2, 3) or shape[-2:] != (n, _SCALAR_LIMBS):
-        limbs = _SCALAR_LIMBS
+        operand = array_operand(scalars, field, "scalars", (_SCALAR_LIMBS,))
+    leading = operand.leading
+    if len(leading) not in (1, 2) or leading[-1] != n:
+        limbs, shape = _SCALAR_LIMBS, tuple(operand.words.shape)
         raise ShapeError(f"scalars must be ({n}, {limbs}) or (b, {n}, {limbs}) for {n} points, got {shape}")
-    if not listed:
-        words = home.contiguous(words)
-        check = functools.partial(_scalar_error, curve, home, words)
-    if home is HOST or home != space:
-        error, check = check(), _all_valid
-        if error is not None:
-            raise error
-    if home != space:
-        words = space.load(home.store(words))
-    if len(shape) == 2:
-        return [words], (), check
-    return [space.getitem(words, (i,)) for i in range(shape[0])], (shape[0],), check
 
+    def check() -> FormatError | None:
+        index = None if listed else first_unreduced(operand.space, field, operand.words)
+        if index is None:
+            return None
+        return FormatError(f"scalars[{index}] (flattened) is not below the order of {curve.name}")
 
-def _scalar_error(curve: Curve[Any], home: MemorySpace, words: Words) -> FormatError | None:
-    index = first_unreduced(home, curve.scalars, words)
-    if index is None:
-        return None
-    return FormatError(f"scalars[{index}] (flattened) is not below the order of {curve.name}")
+    checked = operand.space is HOST or operand.space != space
+    if checked and (error := check()) is not None:
+        raise error
+    words = moved(operand, space)
+    rows = [words] if len(leading) == 1 else [space.getitem(words, (i,)) for i in range(leading[0])]
+    return rows, leading[:-1], _all_valid if checked else check
