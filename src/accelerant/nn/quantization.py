@@ -10,6 +10,7 @@ Quantised layers are not trained, but gradients pass through them, so adapters c
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -145,7 +146,10 @@ def quantize(
     if not inplace:
         model = copy.deepcopy(model)
         occurrences = list(_linear_layers(model))
-    owners = _owners(model)
+    owners: defaultdict[int, set[nn.Module]] = defaultdict(set)  # of each parameter, by its id
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            owners[id(parameter)].add(module)
     skipped: dict[str, str] = {}
     quantised: dict[nn.Module, LinearInt8] = {}
     changes: list[tuple[str, nn.Module, str, nn.Module]] = []
@@ -173,15 +177,6 @@ def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]
             if isinstance(child, _KINDS) and (parent, key) not in seen:
                 seen.add((parent, key))
                 yield (f"{path}.{key}" if path else key), parent, key, child
-
-
-def _owners(model: nn.Module) -> dict[int, set[nn.Module]]:
-    owners: dict[int, set[nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners.setdefault(id(parameter), set()).add(module)
-    return owners
 
 
 def _reason_against(name: str, layer: Any, skip: Skip, owners: dict[int, set[nn.Module]]) -> str | None:

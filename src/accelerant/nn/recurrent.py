@@ -18,15 +18,6 @@ from accelerant.ops.recurrent.op import gru, lstm
 __all__ = ["GRU", "LSTM"]
 
 
-def _check_sizes(name: str, inputs: int, hidden: int, layers: int, dropout: float) -> None:
-    if inputs < 1 or hidden < 1 or layers < 1:
-        raise ConfigError(f"{name} needs inputs, hidden and layers of at least 1, got {inputs}, {hidden}, {layers}")
-    if not 0 <= dropout < 1:
-        raise ConfigError(f"{name}: dropout must be at least 0 and below 1, got {dropout}")
-    if dropout and layers == 1:
-        raise ConfigError(f"{name}: dropout applies between layers, and there is one")
-
-
 def _initial_states(module: nn.RNNBase, x: Tensor, states: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
     """Check x and the states; return the states, zeros if none are given."""
     name = type(module).__name__
@@ -65,7 +56,13 @@ class _Recurrent(nn.RNNBase):
         self, inputs: int, hidden: int, layers: int = 1, *, bias: bool = True, dropout: float = 0.0,
         bidirectional: bool = False,
     ) -> None:  # fmt: skip
-        _check_sizes(type(self).__name__, inputs, hidden, layers, dropout)
+        name = type(self).__name__
+        if inputs < 1 or hidden < 1 or layers < 1:
+            raise ConfigError(f"{name} needs inputs, hidden and layers of at least 1, got {inputs}, {hidden}, {layers}")
+        if not 0 <= dropout < 1:
+            raise ConfigError(f"{name}: dropout must be at least 0 and below 1, got {dropout}")
+        if dropout and layers == 1:
+            raise ConfigError(f"{name}: dropout applies between layers, and there is one")
         initialize: Any = super().__init__  # of torch's LSTM or GRU, which sets the mode of RNNBase itself
         initialize(inputs, hidden, layers, bias=bias, batch_first=True, dropout=dropout, bidirectional=bidirectional)
 

@@ -1,4 +1,5 @@
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -6,11 +7,11 @@ import torch
 
 from accelerant.errors import ConfigError
 from accelerant.nn.train.data import (
-    Prefetcher,
     even_starts,
     gather,
     halves,
     permutation,
+    prefetched,
     random_windows,
     require_windows,
 )
@@ -69,15 +70,15 @@ def test_too_little_text_is_refused():
         require_windows(TOKENS[:9], 9, "training")
 
 
-def prefetcher(tokens, steps):
-    return Prefetcher(
-        lambda step: halves(random_windows(tokens, seed=5, step=step, count=3, context=4)), steps, pin=False
+def windows(tokens, steps):
+    return closing(
+        prefetched(lambda step: halves(random_windows(tokens, seed=5, step=step, count=3, context=4)), steps, pin=False)
     )
 
 
 def test_prefetched_batches_are_the_steps_own():
-    with prefetcher(TOKENS, range(6, 20)) as batches:
-        for step, rows in zip(range(6, 20), batches, strict=True):
+    with windows(TOKENS, range(6, 20)) as batches:
+        for step, [rows] in zip(range(6, 20), batches, strict=True):
             expected = torch.from_numpy(random_windows(TOKENS, seed=5, step=step, count=3, context=4))
             assert torch.equal(rows[0], expected[:, :-1])
             assert torch.equal(rows[1], expected[:, 1:])
@@ -92,19 +93,19 @@ def test_the_reader_pins_and_not_the_thread(monkeypatch):
         return tensor
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    with Prefetcher(lambda step: (torch.ones(1), torch.ones(1)), range(3), pin=True) as batches:
-        assert len(list(batches)) == 3
+    assert len(list(prefetched(lambda step: (torch.ones(1), torch.ones(1)), range(3), pin=True))) == 3
     assert threads == [threading.main_thread()] * 6
 
 
 def test_leaving_early_ends_the_thread():
-    with prefetcher(TOKENS, range(10**6)) as batches:
-        next(iter(batches))
-    assert not batches._thread.is_alive()
+    with windows(TOKENS, range(10**6)) as batches:
+        next(batches)
+        (thread,) = [thread for thread in threading.enumerate() if thread.name == "accelerant-batches"]
+    assert not thread.is_alive()
 
 
 def test_an_error_in_the_thread_reaches_the_reader():
-    with prefetcher(TOKENS[:3], range(4)) as batches, pytest.raises(OverflowError):
+    with windows(TOKENS[:3], range(4)) as batches, pytest.raises(OverflowError):
         list(batches)
 
 

@@ -64,7 +64,7 @@ def patch(model: nn.Module, *, loss: bool = True, padding: str = "exact", embedd
         raise ConfigError("patch the model before torch.compile: a compiled model does not change any more")
     report = PatchReport(type(model).__name__)
     record = Record(report)
-    options = rules.Options(loss, padding, embedding)
+    options = rules.Options(loss, embedding)
     planned: list[tuple[nn.Module, Any, ModulePlan]] = []
     configs: dict[str, Any] = {}  # by the path of a module: that of the innermost transformers model that contains it
     for name, module in model.named_modules():

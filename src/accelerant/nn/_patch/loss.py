@@ -26,8 +26,8 @@ from accelerant.ops._library import autocast_dtype
 
 __all__ = ["causal_lm_forward", "masked_lm_forward", "signed"]
 
-_LONGEST_MASK = 4096
-"""Longest sequence for which we build a mask, whose memory is quadratic: 16 MiB here."""
+_LONGEST_MASK = 4096  # tokens, for which we build a mask: its memory is quadratic, 16 MiB here
+_BIAS_COLUMNS = 8  # appended to a weight for its bias, all but one zero: rows stay multiples of 16 bytes
 
 
 @functools.cache
@@ -119,7 +119,10 @@ def masked_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if options["fused"] and self.training and len(args) <= 1 and _is_bare_head(self.cls, options["head"]):
         base = self.bert(*args, **kwargs, return_dict=True)
         hidden, decoder = self.cls.predictions.transform(base.last_hidden_state), self.cls.predictions.decoder
-        loss = ops.linear_cross_entropy(*_append_bias(hidden, decoder), labels)
+        # A one appended to hidden and the bias to the weight make their product the layer's result.
+        ones = F.pad(hidden.new_ones(*hidden.shape[:-1], 1), (0, _BIAS_COLUMNS - 1))
+        bias = F.pad(decoder.bias[:, None], (0, _BIAS_COLUMNS - 1))
+        loss = ops.linear_cross_entropy(torch.cat((hidden, ones), -1), torch.cat((decoder.weight, bias), 1), labels)
         parts = {name: base[name] for name in ("hidden_states", "attentions") if name in base}
         output = _training_output(options["output"], loss, parts, decoder, hidden)
     else:
@@ -131,21 +134,8 @@ def masked_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _is_bare_head(cls: Any, kinds: tuple[type[nn.Module], type[nn.Module]]) -> bool:
     """Return whether BERT's head consists of its transform and a linear layer with a bias, unmodified."""
-    if not is_bare(cls, kinds[0]) or not is_bare(cls.predictions, kinds[1]):
-        return False
-    decoder = cls.predictions.decoder
-    return is_bare(decoder, nn.Linear) and decoder.bias is not None
-
-
-_BIAS_COLUMNS = 8
-"""Columns appended to a weight for its bias, all but one zero: rows stay multiples of 16 bytes."""
-
-
-def _append_bias(hidden: Tensor, layer: nn.Linear) -> tuple[Tensor, Tensor]:
-    """Append a one to hidden and the bias to the weight, so that their product is the layer's result."""
-    ones = F.pad(hidden.new_ones(*hidden.shape[:-1], 1), (0, _BIAS_COLUMNS - 1))
-    bias = F.pad(layer.bias[:, None], (0, _BIAS_COLUMNS - 1))
-    return torch.cat((hidden, ones), -1), torch.cat((layer.weight, bias), 1)
+    bare = is_bare(cls, kinds[0]) and is_bare(cls.predictions, kinds[1]) and is_bare(cls.predictions.decoder, nn.Linear)
+    return bare and cls.predictions.decoder.bias is not None
 
 
 def _causal_loss(

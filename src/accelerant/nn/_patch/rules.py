@@ -26,11 +26,10 @@ FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "mistral", "bert", "vit")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of patch."""
+    """The options of patch that decide which modules change."""
 
-    loss: bool = True
-    padding: str = "exact"
-    embedding: bool = True
+    loss: bool
+    embedding: bool
 
 
 @dataclass(slots=True)

@@ -20,33 +20,17 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.runtime.streams.graphs import Graph
 
 __all__ = [
-    "STOP_INTERVAL",
-    "Cache",
-    "CacheShape",
-    "Decodable",
-    "Decoding",
-    "Sampling",
-    "cache_capacity",
-    "padded_prompt_length",
-    "require_tokens",
+    "STOP_INTERVAL", "Cache", "CacheShape", "Decodable", "Decoding", "Sampling", "cache_capacity",
+    "padded_prompt_length", "require_tokens",
 ]  # fmt: skip
 
 STOP_INTERVAL = 16
 """Tokens between two checks whether every sequence has ended: a check synchronises with the device."""
 
-_CAPACITY_MULTIPLE = 64
-"""A cache's capacity in tokens is a multiple of this, so that kernels see few sizes."""
-
-_PROMPT_MULTIPLE = 64
-"""Prompt lengths are padded to a multiple of this, so that kernels see few lengths."""
-
-_EAGER_STEPS = 2
-"""Steps before the capture, in which kernels are compiled and libraries initialised."""
-
+_LENGTH_MULTIPLE = 64  # capacities and prompts in tokens are rounded up to it, so that kernels see few sizes
+_EAGER_STEPS = 2  # before the capture: kernels are compiled and libraries initialised
 _MIN_CAPTURED_TOKENS = 8
-
-_ARGMAX_BLOCK = 256
-"""Logits of a row that the first of two argmax stages reduces."""
+_ARGMAX_BLOCK = 256  # logits of a row that the first of two argmax stages reduces
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +70,7 @@ class Cache:
 
 def cache_capacity(tokens: int) -> int:
     """Return the capacity of a cache for `tokens` tokens: rounded up to a multiple of 64."""
-    return -(-tokens // _CAPACITY_MULTIPLE) * _CAPACITY_MULTIPLE
+    return -(-tokens // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
 
 
 class Decodable(Protocol):
@@ -243,7 +227,7 @@ class Decoding:
 
 def padded_prompt_length(time: int, context: int, cache: Cache | None) -> int:
     """Return the length to which a prompt of `time` tokens is padded, within the context and the cache."""
-    length = min(-(-time // _PROMPT_MULTIPLE) * _PROMPT_MULTIPLE, context)
+    length = min(cache_capacity(time), context)
     return length if cache is None else min(length, cache.k[0].shape[2])
 
 

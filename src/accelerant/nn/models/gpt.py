@@ -90,14 +90,10 @@ def _more_fields(config: GPTConfig) -> dict[str, Any]:
     if not config.bias:
         raise UnsupportedCase("GPT2LMHeadModel always has biases, this model has none (bias=False)")
     return {
-        "n_ctx": config.context,
-        "n_inner": None,
-        "activation_function": "gelu_new",
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-        "reorder_and_upcast_attn": False,
-    }
+        "n_ctx": config.context, "n_inner": None, "activation_function": "gelu_new",
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0), "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
+    }  # fmt: skip
 
 
 def _parts(config: GPTConfig) -> dict[str, tuple[Part, ...]]:

@@ -84,11 +84,12 @@ class LlamaConfig(ModelConfig):
 # --- Hugging Face's form ---------------------------------------------------------------------------------------------
 
 
+_FACTORS = ("factor", "low_freq_factor", "high_freq_factor")  # of a Llama3Scaling, with the same names in config.json
+
+
 def _from_fields(fields: Fields, values: dict[str, Any]) -> LlamaConfig:
-    for ours, name, default in (
-        ("kv_heads", "num_key_value_heads", values["heads"]),
-        ("head_width", "head_dim", None),
-    ):
+    optional = (("kv_heads", "num_key_value_heads", values["heads"]), ("head_width", "head_dim", None))
+    for ours, name, default in optional:
         values[ours] = default if fields.get(name) is None else fields.read(name, int)
     base, scaling = _rope_settings(fields)
     return LlamaConfig(**values, rope_base=base, rope_scaling=scaling)
@@ -105,58 +106,42 @@ def _rope_settings(fields: Fields) -> tuple[float, Llama3Scaling | None]:
         return base, None
     if kind != "llama3":
         raise rope.unsupported("rope_type", kind, "'default' or 'llama3'")
-    return base, Llama3Scaling(
-        factor=rope.read("factor", float),
-        low_freq_factor=rope.read("low_freq_factor", float),
-        high_freq_factor=rope.read("high_freq_factor", float),
-        original_context=rope.read("original_max_position_embeddings", int),
-    )
+    factors = {name: rope.read(name, float) for name in _FACTORS}
+    return base, Llama3Scaling(**factors, original_context=rope.read("original_max_position_embeddings", int))
 
 
 def _more_fields(config: LlamaConfig) -> dict[str, Any]:
     """Return the fields of config.json, those of rotary embeddings in the new and in the old form."""
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_base}
-    if config.rope_scaling is not None:
-        scaling = config.rope_scaling
-        rope |= {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_context,
-        }
+    scaling = config.rope_scaling
+    rope: dict[str, Any] = {"rope_type": "default" if scaling is None else "llama3", "rope_theta": config.rope_base}
+    if scaling is not None:
+        rope |= {name: getattr(scaling, name) for name in _FACTORS}
+        rope["original_max_position_embeddings"] = scaling.original_context
     return {
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_size,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "rope_parameters": rope,
-        "rope_theta": config.rope_base,
-        "rope_scaling": None if config.rope_scaling is None else rope,
-    }
+        "num_key_value_heads": config.kv_heads, "head_dim": config.head_size, "hidden_act": "silu",
+        "attention_bias": False, "mlp_bias": False, "rope_parameters": rope, "rope_theta": config.rope_base,
+        "rope_scaling": None if scaling is None else rope,
+    }  # fmt: skip
 
 
 def _parts(config: LlamaConfig) -> dict[str, tuple[Part, ...]]:
-    width, hidden, head = config.width, config.hidden, config.head_size
-    q, kv = config.heads * head, config.kv_heads * head
-    parts: dict[str, tuple[Part, ...]] = {}
-    parts["embed.weight"] = (Part("embed_tokens.weight", (config.vocab_size, width)),)
+    width, hidden = config.width, config.hidden
+    q, kv = config.heads * config.head_size, config.kv_heads * config.head_size
+    block: dict[str, dict[str, tuple[int, ...]]] = {
+        "norm_1": {"input_layernorm": (width,)},
+        "attention.qkv": {
+            "self_attn.q_proj": (q, width), "self_attn.k_proj": (kv, width), "self_attn.v_proj": (kv, width),
+        },
+        "attention.projection": {"self_attn.o_proj": (width, q)},
+        "norm_2": {"post_attention_layernorm": (width,)},
+        "mlp.gate_up": {"mlp.gate_proj": (hidden, width), "mlp.up_proj": (hidden, width)},
+        "mlp.down": {"mlp.down_proj": (width, hidden)},
+    }  # fmt: skip
+    parts: dict[str, tuple[Part, ...]] = {"embed.weight": (Part("embed_tokens.weight", (config.vocab_size, width)),)}
     for i in range(config.layers):
-        block, layer = f"blocks.{i}.", f"layers.{i}."
-        parts[f"{block}norm_1.weight"] = (Part(f"{layer}input_layernorm.weight", (width,)),)
-        parts[f"{block}attention.qkv.weight"] = (
-            Part(f"{layer}self_attn.q_proj.weight", (q, width)),
-            Part(f"{layer}self_attn.k_proj.weight", (kv, width)),
-            Part(f"{layer}self_attn.v_proj.weight", (kv, width)),
-        )
-        parts[f"{block}attention.projection.weight"] = (Part(f"{layer}self_attn.o_proj.weight", (width, q)),)
-        parts[f"{block}norm_2.weight"] = (Part(f"{layer}post_attention_layernorm.weight", (width,)),)
-        parts[f"{block}mlp.gate_up.weight"] = (
-            Part(f"{layer}mlp.gate_proj.weight", (hidden, width)),
-            Part(f"{layer}mlp.up_proj.weight", (hidden, width)),
-        )
-        parts[f"{block}mlp.down.weight"] = (Part(f"{layer}mlp.down_proj.weight", (width, hidden)),)
+        for ours, theirs in block.items():
+            its = tuple(Part(f"layers.{i}.{name}.weight", shape) for name, shape in theirs.items())
+            parts[f"blocks.{i}.{ours}.weight"] = its
     parts["norm.weight"] = (Part("norm.weight", (width,)),)
     if not config.tied:
         parts["lm_head.weight"] = (Part("lm_head.weight", (config.vocab_size, width)),)

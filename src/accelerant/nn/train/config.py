@@ -7,7 +7,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from accelerant.errors import ConfigError, FormatError
 
@@ -22,32 +22,24 @@ TokenizerName = Literal["bytes", "bpe"]
 
 STDLIB = "stdlib"
 
-_CHOICES: dict[str, Any] = {
-    "OptimizerName": OptimizerName, "Schedule": Schedule, "Precision": Precision, "Log": Log, "GraphUse": GraphUse,
-    "TokenizerName": TokenizerName,
-}  # fmt: skip
-_TYPES: dict[str, tuple[Any, str]] = {
-    "int": (int, "a whole number"), "float": (int | float, "a finite number"), "bool": (bool, "true or false"),
-    "str": (str, "text"),
-}  # fmt: skip
+_WORDS = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text"}
 _POSITIVE = frozenset({
     "epochs", "batch_size", "micro_batch", "accumulate", "context", "learning_rate", "eps", "evaluations", "vocab_size",
     "layers", "heads", "width", "validation_tokens", "sample_tokens",
 })  # fmt: skip
 
 
-def _check_field(name: str, value: object, annotation: str) -> None:
-    """Raise ConfigError unless a value fits its field's annotation and range."""
-    if annotation in _CHOICES:
-        allowed = get_args(_CHOICES[annotation])
-        if value not in allowed:
-            raise ConfigError(f"{name} must be {' or '.join(allowed)}, got {value!r}")
+def _check_field(name: str, value: object, hint: Any) -> None:
+    """Raise ConfigError unless a value fits its field's type and range."""
+    if get_origin(hint) is Literal:
+        if value not in get_args(hint):
+            raise ConfigError(f"{name} must be {' or '.join(get_args(hint))}, got {value!r}")
         return
-    if annotation.startswith("tuple"):
+    if get_origin(hint) is tuple:
         if not isinstance(value, tuple) or not all(isinstance(text, str) for text in value):
             raise ConfigError(f"{name} must be a tuple of strings, got {value!r}")
         return
-    require_type(name, value, annotation)
+    _require_type(name, value, hint)
     if name == "seed" and not 0 <= value < 2**63:  # type: ignore[operator]  # an int, as required above
         raise ConfigError(f"seed must be 0 to 2**63 - 1, got {value}")
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -56,15 +48,11 @@ def _check_field(name: str, value: object, annotation: str) -> None:
             raise ConfigError(f"{name} must be {least}, got {value}")
 
 
-def require_type(name: str, value: object, annotation: str) -> None:
-    """Raise ConfigError unless a value that may come from a file is of a type: "int", "float" (finite), "bool", "str".
-
-    Whole numbers are valid as floats, booleans are no numbers.
-    """
-    kind, words = _TYPES[annotation]
-    fits = isinstance(value, kind) and isinstance(value, bool) == (annotation == "bool")
+def _require_type(name: str, value: object, kind: type) -> None:
+    """Raise ConfigError unless a value is of a type; whole numbers are valid as floats, booleans are no numbers."""
+    fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
     if not fits or (isinstance(value, float) and not math.isfinite(value)):
-        raise ConfigError(f"{name} must be {words}, got {value!r}")
+        raise ConfigError(f"{name} must be {_WORDS[kind]}, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +140,8 @@ class TrainConfig:
     predict_memory: bool = True
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            _check_field(field.name, getattr(self, field.name), str(field.type))
+        for name, hint in get_type_hints(type(self)).items():
+            _check_field(name, getattr(self, name), hint)
         for name in ("warmup", "final_lr_ratio"):
             if getattr(self, name) > 1:
                 raise ConfigError(f"{name} must be a fraction, 0 to 1, got {getattr(self, name)}")
@@ -223,9 +211,9 @@ class RunConfig:
     data: tuple[str, ...] = (STDLIB,)
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if field.name != "training":
-                _check_field(field.name, getattr(self, field.name), str(field.type))
+        for name, hint in get_type_hints(type(self)).items():
+            if name != "training":
+                _check_field(name, getattr(self, name), hint)
         if self.training.steps < 1:
             raise ConfigError(f"steps must be above 0, got {self.training.steps}")
         if not self.data:
@@ -270,8 +258,8 @@ class RunConfig:
         if "batch_size" in training or "micro_batch" in training:
             batch = training.setdefault("batch_size", self.training.batch_size)
             rows = training.pop("micro_batch", self.training.micro_batch)
-            _check_field("batch_size", batch, "int")
-            _check_field("micro_batch", rows, "int")
+            _check_field("batch_size", batch, int)
+            _check_field("micro_batch", rows, int)
             if batch % rows:
                 raise ConfigError(f"micro_batch must divide the batch of {batch}, got {rows}")
             training["accumulate"] = batch // rows
@@ -333,7 +321,7 @@ class RunConfig:
             if not isinstance(data, list):
                 raise ConfigError(f"data must be a list of strings, got {data!r}")
             recompute = options.pop("recompute", False)
-            require_type("recompute", recompute, "bool")
+            _require_type("recompute", recompute, bool)
             if unknown := [*(recipe.keys() - _RECIPE), *(options.keys() - _OPTIONS)]:
                 raise ConfigError(f"unknown field {min(unknown)}")
             if missing := set(_RECIPE[:11]) - recipe.keys():

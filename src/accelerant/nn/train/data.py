@@ -36,8 +36,8 @@ from accelerant.nn.train.environment import forked_random
 from accelerant.nn.train.tokenfile import TokenFile, Tokens
 
 __all__ = [
-    "Batch", "Data", "Prefetcher", "Source", "TokenSource", "even_starts", "gather", "halves", "make_source",
-    "permutation", "random_windows", "require_windows", "split",
+    "Batch", "Data", "Source", "TokenSource", "even_starts", "gather", "halves", "make_source", "permutation",
+    "prefetched", "random_windows", "require_windows", "split",
 ]  # fmt: skip
 
 Batch = tuple[Tensor, ...]
@@ -47,8 +47,7 @@ Data = Tensor | np.ndarray[Any, Any] | Sequence[Any] | Dataset[Any] | DataLoader
 """Tensors or arrays whose first dimension is the rows (several in a tuple or list), a torch Dataset or DataLoader, or a
 token file or its path."""
 
-_SAMPLED_ROWS = 256
-"""Rows of a tensor that enter its fingerprint."""
+_SAMPLED_ROWS = 256  # of a tensor, which enter its fingerprint
 
 
 # --- random numbers and windows --------------------------------------------------------------------------------------
@@ -113,48 +112,40 @@ def split(parts: Sequence[Batch], micro_batch: int | None) -> list[Batch]:
     return [rows for part in parts for rows in zip(*(tensor.split(micro_batch) for tensor in part), strict=True)]
 
 
-class Prefetcher:
-    """Gathers the batches of steps, made on the CPU, in a thread; a context manager that ends the thread.
+def prefetched(make: Callable[[int], Batch], steps: range, *, pin: bool) -> Generator[Sequence[Batch]]:
+    """Iterate steps of one batch, made on the CPU by a thread, which ends when the generator is closed.
 
     The reader gets them in pinned memory if `pin` is set.
     """
+    ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=4)
+    stop = threading.Event()
 
-    def __init__(self, make: Callable[[int], Batch], steps: range, *, pin: bool) -> None:
-        self._make, self._steps, self._pin = make, steps, pin
-        self._ready: queue.Queue[Batch | BaseException] = queue.Queue(maxsize=4)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._fill, name="accelerant-batches", daemon=True)
+    def put(item: Batch | BaseException) -> None:
+        while not stop.is_set():
+            with contextlib.suppress(queue.Full):
+                ready.put(item, timeout=0.1)
+                return
 
-    def __enter__(self) -> Prefetcher:
-        self._thread.start()
-        return self
+    def fill() -> None:
+        try:
+            for step in steps:
+                if stop.is_set():
+                    return
+                put(make(step))
+        except BaseException as error:  # noqa: BLE001  the reader raises it
+            put(error)
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def __iter__(self) -> Iterator[Batch]:
-        """Iterate the batches of the steps."""
-        for _ in self._steps:
-            item = self._ready.get()
+    thread = threading.Thread(target=fill, name="accelerant-batches", daemon=True)
+    thread.start()
+    try:
+        for _ in steps:
+            item = ready.get()
             if isinstance(item, BaseException):
                 raise item
-            yield tuple(tensor.pin_memory() for tensor in item) if self._pin else item
-
-    def _fill(self) -> None:
-        try:
-            for step in self._steps:
-                if not self._put(self._make(step)):
-                    return
-        except BaseException as error:  # noqa: BLE001  the reader raises it
-            self._put(error)
-
-    def _put(self, item: Batch | BaseException) -> bool:
-        while not self._stop.is_set():
-            with contextlib.suppress(queue.Full):
-                self._ready.put(item, timeout=0.1)
-                return True
-        return False
+            yield [_pinned(item, pin)]
+    finally:
+        stop.set()
+        thread.join()
 
 
 # --- sources ---------------------------------------------------------------------------------------------------------
@@ -164,20 +155,22 @@ class Source(ABC):
     """Data as batches by step.
 
     Attributes:
-        unit: of `per_step`.
+        unit: of `size` and `per_step`.
+        size: samples or tokens in the data.
         per_step: samples or tokens in a step.
         micro_batch: rows of the batches that the parts of a step are split into; None if they are not split.
         fixed: whether the parts of every step have the same shapes.
     """
 
     unit: Literal["samples", "tokens"] = "samples"
+    size: int
     per_step: int
     micro_batch: int | None
     fixed: bool = True
 
-    @abstractmethod
     def steps(self, epochs: float) -> int:
         """Return the number of steps in so many passes over the data."""
+        return max(1, math.ceil(epochs * self.size / self.per_step))
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -216,28 +209,24 @@ class _RowSource(Source):
     def __init__(self, count: int, config: TrainConfig) -> None:
         if count < 1:
             raise ConfigError("the data have no rows")
-        self._count = count
         self._seed = config.seed
-        self.per_step = config.batch_size
+        self.size, self.per_step = count, config.batch_size
         self.micro_batch = config.micro_batch
         self._orders: dict[int, NDArray[np.int64]] = {}
 
-    def steps(self, epochs: float) -> int:
-        return max(1, math.ceil(epochs * self._count / self.per_step))
-
     def rows(self) -> int | None:
-        return self._count
+        return self.size
 
     def numbers(self, step: int) -> NDArray[np.int64]:
         """Return the numbers of a step's rows; a step that exceeds its epoch continues with the next."""
         start, end = step * self.per_step, (step + 1) * self.per_step
         parts = []
         while start < end:
-            epoch, offset = divmod(start, self._count)
-            count = min(end - start, self._count - offset)
+            epoch, offset = divmod(start, self.size)
+            count = min(end - start, self.size - offset)
             if epoch not in self._orders:
                 self._orders = {number: order for number, order in self._orders.items() if number == epoch - 1}
-                self._orders[epoch] = permutation(self._seed, epoch, self._count)
+                self._orders[epoch] = permutation(self._seed, epoch, self.size)
             parts.append(self._orders[epoch][offset : offset + count])
             start += count
         return np.concatenate(parts)
@@ -258,16 +247,14 @@ class _TensorSource(_RowSource):
         digest = hashlib.sha256()
         for tensor in self._tensors:
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-            chosen = torch.linspace(0, self._count - 1, min(_SAMPLED_ROWS, self._count)).round().long()
+            chosen = torch.linspace(0, self.size - 1, min(_SAMPLED_ROWS, self.size)).round().long()
             rows = tensor[chosen.to(tensor.device)].detach().cpu().contiguous()
             digest.update(rows.reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def batches(self, steps: range, position: dict[str, int], *, pin: bool) -> Generator[Sequence[Batch]]:
         if pin and all(tensor.device.type == "cpu" for tensor in self._tensors):
-            with Prefetcher(self._batch, steps, pin=True) as prefetched:
-                for batch in prefetched:
-                    yield [batch]
+            yield from prefetched(self._batch, steps, pin=True)
         else:
             for step in steps:
                 yield [self._batch(step)]
@@ -291,7 +278,7 @@ class _DatasetSource(_RowSource):
         self._dataset = dataset
 
     def fingerprint(self) -> str:
-        return f"{type(self._dataset).__qualname__} of {self._count}"
+        return f"{type(self._dataset).__qualname__} of {self.size}"
 
     def batches(self, steps: range, position: dict[str, int], *, pin: bool) -> Generator[Sequence[Batch]]:
         for step in steps:
@@ -299,12 +286,12 @@ class _DatasetSource(_RowSource):
 
     def in_order(self, rows: int) -> Generator[Batch]:
         with forked_random(self._seed):  # evaluations draw the same numbers each time, and do not change the training
-            for start in range(0, self._count, rows):
-                yield self._collated(range(start, min(start + rows, self._count)))
+            for start in range(0, self.size, rows):
+                yield self._collated(range(start, min(start + rows, self.size)))
 
     def example(self) -> Batch:
         with forked_random():
-            return self._collated(range(min(self._count, self.micro_batch or self._count)))
+            return self._collated(range(min(self.size, self.micro_batch or self.size)))
 
     def _collated(self, numbers: Iterable[int]) -> Batch:
         return _as_batch(default_collate([self._dataset[int(number)] for number in numbers]))
@@ -410,19 +397,14 @@ class TokenSource(Source):
         require_windows(tokens, config.context, part)
         self._tokens, self._fingerprint, self._config = tokens, fingerprint, config
         self._evaluated = max(1, (evaluation_tokens or len(tokens)) // config.context)
-        self.per_step = config.batch_size * config.context
+        self.size, self.per_step = len(tokens), config.batch_size * config.context
         self.micro_batch = config.micro_batch
-
-    def steps(self, epochs: float) -> int:
-        return max(1, math.ceil(epochs * len(self._tokens) / self.per_step))
 
     def fingerprint(self) -> str:
         return self._fingerprint
 
     def batches(self, steps: range, position: dict[str, int], *, pin: bool) -> Generator[Sequence[Batch]]:
-        with Prefetcher(self._batch, steps, pin=pin) as prefetched:
-            for batch in prefetched:
-                yield [batch]
+        return prefetched(self._batch, steps, pin=pin)
 
     def in_order(self, rows: int) -> Generator[Batch]:
         """Iterate disjoint windows, spread evenly over the tokens if an evaluation does not read all of them."""

@@ -225,32 +225,23 @@ class _TextRun:
         more = self._extension.description()
         return {
             **({"extension": self._extension.name, self._extension.name: more} if more else {}),
-            "run": self._run.to_dict(),
-            "model": self._shape.to_dict(),
-            "parameters": self._model.parameter_count(),
-            "corpus": self._text.description,
-            "device": self._device_name,
-            "backend": self._device.type,
+            "run": self._run.to_dict(), "model": self._shape.to_dict(), "parameters": self._model.parameter_count(),
+            "corpus": self._text.description, "device": self._device_name, "backend": self._device.type,
             "versions": {
-                "accelerant": __version__,
-                "torch": torch.__version__,
-                "numpy": np.__version__,
+                "accelerant": __version__, "torch": torch.__version__, "numpy": np.__version__,
                 "python": platform.python_version(),
             },
-        }
+        }  # fmt: skip
 
     def execute(self, *, resume: bool) -> Outcome:
         """Train, from the last checkpoint if `resume` is set, and write the results; or stop at a signal."""
         began, run, steps = time.monotonic(), self._run, self._run.training.steps
         self._progress.phase("looking at the model")
         try:
-            history = self._trainer.run(
-                self._training,
-                self._source(self._text.held_out, "held-out", run.validation_sizes[0]),
-                folder=self._folder.path,
-                resume=resume,
-                evaluate_at={round(steps * k / (run.validations + 1)) for k in range(1, run.validations + 1)},
-            )
+            held_out = self._source(self._text.held_out, "held-out", run.validation_sizes[0])
+            at = {round(steps * k / (run.validations + 1)) for k in range(1, run.validations + 1)}
+            folder = self._folder.path
+            history = self._trainer.run(self._training, held_out, folder=folder, resume=resume, evaluate_at=at)
         except OutOfMemory as error:
             rows = run.training.micro_batch
             advice = f"start again with --micro-batch {rows // 2}" if rows > 1 else "use a smaller preset"

@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerant.nn.train.callbacks import Curve
 from accelerant.nn.train.history import StepRecord
-from accelerant.runtime.html_page import Line, Reference, card, document, facts, line_chart, smoothed
+from accelerant.runtime.html_page import Line, Reference, card, document, facts, line_chart, smoothed, table
 
 __all__ = ["build_report"]
 
@@ -114,34 +114,30 @@ def _ledger_card(ledger: Mapping[str, Any]) -> str:
     if not rows:
         return card("What ran where", '<p class="empty">The ledger recorded no calls.</p>')
     names = ("op", "implementation", "device", "case", "calls", "ms, median", "bytes", "flops", "not chosen")
-    numbers = ("calls", "ms, median", "bytes", "flops")
-    head = "".join(f'<th class="number">{name}</th>' if name in numbers else f"<th>{name}</th>" for name in names)
-    shown, rest = rows[:_ROWS_SHOWN], rows[_ROWS_SHOWN:]
-    tables = _ledger_table(head, shown)
-    if rest:
-        tables += f"<details><summary>{len(rest)} more cases</summary>{_ledger_table(head, rest)}</details>"
+
+    def tabulated(part: Sequence[Mapping[str, Any]]) -> str:
+        return table(names, map(_ledger_cells, part), numbers=("calls", "ms, median", "bytes", "flops"))
+
+    tables = tabulated(rows[:_ROWS_SHOWN])
+    if rest := rows[_ROWS_SHOWN:]:
+        tables += f"<details><summary>{len(rest)} more cases</summary>{tabulated(rest)}</details>"
     fallbacks = ledger.get("fallbacks", ())
     text = "No fallbacks." if not fallbacks else f"Fallbacks: {'; '.join(_pairs(entry) for entry in fallbacks)}"
     return card("What ran where", f'{tables}<p class="soft">{text}</p>')
 
 
-def _ledger_table(head: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    return f'<div class="scroll"><table><tr>{head}</tr>{"".join(_ledger_row(row) for row in rows)}</table></div>'
-
-
-def _ledger_row(row: Mapping[str, Any]) -> str:
+def _ledger_cells(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     ms, device = row.get("ms_p50"), row.get("device") or row.get("backend")
     refused = "; ".join(f"{entry.get('implementation')}: {entry.get('reason')}" for entry in row.get("refused", ()))
-    cells = [
-        *[("word", value) for value in (row.get("op"), row.get("implementation"), device)],
-        ("case", row.get("case")),
+    return [
+        *[("word", str(value)) for value in (row.get("op"), row.get("implementation"), device)],
+        ("case", str(row.get("case"))),
         ("number", f"{row.get('calls', 0):,}"),
         ("number", "" if ms is None else f"{ms:.3f}"),
         ("number", _bytes(row.get("bytes") or 0)),
         ("number", _scaled(row.get("flops") or 0)),
         ("soft", refused),
     ]
-    return "".join(["<tr>", *[f'<td class="{kind}">{escape(str(value))}</td>' for kind, value in cells], "</tr>"])
 
 
 def _pairs(entry: object) -> str:
@@ -151,10 +147,7 @@ def _pairs(entry: object) -> str:
 
 
 def _table_card(title: str, rows: Iterable[tuple[str, object]]) -> str:
-    body = "".join(
-        f'<tr><th>{escape(name)}</th><td class="wrap">{escape(str(value))}</td></tr>' for name, value in rows
-    )
-    return card(title, f"<table>{body}</table>")
+    return card(title, table((), ([("soft", name), ("wrap", str(value))] for name, value in rows)))
 
 
 def _settings(config: Mapping[str, Any]) -> list[tuple[str, object]]:
