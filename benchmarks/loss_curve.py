@@ -22,7 +22,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -41,7 +42,7 @@ from accelerant.nn.optim import AdamW
 from accelerant.nn.train.checkpoint import Checkpoints, gathered, restored
 from accelerant.nn.train.config import RunConfig, TrainConfig, preset
 from accelerant.nn.train.corpus import TokenizedText, Watcher, tokenize
-from accelerant.nn.train.data import Prefetcher, halves, random_windows
+from accelerant.nn.train.data import halves, prefetched, random_windows
 from accelerant.nn.train.environment import StopRequest, numerics
 from accelerant.nn.train.folder import RunLock
 from accelerant.nn.train.optim import learning_rate
@@ -324,8 +325,9 @@ class _CurveRuns:
         rate = functools.partial(learning_rate, self._train, steps)
         first, times, pending = len(curve.losses), list[float](), list[Tensor]()
         last, saved = time.perf_counter(), time.monotonic()
-        with Prefetcher(self._batch, range(first, steps), pin=gpu) as batches, StopRequest() as stop:
-            for number, (tokens, targets) in enumerate(self._moved(batches), first):
+        with closing(prefetched(self._batch, range(first, steps), pin=gpu)) as batches, StopRequest() as stop:
+            for number, [batch] in enumerate(batches, first):
+                tokens, targets = (tensor.to(self._where, non_blocking=True) for tensor in batch)
                 pending.append(step(tokens, targets, rate(number)))
                 if len(pending) < _READ_EVERY and number + 1 < steps and not stop:
                     continue
@@ -366,10 +368,6 @@ class _CurveRuns:
         count, context = self._settings.shape
         seed = self._settings.seed
         return halves(random_windows(self._text.train, seed=seed, step=step, count=count, context=context))
-
-    def _moved(self, batches: Prefetcher) -> Iterator[tuple[Tensor, Tensor]]:
-        for tokens, targets in batches:
-            yield tokens.to(self._where, non_blocking=True), targets.to(self._where, non_blocking=True)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
