@@ -105,7 +105,7 @@ def test_algebra_stands_beside_numpy_and_torch(cpu, monkeypatch):
 
 def test_the_peers_of_the_field_are_exact():
     p = field_of("goldilocks").modulus
-    x, y = algebra._operands(5000)
+    x, y = algebra.operands(5000)
     exact = [(a + b) % p for a, b in zip(x.tolist(), y.tolist(), strict=True)]
     assert {0, 1, p - 1} <= set(x.tolist())
     assert algebra._numpy_add(x, y).tolist() == exact
@@ -237,4 +237,4 @@ def test_neural_cases_have_their_cpu_figure_in_float32(direction):
 
 
 def test_operands_are_the_same_in_every_run():
-    assert np.array_equal(algebra._operands(100)[0], algebra._operands(100)[0])
+    assert np.array_equal(algebra.operands(100)[0], algebra.operands(100)[0])

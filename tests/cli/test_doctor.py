@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from accelerant.bench import doctor
+from accelerant.bench.suites.algebra import first_wrong
 from accelerant.cli.app import main
 from accelerant.config import override
 from accelerant.runtime import registry
@@ -100,13 +101,13 @@ def test_the_lines_and_their_advice(capsys, monkeypatch):
 def test_a_wrong_result_is_found():
     provider, device = registry.create("cpu"), registry.choose("cpu")
     launch, x, y = doctor._prepare(provider, device)
-    assert "are wrong" in doctor._first_wrong(launch, x, y)  # nothing ran yet
+    assert "are wrong" in first_wrong(x, y, launch.sums())  # nothing ran yet
     launch.start()
-    assert doctor._first_wrong(launch, x, y) == ""
+    assert first_wrong(x, y, launch.sums()) == ""
     spoiled = provider.copy_to_host(launch.buffers[2], np.uint64, (launch.n,))
     spoiled[12345] ^= np.uint64(1)
     provider.copy_to_device(spoiled, out=launch.buffers[2])
-    wrong = doctor._first_wrong(launch, x, y)
+    wrong = first_wrong(x, y, launch.sums())
     assert wrong.startswith(
         f"1 of {launch.n:,} sums are wrong, the first: {x[12345]} + {y[12345]} gave {spoiled[12345]}"
     )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 
 import torch
 
-from accelerant.bench.timer import time_ms
+from accelerant.bench.timer import second_call_s, time_ms
 
 __all__ = ["cpu_time_ms", "measure_copy", "measure_link", "measure_matmul"]
 
@@ -78,11 +77,7 @@ def cpu_time_ms(
         the smallest share would take more than 2 s.
     """
     least = math.ceil(rows / _SHARES[-1])
-    call = make(least)
-    call()
-    began = time.perf_counter()
-    call()
-    once_s = time.perf_counter() - began
+    once_s = second_call_s(make(least))
     if once_s * _CALLS > _TOO_LONG_S:
         return None, f"skipped: {once_s * _CALLS:.1f} s for 1/{_SHARES[-1]} of the rows"
     for share in _SHARES:

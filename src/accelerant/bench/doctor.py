@@ -21,7 +21,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,13 +29,14 @@ import numpy as np
 import torch
 
 from accelerant._version import __version__
-from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.field.program import field_add_source
 from accelerant.bench.record import environment_variable, installed_version
+from accelerant.bench.suites.algebra import first_wrong, operands
 from accelerant.config import settings
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.cache import KernelCache
 from accelerant.runtime.compilation.kernel import Builder, Kernel
+from accelerant.runtime.files import JsonRecord
 from accelerant.runtime.monitoring.monitor import Sample, sample
 from accelerant.runtime.monitoring.readers import nvml_missing
 from accelerant.runtime.provider import Buffer, ComputeDevice, ComputeProvider
@@ -49,17 +50,13 @@ Status = Literal["ok", "warning", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class Check(JsonRecord):
     """A line of the report: "warning" works, but not as well as it could; `advice` is what to do, "" for nothing."""
 
     name: str
     status: Status
     found: str
     advice: str = ""
-
-    def to_dict(self) -> dict[str, str]:
-        """The fields by name, for JSON."""
-        return asdict(self)
 
 
 def checks(progress: Callable[[str], None] = lambda _: None) -> Iterator[Check]:
@@ -311,8 +308,6 @@ def _declared_extras() -> dict[str, list[str]]:
 
 # --- the proof that a device computes --------------------------------------------------------------------------------
 
-_P = field_of("goldilocks").modulus
-_CHECKED = 1 << 16
 _TIMED_LAUNCHES = 10
 _BUSY_S = 2.5
 _MANY, _FEW = 1 << 25, 1 << 20
@@ -332,6 +327,9 @@ class _FieldAddLaunch:
     def start(self) -> None:
         self.provider.launch(self.kernel, (-(-self.n // 256),), (256,), (*self.buffers, self.n))
 
+    def sums(self) -> Any:
+        return self.provider.copy_to_host(self.buffers[2], np.uint64, (self.n,))
+
 
 def prove(device: ComputeDevice) -> Iterator[Check]:
     """Compile, launch, compare and time field_add on a device; on NVIDIA also observe it through NVML."""
@@ -341,8 +339,7 @@ def prove(device: ComputeDevice) -> Iterator[Check]:
     launch, x, y = _prepare(provider, device)
     launch.start()
     provider.synchronize(device.index)
-    wrong = _first_wrong(launch, x, y)
-    if wrong:
+    if wrong := first_wrong(x, y, launch.sums()):
         yield Check(label, "failed", wrong, "do not trust this device: check memory and driver, then run this again")
         return
     marks = []
@@ -366,32 +363,11 @@ def _prepare(provider: ComputeProvider, device: ComputeDevice) -> tuple[_FieldAd
     """Prepare operands, edge values first, and an output with a value that no sum has."""
     roomy = device.backend == "cuda" and provider.memory(device.index).free_bytes > _NEEDED_BYTES
     n = _MANY if roomy else _FEW
-    rng = np.random.default_rng(7)
-    x, y = (rng.integers(0, _P, n, dtype=np.uint64) for _ in range(2))
-    edges = [0, 1, 2**32 - 1, 2**63, _P - 2, _P - 1]
-    pairs = [(a, b) for a in edges for b in edges]
-    x[: len(pairs)], y[: len(pairs)] = [a for a, _ in pairs], [b for _, b in pairs]
+    x, y = operands(n)
     kernel = provider.compile(field_add_source(), device=device.index)
     z = provider.copy_to_device(np.full(n, 2**64 - 1, np.uint64), device.index)
     buffers = (provider.copy_to_device(x, device.index), provider.copy_to_device(y, device.index), z)
     return _FieldAddLaunch(provider, device, kernel, buffers, n), x, y
-
-
-def _first_wrong(launch: _FieldAddLaunch, x: Any, y: Any) -> str:
-    """Compare all sums with the host's 64-bit arithmetic, some with Python's integers; "" if none is wrong."""
-    modulus = np.uint64(_P)
-    got = launch.provider.copy_to_host(launch.buffers[2], np.uint64, (launch.n,))
-    room = modulus - y  # x + y reaches the modulus where x >= room
-    expected = np.where(x >= room, x - room, x + y)
-    part = slice(0, _CHECKED)
-    exact = np.array([(a + b) % _P for a, b in zip(x[part].tolist(), y[part].tolist(), strict=True)], np.uint64)
-    if not np.array_equal(expected[part], exact):
-        return "the host's own integer arithmetic is wrong"
-    differs = np.flatnonzero(got != expected)
-    if not differs.size:
-        return ""
-    at = int(differs[0])
-    return f"{differs.size:,} of {launch.n:,} sums are wrong, the first: {x[at]} + {y[at]} gave {got[at]}"
 
 
 def _observed(launch: _FieldAddLaunch, before: Sample, one_ms: float) -> Check:

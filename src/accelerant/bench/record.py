@@ -268,7 +268,11 @@ class Row:
         """Return the identity, the quantiles, and other fields that differ from their defaults, for JSON."""
         always = ("suite", "op", "case", "runner", "implementation", "unit", "p20", "p50", "p80")
         values = [(one, getattr(self, one.name)) for one in fields(self)]
-        return {one.name: _digits(value) for one, value in values if one.name in always or value != one.default}
+        return {
+            one.name: float(f"{value:.6g}") if isinstance(value, float) else value  # the resolution of the clocks
+            for one, value in values
+            if one.name in always or value != one.default
+        }
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Row:
@@ -466,11 +470,6 @@ def _cells(row: Row) -> list[str]:
 def failure_note(error: BaseException, most: int = 160) -> str:
     """Return "Type: first line of the message" for a row's note."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:most]}"
-
-
-def _digits(value: Any) -> Any:
-    """Round floats to six digits, the resolution of the clocks."""
-    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _check(row: Row) -> None:

@@ -43,54 +43,42 @@ def write_report(path: Path, record: Record, comparison: Comparison | None = Non
 
 
 def build_report(record: Record, comparison: Comparison | None = None) -> str:
-    """Return the page as HTML.
-
-    Args:
-        record: concluded.
-        comparison: with a baseline, if there is one.
-    """
+    """Return the page of a concluded record as HTML."""
     env = record.environment
-    swept, record = _without_sweep(record)
+    # thousands of the sweep's sizes would bury the named cases; those that did not run come after these
+    swept = replace(record, rows=[row for row in record.rows if row.part == "sweep" and row.p50 is not None])
+    others = [row for row in record.rows if row.part != "sweep" or row.p50 is None]
+    record = replace(record, rows=sorted(others, key=lambda row: row.part == "sweep"))
     cases = _cases(record.ordered())
     title = f"Benchmark: {env.device}"
-    drawn = roofline(record)
     head, *lines = record.cells()
-    regressions = comparison is not None and comparison.regressions
+    compared = rooflined = ""
+    if comparison is not None:
+        style = "warn" if comparison.regressions else ""
+        compared = card("Compared with the baseline", f"<pre>{escape(comparison.table())}</pre>", style)
+    if drawn := roofline(record):
+        remark = _remark("Filled: ours; hollow: the peers. Each dot has its case as a tooltip.")
+        rooflined = card("Roofline", remark + drawn)
     body = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="lead">Accelerant {escape(env.accelerant)} on {escape(env.system)}, {escape(env.time)}</p>',
         _facts(record, cases),
         _notes(record),
-        card("Compared with the baseline", f"<pre>{escape(comparison.table())}</pre>", "warn" if regressions else "")
-        if comparison is not None
-        else "",
+        compared,
         _losses(cases),
         _sweep_losses(swept),
         *(_suite(suite, cases) for suite in dict.fromkeys(key[0] for key in cases)),
         _links(record),
-        card("Roofline", _remark("Filled: ours; hollow: the peers. Each dot has its case as a tooltip.") + drawn)
-        if drawn
-        else "",
+        rooflined,
         _sweep_rates(swept),
         _ceilings(record),
         _cpu(record),
         _targets(record),
-        card(
-            "All rows",
-            table(head, ([_cell(*pair) for pair in zip(head, line, strict=True)] for line in lines), _NUMBERS),
-        ),
+        card("All rows", table(head, (list(map(_cell, head, line)) for line in lines), _NUMBERS)),
         _environment(record),
         "<footer>Times are medians; the line over a bar spans the 20th to the 80th percentile.</footer>",
     ]
     return document(title, _STYLE, body)
-
-
-def _without_sweep(record: Record) -> tuple[Record, Record]:
-    """Split off the measured rows of the sweep: thousands of sizes would bury the named cases."""
-    swept = [row for row in record.rows if row.part == "sweep" and row.p50 is not None]
-    rest = [row for row in record.rows if row.part != "sweep"]
-    missing = [row for row in record.rows if row.part == "sweep" and row.p50 is None]
-    return replace(record, rows=swept), replace(record, rows=rest + missing)
 
 
 def _cases(rows: Iterable[Row]) -> Cases:
@@ -156,7 +144,7 @@ def _losses(cases: Cases) -> str:
     if not lost:
         return ""
     text = _remark("Cases in which a peer was faster, the worst first.")
-    return card("Lost", text + _key() + "".join(_case(rows) for rows in lost.values()), "warn")
+    return card("Lost", text + _key() + "".join(map(_case, lost.values())), "warn")
 
 
 def _key() -> str:
@@ -172,8 +160,7 @@ def _suite(suite: str, cases: Cases) -> str:
         for key, rows in cases.items()
         if key[0] == suite and not _lost(rows) and any(row.speedup is not None for row in rows)
     ]
-    content = _key() + "".join(_case(rows) for rows in shown)
-    return card(f"{suite.capitalize()}: compared with the peers", content) if shown else ""
+    return card(f"{suite.capitalize()}: compared with the peers", _key() + "".join(map(_case, shown))) if shown else ""
 
 
 def _case(rows: Sequence[Row]) -> str:
@@ -200,14 +187,9 @@ def _case(rows: Sequence[Row]) -> str:
 
 def _ceilings(record: Record) -> str:
     shown = [
-        Bar(
-            f"{row.op} {row.case}",
-            min(row.percent_of_ceiling or 0.0, 150.0),
-            f"{row.percent_of_ceiling:.0f}% of {row.ceiling}",
-            "ours",
-        )
+        Bar(f"{row.op} {row.case}", min(percent, 150.0), f"{percent:.0f}% of {row.ceiling}", "ours")
         for row in sorted(record.rows, key=lambda row: row.percent_of_ceiling or 0.0)
-        if row.runner == "accelerant" and row.percent_of_ceiling is not None
+        if row.runner == "accelerant" and (percent := row.percent_of_ceiling) is not None
     ]
     text = _remark("Ours; the dashed line is the ceiling, bars end at 150%.")
     return card("Share of the measured ceiling", text + bars("", shown, limit=100.0)) if shown else ""

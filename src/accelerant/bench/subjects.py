@@ -94,11 +94,8 @@ def _attention_varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
-    options: dict[str, Any] = (
-        {"is_causal": causal} if "is_causal" in known else {"window_size": (-1, 0 if causal else -1)}
-    )
-    if scale is not None:
-        options["scale"] = scale
+    options: dict[str, Any] = {} if scale is None else {"scale": scale}
+    options |= {"is_causal": causal} if "is_causal" in known else {"window_size": (-1, 0 if causal else -1)}
     result = varlen_attn(q, k, v, cu_q, cu_k, max_seqlen_q, max_seqlen_k, **options)
     return result[0] if isinstance(result, tuple) else result
 
@@ -134,20 +131,6 @@ def _matmul_flops(inputs: Sequence[Tensor], y: Tensor) -> int:
     return 2 * y.numel() * inputs[0].shape[-1]
 
 
-def _linear_int8_flops(inputs: Sequence[Tensor], y: Tensor) -> int:
-    """Return 0 for few rows, which the weight's bytes bound."""
-    return _matmul_flops(inputs, y) if len(inputs[0]) > 16 else 0
-
-
-def _linear_loss_flops(inputs: Sequence[Tensor], _: Tensor) -> int:
-    hidden, weight = inputs[:2]
-    return 2 * hidden.numel() * weight.shape[0]
-
-
-def _conv_flops(inputs: Sequence[Tensor], y: Tensor) -> int:
-    return 2 * y.numel() * inputs[1][0].numel()
-
-
 def varlen_flops(q: Tensor, cu_q: Tensor, cu_k: Tensor, *, causal: bool) -> int:
     """Count attention_flops of each packed sequence."""
     pairs = int((cu_q.diff().long() * cu_k.diff().long()).sum())
@@ -176,10 +159,20 @@ _OWN: dict[str, Subject] = {
     "embedding": Subject(F.embedding, shared=(1,)),
     "dropout": Subject(lambda x, p=0.5, seed=None: F.dropout(x, p), random=True),
     "cross_entropy": Subject(_cross_entropy, odd=_reduced),
-    "linear_cross_entropy": Subject(_linear_cross_entropy, flops=_linear_loss_flops, shared=(1,), odd=_reduced),
+    "linear_cross_entropy": Subject(
+        _linear_cross_entropy,
+        flops=lambda inputs, _: 2 * inputs[0].numel() * inputs[1].shape[0],
+        shared=(1,),
+        odd=_reduced,
+    ),
     "matmul": Subject(torch.matmul, flops=_matmul_flops),
     "quantize_int8": Subject(_quantize_int8),
-    "linear_int8": Subject(_linear_int8, flops=_linear_int8_flops, constants=(2,), shared=(1, 2, 3)),
+    "linear_int8": Subject(
+        _linear_int8,
+        flops=lambda inputs, y: _matmul_flops(inputs, y) if len(inputs[0]) > 16 else 0,  # the weight bounds few rows
+        constants=(2,),
+        shared=(1, 2, 3),
+    ),
     "attention": Subject(
         attention_by_torch,
         {
@@ -197,7 +190,7 @@ _OWN: dict[str, Subject] = {
         odd=lambda sample: "window" not in sample.options,
     ),
     "attention_decode": Subject(_attention_decode),
-    "conv2d": Subject(F.conv2d, flops=_conv_flops, shared=(1, 2)),
+    "conv2d": Subject(F.conv2d, flops=lambda inputs, y: 2 * y.numel() * inputs[1][0].numel(), shared=(1, 2)),
 }
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
@@ -58,16 +58,9 @@ def _silent(_: str) -> None:
 
 
 def option(
-    default: Any,
-    help: str,
-    *,
-    flags: Sequence[str] = (),
-    metavar: str | None = None,
-    min: float | None = None,
-    max: float | None = None,
-    comma: bool = False,
-    same: bool = False,
-) -> Any:
+    default: Any, help: str, *, flags: Sequence[str] = (), metavar: str | None = None, min: float | None = None,
+    max: float | None = None, comma: bool = False, same: bool = False,
+) -> Any:  # fmt: skip
     """Declare an option of a suite, as the default of its dataclass field.
 
     Args:
@@ -79,8 +72,8 @@ def option(
         comma: read a tuple from one comma-separated value instead of repeated options.
         same: a resumed run must have the value of the run that it continues.
     """
-    known = {"help": help, "flags": tuple(flags), "metavar": metavar, "min": min, "max": max}
-    return field(default=default, metadata={"option": {**known, "comma": comma, "same": same}})
+    known = {"help": help, "flags": tuple(flags), "metavar": metavar, "min": min, "max": max, "comma": comma}
+    return field(default=default, metadata={"option": {**known, "same": same}})
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +138,14 @@ class Suite(ABC):
             declared = one.metadata.get("option", {})
             if declared.get("same"):
                 flag = (declared["flags"] or (f"--{one.name.replace('_', '-')}",))[-1]
-                found[flag] = _text(getattr(self, one.name))
+                match getattr(self, one.name):
+                    case None:
+                        found[flag] = "default"
+                    case tuple() as values:
+                        found[flag] = ",".join(map(str, values)) or "none"
+                    case value:
+                        found[flag] = f"{value:g}" if isinstance(value, float) else str(value)
         return found
-
-
-def _text(value: object) -> str:
-    if isinstance(value, tuple):
-        return ",".join(map(str, value)) or "none"
-    return f"{value:g}" if isinstance(value, float) else "default" if value is None else str(value)
 
 
 def check_names(flag: str, kind: str, names: Iterable[str], known: Sequence[str]) -> None:
@@ -186,18 +179,11 @@ class Clock:
                 self._nested[-1] += took
 
 
-def _summary(seconds: Mapping[str, float]) -> str:
-    """Return for example "12.3 s: 7.1 s timed calls, 5.2 s checks"."""
-    parts = [f"{s:.1f} s {activity}" for activity, s in sorted(seconds.items(), key=lambda pair: -pair[1])]
-    return f"{sum(seconds.values()):.1f} s: {', '.join(parts)}"
-
-
 @dataclass(frozen=True, slots=True)
 class SuiteRun:
     """A run of suites on a device.
 
     Attributes:
-        device: the device that is measured.
         record: gets ceilings, rows and notes.
         journal: keeps finished cases on disk; None for none.
         until: time.monotonic() after which no case is begun; None for no limit.
@@ -291,7 +277,8 @@ def measure_cases(suite: str, cases: Sequence[SuiteCase], run: SuiteRun) -> None
                 _note_missing(run.record, "the loss of the device", left[i + 1 :], len(cases))
             raise lost from error
     if len(spent) > 1:
-        run.record.notes.append(f"{measured} cases took {_summary(spent)}")
+        parts = [f"{s:.1f} s {activity}" for activity, s in sorted(spent.items(), key=lambda pair: -pair[1])]
+        run.record.notes.append(f"{measured} cases took {sum(spent.values()):.1f} s: {', '.join(parts)}")
     if failed is not None:
         raise failed
 
@@ -308,10 +295,10 @@ def _note_missing(record: Record, reason: str, missing: Sequence[SuiteCase], tot
 
 def _recorded_failure(rows: Sequence[Row]) -> AccelerantError | None:
     for row in rows:
-        if (row.case == _FAILED and row.p50 is None) or (row.wrong and row.compared):
-            return AccelerantError(
-                f"{row.op}: {row.note}" if row.case == _FAILED else f"{row.op} {row.case}: {row.note}"
-            )
+        if row.case == _FAILED and row.p50 is None:
+            return AccelerantError(f"{row.op}: {row.note}")
+        if row.wrong and row.compared:
+            return AccelerantError(f"{row.op} {row.case}: {row.note}")
     return None
 
 
@@ -366,9 +353,7 @@ def collect(suites: Sequence[Suite], run: SuiteRun, *, begin: Progress = _silent
             found.failures[suite.name] = error
             note = failure_note(error)
             if not any(row.suite == suite.name and row.case == _FAILED for row in record.rows):
-                record.rows.append(
-                    Row(suite.name, f"{suite.name} suite", "after the rows above", "accelerant", "", note=note)
-                )
+                run.add(Row(suite.name, f"{suite.name} suite", "after the rows above", "accelerant", "", note=note))
             record.notes.append(f"the {suite.name} suite failed: {note}")
     record.conclude()
     return found

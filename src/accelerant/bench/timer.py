@@ -23,7 +23,17 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Timing", "covers", "host_time_us", "rotated_ms", "synchronize", "time_in_turns", "time_ms", "wall_ms"]
+__all__ = [
+    "Timing",
+    "covers",
+    "host_time_us",
+    "rotated_ms",
+    "second_call_s",
+    "synchronize",
+    "time_in_turns",
+    "time_ms",
+    "wall_ms",
+]
 
 _FLUSH_BYTES = 2**30
 _MIN_REPEATS = 10
@@ -75,12 +85,7 @@ def time_in_turns(calls: Sequence[Callable[[], object]], *, budget_s: float = 0.
     Args:
         budget_s: seconds to spend on each; at least 10 rounds are made, or 3 where a call takes above 50 ms.
     """
-    once_s = []
-    for call in calls:
-        call()
-        began = time.perf_counter()
-        call()
-        once_s.append(time.perf_counter() - began)
+    once_s = [second_call_s(call) for call in calls]
     together = [max(1, int(_TURN_S / max(s, 1e-7))) for s in once_s]
     rounds = _repeats(max((s * n for s, n in zip(once_s, together, strict=True)), default=0.0), budget_s)
     samples: list[list[float]] = [[] for _ in calls]
@@ -172,9 +177,7 @@ def wall_ms(
         return time.perf_counter() - began
 
     timed()
-    once_s = timed()
-    repeats = max(least, min(_MAX_REPEATS, int(budget_s / max(once_s, 1e-7))))
-    return Timing.of([timed() * 1e3 for _ in range(repeats)])
+    return Timing.of([timed() * 1e3 for _ in range(_repeats(timed(), budget_s, least))])
 
 
 def synchronize(device: torch.device) -> None:
@@ -201,8 +204,8 @@ def host_time_us(fn: Callable[[], object], *, calls: int = 200, rounds: int = 15
     return Timing(timing.p20_ms, timing.p50_ms, timing.p80_ms, rounds * calls)
 
 
-def _repeats(once_s: float, budget_s: float) -> int:
-    least = _MIN_REPEATS if once_s < _SLOW_S else _SLOW_REPEATS
+def _repeats(once_s: float, budget_s: float, least: int | None = None) -> int:
+    least = least or (_MIN_REPEATS if once_s < _SLOW_S else _SLOW_REPEATS)
     return max(least, min(_MAX_REPEATS, int(budget_s / max(once_s, 1e-7))))
 
 
@@ -249,13 +252,17 @@ def covers(host_s: float, flush_s: float) -> int:
 
 
 def _host_samples(fn: Callable[[], object], budget_s: float) -> list[float]:
+    repeats = _repeats(second_call_s(fn), budget_s)
+    return [_call_s(fn) * 1e3 for _ in range(repeats)]
+
+
+def second_call_s(fn: Callable[[], object]) -> float:
+    """Call twice and return the seconds of the second call."""
     fn()
+    return _call_s(fn)
+
+
+def _call_s(fn: Callable[[], object]) -> float:
     began = time.perf_counter()
     fn()
-    repeats = _repeats(time.perf_counter() - began, budget_s)
-    samples = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        fn()
-        samples.append((time.perf_counter() - began) * 1e3)
-    return samples
+    return time.perf_counter() - began

@@ -35,13 +35,7 @@ SHRINKS = (1, 8, 64)
 
 @dataclass(frozen=True, slots=True)
 class TuneResult:
-    """The result of one call.
-
-    Attributes:
-        op, case: the call.
-        decisions: of the forward and the backward pass.
-        error: why the call failed; "" if it did not.
-    """
+    """The decisions of one call, forward and backward; `error` is why it failed, "" if it did not."""
 
     op: str
     case: str
@@ -67,9 +61,7 @@ def tune_ops(
     """Race and tune, call by call; each result is on disk before the next call begins.
 
     Args:
-        device: device to measure.
         names: ops of the neural suite; all by default.
-        dtypes: of the inputs of each case.
         launches: also tune launch parameters, which compiles every candidate: minutes an op.
         jobs: processes that compile the implementations first; with 1 they are compiled at their first call.
         until: value of time.monotonic() after which no further call is made.

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, TaskID
 
 from accelerant.errors import ConfigError
 
@@ -63,14 +65,14 @@ def prepare(
             raise ConfigError(f"{name} must not be empty")
     from accelerant.nn.train.corpus import prepare_tokens
 
-    with _Bar(quiet=json_output) as bar:
+    with _progress_bar(quiet=json_output) as show:
         info = prepare_tokens(
             [os.path.expanduser(path) for path in paths],
             Path(out).expanduser(),
             tokenizer=tokenizer if tokenizer in ("bpe", "bytes") else os.path.expanduser(tokenizer),
             vocab_size=vocab_size,
             text_field=field,
-            watch=bar.show,
+            watch=show,
         )
     _print(out, info, json_output)
 
@@ -81,8 +83,8 @@ def info(file: _File, verify: _Verify = False, json_output: _Json = False) -> No
 
     opened = TokenFile(Path(file).expanduser())
     if verify:
-        with _Bar(quiet=json_output) as bar:
-            opened.verify(lambda share: bar.show("reading", share))
+        with _progress_bar(quiet=json_output) as show:
+            opened.verify(lambda share: show("reading", share))
     _print(file, opened.info, json_output)
 
 
@@ -98,27 +100,19 @@ def _print(path: str, info: TokenFileInfo, as_json: bool) -> None:
     print(f"source           {info.source}")
 
 
-class _Bar:
-    """Shows a progress bar if the standard error stream is a terminal."""
+@contextmanager
+def _progress_bar(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
+    """Yield a function that shows on a terminal to which share, 0 to 1, a phase is done."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda phase, share: None
+        return
+    tasks: dict[str, TaskID] = {}
+    with Progress(console=console, transient=True) as progress:
 
-    def __init__(self, *, quiet: bool) -> None:
-        console = Console(stderr=True)
-        self._progress = Progress(console=console, transient=True) if console.is_terminal and not quiet else None
-        self._tasks: dict[str, Any] = {}
+        def show(phase: str, share: float) -> None:
+            if phase not in tasks:
+                tasks[phase] = progress.add_task(phase, total=1.0)
+            progress.update(tasks[phase], completed=share)
 
-    def __enter__(self) -> _Bar:
-        if self._progress is not None:
-            self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-
-    def show(self, phase: str, share: float) -> None:
-        """Show that a phase is done to this share, 0 to 1."""
-        if self._progress is None:
-            return
-        if phase not in self._tasks:
-            self._tasks[phase] = self._progress.add_task(phase, total=1.0)
-        self._progress.update(self._tasks[phase], completed=share)
+        yield show

@@ -20,13 +20,14 @@ from accelerant.bench.timer import time_ms
 from accelerant.errors import AccelerantError
 from accelerant.runtime import registry
 
-__all__ = ["AlgebraSuite"]
+__all__ = ["AlgebraSuite", "first_wrong", "operands"]
 
 _P = prime_field("goldilocks").modulus
 _SIGN = -(2**63)
 _EPSILON = 2**32 - 1
 _GPU_SIZES, _CPU_SIZES = (2**20, 2**25), (2**14, 2**20)
-_CHECKED = 2**12
+_CHECKED = 2**16
+"""Sums that are also compared with Python's integers."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,12 @@ class AlgebraSuite(Suite):
         return [SuiteCase(f"field_add {n:,} elements", functools.partial(self._measure, n)) for n in sizes]
 
     def _measure(self, n: int, run: SuiteRun) -> None:
-        x, y = _operands(n)
+        x, y = operands(n)
         for row, call in self._calls(run, x, y):
             run.progress(f"{row.op} {row.case}: {row.runner}")
             try:
-                _check(row, x, y, call())
+                if wrong := first_wrong(x, y, call()):
+                    raise AccelerantError(f"{row.op} by {row.runner}: {wrong}")
                 row = row.timed(time_ms(call, run.torch_device, budget_s=self.budget_s))
             except Exception as error:
                 if row.runner == "accelerant":
@@ -91,8 +93,8 @@ class AlgebraSuite(Suite):
         yield replace(ours, op="field_add kernel", implementation="kernel (own)"), launch
 
 
-def _operands(n: int) -> tuple[Any, Any]:
-    """Return random elements after all pairs of edge values."""
+def operands(n: int) -> tuple[Any, Any]:
+    """Return two arrays of n elements of Goldilocks: all pairs of edge values, then random ones."""
     rng = np.random.default_rng(11)
     x, y = (rng.integers(0, _P, n, dtype=np.uint64) for _ in range(2))
     edges = [0, 1, _EPSILON, 2**32, 2**63, _P - 2, _P - 1]
@@ -122,19 +124,25 @@ def _numpy_add(x: Any, y: Any) -> Any:
     return np.where(total >= np.uint64(_P), total - np.uint64(_P), total)
 
 
-def _check(row: Row, x: Any, y: Any, got: Any) -> None:
+def first_wrong(x: Any, y: Any, got: Any) -> str:
     """Compare all sums with the host's 64-bit arithmetic, and the first ones with Python's integers.
 
-    Raises:
-        AccelerantError: a sum is wrong.
+    Args:
+        x, y: NumPy arrays of elements of Goldilocks.
+        got: their sums, an array or a tensor.
+
+    Returns:
+        How many sums are wrong, with the first one; "" if all are right.
     """
     host = (got.cpu().numpy() if isinstance(got, Tensor) else got).view(np.uint64)
-    room = np.uint64(_P) - y
+    room = np.uint64(_P) - y  # x + y reaches the modulus where x >= room
     expected = np.where(x >= room, x - room, x + y)
     exact = [(a + b) % _P for a, b in zip(x[:_CHECKED].tolist(), y[:_CHECKED].tolist(), strict=True)]
     if expected[:_CHECKED].tolist() != exact:
-        raise AccelerantError("the host's own integer arithmetic is wrong")
+        return "the host's own integer arithmetic is wrong"
     wrong = np.flatnonzero(host != expected)
-    if wrong.size:
-        at = int(wrong[0])
-        raise AccelerantError(f"{row.op} by {row.runner}: {x[at]} + {y[at]} gave {host[at]}, not {expected[at]}")
+    if not wrong.size:
+        return ""
+    at = int(wrong[0])
+    first = f"{x[at]} + {y[at]} gave {host[at]}, not {expected[at]}"
+    return f"{wrong.size:,} of {host.size:,} sums are wrong, the first: {first}"

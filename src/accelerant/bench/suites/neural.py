@@ -182,24 +182,16 @@ def neural_cases(planned: Sequence[PlannedCase], budget_s: float, *, cpu_column:
             torch._dynamo.reset()  # a sweep's sizes share what is compiled
         compiled[:] = [(one.part, one.op)]
         _measure_case(one, run, budget_s, cpu_column)
-        if run.gpu and torch.cuda.memory_reserved(run.torch_device) > _half_memory(run.torch_device):
-            torch.cuda.empty_cache()
+        if run.gpu:
+            total = torch.cuda.get_device_properties(run.torch_device).total_memory
+            if torch.cuda.memory_reserved(run.torch_device) > total // 2:
+                torch.cuda.empty_cache()
 
     return [SuiteCase(one.key, functools.partial(measure, one), one.estimate_s) for one in planned]
 
 
-def _half_memory(device: torch.device) -> int:
-    total: int = torch.cuda.get_device_properties(device).total_memory
-    return total // 2
-
-
 def _measure_case(one: PlannedCase, run: SuiteRun, budget_s: float, cpu_column: bool) -> None:
-    """Append the rows of a case.
-
-    Raises:
-        CaseFailedError: a result of ours is wrong.
-        Exception: what ours raised, except for a lack of memory.
-    """
+    """Append the rows of a case; raise CaseFailedError for a wrong result of ours."""
     rows: list[Row] = []
     try:
         with run.clock.measure("arguments"):
@@ -210,10 +202,8 @@ def _measure_case(one: PlannedCase, run: SuiteRun, budget_s: float, cpu_column: 
                 row = _with_cpu(row, one.op, one.benchmark, budget_s)
             rows.append(row)
             run.add(row)
-    except (
-        torch.OutOfMemoryError,
-        OutOfMemory,
-    ) as error:  # of the arguments, or of the forward pass that sizes the work
+    except (torch.OutOfMemoryError, OutOfMemory) as error:
+        # of the arguments, or of the forward pass that sizes the work
         label = f"{one.benchmark.sample.name} {str(one.dtype).removeprefix('torch.')}"
         base = Row("neural", one.op, label, "", "", part=one.part, note=_memory_note(error))
         names = ("accelerant", *(_RUNNERS.get(name, name) for name in one.peers))
@@ -314,7 +304,15 @@ def _rows(case: OpCase, one: PlannedCase, run: SuiteRun) -> Iterator[Row]:
             "neural", case.name, f"{case.label} {work.direction}", "", "", bytes=work.bytes, flops=work.flops,
             ceiling="matmul" if work.flops else "copy", part=one.part,
         )  # fmt: skip
-        base = _with_targets(base, case, work.direction)
+        if case.aims:
+            benchmark = case.benchmark
+            ms, multiple = {
+                "forward": (benchmark.forward_ms, benchmark.forward_x),
+                "backward": (benchmark.backward_ms, benchmark.backward_x),
+                "both": (benchmark.both_ms, None),
+            }[work.direction]
+            limit = int(benchmark.peak_mib * 2**20) if benchmark.peak_mib and work.direction == "forward" else None
+            base = replace(base, target=ms, target_x=multiple, target_bytes=limit)
         if case.device.type == "cpu":
             yield from _in_turns(base, runners, work, this)
             continue
@@ -359,10 +357,8 @@ def _forced(chosen: Row, make: Maker, ready: _Runner, work: CaseWork, this: _Cas
         with force(**forced):
             own = replace(blank, runner=OWN, target_bytes=chosen.target_bytes)
             yield _timed(_checked(own, make, work, this, ours=True), work, this)
-    varying = any(
-        not one.deterministic for decision in ready.decisions for one in operations()[decision.op].implementations
-    )
-    if this.planned.deterministic and varying:
+    implementations = [one for decision in ready.decisions for one in operations()[decision.op].implementations]
+    if this.planned.deterministic and not all(one.deterministic for one in implementations):
         with override(deterministic=True):
             same = _timed(_checked(replace(blank, runner=DETERMINISTIC), make, work, this, ours=True), work, this)
         if same.p50 and chosen.p50:
@@ -380,19 +376,6 @@ def own_kernels(decisions: Sequence[Decision]) -> dict[str, str]:
             if own:
                 forced[decision.op] = own[0]
     return forced
-
-
-def _with_targets(row: Row, case: OpCase, direction: str) -> Row:
-    benchmark = case.benchmark
-    if not case.aims:
-        return row
-    ms, multiple = {
-        "forward": (benchmark.forward_ms, benchmark.forward_x),
-        "backward": (benchmark.backward_ms, benchmark.backward_x),
-        "both": (benchmark.both_ms, None),
-    }[direction]
-    within = int(benchmark.peak_mib * 2**20) if benchmark.peak_mib and direction == "forward" else None
-    return replace(row, target=ms, target_x=multiple, target_bytes=within)
 
 
 def _without_targets(row: Row) -> Row:
@@ -441,11 +424,7 @@ def _timed(ready: _Runner, work: CaseWork, this: _CaseRun) -> Row:
 
 
 def _failed_row(row: Row, error: Exception, case: OpCase) -> Row:
-    """Return the row of a runner that raised.
-
-    Raises:
-        Exception: the error, if it is of ours and not a lack of memory, or if the device is lost.
-    """
+    """Return the row of a runner that raised; raise an error of ours again unless memory lacked."""
     lost = registry.provider_of(case.device).lost(error)
     if lost is not None:
         raise lost from error

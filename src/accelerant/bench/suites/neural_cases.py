@@ -52,13 +52,10 @@ def benchmarks_of(name: str) -> list[Benchmark]:
 
 @dataclass(frozen=True, slots=True)
 class OpCase:
-    """A benchmark with its tensors.
+    """A benchmark of an op with its tensors: positional arguments `inputs`, keyword arguments `options`.
 
     Attributes:
-        name: the op's name.
         label: sizes, dtype and options, as rows have them.
-        inputs: positional arguments.
-        options: keyword arguments.
         aims: whether the benchmark's targets hold on this device in this dtype.
     """
 
@@ -111,10 +108,7 @@ def shrunk(name: str, inputs: Sequence[Tensor | None], rows: int) -> Inputs:
 def first_rows(inputs: Sequence[Tensor | None], rows: int, shared: Sequence[int] = ()) -> Inputs:
     """Return the first rows of the first argument and of those that have a row, or a number, for each of its rows.
 
-    Args:
-        inputs: an op's arguments.
-        rows: number of rows to keep.
-        shared: indices of arguments that are the same for every row, such as weights.
+    `shared` has the indices of arguments that are the same for every row, such as weights.
     """
     first = inputs[0]
     if first is None or not first.ndim or len(first) <= rows:
@@ -148,13 +142,7 @@ def leaves_of(name: str, inputs: Sequence[Tensor | None]) -> list[Tensor | None]
 
 
 def call_of(fn: Callable[..., Any], case: OpCase, direction: str) -> Callable[[], Any]:
-    """Return the call to time.
-
-    Args:
-        fn: an op, ours or a peer's.
-        case: its arguments.
-        direction: "forward", "backward", or "both" together.
-    """
+    """Return the call to time of an op, ours or a peer's: "forward", "backward", or "both" together."""
     if direction == "forward":
 
         def forward() -> Any:
@@ -165,18 +153,10 @@ def call_of(fn: Callable[..., Any], case: OpCase, direction: str) -> Callable[[]
     args = leaves_of(case.name, case.inputs)
     leaves = [x for x in args if x is not None and x.requires_grad]
     if direction == "both":
-
-        def both() -> Any:
-            return torch.autograd.grad(as_tuple(fn(*args, **case.options))[0], leaves)
-
-        return both
+        return lambda: torch.autograd.grad(as_tuple(fn(*args, **case.options))[0], leaves)
     outs = [y for y in as_tuple(fn(*args, **case.options)) if y.requires_grad]
     dys = [torch.randn_like(y) for y in outs]
-
-    def backward() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(outs, leaves, dys, retain_graph=True)
-
-    return backward
+    return lambda: torch.autograd.grad(outs, leaves, dys, retain_graph=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,8 +233,7 @@ class Oracle:
     """The reference results of a case, computed when first needed.
 
     Args:
-        case: the case.
-        flops: operations of its forward pass, 0 where bandwidth bounds it.
+        flops: operations of the case's forward pass, 0 where bandwidth bounds it.
 
     Attributes:
         whole: False if only the first rows are compared.
@@ -294,10 +273,13 @@ class Oracle:
 
     def _reference(self, direction: str) -> list[Tensor]:
         """Return the results in float64, those of the last direction from memory; with fewer rows if memory lacks."""
+        reference = public_op(self.case.name).reference
+        compute = _attention_results if self.case.name == "attention" else _results
         while direction not in self._exact:
             self._exact.clear()
             try:
-                self._exact[direction] = self._computed(direction)
+                wide = tuple(x.double() if x is not None and x.is_floating_point() else x for x in self.inputs)
+                self._exact[direction] = compute(self.case, reference, wide, direction)
             except torch.OutOfMemoryError as error:
                 traceback.clear_frames(error.__traceback__)  # its frames hold the memory that is lacking
                 first = self.inputs[0]
@@ -310,12 +292,6 @@ class Oracle:
                 self.inputs = _cut_to(self.case.name, self.inputs, 0.5)
                 self.whole = False
         return self._exact[direction]
-
-    def _computed(self, direction: str) -> list[Tensor]:
-        reference = public_op(self.case.name).reference
-        wide = tuple(x.double() if x is not None and x.is_floating_point() else x for x in self.inputs)
-        compute = _attention_results if self.case.name == "attention" else _results
-        return compute(self.case, reference, wide, direction)
 
 
 def _results(case: OpCase, fn: Callable[..., Any], inputs: Sequence[Tensor | None], direction: str) -> list[Tensor]:
@@ -383,7 +359,12 @@ def _affordable(case: OpCase, flops: int) -> Inputs:
     first = case.inputs[0]
     if first is None or not first.ndim or case.name in ("attention", "attention_varlen"):
         return case.inputs  # attention's references hold the scores of a few heads at a time
-    elements, operations = _limits(case.device)
+    elements, operations = float(_MOST_ELEMENTS), float(_MOST_FLOPS)
+    if case.device.type == "cuda":
+        about = torch.cuda.get_device_properties(case.device)
+        elements = max(elements, about.total_memory / _ELEMENT_BYTES)
+        if torch.version.hip is None and (about.major, about.minor) in ((8, 0), (9, 0)):
+            operations = _MOST_FLOPS_OF_TENSOR_CORES
     total = sum(x.numel() for x in case.inputs if x is not None)
     if case.name == "linear_cross_entropy" and case.inputs[1] is not None:
         total += len(first) * len(case.inputs[1])  # the logits
@@ -400,13 +381,3 @@ def _affordable(case: OpCase, flops: int) -> Inputs:
 def _cut_to(name: str, inputs: Inputs, share: float) -> Inputs:
     rows = 0 if inputs[0] is None else max(1, int(len(inputs[0]) * share))
     return first_rows(inputs, rows - rows % _ROWS if rows > _ROWS else rows, OPS[name].shared)
-
-
-def _limits(device: torch.device) -> tuple[float, float]:
-    """Return the most elements and operations of a reference on a device."""
-    if device.type != "cuda":
-        return _MOST_ELEMENTS, _MOST_FLOPS
-    about = torch.cuda.get_device_properties(device)
-    fast = torch.version.hip is None and (about.major, about.minor) in ((8, 0), (9, 0))
-    elements = max(_MOST_ELEMENTS, about.total_memory / _ELEMENT_BYTES)
-    return elements, _MOST_FLOPS_OF_TENSOR_CORES if fast else _MOST_FLOPS

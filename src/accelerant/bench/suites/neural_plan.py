@@ -52,9 +52,6 @@ class PlannedCase:
 
     Attributes:
         part: "", "odd" or "sweep", as Row.part.
-        op: the op's name.
-        benchmark: arguments and targets.
-        dtype: dtype of the arguments.
         against: the requested peers.
         budget_s: seconds of calls behind each figure.
         deterministic: also measure what the setting `deterministic` costs.
@@ -127,8 +124,7 @@ def plan(
         against: the peers. Dtypes after the first omit torch.compile, a float32 among them all but torch; the sweep has
             torch and torch.compile, odd sizes torch.
         budget_s: seconds of calls behind each figure of the tables in the first dtype; the others have less.
-        tables: include the tables.
-        odd: include odd sizes.
+        tables, odd: whether the tables and odd sizes are included.
         sweep: numbers of elements of the sweep, in the first dtype.
         libraries: peers besides those that torch has.
     """
@@ -141,26 +137,15 @@ def plan(
         makers = {**OPS[op].peers, **(libraries or {}).get(op, {})}
         return PlannedCase(part, op, benchmark, dtype, tuple(peers), budget_s, makers=makers, **more)
 
+    benchmarks = [(op, one if gpu else for_cpu(op, one)) for op in ops for one in benchmarks_of(op)] if tables else []
     by_dtype: list[list[PlannedCase]] = []
     for i, dtype in enumerate((dtypes or (None,)) if tables else ()):
-        peers = [name for name in against if not i or _again(name, dtype)]
-        budget = budget_s * (_OTHER_DTYPE if i else 1.0)
-        by_dtype.append(
-            [
-                case(
-                    "",
-                    op,
-                    one if gpu else for_cpu(op, one),
-                    dtype,
-                    peers,
-                    budget,
-                    deterministic=gpu and not i,
-                    race=gpu,
-                )
-                for op in ops
-                for one in benchmarks_of(op)
-            ]
-        )
+        budget, peers = budget_s * (_OTHER_DTYPE if i else 1.0), against
+        if i:
+            kept = _FLOAT32_PEERS if dtype == torch.float32 else set(against) - {*_NOT_AGAIN}
+            peers = [name for name in against if name in kept]
+        options = {"deterministic": gpu and not i, "race": gpu}
+        by_dtype.append([case("", op, one, dtype, peers, budget, **options) for op, one in benchmarks])
     few = budget_s * _MANY_SIZES
     uneven, swept = [], []
     for op in ops if odd else ():
@@ -182,19 +167,9 @@ def plan(
 
 def has_target(benchmark: Benchmark) -> bool:
     """Return whether a benchmark names a time, speed or memory to reach."""
-    targets = (
-        benchmark.forward_ms,
-        benchmark.backward_ms,
-        benchmark.both_ms,
-        benchmark.forward_x,
-        benchmark.backward_x,
-    )
-    return any(target is not None for target in (*targets, benchmark.peak_mib))
-
-
-def _again(peer: str, dtype: torch.dtype | None) -> bool:
-    """Return whether a peer is measured in a dtype after the first."""
-    return peer in _FLOAT32_PEERS if dtype == torch.float32 else peer not in _NOT_AGAIN
+    times = (benchmark.forward_ms, benchmark.backward_ms, benchmark.both_ms)
+    targets = (*times, benchmark.forward_x, benchmark.backward_x, benchmark.peak_mib)
+    return any(target is not None for target in targets)
 
 
 # --- cases for a CPU -------------------------------------------------------------------------------------------------
@@ -232,9 +207,13 @@ def _elements(sample: Sample) -> int:
 
 def _with_fewer_rows(op: str, sample: Sample) -> Sample:
     """Return a sample with as many rows as a CPU has time for."""
-    first = sample.shapes[0] or (1,)
-    most = max(1, _CPU_ELEMENTS // max(1, math.prod(first[1:]))), max(1, _CPU_FLOPS // _row_flops(op, sample))
-    rows, shared = min(first[0], *most), OPS[op].shared
+    first, shared = sample.shapes[0] or (1,), OPS[op].shared
+    row_flops = 1
+    if OPS[op].flops is not None:  # the first argument is multiplied by the second
+        row_flops = 2 * math.prod(sample.shapes[1] or (1,))
+        if op == "conv2d":
+            row_flops *= max(1, math.prod(first[2:]) // int(sample.options.get("stride", 1)) ** 2)
+    rows = min(first[0], max(1, _CPU_ELEMENTS // max(1, math.prod(first[1:]))), max(1, _CPU_FLOPS // row_flops))
     arguments: list[Any] = []
     for i, (argument, shape) in enumerate(zip(sample.arguments, sample.shapes, strict=True)):
         along = shape is not None and i not in shared and shape[:1] == first[:1] and shape[1:] in ((), first[1:])
@@ -246,17 +225,6 @@ def _with_fewer_rows(op: str, sample: Sample) -> Sample:
             arguments.append((rows, *shape[1:]))
     name = sample.name if rows == first[0] else f"{sample.name}, {rows} rows"
     return Sample(name, tuple(arguments), sample.options)
-
-
-def _row_flops(op: str, sample: Sample) -> int:
-    """Return the operations of a row where the op multiplies its first argument by the second; 1 for other ops."""
-    if OPS[op].flops is None:
-        return 1
-    first, second = (sample.shapes[i] or (1,) for i in (0, 1))
-    if op == "conv2d":
-        step = int(sample.options.get("stride", 1))
-        return 2 * math.prod(second) * max(1, math.prod(first[2:]) // (step * step))
-    return 2 * math.prod(second)
 
 
 # --- the sweep -------------------------------------------------------------------------------------------------------

@@ -58,15 +58,7 @@ def precompile(
     limit_s: float,
     progress: Callable[[str], None] = lambda _: None,
 ) -> str:
-    """Compile what planned cases need.
-
-    Args:
-        jobs: number of processes.
-        limit_s: seconds after which the rest is left to the run.
-
-    Returns:
-        A note on what was not compiled; "" if all was.
-    """
+    """Compile what planned cases need, and return a note on what is left to the run after `limit_s` seconds."""
     groups, count, until = _groups(planned), 0, time.monotonic() + limit_s
     for method in _START_METHODS:
         count = _compile_in(method, groups, device, jobs, until=until, progress=progress)
@@ -77,14 +69,9 @@ def precompile(
 
 
 def _compile_in(
-    method: str,
-    groups: list[list[PlannedCase]],
-    device: ComputeDevice,
-    jobs: int,
-    *,
-    until: float,
+    method: str, groups: list[list[PlannedCase]], device: ComputeDevice, jobs: int, *, until: float,
     progress: Callable[[str], None],
-) -> int:
+) -> int:  # fmt: skip
     """Return how many groups the processes of a start method compiled in time."""
     context: Any = multiprocessing.get_context(method)
     if method == "forkserver":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import statistics
 import tempfile
 import time
@@ -54,15 +55,12 @@ class RuntimeSuite(Suite):
         if run.accelerator is not None:
             parts["batches"] = lambda run: _batches(run, self.budget_s)
 
-        def case(name: str, part: Callable[[SuiteRun], list[Row]]) -> SuiteCase:
-            def measure(run: SuiteRun) -> None:
-                run.progress(f"runtime: {name}")
-                known = run.is_model("H200")
-                run.add(*(replace(row, target=_target(row) if known else None) for row in part(run)))
+        def measure(name: str, run: SuiteRun) -> None:
+            run.progress(f"runtime: {name}")
+            known = run.is_model("H200")
+            run.add(*(replace(row, target=_target(row) if known else None) for row in parts[name](run)))
 
-            return SuiteCase(name, measure)
-
-        return [case(name, part) for name, part in parts.items()]
+        return [SuiteCase(name, functools.partial(measure, name)) for name in parts]
 
 
 def _target(row: Row) -> float | None:
