@@ -99,10 +99,8 @@ class Taken(NamedTuple):
 def take(stream: SecureStream, blocks: int, device: torch.device) -> Taken:
     """Reserve counters of `blocks` blocks for kernels on a device.
 
-    On a CUDA device the stream's key is 8 words of `stream`, drawn at the first use.
-
-    Raises:
-        ConfigError: a graph is being captured before the stream was used on the device.
+    On a CUDA device the stream's key is 8 words of `stream`, drawn at the first use. ConfigError if that would be
+    during the capture of a graph.
     """
     if device.type != "cuda":
         key, counter = stream.reserve(blocks)

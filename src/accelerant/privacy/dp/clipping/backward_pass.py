@@ -101,12 +101,7 @@ class BackwardPass:
         self._shares: dict[int, _Share] = {}
 
     def add(self, parameter: Tensor, contribution: Contribution, examples: int) -> None:
-        """Take a contribution to a parameter's per-example gradients.
-
-        Raises:
-            ShapeError: of other examples than the pass.
-            UnsupportedCase: the layer was clipped already.
-        """
+        """Take a contribution; ShapeError if it is of other examples, UnsupportedCase if its layer was clipped."""
         key, plan = id(parameter), self._plan
         if self._examples is None:
             self._examples = examples

@@ -116,13 +116,6 @@ def register(rule: _Rule) -> _Rule:
     return rule
 
 
-def _rule_for(module: nn.Module) -> type[LayerRule] | None:
-    path = f"{type(module).__module__}:{type(module).__qualname__}"
-    by_path = _rules.get(path)
-    matching = by_path if by_path is not None and by_path.matches(path) else None
-    return _rules.get(type(module).forward, matching)
-
-
 # --- the clipped part of a model -------------------------------------------------------------------------------------
 
 
@@ -160,7 +153,9 @@ def survey(model: nn.Module) -> Survey:
         if isinstance(module, _BatchNorm):
             found.frozen.append((path, module))
             continue
-        rule = _rule_for(module)
+        by_path = _rules.get(class_path := f"{kind.__module__}:{kind.__qualname__}")
+        matching = by_path if by_path is not None and by_path.matches(class_path) else None
+        rule = _rules.get(kind.forward, matching)
         recurse = rule is not None and rule.covers_children
         own = {key: param for key, param in module.named_parameters(recurse=recurse) if param.requires_grad}
         if rule is None:
@@ -329,19 +324,15 @@ def hide_marked(module: nn.Module, undo: ExitStack) -> None:
     """Make copies and files of a module leave out marked attributes and hooks."""
 
     def state() -> Any:
-        return _without_marked(type(module).__getstate__(module))
+        state = type(module).__getstate__(module)
+        if not isinstance(state, dict):
+            return state
+        kept = {name: value for name, value in state.items() if not getattr(value, _MARK, False)}
+        for name, options in _HOOKS.items():
+            marked = {number for number, hook in kept.get(name, {}).items() if getattr(hook, _MARK, False)}
+            for key in (name, *options) if marked else ():
+                kept[key] = OrderedDict((n, value) for n, value in kept[key].items() if n not in marked)
+        return kept
 
     if _STATE not in module.__dict__:  # neither ours already nor the user's own
         _set_attribute(module, _STATE, mark(state), undo)
-
-
-def _without_marked(state: Any) -> Any:
-    """Return a module's state without marked attributes and hooks; a state that is no dictionary as it is."""
-    if not isinstance(state, dict):
-        return state
-    kept = {name: value for name, value in state.items() if not getattr(value, _MARK, False)}
-    for name, options in _HOOKS.items():
-        marked = {number for number, hook in kept.get(name, {}).items() if getattr(hook, _MARK, False)}
-        for key in (name, *options) if marked else ():
-            kept[key] = OrderedDict((n, value) for n, value in kept[key].items() if n not in marked)
-    return kept

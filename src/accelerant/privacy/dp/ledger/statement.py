@@ -151,21 +151,12 @@ def make_statement(ledger: Ledger, delta: float | None = None) -> Statement:
     )
     datasets = dict.fromkeys(name for name in (*(str(run["dataset"]) for run in runs), ledger.dataset) if name)
     return Statement(
-        unit=ledger.unit,
-        neighbouring=ledger.neighbouring,
-        relation=_RELATIONS[ledger.neighbouring].format(unit=ledger.unit),
-        delta=chosen,
-        epsilon=cost.epsilon,
+        unit=ledger.unit, neighbouring=ledger.neighbouring, delta=chosen, budget=budget, events=events, runs=runs,
+        relation=_RELATIONS[ledger.neighbouring].format(unit=ledger.unit), epsilon=cost.epsilon, reason=cost.reason,
         epsilon_rdp=spent(events, chosen, method="rdp", neighbouring=ledger.neighbouring).epsilon,
-        reason=cost.reason,
-        charged_delta=cost.charged,
-        budget=budget,
-        events=events,
-        datasets=tuple(datasets),
-        runs=runs,
+        charged_delta=cost.charged, datasets=tuple(datasets), versions=versions(),
         remarks=tuple(_remarks(events, len(datasets), chosen_by_default=delta is None and budget is None)),
-        versions=versions(),
-    )
+    )  # fmt: skip
 
 
 def _budget(ledger: Ledger) -> tuple[float, float, str] | None:

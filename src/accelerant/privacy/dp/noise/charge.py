@@ -111,8 +111,7 @@ def grid_steps(std: float, grid: float) -> Fraction:
 def charge(std: float, grid: float, dimensions: int) -> Charge:
     """Return the charge of a release of `dimensions` values with add_gaussian_; see the module's docstring.
 
-    Raises:
-        ConfigError: a number out of range, a grid that is no power of two, or noise too wide for the grid.
+    Raises ConfigError for a number out of range, a grid that is no power of two, and noise too wide for the grid.
     """
     steps = grid_steps(std, grid)
     rounding = grid * math.sqrt(dimensions)

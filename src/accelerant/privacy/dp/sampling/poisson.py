@@ -29,7 +29,7 @@ from accelerant.privacy.dp.sampling.batches import require_poisson
 from accelerant.privacy.random import SecureStream
 
 __all__ = [
-    "GroupedSampler", "PoissonSampler", "RareDraws", "ShardSampler", "Units", "delta_remark", "require_groups",
+    "GroupedSampler", "PoissonSampler", "RareDraws", "Units", "delta_remark", "require_groups",
     "require_sampler",
 ]  # fmt: skip
 
@@ -58,6 +58,7 @@ class PoissonSampler:
         sample_rate: rounded down to a multiple of 2^-53: exactly the probability that is used.
         draws: number of draws so far, by all iterations.
         rows_per_unit: the most rows that a unit has in a draw: 1.
+        share: row numbers in the whole data of the rows that are drawn here, by one of several processes; None: all.
 
     Raises:
         ConfigError: an invalid value.
@@ -79,6 +80,7 @@ class PoissonSampler:
             raise ConfigError(f"sample_rate {sample_rate!r} is below 2^-{_BITS}: nothing would ever be drawn")
         self.size, self.steps, self.draws = size, steps, 0
         self.sample_rate = self._threshold / 2**_BITS
+        self.share: Tensor | None = None
         self._stream = stream
         self._block_bits = min(_BLOCK_BITS, math.floor(-math.log2(self.sample_rate)))
         self._rare: RareDraws | None = None
@@ -87,7 +89,8 @@ class PoissonSampler:
         """Iterate index tensors: (n,) int64, ascending, on the CPU."""
         for _ in itertools.islice(itertools.count(), self.steps):
             self.draws += 1
-            yield torch.from_numpy(self._rows(self._draw_units()))
+            rows = torch.from_numpy(self._rows(self._draw_units()))
+            yield rows if self.share is None else self.share[rows]
 
     def _rows(self, units: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the rows of the data that these units contribute."""
@@ -179,24 +182,6 @@ class GroupedSampler(PoissonSampler):
         return np.sort(rows[order][rank < self.rows_per_unit])  # order is by unit, as rank is
 
 
-class ShardSampler:
-    """Maps draws from this process's share of the rows, numbered from 0, to row numbers of the whole data.
-
-    The shares are disjoint, have whole units, and each is sampled at the same rate, so the union of the draws is a
-    Poisson sample of all units.
-    """
-
-    def __init__(self, sampler: PoissonSampler, rows: Tensor) -> None:
-        self._sampler, self._rows = sampler, rows
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for drawn in self._sampler:
-            yield self._rows[drawn]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sampler, name)
-
-
 @dataclass(frozen=True, slots=True)
 class Units:
     """The units of privacy of a data set.
@@ -233,22 +218,24 @@ class Units:
             )
         return int(self.groups.max()) + 1
 
-    def sampler(self, rows: int, rate: float, steps: int, *, rank: int, size: int) -> PoissonSampler | ShardSampler:
+    def sampler(self, rows: int, rate: float, steps: int, *, rank: int, size: int) -> PoissonSampler:
         """Return a sampler of the units; for one of several processes, of its share: no unit is in two.
 
-        With more processes than units, each raises ConfigError, so that none waits for another.
+        Each share is sampled at the same rate, so the union of the draws is a Poisson sample of all units. With more
+        processes than units, each raises ConfigError, so that none waits for another.
         """
         if size > (count := max(1, self.number(rows))):
             raise ConfigError(f"{size} processes have {count} units among them: start fewer")
+        share = None
+        if size > 1:
+            own = None if self.groups is None else self.groups % size == rank
+            share = torch.arange(rank, rows, size) if own is None else own.nonzero().flatten()
         if self.groups is None:
-            if size == 1:
-                return PoissonSampler(rows, rate, steps=steps)
-            share = torch.arange(rank, rows, size)
-            return ShardSampler(PoissonSampler(len(share), rate, steps=steps), share)
-        if size == 1:
-            return GroupedSampler(self.groups, rate, steps=steps)
-        share = (self.groups % size == rank).nonzero().flatten()
-        return ShardSampler(GroupedSampler(self.groups[share], rate, steps=steps), share)
+            sampler = PoissonSampler(rows if share is None else len(share), rate, steps=steps)
+        else:
+            sampler = GroupedSampler(self.groups if share is None else self.groups[share], rate, steps=steps)
+        sampler.share = share
+        return sampler
 
     def require_ledger(self, ledger: Ledger) -> None:
         """Check that a ledger names the unit; ConfigError if groups are drawn, and it calls the unit an example."""
@@ -267,9 +254,7 @@ def _require_named(ledger: Ledger) -> None:
 def require_sampler(sampler: PoissonSampler, rate: float, ledger: Ledger, units: Units, processes: int) -> None:
     """Check a user's sampler against the arguments of make_private: rate, rows of a unit, the ledger's unit.
 
-    Raises:
-        ConfigError: they differ.
-        UnsupportedCase: several processes; a sampler whose draws are not Poisson's.
+    Raises ConfigError if they differ, UnsupportedCase for several processes or draws that are not Poisson's.
     """
     require_poisson(sampler)
     if processes > 1:
@@ -300,8 +285,7 @@ def delta_remark(delta: float, count: int, unit: str) -> str:
 def require_groups(groups: Any) -> Tensor:
     """Return the unit of each row, numbered from 0 in order of appearance: (N,) int64 on the CPU, a copy.
 
-    Raises:
-        ShapeError: groups are neither N integers nor N strings, or both: 1 and "1" would be one unit.
+    Raises ShapeError if groups are neither N integers nor N strings, or both: 1 and "1" would be one unit.
     """
     if isinstance(groups, Tensor):
         if groups.ndim != 1 or not len(groups) or groups.is_floating_point() or groups.is_complex():

@@ -76,11 +76,7 @@ class AdaptiveNorm:
         self._below: Tensor | None = None
 
     def prepare(self, expected: float) -> None:
-        """Divide the noise between gradients and count, once the expected batch size is known.
-
-        Raises:
-            ConfigError: count_std leaves nothing for the gradients.
-        """
+        """Divide the noise between gradients and count; ConfigError if count_std leaves nothing for the gradients."""
         if self._counts is not None:
             return
         std, least = self.settings.count_std, self._multiplier * _COUNT_SENSITIVITY

@@ -40,11 +40,7 @@ class Processes:
         return self.rank == 0
 
     def on_first(self, action: Callable[[], _T]) -> _T:
-        """Return an action's result on rank 0, in every process; raise its error in each, so that none waits.
-
-        Raises:
-            AccelerantError: as the action raised it.
-        """
+        """Return an action's result on rank 0, in every process; raise its error in each, so that none waits."""
         if self.size == 1:
             return action()
         answer: list[Any] = [None, None, None]

@@ -328,11 +328,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     # --- checks ------------------------------------------------------------------------------------------------------
 
     def require_as_attached(self) -> None:
-        """Check, before a draw, a pass or a step, that the model's steps can still be private.
-
-        Raises:
-            UnsupportedCase: names a parameter that became 16 bits wide, or a frozen BatchNorm in train mode.
-        """
+        """Raise UnsupportedCase if a parameter became 16 bits wide, or a frozen BatchNorm is in train mode."""
         for name, parameter in self.clipper.parameters:
             require_float32(name, parameter)
         self.clipper.require_frozen()
@@ -346,8 +342,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def require_own(self, optimizer: torch.optim.Optimizer) -> None:
         """Check, before the step of any optimizer, that it does not update by a sum that has no noise yet.
 
-        Raises:
-            ConfigError: it would: the wrapped optimizer was stepped directly, or a second one is over its parameters.
+        Raises ConfigError if the wrapped optimizer was stepped directly, or a second one is over its parameters.
         """
         if self._updating or self._released:
             return

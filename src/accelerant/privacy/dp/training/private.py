@@ -35,7 +35,7 @@ from accelerant.privacy.dp.ledger.events import check_number, check_whole
 from accelerant.privacy.dp.noise.noisy_sum import NoisySum, make_source, require_clipped_unit
 from accelerant.privacy.dp.sampling import DrawnBatch, GroupedSampler, PoissonBatches, PoissonSampler
 from accelerant.privacy.dp.sampling.batches import rows_of
-from accelerant.privacy.dp.sampling.poisson import ShardSampler, Units, delta_remark, require_sampler
+from accelerant.privacy.dp.sampling.poisson import Units, delta_remark, require_sampler
 from accelerant.privacy.dp.training.adaptive import AdaptiveClipping, AdaptiveNorm
 from accelerant.privacy.dp.training.distributed import Processes
 from accelerant.privacy.dp.training.optimizer import PrivateOptimizer, require_float32
@@ -70,7 +70,7 @@ class PrivateTraining:
         self._microbatch, self._units, self._owns_ledger = arguments.microbatch, units, owns_ledger
         self._tracker, self._processes = optimizer.tracker, optimizer.processes
         self._warned_of_delta = False
-        self._samplers: weakref.WeakSet[PoissonSampler | ShardSampler] = weakref.WeakSet()
+        self._samplers: weakref.WeakSet[PoissonSampler] = weakref.WeakSet()
         self._attached = True
         known, own = weakref.ref(optimizer), weakref.ref(model)
 
@@ -115,20 +115,19 @@ class PrivateTraining:
         self.optimizer.require_as_attached()
         if steps is None:
             steps = round(1 / self.sample_rate) if self.steps is None else max(0, self.steps - self.optimizer.steps)
-        drawn: PoissonSampler | ShardSampler
         if sampler is None:
             rows, processes = rows_of(data), self._processes
             count = self._units.number(rows)
-            drawn = self._units.sampler(rows, self.sample_rate, steps, rank=processes.rank, size=processes.size)
-            self._samplers.add(drawn)
+            sampler = self._units.sampler(rows, self.sample_rate, steps, rank=processes.rank, size=processes.size)
+            self._samplers.add(sampler)
         else:
             self._require_sampler(sampler)
-            count, drawn = sampler.size, sampler
+            count = sampler.size
         if not self._warned_of_delta and (remark := self.remark_on_delta(count)):
             warnings.warn(remark, UserWarning, stacklevel=3)
         if self.optimizer.expected_batch_size is None:
             self.optimizer.expected_batch_size = self.sample_rate * count
-        return PoissonBatches(data, drawn, microbatch=self._microbatch if microbatch is None else microbatch)
+        return PoissonBatches(data, sampler, microbatch=self._microbatch if microbatch is None else microbatch)
 
     def remark_on_delta(self, count: int) -> str:
         """Return a warning if delta is too large for `count` units, else ""; `draws` does not warn of it again."""

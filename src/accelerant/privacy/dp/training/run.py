@@ -105,11 +105,7 @@ class PrivateRun(Extension):
 
     @classmethod
     def of(cls, description: Mapping[str, Any]) -> PrivateRun:
-        """Return the run that config.json describes.
-
-        Raises:
-            ConfigError: a setting is missing, unknown or invalid.
-        """
+        """Return the run that config.json describes; ConfigError if a setting is missing, unknown or invalid."""
         try:
             return cls(PrivateSettings(**description["settings"]))
         except (KeyError, TypeError) as error:
@@ -118,11 +114,7 @@ class PrivateRun(Extension):
     # --- before the run ----------------------------------------------------------------------------------------------
 
     def require(self, run: RunConfig) -> None:
-        """Check that the run can be private.
-
-        Raises:
-            ConfigError: fp8, recomputation, or a tokenizer that would be trained on the text.
-        """
+        """Raise ConfigError for fp8, for recomputation, and for a tokenizer that would be trained on the text."""
         if run.training.precision == "fp8":
             raise ConfigError("--private does not go with --precision fp8: per-example gradients are taken in bfloat16")
         if run.training.recompute:
@@ -248,11 +240,7 @@ class PrivateRun(Extension):
         return {"marks": [list(mark) for mark in self._marks], "spent": events}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore `state`; record again the events that are in no ledger any more.
-
-        Raises:
-            BudgetExceeded: they pass the budget.
-        """
+        """Restore `state`, and record its events that the ledger lacks; BudgetExceeded if they pass the budget."""
         self._marks = [(int(step), int(count)) for step, count in state["marks"]]
         self._training.ledger.record_missing(map(Event.from_dict, state.get("spent", ())))
 

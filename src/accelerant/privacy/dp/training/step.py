@@ -207,7 +207,11 @@ class PrivateStep(GraphedStep):
                 self._end = None  # the clipping norm moved, or a checkpoint was loaded
             settled = self._part is not None and self._eager_updates >= EAGER_STEPS
             if self._end is None and settled and self._wants_graph:
-                self._capture_update(plan)
+                self._refresh_optimizer()
+                graph = Graph("private_update")
+                if self._recorded(lambda: graph.capture(self._update, plan, warm_up=0)):
+                    self._end, self._captured_plan = graph, plan
+                    self._states = Same(self._optimizer.state.values())
             if self._end is None:
                 self._on_side_stream(lambda: self._update(plan))
                 self._eager_updates += 1
@@ -221,13 +225,6 @@ class PrivateStep(GraphedStep):
     def _update(self, plan: NoisePlan) -> None:
         self._optimizer.update(plan)
         torch._foreach_zero_([param.grad for param in self._params if param.grad is not None])
-
-    def _capture_update(self, plan: NoisePlan) -> None:
-        self._refresh_optimizer()
-        graph = Graph("private_update")
-        if self._recorded(lambda: graph.capture(self._update, plan, warm_up=0)):
-            self._end, self._captured_plan = graph, plan
-            self._states = Same(self._optimizer.state.values())
 
     def _refresh_optimizer(self) -> None:
         if isinstance(self._optimizer.inner, MultiTensorOptimizer):
