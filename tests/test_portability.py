@@ -258,7 +258,7 @@ print("ran", platform, len(imported))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("platform", ["win32", "darwin"])
+@pytest.mark.parametrize("platform", ["win32", pytest.param("darwin", marks=pytest.mark.soak)])
 def test_the_package_imports_and_runs_on_the_cpu(platform, tmp_path):
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("TRITON", "ACCELERANT"))},

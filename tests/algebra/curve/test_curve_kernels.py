@@ -252,8 +252,15 @@ SPILLS = {"bn254_g2": 64, "bls12_381_g2": 640}
 QUICK_BUDGETS = {("sm_90a", "bn254_g1", "curve_mul"), ("sm_80", "bn254_g1", "curve_add")}
 
 
+SOAK_BUDGETS = [pytest.mark.slow, pytest.mark.soak]
+"""Budgets for sm_80: the same kernels as for sm_90a."""
+
 BUDGETS = [
-    pytest.param(*case, marks=[] if case in QUICK_BUDGETS else [pytest.mark.slow], id="-".join(case))
+    pytest.param(
+        *case,
+        marks=[] if case in QUICK_BUDGETS else [pytest.mark.slow] if case[0] == "sm_90a" else SOAK_BUDGETS,
+        id="-".join(case),
+    )
     for case in itertools.product(("sm_80", "sm_90a"), CURVES, ENTRIES)
 ]
 

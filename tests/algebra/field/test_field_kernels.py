@@ -312,9 +312,14 @@ FUNCTIONS = {
 }
 
 
+ALIKE = ("bn254_fr", "bls12_381_fr")
+"""Fields of four words as bn254_fq is: the same programs with other constants."""
+
+
 def slow_but(chosen, *values):
-    """A parameter, marked as slow where it is not one of the chosen, as a GPU's where it is for one."""
-    marks = [pytest.mark.gpu] if values[0] == "cuda" else [] if values in chosen else [pytest.mark.slow]
+    """A parameter, marked as slow where it is not one of the chosen, as soak where a field is alike, as a GPU's."""
+    repeats = [pytest.mark.soak] if values[1] in ALIKE else []
+    marks = [pytest.mark.gpu] if values[0] == "cuda" else [] if values in chosen else [pytest.mark.slow, *repeats]
     return pytest.param(*values, marks=marks, id="-".join(values))
 
 

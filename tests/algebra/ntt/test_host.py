@@ -27,15 +27,17 @@ QUICK = {
 """A variant of a pass takes LLVM some 0.4 s: the others differ in the field's functions or in the order."""
 
 
+def marks_of(name, form, order):
+    """None for one case of large elements and one of words; bls12_381_fr repeats bn254_fr's."""
+    if (name, form, order) in QUICK:
+        return []
+    return [pytest.mark.slow, *([pytest.mark.soak] if name == "bls12_381_fr" else [])]
+
+
 def cases(orders):
-    """Fields, forms and orders, marked slow but for one of large elements and one of words."""
+    """Fields, forms and orders, with marks."""
     return [
-        pytest.param(
-            (name, form),
-            order,
-            id=f"{name}-{form}-{order}",
-            marks=[] if (name, form, order) in QUICK else [pytest.mark.slow],
-        )
+        pytest.param((name, form), order, id=f"{name}-{form}-{order}", marks=marks_of(name, form, order))
         for (name, form), order in itertools.product(KINDS, orders)
     ]
 
