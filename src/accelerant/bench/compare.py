@@ -111,11 +111,9 @@ def compare(old: Record, new: Record, *, asked: Callable[[Row], bool] = lambda _
     now = {row.key: row for row in new.rows if row.compared}
     before = {row.key: row for row in old.rows if row.compared and row.p50 is not None}
     covered = [row for row in before.values() if asked(row)]
-    return Comparison(
-        tuple(_change(row, now.get(row.key)) for row in covered),
-        not_asked=len(before) - len(covered),
-        added=sum(row.p50 is not None and key not in before for key, row in now.items()),
-    )
+    added = sum(row.p50 is not None and key not in before for key, row in now.items())
+    changes = tuple(_change(row, now.get(row.key)) for row in covered)
+    return Comparison(changes, not_asked=len(before) - len(covered), added=added)
 
 
 def _change(before: Row, now: Row | None) -> Change:

@@ -65,21 +65,19 @@ def checks(progress: Callable[[str], None] = lambda _: None) -> Iterator[Check]:
     Args:
         progress: called with the name of each part.
     """
-    parts: list[tuple[str, Callable[[], Iterator[Check]]]] = [
-        ("installation", _installation),
-        ("torch", _torch),
-        ("backends", _backends),
-        ("compiler NVRTC", _nvrtc),
-        ("compiler Triton", _triton),
-        ("compiler LLVM", _llvm),
-        ("compiler C", _c_compiler),
-        ("disk cache", _cache),
-        ("extras", _extras),
-    ]
-    for name, part in parts:
+    parts: dict[str, Callable[[], Iterator[Check]]] = {
+        "installation": _installation, "torch": _torch, "backends": _backends, "compiler NVRTC": _nvrtc,
+        "compiler Triton": _triton, "compiler LLVM": _llvm, "compiler C": _c_compiler, "disk cache": _cache,
+        "extras": _extras,
+    }  # fmt: skip
+    for name, part in parts.items():
         progress(name)
         yield from _guarded(name, part)
-    for device in _present():
+    try:
+        devices = [device for device in registry.devices() if device.available]
+    except Exception:  # noqa: BLE001 - the check of the backends has reported it
+        devices = []
+    for device in devices:
         label = f"{device.backend}:{device.index}"
         progress(f"compute on {label}")
         yield from _guarded(f"compute {label}", functools.partial(prove, device))
@@ -91,13 +89,6 @@ def _guarded(name: str, part: Callable[[], Iterator[Check]]) -> Iterator[Check]:
     except Exception as error:  # noqa: BLE001 - reported as a failed check
         first = str(error).splitlines()[0] if str(error) else ""
         yield Check(name, "failed", f"{type(error).__name__}: {first}", "report this with the output of --json")
-
-
-def _present() -> list[ComputeDevice]:
-    try:
-        return [device for device in registry.devices() if device.available]
-    except Exception:  # noqa: BLE001 - the check of the backends has reported it
-        return []
 
 
 # --- what is installed -----------------------------------------------------------------------------------------------

@@ -33,18 +33,9 @@ from accelerant.runtime.files import decode_json, write_atomic
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = [
-    "DETERMINISTIC",
-    "DEVICE",
-    "OUT_OF_MEMORY",
-    "OWN",
-    "Environment",
-    "Record",
-    "Row",
-    "aligned",
-    "environment_variable",
-    "failure_note",
-    "installed_version",
-]
+    "DETERMINISTIC", "DEVICE", "OUT_OF_MEMORY", "OWN", "Environment", "Record", "Row", "aligned",
+    "environment_variable", "failure_note", "installed_version",
+]  # fmt: skip
 
 DEVICE = "device"
 """Runner of rows that measure the device itself."""

@@ -104,11 +104,7 @@ class Suite(ABC):
     examples: ClassVar[tuple[str, ...]] = ()
 
     def resolve(self, device: ComputeDevice) -> Self:
-        """Return the suite with the device's defaults filled in.
-
-        Raises:
-            ConfigError: an option has a value that the suite does not know.
-        """
+        """Return the suite with the device's defaults filled in; raise ConfigError for an invalid option."""
         return self
 
     def prepare(self, run: SuiteRun) -> None:  # noqa: B027 - most suites need nothing
@@ -123,11 +119,7 @@ class Suite(ABC):
         return row.suite == self.name
 
     def measure(self, run: SuiteRun) -> None:
-        """Measure all cases.
-
-        Raises:
-            Exception: see measure_cases.
-        """
+        """Measure all cases; see measure_cases for the errors."""
         self.prepare(run)
         measure_cases(self.name, self.cases(run), run)
 

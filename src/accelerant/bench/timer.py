@@ -24,16 +24,9 @@ from dataclasses import dataclass
 import torch
 
 __all__ = [
-    "Timing",
-    "covers",
-    "host_time_us",
-    "rotated_ms",
-    "second_call_s",
-    "synchronize",
-    "time_in_turns",
-    "time_ms",
+    "Timing", "covers", "host_time_us", "rotated_ms", "second_call_s", "synchronize", "time_in_turns", "time_ms",
     "wall_ms",
-]
+]  # fmt: skip
 
 _FLUSH_BYTES = 2**30
 _MIN_REPEATS = 10
@@ -134,14 +127,9 @@ def rotated_ms(
     run()
     torch.cuda.synchronize(device)
     repeats = _repeats(time.perf_counter() - began, budget_s)
-    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-    for start, stop in marks:
-        memory.sum()  # reads: what a write leaves in the L2 would go to memory in the calls' time
-        start.record()
-        run()
-        stop.record()
-    torch.cuda.synchronize(device)
-    return Timing.of([start.elapsed_time(stop) / len(calls) for start, stop in marks]), f"{count}, {len(calls)} {how}"
+    # memory.sum reads: what a write leaves in the L2 would go to memory in the calls' time
+    samples = _event_samples(run, memory.sum, repeats)
+    return Timing.of([sample / len(calls) for sample in samples]), f"{count}, {len(calls)} {how}"
 
 
 def _captured(calls: Sequence[Callable[[], object]]) -> tuple[Callable[[], object], str]:
@@ -231,6 +219,13 @@ def _device_samples(fn: Callable[[], object], budget_s: float, reads: bool) -> l
     flush_s = took(lambda: None, 3)[1]
     flushes = covers(host_s, flush_s)
     repeats = _repeats(once_s + (flushes - 1) * flush_s, budget_s)
+    return _event_samples(fn, flush, repeats, flushes)
+
+
+def _event_samples(
+    fn: Callable[[], object], flush: Callable[[], object], repeats: int, flushes: int = 1
+) -> list[float]:
+    """Return the milliseconds of calls between two events on the current device, each after so many flushes."""
     marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for start, stop in marks:
         for _ in range(flushes):

@@ -49,15 +49,10 @@ def count_calls(names: Sequence[str] = (), dtypes: Sequence[torch.dtype] = (torc
 
 
 def tune_ops(
-    device: ComputeDevice,
-    *,
-    names: Sequence[str] = (),
-    dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32),
-    launches: bool = True,
-    jobs: int = 1,
-    until: float | None = None,
-    progress: Callable[[str], None] = lambda _: None,
-) -> Iterator[TuneResult]:
+    device: ComputeDevice, *, names: Sequence[str] = (),
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32), launches: bool = True, jobs: int = 1,
+    until: float | None = None, progress: Callable[[str], None] = lambda _: None,
+) -> Iterator[TuneResult]:  # fmt: skip
     """Race and tune, call by call; each result is on disk before the next call begins.
 
     Args:

@@ -290,12 +290,8 @@ def _save(
     from accelerant.bench.report import write_report
 
     refused: list[str] = []
-    calls: list[tuple[str, Path | None, Callable[[Path], None]]] = [
-        ("--out", out, record.save),
-        ("--csv", csv, record.save_csv),
-        ("--report", report, lambda path: write_report(path, record, comparison)),
-    ]
-    for name, path, write in calls:
+    page = functools.partial(write_report, record=record, comparison=comparison)
+    for name, path, write in (("--out", out, record.save), ("--csv", csv, record.save_csv), ("--report", report, page)):
         if path is not None:
             try:
                 write(path)

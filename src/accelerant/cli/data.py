@@ -48,13 +48,9 @@ def register(app: typer.Typer) -> None:
 
 
 def prepare(
-    paths: _Paths,
-    out: _Out,
-    tokenizer: _Tokenizer = "bpe",
-    vocab_size: _Vocabulary = 50257,
-    field: _Field = "text",
+    paths: _Paths, out: _Out, tokenizer: _Tokenizer = "bpe", vocab_size: _Vocabulary = 50257, field: _Field = "text",
     json_output: _Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """Turn text into a token file, in memory that does not grow with the text.
 
     The file gets its name when it is complete; Ctrl-C leaves nothing.

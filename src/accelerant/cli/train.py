@@ -30,20 +30,15 @@ _EPILOG = (
 _PROFILED_STEPS = 5
 
 _More = Annotated[list[str] | None, typer.Argument(metavar="[PATH]...", help="More paths, after --data PATH.")]
-_Preset = Annotated[str | None, typer.Option(help="tiny, small or gpt2. Default: tiny.", show_default=False)]
+_Preset = Annotated[str | None, typer.Option(help="tiny, small or gpt2. Default: tiny.")]
 _Data = Annotated[list[str] | None, typer.Option(metavar="stdlib|PATH...", help="Text to train on. Default: stdlib.")]
 _Steps = Annotated[int | None, typer.Option(help="Optimiser steps. Default: the preset's.")]
-_Device = Annotated[
-    str | None, typer.Option(help="auto, cuda or cpu. Default: auto; with --resume, the run's.", show_default=False)
-]
+_Device = Annotated[str | None, typer.Option(help="auto, cuda or cpu. Default: auto; with --resume, the run's.")]
 _Out = Annotated[str | None, typer.Option(metavar="DIR", help="Folder for the results. Default: runs/PRESET.")]
 _Resume = Annotated[str | None, typer.Option(metavar="DIR", help="Continue the interrupted run in this folder.")]
 _Seed = Annotated[int | None, typer.Option(help="Seed of the weights, batches and sample. Default: 0.")]
 _Batch = Annotated[
-    int | None,
-    typer.Option(
-        "--batch-size", help="Windows per step; with --private on average. Default: the preset's.", show_default=False
-    ),
+    int | None, typer.Option("--batch-size", help="Windows per step; with --private on average. Default: the preset's.")
 ]
 _MicroBatch = Annotated[
     int | None, typer.Option(help="Windows on the device at a time. Default: the preset's, or what fits.")
@@ -53,7 +48,6 @@ _Deterministic = Annotated[
     typer.Option(
         "--deterministic/--no-deterministic",
         help="Same seed, same bits. Default: yes on the CPU, no on a GPU, where it costs speed.",
-        show_default=False,
     ),
 ]
 _Recompute = Annotated[
@@ -69,7 +63,6 @@ _Precision = Annotated[
     typer.Option(
         metavar="auto|float32|bfloat16|fp8",
         help="Precision of the training. Default: auto, bfloat16 on a GPU that supports it, else float32.",
-        show_default=False,
     ),
 ]
 _Private = Annotated[
@@ -79,10 +72,9 @@ _Target = Annotated[
     float | None,
     typer.Option("--target-epsilon", help="With --private: epsilon at the end, which determines the noise."),
 ]
-_Delta = Annotated[float | None, typer.Option(help="With --private: delta. Default: 1e-5.", show_default=False)]
+_Delta = Annotated[float | None, typer.Option(help="With --private: delta. Default: 1e-5.")]
 _Norm = Annotated[
-    float | None,
-    typer.Option(help="With --private: norm to which a window's gradient is clipped. Default: 1.", show_default=False),
+    float | None, typer.Option(help="With --private: norm to which a window's gradient is clipped. Default: 1.")
 ]
 _Noise = Annotated[
     float | None,
@@ -98,7 +90,6 @@ _Spent = Annotated[
         "--ledger",
         metavar="FILE",
         help="With --private: privacy ledger of all trainings on these data. Default: one in the run's folder.",
-        show_default=False,
     ),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, and no progress.")]
@@ -210,13 +201,9 @@ def _sources(names: list[str]) -> tuple[str, ...]:
 
 
 def _run(
-    out: Path,
-    run: RunConfig | None,
-    backend: str | None,
-    as_json: bool,
-    deterministic: bool | None = None,
+    out: Path, run: RunConfig | None, backend: str | None, as_json: bool, deterministic: bool | None = None,
     extension: Extension | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Start a run, or continue the one in `out` if `run` is None; then print the outcome.
 
     `deterministic` is for a new run; by default it is true on the CPU only, where it costs nothing.

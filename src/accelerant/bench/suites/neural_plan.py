@@ -104,17 +104,9 @@ class PlannedCase:
 
 
 def plan(
-    names: Sequence[str],
-    *,
-    dtypes: Sequence[torch.dtype] = (),
-    against: Sequence[str],
-    budget_s: float,
-    gpu: bool,
-    tables: bool = True,
-    odd: bool = False,
-    sweep: Sequence[int] = (),
-    libraries: Libraries | None = None,
-) -> list[PlannedCase]:
+    names: Sequence[str], *, dtypes: Sequence[torch.dtype] = (), against: Sequence[str], budget_s: float, gpu: bool,
+    tables: bool = True, odd: bool = False, sweep: Sequence[int] = (), libraries: Libraries | None = None,
+) -> list[PlannedCase]:  # fmt: skip
     """Return the cases in the order of measurement.
 
     Args:

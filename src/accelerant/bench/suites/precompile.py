@@ -51,13 +51,9 @@ def share_caches() -> None:
 
 
 def precompile(
-    planned: Sequence[PlannedCase],
-    device: ComputeDevice,
-    jobs: int,
-    *,
-    limit_s: float,
+    planned: Sequence[PlannedCase], device: ComputeDevice, jobs: int, *, limit_s: float,
     progress: Callable[[str], None] = lambda _: None,
-) -> str:
+) -> str:  # fmt: skip
     """Compile what planned cases need, and return a note on what is left to the run after `limit_s` seconds."""
     groups, count, until = _groups(planned), 0, time.monotonic() + limit_s
     for method in _START_METHODS:
@@ -155,8 +151,7 @@ def _compile_alternatives(case: OpCase, direction: str, one: PlannedCase) -> Non
     fn = getattr(ops, case.name)
     decisions = explain_quietly(call_of(fn, case, direction)).decisions
     settings: list[contextlib.AbstractContextManager[Any]] = []
-    forced = own_kernels(decisions)
-    if forced and one.part == "":
+    if one.part == "" and (forced := own_kernels(decisions)):
         settings.append(force(**forced))
     if one.deterministic:
         settings.append(override(deterministic=True))
