@@ -25,18 +25,9 @@ from accelerant.algebra.field import PrimeField, prime_field
 from accelerant.algebra.field.memory_space import HOST, MemorySpace, space_at
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.runtime.provider import ComputeDevice
+from accelerant.zk import operands
 from accelerant.zk.multi_scalar.op import FixedBase
-from accelerant.zk.operands import (
-    Operand,
-    encoded_points,
-    montgomery_points,
-    moved,
-    point_operand,
-    points_inward,
-    points_outward,
-    scalar_operand,
-    spread,
-)
+from accelerant.zk.operands import Operand
 
 __all__ = ["EllipticCurve", "curve", "pairing_product_is_one", "register_curve"]
 
@@ -104,7 +95,7 @@ class EllipticCurve:
             UnsupportedDtype: not points; names the index.
             FormatError: a coordinate is not from 0 to below the modulus.
         """
-        return encoded_points(self.parameters, points, "points", single="point")
+        return operands.encoded_points(self.parameters, points, "points", single="point")
 
     def decode(self, points: Any) -> Any:
         """Return Python points: one, or nested lists with the array's leading dimensions. They may be off the curve."""
@@ -137,7 +128,7 @@ class EllipticCurve:
             raise UnsupportedDtype(f"data must be bytes, a bytearray or a memoryview, got {type(data).__name__}")
         words = encode_points(self.parameters, points_from_bytes(self.parameters, bytes(data), layout, check=False))
         if check:
-            points_inward(self.parameters, Operand(words, words.shape[:1], HOST), HOST, "points", "subgroup")
+            operands.points_inward(self.parameters, Operand(words, words.shape[:1], HOST), HOST, "points", "subgroup")
         return words
 
     # --- predicates ----------------------------------------------------------------------------------------------
@@ -145,13 +136,13 @@ class EllipticCurve:
     def is_on_curve(self, points: Any, *, device: Device = None) -> Any:
         """Return which points are on the curve, booleans of the leading dimensions; infinity is."""
         operand, space = self._located(points, device)
-        words = montgomery_points(self.parameters, operand, space)
+        words = operands.montgomery_points(self.parameters, operand, space)
         return self._booleans(operand, ~launch.off(space, self.parameters, "off_curve", words))
 
     def is_in_subgroup(self, points: Any, *, device: Device = None) -> Any:
         """Return which points are on the curve and in the subgroup of order r; infinity is."""
         operand, space = self._located(points, device)
-        words = montgomery_points(self.parameters, operand, space)
+        words = operands.montgomery_points(self.parameters, operand, space)
         wrong = launch.off(space, self.parameters, "off_curve", words)
         if wrong.any():  # the test of the subgroup is valid on the curve only
             finite = space.store(words)
@@ -197,29 +188,32 @@ class EllipticCurve:
             FormatError: also a Python integer below 0 or of more than 256 bits; names the index, not the value.
             ConfigError: a FieldArray of another field.
         """
-        operands = (point_operand(self.parameters, points, "points"), scalar_operand(self.parameters.scalars, scalars))
-        space, shape = self._together(("points", "scalars"), operands, device)
-        x = points_inward(self.parameters, operands[0], space, "points", "subgroup" if check else "")
-        both = ((x, operands[0], self.shape), (moved(operands[1], space), operands[1], (launch.SCALAR_WORDS,)))
+        given = (
+            operands.point_operand(self.parameters, points, "points"),
+            operands.scalar_operand(self.parameters.scalars, scalars),
+        )
+        space, shape = self._together(("points", "scalars"), given, device)
+        x = operands.points_inward(self.parameters, given[0], space, "points", "subgroup" if check else "")
+        both = ((x, given[0], self.shape), (operands.moved(given[1], space), given[1], (launch.SCALAR_WORDS,)))
         x, factors = (
             space.reshape(words, (1, *tail))  # the kernel itself broadcasts a single point or scalar
             if math.prod(operand.leading) == 1
-            else spread(space, words, operand.leading, shape, tail)
+            else operands.spread(space, words, operand.leading, shape, tail)
             for words, operand, tail in both
         )
         words = launch.multiply(space, self.parameters, x, factors)
-        return points_outward(self.parameters, words, space, shape, *operands)
+        return operands.points_outward(self.parameters, words, space, shape, *given)
 
     def sum(self, points: Any, *, check: bool = True, device: Device = None) -> Any:
         """Return the sum of all points of an array; infinity for none. check: points must be on the curve."""
         operand, space = self._located(points, device)
-        words = points_inward(self.parameters, operand, space, "points", "curve" if check else "")
+        words = operands.points_inward(self.parameters, operand, space, "points", "curve" if check else "")
         while (n := int(words.shape[0])) != 1:
             half = max(1, -(-n // 2))
             words = space.pad(words, 0, 2 * half)  # with infinity
             first, second = (space.getitem(words, (slice(i, i + half),)) for i in (0, half))
             words = launch.add(space, self.parameters, first, second)
-        return points_outward(self.parameters, words, space, (), operand)
+        return operands.points_outward(self.parameters, words, space, (), operand)
 
     def precompute(self, points: Any, *, check: bool = True, device: Device = None) -> FixedBase:
         """Prepare points (n, *shape) for many multi-scalar multiplications, by .msm(scalars) of the result.
@@ -229,22 +223,22 @@ class EllipticCurve:
         return FixedBase(self.name, points, device, check=check)
 
     def _located(self, points: Any, device: Device) -> tuple[Operand, MemorySpace]:
-        operand = point_operand(self.parameters, points, "points")
+        operand = operands.point_operand(self.parameters, points, "points")
         return operand, operand.space if device is None else space_at(device)
 
     def _together(
-        self, names: tuple[str, str], operands: tuple[Operand, Operand], device: Device
+        self, names: tuple[str, str], given: tuple[Operand, Operand], device: Device
     ) -> tuple[MemorySpace, tuple[int, ...]]:
         """Return the common memory space of two arguments and the shape they broadcast to."""
-        located = [operand for operand in operands if not operand.free]
+        located = [operand for operand in given if not operand.free]
         home = located[0].space if located else HOST
         if any(operand.space != home for operand in located):
-            first, second = (operand.space.label for operand in operands)
+            first, second = (operand.space.label for operand in given)
             raise ShapeError(f"{names[0]} and {names[1]} must be on one device, got {first} and {second}")
         try:
-            shape = np.broadcast_shapes(*(operand.leading for operand in operands))
+            shape = np.broadcast_shapes(*(operand.leading for operand in given))
         except ValueError:
-            first, second = (str(operand.leading) for operand in operands)
+            first, second = (str(operand.leading) for operand in given)
             raise ShapeError(
                 f"{names[0]} and {names[1]} must have leading dimensions that broadcast, got {first} and {second}"
             ) from None
@@ -252,21 +246,21 @@ class EllipticCurve:
 
     def _unary(self, p: Any, check: bool, device: Device, run: Callable[[MemorySpace, Any], Any]) -> Any:
         operand, space = self._located(p, device)
-        words = points_inward(self.parameters, operand, space, "points", "curve" if check else "")
-        return points_outward(self.parameters, run(space, words), space, operand.leading, operand)
+        words = operands.points_inward(self.parameters, operand, space, "points", "curve" if check else "")
+        return operands.points_outward(self.parameters, run(space, words), space, operand.leading, operand)
 
     def _binary(self, p: Any, q: Any, check: bool, device: Device, negated: bool = False) -> Any:
-        operands = (point_operand(self.parameters, p, "p"), point_operand(self.parameters, q, "q"))
-        space, shape = self._together(("p", "q"), operands, device)
+        given = (operands.point_operand(self.parameters, p, "p"), operands.point_operand(self.parameters, q, "q"))
+        space, shape = self._together(("p", "q"), given, device)
 
         def inward(operand: Operand, name: str) -> Any:
-            words = points_inward(self.parameters, operand, space, name, "curve" if check else "")
-            return spread(space, words, operand.leading, shape, self.shape)
+            words = operands.points_inward(self.parameters, operand, space, name, "curve" if check else "")
+            return operands.spread(space, words, operand.leading, shape, self.shape)
 
-        x, y = inward(operands[0], "p"), inward(operands[1], "q")
+        x, y = inward(given[0], "p"), inward(given[1], "q")
         if negated:
             y = launch.neg(space, self.parameters, y)
-        return points_outward(self.parameters, launch.add(space, self.parameters, x, y), space, shape, *operands)
+        return operands.points_outward(self.parameters, launch.add(space, self.parameters, x, y), space, shape, *given)
 
 
 def _nested(points: list[Any], shape: tuple[int, ...]) -> Any:
@@ -279,7 +273,7 @@ def _nested(points: list[Any], shape: tuple[int, ...]) -> Any:
 
 def _host_points(parameters: Curve[Any], points: Any, name: str) -> npt.NDArray[np.uint64]:
     """Return canonical words on the host; checked to be reduced only."""
-    operand = point_operand(parameters, points, name)
+    operand = operands.point_operand(parameters, points, name)
     return np.asarray(operand.space.store(operand.words))
 
 

@@ -109,12 +109,7 @@ def point_operand(curve: Curve[Any], x: Any, name: str) -> Operand:
 
 
 def encoded_points(curve: Curve[Any], points: Any, name: str, single: str = "") -> npt.NDArray[np.uint64]:
-    """Return the canonical words of a Python point or of a list of them.
-
-    Args:
-        points: (x, y) or None, or a list of them.
-        name: name of a list, for messages.
-        single: name of one point; by default the same.
+    """Return the canonical words of (x, y) or None, or of a list of them; messages call one point `single`.
 
     Raises:
         UnsupportedDtype: not points; names the index.
@@ -221,8 +216,7 @@ def scalar_words(scalars: Any, bound: int, shown: str) -> npt.NDArray[np.uint64]
 
     Args:
         scalars: Python or NumPy integers.
-        bound: exclusive upper bound, at most 2^256.
-        shown: name of the bound for messages.
+        bound: exclusive upper bound, at most 2^256, which messages call `shown`.
 
     Raises:
         UnsupportedDtype: not integers; names the first one's index and type.

@@ -66,8 +66,16 @@ def ntt(
     """
     if order not in ORDERS:
         raise ConfigError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
-    if isinstance(x, FieldArray):
-        return _transform_field_array(x, field, inverse, coset, order, out, device)
+    if isinstance(x, FieldArray):  # the result stays in Montgomery form
+        if field is not None and (field if isinstance(field, str) else field.name) != x.field.name:
+            raise ConfigError(f"x is an array of {x.field.name}, not of {field}")
+        if out is not None:
+            raise ConfigError("FieldArrays do not change: ntt takes no out= for one")
+        _check_points(x.field.parameters, x.words.shape)
+        g = _coset(x.field, coset)
+        x = x if device is None else x.moved(space_at(device))
+        words = transform(x.space, x.field.parameters, x.words, inverse=inverse, coset=g, order=order)
+        return FieldArray(x.field, x.space, words, home=x.home)
     if field is None:
         raise ConfigError("ntt needs field=, the name of the elements' field: words do not say it")
     prime = field if isinstance(field, PrimeField) else prime_field(field)
@@ -82,21 +90,6 @@ def ntt(
 
     answer = prime._each(run, (x,), device, reduce)
     return answer if out is None else out
-
-
-def _transform_field_array(
-    x: FieldArray, field: str | PrimeField | None, inverse: bool, coset: Any, order: str, out: Any, device: Any
-) -> FieldArray:
-    """Transform a FieldArray; the result stays in Montgomery form."""
-    if field is not None and (field if isinstance(field, str) else field.name) != x.field.name:
-        raise ConfigError(f"x is an array of {x.field.name}, not of {field}")
-    if out is not None:
-        raise ConfigError("FieldArrays do not change: ntt takes no out= for one")
-    _check_points(x.field.parameters, x.words.shape)
-    g = _coset(x.field, coset)
-    x = x if device is None else x.moved(space_at(device))
-    words = transform(x.space, x.field.parameters, x.words, inverse=inverse, coset=g, order=order)
-    return FieldArray(x.field, x.space, words, home=x.home)
 
 
 def _check_points(field: Field, shape: Any) -> None:

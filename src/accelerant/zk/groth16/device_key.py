@@ -218,18 +218,12 @@ class SectionPoints:
 
     Attributes:
         curve: the points' curve.
-        words: (n, words of a point), a view of the file or a copy.
+        words: (n, words of a point), Montgomery form, a view of the file or a copy.
         indices: indices of the scalars that multiply the points; None for all scalars.
     """
 
     def __init__(self, curve: Curve[Any], words: U64, first: int = 0, part: tuple[int, int] = (0, 1)) -> None:
-        """Select the finite points.
-
-        Args:
-            words: (n, words of a point), Montgomery form.
-            first: index of the scalar that multiplies the first point.
-            part: (i, n): take the i-th of n parts.
-        """
+        """Select the finite points in the i-th of n parts, part = (i, n); scalar `first` multiplies the first point."""
         self.curve = curve
         index, count = part
         start, stop = (len(words) * i // count for i in (index, index + 1))
@@ -311,13 +305,9 @@ class _DeviceSection:
             self._streamed = np.array(points.words, np.uint64)  # a copy: the file may be closed
             return
         with queues.queue(queue):
+            words, rounds, keep = queues.load(queue, points.words), allowed.rounds, allowed.scratch is None
             self._bases = DeviceBases(
-                queues.space,
-                points.curve,
-                queues.load(queue, points.words),
-                free_bytes=free_bytes,
-                keep_scratch=allowed.scratch is None,
-                rounds=allowed.rounds,
+                queues.space, points.curve, words, free_bytes=free_bytes, keep_scratch=keep, rounds=rounds
             )
 
     def begin(self, values: Words, after: Mark, spans: Spans) -> Callable[[], U64]:

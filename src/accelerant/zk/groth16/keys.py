@@ -32,7 +32,7 @@ from accelerant.zk.multi_scalar.op import run_sums
 
 __all__ = [
     "SECTIONS", "Devices", "HostKey", "KeySums", "ProgressCallback", "ProvingKey", "Stages", "UnreducedError",
-    "spaces_of",
+    "proving_key", "spaces_of",
 ]  # fmt: skip
 
 U64 = npt.NDArray[np.uint64]
@@ -134,6 +134,16 @@ def _automatic(domain_size: int) -> MemorySpace:
         return space_at("cuda")
     except BackendUnavailable:
         return HOST
+
+
+def proving_key(zkey: Zkey, device: Devices, stages: Stages) -> ProvingKey:
+    """Read a key into the memory of a device, or of several; errors as those of Prover."""
+    spaces = spaces_of(device, zkey.domain_size)
+    if spaces == (HOST,):
+        return HostKey(zkey, stages)
+    from accelerant.zk.groth16.device_key import DeviceKey, SplitKey  # unused by a proof on the CPU
+
+    return SplitKey(zkey, spaces, stages) if len(spaces) > 1 else DeviceKey(zkey, spaces[0], stages)
 
 
 # --- the CPU ---------------------------------------------------------------------------------------------------------

@@ -88,15 +88,10 @@ class SparseMatrix:
     def from_entries(
         cls, field: Field, n_rows: int, rows: npt.NDArray[np.integer], columns: npt.NDArray[np.integer], values: U64
     ) -> SparseMatrix:
-        """Sort entries by row.
-
-        Args:
-            rows: (n,), below n_rows.
-            columns: (n,), below 2^32.
-            values: (n, 4), any words.
+        """Sort n entries by row: rows (n,), columns (n,) below 2^32, and values (n, 4), any words.
 
         Raises:
-            ShapeError: a row index is out of range: kernels would write out of bounds.
+            ShapeError: a row is not below n_rows: kernels would write out of bounds.
         """
         if len(rows) and int(rows.max()) >= n_rows:
             raise ShapeError(f"an entry is in row {int(rows.max())} of {n_rows}")
@@ -131,7 +126,7 @@ class SparseMatrix:
             out: (n_rows, 4), contiguous, not overlapping x; allocated by default.
 
         Raises:
-            ShapeError: x has too few elements or out another shape: the kernel would access memory out of bounds.
+            ShapeError: other shapes: the kernel would access memory out of bounds.
         """
         limbs, shape = self.field.limbs, (self.n_rows, self.field.limbs)
         if x.shape[1:] != (limbs,) or len(x) < self.min_columns:

@@ -56,12 +56,7 @@ class Proof:
     def from_json(
         cls, text: str | bytes, public: str | bytes | None = None, *, name: str = "proof", public_name: str = "public"
     ) -> Proof:
-        """Read a proof in snarkjs's form.
-
-        Args:
-            text: contents of proof.json.
-            public: contents of public.json, if the inputs are to be kept with the proof.
-            name, public_name: file names for messages.
+        """Read snarkjs's proof.json, and public.json if the inputs are to be kept with the proof.
 
         Raises:
             FormatError: malformed JSON, a coordinate that is not reduced, or a point off its curve; names the element.

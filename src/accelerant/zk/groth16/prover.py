@@ -31,16 +31,7 @@ from accelerant.algebra.ntt import LOG_MOST
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase
 from accelerant.zk.formats.circuit import Witness
 from accelerant.zk.formats.zkey import Zkey
-from accelerant.zk.groth16.keys import (
-    U64,
-    Devices,
-    HostKey,
-    ProgressCallback,
-    ProvingKey,
-    Stages,
-    UnreducedError,
-    spaces_of,
-)
+from accelerant.zk.groth16.keys import U64, Devices, ProgressCallback, Stages, UnreducedError, proving_key
 from accelerant.zk.groth16.matrices import snarkjs_scalar_field
 from accelerant.zk.groth16.proof import Proof
 from accelerant.zk.groth16.verifier import VerificationKey, verify
@@ -99,20 +90,13 @@ class Prover:
             raise UnsupportedCase(f"{zkey.path}: a domain of {zkey.domain_size} points; it may have 2 to 2^{LOG_MOST}")
         stages = Stages(progress)
         self._progress, self._path, self._pairing = progress, zkey.path, family_of(zkey.family)
-        self.family, self.n_vars, self.n_public = zkey.family, zkey.n_vars, zkey.n_public
-        self.domain_size = zkey.domain_size
+        self.family, self.domain_size = zkey.family, zkey.domain_size
+        self.n_vars, self.n_public = zkey.n_vars, zkey.n_public
         self._field = snarkjs_scalar_field(self._pairing)
         with stages("key: header"):
             # Checks the header's points: with delta1 = beta1 = 0 proofs verify under the genuine key and hide nothing
             self.verification_key = VerificationKey.from_zkey(zkey)
-        spaces = spaces_of(device, zkey.domain_size)
-        self._key: ProvingKey
-        if spaces == (HOST,):
-            self._key = HostKey(zkey, stages)
-        else:
-            from accelerant.zk.groth16.device_key import DeviceKey, SplitKey  # unused by a proof on the CPU
-
-            self._key = SplitKey(zkey, spaces, stages) if len(spaces) > 1 else DeviceKey(zkey, spaces[0], stages)
+        self._key = proving_key(zkey, device, stages)
         g1, g2 = self._pairing.g1, self._pairing.g2
         self._g1 = {name: _point(g1, getattr(zkey, name)) for name in ("alpha1", "beta1", "delta1")}
         self._g2 = {name: _point(g2, getattr(zkey, name)) for name in ("beta2", "delta2")}

@@ -92,11 +92,7 @@ class VerificationKey:
 
     @classmethod
     def from_json(cls, text: str | bytes, *, name: str = "verification key") -> VerificationKey:
-        """Read a key in snarkjs's form. vk_alphabeta_12, which follows from the rest, is ignored.
-
-        Args:
-            text: contents of verification_key.json.
-            name: file name for messages.
+        """Read snarkjs's verification_key.json; vk_alphabeta_12, which follows from the rest, is ignored.
 
         Raises:
             FormatError: malformed JSON, a coordinate that is not reduced, a point off its curve, or a point at infinity
@@ -144,6 +140,13 @@ class VerificationKey:
         (alpha,) = decode_points(family.g1, self.alpha[None], check=False)
         ic = decode_points(family.g1, self.ic, check=False)
         g2_points = decode_points(family.g2, np.stack([self.beta, self.gamma, self.delta]), check=False)
+        # The exponent of snarkjs's final exponentiation is k times the exact one, which saves products:
+        # k = 2 x (6 x^2 + 3 x + 1) on BN curves (Fuentes-Castaneda, Knapp and Rodriguez-Henriquez, SAC 2011), 3 on
+        # BLS12 (Hayashida, Hayasaka and Teruya, eprint 2020/875).
+        x = family.parameter
+        k = 2 * x * (6 * x * x + 3 * x + 1) if family.kind == "bn" else 3
+        scaled = encode_points(family.g1, [multiply(family.g1, k % family.r, alpha)])
+        pairing = product(family, scaled, self.beta[None])
         return dump_json(
             {
                 "protocol": "groth16",
@@ -151,7 +154,7 @@ class VerificationKey:
                 "nPublic": self.n_public,
                 _FINITE[0]: point_to_json(family.g1, alpha),
                 **{key: point_to_json(family.g2, point) for key, point in zip(_FINITE[1:], g2_points, strict=True)},
-                "vk_alphabeta_12": _pairing_rows(family, alpha, self.beta),
+                "vk_alphabeta_12": [[[str(c0), str(c1)] for c0, c1 in half] for half in pairing],
                 "IC": [point_to_json(family.g1, point) for point in ic],
             }
         )
@@ -161,19 +164,6 @@ def _canonical(curve: Curve[Any], words: U64) -> U64:
     """Return canonical points (n, *shape) of Montgomery words in a file, which may be unaligned."""
     points: U64 = launch.from_montgomery(HOST, curve, np.array(words, np.uint64).reshape(-1, *curve.shape))
     return points
-
-
-def _pairing_rows(family: Family, alpha: Any, beta: U64) -> list[list[list[str]]]:
-    """Return e(alpha, beta)^k: the exponent of snarkjs's final exponentiation is k times the exact one.
-
-    k = 2 x (6 x^2 + 3 x + 1) on BN curves (Fuentes-Castaneda, Knapp and Rodriguez-Henriquez, SAC 2011), 3 on BLS12
-    (Hayashida, Hayasaka and Teruya, eprint 2020/875); both save products.
-    """
-    x = family.parameter
-    power = 2 * x * (6 * x * x + 3 * x + 1) if family.kind == "bn" else 3
-    scaled = encode_points(family.g1, [multiply(family.g1, power % family.r, alpha)])
-    halves = product(family, scaled, beta[None])
-    return [[[str(c0), str(c1)] for c0, c1 in half] for half in halves]
 
 
 # --- verification ----------------------------------------------------------------------------------------------------

@@ -26,9 +26,7 @@ MAX_SEGMENT_UNITS = 1024  # largest number of units of a segment
 COUNTERS = MAX_SEGMENT_UNITS + 5  # numbers after the keys in counts
 ACCUMULATE_BLOCK = 128  # threads of a block of msm_accumulate
 AFFINE_BLOCK = 128  # threads of a block of msm_affine_begin and msm_affine_round
-INVERT_BLOCK = (
-    128  # threads of a block of msm_affine_invert: each has two elements of at most 12 64-bit limbs in 25 KiB
-)
+INVERT_BLOCK = 128  # threads of a block of msm_affine_invert, with two elements each, of at most 12 limbs, in 25 KiB
 INVERSIONS_PER_THREAD = 8  # largest number of products that a thread of msm_affine_invert takes
 MULTIPLES_BLOCK = 128  # threads of a block of multiples.c
 POINTS_PER_INVERSION = 8  # points of a thread of multiples.c, which share an inversion

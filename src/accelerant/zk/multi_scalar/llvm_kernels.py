@@ -303,7 +303,7 @@ def _add_up(k: Elements, task: _Task, work: WorkerMemory, batch: str) -> None:
 
     count, singles = _first_round(code, task, work)
     add_pairs("%points", count)
-    arrays = ", ".join(f"ptr {pointer}" for pointer in ("%points", work.points, work.single, work.single_slot))
+    arrays = f"ptr %points, ptr {work.points}, ptr {work.single}, ptr {work.single_slot}"
     code.do(f"call void @msm_copy({arrays}, i64 {singles})")
     pairs = code.variable("i64", _next_round(code, task, work))
     with code.loop_while(lambda: code.compare("ne", pairs.get(), 0)):
@@ -314,7 +314,7 @@ def _add_up(k: Elements, task: _Task, work: WorkerMemory, batch: str) -> None:
 def _signed(k: Elements, array: str, indices: Sequence[str]) -> tuple[list[str], str]:
     """Return the point indices of a pack of entries, and the mask of their signs."""
     code, packs = k.code, k.packs
-    entries = [code.convert("zext", code.load("i32", array, index), "i64") for index in indices]
+    entries = [_load(code, array, index) for index in indices]
     sign = code.compare("uge", packs.joined(code, entries), SIGN)
     return [code.i64("and", entry, SIGN - 1) for entry in entries], sign
 
@@ -399,10 +399,7 @@ def _weight(k: Elements, task: _Task, work: WorkerMemory, zero: str, partial: st
     _set_infinity(k, running, total)
     with code.countdown(code.i64("sdiv", task.buckets, lanes)) as j:
         first = code.i64("add", zero, code.i64("add", code.i64("mul", j, lanes), 1))
-        slots = [
-            code.convert("zext", code.load("i32", work.slots, code.i64("add", first, lane)), "i64")
-            for lane in range(lanes)
-        ]
+        slots = [_load(code, work.slots, code.i64("add", first, lane)) for lane in range(lanes)]
         addresses = _point_addresses(k, work.points, slots)
         for i in range(2):
             k.store(bucket, i, k.read(addresses, i))
