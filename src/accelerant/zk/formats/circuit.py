@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.errors import ConfigError, OutOfMemory, ShapeError, UnsupportedDtype
-from accelerant.zk.formats.container import U64, Container, Cursor, FilePath, Layout, MappedFile, write_container
+from accelerant.zk.formats.container import U64, Cursor, FilePath, Layout, MappedFile, write_container
 from accelerant.zk.formats.elements import check_below, first_not_below, prime_bytes, read_family, words_of
 
 __all__ = ["TERM", "CustomGate", "R1cs", "Witness", "write_r1cs", "write_wtns"]
@@ -79,8 +79,8 @@ class R1cs(MappedFile):
 
     layout = _LAYOUT
 
-    def _read(self, container: Container) -> None:
-        cursor = container.cursor(_HEADER)
+    def _read(self) -> None:
+        cursor = self.cursor(_HEADER)
         family = read_family(cursor, "r")
         self.family, self._field = family.name, family.g1.scalars
         at = cursor.at
@@ -90,17 +90,17 @@ class R1cs(MappedFile):
         cursor.end()
         if self.n_public >= self.n_wires:
             raise cursor.error(f"{self.n_public} public signals and wire 0 exceed {self.n_wires} wires", at)
-        container.expect_size(_LABELS, 8 * self.n_wires, f"labels of {self.n_wires} wires")
-        section = container.sections[_CONSTRAINTS]
+        self.expect_size(_LABELS, 8 * self.n_wires, f"labels of {self.n_wires} wires")
+        section = self.sections[_CONSTRAINTS]
         if section.size % 4 or section.size < 3 * 4 * self.n_constraints:
             message = f"{section.size} bytes; {self.n_constraints} constraints take whole u32 words, at least 3 each"
-            raise container.error(_CONSTRAINTS, 0, message)
+            raise self.error(_CONSTRAINTS, 0, message)
         self.custom_gates: tuple[CustomGate, ...] = ()
         self.n_custom_gate_uses = 0
-        if _GATES in container.sections:
-            self.custom_gates = self._read_gates(container.cursor(_GATES))
-        if _USES in container.sections:
-            self.n_custom_gate_uses = self._read_uses(container.cursor(_USES))
+        if _GATES in self.sections:
+            self.custom_gates = self._read_gates(self.cursor(_GATES))
+        if _USES in self.sections:
+            self.n_custom_gate_uses = self._read_uses(self.cursor(_USES))
 
     @property
     def n_public(self) -> int:
@@ -136,7 +136,7 @@ class R1cs(MappedFile):
     @property
     def labels(self) -> npt.NDArray[np.uint64]:
         """Labels of the wires, (n_wires,), a read-only view of the file."""
-        labels: npt.NDArray[np.uint64] = self._container.array(_LABELS, "<u8", count=self.n_wires)
+        labels: npt.NDArray[np.uint64] = self.array(_LABELS, "<u8", count=self.n_wires)
         return labels
 
     def matrices(self) -> tuple[Terms, Terms, Terms]:
@@ -161,7 +161,7 @@ class R1cs(MappedFile):
 
     def _combination_starts(self) -> npt.NDArray[np.int64]:
         """Return the start of each linear combination and the end of the last, in 32-bit words of the section."""
-        section, data = self._container.sections[_CONSTRAINTS], self._container.data
+        section, data = self.sections[_CONSTRAINTS], self.data
         starts = array("q", [0]) * (3 * self.n_constraints + 1)  # the section has 12 bytes for each constraint
         at = 0
         with (
@@ -178,21 +178,21 @@ class R1cs(MappedFile):
             starts[-1] = at
             if at > len(words):
                 message = f"the section ends within linear combination {index % 3} of constraint {index // 3} of "
-                raise self._container.error(_CONSTRAINTS, 4 * starts[index], f"{message}{self.n_constraints}")
+                raise self.error(_CONSTRAINTS, 4 * starts[index], f"{message}{self.n_constraints}")
             if at < len(words):
                 message = f"{4 * (len(words) - at)} bytes after the last of {self.n_constraints} constraints"
-                raise self._container.error(_CONSTRAINTS, 4 * at, message)
+                raise self.error(_CONSTRAINTS, 4 * at, message)
         return np.frombuffer(starts, np.int64)
 
     def _read_terms(self, starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> Terms:
-        container, section = self._container, self._container.sections[_CONSTRAINTS]
+        section = self.sections[_CONSTRAINTS]
         counts = (ends - starts) // _TERM_WORDS
         before = np.cumsum(counts) - counts
         entries = np.empty(int(counts.sum()), TERM)
         entries["row"] = np.repeat(np.arange(self.n_constraints, dtype=np.uint32), counts)
         # An element at every 32-bit word, so that terms are gathered by their positions
         places = max(0, (section.size - _IN_FILE.itemsize) // 4 + 1)
-        overlapping = np.ndarray((places,), _IN_FILE, container.data, section.offset, (4,))
+        overlapping = np.ndarray((places,), _IN_FILE, self.data, section.offset, (4,))
         for begin in range(0, len(entries), _CHUNK):
             part = entries[begin : begin + _CHUNK]
             rows, index = part["row"], np.arange(begin, begin + len(part))
@@ -203,11 +203,11 @@ class R1cs(MappedFile):
             if wrong.any():
                 first = int(wrong.argmax())
                 at = 4 * int(positions[first])
-                raise container.error(_CONSTRAINTS, at, f"wire {terms['wire'][first]} of {self.n_wires}")
+                raise self.error(_CONSTRAINTS, at, f"wire {terms['wire'][first]} of {self.n_wires}")
             unreduced = first_not_below(terms["value"], self._field.modulus)
             if unreduced is not None:
                 at = 4 * int(positions[unreduced]) + 4
-                raise container.error(_CONSTRAINTS, at, f"a value is not below the modulus of {self._field.name}")
+                raise self.error(_CONSTRAINTS, at, f"a value is not below the modulus of {self._field.name}")
         return entries
 
     def __repr__(self) -> str:
@@ -313,26 +313,26 @@ class Witness(MappedFile):
 
     layout = _WITNESS_LAYOUT
 
-    def _read(self, container: Container) -> None:
-        cursor = container.cursor(_WITNESS_HEADER)
+    def _read(self) -> None:
+        cursor = self.cursor(_WITNESS_HEADER)
         family = read_family(cursor, "r")
         at, count = cursor.at, cursor.number("the number of values")
         cursor.end()
         self.family, self._field, self.n_values = family.name, family.g1.scalars, count
-        container.expect_size(_VALUES, count * self._field.size_bytes, f"{count} values")
+        self.expect_size(_VALUES, count * self._field.size_bytes, f"{count} values")
         if not count:
             raise cursor.error("no values; expected at least w[0]", at)
         if not _begins_with_one(self.values):
-            raise container.error(_VALUES, 0, "w[0] is not 1")
+            raise self.error(_VALUES, 0, "w[0] is not 1")
 
     @property
     def values(self) -> U64:
         """Canonical words (n_values, 4), a read-only view of the file, possibly unaligned."""
-        return self._container.rows(_VALUES, self._field.limbs, count=self.n_values)
+        return self.rows(_VALUES, self._field.limbs, count=self.n_values)
 
     def check(self) -> None:
         """Check that all values are below r; call it before using them. The error names the first one's offset."""
-        check_below(self._container, _VALUES, self._field, self.values)
+        check_below(self, _VALUES, self._field, self.values)
 
     def __repr__(self) -> str:
         return f"Witness({str(self.path)!r}, {self.family}, {self.n_values} values)"

@@ -32,7 +32,7 @@ from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.files import AtomicFile
 
 __all__ = [
-    "HEAD", "MAX_SECTIONS", "PREFIX", "Container", "Cursor", "FilePath", "Layout", "MappedFile", "Payload", "Section",
+    "HEAD", "MAX_SECTIONS", "PREFIX", "Cursor", "FilePath", "Layout", "MappedFile", "Payload", "Section",
     "regular_file", "writable_target", "write_container",
 ]  # fmt: skip
 
@@ -92,16 +92,26 @@ def regular_file(path: FilePath) -> Path:
     return file
 
 
-class Container:
-    """A read-only mapping `data` of a file of `size` bytes, with its table of sections by id."""
+class MappedFile(ABC):
+    """A read-only memory mapping of a file in one of the formats; a context manager.
 
-    def __init__(self, path: FilePath, layout: Layout) -> None:
-        """Map the file and read its section table; raises FormatError, also unless the sections fill the file."""
-        self.path, self.layout = regular_file(path), layout
+    Attributes:
+        family: "bn254" or "bls12_381", from the primes in the file.
+        data: the mapping.
+        size_bytes: file size in bytes.
+        sections: id -> Section.
+    """
+
+    layout: ClassVar[Layout]
+    family: str
+
+    def __init__(self, path: FilePath) -> None:
+        self.path = regular_file(path)
         try:
             with self.path.open("rb") as file:
                 if os.fstat(file.fileno()).st_size < PREFIX.size:
-                    raise FormatError(f"{self.path} is not a .{layout.kind} file: it is shorter than the file header")
+                    message = f"{self.path} is not a .{self.layout.kind} file: it is shorter than the file header"
+                    raise FormatError(message)
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FormatError:
             raise
@@ -109,19 +119,47 @@ class Container:
             raise FormatError(f"cannot read {self.path}: {error.strerror or error}") from None
         except ValueError:  # mmap refuses empty files: it was truncated after fstat
             raise FormatError(f"{self.path} was truncated while it was being opened") from None
-        self.size = len(self.data)
+        self.size_bytes = len(self.data)
         try:
             self.sections = self._read_sections()
-            for number in layout.required:
+            for number in self.layout.required:
                 self.require(number)
+            self._read()
         except FormatError:
             self.close()
             raise
+
+    @classmethod
+    def open(cls, path: FilePath) -> Self:
+        """Map a file, read the parts of fixed size and validate the sizes of all sections.
+
+        Raises:
+            FormatError: the file does not exist, has another format, or is inconsistent; names section and offset.
+        """
+        return cls(path)
+
+    @abstractmethod
+    def _read(self) -> None:
+        """Read the parts of fixed size and validate all sizes."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Read the whole file and validate the contents that open() does not read.
+
+        Raises:
+            FormatError: names the section and the offset.
+        """
 
     def close(self) -> None:
         """Release the mapping. Arrays that still refer to it keep it alive."""
         with contextlib.suppress(BufferError):
             self.data.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def forget(self) -> None:
         """Return the resident pages of the mapping to the system (madvise MADV_DONTNEED, where available).
@@ -132,7 +170,7 @@ class Container:
             self.data.madvise(mmap.MADV_DONTNEED)
 
     def _read_sections(self) -> dict[int, Section]:
-        if self.size < PREFIX.size:
+        if self.size_bytes < PREFIX.size:
             raise FormatError(f"{self.path} was truncated while it was being opened")
         magic, version, count = PREFIX.unpack_from(self.data)
         path, layout, kind = self.path, self.layout, f".{self.layout.kind}"
@@ -145,21 +183,21 @@ class Container:
         sections: dict[int, Section] = {}
         at = PREFIX.size
         for index in range(count):
-            if self.size - at < HEAD.size:
+            if self.size_bytes - at < HEAD.size:
                 raise FormatError(f"{path}: byte {at}: the file ends before section {index + 1} of {count}")
             number, size = HEAD.unpack_from(self.data, at)
             section = Section(at + HEAD.size, size)
             if number in sections:
                 message = f"duplicate section; the first is at byte {sections[number].offset}"
                 raise FormatError(f"{path}: {layout.title(number)}, byte {at}: {message}")
-            left = self.size - section.offset
+            left = self.size_bytes - section.offset
             if size > left:
                 message = f"the section has {size} bytes, but the file has only {left} more"
                 raise FormatError(f"{path}: {layout.title(number)}, byte {at}: {message}")
             sections[number] = section
             at = section.offset + size
-        if at != self.size:
-            raise FormatError(f"{path}: byte {at}: {self.size - at} trailing bytes after the last section")
+        if at != self.size_bytes:
+            raise FormatError(f"{path}: byte {at}: {self.size_bytes - at} trailing bytes after the last section")
         return sections
 
     def require(self, number: int) -> None:
@@ -206,13 +244,13 @@ class Cursor:
         at: offset of the next byte in the payload.
     """
 
-    def __init__(self, container: Container, number: int) -> None:
-        self.container, self.section, self.at = container, number, 0
-        self._payload = container.sections[number]
+    def __init__(self, file: MappedFile, number: int) -> None:
+        self.file, self.section, self.at = file, number, 0
+        self._payload = file.sections[number]
 
     def error(self, message: str, at: int | None = None) -> FormatError:
         """Return a FormatError for the current offset, or for `at`."""
-        return self.container.error(self.section, self.at if at is None else at, message)
+        return self.file.error(self.section, self.at if at is None else at, message)
 
     @property
     def left(self) -> int:
@@ -225,7 +263,7 @@ class Cursor:
             raise self.error(f"the section ends within {what}: {size} bytes needed, {self.left} left")
         start = self._payload.offset + self.at
         self.at += size
-        return self.container.data[start : start + size]
+        return self.file.data[start : start + size]
 
     def number(self, what: str, size: int = 4) -> int:
         """Read an unsigned integer of `size` bytes."""
@@ -238,7 +276,7 @@ class Cursor:
     def until_zero(self, what: str) -> bytes:
         """Read bytes up to a zero byte and skip it."""
         start = self._payload.offset + self.at
-        size = self.container.data.find(b"\0", start, start + self.left) - start
+        size = self.file.data.find(b"\0", start, start + self.left) - start
         if size < 0:
             raise self.error(f"{what} is not terminated by a zero byte")
         return self.take(size + 1, what)[:-1]
@@ -247,64 +285,6 @@ class Cursor:
         """Raise FormatError if the section has unread bytes."""
         if self.left:
             raise self.error(f"{self.left} trailing bytes")
-
-
-class MappedFile(ABC):
-    """A memory-mapped file of one of the formats; a context manager.
-
-    Attributes:
-        family: "bn254" or "bls12_381", from the primes in the file.
-    """
-
-    layout: ClassVar[Layout]
-    family: str
-
-    def __init__(self, container: Container) -> None:
-        """Read the sections of a container; use open() to construct one."""
-        self._container = container
-        self.path = container.path
-        self._read(container)
-
-    @classmethod
-    def open(cls, path: FilePath) -> Self:
-        """Map a file, read the parts of fixed size and validate the sizes of all sections.
-
-        Raises:
-            FormatError: the file does not exist, has another format, or is inconsistent; names section and offset.
-        """
-        container = Container(path, cls.layout)
-        try:
-            return cls(container)
-        except FormatError:
-            container.close()
-            raise
-
-    @abstractmethod
-    def _read(self, container: Container) -> None:
-        """Read the parts of fixed size and validate all sizes."""
-
-    @abstractmethod
-    def check(self) -> None:
-        """Read the whole file and validate the contents that open() does not read.
-
-        Raises:
-            FormatError: names the section and the offset.
-        """
-
-    @property
-    def size_bytes(self) -> int:
-        """File size in bytes."""
-        return self._container.size
-
-    def close(self) -> None:
-        """Release the mapping. Arrays that still refer to it keep it alive."""
-        self._container.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 Payload = bytes | npt.NDArray[Any]

@@ -22,7 +22,7 @@ from accelerant.algebra.curve.parameters import FAMILIES, Curve, Family
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import Field
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.zk.formats.container import U64, Container, Cursor, Payload
+from accelerant.zk.formats.container import U64, Cursor, MappedFile, Payload
 
 __all__ = [
     "KINDS", "Label", "check_below", "check_points", "check_size", "contribution_payloads", "count_infinities",
@@ -87,7 +87,7 @@ def read_points(cursor: Cursor, family: Family, degrees: Mapping[str, int], pref
     for name, degree in degrees.items():
         at, what = cursor.at, prefix + name
         points[name] = cursor.words(point_words(family, degree), what)
-        _check_words(cursor.container, cursor.section, at, family.fq, points[name], what)
+        _check_words(cursor.file, cursor.section, at, family.fq, points[name], what)
     return points
 
 
@@ -138,12 +138,12 @@ def first_not_below(words: U64, modulus: int) -> int | None:
     return int(rows[wrong.argmax()]) if wrong.any() else None
 
 
-def _check_words(container: Container, number: int, at: int, field: Field, words: U64, what: str) -> None:
+def _check_words(file: MappedFile, number: int, at: int, field: Field, words: U64, what: str) -> None:
     """Raise FormatError if an element is not below the modulus; the message omits the value, which may be secret."""
     index = first_not_below(words.reshape(-1, field.limbs), field.modulus)
     if index is not None:
         message = f"{what} is not below the modulus of {field.name}"
-        raise container.error(number, at + index * field.size_bytes, message)
+        raise file.error(number, at + index * field.size_bytes, message)
 
 
 def _chunks(words: U64) -> list[slice]:
@@ -151,7 +151,7 @@ def _chunks(words: U64) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, len(words), rows)]
 
 
-def check_below(container: Container, number: int, field: Field, words: U64, start: int = 0) -> None:
+def check_below(file: MappedFile, number: int, field: Field, words: U64, start: int = 0) -> None:
     """Check that all elements of section `number` are below the modulus.
 
     Args:
@@ -163,11 +163,11 @@ def check_below(container: Container, number: int, field: Field, words: U64, sta
     """
     for chunk in _chunks(words):
         at = start + chunk.start * words.shape[1] * words.itemsize
-        _check_words(container, number, at, field, words[chunk], "an element")
+        _check_words(file, number, at, field, words[chunk], "an element")
 
 
 def check_points(
-    container: Container, number: int, curve: Curve[Any], words: U64, start: int = 0, *, subgroup: bool = True
+    file: MappedFile, number: int, curve: Curve[Any], words: U64, start: int = 0, *, subgroup: bool = True
 ) -> None:
     """Check that the points of section `number` have reduced coordinates and are on the curve and in the subgroup.
 
@@ -179,7 +179,7 @@ def check_points(
     Raises:
         FormatError: names the offset and the index of the first invalid point.
     """
-    check_below(container, number, curve.coordinates.base, words, start)
+    check_below(file, number, curve.coordinates.base, words, start)
     tests: tuple[tuple[launch.Test, str], ...] = (
         ("off_curve", f"not on {curve.name}"),
         ("off_subgroup", f"on {curve.name} but not in its subgroup of order r"),
@@ -191,7 +191,7 @@ def check_points(
             if first is not None:
                 index = chunk.start + first
                 at = start + index * words.shape[1] * words.itemsize
-                raise container.error(number, at, f"point {index} is {what}")
+                raise file.error(number, at, f"point {index} is {what}")
 
 
 def count_infinities(words: U64) -> int:

@@ -30,7 +30,7 @@ from accelerant.algebra.curve.encoding import encode_points
 from accelerant.algebra.curve.parameters import Curve, family_of
 from accelerant.errors import ConfigError, FormatError
 from accelerant.zk.formats import elements
-from accelerant.zk.formats.container import U64, Container, FilePath, Layout, MappedFile, Payload, write_container
+from accelerant.zk.formats.container import U64, FilePath, Layout, MappedFile, Payload, write_container
 from accelerant.zk.formats.elements import Label, point_words, words_of
 
 __all__ = ["CONTRIBUTION_POINTS", "Powers", "Ptau", "PtauContribution", "write_ptau"]
@@ -93,8 +93,8 @@ class Ptau(MappedFile):
 
     layout = _LAYOUT
 
-    def _read(self, container: Container) -> None:
-        cursor = container.cursor(_HEADER)
+    def _read(self) -> None:
+        cursor = self.cursor(_HEADER)
         self._family = elements.read_family(cursor, "q")
         self.family = self._family.name
         at = cursor.at
@@ -104,14 +104,14 @@ class Ptau(MappedFile):
             bounds = f"expected 1 <= power <= ceremonyPower <= {most}"
             raise cursor.error(f"power {self.power}, ceremonyPower {self.ceremony_power}; {bounds}", at)
         cursor.end()
-        container.expect_size(_BETA_G2, point_words(self._family, 2) * 8, "one point")
-        self.prepared = any(number + _LAGRANGE in container.sections for number, _ in _POWERS.values())
+        self.expect_size(_BETA_G2, point_words(self._family, 2) * 8, "one point")
+        self.prepared = any(number + _LAGRANGE in self.sections for number, _ in _POWERS.values())
         for shift in self._shifts:
             for name, (number, degree) in _POWERS.items():
                 count = _count(name, self.power, lagrange=shift > 0)
-                container.require(number + shift)
-                container.expect_size(number + shift, count * point_words(self._family, degree) * 8, f"{count} points")
-        cursor = container.cursor(_CONTRIBUTIONS)
+                self.require(number + shift)
+                self.expect_size(number + shift, count * point_words(self._family, degree) * 8, f"{count} points")
+        cursor = self.cursor(_CONTRIBUTIONS)
         contributions = []
         for _ in range(cursor.number("the number of contributions")):  # each takes bytes of the section
             points = elements.read_points(cursor, self._family, CONTRIBUTION_POINTS, "a contribution's ")
@@ -131,7 +131,7 @@ class Ptau(MappedFile):
     def powers(self, name: Powers) -> U64:
         """Return the multiples of a point by tau^0, tau^1, ...: (2^power, words), or 2^(power+1) - 1 for tau_g1."""
         number, degree = _power_section(name)
-        return self._container.rows(number, point_words(self._family, degree), count=_count(name, self.power))
+        return self.rows(number, point_words(self._family, degree), count=_count(name, self.power))
 
     def lagrange(self, name: Powers, log_n: int) -> U64:
         """Return the Lagrange form of the first 2^log_n powers: (2^log_n, words).
@@ -152,19 +152,19 @@ class Ptau(MappedFile):
             raise ConfigError(f"log_n must be 0 to {most} for {name}, got {log_n}")
         width = point_words(self._family, degree)
         start = ((1 << log_n) - 1) * width * 8
-        return self._container.rows(number + _LAGRANGE, width, start=start, count=1 << log_n)
+        return self.rows(number + _LAGRANGE, width, start=start, count=1 << log_n)
 
     @property
     def beta_g2(self) -> U64:
         """Beta G2, (4 limbs,) words."""
-        words: U64 = self._container.rows(_BETA_G2, point_words(self._family, 2), count=1)[0]
+        words: U64 = self.rows(_BETA_G2, point_words(self._family, 2), count=1)[0]
         return words
 
     @property
     def points(self) -> dict[str, U64]:
         """All sections of points by name; all Lagrange forms of a section are one array."""
         points = {
-            _NAMES[number + more]: self._container.rows(number + more, point_words(self._family, degree))
+            _NAMES[number + more]: self.rows(number + more, point_words(self._family, degree))
             for more in self._shifts
             for number, degree in _POWERS.values()
         }
@@ -179,18 +179,17 @@ class Ptau(MappedFile):
             FormatError: an unreduced coordinate, a point off the curve or outside the subgroup, another generator, or
                 points that differ from the last contribution's; names section and offset.
         """
-        container = self._container
 
         def curve_of(words: U64) -> Curve[Any]:
             return self._family.g2 if words.shape[-1] == point_words(self._family, 2) else self._family.g1
 
         for number, words in ((number, self.points[name]) for number, name in _NAMES.items() if name in self.points):
-            elements.check_points(container, number, curve_of(words), words, subgroup=subgroup)
+            elements.check_points(self, number, curve_of(words), words, subgroup=subgroup)
         for number, words in ((_TAU_G1, self.powers("tau_g1")), (_TAU_G2, self.powers("tau_g2"))):
             curve = curve_of(words)
             generator = elements.montgomery_points(curve, encode_points(curve, [curve.generator]))
             if not np.array_equal(words[:1], generator):
-                raise container.error(number, 0, f"the first power is not the generator of {curve.name}")
+                raise self.error(number, 0, f"the first power is not the generator of {curve.name}")
         if not self.contributions:
             return
         left = {
@@ -200,7 +199,7 @@ class Ptau(MappedFile):
         for name, words in left.items():
             if not np.array_equal(self.contributions[-1].points[name], words):
                 message = f"{name} of the last contribution differs from that of the powers"
-                raise container.error(_CONTRIBUTIONS, 0, message)
+                raise self.error(_CONTRIBUTIONS, 0, message)
 
     def __repr__(self) -> str:
         return f"Ptau({str(self.path)!r}, {self.family}, power {self.power}{', prepared' * self.prepared})"

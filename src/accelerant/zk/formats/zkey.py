@@ -30,7 +30,7 @@ import numpy.typing as npt
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.zk.formats import elements
-from accelerant.zk.formats.container import U64, Container, FilePath, Layout, MappedFile, Payload, write_container
+from accelerant.zk.formats.container import U64, FilePath, Layout, MappedFile, Payload, write_container
 from accelerant.zk.formats.elements import Label, check_points, first_not_below, point_words, words_of
 
 __all__ = ["COEFFICIENT", "Contribution", "Zkey", "write_zkey"]
@@ -93,15 +93,15 @@ class Zkey(MappedFile):
 
     layout = _LAYOUT
 
-    def _read(self, container: Container) -> None:
+    def _read(self) -> None:
         self._entries_checked = False
-        cursor = container.cursor(_PROTOCOL)
+        cursor = self.cursor(_PROTOCOL)
         protocol = cursor.number("the protocol")
         if protocol != _GROTH16:
             name = _OTHER_PROTOCOLS.get(protocol)
             raise cursor.error(f"protocol {protocol}{f' ({name})' if name else ''}; only 1 (Groth16) is read", 0)
         cursor.end()
-        self._read_header(container)
+        self._read_header()
         g1, g2 = (point_words(self._family, degree) for degree in (1, 2))
         self._sections = {  # section of points -> number of points, words of each
             _IC: (self.n_public + 1, g1),
@@ -112,14 +112,14 @@ class Zkey(MappedFile):
             _H: (self.domain_size, g1),
         }
         for number, (count, width) in self._sections.items():
-            container.expect_size(number, count * width * 8, f"{count} points")
-        self.n_coefficients = container.cursor(_COEFFICIENTS).number("the number of coefficients")
+            self.expect_size(number, count * width * 8, f"{count} points")
+        self.n_coefficients = self.cursor(_COEFFICIENTS).number("the number of coefficients")
         needed = _COUNT.size + self.n_coefficients * COEFFICIENT.itemsize
-        container.expect_size(_COEFFICIENTS, needed, f"{self.n_coefficients} coefficients")
-        elements.check_below(container, _IC, self._family.fq, self.ic)
+        self.expect_size(_COEFFICIENTS, needed, f"{self.n_coefficients} coefficients")
+        elements.check_below(self, _IC, self._family.fq, self.ic)
         self.circuit_hash, contributions = b"", list[Contribution]()
-        if _CONTRIBUTIONS in container.sections:
-            cursor = container.cursor(_CONTRIBUTIONS)
+        if _CONTRIBUTIONS in self.sections:
+            cursor = self.cursor(_CONTRIBUTIONS)
             self.circuit_hash = cursor.take(_HASH_BYTES, "the circuit's hash")
             for _ in range(cursor.number("the number of contributions")):  # each takes bytes of the section
                 points = elements.read_points(cursor, self._family, _CONTRIBUTION_POINTS, "a contribution's ")
@@ -128,8 +128,8 @@ class Zkey(MappedFile):
             cursor.end()
         self.contributions = tuple(contributions)
 
-    def _read_header(self, container: Container) -> None:
-        cursor = container.cursor(_HEADER)
+    def _read_header(self) -> None:
+        cursor = self.cursor(_HEADER)
         family = elements.read_family(cursor, "q")
         at = cursor.at
         if elements.read_family(cursor, "r") is not family:
@@ -151,7 +151,7 @@ class Zkey(MappedFile):
 
     def _points(self, number: int) -> U64:
         count, width = self._sections[number]
-        return self._container.rows(number, width, count=count)
+        return self.rows(number, width, count=count)
 
     @property
     def ic(self) -> U64:
@@ -196,17 +196,13 @@ class Zkey(MappedFile):
             self.forget()
             yield chunk
 
-    def forget(self) -> None:
-        """Return the resident pages of the mapping to the system; they count towards the memory of this process."""
-        self._container.forget()
-
     @property
     def coefficients(self) -> npt.NDArray[np.void]:
         """Entries of A and B, (n_coefficients,) of COEFFICIENT.
 
         The first access validates matrix, row and signal, and raises FormatError.
         """
-        entries: npt.NDArray[np.void] = self._container.array(
+        entries: npt.NDArray[np.void] = self.array(
             _COEFFICIENTS, COEFFICIENT, start=_COUNT.size, count=self.n_coefficients
         )
         if self._entries_checked:
@@ -221,7 +217,7 @@ class Zkey(MappedFile):
                     at = _COUNT.size + (start + index) * COEFFICIENT.itemsize
                     at += COEFFICIENT.fields[name][1]  # type: ignore[index]
                     message = f"coefficient {start + index}: {name} {part[name][index]} is not below {bound}"
-                    raise self._container.error(_COEFFICIENTS, at, message)
+                    raise self.error(_COEFFICIENTS, at, message)
         self._entries_checked = True
         return entries
 
@@ -245,19 +241,19 @@ class Zkey(MappedFile):
             FormatError: an unreduced coordinate or value, a point off the curve or outside the subgroup, infinity in
                 the header, or a delta1 that differs from the last contribution's; names section and offset.
         """
-        container, family = self._container, self._family
+        family = self._family
         self.check_header(subgroup=subgroup)
         for number in self._sections:
             curve = family.g2 if number == _B2 else family.g1
-            check_points(container, number, curve, self._points(number), subgroup=subgroup)
+            check_points(self, number, curve, self._points(number), subgroup=subgroup)
         entries = self.coefficients
         for start in range(0, len(entries), _CHUNK):
             index = first_not_below(np.ascontiguousarray(entries["value"][start : start + _CHUNK]), family.r)
             if index is not None:
                 at = _COUNT.size + (start + index) * COEFFICIENT.itemsize
-                raise container.error(_COEFFICIENTS, at, f"coefficient {start + index}: the value is not below r")
+                raise self.error(_COEFFICIENTS, at, f"coefficient {start + index}: the value is not below r")
         if self.contributions and not np.array_equal(self.contributions[-1].delta_after, self.delta1):
-            raise container.error(_CONTRIBUTIONS, 0, "delta1 of the last contribution differs from the header's")
+            raise self.error(_CONTRIBUTIONS, 0, "delta1 of the last contribution differs from the header's")
 
     def check_header(self, *, subgroup: bool = True) -> None:
         """Check that the points of the header are finite, on the curve and in the subgroup; takes 2 to 6 ms.
@@ -269,12 +265,12 @@ class Zkey(MappedFile):
             FormatError: names the point and its offset.
         """
         points: dict[str, U64] = {name: getattr(self, name) for name in _HEADER_POINTS}
-        at = self._container.sections[_HEADER].size - sum(words.nbytes for words in points.values())
+        at = self.sections[_HEADER].size - sum(words.nbytes for words in points.values())
         for name, words in points.items():
             if not words.any():
-                raise self._container.error(_HEADER, at, f"{name} is infinity")
+                raise self.error(_HEADER, at, f"{name} is infinity")
             curve = self._family.g1 if _HEADER_POINTS[name] == 1 else self._family.g2
-            check_points(self._container, _HEADER, curve, words[None], at, subgroup=subgroup)
+            check_points(self, _HEADER, curve, words[None], at, subgroup=subgroup)
             at += words.nbytes
 
     def __repr__(self) -> str:
