@@ -191,8 +191,14 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
             tuple([(len(group["params"]), bool(group.get("momentum"))) for group in groups]),
         )
         if seen != self._seen:
-            self._by_device, self._subsets = self._group_by_device(), {}
-            self._seen = seen
+            self._by_device, self._subsets, self._seen = {}, {}, seen
+            for index, group in enumerate(groups):
+                for param in group["params"]:
+                    owned = self._by_device.setdefault(param.device, _DeviceParameters())
+                    owned.params.append(param)
+                    owned.states.append(self.state.get(param, {}))
+                    owned.groups.append(index)
+                    owned.ordinary = owned.ordinary and is_ordinary(param)
         if len(self._by_device) > 1 and self.defaults["max_grad_norm"] is not None:
             raise ConfigError(
                 f"max_grad_norm clips over one device; parameters are on {', '.join(map(str, self._by_device))}: "
@@ -211,17 +217,6 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
                 owned, grads = subset, [grads[i] for i in present]
             if grads:
                 self._update_on(device, owned, grads)
-
-    def _group_by_device(self) -> dict[torch.device, _DeviceParameters]:
-        by_device: dict[torch.device, _DeviceParameters] = {}
-        for index, group in enumerate(self.param_groups):
-            for param in group["params"]:
-                owned = by_device.setdefault(param.device, _DeviceParameters())
-                owned.params.append(param)
-                owned.states.append(self.state.get(param, {}))
-                owned.groups.append(index)
-                owned.ordinary = owned.ordinary and is_ordinary(param)
-        return by_device
 
     def _update_on(self, device: torch.device, owned: _DeviceParameters, grads: list[Tensor]) -> None:
         new = self._complete(device, owned, grads)

@@ -11,9 +11,9 @@ dtypes are checked before the model is built. Only safetensors are read: a pickl
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -111,7 +111,7 @@ class Fields:
         """Return an int, bool or finite number of a field; raise FormatError for others, or none without a default."""
         value = self._values.get(name, default)
         fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
-        if not fits or (kind is float and not _is_finite(value)):
+        if not fits or (kind is float and not abs(value) <= sys.float_info.max):  # NaN, and integers above every float
             raise FormatError(f"{self.origin}: {name} must be {_KINDS[kind]}, got {value!r}")
         return kind(value)
 
@@ -133,13 +133,6 @@ class Fields:
     def unsupported(self, name: str, value: Any, supported: str) -> UnsupportedCase:
         """Return the error for a field value that no model here supports."""
         return UnsupportedCase(f"{self.origin}: {name} must be {supported}, got {value!r}")
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer above every float
-        return False
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -199,7 +192,11 @@ def load(
                 raise ConfigError(f"{origin} has no config: from_pretrained takes a folder or a transformers model")
             fields = Fields(described.to_dict(), f"{origin}.config")  # type: ignore[union-attr]  # checked above
         else:
-            folder = _folder(source)
+            folder = Path(source)
+            if not folder.is_dir():
+                raise ConfigError(
+                    f"{folder} is not a folder: pass one with {_CONFIG} and {_SINGLE}; nothing is downloaded"
+                )
             origin = str(folder)
             fields = Fields(_json(folder / _CONFIG), str(folder / _CONFIG))
         kind = fields.get("model_type")
@@ -221,13 +218,6 @@ def load(
         model = build(config)
     model.load_state_dict(state, assign=True)
     return model
-
-
-def _folder(path: str | os.PathLike[str]) -> Path:
-    folder = Path(path)
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder: pass one with {_CONFIG} and {_SINGLE}; nothing is downloaded")
-    return folder
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -367,8 +357,7 @@ def _write_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes:
     size = 0
     for name, tensor in tensors.items():
         if shards[-1] and size + tensor.nbytes > max_shard_bytes:
-            shards.append({})
-            size = 0
+            shards, size = [*shards, {}], 0
         shards[-1][name] = tensor
         size += tensor.nbytes
     if len(shards) == 1:

@@ -194,9 +194,7 @@ def ngram_baselines(train: Sequence[Document], held_out: Sequence[Document]) -> 
 
 # --- tokens to train on ----------------------------------------------------------------------------------------------
 
-_HELD_OUT_TOKENS = 20, 1 << 24
-"""Held out of a token file: one token in 20, from its end, and at most so many."""
-
+_HELD_OUT_TOKENS = 20, 1 << 24  # of a token file: one token in 20, from its end, and at most so many
 _BASELINE_TOKENS = 1 << 22  # of a token file: n-grams of more bytes hardly change
 
 

@@ -416,8 +416,7 @@ class TokenSource(Source):
         return len(self._starts())
 
     def example(self) -> Batch:
-        starts = np.zeros(self._config.micro_batch, np.int64)
-        return halves(gather(self._tokens, starts, self._config.context))
+        return halves(gather(self._tokens, np.zeros(self._config.micro_batch, np.int64), self._config.context))
 
     def _starts(self) -> NDArray[np.int64]:
         return even_starts(self._tokens, count=self._evaluated, context=self._config.context)

@@ -6,11 +6,12 @@ device.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -129,10 +130,10 @@ class StepTimer:
         """Start a span."""
         self._last = self._now()
 
-    def lap(self) -> Lap:
-        """End a span and start the next."""
+    def lap(self) -> Callable[[], float]:
+        """End a span and start the next; return a function that waits for the device and returns its milliseconds."""
         start, self._last = self._last, self._now()
-        return Lap(start, self._last)
+        return functools.partial(_elapsed_ms, start, self._last)
 
     def _now(self) -> float | torch.cuda.Event:
         if not self._cuda:
@@ -142,21 +143,11 @@ class StepTimer:
         return event
 
 
-@dataclass(frozen=True, slots=True)
-class Lap:
-    """A span of time, which the device may not have reached yet."""
-
-    start: float | torch.cuda.Event
-    end: float | torch.cuda.Event
-
-    def ms(self) -> float:
-        """Return its length in milliseconds; waits for the device."""
-        if isinstance(self.start, float):
-            assert isinstance(self.end, float)  # for the type checker: both ends are of one kind
-            return (self.end - self.start) * 1e3
-        assert not isinstance(self.end, float)  # as above
-        self.end.synchronize()
-        return float(self.start.elapsed_time(self.end))
+def _elapsed_ms(start: Any, end: Any) -> float:
+    if isinstance(start, float):
+        return (float(end) - start) * 1e3
+    end.synchronize()
+    return float(start.elapsed_time(end))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +158,7 @@ class PendingStep:
     loss: Tensor
     grad_norm: Tensor
     learning_rate: float
-    lap: Lap
+    ms: Callable[[], float]
 
 
 def reserved_memory_bytes(device: torch.device) -> int:
@@ -195,9 +186,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 # --- profiling -------------------------------------------------------------------------------------------------------
 
-_WARM_UP = 6
-"""Unprofiled steps at the start: kernels compile in the first, and a CUDA graph is captured in the fourth."""
-
+_WARM_UP = 6  # unprofiled steps: kernels compile in the first, and a CUDA graph is captured in the fourth
 _NAME_WIDTH = 90
 
 

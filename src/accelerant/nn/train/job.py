@@ -38,8 +38,7 @@ from accelerant.runtime.files import write_atomic
 
 __all__ = ["Outcome", "Progress", "resume_training", "run_training", "windows_at_once"]
 
-_CPU_TOKENS = 4096
-"""Tokens at a time on the CPU: logits of more leave the caches and take gigabytes (small: 64 windows, 4.5 GB)."""
+_CPU_TOKENS = 4096  # at a time: logits of more leave the caches and take gigabytes (small: 64 windows, 4.5 GB)
 
 
 class Progress(Watcher, Protocol):

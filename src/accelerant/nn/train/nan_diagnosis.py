@@ -28,11 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["NanDiagnosis", "NotFinite", "find_not_finite"]
 
-_CHECKED = ("cpu",)
-"""Devices on which a step's gradients are checked before the update, since nothing has to wait there."""
-
-_MAX_REPEATED_STEPS = 1000
-"""More steps than this are not repeated; the message says so."""
+_CHECKED = ("cpu",)  # devices on which gradients are checked before the update, since nothing has to wait there
+_MAX_REPEATED_STEPS = 1000  # more steps are not repeated; the message says so
 
 
 class NotFinite(Exception):  # noqa: N818  caught by the trainer: users see DivergenceError

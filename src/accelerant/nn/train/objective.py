@@ -78,8 +78,7 @@ def mse(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.mse_loss(outputs.float(), targets.float())
 
 
-_IGNORED = -100
-"""The target to ignore, as in torch."""
+_IGNORED = -100  # the target to ignore, as in torch
 
 
 def _kept(targets: Tensor) -> Tensor:
@@ -200,8 +199,7 @@ def evaluate(
     Raises:
         ConfigError: there is no batch.
     """
-    total: Tensor | None = None
-    weights: Tensor | None = None
+    totals: Tensor | None = None  # sums and weights of the loss and of each metric
     names: list[str] = []
     rows = 0
     with modes_kept(model):
@@ -217,11 +215,11 @@ def evaluate(
             counts = [float(count) if kept is None else kept for _, kept in measured]
             weight = torch.stack([torch.as_tensor(value, device=device).double() for value in counts])
             sums = torch.where(weight == 0, 0.0, means * weight)  # a mean over no targets is NaN
-            total = sums if total is None else total + sums
-            weights = weight if weights is None else weights + weight
+            both = torch.stack((sums, weight))
+            totals = both if totals is None else totals + both
             rows += count
             watch(rows)
-    if total is None or weights is None:
+    if totals is None:
         raise ConfigError("there are no rows to evaluate on")
-    loss_mean, *others = (total / weights).tolist()
+    loss_mean, *others = (totals[0] / totals[1]).tolist()
     return Evaluation(step, loss_mean, rows, dict(zip(names, others, strict=True)))

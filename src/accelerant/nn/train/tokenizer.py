@@ -45,10 +45,6 @@ _LONGEST_WORD = 256  # characters; see _bounded
 _LONG = re.compile(rf"\S{{{_LONGEST_WORD}}}|\s{{{_LONGEST_WORD}}}")
 
 
-def _unwatched(_: float) -> None:
-    pass
-
-
 class ByteTokenizer:
     """Each byte is a token; documents are separated by a newline.
 
@@ -60,7 +56,9 @@ class ByteTokenizer:
     vocab_size = 256
     byte_lengths: NDArray[np.int64] = np.ones(256, np.int64)
 
-    def encode(self, documents: Sequence[Document], watch: Watch = _unwatched) -> NDArray[np.uint16 | np.uint32]:
+    def encode(
+        self, documents: Sequence[Document], watch: Watch = lambda _share: None
+    ) -> NDArray[np.uint16 | np.uint32]:
         """Return the tokens of all documents, with their ends marked."""
         text = b"\n".join(document.data for document in documents)
         return np.frombuffer(text, np.uint8).astype(np.uint16)
@@ -103,7 +101,9 @@ class BPETokenizer:
             # Byte-level BPE writes each byte as one character of its own alphabet.
             self.byte_lengths[index] = 0 if token == END_OF_TEXT else len(token)
 
-    def encode(self, documents: Sequence[Document], watch: Watch = _unwatched) -> NDArray[np.uint16 | np.uint32]:
+    def encode(
+        self, documents: Sequence[Document], watch: Watch = lambda _share: None
+    ) -> NDArray[np.uint16 | np.uint32]:
         parts: list[NDArray[np.uint16 | np.uint32]] = [np.zeros(0, token_dtype(self.vocab_size))]
         for batch, share in _batches(documents):
             parts.append(self._encoded(batch))
@@ -191,7 +191,11 @@ def _batches(documents: Sequence[Document]) -> Iterator[tuple[list[tuple[str, bo
 
 
 def train_bpe(
-    corpus: Corpus, vocab_size: int, *, phase: Callable[[str], None] | None = None, watch: Watch = _unwatched
+    corpus: Corpus,
+    vocab_size: int,
+    *,
+    phase: Callable[[str], None] = lambda _text: None,
+    watch: Watch = lambda _share: None,
 ) -> BPETokenizer:
     """Train a BPE on a corpus's training part, or load it from the cache.
 
@@ -209,14 +213,13 @@ def train_bpe(
             return load_bpe(path)
         except FormatError:
             path.unlink(missing_ok=True)  # torn by another program: train again
-    if phase is not None:
-        phase("training the tokenizer (cached for the next run)")
+    phase("training the tokenizer (cached for the next run)")
 
     def texts() -> Iterator[str]:
         for batch, share in _batches(corpus.train):
             yield from (text for text, _ in batch)
             watch(share)
-            if share == 1.0 and phase is not None:
+            if share == 1.0:
                 phase(f"choosing up to {vocab_size:,} tokens")
 
     tokenizer = train_bpe_on(texts(), vocab_size)

@@ -53,9 +53,7 @@ from accelerant.runtime.memory.peak import predict_peak
 
 __all__ = ["Trainer", "fit"]
 
-_FLUSH_STEPS = 50
-_FLUSH_S = 1.0
-"""On a GPU, losses are read back after that many steps or seconds."""
+_FLUSH_STEPS, _FLUSH_S = 50, 1.0  # on a GPU, losses are read back after that many steps or seconds
 
 
 def fit(
@@ -416,7 +414,7 @@ class _Run:
                 failure = NotFinite(step.step - 1, loss, norm)
                 break
             evaluation = self._evaluate(evaluate_after) if evaluate_after and step is pending[-1] else None
-            ms, tokens = step.lap.ms(), self._source.unit == "tokens"
+            ms, tokens = step.ms(), self._source.unit == "tokens"
             speed = round(self._source.per_step / (ms / 1e3), 1)
             record = StepRecord(
                 step=step.step, loss=loss, tokens_per_s=speed if tokens else None, ms=round(ms, 3),
