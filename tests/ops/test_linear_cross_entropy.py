@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops.linear_cross_entropy import chunks
+from accelerant.ops.linear_cross_entropy import chunks, op
 from accelerant.ops.linear_cross_entropy.cases import SAMPLES, TOLERANCES
 from accelerant.runtime.ledger import ledger
 
@@ -47,6 +47,24 @@ def test_by_kernel_and_in_chunks(sample, dtype, interpreted, small_chunks):
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
 def test_by_torch_in_chunks(sample, dtype, uninterpreted, small_chunks):
     check_sample("linear_cross_entropy", sample, dtype, tolerances=TOLERANCES)
+
+
+class FullMemory(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.new_empty.default and args[1] != [0]:  # Triton's interpreter makes empty ones
+            raise torch.OutOfMemoryError("no memory")
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_gradient_whose_rounded_copy_finds_no_memory_is_not_scaled(interpreted):
+    """The error leaves the gradient as it was, so that the backward pass can be run again."""
+    x = torch.ones(2, 3)
+    with FullMemory(), pytest.raises(torch.OutOfMemoryError):
+        op._scaled(x, torch.tensor(2.0), None, torch.bfloat16, True, True)
+    assert torch.equal(x, torch.ones(2, 3))
+    assert torch.equal(
+        op._scaled(x, torch.tensor(2.0), None, torch.bfloat16, True, True), 2 * torch.ones(2, 3).bfloat16()
+    )
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
