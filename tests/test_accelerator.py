@@ -193,6 +193,7 @@ def test_words_that_are_not_the_fields_are_refused(acc):
         acc.field_add(np.zeros(3, ">u8"), [1, 2, 3])
 
 
+@pytest.mark.slow
 def test_transforms_of_goldilocks_by_default(acc):
     x = np.array([1, 2, 3, 4, 0, 0, 0, 5], np.uint64)
     y = acc.ntt(x)

@@ -188,6 +188,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_override_holds_in_the_threads_of_autograd():
     ran = subprocess.run([sys.executable, "-c", BACKWARD], capture_output=True, text=True, timeout=120)
     assert ran.stdout.split() == ["allow", "warn", "allow", "forbid", "warn", "forbid", "allow", "warn", "allow"], ran

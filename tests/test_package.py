@@ -71,6 +71,7 @@ def test_errors_form_the_tree_that_the_docstring_draws():
         assert issubclass(kind, errors.AccelerantError) or issubclass(kind, Warning)
 
 
+@pytest.mark.slow
 def test_import_starts_no_driver_and_loads_nothing_slow():
     code = (
         "import sys, accelerant, torch; "

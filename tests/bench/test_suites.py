@@ -41,6 +41,7 @@ def cpu():
 # --- bandwidth -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_bandwidth_has_every_direction_and_size(cpu):
     record = run_suite(BandwidthSuite(sizes=("1000B", "1MiB"), budget_s=0.0), cpu)
     assert {(row.op, row.case, row.runner) for row in record.rows} == {
@@ -113,6 +114,7 @@ def test_the_peers_of_the_field_are_exact():
     assert signed.view(torch.uint64).tolist() == exact
 
 
+@pytest.mark.slow
 def test_a_wrong_sum_is_an_error_and_a_wrong_peer_a_row_without_time(cpu, monkeypatch):
     monkeypatch.setattr(algebra, "_CPU_SIZES", (4096,))
     monkeypatch.setattr(algebra, "_numpy_add", lambda x, y: x + y)

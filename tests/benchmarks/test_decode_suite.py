@@ -14,6 +14,7 @@ from benchmarks import decode as suite
 from benchmarks.decode import DecodeSuite
 
 
+@pytest.mark.slow
 def test_both_dtypes_are_measured_and_right():
     record = run_suite(DecodeSuite(against=("torch",), budget_s=0.0), registry.choose("cpu"))
     assert [(row.case.rpartition(" ")[2], row.runner) for row in record.rows] == [
@@ -31,6 +32,7 @@ def test_both_dtypes_are_measured_and_right():
     assert ours[1].bytes < 0.75 * ours[0].bytes
 
 
+@pytest.mark.slow
 def test_the_longest_measurement_fits_the_models_context():
     device = registry.choose("cpu")
     record = Record(Environment.of(device), ceilings={"copy GB/s": 1.0})
@@ -56,6 +58,7 @@ def test_a_model_that_computes_something_else_is_an_error(monkeypatch):
         run_suite(DecodeSuite(against=(), budget_s=0.0), registry.choose("cpu"))
 
 
+@pytest.mark.slow
 def test_a_peer_that_fails_says_why(monkeypatch):
     def failing(*_, **__):
         raise RuntimeError("no compiler here")
@@ -68,6 +71,7 @@ def test_a_peer_that_fails_says_why(monkeypatch):
     assert "torch" not in notes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["logits", "exact_logits"])
 def test_without_a_reference_nothing_is_measured(name, monkeypatch):
     def failing(self):
@@ -85,6 +89,7 @@ def test_unknown_names():
         DecodeSuite(against=("vllm",)).resolve(registry.choose("cpu"))
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capsys):
     out = tmp_path / "record.json"
     args = ["--dtype", "bf16", "--against", "none", "--device", "cpu", "--budget-s", "0"]

@@ -44,6 +44,7 @@ def h200_run(cpu):
     return SuiteRun(replace(cpu, name="NVIDIA H200", backend="cuda", torch_type="cuda"), Record(Environment.of(cpu)))
 
 
+@pytest.mark.slow
 def test_rows_of_a_case(cpu):
     record = measured(cpu, case=("4x8/2",), against=("torch",))
     assert [(row.op, row.case, row.runner) for row in record.rows] == [
@@ -63,6 +64,7 @@ def test_rows_of_a_case(cpu):
     assert plain.flops == secure.flops == 32 * (6 * (12 * 2 * 16**2 + 50 * 16) + 6 * 2 * 8 * 16)
 
 
+@pytest.mark.slow
 def test_noise_changes_the_losses_after_the_first_and_never_in_the_same_way(cpu):
     def losses(note):
         return note.split("first losses ")[1].split()
@@ -197,6 +199,7 @@ def test_peers_begin_at_our_loss_and_learn(name):
     assert losses == sorted(losses, reverse=True)
 
 
+@pytest.mark.slow
 def test_a_peer_that_is_absent_leaves_a_row_that_says_so(cpu, monkeypatch):
     monkeypatch.setattr("benchmarks.dp_steps.importlib.import_module", _absent)
     record = measured(
@@ -291,6 +294,7 @@ def test_defaults(cpu):
     assert case.config.layers * case.config.width == 12 * 768
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capsys):
     arguments = ["--device", "cpu", "--case", "2x8", "--layers", "1", "--width", "16", "--vocab", "50"]
     arguments += ["--against", "none", "--budget-s", "0", "--out", str(tmp_path / "run")]

@@ -259,6 +259,7 @@ def test_wrong_usage(arguments):
     assert ended.value.code == 2
 
 
+@pytest.mark.slow
 def test_proofs_of_the_memory_program(tmp_path):
     """The program that counts memory, as the suite runs it."""
     circuit = Circuit(3)
@@ -290,6 +291,7 @@ def test_a_warning_beside_the_memory_program_s_figures(tmp_path, monkeypatch):
     assert (row.p50, row.note.partition(";")[0]) == (2.0, "2.00 times the key")
 
 
+@pytest.mark.slow
 def test_proof_files_are_those_of_the_command(small, tmp_path):
     """What is judged is what the command wrote."""
     device = registry.choose("cpu")

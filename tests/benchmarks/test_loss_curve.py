@@ -88,6 +88,7 @@ def test_what_is_done_is_not_done_again(text, tmp_path, monkeypatch):
     assert [each.name for each in third.curves] == ["torch", "accelerant, fp32", "torch, reseeded"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["torch", "accelerant, fp32"])
 def test_an_interrupted_run_goes_on(name, text, tmp_path, monkeypatch):
     monkeypatch.setattr(curve, "_READ_EVERY", 5)

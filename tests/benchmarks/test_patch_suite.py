@@ -64,6 +64,7 @@ def test_models_of_another_depth(name, setting):
         assert len(module.transformer.h if name == "gpt2" else module.vit.layers) == 2
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_after_the_models_that_it_has(tmp_path):
     path, device = tmp_path / "rows.jsonl", registry.choose("cpu")
     first, second = (Record(Environment.of(device)) for _ in range(2))

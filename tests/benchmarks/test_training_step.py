@@ -35,6 +35,7 @@ def test_steps_go_the_same_way():
         torch.testing.assert_close(ours(tokens, targets), theirs(tokens, targets), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_rows():
     record = run_suite(TrainingSuite((2,), ("torch",), 0.01, TINY), registry.choose("cpu"))
     ours, theirs = record.rows
@@ -47,6 +48,7 @@ def test_rows():
     assert ours.flops == 16 * (6 * (12 * 2 * 16**2 + 50 * 16) + 6 * 2 * 8 * 16)
 
 
+@pytest.mark.slow
 def test_a_peer_that_fails_says_why_and_costs_no_other_row(monkeypatch):
     def failing(*_, **__):
         raise RuntimeError("no compiler here\nand much more")

@@ -50,6 +50,7 @@ def small(monkeypatch):
 # --- the suite -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_case_is_measured_and_right(cpu, small):
     record = run_suite(ZkSuite(budget_s=0.0), cpu)
     assert [(row.op, row.case, row.runner) for row in record.rows] == [
@@ -170,6 +171,7 @@ def test_cases_are_chosen_by_parts_of_their_names():
         ZkSuite(("msm", "stark")).resolve(registry.choose("cpu"))
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capsys, small):
     folder = tmp_path / "run"
     arguments = ["--device", "cpu", "--only", "pairing", "--budget-s", "0", "--out", str(folder)]

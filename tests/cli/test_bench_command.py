@@ -44,6 +44,7 @@ def edited(path, change):
     path.write_text(json.dumps(table))
 
 
+@pytest.mark.slow
 def test_all_runs_every_suite_and_leaves_record_page_and_progress(tmp_path, small, capsys):
     out, page = tmp_path / "now.json", tmp_path / "report.html"
     code = status("all", *QUICK, "--op", "gelu", "--against", "torch", "--out", str(out), "--report", str(page))
@@ -57,6 +58,7 @@ def test_all_runs_every_suite_and_leaves_record_page_and_progress(tmp_path, smal
     assert [line.split()[1] for line in said.err.splitlines()] == ["neural", "algebra", "runtime", "bandwidth"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suite", ["algebra", "all"])
 def test_compare_exits_0_beside_itself_and_1_on_a_regression_past_the_noise(suite, tmp_path, small, capsys):
     arguments = [suite, *QUICK]
@@ -79,6 +81,7 @@ def test_compare_exits_0_beside_itself_and_1_on_a_regression_past_the_noise(suit
     assert f"slower than {path}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_missing_row_is_a_regression_and_one_not_asked_for_is_not(tmp_path, small, capsys):
     path = tmp_path / "before.json"
     arguments = ["bandwidth", *QUICK, "--sizes", "4KiB"]
@@ -155,6 +158,7 @@ def test_an_interrupt_keeps_what_was_measured_and_exits_130(tmp_path, small, mon
     assert record.notes == ["interrupted: these suites are not complete: bandwidth"]
 
 
+@pytest.mark.slow
 def test_neural_leaves_a_folder_and_goes_on_with_it(tmp_path, capsys):
     folder = tmp_path / "record"
     arguments = ["neural", *QUICK, "--op", "gelu", "--against", "torch", "--sweep", "--sweep-to", "10"]
@@ -174,6 +178,7 @@ def test_neural_leaves_a_folder_and_goes_on_with_it(tmp_path, capsys):
     assert {row.key: row.samples for row in again} == {row.key: row.samples for row in rows}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("other", "message"),
     [
@@ -200,6 +205,7 @@ def test_an_unknown_peer_is_refused_before_a_folder_is_made(tmp_path, capsys):
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_commit_is_refused_and_keeps_its_record(tmp_path, monkeypatch, capsys):
     folder = tmp_path / "of 0.1"  # a folder that is there may have any name
     folder.mkdir()

@@ -70,6 +70,7 @@ def test_a_run_prints_its_summary_and_where_the_report_is(accelerant, text):
     assert "already finished" in output
 
 
+@pytest.mark.slow
 def test_json_is_one_object_and_nothing_else(accelerant, text, tmp_path):
     more = tmp_path / "more.txt"
     more.write_text("words " * 500)
@@ -91,12 +92,14 @@ def test_json_is_one_object_and_nothing_else(accelerant, text, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_determinism_can_be_chosen(accelerant, text):
     for option, expected in (("--no-deterministic", False), ("--deterministic", True)):
         assert accelerant("train", "--data", text, "--steps", 1, "--device", "cpu", "--json", option)[0] == 0
         assert json.loads(Path("runs/tiny/config.json").read_text())["run"]["deterministic"] is expected
 
 
+@pytest.mark.slow
 def test_a_profile_is_written_beside_the_run(accelerant, text):
     status, output, _ = accelerant("train", "--data", text, "--steps", 12, "--device", "cpu", "--profile")
     assert status == 0
@@ -105,12 +108,14 @@ def test_a_profile_is_written_beside_the_run(accelerant, text):
     assert "profile          runs/tiny/kernels.txt, runs/tiny/trace.json" in output
 
 
+@pytest.mark.slow
 def test_recomputing_gives_the_same_losses(accelerant, text):
     for name, option in (("a", ()), ("b", ("--recompute",))):
         accelerant("train", "--data", text, "--steps", 3, "--device", "cpu", "--json", "--out", name, *option)
     assert losses(Path("a")) == losses(Path("b"))
 
 
+@pytest.mark.slow
 def test_the_windows_of_a_step_and_of_its_parts(accelerant, text):
     given = ("train", "--data", text, "--steps", 1, "--device", "cpu", "--json", "--batch-size", 24)
     for more, sizes in (((), [24, 12]), (("--micro-batch", 8), [24, 8])):  # of at most the preset's 16, what divides 24
@@ -189,6 +194,7 @@ def test_unknown_options_are_wrong_usage(accelerant):
     assert "--colour" in errors
 
 
+@pytest.mark.slow
 def test_what_a_resumed_run_refuses(accelerant, text):
     accelerant("train", "--data", text, "--steps", 1, "--device", "cpu", "--json", "--out", "out")
     summary, config, checkpoint = (
@@ -265,6 +271,7 @@ def test_a_signal_writes_a_checkpoint_and_the_rest_is_the_same(accelerant, tmp_p
     assert losses(out) == losses(straight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", [(), ("--device", "auto")])
 def test_the_backend_of_the_settings_is_used_and_named(accelerant, text, monkeypatch, device):
     arguments = ("train", "--data", text, "--steps", 1, "--json", *device)

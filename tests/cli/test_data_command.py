@@ -32,6 +32,7 @@ def accelerant(capsys, tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_text_becomes_a_token_file_that_training_takes(accelerant, text):
     status, output, errors = accelerant("data", "prepare", text, "--out", "text.tokens", "--tokenizer", "bytes")
     assert (status, errors) == (0, "")
@@ -50,6 +51,7 @@ def test_text_becomes_a_token_file_that_training_takes(accelerant, text):
     assert Path("run/report.html").is_file()
 
 
+@pytest.mark.slow
 def test_a_bpe_is_trained_kept_and_used(accelerant, text):
     lines = Path("lines.jsonl")
     lines.write_text("".join(json.dumps({"body": line}) + "\n" for line in text.read_text().splitlines()))

@@ -27,6 +27,7 @@ def test_help_has_an_example(command):
     assert "Example" in result.output
 
 
+@pytest.mark.slow
 def test_bench_measures_ours_beside_torch_and_writes_the_record(tmp_path):
     path = tmp_path / "now.json"
     result = run(
@@ -53,6 +54,7 @@ def test_bench_measures_ours_beside_torch_and_writes_the_record(tmp_path):
     assert "speedup" in result.output
 
 
+@pytest.mark.slow
 def test_bench_compare_exits_1_on_a_regression(tmp_path, capsys):
     path = tmp_path / "before.json"
     arguments = ["bench", "neural", "--op", "softmax", "--budget-s", "0", "--against", "torch", "--device", "cpu"]

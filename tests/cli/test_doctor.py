@@ -30,6 +30,7 @@ def found():
     return {check.name: check for check in doctor.checks()}
 
 
+@pytest.mark.slow
 def test_everything_is_looked_at(found):
     assert found.keys() >= {"accelerant", "python", "settings", "torch", "disk cache", "compiler LLVM", "compiler C"}
     assert found.keys() >= {f"backend {name}" for name in registry.BACKENDS}

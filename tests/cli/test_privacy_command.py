@@ -18,6 +18,7 @@ def status(*arguments):
     return exit_.value.code
 
 
+@pytest.mark.slow
 def test_epsilon(capsys):
     assert status("epsilon", "--sigma", "1.1", *MNIST) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -42,6 +43,7 @@ def test_no_noise_is_infinite_and_says_why(capsys):
     assert "no noise" in found["reason"]
 
 
+@pytest.mark.slow
 def test_calibrate_shows_digits_that_are_enough(capsys):
     run = ("--q", "1", "--steps", "3", "--delta", "1e-5")
     assert status("calibrate", "--target-epsilon", "2", *run) == 0

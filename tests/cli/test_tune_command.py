@@ -22,6 +22,7 @@ def status(*arguments):
     return exit_.value.code
 
 
+@pytest.mark.slow
 def test_each_call_says_what_was_chosen_and_why(cache, capsys):
     assert status("--op", "relu", "--dtype", "float32", "--no-launches") == 0
     lines = capsys.readouterr().out.splitlines()
@@ -96,6 +97,7 @@ def test_a_file_that_is_no_table_is_refused_before_anything_is_measured(cache, c
     assert path.read_text() == "[]"
 
 
+@pytest.mark.slow
 def test_progress_says_how_much_is_left(cache):
     from accelerant.runtime import registry
 

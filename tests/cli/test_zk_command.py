@@ -367,6 +367,7 @@ def test_setup(run, folder):
     assert run("verify", PRODUCT / "verification_key.json", "q.json", "p.json")[0] == 1
 
 
+@pytest.mark.slow
 def test_proving_imports_no_torch(folder):
     """The command line whole, in a process of its own."""
     code = (
@@ -435,6 +436,7 @@ def test_which_arguments_are_plain(arguments, wanted):
         assert found.keywords == {"self_verify": True, "json_output": False} | flags
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [(), ("--device", "cpu")])
 def test_what_typer_does_is_done_without_it(folder, option):
     """A reader who has enough, and output that is closed: no words, and the same status."""

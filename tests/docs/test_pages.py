@@ -41,6 +41,7 @@ def test_the_readme_has_programs():
     assert len(PROGRAMS) >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS, ids=range(len(PROGRAMS)))
 def test_a_program_of_the_readme_runs(program, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -30,6 +30,7 @@ def printed(program, capsys):
     return float(found[1]), float(found[2])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:Secure RNG", "ignore:Optimal order")
 def test_both_programs_come_to_the_same(capsys):
     pytest.importorskip("opacus")

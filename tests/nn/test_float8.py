@@ -61,6 +61,7 @@ def test_gradients_of_a_gpt_beside_bfloat16(config, emulated):
     assert torch.nn.functional.cosine_similarity(*same, dim=0) > 0.998
 
 
+@pytest.mark.slow
 def test_losses_fall_as_in_bfloat16(emulated):
     curves = []
     for precision in (BF16, E4M3):
@@ -179,6 +180,7 @@ def fitted(folder="", steps=12, resume=False, stop_at=None):
     return trainer.fit(data[:, :-1], data[:, 1:], resume=resume)
 
 
+@pytest.mark.slow
 def test_a_trainer_in_fp8(emulated, tmp_path):
     """A resumed training is the straight one, bit for bit: no scale is remembered."""
     straight = fitted().losses

@@ -142,6 +142,7 @@ def test_generate_greedily_takes_the_likeliest(model):
     assert model.generate(prompt, 1, top_k=1, seed=0)[0, -1] == expected
 
 
+@pytest.mark.slow
 def test_generate_samples_the_models_distribution(model):
     prompt = tokens(1, 3).expand(20000, 3)
     drawn = model.generate(prompt, 1, top_k=5, seed=0)[:, -1]

@@ -445,6 +445,7 @@ def test_other_models_are_untouched():
     assert_same(outcome(second, inputs), before)
 
 
+@pytest.mark.slow
 def test_what_is_no_model_of_transformers():
     with pytest.raises(ConfigError, match="a model of transformers, or a module that holds one, got Linear"):
         acl.nn.patch(nn.Linear(2, 2))

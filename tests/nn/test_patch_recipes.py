@@ -22,6 +22,7 @@ RECIPES = dict(
 )
 
 
+@pytest.mark.slow
 def test_the_recipe_with_the_trainer(tmp_path, capsys):
     names = {"output_dir": str(tmp_path)}
     exec(compile(RECIPES["trainer"], str(PAGE), "exec"), names)

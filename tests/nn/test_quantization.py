@@ -90,6 +90,7 @@ def test_layer_refuses_another_width():
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @MODES
 def test_gpt_keeps_its_logits_and_its_loss(mode):
     model = trained_gpt().eval()
@@ -118,6 +119,7 @@ def test_bytes():
     assert "8 linear layers in 8-bit integers (weight_only), 0 left" in str(report)
 
 
+@pytest.mark.slow
 @MODES
 def test_state_dict_round_trip(mode, tmp_path):
     model, other = trained_gpt().eval(), small_gpt().eval()

@@ -310,6 +310,7 @@ def test_nothing_is_kept_without_gradients(monkeypatch):
     assert not loss.requires_grad
 
 
+@pytest.mark.slow
 def test_a_compiled_model_takes_the_layers_one_by_one(monkeypatch):
     monkeypatch.setattr(layers, "FUSED", {"cpu"})
     one = model()

@@ -116,6 +116,7 @@ def test_log_sum_exp(Skv, way, request):
     assert not lse.requires_grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["triton", "torch"])
 @pytest.mark.parametrize("Hkv", [1, 2, 6])
 def test_shared_keys_are_keys_repeated(Hkv, way, request):
@@ -188,6 +189,7 @@ def test_any_layout(layout, way, request):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(
     B=st.integers(1, 2),
@@ -361,6 +363,7 @@ def packed(lengths, Hq=4, Hkv=2, D=8):
 PACKED = ((20, 20), (1, 33), (0, 4), (37, 9), (3, 0), (16, 16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["triton", "torch"])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "window": 4}, {"window": 6}], ids=str)
 def test_packed_sequences_are_each_attended_alone(options, way, request):

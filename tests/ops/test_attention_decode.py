@@ -81,6 +81,7 @@ def test_inside_a_transform():
     torch.testing.assert_close(o[0], ops.attention_decode(q, k, v, lengths))
 
 
+@pytest.mark.slow
 def test_is_registered_as_torch_wants(interpreted):
     assert set(torch.library.opcheck(torch.ops.accelerant.attention_decode.default, (*tensors(), 0.25)).values()) == {
         "SUCCESS"

@@ -179,6 +179,7 @@ def test_any_plan_gives_the_same(plan, V, stride, interpreted):
         torch.testing.assert_close(dx.double(), expected.grad, rtol=2e-2 if plan.held else 1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_many_rows_are_summed_in_two_steps(interpreted):
     logits, targets = torch.randn(70000, 2), torch.randint(0, 2, (70000,))
     torch.testing.assert_close(ops.cross_entropy(logits, targets), functional.cross_entropy(logits, targets))
@@ -219,6 +220,7 @@ def test_one_pass_where_a_gradient_is_to_come(interpreted):
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     M=st.integers(1, 9),

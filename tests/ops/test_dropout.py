@@ -50,6 +50,7 @@ def kept(y):
     return (y != 0).flatten().numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1])
 def test_mask_is_the_references(seed, interpreted):
     for n in (1, 511, 4 * GROUP - 1, 4 * GROUP, 4 * GROUP + 1, 9000):
@@ -60,6 +61,7 @@ def test_mask_is_the_references(seed, interpreted):
         assert (kept(ops.dropout(torch.ones(n), 0.3, seed=signed)) == expected).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     shape=st.lists(st.integers(0, 40), max_size=3),
@@ -71,6 +73,7 @@ def test_mask_for_any_shape(shape, p, seed):
     assert (kept(ops.dropout(x, p, seed=seed)) == keep_reference(x.numel(), p, seed)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.99])
 def test_share_and_mean(p):
     n = 1 << 16
@@ -240,6 +243,7 @@ def test_twice_with_a_mask(uninterpreted):
     assert torch.autograd.gradgradcheck(lambda x: ops.dropout(x, 0.4, seed=3), x)
 
 
+@pytest.mark.slow
 def test_is_no_slower_than_torchs_on_a_cpu(uninterpreted):
     """It takes about a tenth on AVX-512: twice torch's time would be a broken kernel, not a busy machine."""
     x = torch.randn(1 << 22)

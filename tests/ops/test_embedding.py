@@ -126,6 +126,7 @@ def test_any_layout(layout, interpreted):
     torch.testing.assert_close(weight.grad, summed(dy, indices, 6).float(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(T=st.integers(0, 150), V=st.integers(1, 40), D=st.integers(1, 40), data=st.data())
 def test_any_shape(T, V, D, data):

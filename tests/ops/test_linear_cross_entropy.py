@@ -136,6 +136,7 @@ def test_master_weights_under_autocast(interpreted, small_chunks):
         torch.testing.assert_close(one.grad.float(), other.grad, rtol=5e-2, atol=5e-3)
 
 
+@pytest.mark.slow
 def test_float16_gradients_survive_a_large_mean(interpreted):
     """Over the count they are below float16's least number; a loss scale is there to lift them."""
     hidden = torch.ones(4096, 2, dtype=torch.float16, requires_grad=True)
@@ -199,6 +200,7 @@ def test_chunk_rows(M, V, limit, rows):
     assert chunks.chunk_rows(M, V, 2, limit) == rows
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     M=st.integers(1, 20),

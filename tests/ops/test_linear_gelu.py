@@ -120,6 +120,7 @@ def test_autocast():
     assert {each.grad.dtype for each in (x, weight, bias)} == {torch.float32}
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
     M=st.integers(1, 40),

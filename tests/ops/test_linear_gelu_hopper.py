@@ -55,6 +55,7 @@ def test_code_stays_in_its_budget(plan, dtype, tanh, keep):
     assert not re.search(r"C75\d\d", binary.log)
 
 
+@pytest.mark.slow
 @EACH_PLAN
 def test_products_are_wgmma_and_copies_go_through_the_copy_engine(plan):
     triton = pytest.importorskip("triton")

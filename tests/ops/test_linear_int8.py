@@ -234,6 +234,7 @@ def test_keeps_no_input_without_need(interpreted):
         assert (6, 8) in saved
 
 
+@pytest.mark.slow
 @DYNAMIC
 def test_compiles_with_a_gradient_for_x_alone(dynamic, interpreted):
     x, weight, scale, bias = drawn(6, 8, 5)
@@ -260,6 +261,7 @@ def test_dynamic_under_transforms():
     torch.testing.assert_close(dy, tangent @ (weight * scale[:, None]).T, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @DYNAMIC
 def test_opcheck(dynamic):
     x, weight, scale, bias = drawn(3, 8, 5)

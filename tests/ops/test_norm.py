@@ -53,6 +53,7 @@ def test_gradient_has_no_part_along_ones(interpreted):
     torch.testing.assert_close(x.grad.sum(-1), torch.zeros(5), rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_more_rows_than_a_pass(interpreted):
     """A persistent program takes several groups of rows, the last not full."""
     rows, width = 101, 1030
@@ -97,6 +98,7 @@ def test_sums_of_the_gradient_on_the_way(shape, needs, interpreted):
         assert (one is None and other is None) or torch.equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("width", [96, 9000])
 def test_float32_weights_beside_low_precision(dtype, width, interpreted):
@@ -327,6 +329,7 @@ def test_a_chain_of_blocks(op, interpreted):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(rows=st.integers(0, 9), width=st.integers(1, 300), op=st.sampled_from(["layer_norm", "rms_norm"]))
 def test_any_shape(rows, width, op):

@@ -32,6 +32,7 @@ def against_torch(op, x, *args, **options):
 numbers = st.one_of(st.integers(1, 3), st.tuples(st.integers(1, 3), st.integers(1, 3)))
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     shape=st.tuples(st.integers(1, 2), st.integers(1, 2), st.integers(1, 7), st.integers(1, 7)),
@@ -134,6 +135,7 @@ def windows_and_dtypes():
             yield pytest.param(*window, dtype, marks=marks, id=f"{window}-{dtype}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [False, True], ids=["", "channels_last"])
 @pytest.mark.parametrize(("kernel", "stride", "padding", "dilation", "dtype"), list(windows_and_dtypes()))
 def test_places_in_both_forms(kernel, stride, padding, dilation, dtype, last, interpreted):
@@ -173,6 +175,7 @@ def test_pairs_of_columns_are_the_same(interpreted):
         assert torch.equal(*found)
 
 
+@pytest.mark.slow
 @BOTH
 def test_the_same_bits_each_time(op, interpreted):
     x = torch.randn(2, 2, 6, 7, requires_grad=True)

@@ -142,6 +142,7 @@ def test_any_plan_gives_the_same(plan, interleaved, interpreted):
     close(launch.launch(x, cos, sin, interleaved, plan=plan), expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     B=st.integers(0, 3), H=st.integers(1, 9), S=st.integers(0, 9), half=st.integers(1, 20),

@@ -184,6 +184,7 @@ def test_log_masked_elements_as_torch(shape, dim, interpreted):
     torch.testing.assert_close(leaf.grad, same.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(shape=st.lists(st.integers(1, 40), min_size=1, max_size=3), data=st.data())
 def test_any_shape_and_dimension(shape, data):

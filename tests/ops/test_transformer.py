@@ -198,6 +198,7 @@ def test_hopper_serves_what_it_says():
     assert hopper.refuses(case) == "is for sm_90"
 
 
+@pytest.mark.slow
 def test_hopper_kernel_compiles_without_spills():
     (resources,) = hopper.program().build("sm_90a").resources.values()
     assert resources.spill_bytes == resources.stack_bytes == 0
@@ -268,6 +269,7 @@ def test_block_of_each_kind_is_the_reference(spec, transposed, uninterpreted):
         assert each.stride() == param.stride()
 
 
+@pytest.mark.slow
 def test_block_on_our_kernels(interpreted):
     """In float32 through the interpreter; which attention that is, is another test's matter."""
     params = parameters(16, F32)

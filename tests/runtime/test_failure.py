@@ -69,6 +69,7 @@ def count_launches(monkeypatch, fail_at=None, error=None):
     return calls
 
 
+@pytest.mark.slow
 def test_a_launch_that_fails_anywhere_in_a_training_step_changes_nothing(device, monkeypatch):
     with monkeypatch.context() as patch:
         calls = count_launches(patch)

@@ -19,6 +19,7 @@ _VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(_VALUES)
 def test_values_are_those_of_json(value):

@@ -194,6 +194,7 @@ class Owner:
     pass
 
 
+@pytest.mark.slow
 def test_the_largest_owners_are_named():
     model = nn.Sequential(nn.Linear(1500, 1501))
     optimizer = torch.optim.Adam(model.parameters())
@@ -246,6 +247,7 @@ def test_an_out_of_memory_error_is_known_by_its_kind():
     assert bytes_asked_by(caught.value) == 1 << 57
 
 
+@pytest.mark.slow
 def test_the_text_names_the_op_the_sizes_the_holders_and_what_to_try():
     held = torch.zeros(3_000_001)
     text = describe_out_of_memory("layer_norm_fwd", torch.OutOfMemoryError("Tried to allocate 2.50 GiB."), "cpu")
@@ -286,6 +288,7 @@ def allocated(device):
     return statistics(device).allocated_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_hundreds_of_calls_leave_nothing(device):
     x = torch.randn(64, 64)
@@ -408,6 +411,7 @@ def bfloat16_loss(model, idx, targets):
         return model.loss(idx, targets)
 
 
+@pytest.mark.slow
 def test_a_step_of_gpt2_is_predicted_as_it_was_measured(fused_on_the_cpu):
     """Measured: 9.27 GiB, GPT-2 124M at 32 x 1024 tokens in bfloat16 autocast with AdamW, on an H200 (docs/gpt2.md)."""
     model, idx = GPT(GPTConfig()), torch.zeros(32, 1024, dtype=torch.int64)
@@ -417,6 +421,7 @@ def test_a_step_of_gpt2_is_predicted_as_it_was_measured(fused_on_the_cpu):
     assert ledger().records() == recorded
 
 
+@pytest.mark.slow
 def test_fused_layers_are_predicted_as_they_run(fused_on_the_cpu):
     """Modules called one by one would save two and a half times as much. The interpreter copies what it loads."""
     model = GPT(GPTConfig(vocab_size=64, context=32, layers=1, heads=2, width=32))
@@ -458,6 +463,7 @@ def test_the_peak_of_a_block_on_rocm_is_the_allocators(monkeypatch):
     assert record.growth_bytes == 40
 
 
+@pytest.mark.slow
 def test_the_prediction_touches_nothing():
     model, inputs = Messy(), (torch.randn(2, 3, 8, 8),)
     before = fingerprint(model)
@@ -563,6 +569,7 @@ def fingerprint(model):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backward", [True, False])
 def test_the_search_leaves_nothing_behind(device, backward):
@@ -608,6 +615,7 @@ def test_the_batch_found_is_the_largest_that_fits(name, optimizer):
     json.dumps(found.to_dict())
 
 
+@pytest.mark.slow
 def test_a_wrong_prediction_is_corrected_by_running(monkeypatch):
     """Kernels' own memory is not predicted: here the real run takes half as much again, or runs out."""
     from accelerant.runtime.memory import batch_size
@@ -665,6 +673,7 @@ def test_bad_searches_are_refused(arguments, error, text):
         optimal_batch_size(**{"model": mlp(), "sample": torch.zeros(2, 64), **arguments})
 
 
+@pytest.mark.slow
 def test_modes_come_back_when_the_model_fails():
     class Fails(nn.Module):
         def __init__(self):

@@ -444,6 +444,7 @@ def test_what_does_not_go_together(one_of_each):
         hash(x)
 
 
+@pytest.mark.slow
 def test_arrays_of_a_device_without_tensors_and_of_two_devices():
     require_backend("opencl")
     field = field_of("babybear")

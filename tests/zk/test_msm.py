@@ -173,6 +173,7 @@ def test_skewed_sums(form, kind):
     assert affine(curve, found) == expected("bn254_g1", scalars, multipliers)
 
 
+@pytest.mark.slow
 def test_more_workers_than_digits(monkeypatch):
     """Ranges of points keep many cores busy; each gives its part of a digit."""
     n, curve = 12000, curve_of("bn254_g1")

@@ -196,6 +196,7 @@ def sorted_lengths(segments):
     return [length for _, length, _ in sorted(segments)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("space", ["opencl", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 def test_the_sort_fills_the_buckets(space):
     """Each point is where its digits say: the weighted sums of logarithms are the scalars' sum."""

@@ -112,6 +112,7 @@ def test_a_first_sum_writes_no_text_and_loads_no_llvm():
     assert found["launched"].count("msm_accumulate") == 1
 
 
+@pytest.mark.slow
 def test_a_process_of_many_sums_takes_the_kernel():
     """The counterpart: the stand-in sees LLVM where it is loaded."""
     found = first_sums(window_reduction._PYTHON_SUMS + 1)
@@ -138,6 +139,7 @@ def programs():
         yield fold_source(curve, True)
 
 
+@pytest.mark.slow
 def test_programs_of_one_key_have_one_text():
     built = [source.dialects["cuda"] for source in programs()]
     assert all(isinstance(program, CudaProgram) for program in built)

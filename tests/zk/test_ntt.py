@@ -80,6 +80,7 @@ def field(request):
 # --- answers ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_small_transforms_are_the_sums(field):
     for log_n, inverse, coset in itertools.product(range(1, 6), (False, True), (None, field.generator)):
         x = inputs(field.parameters, 1 << log_n)
@@ -94,6 +95,7 @@ def test_known_answers(name, log_n):
     assert field.decode(y[1]) == KNOWN[name, log_n]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "log_n"),
     [
@@ -113,12 +115,14 @@ def test_large_transforms_are_values_of_the_polynomial(name, log_n):
         assert field.decode(turned[int(f"{j:0{log_n}b}"[::-1], 2)]) == value
 
 
+@pytest.mark.slow
 def test_round_trips(field):
     for log_n in (4, 9, 11):
         x = field.random((3, 1 << log_n))
         assert (ntt(ntt(x, field, coset=7), field, coset=7, inverse=True) == x).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["goldilocks", *(pytest.param(name, marks=pytest.mark.slow) for name in ("babybear", "bn254_fr"))]
 )
@@ -138,6 +142,7 @@ def test_transforms_are_linear(field):
     assert (ntt(both, field) == field.add(field.mul(ntt(x, field), 5), ntt(y, field))).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["babybear", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[::2])])
 def test_products_of_polynomials(name):
     """Against one product of large integers: coefficients are apart by more bits than their sums have."""
@@ -283,6 +288,7 @@ def test_what_is_not_reduced_may_be():
     assert ntt([field.modulus + 3, -1], field, reduce=True).tolist() == [2, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "n"), [("babybear", 4), *(pytest.param(name, 64, marks=pytest.mark.slow) for name in NAMES[:3])]
 )

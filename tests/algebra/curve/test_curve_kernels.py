@@ -83,6 +83,7 @@ def run(provider, curve, entry, arrays, out, scalars, n, chunk=1, in_place=None)
 # --- running ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("provider", "name"), each("curve_add"), indirect=["provider"])
 def test_sums(provider, name):
     """Of any two points: equal, opposite, infinite; with one inversion for many, in place too."""
@@ -119,6 +120,7 @@ def words(scalars):
     return np.array([[scalar >> 64 * i & 2**64 - 1 for i in range(4)] for scalar in scalars], np.uint64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("provider", "name"), each("curve_mul"), indirect=["provider"])
 def test_multiples(provider, name):
     """By any number below 2^256, not reduced: of points in and out of the subgroup, and of infinity."""
@@ -141,6 +143,7 @@ def firsts(provider, curve, entry, points, chunk):
     ).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("provider", "name"), each("curve_off_curve"), indirect=["provider"])
 def test_points_off_the_curve_are_found(provider, name):
     curve = curve_of(name)
@@ -158,6 +161,7 @@ def test_points_off_the_curve_are_found(provider, name):
     assert firsts(provider, curve, "curve_off_curve", bad, 1) == each
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("provider", "name"), each("curve_off_subgroup"), indirect=["provider"])
 def test_points_out_of_the_subgroup_are_found(provider, name):
     """By the definition, r P = infinity: sums of points in and out of it, and every small order that the curve has."""

@@ -60,6 +60,7 @@ def test_parameters_and_group_law(name, group):
         assert multiply(curve, scalar, p) == ours(module.multiply(theirs(module, p), scalar))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("bn254", marks=pytest.mark.slow), "bls12_381"])
 def test_pairing(name):
     """py_ecc writes Fq12 as Fq[w], w^6 = xi = a + u: c0 + c1 u is (c0 - a c1) + c1 w^6.

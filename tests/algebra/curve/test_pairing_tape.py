@@ -64,6 +64,7 @@ def formulas(draw):
 CONSTANTS = (0, 1, -1, 12345678901234567890)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(formula=formulas(), name=st.sampled_from(FIELDS), seed=st.integers(0, 1 << 32))
 def test_a_segment_does_what_was_recorded(formula, name, seed):

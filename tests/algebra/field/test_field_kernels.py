@@ -173,6 +173,7 @@ def unreduced_pairs(field):
 LAZY = [field for field in LARGE if field.bits <= 64 * field.limbs - 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", LAZY, ids=lambda field: field.name)
 def test_carry_chains_of_what_is_not_reduced(field):
     """Products by constants, whose highest limb alone loses carries, and lazy sums."""
@@ -364,6 +365,7 @@ LAZY_CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("provider", "name"),
     [slow_but({("opencl", "bn254_fr")}, backend, each.name) for backend in ("opencl", "cuda") for each in LAZY],

@@ -62,6 +62,7 @@ def cases():
             yield ("babybear", order) if (name, order) == ("babybear", "natural") else slow(name, order)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "order"), list(cases()))
 def test_three_passes(space, name, order):
     """Of 8, 4 and 4 rows: radices that fill a pass and do not; split twiddles in the first; a coset; in place."""

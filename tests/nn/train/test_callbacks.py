@@ -65,6 +65,7 @@ class Marked(Extension):
         self.closed += 1
 
 
+@pytest.mark.slow
 def test_its_steps_figures_and_curves(run, tmp_path, cpu, watcher):
     out, extension = tmp_path / "out", Marked()
     outcome = run_training(run, out, cpu, progress=watcher(), ledger=dict, extension=extension)
@@ -78,6 +79,7 @@ def test_its_steps_figures_and_curves(run, tmp_path, cpu, watcher):
         assert text in page
 
 
+@pytest.mark.slow
 def test_its_state_goes_on_and_no_other_run_takes_its_place(run, tmp_path, cpu, watcher):
     out = tmp_path / "out"
     stop = watcher(5, lambda: os.kill(os.getpid(), signal.SIGINT))

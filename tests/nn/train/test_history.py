@@ -71,6 +71,7 @@ def test_laps_measure_the_time_since_the_last_mark():
     assert timer.lap()() < 20
 
 
+@pytest.mark.slow
 def test_memory_counts_what_is_held():
     """In a forked process: the peak is the process's, and earlier tests may have left it high."""
     child = os.fork()

@@ -71,6 +71,7 @@ def test_a_run_leaves_all_its_files_and_nothing_else(train):
     assert config["parameters"] == model.parameter_count()
 
 
+@pytest.mark.slow
 def test_the_model_beats_a_bigram_model_on_held_out_text(train, text):
     """Of words from a list in any order: what a pair of bytes says is little, what a word's beginning says is much."""
     words = ["accelerate", "beginning", "checkpoint", "derivative", "embedding", "function", "gradient", "hypothesis"]
@@ -96,6 +97,7 @@ def test_the_validation_loss_is_that_of_the_saved_model(train, run, text):
     assert outcome.summary["validation_tokens"] == count * 16
 
 
+@pytest.mark.slow
 def test_the_seed_decides_the_losses(train, run):
     _, first = train("first")
     _, second = train("second")
@@ -105,6 +107,7 @@ def test_the_seed_decides_the_losses(train, run):
     assert (first / "sample.txt").read_bytes() == (second / "sample.txt").read_bytes()
 
 
+@pytest.mark.slow
 def test_micro_batches_do_not_change_the_gradient(train):
     _, whole = train("whole", micro_batch=4)
     _, parts = train("parts", micro_batch=1)
@@ -126,6 +129,7 @@ def test_an_interrupted_run_continues_exactly(train, watcher, cpu, at):
     assert all(torch.equal(a[name], b[name]) for name in b)
 
 
+@pytest.mark.slow
 def test_lines_past_the_checkpoint_are_dropped(train, watcher, cpu):
     _, straight = train("straight")
     _, out = train("run", watch=watcher(5, stop))
@@ -136,6 +140,7 @@ def test_lines_past_the_checkpoint_are_dropped(train, watcher, cpu):
     assert losses(out) == losses(straight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [5, 12])
 def test_a_run_without_its_metrics_goes_on_and_says_so(train, watcher, cpu, at):
     _, straight = train("straight")
@@ -178,6 +183,7 @@ def test_divergence_stops_and_keeps_the_last_good_checkpoint(train, run, tmp_pat
     assert document["step"] == len(losses(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_is_kept_when_a_new_one_takes_its_folder(train, watcher, cpu):
     _, out = train("run", watch=watcher(5, stop))
     watch = watcher()
@@ -188,6 +194,7 @@ def test_an_unfinished_run_is_kept_when_a_new_one_takes_its_folder(train, watche
     assert losses(kept) == losses(out)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_replaced(train):
     train("run", steps=12)
     _, out = train("run", steps=5)
@@ -195,6 +202,7 @@ def test_a_finished_run_is_replaced(train):
     assert "unfinished-1" not in files(out)
 
 
+@pytest.mark.slow
 def test_event_logs_go_with_their_run(train, watcher):
     _, out = train("run", watch=watcher(5, stop))
     (out / "tensorboard").mkdir()
@@ -317,6 +325,7 @@ def test_resume_refuses_settings_that_are_none(interrupted, resume):
         resume()
 
 
+@pytest.mark.slow
 def test_a_bpe_run_resumes_with_its_own_tokenizer(train, watcher, cpu, tmp_path):
     bpe = {"tokenizer": "bpe", "vocab_size": 280}
     with override(cache_dir=tmp_path / "cache"):
@@ -375,6 +384,7 @@ def test_runs_refuse_seeds_out_of_range(run):
             run.replaced(seed=seed)
 
 
+@pytest.mark.slow
 def test_an_interruption_after_the_last_step_can_be_resumed_too(train, watcher, cpu):
     def interrupt(text):
         if text == "writing a sample":

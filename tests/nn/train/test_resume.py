@@ -128,6 +128,7 @@ def test_a_resumed_run_is_the_straight_run_bit_for_bit(tmp_path, case, at):
         assert same(dict(fresh.state_dict()), best)
 
 
+@pytest.mark.slow
 def test_workers_batches_are_the_same_after_a_resumption(tmp_path):
     def data():
         return (DataLoader(Noisy(), batch_size=8, shuffle=True, num_workers=1),)

@@ -257,6 +257,7 @@ def small_gpt(vocab_size):
     return GPT(GPTConfig(vocab_size=vocab_size, context=16, layers=1, heads=2, width=16))
 
 
+@pytest.mark.slow
 def test_a_model_trains_on_a_token_file_by_path_or_open(tmp_path, text):
     out = tmp_path / "text.tokens"
     prepare_tokens([text], out, tokenizer="bytes")

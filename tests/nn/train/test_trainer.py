@@ -48,6 +48,7 @@ def test_a_spiral_is_learned():
     assert [each.step for each in history.evaluations] == [60, 120, 180, 240, 300]
 
 
+@pytest.mark.slow
 def test_digits_are_learned_by_a_convolutional_net():
     config = TrainConfig(epochs=6, batch_size=50, learning_rate=1e-2, device="cpu")
     history = fit(made(Convolutional), *digits(1000, 0), config, validation=digits(300, 1))
@@ -57,6 +58,7 @@ def test_digits_are_learned_by_a_convolutional_net():
     assert history.peak_memory_bytes > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_a_recurrent_net_remembers_the_first_of_eight(kind):
     config = with_(steps=150, batch_size=64, learning_rate=3e-2)
@@ -245,6 +247,7 @@ def test_recomputing_changes_memory_and_not_the_numbers():
         fit(made(), x, y, with_(recompute=("blocks.*",)))
 
 
+@pytest.mark.slow
 def test_recomputing_blocks_is_predicted_to_take_less():
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]

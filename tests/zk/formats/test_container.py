@@ -248,6 +248,7 @@ def test_a_file_that_is_cut_while_it_is_opened(tmp_path, monkeypatch, left):
         Witness.open(path)
 
 
+@pytest.mark.slow
 def test_reading_and_checking_import_no_torch():
     program = (
         "import sys\nfrom accelerant.zk.formats import describe\n"

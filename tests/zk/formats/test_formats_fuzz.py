@@ -120,6 +120,7 @@ def descriptors():
     return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", EXTENSIONS)
 def test_damaged_files_are_refused_or_hold_what_they_say(kind, tmp_path):
     seed = random.SystemRandom().randrange(2**32) if SECONDS else 0

@@ -104,6 +104,7 @@ def test_rows_of_more_columns_than_there_are_values(space):
         DeviceMatrix(space, rows, space.load).quotient(space.load(random(field, (9,))))
 
 
+@pytest.mark.slow
 def test_gathered_and_unreduced(space):
     field, n = snarkjs_scalar_field(family_of("bn254")), 2 * BLOCK * ELEMENTS_PER_THREAD + 5
     x = random(field, (n,))

@@ -35,6 +35,7 @@ def test_code_stays_in_its_budget(dtype):
     assert not re.search(r"C75\d\d", binary.log)
 
 
+@pytest.mark.slow
 def test_both_operands_are_read_across_the_sum():
     triton = pytest.importorskip("triton")
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"

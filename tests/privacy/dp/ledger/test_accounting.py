@@ -23,6 +23,7 @@ def epsilon(*events, delta=DELTA, **options):
 # --- known answers ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_dp_sgd_on_mnist():
     """TensorFlow Privacy's tutorial; both numbers are Google dp-accounting 0.6.0's."""
     assert round(epsilon(STEP.times(14062)), 4) == 2.3817
@@ -95,6 +96,7 @@ def test_the_discrete_gaussian_on_a_fine_grid_costs_as_the_continuous():
 # --- sampling and relations ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["shuffled", "unknown"])
 def test_what_is_no_poisson_draw_is_not_amplified(sampling):
     found = epsilon(Event("gaussian", 2.0, sampling, 0.01, 5))
@@ -133,6 +135,7 @@ def test_delta_used_up():
     assert "used up by what the events charge" in found.reason
 
 
+@pytest.mark.slow
 def test_charges_grow_beyond_the_epsilon_they_hold_for():
     """Total variation t costs (1 + e^epsilon) t; an event's delta has that of epsilon 16."""
     plain = epsilon(Event("gaussian", 0.3))
@@ -174,6 +177,7 @@ def test_many_noise_multipliers_are_rounded_to_the_safe_side():
     assert exact <= epsilon(*events) <= 1.05 * exact
 
 
+@pytest.mark.slow
 def test_a_count_that_changes_reuses_the_distribution_of_one_step():
     step = Event("gaussian", 1.3, "poisson", 0.01)
     epsilon(step.times(1000))
@@ -197,6 +201,7 @@ def test_more_steps_than_a_block():
 # --- how many more ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["pld", "rdp"])
 def test_remaining_is_the_last_that_fits(method):
     done = [STEP.times(500), Event("gaussian", 20.0)]

@@ -7,6 +7,7 @@ from accelerant.privacy.dp.ledger.accounting import calibrate, spent
 from accelerant.privacy.dp.ledger.events import Event
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "delta", "rate", "steps", "method"),
     [

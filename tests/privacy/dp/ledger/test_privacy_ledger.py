@@ -43,6 +43,7 @@ def lines_of(path):
 # --- adding up -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_in_memory():
     with Ledger() as ledger:
         for _ in range(3):
@@ -163,6 +164,7 @@ def test_a_budget_over_two_kinds_that_alternate():
     )
 
 
+@pytest.mark.slow
 def test_a_budget_asks_the_accountant_seldom(monkeypatch):
     from accelerant.privacy.dp.ledger import ledger as module
 
@@ -494,6 +496,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 @pytest.mark.parametrize("turns", [12, pytest.param(80, marks=pytest.mark.slow)])
 def test_kill_9_at_any_moment_never_under_counts(path, tmp_path, turns):

@@ -121,6 +121,7 @@ def test_delta_without_meaning():
         Ledger().statement(2.0)
 
 
+@pytest.mark.slow
 def test_without_a_delta_that_of_the_last_budget_is_shown(tmp_path):
     path = tmp_path / "privacy.jsonl"
     for budget in (Budget(2.0, 1e-6), Budget(3.0, 1e-7), None):

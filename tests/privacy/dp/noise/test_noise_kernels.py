@@ -113,6 +113,7 @@ def test_portable_draws_equal_the_reference(opencl, terms):
     assert np.array_equal(found, expected(plan, n))
 
 
+@pytest.mark.slow
 def test_portable_adds_as_torch_does(opencl):
     plan, grid, scale = make_plan(Fraction(BY_TERMS[4])), 2.0**-10, 0.3
     x = values(2000)
@@ -142,6 +143,7 @@ def test_llvm_takes_triggers_from_the_pool(often):
     assert np.array_equal(out.numpy(), expected(plan, 5000))
 
 
+@pytest.mark.slow
 def test_portable_kernels_take_triggers_from_the_pool(often, opencl):
     plan, usual = make_plan(Fraction(BY_TERMS[4])), gaussian_source(4, False)
     text = f"#define TRIGGER {OFTEN:#x}u\n{usual.dialects['portable']}"

@@ -78,6 +78,7 @@ def test_a_gpt_by_its_own_loss_is_a_loop_of_microbatches_of_one():
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fixed_entropy")
 def test_what_is_added_is_the_noise_and_only_once_a_draw():
     """The same draw in parts of 1 and of 40: noise of std * C / expected in each parameter, whatever the parts."""
@@ -237,6 +238,7 @@ def test_no_noise_is_infinite_epsilon():
         assert training.epsilon() == float("inf")
 
 
+@pytest.mark.slow
 def test_the_budget_ends_the_training_before_the_step():
     data, model = points(), mlp()
     ledger = dp.Ledger(budget=dp.Budget(2.0, 1e-5, "rdp"))

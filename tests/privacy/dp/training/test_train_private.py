@@ -156,6 +156,7 @@ def test_the_loss_of_a_step_is_that_of_its_windows(run, tmp_path):
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["private"]["epsilon"] == "inf"
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_in_the_same_ledger(run, tmp_path):
     out = tmp_path / "out"
     stop = Watcher(2, lambda: os.kill(os.getpid(), signal.SIGINT))
@@ -171,6 +172,7 @@ def test_an_interrupted_run_goes_on_in_the_same_ledger(run, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_what_a_checkpoint_has_spent_is_counted_where_the_ledger_is_gone(run, tmp_path):
     """Deleted, or left on another machine: a new file that begins at nothing would state too small an epsilon."""
     out = tmp_path / "out"
@@ -182,6 +184,7 @@ def test_what_a_checkpoint_has_spent_is_counted_where_the_ledger_is_gone(run, tm
     assert counted(out) == 4 > before >= 2
 
 
+@pytest.mark.slow
 def test_the_ledger_of_a_run_goes_where_its_folder_goes(run, tmp_path):
     """A new run in the folder moves an unfinished one aside; what is resumed there is no part of the new one's."""
     out = tmp_path / "out"
@@ -194,6 +197,7 @@ def test_the_ledger_of_a_run_goes_where_its_folder_goes(run, tmp_path):
     assert (counted(moved), counted(moved.parent)) == (4, 4)
 
 
+@pytest.mark.slow
 def test_a_ledger_of_another_name_may_be_made_in_the_folder(run, tmp_path):
     out = tmp_path / "out"
     for steps in (4, 8):
@@ -202,6 +206,7 @@ def test_a_ledger_of_another_name_may_be_made_in_the_folder(run, tmp_path):
         assert sum(event.count for event in dp.Ledger.read(out / "mine.jsonl").events) == steps
 
 
+@pytest.mark.slow
 def test_a_ledger_that_was_cut_ends_the_resumption_before_a_step(run, tmp_path):
     out = tmp_path / "out"
     train(run, out, Watcher(2, lambda: os.kill(os.getpid(), signal.SIGINT)))
@@ -269,6 +274,7 @@ def test_one_ledger_for_several_runs_composes_them(run, tmp_path):
     assert (tmp_path / "a" / "privacy.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_ledger_that_cannot_be_written_leaves_the_finished_run_in_the_folder(run, tmp_path):
     out = tmp_path / "out"
     train(run, out)
@@ -325,6 +331,7 @@ def test_a_delta_that_is_not_below_one_over_the_windows_is_said(run, tmp_path):
     assert not watcher.notes
 
 
+@pytest.mark.slow
 def test_a_ledger_that_does_not_go_with_the_run_is_refused_before_the_folder_is_touched(run, tmp_path):
     out, shared = tmp_path / "out", tmp_path / "shared.jsonl"
     with dp.Ledger(shared, unit="window of 17 tokens") as ledger:
