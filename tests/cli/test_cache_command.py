@@ -14,7 +14,7 @@ from accelerant.cli.app import main
 from accelerant.cli.cache import shipped_kernels
 from accelerant.config import override
 from accelerant.runtime import registry
-from accelerant.runtime.compilation.cache import KernelCache
+from accelerant.runtime.compilation.cache import KernelCache, kernel_key
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, KernelSource
 from accelerant.runtime.providers.cuda import OfflineCudaProvider
 
@@ -86,7 +86,7 @@ def fill(cache, *names):
             name.encode(), {name: name}, {name: Resources(registers=len(name)), "other": Resources(registers=3)}
         )
         KernelCache().get_or_build(
-            f"key-{name}", lambda binary=binary: binary, name=name, target="sm_90", compiler="c 1"
+            kernel_key(name=name), lambda binary=binary: binary, name=name, target="sm_90", compiler="c 1"
         )
 
 
@@ -118,6 +118,33 @@ def test_clear_removes_what_dead_processes_left(run, cache):
     assert [entry.name for entry in KernelCache().entries()] == ["gelu_fwd"]
     assert json.loads(run("clear", "--yes", "--json")[1])["leftovers"] == 1
     assert [path.name for path in cache.iterdir()] == [".new-young"]
+
+
+def test_clear_leaves_what_the_cache_did_not_write(run, cache, tmp_path):
+    """`kernels` may be anybody's folder when ACCELERANT_CACHE_DIR names a folder that has one."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    fill(cache, "gelu_fwd")
+    others = [cache / "linux" / "code", cache / kernel_key(name="blob") / "weights", elsewhere / "code"]
+    others += [cache / ".new-old" / "draft", cache / "notes"]
+    for path in others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+    (cache / kernel_key(name="link")).symlink_to(elsewhere)
+    os.utime(cache / ".new-old", (time.time() - 7200,) * 2)
+    assert json.loads(run("clear", "--yes", "--json")[1]) | {"freed_bytes": 0} == {
+        "removed": 1, "freed_bytes": 0, "leftovers": 0,
+    }  # fmt: skip
+    assert all(path.read_text() == "mine" for path in others)
+    assert not (cache / kernel_key(name="gelu_fwd")).exists()
+
+
+def test_a_cache_of_others_is_an_error(run, cache):
+    fill(cache, "gelu_fwd")
+    cache.chmod(0o777)
+    for command in ("list", "clear"):
+        status, _, errors = run(command)
+        assert (status, "written by its group or by everyone" in errors) == (2, True)
 
 
 def test_shipped_kernels_are_those_of_the_folders():

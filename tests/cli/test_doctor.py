@@ -10,11 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from accelerant.algebra.field.program import field_add_source
 from accelerant.bench import doctor
 from accelerant.bench.suites.algebra import first_wrong
 from accelerant.cli.app import main
 from accelerant.config import override
 from accelerant.runtime import registry
+from accelerant.runtime.compilation.cache import kernel_key
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -124,11 +126,22 @@ def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path):
 
 
 def test_a_damaged_cache_is_a_warning(tmp_path):
-    (tmp_path / "kernels" / "abc").mkdir(parents=True)
+    (tmp_path / "kernels" / kernel_key(name="k")).mkdir(parents=True)
     with override(cache_dir=tmp_path):
         (check,) = doctor._cache()
     assert check.status == "warning"
     assert "1 damaged" in check.found
+
+
+@pytest.mark.parametrize("which", ["the folder", "an entry"])
+def test_a_cache_that_others_can_write_is_a_failure(tmp_path, which):
+    with override(cache_dir=tmp_path):
+        registry.create("cpu").compile(field_add_source())
+        (entry,) = (tmp_path / "kernels").iterdir()
+        (entry if which == "an entry" else entry.parent).chmod(0o770)
+        (check,) = doctor._cache()
+    assert check.status == "failed"
+    assert "may be written by its group or by everyone" in check.found
 
 
 def test_a_backend_that_was_asked_for_and_is_absent_fails():

@@ -19,7 +19,7 @@ import torch
 from accelerant.algebra.field.program import field_add_source
 from accelerant.config import override
 from accelerant.errors import CompileError, ConfigError, LaunchError, OutOfMemory, ShapeError
-from accelerant.runtime.compilation.cache import KernelCache
+from accelerant.runtime.compilation.cache import KernelCache, kernel_key
 from accelerant.runtime.compilation.kernel import Binary, KernelSource
 from accelerant.runtime.memory.limits import limit, trim
 from accelerant.runtime.provider import Buffer
@@ -239,16 +239,16 @@ def test_two_processes_compile_the_same_kernel_at_once(provider, tmp_path):
 
 def test_an_entry_that_another_process_put_first_stays(tmp_path):
     """Others may be reading it: it is not taken away and put again."""
-    cache, binary = KernelCache(tmp_path), Binary(b"code", {}, {})
+    cache, binary, key = KernelCache(tmp_path), Binary(b"code", {}, {}), kernel_key(name="k")
 
     def build():
-        other, _ = cache.get_or_build("key", lambda: binary)
+        other, _ = cache.get_or_build(key, lambda: binary)
         return other
 
     placed = []
-    cache.get_or_build("key", lambda: (build(), placed.append((tmp_path / "key").stat().st_ino))[0])
-    assert [(tmp_path / "key").stat().st_ino] == placed
-    assert [path.name for path in tmp_path.iterdir()] == ["key"]
+    cache.get_or_build(key, lambda: (build(), placed.append((tmp_path / key).stat().st_ino))[0])
+    assert [(tmp_path / key).stat().st_ino] == placed
+    assert [path.name for path in tmp_path.iterdir()] == [key]
 
 
 def test_what_a_dead_process_left_is_removed_when_it_is_old(provider, tmp_path):

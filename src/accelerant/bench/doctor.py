@@ -244,21 +244,30 @@ def _c_compiler() -> Iterator[Check]:
 
 
 def _cache() -> Iterator[Check]:
-    root = settings().cache_dir / "kernels"
+    cache = KernelCache()
+    root, refusal = cache.root, cache.refusal()
+    if refusal:
+        advice = "make it yours alone (chown, chmod go-w), or set ACCELERANT_CACHE_DIR to another folder"
+        yield Check("disk cache", "failed", f"{root} is not used: {refusal}", advice)
+        return
     advice = "kernels are compiled in each process: set ACCELERANT_CACHE_DIR to a writable folder"
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        cache.prepare()
         with tempfile.TemporaryFile(dir=root) as file:
             file.write(b"probe")
     except OSError as error:
         yield Check("disk cache", "warning", f"{root} cannot be written: {error.strerror or error}", advice)
         return
-    found = KernelCache(root).entries()
+    found = cache.entries()
     damaged = sum(bool(entry.damage) for entry in found)
+    foreign = [entry for entry in found if not entry.trusted]
     size = sum(entry.size_bytes for entry in found)
     free = shutil.disk_usage(root).free
     text = f"{root}: {len(found)} entries, {size / 2**20:.1f} MiB, {free / 2**30:.0f} GiB free"
-    if damaged:
+    if foreign:
+        text = f"{text}, {len(foreign)} not used: {foreign[0].key[:12]}: {foreign[0].damage}"
+        yield Check("disk cache", "failed", text, f"delete {root}")
+    elif damaged:
         yield Check("disk cache", "warning", f"{text}, {damaged} damaged", "accelerant cache clear --yes")
     elif free < 2**28:
         yield Check("disk cache", "warning", text, "the disk is nearly full")

@@ -82,12 +82,13 @@ def clear(
                 f"clearing {len(entries)} of the cache's entries needs --yes without a terminal to ask on"
             )
         typer.confirm(f"Remove {len(entries)} of the cache's entries?", abort=True)
-    freed = KernelCache().clear(entries)
+    removed = KernelCache().clear(entries)
+    freed = sum(entry.size_bytes for entry in removed)
     leftovers = 0 if names else KernelCache().remove_leftovers()
     if json_output:
-        print(json.dumps({"removed": len(entries), "freed_bytes": freed, "leftovers": leftovers}))
+        print(json.dumps({"removed": len(removed), "freed_bytes": freed, "leftovers": leftovers}))
     else:
-        print(f"removed {_total(entries, freed)}")
+        print(f"removed {_total(removed, freed)}")
 
 
 def warm(

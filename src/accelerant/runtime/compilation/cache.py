@@ -6,34 +6,45 @@ One folder an entry, named by the hash of everything the result depends on:
     <cache_dir>/kernels/<sha256>/report.json   name, target, compiler, registers, spills, shared memory, log
 
 An entry is written under a temporary name and renamed, so that readers see all of it or nothing, whatever else runs or
-dies. The report carries the code's checksum: a torn or altered entry is compiled again. A problem with the cache costs
-time and one warning a process, never a result: a folder that cannot be read or written is bypassed, and temporary
-folders of dead processes are removed.
+dies. The report carries a checksum of the key, the report and the code: a torn or altered entry is compiled again. A
+problem with the cache costs time and one warning a process, never a result: a folder that cannot be read or written is
+bypassed, and temporary folders of dead processes are removed.
+
+Code from here runs with the rights of the process, so the folder is created for its user alone (0700). It is bypassed,
+as is an entry, if it belongs to another user, may be written by the group or by everyone, or is a symlink. Windows has
+no such modes; there the user's folder has an access list.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
 import os
+import re
 import shutil
+import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accelerant.config import settings
+from accelerant.errors import ConfigError
 from accelerant.runtime.compilation.kernel import Binary, Resources
 from accelerant.runtime.files import JsonRecord, decode_json
 
 __all__ = ["CacheEntry", "KernelCache", "kernel_key"]
 
-_FORMAT = 1
+_FORMAT = 2
+_KEY = re.compile("[0-9a-f]{64}")
+_FILES = ("report.json", "code")
+_HAS_MODES = hasattr(os, "geteuid") and os.open in os.supports_dir_fd  # not on Windows
 _TEMPORARY = ".new-"
 _LEFTOVER_S = 3600.0
 """Age from which a temporary folder is taken for a dead process's: it is renamed within milliseconds."""
@@ -58,7 +69,8 @@ class CacheEntry(JsonRecord):
     """One compiled kernel source on disk.
 
     The key is the name of its folder, and `registers` the most that an entry point uses a thread; None where the
-    compiler does not say. A damaged entry has no name but a reason, and is compiled again at the next use.
+    compiler does not say. A damaged entry has no name but a reason, and is compiled again at the next use. One that is
+    not `trusted` is not used: another user could have written it, as `damage` says.
     """
 
     key: str
@@ -69,6 +81,7 @@ class CacheEntry(JsonRecord):
     age_s: float
     registers: int | None
     damage: str = ""
+    trusted: bool = True
 
 
 class KernelCache:
@@ -82,7 +95,13 @@ class KernelCache:
 
         Errors of `build` pass through and nothing is stored. `report` has further fields of the report, for people.
         """
-        cached = self._read(key)
+        try:
+            cached = self._read(key)
+        except PermissionError as error:
+            advice = "make it yours alone (chown, chmod go-w), or set ACCELERANT_CACHE_DIR to another folder"
+            text = f"kernel cache {self.root} is not used, so each process compiles its kernels: {error}; {advice}"
+            _warn_once(self.root, text)
+            return build(), False
         if cached is not None:
             return cached, True
         binary = build()
@@ -92,10 +111,22 @@ class KernelCache:
             _warn_once(self.root, f"kernel cache {self.root} cannot be written, so kernels are compiled anew: {error}")
         return binary, False
 
+    def refusal(self) -> str:
+        """Return why the folder is not used; empty if it is, or does not exist yet."""
+        if _HAS_MODES:
+            try:
+                with _opened(self.root):
+                    pass
+            except PermissionError as error:
+                return error.strerror or str(error)
+            except OSError:  # does not exist, or cannot be written, as the first write says
+                pass
+        return ""
+
     def has(self, key: str) -> bool:
-        """Return whether there is an entry; it may still prove damaged."""
+        """Return whether there is an entry that may be used; it may still prove damaged."""
         try:
-            return (self.root / key / "code").is_file()
+            return bool(self._contents(key))
         except OSError:
             return False
 
@@ -107,56 +138,96 @@ class KernelCache:
             folder.unlink()
 
     def entries(self) -> list[CacheEntry]:
-        """Return every entry, by name and target; damaged ones first."""
+        """Return every entry, by name and target; damaged ones first. Other folders than those of keys are left out.
+
+        Raises ConfigError where the folder is not used.
+        """
+        if reason := self.refusal():
+            raise ConfigError(f"kernel cache {self.root} is not used: {reason}")
         if not self.root.is_dir():
             return []
-        folders = (folder for folder in self.root.iterdir() if folder.is_dir() and not folder.name.startswith("."))
-        return sorted(map(_describe, folders), key=lambda entry: (entry.name, entry.target, entry.age_s))
+        keys = (folder.name for folder in self.root.iterdir() if _KEY.fullmatch(folder.name) and folder.is_dir())
+        return sorted(map(self._describe, keys), key=lambda entry: (entry.name, entry.target, entry.age_s))
 
-    def clear(self, entries: Iterable[CacheEntry]) -> int:
-        """Remove entries and return the bytes freed; processes that have loaded them are not affected."""
-        freed = 0
-        for entry in entries:
-            try:
-                shutil.rmtree(self.root / entry.key)
-            except FileNotFoundError:  # another process was first
-                continue
-            freed += entry.size_bytes
-        return freed
+    def clear(self, entries: Iterable[CacheEntry]) -> list[CacheEntry]:
+        """Remove entries and return those that were removed; processes that have loaded them are not affected.
+
+        A folder that is a link, or that has files other than an entry's, stays as it is.
+        """
+        return [entry for entry in entries if _remove_ours(self.root / entry.key)]
 
     def remove_leftovers(self) -> int:
         """Remove the temporary folders of processes that died while writing, and return their number."""
         old = [folder for folder in self.root.glob(f"{_TEMPORARY}*") if _age_s(folder) > _LEFTOVER_S]
-        for folder in old:
-            shutil.rmtree(folder, ignore_errors=True)
-        return sum(not folder.exists() for folder in old)
+        return sum(map(_remove_ours, old))
+
+    def prepare(self) -> None:
+        """Create the folder for this user alone, if it does not exist."""
+        self.root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.root.mkdir(mode=0o700, exist_ok=True)
+
+    def _contents(self, key: str) -> list[bytes]:
+        """Return report and code of an entry; raise PermissionError if someone else could have written them.
+
+        Each file and folder is opened within the one that was checked before, so that none can be exchanged meanwhile.
+        """
+        if not _HAS_MODES:
+            return [(self.root / key / name).read_bytes() for name in _FILES]
+        contents = []
+        with _opened(self.root) as root, _opened(key, root) as folder:
+            for name in _FILES:
+                with _opened(name, folder) as descriptor, open(descriptor, "rb", closefd=False) as file:
+                    contents.append(file.read())
+        return contents
+
+    def _load(self, key: str) -> tuple[dict[str, Any], Binary]:
+        """Return an entry's report and code; raise OSError, or another error for a damaged one."""
+        text, code = self._contents(key)
+        report: dict[str, Any] = decode_json(text)
+        if report.pop("sha256") != _checksum(key, report, code):
+            raise ValueError("it does not match its checksum")
+        return report, Binary(
+            code=code,
+            symbols=report["symbols"],
+            resources={entry: Resources(**fields) for entry, fields in report["resources"].items()},
+            metadata=report["metadata"],
+            log=report["log"],
+        )
 
     def _read(self, key: str) -> Binary | None:
+        """Return an entry, None if there is none or it is damaged; raise PermissionError if it is not to be used."""
         folder = self.root / key
         try:
-            report: dict[str, Any] = decode_json((folder / "report.json").read_bytes())
-            code = (folder / "code").read_bytes()
-            if report["sha256"] != hashlib.sha256(code).hexdigest():
-                raise ValueError("the code does not match its checksum")
-            return Binary(
-                code=code,
-                symbols=report["symbols"],
-                resources={entry: Resources(**fields) for entry, fields in report["resources"].items()},
-                metadata=report["metadata"],
-                log=report["log"],
-            )
+            return self._load(key)[1]
         except FileNotFoundError:
             return None
+        except PermissionError:
+            raise
         except OSError as error:
             _warn_once(self.root, f"kernel cache {self.root} cannot be read, so kernels are compiled anew: {error}")
             return None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except _DAMAGE as error:
             _warn_once(folder, f"kernel cache entry {folder} is damaged ({error}): compiling again")
             self.remove(key)
             return None
 
+    def _describe(self, key: str) -> CacheEntry:
+        size, age_s = 0, 0.0
+        try:
+            with contextlib.suppress(OSError):
+                stats = [(self.root / key / name).lstat() for name in _FILES if (self.root / key / name).exists()]
+                size = sum(found.st_size for found in stats)
+                age_s = max([0.0, *(time.time() - found.st_mtime for found in stats)])
+            report, binary = self._load(key)
+        except (OSError, *_DAMAGE) as error:
+            damage, trusted = str(error) or type(error).__name__, not isinstance(error, PermissionError)
+            return CacheEntry(key, "", "", "", size, age_s, None, damage, trusted)
+        name, target, compiler = (str(report.get(part, "")) for part in ("name", "target", "compiler"))
+        counts = [found.registers for found in binary.resources.values() if found.registers is not None]
+        return CacheEntry(key, name, target, compiler, size, age_s, max(counts, default=None))
+
     def _write(self, key: str, binary: Binary, report: dict[str, object]) -> None:
-        self.root.mkdir(parents=True, exist_ok=True)
+        self.prepare()
         with _lock:
             first = self.root not in _swept
             _swept.add(self.root)
@@ -164,16 +235,17 @@ class KernelCache:
             self.remove_leftovers()
         temporary = Path(tempfile.mkdtemp(prefix=_TEMPORARY, dir=self.root))
         try:
-            (temporary / "code").write_bytes(binary.code)
             body = {
                 **report,
                 "symbols": dict(binary.symbols),
                 "resources": {entry: value.to_dict() for entry, value in binary.resources.items()},
                 "metadata": dict(binary.metadata),
-                "sha256": hashlib.sha256(binary.code).hexdigest(),
                 "log": binary.log,
             }
-            (temporary / "report.json").write_text(json.dumps(body, indent=1), encoding="utf-8")
+            body["sha256"] = _checksum(key, body, binary.code)
+            for name, content in zip(_FILES, (json.dumps(body, indent=1).encode(), binary.code), strict=True):
+                with open(temporary / name, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+                    file.write(content)
             self._put(temporary, key)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # exists only where the rename failed
@@ -192,19 +264,45 @@ class KernelCache:
                 self.remove(key)
 
 
-def _describe(folder: Path) -> CacheEntry:
-    stats = [path.stat() for path in folder.iterdir()]
-    size = sum(stat.st_size for stat in stats)
-    age_s = max([0.0, *(time.time() - stat.st_mtime for stat in stats)])
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError)
+"""Errors from reading a report that is not what was written."""
+
+
+def _checksum(key: str, report: dict[str, Any], code: bytes) -> str:
+    return hashlib.sha256(json.dumps([key, report]).encode() + code).hexdigest()
+
+
+@contextlib.contextmanager
+def _opened(path: str | Path, within: int | None = None) -> Iterator[int]:
+    """Open a file or folder, by its name within an open folder if there is one.
+
+    Raises PermissionError if another user can change it, or if it is a symlink, which may lead anywhere.
+    """
+    if stat.S_ISLNK(os.stat(path, dir_fd=within, follow_symlinks=False).st_mode):
+        raise PermissionError(errno.EPERM, "is a symlink", str(path))
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0), dir_fd=within)
     try:
-        report = decode_json((folder / "report.json").read_bytes())
-        counts = [entry["registers"] for entry in report["resources"].values() if entry["registers"] is not None]
-        name, target, compiler = (str(report.get(part, "")) for part in ("name", "target", "compiler"))
-        if not (folder / "code").is_file():
-            raise ValueError("no code")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return CacheEntry(folder.name, "", "", "", size, age_s, None, str(error) or type(error).__name__)
-    return CacheEntry(folder.name, name, target, compiler, size, age_s, max(counts, default=None))
+        found = os.fstat(descriptor)
+        if found.st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, f"belongs to another user, {found.st_uid}", str(path))
+        if found.st_mode & 0o022:
+            raise PermissionError(errno.EPERM, "may be written by its group or by everyone", str(path))
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _remove_ours(folder: Path) -> bool:
+    """Remove a folder of the cache, unless it is a link or has files that the cache did not write."""
+    try:
+        if folder.is_symlink() or not {path.name for path in folder.iterdir()} <= {*_FILES}:
+            return False
+        for name in _FILES:
+            (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
+    except OSError:  # another process was first, or it may not be removed
+        return False
+    return True
 
 
 def _warn_once(about: Path, message: str) -> None:
