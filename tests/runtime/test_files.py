@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accelerant.runtime.files import MAX_DEPTH, AtomicFile, decode_json, write_atomic
+from accelerant.runtime.files import _FRESH_S, MAX_DEPTH, AtomicFile, decode_json, write_atomic
 
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -127,3 +127,91 @@ def test_long_names_and_missing_folders(tmp_path):
     write_atomic(tmp_path / ("n" * 250), b"")
     with pytest.raises(FileNotFoundError, match=r"none/file'"):
         write_atomic(tmp_path / "none" / "file", b"")
+
+
+# --- leftovers of killed writers -------------------------------------------------------------------------------------
+
+WRITES_HALF = """
+import sys
+from pathlib import Path
+from accelerant.runtime.files import AtomicFile, write_atomic
+def half(path):
+    path.unlink()
+    path.write_bytes(b"half")  # as safetensors does: another file of the same name
+    print("written", flush=True)
+    sys.stdin.read()
+if sys.argv[2] == "function":
+    write_atomic(Path(sys.argv[1]), half)
+else:
+    with AtomicFile(Path(sys.argv[1])) as file:
+        file.write(b"half")
+        file.flush()
+        print("written", flush=True)
+        sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def half_written(path, request):
+    """A process that is writing `path`, and waits until its input is closed."""
+    arguments = [sys.executable, "-c", WRITES_HALF, str(path), getattr(request, "param", "")]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"written\n"
+        time.sleep(2 * _FRESH_S)
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("half_written", ["", "function"], indirect=True)
+def test_the_temporary_file_of_a_killed_writer_is_removed_by_the_next_one(path, half_written):
+    half_written.kill()
+    half_written.wait()
+    assert len(list(path.parent.iterdir())) == 2
+    write_atomic(path, b"after")
+    assert list(path.parent.iterdir()) == [path]
+    assert path.read_bytes() == b"after"
+
+
+def test_the_temporary_file_of_a_living_writer_stays(path, half_written):
+    with AtomicFile(path) as slow:
+        slow.write(b"slow")
+        slow.flush()
+        time.sleep(2 * _FRESH_S)
+        write_atomic(path, b"after")
+        assert path.read_bytes() == b"after"
+    assert path.read_bytes() == b"slow"
+    half_written.stdin.close()
+    assert half_written.wait() == 0
+    assert path.read_bytes() == b"half"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_the_temporary_file_is_locked_until_it_has_its_name(path, monkeypatch):
+    sync = os.fsync
+
+    def sync_beside_another_writer(descriptor):
+        monkeypatch.setattr(os, "fsync", sync)
+        time.sleep(2 * _FRESH_S)
+        write_atomic(path, b"another")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync_beside_another_writer)
+    write_atomic(path, b"after")
+    assert path.read_bytes() == b"after"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_only_temporary_files_of_this_name_are_removed(path):
+    others = [
+        ".kept.txt.tmp", ".kept.txt.12.tmp", ".kept.txt.12.0123abcd.tmp2", ".kept.txt.12.0123ABCD.tmp",
+        ".kept.12.0123abcd.tmp", ".kept.txt.old.12.0123abcd.tmp", "kept.txt.12.0123abcd.tmp",
+    ]  # fmt: skip
+    for name in others:
+        (path.parent / name).touch()
+    (path.parent / ".kept.txt.1.0123abcd.tmp").mkdir()
+    (path.parent / ".kept.txt.2.0123abcd.tmp").symlink_to("kept.txt")
+    (path.parent / ".kept.txt.3.0123abcd.tmp").touch()
+    time.sleep(2 * _FRESH_S)
+    before = set(path.parent.iterdir())
+    write_atomic(path, b"after")
+    assert before - set(path.parent.iterdir()) == {path.parent / ".kept.txt.3.0123abcd.tmp"}

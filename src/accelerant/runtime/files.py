@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import re
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -38,27 +39,33 @@ class AtomicFile:
     """A new file that replaces `path`, in a folder that exists, when it is committed, and is removed when it is not.
 
     As a context manager, it yields the open binary file, commits at the end of the block and discards on an exception.
-    A killed process leaves the temporary file, `.NAME.PID.RANDOM.tmp`, and the old file. A symlink is replaced, not
-    followed. `mode` has the permissions of the new file before the umask. An OSError, of a full disk for example, names
-    `path`, which is as it was.
+    A killed process leaves the temporary file, `.NAME.PID.RANDOM.tmp`, which the next AtomicFile of `path` removes, and
+    the old file. A symlink is replaced, not followed. `mode` has the permissions of the new file before the umask. An
+    OSError, of a full disk for example, names `path`, which is as it was.
     """
 
     def __init__(self, path: Path, *, mode: int = 0o666) -> None:
         self.path = path
+        _remove_leftovers(path)
         self.temporary = temporary_path(path)
         try:
             descriptor = os.open(self.temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_BINARY", 0), mode)
         except OSError as error:
             raise self._named(error) from None
+        _lock(descriptor)
         self.file: BinaryIO = os.fdopen(descriptor, "wb")
 
     def commit(self) -> None:
         """Flush the file to disk and rename it to `path`."""
         try:
-            self.file.close()
             with open(self.temporary, "rb+") as written:  # opened anew: another writer may have replaced it
+                locked = _lock(written.fileno())  # before self.file, which is locked, is closed
+                self.file.close()
                 os.fsync(written.fileno())
-            os.replace(self.temporary, self.path)
+                if locked:
+                    os.replace(self.temporary, self.path)
+            if not locked:  # Windows, which has no such locks, does not rename open files
+                os.replace(self.temporary, self.path)
         except OSError as error:
             self.discard()
             raise self._named(error) from None
@@ -85,6 +92,42 @@ class AtomicFile:
         self.discard()
         if isinstance(error, OSError) and error.errno is not None and error.filename in (None, str(self.temporary)):
             raise self._named(error) from None
+
+
+_TEMPORARY = re.compile(r"(\..*\.)[0-9]+\.[0-9a-f]{8}\.tmp", re.DOTALL)
+
+_FRESH_S = 0.1
+"""Age of a temporary file, since its last write, from which it belongs to a killed writer if it is unlocked. A living
+writer locks its file within microseconds of creating it."""
+
+
+def _lock(descriptor: int, *, alone: bool = False) -> bool:
+    """Lock a file until its descriptor is closed or the process ends; return whether that succeeded.
+
+    A shared lock marks a temporary file whose writer lives; it neither blocks nor delays anyone. Unlike a process's
+    number, it is also valid for other containers and other hosts. An exclusive one (`alone`) succeeds without a writer.
+    """
+    try:
+        import fcntl
+
+        fcntl.flock(descriptor, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except (ImportError, OSError):  # not on this system, or on this file system
+        return False
+    return True
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove temporary files of `path` whose writers were killed."""
+    prefix = f".{path.name[:_NAME_CHARACTERS]}."
+    with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
+        for entry in entries:
+            match = _TEMPORARY.fullmatch(entry.name)
+            if not match or match[1] != prefix or not entry.is_file(follow_symlinks=False):
+                continue
+            with contextlib.suppress(OSError), open(entry.path, "rb+") as leftover:  # another user's may not be opened
+                old = abs(time.time() - os.fstat(leftover.fileno()).st_mtime) > _FRESH_S
+                if old and _lock(leftover.fileno(), alone=True):
+                    os.unlink(entry.path)
 
 
 def write_atomic(path: Path, content: bytes | Callable[[Path], None]) -> None:

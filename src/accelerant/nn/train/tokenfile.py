@@ -150,7 +150,7 @@ class TokenWriter:
     """Writes a token file in parts, under a temporary name until `finish`; a context manager.
 
     Leaving without `finish` removes the file: a reader never sees an incomplete one. A process that is killed
-    (SIGTERM, SIGKILL) leaves its temporary file, ".NAME.PROCESS.RANDOM.tmp".
+    (SIGTERM, SIGKILL) leaves its temporary file, which the next writer of the path removes.
 
     Args:
         path: an existing file of that name stays until `finish`.
