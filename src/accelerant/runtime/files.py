@@ -1,25 +1,33 @@
-"""Atomic file writes, and JSON that is safe to read from untrusted files.
+"""Atomic file writes, and readers that are safe for untrusted files.
 
 write_atomic(path, text.encode())            # readers see the old file or the new one
 with AtomicFile(path) as file:               # the same in several writes
 file.write(header)
-settings = decode_json(path.read_bytes())
+record = typed(Record, decode_json(text))    # every field has its type
+print(printable(record.source))              # no control character reaches the terminal
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import json
 import os
 import re
 import time
-from collections.abc import Callable
+import types
+import typing
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-__all__ = ["MAX_DEPTH", "AtomicFile", "JsonRecord", "decode_json", "temporary_path", "write_atomic"]
+__all__ = [
+    "MAX_DEPTH", "AtomicFile", "JsonRecord", "clipped", "decode_json", "printable", "temporary_path", "typed",
+    "write_atomic",
+]  # fmt: skip
 
 MAX_DEPTH = 100
 """Levels of arrays and objects that `decode_json` reads; real files have fewer than ten."""
@@ -170,3 +178,76 @@ def decode_json(text: str | bytes) -> Any:
             if depth > MAX_DEPTH:
                 raise ValueError(f"more than {MAX_DEPTH} levels of arrays and objects")
     return json.loads(decoded)
+
+
+_WORDS = {int: "a whole number of at most 63 bits", float: "a number", bool: "true or false", str: "text"}
+_hints = functools.cache(typing.get_type_hints)
+
+
+def typed(kind: Any, value: object, name: str = "the value") -> Any:
+    """Return a JSON value as a type, every part of it checked; raise ValueError, which names the part, if it is none.
+
+    Args:
+        kind: a dataclass, dict[str, X], list[X], tuple[X, Y], tuple[X, ...], a Literal of strings, a union, int, float,
+            bool, str, None, or Any. A whole number is a float, too; a boolean is no number.
+        name: of the value, for messages.
+    """
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return _record(kind, typed(dict[str, Any], value, name), name)
+    if kind is Any or (kind is types.NoneType and value is None):
+        return value
+    if origin is types.UnionType:
+        for option in inner:
+            with contextlib.suppress(ValueError):
+                return typed(option, value, name)
+    elif origin is typing.Literal and isinstance(value, str) and value in inner:
+        return value
+    elif origin in (dict, Mapping) and isinstance(value, dict):
+        return {key: typed(inner[1], item, f"{name}[{clipped(key)}]") for key, item in value.items()}
+    elif origin in (list, tuple) and isinstance(value, list):
+        every = [inner[0]] * len(value) if origin is list or inner[-1] is Ellipsis else inner
+        if len(every) == len(value):
+            return origin(typed(each, value[i], f"{name}[{i}]") for i, each in enumerate(every))
+    elif kind in _WORDS and (type(value) is kind or (kind is float and type(value) is int)) and _fits(value):
+        return kind(value)  # type: ignore[call-arg]
+    raise ValueError(f"{name} must be {_words(kind)}, got {clipped(value)}")
+
+
+def _record(kind: Any, given: dict[str, Any], name: str) -> Any:
+    """Return a dataclass of JSON values; raise ValueError for one that is missing, unknown or of another type."""
+    hints = _hints(kind)
+    needed = {
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+    for what, names in (("lacks the", needed - given.keys()), ("has an unknown", given.keys() - hints.keys())):
+        if names:
+            raise ValueError(f"{name} {what} field {clipped(min(names))}")
+    return kind(**{field: typed(hints[field], value, field) for field, value in given.items()})
+
+
+def _fits(value: object) -> bool:
+    return not isinstance(value, int) or abs(value) < 1 << 63
+
+
+def _words(kind: Any) -> str:
+    """Return a type in words, for messages."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Literal):
+        return " or ".join(repr(part) if isinstance(part, str) else _words(part) for part in inner)
+    if origin in (list, tuple):
+        return "a list" if origin is list or inner[-1] is Ellipsis else f"a list of {len(inner)} values"
+    return "null" if kind is types.NoneType else _WORDS.get(kind, "an object")
+
+
+def clipped(value: object, length: int = 80) -> str:
+    """Return the start of a value's representation, for messages about untrusted values."""
+    text = repr(value[:length] if isinstance(value, str) else value)
+    return text if len(text) <= length else f"{text[:length]}..."
+
+
+def printable(text: str) -> str:
+    """Return a text with its control characters, line ends and unpaired surrogates as escapes, in one line."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)

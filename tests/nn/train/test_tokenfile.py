@@ -108,6 +108,51 @@ def test_torn_and_foreign_files_are_refused(tmp_path):
     assert not is_token_file(tmp_path)
 
 
+def describe(path, **changes):
+    """Rewrite a token file's header with other fields, checksum included; None removes a field."""
+    data = path.read_bytes()
+    length = struct.unpack_from("<I", data, 12)[0]
+    fields = {**json.loads(data[48 : 48 + length]), **changes}
+    text = json.dumps({name: value for name, value in fields.items() if value is not None}).encode()
+    header = struct.pack("<8sII32s", b"ACLTOKEN", 1, len(text), hashlib.sha256(text).digest()) + text
+    path.write_bytes(header.ljust(4096, b"\0") + data[4096:])
+
+
+CRAFTED = [
+    *({"dtype": kind} for kind in ("object", "O", "V8", "<U1", "int64", "float16", "u2", "datetime64[s]", "", [1], 7)),
+    *({"count": value} for value in (0, -250, "500", 500.0, True, [500], 10**30, 1 << 63, float("nan"))),
+    *({"vocab_size": value} for value in (0, -1, (1 << 32) + 1, "256", 256.0, {}, False)),
+    *({"documents": -1}, {"text_bytes": "17"}, {"source": ["here"]}, {"tokenizer": 3}, {"sha256": {"a": 1}}),
+    *({"dtype": "object", "count": 125}, {"dtype": "float64", "count": 125}),
+    *({"sha256": None}, {"dtype": None}, {"further": 1}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", CRAFTED, ids=str)
+def test_a_crafted_header_is_refused_before_anything_is_mapped(tmp_path, changes):
+    path = tmp_path / "a.tokens"
+    write(path, np.arange(500))
+    describe(path)
+    TokenFile(path)  # the helper itself leaves a good file
+    describe(path, **changes)
+    with pytest.raises(FormatError, match=rf"token file .*({next(iter(changes))}|torn|digits)") as raised:
+        TokenFile(path)
+    assert len(str(raised.value)) < 500
+
+
+def test_tokens_beyond_the_vocabulary_are_refused_where_they_are_used(tmp_path):
+    path = tmp_path / "a.tokens"
+    write(path, np.full(500, 999))
+    describe(path, vocab_size=256)
+    file = TokenFile(path)
+    with pytest.raises(FormatError, match=r"a\.tokens is damaged: token 999 is not below its vocabulary's size, 256"):
+        file.verify()
+    config = TrainConfig(steps=2, batch_size=2, context=16, device="cpu", predict_memory=False)
+    for data, validation in ((path, None), (np.zeros((4, 16), np.int64), path)):
+        with pytest.raises(FormatError, match="is damaged: token 999"):
+            fit(small_gpt(256), data, None if data is path else data, config, validation=validation)
+
+
 def test_an_altered_token_is_found_when_all_is_read(tmp_path):
     path = tmp_path / "a.tokens"
     write(path, np.arange(500))

@@ -282,6 +282,9 @@ def _mapped(path: Path, tokenizer_from: Path | None) -> TokenizedText:
         tokenizer = load_bpe(source)
         if tokenizer_hash(tokenizer) != file.info.tokenizer:
             raise FormatError(f"{source} is not the tokenizer that {path} was made with: prepare it again")
+    if file.info.vocab_size != tokenizer.vocab_size:
+        sizes = f"{file.info.vocab_size:,} tokens, its tokenizer {tokenizer.vocab_size:,}"
+        raise FormatError(f"token file {path} has a vocabulary of {sizes}: prepare it again")
     count = min(len(file) // _HELD_OUT_TOKENS[0], _HELD_OUT_TOKENS[1])
     train, held_out = file.tokens[: len(file) - count], file.tokens[len(file) - count :]
     info = file.info

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.environment import forked_random
-from accelerant.nn.train.tokenfile import TokenFile, Tokens
+from accelerant.nn.train.tokenfile import TokenFile, Tokens, require_tokens
 
 __all__ = [
     "Batch", "Data", "Source", "TokenSource", "even_starts", "gather", "halves", "make_source", "permutation",
@@ -386,16 +386,20 @@ class TokenSource(Source):
         fingerprint: differs for other tokens.
         part: the tokens' name, for messages.
         evaluation_tokens: number of tokens to read in an evaluation; 0 for all.
+
+    Attributes:
+        vocab_size: every token of a batch must be below it, else FormatError is raised; None for no check.
     """
 
     unit = "tokens"
+    vocab_size: int | None = None
 
     def __init__(
         self, tokens: Tokens, config: TrainConfig, *, fingerprint: str, part: str = "training",
         evaluation_tokens: int = 0,
     ) -> None:  # fmt: skip
         require_windows(tokens, config.context, part)
-        self._tokens, self._fingerprint, self._config = tokens, fingerprint, config
+        self._tokens, self._fingerprint, self._config, self._part = tokens, fingerprint, config, part
         self._evaluated = max(1, (evaluation_tokens or len(tokens)) // config.context)
         self.size, self.per_step = len(tokens), config.batch_size * config.context
         self.micro_batch = config.micro_batch
@@ -410,22 +414,28 @@ class TokenSource(Source):
         """Iterate disjoint windows, spread evenly over the tokens if an evaluation does not read all of them."""
         starts = self._starts()
         for start in range(0, len(starts), rows):
-            yield halves(gather(self._tokens, starts[start : start + rows], self._config.context))
+            yield self._windows(gather(self._tokens, starts[start : start + rows], self._config.context))
 
     def rows(self) -> int | None:
         return len(self._starts())
 
     def example(self) -> Batch:
-        return halves(gather(self._tokens, np.zeros(self._config.micro_batch, np.int64), self._config.context))
+        return self._windows(gather(self._tokens, np.zeros(self._config.micro_batch, np.int64), self._config.context))
 
     def _starts(self) -> NDArray[np.int64]:
         return even_starts(self._tokens, count=self._evaluated, context=self._config.context)
 
     def _batch(self, step: int) -> Batch:
         config = self._config
-        return halves(
+        return self._windows(
             random_windows(self._tokens, seed=config.seed, step=step, count=config.batch_size, context=config.context)
         )
+
+    def _windows(self, windows: NDArray[np.int64]) -> Batch:
+        """Return the inputs and targets of windows whose tokens are in the vocabulary."""
+        if self.vocab_size is not None:
+            require_tokens(windows, self.vocab_size, f"the {self._part} part")
+        return halves(windows)
 
 
 def make_source(data: Data, targets: Data | None, config: TrainConfig) -> Source:
@@ -441,7 +451,9 @@ def make_source(data: Data, targets: Data | None, config: TrainConfig) -> Source
     if isinstance(data, TokenFile | DataLoader | Dataset) and targets is not None:
         raise ConfigError(f"a {type(data).__name__} has its own targets: leave targets out")
     if isinstance(data, TokenFile):
-        return TokenSource(data.tokens, config, fingerprint=data.info.sha256, part=str(data.path))
+        source = TokenSource(data.tokens, config, fingerprint=data.info.sha256, part=str(data.path))
+        source.vocab_size = data.info.vocab_size
+        return source
     if isinstance(data, IterableDataset):
         data = DataLoader(data, batch_size=config.micro_batch)
     if isinstance(data, DataLoader):

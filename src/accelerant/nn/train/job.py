@@ -217,6 +217,8 @@ class _TextRun:
         callbacks = [_ProgressCallback(progress, self._device_name), extension]
         self._trainer = Trainer(self._model, config, callbacks=callbacks)
         self._training = self._source(text.train, "training") if source is None else source
+        if isinstance(self._training, TokenSource):
+            self._training.vocab_size = vocab_size
         self._trainer.step = extension.attach(self._trainer)
 
     def description(self) -> dict[str, Any]:
@@ -256,7 +258,9 @@ class _TextRun:
 
     def _source(self, tokens: Tokens, part: str, evaluated: int = 0) -> TokenSource:
         config, sha256 = self._trainer.config, self._text.sha256
-        return TokenSource(tokens, config, fingerprint=sha256, part=part, evaluation_tokens=evaluated)
+        source = TokenSource(tokens, config, fingerprint=sha256, part=part, evaluation_tokens=evaluated)
+        source.vocab_size = self._shape.vocab_size
+        return source
 
     def _interrupted(self, done: int, number: int) -> Outcome:
         summary = {

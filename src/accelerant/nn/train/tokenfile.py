@@ -20,15 +20,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from accelerant.errors import ConfigError, FormatError
-from accelerant.runtime.files import AtomicFile, decode_json
+from accelerant.runtime.files import AtomicFile, decode_json, typed
 
-__all__ = ["BYTES", "TokenFile", "TokenFileInfo", "TokenWriter", "Tokens", "is_token_file", "token_dtype"]
+__all__ = [
+    "BYTES", "TokenFile", "TokenFileInfo", "TokenWriter", "Tokens", "is_token_file", "require_tokens", "token_dtype",
+]  # fmt: skip
 
 Tokens = NDArray[np.uint16 | np.uint32]
 
@@ -102,16 +104,19 @@ class TokenFile:
         return f"TokenFile({str(self.path)!r}: {info.count:,} tokens of {info.vocab_size:,}, {info.dtype})"
 
     def verify(self, watch: Callable[[float], None] = lambda _share: None) -> None:
-        """Read all tokens; raise FormatError unless they have their checksum."""
+        """Read all tokens; raise FormatError unless they are in the vocabulary and have their checksum."""
         digest, done, size = hashlib.sha256(), 0, self.tokens.nbytes
+        largest = np.zeros(1, self.tokens.dtype)
         with self.path.open("rb") as file:  # not through the map, whose pages count as this process's memory
             file.seek(_HEADER)
             while data := file.read(_CHUNK):
                 digest.update(data)
+                np.maximum(largest, np.frombuffer(data, self.tokens.dtype).max(), out=largest)
                 done += len(data)
                 watch(min(1.0, done / size))
         if digest.hexdigest() != self.info.sha256:
             raise FormatError(f"{self.path} is damaged: its tokens do not match their checksum; prepare it again")
+        require_tokens(largest, self.info.vocab_size, str(self.path))
 
 
 def _read_info(path: Path) -> TokenFileInfo:
@@ -134,16 +139,25 @@ def _read_info(path: Path) -> TokenFileInfo:
     if hashlib.sha256(text).digest() != digest:
         raise FormatError(f"token file {path} is damaged: its header does not match its checksum")
     try:
-        info = TokenFileInfo(**decode_json(text))
-        width = np.dtype(info.dtype).itemsize
-    except (ValueError, TypeError) as error:
+        info: TokenFileInfo = typed(TokenFileInfo, decode_json(text), "the header")
+    except ValueError as error:
         raise FormatError(f"token file {path} describes itself in another way: {error}") from None
-    wanted = _HEADER + info.count * width
+    bounds = {"count": (1, 1 << 62), "vocab_size": (1, 1 << 32), "documents": (0, 1 << 62), "text_bytes": (0, 1 << 62)}
+    for name, (least, most) in bounds.items():
+        if not least <= getattr(info, name) <= most:
+            raise FormatError(f"token file {path}: {name} must be {least} to {most}, got {getattr(info, name)}")
+    wanted = _HEADER + info.count * np.dtype(info.dtype).itemsize
     if size != wanted:
         raise FormatError(f"token file {path} is torn: {size:,} bytes, {info.count:,} tokens need {wanted:,}")
-    if info.count < 1:
-        raise FormatError(f"token file {path} holds no tokens")
     return info
+
+
+def require_tokens(tokens: NDArray[Any], vocab_size: int, origin: str) -> None:
+    """Raise FormatError unless every token is in the vocabulary: an embedding would read memory beyond its rows."""
+    if tokens.size and int(tokens.max()) >= vocab_size:
+        raise FormatError(
+            f"{origin} is damaged: token {int(tokens.max())} is not below its vocabulary's size, {vocab_size}"
+        )
 
 
 class TokenWriter:

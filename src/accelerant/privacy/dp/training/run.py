@@ -17,13 +17,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from accelerant.errors import BudgetExceeded, ConfigError
 from accelerant.nn.train.callbacks import Curve, Extension, Step
 from accelerant.nn.train.config import RunConfig, TrainConfig
-from accelerant.nn.train.data import Batch, Source, TokenSource, gather, halves
+from accelerant.nn.train.data import Batch, Source, TokenSource, gather
 from accelerant.nn.train.folder import RunFolder
 from accelerant.nn.train.step import StepResult
 from accelerant.nn.train.tokenfile import Tokens, is_token_file
@@ -34,7 +36,7 @@ from accelerant.privacy.dp.ledger.events import Event, check_number
 from accelerant.privacy.dp.sampling import DrawnBatch
 from accelerant.privacy.dp.training.private import PrivateTraining, make_private
 from accelerant.privacy.dp.training.step import PrivateStep
-from accelerant.runtime.files import write_atomic
+from accelerant.runtime.files import typed, write_atomic
 
 __all__ = ["PrivateRun", "PrivateSettings", "WindowSource", "split_draw"]
 
@@ -107,8 +109,8 @@ class PrivateRun(Extension):
     def of(cls, description: Mapping[str, Any]) -> PrivateRun:
         """Return the run that config.json describes; ConfigError if a setting is missing, unknown or invalid."""
         try:
-            return cls(PrivateSettings(**description["settings"]))
-        except (KeyError, TypeError) as error:
+            return cls(typed(PrivateSettings, description["settings"], "settings"))
+        except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"config.json does not say how the run is private: {error}") from None
 
     # --- before the run ----------------------------------------------------------------------------------------------
@@ -357,16 +359,16 @@ class _TrainerStep:
 
 
 class _Windows:
-    """Disjoint windows of tokens, by number."""
+    """Disjoint windows of tokens, by number; `halved` makes them inputs and targets."""
 
-    def __init__(self, tokens: Tokens, context: int) -> None:
-        self._tokens, self._context = tokens, context
+    def __init__(self, tokens: Tokens, context: int, halved: Callable[[NDArray[np.int64]], Batch]) -> None:
+        self._tokens, self._context, self._halved = tokens, context, halved
 
     def __len__(self) -> int:
         return len(self._tokens) // (self._context + 1)
 
     def __getitem__(self, index: Tensor) -> Batch:
-        return halves(gather(self._tokens, index.numpy() * (self._context + 1), self._context))
+        return self._halved(gather(self._tokens, index.numpy() * (self._context + 1), self._context))
 
 
 class WindowSource(TokenSource):
@@ -384,7 +386,7 @@ class WindowSource(TokenSource):
     def __init__(self, tokens: Tokens, config: TrainConfig, fingerprint: str) -> None:
         super().__init__(tokens, config, fingerprint=fingerprint)
         self.micro_batch = None  # the draws are split here
-        self._data = _Windows(tokens, config.context)
+        self._data = _Windows(tokens, config.context, self._windows)
         self._rows = config.micro_batch
         self.windows = len(self._data)
         self.rate = config.batch_size / max(1, self.windows)
