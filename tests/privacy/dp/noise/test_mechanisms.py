@@ -1,6 +1,7 @@
 """Noise on tensors and releases: what is added, what is recorded, what is refused."""
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from accelerant.errors import BudgetExceeded, ConfigError, UnsupportedDtype
 from accelerant.privacy import dp
+from accelerant.privacy.dp.noise.noisy_sum import NoisySum
 
 
 @pytest.mark.parametrize("secure", [True, False])
@@ -87,6 +89,93 @@ def test_values_come_back_as_they_came():
     assert torch.equal(given, torch.ones(4))
 
 
+FAR_APART = [
+    (1_000_000_031.0, 1_000_000_033.0),
+    ([1_000_000_031.0], [1_000_000_033.0]),
+    (-(2.0**52) - 1, -(2.0**52) + 1),
+    (1e11 + 0.25, 1e11 - 1.75),
+    (2**61 + 1, 2**61 + 3),
+    (10**30, 10**30 + 2),
+    ([2**63, -1], [2**63 + 2, -1]),
+    (np.uint64(2**64 - 101), np.uint64(2**64 - 103)),
+    (torch.tensor([2**62 - 1]), torch.tensor([2**62 + 1])),
+]
+
+
+@pytest.mark.parametrize("mechanism", ["laplace", "gaussian"])
+@pytest.mark.parametrize("pair", FAR_APART, ids=lambda pair: repr(pair[0]))
+@pytest.mark.usefixtures("fixed_entropy")
+def test_neighbours_are_told_apart_no_better_than_epsilon_allows(pair, mechanism):
+    """The best test for two values: which side of their mean the answer is on. Nothing but the noise moves it."""
+    strength = {"epsilon": 0.5, "delta": 1e-6} if mechanism == "gaussian" else {"epsilon": 0.5}
+    if mechanism == "gaussian":
+        strength = {"noise_multiplier": 2.0}
+    exact = [each[0] if isinstance(each, list | torch.Tensor) else each for each in pair]
+    exact = [Fraction(int(each)) if not isinstance(each, float) else Fraction(each) for each in exact]
+    middle, above, errors = sum(exact) / 2, [], []
+    for value, number in zip(pair, exact, strict=True):
+        found = [dp.release(value, mechanism=mechanism, sensitivity=2.0, **strength) for _ in range(150)]
+        found = [each[0] if isinstance(each, list | torch.Tensor) else each for each in found]
+        found = [Fraction(each) if isinstance(each, float) else Fraction(int(each)) for each in found]
+        above.append(sum(each > middle for each in found) / 150)
+        errors += [float(each - number) for each in found]
+    scale = 4.0 * (2**0.5 if mechanism == "laplace" else 1.0)
+    assert np.std(errors) == pytest.approx(scale, rel=0.25)  # 300 draws, 4 deviations
+    assert abs(np.mean(errors)) < 4 * scale / 300**0.5
+    # P(above) is 0.61 and 0.39 for Laplace noise of b = 4, 0.60 and 0.40 for Gaussian noise of 4: 0.04 is a deviation.
+    assert 0.05 < abs(above[0] - above[1]) < 0.45
+
+
+def test_whole_numbers_end_at_the_limits_of_their_dtype():
+    options = {"mechanism": "laplace", "sensitivity": 1, "epsilon": 0.01}
+    for top in (np.iinfo(np.int64).max, np.iinfo(np.int64).min):
+        found = dp.release(np.full(50, top), **options)
+        assert found.dtype == np.int64
+        assert ((found == top) | (abs(found.astype(object) - top) < 20_000)).all()
+        assert (found == top).any()
+    assert dp.release(torch.tensor([3, 250], dtype=torch.uint8), **options).dtype == torch.uint8
+
+
+def test_wide_noise_on_whole_numbers_has_a_coarser_grid():
+    found = dp.release([10**12] * 40, mechanism="gaussian", sensitivity=10**9, noise_multiplier=100.0)
+    assert all(isinstance(each, int) for each in found)
+    assert np.std(np.array(found, float)) == pytest.approx(1e11, rel=0.5)
+
+
+# --- the delta of the discrete Gaussian, by its exact privacy loss ---------------------------------------------------
+
+
+def exact_delta(plan, sensitivity, epsilon):
+    """The largest delta at epsilon of one number plus discrete Gaussian noise, over the distances of two neighbours."""
+    sigma = plan.scale / plan.grid
+    reach = int(14 * sigma)
+    z = np.arange(-reach, reach + 1)
+    p = np.exp(-0.5 * (z / sigma) ** 2)
+    p /= p.sum()
+    most = sensitivity / plan.grid
+    steps = int(most) + (most != int(most))  # rounding takes two numbers apart to the next step
+    return max(
+        float(np.maximum(p[s:] - math.exp(epsilon) * p[: len(p) - s], 0).sum() + p[:s].sum()) for s in {steps, 1}
+    )
+
+
+ASKED = [
+    pytest.param(*strength, *query, marks=[] if strength == (1.0, 1e-6) and query == (7, 1) else pytest.mark.slow)
+    for strength in ((0.1, 1e-3), (0.5, 1e-9), (1.0, 1e-6), (4.0, 1e-6), (8.0, 1e-3))
+    for query in ((7, 1), (7, 3), (0.3, 1.0), (0.3, 0.7))
+]
+
+
+@pytest.mark.parametrize(("epsilon", "delta", "value", "sensitivity"), ASKED)
+def test_the_exact_delta_is_within_the_one_asked(monkeypatch, epsilon, delta, value, sensitivity):
+    plans = []
+    monkeypatch.setattr(NoisySum, "add_", lambda self, tensors, plan, factor: plans.append(plan))
+    ledger = dp.Ledger()
+    dp.release(value, mechanism="gaussian", sensitivity=sensitivity, epsilon=epsilon, delta=delta, ledger=ledger)
+    assert exact_delta(plans[0], sensitivity, epsilon) <= delta
+    assert ledger.epsilon(delta) <= epsilon
+
+
 def test_a_release_past_the_budget_draws_nothing():
     ledger = dp.Ledger(budget=dp.Budget(1.0, 1e-6))
     dp.release(1.0, mechanism="laplace", sensitivity=1.0, epsilon=0.8, ledger=ledger)
@@ -122,8 +211,12 @@ def test_values_that_cannot_be_released():
         dp.release(float("nan"), **options)
     with pytest.raises(ConfigError, match="real numbers"):
         dp.release(torch.tensor([True]), **options)
-    with pytest.raises(ConfigError, match=r"2\^53"):
-        dp.release(torch.tensor([2**60]), **options)
+    with pytest.raises(ConfigError, match=r"past 2\^53 do not go with floats"):
+        dp.release([2**60 + 1, 0.5], **options)
+    with pytest.raises(ConfigError, match="real numbers of at most 64 bits, got"):
+        dp.release(np.zeros(2, np.longdouble), **options)
+    with pytest.raises(ConfigError, match="int or float, got Fraction"):
+        dp.release(Fraction(1, 3), **options)
     with pytest.raises(UnsupportedDtype, match="int64"):
         dp.gaussian_noise_(torch.zeros(2, dtype=torch.int64), 1.0)
     with pytest.raises(ConfigError, match="needs the sensitivity"):

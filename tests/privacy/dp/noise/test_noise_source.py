@@ -90,12 +90,20 @@ def test_halves_go_to_the_even_step():
     assert x.tolist() == [0.0, 2.0, 2.0, 0.0, -2.0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_is_out_of_range_saturates_and_nothing_wraps(dtype):
-    x = torch.tensor([math.inf, -math.inf, math.nan, 1e30, -1e30, 2.0**70], dtype=dtype)
+def test_float64_gets_its_noise_at_any_magnitude():
+    """The result is the exact sum of the value on the grid and the noise, rounded once."""
+    held = [2.0**47 + 0.75, -(2.0**52) - 1.0, 2.0**60, 1e300, 0.1, math.nan]
+    x, noise = torch.tensor(held, dtype=torch.float64), torch.tensor([3, -5, 2**20 + 1, 7, -1, 9])
+    add_steps(x, noise, 0.5, 1.0)
+    on_grid = [round(Fraction(each) * 2) / Fraction(2) for each in held[:5]] + [Fraction(0)]
+    assert x.tolist() == [float(each + Fraction(z, 2)) for each, z in zip(on_grid, noise.tolist(), strict=True)]
+
+
+def test_what_is_out_of_range_saturates_and_nothing_wraps():
+    x = torch.tensor([math.inf, -math.inf, math.nan, 1e30, -1e30, 2.0**70])
     secure().add_gaussian_([x], 1000.0, grid=1.0)
-    steps = torch.tensor([1.0, -1.0, 0.0, 1.0, -1.0, 1.0], dtype=dtype) * RANGE
-    assert (x - steps).abs().max() < 20_000 + RANGE * torch.finfo(dtype).eps
+    steps = torch.tensor([1.0, -1.0, 0.0, 1.0, -1.0, 1.0]) * RANGE
+    assert (x - steps).abs().max() < 20_000 + RANGE * torch.finfo(torch.float32).eps
     y = x.clone()
     y[:] = math.inf
     add_steps(y, torch.full((6,), 2**31, dtype=torch.int64), 1.0, 1.0)

@@ -170,8 +170,8 @@ class Release(NamedTuple):
 def release_of(event: Event) -> Release:
     """Return the parameters that determine the cost of one release of an event.
 
-    A shuffled or unknown draw counts as if all records were used. A discrete Gaussian on a fine grid is within its
-    charged delta of the continuous one.
+    A shuffled or unknown draw counts as if all records were used. A discrete Gaussian's noise multiplier is that of a
+    continuous one which, with the charged delta, costs no less (`noisy_sum.widened`).
     """
     mechanism = "gaussian" if event.mechanism == "discrete_gaussian" else event.mechanism
     return Release(mechanism, min(event.noise_multiplier, _MAX_NOISE), event.sample_rate if event.amplified else 1.0)

@@ -199,8 +199,8 @@ def _remarks(events: tuple[Event, ...], datasets: int, *, chosen_by_default: boo
         )
     if any(event.mechanism == "discrete_gaussian" for event in done):
         yield (
-            "The discrete Gaussian is accounted as the continuous one of its deviation: exact in Renyi divergence; in "
-            "privacy loss distributions for grids far below the deviation."
+            "The discrete Gaussian is accounted as the continuous one of the recorded multiplier: the noise is wider "
+            "by what the grid adds (Peikert 2010, theorem 3.1). Events recorded by hand must allow for it themselves."
         )
     if any(event.mechanism == "discrete_laplace" for event in done):
         yield "The discrete Laplace is accounted by its pure epsilon alone, which holds on every grid."

@@ -9,7 +9,7 @@ deviation (Canonne, Kamath and Steinke 2020, arXiv:2004.00010, Proposition 5). F
 continuous Gaussian of variance sigma^2 - r^2 and rounding at random to the integers by a discrete Gaussian of deviation
 r gives the discrete Gaussian of deviation sigma, within the smoothing error of r (Peikert 2010, "An efficient and
 parallel Gaussian sampler for lattices", Theorem 3.1). So it is at least as private as the continuous one of deviation
-sqrt(sigma^2 - r^2): Charge.std, with r = 1.58 steps.
+sqrt(sigma^2 - r^2): Charge.std, with r = 1.58 steps. That is the deviation in the ledger (noisy_sum.py).
 
 Delta. The draws differ from the discrete Gaussian in two ways:
 

@@ -52,7 +52,7 @@ ROWS = 192  # the most tensors of a launch of the CUDA kernel, whose arguments h
 PHILOX_THREADS = 256
 PHILOX_GROUP = 1024  # elements of a group of philox_add
 SHARED_BYTES = (512 * 32 + 3 * 512 * 4) * 4
-RANGE = 2.0**46  # grid steps at which a value saturates before noise is added
+RANGE = 2.0**46  # grid steps at which a value saturates before noise is added, unless it is float64
 KINDS = {"float32": "VALUE_FLOAT", "bfloat16": "VALUE_BFLOAT16", "float16": "VALUE_FLOAT16", "int64": "VALUE_STEPS"}
 
 _COMMON = ("*u32", "*u64", "*u32", "*", "i64", "i32", "i32", "i32", "i32", "u32")
@@ -134,11 +134,17 @@ def fused_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
 
 def add_steps(x: Tensor, noise: Tensor | None, grid: float, scale: float) -> None:
     """Replace x by (round(x / grid) + noise) * grid * scale with torch's functions; noise: int64, or None for none."""
-    real = torch.float64 if x.dtype == torch.float64 else torch.float32
     x = x.detach()
-    steps = (x.to(real) * (1 / grid)).round_().nan_to_num_(nan=0.0, posinf=RANGE, neginf=-RANGE).clamp_(-RANGE, RANGE)
-    total = steps.to(torch.int64) if noise is None else steps.to(torch.int64) + noise
-    x.copy_(total.to(real) * (grid * scale))
+    if x.dtype == torch.float64:
+        # A float64 past 2^53 steps is a multiple of the grid already. Products by the grid, a power of two, are exact,
+        # and the sum is rounded once, so the result depends on the exact sum alone; nothing saturates.
+        held = x.nan_to_num(nan=0.0)
+        total = torch.where(held.abs() < 2.0**53 * grid, (held * (1 / grid)).round_() * grid, held)
+        x.copy_((total if noise is None else total + noise.to(torch.float64) * grid) * scale)
+        return
+    steps = x.to(torch.float32) * (1 / grid)
+    steps = steps.round_().nan_to_num_(nan=0.0, posinf=RANGE, neginf=-RANGE).clamp_(-RANGE, RANGE).to(torch.int64)
+    x.copy_((steps if noise is None else steps + noise).to(torch.float32) * (grid * scale))
 
 
 def gaussian_add(

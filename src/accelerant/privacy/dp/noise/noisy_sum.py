@@ -3,7 +3,8 @@
     released = (sum + noise) * scale,   noise of scale noise_multiplier * (C + s)
 
 C bounds one example's contribution to the sum (its L2 norm for Gaussian noise, its L1 norm for Laplace), s is added by
-rounding to the grid. The noise is widened by s, so that the multiplier in the ledger is the requested one.
+rounding to the grid. The noise is widened by s, and the discrete Gaussian by what it costs more than the continuous one
+(`widened`), so that the multiplier in the ledger is the requested one.
 Source: Mironov 2012 (doi:10.1145/2382196.2382264) on grids; Canonne, Kamath and Steinke 2020, arXiv:2004.00010, on the
 discrete Gaussian.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
@@ -21,9 +22,10 @@ from accelerant.errors import ConfigError
 from accelerant.privacy.dp.ledger import Ledger
 from accelerant.privacy.dp.ledger.events import Event, Mechanism, Sampling, check_number
 from accelerant.privacy.dp.noise import FastSource, NoiseSource, SecureSource
-from accelerant.privacy.dp.noise.charge import charge, choose_grid, laplace_charge
+from accelerant.privacy.dp.noise.charge import Charge, charge, choose_grid, laplace_charge
+from accelerant.privacy.dp.noise.discrete import SMOOTH
 
-__all__ = ["Kind", "NoisePlan", "NoisySum", "delta_of", "grid_of", "make_source", "require_clipped_unit", "rounding_of"]
+__all__ = ["Kind", "NoisePlan", "NoisySum", "charge_of", "grid_of", "make_source", "require_clipped_unit"]
 
 Kind = Literal["gaussian", "laplace"]
 _CHARGES = {"gaussian": charge, "laplace": laplace_charge}
@@ -84,10 +86,15 @@ class NoisySum:
             plan = NoisePlan(multiplier * sensitivity, 0.0, 0.0)
             if plan.scale and self.source.secure and self.dimensions:
                 grid = grid_of(self.kind, plan.scale, sensitivity, self.dimensions)
-                scale = multiplier * (sensitivity + rounding_of(self.kind, plan.scale, grid, self.dimensions))
-                plan = NoisePlan(scale, grid, delta_of(self.kind, scale, grid, self.dimensions))
+                bound = sensitivity + charge_of(self.kind, plan.scale, grid, self.dimensions).sensitivity
+                plan = self.planned(multiplier * bound, grid)
             self._plans = {key: plan}
         return self._plans[key]
+
+    def planned(self, scale: float, grid: float) -> NoisePlan:
+        """Return noise on a grid that costs no more than continuous noise of this scale, and the delta it charges."""
+        scale = widened(self.kind, scale, grid)
+        return NoisePlan(scale, grid, charge_of(self.kind, scale, grid, self.dimensions).delta)
 
     def add_(self, tensors: Sequence[Tensor], plan: NoisePlan, factor: float) -> None:
         """Add the noise and multiply by a factor, in place."""
@@ -117,15 +124,20 @@ def grid_of(kind: Kind, scale: float, sensitivity: float, dimensions: int) -> fl
     return choose_grid(scale, sensitivity, dimensions**2 if kind == "laplace" else dimensions)
 
 
-def rounding_of(kind: Kind, scale: float, grid: float, dimensions: int) -> float:
-    """Return the sensitivity that rounding to the grid adds."""
-    return _CHARGES[kind](scale, grid, dimensions).sensitivity
+def widened(kind: Kind, scale: float, grid: float) -> float:
+    """Return the scale of discrete noise that is accounted as continuous noise of `scale`: its `Charge.std`.
 
-
-def delta_of(kind: Kind, scale: float, grid: float, dimensions: int) -> float:
-    """Return the delta that tails, tables and smoothing charge, as in Event.
-
-    Rounded up to a power of two, so that steps of an adaptive norm are equal events.
+    A discrete Laplace variable is exactly as private as the continuous one.
     """
-    delta = _CHARGES[kind](scale, grid, dimensions).delta
-    return min(1.0, 2.0 ** math.ceil(math.log2(delta))) if delta else 0.0
+    return math.hypot(scale, SMOOTH * grid) if kind == "gaussian" else scale
+
+
+def charge_of(kind: Kind, scale: float, grid: float, dimensions: int) -> Charge:
+    """Return the charge of a release, its delta rounded up to a power of two: an adaptive norm's steps are then equal.
+
+    On a grid of 0, which an insecure source has, nothing is charged.
+    """
+    if not grid:
+        return Charge(0.0, 0.0, scale, 0.0)
+    found = _CHARGES[kind](scale, grid, dimensions)
+    return replace(found, delta=min(1.0, 2.0 ** math.ceil(math.log2(found.delta)))) if found.delta else found

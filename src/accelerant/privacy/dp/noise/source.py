@@ -67,10 +67,10 @@ class SecureSource(NoiseSource):
         x <- (round(x / grid) + Z) * grid * scale
 
     Z is a discrete Gaussian of deviation std / grid (discrete.py; `charge` bounds the distance from exact), or a
-    discrete Laplace variable of scale scale_b / grid. x / grid is rounded to the nearest integer, halves to even;
-    beyond +-2^46 it saturates, and NaN counts as 0, so that the sum never wraps and every result is a multiple of the
-    grid. The sum, an integer of 64 bits, is converted once to float32 (for float64 tensors to float64), multiplied by
-    the public grid * scale, then rounded to the tensor's dtype.
+    discrete Laplace variable of scale scale_b / grid. x / grid is rounded to the nearest integer, halves to even; NaN
+    counts as 0. Beyond +-2^46 x / grid saturates (not in float64), so that the sum never wraps and every result is a
+    multiple of the grid. The sum, an integer, is converted once to float32 (for float64 tensors to float64), multiplied
+    by the public grid * scale, then rounded to the tensor's dtype.
 
     Args:
         stream: of the keystream; one with a fresh key by default.
