@@ -5,8 +5,10 @@ import importlib
 import os
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 
+import pytest
 import torch
 
 import accelerant.ops
@@ -41,8 +43,20 @@ def pytest_report_header():
     return None if HAS_GPU else NO_GPU
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(config, items):
-    """Deselect what needs a GPU where there is none: to skip its 3,000 tests one by one takes 10 s."""
+    """Move what `sample(n)` leaves out to the tier below, and deselect what needs a GPU where there is none.
+
+    Deselecting takes no time; to skip the 3,000 GPU tests one by one takes 10 s.
+    """
+    seen = Counter()
+    for item in items:
+        if mark := item.get_closest_marker("sample"):
+            tier = "soak" if item.get_closest_marker("slow") else "slow"
+            case = seen[item.function, tier]
+            seen[item.function, tier] += 1
+            if case % mark.args[0]:
+                item.add_marker(tier)
     if HAS_GPU:
         return
     config.hook.pytest_deselected(items=[item for item in items if "gpu" in item.keywords])

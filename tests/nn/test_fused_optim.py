@@ -100,6 +100,7 @@ def test_one_launch_for_all_groups(implementation):
     assert [row["calls"] for row in ledger().to_dict()["ops"]] == [1]
 
 
+@pytest.mark.sample(7)
 @EACH
 @pytest.mark.parametrize("fused", [False, True])
 def test_state_goes_to_torch_and_back(pair, fused):
@@ -301,6 +302,7 @@ def test_gradient_scaler():
     assert all(state["step"] == 3 for state in ours.state.values())
 
 
+@pytest.mark.sample(3)
 @EACH
 def test_copies_and_pickles(pair):
     ours, _, options = pair

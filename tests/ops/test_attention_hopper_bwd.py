@@ -51,6 +51,7 @@ def disassembled(code):
 # --- code ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dtype", HALF, **IDS)
@@ -68,6 +69,7 @@ def test_code_stays_in_its_budget(plan, dtype, causal):
     assert not re.search(r"C75\d\d", binary.log)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("part", PARTS[1:])
 @pytest.mark.parametrize("plan", PLANS, **IDS)
 def test_small_kernels_do_not_spill(plan, part):

@@ -148,6 +148,7 @@ def each_implementation():
             yield pytest.param(op, sample, dtype, implementation, id=name)
 
 
+@pytest.mark.sample(13)
 @pytest.mark.parametrize(("op", "sample", "dtype", "implementation"), list(each_implementation()))
 def test_matches_the_reference(op, sample, dtype, implementation, request):
     """Each that dispatch may choose: our kernels, and what a CPU without Triton's interpreter runs."""
@@ -172,6 +173,7 @@ def test_own_kernels_run_forward_and_backward(op, interpreted):
     assert set(ran.values()) <= {"triton"} | it.runs
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("op", WITH_KERNELS)
 def test_implementations_agree(op, interpreted):
     """What dispatch may fall back to gives the same as what it prefers."""
@@ -216,6 +218,7 @@ def fresh(arg):
     return arg.detach().clone().requires_grad_(arg.requires_grad) if isinstance(arg, torch.Tensor) else arg
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize(("op", "sample"), small_samples(limit=40))
 def test_gradcheck(op, sample):
     it = bound(op, sample, torch.float64)
@@ -265,16 +268,19 @@ def marked(first, others):
     return [pytest.param(*param.values, id=param.id, marks=each) for param, each in zip(OPCHECKED, marks, strict=True)]
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("op", "sample"), marked((), pytest.mark.slow))
 def test_opcheck(op, sample):
     opcheck(op, sample, ("test_schema", "test_autograd_registration", "test_faketensor"))
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(("op", "sample"), marked(pytest.mark.slow, SOAK))
 def test_opcheck_traces_for_any_size(op, sample):
     opcheck(op, sample, (TRACED,))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
 def test_second_derivative_in_low_precision(op):
     """create_graph=True takes another backward pass; the ledger says so, and the numbers are the reference's."""
@@ -291,6 +297,7 @@ def test_second_derivative_in_low_precision(op):
     assert op not in WITH_KERNELS or all(row["refused"] or row["implementation"] == "triton" for row in first)
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
 def test_compiles_to_one_graph(op, dynamic):
@@ -307,6 +314,7 @@ def test_compiles_to_one_graph(op, dynamic):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("op", OPS)
 def test_no_graph_without_gradient(op):
     it = parts(op)
@@ -390,6 +398,7 @@ def loss_of(call):
     return lambda *tensors: call(*tensors).square().sum()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("op", "way"), TRANSFORMED)
 def test_func_grad(op, way):
     tensors, call, reference = transformed_parts(op, way)
@@ -402,6 +411,7 @@ def test_func_grad(op, way):
     torch.testing.assert_close(*twice, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("op", "way"), TRANSFORMED)
 def test_func_jvp(op, way):
     tensors, call, reference = transformed_parts(op, way)
@@ -412,6 +422,7 @@ def test_func_jvp(op, way):
     same(dy, expected_dy)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("op", "way"), TRANSFORMED)
 def test_func_jacobians(op, way):
     tensors, call, reference = transformed_parts(op, way)
@@ -421,6 +432,7 @@ def test_func_jacobians(op, way):
     same(torch.func.jacfwd(call, places)(*tensors), expected)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("op", "way"), TRANSFORMED)
 def test_per_sample_gradients(op, way):
     """vmap(grad): a batch of the first tensor against the same others, as parameters are."""
@@ -435,6 +447,7 @@ def test_per_sample_gradients(op, way):
     same(actual, expected)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("op", "way", "place"),
     [
@@ -465,6 +478,7 @@ def test_forward_mode_keeps_the_tangent(op, way, place):
     same(*found)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
 def test_kernels_run_beside_tangents(op, interpreted):
     """Inside a level of forward mode, what carries no tangent runs as ever, with its gradient."""
@@ -492,6 +506,7 @@ def test_transform_of_something_else(op):
         same(one.grad, other.grad)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
 def test_batched_backward(op):
     tensors, call, reference = transformed_parts(op, "public")
@@ -557,6 +572,7 @@ def compiler(tmp_path_factory):
     stop()
 
 
+@pytest.mark.sample(13)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton has no wheel for this system")
 @pytest.mark.parametrize(
     ("which", "targets"),

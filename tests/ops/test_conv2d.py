@@ -195,6 +195,7 @@ PATCHES = [
 ]
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
     ("name", "x", "weight", "stride", "padding"),

@@ -31,6 +31,7 @@ def same(*args, rtol=1e-5, atol=1e-6, **options):
         torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol, equal_nan=True)
 
 
+@pytest.mark.sample(5)
 @WIDTHS
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
@@ -64,6 +65,7 @@ def test_far_from_0(V, interpreted):
         assert torch.equal(a.grad, b.grad)
 
 
+@pytest.mark.sample(5)
 @WIDTHS
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -88,6 +90,7 @@ def test_no_such_class_is_nan_in_the_kernels(V, interpreted, monkeypatch):
     assert logits.grad.isnan().all(1).tolist() == [False, True, True, True]
 
 
+@pytest.mark.sample(3)
 @WIDTHS
 @pytest.mark.parametrize("factor", [1.0, -3.0])
 @pytest.mark.parametrize("inplace", [False, True])

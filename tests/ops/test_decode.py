@@ -90,6 +90,7 @@ KINDS = pytest.mark.parametrize(
 # --- linear ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(5)
 @WAYS
 @KINDS
 @pytest.mark.parametrize("integers", [False, True], ids=["floats", "integers"])
@@ -110,6 +111,7 @@ def test_low_precision_is_rounded_at_the_end(dtype, integers, interpreted):
     close(y, wide(args, options), TOLERANCES[dtype])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "plan",
     [DecodePlan(1, 1, 16, 1, 4), DecodePlan(2, 2, 8, 1, 1), DecodePlan(4, 1, 32, 1, 2), DecodePlan(4, 2, 16, 1, 1)],
@@ -168,6 +170,7 @@ def test_linear_refuses(args, options, error, words):
 # --- a weight of bytes by words --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(7)
 @KINDS
 @pytest.mark.parametrize(("N", "K"), [(1, 16), (9, 48), (16, 32)])
 def test_words_match_the_reference(N, K, kind, interpreted):

@@ -192,6 +192,7 @@ def test_any_shapes_that_broadcast(shape, data):
         against_torch(op, *pair)
 
 
+@pytest.mark.sample(7)
 @BOTH
 @pytest.mark.parametrize(("M", "N"), [(256, 3), (257, 3), (1000, 40), (270, 513), (2, 1025)])
 def test_sums_over_many_rows(op, M, N, interpreted):

@@ -38,6 +38,7 @@ def test_copies_exactly(dtype, index, interpreted):
     torch.testing.assert_close(y, weight[indices.long()], rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.sample(5)
 @BACKWARDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("padding_idx", [-1, 2])

@@ -84,6 +84,7 @@ def test_any_plan_gives_the_same(plan, interpreted):
         torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, True), (True, False, False)])
 @pytest.mark.parametrize("shape", [(101, 50), (3, 9000), (0, 8)])
 def test_sums_of_the_gradient_on_the_way(shape, needs, interpreted):
@@ -243,6 +244,7 @@ def test_not_a_number_stays_in_its_row(op, value, width, interpreted):
 ADDS = pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 
 
+@pytest.mark.sample(5)
 @ADDS
 @pytest.mark.parametrize("width", [40, 768, 9000, 20000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -256,6 +258,7 @@ def test_normalises_the_rounded_sum(op, width, dtype, interpreted):
     assert torch.equal(y, launch.launch_forward(centre, s, weight, None, 1e-5, False, plan=plan)[0])
 
 
+@pytest.mark.sample(5)
 @ADDS
 @pytest.mark.parametrize("width", [40, 9000])
 @pytest.mark.parametrize("used", ["y", "s", "both"])

@@ -135,6 +135,7 @@ def windows_and_dtypes():
             yield pytest.param(*window, dtype, marks=marks, id=f"{window}-{dtype}")
 
 
+@pytest.mark.sample(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("last", [False, True], ids=["", "channels_last"])
 @pytest.mark.parametrize(("kernel", "stride", "padding", "dilation", "dtype"), list(windows_and_dtypes()))

@@ -125,6 +125,7 @@ def test_low_precision_rounds_once(dtype, table, interpreted):
     assert ((y.double() - exact).abs() <= exact.abs() * step + 1e-6).all()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "plan",
     [

@@ -88,6 +88,7 @@ def test_column_sums_of_each_example(examples, T, N, dtype, chosen):
     assert ran("column_sums_each") == {chosen}
 
 
+@pytest.mark.sample(7)
 @BOTH
 @EACH
 @pytest.mark.parametrize(
@@ -135,6 +136,7 @@ def test_many_partial_sums_take_narrow_strips(interpreted):
     close(launch_join(x, F32), x.double().sum(0), F32)
 
 
+@pytest.mark.sample(5)
 @BOTH
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 @pytest.mark.parametrize("shape", cases.MATRICES, ids=str)
@@ -371,6 +373,7 @@ def test_gradcheck(name, uninterpreted):
     assert torch.autograd.gradcheck(run, inputs)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["linear", "mlp", "attention", "block", "post-norm block"])
 def test_a_backward_pass_can_be_differentiated(name, uninterpreted):

@@ -274,6 +274,7 @@ def test_each_has_a_sample():
     assert set(SAMPLES) == set(TUNED)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.slow
 @EACH
 def test_any_plan_gives_what_the_rule_gives(name, sample, interpreted):
@@ -288,6 +289,7 @@ def test_any_plan_gives_what_the_rule_gives(name, sample, interpreted):
                 )
 
 
+@pytest.mark.sample(17)
 @pytest.mark.parametrize(
     ("name", "sample"),
     [

@@ -348,6 +348,7 @@ def test_the_live_set_counts_storages_once_and_as_long_as_they_live():
     assert storage_bytes({"a": outside, "b": outside}, "cpu", granularity=512) == 4096
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", ["mlp", "conv", "gpt"])
 @pytest.mark.parametrize("kind", ["inference", "training", "adamw", "sgd instance"])
 def test_the_prediction_is_what_a_real_run_holds(name, kind):

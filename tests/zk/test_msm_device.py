@@ -657,6 +657,7 @@ def test_nvrtc_compiles_the_sort(target):
         assert resources.shared_bytes <= 8192
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "name"),

@@ -185,6 +185,7 @@ def window_sums(curve, pieces, windows, draw):
     return logs, np.array(words, np.uint64).reshape(pieces, windows, -1)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("add_up", [reduce_by_python, reduce_by_kernel])
 @pytest.mark.parametrize("name", CURVES)
 def test_sums_of_windows(name, add_up):

@@ -269,6 +269,7 @@ BUDGETS = [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("target", "name", "entry"), BUDGETS)
 def test_nvrtc_compiles_with_few_registers(target, name, entry):
     pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")

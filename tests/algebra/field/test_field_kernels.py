@@ -439,6 +439,7 @@ def unreduced(field, value):
     return min(value + field.modulus, 2 ** (8 * field.size_bytes) - 1)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     ("provider", "name", "entry"), each(lambda entry: entry not in BY_CHUNK), indirect=["provider"]
 )
@@ -462,6 +463,7 @@ def test_entries_are_exact(provider, name, entry):
                 assert found == expected, (n, exponent, in_place)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("provider", "name", "entry"), each(lambda entry: entry in BY_CHUNK[:3]), indirect=["provider"]
 )

@@ -120,6 +120,7 @@ def test_the_entries_are_those_of_the_other_dialects():
             assert scalars == [kind == "i64" for kind in theirs[entry]]
 
 
+@pytest.mark.sample(3)
 @each_case
 def test_sums_and_products(run):
     x, y = operands(run.field.name)

@@ -62,6 +62,7 @@ def cases():
             yield ("babybear", order) if (name, order) == ("babybear", "natural") else slow(name, order)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "order"), list(cases()))
 def test_three_passes(space, name, order):
@@ -103,6 +104,7 @@ def test_values_at_the_bounds(space, name):
     check(space, field, n.bit_length() - 1, 5, x=x, inverse=False, coset=1, order="natural_to_bit_reversed")
 
 
+@pytest.mark.sample(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("radix", [1, 3, *(pytest.param(radix, marks=pytest.mark.soak) for radix in (2, 4))])
 @pytest.mark.parametrize("rows", [4, 5, 6, 7])
@@ -267,6 +269,7 @@ def test_goldilocks_shifts_are_roots():
         assert pow(2, shift, p) == pow(root, -1 if inverse else 1, p)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", NAMES)
 def test_tables_that_a_device_makes_are_those_of_the_host(space, name, order):

@@ -136,6 +136,7 @@ def test_proofs_of_snarkjs_keys(circuit, device):
     assert {(op, f"{device}:0") for op in ("sparse_mul", "ntt", "msm")} <= rows
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("n_constraints", "n_public"), [(1, 0), (2, 1), (3, 3), (1, 7), (300, 100)])
 def test_generated_circuits(tmp_path, device, n_constraints, n_public):
     """From a domain of two points on; public inputs that no constraint has, so infinities in A and B."""

@@ -94,6 +94,7 @@ GENERATED = [
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "n_constraints", "n_public"), GENERATED)
 def test_generated_circuits(snarkjs, tmp_path, family, n_constraints, n_public):
