@@ -1,13 +1,16 @@
-"""The host: cores that this process may use, memory, the processor's name."""
+"""The host: cores that this process may use, memory, the processor's name, child processes that run Python."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import platform
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
-__all__ = ["control_group_room", "host_memory", "processor_name", "read_meminfo", "usable_cores"]
+__all__ = ["control_group_room", "host_memory", "processor_name", "python_child", "read_meminfo", "usable_cores"]
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
@@ -77,3 +80,28 @@ def processor_name() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+def python_child(program: str, *arguments: str, **streams: Any) -> subprocess.Popen[str]:
+    """Start a Python program in a child process that imports modules from where this process does.
+
+    The current folder is left out, even where this process imports from it, as `python -m` does: in a folder of
+    downloaded files a module's name would be enough to run its code. -I and -S also ignore PYTHON* variables, and the
+    .pth files and sitecustomize that this process has read.
+
+    Args:
+        arguments: sys.argv[1:] of the program.
+        streams: stdin, stdout and stderr of subprocess.Popen.
+    """
+    package = str(Path(__file__).absolute().parents[2])
+    paths = [path for path in sys.path if path == package or (os.path.isabs(path) and not _is_current(path))]
+    paths = paths if package in paths else [package, *paths]
+    isolated = f"import sys; sys.path[:] = {paths!r}\n{program}"
+    return subprocess.Popen([sys.executable, "-I", "-S", "-c", isolated, *arguments], text=True, **streams)
+
+
+def _is_current(folder: str) -> bool:
+    try:
+        return os.path.samefile(folder, os.curdir)
+    except OSError:  # one of the two does not exist
+        return False

@@ -28,7 +28,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import subprocess
-import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -43,6 +42,7 @@ import numpy.typing as npt
 from accelerant.errors import CompileError, ConfigError, DeviceLost, LaunchError, OutOfMemory, ShapeError
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources
 from accelerant.runtime.files import JsonRecord
+from accelerant.runtime.host import python_child
 
 __all__ = [
     "Arguments", "Buffer", "ComputeBackend", "ComputeDevice", "ComputeProvider", "CountedMemory", "Event", "Launches",
@@ -427,19 +427,24 @@ SCALAR_CTYPES: dict[str, Any] = {
 _INTEGER_RANGES = {"i32": (-(2**31), 2**31), "u32": (0, 2**32), "i64": (-(2**63), 2**63), "u64": (0, 2**64)}
 
 
-def probe_in_child(arguments: Sequence[str], driver: str, timeout_s: float) -> str:
+def probe_in_child(program: str, driver: str, timeout_s: float) -> str:
     """Run a Python program that tests a driver ("the NVIDIA driver") in a child process.
 
-    The arguments are the interpreter's. Returns the reason, with which the program exits, if it fails, else "".
+    Returns the reason, with which the program exits, if it fails, else "".
     """
-    try:
-        child = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        return f"{driver} did not answer within {timeout_s} s"
+    with python_child(program, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as child:
+        try:
+            _, errors = child.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            return f"{driver} did not answer within {timeout_s} s"
+        except BaseException:
+            child.kill()
+            raise
     if child.returncode < 0:
         return f"{driver} crashed its process with signal {-child.returncode}"
     if child.returncode:
-        return (child.stderr.strip().splitlines() or [f"{driver} does not start"])[-1]
+        return (errors.strip().splitlines() or [f"{driver} does not start"])[-1]
     return ""
 
 

@@ -75,7 +75,7 @@ class CudaProvider(TorchProvider):
             return "the package cuda-core is not installed"
         if torch.cuda.is_initialized():
             return ""
-        return probe_in_child(["-I", "-S", "-c", _PROBE], "the NVIDIA driver", _PROBE_TIMEOUT_S)
+        return probe_in_child(_PROBE, "the NVIDIA driver", _PROBE_TIMEOUT_S)
 
     def __init__(self) -> None:
         torch.cuda.init()

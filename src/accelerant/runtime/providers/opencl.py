@@ -92,7 +92,7 @@ class OpenclProvider(ComputeProvider):
         """List the devices in a child process: a broken driver aborts its process."""
         if importlib.util.find_spec("pyopencl") is None:
             return "pyopencl is not installed: pip install 'accelerant[opencl]'"
-        return probe_in_child(["-c", _PROBE], "an OpenCL driver", _PROBE_TIMEOUT_S)
+        return probe_in_child(_PROBE, "an OpenCL driver", _PROBE_TIMEOUT_S)
 
     def __init__(self) -> None:
         os.environ.setdefault("PYOPENCL_NO_CACHE", "1")  # the kernel cache keeps the programs

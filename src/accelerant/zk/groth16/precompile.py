@@ -24,7 +24,7 @@ from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.cache import KernelCache
-from accelerant.runtime.host import usable_cores
+from accelerant.runtime.host import python_child, usable_cores
 from accelerant.runtime.providers.cpu import CpuProvider
 from accelerant.zk.elliptic_curve import curve as curve_named
 from accelerant.zk.groth16.matrices import SparseMatrix, quotient, snarkjs_scalar_field
@@ -83,12 +83,13 @@ class _CompilerProcess:
     def __init__(self, family: str, domain_size: int) -> None:
         self._at, self._ended = "", False
         self._changed = threading.Condition()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _PROGRAM, family, str(domain_size)],
+        self._process = python_child(
+            _PROGRAM,
+            family,
+            str(domain_size),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            text=True,
         )
         threading.Thread(target=self._listen, name="accelerant-precompile", daemon=True).start()
 
