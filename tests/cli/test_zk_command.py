@@ -12,6 +12,7 @@ import pytest
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.cli import zk_prove
 from accelerant.cli.app import main
+from accelerant.errors import OutOfMemory
 from accelerant.zk.formats import R1cs, Witness, Zkey, write_wtns
 from accelerant.zk.groth16 import Proof, VerificationKey, verify
 
@@ -97,8 +98,7 @@ def test_both_files_or_none(run, folder, monkeypatch):
 
     monkeypatch.setattr(os, "open", fails)
     status, _, error = run("prove", PRODUCT / "product.zkey", PRODUCT / "product.wtns", "p.json", "q.json")
-    assert status == 1
-    assert "No space left" in error
+    assert (status, error) == (2, f"accelerant: [Errno 28] No space left on device: '{folder / 'q.json'}'\n")
     assert (folder / "p.json").read_text() == "before"
     assert [path.name for path in folder.iterdir()] == ["p.json"]
 
@@ -293,6 +293,80 @@ def test_texts_that_have_no_end(run, folder, monkeypatch):
     assert "large.json has more than 64 MiB" in error
 
 
+VERIFY = ["verify", *(RANGE / f"{name}.json" for name in ("verification_key", "public", "proof"))]
+PROVE = ["prove", PRODUCT / "product.zkey", PRODUCT / "product.wtns", "p.json", "q.json"]
+
+
+def process(arguments, *, before="", environment=None, **streams):
+    """Run the command line in a process, after some statements; return its status and errors."""
+    code = f"{before}\nimport accelerant.cli\naccelerant.cli.main()"
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | (environment or {})
+    command = [sys.executable, "-c", code, "zk", *map(str, arguments)]
+    streams = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE} | streams
+    done = subprocess.run(command, env=variables, text=True, timeout=120, check=False, **streams)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "arguments", [VERIFY, *(pytest.param(each, marks=pytest.mark.slow) for each in (PROVE, [*VERIFY, "--json"]))]
+)
+def test_a_full_standard_output_says_nothing_of_the_proof(folder, arguments, unbuffered):
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        status, error = process(arguments, stdout=full, environment={"PYTHONUNBUFFERED": unbuffered})
+    assert (status, error) == (2, "accelerant: [Errno 28] No space left on device: 'standard output'\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [PROVE, VERIFY, ["verify", "-h"]])
+def test_a_closed_standard_output_says_nothing_of_the_proof(folder, arguments):
+    reading, writing = os.pipe()
+    os.close(reading)
+    assert process(arguments, stdout=writing) == (2, "")
+    os.close(writing)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["numpy", "typer", "llvmlite"])
+def test_a_missing_library_says_nothing_of_the_proof(folder, library):
+    status, error = process(VERIFY, before=f"import sys; sys.modules[{library!r}] = None")
+    assert status == 2
+    assert library in error
+
+
+@pytest.mark.slow
+def test_full_error_stream(folder):
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        assert process(["verify", "none.json", "none.json", "none.json"], stderr=full)[0] == 2
+
+
+@pytest.mark.parametrize(
+    "error", [ImportError("no module"), MemoryError(), OSError("disk"), RecursionError(), OutOfMemory("no")]
+)
+def test_only_a_verdict_ends_verify_with_1(run, monkeypatch, error):
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr("accelerant.zk.groth16.verify", fails)
+    status, output, errors = run(*VERIFY)
+    assert (status, output) == (2, "")
+    assert str(error) in errors
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_nothing_and_is_named(folder):
+    """A limit of the process stands for the disk's."""
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))"
+    for arguments, name in (
+        (PROVE, f"{folder}/p.json"),
+        (["export-vk", PROVE[1], "k.json"], f"{folder}/k.json"),
+        (["setup", PRODUCT / "product.r1cs", "c.zkey", "--insecure-known-tau"], "c.zkey"),
+    ):
+        status, error = process(arguments, before=limit)
+        assert (status, error) == (2, f"accelerant: [Errno 27] File too large: '{name}'\n")
+        assert not list(folder.iterdir())
+
+
 def test_a_key_that_anyone_can_forge_for_is_told(run, folder):
     """snarkjs writes such keys too: before the first contribution delta2 is gamma2."""
     data = (PRODUCT / "product.zkey").read_bytes()
@@ -446,7 +520,7 @@ def test_what_typer_does_is_done_without_it(folder, option):
     os.close(reading)
     done = subprocess.run(prove, stdout=writing, stderr=subprocess.PIPE, timeout=120, check=False)
     os.close(writing)
-    assert (done.returncode, done.stderr) == (1, b"")
+    assert (done.returncode, done.stderr) == (2, b"")
     (folder / "proof.json").unlink()
     closed = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *prove]
     assert subprocess.run(closed, timeout=120, check=False).returncode == 0

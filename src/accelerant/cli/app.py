@@ -3,17 +3,20 @@
 Importing a group's module loads only its `register(app)`; its commands import torch and the rest of the library in
 their bodies, so that `--help` is quick.
 
-Exit status: 0 done, 1 failed, 2 wrong usage or unusable input, 128 + n ended by signal n (130 is Ctrl-C).
+Exit status: 0 done, 1 failed, 2 wrong usage or unusable input, 128 + n ended by signal n (130 is Ctrl-C). The `zk`
+commands end with 1 only if a proof is invalid, and with 2 for every failure.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from accelerant._version import __version__
 from accelerant.config import settings
@@ -22,7 +25,7 @@ from accelerant.errors import AccelerantError, BackendUnavailable, ConfigError, 
 if TYPE_CHECKING:
     import typer
 
-__all__ = ["GROUPS", "PLAIN_WIDTH", "ProgressLine", "build_app", "exit_status", "main"]
+__all__ = ["GROUPS", "PLAIN_WIDTH", "InvalidProofError", "ProgressLine", "build_app", "exit_status", "main", "write"]
 
 GROUPS = ("devices", "train", "data", "bench", "tune", "doctor", "top", "compile", "cache", "zk", "privacy")
 """Modules of this package whose `register(app)` adds the command of that name."""
@@ -71,8 +74,8 @@ def main(arguments: list[str] | None = None) -> None:
     Args:
         arguments: without the program's name; the process's by default.
     """
-    with exit_status():
-        args = sys.argv[1:] if arguments is None else arguments
+    args = sys.argv[1:] if arguments is None else arguments
+    with exit_status(2 if args[:1] == ["zk"] else 1):
         if args[:2] == ["zk", "prove"] and (proof := import_module("accelerant.cli.zk_prove").plain(args[2:])):
             proof()
             sys.exit(0)
@@ -106,23 +109,73 @@ class ProgressLine:
             print(text, file=sys.stderr, flush=True)
 
 
+class InvalidProofError(Exception):
+    """The verdict of `zk verify` that ends the process with status 1."""
+
+
 @contextmanager
-def exit_status() -> Iterator[None]:
-    """Turn an exception of a command into one line on the error stream and the process's exit status."""
+def exit_status(failure: int = 1) -> Iterator[None]:
+    """Turn an exception of a command into one line on the error stream and the process's exit status.
+
+    Args:
+        failure: status of failures. With 2, status 1 comes from InvalidProofError alone: a closed or full standard
+            output and any unexpected exception, after its traceback, end the process with 2.
+    """
+    status: int | str | None = None
     try:
-        settings()  # an invalid setting is wrong usage of every command
-        yield
+        try:
+            settings()  # an invalid setting is wrong usage of every command
+            yield
+        except SystemExit as ended:
+            status = failure if ended.code == 1 else ended.code or 0  # typer ends with 1 if the output is closed
+        except InvalidProofError:
+            status = 1
+        write("", end="")
     except AccelerantError as error:
-        _fail(error, 2 if isinstance(error, _BAD_INPUT) else 1)
+        _fail(error, 2 if isinstance(error, _BAD_INPUT) else failure)
     except BrokenPipeError:  # the reader of the output has closed it
-        sys.exit(1)
+        _end(failure)
     except OSError as error:
-        _fail(error, 1)
+        _fail(error, failure)
     except KeyboardInterrupt:
-        print("accelerant: interrupted", file=sys.stderr)
-        sys.exit(130)
+        _fail("interrupted", 130)
+    except Exception:
+        if failure == 1:  # Python's own status of an unhandled exception
+            raise
+        with suppress(OSError):
+            traceback.print_exc()
+        _end(failure)
+    if status is not None:
+        sys.exit(status)
 
 
-def _fail(error: Exception, status: int) -> None:
-    print(f"accelerant: {error}", file=sys.stderr)
+def write(line: str, end: str = "\n") -> None:
+    """Print a line and flush standard output, which an OSError names, except that of a closed pipe."""
+    try:
+        print(line, end=end, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "standard output") from None
+
+
+def _fail(error: Exception | str, status: int) -> NoReturn:
+    with suppress(OSError):  # the error stream is closed or full
+        print(f"accelerant: {error}", file=sys.stderr, flush=True)
+    _end(status)
+
+
+def _end(status: int) -> NoReturn:
+    """End the process. Output that cannot be written is dropped: the interpreter's last flush would end it with 120."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # it was closed before the start
+            _drop_unwritable(stream)
     sys.exit(status)
+
+
+def _drop_unwritable(stream: TextIO) -> None:
+    try:
+        stream.flush()
+    except OSError:
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from accelerant.cli.app import InvalidProofError, write
 from accelerant.cli.zk_prove import (
     StageDisplay,
     escaped,
@@ -85,7 +86,7 @@ def prove(
 
 
 def verify(key: _Key, public: _Public, proof: _Proof, json_output: _Json = False) -> None:
-    """Verify a proof: exit status 0 if it is valid, 1 if it is not, 2 if a file cannot be read.
+    """Verify a proof: exit status 0 if it is valid, 1 if it is not, 2 if that could not be found out or printed.
 
     Malformed proofs (a point off its curve, a number that is not reduced, no JSON) are invalid.
     """
@@ -103,12 +104,12 @@ def verify(key: _Key, public: _Public, proof: _Proof, json_output: _Json = False
     except (FormatError, ConfigError) as error:
         valid, reason = False, str(error)
     if json_output:
-        print(json.dumps({"valid": valid, "reason": reason, "forgeable": forgeable}))
+        write(json.dumps({"valid": valid, "reason": reason, "forgeable": forgeable}))
     else:
         warn_forgeable(key, forgeable)
-        print("valid" if valid else f"invalid: {escaped(reason)}")
+        write("valid" if valid else f"invalid: {escaped(reason)}")
     if not valid:
-        raise typer.Exit(1)
+        raise InvalidProofError
 
 
 def export_vk(zkey: _Zkey, key: _KeyOut = Path("verification_key.json"), json_output: _Json = False) -> None:
@@ -120,16 +121,16 @@ def export_vk(zkey: _Zkey, key: _KeyOut = Path("verification_key.json"), json_ou
     write_all({target: trusted.to_json()})
     if json_output:
         sizes = {"curve": trusted.family, "public_inputs": trusted.n_public}
-        print(json.dumps({"key": str(key), **sizes, "forgeable": trusted.forgeable}))
+        write(json.dumps({"key": str(key), **sizes, "forgeable": trusted.forgeable}))
     else:
         warn_forgeable(zkey, trusted.forgeable)
-        print(f"{escaped(key)}: {trusted.n_public} public inputs, {trusted.family}")
+        write(f"{escaped(key)}: {trusted.n_public} public inputs, {trusted.family}")
 
 
 def calldata(public: _Public, proof: _Proof, json_output: _Json = False) -> None:
     """Print the arguments of verifyProof in snarkjs's Solidity verifier."""
     text = _parse_proof(read_json(proof), read_json(public), proof, public).to_calldata()
-    print(json.dumps({"calldata": json.loads(f"[{text}]")}) if json_output else text)
+    write(json.dumps({"calldata": json.loads(f"[{text}]")}) if json_output else text)
 
 
 def setup(
@@ -157,9 +158,9 @@ def setup(
     with StageDisplay(quiet=json_output) as progress:
         summary = setup_with_known_tau(r1cs, zkey, progress=progress)
     if json_output:
-        print(json.dumps({"zkey": str(zkey), **summary}))
+        write(json.dumps({"zkey": str(zkey), **summary}))
     else:
-        print(f"{escaped(zkey)}: {summary['constraints']} constraints, {summary['signals']} signals. For tests only")
+        write(f"{escaped(zkey)}: {summary['constraints']} constraints, {summary['signals']} signals. For tests only")
 
 
 def inspect(
@@ -182,14 +183,14 @@ def inspect(
     from accelerant.zk.formats import describe
 
     if json_output:
-        print(json.dumps(describe(file, check=check)))
+        write(json.dumps(describe(file, check=check)))
         return
     with Console(stderr=True).status("checking the file" if check else "reading the file"):
         facts = describe(file, check=check)
     for name, value in facts.items():
         title = name.removesuffix("_bytes").replace("_", " ")
         for i, line in enumerate(_lines(name, value)):
-            print(f"{title if i == 0 else '':<18} {line}")
+            write(f"{title if i == 0 else '':<18} {line}")
 
 
 def _lines(name: str, value: Any) -> list[str]:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from accelerant.cli.app import write
 from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.files import AtomicFile
 
@@ -92,16 +93,16 @@ def prove_files(
         "device_seconds": prover.spans,
     }
     if json_output:
-        print(json.dumps(facts))
+        write(json.dumps(facts))
         return
     warn_forgeable(zkey, prover.verification_key.forgeable)
     for stage, seconds in prover.timings.items():
-        print(f"{stage:<18} {seconds * 1e3:9.1f} ms")
-    print(f"{'all':<18} {sum(prover.timings.values()) * 1e3:9.1f} ms")
+        write(f"{stage:<18} {seconds * 1e3:9.1f} ms")
+    write(f"{'all':<18} {sum(prover.timings.values()) * 1e3:9.1f} ms")
     for part, seconds in prover.spans.items():
-        print(f"  on {prover.device}, {part:<10} {seconds * 1e3:9.1f} ms")
+        write(f"  on {prover.device}, {part:<10} {seconds * 1e3:9.1f} ms")
     checked = "verified, " if self_verify else ""
-    print(f"{escaped(proof)} and {escaped(public)}: {checked}{prover.n_public} public inputs, {prover.family}")
+    write(f"{escaped(proof)} and {escaped(public)}: {checked}{prover.n_public} public inputs, {prover.family}")
 
 
 def resolve_targets(targets: list[Path], sources: list[Path]) -> list[Path]:
