@@ -101,9 +101,23 @@ def test_what_no_header_has(altered, data, family):
         (4, (family.r + 2).to_bytes(32, "little"), "not the prime of a supported curve"),
         (COUNTS, struct.pack("<I", 2), "2 public signals and wire 0 exceed 2 wires"),
         (COUNTS, struct.pack("<II", 6, 2**32 - 1), "4294967296 public signals"),
+        (
+            COUNTS + 12,
+            struct.pack("<I", 2**31),
+            "2 public signals, 2147483648 private inputs and wire 0 exceed 6 wires",
+        ),
+        (COUNTS + 12, struct.pack("<I", 4), "4 private inputs and wire 0 exceed 6 wires and 6 labels"),
     ):
         with refused(HEADER, offset_of(data, HEADER) + at, message):
             altered(edited(data, HEADER, at, new))
+
+
+def test_private_inputs_without_wires_have_labels(altered, data):
+    """circom counts private inputs that no constraint uses; their wires are gone, their labels are not."""
+    with altered(edited(data, HEADER, COUNTS + 12, struct.pack("<IQ", 6, 9))) as circuit:
+        assert (circuit.n_wires, circuit.n_public, circuit.n_prv_in, circuit.n_labels) == (6, 2, 6, 9)
+    with refused(HEADER, None, "6 wires and 8 labels"):
+        altered(edited(data, HEADER, COUNTS + 12, struct.pack("<IQ", 6, 8)))
 
 
 @pytest.mark.parametrize("number", [HEADER, CONSTRAINTS, LABELS])
@@ -212,6 +226,11 @@ def test_arguments_that_make_no_circuit(tmp_path):
         ({"a": terms_of([(0, 1, 5)])[None]}, ShapeError, r"a must be \(n,\)"),
         ({"labels": np.zeros(2, np.uint64)}, ShapeError, r"labels must be \(3,\)"),
         ({"n_labels": -1}, ConfigError, "n_labels must be 0 to"),
+        (
+            {"n_prv_in": 1},
+            ConfigError,
+            "2 public signals, 1 private inputs and wire 0 do not fit in 3 wires and 3 labels",
+        ),
     ):
         with pytest.raises(error, match=message):
             write_r1cs(tmp_path / "wrong.r1cs", "bn254", **(good | change))

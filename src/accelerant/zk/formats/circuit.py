@@ -70,7 +70,7 @@ class R1cs(MappedFile):
         family: "bn254" or "bls12_381", from r.
         n_wires: number of wires, including wire 0.
         n_pub_out, n_pub_in, n_prv_in: outputs, public inputs, private inputs. Private inputs that no constraint uses
-            are counted but have no wire.
+            are counted but have no wire; like all signals, they have labels.
         n_labels: number of signals before circom's simplification.
         n_constraints: rows of A, B and C.
         custom_gates: custom gates declared by the circuit.
@@ -90,6 +90,9 @@ class R1cs(MappedFile):
         cursor.end()
         if self.n_public >= self.n_wires:
             raise cursor.error(f"{self.n_public} public signals and wire 0 exceed {self.n_wires} wires", at)
+        if self.n_public + self.n_prv_in >= max(self.n_wires, self.n_labels):
+            signals = f"{self.n_public} public signals, {self.n_prv_in} private inputs and wire 0"
+            raise cursor.error(f"{signals} exceed {self.n_wires} wires and {self.n_labels} labels", at + 12)
         self.expect_size(_LABELS, 8 * self.n_wires, f"labels of {self.n_wires} wires")
         section = self.sections[_CONSTRAINTS]
         if section.size % 4 or section.size < 3 * 4 * self.n_constraints:
@@ -253,6 +256,9 @@ def write_r1cs(
             raise ConfigError(f"{name} must be 0 to 2^{bits} - 1, got {value}")
     if n_pub_out + n_pub_in >= n_wires:
         raise ConfigError(f"{n_pub_out + n_pub_in} public signals and wire 0 do not fit in {n_wires} wires")
+    if n_pub_out + n_pub_in + n_prv_in >= max(n_wires, last["n_labels"]):
+        signals = f"{n_pub_out + n_pub_in} public signals, {n_prv_in} private inputs and wire 0"
+        raise ConfigError(f"{signals} do not fit in {n_wires} wires and {last['n_labels']} labels")
     wired = np.arange(n_wires, dtype=np.uint64) if labels is None else np.asarray(labels)
     if wired.dtype != np.uint64 or wired.shape != (n_wires,):
         raise ShapeError(f"labels must be ({n_wires},) of uint64, got {wired.shape} of {wired.dtype}")
