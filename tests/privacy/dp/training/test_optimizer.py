@@ -356,14 +356,76 @@ def test_a_parameter_that_was_frozen_is_not_updated_unclipped():
                 training.optimizer.step()
 
 
-def test_a_gradient_changed_by_hand_is_refused():
+def replace(grad):
+    grad.data = 2 * torch.ones(grad.shape)
+
+
+@pytest.mark.parametrize(
+    "tamper",
+    [
+        lambda grad: grad.mul_(2),
+        lambda grad: grad.data.mul_(2),
+        lambda grad: grad.detach().mul_(2),
+        lambda grad: grad.numpy().__imul__(2),
+        lambda grad: torch.from_dlpack(grad).mul_(2),
+        lambda grad: grad.untyped_storage().fill_(1),
+        lambda grad: torch._foreach_mul_([grad], 2.0),
+        lambda grad: torch.add(grad, grad, out=grad),
+        torch.distributed.all_reduce,
+        lambda grad: torch.zeros_like(grad).sub_(grad),
+        replace,
+    ],
+)
+def test_no_write_to_a_gradient_reaches_the_sum(tamper):
+    """A sum over two processes before the step would double the sensitivity, whatever way it is written."""
+    data, moved = points(), []
+    for write in (None, tamper):
+        model = mlp()
+        with private(model, 1.0) as training:
+            for batch in training.batches(data, microbatch=16, steps=1):
+                classify(model, *batch.tensors).backward()
+                if write is replace:
+                    write(model[0].weight.grad)
+                elif write is not None:
+                    with pytest.raises(ConfigError, match="has added noise"):
+                        write(model[0].weight.grad)
+                training.optimizer.step()
+                training.optimizer.zero_grad()
+        moved.append(parameters(model))
+    assert all(torch.equal(a, b) for a, b in zip(*moved, strict=True))
+
+
+def test_an_update_by_hand_before_the_step_is_refused():
+    (x, y), model = points(), mlp()
+    before = parameters(model)
+    with private(model, 1.0, noise_multiplier=1.0, expected_batch_size=40):
+        classify(model, x, y).backward()
+        with pytest.raises(ConfigError, match=r"not in \.grad until"):
+            model[0].weight.data -= 0.1 * model[0].weight.grad
+        with pytest.raises(ConfigError, match="clip after the noise"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert "_Withheld" in repr(model[0].weight.grad)
+    assert all(torch.equal(a, b) for a, b in zip(before, parameters(model), strict=True))
+
+
+def test_a_gradient_replaced_by_hand_is_refused():
     data, model = points(), mlp()
     with private(model, 1.0) as training:
         for batch in training.batches(data, steps=1):
             classify(model, *batch.tensors).backward()
-            model[0].weight.grad.mul_(2)
+            model[0].weight.grad = torch.ones_like(model[0].weight)
             with pytest.raises(ConfigError, match="changed or cleared"):
                 training.optimizer.step()
+
+
+def test_a_model_that_is_moved_between_backward_and_step_is_updated():
+    data, model = points(), mlp()
+    with private(model, 1.0) as training:
+        for batch in training.batches(data, steps=1):
+            classify(model, *batch.tensors).backward()
+            before = parameters(model.double())
+            training.optimizer.step()
+        assert any(bool((a != b).any()) for a, b in zip(before, parameters(model), strict=True))
 
 
 def test_gradients_cleared_between_parts_are_found():
@@ -517,17 +579,18 @@ def test_what_a_failed_pass_has_summed_is_not_released():
         first = loss()
         with pytest.raises(RuntimeError, match="no memory"):
             first.backward()
-        assert model[2].weight.grad is not None
         Failing.fails = False
         again = loss()
         with pytest.raises(ConfigError, match="a pass that failed"):
             again.backward()
         training.optimizer.zero_grad()
         loss().backward()
-        model[0].weight.grad.add_(1.0)
+        Failing.fails = True  # of several passes, likewise
         again = loss()
-        with pytest.raises(ConfigError, match="changed or cleared"):  # of several passes, likewise
+        with pytest.raises(RuntimeError, match="no memory"):
             again.backward()
+        with pytest.raises(ConfigError, match="a pass that failed"):
+            training.optimizer.step()
 
 
 def test_a_gradient_set_by_hand_is_not_released():

@@ -93,22 +93,35 @@ def test_a_step_past_the_budget_changes_nothing():
     assert torch.equal(weights(private), before)
 
 
-def test_gradients_that_were_cleared_come_back_to_their_memory():
+def test_sums_that_were_cleared_come_back_to_their_memory():
     """A captured graph writes to it: what it holds is released, and must hold nothing of a draw that was given up."""
     private = private_gpt()
     step = PrivateStep(private, private.model.loss)
     step(next(parts(rows(4), 4, microbatch=4)), 0.0)
-    kept = [each.grad for each in private.model.parameters()]
+    kept = list(private.optimizer.sums.values())
     given_up = next(parts(rows(4), 4, microbatch=4))
     private.use(given_up)
     step._run_part(given_up)
     private.optimizer.zero_grad()
+    assert not private.optimizer.sums
     assert all(each.grad is None for each in private.model.parameters())
     found = []
-    private.optimizer.register_step_pre_hook(lambda *_: found.extend(g.clone() for g in kept))
+    private.optimizer.register_step_pre_hook(lambda *_: found.extend(each.clone() for each in kept))
     step(next(parts(rows(4), 4, microbatch=4)), 0.0)
-    assert all(each.grad is grad for each, grad in zip(private.model.parameters(), kept, strict=True))
+    assert all(a is b for a, b in zip(private.optimizer.sums.values(), kept, strict=True))
+    assert all(each.grad is None for each in private.model.parameters())
     assert 0 < float(torch.stack([each.norm() for each in found]).norm()) <= 4 * 0.5 / 6 + 1e-6
+
+
+def test_a_part_that_failed_is_not_released():
+    """By layer, sums are made on the way, into memory that the next pass would add to."""
+    private = private_gpt(clipping="per_layer")
+    step = PrivateStep(private, private.model.loss)
+    step(next(parts(rows(4), 4, microbatch=4)), 0.0)
+    total = next(iter(private.optimizer.sums.values()))
+    total.add_(1.0)
+    with pytest.raises(ConfigError, match="a pass that failed"):
+        step(next(parts(rows(4), 4, microbatch=4)), 0.0)
 
 
 def test_graphs_of_a_model_that_was_changed_are_dropped():
@@ -119,15 +132,15 @@ def test_graphs_of_a_model_that_was_changed_are_dropped():
     weight = next(private.model.parameters())
     for change in (
         lambda: setattr(weight, "data", weight.data.clone()),
-        lambda: setattr(weight.grad, "data", weight.grad.data.clone()),
+        lambda: private.optimizer.sums.update({id(weight): torch.zeros_like(weight)}),
         private.model.eval,
         lambda: weight.requires_grad_(False),
     ):
         step._part, step._captured_layout = object(), step._layout()
-        step._keep_gradients()
+        step._keep_sums()
         assert step.captured
         change()
-        step._keep_gradients()
+        step._keep_sums()
         assert not step.captured
 
 

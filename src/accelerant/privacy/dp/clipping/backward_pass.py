@@ -43,6 +43,7 @@ class ClippingPlan:
         groups: each parameter is in one.
         norms: "auto", "ghost" or "instantiate".
         mean: whether the loss is the mean over examples.
+        sums: the sums of clipped gradients by their parameter's identity; None: they are the parameters' .grad.
         group_of: the group of each parameter, by identity.
     """
 
@@ -50,6 +51,7 @@ class ClippingPlan:
     groups: Sequence[Group]
     norms: str
     mean: bool
+    sums: dict[int, Tensor] | None = None
     group_of: Mapping[int, Group] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -182,11 +184,47 @@ class BackwardPass:
             parameter = group.parameters[key]
             for part in share.contributions:
                 self.formed = self.formed and part.formed
-                _add_total(parameter, part, weights.to(wide(parameter.dtype)), unsafe)
+                self._add_total(parameter, part, weights.to(wide(parameter.dtype)), unsafe)
             share.contributions.clear()
         for bundle, keys in bundles:
             sums = bundle.total(weights.to(wide(bundle.each.dtype)), unsafe, bundle.each.shape[1:])
-            _add_bundle(sums, [group.parameters[key] for key in keys])
+            self._add_bundle(sums, [group.parameters[key] for key in keys])
+
+    def _added_to(self, parameter: torch.nn.Parameter) -> Tensor | None:
+        """Return the sum that this pass adds to, None if there is none yet."""
+        sums = self._plan.sums
+        return parameter.grad if sums is None else sums.get(id(parameter))
+
+    def _begin_sum(self, parameter: torch.nn.Parameter, total: Tensor) -> None:
+        if self._plan.sums is None:
+            parameter.grad = total
+        else:
+            self._plan.sums[id(parameter)] = total
+
+    def _add_bundle(self, sums: Tensor, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Add each part of sums (P,) to its parameter's sum."""
+        parts = sums.split([parameter.numel() for parameter in parameters])
+        gradients, added = [], []
+        for parameter, part in zip(parameters, parts, strict=True):
+            shaped = part.view(parameter.shape).to(parameter.dtype)
+            if (grad := self._added_to(parameter)) is None:
+                self._begin_sum(parameter, shaped.clone())  # memory of its own
+            else:
+                gradients.append(grad)
+                added.append(shaped)
+        if gradients:
+            torch._foreach_add_(gradients, added)
+
+    def _add_total(
+        self, parameter: torch.nn.Parameter, part: Contribution, weights: Tensor, drop: Tensor | None
+    ) -> None:
+        grad = self._added_to(parameter)
+        if grad is None:
+            self._begin_sum(parameter, part.total(weights, drop, parameter.shape).to(parameter.dtype))
+        elif grad.dtype == weights.dtype and grad.is_contiguous():
+            part.add_to(grad, weights, drop)
+        else:
+            grad.add_(part.total(weights, drop, parameter.shape))
 
 
 _SMALL = 8192
@@ -215,31 +253,6 @@ def _bundled(shares: dict[int, _Share]) -> list[tuple[Dense, list[int]]]:
             for key in parts:
                 del shares[key]
     return bundles
-
-
-def _add_bundle(sums: Tensor, parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Add each part of sums (P,) to its parameter's gradient."""
-    parts = sums.split([parameter.numel() for parameter in parameters])
-    gradients, added = [], []
-    for parameter, part in zip(parameters, parts, strict=True):
-        shaped = part.view(parameter.shape).to(parameter.dtype)
-        if parameter.grad is None:
-            parameter.grad = shaped.clone()  # memory of its own
-        else:
-            gradients.append(parameter.grad)
-            added.append(shaped)
-    if gradients:
-        torch._foreach_add_(gradients, added)
-
-
-def _add_total(parameter: torch.nn.Parameter, part: Contribution, weights: Tensor, drop: Tensor | None) -> None:
-    grad = parameter.grad
-    if grad is None:
-        parameter.grad = part.total(weights, drop, parameter.shape).to(parameter.dtype)
-    elif grad.dtype == weights.dtype and grad.is_contiguous():
-        part.add_to(grad, weights, drop)
-    else:
-        grad.add_(part.total(weights, drop, parameter.shape))
 
 
 def makes_gradient(parameter: Tensor) -> bool:

@@ -140,6 +140,10 @@ class PerExampleClipper:
             return math.sqrt(sum(group.bound**2 for group in self._plan.groups))
         return float(self._max_grad_norm)
 
+    def keep_sums(self, sums: dict[int, Tensor] | None) -> None:
+        """Add the sums to these tensors, by their parameter's identity, from now on; None: to `.grad`."""
+        self._plan.sums = sums
+
     # --- attaching ---------------------------------------------------------------------------------------------------
 
     def _attach(self, survey: rules.Survey, undo: ExitStack) -> None:

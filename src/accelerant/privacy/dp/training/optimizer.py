@@ -1,6 +1,6 @@
 """A private optimizer: it wraps one of torch's and can be used in its place.
 
-    loss.backward()            # adds clipped gradients to .grad (clipping/)
+    loss.backward()            # adds clipped gradients to a sum that is not in .grad (clipping/)
     optimizer.step()           # budget, ledger, noise, division by the expected batch size, the wrapped step
     optimizer.zero_grad()
 
@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -43,15 +43,61 @@ _FOREIGN_GROUPS = (
     "gradient, where the ledger counts one. Take batches from PrivateTraining.batches(data)"
 )
 
+_WITHHELD = (
+    "the sum of clipped gradients is not in .grad until optimizer.step() has added noise: a value computed from "
+    "it, or a change of it, would break the guarantee. After the step .grad holds the noisy mean. Leave sums over "
+    "processes to the step, clip after the noise (accelerant.nn.optim with max_grad_norm), clear with "
+    "optimizer.zero_grad()"
+)
+
+_CHANGED = (
+    "a gradient was changed or cleared between backward and optimizer.step(): what is released must be the clipped "
+    "sum. Clip after the noise (accelerant.nn.optim with max_grad_norm), clear with optimizer.zero_grad()"
+)
+
+_BEFORE = (
+    "a parameter has a gradient before the first backward pass of a step, set by hand or by a pass that failed: clear "
+    "it with optimizer.zero_grad()"
+)
+
+
+_SETTER = "__set__"  # of which torch's annotations do not know
+
+
+class _Withheld(Tensor):
+    """A `.grad` between backward and step: it holds no number, and a use of its values raises ConfigError."""
+
+    _DESCRIPTION: ClassVar = frozenset([
+        Tensor.__repr__, Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex,
+        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "requires_grad")),
+        # Module.to(), and its relatives, convert the gradients, too.
+        Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16,
+        getattr(Tensor.data, _SETTER), Tensor.requires_grad_, torch._has_compatible_shallow_copy_type,
+    ])  # fmt: skip
+
+    @classmethod
+    def of(cls, param: Tensor) -> _Withheld:
+        """Return one for a parameter; it takes the memory of one number."""
+        with torch._C.DisableTorchFunctionSubclass():
+            number = torch.full((), torch.nan, dtype=param.dtype, device=param.device)
+            return number.expand(param.shape).as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in cls._DESCRIPTION:
+            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # torch's own
+        raise ConfigError(_WITHHELD)
+
 
 class PrivateOptimizer(torch.optim.Optimizer):
     """Wraps an optimizer; created by `make_private`.
 
-    `step` releases (sum of clipped gradients + noise) / expected batch size into `.grad`, calls the wrapped optimizer,
-    and leaves the noisy mean in `.grad` until the next forward pass. While only some parts of a drawn batch have been
-    through backward (virtual steps), `step` and `zero_grad` do nothing, so that an ordinary loop works unchanged;
-    `stepped` tells which it was. Other attributes of the wrapped optimizer (its own clipping of the noisy mean,
-    `grad_norm`) are reached through this object.
+    Backward passes add clipped gradients to a sum that is kept here. `.grad` cannot be used until the step, so that
+    nothing but the step changes or releases the sum. `step` releases (sum + noise) / expected batch size into `.grad`,
+    calls the wrapped optimizer, and leaves the noisy mean in `.grad` until the next forward pass. While only some parts
+    of a drawn batch have been through backward (virtual steps), `step` and `zero_grad` do nothing, so that an ordinary
+    loop works unchanged; `stepped` tells which it was. Other attributes of the wrapped optimizer (its own clipping of
+    the noisy mean, `grad_norm`) are reached through this object.
 
     Attributes:
         stepped: whether the last call of `step` made one.
@@ -61,7 +107,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         clipper, ledger, processes: as given.
         tracker: of the draws.
         grouped: whether the ledger's unit has several rows: then only batches of our sampler may be stepped.
-        keeps_gradients: whether gradients are zeroed instead of dropped after a step: for PrivateStep's graphs.
+        sums: of clipped gradients, by their parameter's identity.
     """
 
     _step_supports_amp_scaling = True  # so that a GradScaler shows itself to step, which refuses it
@@ -75,14 +121,16 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.stepped = False
         self.steps = 0
         self.expected_batch_size = expected_batch_size
-        self.keeps_gradients = False
+        self.sums: dict[int, Tensor] = {}
         self.grouped = grouped
         self.clipper, self.ledger, self.processes, self.tracker = clipper, ledger, processes, DrawTracker()
         self._release, self._adaptive, self._sample_rate = release, adaptive, sample_rate
         self._allowance = None if budget is None else Allowance(budget, ledger.neighbouring)
         self._params: list[nn.Parameter] = [parameter for _, parameter in clipper.parameters]
         self._clipped = {id(param) for param in self._params}
-        self._marks: list[tuple[int, int] | None] = []  # identity and version of each gradient that was summed
+        self._versions: dict[int, int] = {}  # of the sums at the end of the last pass
+        self._withheld: dict[int, Tensor] = {}  # .grad of the parameters with a sum
+        self._spare: dict[int, Tensor] = {}  # the same, for the next step
         self._bound = 0.0  # the largest that was clipped to since the last step
         self._released = False  # .grad is the noisy mean
         self._updating = False
@@ -95,6 +143,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
         self._unwatch: Callable[[], None] = register_optimizer_step_pre_hook(before_step).remove
         weakref.finalize(self, self._unwatch)
+        clipper.keep_sums(self.sums)
         clipper.on_begin = self._backward_begins
         clipper.on_backward = self._backward_ended
         for param in self._params:
@@ -163,7 +212,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if plan is None:
             return
         self.update(plan)
-        self._released = True  # .grad may be looked at; it is no part of the next sum
+        self._released = True
+        self.sums.clear()  # they are the noisy means in .grad
         self.finish()
 
     def prepare(self) -> NoisePlan | None:
@@ -204,7 +254,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return plan
 
     def update(self, plan: NoisePlan) -> None:
-        """Run the device's part of a step: noise, division, the wrapped step. Gradients stay as the update saw them.
+        """Run the device's part of a step: noise, division, the wrapped step. `.grad` is the noisy mean afterwards.
 
         The noisy mean is written for every clipped parameter, whether this batch reached it or not.
         """
@@ -212,15 +262,18 @@ class PrivateOptimizer(torch.optim.Optimizer):
         assert expected is not None  # for the type checker: prepare checked it
         with torch.no_grad():
             for param in self._params:
-                if param.grad is None and param.requires_grad:  # one that was frozen since stays as it is
-                    param.grad = torch.zeros_like(param)
-            grads = [param.grad for param in self._params if param.grad is not None]
+                if param.requires_grad and id(param) not in self.sums:  # one that was frozen since stays as it is
+                    self.sums[id(param)] = torch.zeros_like(param)
+            summed = [param for param in self._params if id(param) in self.sums]
+            grads = [self.sums[id(param)] for param in summed]
             self.processes.sum_to_first_(grads)
             if self.processes.first:
                 self._release.add_(grads, plan, 1.0 / expected)
             self.processes.from_first_(grads)
             if self._adaptive is not None:
                 self._adaptive.update(self.clipper, self.processes, expected, self._params[0].device)
+        for param, grad in zip(summed, grads, strict=True):
+            param.grad = grad.to(param)  # the model may have been moved since
         self._updating = True
         try:
             self.inner.step()
@@ -229,12 +282,17 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def summed(self, rows: int) -> None:
         """Count a replayed backward pass over `rows` rows; a replay runs no hooks."""
+        self._require_untouched()
         self.tracker.add(rows)
         self._mark()
 
     def finish(self) -> None:
-        """End a step; its gradients stay as they are."""
-        self._marks, self._bound = [], 0.0
+        """End a step, after which sums that are kept are zero, and `.grad` is the noisy mean if `step` left it."""
+        self._withheld, self._bound = {}, 0.0
+        if not self._released:
+            for param in self._params:
+                param.grad = None
+        self.mark()
         if self.tracker.sampled:
             self.clipper.mask = None  # it was the draw's
         self.tracker.released()
@@ -284,6 +342,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def detach(self) -> None:
         """Release the wrapped optimizer; a sum that no step has released is cleared."""
         self._unwatch()
+        self.clipper.keep_sums(None)
         if not self._released:
             self._clear()
             self.tracker.forget()
@@ -298,21 +357,19 @@ class PrivateOptimizer(torch.optim.Optimizer):
             param.grad = None
         self._released = False
         self.inner.zero_grad()
-        self._marks, self._bound = [], 0.0
+        self.sums.clear()
+        self._versions, self._withheld, self._bound = {}, {}, 0.0
         if self._adaptive is not None:
             self._adaptive.forget()
 
     def _backward_begins(self) -> None:
-        """Check that the gradients hold only the sum: a pass that failed half-way leaves others."""
+        """Check that the sums are of finished passes alone: a pass that failed half-way leaves others."""
         if self._released:
             raise ConfigError(
                 "the noisy mean of the last step is still in .grad, and this backward pass would add to it: call "
                 "optimizer.zero_grad() after the step"
             )
-        if self.tracker.passes:
-            self._require_untouched()
-        elif not self.keeps_gradients:
-            self._require_none()
+        self._require_untouched()
 
     def _backward_ended(self, norms: Tensor, factors: Tensor) -> None:
         self.tracker.add(norms.numel())
@@ -321,9 +378,20 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._mark()
 
     def _mark(self) -> None:
-        """Remember the sum: the gradients' identities and versions, and the bound they were clipped to."""
+        """Remember the bound that the sum was clipped to, and put nothing that is of use into `.grad`."""
         self._bound = max(self._bound, self.clipper.sensitivity)
-        self._marks = [_version(param) for param in self._params]
+        for param in self._params:
+            key = id(param)
+            if key in self.sums and key not in self._withheld:
+                spare = self._spare.get(key)
+                if spare is None or spare.dtype != param.dtype or spare.device != param.device:
+                    spare = self._spare[key] = _Withheld.of(param)
+                param.grad = self._withheld[key] = spare
+        self.mark()
+
+    def mark(self) -> None:
+        """Take the sums for complete: a change before the end of the next backward pass is refused."""
+        self._versions = {key: total._version for key, total in self.sums.items()}
 
     # --- checks ------------------------------------------------------------------------------------------------------
 
@@ -337,7 +405,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """Raise ConfigError, before a draw, if there is a gradient: it would be released with the sum."""
         self.drop_released()
         if not self.tracker.passes:
-            self._require_none()
+            self._require_untouched()
 
     def require_own(self, optimizer: torch.optim.Optimizer) -> None:
         """Check, before the step of any optimizer, that it does not update by a sum that has no noise yet.
@@ -353,31 +421,15 @@ class PrivateOptimizer(torch.optim.Optimizer):
             )
 
     def _require_untouched(self) -> None:
-        if not self._marks:  # an empty draw: nothing but noise is released
-            self.require_clear()
-        for param, mark in zip(self._params, self._marks, strict=bool(self._marks)):
-            if mark != _version(param):
-                raise ConfigError(
-                    "a gradient was changed or cleared between backward and optimizer.step(): what is released must be "
-                    "the clipped sum. Clip after the noise (accelerant.nn.optim with max_grad_norm), clear with "
-                    "optimizer.zero_grad()"
-                )
-
-    def _require_none(self) -> None:
-        if any(param.grad is not None for param in self._params):
-            raise ConfigError(
-                "a parameter has a gradient before the first backward pass of a step, set by hand or by a pass that "
-                "failed: clear it with optimizer.zero_grad()"
-            )
+        """Raise ConfigError if a `.grad` was replaced, or a sum is not that of finished backward passes."""
+        if any(param.grad is not self._withheld.get(id(param)) for param in self._params):
+            raise ConfigError(_CHANGED if self._withheld else _BEFORE)
+        if any(total._version != self._versions.get(key) for key, total in self.sums.items()):
+            raise ConfigError(_BEFORE)
 
 
 def _held(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _version(param: nn.Parameter) -> tuple[int, int] | None:
-    """Return identity and version of a gradient, which change where it is replaced or written."""
-    return None if param.grad is None else (id(param.grad), param.grad._version)
 
 
 def require_float32(name: str, parameter: Tensor) -> None:

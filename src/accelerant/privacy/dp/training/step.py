@@ -4,7 +4,7 @@
     for batch in private.draws(data, microbatch=64):
         result = step(batch, learning_rate)      # None until the draw's last part
 
-A draw has any number of parts, so a part is one graph (forward, backward, the clipped sum into .grad) and the update
+A draw has any number of parts, so a part is one graph (forward, backward, the clipped sum) and the update
 another (noise, division, the optimizer): each draw replays the first as often as it has parts. Checks and the ledger
 run on the host, before each replay.
 """
@@ -83,8 +83,7 @@ class PrivateStep(GraphedStep):
         self._states = Same(())
         self._eager = 0
         self._part: _CapturedPart | None = None
-        self._gradients: list[Tensor | None] = [None] * len(self._params)
-        self._optimizer.keeps_gradients = True
+        self._sums: dict[int, Tensor] = {}
         self._end: Graph | None = None
         self._eager_updates = 0
         self._captured_plan: NoisePlan | None = None
@@ -134,7 +133,7 @@ class PrivateStep(GraphedStep):
         tensors = self._moved(batch.tensors)
         mask = torch.ones(batch.rows, dtype=torch.bool) if batch.mask is None else batch.mask
         mask = mask.to(self._device, non_blocking=True)
-        self._keep_gradients()
+        self._keep_sums()
         if not self._wants_graph:
             return self._run(tensors, mask)
         shape = [(tensor.shape, tensor.dtype) for tensor in tensors]
@@ -152,25 +151,28 @@ class PrivateStep(GraphedStep):
         self._optimizer.summed(batch.rows)  # an eager pass does it by its hook
         return part.loss.clone()
 
-    def _keep_gradients(self) -> None:
-        """Give each parameter the same gradient memory again, which graphs add to: only zero_grad() may remove it."""
+    def _keep_sums(self) -> None:
+        """Give each sum the same memory again, which graphs add to: zero_grad() removes it."""
         if self._part is not None and self._layout() != self._captured_layout:  # the graphs depend on it
             self._part = self._end = None
             self._eager = 0
-        for index, param in enumerate(self._params):
-            if param.grad is None and param.requires_grad:
-                kept = self._gradients[index]
-                param.grad = torch.zeros_like(param) if kept is None else kept.zero_()
-            if param.grad is not self._gradients[index]:
-                self._part = self._end = None
-                self._eager = 0
-                self._gradients[index] = param.grad
+        sums = self._optimizer.sums
+        missing = [param for param in self._params if param.requires_grad and id(param) not in sums]
+        for param in missing:
+            kept = self._sums.get(id(param))
+            sums[id(param)] = torch.zeros_like(param) if kept is None else kept.zero_()
+        if missing:
+            self._optimizer.mark()
+        if Same(sums.values()) != Same(self._sums.values()):
+            self._part = self._end = None
+            self._eager = 0
+            self._sums = dict(sums)
 
     def _layout(self) -> tuple[Any, ...]:
-        """Return addresses of parameters and gradients, which parameters are trained, and the modules' modes."""
+        """Return addresses of parameters and sums, which parameters are trained, and the modules' modes."""
         return (
             [(param.data_ptr(), param.requires_grad) for param in self._params],
-            [None if gradient is None else gradient.data_ptr() for gradient in self._gradients],
+            [total.data_ptr() for total in self._sums.values()],
             [module.training for module in self.private.model.modules()],
         )
 
@@ -199,7 +201,7 @@ class PrivateStep(GraphedStep):
     # --- the update --------------------------------------------------------------------------------------------------
 
     def _run_update(self, plan: NoisePlan, learning_rate: float) -> None:
-        """Add noise, divide, run the optimizer, and zero the gradients."""
+        """Add noise, divide, run the optimizer, and zero the sums."""
         self._set_rate(learning_rate)
         try:
             states = Same(self._optimizer.state.values())
@@ -224,7 +226,7 @@ class PrivateStep(GraphedStep):
 
     def _update(self, plan: NoisePlan) -> None:
         self._optimizer.update(plan)
-        torch._foreach_zero_([param.grad for param in self._params if param.grad is not None])
+        torch._foreach_zero_(list(self._optimizer.sums.values()))
 
     def _refresh_optimizer(self) -> None:
         if isinstance(self._optimizer.inner, MultiTensorOptimizer):
