@@ -53,8 +53,6 @@ def measure_link(device: torch.device, *, size: int | None = None, budget_s: flo
     return {"host to device GB/s": size / into.p50_ms / 1e6, "device to host GB/s": size / back.p50_ms / 1e6}
 
 
-# --- the CPU column --------------------------------------------------------------------------------------------------
-
 _ENOUGH_S, _TOO_LONG_S = 0.2, 2.0
 _SHARES = (1, 32, 256, 1024)
 _CALLS = 12

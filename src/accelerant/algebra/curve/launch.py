@@ -104,9 +104,6 @@ def _firsts(space: MemorySpace, curve: Curve[Any], test: Test, x: Words, chunk: 
     return firsts
 
 
-# --- reduction -------------------------------------------------------------------------------------------------------
-
-
 def check_reduced(space: MemorySpace, curve: Curve[Any], points: Words, name: str) -> None:
     """Raise FormatError if a coefficient of canonical points, (..., *shape), is not below the modulus; names it."""
     field = curve.coordinates.base
@@ -123,9 +120,6 @@ def unreduced_coordinate(curve: Curve[Any], point: str, part: int, value: int) -
     coordinate = "xy"[part // degree] + (f".c{part % degree}" if degree > 1 else "")
     what = "negative" if value < 0 else f"not below the modulus {modulus:#x}"
     return FormatError(f"{point} {coordinate} is {value:#x}, {what}")
-
-
-# --- launches --------------------------------------------------------------------------------------------------------
 
 
 def _count(words: Words) -> int:

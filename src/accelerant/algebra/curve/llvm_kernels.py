@@ -58,9 +58,6 @@ _LIMB_BITS = {1: 64, 8: 52}
 """Bits of a limb of a pack in memory, by the pack's lanes: limbs are i64 or vectors of eight."""
 
 
-# --- points in memory ------------------------------------------------------------------------------------------------
-
-
 class Lanes:
     """The indices of the lanes of the pack that begins at i: consecutive, clamped to the last one before stop.
 
@@ -96,9 +93,6 @@ def _read(k: Elements, pointers: Sequence[str]) -> tuple[Element, Element]:
     return from_memory(k, k.read(pointers, 0)), from_memory(k, k.read(pointers, 1))
 
 
-# --- loops -----------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def _each_pack(k: Elements) -> Iterator[Lanes]:
     """Append a loop over the packs of [begin, min(end, n))."""
@@ -120,9 +114,6 @@ def _firsts(k: Elements, bad: Callable[[list[str]], Value]) -> None:
                 mask = bad(lanes.pointers("%x", 2 * k.size))
                 least.set(packs.least(code, mask, packs.joined(code, lanes.indices), least.get()))
             code.store("i64", least.get(), "%first", c)
-
-
-# --- entries ---------------------------------------------------------------------------------------------------------
 
 
 def _add(curve: Curve[Any], packed: PackedField, code: FunctionBuilder) -> None:

@@ -216,8 +216,6 @@ class Elements:
         self._call_sums = self.degree == 2 and call_sums
         self._passed: list[str] = []
 
-    # --- arithmetic --------------------------------------------------------------------------------------------------
-
     def constant(self, parts: Sequence[int]) -> Element:
         """Return the constant with these coefficients."""
         packed = self.packed
@@ -315,8 +313,6 @@ class Elements:
     def _call(self, name: str, *packs: str) -> str:
         return self.packed.call(self.code, name, *packs)
 
-    # --- choices -----------------------------------------------------------------------------------------------------
-
     def is_zero(self, a: Element) -> Value:
         """Append the mask of the lanes that are 0."""
         mask = self.packs.is_zero(self.code, a[0])
@@ -327,8 +323,6 @@ class Elements:
     def select(self, mask: str, a: Element, b: Element) -> Element:
         """Append a where the mask is set, else b; without a branch."""
         return tuple(self.packs.select(self.code, mask, x, y) for x, y in zip(a, b, strict=True))
-
-    # --- memory ------------------------------------------------------------------------------------------------------
 
     def read(self, pointers: Sequence[str], index: int = 0) -> Element:
         """Append loads of element `index` of the arrays at each lane's address, in memory's form."""

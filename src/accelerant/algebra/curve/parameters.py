@@ -207,9 +207,6 @@ def family_of(name: str) -> Family:
     return FAMILIES[name]
 
 
-# --- registration ----------------------------------------------------------------------------------------------------
-
-
 def register_curve(
     name: str, *, field: str, scalar_field: str, b: int, generator: tuple[int, int], a: int = 0
 ) -> Curve[int]:
@@ -261,9 +258,6 @@ def register_curve(
         raise ConfigError(f"{name}: another curve has this name")
     CURVES.setdefault(name, lambda: curve)
     return curve_of(name)
-
-
-# --- endomorphisms ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

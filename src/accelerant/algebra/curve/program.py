@@ -141,8 +141,6 @@ def coordinate(curve: Curve[Any], value: Any) -> str:
     return parts[0] if len(parts) == 1 else "{" + ", ".join(parts) + "}"
 
 
-# --- texts -----------------------------------------------------------------------------------------------------------
-
 _ENTRY = re.compile(r"^ACL_KERNEL ACL_BLOCK\(\w+\) void (\w+)\([^{]*\{\n(?:.*\n)*?\}\n", re.MULTILINE)
 
 

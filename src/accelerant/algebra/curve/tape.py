@@ -104,8 +104,6 @@ class Recorder:
         self._known: dict[_Node, int] = {}
         self._windows: list[str] = []
 
-    # --- values --------------------------------------------------------------------------------------------------
-
     def inputs(self, window: str, size: int) -> tuple[int, ...]:
         """Return the values of a window's first registers before the segment."""
         return tuple(self._node((_INPUT, self._window(window), i)) for i in range(size))
@@ -161,8 +159,6 @@ class Recorder:
             self._known[node] = len(self._nodes)
             self._nodes.append(node)
         return self._known[node]
-
-    # --- segments ------------------------------------------------------------------------------------------------
 
     def segment(self, outputs: Mapping[str, Sequence[int]]) -> Segment:
         """Return the instructions that compute some values.

@@ -83,8 +83,6 @@ class PrimeField:
     def __reduce__(self) -> tuple[Callable[[str], PrimeField], tuple[str]]:
         return prime_field, (self.name,)
 
-    # --- in and out ----------------------------------------------------------------------------------------------
-
     def encode(self, ints: Any, *, reduce: bool = False) -> npt.NDArray[Any]:
         """Return the canonical words of integers.
 
@@ -138,8 +136,6 @@ class PrimeField:
         montgomery = launch.unary(space, self.parameters, "to_montgomery", _moved(operand, space), "canonical")
         return FieldArray(self, space, montgomery, home=None if operand.tensor is None else operand.tensor.device)
 
-    # --- arithmetic ----------------------------------------------------------------------------------------------
-
     def add(self, x: Any, y: Any, *, device: Device = None, reduce: bool = False) -> Any:
         """Return (x + y) mod p."""
         return self._binary("add", x, y, device, reduce)
@@ -178,8 +174,6 @@ class PrimeField:
     def dot(self, x: Any, y: Any, *, device: Device = None, reduce: bool = False) -> Any:
         """Return the sum of the products along the last axis of the elements' shape."""
         return self._each(launch.dotted, (x, y), device, reduce, "canonical")
-
-    # --- helpers ---------------------------------------------------------------------------------------------------
 
     def _binary(self, op: str, x: Any, y: Any, device: Device, reduce: bool) -> Any:
         return self._each(

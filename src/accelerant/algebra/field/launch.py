@@ -119,9 +119,6 @@ def _folded(space: MemorySpace, field: Field, entry: str, inputs: Sequence[Words
         entry, inputs, size = "field_sum", [sums], parts
 
 
-# --- reduction -------------------------------------------------------------------------------------------------------
-
-
 def first_unreduced(space: MemorySpace, field: Field, x: Words) -> int | None:
     """Return the flattened index of the first element that is not below the modulus, or None."""
     n, chunk = _count(field, x), _chunk(space)
@@ -149,9 +146,6 @@ def check_reduced(space: MemorySpace, field: Field, x: Words, name: str) -> None
 def reduced(space: MemorySpace, field: Field, x: Words) -> Words:
     """Return any words modulo the modulus."""
     return unary(space, field, "reduce", x, "canonical")
-
-
-# --- one launch ------------------------------------------------------------------------------------------------------
 
 
 def _count(field: Field, words: Words) -> int:

@@ -69,8 +69,6 @@ class PackedIfma(PackedField):
             *(self.function(name, ELEMENT, lambda code, d=d: self._load(code, d)) for name, d in shifts.items()),
         ]
 
-    # --- memory ------------------------------------------------------------------------------------------------------
-
     def _registers(self, code: FunctionBuilder) -> list[tuple[Value, Value]]:
         """Return the address of each of W registers of an array's words, and the mask of its words before stop."""
         bound = code.broadcast(code.op("mul", code.op("sub", "%stop", "%i"), self._words), _LANES)
@@ -91,8 +89,6 @@ class PackedIfma(PackedField):
         words = [word_of(code, limbs, 64 * j) for j in range(self._words)]
         for row, (address, mask) in zip(_rows(code, words), self._registers(code), strict=True):
             code.masked_store(row, address, mask, 8)
-
-    # --- arithmetic --------------------------------------------------------------------------------------------------
 
     def _settle(self, code: FunctionBuilder, less: Sequence[Value], more: Sequence[Value]) -> Value:
         """Return `less`, between -p and p, or `more` = less + p where it is negative; both are signed columns.
@@ -233,9 +229,6 @@ def _carry(code: FunctionBuilder, columns: Sequence[Value]) -> list[Value]:
     for column in columns[1:]:
         carried.append(code.op("add", column, code.op("ashr", carried[-1], LIMB_BITS)))
     return carried
-
-
-# --- transposition ---------------------------------------------------------------------------------------------------
 
 
 def _columns(code: FunctionBuilder, rows: Sequence[Value]) -> list[Value]:

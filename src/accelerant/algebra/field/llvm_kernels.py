@@ -146,8 +146,6 @@ def _power(packed: PackedField) -> FunctionBuilder:
     return code
 
 
-# --- loops -----------------------------------------------------------------------------------------------------------
-
 Writer = Callable[[PackedField, FunctionBuilder], None]
 
 
@@ -166,9 +164,6 @@ def _each_chunk(code: FunctionBuilder) -> Iterator[tuple[str, str, str]]:
         first = code.op("mul", chunk, "%chunk")
         with code.when(code.compare("slt", first, "%n")):
             yield chunk, first, code.smin("%n", code.op("add", first, "%chunk"))
-
-
-# --- entries ---------------------------------------------------------------------------------------------------------
 
 
 def _elementwise(name: str, pointers: tuple[str, ...]) -> Writer:

@@ -122,8 +122,6 @@ class PackedField(Protocol):
         code.ret(write(code))
         return code
 
-    # --- calls -------------------------------------------------------------------------------------------------------
-
     def call(self, code: FunctionBuilder, name: str, *packs: str) -> Value:
         """Append a call of FIELD_name on packs."""
         arguments = ", ".join(f"{self.type} {pack}" for pack in packs)

@@ -149,9 +149,6 @@ def field_text(field: Field, prefix: str, dialect: str) -> str:
     return prefixed(_constants(field), FIELD=prefix) + macros + prefixed(read_files(_FOLDER, *files), FIELD=prefix)
 
 
-# --- texts -----------------------------------------------------------------------------------------------------------
-
-
 def read_files(folder: str, *names: str) -> str:
     """Return the concatenated files of a folder of the package: "algebra/field"."""
     return "".join((_PACKAGE / folder / name).read_text(encoding="utf-8") for name in names)

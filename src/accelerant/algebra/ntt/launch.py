@@ -85,9 +85,6 @@ def _record(space: MemorySpace, field: Field, shape: Sequence[int], inverse: boo
     return sole_record("ntt", dialect, space.backend, space.label, case, size_bytes=size_bytes, operations=operations)
 
 
-# --- cached plans ----------------------------------------------------------------------------------------------------
-
-
 class _Plans:
     """A cache of plans that drops the least recently used ones beyond limits on their number and their tables' size."""
 
@@ -142,8 +139,6 @@ def _split(log_n: int, passes: int) -> tuple[int, ...]:
     """Return log2 of the rows of each pass, as equal as possible, the larger first."""
     return tuple((log_n + m) // passes for m in reversed(range(passes)))
 
-
-# --- the CPU ---------------------------------------------------------------------------------------------------------
 
 _LOG_ROWS = 10
 """Log2 of the most rows of a pass: 320 KiB of stack if eight elements are five registers, less than a core's cache."""
@@ -204,8 +199,6 @@ class HostNttPlan:
         """Mark the plan as dropped; a launch on the CPU returns when it has ended, so nothing reads the tables."""
         self.retired = True
 
-
-# --- devices with kernels in C ---------------------------------------------------------------------------------------
 
 _THREADS = 8
 """Log2 of the most threads of a block: what every device supports."""

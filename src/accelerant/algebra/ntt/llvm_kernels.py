@@ -255,8 +255,6 @@ class _Pass:
             starts.append(code.op("add", parts[0], code.op("add", parts[1], parts[2])))
         return starts[0], starts[1]
 
-    # --- memory ------------------------------------------------------------------------------------------------------
-
     def _row(self, position: Value, in_bits: bool) -> Value:
         """Return the address on the stack of the pack for a position in memory."""
         index = reversed_bits(self.code, position, "%log_rows") if in_bits else position
@@ -302,8 +300,6 @@ class _Pass:
 
     def _sum(self, *terms: Value) -> Value:
         return functools.reduce(lambda total, term: self.code.op("add", total, term), terms)
-
-    # --- factors -----------------------------------------------------------------------------------------------------
 
     def _scaled(self, pack: Value, position: Value, when: str) -> Value:
         """Return a pack of a row times its factors "before" or "after" the sums."""

@@ -163,9 +163,6 @@ def device_tables(space: MemorySpace, field: Field, step: Pass, tile: Tile) -> T
     )
 
 
-# --- powers ----------------------------------------------------------------------------------------------------------
-
-
 def _device_powers(space: MemorySpace, field: Field, start: Powers, base: Powers, log_count: int, log_unit: int) -> Any:
     """Return start base^(c 2^log_unit) for each row and column c, (rows, 2^log_count, ...), by powers.c."""
     rows, steps = start.log_rows, min(_LOG_STEPS, log_count)
@@ -181,9 +178,6 @@ def _device_powers(space: MemorySpace, field: Field, start: Powers, base: Powers
     blocks = -(-(1 << rows + log_count - steps) // BLOCK)
     launch(space, powers_source(field), "ntt_powers", blocks, BLOCK, (table, ladder), *numbers)
     return table
-
-
-# --- roots -----------------------------------------------------------------------------------------------------------
 
 
 def roots_of(field: Field, step: Pass, tile: Tile) -> Words:

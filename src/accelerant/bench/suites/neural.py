@@ -241,9 +241,6 @@ def calls(
             yield f"{shape} {str(dtype).removeprefix('torch.')}", fewer, whole.options
 
 
-# --- the rows of a case ----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _CaseRun:
     """A case being measured."""

@@ -164,8 +164,6 @@ def has_target(benchmark: Benchmark) -> bool:
     return any(target is not None for target in targets)
 
 
-# --- cases for a CPU -------------------------------------------------------------------------------------------------
-
 _CPU_ELEMENTS = 2**20
 _CPU_FLOPS = 3 * 10**8
 """Limits of a case on a CPU, as far as it has rows to spare: some milliseconds on two cores."""
@@ -217,9 +215,6 @@ def _with_fewer_rows(op: str, sample: Sample) -> Sample:
             arguments.append((rows, *shape[1:]))
     name = sample.name if rows == first[0] else f"{sample.name}, {rows} rows"
     return Sample(name, tuple(arguments), sample.options)
-
-
-# --- the sweep -------------------------------------------------------------------------------------------------------
 
 
 def sweep_sizes(largest: int = 28) -> list[int]:

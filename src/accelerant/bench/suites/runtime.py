@@ -73,9 +73,6 @@ def _target(row: Row) -> float | None:
     return _CALL_US if row.case.startswith("eager call") else None
 
 
-# --- host times ------------------------------------------------------------------------------------------------------
-
-
 def _host_row(op: str, case: str, runner: str, implementation: str, fn: Callable[[], Any]) -> Row:
     return Row("runtime", op, case, runner, implementation, "us").timed(host_time_us(fn))
 
@@ -155,8 +152,6 @@ def _compiles(device: ComputeDevice) -> list[Row]:
     return rows
 
 
-# --- streaming in chunks ---------------------------------------------------------------------------------------------
-
 _ALLOWED_ERROR = 1e-2
 
 
@@ -233,8 +228,6 @@ class _StreamedWork:
                 chunk = self.array[begin : begin + self.step].to(self.where, non_blocking=True)
                 self.out[begin : begin + self.step].copy_(self.function(chunk), non_blocking=True)
 
-
-# --- batches ---------------------------------------------------------------------------------------------------------
 
 _BATCH_CALLS, _BATCH_SIZE = 256, 1024
 
