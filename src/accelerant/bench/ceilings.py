@@ -13,11 +13,9 @@ __all__ = ["cpu_time_ms", "measure_copy", "measure_link", "measure_matmul"]
 
 
 def measure_matmul(device: torch.device, *, budget_s: float = 0.3) -> dict[str, float]:
-    """Measure the copy rate and the rate of a matrix product.
+    """Return "copy GB/s" as measure_copy, and "matmul TFLOP/s" of an n x n x n product of random data.
 
-    Returns:
-        "copy GB/s" as measure_copy; "matmul TFLOP/s" of an n x n x n product of random data, bfloat16 and n = 8192 on a
-        GPU, float32 and n = 1024 on a CPU.
+    bfloat16 and n = 8192 on a GPU, float32 and n = 1024 on a CPU.
     """
     ceilings = measure_copy(device, budget_s=budget_s)
     n, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
@@ -36,13 +34,9 @@ def measure_copy(device: torch.device, *, budget_s: float = 0.3) -> dict[str, fl
 
 
 def measure_link(device: torch.device, *, size: int | None = None, budget_s: float = 0.3) -> dict[str, float]:
-    """Measure large copies between host and device, with pinned host memory on a GPU.
+    """Return "host to device GB/s" and "device to host GB/s" of large copies, each byte counted once.
 
-    Args:
-        size: bytes; by default 512 MiB for a GPU and 64 MiB for a CPU.
-
-    Returns:
-        "host to device GB/s" and "device to host GB/s", each byte counted once.
+    Host memory is pinned for a GPU. `size` is in bytes, by default 512 MiB for a GPU and 64 MiB for a CPU.
     """
     gpu = device.type == "cuda"
     size = size or (2**29 if gpu else 2**26)
@@ -65,10 +59,7 @@ def cpu_time_ms(
     """Time a case on this machine's CPU, with fewer rows where all of them would take too long.
 
     The smallest share of the rows is tried first; the largest share whose call should stay below 0.2 s is measured.
-
-    Args:
-        make: returns the call for a number of rows; its work grows linearly with them.
-        rows: rows of the whole case.
+    `make` returns the call for a number of rows; its work grows linearly with them.
 
     Returns:
         Milliseconds for all rows, scaled from those measured, and a note that says so; None and the reason where even

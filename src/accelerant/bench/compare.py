@@ -85,11 +85,7 @@ class Comparison:
 
 
 def check_comparable(old: Record, device: str) -> None:
-    """Check a baseline before anything is measured.
-
-    Raises:
-        FormatError: the baseline is of another device, or has no row to compare with.
-    """
+    """Raise FormatError for a baseline of another device, or one that has no row to compare with."""
     if old.environment.device != device:
         raise FormatError(f"the baseline is of {old.environment.device}, this run of {device}")
     if not any(row.compared and row.p50 is not None for row in old.rows):
@@ -99,13 +95,7 @@ def check_comparable(old: Record, device: str) -> None:
 def compare(old: Record, new: Record, *, asked: Callable[[Row], bool] = lambda _: True) -> Comparison:
     """Compare each row of a baseline with this run's; peers' times are not compared.
 
-    Args:
-        old: the baseline.
-        new: this run, on the same device.
-        asked: returns whether this run was to measure a row of the baseline.
-
-    Raises:
-        FormatError: see check_comparable.
+    `asked` returns whether this run was to measure a row of the baseline. FormatError as check_comparable.
     """
     check_comparable(old, new.environment.device)
     now = {row.key: row for row in new.rows if row.compared}

@@ -60,11 +60,7 @@ class Check(JsonRecord):
 
 
 def checks(progress: Callable[[str], None] = lambda _: None) -> Iterator[Check]:
-    """Run the checks in order; one that raises becomes a failed check.
-
-    Args:
-        progress: called with the name of each part.
-    """
+    """Run the checks in order, reporting the name of each part; one that raises becomes a failed check."""
     parts: dict[str, Callable[[], Iterator[Check]]] = {
         "installation": _installation, "torch": _torch, "backends": _backends, "compiler NVRTC": _nvrtc,
         "compiler Triton": _triton, "compiler LLVM": _llvm, "compiler C": _c_compiler, "disk cache": _cache,

@@ -267,11 +267,7 @@ class Row:
 
     @classmethod
     def read(cls, body: Mapping[str, Any]) -> Row:
-        """Return the row of a dictionary read from JSON; unknown names are ignored.
-
-        Raises:
-            TypeError, ValueError: it is not a row.
-        """
+        """Return the row of a dictionary without its unknown names; TypeError or ValueError if it is not a row."""
         known = {one.name for one in fields(cls)}
         row = cls(**{name: value for name, value in body.items() if name in known})
         row = replace(row, samples=tuple(row.samples))
@@ -366,11 +362,7 @@ class Record:
         return f'{json.dumps(body, indent=1)[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'
 
     def save(self, path: Path) -> None:
-        """Write as JSON under a temporary name, then rename.
-
-        Raises:
-            OSError: names `path`; nothing is left of what was half-written.
-        """
+        """Write as JSON; whole or not at all. An OSError names `path`."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, self.to_json().encode())
@@ -379,11 +371,7 @@ class Record:
 
     @classmethod
     def load(cls, path: Path) -> Record:
-        """Read what `save` wrote.
-
-        Raises:
-            FormatError: it is not a record.
-        """
+        """Read what `save` wrote; FormatError if it is not a record."""
         try:
             table = decode_json(path.read_text(encoding="utf-8"))
             rows = [Row.read(row) for row in table["rows"]]

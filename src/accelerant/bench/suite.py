@@ -328,8 +328,7 @@ class Collected:
 def collect(suites: Sequence[Suite], run: SuiteRun, *, begin: Progress = _silent) -> Collected:
     """Measure suites into one record and conclude it; a failure or Ctrl-C keeps the rows measured so far.
 
-    Args:
-        begin: called with "[1/2] NAME" before each suite.
+    `begin` is called with "[1/2] NAME" before each suite.
     """
     record, found = run.record, Collected()
     for i, suite in enumerate(suites):

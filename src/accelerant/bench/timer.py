@@ -59,11 +59,9 @@ class Timing:
 
 
 def time_ms(fn: Callable[[], object], device: torch.device, *, budget_s: float = 0.3, reads: bool = False) -> Timing:
-    """Return the device time of a call.
+    """Return the device time of a call; `reads` if it writes next to nothing.
 
-    Args:
-        budget_s: seconds to spend on the timed calls; at least 10 are made, or 3 of those that take above 50 ms.
-        reads: the call writes next to nothing.
+    The timed calls take `budget_s` seconds; at least 10 are made, or 3 of those that take above 50 ms.
     """
     return Timing.of(_device_samples(fn, budget_s, reads) if device.type == "cuda" else _host_samples(fn, budget_s))
 
@@ -75,8 +73,7 @@ _TURN_S = 2e-4
 def time_in_turns(calls: Sequence[Callable[[], object]], *, budget_s: float = 0.3) -> list[Timing]:
     """Return the host times of synchronous calls that take turns; each round begins with another call.
 
-    Args:
-        budget_s: seconds to spend on each; at least 10 rounds are made, or 3 where a call takes above 50 ms.
+    Each takes `budget_s` seconds; at least 10 rounds are made, or 3 where a call takes above 50 ms.
     """
     once_s = [second_call_s(call) for call in calls]
     together = [max(1, int(_TURN_S / max(s, 1e-7))) for s in once_s]
@@ -100,17 +97,11 @@ _ROTATED_CALLS = 64
 def rotated_ms(
     calls: Sequence[Callable[[], object]], device: torch.device, *, budget_s: float = 0.3
 ) -> tuple[Timing, str]:
-    """Return the device time of one of several consecutive calls, each on memory of its own.
+    """Return the device time of one of several consecutive calls, each on memory of its own, and how it was taken.
 
-    On a GPU they are captured in one CUDA graph, and a replay's time is divided by their number. Calls that cannot be
-    captured are timed as they are, after work that gives the host a head start.
-
-    Args:
-        calls: one call on copies of its arguments, which together are several times the size of the L2.
-        budget_s: seconds to spend on timed replays.
-
-    Returns:
-        The times, and a description of how they were taken.
+    The copies of the arguments are together several times the size of the L2. On a GPU the calls are captured in one
+    CUDA graph, and a replay's time is divided by their number. Calls that cannot be captured are timed as they are,
+    after work that gives the host a head start.
     """
     count = f"{len(calls)} copies in turn"
     if device.type != "cuda":
@@ -149,12 +140,9 @@ def _captured(calls: Sequence[Callable[[], object]]) -> tuple[Callable[[], objec
 def wall_ms(
     fn: Callable[[], object], device: torch.device, *, budget_s: float = 0.3, least: int = _MIN_REPEATS
 ) -> Timing:
-    """Return the host's time of a call and of all that it starts on the device.
+    """Return the host's time of a call and of all that it starts on the device, which is synchronized before and after.
 
-    Args:
-        device: synchronized before and after each call.
-        budget_s: seconds to spend on the timed calls.
-        least: least number of timed calls, two or more.
+    The timed calls take `budget_s` seconds; at least `least`, two or more, are made.
     """
 
     def timed() -> float:

@@ -69,11 +69,7 @@ def build_app(groups: Sequence[str] = GROUPS) -> typer.Typer:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit.
-
-    Args:
-        arguments: without the program's name; the process's by default.
-    """
+    """Run the command line, by default the process's arguments without the program's name, and exit."""
     args = sys.argv[1:] if arguments is None else arguments
     with exit_status(2 if args[:1] == ["zk"] else 1):
         if args[:2] == ["zk", "prove"] and (proof := import_module("accelerant.cli.zk_prove").plain(args[2:])):

@@ -105,11 +105,7 @@ def _moved(name: str) -> Callable[[], None]:
 
 
 def run_command(kind: type[Suite], arguments: list[str] | None = None) -> None:
-    """Run a suite's command line and exit; for `python -m benchmarks.NAME`.
-
-    Args:
-        arguments: without the program's name; the process's by default.
-    """
+    """Run a suite's command line, by default the process's, and exit; for `python -m benchmarks.NAME`."""
     program = f"python -m {kind.__module__ if kind.__module__ != '__main__' else f'benchmarks.{kind.name}'}"
     with exit_status():
         _suite_app(kind, program)(args=sys.argv[1:] if arguments is None else arguments, prog_name=program)
@@ -352,11 +348,7 @@ def compare_records(
 
 
 def check_writable(name: str, path: Path) -> None:
-    """Raise ConfigError for a path that could not be written after the run.
-
-    Args:
-        name: the option that gives the path.
-    """
+    """Raise ConfigError for a path, given by the option `name`, that could not be written after the run."""
     if path.is_dir():
         raise ConfigError(f"{name}: {path} is a folder; name a file")
     try:

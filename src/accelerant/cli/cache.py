@@ -202,11 +202,7 @@ def shipped_kernels() -> list[Shipped]:
 
 
 def _selected(entries: list[_Named], names: list[str] | None) -> list[_Named]:
-    """Return the entries whose name matches a pattern.
-
-    Raises:
-        ConfigError: a pattern matches none.
-    """
+    """Return the entries whose name matches a pattern; ConfigError for a pattern that matches none."""
     if not names:
         return entries
     for pattern in names:

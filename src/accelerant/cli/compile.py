@@ -87,11 +87,7 @@ def _read(file: Path) -> str:
 
 
 def known_targets_of(names: list[str]) -> list[str]:
-    """Return the named architectures, each checked against those of the compiler.
-
-    Raises:
-        ConfigError: the compiler does not know an architecture.
-    """
+    """Return the named architectures; ConfigError for one that the compiler does not know."""
     from accelerant.runtime.compilation.inspect import known_targets
     from accelerant.runtime.compilation.kernel import CUDA_TARGETS
 

@@ -119,12 +119,7 @@ def _entries_of(table: Path) -> dict[str, Any]:
 
 
 def _write(table: Path, device: torch.device, serves: Sequence[str], before: Mapping[str, Any]) -> int:
-    """Write the known results of a device as a table and return the number of entries.
-
-    Args:
-        device, serves: as for Choices.table.
-        before: entries to keep unless newer ones exist.
-    """
+    """Write the known results of a device, and `before` where there is no newer one; return the number of entries."""
     from accelerant.runtime.dispatch.choices import choices
 
     body = choices().table(device, serves=serves)

@@ -58,15 +58,7 @@ def prove_files(
     json_output: bool = False,
     device: str = "auto",
 ) -> None:
-    """Write a proof and its public inputs, and print a summary; see zk.prove.
-
-    Args:
-        zkey, witness: files to read.
-        proof, public: files to write.
-        self_verify: verify the proof first.
-        json_output: print one JSON object.
-        device: as for Prover; several are separated by commas.
-    """
+    """Write a proof and its public inputs, and print a summary; see zk.prove."""
     targets = resolve_targets([proof, public], [zkey, witness])
     from accelerant.zk.formats import Zkey
     from accelerant.zk.groth16 import Prover
@@ -106,10 +98,9 @@ def prove_files(
 
 
 def resolve_targets(targets: list[Path], sources: list[Path]) -> list[Path]:
-    """Return the files to write, with symlinks resolved, after checking them.
+    """Return the files to write, with symlinks resolved.
 
-    Raises:
-        ConfigError: a target's folder does not exist, or it is not a regular file, or a source or another target.
+    ConfigError if a target's folder does not exist, or it is not a regular file, or a source or another target.
     """
     from accelerant.zk.formats.container import writable_target
 
@@ -123,11 +114,9 @@ def resolve_targets(targets: list[Path], sources: list[Path]) -> list[Path]:
 
 
 def read_json(path: Path) -> bytes:
-    """Return the contents of a JSON file. Pipes, which may hang, and devices, which may not end, are refused.
+    """Return the contents of a JSON file; FormatError above 64 MiB, ConfigError if it cannot be read.
 
-    Raises:
-        ConfigError: it cannot be read, or is not a regular file.
-        FormatError: it is larger than 64 MiB.
+    Pipes, which may hang, and devices, which may not end, are refused.
     """
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
@@ -150,10 +139,7 @@ def warn_forgeable(path: Path, reason: str | None) -> None:
 def write_all(texts: Mapping[Path, str]) -> None:
     """Write files atomically: all are on the disk under temporary names before the first is renamed.
 
-    If a rename fails, the files before it have been replaced.
-
-    Raises:
-        OSError: a folder cannot be written, or the disk is full.
+    If a rename fails, the files before it have been replaced, and OSError is raised.
     """
     with contextlib.ExitStack() as files:
         for path, text in texts.items():

@@ -48,8 +48,7 @@ _EVM_WORD = 32
 def encode_points(curve: Curve[E], points: Sequence[Affine[E]]) -> U64:
     """Return affine points as canonical limbs, (n, *curve.shape), uint64; not checked to be on the curve.
 
-    Raises:
-        FormatError: a coefficient is negative or not reduced.
+    FormatError if a coefficient is negative or not reduced.
     """
     size = curve.coordinates.base.size_bytes
     coefficients = (value for i, point in enumerate(points) for value in _coefficients(curve, point, i))
@@ -85,8 +84,7 @@ def decode_points(curve: Curve[E], array: U64, *, check: bool = True) -> list[Af
 def check_points(curve: Curve[E], points: Sequence[Affine[E]], *, subgroup: bool = True) -> None:
     """Check that affine, reduced points are on the curve and, unless subgroup is False, in the subgroup.
 
-    Raises:
-        FormatError: names the first such point's index and value.
+    FormatError names the index and value of the first point that is not.
     """
     for index, point in enumerate(points):
         if not curve.is_on_curve(point):
@@ -103,9 +101,7 @@ def point_bytes(curve: Curve[E], layout: Layout) -> int:
 def points_to_bytes(curve: Curve[E], points: Sequence[Affine[E]], layout: Layout) -> bytes:
     """Return affine points as bytes in a layout; not checked to be on the curve.
 
-    Raises:
-        ConfigError: no such layout.
-        FormatError: a coefficient is negative or not reduced.
+    ConfigError for an unknown layout, FormatError if a coefficient is negative or not reduced.
     """
     size, codes = _coefficient_bytes(curve, layout), _flags_of(curve, layout)
     kept = curve.coordinates.degree * (1 if layout == "compressed" else 2)

@@ -274,16 +274,7 @@ _LEAST_SHARES = {"add": 1024, "neg": 8192, "mul": 8, "off_curve": 64, "off_subgr
 
 
 def curve_kernels(name: str, entry: str = "", form: str = "") -> LlvmProgram:
-    """Return the program of a curve's entries.
-
-    Args:
-        name: the curve's.
-        entry: the only entry to build, "curve_add"; "" for all.
-        form: "scalar" or "vector"; "" for the faster one on this processor.
-
-    Raises:
-        ConfigError: unknown curve; when built, unknown entry or form.
-    """
+    """Return the program of a curve's entries; arguments and errors as algebra.field.llvm_kernels.field_kernels."""
     share = min(_LEAST_SHARES.values()) if not entry else _LEAST_SHARES.get(entry.removeprefix("curve_"), 1)
     return curve_program(_text, name, entry, form, share)
 

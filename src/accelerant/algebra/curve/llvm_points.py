@@ -507,11 +507,7 @@ def _inverse(packed: PackedField) -> FunctionBuilder:
 
 @functools.cache
 def functions(name: str, form: str) -> tuple[FunctionBuilder, ...]:
-    """Return the definitions that the module's docstring lists, and those of the field that they call.
-
-    Args:
-        form: one of algebra.field.llvm_kernels.FORMS.
-    """
+    """Return the definitions that the module's docstring lists, and those of the field that they call."""
     curve = curve_of(name)
     packed = packed_field(curve.coordinates.base, form)
     b3 = curve.coordinates.parts(curve.coordinates.times(curve.b, 3))

@@ -136,14 +136,10 @@ def _checked_size(family: Family, g1_points: U64, g2_points: U64) -> int:
 
 
 def _miller_values(family: Family, points: U64) -> tuple[U64, Bools]:
-    """Run the Miller loops of pairs of finite points.
+    """Run the Miller loops of pairs of finite points, (n, 6, limbs): P then Q.
 
-    Args:
-        points: (n, 6, limbs): P then Q.
-
-    Returns:
-        (m, 12, limbs), m at least 1: values whose product is that of all pairs; and (n, _CHECKS): whether each register
-        of the checks is not zero.
+    Returns (m, 12, limbs), m at least 1: values whose product is that of all pairs; and (n, _CHECKS): whether each
+    register of the checks is not zero.
     """
     limbs = points.shape[-1]
     values: list[U64] = []

@@ -66,14 +66,7 @@ Time and addresses of curve_mul depend neither on the scalars nor on the points.
 
 @functools.cache
 def kernel_source(curve: Curve[Any], entry: str | None = None) -> KernelSource:
-    """Return the curve's functions on arrays, in every dialect.
-
-    Args:
-        entry: the only one of ENTRIES to include; None for all.
-
-    Raises:
-        ConfigError: unknown entry.
-    """
+    """Return the curve's functions on arrays in every dialect, or one of ENTRIES; ConfigError for an unknown one."""
     if entry is not None and entry not in ENTRIES:
         raise ConfigError(f"{curve.name} has no entry {entry!r}; it has {', '.join(ENTRIES)}")
     dialects = LazyDialects(
@@ -86,36 +79,25 @@ def kernel_source(curve: Curve[Any], entry: str | None = None) -> KernelSource:
 
 
 def grid_and_block(entry: str, n: int, chunk: int = 1) -> tuple[int, int]:
-    """Return the blocks and threads per block of an entry of the C dialects.
-
-    Args:
-        n: points, at least 1.
-        chunk: points per partial result, for entries that have such.
-    """
+    """Return blocks and threads per block of an entry of the C dialects, for n > 0 points in chunks of `chunk`."""
     by_chunk = entry in _BY_CHUNK and chunk > 1  # one thread processes a chunk of one point
     points = chunk if by_chunk else BLOCK * (ADDS if entry == "curve_add" else 1)
     return -(-n // points), BLOCK
 
 
 def cuda_program(curve: Curve[Any], arguments: str, write: Callable[[], str], *folders: str) -> CudaProgram:
-    """Return a CudaProgram of a curve.
+    """Return a CudaProgram of a curve; `folders` have sources in addition to those of fields and curves.
 
-    Args:
-        arguments: everything else that determines the text, except the sources.
-        write: returns the text that follows portable.h.
-        folders: folders of the package with sources, in addition to those of fields and curves.
+    `arguments` is everything else that determines the text that `write` returns.
     """
     return CudaProgram(curve.canonical_text() + arguments, (*_FOLDERS, *folders), write)
 
 
 def point_text(curve: Curve[Any], dialect: str, *, called: bool = True) -> str:
-    """Return the curve's coordinates and points (point.h) in a C dialect; follows portable.h.
+    """Return the curve's coordinates and points (point.h) in dialect "portable" or "cuda"; follows portable.h.
 
-    Types and functions begin with the prefix that `prefixed` substitutes for COORD.
-
-    Args:
-        dialect: "portable" or "cuda".
-        called: whether products of coordinates are function calls; else they are inlined.
+    Types and functions begin with the prefix that `prefixed` substitutes for COORD. Products of coordinates are
+    function calls unless `called` is False.
     """
     k = curve.coordinates
     exponent = ", ".join(f"0x{word:x}UL" for word in k.base.words(k.base.modulus - 2, 64, k.base.limbs))

@@ -161,11 +161,7 @@ class Recorder:
         return self._known[node]
 
     def segment(self, outputs: Mapping[str, Sequence[int]]) -> Segment:
-        """Return the instructions that compute some values.
-
-        Args:
-            outputs: window -> the values of its first registers after the segment.
-        """
+        """Return the instructions for `outputs`: window -> the values of its first registers after the segment."""
         targets: dict[int, _Register] = {}
         zero = self.constant(0)
         for name, values in outputs.items():
@@ -411,11 +407,9 @@ def kernel_source(field: Field) -> KernelSource:
 
 
 def run_tape(tape: Tape, registers: npt.NDArray[np.uint64]) -> None:
-    """Run a tape on the CPU.
+    """Run a tape on the CPU on n independent register files, (n, tape.registers, limbs), contiguous, updated in place.
 
-    Args:
-        registers: (n, tape.registers, limbs), contiguous, updated in place: n independent register files, with the
-            constants set, in Montgomery form.
+    They are in Montgomery form, with the constants set.
     """
     n, arrays = len(registers), (registers, tape.code, tape.schedule)
     sizes = (len(tape.schedule), tape.registers * tape.field.limbs, n)
@@ -426,14 +420,11 @@ def run_tape(tape: Tape, registers: npt.NDArray[np.uint64]) -> None:
 
 
 def cached(name: str, field: Field, make: Callable[[], TapeFunction]) -> TapeFunction:
-    """Return the result of `make`, from the disk if it is there.
+    """Return the tape that `make` records, from the disk if it is there.
 
     An entry is a line of JSON, then the tape's code and schedule as in memory. All of it is covered by the cache's
-    checksum, and none is in the entry's report: with another constant, a verifier would accept other proofs.
-
-    Args:
-        name: with the code in SOURCES, everything that the tape depends on.
-        make: records the tape.
+    checksum, and none is in the entry's report: with another constant, a verifier would accept other proofs. The tape
+    depends on the name and the code in SOURCES only.
     """
     key = kernel_key(tape=builder_key(name, *SOURCES), byteorder=sys.byteorder)
     binary, _ = KernelCache().get_or_build(key, lambda: _binary(make()), name=f"tape_{name}", target="any CPU")

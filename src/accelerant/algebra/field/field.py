@@ -460,8 +460,7 @@ def _broadcast(field: Field, space: MemorySpace, words: list[Any]) -> list[Any]:
 def prime_field(name: str) -> PrimeField:
     """Return the field of a name: goldilocks, babybear, bn254_fr, bn254_fq, bls12_381_fr, bls12_381_fq, or registered.
 
-    Raises:
-        ConfigError: no field has that name; lists the known ones.
+    ConfigError for another name lists the known ones.
     """
     return PrimeField(field_of(name))
 

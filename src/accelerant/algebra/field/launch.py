@@ -64,8 +64,7 @@ def inverse(space: MemorySpace, field: Field, x: Words, form: Representation, na
 def power(space: MemorySpace, field: Field, x: Words, exponent: int, form: Representation, name: str) -> Words:
     """Raise each element to an exponent, which may be negative; x^0 = 1, also of 0. The time depends on the exponent.
 
-    Raises:
-        FormatError: the exponent is below 0 and an element is 0; names its index.
+    FormatError names the index of an element that is 0 if the exponent is below 0.
     """
     if exponent < 0:
         x, exponent = inverse(space, field, x, form, name), -exponent

@@ -132,16 +132,7 @@ def field_of(name: str) -> Field:
 
 
 def register_field(name: str, modulus: int, generator: int) -> Field:
-    """Register a prime field for this process.
-
-    Args:
-        name: an identifier.
-        modulus: p, a prime of an even number of 64-bit words, at least one bit below that.
-        generator: of the multiplicative group, or any quadratic non-residue if roots of unity of orders 2^k suffice.
-
-    Raises:
-        ConfigError: another field has the name, or a parameter violates these limits.
-    """
+    """Register a prime field for this process; arguments and errors as algebra.field.register_field."""
     if not (name.isidentifier() and name.isascii()):
         raise ConfigError(f"a field's name must be an identifier, got {name!r}")
     if any(pow(base, modulus - 1, modulus) != 1 for base in (2, 3, 5, 7) if base % modulus):

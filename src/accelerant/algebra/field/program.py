@@ -84,13 +84,9 @@ def montgomery_radix(field: Field) -> int:
 
 @functools.cache
 def kernel_source(field: Field, entry: str | None = None) -> KernelSource:
-    """Return the field's functions on arrays, in every dialect that it has.
+    """Return the field's functions on arrays in every dialect that it has, or only one of entries(field).
 
-    Args:
-        entry: the only one of entries(field) to include; None for all, which take NVRTC seconds for several limbs.
-
-    Raises:
-        ConfigError: unknown entry.
+    All of them take NVRTC seconds for several limbs. ConfigError for an unknown entry.
     """
     known = entries(field)
     if entry is not None and entry not in known:
@@ -113,12 +109,7 @@ def field_add_source() -> KernelSource:
 
 
 def grid_and_block(entry: str, n: int, chunk: int = 1) -> tuple[int, int]:
-    """Return the blocks and threads per block of an entry of the C dialects.
-
-    Args:
-        n: elements, at least 1.
-        chunk: elements per partial result, for entries that have such.
-    """
+    """Return blocks and threads per block of an entry of the C dialects, for n > 0 elements in chunks of `chunk`."""
     if entry in _BY_CHUNK:
         return -(-n // chunk), BLOCK
     return -(-n // (BLOCK * (INVERSES if entry in _BY_SEVERAL else 1))), BLOCK

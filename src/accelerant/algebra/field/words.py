@@ -43,9 +43,7 @@ def modulus_words(field: Field) -> tuple[int, ...]:
 def check_words(field: Field, dtype: str, shape: Sequence[int], name: str) -> None:
     """Check that an array of this dtype and shape can be words of the field; the name is for messages.
 
-    Raises:
-        UnsupportedDtype: another dtype; says what to do.
-        ShapeError: the last axis is not the limbs.
+    UnsupportedDtype says what to do with another dtype; ShapeError if the last axis is not the limbs.
     """
     wanted = dtype_of(field)
     if dtype != wanted.name:
@@ -68,17 +66,7 @@ def element_shape(field: Field, shape: Sequence[int]) -> Shape:
 
 
 def encode(field: Field, values: Any, *, reduce: bool = False, name: str = "x") -> Words:
-    """Return the words of integers, of their shape and the limbs.
-
-    Args:
-        values: a Python integer, a nested sequence of such, or an array of integers.
-        reduce: reduce them modulo the modulus; else they must be from 0 to below it.
-        name: the argument's, for messages.
-
-    Raises:
-        UnsupportedDtype: not integers; names the index.
-        FormatError: not reduced; names the index and the value.
-    """
+    """Return the words of integers; arguments and errors as PrimeField.encode, `name` for messages."""
     if isinstance(values, np.ndarray) and values.dtype.kind not in "iuO":
         raise UnsupportedDtype(f"{name} must hold integers, got {values.dtype}")
     array = values.astype(object) if isinstance(values, np.ndarray) else np.array(values, dtype=object)

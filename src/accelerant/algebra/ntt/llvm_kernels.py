@@ -197,11 +197,10 @@ plan.Pass."""
 
 
 def pass_kernel(field: Field, variant: Variant, form: str) -> LlvmProgram:
-    """Return the program of ntt_pass.
+    """Return the program of ntt_pass in one of algebra.field.llvm_kernels.FORMS.
 
-    Args:
-        form: one of algebra.field.llvm_kernels.FORMS. A vector's lanes must divide the number of columns, and that of
-            rows or of the lowest digit of columns, whichever are neighbours in memory.
+    A vector's lanes must divide the number of columns, and that of rows or of the lowest digit of columns, whichever
+    are neighbours in memory.
     """
     several, write = field.limbs > 1, functools.partial(_text, field, variant, form)
     share = 2048 if several else 16384

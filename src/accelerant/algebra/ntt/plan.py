@@ -178,9 +178,7 @@ def make_passes(
     """Return the passes of transforms of 2^(sum of logs) points, in the order of execution.
 
     Args:
-        field: p - 1 is divisible by the number of points.
-        logs: log2 of A, B, C.
-        inverse: make the inverse transform.
+        logs: log2 of A, B, C; their product divides p - 1.
         coset: g, not 0; 1 for none.
         order: one of ORDERS.
         log_table: log2 of the most elements of a table of twiddles; beyond, twiddles are products of two tables.

@@ -53,11 +53,7 @@ def has_quotients(field: Field) -> bool:
 def kernel_source(field: Field, variant: Variant, tile: Tile, inverse: bool = False) -> KernelSource:
     """Return ntt_pass in C: the arguments are those of llvm_kernels.py without log_rows, with tables.device_tables.
 
-    Args:
-        inverse: of the transform; matters only to Goldilocks, whose program contains roots.
-
-    Raises:
-        ConfigError: the radix is above 4.
+    `inverse` matters only to Goldilocks, whose program contains roots. ConfigError if the radix is above 4.
     """
     if tile.radix > _LOG_TURN:
         raise ConfigError(f"a pass takes a radix of at most {_LOG_TURN} (log2), got {tile.radix}")
@@ -78,12 +74,7 @@ def powers_source(field: Field) -> KernelSource:
 
 
 def _dialects(field: Field, arguments: str, write: Callable[[str], str]) -> LazyDialects:
-    """Return a program's dialects.
-
-    Args:
-        arguments: everything but the field and the sources that the text depends on.
-        write: returns the text of a dialect that follows the field's.
-    """
+    """Return a program's dialects; beyond field and sources, the text of `write` depends on `arguments` only."""
 
     def text(dialect: str) -> str:
         return _field_text(field, dialect) + write(dialect)

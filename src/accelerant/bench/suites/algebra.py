@@ -125,12 +125,8 @@ def _numpy_add(x: Any, y: Any) -> Any:
 def first_wrong(x: Any, y: Any, got: Any) -> str:
     """Compare all sums with the host's 64-bit arithmetic, and the first ones with Python's integers.
 
-    Args:
-        x, y: NumPy arrays of elements of Goldilocks.
-        got: their sums, an array or a tensor.
-
-    Returns:
-        How many sums are wrong, with the first one; "" if all are right.
+    All are elements of Goldilocks; `got` may be a tensor. Returns how many sums are wrong, with the first one; "" if
+    all are right.
     """
     host = (got.cpu().numpy() if isinstance(got, Tensor) else got).view(np.uint64)
     room = np.uint64(_P) - y  # x + y reaches the modulus where x >= room

@@ -44,11 +44,7 @@ def default_sizes(gpu: bool) -> tuple[int, ...]:
 
 
 def parse_sizes(sizes: Sequence[str]) -> tuple[int, ...]:
-    """Return the bytes of sizes like "1MiB", in rising order.
-
-    Raises:
-        ConfigError: a text is not a size of at least 1 byte.
-    """
+    """Return the bytes of sizes like "1MiB", in rising order; ConfigError for anything but a size above 0."""
     parsed = set()
     for text in sizes:
         match = re.fullmatch(r"\s*(\d+)\s*([a-zA-Z]*)\s*", text)
@@ -79,11 +75,7 @@ class BandwidthSuite(Suite):
     budget_s: float = option(0.3, "Seconds of calls behind each figure.", min=0.0)
 
     def resolve(self, device: ComputeDevice) -> Self:
-        """Return the suite with sizes that fit the memory of host and device.
-
-        Raises:
-            ConfigError: a given size is not one, or does not fit.
-        """
+        """Return the suite with sizes that fit the memory of host and device; ConfigError if given ones do not."""
         room = min(available_bytes(device), available_bytes("cpu"))
         if self.sizes is None:
             gpu = device.torch_device.startswith("cuda")

@@ -100,11 +100,7 @@ class NeuralSuite(Suite):
     cpu: bool = option(False, "Add a CPU column where the device is another.", flags=("--cpu",))
 
     def resolve(self, device: ComputeDevice) -> Self:
-        """Return the suite with whole names of dtypes and the device's peers.
-
-        Raises:
-            ConfigError: an op, a dtype or a peer that the suite does not have, or nothing to measure.
-        """
+        """Return the suite with whole names of dtypes and the device's peers; ConfigError as Suite.resolve."""
         check_names("--op", "op", self.op, tuple(OPS))
         dtypes = None if self.dtypes is None else tuple(_SHORT.get(name, name) for name in self.dtypes)
         check_names("--dtype", "dtype", dtypes or (), tuple(_DTYPES))

@@ -160,9 +160,6 @@ def _streaming(run: SuiteRun, budget_s: float) -> list[Row]:
 
     On an H200 the function's matrix products take about as long as a chunk's transfer, so that each of the three stages
     can hide the others.
-
-    Raises:
-        AccelerantError: the streamed result is wrong.
     """
     run.require_ceiling("link", budget_s)
     where, work = run.torch_device, _StreamedWork(run)
@@ -233,11 +230,7 @@ _BATCH_CALLS, _BATCH_SIZE = 256, 1024
 
 
 def _batches(run: SuiteRun, budget_s: float) -> list[Row]:
-    """Measure many small calls one by one, merged by Accelerator.batch(), and by torch, on the host's clock.
-
-    Raises:
-        AccelerantError: the batch's results differ from those of single calls.
-    """
+    """Measure many small calls one by one, merged by Accelerator.batch(), and by torch, on the host's clock."""
     assert run.accelerator is not None  # for the type checker: there is no such case without one
     where = run.torch_device
     base = Row("runtime", "batch", f"{_BATCH_CALLS} calls of gelu on {_BATCH_SIZE} float32", "", "")
