@@ -36,6 +36,7 @@ from accelerant.errors import (
 from accelerant.ops.gelu.portable import gelu_on
 from accelerant.runtime import registry
 from accelerant.runtime.dispatch.operation import RECOVERABLE
+from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import FallbackRecord, ledger, quantile
 from accelerant.runtime.provider import ComputeDevice, Event, MemoryInfo
 from accelerant.runtime.streams.stream import Future, Stream, submit
@@ -100,7 +101,7 @@ class OperationMetrics:
     """Calls, times and bytes of operations; may be used from several threads."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._rows = {name: _OperationRow() for name in names}
 
     def add(self, name: str, **counts: int) -> None:

@@ -1,4 +1,4 @@
-"""The host: cores that this process may use, memory, the processor's name, child processes that run Python."""
+"""The host: cores that this process may use, memory, the processor's name, child processes, locks that survive a fork."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ import os
 import platform
 import subprocess
 import sys
+import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["control_group_room", "host_memory", "processor_name", "python_child", "read_meminfo", "usable_cores"]
+__all__ = [
+    "control_group_room", "fork_safe", "host_memory", "processor_name", "python_child", "read_meminfo", "usable_cores",
+]  # fmt: skip
+
+LockT = TypeVar("LockT")
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
@@ -105,3 +110,27 @@ def _is_current(folder: str) -> bool:
         return os.path.samefile(folder, os.curdir)
     except OSError:  # one of the two does not exist
         return False
+
+
+# --- locks -----------------------------------------------------------------------------------------------------------
+
+_locks: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def fork_safe(lock: LockT) -> LockT:
+    """Return a threading.Lock or RLock, which from now on is free in a forked child, whoever held it in the parent.
+
+    A fork copies held locks, but not the threads that would release them. What another thread was changing under the
+    lock is in the child as that thread left it, so a lock that protects more than counts and tables needs more.
+    """
+    _locks.add(lock)
+    return lock
+
+
+def _free_locks() -> None:
+    for lock in list(_locks):
+        lock._at_fork_reinit()  # as Python's own modules do
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_free_locks)

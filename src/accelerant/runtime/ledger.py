@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from accelerant.runtime.host import fork_safe
 from accelerant.runtime.provider import ComputeProvider, Event
 
 __all__ = ["Decision", "FallbackRecord", "Ledger", "Manifest", "OpKey", "OpRecord", "ledger", "observers", "quantile"]
@@ -155,7 +156,7 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = fork_safe(threading.Lock())
         self._records: dict[OpKey, OpRecord] = {}
         self._fallbacks: dict[FallbackRecord, int] = {}
         self._manifests: list[Manifest] = []

@@ -42,7 +42,7 @@ import numpy.typing as npt
 from accelerant.errors import CompileError, ConfigError, DeviceLost, LaunchError, OutOfMemory, ShapeError
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources
 from accelerant.runtime.files import JsonRecord
-from accelerant.runtime.host import python_child
+from accelerant.runtime.host import fork_safe, python_child
 
 __all__ = [
     "Arguments", "Buffer", "ComputeBackend", "ComputeDevice", "ComputeProvider", "CountedMemory", "Event", "Launches",
@@ -143,7 +143,7 @@ class MemoryCounter:
     """Bytes that the live buffers of a device take, for allocators that do not count them."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # CountedMemory.__del__ takes it, also in a thread that holds it
+        self._lock = fork_safe(threading.RLock())  # CountedMemory.__del__ takes it, also in a thread that holds it
         self.allocated_bytes = 0
         self.peak_bytes = 0
 
@@ -340,7 +340,7 @@ class ComputeProvider(ABC):
 
 # --- limits of backends whose allocator keeps none -------------------------------------------------------------------
 
-_limits_lock = threading.Lock()
+_limits_lock = fork_safe(threading.Lock())
 
 allocation_limits: dict[tuple[str, int], list[int]] = {}
 """Backend and index -> limits on the bytes that its provider may have allocated: the process's, then those of blocks of

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from accelerant.config import settings
 from accelerant.errors import BackendUnavailable, ConfigError
+from accelerant.runtime.host import fork_safe
 from accelerant.runtime.provider import ComputeDevice, ComputeProvider
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ PROVIDERS: dict[str, tuple[str, str]] = {
 DeviceLike: TypeAlias = "str | torch.device | ComputeDevice"
 """A device's name ("cuda", "cuda:1", "opencl:0"), a torch.device, or a device from the registry."""
 
-_lock = threading.RLock()
+_lock = fork_safe(threading.RLock())
 _reasons: dict[str, str] = {}
 _created: dict[str, ComputeProvider] = {}
 

@@ -23,6 +23,7 @@ from accelerant.algebra.ntt.plan import Pass, Variant, make_passes
 from accelerant.algebra.ntt.program import Tile, kernel_source
 from accelerant.algebra.ntt.tables import device_tables, limbs_of_52_bits, pass_tables
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
+from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
 
@@ -91,7 +92,7 @@ class _Plans:
     def __init__(self) -> None:
         self._kept: OrderedDict[Hashable, NttPlan] = OrderedDict()
         self._size_bytes = 0
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
 
     def get(self, key: Hashable, make: Callable[[], NttPlan]) -> NttPlan:
         """Return the plan of a key, made if there is none: outside the lock, since that takes up to seconds.

@@ -16,6 +16,7 @@ from accelerant.ops._hopper.program import ELEMENTS, HopperProgram, Mma, hopper_
 from accelerant.ops._launch import ceil_div, multiprocessors
 from accelerant.ops.attention.launch import like
 from accelerant.runtime.dispatch import Case
+from accelerant.runtime.host import fork_safe
 from accelerant.runtime.providers.cuda_launch import PackedLaunch
 from accelerant.runtime.streams.stream import capturing
 
@@ -114,7 +115,7 @@ def program(plan: ForwardPlan, dtype: torch.dtype, causal: bool) -> HopperProgra
 
 
 _TICKETS = 1 << 16
-_tickets_lock = threading.Lock()
+_tickets_lock = fork_safe(threading.Lock())
 _tickets: dict[int, Tensor] = {}  # device -> counters, all 0
 _tickets_taken: dict[int, int] = {}
 

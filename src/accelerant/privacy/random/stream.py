@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ConfigError
+from accelerant.runtime.host import fork_safe
 
 __all__ = [
     "BLOCK_WORDS", "CONSTANTS", "DOUBLE_ROUNDS", "QUARTERS", "SecureStream", "Words", "chacha20_blocks",
@@ -75,7 +76,7 @@ _KEY_BYTES = 32
 _LAST = 2**64
 
 renewed_after_fork: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Generators to which a forked process gives another key, by `_renew()`, and another `_lock`."""
+"""Generators to which a forked process gives another key, by `_renew()`."""
 
 
 class SecureStream:
@@ -96,7 +97,7 @@ class SecureStream:
     def __init__(self, key: bytes | None = None) -> None:
         if key is not None and len(key) != _KEY_BYTES:
             raise ConfigError(f"a key has {_KEY_BYTES} bytes, got {len(key)}")
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._counter = 0
         self._renew(key)
         renewed_after_fork.add(self)
@@ -135,7 +136,6 @@ class SecureStream:
 
 def _after_fork() -> None:
     for generator in list(renewed_after_fork):
-        generator._lock = threading.Lock()  # another thread of the parent may have held it
         generator._renew()
 
 

@@ -38,19 +38,20 @@ from accelerant.config import settings
 from accelerant.errors import ConfigError
 from accelerant.runtime.compilation.kernel import Binary, Resources
 from accelerant.runtime.files import JsonRecord, decode_json
+from accelerant.runtime.host import fork_safe
 
 __all__ = ["CacheEntry", "KernelCache", "kernel_key"]
 
 _FORMAT = 2
 _KEY = re.compile("[0-9a-f]{64}")
 _FILES = ("report.json", "code")
-_HAS_MODES = hasattr(os, "geteuid") and os.open in os.supports_dir_fd  # not on Windows
+_HAS_MODES = os.open in os.supports_dir_fd  # not on Windows
 _TEMPORARY = ".new-"
 _LEFTOVER_S = 3600.0
 """Age from which a temporary folder is taken for a dead process's: it is renamed within milliseconds."""
 
 _log = logging.getLogger("accelerant.cache")
-_lock = threading.Lock()
+_lock = fork_safe(threading.Lock())
 _warned: set[Path] = set()
 """Folders and entries that a warning was given for."""
 
@@ -283,7 +284,7 @@ def _opened(path: str | Path, within: int | None = None) -> Iterator[int]:
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0), dir_fd=within)
     try:
         found = os.fstat(descriptor)
-        if found.st_uid != os.geteuid():
+        if hasattr(os, "geteuid") and found.st_uid != os.geteuid():
             raise PermissionError(errno.EPERM, f"belongs to another user, {found.st_uid}", str(path))
         if found.st_mode & 0o022:
             raise PermissionError(errno.EPERM, "may be written by its group or by everyone", str(path))

@@ -33,6 +33,7 @@ import torch
 from accelerant.config import settings
 from accelerant.runtime import registry
 from accelerant.runtime.files import decode_json, write_atomic
+from accelerant.runtime.host import fork_safe
 
 __all__ = ["Choices", "Measurement", "Sources", "choices", "key_of", "model_of", "rounded", "versions"]
 
@@ -221,7 +222,7 @@ class Choices:
     def __init__(self, root: Path | None = None, tables: Path = TABLES) -> None:
         self.root = root if root is not None else settings().cache_dir / "choices"
         self._tables = tables
-        self._lock = threading.RLock()
+        self._lock = fork_safe(threading.RLock())
         self._local: dict[str, dict[str, Measurement]] = {}
         self._shipped: dict[str, dict[str, Measurement]] = {}
         self._ignored: dict[str, tuple[str, ...]] = {}

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import Decision, OpRecord, observers
 from accelerant.runtime.provider import ComputeProvider
 
@@ -56,7 +57,7 @@ class Explanation:
         return f"Explanation({len(self.decisions)} decisions, {self.total_ms:.3f} ms)"
 
 
-_observers_lock = threading.Lock()
+_observers_lock = fork_safe(threading.Lock())
 
 
 def explain_quietly(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:

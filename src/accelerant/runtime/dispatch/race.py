@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 
 from accelerant.errors import DeviceLost
+from accelerant.runtime.host import fork_safe
 from accelerant.runtime.streams.stream import capturing
 
 __all__ = ["MARGIN", "RACED_DEVICES", "Outcome", "fastest", "obstacle", "race", "reason_of"]
@@ -50,7 +51,7 @@ _HEAD_START = 4
 _COLD_LEAST, _COLD_MOST = 2, 6
 """Bounds on the cold calls in a turn."""
 
-_turn = threading.RLock()
+_turn = fork_safe(threading.RLock())
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 

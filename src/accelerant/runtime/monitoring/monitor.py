@@ -23,6 +23,7 @@ import torch
 from accelerant.errors import BackendUnavailable, ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.files import JsonRecord
+from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import OpRecord, ledger
 from accelerant.runtime.monitoring.readers import (
     FIGURES,
@@ -68,7 +69,7 @@ class Sample(JsonRecord):
 
 
 _readers: dict[tuple[str, int], Reader] = {}
-_readers_lock = threading.Lock()
+_readers_lock = fork_safe(threading.Lock())
 
 
 def _new_reader(device: ComputeDevice) -> Reader:

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 import torch
 
-from accelerant.runtime.host import read_meminfo
+from accelerant.runtime.host import fork_safe, read_meminfo
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = [
@@ -338,7 +338,7 @@ class CpuReader:
         self._proc = root / "proc"
         self._sys = root / "sys"
         self._total_bytes = total_bytes
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._table = TableReader(
             {
                 "utilisation_percent": lambda: self._busy()["cpu"],

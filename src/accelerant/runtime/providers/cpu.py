@@ -10,10 +10,12 @@ in parallel since ctypes releases the GIL. It returns when the work is done: thi
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
 import platform
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,7 +30,7 @@ from accelerant.config import launch_log
 from accelerant.errors import CompileError, LaunchError
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
 from accelerant.runtime.compilation.kernel import Binary, Builder, Kernel, KernelSource, Resources
-from accelerant.runtime.host import host_memory, processor_name, usable_cores
+from accelerant.runtime.host import fork_safe, host_memory, processor_name, usable_cores
 from accelerant.runtime.provider import (
     SCALAR_CTYPES,
     Arguments,
@@ -102,7 +104,7 @@ class CpuProvider(ComputeProvider):
 
     def __init__(self) -> None:
         self.cores = usable_cores()
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._counter = MemoryCounter()
         self._pool: ThreadPoolExecutor | None = None
         self._pool_pid = 0
@@ -287,6 +289,28 @@ class CpuProvider(ComputeProvider):
                 raise CompileError(f"compiled code has no entry {entry!r}, or cannot be linked", str(error)) from None
         address: int = linked[binary.symbols[entry]]
         return address, linked
+
+
+_locks_of_forks: list[Any] = []
+
+
+def _before_fork() -> None:
+    """Wait until LLVM has finished what other threads compile, since the child has LLVM's tables as they are then.
+
+    All calls into LLVM hold llvmlite's lock.
+    """
+    library = getattr(sys.modules.get("llvmlite.binding.ffi"), "lib", None)
+    lock = getattr(library, "_lock", None) or contextlib.nullcontext()
+    lock.__enter__()
+    _locks_of_forks.append(lock)
+
+
+def _after_fork() -> None:
+    _locks_of_forks.pop().__exit__(None, None, None)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
 
 
 def _join(futures: Sequence[Future[None]]) -> None:

@@ -25,6 +25,7 @@ from accelerant.config import launch_log
 from accelerant.errors import CompileError, DeviceLost, LaunchError
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources, portable_header
+from accelerant.runtime.host import fork_safe
 from accelerant.runtime.provider import (
     SCALAR_CTYPES,
     Arguments,
@@ -99,13 +100,14 @@ class OpenclProvider(ComputeProvider):
         if "POCL_CACHE_DIR" not in os.environ:  # processes that share PoCL's cache can disturb one another
             private = tempfile.mkdtemp(prefix="accelerant-pocl-")
             os.environ["POCL_CACHE_DIR"] = private
-            atexit.register(shutil.rmtree, private, ignore_errors=True)
+            atexit.register(_remove_folder_of, os.getpid(), private)
         import pyopencl as cl
 
         self._cl = cl
         devices = (device for platform in cl.get_platforms() for device in platform.get_devices())
         self._devices = [_OpenclDevice(cl, device) for device in devices]
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
+        self._pid = os.getpid()
 
     def devices(self) -> list[ComputeDevice]:
         return [self._described(index, opened.device) for index, opened in enumerate(self._devices)]
@@ -143,12 +145,12 @@ class OpenclProvider(ComputeProvider):
     def _write(self, buffer: Buffer, content: npt.NDArray[np.uint8]) -> None:
         memory = _memory(buffer, "out")
         if content.nbytes:
-            self._cl.enqueue_copy(self._devices[buffer.device].queue, memory, content, is_blocking=True)
+            self._cl.enqueue_copy(self._device(buffer.device).queue, memory, content, is_blocking=True)
 
     def _read(self, buffer: Buffer, content: npt.NDArray[np.uint8]) -> None:
         memory = _memory(buffer, "buffer")
         if content.nbytes:
-            self._cl.enqueue_copy(self._devices[buffer.device].queue, content, memory, is_blocking=True)
+            self._cl.enqueue_copy(self._device(buffer.device).queue, content, memory, is_blocking=True)
 
     def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
         opened = self._device(device)
@@ -196,13 +198,14 @@ class OpenclProvider(ComputeProvider):
         ]
         axes = list(itertools.zip_longest(grid, block, fillvalue=1))
         sizes, threads = [blocks * width for blocks, width in axes], [width for _, width in axes]
-        queue = stream if stream is not None else self._devices[kernel.device].queue
+        opened = self._device(kernel.device)
+        queue = stream if stream is not None else opened.queue
         began = time.perf_counter() if launch_log.enabled else 0.0
         try:
             with self._lock:  # a kernel object holds its arguments until it is enqueued
                 kernel.handle.set_args(*values)
                 self._cl.enqueue_nd_range_kernel(queue, kernel.handle, sizes, threads)
-            self._devices[kernel.device].queue.flush()
+            opened.queue.flush()
         except self._cl.Error as error:
             raise _as_error(error, f"kernel {kernel.name!r}, grid {tuple(grid)}, block {tuple(block)}") from error
         if launch_log.enabled:
@@ -235,6 +238,12 @@ class OpenclProvider(ComputeProvider):
         self._device(device).pool.free_held()
 
     def _device(self, device: int) -> _OpenclDevice:
+        """Return a device, in the process that opened it: a forked child has none of its driver's threads."""
+        if os.getpid() != self._pid:
+            raise DeviceLost(
+                f"opencl:{device}: this process was forked after OpenCL had started, and its drivers do not work in a "
+                "forked child; start the process by spawn (multiprocessing.get_context('spawn'))"
+            )
         check_device(self.name, device, len(self._devices))
         return self._devices[device]
 
@@ -257,6 +266,12 @@ class OpenclProvider(ComputeProvider):
     def _load(self, opened: _OpenclDevice, binary: Binary, entry: str) -> Any:
         program = self._cl.Program(opened.context, [opened.device], [binary.code]).build()
         return self._cl.Kernel(program, binary.symbols[entry])
+
+
+def _remove_folder_of(pid: int, folder: str) -> None:
+    """Remove a temporary folder, at the end of the process that made it and not of its forked children."""
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _OpenclDevice:

@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 
 from accelerant.errors import ConfigError, TimeLimitExceeded, UnsupportedCase
 from accelerant.runtime import provider
+from accelerant.runtime.host import fork_safe
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.providers.cuda_launch import cuda_error
 from accelerant.runtime.registry import DeviceLike, find_device
@@ -133,7 +134,7 @@ class Stream:
         self._cuda = torch_stream
         if self.device.backend == "cuda" and torch_stream is None:
             self._cuda = torch.cuda.Stream(torch.device(self.device.torch_device), priority=priority)
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._thread: ThreadPoolExecutor | None = None
         self._thread_pid = 0
         self._last: Task[Any] | None = None
@@ -217,13 +218,13 @@ class Stream:
         return f"Stream({self.device.backend}:{self.device.index})"
 
     def _idle(self) -> bool:
-        return self._last is None or self._last.done()
+        return self._last is None or self._last.done() or self._thread_pid != os.getpid()
 
 
 _shared: list[Stream] = []
 """The CPU's stream that Stream.current returns, once it is made."""
 
-_shared_lock = threading.Lock()
+_shared_lock = fork_safe(threading.Lock())
 
 
 def _require_streams(device: ComputeDevice) -> ComputeDevice:

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError, TimeLimitExceeded, UnsupportedDtype
+from accelerant.runtime.host import fork_safe
 from accelerant.runtime.memory.limits import available_bytes
 from accelerant.runtime.registry import DeviceLike
 from accelerant.runtime.streams.stream import Event, Future, Stream
@@ -55,7 +56,7 @@ class StagingPool:
         if size_bytes < 1 or count < 1:
             raise ConfigError(f"staging wants buffers of at least 1 byte, got {count} of {size_bytes} bytes")
         self.size_bytes = size_bytes
-        self.lock = threading.Lock()
+        self.lock = fork_safe(threading.Lock())
         self._buffers = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(count)]
         self._events: list[Event | None] = [None] * count
         self._next = 0

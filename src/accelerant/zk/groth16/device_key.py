@@ -26,6 +26,7 @@ from accelerant.algebra.curve.parameters import family_of
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.memory_space import HOST, MemorySpace
 from accelerant.algebra.field.parameters import Field
+from accelerant.runtime.host import fork_safe
 from accelerant.runtime.recorded_launch import RecordedLaunch
 from accelerant.zk.formats.zkey import Zkey
 from accelerant.zk.groth16.keys import SECTIONS, U64, KeySums, Stages, UnreducedError
@@ -100,7 +101,7 @@ class DeviceKey:
         self.space, self.label = space, space.label
         family = family_of(zkey.family)
         self._field, self._n_public = snarkjs_scalar_field(family), zkey.n_public
-        self._queues, self._lock = Queues(space, len(_LAUNCH_ORDER) + 1), threading.Lock()
+        self._queues, self._lock = Queues(space, len(_LAUNCH_ORDER) + 1), fork_safe(threading.Lock())
         room = int(_MEMORY_SHARE * space.provider.memory(space.index).free_bytes) if free_bytes is None else free_bytes
         with stages("key: constraints"):
             rows = SparseMatrix.from_coefficients(self._field, zkey.domain_size, zkey.coefficients)

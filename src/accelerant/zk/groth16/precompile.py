@@ -9,6 +9,7 @@ library does not start processes.
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import threading
@@ -81,7 +82,7 @@ class _CompilerProcess:
     """The second process, and the key of the kernel it is compiling."""
 
     def __init__(self, family: str, domain_size: int) -> None:
-        self._at, self._ended = "", False
+        self._at, self._ended, self._pid = "", False, os.getpid()
         self._changed = threading.Condition()
         self._process = python_child(
             _PROGRAM,
@@ -96,8 +97,11 @@ class _CompilerProcess:
     def wait(self, key: str) -> None:
         """Return once the process is not compiling the kernel: it has finished it, or not begun.
 
-        A process that takes too long, or whose kernel is not in the cache afterwards, is killed.
+        A process that takes too long, or whose kernel is not in the cache afterwards, is killed. A forked child, which
+        has no thread that listens, does not wait.
         """
+        if os.getpid() != self._pid:
+            return
         with self._changed:
             if self._at != key:
                 return

@@ -27,6 +27,7 @@ from accelerant.privacy.dp.ledger.events import Event, check_delta, check_neighb
 from accelerant.privacy.dp.ledger.journal import Journal, read_journal
 from accelerant.privacy.dp.ledger.runs import VERSION, History, Run, RunWriter
 from accelerant.privacy.dp.ledger.statement import Statement, make_statement
+from accelerant.runtime.host import fork_safe
 
 __all__ = ["Allowance", "Budget", "Ledger"]
 
@@ -126,7 +127,7 @@ class Ledger:
         self.unit, self.neighbouring, self.budget = unit, check_neighbouring(neighbouring), budget
         self.dataset = dataset
         self._allowance = None if budget is None else Allowance(budget, self.neighbouring)
-        self._lock = threading.RLock()
+        self._lock = fork_safe(threading.RLock())
         self._writer: RunWriter | None = None
         self._history = History()
         if self.path is not None:

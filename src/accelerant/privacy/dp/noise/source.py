@@ -27,6 +27,7 @@ from accelerant.privacy.random.device import compiled, index_of, reserve_source
 from accelerant.privacy.random.llvm_kernels import lanes
 from accelerant.privacy.random.stream import renewed_after_fork
 from accelerant.runtime.compilation.philox import ROUNDS, WEYL
+from accelerant.runtime.host import fork_safe
 from accelerant.runtime.streams.stream import capturing
 
 __all__ = ["FastSource", "NoiseSource", "SecureSource"]
@@ -151,7 +152,7 @@ class FastSource(NoiseSource):
     def __init__(self, seed: int | None = None) -> None:
         if seed is not None and not 0 <= seed < 2**64:
             raise ConfigError(f"seed must be in [0, 2^64), got {seed}")
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._renew(seed)
         renewed_after_fork.add(self)
 
