@@ -64,7 +64,8 @@ from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import KernelSource
 
 cpu, body = registry.create("cpu"), "".join(f"  %t{i + 1} = mul i64 %t{i}, {2 * i + 3}\\n" for i in range(400))
-acl.ops.gelu(torch.randn(8))
+x = torch.ones(8)
+acl.ops.relu(x)  # not gelu: torch's own calls of oneDNN, of OpenMP and of its generator hang in a child
 
 def compile_one(name):
     text = f"define void @{name}(i64 %begin, i64 %end, ptr %x) {{\\n  %t0 = load i64, ptr %x\\n{body}"
@@ -78,7 +79,7 @@ def work(number):
     i = 0
     while not ended:
         compile_one(f"kernel_{number}_{i}")
-        acl.ops.gelu(torch.randn(8))
+        acl.ops.relu(x)
         acl.ledger().to_json()
         i += 1
 
@@ -91,7 +92,7 @@ for turn in range(int(sys.argv[1])):
     time.sleep(0.003 * (turn % 7))
     child = os.fork()
     if child == 0:
-        good = compile_one(f"child_{turn}") == wanted and torch.isfinite(acl.ops.gelu(torch.randn(8))).all()
+        good = compile_one(f"child_{turn}") == wanted and acl.ops.relu(x).tolist() == [1.0] * 8
         acl.ledger().to_json()
         os._exit(not good)
     deadline = time.monotonic() + 20

@@ -1,4 +1,4 @@
-"""The host: cores that this process may use, memory, the processor's name, child processes, locks that survive a fork."""
+"""The host: cores, memory, the processor's name, child processes, and locks that a forked child can take."""
 
 from __future__ import annotations
 
