@@ -2,8 +2,9 @@
 
 A line is {"record": {...}, "chain": "<hex>"}. Its chain is the SHA-256 of the previous chain and the record, so that an
 edited, moved or removed line breaks it. Lines cut off at the end are detected by `<file>.head`, which holds the number
-of lines and the last chain; after a crash it may be one line behind the file, never ahead. There is no key: this
-detects accidents, not an adversary who writes a new file.
+of lines and the last chain; after a crash it may be one line behind the file, never ahead. Where it is behind or
+missing, the journal says so (`unguarded`). There is no key: this detects accidents, not an adversary who writes a new
+file.
 
 One process writes, under the kernel's lock on the file, which ends with the process.
 """
@@ -18,12 +19,12 @@ import os
 import sys
 import weakref
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.files import decode_json
 
-__all__ = ["Journal", "read_journal"]
+__all__ = ["Contents", "Journal", "read_journal"]
 
 _START: Final = "0" * 64
 _LINE: Final = b'{"record":{"kind":"'
@@ -43,6 +44,22 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+class Contents(NamedTuple):
+    """The contents of a file.
+
+    Attributes:
+        records: in order.
+        chain: the last one.
+        size_bytes: of the records' lines; the rest of the file is a torn line.
+        unguarded: why lines could have been cut off at the end unnoticed; empty if they could not.
+    """
+
+    records: list[Record]
+    chain: str
+    size_bytes: int
+    unguarded: str
+
+
 class Journal:
     """A file opened for appending, and the records that it had.
 
@@ -51,6 +68,7 @@ class Journal:
 
     Attributes:
         torn_bytes: length of a last line that a crash cut short, and that was dropped. `append` never returned from it.
+        unguarded: as in Contents, when the file was opened.
 
     Raises:
         ConfigError: another process writes to it, or it cannot be opened or locked.
@@ -66,7 +84,8 @@ class Journal:
             _OPEN.add(self)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             _lock(self._file, path)
-            self.records, self._chain, self._size = read_journal(path)
+            self.records, self._chain, self._size, unguarded = read_journal(path)
+            self.unguarded = "" if created else unguarded
             self.torn_bytes = os.fstat(self._file).st_size - self._size
             if self.torn_bytes:
                 os.ftruncate(self._file, self._size)
@@ -138,18 +157,19 @@ class Journal:
         raise ConfigError(f"the ledger {self.path} is open: it can be neither copied nor pickled")
 
 
-def read_journal(path: Path) -> tuple[list[Record], str, int]:
-    """Return the records of a file, the last chain, and the length of the records; the rest of the file is a torn line.
+def read_journal(path: Path) -> Contents:
+    """Return the contents of a file.
 
     Raises:
         FormatError: a line was edited, is missing or is no record; the message names it.
         OSError: the file cannot be read.
     """
+    head_path, unguarded = _head_path(path), ""
     try:  # before the file: another process may be writing
-        head, head_chain = _head_path(path).read_text(encoding="ascii").split()
+        head, head_chain = head_path.read_text(encoding="ascii").split()
         head_lines = int(head)
     except (OSError, ValueError):
-        head_lines, head_chain = 0, ""  # unknown
+        head_lines, head_chain, unguarded = 0, "", f"{head_path.name} was missing or not readable"
     *lines, torn = path.read_bytes().split(b"\n")
     records: list[Record] = []
     chain = _START
@@ -168,7 +188,7 @@ def read_journal(path: Path) -> tuple[list[Record], str, int]:
                 "or lines were taken out. Go back to an untouched copy"
             )
         if number == head_lines and chain != head_chain:
-            raise FormatError(f"{path}, line {number}: {_head_path(path).name} belongs to another ledger")
+            raise FormatError(f"{path}, line {number}: {head_path.name} belongs to another ledger")
         records.append(record)
     begin = torn.rstrip(b"\0")  # a power failure may leave zeros
     if not _LINE.startswith(begin[: len(_LINE)]):  # a writer drops a torn line
@@ -178,7 +198,9 @@ def read_journal(path: Path) -> tuple[list[Record], str, int]:
             f"{path}, line {len(lines) + 1}: the file ends here, and had {head_lines} lines: it was cut. Go back to an "
             "untouched copy"
         )
-    return records, chain, sum(len(line) + 1 for line in lines)
+    if head_lines < len(lines) and not unguarded:
+        unguarded = f"{head_path.name} knew {head_lines} of {len(lines)} lines"
+    return Contents(records, chain, sum(len(line) + 1 for line in lines), unguarded)
 
 
 def _next_chain(chain: str, record: Record) -> str:

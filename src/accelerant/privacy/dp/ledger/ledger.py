@@ -11,21 +11,23 @@ Opening the same file again adds to its events.
 from __future__ import annotations
 
 import math
+import os
 import threading
+import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from accelerant.errors import BudgetExceeded, ConfigError, FormatError
 from accelerant.privacy.dp.ledger.accounting import check_method, most_within, remaining, spent
 from accelerant.privacy.dp.ledger.events import Event, check_delta, check_neighbouring, check_number
 from accelerant.privacy.dp.ledger.journal import Journal, read_journal
-from accelerant.privacy.dp.ledger.runs import VERSION, History, Run, RunWriter
+from accelerant.privacy.dp.ledger.runs import VERSION, History, Run, RunWriter, fresh_id
 from accelerant.privacy.dp.ledger.statement import Statement, make_statement
 from accelerant.runtime.host import fork_safe
 
@@ -34,6 +36,10 @@ __all__ = ["Allowance", "Budget", "Ledger"]
 _SHARE: Final = 32  # a block is 1/32 of what was done: a crash over-counts by at most so much
 _LARGEST_BLOCK: Final = 1024
 _VARIANTS: Final = 8  # events that differ only in noise or delta; the noise and delta of further ones are rounded
+_NAMELESS: Final = (
+    "the checkpoint is of an older version and does not say which runs spent its events: all of them are added to the "
+    "ledger, even if it has them already. If it has, load the state without its entry 'spent'"
+)
 _variant_key = attrgetter("mechanism", "sampling", "sample_rate", "source", "secure", "idealised", "note")
 
 
@@ -49,6 +55,10 @@ class Budget:
         check_number("epsilon", self.epsilon)
         check_delta(self.delta)
         check_method(self.method)
+
+    def implies(self, other: Budget) -> bool:
+        """Return whether what stays within this budget stays within another."""
+        return self.method == other.method and self.epsilon <= other.epsilon and self.delta <= other.delta
 
 
 class Allowance:
@@ -104,34 +114,46 @@ class Ledger:
     save disk writes, blocks are reserved in advance: a crash counts up to one in 32 too many, `settle` and `close`
     write the exact number. One process writes at a time. Thread-safe. A process that ends in order closes its ledgers.
 
+    A file's budgets stay: each that was ever given holds whenever the file is opened, with or without a budget, until
+    it is loosened.
+
     Args:
         path: of the file, created or appended to; None: in memory only.
         unit: whose privacy is protected: the sensitivity of an event bounds the contribution of one unit.
         neighbouring: "add-or-remove-one" or "replace-one".
-        budget: events that would exceed it are refused.
+        budget: events that would exceed it are refused. A file's own budgets hold as well.
+        loosen_budget: give up the file's budgets for `budget`, or for none. The file and the statement say so.
         dataset: a name; "": that of the file.
         any_dataset: add to a ledger of another data set: epsilon is then that of a unit that is in both.
 
     Raises:
-        ConfigError: an invalid value; the file is of another unit, relation or data set, or is being written.
+        ConfigError: an invalid value; the file is of another unit, relation or data set, or is being written; budget
+            is looser than one of the file.
         FormatError: the file was cut or edited; the message names the line.
+
+    Attributes:
+        budget: the one that was given, or the file's of the least epsilon.
+        run_id: random; checkpoints name what a run spent by it (`by_run`, `merge`).
     """
 
     def __init__(
         self, path: str | Path | None = None, *, unit: str = "example", neighbouring: str = "add-or-remove-one",
-        budget: Budget | None = None, dataset: str = "", any_dataset: bool = False,
+        budget: Budget | None = None, dataset: str = "", any_dataset: bool = False, loosen_budget: bool = False,
     ) -> None:  # fmt: skip
         if not unit:
             raise ConfigError('unit must name whose privacy it is, "example" or "user"; got an empty string')
         self.path = None if path is None else Path(path)
         self.unit, self.neighbouring, self.budget = unit, check_neighbouring(neighbouring), budget
         self.dataset = dataset
-        self._allowance = None if budget is None else Allowance(budget, self.neighbouring)
+        self.run_id, self._process = fresh_id(), os.getpid()
+        self._budgets = [] if budget is None else [budget]
+        self._unguarded = ""
         self._lock = fork_safe(threading.RLock())
         self._writer: RunWriter | None = None
         self._history = History()
         if self.path is not None:
-            self._open(self.path, any_dataset)
+            self._open(self.path, any_dataset, loosen_budget)
+        self._allowances = [Allowance(budget, self.neighbouring) for budget in self._budgets]
         self._past = self._history.counts
         self._used: Counter[Event] = Counter() if self._writer is None else self._writer.used
 
@@ -145,14 +167,16 @@ class Ledger:
         """
         path = Path(path)
         try:
-            records, _, _ = read_journal(path)
+            contents = read_journal(path)
         except OSError as error:
             raise ConfigError(f"the ledger {path} cannot be read: {error.strerror or error}") from None
-        history = History.replay(records, path)
+        history = History.replay(contents.records, path)
         if not history.facts:
             raise FormatError(f"{path}: no privacy ledger, it has not one whole record")
+        history.name_runs(fresh_id())
         ledger = cls(**history.facts)
         ledger.path, ledger._history, ledger._past = path, history, history.counts
+        ledger._unguarded, ledger.budget = contents.unguarded, _least(_budgets(history, path))
         return ledger
 
     def record(self, event: Event) -> None:
@@ -166,22 +190,67 @@ class Ledger:
             OSError: the disk is full; nothing was recorded.
         """
         with self._lock:
+            self._leave_parent()
             event = self._canonical(event)
             self._require(event)
             one = event.times(1)
             if self.path is not None:
                 block = min(_LARGEST_BLOCK, self._used[one] // _SHARE)  # none in advance for the first 64
-                if self._allowance is not None:
-                    block = min(block, self._allowance.allowed(one) - self._past[one] - self._used[one])
+                for allowance in self._allowances:
+                    block = min(block, allowance.allowed(one) - self._past[one] - self._used[one])
                 self._open_writer().reserve(event, max(event.count, block))
             self._used[one] += event.count
 
-    def record_missing(self, events: Iterable[Event]) -> None:
-        """Record the events of a checkpoint that the ledger lacks: it was in memory, or is another file."""
-        held = Counter({event.times(1): event.count for event in self.events})
-        for event in events:
-            if event.count > held[event.times(1)]:
-                self.record(event.times(event.count - held[event.times(1)]))
+    def by_run(self) -> dict[str, list[dict[str, Any]]]:
+        """Return all events as `Event.to_dict` by the id of the run that spent them, for a checkpoint."""
+        with self._lock:
+            counts = self._history.by_run
+            counts[self.run_id] = counts.get(self.run_id, Counter()) + self._used
+        return {
+            name: [event.times(count).to_dict() for event, count in each.items()]
+            for name, each in counts.items()
+            if each
+        }
+
+    def merge(self, spent: Mapping[str, Sequence[Mapping[str, Any]]] | Sequence[Mapping[str, Any]]) -> None:
+        """Record what a checkpoint spent and this ledger lacks, all of it or nothing.
+
+        The events of a run that the ledger knows, by its id, are counted once; those of any other run are added,
+        however alike they are. A checkpoint of an older version names no runs: all its events are added, each time,
+        even if the ledger has them already.
+
+        Args:
+            spent: of `by_run`; or a list of events.
+
+        Raises:
+            FormatError: it is neither; nothing was recorded.
+            BudgetExceeded, ConfigError, OSError: as for `record`.
+        """
+        if not isinstance(spent, Mapping):
+            if spent:
+                warnings.warn(_NAMELESS, UserWarning, stacklevel=3)
+            spent = {fresh_id(): spent}
+        given = {name: Counter[Event]() for name in spent}
+        for name, events in spent.items():
+            for event in map(Event.from_dict, events):
+                given[name][event.times(1)] += event.count
+        with self._lock:
+            self._leave_parent()
+            held = self._history.by_run
+            held[self.run_id] = held.get(self.run_id, Counter()) + self._used
+            lacking = {name: counts - held.get(name, Counter()) for name, counts in given.items()}
+            lacking = {name: counts for name, counts in lacking.items() if counts}
+            after = self._past + self._used
+            for one, count in sum(lacking.values(), Counter[Event]()).items():
+                for allowance in self._allowances:
+                    allowance.require(after, one.times(count))
+                after[one] += count
+            if not lacking:
+                return
+            if self.path is not None:
+                self._open_writer().merge(lacking)
+            self._history.merge(lacking)
+            self._past = self._history.counts
 
     def require(self, event: Event) -> None:
         """Check that an event fits the budget, without recording it; BudgetExceeded if it does not."""
@@ -222,6 +291,23 @@ class Ledger:
         """The earlier openings of the file."""
         return tuple(self._history.runs)
 
+    @property
+    def merged(self) -> Mapping[str, Counter[Event]]:
+        """Events of other runs by their ids, from checkpoints."""
+        return dict(self._history.merged)
+
+    @property
+    def openings(self) -> tuple[Mapping[str, Any], ...]:
+        """The facts of the file's runs, with those of this one."""
+        own = () if self._writer is None else (self._writer.facts,)
+        return (*(run.facts for run in self._history.runs), *own)
+
+    @property
+    def unguarded(self) -> tuple[str, ...]:
+        """Reasons why lines may have been cut off the file's end unnoticed; none for a file whose head was kept."""
+        runs = ((f"when run {n} began", facts.get("unguarded")) for n, facts in enumerate(self.openings, 1))
+        return tuple(f"{why} {when}" for when, why in (*runs, ("when it was read", self._unguarded)) if why)
+
     def epsilon(self, delta: float, method: str = "pld") -> float:
         """Return epsilon at delta of all events; infinite where one has no noise or delta is used up (see `statement`).
 
@@ -246,8 +332,16 @@ class Ledger:
         return make_statement(self, delta)
 
     def _require(self, event: Event) -> None:
-        if self._allowance is not None:
-            self._allowance.require(self._past + self._used, event)
+        for allowance in self._allowances:
+            allowance.require(self._past + self._used, event)
+
+    def _leave_parent(self) -> None:
+        """Begin another run in a fork of the process: what it spends is not what its parent spends from now on."""
+        if self.path is None and os.getpid() != self._process:
+            self._history.merge({self.run_id: self._used.copy()})
+            self._past = self._history.counts
+            self._used.clear()
+            self.run_id, self._process = fresh_id(), os.getpid()
 
     def _canonical(self, event: Event) -> Event:
         """Return the event; or one that costs no less, where many differ from it only in noise or delta.
@@ -271,8 +365,8 @@ class Ledger:
             raise ConfigError(f"the ledger {self.path} was opened by Ledger.read: open it by Ledger(path) to add to it")
         return self._writer
 
-    def _open(self, path: Path, any_dataset: bool) -> None:
-        journal = Journal(path)
+    def _open(self, path: Path, any_dataset: bool, loosen: bool) -> None:
+        journal, given = Journal(path), self.budget
         try:
             self._history = History.replay(journal.records, path)
             if self._history.facts:
@@ -280,8 +374,15 @@ class Ledger:
             else:
                 head = {"unit": self.unit, "neighbouring": self.neighbouring, "dataset": self.dataset}
                 journal.append({"kind": "ledger", "version": VERSION, **head})
-            budget = self.budget and [self.budget.epsilon, self.budget.delta, self.budget.method]
-            facts = {"dataset": self.dataset, "budget": budget}
+            held = _budgets(self._history, path)
+            given_up = [one for one in held if loosen and not (given is not None and given.implies(one))]
+            self._hold([one for one in held if one not in given_up], path)
+            facts: dict[str, Any] = {"id": self.run_id, "dataset": self.dataset}
+            facts["budget"] = None if given is None else list(astuple(given))
+            if given_up:
+                facts["loosened"] = [list(astuple(one)) for one in given_up]
+            if self._history.name_runs(earlier := fresh_id()):
+                facts["earlier"] = earlier
             self._writer = RunWriter(journal, len(self._history.runs) + 1, facts)
         except BaseException:
             journal.close()
@@ -306,3 +407,28 @@ class Ledger:
                 f"the ledger {path} is of the data set {facts['dataset']!r}, not {self.dataset!r}: use another file, "
                 "or give any_dataset=True where a unit may be in both"
             )
+
+    def _hold(self, held: Sequence[Budget], path: Path) -> None:
+        """Hold a file's budgets with the given one, which must not be looser."""
+        given = self.budget
+        for one in held:
+            if given is not None and given != one and one.implies(given):
+                raise ConfigError(
+                    f"the ledger {path} has the budget epsilon {one.epsilon:g} at delta {one.delta:g}, and epsilon "
+                    f"{given.epsilon:g} at delta {given.delta:g} is looser: leave budget out to keep it, or open the "
+                    "ledger with Ledger(path, budget=..., loosen_budget=True), which it records"
+                )
+        every = dict.fromkeys([*held, *self._budgets])
+        self._budgets = [one for one in every if not any(other != one and other.implies(one) for other in every)]
+        self.budget = given or _least(self._budgets)
+
+
+def _budgets(history: History, path: Path) -> list[Budget]:
+    try:
+        return [Budget(*budget) for budget in history.budgets]
+    except (ConfigError, TypeError, ValueError):
+        raise FormatError(f"{path}: a run's budget is not valid") from None
+
+
+def _least(budgets: Sequence[Budget]) -> Budget | None:
+    return min(budgets, key=attrgetter("epsilon", "delta"), default=None)

@@ -4,9 +4,14 @@ Before events happen, a run reserves a number of them. A record of the events th
 So after a crash all reserved events are counted, and only the first event of a block waits for the disk.
 
     {"kind": "ledger", "version": 1, "unit", "neighbouring", "dataset"}     the first line
-    {"kind": "run", "run", "time", "dataset", "budget", "versions", "torn_bytes"}
+    {"kind": "run", "run", "id", "time", "dataset", "budget", "versions", "torn_bytes"}
     {"kind": "reserve", "run", "event", "count"}
     {"kind": "used", "run", "closed", "events": [[event, count], ...]}
+    {"kind": "merged", "run", "runs": {id: [[event, count], ...]}}
+
+A run has an id of 128 random bits, which its checkpoints hold: their events are merged into another ledger by id, each
+once. Optional fields of a run's record are "earlier", the beginning of the ids of runs before it that have none (files
+of older versions), "loosened", the budgets that it gave up, and "unguarded", as in `journal.Contents`.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from accelerant.errors import FormatError
 from accelerant.privacy.dp.ledger.events import Event
 from accelerant.privacy.dp.ledger.journal import Journal
 
-__all__ = ["VERSION", "History", "Run", "RunWriter", "event_record", "versions"]
+__all__ = ["VERSION", "History", "Run", "RunWriter", "event_record", "fresh_id", "versions"]
 
 VERSION: Final = 1
 
@@ -36,12 +41,14 @@ class Run:
 
     Attributes:
         facts: of its first record: time, dataset, budget, versions.
+        id: random.
         used: events known to have happened.
         reserved: further events that may have happened.
         closed: whether it ended with a record of the events that happened.
     """
 
     facts: Mapping[str, Any]
+    id: str = ""
     used: Counter[Event] = field(default_factory=Counter)
     reserved: Counter[Event] = field(default_factory=Counter)
     closed: bool = False
@@ -59,18 +66,49 @@ class History:
     Attributes:
         facts: of the first record: unit, neighbouring, dataset. Empty for an empty file.
         runs: in order.
+        merged: events of other runs by their ids, from checkpoints, without those that `runs` has.
     """
 
     facts: Mapping[str, Any] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
+    merged: dict[str, Counter[Event]] = field(default_factory=dict)
 
     @property
     def counts(self) -> Counter[Event]:
         """The most that may have happened of each event, in all runs."""
-        total: Counter[Event] = Counter()
+        return sum(self.by_run.values(), Counter())
+
+    @property
+    def by_run(self) -> dict[str, Counter[Event]]:
+        """The most that may have happened of each event, by the runs' ids."""
+        found: dict[str, Counter[Event]] = {}
+        for name, counts in (*((run.id, run.counts) for run in self.runs), *self.merged.items()):
+            found[name] = found.get(name, Counter()) + counts
+        return found
+
+    @property
+    def budgets(self) -> list[tuple[float, float, str]]:
+        """The budgets (epsilon, delta, method) that hold: of all runs since the last that gave some up."""
+        held: dict[tuple[float, float, str], None] = {}
         for run in self.runs:
-            total.update(run.counts)
-        return total
+            given_up = [tuple(budget) for budget in run.facts.get("loosened", ())]
+            held = {budget: None for budget in held if budget not in given_up}
+            if (budget := run.facts.get("budget")) is not None:
+                epsilon, delta, method = budget
+                held[float(epsilon), float(delta), str(method)] = None
+        return list(held)
+
+    def name_runs(self, beginning: str) -> bool:
+        """Give ids to the runs that have none; return whether there were any."""
+        nameless = [(number, run) for number, run in enumerate(self.runs, 1) if not run.id]
+        for number, run in nameless:
+            run.id = f"{beginning}-{number}"
+        return bool(nameless)
+
+    def merge(self, more: Mapping[str, Counter[Event]]) -> None:
+        """Add events of other runs."""
+        for name, counts in more.items():
+            self.merged[name] = self.merged.get(name, Counter()) + counts
 
     @classmethod
     def replay(cls, records: Sequence[Mapping[str, Any]], path: Path) -> History:
@@ -98,7 +136,10 @@ class History:
         if kind == "run":
             if record["run"] != len(self.runs) + 1:
                 raise FormatError(f"run {record['run']} follows run {len(self.runs)}")
-            self.runs.append(Run({name: value for name, value in record.items() if name != "kind"}))
+            if "earlier" in record:
+                self.name_runs(str(record["earlier"]))
+            facts = {name: value for name, value in record.items() if name != "kind"}
+            self.runs.append(Run(facts, str(record.get("id", ""))))
             return
         run = self.runs[-1]
         if record["run"] != len(self.runs) or run.closed:
@@ -106,14 +147,29 @@ class History:
         if kind == "reserve":
             run.reserved[Event.from_dict(record["event"]).times(1)] += _count(record["count"])
         elif kind == "used":
-            used = Counter({Event.from_dict(event).times(1): _count(count) for event, count in record["events"]})
+            used = _counts(record["events"])
             if used - run.counts:
                 raise FormatError("more was used than was reserved")
             if run.used - used:
                 raise FormatError("less was used than before")
             run.used, run.reserved, run.closed = used, Counter(), bool(record["closed"])
+        elif kind == "merged":
+            self.merge({name: _counts(events) for name, events in record["runs"].items()})
         else:
             raise FormatError(f"a record of kind {kind!r}")
+
+
+def fresh_id() -> str:
+    """Return the id of a run, 128 random bits."""
+    return os.urandom(16).hex()
+
+
+def _counts(events: Sequence[tuple[Mapping[str, Any], int]]) -> Counter[Event]:
+    return Counter({Event.from_dict(event).times(1): _count(count) for event, count in events})
+
+
+def _records(counts: Counter[Event]) -> list[tuple[dict[str, Any], int]]:
+    return [(event_record(event), count) for event, count in counts.items() if count]
 
 
 def _count(value: object) -> int:
@@ -128,7 +184,7 @@ class RunWriter:
     Args:
         journal: of the ledger's file.
         run: the run's number, from 1.
-        facts: for its first record: dataset, budget.
+        facts: for its first record: id, dataset, budget, and what else the module's docstring has.
     """
 
     def __init__(self, journal: Journal, run: int, facts: Mapping[str, Any]) -> None:
@@ -139,8 +195,10 @@ class RunWriter:
         self._process = os.getpid()
         self._open = True
         time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        found = {"versions": versions(), "torn_bytes": journal.torn_bytes}
-        journal.append({"kind": "run", "run": run, "time": time, **facts, **found})
+        self.facts = {**facts, "versions": versions(), "torn_bytes": journal.torn_bytes}
+        if journal.unguarded:
+            self.facts["unguarded"] = journal.unguarded
+        journal.append({"kind": "run", "run": run, "time": time, **self.facts})
 
     def reserve(self, event: Event, block: int) -> None:
         """Reserve `block` more of an event unless event.count more, which is at most `block`, are reserved already."""
@@ -154,9 +212,13 @@ class RunWriter:
 
     def settle(self, *, closed: bool) -> None:
         """Replace the reservations by the exact counts."""
-        events = [[event_record(event), count] for event, count in self.used.items() if count]
-        self._journal.append({"kind": "used", "run": self._run, "closed": closed, "events": events})
+        self._journal.append({"kind": "used", "run": self._run, "closed": closed, "events": _records(self.used)})
         self._reserved = self.used.copy()
+
+    def merge(self, more: Mapping[str, Counter[Event]]) -> None:
+        """Write events of other runs, by their ids."""
+        runs = {name: _records(counts) for name, counts in more.items()}
+        self._journal.append({"kind": "merged", "run": self._run, "runs": runs})
 
     def close(self) -> None:
         """Settle, and close the file; a fork of the process writes nothing."""

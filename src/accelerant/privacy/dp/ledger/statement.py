@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from accelerant.privacy.dp.ledger.accounting import spent
@@ -134,7 +134,7 @@ class Statement:
 
 def make_statement(ledger: Ledger, delta: float | None = None) -> Statement:
     """Return the statement of a ledger; see `Ledger.statement`."""
-    budget = _budget(ledger)
+    budget = None if ledger.budget is None else astuple(ledger.budget)
     chosen = delta if delta is not None else budget[1] if budget is not None else _DELTA
     check_delta(chosen)
     events = ledger.events
@@ -155,19 +155,23 @@ def make_statement(ledger: Ledger, delta: float | None = None) -> Statement:
         relation=_RELATIONS[ledger.neighbouring].format(unit=ledger.unit), epsilon=cost.epsilon, reason=cost.reason,
         epsilon_rdp=spent(events, chosen, method="rdp", neighbouring=ledger.neighbouring).epsilon,
         charged_delta=cost.charged, datasets=tuple(datasets), versions=versions(),
-        remarks=tuple(_remarks(events, len(datasets), chosen_by_default=delta is None and budget is None)),
+        remarks=(
+            *_file_remarks(ledger),
+            *_remarks(events, len(datasets), chosen_by_default=delta is None and budget is None),
+        ),
     )  # fmt: skip
 
 
-def _budget(ledger: Ledger) -> tuple[float, float, str] | None:
-    """Return the ledger's budget; for a ledger that is only read, that of the last run that had one."""
-    if ledger.budget is not None:
-        return ledger.budget.epsilon, ledger.budget.delta, ledger.budget.method
-    budgets = [run.facts["budget"] for run in ledger.runs if isinstance(run.facts.get("budget"), list)]
-    if not budgets or len(budgets[-1]) != 3:
-        return None
-    epsilon, delta, method = budgets[-1]
-    return epsilon, delta, method
+def _file_remarks(ledger: Ledger) -> Iterator[str]:
+    """Yield what a reader must know of the ledger's file."""
+    for reason in ledger.unguarded:
+        yield f"{reason}: lines cut off the ledger before would not have been noticed, and epsilon may be larger."
+    for number, facts in enumerate(ledger.openings, 1):
+        for epsilon, delta, method in facts.get("loosened", ()):
+            yield f"Run {number} gave up the budget of epsilon {epsilon:g} at delta {delta:g} ({method})."
+    if ledger.merged:
+        releases = sum(sum(counts.values()) for counts in ledger.merged.values())
+        yield f"{releases} releases are of {len(ledger.merged)} other run(s), taken from checkpoints."
 
 
 def _remarks(events: tuple[Event, ...], datasets: int, *, chosen_by_default: bool) -> Iterator[str]:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from accelerant.errors import BudgetExceeded, ConfigError, FormatError, UnsupportedCase
 from accelerant.privacy.dp.clipping import PerExampleClipper
 from accelerant.privacy.dp.clipping.rules import mark
-from accelerant.privacy.dp.ledger import Budget, Event, Ledger
+from accelerant.privacy.dp.ledger import Budget, Ledger
 from accelerant.privacy.dp.ledger.accounting import calibrate
 from accelerant.privacy.dp.ledger.events import check_number, check_whole
 from accelerant.privacy.dp.noise.noisy_sum import NoisySum, make_source, require_clipped_unit
@@ -197,14 +197,14 @@ class PrivateTraining:
             "unit": self.ledger.unit,
             "grouped": self._units.groups is not None,  # a digest would confirm a guess of one user
             "ledger": None if self.ledger.path is None else str(self.ledger.path),
-            "spent": [event.to_dict() for event in self.ledger.events],
+            "spent": self.ledger.by_run(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of `state_dict`. The ledger is not rewound: steps done since then stay spent.
 
-        Events of the state that the ledger lacks (of a training in memory, or of another file) are recorded; equal
-        events are taken for the same ones.
+        Events of the state that the ledger lacks (of a training in memory, or of another file) are recorded, those of
+        each run once (`Ledger.merge`). A state of an older version names no runs: all its events are recorded.
 
         Raises:
             FormatError: it is no such state, has another noise multiplier or unit, or only one of the two has groups.
@@ -230,7 +230,7 @@ class PrivateTraining:
                 "only one of the state's training and this one has groups of rows: what they spend is of different "
                 "units. Give make_private the same groups"
             )
-        self.ledger.record_missing(map(Event.from_dict, state.get("spent", ())))
+        self.ledger.merge(state.get("spent", {}))
         self.optimizer.load_state_dict(state["optimizer"])
         self.clipper.max_grad_norm = state["max_grad_norm"]
         self.optimizer.expected_batch_size = state["expected_batch_size"]

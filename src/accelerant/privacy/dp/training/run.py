@@ -238,13 +238,12 @@ class PrivateRun(Extension):
         """Return the ledger's events, and how many steps it held at marked steps, for a checkpoint."""
         if self._private is None:
             return {}
-        events = [event.to_dict() for event in self._training.ledger.events]
-        return {"marks": [list(mark) for mark in self._marks], "spent": events}
+        return {"marks": [list(mark) for mark in self._marks], "spent": self._training.ledger.by_run()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore `state`, and record its events that the ledger lacks; BudgetExceeded if they pass the budget."""
         self._marks = [(int(step), int(count)) for step, count in state["marks"]]
-        self._training.ledger.record_missing(map(Event.from_dict, state.get("spent", ())))
+        self._training.ledger.merge(state.get("spent", {}))
 
     def _stepped(self, trainer: Trainer) -> None:
         """Mark a step, and end the training where the budget allows no other (after the over-count of a crash)."""

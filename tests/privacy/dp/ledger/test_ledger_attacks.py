@@ -1,0 +1,351 @@
+"""Random histories of a ledger, cut and edited at random: its epsilon is never below what was spent, unless it says so.
+
+What is not noticed, and cannot be without a third file: the ledger and its head both replaced by an older copy of both.
+ACCELERANT_FUZZ_EXAMPLES is the number of histories in the test that is marked as soak.
+"""
+
+import collections
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from accelerant.errors import BudgetExceeded, ConfigError, FormatError
+from accelerant.privacy.dp.ledger import Budget, Ledger
+from accelerant.privacy.dp.ledger.accounting import spent
+from accelerant.privacy.dp.ledger.events import Event
+
+EVENTS = st.sampled_from(
+    [Event("gaussian", 2.0, "poisson", 0.01), Event("gaussian", 20.0), Event("discrete_laplace", 50.0)]
+)
+COUNTS = st.integers(1, 90)  # blocks are reserved in advance from 64 on
+DELTA = 1e-5
+
+
+def epsilon(counts):
+    return spent([event.times(count) for event, count in counts.items()], DELTA, method="rdp").epsilon
+
+
+def abandon(ledger):
+    """What a kill leaves: the lock is free, and nothing more is written."""
+    ledger._writer._open = False
+    ledger._writer._journal.close()
+
+
+class Histories(RuleBasedStateMachine):
+    """A ledger that is written, closed, killed, damaged and merged into."""
+
+    def __init__(self):
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.path, self.head = self.folder / "privacy.jsonl", self.folder / "privacy.jsonl.head"
+        self.truth = collections.defaultdict(collections.Counter)  # by run
+        self.checkpoints, self.heads = [], []
+
+    @initialize()
+    def begin(self):
+        self.ledger = Ledger(self.path)
+
+    def teardown(self):
+        abandon(self.ledger)
+        shutil.rmtree(self.folder)
+
+    # --- what is spent
+
+    @rule(event=EVENTS, count=COUNTS)
+    def record(self, event, count):
+        for _ in range(count):
+            self.ledger.record(event)
+        self.truth[self.ledger.run_id][event] += count
+
+    @rule()
+    def settle(self):
+        self.ledger.settle()
+        self.heads.append(self.head.read_bytes())
+
+    @rule()
+    def reopen(self):
+        self.ledger.close()
+        self.ledger = Ledger(self.path)
+
+    @rule(torn=st.sampled_from([b"", b'{"record":{"kind":"used","run', b"\0\0\0"]))
+    def kill(self, torn):
+        abandon(self.ledger)
+        self.path.write_bytes(self.path.read_bytes() + torn)
+        self.ledger = Ledger(self.path)
+
+    @rule()
+    def checkpoint(self):
+        self.checkpoints.append(self.ledger.by_run())
+
+    @rule(event=EVENTS, count=COUNTS, data=st.data())
+    def spend_elsewhere(self, event, count, data):
+        """A run in memory, perhaps resumed from a checkpoint, whose own checkpoint is merged some time."""
+        with Ledger() as other:
+            if self.checkpoints and data.draw(st.booleans()):
+                other.merge(data.draw(st.sampled_from(self.checkpoints)))
+            other.record(event.times(count))
+            self.truth[other.run_id][event] += count
+            self.checkpoints.append(other.by_run())
+            self.ledger.merge(other.by_run())
+
+    @rule(data=st.data())
+    def merge_again(self, data):
+        if self.checkpoints:
+            before = collections.Counter({event.times(1): event.count for event in self.ledger.events})
+            self.ledger.merge(data.draw(st.sampled_from(self.checkpoints)))
+            after = collections.Counter({event.times(1): event.count for event in self.ledger.events})
+            assert after == before or self.ledger.unguarded  # all of it was merged, or is of this file
+
+    # --- what happens to the files
+
+    @rule(data=st.data(), goes_on=st.booleans())
+    def damage(self, data, goes_on):
+        abandon(self.ledger)
+        whole, head = self.path.read_bytes(), self.head.read_bytes() if self.head.exists() else None
+        kind = data.draw(st.sampled_from(["cut", "cut, no head", "cut, old head", "flip", "drop", "double", "swap"]))
+        lines = whole.splitlines(keepends=True)
+        at = data.draw(st.integers(0, len(lines) - 1))
+        if kind.startswith("cut"):
+            self.path.write_bytes(whole[: data.draw(st.integers(1, len(whole)))])
+        elif kind == "flip":
+            byte = data.draw(st.integers(0, len(whole) - 1))
+            self.path.write_bytes(
+                whole[:byte] + bytes([whole[byte] ^ data.draw(st.integers(1, 255))]) + whole[byte + 1 :]
+            )
+        elif kind == "drop":
+            self.path.write_bytes(b"".join(lines[:at] + lines[at + 1 :]))
+        elif kind == "double":
+            self.path.write_bytes(b"".join(lines[: at + 1] + lines[at:]))
+        else:
+            self.path.write_bytes(b"".join(lines[:at] + lines[at + 1 : at + 2] + lines[at : at + 1] + lines[at + 2 :]))
+        if kind == "cut, no head":
+            self.head.unlink(missing_ok=True)
+        elif kind == "cut, old head" and self.heads:
+            old = data.draw(st.sampled_from(self.heads))
+            if int(old.split()[0]) != self.path.read_bytes().count(b"\n"):  # else an older copy of both
+                self.head.write_bytes(old)
+        try:
+            self.ledger = Ledger(self.path)
+        except FormatError:
+            goes_on = False
+        else:
+            self.check(self.ledger)
+            if not goes_on:
+                abandon(self.ledger)
+        if not goes_on:  # an untouched copy is taken
+            self.path.write_bytes(whole)
+            self.head.unlink(missing_ok=True) if head is None else self.head.write_bytes(head)
+            self.ledger = Ledger(self.path)
+
+    # --- what must hold
+
+    def check(self, ledger):
+        assert ledger.unguarded or ledger.epsilon(DELTA, "rdp") >= self.least * (1 - 1e-12)
+
+    @property
+    def least(self):
+        return epsilon(sum(self.truth.values(), collections.Counter()))
+
+    @invariant()
+    def never_less(self):
+        self.check(self.ledger)
+        self.check(Ledger.read(self.path))
+
+
+def run(examples, steps):
+    run_state_machine_as_test(
+        Histories,
+        settings=settings(
+            max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
+
+
+def test_no_history_hides_what_was_spent():
+    run(6, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_no_history_hides_what_was_spent_at_length():
+    run(int(os.environ.get("ACCELERANT_FUZZ_EXAMPLES", "0")) or 300, 40)
+
+
+# --- cut files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lines", [2, 3, 4])
+def test_the_statement_of_a_cut_ledger_without_its_head_says_so(tmp_path, lines):
+    path = tmp_path / "privacy.jsonl"
+    for _ in range(2):
+        with Ledger(path) as ledger:
+            ledger.record(Event("discrete_laplace", 4.0).times(3))
+    assert "cut off" not in str(Ledger.read(path).statement())
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:lines]))
+    (tmp_path / "privacy.jsonl.head").unlink()
+    found = str(Ledger.read(path).statement())
+    assert "privacy.jsonl.head was missing or not readable when it was read: lines cut off the ledger" in found
+    Ledger(path).close()  # which writes a head
+    with Ledger(path) as ledger:  # and it is not forgotten
+        assert "epsilon may be larger" in str(ledger.statement())
+    assert "was missing or not readable when run 2 began" in str(Ledger.read(path).statement()) or lines > 2
+
+
+def test_a_file_that_was_emptied_with_its_head_says_so(tmp_path):
+    path = tmp_path / "privacy.jsonl"
+    path.touch()
+    with Ledger(path) as ledger:
+        assert ledger.unguarded
+    assert not Ledger(tmp_path / "new.jsonl").unguarded
+
+
+# --- budgets ---------------------------------------------------------------------------------------------------------
+
+STEP = Event("discrete_laplace", 10.0)  # epsilon 0.1
+TIGHT, LOOSE = Budget(0.5, DELTA, "rdp"), Budget(1.0, DELTA, "rdp")
+
+
+def spend(ledger):
+    """How many steps a budget allows."""
+    for step in range(100):
+        try:
+            ledger.record(STEP)
+        except BudgetExceeded:
+            return step
+    return 100
+
+
+@pytest.mark.parametrize("ahead", [None, LOOSE], ids=["none before", "a looser before"])
+def test_a_files_budget_holds_without_being_given_again(tmp_path, ahead):
+    path = tmp_path / "privacy.jsonl"
+    if ahead is not None:
+        Ledger(path, budget=ahead).close()
+    Ledger(path, budget=TIGHT).close()
+    with Ledger(path) as ledger:
+        assert ledger.budget == TIGHT
+        allowed = spend(ledger)
+        assert epsilon({STEP: allowed}) <= 0.5 < epsilon({STEP: allowed + 1})
+    with Ledger(path) as ledger:
+        assert spend(ledger) == 0
+    assert Ledger.read(path).statement().budget == (0.5, DELTA, "rdp")
+
+
+def test_a_budget_is_loosened_by_name_and_the_file_says_so(tmp_path):
+    path = tmp_path / "privacy.jsonl"
+    Ledger(path, budget=TIGHT).close()
+    size = path.stat().st_size
+    with pytest.raises(ConfigError, match=r"has the budget epsilon 0\.5 at delta 1e-05, and epsilon 1 at .* is looser"):
+        Ledger(path, budget=LOOSE)
+    assert path.stat().st_size == size
+    with Ledger(path, budget=LOOSE, loosen_budget=True) as ledger:
+        assert epsilon({STEP: spend(ledger)}) > 0.5
+        assert "Run 2 gave up the budget of epsilon 0.5 at delta 1e-05 (rdp)" in str(ledger.statement())
+    with Ledger(path) as ledger:
+        assert (ledger.budget, spend(ledger)) == (LOOSE, 0)
+    with Ledger(path, loosen_budget=True) as ledger:
+        assert (ledger.budget, spend(ledger)) == (None, 100)
+    assert "Run 4 gave up the budget of epsilon 1 at delta" in str(Ledger.read(path).statement())
+
+
+def test_budgets_that_do_not_compare_hold_together(tmp_path):
+    path = tmp_path / "privacy.jsonl"
+    Ledger(path, budget=Budget(5.0, 1e-9, "rdp")).close()
+    with Ledger(path, budget=TIGHT) as ledger:
+        assert ledger.budget == TIGHT
+        assert spend(ledger) < 50
+    with Ledger(path, budget=Budget(0.6, 1e-6, "rdp")) as ledger:  # at another delta
+        assert spend(ledger) == 0
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def counts(ledger):
+    return {event.times(1): event.count for event in ledger.events}
+
+
+def test_equal_events_of_another_run_are_added(tmp_path):
+    with Ledger() as mine, Ledger(tmp_path / "privacy.jsonl") as file:
+        file.record(STEP.times(100))
+        mine.record(STEP.times(60))
+        for _ in range(2):  # once, however often it is loaded
+            file.merge(mine.by_run())
+            assert counts(file) == {STEP: 160}
+        mine.record(STEP.times(5))
+        file.merge(mine.by_run())
+        file.record(STEP)
+        state = file.by_run()
+    found = Ledger.read(tmp_path / "privacy.jsonl")
+    assert counts(found) == {STEP: 166}
+    assert "65 releases are of 1 other run(s), taken from checkpoints" in str(found.statement())
+    with Ledger(tmp_path / "privacy.jsonl") as file:
+        file.merge(state)
+        file.merge(mine.by_run())
+        assert counts(file) == {STEP: 166}
+    with Ledger(tmp_path / "other.jsonl") as other:
+        other.merge(state)
+        assert counts(other) == {STEP: 166}
+
+
+def test_a_merge_past_the_budget_writes_nothing(tmp_path):
+    with Ledger() as mine, Ledger(tmp_path / "privacy.jsonl", budget=TIGHT) as file:
+        mine.record(Event("discrete_laplace", 100.0))
+        mine.record(STEP.times(30))
+        size = file.path.stat().st_size
+        with pytest.raises(BudgetExceeded):
+            file.merge(mine.by_run())
+        with pytest.raises(FormatError):
+            file.merge({"a": [{"mechanism": "gaussian"}]})
+        assert (counts(file), file.path.stat().st_size) == ({}, size)
+
+
+def test_a_checkpoint_without_runs_is_added_in_full():
+    with Ledger() as ledger:
+        ledger.record(STEP.times(4))
+        with pytest.warns(UserWarning, match="does not say which runs spent its events: all of them are added"):
+            ledger.merge([STEP.times(4).to_dict()])
+        assert counts(ledger) == {STEP: 8}
+        ledger.merge([])
+
+
+def test_a_file_of_an_older_version_gets_ids_for_its_runs(tmp_path, monkeypatch):
+    path = tmp_path / "privacy.jsonl"
+    with monkeypatch.context() as patch:
+        patch.setattr("accelerant.privacy.dp.ledger.ledger.fresh_id", str)  # no id, as before there were any
+        for _ in range(2):
+            with Ledger(path) as ledger:
+                ledger.record(STEP.times(3))
+    assert [run.id for run in Ledger.read(path).runs] != ["", ""]
+    with Ledger(path) as ledger:
+        state = ledger.by_run()
+    assert sorted(len(events) for events in state.values()) == [1, 1]
+    with Ledger(path) as ledger:
+        ledger.merge(state)
+        assert counts(ledger) == {STEP: 6}
+    assert Ledger.read(path).by_run() == state
+    with Ledger() as other:
+        other.record(STEP.times(6))
+        other.merge(state)
+        assert counts(other) == {STEP: 12}
+
+
+def test_a_fork_of_a_run_in_memory_is_a_run_of_its_own():
+    with Ledger() as ledger:
+        ledger.record(STEP.times(3))
+        read, write = os.pipe()
+        if not (child := os.fork()):
+            ledger.record(STEP.times(2))
+            os.write(write, json.dumps(ledger.by_run()).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        ledger.record(STEP.times(2))
+        ledger.merge(json.loads(os.read(read, 1 << 16)))
+        os.close(read), os.close(write)
+        assert counts(ledger) == {STEP: 7}
