@@ -6,12 +6,26 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accelerant.runtime.files import _FRESH_S, MAX_DEPTH, AtomicFile, decode_json, write_atomic
+from accelerant.runtime.files import (
+    _FRESH_S,
+    MAX_DEPTH,
+    AtomicFile,
+    clipped,
+    decode_json,
+    escaped,
+    is_virtual,
+    open_regular,
+    read_regular,
+    typed,
+    write_atomic,
+)
 
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -63,6 +77,104 @@ def test_a_deep_text_ends_no_process_whose_recursion_limit_was_raised():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.startswith("more than"), (done.returncode, done.stderr)
+
+
+# --- values of a type ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    sides: tuple[int, ...]
+    unit: Literal["mm", "cm"]
+    weight: float | None = None
+    named: dict[str, list[bool]] = field(default_factory=dict)
+
+
+def test_values_of_a_type_come_back():
+    given = {"sides": [1, 2], "unit": "mm", "weight": 3, "named": {"a": [True]}}
+    found = typed(Shape, given)
+    assert found == Shape((1, 2), "mm", 3.0, {"a": [True]})
+    assert isinstance(found.weight, float)
+    assert typed(tuple[int, str], [1, "a"]) == (1, "a")
+    assert typed(Shape, {"sides": [], "unit": "cm", "weight": None}) == Shape((), "cm")
+    assert typed(Any, [1]) == [1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sides": None}, "sides must be a list, got None"),
+        ({"sides": {"0": 1}}, "sides must be a list"),
+        ({"sides": [1, True]}, r"sides\[1\] must be a whole number of at most 63 bits, got True"),
+        ({"sides": [1 << 63]}, r"sides\[0\] must be a whole number"),
+        ({"sides": [1.0]}, r"sides\[0\] must be a whole number"),
+        ({"unit": "m"}, "unit must be 'mm' or 'cm', got 'm'"),
+        ({"unit": ["mm"]}, "unit must be 'mm' or 'cm'"),
+        ({"weight": "3"}, "weight must be a number or null, got '3'"),
+        ({"weight": 10**400}, "weight must be a number or null, got 10000"),
+        ({"named": []}, r"named must be an object, got \[\]"),
+        ({"named": {"a" * 500: [1]}}, r"named\['a+'\.\.\.\]\[0\] must be true or false, got 1"),
+        ({"colour": 1}, "the shape has an unknown field 'colour'"),
+    ],
+)
+def test_values_of_another_type_are_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=f"^{message}") as raised:
+        typed(Shape, {"sides": [], "unit": "mm", **changes}, "the shape")
+    assert len(str(raised.value)) < 250
+
+
+def test_a_value_that_is_no_record_and_a_missing_field_are_refused():
+    with pytest.raises(ValueError, match=r"^the shape must be an object, got \[\]"):
+        typed(Shape, [], "the shape")
+    with pytest.raises(ValueError, match=r"^the shape lacks the field 'sides'"):
+        typed(Shape, {"unit": "mm"}, "the shape")
+
+
+def test_untrusted_text_is_one_line_without_control_characters():
+    hostile = "a\x1b]0;title\x07\r\nb\u202ec\ud800\x9b2J\u2028"
+    assert escaped(hostile) == r"a\x1b]0;title\x07\r\nb\u202ec\ud800\x9b2J\u2028"
+    assert escaped("naïve 文 'x'") == "naïve 文 'x'"
+    assert len(clipped("x" * 10**6)) < 100
+
+
+# --- regular files ---------------------------------------------------------------------------------------------------
+
+
+def test_pipes_devices_folders_and_impossible_names_are_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "to-pipe").symlink_to("pipe")
+    for path in (tmp_path / "pipe", tmp_path / "to-pipe", "/dev/zero", "/dev/null", "/dev/tty", tmp_path):
+        for flags in (os.O_RDONLY, os.O_RDWR | os.O_CREAT):
+            with pytest.raises(OSError, match=r"regular file|symlink|directory|No such device|Permission") as raised:
+                open_regular(path, flags)
+            assert raised.value.filename == str(path)
+    for name in ("a\0b", "\ud800"):
+        with pytest.raises(OSError, match="no name of a file"):
+            read_regular(name)
+
+
+def test_files_of_the_system_are_empty_and_large_ones_are_refused(tmp_path):
+    assert read_regular("/proc/self/environ") == b""
+    assert is_virtual("/proc/self/environ")
+    assert not is_virtual(tmp_path)
+    with open(tmp_path / "sparse", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(OSError, match=r"it has 1,099,511,627,776 bytes, more than 67,108,864"):
+        read_regular(tmp_path / "sparse")
+
+
+def test_a_symlink_is_read_but_not_written_through(path):
+    link = path.with_name("link")
+    for target in ("kept.txt", "absent.txt"):
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        for flags in (os.O_RDWR, os.O_WRONLY | os.O_CREAT, os.O_RDWR | os.O_CREAT | os.O_APPEND):
+            with pytest.raises(OSError, match="it is a symlink, which is not written through"):
+                open_regular(link, flags)
+    assert not path.with_name("absent.txt").exists()
+    link.unlink()
+    link.symlink_to("kept.txt")
+    assert read_regular(link) == b"before"
 
 
 # --- atomic writes ---------------------------------------------------------------------------------------------------

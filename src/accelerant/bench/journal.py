@@ -19,7 +19,7 @@ from typing import Any
 
 from accelerant.bench.record import Environment, Record, Row
 from accelerant.errors import ConfigError, FormatError
-from accelerant.runtime.files import decode_json
+from accelerant.runtime.files import decode_json, open_regular
 
 __all__ = ["SAME", "Journal"]
 
@@ -53,7 +53,7 @@ class Journal:
         if whole:
             self._read(whole, record)
         if lines:
-            with path.open("r+b") as file:  # the next line must not continue a torn one
+            with open(open_regular(path, os.O_RDWR), "r+b") as file:  # the next line must not continue a torn one
                 file.truncate(sum(map(len, whole)))
         self._begun = bool(whole)
 
@@ -102,7 +102,7 @@ class Journal:
 
     def _write(self, body: dict[str, Any]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab") as file:
+        with open(open_regular(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
             file.write(json.dumps(body).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())

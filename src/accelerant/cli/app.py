@@ -9,6 +9,7 @@ commands end with 1 only if a proof is invalid, and with 2 for every failure.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import time
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 from accelerant._version import __version__
 from accelerant.config import settings
 from accelerant.errors import AccelerantError, BackendUnavailable, ConfigError, FormatError, MissingDependency
+from accelerant.runtime.files import escaped
 
 if TYPE_CHECKING:
     import typer
@@ -72,6 +74,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line, by default the process's arguments without the program's name, and exit."""
     args = sys.argv[1:] if arguments is None else arguments
     with exit_status(2 if args[:1] == ["zk"] else 1):
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: names of files need not be UTF-8
         if args[:2] == ["zk", "prove"] and (proof := import_module("accelerant.cli.zk_prove").plain(args[2:])):
             proof()
             sys.exit(0)
@@ -133,6 +137,8 @@ def exit_status(failure: int = 1) -> Iterator[None]:
         _end(failure)
     except OSError as error:
         _fail(error, failure)
+    except MemoryError as error:
+        _fail(f"out of memory: {error}" if str(error) else "out of memory", failure)
     except KeyboardInterrupt:
         _fail("interrupted", 130)
     except Exception:
@@ -156,8 +162,10 @@ def write(line: str, end: str = "\n") -> None:
 
 
 def _fail(error: Exception | str, status: int) -> NoReturn:
+    """Print an error, which may quote an untrusted file, without control characters; bad input is one line."""
+    lines = [str(error)] if isinstance(error, _BAD_INPUT) else str(error).splitlines()
     with suppress(OSError):  # the error stream is closed or full
-        print(f"accelerant: {error}", file=sys.stderr, flush=True)
+        print("accelerant: " + "\n".join(map(escaped, lines)), file=sys.stderr, flush=True)
     _end(status)
 
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from accelerant.errors import ConfigError
+from accelerant.runtime.files import escaped
 
 if TYPE_CHECKING:
     from accelerant.nn.train.tokenfile import TokenFileInfo
@@ -88,12 +89,12 @@ def _print(path: str, info: TokenFileInfo, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"path": path, **asdict(info)}))
         return
-    print(f"file             {path}")
+    print(f"file             {escaped(path)}")
     print(f"tokens           {info.count:,} of a vocabulary of {info.vocab_size:,}, {info.dtype}")
     per_token = info.text_bytes / info.count
     print(f"text             {info.documents:,} documents, {info.text_bytes:,} bytes, {per_token:.2f} a token")
-    print(f"tokenizer        {info.tokenizer}")
-    print(f"source           {info.source}")
+    print(f"tokenizer        {escaped(info.tokenizer)}")
+    print(f"source           {escaped(info.source)}")
 
 
 @contextmanager

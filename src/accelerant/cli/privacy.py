@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from accelerant.cli.zk_prove import escaped
 from accelerant.errors import ConfigError
+from accelerant.runtime.files import escaped
 
 if TYPE_CHECKING:
     from accelerant.privacy.dp.ledger.accounting import Spent

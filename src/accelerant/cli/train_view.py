@@ -9,10 +9,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from accelerant.errors import FormatError
+from accelerant.runtime.files import escaped, typed
 
 if TYPE_CHECKING:
     from accelerant.nn.train.history import StepRecord
@@ -34,16 +37,17 @@ class View:
     def close(self) -> None: ...
 
     def note(self, text: str) -> None:
-        print(f"accelerant: {text}", file=sys.stderr)
+        print(f"accelerant: {escaped(text)}", file=sys.stderr)
 
     def outcome(self, outcome: Outcome) -> None:
         """Print how the run ended."""
         summary = outcome.summary
         if summary["status"] == "interrupted":
             print(f"Stopped after step {summary['steps_done']} of {summary['steps']}; a checkpoint is written.")
-            print(f"Continue with:  {summary['resume']}")
+            print(f"Continue with:  {escaped(summary['resume'])}")
             return
         if outcome.already_finished:
+            _require_summary(summary)
             print("This run is already finished: there is nothing left to do.")
         print(_summary_text(summary))
 
@@ -76,7 +80,30 @@ def _summary_text(summary: dict[str, Any]) -> str:
         lines.append(f"stopped early    {summary['stopped']}")
     if summary.get("profile"):
         lines.append(f"profile          {', '.join(summary['profile'])}")
-    return "\n".join(lines)
+    return "\n".join(map(escaped, lines))
+
+
+_FIELDS: dict[str, Any] = {
+    "status": Literal["done"], "validation_nats_per_byte": float, "validation_loss": float, "device": str,
+    "unigram_nats_per_byte": float, "bigram_nats_per_byte": float, "tokens_per_s": float | None, "steps": int,
+    "peak_memory_bytes": int, "reserved_memory_bytes": int | None, "predicted_peak_bytes": int | None, "tokens": int,
+    "seconds": float, "report": str, "private": dict[str, Any] | None, "stopped": str | None,
+    "profile": list[str] | None,
+}  # fmt: skip
+_PRIVATE: dict[str, Any] = {
+    "unit": str, "secure": bool, "epsilon": float | str, "delta": float, "statement": str,
+}  # fmt: skip
+
+
+def _require_summary(summary: dict[str, Any]) -> None:
+    """Raise FormatError unless the summary of a folder, which may be another user's, has the fields that are shown."""
+    try:
+        for name, kind in _FIELDS.items():
+            typed(kind, summary.get(name), name)
+        for name, kind in _PRIVATE.items() if summary.get("private") else ():
+            typed(kind, summary["private"].get(name), f"private.{name}")
+    except ValueError as error:
+        raise FormatError(f"summary.json is not a run's of this program: {error}") from None
 
 
 class _Phase:
@@ -167,7 +194,7 @@ class BarView(View):
             self._progress.update(self._task, numbers=self._phase.line(share))
 
     def note(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=True)
+        self._console.print(escaped(text), markup=False, soft_wrap=True)
 
     def begin(self, *, done: int, total: int, device: str, predicted_bytes: int | None) -> None:
         self._stop_status()

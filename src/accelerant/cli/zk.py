@@ -12,7 +12,6 @@ import typer
 from accelerant.cli.app import InvalidProofError, write
 from accelerant.cli.zk_prove import (
     StageDisplay,
-    escaped,
     prove_files,
     read_json,
     resolve_targets,
@@ -20,6 +19,7 @@ from accelerant.cli.zk_prove import (
     write_all,
 )
 from accelerant.errors import ConfigError, FormatError
+from accelerant.runtime.files import escaped
 
 if TYPE_CHECKING:
     from accelerant.zk.groth16 import Proof

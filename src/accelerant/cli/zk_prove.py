@@ -18,10 +18,10 @@ from typing import Any
 
 from accelerant.cli.app import write
 from accelerant.errors import ConfigError, FormatError
-from accelerant.runtime.files import AtomicFile
+from accelerant.runtime.files import AtomicFile, escaped
 
 __all__ = [
-    "StageDisplay", "escaped", "plain", "prove_files", "read_json", "resolve_targets", "warn_forgeable", "write_all",
+    "StageDisplay", "plain", "prove_files", "read_json", "resolve_targets", "warn_forgeable", "write_all",
 ]  # fmt: skip
 
 _MAX_JSON_BYTES = 64 << 20
@@ -165,8 +165,3 @@ class StageDisplay:
 
     def __exit__(self, *_: object) -> None:
         self("")
-
-
-def escaped(text: object) -> str:
-    """Return untrusted text with characters escaped that a terminal would interpret or cannot print."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in str(text))

@@ -4,17 +4,19 @@ write_atomic(path, text.encode())            # readers see the old file or the n
 with AtomicFile(path) as file:               # the same in several writes
 file.write(header)
 record = typed(Record, decode_json(text))    # every field has its type
-print(printable(record.source))              # no control character reaches the terminal
+print(escaped(record.source))                # no control character reaches the terminal
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import json
 import os
 import re
+import stat
 import time
 import types
 import typing
@@ -25,8 +27,8 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 __all__ = [
-    "MAX_DEPTH", "AtomicFile", "JsonRecord", "clipped", "decode_json", "printable", "temporary_path", "typed",
-    "write_atomic",
+    "MAX_DEPTH", "AtomicFile", "JsonRecord", "clipped", "decode_json", "escaped", "is_virtual", "open_regular",
+    "read_regular", "temporary_path", "typed", "write_atomic",
 ]  # fmt: skip
 
 MAX_DEPTH = 100
@@ -43,6 +45,50 @@ def temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name[:_NAME_CHARACTERS]}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
 
 
+def open_regular(path: Path | str, flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
+    """Open a regular file and return its descriptor; raise OSError for any other: a pipe may hang, a device not end.
+
+    Opened to write, a symlink is refused, too: in a folder from elsewhere it may lead to any file. Of the folder's own
+    path, links are followed. `flags` must not have O_TRUNC, which would empty the file before it is checked.
+    """
+    writes = bool(flags & (os.O_WRONLY | os.O_RDWR))
+    if writes and os.path.islink(path):
+        raise OSError(errno.ELOOP, "it is a symlink, which is not written through", str(path))
+    more = {"O_BINARY", "O_NOCTTY", "O_NONBLOCK", *(["O_NOFOLLOW"] if writes else [])}
+    for name in more:
+        flags |= getattr(os, name, 0)  # Windows and POSIX have some of them each
+    try:
+        descriptor = os.open(path, flags, mode)
+    except ValueError as error:  # a null byte, or half a surrogate pair
+        raise OSError(errno.EINVAL, f"it is no name of a file ({error})", repr(str(path))) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return descriptor
+
+
+def is_virtual(path: Path | str) -> bool:
+    """Return whether a path is in /proc or /sys, whose files may block, not end, or change while they are read."""
+    return os.stat(path).st_dev in _virtual_devices()
+
+
+@functools.cache
+def _virtual_devices() -> set[int]:
+    return {os.stat(root).st_dev for root in ("/proc", "/sys") if os.path.ismount(root)}
+
+
+def read_regular(path: Path | str, most_bytes: int = 1 << 26) -> bytes:
+    """Return the contents of a regular file; raise OSError for another, or one of more than `most_bytes`.
+
+    No more is read than the size that the system states. It is 0 for the files of /proc, which may block or not end.
+    """
+    with open(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most_bytes:
+            raise OSError(errno.EFBIG, f"it has {size:,} bytes, more than {most_bytes:,}", str(path))
+        return file.read(size)
+
+
 class AtomicFile:
     """A new file that replaces `path`, in a folder that exists, when it is committed, and is removed when it is not.
 
@@ -57,7 +103,7 @@ class AtomicFile:
         _remove_leftovers(path)
         self.temporary = temporary_path(path)
         try:
-            descriptor = os.open(self.temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_BINARY", 0), mode)
+            descriptor = open_regular(self.temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode)
         except OSError as error:
             raise self._named(error) from None
         _lock(descriptor)
@@ -66,7 +112,7 @@ class AtomicFile:
     def commit(self) -> None:
         """Flush the file to disk and rename it to `path`."""
         try:
-            with open(self.temporary, "rb+") as written:  # opened anew: another writer may have replaced it
+            with open(open_regular(self.temporary, os.O_RDWR), "rb+") as written:  # another writer may have replaced it
                 locked = _lock(written.fileno())  # before self.file, which is locked, is closed
                 self.file.close()
                 os.fsync(written.fileno())
@@ -132,7 +178,7 @@ def _remove_leftovers(path: Path) -> None:
             match = _TEMPORARY.fullmatch(entry.name)
             if not match or match[1] != prefix or not entry.is_file(follow_symlinks=False):
                 continue
-            with contextlib.suppress(OSError), open(entry.path, "rb+") as leftover:  # another user's may not be opened
+            with contextlib.suppress(OSError), open(open_regular(entry.path, os.O_RDWR), "rb+") as leftover:
                 old = abs(time.time() - os.fstat(leftover.fileno()).st_mtime) > _FRESH_S
                 if old and _lock(leftover.fileno(), alone=True):
                     os.unlink(entry.path)
@@ -244,10 +290,10 @@ def _words(kind: Any) -> str:
 
 def clipped(value: object, length: int = 80) -> str:
     """Return the start of a value's representation, for messages about untrusted values."""
-    text = repr(value[:length] if isinstance(value, str) else value)
-    return text if len(text) <= length else f"{text[:length]}..."
+    text = repr(value[: length + 1] if isinstance(value, str) else value)
+    return text if len(text) <= length else f"{text[:length]}{text[0] if isinstance(value, str) else ''}..."
 
 
-def printable(text: str) -> str:
-    """Return a text with its control characters, line ends and unpaired surrogates as escapes, in one line."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+def escaped(text: object) -> str:
+    """Return untrusted text in one line, with characters escaped that a terminal would interpret or cannot print."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in str(text))

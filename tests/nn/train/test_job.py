@@ -18,8 +18,9 @@ from accelerant.nn.train import (
     run_training,
     save_checkpoint,
 )
+from accelerant.nn.train.checkpoint import BestModel
 from accelerant.nn.train.config import PRESETS, preset
-from accelerant.nn.train.folder import RunLock
+from accelerant.nn.train.folder import RunFolder, RunLock
 from accelerant.nn.train.history import read_metrics
 from accelerant.nn.train.job import windows_at_once
 
@@ -285,6 +286,45 @@ def interrupted(train, watcher):
 @pytest.fixture
 def resume(interrupted, watcher, cpu):
     return lambda: resume_training(interrupted, cpu, progress=watcher(), ledger=lambda: NO_CALLS)
+
+
+NAMES = (
+    *RunFolder.FILES, RunFolder.LEDGER, f"{RunFolder.LEDGER}.head", RunFolder.EVENT_LOGS, BestModel.NAME,
+    ".accelerant-write-test", ".checkpoint.safetensors.new", ".checkpoint.safetensors.1.00000000.tmp",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("start", ["resume", pytest.param("anew", marks=pytest.mark.slow)])
+def test_no_link_in_a_received_folder_is_written_through(tmp_path, interrupted, start, resume, cpu, watcher, run):
+    """Each name that a run writes is a link, to a file that the run needs, a file of the user, or to none yet."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    for number, name in enumerate(NAMES):
+        if (interrupted / name).exists():
+            (interrupted / name).rename(outside / name)
+        elif number % 2:
+            (outside / name).write_text("precious")
+        if name != "summary.json" or number % 2 == 0:  # with a summary the run would be finished
+            (interrupted / name).symlink_to(outside / name)
+    before = {path.name: path.read_bytes() for path in outside.iterdir()}
+    if start == "resume":
+        resume()
+    else:
+        run_training(run, interrupted, cpu, progress=watcher(), ledger=lambda: NO_CALLS)
+    assert {path.name: path.read_bytes() for path in outside.iterdir()} == before
+    assert not (interrupted / "summary.json").is_symlink()
+
+
+def test_the_lock_of_a_received_folder_is_a_file_of_its_own(interrupted, resume, tmp_path):
+    (tmp_path / "precious").write_text("precious")
+    (interrupted / RunLock.NAME).symlink_to(tmp_path / "precious")
+    with pytest.raises(ConfigError, match=r"cannot write to .*run: it is a symlink, which is not written through"):
+        resume()
+    assert (tmp_path / "precious").read_text() == "precious"
+    (interrupted / RunLock.NAME).unlink()
+    os.mkfifo(interrupted / RunLock.NAME)
+    with pytest.raises(ConfigError, match=r"cannot write to .*run: it is not a regular file"):
+        resume()
 
 
 def test_resume_refuses_a_torn_checkpoint_and_leaves_the_metrics(interrupted, resume):

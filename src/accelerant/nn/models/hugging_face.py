@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase
-from accelerant.runtime.files import decode_json, write_atomic
+from accelerant.runtime.files import decode_json, open_regular, read_regular, write_atomic
 
 __all__ = ["Fields", "Layout", "Part", "load", "save"]
 
@@ -167,6 +167,7 @@ def _open_files(paths: Iterable[Path], stack: ExitStack) -> _Tensors:
     files: dict[str, Any] = {}
     for path in paths:
         try:
+            os.close(open_regular(path))  # safetensors would wait for a pipe
             file = stack.enter_context(safe_open(path, framework="pt"))
         except FileNotFoundError:
             raise FormatError(f"{path}: no such file, though the index names it") from None
@@ -222,7 +223,7 @@ def load(
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        value = decode_json(path.read_text(encoding="utf-8"))
+        value = decode_json(read_regular(path))
     except FileNotFoundError:
         raise FormatError(f"{path}: no such file") from None
     except (ValueError, OSError) as error:

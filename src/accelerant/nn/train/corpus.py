@@ -32,7 +32,7 @@ from accelerant.nn.train.tokenizer import (
     train_bpe,
     train_bpe_on,
 )
-from accelerant.runtime.files import decode_json, write_atomic
+from accelerant.runtime.files import decode_json, escaped, is_virtual, open_regular, write_atomic
 
 __all__ = [
     "Corpus", "Document", "TokenizedText", "Watcher", "load_corpus", "ngram_baselines", "prepare_tokens",
@@ -92,13 +92,13 @@ def load_corpus(data: Sequence[str]) -> Corpus:
         if not all(data):
             raise ConfigError("--data names an empty path: give stdlib, files or folders")
         documents = [_read(path, name) for path, name in _named_files(data)]
-        source = ", ".join(dict.fromkeys(data))
+        source = escaped(", ".join(dict.fromkeys(data)))
     documents = [document for document in documents if document.data]
     if not documents:
         raise ConfigError(f"no text in {source}: give --data a file or folder with text")
     digest = hashlib.sha256()
     for document in documents:
-        digest.update(f"{len(document.name)} {document.name} {len(document.data)} ".encode())
+        digest.update(f"{len(document.name)} {document.name} {len(document.data)} ".encode("utf-8", "surrogateescape"))
         digest.update(document.data)
     train, held_out = _split(documents)
     return Corpus(source, tuple(train), tuple(held_out), digest.hexdigest())
@@ -116,6 +116,10 @@ def _named_files(data: Sequence[str]) -> Iterator[tuple[Path, str]]:
         path = Path(name)
         if not path.exists():
             raise ConfigError(f"no file or folder {name!r}: name a path that exists (for --data, also stdlib)")
+        if is_virtual(path):
+            raise ConfigError(
+                f"cannot read {path}: it is made by the system and not stored; copy its contents to a file"
+            )
         for file in _files(path) if path.is_dir() else [path]:
             real = os.path.realpath(file)
             if real not in seen and (file == path or not _is_binary(file)):
@@ -129,14 +133,14 @@ def _files(root: Path) -> Iterator[Path]:
         folders[:] = sorted(name for name in folders if name not in _SKIPPED_FOLDERS and not name.startswith("."))
         for name in sorted(names):
             path = Path(folder, name)
-            if not name.startswith(".") and path.is_file():
+            if not name.startswith(".") and path.is_file() and not is_virtual(path):
                 yield path
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
             yield file
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
@@ -289,7 +293,7 @@ def _mapped(path: Path, tokenizer_from: Path | None) -> TokenizedText:
     train, held_out = file.tokens[: len(file) - count], file.tokens[len(file) - count :]
     info = file.info
     description = {
-        "source": f"{path.name} ({info.source})", "sha256": info.sha256, "documents": info.documents,
+        "source": escaped(f"{path.name} ({info.source})"), "sha256": info.sha256, "documents": info.documents,
         "text_bytes": info.text_bytes, "train_tokens": len(train), "held_out_tokens": len(held_out),
     }  # fmt: skip
 

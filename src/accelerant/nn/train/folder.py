@@ -20,7 +20,7 @@ from typing import Any
 
 from accelerant.errors import ConfigError, FormatError
 from accelerant.nn.train.checkpoint import Checkpoints
-from accelerant.runtime.files import decode_json, write_atomic
+from accelerant.runtime.files import decode_json, open_regular, read_regular, write_atomic
 
 __all__ = ["RunFolder", "RunLock"]
 
@@ -128,7 +128,7 @@ class RunFolder:
 
     def _read_json(self, path: Path) -> dict[str, Any]:
         try:
-            values = decode_json(path.read_text(encoding="utf-8"))
+            values = decode_json(read_regular(path))
         except FileNotFoundError:
             raise FormatError(f"{self.path} holds no run: there is no {path.name}") from None
         except (OSError, ValueError) as error:
@@ -222,7 +222,7 @@ class RunLock:
         except ImportError:  # Windows
             return None
         while True:
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+            file = open_regular(self._path, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 found = os.stat(self._path)
@@ -246,7 +246,7 @@ class RunLock:
         """Return the file, created by this process; that of a dead process is replaced."""
         while True:
             try:
-                return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+                return open_regular(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             except FileExistsError:
                 owner = self._owner()
                 if self._age_s() < _UNWRITTEN_S if owner is None else _alive(owner):
@@ -258,7 +258,7 @@ class RunLock:
 
     def _owner(self) -> int | None:
         try:
-            return int(self._path.read_text(encoding="ascii"))
+            return int(read_regular(self._path, 32))
         except (OSError, ValueError):
             return None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from accelerant.errors import FormatError
 from accelerant.nn.train.objective import Evaluation
-from accelerant.runtime.files import decode_json, write_atomic
+from accelerant.runtime.files import decode_json, open_regular, read_regular, typed, write_atomic
 from accelerant.runtime.memory.limits import size_text
 
 __all__ = [
@@ -65,8 +66,10 @@ class StepRecord:
 
     @classmethod
     def from_json(cls, line: str) -> StepRecord:
-        """Read the result of `to_json`; raise ValueError or TypeError if the line is no record."""
-        return cls(**{"tokens_per_s": None, **decode_json(line)})
+        """Read the result of `to_json`; raise ValueError if the line is no record."""
+        values = typed(dict[str, Any], decode_json(line))
+        record: StepRecord = typed(cls, {"tokens_per_s": None, **values})
+        return record
 
 
 class MetricsFile:
@@ -97,21 +100,21 @@ class MetricsFile:
         """Append records to the file and to `records`."""
         self.records += records
         if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write("".join(record.to_json() + "\n" for record in records))
+            with open(open_regular(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
+                file.write("".join(record.to_json() + "\n" for record in records).encode())
 
 
 def read_metrics(path: Path) -> list[StepRecord]:
     """Read the records of a metrics.jsonl, but no last line cut off by a crash; raise FormatError if one is invalid."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_regular(path, 1 << 30).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise FormatError(f"cannot read {path}: {error}") from None
     records = []
     for number, line in enumerate(lines, 1):
         try:
             records.append(StepRecord.from_json(line))
-        except (ValueError, TypeError):
+        except ValueError:
             if number == len(lines):
                 break
             raise FormatError(f"{path}, line {number}: not a step's record") from None

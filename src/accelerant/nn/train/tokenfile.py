@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accelerant.errors import ConfigError, FormatError
-from accelerant.runtime.files import AtomicFile, decode_json, typed
+from accelerant.runtime.files import AtomicFile, decode_json, open_regular, typed
 
 __all__ = [
     "BYTES", "TokenFile", "TokenFileInfo", "TokenWriter", "Tokens", "is_token_file", "require_tokens", "token_dtype",
@@ -77,7 +77,7 @@ def token_dtype(vocab_size: int) -> Literal["uint16", "uint32"]:
 def is_token_file(path: Path) -> bool:
     """Return whether a file begins like a token file."""
     try:
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
             return file.read(len(_MAGIC)) == _MAGIC
     except OSError:
         return False
@@ -107,7 +107,9 @@ class TokenFile:
         """Read all tokens; raise FormatError unless they are in the vocabulary and have their checksum."""
         digest, done, size = hashlib.sha256(), 0, self.tokens.nbytes
         largest = np.zeros(1, self.tokens.dtype)
-        with self.path.open("rb") as file:  # not through the map, whose pages count as this process's memory
+        with open(
+            open_regular(self.path), "rb"
+        ) as file:  # not through the map, whose pages count as this process's memory
             file.seek(_HEADER)
             while data := file.read(_CHUNK):
                 digest.update(data)
@@ -121,7 +123,7 @@ class TokenFile:
 
 def _read_info(path: Path) -> TokenFileInfo:
     try:
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
             header = file.read(_HEADER)
             size = os.fstat(file.fileno()).st_size
     except FileNotFoundError:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from accelerant.config import settings
 from accelerant.errors import FormatError
 from accelerant.nn.train.tokenfile import token_dtype
-from accelerant.runtime.files import write_atomic
+from accelerant.runtime.files import read_regular, write_atomic
 
 if TYPE_CHECKING:
     from accelerant.nn.train.corpus import Corpus, Document
@@ -139,7 +139,7 @@ Tokenizer = ByteTokenizer | BPETokenizer
 def load_bpe(path: Path) -> BPETokenizer:
     """Read a tokenizer.json; raise FormatError unless it is a byte-level BPE with an end-of-text token."""
     try:
-        return BPETokenizer(path.read_text(encoding="utf-8"))
+        return BPETokenizer(read_regular(path, 1 << 28).decode())
     except (OSError, UnicodeDecodeError) as error:
         raise FormatError(f"cannot read the tokenizer {path}: {error}") from None
 

@@ -19,6 +19,7 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import os
 import re
 import sys
 import threading
@@ -32,7 +33,7 @@ import torch
 
 from accelerant.config import settings
 from accelerant.runtime import registry
-from accelerant.runtime.files import decode_json, write_atomic
+from accelerant.runtime.files import decode_json, open_regular, write_atomic
 from accelerant.runtime.host import fork_safe
 
 __all__ = ["Choices", "Measurement", "Sources", "choices", "key_of", "model_of", "rounded", "versions"]
@@ -380,7 +381,7 @@ def _locked(path: Path) -> Iterator[None]:
             import fcntl
 
             path.parent.mkdir(parents=True, exist_ok=True)
-            lock = stack.enter_context(open(path.with_suffix(".lock"), "w", encoding="utf-8"))
+            lock = stack.enter_context(open(open_regular(path.with_suffix(".lock"), os.O_WRONLY | os.O_CREAT), "wb"))
             until = time.monotonic() + _LOCK_WAIT_S
             while True:
                 try:

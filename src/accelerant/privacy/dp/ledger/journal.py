@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
 
 from accelerant.errors import ConfigError, FormatError
-from accelerant.runtime.files import decode_json
+from accelerant.runtime.files import decode_json, open_regular
 
 __all__ = ["Contents", "Journal", "read_journal"]
 
@@ -128,7 +128,7 @@ class Journal:
         self._chain, self._size, self._lines = chain, self._size + len(line), self._lines + 1
         with contextlib.suppress(OSError):  # a read-only folder
             # Not synced: after a power failure the head may be old or empty, which only weakens the check.
-            head = os.open(_head_path(self.path), os.O_WRONLY | os.O_CREAT, 0o644)
+            head = open_regular(_head_path(self.path), os.O_WRONLY | os.O_CREAT, 0o644)
             try:
                 os.write(head, f"{self._lines:012d} {self._chain}\n".encode())  # of constant length
             finally:
