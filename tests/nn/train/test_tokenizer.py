@@ -54,6 +54,66 @@ def test_a_torn_cache_is_trained_again(cache):
     assert load_bpe(path).to_json() == first
 
 
+def changed(**changes):
+    """Return a small tokenizer.json with other fields; `model` has those of its model."""
+    content = json.loads(train_bpe(CORPUS, 280).to_json())
+    content["model"] |= changes.pop("model", {})
+    return json.dumps(content | changes)
+
+
+TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
+    "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+}
+PADDING = {"direction": "Right", "pad_to_multiple_of": 8, "pad_id": 0, "pad_type_id": 0, "pad_token": "!"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"truncation": {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}},
+        {"padding": {"strategy": {"Fixed": 5000}, **PADDING}},
+        {"padding": {"strategy": "BatchLongest", **PADDING}},
+        {"post_processor": TEMPLATE},
+        {"normalizer": {"type": "NFC"}},
+    ],
+    ids=str,
+)
+def test_settings_for_prompts_neither_drop_nor_add_tokens(changes):
+    expected, tokenizer = train_bpe(CORPUS, 280), BPETokenizer(changed(**changes))
+    assert np.array_equal(tokenizer.encode(DOCUMENTS), expected.encode(DOCUMENTS))
+    pieces = [(TEXTS[0] * 50, False), (TEXTS[1], True)]
+    assert np.array_equal(tokenizer.encode_pieces(pieces), expected.encode_pieces(pieces))
+    assert tokenizer.encode_text(TEXTS[1]) == expected.encode_text(TEXTS[1])
+    assert BPETokenizer(tokenizer.to_json()).to_json() == tokenizer.to_json()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {"dropout": 0.5}}, "dropout must be absent, got 0.5"),
+        ({"model": {"continuing_subword_prefix": "##"}}, "continuing_subword_prefix must be absent"),
+        ({"model": {"type": "WordLevel", "unk_token": "a"}}, "not a BPE but a tokenizer of type 'WordLevel'"),
+        ({"model": {"vocab": {"a": 5, "<|endoftext|>": 1 << 30}, "merges": []}}, "tokens are not numbered 0 to 1"),
+        ({"model": {"vocab": {"a": 0, "<|endoftext|>": 1}, "merges": []}}, "does not give every text back"),
+        ({"model": {"vocab": [1]}}, "not a tokenizer"),
+        ({"model": {"merges": [[1, 2]]}}, "not a tokenizer"),
+        ({"normalizer": {"type": "Lowercase"}}, "does not give every text back"),
+        ({"normalizer": {"type": "Replace", "pattern": {"Regex": "o.*"}, "content": ""}}, "does not give every text"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "does not give every text back"),
+        ({"pre_tokenizer": None}, "does not give every text back"),
+        ({"decoder": None}, "does not give every text back"),
+        ({"decoder": 5}, "not a tokenizer"),
+    ],
+    ids=str,
+)
+def test_tokenizers_that_lose_text_are_refused(changes, message):
+    with pytest.raises(FormatError, match=message):
+        BPETokenizer(changed(**changes))
+
+
 def test_the_vocabulary_size_is_part_of_the_key(cache):
     assert train_bpe(CORPUS, 270).vocab_size == 270
     assert train_bpe(CORPUS, 280).vocab_size == 280

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import hashlib
 import re
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from accelerant.config import settings
 from accelerant.errors import FormatError
 from accelerant.nn.train.tokenfile import token_dtype
-from accelerant.runtime.files import read_regular, write_atomic
+from accelerant.runtime.files import clipped, decode_json, read_regular, typed, write_atomic
 
 if TYPE_CHECKING:
     from accelerant.nn.train.corpus import Corpus, Document
@@ -87,19 +88,30 @@ class BPETokenizer:
     def __init__(self, text: str) -> None:
         import tokenizers
 
+        _require_bpe(text)
         try:
             self._inner: Any = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # noqa: BLE001  the library raises bare Exception
             raise FormatError(f"not a tokenizer: {error}") from None
         self._inner.encode_special_tokens = True  # "<|endoftext|>" in a text is text; only `encode` ends documents
+        self._inner.no_truncation()  # a setting for prompts, which would drop the rest of each piece of a corpus
+        self._inner.no_padding()
         self._end = self._inner.token_to_id(END_OF_TEXT)
         if self._end is None:
             raise FormatError(f"tokenizer has no {END_OF_TEXT} token")
-        self.vocab_size = int(self._inner.get_vocab_size())
+        vocabulary = self._inner.get_vocab()
+        self.vocab_size = len(vocabulary)
+        if set(vocabulary.values()) != set(range(self.vocab_size)):
+            raise FormatError(
+                f"the tokenizer's {self.vocab_size:,} tokens are not numbered 0 to {self.vocab_size - 1:,}"
+            )
         self.byte_lengths = np.zeros(self.vocab_size, np.int64)
-        for token, index in self._inner.get_vocab().items():
+        for token, index in vocabulary.items():
             # Byte-level BPE writes each byte as one character of its own alphabet.
             self.byte_lengths[index] = 0 if token == END_OF_TEXT else len(token)
+        given, found = (unicodedata.normalize("NFKC", each) for each in (_PROBE, self.decode(self.encode_text(_PROBE))))
+        if found.removeprefix(" ") != given:  # which some tokenizers begin with
+            raise FormatError("the tokenizer does not give every text back: training needs a byte-level BPE")
 
     def encode(
         self, documents: Sequence[Document], watch: Watch = lambda _share: None
@@ -119,12 +131,12 @@ class BPETokenizer:
 
     def _encoded(self, pieces: Sequence[tuple[str, bool]]) -> NDArray[np.uint16 | np.uint32]:
         dtype = token_dtype(self.vocab_size)
-        rows = self._inner.encode_batch_fast([text for text, _ in pieces])  # on all cores
+        rows = self._inner.encode_batch_fast([text for text, _ in pieces], add_special_tokens=False)  # on all cores
         ids = ([*row.ids, self._end] if last else row.ids for row, (_, last) in zip(rows, pieces, strict=True))
         return np.concatenate([np.array(tokens, dtype) for tokens in ids])
 
     def encode_text(self, text: str) -> list[int]:
-        return list(self._inner.encode(text).ids)
+        return list(self._inner.encode(text, add_special_tokens=False).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._inner.decode(list(tokens), skip_special_tokens=False))
@@ -134,6 +146,28 @@ class BPETokenizer:
 
 
 Tokenizer = ByteTokenizer | BPETokenizer
+
+
+_PROBE = "a word, 2 Words\n" + "".join(
+    map(chr, [*range(0x800), *range(0x800, 0xD800, 0x800), 0xFFFD, *range(1 << 16, 0x110000, 1 << 16)])
+)
+"""A text that has every byte of UTF-8."""
+
+
+def _require_bpe(text: str) -> None:
+    """Raise FormatError unless a tokenizer.json has a BPE whose result depends on the text alone.
+
+    The library ends with a panic for some models, after it has written a page to the error stream.
+    """
+    try:
+        model = typed(dict[str, Any], typed(dict[str, Any], decode_json(text)).get("model"), "model")
+    except ValueError as error:
+        raise FormatError(f"not a tokenizer: {error}") from None
+    if model.get("type", "BPE") != "BPE":
+        raise FormatError(f"not a BPE but a tokenizer of type {clipped(model['type'])}")
+    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(name):
+            raise FormatError(f"the tokenizer's {name} must be absent, got {clipped(model[name])}")
 
 
 def load_bpe(path: Path) -> BPETokenizer:
