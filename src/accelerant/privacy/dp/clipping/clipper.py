@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import is_dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from accelerant.privacy.dp.clipping.contributions import Contribution, Dense, Lo
 from accelerant.privacy.dp.clipping.launch import wide
 from accelerant.privacy.dp.clipping.layers import SECOND_PASS
 
-__all__ = ["PerExampleClipper"]
+__all__ = ["PerExampleClipper", "batch_size"]
 
 
 class PerExampleClipper:
@@ -76,7 +77,7 @@ class PerExampleClipper:
             raise ConfigError(f"loss_reduction must be 'mean' or 'sum', got {loss_reduction!r}")
         if norms not in ("auto", "ghost", "instantiate"):
             raise ConfigError(f"norms must be one of auto, ghost, instantiate, got {norms!r}")
-        self.model = model
+        self.model, self.loss_reduction = model, loss_reduction
         self.mask: Tensor | None = None
         self.loss_scale: float | Tensor = 1.0
         self.norms: Tensor | None = None
@@ -190,7 +191,7 @@ class PerExampleClipper:
         no effect, so that an evaluation between forward and backward changes nothing.
         """
         if torch.is_grad_enabled():
-            self.examples = _batch_size(inputs)
+            self.examples = batch_size(inputs)
 
     # --- the sink (accelerant.ops._per_example.PerExampleSink) -------------------------------------------------------
 
@@ -271,6 +272,30 @@ class PerExampleClipper:
         self._announced[id(parameter)] = left - 1
         now.add(parameter, contribution, examples)
 
+    # --- trial passes ------------------------------------------------------------------------------------------------
+
+    def trial(self, forward: Callable[[], Any]) -> dict[str, Tensor]:
+        """Return each example's norm in each layer, in a pass with random output gradients that leaves no trace here.
+
+        Args:
+            forward: runs the model; the tensors in its result get gradients, a scalar the gradient 1.
+        """
+        kept, layers = dict(vars(self)), _groups(self.parameters, "per_layer")
+        for layer in layers:
+            layer.limit.fill_(math.inf)
+        vars(self).update(
+            mask=None, loss_scale=1.0, nonfinite=None, layer_norms={}, on_begin=None, on_backward=None,
+            _plan=replace(self._plan, groups=layers, sums={}), _pass=None, _expected={}, _announced={},
+        )  # fmt: skip
+        try:
+            results = [each for each in _tensors(forward()) if each.requires_grad]
+            with torch.autocast(self.parameters[0][1].device.type, enabled=False):
+                if results:
+                    torch.autograd.backward(results, [_random_like(each) for each in results])
+            return self.layer_norms
+        finally:
+            vars(self).update(kept)
+
     # --- the end of a pass -------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
@@ -323,12 +348,32 @@ def _refuse_gradient(name: str, gradient: Tensor | None) -> None:
         )
 
 
-def _batch_size(inputs: Any) -> int | None:
+def batch_size(inputs: Any) -> int | None:
     """Return the first dimension of the first tensor with dimensions in nested inputs."""
     if isinstance(inputs, Tensor):
         return inputs.shape[0] if inputs.dim() else None
     items = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, tuple | list) else ()
-    return next((size for item in items if (size := _batch_size(item)) is not None), None)
+    return next((size for item in items if (size := batch_size(item)) is not None), None)
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    """Return the tensors in a model's result: in mappings, sequences and data classes."""
+    if isinstance(result, Tensor):
+        return [result]
+    items = result if isinstance(result, tuple | list) else ()
+    if isinstance(result, Mapping):
+        items = tuple(result.values())
+    elif is_dataclass(result):
+        items = tuple(vars(result).values())
+    return [each for item in items for each in _tensors(item)]
+
+
+def _random_like(result: Tensor) -> Tensor:
+    """Return the same random numbers for each tensor of a shape; 1 for a scalar."""
+    if not result.dim():
+        return torch.ones_like(result)
+    generator = torch.Generator(result.device).manual_seed(0)
+    return torch.randn(result.shape, generator=generator, dtype=result.dtype, device=result.device)
 
 
 def _groups(parameters: list[tuple[str, nn.Parameter]], clipping: str) -> list[Group]:

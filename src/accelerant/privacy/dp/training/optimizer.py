@@ -29,6 +29,7 @@ from accelerant.privacy.dp.noise.noisy_sum import NoisePlan, NoisySum
 from accelerant.privacy.dp.sampling.batches import DrawTracker
 from accelerant.privacy.dp.training.adaptive import AdaptiveNorm
 from accelerant.privacy.dp.training.distributed import Processes
+from accelerant.privacy.dp.training.separation import SeparationCheck
 
 __all__ = ["PrivateOptimizer", "require_float32"]
 
@@ -106,6 +107,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         inner: the wrapped optimizer.
         clipper, ledger, processes: as given.
         tracker: of the draws.
+        separation: checks the first batch's examples.
         grouped: whether the ledger's unit has several rows: then only batches of our sampler may be stepped.
         sums: of clipped gradients, by their parameter's identity.
     """
@@ -124,6 +126,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.sums: dict[int, Tensor] = {}
         self.grouped = grouped
         self.clipper, self.ledger, self.processes, self.tracker = clipper, ledger, processes, DrawTracker()
+        self.separation = SeparationCheck(clipper)
         self._release, self._adaptive, self._sample_rate = release, adaptive, sample_rate
         self._allowance = None if budget is None else Allowance(budget, ledger.neighbouring)
         self._params: list[nn.Parameter] = [parameter for _, parameter in clipper.parameters]
@@ -370,6 +373,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "optimizer.zero_grad() after the step"
             )
         self._require_untouched()
+        self.separation.before_backward()
 
     def _backward_ended(self, norms: Tensor, factors: Tensor) -> None:
         self.tracker.add(norms.numel())

@@ -74,14 +74,16 @@ class PrivateTraining:
         self._attached = True
         known, own = weakref.ref(optimizer), weakref.ref(model)
 
-        def before_forward(module: nn.Module, args: Any) -> None:
+        def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
             private = known()
             if private is not None and module is own():  # not a copy of it
                 if torch.is_grad_enabled():
                     private.require_as_attached()
                 private.drop_released()
+                if torch.is_grad_enabled() and private.separation.pending:
+                    private.separation.before_forward(args, kwargs)
 
-        self._hook = model.register_forward_pre_hook(mark(before_forward))
+        self._hook = model.register_forward_pre_hook(mark(before_forward), with_kwargs=True)
 
     def batches(
         self, data: Any, *, microbatch: int | None = None, steps: int | None = None,
@@ -309,7 +311,8 @@ def make_private(
             `batches` is given.
         loss_reduction: whether a batch's loss is the "mean" or the "sum" of its examples' losses. Each must be of that
             example alone, with the same share whatever the others are: not a mean over all tokens of the batch that
-            are not masked (average those of a row first), nor a loss that compares examples. Nothing checks it.
+            are not masked (average those of a row first), nor a loss that compares examples. Only the
+            reduction is checked, and only if the loss ends in torch's own.
         clipping: "flat": over all parameters; "per_layer": sensitivity is the root of the sum of squares; "adaptive":
             the norm follows the median of the gradients' norms, `AdaptiveClipping` has its settings.
         secure: noise from ChaCha20 on an integer grid. False: Philox and floating point, for research; the ledger

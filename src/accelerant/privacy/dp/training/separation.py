@@ -1,0 +1,267 @@
+"""Checks, before the first step, that no example's gradient depends on another example, and of the loss's reduction.
+
+Clipping bounds what example i adds to the sum if entry i of dimension 0 is that example in every layer. A shape does
+not show it: in a layer with T positions for a batch of T examples, transposed rows pass, and so do permuted ones. So
+the first batch is passed through the model several more times. Each time about half of its rows are replaced by others,
+and no other row's gradient may change, in any layer. The replaced rows are chosen such that for every two rows some
+pass replaces the first and keeps the second (Sperner 1928): 6 passes for 20 rows, 8 for 70, 12 for 924, and 2 without a
+replaced row.
+
+The seeds, the shapes and the random output gradients are the same in each pass, so that dropout does not matter. The
+generators of random numbers, and the buffers and attributes of the modules, are restored after each.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import random
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Generator, Mapping, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from accelerant.errors import ConfigError, UnsupportedCase
+from accelerant.privacy.dp.clipping import PerExampleClipper
+from accelerant.privacy.dp.clipping.clipper import batch_size
+from accelerant.privacy.dp.clipping.rules import model_methods
+
+__all__ = ["SeparationCheck"]
+
+_TOLERANCE = 1e-4
+"""Largest change of a norm that counts as none, relative to the layer's largest norm; rounding changes it by less."""
+
+_RANDOM = 1e-2
+"""Change between two equal passes from which on a model is random in a way that the seeds do not determine."""
+
+
+class SeparationCheck:
+    """Checks the first batch that can show whether a model keeps its examples apart.
+
+    A layer whose gradients are all zero (behind a matrix that begins at zero) shows nothing: then passes number 2, 4, 8
+    and so on are checked as well, until each layer that is used was seen.
+
+    Args:
+        clipper: attached to the model.
+
+    Attributes:
+        pending: whether the next forward pass is to be checked.
+    """
+
+    def __init__(self, clipper: PerExampleClipper) -> None:
+        self._clipper = clipper
+        self._seen: set[str] = set()
+        self._forwards = 0
+        self._called = self._warned = self._knows_loss = False
+        self.pending = True
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check the rows of a forward pass that is about to begin, if they can show anything new.
+
+        Raises:
+            UnsupportedCase: in some layer the gradient of an example depends on other rows.
+        """
+        self._called = True
+        rows = batch_size((*args, *kwargs.values())) or 0
+        if rows < 2 or torch._C._current_graph_task_id() != -1 or _capturing():
+            return
+        other = _other_rows((args, kwargs), rows)
+        if other is None:  # as in an empty draw, all of whose rows are padding
+            return
+        self._forwards += 1
+        if self._forwards & (self._forwards - 1):
+            return
+        self.pending = False  # the passes of the check call the model, too
+        try:
+            used = self._check(other, (args, kwargs))
+        finally:
+            self.pending = True
+        self.pending = not used <= self._seen or not self._seen
+
+    def before_backward(self) -> None:
+        """Check, before the first backward pass over several rows, how the loss adds them up, where that can be seen.
+
+        Raises:
+            ConfigError: the loss is a sum and make_private was given "mean", or the other way round.
+        """
+        if self._knows_loss or self._clipper.examples == 1:
+            return
+        self._knows_loss = True
+        if not self._called and type(self._clipper.model) not in model_methods:
+            self._warn("the model's parts were called, not the model")
+        wanted = self._clipper.loss_reduction
+        for root in _roots():
+            found = _reduction(root)
+            if found not in (None, wanted):
+                raise ConfigError(
+                    f"the loss is a {found} over the batch ({root.name()}), and make_private was given "
+                    f"loss_reduction={wanted!r}: examples would be clipped to a bound that changes with the number of "
+                    f"rows. Give loss_reduction={found!r}, or a loss that is a {wanted}"
+                )
+
+    def _check(self, other: Tensor, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> set[str]:
+        """Compare passes; return the layers that were used, and remember those that showed their examples apart."""
+        model, rows = self._clipper.model, len(other)
+
+        def norms(replaced: Tensor) -> dict[str, Tensor]:
+            index = torch.where(replaced, other, torch.arange(rows))
+            args, kwargs = _mapped(inputs, lambda each: _detached(each, rows, index))
+            with _restored(model):
+                found = self._clipper.trial(lambda: model(*args, **kwargs))
+            return {name: each.double().nan_to_num(-1.0, -1.0).cpu() for name, each in found.items()}
+
+        none = torch.zeros(rows, dtype=torch.bool)
+        before, again = norms(none), norms(none)
+        scale = {name: float(each.abs().max()) for name, each in before.items()}
+        noise = {name: float((before[name] - again[name]).abs().max()) for name in before}
+        if not before or any(noise[name] > _RANDOM * scale[name] for name in before):
+            self._warn("two equal passes of the model differ" if before else "the model returned no tensors")
+            return set()
+        mixed, changed = set(), set()
+        for replaced in _patterns(rows):
+            for name, after in norms(replaced).items():
+                moved = (after - before[name]).abs() > 4 * noise[name] + _TOLERANCE * scale[name]
+                if bool(moved[~replaced].any()):
+                    mixed.add(name)
+                if bool(moved.any()):
+                    changed.add(name)
+        if mixed:
+            layers = dict.fromkeys(name.rpartition(".")[0] for name, _ in self._clipper.parameters)
+            names = ", ".join(name or type(model).__name__ for name in layers if name in mixed)
+            raise UnsupportedCase(
+                f"the gradient of an example depends on the other rows of the batch in {names}: some rows were "
+                "replaced, and gradients of other rows changed. Each layer must get the examples in dimension 0, in "
+                "the order of the model's input, without a transposition or a permutation, and nothing may mix them. "
+                "An input that all examples share must have 1 in its first dimension"
+            )
+        if not changed:
+            self._warn("no row of the input changes any gradient")
+        self._seen |= changed
+        return set(before)
+
+    def _warn(self, reason: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"it was not checked whether the model keeps the examples of a batch apart: {reason}. The guarantee "
+                "holds only if entry i of dimension 0 is example i in each layer",
+                UserWarning,
+                stacklevel=3,
+            )
+
+
+def _patterns(rows: int) -> list[Tensor]:
+    """Return masks of rows such that for every two rows some mask has the first and not the second."""
+    count = next(n for n in itertools.count(2) if math.comb(n, n // 2) >= rows)
+    codes = list(itertools.islice(itertools.combinations(range(count), count // 2), rows))
+    return [torch.tensor([bit in code for code in codes]) for bit in range(count)]
+
+
+def _other_rows(inputs: Any, rows: int) -> Tensor | None:
+    """Return for each row another that differs from it in some input; None if all are equal.
+
+    It is row 0, or, for rows like row 0, the first that is unlike it.
+    """
+    unlike = torch.zeros(rows, dtype=torch.bool)
+
+    def compare(each: Tensor) -> Tensor:
+        if each.dim() and each.shape[0] == rows:
+            unlike.logical_or_(
+                (each != each[:1]).flatten(1).any(1).cpu() if each.dim() > 1 else (each != each[0]).cpu()
+            )
+        return each
+
+    _mapped(inputs, compare)
+    return torch.where(unlike, 0, int(unlike.int().argmax())) if bool(unlike.any()) else None
+
+
+def _detached(each: Tensor, rows: int, index: Tensor) -> Tensor:
+    """Return an input of the model with the rows of an index, as a leaf of its own."""
+    mine = each.detach()
+    if each.dim() and each.shape[0] == rows:
+        mine = mine[index.to(each.device)]
+    return mine.requires_grad_(each.requires_grad)
+
+
+def _mapped(nested: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return nested mappings, tuples and lists with each tensor changed."""
+    if isinstance(nested, Tensor):
+        return change(nested)
+    if isinstance(nested, tuple):
+        items = [_mapped(item, change) for item in nested]
+        return type(nested)(*items) if hasattr(nested, "_fields") else tuple(items)
+    if isinstance(nested, list):
+        return [_mapped(item, change) for item in nested]
+    if isinstance(nested, MutableMapping):
+        result = copy.copy(nested)
+        for key, item in nested.items():
+            result[key] = _mapped(item, change)
+        return result
+    if isinstance(nested, Mapping):
+        return {key: _mapped(item, change) for key, item in nested.items()}
+    return nested
+
+
+def _roots() -> list[Any]:
+    """Return the nodes at which the running backward pass began; none if they cannot be found."""
+    run = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    frames, own = sys._current_frames(), threading.get_ident()
+    for thread in sorted(frames, key=lambda thread: thread != own):  # on a GPU the engine has threads of its own
+        frame: Any = frames[thread]
+        while run is not None and frame is not None:
+            if frame.f_code is run.__code__:
+                outputs = frame.f_locals["t_outputs"]
+                return [each.grad_fn if isinstance(each, Tensor) else each.node for each in outputs]
+            frame = frame.f_back
+    return []
+
+
+def _reduction(node: Any) -> str | None:
+    """Return "mean" or "sum" if a loss ends in torch's own mean or sum of several values; None if it is not known."""
+    name = "" if node is None else node.name()
+    if name in ("NegBackward0", "AddBackward0", "SubBackward0"):
+        terms = {_reduction(term) for term, _ in node.next_functions} - {None}
+        return terms.pop() if len(terms) == 1 else None
+    if name in ("SumBackward0", "MeanBackward0"):
+        below = node.next_functions[0][0]
+        if not node._saved_self_sym_sizes:  # of a scalar
+            return _reduction(below)
+        weighted = below is not None and below.name() in ("MulBackward0", "DivBackward0")
+        return None if weighted else name.removesuffix("Backward0").lower()
+    return {1: "mean", 2: "sum"}.get(getattr(node, "_saved_reduction", 0))
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def _restored(model: nn.Module) -> Generator[None]:
+    """Restore random generators, and the modules' attributes and buffers, at the end."""
+    modules = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    buffers = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
+    devices = {param.get_device() for param in model.parameters() if param.is_cuda}
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(list(devices)):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        for now, before, own in modules:
+            now.clear()
+            now.update(before)
+            now["_buffers"].clear()
+            now["_buffers"].update(own)
+        with torch.no_grad():
+            for buffer, version, value in buffers:
+                if buffer._version != version:
+                    buffer.copy_(value)

@@ -1,0 +1,306 @@
+"""Models that mix examples behind equal shapes are refused; the check leaves no trace in a run."""
+
+import random
+import warnings
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from loops import classify, clipped_sums, mlp, parameters, points, private, tiny_gpt
+from torch import nn
+from torch.nn import functional as F
+
+from accelerant.errors import ConfigError, UnsupportedCase
+from accelerant.privacy.dp.training.separation import _patterns
+
+
+class Rearranged(nn.Module):
+    """Calls its inner layer on rows that `change` rearranges, and puts them back by `back`."""
+
+    def __init__(self, change, back, features=6):
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(features, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+        self.change, self.back = change, back
+
+    def forward(self, x):
+        h = self.first(x).tanh()
+        return self.last(self.back(self.inner(self.change(h)).tanh()))
+
+
+def swapped(h):
+    """The last two rows, exchanged."""
+    return torch.cat([h[:-2], h[-2:].flip(0)])
+
+
+class Shuffled(Rearranged):
+    """In train mode the inner layer gets the rows in random order."""
+
+    def __init__(self):
+        super().__init__(None, None)
+
+    def forward(self, x):
+        order = torch.randperm(len(x)) if self.training else torch.arange(len(x))
+        h = self.inner(self.first(x).tanh()[order]).tanh()
+        return self.last(h[order.argsort()])
+
+
+def loop(model, data, loss=classify, rows=8, steps=1, **options):
+    """An ordinary loop without noise over parts of `rows` rows."""
+    with private(model, 1.0, **options) as training:
+        for batch in training.batches(data, microbatch=rows, steps=steps):
+            loss(model, *batch.tensors).backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        return training
+
+
+def transposed(h):
+    return h.transpose(0, 1)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 8])
+def test_a_transposed_layer_is_refused_where_positions_are_as_many_as_examples(rows):
+    """Each example's gradient would be spread over all, and the sum move by `rows` times the bound."""
+    model = Rearranged(transposed, transposed)
+    x, y = torch.randn(24, rows, 6), torch.randint(3, (24, rows))
+    before = parameters(model)
+
+    def loss(model, x, y):
+        return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+    with pytest.raises(UnsupportedCase, match=r"depends on the other rows of the batch in inner: .*transposition"):
+        loop(model, (x, y), loss, rows)
+    assert all(torch.equal(a, b) for a, b in zip(before, parameters(model), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "back"),
+    [
+        (lambda h: h.flip(0), lambda h: h.flip(0)),
+        (lambda h: h.roll(1, 0), lambda h: h.roll(-1, 0)),
+        (lambda h: h.roll(4, 0), lambda h: h.roll(-4, 0)),
+        (swapped, swapped),
+        (lambda h: h.flip(0), lambda h: h),  # and not put back: the mask would be of other rows
+    ],
+)
+def test_permuted_rows_are_refused(change, back):
+    """By half of an example's gradient in another's norm, and half in its own, both pass the bound."""
+    with pytest.raises(UnsupportedCase, match=r"depends on the other rows of the batch in .*inner"):
+        loop(Rearranged(change, back), points())
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda h: h - h.mean(0),
+        lambda h: h - h[:1],
+        lambda h: h + h[-1:],
+        lambda h: h.cumsum(0),
+        lambda h: h / h.std(),
+        lambda h: h + 0.01 * h.roll(1, 0),
+    ],
+)
+def test_mixed_rows_are_refused(mix):
+    with pytest.raises(UnsupportedCase, match="depends on the other rows of the batch in first"):
+        loop(Rearranged(mix, lambda h: h), points())
+
+
+def test_rows_that_are_shuffled_in_train_mode_are_refused():
+    for seed in range(5):
+        torch.manual_seed(seed)
+        with pytest.raises(UnsupportedCase, match="in inner"):
+            loop(Shuffled(), points())
+
+
+def test_a_layer_behind_a_zero_matrix_is_looked_at_again():
+    """As with LoRA's: at the first pass none of its gradients is anything but zero."""
+    model = Rearranged(transposed, transposed)
+    nn.init.zeros_(model.last.weight)
+    x, y = torch.randn(24, 8, 6), torch.randint(3, (24, 8))
+
+    def loss(model, x, y):
+        return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+    with private(model, 1.0) as training, pytest.raises(UnsupportedCase, match="in inner"):  # noqa: PT012
+        for batch in training.batches((x, y), microbatch=8, steps=2):
+            loss(model, *batch.tensors).backward()
+            if training.step():
+                assert training.optimizer.steps == 1
+
+
+def test_a_batch_of_one_is_checked_when_there_are_two():
+    model = Rearranged(lambda h: h.flip(0), lambda h: h.flip(0))
+    with private(model, 1.0, expected_batch_size=4) as training:
+        x, y = points()
+        classify(model, x[:1], y[:1]).backward()
+        training.optimizer.zero_grad()
+        with pytest.raises(UnsupportedCase, match="in inner"):
+            model(x[:2])
+
+
+# --- losses ----------------------------------------------------------------------------------------------------------
+
+
+def one_hot(y):
+    return F.one_hot(y, 3).float()
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (lambda out, y: F.cross_entropy(out, y, reduction="sum"), "sum"),
+        (lambda out, y: F.cross_entropy(out, y, reduction="none").sum(), "sum"),
+        (lambda out, y: -out.log_softmax(1).gather(1, y[:, None]).sum(), "sum"),
+        (lambda out, y: F.mse_loss(out, one_hot(y), reduction="sum") + F.cross_entropy(out, y, reduction="sum"), "sum"),
+        (lambda out, y: F.cross_entropy(out, y).sum(), "mean"),
+        (lambda out, y: F.binary_cross_entropy_with_logits(out, one_hot(y)), "mean"),
+        (lambda out, y: (out - one_hot(y)).square().sum(1).mean(), "mean"),
+    ],
+)
+def test_a_loss_of_the_other_reduction_is_refused(loss, found):
+    """The bound would change with the number of rows, which one example changes: for all rows together, by 2 C."""
+    wanted = {"sum": "mean", "mean": "sum"}[found]
+    x, y = points()
+    for given, refused in ((wanted, True), (found, False)):
+        model = mlp()
+        with private(model, 1.0, loss_reduction=given, expected_batch_size=40):
+            value = loss(model(x), y)
+            if refused:
+                with pytest.raises(ConfigError, match=f"is a {found} over the batch .*Give loss_reduction='{found}'"):
+                    value.backward()
+            else:
+                value.backward()
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda out, y: F.cross_entropy(out, y, reduction="sum") / len(y),
+        lambda out, y: (F.cross_entropy(out, y, reduction="none") / len(y)).sum(),
+        lambda out, y: (F.cross_entropy(out, y, reduction="none") * torch.full((len(y),), 1 / len(y))).sum(),
+    ],
+)
+def test_a_sum_that_is_divided_may_be_a_mean(loss):
+    x, y = points()
+    model = mlp()
+    with private(model, 1.0, expected_batch_size=40) as training:
+        loss(model(x), y).backward()
+        assert training.optimizer.tracker.passes == 1
+
+
+def test_a_model_whose_parts_are_called_is_named_as_unchecked():
+    x, y = points()
+    model = mlp()
+    with private(model, 1.0, expected_batch_size=40), pytest.warns(UserWarning, match="parts were called"):
+        F.cross_entropy(model[2](model[1](model[0](x))), y).backward()
+
+
+# --- models that are accepted ----------------------------------------------------------------------------------------
+
+
+class Many(nn.Module):
+    """Takes a mapping and keywords, returns a named tuple, draws random numbers of three kinds, counts calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.calls, self.seen = 0, []
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, inputs, *, scale):
+        self.calls += 1
+        self.mean.mul_(0.9).add_(inputs["x"].detach().mean(0), alpha=0.1)
+        self.mean_of_last = inputs["x"].detach().mean()
+        noise = random.random() + float(np.random.rand())
+        h = F.dropout(self.body(inputs["x"]), 0.5, self.training) * (scale + noise)[:, None]
+        return OrderedDict(logits=self.head(h.tanh()), hidden=[h])
+
+
+def seeded():
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+
+
+def test_the_check_leaves_no_trace():
+    (x, y), found = points(), []
+    for check in (True, False):
+        torch.manual_seed(0)
+        model = Many()
+        with warnings.catch_warnings(), private(model, 1.0, expected_batch_size=40) as training:
+            warnings.simplefilter("error")
+            training.optimizer.separation.pending, training.optimizer.separation._called = check, True
+            seeded()
+            loss = F.cross_entropy(model({"x": x, "name": "rows"}, scale=torch.ones(40))["logits"], y)
+            loss.backward()
+            assert not training.optimizer.separation.pending
+            assert training.optimizer.tracker.passes == 1
+            drawn = (random.random(), float(np.random.rand()), float(torch.rand(())))
+            found.append((loss.item(), drawn, model.calls, model.mean.clone(), training.clipper.norms.clone()))
+            assert training.clipper.nonfinite == 0
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert found[0][2] == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "data"),
+    [
+        (lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)), points),
+        (lambda: nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 4, 3), nn.Flatten(), nn.Linear(16, 3)), points),
+        (lambda: nn.Sequential(nn.Linear(6, 8), nn.GroupNorm(2, 8), nn.LayerNorm(8), nn.Linear(8, 3)), points),
+    ],
+)
+def test_models_that_keep_examples_apart_train(model, data):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert loop(model(), data(), steps=2).optimizer.steps == 2
+
+
+def test_equal_rows_show_nothing_and_the_next_batch_is_checked():
+    model = Rearranged(lambda h: h.flip(0), lambda h: h.flip(0))
+    with private(model, 1.0, expected_batch_size=4) as training:
+        F.cross_entropy(model(torch.ones(4, 6)), torch.zeros(4, dtype=torch.long)).backward()
+        training.optimizer.zero_grad()
+        with pytest.raises(UnsupportedCase, match="in inner"):
+            model(torch.randn(4, 6))
+
+
+def test_a_model_whose_gradients_do_not_change_is_named_as_unchecked():
+    model = mlp()
+    nn.init.zeros_(model[0].weight)
+    model[0].weight.requires_grad_(False)
+    with pytest.warns(UserWarning, match="no row of the input changes any gradient"):
+        loop(model, points())
+
+
+def test_a_gpt_called_as_a_module_is_a_loop_of_microbatches_of_one():
+    model, plain = tiny_gpt(), tiny_gpt()
+    tokens = torch.randint(11, (6, 9), generator=torch.Generator().manual_seed(3))
+    data = (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+    def loss(model, x, y):
+        return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+    loop(model, data, loss, rows=6)
+    for p, total in zip(plain.parameters(), clipped_sums(plain, loss, data, 0.5), strict=True):
+        p.data -= (total / 6).float()
+    for ours, theirs in zip(parameters(model), parameters(plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_a_model_with_a_generator_of_its_own_is_named_as_unchecked():
+    generator = torch.Generator().manual_seed(0)
+    model = Rearranged(lambda h: h + torch.randn(h.shape, generator=generator), lambda h: h)
+    with pytest.warns(UserWarning, match="two equal passes of the model differ"):
+        loop(model, points())
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4, 20, 21, 64])
+def test_some_pass_replaces_one_row_of_two_and_keeps_the_other(rows):
+    masks = torch.stack(_patterns(rows))
+    assert masks.shape[1] == rows
+    apart = (masks[:, :, None] & ~masks[:, None, :]).any(0)
+    assert bool((apart | torch.eye(rows, dtype=torch.bool)).all())
+    assert len(masks) <= 8
