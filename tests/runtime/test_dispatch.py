@@ -6,13 +6,25 @@ import re
 import threading
 import warnings
 import weakref
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import accelerant
+from accelerant import ops
 from accelerant.config import override
-from accelerant.errors import AccelerantError, CompileError, FallbackWarning, LaunchError, OutOfMemory, UnsupportedCase
+from accelerant.errors import (
+    AccelerantError,
+    CompileError,
+    DeviceLost,
+    FallbackWarning,
+    LaunchError,
+    OutOfMemory,
+    UnsupportedCase,
+)
+from accelerant.runtime import recorded_launch, registry
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, explain, explain_quietly, force
 from accelerant.runtime.dispatch import operation as dispatch
 from accelerant.runtime.dispatch.plan import observers
@@ -36,7 +48,7 @@ def operation(*implementations, name="probe"):
 
 
 def failing(error):
-    def run(*_):
+    def run(*_, **__):
         raise error
 
     return run
@@ -237,6 +249,86 @@ def test_the_last_failure_and_unknown_errors_pass_through(book):
         operation(Implementation("a", failing(ZeroDivisionError())), Implementation("b", lambda: 1))(CASE)
     failures = {row["implementation"]: row["failures"] for row in book.to_dict()["ops"]}
     assert failures["only"] == 1
+
+
+class MarksFail:
+    """A provider whose events fail from a given one on."""
+
+    name = "cpu"
+
+    def __init__(self, error, good):
+        self.error, self.left = error, good
+
+    def record_event(self, index):
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
+        return SimpleNamespace(done=lambda: False)
+
+    def lost(self, error):
+        return None
+
+
+ERRORS = [
+    DeviceLost("gone"), ValueError("odd"), MemoryError("1 GiB"), KeyboardInterrupt(), SystemExit(1), LaunchError("no"),
+    RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("where", ["call", "last of two", "mutating", "mark before", "mark after", "race", "recorded"])
+def test_every_failure_is_counted_once(book, monkeypatch, error, where):
+    for module in (dispatch, recorded_launch):
+        monkeypatch.setattr(module, "_ledger", book)
+    op = operation(Implementation("a", failing(error), mutates=where == "mutating"))
+    run = partial(op, CASE)
+    if where.startswith("mark"):
+        provider = MarksFail(error, good=where == "mark after")
+        monkeypatch.setattr(registry, "provider_of", lambda device: provider)
+        op = operation(Implementation("a", lambda: 1))
+        op(CASE)
+        run = partial(op, CASE)
+    elif where == "race":
+        monkeypatch.setattr(dispatch, "race", failing(error))
+        op = operation(Implementation("a", lambda x: 1), Implementation("b", lambda x: 1))
+        run = partial(op, CASE, torch.zeros(4, 8))
+    elif where == "last of two":
+        op = operation(Implementation("b", failing(CompileError("no"))), Implementation("a", failing(error)))
+        run = partial(op, CASE)
+    elif where == "recorded":
+        record = recorded_launch.sole_record("probe", "a", "cpu", "cpu", "-", size_bytes=0)
+
+        def run():
+            with recorded_launch.RecordedLaunch(record, MarksFail(error, good=0), 0):
+                raise error
+
+    with (
+        override(race="first_use" if where == "race" else "off"),
+        pytest.raises((type(error), OutOfMemory, AccelerantError)) as caught,
+    ):
+        run()
+    counts = {row["implementation"]: (row["calls"], row["failures"]) for row in book.to_dict()["ops"]}
+    assert counts["a"] == (2 if where.startswith("mark") else 1, 1)
+    if isinstance(error, (MemoryError, RuntimeError)) and where in ("call", "last of two", "mutating", "recorded"):
+        assert isinstance(caught.value, OutOfMemory)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: ops.relu(x), lambda x: ops.gelu(x), lambda x: ops.add(x, x), lambda x: ops.softmax(x),
+        lambda x: ops.log_softmax(x), lambda x: ops.relu(x.requires_grad_()), lambda x: ops.layer_norm(x, x[0], x[0]),
+        lambda x: ops.swiglu(x, x), lambda x: ops.matmul(x, x.T), lambda x: ops.quantize_int8(x),
+        lambda x: ops.dropout(x, 0.5), lambda x: ops.cross_entropy(x, torch.zeros(1, dtype=torch.int64).expand(len(x))),
+        lambda x: ops.linear_gelu(x, x), lambda x: ops.attention(x[None, None], x[None, None], x[None, None]),
+    ],
+)  # fmt: skip
+def test_host_memory_that_runs_out_is_out_of_memory(call):
+    """A tensor of one number that claims 2^44 of them: its result takes more than any machine has."""
+    x = torch.zeros(1).expand(1 << 22, 1 << 22)
+    for _ in range(6):  # calls after the fourth are left to torch at once
+        with pytest.raises(OutOfMemory):
+            call(x)
 
 
 def test_calls_from_threads_are_all_counted(book):

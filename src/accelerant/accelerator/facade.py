@@ -35,10 +35,10 @@ from accelerant.errors import (
 )
 from accelerant.ops.gelu.portable import gelu_on
 from accelerant.runtime import registry
-from accelerant.runtime.dispatch.operation import RECOVERABLE
+from accelerant.runtime.dispatch.operation import recoverable
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import FallbackRecord, ledger, quantile
-from accelerant.runtime.provider import ComputeDevice, Event, MemoryInfo
+from accelerant.runtime.provider import ComputeDevice, Event, MemoryInfo, lacks_host_memory
 from accelerant.runtime.streams.stream import Future, Stream, submit
 from accelerant.zk.multi_scalar.op import FixedBase
 from accelerant.zk.transform import ntt
@@ -288,7 +288,7 @@ class Accelerator(Operations):
             with override(fallback=self._policy):
                 deadline = _Deadline(name, self.config.timeout_s)
                 return self._run_or_fall_back(name, tensors, options, deadline, calls)
-        except Exception:
+        except BaseException:
             self._metrics.add(name, errors=calls)
             raise
 
@@ -317,7 +317,7 @@ class Accelerator(Operations):
                 self._check_memory(name, arrays)
                 tensors, origin = self._move_or_fall_back(name, arrays)
                 tensor = self._run_or_fall_back(name, tensors, options, deadline)
-        except Exception:
+        except BaseException:
             self._metrics.add(name, errors=1)
             raise
         return origin.wrap(tensor)
@@ -326,7 +326,7 @@ class Accelerator(Operations):
         """Move arrays to the device; to the CPU if they do not fit."""
         try:
             return self._move(name, arrays)
-        except RECOVERABLE as error:
+        except Exception as error:  # noqa: BLE001 - sorted by _fall_back_or_raise
             self._fall_back_or_raise(name, error)
             return self._move(name, arrays, torch.device("cpu"))
 
@@ -346,14 +346,17 @@ class Accelerator(Operations):
                     self._provider.synchronize(self.device.index)
                     deadline.check("at its end")
                 return result
-            except RECOVERABLE as error:
+            except Exception as error:  # noqa: BLE001 - as above
                 self._fall_back_or_raise(name, error, calls)
         result = self._in_batches(name, tuple(tensor.cpu() for tensor in tensors), options, deadline)
         deadline.check("at its end")
         return result
 
     def _fall_back_or_raise(self, name: str, error: Exception, calls: int = 1) -> None:
-        if self._policy == "forbid" or self.device.backend == "cpu":
+        """Count and announce a fallback to the CPU; raise the error where there is none."""
+        if self._policy == "forbid" or self.device.backend == "cpu" or not recoverable(error):
+            if lacks_host_memory(error):
+                raise OutOfMemory(f"{name}: the host's memory is exhausted: {error}") from error
             raise error
         self._announce(name, self.device.label, "cpu", f"{type(error).__name__}: {error}")
         self._metrics.add(name, fallbacks=calls)

@@ -183,7 +183,18 @@ class Ledger:
         """Count a call; return the event before it if it is to be timed."""
         with self.lock:
             calls = record.calls = record.calls + 1
-        return provider.record_event(device) if calls % SAMPLE_EVERY == 0 or 1 < calls <= 4 else None
+        return self.mark(record, provider, device) if calls % SAMPLE_EVERY == 0 or 1 < calls <= 4 else None
+
+    def mark(self, record: OpRecord, provider: ComputeProvider, device: int) -> Event | None:
+        """Record an event of a timed call; an error there, of a lost device, is a failure of the call."""
+        try:
+            return provider.record_event(device)
+        except BaseException as error:
+            self.failed(record)
+            lost = provider.lost(error) if isinstance(error, RuntimeError) else None
+            if lost is None:
+                raise
+            raise lost from error
 
     def discount(self, record: OpRecord) -> None:
         """Take back a counted call, which is made in another way."""
@@ -192,7 +203,7 @@ class Ledger:
 
     def end(self, record: OpRecord, start: Event, provider: ComputeProvider, device: int) -> None:
         """Record the event after a timed call."""
-        stop = provider.record_event(device)
+        stop = self.mark(record, provider, device)
         if stop is None:
             return
         with self.lock:
@@ -202,7 +213,7 @@ class Ledger:
             self.collect()
 
     def failed(self, record: OpRecord) -> None:
-        """Count a call that raised."""
+        """Count a call that raised, or was interrupted."""
         with self.lock:
             record.failures += 1
 

@@ -505,6 +505,14 @@ def check_owner(buffer: Buffer, owner: type[_Owner], backend: str, where: str) -
     return buffer.owner
 
 
+def lacks_host_memory(error: BaseException) -> bool:
+    """Return whether an error of Python, NumPy or torch reports that the host's memory is exhausted.
+
+    torch.OutOfMemoryError is for devices alone.
+    """
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+
+
 def out_of_memory(size_bytes: int, device: str, memory: MemoryInfo) -> OutOfMemory:
     """Return the error for a failed allocation."""
     return OutOfMemory(

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
+from accelerant.errors import OutOfMemory
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.ledger import Decision, OpRecord, ledger, observers
-from accelerant.runtime.provider import ComputeProvider, Pointer
+from accelerant.runtime.provider import ComputeProvider, Pointer, lacks_host_memory
 
 __all__ = ["MemorySpace", "RecordedLaunch", "compiled", "launch", "sole_record"]
 
@@ -53,7 +54,8 @@ def sole_record(
 class RecordedLaunch:
     """Context manager that counts its block as one call, times a sample of the calls, and notifies `explain`.
 
-    A failure is counted, too; an error after which the device is unusable becomes DeviceLost.
+    Failures are counted, and so are interrupts. An error after which the device is unusable becomes DeviceLost, and
+    exhausted memory of the host OutOfMemory.
     """
 
     __slots__ = ("_index", "_provider", "_record", "_start")
@@ -69,11 +71,12 @@ class RecordedLaunch:
     ) -> None:
         record = self._record
         if error is not None:
-            if isinstance(error, Exception):
-                _ledger.failed(record)
-                lost = self._provider.lost(error)
-                if lost is not None:
-                    raise lost from error
+            _ledger.failed(record)
+            lost = self._provider.lost(error) if isinstance(error, Exception) else None
+            if lost is not None:
+                raise lost from error
+            if lacks_host_memory(error):
+                raise OutOfMemory(f"{record.op} ({record.case}): the host's memory is exhausted: {error}") from error
             return
         if self._start is not None:
             _ledger.end(record, self._start, self._provider, self._index)

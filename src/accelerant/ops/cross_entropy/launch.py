@@ -13,6 +13,7 @@ from accelerant.errors import AccelerantError
 from accelerant.ops._launch import RowPlan, as_rows, ceil_div, multiprocessors, next_power_of_2, whole_rows
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch.choices import rounded
+from accelerant.runtime.dispatch.operation import recoverable
 from accelerant.runtime.dispatch.tuning import Tuned
 
 __all__ = [
@@ -245,8 +246,8 @@ def launch_forward(
         )  # fmt: skip
     try:
         loss = losses if reduction == "none" else reduce(losses, used_counts, dtype)
-    except (AccelerantError, torch.OutOfMemoryError) as error:
-        if dx is not rows:
+    except Exception as error:
+        if dx is not rows or not (isinstance(error, AccelerantError) or recoverable(error)):
             raise
         # An error after which dispatch does not try the next implementation: the logits are overwritten.
         raise AccelerantError(f"cross_entropy had written its gradient over the logits, then: {error}") from error

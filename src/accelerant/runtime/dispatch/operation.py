@@ -61,15 +61,22 @@ from accelerant.runtime.dispatch.plan import DispatchPlan
 from accelerant.runtime.dispatch.race import MARGIN, RACED_DEVICES, fastest, obstacle, race, reason_of
 from accelerant.runtime.ledger import SAMPLE_EVERY, Decision, FallbackRecord, OpRecord, ledger, observers
 from accelerant.runtime.memory.live_set import count, has_fakes, predictions, uncounted
-from accelerant.runtime.provider import launches
+from accelerant.runtime.provider import lacks_host_memory, launches
 
-__all__ = ["RECOVERABLE", "Operation", "force", "operations"]
+__all__ = ["Operation", "force", "operations", "recoverable"]
 
-RECOVERABLE = (CompileError, LaunchError, OutOfMemory, UnsupportedCase, torch.OutOfMemoryError)
-"""Failures that are seen before anything was written."""
+_RECOVERABLE = (CompileError, LaunchError, OutOfMemory, UnsupportedCase, torch.OutOfMemoryError)
 
-_TRANSIENT = (OutOfMemory, torch.OutOfMemoryError)
-"""Failures that say nothing about the next call."""
+
+def recoverable(error: BaseException) -> bool:
+    """Return whether an error is a failure that is seen before anything was written."""
+    return isinstance(error, _RECOVERABLE) or lacks_host_memory(error)
+
+
+def _is_transient(error: BaseException) -> bool:
+    """Return whether an error says nothing about the next call."""
+    return isinstance(error, (OutOfMemory, torch.OutOfMemoryError)) or lacks_host_memory(error)
+
 
 _ledger = ledger()
 _operations: dict[str, Operation] = {}
@@ -126,11 +133,14 @@ class Operation:
             calls = record.calls = record.calls + 1
         start = None
         if calls % SAMPLE_EVERY == 0 or 1 < calls <= 4:
-            start = plan.provider.record_event(plan.device_index)
+            start = _ledger.mark(record, plan.provider, plan.device_index)
         try:
             result = plan.run(*args)
         except Exception as error:  # noqa: BLE001 - sorted by _recover
             plan, result = self._recover(case, plan, error, args)
+        except BaseException:  # an interrupt
+            _ledger.failed(record)
+            raise
         else:
             if start is not None:
                 _ledger.end(record, start, plan.provider, plan.device_index)
@@ -241,7 +251,13 @@ class Operation:
         elif case.device.type not in RACED_DEVICES or any(candidate.mutates for candidate in serving):
             chosen, reason = serving[0], "order of preference"
         else:
-            measured, lasting = self._measured(case, serving, args)
+            try:
+                measured, lasting = self._measured(case, serving, args)
+            except BaseException:  # a lost device, an interrupt: counted as the preferred one's
+                plan = self._plan(case, serving[0], "the race ended in an error", ())
+                _ledger.begin(plan.record, plan.provider, plan.device_index)
+                _ledger.failed(plan.record)
+                raise
             chosen, reason, raced, failed_before = _by_times(measured, serving, str(case))
             refusals = self.refusals(case)  # with what failed in a race just now
         broken = self._broken.get(case, {})
@@ -288,7 +304,7 @@ class Operation:
             return known, False
         failed = {name: reason_of(error) for name, error in outcome.failed.items()}
         measured = Measurement(outcome.ms, str(case), failed=failed, sources=self._sources())
-        lasting = not any(isinstance(error, _TRANSIENT) for error in outcome.failed.values())
+        lasting = not any(map(_is_transient, outcome.failed.values()))
         if lasting:
             choices().keep(case.device, key, measured)
             self.plans.forget()  # other cases of the bucket, and those under other rules, are chosen anew
@@ -334,7 +350,7 @@ class Operation:
             name = plan.decision.implementation
             if isinstance(error, _ArgumentsChangedError):
                 self._raise_half_done(case, name, error.error)
-            if not isinstance(error, RECOVERABLE):
+            if not recoverable(error):
                 lost = plan.provider.lost(error) if isinstance(error, RuntimeError) else None
                 if lost is None:
                     raise error
@@ -354,6 +370,9 @@ class Operation:
             except Exception as another:  # noqa: BLE001 - sorted at the top of the loop
                 error = another
                 continue
+            except BaseException:
+                _ledger.failed(plan.record)
+                raise
             if start is not None:
                 _ledger.end(plan.record, start, plan.provider, plan.device_index)
             self._leave_out(case, failed)
@@ -363,7 +382,7 @@ class Operation:
 
     def _leave_out(self, case: Case, failed: Mapping[str, Exception]) -> None:
         """Exclude implementations that failed for another reason than memory from later calls of the case."""
-        lasting = {name: copy.copy(error) for name, error in failed.items() if not isinstance(error, _TRANSIENT)}
+        lasting = {name: copy.copy(error) for name, error in failed.items() if not _is_transient(error)}
         if lasting:
             if len(self._broken) >= PLANS_LIMIT:
                 self._broken.clear()
@@ -375,15 +394,15 @@ class Operation:
         self._leave_out(case, {name: error})
         changed = f"{self.name}: {name} may have changed its arguments before it failed"
         text = f"{changed}, so no other implementation followed"
-        if isinstance(error, _TRANSIENT):
+        if _is_transient(error):
             described = self._described(error, case)
             described.add_note(text)
             raise described
         raise AccelerantError(f"{text}. {reason_of(error)}") from error
 
     def _described(self, error: Exception, case: Case) -> Exception:
-        """Return the error, with the op, the bytes and the largest memory owners if it is torch's lack of memory."""
-        if not isinstance(error, torch.OutOfMemoryError):
+        """Return the error, with the op, the bytes and the largest memory owners if torch or the host lacks memory."""
+        if not isinstance(error, torch.OutOfMemoryError) and not lacks_host_memory(error):
             return error
         from accelerant.runtime.memory.limits import describe_out_of_memory
 
@@ -447,8 +466,8 @@ def _guarded(implementation: Implementation) -> Callable[..., Any]:
         with launches() as launched:
             try:
                 return implementation.run(*args)
-            except RECOVERABLE as error:
-                if implementation.own and not launched:
+            except Exception as error:
+                if not recoverable(error) or (implementation.own and not launched):
                     raise
                 raise _ArgumentsChangedError(error) from error
 

@@ -152,7 +152,7 @@ def _tensors(args: Iterable[object]) -> Iterator[torch.Tensor]:
 
 def _without_frames(error: Exception, lost: Callable[[Exception], DeviceLost | None]) -> Exception:
     """Return the error without its frames, which hold the memory of the run; raise where the device is lost."""
-    gone = lost(error)
+    gone = error if isinstance(error, DeviceLost) else lost(error)
     if gone is not None:
         raise gone from error
     traceback.clear_frames(error.__traceback__)

@@ -35,6 +35,7 @@ from accelerant.runtime.provider import (
     allocation_failures,
     allocation_limit,
     allocation_limits,
+    lacks_host_memory,
 )
 from accelerant.runtime.registry import DeviceLike, find_device
 
@@ -283,9 +284,7 @@ _UNITS = {"bytes": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error reports exhausted memory: of this library, torch (device or host) or Python."""
-    if isinstance(error, (OutOfMemory, torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, (OutOfMemory, torch.OutOfMemoryError)) or lacks_host_memory(error)
 
 
 def bytes_asked_by(error: BaseException) -> int | None:
