@@ -216,6 +216,28 @@ def out_of_subgroup(curve):
     raise AssertionError("none found")
 
 
+def test_a_point_out_of_the_subgroup_among_many_is_found(tmp_path, family):
+    """Sections of so many points are tested as sums of random subsets."""
+    with Zkey.open(path_of(family.name)) as key:
+        arrays, n = everything(key), 700
+        many = {name: np.tile(arrays[name], (n, 1))[: 1024 if name == "h" else n] for name in ("a", "b1", "b2", "h")}
+        many["c"] = np.tile(arrays["c"], (n, 1))[: n - arrays["n_public"] - 1]
+    path = tmp_path / "many.zkey"
+    write_zkey(path, family.name, **(arrays | many))
+    with Zkey.open(path) as key:
+        key.check()
+    cases = [("b2", B2, family.g2)] + [("h", H, family.g1)] * (family.g1.cofactor > 1)
+    for name, number, curve in cases:
+        wrong = many[name].copy()
+        wrong[650] = np.frombuffer(montgomery(out_of_subgroup(curve), family.q), "<u8")
+        write_zkey(path, family.name, **(arrays | many | {name: wrong}))
+        message = rf"section {number} \(.*\), byte \d+: point 650 is on {curve.name} but not in its subgroup"
+        with Zkey.open(path) as key, pytest.raises(FormatError, match=message):
+            key.check()
+        with Zkey.open(path) as key:
+            key.check(subgroup=False)
+
+
 @pytest.mark.parametrize("number", [IC, A, B1, B2, C, H])
 def test_points_off_the_curve_are_found(altered, data, family, number):
     with Zkey.open(path_of(family.name)) as key:
