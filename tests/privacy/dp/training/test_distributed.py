@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 import torch
 from loops import classify, clipped_sums, mlp, points
 
+from accelerant.errors import BudgetExceeded, ConfigError
 from accelerant.privacy import dp
+from accelerant.privacy.dp.training.distributed import Processes
 
 HERE = Path(__file__).parent
 
@@ -58,9 +61,12 @@ print(json.dumps(found))
 
 def started_two(folder, noise, clipping="flat", rows_of_a_group=(0, 0)):
     """Exit status, output and errors of each."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     code = WORKER.format(here=str(HERE), inputs=INPUTS)
-    arguments = [str(folder), str(noise), clipping, *map(str, rows_of_a_group)]
+    return started(code, [str(folder), str(noise), clipping, *map(str, rows_of_a_group)])
+
+
+def started(code, arguments):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     started = [
         subprocess.Popen(
             [sys.executable, "-c", code, str(rank), *arguments],
@@ -79,8 +85,12 @@ def started_two(folder, noise, clipping="flat", rows_of_a_group=(0, 0)):
 
 
 def run_two(*given, **options):
+    return found_by(started_two(*given, **options))
+
+
+def found_by(processes):
     results = []
-    for status, out, errors in started_two(*given, **options):
+    for status, out, errors in processes:
         assert status == 0, errors[-2000:]
         results.append(json.loads(out.splitlines()[-1]))
     return results
@@ -131,11 +141,141 @@ def test_no_group_is_drawn_by_two_processes(tmp_path):
     assert [each["unit"] for each in found] == ["user", "user"]
 
 
+DISAGREEING = """
+import datetime, json, sys
+import torch
+sys.path.insert(0, {here!r})
+from loops import classify, mlp, points, private
+from accelerant.errors import AccelerantError
+from accelerant.privacy import dp
+from accelerant.privacy.dp.training.step import PrivateStep
+rank, folder = int(sys.argv[1]), sys.argv[2]
+torch.set_num_threads(1)
+torch.distributed.init_process_group(
+    "gloo", init_method=f"file://{{folder}}/meeting", rank=rank, world_size=2, timeout=datetime.timedelta(minutes=5)
+)
+found, data = {{}}, points()
+
+def attempt(name, action):
+    try:
+        found[name] = action()
+    except AccelerantError as error:
+        found[name] = f"{{type(error).__name__}}: {{error}}"
+
+def start(setting, first, second, **common):
+    options = {{"noise_multiplier": 1.0, "ledger": folder + "/spent.jsonl", **common}}
+    options[setting] = second if rank else first
+    private(mlp(), options.pop("rate", 1.0), **options).close()
+
+for name, setting, first, second, common in {starts}:
+    attempt(name, lambda: start(setting, eval(first), eval(second), **common))
+narrow = mlp().double() if rank else mlp()
+attempt("dtypes", lambda: private(narrow, 1.0, noise_multiplier=1.0, ledger=folder + "/spent.jsonl"))
+attempt("ledger", lambda: private(mlp(), 1.0, noise_multiplier=1.0, ledger=folder + "/no/such/folder.jsonl"))
+found["exists"] = __import__("os").path.exists(folder + "/spent.jsonl")
+
+def step(disagree, own_batches=False, precision=None):
+    with private(mlp(), 1.0, noise_multiplier=1.0, ledger=folder + "/steps.jsonl") as training:
+        before = [p.detach().clone() for p in training.model.parameters()]
+        if precision is not None:
+            make = PrivateStep(training, lambda x, y: classify(training.model, x, y), precision=precision, graph=False)
+        if own_batches and rank:
+            training.optimizer.expected_batch_size = 40.0
+            classify(training.model, *data).backward()
+        else:
+            batch = next(iter(training.draws(data, steps=1)))
+            if precision is not None:
+                return make(batch, 0.1) and None
+            training.use(batch)
+            classify(training.model, *batch.tensors).backward()
+        if rank:
+            disagree(training)
+        try:
+            training.optimizer.step()
+        finally:
+            assert all(torch.equal(a, b) for a, b in zip(before, training.model.parameters(), strict=True))
+            found.setdefault("events", []).append(sum(event.count for event in training.ledger.events))
+
+def widen(training):
+    training.clipper.max_grad_norm = 10.0
+
+def edit(training):
+    training.optimizer.expected_batch_size = 41.0
+
+def spoil(training):
+    training.optimizer.tracker.add(3)
+
+attempt("bound", lambda: step(widen))
+attempt("expected", lambda: step(edit))
+attempt("sampled", lambda: step(lambda training: None, own_batches=True))
+attempt("failure", lambda: step(spoil))
+attempt("precision", lambda: step(None, precision=torch.bfloat16 if rank else torch.float32))
+torch.distributed.barrier()
+print(json.dumps(found))
+"""
+
+STARTS = [  # name, argument, values in rank 0 and 1, arguments of both
+    ("max_grad_norm", "max_grad_norm", "1.0", "10.0", {}),
+    ("the norm of a layer", "max_grad_norm", "{'0': 1.0, '2': 1}", "{'0': 1.0, '2': 2.0}", {"clipping": "per_layer"}),
+    ("sample_rate", "rate", "0.5", "0.25", {}),
+    ("noise_multiplier", "noise_multiplier", "1.0", "2.0", {}),
+    ("clipping", "clipping", "'flat'", "'adaptive'", {}),
+    ("the quantile", "clipping", "dp.AdaptiveClipping(0.5)", "dp.AdaptiveClipping(0.9)", {}),
+    ("secure", "secure", "True", "False", {}),
+    ("steps", "steps", "10", "11", {}),
+    ("loss_reduction", "loss_reduction", "'mean'", "'sum'", {}),
+    ("groups", "groups", "None", "torch.arange(40) // 4", {}),
+    ("other groups", "groups", "torch.arange(40) // 5", "torch.arange(40) // 4", {}),  # a user would be in two shares
+    ("an invalid value", "delta", "1e-5", "2.0", {}),
+    ("equal numbers", "max_grad_norm", "1", "1.0", {"ledger": None}),
+]
+
+DISAGREEMENTS = {
+    "max_grad_norm": "ConfigError: max_grad_norm must be the same in each process: 1.0 in rank 0, 10.0 in rank 1",
+    "the norm of a layer": "max_grad_norm must be .*: {'0': 1.0, '2': 1.0} in rank 0, {'0': 1.0, '2': 2.0} in rank 1",
+    "sample_rate": "sample_rate must be the same in each process: 0.5 in rank 0, 0.25 in rank 1",
+    "noise_multiplier": "noise_multiplier must be .*: 1.0 in rank 0, 2.0 in rank 1",
+    "clipping": "clipping must be .*: flat in rank 0, AdaptiveClipping.*in rank 1",
+    "the quantile": "clipping must be .*quantile=0.5.*in rank 0, .*quantile=0.9.* in rank 1",
+    "secure": "secure must be .*: True in rank 0, False in rank 1",
+    "steps": "steps must be .*: 10.0 in rank 0, 11.0 in rank 1",
+    "loss_reduction": "loss_reduction must be .*: mean in rank 0, sum in rank 1",
+    "groups": "groups must be those of all rows, the same in each process",
+    "other groups": "groups must be those of all rows, the same in each process",
+    "an invalid value": "delta must be a number, above 0 and at most 0.5; got 2.0",
+    "dtypes": r"dtypes must be .*: \['torch.float32'\] in rank 0, \['torch.float64'\] in rank 1",
+    "ledger": "ConfigError: .*cannot write to the ledger .*No such file or directory",
+    "bound": "clipping norm must be the same in each process: 0.5 in rank 0, 10.0 in rank 1",
+    "expected": "expected batch size must be .*: 40.0 in rank 0, 41.0 in rank 1",
+    "sampled": "sampling must be the same in each process: poisson in rank 0, unknown in rank 1",
+    "failure": r"ConfigError: (rank 1: )?\d+ rows went through backward passes, the batch has 20",
+    "precision": "precision must be .*: torch.float32 in rank 0, torch.bfloat16 in rank 1",
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("rows_of_a_group", [(4, 5), (4, 0)])
-def test_processes_with_groups_of_their_own_are_refused(tmp_path, rows_of_a_group):
-    """A user would be in two shares."""
-    for status, _, errors in started_two(tmp_path, 1.0, rows_of_a_group=rows_of_a_group):
-        assert status == 1
-        assert "ConfigError: groups must be those of all rows, the same in each process" in errors
-    assert not (tmp_path / "spent.jsonl").exists()
+def test_processes_that_do_not_agree_all_say_what_differs(tmp_path):
+    """Rank 0 draws the noise for its own bound, and records its own sampling: a rank of another is no private one."""
+    found = found_by(started(DISAGREEING.format(here=str(HERE), starts=STARTS), [str(tmp_path)]))
+    for each in found:
+        for name, message in DISAGREEMENTS.items():
+            assert re.search(message, str(each[name])), (name, each[name])
+        assert each["equal numbers"] is None
+        assert not each["exists"]
+        assert each["events"] == [0, 0, 0, 0]
+    assert dp.Ledger.read(tmp_path / "steps.jsonl").events == ()
+
+
+@pytest.mark.parametrize("other", [{"rate": 0.2, "norm": 1.0}, {"norm": 1.0}, "an error"])
+def test_a_disagreement_is_an_error(monkeypatch, other):
+    """Of two processes, without the second."""
+    processes = Processes()
+    processes.size = 2
+    answer = [["BudgetExceeded", "no"], {}] if other == "an error" else [None, {k: str(v) for k, v in other.items()}]
+    monkeypatch.setattr(processes, "exchange", lambda value: [value, answer])
+    expected = BudgetExceeded if other == "an error" else ConfigError
+    message = "rank 1: no" if other == "an error" else rf"rate must be .*: 0.1 in rank 0, {other.get('rate')} in rank 1"
+    with pytest.raises(expected, match=message), processes.agreed({"norm": 1.0, "rate": 0.1}):
+        pass
+    with pytest.raises(ValueError, match="here"), processes.agreed({}):
+        raise ValueError("here")

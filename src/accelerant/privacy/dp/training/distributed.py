@@ -5,21 +5,32 @@ writes the ledger, and that sends the noisy sum back: a reduction and a broadcas
 all-reduce. The alternative, noise of std / sqrt(processes) in each process, is exact only for the continuous Gaussian:
 a sum of discrete Gaussians is not one (Kairouz, Liu and Steinke 2021, arXiv:2102.06387, bound the difference), and each
 process would know its share. Here every process is trusted, as the trainer is.
+
+The noise covers what rank 0 knows, so the processes must agree on all that decides it: at the start on the settings of
+`make_private`, before each step on its clipping norm, sampling, expected batch and precision. Each of the two is one
+exchange of 4 KiB. An error of one process, and a disagreement, is raised in all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 
 from accelerant import errors
+from accelerant.errors import ConfigError
 
 __all__ = ["Processes"]
 
 _T = TypeVar("_T")
+
+_EXCHANGED: Final = 4096
+_LONGEST: Final = 500  # characters of an error that another process repeats
 
 
 class Processes:
@@ -39,32 +50,72 @@ class Processes:
         """Whether this process draws the noise and writes the ledger."""
         return self.rank == 0
 
-    def on_first(self, action: Callable[[], _T]) -> _T:
-        """Return an action's result on rank 0, in every process; raise its error in each, so that none waits."""
+    def exchange(self, value: object) -> list[Any]:
+        """Return the value of each process, in the order of ranks: one collective of 4 KiB of JSON each."""
+        text = json.dumps(value, ensure_ascii=False).encode()
+        if len(text) > _EXCHANGED:
+            raise ConfigError(f"processes exchange at most {_EXCHANGED} bytes, got {len(text)}")
+        row = torch.frombuffer(bytearray(text.ljust(_EXCHANGED)), dtype=torch.uint8)
+        if torch.distributed.get_backend() == "nccl":
+            row = row.cuda()
+        rows = [torch.empty_like(row) for _ in range(self.size)]
+        torch.distributed.all_gather(rows, row)
+        return [json.loads(each.cpu().numpy().tobytes()) for each in rows]
+
+    @contextlib.contextmanager
+    def agreed(self, settings: dict[str, object], hidden: Mapping[str, str] | None = None) -> Iterator[None]:
+        """Run a block in every process, then compare the settings that it leaves; one collective.
+
+        Args:
+            settings: numbers and texts, by the names that errors show; the block may fill it.
+            hidden: messages for settings whose values are secret.
+
+        Raises:
+            ConfigError: a setting differs, in every process, with its values.
+            Exception: of the block; elsewhere the same one with the rank where it failed, so that no process waits.
+        """
+        failed: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            if self.size == 1:
+                raise
+            failed = error
         if self.size == 1:
-            return action()
-        answer: list[Any] = [None, None, None]
-        failed: BaseException | None = None
-        if self.first:
-            try:
-                answer[0] = action()
-            except Exception as error:  # noqa: BLE001  raised again below, here and in the others
-                failed = error
-                answer[1:] = [type(error).__name__, str(error)]
-        torch.distributed.broadcast_object_list(answer, src=0)
+            return
+        shown = {name: _shortened(str(value)) for name, value in settings.items()}
+        found = self.exchange([_described(failed), {} if failed else shown])
         if failed is not None:
             raise failed
-        if answer[1] is not None:
-            raise getattr(errors, answer[1], errors.ProtocolError)(f"rank 0: {answer[2]}")
-        result: _T = answer[0]
-        return result
+        for rank, (described, _) in enumerate(found):
+            _raise_again(described, rank)
+        for name, value in shown.items():
+            for rank, (_, theirs) in enumerate(found):
+                if theirs.get(name) != found[0][1].get(name):
+                    if hidden and name in hidden:
+                        raise ConfigError(hidden[name])
+                    raise ConfigError(
+                        f"{name} must be the same in each process: {found[0][1].get(name)} in rank 0, "
+                        f"{theirs.get(name)} in rank {rank} (here {value})"
+                    )
 
-    def agree(self, value: str) -> bool:
-        """Return whether every process passes the same text."""
-        values = [value] * self.size
-        if self.size > 1:
-            torch.distributed.all_gather_object(values, value)
-        return len(set(values)) == 1
+    def on_first(self, action: Callable[[], _T]) -> _T:
+        """Return an action's result (JSON) on rank 0, in every process; raise its error in each, so that none waits."""
+        if self.size == 1:
+            return action()
+        answer: Any = None
+        failed: Exception | None = None
+        if self.first:
+            try:
+                answer = action()
+            except Exception as error:  # noqa: BLE001  raised again below, here and in the others
+                failed = error
+        described, result = self.exchange([_described(failed), answer])[0]
+        if failed is not None:
+            raise failed
+        _raise_again(described, 0)
+        found: _T = result
+        return found
 
     def sum_to_first_(self, tensors: Sequence[Tensor]) -> None:
         """Sum each tensor over the processes into that of rank 0; elsewhere the values are undefined afterwards."""
@@ -83,3 +134,18 @@ class Processes:
         for tensor, sent in zip(tensors, whole, strict=True):
             if sent is not tensor:
                 tensor.copy_(sent)
+
+
+def _described(error: Exception | None) -> list[str] | None:
+    return None if error is None else [type(error).__name__, str(error)[:_LONGEST]]
+
+
+def _raise_again(error: list[str] | None, rank: int) -> None:
+    """Raise an error of another process."""
+    if error is not None:
+        raise getattr(errors, error[0], errors.ProtocolError)(f"rank {rank}: {error[1]}")
+
+
+def _shortened(text: str) -> str:
+    """Return a text of at most 100 characters, equal only for equal texts."""
+    return text if len(text) <= 100 else f"{text[:40]}... (SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:32]})"

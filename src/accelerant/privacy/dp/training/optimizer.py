@@ -109,6 +109,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         tracker: of the draws.
         separation: checks the first batch's examples.
         grouped: whether the ledger's unit has several rows: then only batches of our sampler may be stepped.
+        precision: of `PrivateStep`'s autocast; None without one.
         sums: of clipped gradients, by their parameter's identity.
     """
 
@@ -125,6 +126,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.expected_batch_size = expected_batch_size
         self.sums: dict[int, Tensor] = {}
         self.grouped = grouped
+        self.precision: torch.dtype | None = None
         self.clipper, self.ledger, self.processes, self.tracker = clipper, ledger, processes, DrawTracker()
         self.separation = SeparationCheck(clipper)
         self._release, self._adaptive, self._sample_rate = release, adaptive, sample_rate
@@ -201,6 +203,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
             ConfigError: no backward pass, an example used twice, gradients changed by hand, no expected batch size;
                 with groups, a batch that our sampler did not draw.
             UnsupportedCase: a closure, or a GradScaler; the model is no longer as it was attached.
+
+        Of several processes, each raises the error of any, and ConfigError if they do not agree on what is released.
         """
         if closure is not None:
             raise UnsupportedCase("a private step takes no closure: it would use the examples several times")
@@ -224,6 +228,29 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if not self.tracker.complete:
             self._require_untouched()
             return None
+        agreed: dict[str, object] = {}
+        with self.processes.agreed(agreed):  # rank 0's noise must cover the sums of all
+            expected = self._checked()
+            plan, sampling = self._plan(expected), self._sampling()
+            agreed["clipping norm"] = max(self._bound, self.clipper.sensitivity)
+            agreed["sampling"], agreed["expected batch size"] = sampling, expected
+            agreed["noise"], agreed["precision"] = plan, f"{self.precision or self._params[0].dtype}"
+        if sampling == "unknown" and not self._warned:
+            self._warned = True
+            warnings.warn(_FOREIGN_BATCH, UserWarning, stacklevel=3)
+        event = self._event(plan, sampling)
+
+        def record() -> None:
+            self._require_allowed(event)
+            self.ledger.record(event)  # before any result of the step exists
+
+        self.processes.on_first(record)
+        if not self.processes.first:
+            self.ledger.record(event)  # in memory, for this process's epsilon()
+        return plan
+
+    def _checked(self) -> float:
+        """Check a step; return the expected batch size."""
         if self.processes.size == 1 or self.tracker.sampled:
             self.tracker.require_step()  # of several processes, one may have no batch of its own while others do
         if self.expected_batch_size is None:
@@ -240,21 +267,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
                     f"a parameter {tuple(param.shape)} of the optimizer has a gradient that is not clipped: it was "
                     "frozen or not there when make_private was called; call it again after detach()"
                 )
-        plan = self._plan(self.expected_batch_size)
-        sampling: Sampling = "poisson" if self.tracker.sampled else "unknown"
-        if sampling == "unknown" and not self._warned:
-            self._warned = True
-            warnings.warn(_FOREIGN_BATCH, UserWarning, stacklevel=3)
-        event = self._event(plan, sampling)
+        return self.expected_batch_size
 
-        def record() -> None:
-            self._require_allowed(event)
-            self.ledger.record(event)  # before any result of the step exists
-
-        self.processes.on_first(record)
-        if not self.processes.first:
-            self.ledger.record(event)  # in memory, for this process's epsilon()
-        return plan
+    def _sampling(self) -> Sampling:
+        return "poisson" if self.tracker.sampled else "unknown"
 
     def update(self, plan: NoisePlan) -> None:
         """Run the device's part of a step: noise, division, the wrapped step. `.grad` is the noisy mean afterwards.

@@ -331,31 +331,44 @@ def make_private(
         BudgetExceeded: the target cannot be reached with what the ledger holds.
         MissingDependency: dp-accounting is not installed, which target_epsilon needs.
     """
-    arguments = _Arguments(
-        noise_multiplier, target_epsilon, steps, delta, max_grad_norm, sample_rate, expected_batch_size, microbatch
-    )
-    if loss_reduction not in ("mean", "sum"):
-        raise ConfigError(f"loss_reduction must be mean or sum, got {loss_reduction!r}")
-    adaptive = AdaptiveClipping() if clipping == "adaptive" else clipping
-    if not isinstance(adaptive, AdaptiveClipping) and clipping not in ("flat", "per_layer"):
-        raise ConfigError(f"clipping must be flat, per_layer, adaptive or an AdaptiveClipping, got {clipping!r}")
-    if isinstance(adaptive, AdaptiveClipping) and isinstance(max_grad_norm, Mapping):
-        raise ConfigError(f"adaptive clipping starts from one max_grad_norm, got {max_grad_norm!r}")
-    if isinstance(model, nn.Module) and model in _private:
-        raise ConfigError("the model is private already: detach() the PrivateTraining first")
-    dimensions = _require_match(model, optimizer)
-    units = Units.of(groups)
-    processes = Processes()
-    if not processes.agree(units.digest):
-        raise ConfigError("groups must be those of all rows, the same in each process: a unit would be in two shares")
-    source = make_source(secure)
-    book, owned = _open_ledger(ledger, arguments, processes, units)
+    processes, settings = Processes(), dict[str, object]()
+    with processes.agreed(settings, _HIDDEN):
+        arguments = _Arguments(
+            noise_multiplier, target_epsilon, steps, delta, max_grad_norm, sample_rate, expected_batch_size, microbatch
+        )
+        if loss_reduction not in ("mean", "sum"):
+            raise ConfigError(f"loss_reduction must be mean or sum, got {loss_reduction!r}")
+        adaptive = AdaptiveClipping() if clipping == "adaptive" else clipping
+        if not isinstance(adaptive, AdaptiveClipping) and clipping not in ("flat", "per_layer"):
+            raise ConfigError(f"clipping must be flat, per_layer, adaptive or an AdaptiveClipping, got {clipping!r}")
+        if isinstance(adaptive, AdaptiveClipping) and isinstance(max_grad_norm, Mapping):
+            raise ConfigError(f"adaptive clipping starts from one max_grad_norm, got {max_grad_norm!r}")
+        if isinstance(model, nn.Module) and model in _private:
+            raise ConfigError("the model is private already: detach() the PrivateTraining first")
+        dimensions = _require_match(model, optimizer)
+        units = Units.of(groups)
+        _require_ledger(ledger, units)
+        source = make_source(secure)
+        if processes.size > 1:
+            settings |= {name: _number(getattr(arguments, name)) for name in _AGREED}
+            settings |= {"clipping": adaptive, "loss_reduction": loss_reduction, "secure": secure}
+            settings |= {"groups": units.digest, **_numerics(model)}
     with contextlib.ExitStack() as undo:
+        opened: list[Ledger] = []
+
+        def begin() -> tuple[float, str]:
+            """Open the ledger and find the noise, on rank 0."""
+            opened.append(_opened(ledger, units.name, arguments.budget))
+            if opened[0] is not ledger:
+                undo.callback(opened[0].close)
+            known = arguments.noise_multiplier
+            return _calibrated(arguments, opened[0], secure, dimensions) if known is None else known, opened[0].run_id
+
+        noise, run_id = processes.on_first(begin)
+        book = opened[0] if opened else _opened(ledger if isinstance(ledger, Ledger) else None, units.name, None)
+        owned = book is not ledger
         if owned:
-            undo.callback(book.close)
-        noise = arguments.noise_multiplier
-        if noise is None:
-            noise = processes.on_first(lambda: _calibrated(arguments, book, secure, dimensions))
+            book.run_id = run_id  # of all processes: they take the same steps
         granularity: Literal["flat", "per_layer"] = "per_layer" if clipping == "per_layer" else "flat"
         clipper = PerExampleClipper(
             model, max_grad_norm=max_grad_norm, clipping=granularity, loss_reduction=loss_reduction
@@ -458,18 +471,40 @@ def _require_match(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return sum(parameter.numel() for parameter in trained.values())
 
 
-def _open_ledger(
-    ledger: Ledger | str | Path | None, arguments: _Arguments, processes: Processes, units: Units
-) -> tuple[Ledger, bool]:
-    """Return the ledger to write, and whether it was opened here."""
+_AGREED = (
+    "noise_multiplier", "target_epsilon", "steps", "delta", "max_grad_norm", "sample_rate", "expected_batch_size",
+)  # fmt: skip
+_HIDDEN = {"groups": "groups must be those of all rows, the same in each process: a unit would be in two shares"}
+
+
+def _number(value: Any) -> object:
+    """Return an argument as text shows it: 1 and 1.0 are the same."""
+    if isinstance(value, Mapping):
+        return {name: float(each) for name, each in sorted(value.items())}
+    return None if value is None else float(value)
+
+
+def _numerics(model: nn.Module) -> dict[str, object]:
+    """Return the settings of layers, dtypes and precision that processes which train together must share."""
+    parameters = [(name, tuple(each.shape), each.requires_grad) for name, each in model.named_parameters()]
+    return {
+        "layers": [(name, type(module).__name__) for name, module in model.named_modules()],
+        "parameters": parameters,
+        "dtypes": sorted({str(each.dtype) for each in model.parameters()}),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def _require_ledger(ledger: Ledger | str | Path | None, units: Units) -> None:
     if isinstance(ledger, Ledger):
         units.require_ledger(ledger)
-        return require_clipped_unit(ledger), False
-    if ledger is not None and not isinstance(ledger, str | Path):
+        require_clipped_unit(ledger)
+    elif ledger is not None and not isinstance(ledger, str | Path):
         raise ConfigError(f"ledger must be a Ledger, a path or None, got {type(ledger).__name__}")
-    if processes.first:
-        return Ledger(ledger, unit=units.name, budget=arguments.budget), True
-    return Ledger(unit=units.name), True
+
+
+def _opened(ledger: Ledger | str | Path | None, unit: str, budget: Budget | None) -> Ledger:
+    return ledger if isinstance(ledger, Ledger) else Ledger(ledger, unit=unit, budget=budget)
 
 
 def _calibrated(arguments: _Arguments, ledger: Ledger, secure: bool, dimensions: int) -> float:

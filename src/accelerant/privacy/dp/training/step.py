@@ -76,7 +76,7 @@ class PrivateStep(GraphedStep):
         self._optimizer = private.optimizer
         self._params = [param for _, param in private.clipper.parameters]
         device = self._params[0].device
-        precision = None if low is None else precision
+        precision = private.optimizer.precision = None if low is None else precision
         super().__init__("private_step", "private", private.model, private.optimizer, device, precision, low)
         self._shape: Any = None
         self._captured_layout: Any = None
