@@ -563,6 +563,40 @@ def test_a_subclass_with_its_own_forward_is_another_layer():
         PerExampleClipper(Chain(Odd(3, 3)), max_grad_norm=1.0)
 
 
+class Centred(nn.Linear):
+    """Its weight is computed from another parameter; torch's forward serves it."""
+
+    weight = property(lambda self: self.raw - self.raw.mean())
+
+    def __init__(self):
+        super().__init__(3, 3)
+        self.raw = nn.Parameter(self._parameters.pop("weight").detach())
+
+
+class Constant(nn.Linear):
+    """Its weight is a plain tensor, which a hook computes."""
+
+    def __init__(self):
+        super().__init__(3, 3)
+        self.raw = nn.Parameter(self.weight.detach())
+        del self.weight
+        self.register_forward_pre_hook(lambda module, _: setattr(module, "weight", module.raw.tanh()))
+
+
+@pytest.mark.parametrize("layer", [Centred, Constant])
+def test_a_weight_that_is_computed_from_a_parameter_is_refused(layer):
+    """The layer's rule would give the computed weight's gradient to nobody."""
+    model, x = Chain(layer(), nn.Linear(3, 2)), torch.randn(4, 5, 3)
+    model(x)
+    PerExampleClipper(model, max_grad_norm=1.0)
+    with torch.no_grad():
+        model(x)
+    with pytest.raises(
+        UnsupportedCase, match=rf"layers\.0\.raw is not used by the forward pass of its {layer.__name__}"
+    ):
+        model(x)
+
+
 def test_examples_must_come_first():
     class Turned(nn.Module):
         def __init__(self):

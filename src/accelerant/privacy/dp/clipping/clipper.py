@@ -168,7 +168,7 @@ class PerExampleClipper:
         for name, parameter in survey.parameters:
             undo.callback(parameter.register_hook(partial(_refuse_gradient, name)).remove)
         for module, rule in survey.layers:
-            rules.attach_rule(module, rule, self, undo)
+            rules.attach_rule(module, rule, self, undo, partial(self._require_used, module))
         for module, methods in survey.models:
             rules.replace_methods(module, methods(module, self), undo)
 
@@ -178,6 +178,16 @@ class PerExampleClipper:
         self._pass, self.examples, self._calls = None, None, 0
         self._expected.clear()
         self._announced.clear()
+
+    def _require_used(self, module: nn.Module) -> None:
+        """Raise UnsupportedCase if the forward pass of a layer did not use one of its own parameters as it is."""
+        for parameter in module.parameters(recurse=False):
+            if self.wants(parameter) and id(parameter) not in self._announced:
+                name, kind = self._plan.names[id(parameter)], type(module).__name__
+                raise UnsupportedCase(
+                    f"{name} is not used by the forward pass of its {kind}, or only to compute another tensor: it "
+                    "would get noise and no gradient. Register a LayerRule, compute with supported layers, or freeze it"
+                )
 
     def require_frozen(self) -> None:
         """Raise UnsupportedCase if a frozen BatchNorm is in train mode, or lost its running statistics."""

@@ -247,9 +247,21 @@ def _has_statistics(module: nn.Module) -> bool:
 # --- attaching; each function registers its inverse with an ExitStack ------------------------------------------------
 
 
-def attach_rule(module: nn.Module, rule: type[LayerRule], sink: PerExampleSink, undo: ExitStack) -> None:
-    """Replace a module's forward by its rule's wherever gradients are recorded."""
-    replace_methods(module, {"forward": rule(module, sink, module.forward).forward}, undo)
+def attach_rule(
+    module: nn.Module, rule: type[LayerRule], sink: PerExampleSink, undo: ExitStack, require_used: Callable[[], object]
+) -> None:
+    """Replace a module's forward by its rule's wherever gradients are recorded; `require_used` follows the first."""
+    checks = [require_used]
+    ruled = rule(module, sink, module.forward).forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        result = ruled(*args, **kwargs)
+        if checks:
+            checks[0]()
+            checks.clear()
+        return result
+
+    replace_methods(module, {"forward": forward}, undo)
     mark_traced(module.forward)
     # Fused functions that read the parameters without calling the module look for hooks: this one stops them.
     undo.callback(module.register_forward_pre_hook(_no_op).remove)
