@@ -247,6 +247,24 @@ def test_attention_agrees_with_torch(acc):
     np.testing.assert_allclose(acc.attention(q, k, v, causal=True), theirs.numpy(), rtol=1e-5, atol=1e-6)
 
 
+def test_close_waits_for_submitted_calls():
+    acc, gate = Accelerator("cpu"), threading.Event()
+    calls = [acc.submit(gate.wait, 5.0), acc.submit(acc.gelu, [0.0]), acc.submit(lambda: acc.submit(acc.gelu, [0.0]))]
+    threading.Timer(0.1, gate.set).start()
+    acc.close()
+    assert all(call.done() for call in calls)
+    assert calls[1].result().tolist() == calls[2].result().result().tolist() == [0.0]
+    with pytest.raises(AccelerantError, match="was closed"):
+        acc.submit(acc.gelu, [0.0])
+
+
+def test_a_submitted_call_that_closes_is_an_error():
+    acc = Accelerator("cpu")
+    with pytest.raises(AccelerantError, match="waits for itself"):
+        acc.submit(acc.close).result(5)
+    acc.close()
+
+
 def test_use_after_close_is_an_error():
     acc = Accelerator("cpu")
     acc.close()

@@ -28,17 +28,18 @@ import os
 import sys
 import threading
 import tomllib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
 from accelerant.errors import ConfigError
 
-__all__ = ["FallbackPolicy", "Settings", "When", "override", "settings"]
+__all__ = ["FallbackPolicy", "Settings", "When", "carried", "override", "settings"]
 
 FallbackPolicy = Literal["allow", "warn", "forbid"]
 When = Literal["off", "first_use"]
@@ -182,6 +183,20 @@ def settings() -> Settings:
         _loaded = load()
         _set_log_level(_loaded.log)
     return _loaded
+
+
+def carried() -> Callable[[], AbstractContextManager[object]]:
+    """Return a maker of contexts with the settings in force here, for another thread and after override's block.
+
+    The log level, which is that of the whole process, is not carried.
+    """
+    here = settings()
+    changes = {
+        setting.name: getattr(here, setting.name)
+        for setting in fields(Settings)
+        if setting.name != "log" and getattr(here, setting.name) != getattr(_loaded, setting.name, None)
+    }
+    return partial(override, **changes) if changes else nullcontext
 
 
 @contextmanager

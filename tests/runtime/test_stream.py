@@ -7,12 +7,25 @@ import math
 import os
 import threading
 import time
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import numpy as np
 import pytest
 import torch
 
-from accelerant.errors import ConfigError, DeviceLost, ShapeError, TimeLimitExceeded, UnsupportedCase, UnsupportedDtype
+from accelerant import ops
+from accelerant.config import override, settings
+from accelerant.errors import (
+    AccelerantError,
+    ConfigError,
+    DeviceLost,
+    ShapeError,
+    TimeLimitExceeded,
+    UnsupportedCase,
+    UnsupportedDtype,
+)
+from accelerant.runtime.dispatch import explain_quietly
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.streams import stream as stream_module
 from accelerant.runtime.streams import transfer as chunks
@@ -94,9 +107,15 @@ def test_host_events_wait_across_streams():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 def test_the_shared_host_stream_works_after_a_fork():
     assert submit(lambda: 1, stream=Stream.current("cpu")).result(5) == 1
+    gate = threading.Event()
+    pending = submit(gate.wait, stream=Stream.current("cpu"))
     child = os.fork()
     if child == 0:
+        with pytest.raises(AccelerantError, match="submitted before this process was forked"):
+            pending.result()
+        Stream.current("cpu").synchronize(5)
         os._exit(0 if submit(lambda: 7, stream=Stream.current("cpu")).result(5) == 7 else 1)
+    gate.set()
     assert os.waitpid(child, 0)[1] == 0
 
 
@@ -149,11 +168,84 @@ def test_a_wait_ends_at_its_limit_and_the_work_goes_on():
         submit(3)
 
 
-def test_submitted_work_keeps_the_callers_grad_mode():
-    x = torch.ones(2, requires_grad=True)
-    with torch.no_grad():
-        assert not submit(lambda: (x * 2).requires_grad, stream=Stream("cpu")).result(5)
-    assert submit(lambda: (x * 2).requires_grad, stream=Stream("cpu")).result(5)
+STATES = {
+    "settings": (lambda: override(fallback="forbid"), lambda: settings().fallback),
+    "a forced implementation": (
+        lambda: override(implementation={"softmax_fwd": "torch"}),
+        lambda: explain_quietly(ops.softmax, torch.ones(3, 3)).decisions[0].reason,
+    ),
+    "autocast": (
+        lambda: torch.autocast("cpu", torch.float16),
+        lambda: (torch.ones(2, 2) @ torch.ones(2, 2)).dtype,
+    ),
+    "inference mode": (torch.inference_mode, lambda: torch.ones(1).is_inference()),
+    "no_grad": (torch.no_grad, torch.is_grad_enabled),
+    "a context variable": (lambda: _variable_set(5), lambda: VARIABLE.get()),
+}
+VARIABLE = ContextVar("variable", default=0)
+
+
+@contextmanager
+def _variable_set(value):
+    token = VARIABLE.set(value)
+    yield
+    VARIABLE.reset(token)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_submitted_work_runs_under_its_callers_state_even_after_the_block(state):
+    enter, look = STATES[state]
+    stream, gate = Stream("cpu"), threading.Event()
+    submit(gate.wait, 5.0, stream=stream)
+    with enter():
+        wanted = look()
+        inside = submit(look, stream=stream)
+    outside = submit(look, stream=stream)
+    assert look() != wanted
+    gate.set()
+    assert inside.result(5) == wanted
+    assert outside.result(5) == look()
+
+
+def test_results_may_be_nested():
+    stream = Stream("cpu")
+
+    def tree(depth):
+        return 1 if not depth else sum(submit(tree, depth - 1, stream=stream).result(5) for _ in range(2))
+
+    assert submit(tree, 4, stream=stream).result(20) == 16
+    assert submit(lambda: stream.synchronize(5) or stream.record().done(), stream=stream).result(5)
+    assert submit(lambda: asyncio.run(awaited(submit(tree, 1, stream=stream))), stream=stream).result(5) == 2
+    with pytest.raises(ValueError, match="inner"):
+        submit(lambda: submit(int, "inner", stream=stream).result(5), stream=stream).result(5)
+
+
+async def awaited(future):
+    return await future
+
+
+def test_a_wait_without_an_end_is_an_error():
+    first, second, gate = Stream("cpu"), Stream("cpu"), threading.Event()
+    later = []
+    behind = submit(lambda: gate.wait(5) and later[0].result(), stream=first)
+    later.append(submit(int, stream=first))
+    gate.set()
+    with pytest.raises(AccelerantError, match="waits for itself, or for work that is queued behind it"):
+        behind.result(5)
+    both = threading.Barrier(2)  # each of two streams waits for work queued on the other
+
+    def cross(other):
+        both.wait(5)
+        return submit(int, stream=other).result()
+
+    outcomes = [submit(cross, second, stream=first), submit(cross, first, stream=second)]
+    errors = []
+    for outcome in outcomes:
+        try:
+            outcome.result(5)
+        except AccelerantError as error:
+            errors.append(error)
+    assert len(errors) == 1
 
 
 def test_asyncio_awaits_many_futures_at_once_and_its_loop_goes_on():

@@ -168,6 +168,7 @@ class Accelerator(Operations):
         self._policy: FallbackPolicy = self.config.fallback or (settings().fallback if fallback else "forbid")
         self._metrics = OperationMetrics(METHODS)
         self._closed = False
+        self._submitted: set[Future[Any]] = set()
         self.device = self._choose(backend, device)
         self._provider = registry.create(self.device.backend)
         self._torch_device = torch.device(self.device.torch_device or "cpu")
@@ -193,10 +194,15 @@ class Accelerator(Operations):
         self.close()
 
     def close(self) -> None:
-        """Wait for the device; later calls raise. May be called twice."""
-        if not self._closed:
-            self._closed = True
-            self._provider.synchronize(self.device.index)
+        """Wait for submitted calls and for the device; later calls raise. May be called twice."""
+        if self._closed:
+            return
+        while calls := [call for call in list(self._submitted) if call.of_this_process]:
+            for call in calls:
+                call.wait()
+                self._submitted.discard(call)
+        self._closed = True
+        self._provider.synchronize(self.device.index)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -302,7 +308,10 @@ class Accelerator(Operations):
         """
         self._check_open()
         stream = Stream.current(self._torch_device)
-        return submit(functools.partial(fn, **kwargs), *args, stream=stream)
+        future = submit(functools.partial(fn, **kwargs), *args, stream=stream)
+        self._submitted.add(future)
+        future.when_done(self._submitted.discard)
+        return future
 
     # --- one call ------------------------------------------------------------------------------------------------
 

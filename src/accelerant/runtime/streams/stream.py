@@ -9,20 +9,25 @@
     answer = submit(model, x, stream=copies)   # a Future: answer.done(), answer.result(timeout_s), await answer
 
 On CUDA these are torch's streams and events. The CPU has none: there, work in a `with` block runs at once in the
-caller's thread, and submitted functions run in order on a thread of the stream.
+caller's thread, and submitted functions run in order on a thread of the stream. What such a function gives to its own
+stream runs at once, within the function: in the queue it would be behind the function that may wait for it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
 import os
 import threading
 import time
+import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future as Task
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_tasks
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -30,7 +35,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from accelerant.errors import ConfigError, TimeLimitExceeded, UnsupportedCase
+from accelerant.config import carried
+from accelerant.errors import AccelerantError, ConfigError, TimeLimitExceeded, UnsupportedCase
 from accelerant.runtime import provider
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.provider import ComputeDevice
@@ -138,6 +144,7 @@ class Stream:
         self._thread: ThreadPoolExecutor | None = None
         self._thread_pid = 0
         self._last: Task[Any] | None = None
+        self._awaited: Stream | None = None
         self._entered = threading.local()
 
     @classmethod
@@ -189,12 +196,18 @@ class Stream:
         self.record().synchronize(timeout_s)
 
     def run(self, fn: Callable[..., T], *args: Any) -> Task[T]:
-        """Run fn on the thread of a CPU stream, after the work given before; other devices raise UnsupportedCase."""
+        """Run fn on the thread of a CPU stream, after the work given before; at once if this is that thread.
+
+        Other devices raise UnsupportedCase.
+        """
         if self._cuda is not None:
             raise UnsupportedCase(f"{self!r} has no thread; use submit()")
+        if _stream_of_thread() is self:
+            return _ran(fn, *args)
         with self._lock:
             if self._thread is None or self._thread_pid != os.getpid():  # threads do not survive a fork
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix="accelerant-stream")
+                started = (_of_thread.__setattr__, ("stream", weakref.ref(self)))
+                self._thread = ThreadPoolExecutor(1, "accelerant-stream", *started)
                 self._thread_pid = os.getpid()
             task = self._last = self._thread.submit(fn, *args)
         return task
@@ -221,6 +234,51 @@ class Stream:
         return self._last is None or self._last.done() or self._thread_pid != os.getpid()
 
 
+_of_thread = threading.local()  # .stream: a reference to the CPU stream whose thread this is
+
+
+def _stream_of_thread() -> Stream | None:
+    reference = getattr(_of_thread, "stream", None)
+    return None if reference is None else reference()
+
+
+def _ran(fn: Callable[..., T], *args: Any) -> Task[T]:
+    """Return the outcome of a call in this thread."""
+    task: Task[T] = Task()
+    try:
+        task.set_result(fn(*args))
+    except Exception as error:  # noqa: BLE001  # raised where the result is requested
+        task.set_exception(error)
+    return task
+
+
+_waits_lock = fork_safe(threading.Lock())
+
+
+@contextlib.contextmanager
+def _waiting_for(stream: Stream) -> Iterator[None]:
+    """Enclose a wait for work of a CPU stream.
+
+    Raises AccelerantError where that work would never end: it is queued behind the work that waits, or its stream's
+    thread waits in turn for this one.
+    """
+    own = _stream_of_thread()
+    if own is None:
+        yield
+        return
+    with _waits_lock:
+        last: Stream | None = stream
+        while last is not None:
+            if last is own:
+                raise AccelerantError(f"work on {own!r} waits for itself, or for work that is queued behind it")
+            last = last._awaited
+        own._awaited = stream
+    try:
+        yield
+    finally:
+        own._awaited = None
+
+
 _shared: list[Stream] = []
 """The CPU's stream that Stream.current returns, once it is made."""
 
@@ -240,10 +298,32 @@ class Future(Generic[T]):
         self._stream = stream
         self._task = task
         self._event = event
+        self._pid = os.getpid()
+
+    @property
+    def of_this_process(self) -> bool:
+        """Whether the work is this process's; a forked child has not the thread that does its parent's."""
+        return self._pid == os.getpid()
 
     def done(self) -> bool:
         """Return whether the result or the error is available; does not wait."""
         return self._task.done() and (self._event is None or self._event.done())
+
+    def when_done(self, call: Callable[[Future[T]], object]) -> None:
+        """Call a function with this future once the result or the error is available, in any thread."""
+        self._task.add_done_callback(lambda _: call(self))
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the function has returned or raised, or the time has passed."""
+        if not self._task.done():
+            with self._waiting():
+                wait_for_tasks([self._task], timeout_s)
+
+    def _waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for a wait; raise AccelerantError for a wait that would have no end."""
+        if not self.of_this_process:
+            raise AccelerantError(f"{self!r} was submitted before this process was forked; its work is the parent's")
+        return _waiting_for(self._stream)
 
     def result(self, timeout_s: float | None = None) -> T:
         """Wait for the result, or raise the function's error. Its tensors may be used on torch's current stream.
@@ -252,7 +332,7 @@ class Future(Generic[T]):
             TimeLimitExceeded: it is not available yet; the work continues, and result() may be called again.
         """
         _check_timeout(timeout_s)
-        wait_for_tasks([self._task], timeout_s)
+        self.wait(timeout_s)
         if not self._task.done():
             raise TimeLimitExceeded(f"the result on {self._stream!r} was not there within {timeout_s} s")
         value = self._task.result()
@@ -276,7 +356,8 @@ class Future(Generic[T]):
     async def _wait(self) -> T:
         """Wait without blocking the event loop; cancelling the wait does not cancel the work."""
         if self._event is None:
-            return await asyncio.shield(asyncio.wrap_future(self._task))
+            with contextlib.nullcontext() if self._task.done() else self._waiting():
+                return await asyncio.shield(asyncio.wrap_future(self._task))
         began = time.perf_counter()
         while not self.done():
             await asyncio.sleep(_pause(time.perf_counter() - began))
@@ -291,7 +372,8 @@ def submit(fn: Callable[..., T], *args: Any, stream: Stream | None = None) -> Fu
 
     CUDA: fn is called at once, in the caller's thread, and its launches go to the stream, after the work given to
     torch's current stream so far; so fn must not wait for the device. CPU: fn runs on the stream's thread, under the
-    caller's grad mode. The stream is by default the current one of the first tensor's device, or of the default device.
+    caller's settings, context variables, autocast, grad mode and inference mode. The default stream is the current one of
+    the first tensor's device, or of the default device.
     """
     if not callable(fn):
         raise ConfigError(f"submit: wanted a function, got {type(fn).__name__}")
@@ -299,23 +381,36 @@ def submit(fn: Callable[..., T], *args: Any, stream: Stream | None = None) -> Fu
     if stream is None:
         stream = Stream.current(tensors[0].device if tensors else "auto")
     if stream.torch_stream is None:
-        grad_mode = torch.is_grad_enabled()
+        modes, context = _modes(), contextvars.copy_context()
 
         def run() -> T:
-            with torch.set_grad_enabled(grad_mode):
+            with contextlib.ExitStack() as stack:
+                for mode in modes:
+                    stack.enter_context(mode())
                 return fn(*args)
 
-        return Future(stream, stream.run(run), None)
-    task: Task[T] = Task()
+        return Future(stream, stream.run(context.run, run), None)
     with torch.cuda.device(stream.device.index):
         stream.torch_stream.wait_stream(torch.cuda.current_stream())
         with stream:
-            try:
-                task.set_result(fn(*args))
-            except Exception as error:  # noqa: BLE001  # raised where the result is asked for
-                task.set_exception(error)
+            task = _ran(fn, *args)
         _used_on(tensors, stream.torch_stream)
         return Future(stream, task, stream.record())
+
+
+def _modes() -> list[Callable[[], contextlib.AbstractContextManager[object]]]:
+    """Return makers of contexts with this thread's settings and modes, for another thread."""
+    kinds = [kind for kind in _AUTOCAST_KINDS if torch.is_autocast_enabled(kind)]
+    caches = torch.is_autocast_cache_enabled()
+    return [
+        carried(),
+        *(partial(torch.autocast, kind, torch.get_autocast_dtype(kind), cache_enabled=caches) for kind in kinds),
+        partial(torch.inference_mode, torch.is_inference_mode_enabled()),
+        partial(torch.set_grad_enabled, torch.is_grad_enabled()),
+    ]
+
+
+_AUTOCAST_KINDS = [kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind)]
 
 
 def _used_on(tree: Any, stream: torch.cuda.Stream) -> None:
