@@ -372,8 +372,8 @@ def submit(fn: Callable[..., T], *args: Any, stream: Stream | None = None) -> Fu
 
     CUDA: fn is called at once, in the caller's thread, and its launches go to the stream, after the work given to
     torch's current stream so far; so fn must not wait for the device. CPU: fn runs on the stream's thread, under the
-    caller's settings, context variables, autocast, grad mode and inference mode. The default stream is the current one of
-    the first tensor's device, or of the default device.
+    caller's settings, context variables, autocast, grad mode and inference mode. The default stream is the current one
+    of the first tensor's device, or of the default device.
     """
     if not callable(fn):
         raise ConfigError(f"submit: wanted a function, got {type(fn).__name__}")
