@@ -43,7 +43,9 @@ def check(model, inputs, loss_of, *, dtype=torch.float64, tolerance=None, norms=
 
     loss_of(model, *inputs) gives the mean over the examples, or the sum.
     """
-    tolerance = tolerance or {torch.float64: 1e-10, torch.float32: 1e-6}[dtype]
+    # Norms of gradients that are not formed are upper bounds, wider by the rounding of up to 63 products in float32.
+    single = 1e-6 if norms == "instantiate" else 8e-6
+    tolerance = tolerance or {torch.float64: 1e-10, torch.float32: single}[dtype]
     model = model.double()
     wide = [x.double() if x.is_floating_point() else x for x in inputs]
     rows = per_example(model, wide, loss_of)

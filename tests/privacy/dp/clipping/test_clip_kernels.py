@@ -103,8 +103,21 @@ def test_scaled_and_cleared(shape, dtype):
 def test_ghost(B, T, K, N, dtype):
     a, g = drawn(B, T, K, dtype=dtype), drawn(B, T, N, dtype=dtype)
     expected = torch.bmm(g.double().mT, a.double()).square().sum((1, 2))
-    torch.testing.assert_close(launch.ghost_squares(a, g).double(), expected, rtol=1e-5, atol=0)
+    squares, masses = launch.ghost_terms(a, g)
+    torch.testing.assert_close(squares.sum(1).double(), expected, rtol=1e-5, atol=0)
+    lengths = a.double().norm(dim=2) * g.double().norm(dim=2)
+    torch.testing.assert_close(masses.sum(1).double(), lengths.sum(1), rtol=1e-5, atol=0)
     assert served("clip_ghost") == "triton"
+
+
+def test_bound():
+    squares, masses = drawn(5, 700).abs(), drawn(5, 9).abs()
+    squares[1], masses[2], squares[3, 0], squares[4, 1] = -1.0, 1e6, float("nan"), float("inf")
+    expected = launch._torch_bound(squares.double(), masses.double(), 100 * 2.0**-24, 1e-4)
+    found = launch.bounded(squares, masses, (8, 20, 16), 1e-4 - 8 * 2.0**-24)
+    assert served("clip_bound") == "triton"
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0, equal_nan=True)
+    assert torch.isfinite(found).tolist() == [True, True, True, False, False]
 
 
 @dtypes
@@ -119,7 +132,9 @@ def test_form(dtype):
 @pytest.mark.skipif(DEVICE != "cpu", reason="models are compared on the CPU")
 def test_a_model_by_the_kernels(norms):
     model = Chain(nn.Embedding(7, 6), nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 4))
-    check(model, [torch.randint(7, (4, 5))], loss_of, norms=norms, dtype=torch.float32, tolerance=2e-6)
+    # The kernel's Gram products are in float32: a bound adds (K + N + 64) 2^-24 of the squared mass.
+    tolerance = 2e-6 if norms == "instantiate" else 3e-5
+    check(model, [torch.randint(7, (4, 5))], loss_of, norms=norms, dtype=torch.float32, tolerance=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -143,10 +158,12 @@ cases = [
     ("clear", {"x_ptr": "*bf16", "drop_ptr": "*u8", "P": "i32", "chunks": "i32"}, wide, 4),
     ("sum", {"x_ptr": "*bf16", "weights_ptr": "*fp32", "y_ptr": "*fp32", "B": "i32", "P": "i32"},
      {"ADDS": True, "BLOCK_P": 1024, "UNROLL": 8}, 4),
-    ("ghost", {"a_ptr": "*bf16", "g_ptr": "*bf16", "parts_ptr": "*fp32", "T": "i32", "K": "i32", "N": "i32",
-               "tiles": "i32"}, {"BLOCK_T": 128, "BLOCK_K": 64, "WIDEN": False}, 8),
-    ("ghost", {"a_ptr": "*fp32", "g_ptr": "*fp32", "parts_ptr": "*fp32", "T": "i32", "K": "i32", "N": "i32",
-               "tiles": "i32"}, {"BLOCK_T": 64, "BLOCK_K": 32, "WIDEN": False}, 4),
+    ("ghost", {"a_ptr": "*bf16", "g_ptr": "*bf16", "parts_ptr": "*fp32", "masses_ptr": "*fp32", "T": "i32", "K": "i32",
+               "N": "i32", "tiles": "i32"}, {"BLOCK_T": 128, "BLOCK_K": 64, "WIDEN": False}, 8),
+    ("ghost", {"a_ptr": "*fp32", "g_ptr": "*fp32", "parts_ptr": "*fp32", "masses_ptr": "*fp32", "T": "i32", "K": "i32",
+               "N": "i32", "tiles": "i32"}, {"BLOCK_T": 64, "BLOCK_K": 32, "WIDEN": False}, 4),
+    ("bound", {"parts_ptr": "*fp32", "masses_ptr": "*fp32", "y_ptr": "*fp32", "terms": "i32", "tiles": "i32",
+               "gram": "fp32", "product": "fp32"}, {"FLOOR": 2.0**-6, "BLOCK": 256}, 4),
 ]
 tool = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 for name, types, constants, warps in cases:
@@ -168,5 +185,5 @@ def test_kernels_compile_for_hopper_without_spills():
     done = subprocess.run([sys.executable, "-c", _COMPILE], capture_output=True, text=True, env=clean)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 6
+    assert len(rows) == 7
     assert all(row.get("stack", 0) == 0 for row in rows), rows

@@ -34,9 +34,7 @@ def exact(piece):
 
 
 def assert_stands_for(piece, expected, tolerance=1e-12):
-    torch.testing.assert_close(
-        piece.squares().double(), expected.square().flatten(1).sum(1), rtol=tolerance, atol=1e-12
-    )
+    torch.testing.assert_close(piece.bound().double(), expected.square().flatten(1).sum(1), rtol=tolerance, atol=1e-12)
     weights = torch.rand(expected.shape[0], dtype=launch.wide(expected.dtype))
     total = (expected * weights.view(-1, 1, 1)).sum(0)
     for drop in (None, torch.zeros(expected.shape[0], dtype=torch.bool)):
@@ -98,10 +96,10 @@ def test_merged_pieces_stand_for_the_sum(kinds, seed):
 def test_chunks_of_examples_change_nothing(monkeypatch):
     torch.manual_seed(0)
     a, b = lookup(7, 4, 5, 3), rows(7, 4, 5, 3)
-    expected = [a.squares(), b.squares(), cross(a, b)]
+    expected = [a.bound(), b.bound(), cross(a, b)]
     monkeypatch.setattr(launch, "_CHUNK_BYTES", 200)
     assert len(list(launch.chunks(7, 32))) > 1
-    for found, whole in zip([a.squares(), b.squares(), cross(a, b)], expected, strict=True):
+    for found, whole in zip([a.bound(), b.bound(), cross(a, b)], expected, strict=True):
         torch.testing.assert_close(found, whole)
 
 
@@ -112,7 +110,7 @@ def test_a_factor_multiplies_sums_and_norms(known):
     each, factor, weights = torch.randn(4, 6, 5).bfloat16(), torch.tensor(0.3), torch.rand(4)
     piece = Dense(each, launch.torch_squares(each) if known else None, factor)
     whole = each.double() * factor.double()
-    torch.testing.assert_close(piece.squares().double(), whole.square().sum((1, 2)), rtol=1e-6, atol=0)
+    torch.testing.assert_close(piece.bound().double(), whole.square().sum((1, 2)), rtol=1e-6, atol=0)
     expected = (whole * weights.double().view(-1, 1, 1)).sum(0)
     grad = torch.ones(6, 5)
     piece.add_to(grad, weights, None)
@@ -125,15 +123,34 @@ def test_low_precision_adds_in_float32(dtype):
     torch.manual_seed(0)
     piece = rows(4, 16, 24, 40, dtype)
     expected = exact(piece)
-    torch.testing.assert_close(piece.squares().double(), expected.square().sum((1, 2)), rtol=1e-5, atol=0)
+    torch.testing.assert_close(piece.bound().double(), expected.square().sum((1, 2)), rtol=1e-5, atol=0)
     formed = piece.dense()
     assert formed.each.dtype == dtype
-    torch.testing.assert_close(formed.squares().double(), exact(formed).square().sum((1, 2)), rtol=1e-6, atol=0)
+    torch.testing.assert_close(formed.bound().double(), exact(formed).square().sum((1, 2)), rtol=1e-6, atol=0)
     weights = torch.rand(4)
     total = (exact(formed) * weights.double().view(-1, 1, 1)).sum(0)
     torch.testing.assert_close(formed.total(weights, None, total.shape).double(), total, rtol=1e-5, atol=1e-5)
     one = lookup(4, 6, 3, 8, dtype)
-    torch.testing.assert_close(one.squares().double(), exact(one).square().sum((1, 2)), rtol=1e-5, atol=0)
+    torch.testing.assert_close(one.bound().double(), exact(one).square().sum((1, 2)), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("T", [1, 2, 64, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bound_is_just_above_the_norm(T, dtype):
+    """By T roundings in float32 of the sum over T positions, whose mass is sqrt(T) times the norm of random rows."""
+    torch.manual_seed(0)
+    piece = rows(3, T, 96, 128, dtype)
+    ratio = (piece.bound().double() / exact(piece).square().sum((1, 2))).sqrt()
+    assert (ratio >= 1).all()
+    assert (ratio <= 1 + 1.5 * 2.0**-24 * (T + 1) * T**0.5).all()
+
+
+def test_the_bound_of_rows_that_cancel_is_a_part_of_the_mass():
+    a, g = torch.randn(2, 1, 8).expand(2, 6, 8), torch.randn(2, 1, 5) * torch.tensor([1.0, -1.0] * 3)[:, None]
+    mass = 6 * a[:, 0].norm(dim=1) * g[:, 0].norm(dim=1)
+    torch.testing.assert_close(Rows(a, g).bound().sqrt().float(), mass / 64)
+    low = Rows(a.bfloat16(), g.bfloat16())
+    assert float(low.total(torch.ones(2), None, torch.Size((5, 8))).norm()) < 1e-5  # the sum is of float32 products
 
 
 def test_norms_in_float32_are_exact_to_1e_6():
@@ -143,8 +160,8 @@ def test_norms_in_float32_are_exact_to_1e_6():
     torch.testing.assert_close(launch.torch_squares(each).double(), expected, rtol=1e-6, atol=0)
     piece = rows(3, 64, 96, 128, torch.float32)
     expected = exact(piece).square().sum((1, 2))
-    torch.testing.assert_close(piece.squares().double(), expected, rtol=2e-6, atol=0)
-    torch.testing.assert_close(piece.dense().squares().double(), expected, rtol=2e-6, atol=0)
+    torch.testing.assert_close(launch.ghost_terms(piece.a, piece.g)[0].sum(1), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(piece.dense().bound().double(), expected, rtol=2e-6, atol=0)
 
 
 def test_the_choice():

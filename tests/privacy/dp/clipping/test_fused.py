@@ -54,7 +54,7 @@ def test_a_gpt_of_fused_blocks(fused, T, bias, tied):
     loss.backward()
     for name, each in model.named_parameters():
         error = (each.grad - wanted[name]).norm() / wanted[name].norm().clamp(min=1e-12)
-        assert error < 2e-6, name
+        assert error < 3e-6, name  # norms are bounds, of T = 8 products
     clipper.detach()
     model.zero_grad()
     model.loss(idx, targets).backward()  # an ordinary pass again, still fused

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ShapeError, UnsupportedCase
-from accelerant.privacy.dp.clipping.contributions import Contribution, Dense, Lookup, Rows, cross, merged
-from accelerant.privacy.dp.clipping.launch import wide
+from accelerant.privacy.dp.clipping.contributions import Contribution, Dense, Lookup, Rows, merged
+from accelerant.privacy.dp.clipping.launch import margin, wide
 
 __all__ = ["BackwardPass", "ClippedGroup", "ClippingPlan", "Group", "makes_gradient"]
 
@@ -148,12 +148,12 @@ class BackwardPass:
         parts = [part.chosen(self._plan.norms) for part in merged(share.contributions)]
         match parts:
             case [part]:
-                squares = part.squares()
+                squares = part.bound()
             case [Rows() as rows, Lookup() as lookup]:  # a table tied to an output layer
-                squares = (rows.squares() + lookup.squares() + 2 * cross(lookup, rows)).clamp_(min=0)
+                squares = rows.bound(lookup)
             case _:
                 parts = merged(parts)
-                squares = parts[0].squares()
+                squares = parts[0].bound()
         share.contributions, share.squares = parts, squares
 
     def _sum(self, group: Group) -> None:
@@ -164,9 +164,10 @@ class BackwardPass:
             if share.squares is None:
                 self._settle(share)
         known = [share.squares for share in shares.values() if share.squares is not None]
-        known += [bundle.squares() for bundle, _ in bundles]
-        dtype = torch.float64 if any(each.dtype == torch.float64 for each in known) else torch.float32
-        total = torch.stack([each.to(dtype) for each in known]).sum(0)
+        known += [bundle.bound() for bundle, _ in bundles]
+        double = any(parameter.dtype == torch.float64 for parameter in group.parameters.values())
+        dtype = torch.float64 if double else torch.float32
+        total = torch.stack(known).sum(0, dtype=torch.float64).to(dtype)  # in float32, large ones overflow: left out
         scale = (total.shape[0] if self._plan.mean else 1.0) / self._loss_scale
         norms = total.sqrt() * scale
         drop = ~torch.isfinite(norms)
@@ -175,7 +176,8 @@ class BackwardPass:
             counted = self._mask.to(device=drop.device, dtype=torch.bool)
             left_out, drop = drop & counted, drop | ~counted
         self._left_out = left_out if self._left_out is None else self._left_out | left_out
-        factors = (group.limit.to(norms.device) / norms).clamp_(max=1.0).masked_fill_(drop, 0.0)
+        above = norms.double() * (1.0 + margin(dtype, norms.device))
+        factors = (group.limit.to(norms.device) / above).clamp_(max=1.0).masked_fill_(drop, 0.0).to(dtype)
         weights = factors * scale
         self.clipped[group.name] = ClippedGroup(norms, factors)
         # 0 times a number is 0: only values that are not finite need clearing; a CPU can look whether there are any.

@@ -44,7 +44,7 @@ class PerExampleClipper:
     Attributes:
         mask: (B,) bool, which rows of a padded batch count; read at the next backward pass. None: all.
         loss_scale: factor of the loss (a GradScaler's scale); the gradients are left without it.
-        norms: (B,) ||g_i|| after each backward pass; None before the first.
+        norms: (B,) ||g_i|| after each backward pass, or just above; None before the first.
         factors: (B,) c_i; for "per_layer" the smallest of the layers'.
         layer_norms: by layer, for "per_layer" (B,) each; for "flat" one entry, under "".
         nonfinite: how many examples were left out for norms that were not finite, a scalar on the device.
@@ -61,9 +61,11 @@ class PerExampleClipper:
     The model and the loss must treat each example by itself: if they mix examples (a loss that compares them, a mean
     over a batch's unmasked tokens) there are no per-example gradients, which is not detected.
 
-    Neighbouring data sets differ in one example added or removed; the sum's sensitivity in L2 is `sensitivity`. Norms
-    and sums accumulate in float32. Where a layer's gradients are not formed (`idealised`), rounding has no useful
-    bound. Memory kept until the pass ends: see contributions.py. Not thread-safe: one backward pass at a time.
+    Neighbouring data sets differ in one example added or removed; the sum's sensitivity in L2 is `sensitivity`. Sums
+    accumulate in float32. Norms are upper bounds: what an example adds, with its own rounding, is within C also where
+    its gradients are not formed (`idealised`) and cancel (launch.py). How it changes the rounding of the others' sum
+    has no useful bound. Memory kept until the pass ends: see contributions.py. Not thread-safe: one backward pass at a
+    time.
     """
 
     def __init__(

@@ -45,8 +45,11 @@ class Contribution(ABC):
         return False
 
     @abstractmethod
-    def squares(self) -> Tensor:
-        """Return the squared norm of each example's gradient, (B,)."""
+    def bound(self) -> Tensor:
+        """Return the squared norm of each example's gradient, (B,), in float32 or better.
+
+        Of gradients that are not formed: the square of an upper bound that covers the rounding of `total` (launch.py).
+        """
 
     @abstractmethod
     def dense(self) -> Dense:
@@ -76,12 +79,12 @@ class Contribution(ABC):
         grad.add_(self.total(weights, drop, grad.shape))
 
 
-_OPERATIONS_PER_BYTE = {"cuda": (300.0, 300.0), "cpu": (10.0, 35.0)}
+_OPERATIONS_PER_BYTE = {"cuda": (300.0, 300.0), "cpu": (4.0, 14.0)}
 """Operations that a device does while a byte of g_i is written and read; the second for more than _CACHED_BYTES.
 
 cuda: 600 T/s and 4 TB/s, of an H200 in bfloat16 with hopper.cu: written once, read once. A separate kernel for squares
 reads twice, which would make it 450; only sums of 340 to 415 positions (at 768 x 768) would be computed otherwise. cpu:
-72 G/s of one core in float32, measured; 0.14 ns a byte, and 0.5 for more than _CACHED_BYTES, in new pages each time."""
+28 G/s of one core in float64, measured; 0.14 ns a byte, and 0.5 for more than _CACHED_BYTES, in new pages each time."""
 
 _CACHED_BYTES = 16 << 20
 
@@ -116,8 +119,15 @@ class Rows(Contribution):
     g: Tensor
     consumed: bool = True
 
-    def squares(self) -> Tensor:
-        return launch.ghost_squares(self.a, self.g)
+    def bound(self, lookup: Lookup | None = None) -> Tensor:
+        """Return the bounds; of the sum of both gradients, where `lookup` is of the same parameter."""
+        squares, masses = launch.ghost_terms(self.a, self.g)
+        if lookup is not None:
+            other = lookup.bound()[:, None]
+            twice = cross(lookup, self)[:, None].mul_(2).to(squares.dtype)
+            squares, masses = torch.cat((squares, other, twice), 1), torch.cat((masses, other.sqrt()), 1)
+        shape = (*self.a.shape[1:], self.g.shape[2])
+        return launch.bounded(squares, masses, shape, launch.factor_roundoff(self.a.dtype, self.a.device))
 
     def dense(self) -> Dense:
         return Dense(*launch.form(self.a, self.g))  # in the dtype of the factors
@@ -131,7 +141,7 @@ class Rows(Contribution):
 
         def run(norm: str) -> None:
             contribution = self.chosen(norm)
-            contribution.squares()
+            contribution.bound()
             weights = torch.ones(B, dtype=wide(a.dtype), device=a.device)
             contribution.total(weights, None, torch.Size((N, K)))
 
@@ -140,13 +150,13 @@ class Rows(Contribution):
     def total(self, weights: Tensor, drop: Tensor | None, shape: torch.Size) -> Tensor:
         """Multiply all rows at once, as for an ordinary weight gradient."""
         g, a = self._weighted(weights, drop)
-        if a.dtype != wide(a.dtype) and a.is_cuda and torch.version.hip is None:
+        if a.dtype != wide(a.dtype):
             return torch.mm(g, a, out_dtype=torch.float32).view(shape)
         return torch.mm(g, a).view(shape)
 
     def add_to(self, grad: Tensor, weights: Tensor, drop: Tensor | None) -> None:
         """Add within the product, where the library can."""
-        if self.a.dtype == grad.dtype or not self.a.is_cuda or torch.version.hip is not None:
+        if not launch.low_product(self.a.dtype, self.a.device):
             grad.add_(self.total(weights, drop, grad.shape))
             return
         g, a = self._weighted(weights, drop)
@@ -154,9 +164,15 @@ class Rows(Contribution):
         torch.ops.aten.addmm.dtype_out(out, g, a, out.dtype, out=out)
 
     def _weighted(self, weights: Tensor, drop: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return both factors of the sum, (N, B T) and (B T, K)."""
-        a = launch.scaled(self.a, weights, drop, self.a.dtype)
-        g = (launch.clear_ if self.consumed else launch.cleared)(self.g, drop)
+        """Return both factors of the sum, (N, B T) and (B T, K).
+
+        In bfloat16 where products of it are summed in float32: float16 has no room for small weights. Else in float32
+        or better, since a sum over examples in 16 bits would be rounded by more than an example adds.
+        """
+        low = launch.low_product(self.a.dtype, self.a.device)
+        dtype = torch.bfloat16 if low else wide(self.a.dtype)
+        a = launch.scaled(self.a, weights, drop, dtype)
+        g = (launch.clear_ if self.consumed else launch.cleared)(self.g, drop).to(dtype)
         return g.flatten(0, 1).t(), a.flatten(0, 1)
 
 
@@ -178,7 +194,7 @@ class Dense(Contribution):
     def formed(self) -> bool:
         return True
 
-    def squares(self) -> Tensor:
+    def bound(self) -> Tensor:
         """Return norms of the numbers that are summed: no product with the factor is rounded."""
         sums = launch.squares(self.each) if self.known is None else self.known
         return sums if self.factor is None else sums * self.factor.to(sums.dtype).square()
@@ -239,7 +255,7 @@ class Lookup(Contribution):
     def chosen(self, norms: str) -> Contribution:
         return self.compact()
 
-    def squares(self) -> Tensor:
+    def bound(self) -> Tensor:
         return launch.squares(self.compact().g)
 
     def dense(self) -> Dense:
@@ -266,13 +282,13 @@ class Lookup(Contribution):
 
 
 def cross(lookup: Lookup, rows: Rows) -> Tensor:
-    """Return the inner products of each example's two gradients of an embedding tied to an output layer, (B,).
+    """Return the inner products of each example's two gradients of an embedding tied to an output layer, (B,) float64.
 
     <E_i, H_i> = sum over t of e_it . (sum over s of G_is[token t] A_is)
     """
     (B, T, D), S = lookup.g.shape, rows.g.shape[1]
-    products = torch.empty(B, dtype=wide(lookup.g.dtype), device=lookup.g.device)
-    for part in chunks(B, T * S + T * D):
+    products = torch.empty(B, dtype=torch.float64, device=lookup.g.device)
+    for part in chunks(B, 2 * (T * S + T * D + S * D)):
         tokens = lookup.tokens[part, None, :].expand(-1, S, -1)
         scores = torch.gather(rows.g[part], 2, tokens).to(products.dtype)  # (b, S, T)
         mixed = torch.bmm(scores.mT, rows.a[part].to(products.dtype))

@@ -40,12 +40,14 @@ class Convolution(Contribution):
     weight: Tensor
     windows: Windows
 
-    def squares(self) -> Tensor:
-        B, groups = self.x.shape[0], self.windows.groups
-        total = torch.empty(B, dtype=wide(self.x.dtype), device=self.x.device)
+    def bound(self) -> Tensor:
+        B, groups, dtype = self.x.shape[0], self.windows.groups, self.x.dtype
+        total = torch.empty(B, dtype=torch.float64, device=self.x.device)
         for part in self._chunks():
             a, g = self._rows(part)
-            total[part] = launch.ghost_squares(a.flatten(0, 1), g.flatten(0, 1)).view(-1, groups).sum(1)
+            terms = launch.ghost_terms(a.flatten(0, 1), g.flatten(0, 1))
+            bounds = launch.bounded(*terms, (*a.shape[2:], g.shape[3]), _factor_roundoff(dtype, self.x.device))
+            total[part] = bounds.view(-1, groups).sum(1)
         return total
 
     def dense(self) -> Dense:
@@ -62,9 +64,13 @@ class Convolution(Contribution):
         return prefers_ghost(*sizes, x.device.type)
 
     def total(self, weights: Tensor, drop: Tensor | None, shape: torch.Size) -> Tensor:
-        """Return the kernel's gradient of weighted g."""
-        g = launch.scaled(self.g, weights, drop, self.g.dtype)
-        x = launch.cleared(self.x, drop)
+        """Return the kernel's gradient of weighted g, in float32 or better.
+
+        A sum over examples in 16 bits would be rounded by more than an example adds.
+        """
+        dtype = wide(self.g.dtype)
+        g = launch.scaled(self.g, weights, drop, dtype)
+        x = launch.cleared(self.x, drop).to(dtype)
         _, total, _ = _backward(g, x, self.weight.to(g.dtype), self.windows, [False, True, False])
         return total.view(shape)  # type: ignore[no-any-return]  # torch's own
 
@@ -85,6 +91,19 @@ class Convolution(Contribution):
         a = F.unfold(x, kernel, dilation, padding, stride)
         a = a.view(x.shape[0], groups, -1, a.shape[2])
         return a.mT, self.g[part].reshape(x.shape[0], groups, -1, a.shape[3]).mT
+
+
+def _factor_roundoff(dtype: torch.dtype, device: torch.device) -> float:
+    """Return the relative rounding error of the factors in the gradient of a kernel, as `launch.factor_roundoff` does.
+
+    On a GPU cuDNN multiplies in TF32 unless that is switched off, or transforms the images (Winograd).
+    """
+    if dtype == torch.float64:
+        return 2.0**-53
+    if device.type == "cpu":
+        library: Any = torch.backends.mkldnn
+        return launch.FLOAT32_ROUNDOFF[library.conv.fp32_precision]
+    return launch.FLOAT32_ROUNDOFF["tf32"]
 
 
 def _backward(dy: Tensor, x: Tensor, weight: Tensor, windows: Windows, mask: list[bool]) -> Any:

@@ -2,6 +2,25 @@
 
 Each is an Operation, so that the ledger of ops records it. On a CPU torch's functions are called directly: an
 Operation takes 4 us, much next to a small layer's time.
+
+Norms are upper bounds of the norms of the rounded numbers that are summed. With u = 2^-24, for one example of T
+positions, inputs a_t (K) and output gradients g_t (N), G = sum over t of g_t a_t^T, and the mass
+S = sum over t of |a_t| |g_t|, which is at least ||G||:
+
+    Gram products   A dot product of n terms errs by at most n u |x| |y|, in any order of summation (Higham 2002,
+                    section 3.1). A tensor core aligns 16 products and truncates them, which is no more. So the sum over
+                    t and s of (a_t . a_s) (g_t . g_s) errs by at most (K + N + 64) u S^2: the magnitudes of its terms
+                    add up to S^2, and 64 covers the roundings of the terms and of the tree that sums them. ||G|| / S
+                    can be anything: rows a and a (1 + 2^-14) with gradients of opposite sign have
+                    ||G|| = 2^-14 |a| |g|, whose square is below that error. On a CPU the products are in float64.
+    weighted sum    w a_t is rounded, and T products are accumulated. The error is a matrix of norm w (v + T u) S at
+                    most, v being the roundoff of the factors (`factor_roundoff`).
+    other examples  Accumulators hold sums over all examples, and each addition rounds them by u times their magnitude,
+                    which the norms do not bound. A norm is therefore taken as S / 64 or more: then no addend is beyond
+                    64 C. What is left is not bounded; tests/privacy/dp/test_sensitivity.py searches for it.
+
+Hence `bounded` takes max(sqrt(||G||^2 + (K + N + 64) u S^2) + (v + T u) S, S / 64) for ||G||. The norms of gradients
+that are formed are of the very numbers, with a relative error (`margin`).
 """
 
 from __future__ import annotations
@@ -19,11 +38,11 @@ from accelerant.runtime.compilation.triton import TritonKernel, interpreting
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
 __all__ = [
-    "KERNELS", "add_rows_", "chunks", "clear_", "cleared", "form", "ghost_squares", "scaled", "squares",
-    "torch_squares", "weighted_sum", "wide",
+    "FLOAT32_ROUNDOFF", "KERNELS", "add_rows_", "bounded", "chunks", "clear_", "cleared", "factor_roundoff", "form",
+    "ghost_terms", "low_product", "margin", "scaled", "squares", "torch_squares", "weighted_sum", "wide",
 ]  # fmt: skip
 
-_NAMES = ("squares", "sum", "scale", "clear", "ghost")
+_NAMES = ("squares", "sum", "scale", "clear", "ghost", "bound")
 KERNELS = {name: TritonKernel("accelerant.privacy.dp.clipping.triton_kernels", f"clip_{name}") for name in _NAMES}
 
 SPAN, BLOCK = 16384, 2048
@@ -34,6 +53,13 @@ SUM_BLOCK, SUM_WIDE = 1024, 1 << 18
 
 _CHUNK_BYTES = 64 << 20
 """Memory limit for temporaries of shape (B, T, T)."""
+
+FLOOR = 2.0**-6
+"""The smallest ratio of a bound to the mass. The norm of T uncorrelated rows is the mass / sqrt(T)."""
+
+_SEGMENT = 64
+"""Values in one float32 sum of squares on a CPU: 15 roundings in 8 lanes. One sum over 65536 equal values was wrong by
+1e-4; segments cost a fifth of the time."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -46,6 +72,34 @@ def chunks(B: int, elements: int) -> Iterator[slice]:
     count = max(1, _CHUNK_BYTES // max(1, 4 * elements))
     for start in range(0, B, count):
         yield slice(start, min(B, start + count))
+
+
+def margin(dtype: torch.dtype, device: torch.device) -> float:
+    """Return the relative error that norms, factors and weights may have, of formed gradients too.
+
+    A sum of squares has up to 15 roundings on a CPU (`_SEGMENT`), and 120 in a GPU's kernels; its root has half of
+    their error. The root, the weight and its product with the gradient are rounded once each.
+    """
+    return (6 if device.type == "cpu" else 32) * torch.finfo(dtype).eps
+
+
+def factor_roundoff(dtype: torch.dtype, device: torch.device) -> float:
+    """Return the relative rounding error of the factors in `Rows.total`: weighted inputs, and the output gradients."""
+    if dtype == torch.float64:
+        return 2.0**-53
+    if low_product(dtype, device):
+        return 2.0**-8 if dtype == torch.bfloat16 else 2.0**-7  # float16 is converted, both factors
+    library: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    return FLOAT32_ROUNDOFF[library.matmul.fp32_precision]
+
+
+FLOAT32_ROUNDOFF = {"none": 2.0**-24, "ieee": 2.0**-24, "tf32": 2.0**-9, "bf16": 2.0**-7}
+"""By torch's setting for float32 products: of both factors; TF32 keeps 10 bits, truncated."""
+
+
+def low_product(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether 16-bit factors can be multiplied as they are, with a sum in float32."""
+    return dtype in (torch.bfloat16, torch.float16) and device.type == "cuda" and torch.version.hip is None
 
 
 def _direct(x: Tensor) -> bool:
@@ -67,15 +121,15 @@ def _spans(x: Tensor) -> tuple[int, int]:
 
 
 def torch_squares(x: Tensor) -> Tensor:
-    """Compute `squares` by torch's functions.
-
-    By the last dimension first: on a CPU one running sum over 65536 values was wrong by 1e-5, a product with itself
-    took eight times as long.
-    """
-    if x.dim() == 1:
-        return x.to(wide(x.dtype)).square()
-    sums: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=wide(x.dtype)).square_()
-    return sums.flatten(1).sum(1) if sums.dim() > 1 else sums
+    """Compute `squares` by torch's functions, in float64 from segments on."""
+    flat = x.reshape(x.shape[0], x.shape[1:].numel())
+    whole = flat.shape[1] // _SEGMENT * _SEGMENT
+    segments = torch.linalg.vector_norm(
+        flat[:, :whole].unflatten(1, (whole // _SEGMENT, _SEGMENT)), dim=2, dtype=wide(x.dtype)
+    )
+    rest = torch.linalg.vector_norm(flat[:, whole:], dim=1, dtype=wide(x.dtype))
+    total: Tensor = segments.double().square_().sum(1).add_(rest.double().square_())
+    return total
 
 
 def _triton_squares(x: Tensor) -> Tensor:
@@ -96,37 +150,41 @@ def squares(x: Tensor) -> Tensor:
     return torch_squares(x) if _direct(x) else _run(_squares, x)
 
 
-def _row_products(a: Tensor) -> Tensor:
-    """Return each a[i] a[i]^T, (B, T, K) to (B, T, T), in float32 or better."""
-    if a.dtype == wide(a.dtype):
-        return torch.bmm(a, a.mT)
-    if a.is_cuda and torch.version.hip is None:
-        return torch.bmm(a, a.mT, out_dtype=torch.float32)
-    return torch.bmm(a.float(), a.float().mT)
+def _lengths(x: Tensor) -> Tensor:
+    """Return the norms of rows (B, T, K), (B, T) in float64."""
+    rows = x.double() if x.device.type == "cpu" else x  # the conversion within the sum is slow on a CPU
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=2, dtype=torch.float64)
+    return lengths
 
 
-def _torch_ghost(a: Tensor, g: Tensor) -> Tensor:
-    B, T, _ = a.shape
+def _torch_ghost(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    (B, T, K), N = a.shape, g.shape[2]
     if T == 1:
-        return torch_squares(a) * torch_squares(g)
-    sums = torch.empty(B, dtype=wide(a.dtype), device=a.device)
-    for part in chunks(B, 2 * T * T):
-        torch.sum(_row_products(a[part]).mul_(_row_products(g[part])), (1, 2), out=sums[part])
-    return sums.clamp_(min=0)  # rounding can take a value near 0 below it
+        mass = _lengths(a).mul_(_lengths(g))
+        return mass.square(), mass
+    squares, masses = torch.empty(2, B, 1, dtype=torch.float64, device=a.device)
+    for part in chunks(B, 4 * T * T + 2 * T * (K + N)):
+        x, y = a[part].double(), g[part].double()
+        of_x, of_y = torch.bmm(x, x.mT), torch.bmm(y, y.mT)
+        diagonals = of_x.diagonal(0, 1, 2) * of_y.diagonal(0, 1, 2)
+        torch.sum(diagonals.sqrt_(), 1, keepdim=True, out=masses[part])
+        torch.sum(of_x.mul_(of_y).flatten(1), 1, keepdim=True, out=squares[part])
+    return squares, masses
 
 
-def _triton_ghost(a: Tensor, g: Tensor) -> Tensor:
+def _triton_ghost(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     (B, T, K), N = a.shape, g.shape[2]
     if not (a.numel() and g.numel()):
-        return a.new_zeros(B, dtype=torch.float32)
+        return a.new_zeros(B, 1, dtype=torch.float32), a.new_zeros(B, 1, dtype=torch.float32)
     low = a.dtype != torch.float32
     block = min(128 if low else 64, max(16, next_power_of_2(T)))
     tiles = ceil_div(T, block)
     parts = torch.empty(B, tiles * tiles, dtype=torch.float32, device=a.device)
+    masses = torch.empty(B, tiles, dtype=torch.float32, device=a.device)
     constants = {"BLOCK_T": block, "BLOCK_K": 64 if low else 32, "WIDEN": not a.is_cuda}
-    args = (a.contiguous(), g.contiguous(), parts, T, K, N, tiles)
+    args = (a.contiguous(), g.contiguous(), parts, masses, T, K, N, tiles)
     KERNELS["ghost"].launch((B, tiles * tiles), args, constants, num_warps=8 if block == 128 else 4)
-    return parts.sum(1).clamp_(min=0)
+    return parts, masses
 
 
 def _ghost_cost(case: Case) -> Cost:
@@ -137,12 +195,53 @@ def _ghost_cost(case: Case) -> Cost:
 _ghost = triton_operation("clip_ghost", _triton_ghost, _torch_ghost, cost=_ghost_cost)
 
 
-def ghost_squares(a: Tensor, g: Tensor) -> Tensor:
-    """Return the squared norm of each g_i^T a_i, (B,), without forming it: a (B, T, K), g (B, T, N)."""
+def ghost_terms(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Return terms of the squared norm of each g_i^T a_i, (B, ...), and of its mass, without forming it.
+
+    Args:
+        a: (B, T, K) inputs.
+        g: (B, T, N) gradients of the outputs.
+    """
     if _direct(a) or a.shape[1] == 1:
         return _torch_ghost(a, g)
-    sums: Tensor = _ghost(Case(a.device, a.dtype, (*a.shape, g.shape[2])), a, g)
-    return sums
+    terms: tuple[Tensor, Tensor] = _ghost(Case(a.device, a.dtype, (*a.shape, g.shape[2])), a, g)
+    return terms
+
+
+def _triton_bound(squares: Tensor, masses: Tensor, gram: float, product: float) -> Tensor:
+    (B, terms), tiles = squares.shape, masses.shape[1]
+    y = torch.empty(B, dtype=torch.float32, device=squares.device)
+    if B:
+        args = (squares.contiguous(), masses.contiguous(), y, terms, tiles, gram, product)
+        KERNELS["bound"].launch((B,), args, {"FLOOR": FLOOR, "BLOCK": 256})
+    return y
+
+
+def _torch_bound(squares: Tensor, masses: Tensor, gram: float, product: float) -> Tensor:
+    mass = masses.sum(1)
+    norm = torch.addcmul(squares.sum(1), mass, mass, value=gram).clamp_(min=0).sqrt_().add_(mass, alpha=product)
+    return torch.maximum(norm, mass.mul_(FLOOR)).square_()
+
+
+_bound = triton_operation("clip_bound", _triton_bound, _torch_bound, cost=accesses(1, 1))
+
+
+def bounded(squares: Tensor, masses: Tensor, shape: tuple[int, int, int], roundoff: float) -> Tensor:
+    """Return squares of upper bounds of norms, (B,), from terms of squared norms and masses; see the module.
+
+    Args:
+        squares, masses: (B, ...) terms, in float32 or better.
+        shape: T, K and N.
+        roundoff: of the factors in the weighted sum.
+    """
+    T, K, N = shape
+    gram = (K + N + 64) * torch.finfo(squares.dtype).eps / 2
+    product = roundoff + T * min(roundoff, 2.0**-24)
+    if T == 1 and masses.shape[1] == 1:  # the mass is the norm
+        return (masses[:, 0] * (1.0 + gram + product)).square_()
+    if _direct(squares) or squares.dtype == torch.float64:
+        return _torch_bound(squares, masses, gram, product)
+    return _run(_bound, squares, masses, gram, product)
 
 
 def _hopper_form(a: Tensor, g: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -6,12 +6,14 @@
     clear    x[b, p] = 0 where weight[b] is 0 and drop[b]; others are neither read nor written
     ghost    parts[b, i, j] = sum over positions t of tile i, s of tile j of (A_bt . A_bs) (G_bt . G_bs), j <= i, those
              below the diagonal twice: without the (T, T) matrices in memory
+             masses[b, i] = sum over positions t of tile i of |A_bt| |G_bt|
+    bound    y[b] = max(sqrt(sum of parts[b] + gram m^2) + product m, FLOOR m)^2, m the sum of masses[b]
 
 Source: Bu, Wang, Zha and Karypis 2022, arXiv:2210.00038, section 2; Li et al. 2022, arXiv:2110.05679, section 4.
 Layout: dense; weights and sums in float32, squares of the rounded values.
 Grid:   squares, scale, clear: an example's span of SPAN values a program. sum: BLOCK_P columns a program, one example
-        after the other. ghost: a pair of tiles of BLOCK_T positions of an example a program; those
-        above the diagonal exit immediately.
+        after the other. bound: an example a program. ghost: a pair of tiles of BLOCK_T positions of an example a
+        program; those above the diagonal exit immediately.
 Bound:  memory, except ghost: B P read by squares and sum, 2 B P by scale, nothing by clear. ghost: T (T + BLOCK_T)
         (N + K) operations an example.
 """
@@ -94,7 +96,7 @@ def _products(x_ptr, left, right, T, K, BLOCK_T: tl.constexpr, BLOCK_K: tl.const
 
 @triton.jit
 def clip_ghost(
-    a_ptr, g_ptr, parts_ptr, T, K, N, tiles,
+    a_ptr, g_ptr, parts_ptr, masses_ptr, T, K, N, tiles,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -107,4 +109,32 @@ def clip_ghost(
         of_a = _products(a_ptr + row * T * K, left, right, T, K, BLOCK_T, BLOCK_K, WIDEN)
         of_g = _products(g_ptr + row * T * N, left, right, T, N, BLOCK_T, BLOCK_K, WIDEN)
         total = tl.sum(tl.sum(of_a * of_g, 1), 0) * tl.where(i == j, 1.0, 2.0)
+        if i == j:
+            same = left[:, None] == right[None, :]
+            # 2^-100 a value, far below any that counts: squares below 2^-126 may be lost in of_a and of_g.
+            squares_a = tl.sum(tl.where(same, of_a, 0.0), 1) + K * 7.888609052210118e-31
+            squares_g = tl.sum(tl.where(same, of_g, 0.0), 1) + N * 7.888609052210118e-31
+            each = tl.where(left < T, tl.sqrt(squares_a) * tl.sqrt(squares_g), 0.0)
+            tl.store(masses_ptr + row * tiles + i, tl.sum(each, 0))
     tl.store(parts_ptr + row * tiles * tiles + tl.program_id(1), total)
+
+
+@triton.jit
+def clip_bound(
+    parts_ptr, masses_ptr, y_ptr, terms, tiles, gram, product, FLOOR: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    square = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, terms, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        square += tl.load(parts_ptr + row * terms + at, mask=at < terms, other=0.0)
+    mass = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, tiles, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        mass += tl.load(masses_ptr + row * tiles + at, mask=at < tiles, other=0.0)
+    mass = tl.sum(mass, 0)
+    square = tl.sum(square, 0) + gram * mass * mass
+    # Comparisons, not tl.maximum: NaN must stay, so that the example is left out.
+    norm = tl.sqrt(tl.where(square < 0.0, 0.0, square)) + product * mass
+    norm = tl.where(norm < FLOOR * mass, FLOOR * mass, norm)
+    tl.store(y_ptr + row, norm * norm)
