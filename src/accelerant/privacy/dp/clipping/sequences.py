@@ -168,7 +168,8 @@ class _RecurrentRule(LayerRule):
                 names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
                 weights = [getattr(module, f"{name}_l{layer}{'_reverse' * direction}", None) for name in names]
                 begin = [state[layer * directions + direction].to(x.dtype) for state in states]
-                y, *last = run(x.flip(1) if direction else x, *begin, self.sink, *weights)
+                with torch.autocast(x.device.type, enabled=False):  # the backward pass repeats it in this dtype
+                    y, *last = run(x.flip(1) if direction else x, *begin, self.sink, *weights)
                 outputs.append(y.flip(1) if direction else y)
                 ends.append(tuple(last))
             x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
