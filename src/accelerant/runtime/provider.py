@@ -46,7 +46,7 @@ from accelerant.runtime.host import fork_safe, python_child
 
 __all__ = [
     "Arguments", "Buffer", "ComputeBackend", "ComputeDevice", "ComputeProvider", "CountedMemory", "Event", "Launches",
-    "MemoryCounter", "MemoryInfo", "Pointer", "launches", "noted",
+    "MemoryCounter", "MemoryInfo", "Pointer", "compile_seconds", "launches", "noted",
 ]  # fmt: skip
 
 ComputeBackend = str
@@ -295,10 +295,12 @@ class ComputeProvider(ABC):
 
         Resources are by default the binary's, to whose metadata others are added.
         """
+        took_s = time.perf_counter() - began_s
+        _compiled.seconds = compile_seconds() + took_s
         return Kernel(
             name=entry, backend=self.name, device=device, target=target, arguments=source.entries[entry],
             resources=resources or binary.resources.get(entry, Resources()),
-            compile_ms=(time.perf_counter() - began_s) * 1e3, from_cache=from_cache,
+            compile_ms=took_s * 1e3, from_cache=from_cache,
             metadata={**binary.metadata, **metadata}, handle=handle,
         )  # fmt: skip
 
@@ -379,6 +381,15 @@ def log_launch(kernel: str, device: str, grid: Sequence[int], block: Sequence[in
     """Log a launch, begun at time.perf_counter(), at the level "debug"; called where config.launch_log is enabled."""
     host_us = (time.perf_counter() - began_s) * 1e6
     _launch_logger.debug("%s on %s: grid %s, block %s, %.1f us on the host", kernel, device, grid, block, host_us)
+
+
+_compiled = threading.local()
+
+
+def compile_seconds() -> float:
+    """Return how long this thread has compiled kernels, or loaded them from the disk cache, since its start."""
+    seconds: float = getattr(_compiled, "seconds", 0.0)
+    return seconds
 
 
 class Launches:

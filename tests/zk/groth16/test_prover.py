@@ -1,6 +1,12 @@
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import circuits
@@ -14,10 +20,13 @@ from accelerant.algebra.curve.reference import add, multiply
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.words import encode
 from accelerant.errors import ConfigError, FormatError
+from accelerant.runtime import registry
+from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.ledger import ledger
 from accelerant.zk.formats import TERM, Witness, Zkey, write_r1cs, write_wtns, write_zkey
 from accelerant.zk.formats.elements import montgomery_points
 from accelerant.zk.groth16 import Proof, Prover, VerificationKey, prove, verify, verify_many
+from accelerant.zk.groth16.keys import Stages
 from accelerant.zk.groth16.setup import setup_with_known_tau
 
 BN254 = Path(__file__).parents[2] / "vectors" / "formats" / "bn254"
@@ -82,21 +91,55 @@ def test_stages_are_timed_and_counted(product):
     prover = Prover(folder / "product.zkey", progress=seen.append)
     ledger().reset()
     prover.prove(folder / "product.wtns")
-    assert (
-        seen
-        == list(prover.timings)
-        == [
-            *("key: header", "key: constraints", "key: points", "witness", "blinding"),
-            *(f"sum {name}" for name in ("A", "B1", "B2", "C")),
-            *("quotient", "sum H", "proof", "verification"),
-        ]
-    )
+    read, proved = ["key: header", "key: constraints", "key: points"], ["witness", "blinding"]
+    proved += [*(f"sum {name}" for name in ("A", "B1", "B2", "C")), "quotient", "sum H", "proof", "verification"]
+    assert seen == [*read, *proved]
+    assert list(prover.timings) == ["key: compile", *read, "compile", *proved]
     assert all(seconds >= 0 for seconds in prover.timings.values())
     rows = {row["op"]: row for row in ledger().to_dict()["ops"]}
     assert {"sparse_mul", "ntt", "msm", "pairing_product"} <= set(rows)
     assert all(row["own"] for row in rows.values())
     prover.prove(folder / "product.wtns", verified=False)
     assert "verification" not in prover.timings
+    assert prover.timings["compile"] == 0
+
+
+@pytest.mark.slow
+def test_compilation_is_an_entry_of_its_own(tmp_path):
+    """In a new process with an empty cache it takes seconds; in the next process, which loads the kernels, less."""
+    code = (
+        "import json, sys\n"
+        "from accelerant.zk.groth16 import Prover\n"
+        "prover = Prover(sys.argv[1])\n"
+        "for _ in range(2):\n"
+        "    prover.prove(sys.argv[2])\n"
+        "    print(json.dumps(prover.timings))\n"
+    )
+    command = [sys.executable, "-c", code, BN254 / "product.zkey", BN254 / "product.wtns"]
+    environment = os.environ | {"ACCELERANT_CACHE_DIR": str(tmp_path)}
+    runs = []
+    for _ in range(2):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120)
+        runs.append([json.loads(line) for line in done.stdout.splitlines()])
+    (cold, again), (loaded, _) = runs
+    others = sum(seconds for name, seconds in cold.items() if "compile" not in name)
+    assert others < cold["compile"]
+    assert cold["compile"] > 4 * loaded["compile"] > 0
+    assert again["compile"] == 0
+    assert again["key: compile"] == cold["key: compile"] > 0
+
+
+def test_a_stage_excludes_the_compilation_of_its_own_thread(monkeypatch):
+    stages, provider = Stages(), registry.create("cpu")
+    text = "define void @f(i64 %begin, i64 %end, ptr %x) { ret void }"
+    source = KernelSource("f", {"llvm": text}, {"f": ("*u64",)})
+    monkeypatch.setattr(provider, "wait_for", lambda _: time.sleep(0.05), raising=False)
+    with stages("here"):
+        provider.compile(source)
+    with stages("there"), ThreadPoolExecutor(1) as threads:
+        threads.submit(provider.compile, source).result()
+    assert stages.timings["here"] < 0.05 <= stages.compile_s
+    assert stages.timings["there"] >= 0.05
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

@@ -186,8 +186,10 @@ class SplitKey:
         """
         with stages("witness"):
             witness = np.array(values, np.uint64)
+        own = [Stages() for _ in self._keys]
         with stages("launches"):
-            pending = list(self._threads.map(lambda key: key.begin(witness, Stages()), self._keys))
+            pending = list(self._threads.map(lambda key, stages: key.begin(witness, stages), self._keys, own))
+        stages.compiled("launches", max(each.compile_s for each in own))
 
         def finish() -> KeySums:
             with stages("device"):

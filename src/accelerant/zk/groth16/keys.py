@@ -23,7 +23,7 @@ from accelerant.algebra.field.memory_space import HOST, MemorySpace, space_at
 from accelerant.config import settings
 from accelerant.errors import BackendUnavailable, ConfigError
 from accelerant.runtime.host import usable_cores
-from accelerant.runtime.provider import ComputeDevice
+from accelerant.runtime.provider import ComputeDevice, compile_seconds
 from accelerant.zk.formats.elements import first_not_below
 from accelerant.zk.formats.zkey import Zkey
 from accelerant.zk.groth16.matrices import SparseMatrix, quotient, snarkjs_scalar_field
@@ -76,20 +76,35 @@ class KeySums(NamedTuple):
 
 
 class Stages:
-    """Timings of consecutive stages, in seconds; `progress` is called with the name of each before it begins."""
+    """Timings of consecutive stages, in seconds; `progress` is called with the name of each before it begins.
 
-    def __init__(self, progress: ProgressCallback | None = None) -> None:
-        self.timings: dict[str, float] = {}
-        self._progress = progress
+    Compilation of kernels, and their loading from the disk cache, which only first calls need, are no part of a stage:
+    their time is the entry `compilation`.
+    """
+
+    def __init__(self, progress: ProgressCallback | None = None, compilation: str = "compile") -> None:
+        self.timings: dict[str, float] = {compilation: 0.0}
+        self._progress, self._compilation = progress, compilation
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Time the block as the stage `name`."""
         if self._progress is not None:
             self._progress(name)
-        start = time.perf_counter()
+        start, compiled = time.perf_counter(), compile_seconds()
         yield
         self.timings[name] = self.timings.get(name, 0.0) + time.perf_counter() - start
+        self.compiled(name, compile_seconds() - compiled)
+
+    def compiled(self, name: str, seconds: float) -> None:
+        """Move time of a stage to the compilation."""
+        self.timings[name] -= seconds
+        self.timings[self._compilation] += seconds
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds of compilation."""
+        return self.timings[self._compilation]
 
 
 class ProvingKey(Protocol):

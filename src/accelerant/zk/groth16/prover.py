@@ -57,7 +57,8 @@ class Prover:
         n_public: public inputs.
         domain_size: size of the transforms.
         verification_key: the verification key of the circuit.
-        timings: stage -> seconds of wall time, of reading the key and of the last proof.
+        timings: stage -> seconds of wall time, of reading the key and of the last proof. "key: compile" and "compile"
+            are the compilation of kernels, or their loading from the disk cache; no other stage includes it.
         spans: part -> seconds of device time of the last proof; parts overlap. Empty on the CPU.
     """
 
@@ -88,7 +89,7 @@ class Prover:
     def _read(self, zkey: Zkey, device: Devices, progress: ProgressCallback | None) -> None:
         if not 2 <= zkey.domain_size <= 1 << LOG_MOST:
             raise UnsupportedCase(f"{zkey.path}: a domain of {zkey.domain_size} points; it may have 2 to 2^{LOG_MOST}")
-        stages = Stages(progress)
+        stages = Stages(progress, "key: compile")
         self._progress, self._path, self._pairing = progress, zkey.path, family_of(zkey.family)
         self.family, self.domain_size = zkey.family, zkey.domain_size
         self.n_vars, self.n_public = zkey.n_vars, zkey.n_public
