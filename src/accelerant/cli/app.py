@@ -141,7 +141,9 @@ def exit_status(failure: int = 1) -> Iterator[None]:
         _fail(f"out of memory: {error}" if str(error) else "out of memory", failure)
     except KeyboardInterrupt:
         _fail("interrupted", 130)
-    except Exception:
+    except Exception as error:
+        if "DefaultCPUAllocator" in str(error):  # torch's RuntimeError for the host's memory
+            _fail(f"out of memory: {str(error).splitlines()[0]}", failure)
         if failure == 1:  # Python's own status of an unhandled exception
             raise
         with suppress(OSError):

@@ -242,6 +242,7 @@ def _choose(backend: object, origin: str) -> torch.device:
     import torch
 
     from accelerant.runtime import registry
+    from accelerant.runtime.files import clipped
 
     if backend is None or backend == "auto":
         backend = settings().backend
@@ -249,7 +250,7 @@ def _choose(backend: object, origin: str) -> torch.device:
         origin = "ACCELERANT_BACKEND" if given else "the setting backend"
     if not isinstance(backend, str) or backend not in ("auto", "cuda", "cpu"):
         advice = "" if origin == "--device" else ": training needs cuda or cpu, give --device to choose"
-        raise ConfigError(f"{origin} must be auto, cuda or cpu, got {backend!r}{advice}")
+        raise ConfigError(f"{origin} must be auto, cuda or cpu, got {clipped(backend)}{advice}")
     device = torch.device(registry.choose(backend).torch_device)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 
 __all__ = [
     "MAX_DEPTH", "AtomicFile", "JsonRecord", "clipped", "decode_json", "escaped", "is_virtual", "open_regular",
-    "read_regular", "temporary_path", "typed", "write_atomic",
+    "read_regular", "remove_leftovers", "temporary_path", "typed", "write_atomic",
 ]  # fmt: skip
 
 MAX_DEPTH = 100
@@ -100,7 +100,7 @@ class AtomicFile:
 
     def __init__(self, path: Path, *, mode: int = 0o666) -> None:
         self.path = path
-        _remove_leftovers(path)
+        remove_leftovers(path.parent, path.name)
         self.temporary = temporary_path(path)
         try:
             descriptor = open_regular(self.temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode)
@@ -170,13 +170,13 @@ def _lock(descriptor: int, *, alone: bool = False) -> bool:
     return True
 
 
-def _remove_leftovers(path: Path) -> None:
-    """Remove temporary files of `path` whose writers were killed."""
-    prefix = f".{path.name[:_NAME_CHARACTERS]}."
-    with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
+def remove_leftovers(folder: Path, name: str | None = None) -> None:
+    """Remove temporary files, of the file of that name or of all files in a folder, whose writers were killed."""
+    prefix = None if name is None else f".{name[:_NAME_CHARACTERS]}."
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             match = _TEMPORARY.fullmatch(entry.name)
-            if not match or match[1] != prefix or not entry.is_file(follow_symlinks=False):
+            if not match or prefix not in (None, match[1]) or not entry.is_file(follow_symlinks=False):
                 continue
             with contextlib.suppress(OSError), open(open_regular(entry.path, os.O_RDWR), "rb+") as leftover:
                 old = abs(time.time() - os.fstat(leftover.fileno()).st_mtime) > _FRESH_S

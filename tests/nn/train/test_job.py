@@ -315,6 +315,74 @@ def test_no_link_in_a_received_folder_is_written_through(tmp_path, interrupted, 
     assert not (interrupted / "summary.json").is_symlink()
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("width", 1 << 20, r"checkpoint .* has [\d,]+ bytes, too few for a model of 1 layers of width 1,048,576"),
+        ("layers", 4000, "too few for a model of 4,000 layers"),
+        ("layers", 1 << 40, "layers must be at most 4096, got 1099511627776"),
+        ("context", 1 << 40, "too few for a model of"),
+        ("sample_tokens", 1 << 31, "sample_tokens must be at most 1048576"),
+        ("validations", 1 << 31, "validations must be at most 65536"),
+    ],
+)
+def test_sizes_in_a_received_config_are_checked_before_anything_is_allocated(interrupted, resume, name, value, message):
+    config = json.loads((interrupted / "config.json").read_text())
+    config["run"]["recipe"][name] = value
+    (interrupted / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FormatError, match=message):
+        resume()
+
+
+STATES = [
+    *(({"step": value}, "step'? must be") for value in (None, "3", 3.0, -1, 1 << 63, [3])),
+    ({"step": 99}, "is of step 99, of 12"),
+    *(({name: 7}, f"{name} must be an object") for name in ("config", "position", "best", "optimizer", "random")),
+    ({"position": {"epoch": -1}}, "'epoch' must be 0 or more"),
+    ({"best": {"loss": "low"}}, r"best\['loss'\] must be a number or null"),
+    ({"evaluations": [{"step": 1}]}, r"evaluations\[0\] lacks the field 'loss'"),
+    ({"callbacks": [["x"]]}, r"callbacks\[0\] must be a list of 2 values"),
+    ({"callbacks": [["x\n\x1b[2J" * 99, {}]]}, "has the state of a callback"),
+    ({"optimizer": {"blocks.0.exp_avg": 3}}, "optimizer.'blocks.0.exp_avg' is 3"),
+    ({"random": {"numpy": [10**6, 0, 0.0]}}, "the state of no random generator: a position of 1000000"),
+    ({"random": {"python": [3]}}, "the state of no random generator"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), STATES, ids=str)
+def test_a_crafted_state_in_a_checkpoint_is_refused_before_anything_is_restored(interrupted, resume, changes, message):
+    path = interrupted / "checkpoint.safetensors"
+    tensors, document = load_checkpoint(path)
+    document |= changes
+    save_checkpoint(path, tensors, {name: value for name, value in document.items() if value is not None})
+    metrics, generator = (interrupted / "metrics.jsonl").read_bytes(), random.getstate()
+    with pytest.raises((FormatError, ConfigError), match=message):
+        resume()
+    assert (interrupted / "metrics.jsonl").read_bytes() == metrics
+    assert random.getstate() == generator
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("optimizer.wte.weight.exp_avg", torch.zeros(()), r"another shape: optimizer.wte.weight.exp_avg is \(\), not"),
+        ("optimizer.wte.weight.step", torch.zeros(3), r"optimizer.wte.weight.step is \(3,\), not \(\)"),
+        ("optimizer.wte.weight.exp_avg", "int64", "another dtype: optimizer.wte.weight.exp_avg is torch.int64"),
+        ("random.cpu", torch.zeros(16, dtype=torch.uint8), "the state of no random generator"),
+        ("random.python", torch.zeros(625, dtype=torch.int64) - 1, "the state of no random generator"),
+        ("random.numpy", torch.zeros(600, dtype=torch.int64), "the state of no random generator"),
+    ],
+    ids=["scalar", "steps", "integers", "torch", "python", "numpy"],
+)
+def test_crafted_tensors_in_a_checkpoint_are_refused(interrupted, resume, name, tensor, message):
+    path = interrupted / "checkpoint.safetensors"
+    tensors, document = load_checkpoint(path)
+    tensors[name] = tensors[name].long() if tensor == "int64" else tensor
+    save_checkpoint(path, tensors, document)
+    with pytest.raises(FormatError, match=message):
+        resume()
+
+
 def test_the_lock_of_a_received_folder_is_a_file_of_its_own(interrupted, resume, tmp_path):
     (tmp_path / "precious").write_text("precious")
     (interrupted / RunLock.NAME).symlink_to(tmp_path / "precious")

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase
-from accelerant.runtime.files import decode_json, open_regular, read_regular, write_atomic
+from accelerant.runtime.files import clipped, decode_json, open_regular, read_regular, write_atomic
 
 __all__ = ["Fields", "Layout", "Part", "load", "save"]
 
@@ -112,7 +112,7 @@ class Fields:
         value = self._values.get(name, default)
         fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
         if not fits or (kind is float and not abs(value) <= sys.float_info.max):  # NaN, and integers above every float
-            raise FormatError(f"{self.origin}: {name} must be {_KINDS[kind]}, got {value!r}")
+            raise FormatError(f"{self.origin}: {name} must be {_KINDS[kind]}, got {clipped(value)}")
         return kind(value)
 
     def fields(self, name: str) -> Fields | None:
@@ -121,7 +121,7 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise FormatError(f"{self.origin}: {name} must be an object, got {value!r}")
+            raise FormatError(f"{self.origin}: {name} must be an object, got {clipped(value)}")
         return Fields(value, f"{self.origin}, {name}")
 
     def require(self, name: str, *supported: Any) -> None:
@@ -132,7 +132,7 @@ class Fields:
 
     def unsupported(self, name: str, value: Any, supported: str) -> UnsupportedCase:
         """Return the error for a field value that no model here supports."""
-        return UnsupportedCase(f"{self.origin}: {name} must be {supported}, got {value!r}")
+        return UnsupportedCase(f"{self.origin}: {name} must be {supported}, got {clipped(value)}")
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase
 from accelerant.nn.train.config import TrainConfig
-from accelerant.nn.train.environment import random_state, restore_random
+from accelerant.nn.train.environment import random_state, require_random, restore_random
 from accelerant.nn.train.objective import Evaluation
 from accelerant.nn.train.optim import load_optimizer, optimizer_state, require_optimizer_tensors
-from accelerant.runtime.files import decode_json, write_atomic
+from accelerant.runtime.files import clipped, decode_json, remove_leftovers, typed, write_atomic
 
 __all__ = [
     "BestModel", "Checkpoints", "gathered", "load_checkpoint", "require_same_config", "require_same_shapes",
@@ -69,7 +69,33 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     text = metadata.get("document", "")
     if metadata.get("sha256") != _digest(tensors, text):
         raise FormatError(f"checkpoint {path} is damaged: its content does not match its checksum")
-    document: dict[str, Any] = decode_json(text)
+    try:
+        document: dict[str, Any] = typed(dict[str, Any], decode_json(text), "document")
+    except ValueError as error:
+        raise FormatError(f"{path} is not a checkpoint of this program: {error}") from None
+    return tensors, document
+
+
+_SCALAR = bool | int | float | str | None
+_DOCUMENT: dict[str, Any] = {
+    "step": int, "total_steps": int, "data": str, "corpus_sha256": str, "position": dict[str, int],
+    "config": dict[str, Any], "best": dict[str, float | None], "evaluations": list[Evaluation],
+    "callbacks": list[tuple[str, dict[str, Any]]], "optimizer": dict[str, _SCALAR], "optimizer_class": str,
+    "random": dict[str, list[float | None]],
+}  # fmt: skip
+
+
+def _load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read the checkpoint of a training; raise FormatError as `load_checkpoint`, and for values of another type."""
+    tensors, document = load_checkpoint(path)
+    try:
+        document |= {name: typed(kind, document[name], name) for name, kind in _DOCUMENT.items() if name in document}
+        numbers = {"step": typed(int, document.get("step"), "step"), **document.get("position", {})}
+        for name, number in numbers.items():
+            if number < 0:
+                raise ValueError(f"{clipped(name)} must be 0 or more, got {number}")
+    except ValueError as error:
+        raise FormatError(f"checkpoint {path} is of another program: {error}") from None
     return tensors, document
 
 
@@ -80,6 +106,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path) -> None:
         self.path, self.previous = (folder / name for name in self.NAMES)
+        self._fresh = folder / f".{self.NAMES[0]}.new"
 
     @property
     def exist(self) -> bool:
@@ -88,29 +115,28 @@ class Checkpoints:
 
     def save(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
         """Write a checkpoint; the last one becomes the previous one, or stays if OSError is raised."""
-        fresh = self.path.with_name(f".{self.path.name}.new")
-        save_checkpoint(fresh, tensors, document)
+        save_checkpoint(self._fresh, tensors, document)
         if self.path.is_file():
             os.replace(self.path, self.previous)
-        os.replace(fresh, self.path)  # a process killed before this line leaves the previous one
+        os.replace(self._fresh, self.path)  # a process killed before this line leaves the previous one
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any], str | None]:
         """Return the newest intact checkpoint, and a note if it is not the last; raise FormatError without one."""
         try:
-            return *load_checkpoint(self.path), None
+            return *_load_state(self.path), None
         except FormatError as error:
             if not self.previous.is_file():
                 raise
             try:
-                tensors, document = load_checkpoint(self.previous)
+                tensors, document = _load_state(self.previous)
             except FormatError:
                 raise error from None
             return tensors, document, f"{error}; using the previous one, of step {document.get('step')}"
 
     def clean(self) -> None:
-        """Remove incomplete files of a process that was killed."""
-        for path in self.path.parent.glob(f".*{self.path.name}*"):
-            path.unlink(missing_ok=True)
+        """Remove incomplete files of a process that was killed: of checkpoints, and of the run's other files."""
+        remove_leftovers(self.path.parent)
+        self._fresh.unlink(missing_ok=True)
 
 
 def require_same_shapes(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
@@ -169,20 +195,22 @@ def restored(
     own = {f"model.{name}": value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     require_same_shapes(path, {name: x for name, x in tensors.items() if name.startswith("model.")}, own)
     states = _part("optimizer", tensors)
-    require_optimizer_tensors(path, model, optimizer, states)
+    require_optimizer_tensors(path, model, optimizer, states, document.get("optimizer", {}))
     kind = type(optimizer).__name__
     if (wanted := document.get("optimizer_class", kind)) != kind:
         raise FormatError(f"checkpoint {path} is of another optimizer: {wanted}, got {kind}")
+    drawn, rest = _part("random", tensors), document.get("random", {})
+    require_random(path, drawn, rest, device)
     model.load_state_dict(_part("model", tensors))
     load_optimizer(model, optimizer, states, document.get("optimizer", {}))
-    restore_random(_part("random", tensors), document.get("random", {}), device)  # last: loading may draw numbers
+    restore_random(drawn, rest, device)  # last: loading may draw numbers
 
 
 def require_same_config(path: Path, found: Mapping[str, Any], config: TrainConfig) -> None:
     """Raise ConfigError if a checkpoint has another value of a setting that changes the training."""
     for name, value in config.to_dict().items():
         if name not in _MAY_DIFFER and name in found and found[name] != value:
-            raise ConfigError(f"checkpoint {path} was trained with {name}={found[name]!r}, got {value!r}")
+            raise ConfigError(f"checkpoint {path} was trained with {name}={clipped(found[name])}, got {value!r}")
 
 
 def _part(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

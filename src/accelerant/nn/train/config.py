@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from accelerant.errors import ConfigError, FormatError
+from accelerant.runtime.files import clipped
 
 __all__ = ["PRESETS", "RunConfig", "TrainConfig", "preset"]
 
@@ -29,15 +30,19 @@ _POSITIVE = frozenset({
 })  # fmt: skip
 
 
+_MOST = {"layers": 1 << 12, "validations": 1 << 16, "sample_tokens": 1 << 20}
+"""Largest values of a RunConfig's fields, for files with values that would keep the machine busy for days."""
+
+
 def _check_field(name: str, value: object, hint: Any) -> None:
     """Raise ConfigError unless a value fits its field's type and range."""
     if get_origin(hint) is Literal:
         if value not in get_args(hint):
-            raise ConfigError(f"{name} must be {' or '.join(get_args(hint))}, got {value!r}")
+            raise ConfigError(f"{name} must be {' or '.join(get_args(hint))}, got {clipped(value)}")
         return
     if get_origin(hint) is tuple:
         if not isinstance(value, tuple) or not all(isinstance(text, str) for text in value):
-            raise ConfigError(f"{name} must be a tuple of strings, got {value!r}")
+            raise ConfigError(f"{name} must be a tuple of strings, got {clipped(value)}")
         return
     _require_type(name, value, hint)
     if name == "seed" and not 0 <= value < 2**63:  # type: ignore[operator]  # an int, as required above
@@ -45,14 +50,14 @@ def _check_field(name: str, value: object, hint: Any) -> None:
     if isinstance(value, int | float) and not isinstance(value, bool):
         least = "above 0" if name in _POSITIVE else "0 or more"
         if value < 0 or (value == 0 and least == "above 0"):
-            raise ConfigError(f"{name} must be {least}, got {value}")
+            raise ConfigError(f"{name} must be {least}, got {clipped(value)}")
 
 
 def _require_type(name: str, value: object, kind: type) -> None:
     """Raise ConfigError unless a value is of a type; whole numbers are valid as floats, booleans are no numbers."""
     fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
     if not fits or (isinstance(value, float) and not math.isfinite(value)):
-        raise ConfigError(f"{name} must be {_WORDS[kind]}, got {value!r}")
+        raise ConfigError(f"{name} must be {_WORDS[kind]}, got {clipped(value)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +219,9 @@ class RunConfig:
         for name, hint in get_type_hints(type(self)).items():
             if name != "training":
                 _check_field(name, getattr(self, name), hint)
+        for name, most in _MOST.items():
+            if getattr(self, name) > most:
+                raise ConfigError(f"{name} must be at most {most}, got {getattr(self, name)}")
         if self.training.steps < 1:
             raise ConfigError(f"steps must be above 0, got {self.training.steps}")
         if not self.data:
@@ -319,11 +327,11 @@ class RunConfig:
             options = dict(values)
             recipe, data = dict(options.pop("recipe")), options.pop("data")
             if not isinstance(data, list):
-                raise ConfigError(f"data must be a list of strings, got {data!r}")
+                raise ConfigError(f"data must be a list of strings, got {clipped(data)}")
             recompute = options.pop("recompute", False)
             _require_type("recompute", recompute, bool)
             if unknown := [*(recipe.keys() - _RECIPE), *(options.keys() - _OPTIONS)]:
-                raise ConfigError(f"unknown field {min(unknown)}")
+                raise ConfigError(f"unknown field {clipped(min(unknown))}")
             if missing := set(_RECIPE[:11]) - recipe.keys():
                 raise ConfigError(f"{min(missing)} is missing")
             own = {field.name for field in dataclasses.fields(cls)} & recipe.keys()

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -15,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from accelerant.errors import FormatError
 from accelerant.runtime.host import usable_cores
 
-__all__ = ["StopRequest", "forked_random", "numerics", "random_state", "restore_random"]
+__all__ = ["StopRequest", "forked_random", "numerics", "random_state", "require_random", "restore_random"]
 
 
 @contextmanager
@@ -117,6 +119,31 @@ def restore_random(tensors: Mapping[str, Tensor], rest: Mapping[str, Any], devic
     if "numpy" in tensors and "numpy" in rest:
         position, has_gauss, cached = rest["numpy"]
         np.random.set_state(("MT19937", tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
+
+
+def require_random(path: Path, tensors: Mapping[str, Tensor], rest: Mapping[str, Any], device: torch.device) -> None:
+    """Raise FormatError unless `restore_random` accepts the states in a checkpoint; nothing is restored.
+
+    NumPy does not check the position, from which it would read beyond its 624 words.
+    """
+    try:
+        if "cpu" in tensors:
+            torch.Generator().set_state(tensors["cpu"])
+        if device.type == "cuda" and "cuda" in tensors:
+            torch.Generator(device).set_state(tensors["cuda"])
+        if "python" in tensors and "python" in rest:
+            version, gauss = rest["python"]
+            random.Random().setstate((version, tuple(tensors["python"].tolist()), gauss))
+        if "numpy" in tensors and "numpy" in rest:
+            position, has_gauss, cached = rest["numpy"]
+            words = tensors["numpy"]
+            if words.shape != (624,) or not (0 <= position <= 624 and 0 <= words.min() <= words.max() < 1 << 32):
+                raise ValueError(f"a position of {position}, {tuple(words.shape)} words")
+            state = ("MT19937", words.numpy().astype(np.uint32), int(position), int(has_gauss), float(cached))
+            np.random.RandomState().set_state(state)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise FormatError(f"checkpoint {path} has the state of no random generator: {reason}") from None
 
 
 @contextmanager

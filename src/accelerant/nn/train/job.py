@@ -151,11 +151,22 @@ def resume_training(
             command = run.command(str(out), device.type, chosen.words(out))
             advice = f": start again with: {command}" if command else ": start it again"
             raise FormatError(f"no checkpoint {folder.checkpoint}: none was written yet{advice}")
+        _require_stored(run, Checkpoints(out))
         text = tokenize(run, progress, tokenizer_from=folder.tokenizer)
         config = chosen.configured(_config(run, out, device))
         source = chosen.source(text.train, config, text.sha256)
         with numerics(deterministic=config.deterministic, cpu_threads=run.cpu_threads):
             return _TextRun(run, config, folder, text, progress, ledger, chosen, source).execute(resume=True)
+
+
+def _require_stored(run: RunConfig, checkpoints: Checkpoints) -> None:
+    """Raise FormatError if a checkpoint is too small for its run's model, before that is allocated."""
+    layers, width = run.layers, run.width
+    least = 2 * (12 * layers * width**2 + run.training.context * width)  # bytes, of the matrices in 16 bits
+    size = max(path.stat().st_size for path in (checkpoints.path, checkpoints.previous) if path.is_file())
+    if least > size:
+        sizes = f"{layers:,} layers of width {width:,}, {run.training.context:,} tokens"
+        raise FormatError(f"checkpoint {checkpoints.path} has {size:,} bytes, too few for a model of {sizes}")
 
 
 def _config(run: RunConfig, folder: Path, device: torch.device) -> TrainConfig:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase
 from accelerant.nn.optim import SGD, AdamW
 from accelerant.nn.train.config import TrainConfig
+from accelerant.runtime.files import clipped
 
 __all__ = [
     "MakeOptimizer", "learning_rate", "load_optimizer", "make_optimizer", "optimizer_state",
@@ -90,18 +91,27 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple
 
 
 def require_optimizer_tensors(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, found: Mapping[str, Tensor]
-) -> None:
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, found: Mapping[str, Tensor],
+    numbers: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
     """Raise FormatError unless a checkpoint's optimizer state is complete and of these parameters and shapes."""
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters() if parameter in trained}
+    ours = isinstance(optimizer, AdamW | SGD)  # their kernels rely on tensors of these shapes
+    for full, number in (numbers or {}).items():
+        if full.rpartition(".")[0] not in shapes or full in found or (ours and number is not None):
+            raise FormatError(f"checkpoint {path} is of another model: optimizer.{clipped(full)} is {clipped(number)}")
     owners: dict[str, set[str]] = {}
     for full, tensor in found.items():
         name, _, kind = full.rpartition(".")
         if name not in shapes:
             raise FormatError(f"checkpoint {path} is of another model: optimizer.{full} belongs to no parameter")
-        if tensor.dim() and tensor.shape != shapes[name]:
-            here, there = tuple(shapes[name]), tuple(tensor.shape)
+        scalar = kind == "step" if ours else not tensor.dim()
+        if tensor.shape != (() if scalar else shapes[name]):
+            here, there = () if scalar else tuple(shapes[name]), tuple(tensor.shape)
             raise FormatError(f"checkpoint {path} is of another shape: optimizer.{full} is {there}, not {here}")
+        if ours and not tensor.is_floating_point():
+            raise FormatError(f"checkpoint {path} is of another dtype: optimizer.{full} is {tensor.dtype}")
         owners.setdefault(name, set()).add(kind)
     for name, kinds in owners.items():
         lacking = [kind for kind in _KINDS.get(type(optimizer).__name__, ()) if kind not in kinds]

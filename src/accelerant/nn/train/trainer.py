@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from accelerant.errors import ConfigError, DivergenceError, FormatError, OutOfMemory
+from accelerant.errors import AccelerantError, ConfigError, DivergenceError, FormatError, OutOfMemory
 from accelerant.nn.layers import float8_weights, modes_kept, require_float8
 from accelerant.nn.train.callbacks import Callback, Step, TensorBoard
 from accelerant.nn.train.checkpoint import BestModel, Checkpoints, gathered, require_same_config, restored
@@ -48,6 +48,7 @@ from accelerant.nn.train.objective import Evaluation, Loss, Metric, Objective, a
 from accelerant.nn.train.optim import MakeOptimizer, learning_rate, make_optimizer
 from accelerant.nn.train.step import TrainStep, recomputed
 from accelerant.runtime import registry
+from accelerant.runtime.files import clipped
 from accelerant.runtime.memory.limits import available_bytes, peak_recorded, size_text
 from accelerant.runtime.memory.peak import predict_peak
 
@@ -475,17 +476,27 @@ class _Run:
         total = document.get("total_steps", history.total_steps)
         if total != history.total_steps:
             raise ConfigError(f"checkpoint {path} is of a run of {total} steps, got {history.total_steps}")
+        if document["step"] > total:
+            raise FormatError(f"checkpoint {path} is of step {document['step']}, of {total}")
         restored(path, tensors, document, trainer.model, trainer.optimizer, trainer.device)
         self._best.restore(document.get("best", {}))
         remaining = list(trainer.callbacks)  # states of one class are restored in the order of its callbacks
         for name, state in document.get("callbacks", []):
             callback = next((callback for callback in remaining if type(callback).__name__ == name), None)
             if callback is None:
-                raise ConfigError(f"checkpoint {path} has the state of a callback {name}, which this training lacks")
+                raise ConfigError(
+                    f"checkpoint {path} has the state of a callback {name[:80]}, which this training lacks"
+                )
             remaining.remove(callback)
-            callback.restore(state)
-        history.evaluations = [Evaluation(**values) for values in document.get("evaluations", [])]
-        history.resumed_from = history.steps = int(document["step"])
+            try:
+                callback.restore(state)
+            except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+                if isinstance(error, AccelerantError):
+                    raise
+                reason = clipped(f"{type(error).__name__}: {error}")
+                raise FormatError(f"checkpoint {path} has another state of {name}: {reason}") from error
+        history.evaluations = document.get("evaluations", [])
+        history.resumed_from = history.steps = document["step"]
         if note is not None:
             self._note(note)
         return document
