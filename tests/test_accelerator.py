@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 import warnings
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 
 import accelerant
 from accelerant import Accelerator, AcceleratorConfig
+from accelerant.accelerator import batch as batch_module
 from accelerant.accelerator import facade
 from accelerant.accelerator.methods import METHODS
 from accelerant.algebra.field.parameters import field_of
@@ -501,6 +504,73 @@ def test_a_batch_keeps_the_memory_limit():
             np.testing.assert_array_equal(answer.result(), x)
         with pytest.raises(OutOfMemory, match="gelu: inputs and result take 24,000 bytes; the limit is 20,000"):
             large.result()
+
+
+SHAPED = {  # name, arguments, bytes of the result
+    "field_add": ((np.zeros((64, 1), np.uint64), np.zeros((1, 96), np.uint64)), 64 * 96 * 8),
+    "field_mul": (([1, 2, 3], np.zeros((50, 1), np.uint64)), 150 * 8),
+    "matmul": ((np.zeros((3, 4), np.float32), np.zeros((70, 4, 5), np.float32)), 70 * 15 * 4),
+    "matmul of vectors": ((np.zeros(4, np.float32), np.zeros((9, 4, 5), np.float32)), 9 * 5 * 4),
+    "gelu": (([[1.0, 2.0]],), 8),
+    "layer_norm": ((np.zeros((6, 8), np.float32), np.zeros(8, np.float32), np.zeros(8, np.float32)), 6 * 8 * 4),
+    "attention": ((np.zeros((1, 2, 3, 8), np.float32), *[np.zeros((1, 2, 90, 8), np.float32)] * 2), 2 * 3 * 8 * 4),
+    "ntt": ((np.zeros((5, 8), np.uint64),), 5 * 8 * 8),
+}
+
+
+@pytest.mark.parametrize("case", SHAPED)
+def test_the_memory_limit_counts_the_result_exactly(case):
+    arrays, result = SHAPED[case]
+    name = case.split()[0]
+    with Accelerator("cpu") as acc:
+        assert getattr(acc, name)(*arrays).nbytes == result
+    dtype = np.float32 if name == "gelu" else np.uint64
+    needed = sum((x if isinstance(x, np.ndarray) else np.asarray(x, dtype)).nbytes for x in arrays) + result
+    with Accelerator("cpu", config=AcceleratorConfig(memory_limit_bytes=needed)) as acc:
+        getattr(acc, name)(*arrays)
+    message = f"inputs and result take {needed:,} bytes; the limit is {needed - 1:,}"
+    with Accelerator("cpu", config=AcceleratorConfig(memory_limit_bytes=needed - 1)) as acc:
+        with pytest.raises(OutOfMemory, match=message):
+            getattr(acc, name)(*arrays)
+        with acc.batch() as batch:
+            answer = getattr(batch, name)(*arrays)
+        with pytest.raises(OutOfMemory, match=message):
+            answer.result()
+
+
+@pytest.mark.parametrize("limit", [24_000, 40_000, 100_000])
+@pytest.mark.parametrize("kind", ["same", "alone", "mixed"])
+def test_a_batch_never_holds_more_than_its_limit(limit, kind, monkeypatch):
+    """A device whose tensors are counted: what moves there is a copy, and results go home by a copy."""
+    held, peak = [], [0]
+
+    def counted(x):
+        held.append(weakref.ref(x))
+        storages = [y.untyped_storage() for reference in held if (y := reference()) is not None]
+        peak[0] = max(peak[0], sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
+        return x
+
+    move, run, wrap, join = facade.to_torch, METHODS["gelu"].run, facade.ArrayOrigin.wrap, batch_module._join
+
+    def moved(x, device, dtype=None):
+        tensor, origin = move(x, device, dtype)
+        return counted(tensor.clone()), origin
+
+    def joined(name, calls):
+        tensors, split = join(name, calls)
+        return tuple(map(counted, tensors)), split
+
+    monkeypatch.setattr(facade, "to_torch", moved)
+    monkeypatch.setattr(batch_module, "_join", joined)
+    monkeypatch.setattr(facade.ArrayOrigin, "wrap", lambda self, tensor: wrap(self, tensor).copy())
+    counting = dataclasses.replace(METHODS["gelu"], run=lambda *args, **options: counted(run(*args, **options)))
+    monkeypatch.setitem(METHODS, "gelu", counting)
+    options = {"same": ["none"], "alone": ["none", "tanh"], "mixed": ["none", "none", "tanh"]}[kind]
+    with Accelerator("cpu", config=AcceleratorConfig(memory_limit_bytes=limit)) as acc:
+        with acc.batch() as batch:
+            answers = [batch.gelu(np.full(1000 + 37 * i, i, np.float32), options[i % len(options)]) for i in range(12)]
+        assert len([answer.result() for answer in answers]) == 12
+    assert 8_000 < peak[0] <= limit
 
 
 def test_a_batch_keeps_the_time_limit():

@@ -12,6 +12,8 @@ when its result is requested.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -44,9 +46,9 @@ class PendingCall:
         """Return whether the batch has ended."""
         return self._outcome is not None
 
-    def succeed(self, origin: ArrayOrigin, tensor: torch.Tensor) -> None:
-        """Set the result; for the batch."""
-        self._outcome = lambda: origin.wrap(tensor)
+    def succeed(self, outcome: Callable[[], Any]) -> None:
+        """Set the function that returns the result; for the batch."""
+        self._outcome = outcome
 
     def fail(self, error: Exception) -> None:
         """Set the error that result() raises; for the batch."""
@@ -57,23 +59,33 @@ class PendingCall:
         self._outcome = outcome
 
 
-_Member = tuple[PendingCall, Tensors, ArrayOrigin]
+@dataclass(slots=True)
+class _Member:
+    """A call of a group: its arrays, also on the device until they are joined with those of others."""
+
+    call: PendingCall
+    arrays: tuple[Any, ...]
+    tensors: Tensors
+    origin: ArrayOrigin
 
 
 class Batch(Operations):
     """Records calls until its block ends, then runs them in `launches` calls of operations; see Accelerator.batch().
 
     Args:
-        move: moves a call's arrays to the device; returns them, their origin and the bytes that the call takes.
+        check: checks a call; returns the arrays to move to the device, and the bytes of its inputs and of its result.
+        move: moves arrays to the device; returns them and their origin.
         run: runs an operation on tensors for a number of calls.
-        memory_limit_bytes: for the calls on the device together; a batch beyond it runs in several parts.
+        memory_limit_bytes: for inputs, their joined copies and results on the device together. A batch beyond it runs
+            in several parts, and each part's results are where its inputs came from before the next begins.
     """
 
     def __init__(
-        self, move: Callable[[str, tuple[Any, ...], dict[str, Any]], tuple[Tensors, ArrayOrigin, int]],
+        self, check: Callable[[str, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], int, int]],
+        move: Callable[[str, tuple[Any, ...]], tuple[Tensors, ArrayOrigin]],
         run: Callable[[str, Tensors, dict[str, Any], int], torch.Tensor], memory_limit_bytes: int | None = None,
     ) -> None:  # fmt: skip
-        self._move = move
+        self._check, self._move = check, move
         self._run = run
         self._limit = memory_limit_bytes
         self._calls: list[PendingCall] = []
@@ -99,42 +111,61 @@ class Batch(Operations):
         held_bytes = 0
         for call in self._calls:
             try:
-                tensors, origin, needed = self._move(call.name, call.arrays, call.options)
+                arrays, inputs, result = self._check(call.name, call.arrays, call.options)
+                needed = inputs + max(inputs, result)  # joined inputs take as much, and go before the results come
+                if self._limit is not None and held_bytes + needed > self._limit:
+                    self._run_groups(groups)
+                    groups, held_bytes = {}, 0
+                member = _Member(call, arrays, *self._move(call.name, arrays))
             except AccelerantError as error:
                 call.fail(error)
                 continue
-            if self._limit is not None and held_bytes + needed > self._limit:
-                self._run_groups(groups)
-                groups, held_bytes = {}, 0
-            groups.setdefault(_key(call, tensors), []).append((call, tensors, origin))
+            groups.setdefault(_key(call, member.tensors), []).append(member)
             held_bytes += needed
         self._run_groups(groups)
 
     def _run_groups(self, groups: dict[tuple[Any, ...], list[_Member]]) -> None:
         for members in groups.values():
             if len(members) == 1 or not self._run_joined(members):
-                for call, tensors, origin in members:
+                for member in members:
+                    call = member.call
                     try:
-                        call.succeed(origin, self._run(call.name, tensors, call.options, 1))
+                        tensors = member.tensors or self._move(call.name, member.arrays)[0]
+                        self._succeed(call, member.origin, self._run(call.name, tensors, call.options, 1))
                         self.launches += 1
                     except AccelerantError as error:
                         call.fail(error)
+                    member.tensors = ()
+
+    def _succeed(self, call: PendingCall, origin: ArrayOrigin, tensor: torch.Tensor) -> None:
+        """Set a call's result. Under a memory limit it leaves the device now, if its inputs came from elsewhere."""
+        if self._limit is None:
+            call.succeed(partial(origin.wrap, tensor))
+            return
+        try:
+            value = origin.wrap(tensor)
+        except AccelerantError as error:
+            call.fail(error)
+        else:
+            call.succeed(lambda: value)
 
     def _run_joined(self, members: list[_Member]) -> bool:
         """Run calls as one; False if that failed, so that each is to run by itself and show which is at fault."""
-        first = members[0][0]
+        first = members[0].call
         try:
-            joined, split = _join(first.name, [tensors for _, tensors, _ in members])
+            joined, split = _join(first.name, [member.tensors for member in members])
+            for member in members:
+                member.tensors = ()
             results = split(self._run(first.name, joined, first.options, len(members)))
         except TimeLimitExceeded as error:
-            for call, _, _ in members:
-                call.fail(error)
+            for member in members:
+                member.call.fail(error)
             return True
         except AccelerantError:
             return False
         self.launches += 1
-        for (call, _, origin), result in zip(members, results, strict=True):
-            call.succeed(origin, result)
+        for member, result in zip(members, results, strict=True):
+            self._succeed(member.call, member.origin, result)
         return True
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from accelerant.accelerator.batch import Batch
-from accelerant.accelerator.methods import METHODS, ArrayOrigin, Operations, result_bytes, to_torch
+from accelerant.accelerator.methods import METHODS, ArrayOrigin, Operations, sizes_of, to_torch
 from accelerant.algebra.field import prime_field
 from accelerant.config import FallbackPolicy, override, settings
 from accelerant.errors import (
@@ -63,7 +63,8 @@ class AcceleratorConfig:
             inputs are on the device and at the end of the call: running work is not interrupted, and its result is
             discarded. No limit by default.
         memory_limit_bytes: the most that a call's inputs and result may take on the device; a call that needs more
-            raises OutOfMemory before anything is allocated. No limit by default.
+            raises OutOfMemory before anything is allocated. Also the most that the calls of a batch take together: it
+            runs in parts. No limit by default.
         fallback: "allow", "warn" or "forbid"; the Accelerator's argument by default.
     """
 
@@ -275,17 +276,18 @@ class Accelerator(Operations):
         >>> ys = [answer.result() for answer in answers]
         """
         self._check_open()
-        return Batch(self._batched_move, self._batched_run, self.config.memory_limit_bytes)
+        return Batch(self._batched_check, self._batched_move, self._batched_run, self.config.memory_limit_bytes)
 
-    def _batched_move(
+    def _batched_check(
         self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]
-    ) -> tuple[Tensors, ArrayOrigin, int]:
+    ) -> tuple[tuple[Any, ...], int, int]:
         self._check_open()
         arrays = self._prepared(name, arrays, options)
-        needed = self._check_memory(name, arrays)
+        return arrays, *self._check_memory(name, arrays)
+
+    def _batched_move(self, name: str, arrays: tuple[Any, ...]) -> tuple[Tensors, ArrayOrigin]:
         with override(fallback=self._policy):
-            tensors, origin = self._move_or_fall_back(name, arrays)
-        return tensors, origin, needed
+            return self._move_or_fall_back(name, arrays)
 
     def _batched_run(self, name: str, tensors: Tensors, options: dict[str, Any], calls: int) -> torch.Tensor:
         self._check_open()
@@ -409,16 +411,18 @@ class Accelerator(Operations):
                     self._provider.synchronize(self.device.index)
             return torch.cat(parts)
 
-    def _check_memory(self, name: str, arrays: tuple[Any, ...]) -> int:
-        """Return the bytes of a call's inputs and result, or 0 without a limit.
+    def _check_memory(self, name: str, arrays: tuple[Any, ...]) -> tuple[int, int]:
+        """Return the bytes of a call's inputs and of its result, or 0 without a limit.
 
         Raises OutOfMemory if they pass the limit; nothing was allocated.
         """
         limit = self.config.memory_limit_bytes
-        needed = result_bytes(name, arrays) if limit is not None else 0
-        if limit is not None and needed > limit:
-            raise OutOfMemory(f"{name}: inputs and result take {needed:,} bytes; the limit is {limit:,}")
-        return needed
+        if limit is None:
+            return 0, 0
+        inputs, result = sizes_of(name, arrays)
+        if inputs + result > limit:
+            raise OutOfMemory(f"{name}: inputs and result take {inputs + result:,} bytes; the limit is {limit:,}")
+        return inputs, result
 
     def _announce(self, op: str, unused: str, ran: str, reason: str) -> None:
         first = ledger().fallback(FallbackRecord(op, "", unused, ran, reason))

@@ -20,13 +20,13 @@ import torch.utils.dlpack
 from accelerant import ops
 from accelerant.algebra.field import prime_field
 from accelerant.algebra.field.words import check_words, encode
-from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.errors import ConfigError, UnsupportedDtype
 from accelerant.zk.elliptic_curve import curve as curve_named
 from accelerant.zk.multi_scalar.op import msm
 from accelerant.zk.operands import encoded_points, plain_scalars, scalar_words
 from accelerant.zk.transform import ntt
 
-__all__ = ["METHODS", "ArrayOrigin", "Method", "Operations", "result_bytes", "to_torch"]
+__all__ = ["METHODS", "ArrayOrigin", "Method", "Operations", "sizes_of", "to_torch"]
 
 Tensors = tuple[torch.Tensor, ...]
 _DEFAULT_FIELD = "goldilocks"
@@ -310,13 +310,26 @@ class Operations(ABC):
         return self._call("attention", (q, k, v), causal=causal, scale=scale)
 
 
-def result_bytes(name: str, arrays: tuple[Any, ...]) -> int:
-    """Return the bytes of a call's inputs and result, computed from the inputs."""
-    sizes = [int(array.nbytes if hasattr(array, "nbytes") else np.asarray(array).nbytes) for array in arrays]
-    if name != "matmul":
-        return sum(sizes) + max(sizes)  # the largest: field elements broadcast
-    a, b = (x if hasattr(x, "shape") else np.asarray(x) for x in arrays)
-    if a.ndim < 1 or b.ndim < 1:
-        raise ShapeError(f"matmul wants at least one dimension, got shapes {tuple(a.shape)} and {tuple(b.shape)}")
-    rows, columns = math.prod(a.shape[:-1]), b.shape[-1] if b.ndim > 1 else 1
-    return sum(sizes) + int(rows * columns * sizes[0] // max(1, math.prod(a.shape)))
+def sizes_of(name: str, arrays: tuple[Any, ...]) -> tuple[int, int]:
+    """Return the bytes of a call's inputs on the device and of its result, computed from the inputs' shapes."""
+    plain = np.dtype(METHODS[name].dtype)
+    read = [x if hasattr(x, "nbytes") else np.asarray(x, plain) for x in arrays]
+    inputs, shapes = [int(x.nbytes) for x in read], [tuple(x.shape) for x in read]
+    item = max((size // max(1, math.prod(shape)) for size, shape in zip(inputs, shapes, strict=True)), default=0)
+    try:
+        shape = _result_shape(name, shapes)
+    except (ValueError, IndexError):  # shapes that the operation refuses, with its own words
+        return sum(inputs), max(inputs)
+    return sum(inputs), math.prod(shape) * item
+
+
+def _result_shape(name: str, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    first, last = shapes[0], shapes[-1]
+    if name == "matmul":
+        rows, columns = first[-2:-1], last[-1:] if len(last) > 1 else ()
+        return (*np.broadcast_shapes(first[:-2], last[:-2]), *rows, *columns)
+    if name == "attention":
+        return (*first[:-1], last[-1])
+    if name == "msm":
+        return last[1:]
+    return np.broadcast_shapes(*shapes) if METHODS[name].merge == "elements" else first
