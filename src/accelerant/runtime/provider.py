@@ -46,7 +46,7 @@ from accelerant.runtime.host import fork_safe, python_child
 
 __all__ = [
     "Arguments", "Buffer", "ComputeBackend", "ComputeDevice", "ComputeProvider", "CountedMemory", "Event", "Launches",
-    "MemoryCounter", "MemoryInfo", "Pointer", "compile_seconds", "launches", "noted",
+    "MemoryCounter", "MemoryInfo", "Pointer", "compile_seconds", "lacks_host_memory", "launches", "noted",
 ]  # fmt: skip
 
 ComputeBackend = str

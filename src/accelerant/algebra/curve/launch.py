@@ -114,8 +114,8 @@ def _firsts(space: MemorySpace, curve: Curve[Any], test: Test, x: Words, chunk: 
 
 # --- the subgroup test of many points --------------------------------------------------------------------------------
 
-_FEWEST, _MOST = 256, 1 << 15
-"""Fewest points that are tested together, from which on it is twice as fast, and most, which bounds the memory."""
+_FEWEST, _MOST = 128, 1 << 15
+"""Fewest points that are tested together, from which on it is faster, and most, which bounds the memory."""
 
 _COMBINATIONS = 64
 
