@@ -161,6 +161,7 @@ def step_without_privacy(case: PrivateCase, where: torch.device) -> Iterator[Pre
 def private_step(case: PrivateCase, kind: PrivateKind, where: torch.device) -> Iterator[PreparedStep]:
     """Yield a private step of ours, with full masks and its ledger in a file."""
     from accelerant.privacy.dp.sampling import DrawnBatch
+    from accelerant.privacy.dp.sampling.batches import Draw
     from accelerant.privacy.dp.training.private import make_private
     from accelerant.privacy.dp.training.step import PrivateStep
 
@@ -177,9 +178,10 @@ def private_step(case: PrivateCase, kind: PrivateKind, where: torch.device) -> I
         step = PrivateStep(private, model.loss, precision=precision_on(where))
 
         def call(tokens: Tensor, targets: Tensor) -> Tensor:
+            draw = Draw(case.batch)
             for at in range(0, case.batch, rows):
                 part = (tokens[at : at + rows], targets[at : at + rows])
-                result = step(DrawnBatch(part, mask, at + rows == case.batch, rows, rows), RATE)
+                result = step(DrawnBatch(part, mask, at + rows == case.batch, rows, rows, draw), RATE)
             assert result is not None  # for the type checker: the last part makes the step
             return result.loss
 

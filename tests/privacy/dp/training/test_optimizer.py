@@ -1,6 +1,7 @@
 """The private step: what it releases, what it refuses, what it leaves alone."""
 
 import copy
+import dataclasses
 import pickle
 import warnings
 
@@ -642,3 +643,138 @@ def test_parts_of_two_draws_do_not_meet_where_the_loop_says_what_it_uses():
         classify(model, *first.tensors).backward()
         with pytest.raises(ConfigError, match="one step belongs to each draw"):
             training.use(second)
+
+
+# --- choices that depend on the data ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attribute", ["norms", "factors", "layer_norms"])
+def test_a_bound_that_is_set_after_norms_were_read_is_warned_of(attribute):
+    data, model = points(), mlp()
+    with private(model, 1.0) as training:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            training.clipper.max_grad_norm = 0.4  # as planned
+            drawn_steps(training, data, classify, steps=1)
+            training.clipper.max_grad_norm = 0.3
+        getattr(training.clipper, attribute)
+        with pytest.warns(UserWarning, match="a bound that follows them reveals them"):
+            training.clipper.max_grad_norm = 0.2
+        assert training.clipper.sensitivity == 0.2
+
+
+def test_a_schedule_by_a_metric_is_warned_of():
+    with private(mlp(), 1.0) as training:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch.optim.lr_scheduler.CosineAnnealingLR(training.optimizer, 10)
+        with pytest.warns(UserWarning, match="ReduceLROnPlateau follows a metric") as caught:
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(training.optimizer)
+        assert caught[0].filename == __file__
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            plateau.step(1.0)
+
+
+def stepped(training, data, keeps, steps):
+    """Draws in iterators of their own, of which some are given up."""
+    for _ in range(steps):
+        batch = next(training.batches(data, steps=1))
+        classify(training.model, *batch.tensors).backward()
+        if keeps(batch):
+            training.optimizer.step()
+        training.optimizer.zero_grad()
+
+
+def test_draws_that_were_given_up_until_one_suits_are_warned_of():
+    """Small draws only, say: each row would be in fewer of them than the ledger's rate says."""
+    data, model = points(), mlp()
+    with private(model, 1.0, noise_multiplier=1.0) as training:
+        chosen = iter([True, False, True, False, True])
+        with pytest.warns(UserWarning, match="given up without a step.*Make a step of each draw"):
+            stepped(training, data, lambda batch: next(chosen), 3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # it is said once
+            stepped(training, data, lambda batch: next(chosen), 2)
+        batches = training.batches(data, steps=2)
+        classify(model, *next(batches).tensors).backward()
+        training.optimizer.zero_grad()
+        with pytest.raises(ConfigError, match="leave none out"):
+            next(batches)
+
+
+def used(training, draws):
+    for batch in draws:
+        training.use(batch)
+        classify(training.model, *batch.tensors).backward()
+        training.step()
+
+
+@pytest.mark.parametrize("taken", [slice(1, None), slice(0, None, 2)])
+def test_draws_that_were_left_out_are_warned_of(taken):
+    data, model = points(), mlp()
+    with private(model, 0.5, noise_multiplier=1.0) as training:
+        draws = list(training.draws(data, steps=4))
+        with pytest.warns(UserWarning, match="a draw was left out"):
+            used(training, draws[taken])
+
+
+def test_draws_in_order_are_not_warned_of():
+    data, model = points(), mlp()
+    with private(model, 0.5, noise_multiplier=1.0) as training, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for steps in (3, 1, 2):
+            drawn_steps(training, data, classify, steps=steps, microbatch=8)
+            used(training, list(training.draws(data, steps=2, microbatch=8)))
+        assert training.optimizer.steps == 12
+
+
+def test_a_part_of_a_draw_is_refused_as_a_draw():
+    data, model = points(), mlp()
+    with private(model, 1.0, noise_multiplier=1.0) as training:
+        part = next(iter(training.draws(data, microbatch=16)))
+        training.use(dataclasses.replace(part, last=True))
+        classify(model, *part.tensors).backward()
+        with pytest.raises(ConfigError, match="16 of the draw's 40 rows were used"):
+            training.step()
+        training.optimizer.zero_grad()
+        whole = next(iter(training.draws(data)))
+        some = tuple(each[:10] for each in whole.tensors)
+        training.use(dataclasses.replace(whole, tensors=some, examples=10, rows=10))
+        classify(model, *some).backward()
+        with pytest.raises(ConfigError, match="10 of the draw's 40 rows were used"):
+            training.step()
+        assert not training.ledger.events
+
+
+def test_a_batch_that_is_said_to_be_drawn_is_accounted_without_amplification():
+    x, y = points()
+    model = mlp()
+    with private(model, 0.1, noise_multiplier=1.0, expected_batch_size=4) as training:
+        training.use(dp.DrawnBatch((x[:4], y[:4]), None, True, 4, 4))
+        classify(model, x[:4], y[:4]).backward()
+        with pytest.warns(UserWarning, match="not drawn by the sampler"):
+            training.step()
+        assert [event.sampling for event in training.ledger.events] == ["unknown"]
+
+
+@pytest.mark.filterwarnings("ignore:.*find_unused_parameters")
+def test_a_model_that_is_wrapped_after_make_private_is_refused(tmp_path):
+    """Its gradients' sums over the processes would be taken before clipping, or twice."""
+    (x, y), model = points(), mlp()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        with private(model, 1.0) as training:
+            wrapped = torch.nn.parallel.DistributedDataParallel(model)
+            with torch.no_grad():
+                wrapped(x)
+            with pytest.raises(UnsupportedCase, match="DistributedDataParallel adds gradients up"):
+                wrapped(x)
+            classify(model, x, y).backward()
+            assert training.optimizer.tracker.passes == 1
+            replica = model._replicate_for_data_parallel()
+            replica._is_replica = True
+            with pytest.raises(UnsupportedCase, match="DataParallel adds gradients up"):
+                replica(x)
+    finally:
+        torch.distributed.destroy_process_group()

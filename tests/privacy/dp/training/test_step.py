@@ -8,7 +8,7 @@ from accelerant.errors import BudgetExceeded, ConfigError, FallbackWarning, Laun
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.optim import SGD
 from accelerant.privacy.dp import make_private
-from accelerant.privacy.dp.sampling import DrawnBatch
+from accelerant.privacy.dp.sampling.batches import Draw, DrawnBatch
 from accelerant.privacy.dp.training.step import PrivateStep
 
 CONFIG = GPTConfig(vocab_size=50, context=16, layers=2, heads=2, width=32)
@@ -37,6 +37,7 @@ def private_gpt(device="cpu", noise=0.0, **more):
 
 def parts(tensors, *sizes, microbatch):
     """A draw of sizes, padded, as PoissonBatches has it."""
+    draw = Draw(sum(sizes))
     for number, size in enumerate(sizes):
         count = torch.zeros(microbatch, dtype=torch.long)
         start = sum(sizes[:number])
@@ -47,6 +48,7 @@ def parts(tensors, *sizes, microbatch):
             number == len(sizes) - 1,
             size,
             microbatch,
+            draw,
         )
 
 
@@ -59,7 +61,7 @@ def test_the_step_is_that_of_a_loop():
     loop, stepped = private_gpt(), private_gpt()
     step = PrivateStep(stepped, stepped.model.loss)
     for _ in range(3):
-        loop.use(DrawnBatch(tensors, None, True, 6, 6))
+        loop.use(DrawnBatch(tensors, None, True, 6, 6, Draw(6)))
         loop.model.loss(*tensors).backward()
         loop.optimizer.step()
         loop.optimizer.zero_grad()
@@ -228,7 +230,7 @@ def test_each_replay_has_its_own_noise(secure):
     step = PrivateStep(private, lambda x: model(x).sum() / 4)
     jumps, before = [], model.weight.detach().clone()
     for _ in range(12):
-        step(DrawnBatch((x,), torch.zeros(4, dtype=torch.bool), True, 0, 4), 1.0)
+        step(DrawnBatch((x,), torch.zeros(4, dtype=torch.bool), True, 0, 4, Draw(0)), 1.0)
         jumps.append((model.weight.detach() - before).flatten())
         before = model.weight.detach().clone()
     assert step.captured

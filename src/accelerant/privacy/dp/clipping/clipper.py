@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import is_dataclass, replace
@@ -82,10 +83,11 @@ class PerExampleClipper:
         self.model, self.loss_reduction = model, loss_reduction
         self.mask: Tensor | None = None
         self.loss_scale: float | Tensor = 1.0
-        self.norms: Tensor | None = None
-        self.factors: Tensor | None = None
+        self._norms: Tensor | None = None
+        self._factors: Tensor | None = None
+        self._layer_norms: dict[str, Tensor] = {}
+        self._norms_were_read = False
         self.nonfinite: Tensor | None = None
-        self.layer_norms: dict[str, Tensor] = {}
         self.on_begin: Callable[[], object] | None = None
         self.on_backward: Callable[[Tensor, Tensor], object] | None = None
         self.idealised = norms == "ghost"
@@ -104,12 +106,30 @@ class PerExampleClipper:
         self._frozen = survey.frozen
         names = {id(parameter): name for name, parameter in survey.parameters}
         self._plan = ClippingPlan(names, _groups(survey.parameters, clipping), norms, loss_reduction == "mean")
-        self.max_grad_norm = max_grad_norm
+        self.set_bounds(max_grad_norm)
         with ExitStack() as undo:
             self._attach(survey, undo)
             self._undo = undo.pop_all()
 
-    # --- settings ----------------------------------------------------------------------------------------------------
+    # --- norms and settings ------------------------------------------------------------------------------------------
+
+    @property
+    def norms(self) -> Tensor | None:
+        """The norm of each example's gradient in the last backward pass."""
+        self._norms_were_read = True
+        return self._norms
+
+    @property
+    def factors(self) -> Tensor | None:
+        """The factors that clipped them."""
+        self._norms_were_read = True
+        return self._factors
+
+    @property
+    def layer_norms(self) -> dict[str, Tensor]:
+        """The norms by layer."""
+        self._norms_were_read = True
+        return self._layer_norms
 
     @property
     def max_grad_norm(self) -> float | Mapping[str, float]:
@@ -118,6 +138,18 @@ class PerExampleClipper:
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | Mapping[str, float]) -> None:
+        if self._norms_were_read and self.on_backward is not None:
+            warnings.warn(
+                "max_grad_norm is set in a private training after norms or factors of examples were read: a bound that "
+                "follows them reveals them, and no ledger counts that. clipping='adaptive' follows a noisy quantile; "
+                "other bounds must not depend on the data",
+                UserWarning,
+                stacklevel=2,
+            )
+        self.set_bounds(value)
+
+    def set_bounds(self, value: float | Mapping[str, float]) -> None:
+        """Set max_grad_norm to a value that does not depend on the examples' norms, or only by a noisy quantile."""
         groups = self._plan.groups
         if isinstance(value, Mapping):
             if self._clipping == "flat":
@@ -296,7 +328,7 @@ class PerExampleClipper:
         for layer in layers:
             layer.limit.fill_(math.inf)
         vars(self).update(
-            mask=None, loss_scale=1.0, nonfinite=None, layer_norms={}, on_begin=None, on_backward=None,
+            mask=None, loss_scale=1.0, nonfinite=None, _layer_norms={}, on_begin=None, on_backward=None,
             _plan=replace(self._plan, groups=layers, sums={}), _pass=None, _expected={}, _announced={},
         )  # fmt: skip
         try:
@@ -304,7 +336,7 @@ class PerExampleClipper:
             with torch.autocast(self.parameters[0][1].device.type, enabled=False):
                 if results:
                     torch.autograd.backward(results, [_random_like(each) for each in results])
-            return self.layer_norms
+            return self._layer_norms
         finally:
             vars(self).update(kept)
 
@@ -325,17 +357,17 @@ class PerExampleClipper:
         clipped = done.clipped
         if not clipped:
             return
-        self.layer_norms = {name: group.norms for name, group in clipped.items()}
+        self._layer_norms = {name: group.norms for name, group in clipped.items()}
         if len(clipped) == 1:
-            (self.norms, self.factors), *_ = clipped.values()
+            (self._norms, self._factors), *_ = clipped.values()
         else:
-            self.norms = torch.stack([group.norms for group in clipped.values()]).square().sum(0).sqrt()
-            self.factors = torch.stack([group.factors for group in clipped.values()]).amin(0)
+            self._norms = torch.stack([group.norms for group in clipped.values()]).square().sum(0).sqrt()
+            self._factors = torch.stack([group.factors for group in clipped.values()]).amin(0)
         self.idealised = self.idealised or not done.formed
         if done.nonfinite is not None:
             self.nonfinite = done.nonfinite if self.nonfinite is None else self.nonfinite.add_(done.nonfinite)
         if self.on_backward is not None:
-            self.on_backward(self.norms, self.factors)
+            self.on_backward(self._norms, self._factors)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as None: a copy of a parameter in another process has no sink."""

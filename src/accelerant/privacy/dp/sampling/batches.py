@@ -7,6 +7,7 @@ backward once and that each draw makes one step.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,9 +27,22 @@ _Rows = Callable[[Tensor], Any]
 
 
 class Draw:
-    """The identity of one draw, shared by its parts and their copies."""
+    """The identity of one draw, shared by its parts and their copies.
 
-    __slots__ = ("__weakref__",)
+    Args:
+        examples: number of rows that were drawn.
+        before: the draw that the same iterator made before this one; None for its first.
+    """
+
+    __slots__ = ("__weakref__", "_before", "examples", "first")
+
+    def __init__(self, examples: int, before: Draw | None = None) -> None:
+        self.examples, self.first = examples, before is None
+        self._before = None if before is None else weakref.ref(before)
+
+    def follows(self, draw: Draw | None) -> bool:
+        """Return whether no draw of the same iterator was made between that one and this."""
+        return self.first if self._before is None else draw is not None and self._before() is draw
 
     def __copy__(self) -> Draw:
         return self
@@ -50,7 +64,7 @@ class DrawnBatch:
         last: whether it is the draw's last part, after which optimizer.step() follows.
         examples: number of rows that were drawn.
         rows: rows of the tensors, including padding.
-        draw: the same for all parts of one draw; None if unknown.
+        draw: the same for all parts of one draw; None if unknown: then it is taken for a batch of the user's own.
         sampler: that drew it; None if unknown.
     """
 
@@ -95,10 +109,11 @@ class PoissonBatches:
         self._microbatch = microbatch
 
     def __iter__(self) -> Iterator[DrawnBatch]:
+        draw = None
         for drawn in self._sampler:
             rows = self._microbatch or max(1, len(drawn))
             parts = max(1, -(-len(drawn) // rows))
-            draw = Draw()
+            draw = Draw(len(drawn), draw)
             for part in range(parts):
                 index = drawn[part * rows : (part + 1) * rows]
                 examples = len(index)
@@ -205,11 +220,12 @@ class DrawTracker:
         self._origin: object = None
         self._draw: Draw | None = None
         self._stepped: weakref.WeakSet[Draw] = weakref.WeakSet()
+        self._warned = False
 
     @property
     def sampled(self) -> bool:
         """Whether the gradients are of a draw of our sampler."""
-        return self._open
+        return self._open and self._draw is not None
 
     @property
     def complete(self) -> bool:
@@ -256,6 +272,7 @@ class DrawTracker:
                 "microbatch"
             )
         if new:
+            self._warn_of_choice(batch.draw)
             self._drawn = 0
         else:
             self._require_all()
@@ -272,8 +289,14 @@ class DrawTracker:
     def require_step(self) -> None:
         """Check that the sum may be released.
 
-        Raises ConfigError without a backward pass for each row since the last step, unless the draw was empty.
+        Raises ConfigError without a backward pass for each row since the last step, unless the draw was empty, and for
+        a part of a draw.
         """
+        if self.sampled and self._draw is not None and self._drawn != self._draw.examples:
+            raise ConfigError(
+                f"{self._drawn} of the draw's {self._draw.examples} rows were used: a chosen part of a draw is no "
+                "Poisson draw. Use each part of a draw as it is; rows to leave out are for clipper.mask"
+            )
         empty = self._open and self._drawn == 0
         if not self.passes and not empty:
             raise ConfigError(
@@ -293,6 +316,20 @@ class DrawTracker:
         if self._open and self._draw is not None:
             self._stepped.add(self._draw)
         self._open = False
+
+    def _warn_of_choice(self, draw: Draw | None) -> None:
+        """Warn once if the draw before this one made no step: the accounting is of draws that nobody chose."""
+        given_up = self._draw not in (None, draw) and self._draw not in self._stepped
+        skipped = draw is not None and not draw.follows(self._draw)
+        if (given_up or skipped) and not self._warned:
+            self._warned = True
+            warnings.warn(
+                "a draw was left out, or given up without a step: amplification by sampling is of draws that were not "
+                "chosen. If the choice depended on the data (a loss, a norm, the size of the draw), the ledger's "
+                "epsilon is too small. Make a step of each draw",
+                UserWarning,
+                stacklevel=4,
+            )
 
     def _require_all(self) -> None:
         """Check that each row of the part went through backward once."""

@@ -126,7 +126,7 @@ class AdaptiveNorm:
         share = 0.5 + float(count) / expected
         change = -self.settings.learning_rate * (share - self.settings.quantile)
         moved = _norm_of(clipper) * math.exp(min(_LARGEST_CHANGE, max(-_LARGEST_CHANGE, change)))
-        clipper.max_grad_norm = min(_LARGEST_NORM, max(1.0 / _LARGEST_NORM, moved))
+        clipper.set_bounds(min(_LARGEST_NORM, max(1.0 / _LARGEST_NORM, moved)))
         self.forget()
 
     def forget(self) -> None:

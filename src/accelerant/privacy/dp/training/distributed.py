@@ -20,14 +20,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accelerant import errors
-from accelerant.errors import ConfigError
+from accelerant.errors import ConfigError, UnsupportedCase
 
-__all__ = ["Processes"]
+__all__ = ["Processes", "require_unwrapped"]
 
 _T = TypeVar("_T")
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 _EXCHANGED: Final = 4096
 _LONGEST: Final = 500  # characters of an error that another process repeats
@@ -149,3 +150,15 @@ def _raise_again(error: list[str] | None, rank: int) -> None:
 def _shortened(text: str) -> str:
     """Return a text of at most 100 characters, equal only for equal texts."""
     return text if len(text) <= 100 else f"{text[:40]}... (SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:32]})"
+
+
+def require_unwrapped(model: nn.Module) -> None:
+    """Raise UnsupportedCase if a model is a DistributedDataParallel or DataParallel, or is called by one."""
+    wrapper = model if isinstance(model, _WRAPPERS) else getattr(_WRAPPERS[0], "_active_ddp_module", None)
+    if wrapper is None and not getattr(model, "_is_replica", False):
+        return
+    name = "DataParallel" if wrapper is None else type(wrapper).__name__
+    raise UnsupportedCase(
+        f"{name} adds gradients up before they are clipped: give its module to make_private, and call that; the "
+        "private step sums over the processes of torch.distributed itself"
+    )

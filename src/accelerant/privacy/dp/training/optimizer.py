@@ -10,6 +10,7 @@ Schedulers, checkpoints and loops see the wrapped optimizer's groups and state.
 from __future__ import annotations
 
 import dataclasses
+import sys
 import warnings
 import weakref
 from collections import Counter
@@ -18,6 +19,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accelerant.errors import BudgetExceeded, ConfigError, UnsupportedCase
@@ -61,6 +63,11 @@ _BEFORE = (
     "it with optimizer.zero_grad()"
 )
 
+
+_PLATEAU = (
+    "ReduceLROnPlateau follows a metric: if it is a loss or norm of the private data, the learning rate reveals it, "
+    "and no ledger counts that. Give it a metric of public data, or of dp.release, or plan the rate in advance"
+)
 
 _SETTER = "__set__"  # of which torch's annotations do not know
 
@@ -139,7 +146,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._bound = 0.0  # the largest that was clipped to since the last step
         self._released = False  # .grad is the noisy mean
         self._updating = False
-        self._warned = False
+        self._warned = self._warned_of_plateau = False
         check = weakref.WeakMethod(self.require_own)  # the hook, on all optimizers, must not keep this one alive
 
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -157,13 +164,21 @@ class PrivateOptimizer(torch.optim.Optimizer):
     # --- the wrapped optimizer's interface ---------------------------------------------------------------------------
 
     # Without a setter, so that an assignment raises instead of hiding the wrapped optimizer's attribute.
-    param_groups: Any = property(lambda self: self.inner.param_groups)
     state: Any = property(lambda self: self.inner.state)
     defaults: Any = property(lambda self: self.inner.defaults)
     state_dict: Any = property(lambda self: self.inner.state_dict)  # no key and no noise is in it
     load_state_dict: Any = property(lambda self: self.inner.load_state_dict)
     register_step_pre_hook: Any = property(lambda self: self.inner.register_step_pre_hook)  # it sees the noisy mean
     register_step_post_hook: Any = property(lambda self: self.inner.register_step_post_hook)
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]  # an attribute there
+        """The groups of the wrapped optimizer; a warning if ReduceLROnPlateau asks for them."""
+        if not self._warned_of_plateau and (caller := sys._getframe(1)).f_code.co_filename == lr_scheduler.__file__:
+            self._warned_of_plateau = isinstance(caller.f_locals.get("self"), lr_scheduler.ReduceLROnPlateau)
+            if self._warned_of_plateau:
+                warnings.warn(_PLATEAU, UserWarning, stacklevel=3)
+        return self.inner.param_groups
 
     @property
     def noise_multiplier(self) -> float:

@@ -37,7 +37,7 @@ from accelerant.privacy.dp.sampling import DrawnBatch, GroupedSampler, PoissonBa
 from accelerant.privacy.dp.sampling.batches import rows_of
 from accelerant.privacy.dp.sampling.poisson import Units, delta_remark, require_sampler
 from accelerant.privacy.dp.training.adaptive import AdaptiveClipping, AdaptiveNorm
-from accelerant.privacy.dp.training.distributed import Processes
+from accelerant.privacy.dp.training.distributed import Processes, require_unwrapped
 from accelerant.privacy.dp.training.optimizer import PrivateOptimizer, require_float32
 
 __all__ = ["Clipping", "PrivateTraining", "make_private"]
@@ -76,6 +76,8 @@ class PrivateTraining:
 
         def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
             private = known()
+            if private is not None and torch.is_grad_enabled():
+                require_unwrapped(module)
             if private is not None and module is own():  # not a copy of it
                 if torch.is_grad_enabled():
                     private.require_as_attached()
@@ -234,7 +236,7 @@ class PrivateTraining:
             )
         self.ledger.merge(state.get("spent", {}))
         self.optimizer.load_state_dict(state["optimizer"])
-        self.clipper.max_grad_norm = state["max_grad_norm"]
+        self.clipper.set_bounds(state["max_grad_norm"])
         self.optimizer.expected_batch_size = state["expected_batch_size"]
         self.optimizer.steps = int(state["steps"])
 
@@ -439,11 +441,7 @@ def _require_match(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Check model and optimizer before anything is attached; return the number of trained values."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise UnsupportedCase(
-            f"{type(model).__name__} adds gradients up before they are clipped: give its module; the private step "
-            "sums over the processes of torch.distributed itself"
-        )
+    require_unwrapped(model)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if isinstance(optimizer, PrivateOptimizer):
