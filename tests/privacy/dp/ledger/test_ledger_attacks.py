@@ -322,6 +322,7 @@ def test_a_file_of_an_older_version_gets_ids_for_its_runs(tmp_path, monkeypatch)
         for _ in range(2):
             with Ledger(path) as ledger:
                 ledger.record(STEP.times(3))
+    assert "Runs of older versions are in the ledger" in str(Ledger.read(path).statement())
     assert [run.id for run in Ledger.read(path).runs] != ["", ""]
     with Ledger(path) as ledger:
         state = ledger.by_run()

@@ -592,3 +592,12 @@ def test_a_drawn_batch_has_no_copies_that_could_make_a_second_step():
     with pytest.raises(ConfigError, match="has made a step already"):
         training.use(again)
     training.close()
+
+
+def test_the_rate_of_the_draws_is_the_recorded_one():
+    with private(mlp(), 0.5, noise_multiplier=1.0) as training:
+        for target in (training, training.optimizer):
+            with pytest.raises(AttributeError):
+                target.sample_rate = 1.0
+        train(training, points(), steps=1)
+        assert [event.sample_rate for event in training.ledger.events] == [training.sample_rate] == [0.5]

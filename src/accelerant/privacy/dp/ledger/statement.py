@@ -169,6 +169,11 @@ def _file_remarks(ledger: Ledger) -> Iterator[str]:
     for number, facts in enumerate(ledger.openings, 1):
         for epsilon, delta, method in facts.get("loosened", ()):
             yield f"Run {number} gave up the budget of epsilon {epsilon:g} at delta {delta:g} ({method})."
+    if not all(facts.get("id") for facts in ledger.openings):
+        yield (
+            "Runs of older versions are in the ledger. They accounted a count's discrete Gaussian as the continuous "
+            "one of its own deviation, on a grid of up to an eighth of it: delta may be 2.4% above the stated one."
+        )
     if ledger.merged:
         releases = sum(sum(counts.values()) for counts in ledger.merged.values())
         yield f"{releases} releases are of {len(ledger.merged)} other run(s), taken from checkpoints."

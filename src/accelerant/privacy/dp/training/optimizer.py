@@ -185,6 +185,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """Standard deviation of the noise over the sensitivity of the sum."""
         return self._release.noise_multiplier
 
+    @property
+    def sample_rate(self) -> float:
+        """Rate of the Poisson sampling that the ledger records."""
+        return self._sample_rate
+
     def __getattr__(self, name: str) -> Any:
         if name == "inner" or name.startswith("__"):
             raise AttributeError(name)

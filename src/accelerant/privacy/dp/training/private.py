@@ -57,7 +57,7 @@ class PrivateTraining:
         ledger: of the steps. In several processes rank 0 writes it, the others keep a copy in memory.
         clipper: per-example norms and factors of the last backward pass.
         noise_multiplier: standard deviation of the noise over the sensitivity of the sum.
-        delta, sample_rate, steps: as given.
+        delta, steps: as given.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class PrivateTraining:
         self.model, self.optimizer = model, optimizer
         self.ledger, self.clipper = optimizer.ledger, optimizer.clipper
         self.noise_multiplier = optimizer.noise_multiplier
-        self.delta, self.sample_rate, self.steps = arguments.delta, arguments.sample_rate, arguments.steps
+        self.delta, self.steps = arguments.delta, arguments.steps
         self._microbatch, self._units, self._owns_ledger = arguments.microbatch, units, owns_ledger
         self._tracker, self._processes = optimizer.tracker, optimizer.processes
         self._warned_of_delta = False
@@ -86,6 +86,11 @@ class PrivateTraining:
                     private.separation.before_forward(args, kwargs)
 
         self._hook = model.register_forward_pre_hook(mark(before_forward), with_kwargs=True)
+
+    @property
+    def sample_rate(self) -> float:
+        """As given; the ledger records it, so it cannot be set."""
+        return self.optimizer.sample_rate
 
     def batches(
         self, data: Any, *, microbatch: int | None = None, steps: int | None = None,
