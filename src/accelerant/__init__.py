@@ -11,12 +11,14 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
 from accelerant import errors
 from accelerant._version import __version__
 
+TYPE_CHECKING = False  # of typing, whose import would take 30 ms in which Ctrl-C prints a traceback of the command line
 if TYPE_CHECKING:
+    from typing import Any
+
     from accelerant import algebra, nn, ops, privacy, zk
     from accelerant.accelerator import Accelerator, AcceleratorConfig
     from accelerant.runtime.dispatch import explain

@@ -297,4 +297,11 @@ def test_many_crafted_files_end_in_one_line(kind, good, capfd, tmp_path, monkeyp
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", CASES)
 def test_no_crafted_file_found_at_length_ends_otherwise(kind, good, capfd, tmp_path, monkeypatch):
-    attack(kind, range(12, 212), good, capfd, tmp_path, monkeypatch)
+    attack(
+        kind,
+        range(12, 212),
+        good,
+        capfd,
+        tmp_path,
+        monkeypatch,
+    )

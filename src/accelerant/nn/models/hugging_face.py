@@ -172,7 +172,7 @@ def _open_files(paths: Iterable[Path], stack: ExitStack) -> _Tensors:
         except FileNotFoundError:
             raise FormatError(f"{path}: no such file, though the index names it") from None
         except (SafetensorError, OSError) as error:
-            raise FormatError(f"{path} is not a complete safetensors file: {error}") from error
+            raise FormatError(f"{path} is not a complete safetensors file: {str(error)[:300]}") from error
         for name in file.keys():  # noqa: SIM118 - not a mapping
             if name in files:
                 raise FormatError(f"{path}: tensor {name!r} is in another file too")
@@ -227,7 +227,7 @@ def _json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise FormatError(f"{path}: no such file") from None
     except (ValueError, OSError) as error:
-        raise FormatError(f"{path} is not valid JSON: {error}") from error
+        raise FormatError(f"{path} is not valid JSON: {str(error)[:300]}") from error
     if not isinstance(value, dict):
         raise FormatError(f"{path} must hold an object, got {type(value).__name__}")
     return value

@@ -63,7 +63,7 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping
     except (SafetensorError, OSError) as error:
-        raise FormatError(f"checkpoint {path} is torn or not a checkpoint: {error}") from None
+        raise FormatError(f"checkpoint {path} is torn or not a checkpoint: {str(error)[:300]}") from None
     if metadata.get("format") != _FORMAT:
         raise FormatError(f"{path} is not a checkpoint of this program: format {metadata.get('format')!r}")
     text = metadata.get("document", "")

@@ -92,7 +92,7 @@ class BPETokenizer:
         try:
             self._inner: Any = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # noqa: BLE001  the library raises bare Exception
-            raise FormatError(f"not a tokenizer: {error}") from None
+            raise FormatError(f"not a tokenizer: {str(error)[:300]}") from None
         self._inner.encode_special_tokens = True  # "<|endoftext|>" in a text is text; only `encode` ends documents
         self._inner.no_truncation()  # a setting for prompts, which would drop the rest of each piece of a corpus
         self._inner.no_padding()

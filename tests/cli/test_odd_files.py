@@ -1,0 +1,153 @@
+"""Names and kinds of files that a folder of downloads may have: each is used, or refused in one line, at once."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from accelerant.cli import main
+from accelerant.errors import FormatError
+from accelerant.nn import GPT, GPTConfig
+from accelerant.nn.train.config import PRESETS
+
+SOURCE = Path(__file__).parents[2] / "src"
+TEXT = "".join(f"the {n}th line of some text, for learning\n" for n in range(200))
+ODD = os.fsdecode(b"odd-\xff\xfe\x1b[31m\n.txt")
+
+
+@pytest.fixture
+def accelerant(capfd, tmp_path, monkeypatch):
+    """Runs a command line in a folder of its own; returns status, output, errors and seconds."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(PRESETS, "tiny", PRESETS["tiny"].replaced(validation_tokens=1024, sample_tokens=8))
+
+    def run(*arguments):
+        began = time.monotonic()
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        return ended.value.code or 0, *capfd.readouterr(), time.monotonic() - began
+
+    return run
+
+
+@pytest.fixture
+def pipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path / "pipe"
+
+
+def commands(path):
+    return [
+        ("train", "--data", path, "--steps", 1, "--device", "cpu", "--json"),
+        ("data", "prepare", path, "--out", "out.tokens"),
+        ("data", "prepare", "text.txt", "--out", "out.tokens", "--tokenizer", path),
+        ("data", "info", path, "--verify"),
+        ("train", "--resume", path),
+    ]
+
+
+@pytest.mark.parametrize(
+    "path", ["pipe", "/dev/zero", "/dev/full", "/proc", "/proc/self/mem", "/proc/self/environ", "/sys/kernel", "absent"]
+)
+def test_what_is_no_stored_file_is_refused_in_one_line(accelerant, pipe, path):
+    Path("text.txt").write_text(TEXT)
+    for command in commands(path):
+        status, output, errors, took_s = accelerant(*command)
+        assert (status, output) == (2, ""), command
+        assert errors.count("\n") == 1, (command, errors)
+        assert errors.startswith("accelerant: ")
+        assert took_s < 5  # about 0.1 s on an idle machine
+
+
+def test_a_folder_with_pipes_and_links_to_devices_is_read_without_them(accelerant, pipe, tmp_path):
+    Path("text.txt").write_text(TEXT)
+    for name, target in (("a.txt", "/dev/zero"), ("b.txt", "/proc/self/environ"), ("c.txt", pipe), ("d.txt", "gone")):
+        (tmp_path / name).symlink_to(target)
+    status, output, _, _ = accelerant("data", "prepare", ".", "--out", "o.tokens", "--tokenizer", "bytes", "--json")
+    assert status == 0
+    assert json.loads(output)["documents"] == 1
+
+
+@pytest.mark.parametrize("kind", ["pipe", "/dev/zero", "folder"])
+def test_shards_configs_and_checkpoints_of_another_kind_are_refused(accelerant, tmp_path, kind):
+    def put(path):
+        path.unlink()
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "folder":
+            path.mkdir()
+        else:
+            path.symlink_to(kind)
+
+    GPT(GPTConfig(vocab_size=64, context=16, layers=1, heads=2, width=16)).save_pretrained("good", max_shard_bytes=4000)
+    shard = next(Path("good").glob("model-*.safetensors")).name
+    for name in (shard, "config.json", "model.safetensors.index.json"):
+        shutil.copytree("good", name)
+        put(tmp_path / name / name)
+        began = time.monotonic()
+        with pytest.raises(FormatError, match=name.split("-of")[0]):
+            GPT.from_pretrained(name)
+        assert time.monotonic() - began < 5
+
+
+def test_names_that_are_not_utf8_train_to_a_report(accelerant, tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / ODD).write_text(TEXT)
+    options = ("--steps", 1, "--device", "cpu")
+    for data, out in (("texts", "one"), (f"texts/{ODD}", ODD)):
+        status, output, errors, _ = accelerant("train", "--data", data, *options, "--out", out)
+        assert status == 0, errors
+        assert not [char for char in output + errors if not char.isprintable() and char != "\n"]
+        assert (tmp_path / out / "report.html").read_bytes().decode()
+    status, output, _, _ = accelerant("train", "--resume", ODD)
+    assert status == 0
+    assert r"odd-\udcff\udcfe\x1b[31m\n.txt/report.html" in output
+    status, output, errors, _ = accelerant("data", "prepare", f"texts/{ODD}", "--out", "t", "--tokenizer", "bytes")
+    assert (status, errors) == (0, "")
+    assert r"odd-\udcff\udcfe\x1b[31m\n.txt" in accelerant("data", "info", "t")[1]
+    status, output, errors, _ = accelerant("data", "info", f"texts/{ODD}")
+    assert (status, output) == (2, "")
+    assert errors.count("\n") == 1
+    assert r"odd-\udcff\udcfe\x1b[31m\n.txt is no token file" in errors
+
+
+def test_a_sparse_file_of_a_terabyte_is_one_line(accelerant):
+    for name in ("text.txt", "tokenizer.json", "config.json"):
+        with open(name, "wb") as file:
+            file.truncate(1 << 43)
+    prepare = ("data", "prepare", __file__, "--out", "o", "--tokenizer", "tokenizer.json")
+    for command in (commands("text.txt")[0], prepare):
+        status, _, errors, took_s = accelerant(*command)
+        assert status in (1, 2)
+        assert errors.count("\n") == 1
+        assert took_s < 5
+    assert accelerant("train", "--resume", ".")[0] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["devices", "train --data t --out o", "data prepare t --out p"])
+def test_ctrl_c_while_a_command_starts_ends_it_without_a_traceback(tmp_path, command):
+    """At moments from the package's first import on; before, the signal is Python's own."""
+    (tmp_path / "t").write_text(TEXT * 200)
+    start = "import sys; sys.stdout.write('up'); sys.stdout.flush(); from accelerant.cli import main; main()"
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    for delay_s in (0.1, 0.2, 0.4, 0.8, 1.6):
+        process = subprocess.Popen(
+            [sys.executable, "-c", start, *command.split()], cwd=tmp_path, env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # ignored in a background job
+        )  # fmt: skip
+        assert process.stdout.read(2) == "up"
+        time.sleep(delay_s)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode in (130, 0), errors
+        assert "Traceback" not in errors
+        if process.returncode == 0:  # it was done before
+            assert command == "devices"
