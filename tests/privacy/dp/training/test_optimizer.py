@@ -453,10 +453,13 @@ def test_closures_scalers_groups_and_copies_are_refused():
             with pytest.raises(TypeError, match="state_dict"):
                 duplicate(optimizer)
         optimizer.grad_scale = torch.ones(())
-        classify(model, x, y).backward()
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(classify(model, x, y)).backward()
         with pytest.raises(UnsupportedCase, match="GradScaler"):
             optimizer.step()
         del optimizer.grad_scale
+        with pytest.raises(UnsupportedCase, match="GradScaler"):
+            scaler.step(optimizer)
 
 
 def test_batches_of_ones_own_need_an_expected_size():

@@ -297,6 +297,46 @@ def test_a_model_with_a_generator_of_its_own_is_named_as_unchecked():
         loop(model, points())
 
 
+class Named(nn.Module):
+    """Looks its rows up by names, which are no tensors."""
+
+    def __init__(self, x):
+        super().__init__()
+        self.rows, self.layer = dict(enumerate(x)), nn.Linear(6, 3)
+
+    def forward(self, names):
+        return self.layer(torch.stack([self.rows[name] for name in names]))
+
+
+def test_an_input_without_tensors_is_named_as_unchecked():
+    x, y = points()
+    model = Named(x)
+    with private(model, 1.0, expected_batch_size=4), pytest.warns(UserWarning, match="has no tensor with dimensions"):
+        F.cross_entropy(model([0, 1, 2, 3]), y[:4]).backward()
+
+
+class Typed(nn.Module):
+    """Reads a parameter's dtype, for which torch.compile describes the parameter and its gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.last(self.first(x.to(self.first.weight.dtype)).tanh())
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_checked_and_trains_in_parts():
+    refused, accepted = Rearranged(lambda h: h.flip(0), lambda h: h.flip(0)), Typed()
+    with pytest.raises(UnsupportedCase, match="in inner"):
+        loop(refused, points(), lambda model, x, y: classify(torch.compile(model, backend="aot_eager"), x, y))
+    compiled = torch.compile(accepted, backend="aot_eager")
+    training = loop(accepted, points(), lambda _, x, y: classify(compiled, x, y), steps=2)
+    assert training.optimizer.steps == 2
+    assert not training.optimizer.separation.pending
+
+
 @pytest.mark.parametrize("rows", [2, 3, 4, 20, 21, 64])
 def test_some_pass_replaces_one_row_of_two_and_keeps_the_other(rows):
     masks = torch.stack(_patterns(rows))

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -53,6 +54,8 @@ _WITHHELD = (
     "optimizer.zero_grad()"
 )
 
+_SCALED = "a GradScaler scales the losses, and so what is clipped: use bfloat16 autocast without a scaler"
+
 _CHANGED = (
     "a gradient was changed or cleared between backward and optimizer.step(): what is released must be the clipped "
     "sum. Clip after the noise (accelerant.nn.optim with max_grad_norm), clear with optimizer.zero_grad()"
@@ -77,7 +80,8 @@ class _Withheld(Tensor):
 
     _DESCRIPTION: ClassVar = frozenset([
         Tensor.__repr__, Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex,
-        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "requires_grad")),
+        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout")),
+        *(getattr(Tensor, name).__get__ for name in ("is_sparse", "requires_grad")),
         # Module.to(), and its relatives, convert the gradients, too.
         Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16,
         getattr(Tensor.data, _SETTER), Tensor.requires_grad_, torch._has_compatible_shallow_copy_type,
@@ -92,8 +96,10 @@ class _Withheld(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in cls._DESCRIPTION:
+        if func in cls._DESCRIPTION or TracingContext.try_get() is not None:  # torch.compile describes it at length
             return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # torch's own
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:
+            raise UnsupportedCase(_SCALED)
         raise ConfigError(_WITHHELD)
 
 
@@ -229,9 +235,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if closure is not None:
             raise UnsupportedCase("a private step takes no closure: it would use the examples several times")
         if getattr(self, "grad_scale", None) is not None:
-            raise UnsupportedCase(
-                "a GradScaler scales the losses, and so what is clipped: use bfloat16 autocast without a scaler"
-            )
+            raise UnsupportedCase(_SCALED)
         self.stepped = False
         if not self.tracker.passes:
             self.drop_released()

@@ -74,6 +74,7 @@ class PrivateTraining:
         self._attached = True
         known, own = weakref.ref(optimizer), weakref.ref(model)
 
+        @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
         def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
             private = known()
             if private is not None and torch.is_grad_enabled():

@@ -62,7 +62,6 @@ class SeparationCheck:
         self._called = self._warned = self._knows_loss = False
         self.pending = True
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check the rows of a forward pass that is about to begin, if they can show anything new.
 
@@ -70,8 +69,10 @@ class SeparationCheck:
             UnsupportedCase: in some layer the gradient of an example depends on other rows.
         """
         self._called = True
-        rows = batch_size((*args, *kwargs.values())) or 0
-        if rows < 2 or torch._C._current_graph_task_id() != -1 or _capturing():
+        rows = batch_size((*args, *kwargs.values()))
+        if rows is None:
+            self._warn("its input has no tensor with dimensions in tuples, lists or mappings")
+        if rows is None or rows < 2 or torch._C._current_graph_task_id() != -1 or _capturing():
             return
         other = _other_rows((args, kwargs), rows)
         if other is None:  # as in an empty draw, all of whose rows are padding
@@ -246,7 +247,8 @@ def _capturing() -> bool:
 @contextmanager
 def _restored(model: nn.Module) -> Generator[None]:
     """Restore random generators, and the modules' attributes and buffers, at the end."""
-    modules = [(vars(module), dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    plain = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    modules = [(module, dict(vars(module)), dict(module._buffers)) for module in plain]
     buffers = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
     devices = {param.get_device() for param in model.parameters() if param.is_cuda}
     states = random.getstate(), np.random.get_state()
@@ -256,11 +258,11 @@ def _restored(model: nn.Module) -> Generator[None]:
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-        for now, before, own in modules:
-            now.clear()
-            now.update(before)
-            now["_buffers"].clear()
-            now["_buffers"].update(own)
+        for module, before, own in modules:
+            vars(module).clear()
+            vars(module).update(before)
+            module._buffers.clear()
+            module._buffers.update(own)
         with torch.no_grad():
             for buffer, version, value in buffers:
                 if buffer._version != version:
