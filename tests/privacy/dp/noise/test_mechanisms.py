@@ -176,6 +176,45 @@ def test_the_exact_delta_is_within_the_one_asked(monkeypatch, epsilon, delta, va
     assert ledger.epsilon(delta) <= epsilon
 
 
+def search_exact_deltas(monkeypatch, cases, seed):
+    """Random releases: their exact delta is within that of the continuous noise in the ledger and the delta charged."""
+    plans, random = [], np.random.default_rng(seed)
+    monkeypatch.setattr(NoisySum, "add_", lambda self, tensors, plan, factor: plans.append(plan))
+    for _ in range(cases):
+        whole, multiplier = bool(random.integers(2)), float(np.exp(random.uniform(np.log(0.2), np.log(30))))
+        sensitivity = int(random.integers(1, 40)) if whole else float(np.exp(random.uniform(-12, 12)))
+        ledger, value = dp.Ledger(), 7 if whole else 0.3
+        dp.release(value, mechanism="gaussian", sensitivity=sensitivity, noise_multiplier=multiplier, ledger=ledger)
+        (event,) = ledger.events
+        for delta in (1e-2, 1e-5, 1e-8):
+            # The least epsilon of the continuous noise at delta, by bisection: Balle and Wang 2018, theorem 8.
+            low, high = 0.0, 1e4
+            for _ in range(60):
+                middle = (low + high) / 2
+                low, high = (middle, high) if analytic_delta(event.noise_multiplier, middle) > delta else (low, middle)
+            found = exact_delta(plans[-1], sensitivity, high)
+            assert found <= delta * (1 + 1e-9) + event.delta + 1e-14, (sensitivity, multiplier, delta)
+
+
+def analytic_delta(multiplier, epsilon):
+    def below(x):
+        return 0.5 * math.erfc(-x / 2**0.5)
+
+    shift, slope = 0.5 / multiplier, epsilon * multiplier
+    second = below(-shift - slope)
+    return below(shift - slope) - (math.exp(epsilon + math.log(second)) if second else 0.0)
+
+
+def test_exact_deltas_are_within_the_recorded_ones(monkeypatch):
+    search_exact_deltas(monkeypatch, 8, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_exact_deltas_are_within_the_recorded_ones_at_length(monkeypatch):
+    search_exact_deltas(monkeypatch, 500, seed=None)
+
+
 def test_a_release_past_the_budget_draws_nothing():
     ledger = dp.Ledger(budget=dp.Budget(1.0, 1e-6))
     dp.release(1.0, mechanism="laplace", sensitivity=1.0, epsilon=0.8, ledger=ledger)
