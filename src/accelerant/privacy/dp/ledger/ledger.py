@@ -132,7 +132,7 @@ class Ledger:
         FormatError: the file was cut or edited; the message names the line.
 
     Attributes:
-        budget: the one that was given, or the file's of the least epsilon.
+        budget: the one that was given, or of the file's that hold the last.
         run_id: random; checkpoints name what a run spent by it (`by_run`, `merge`).
     """
 
@@ -176,7 +176,7 @@ class Ledger:
         history.name_runs(fresh_id())
         ledger = cls(**history.facts)
         ledger.path, ledger._history, ledger._past = path, history, history.counts
-        ledger._unguarded, ledger.budget = contents.unguarded, _least(_budgets(history, path))
+        ledger._unguarded, ledger.budget = contents.unguarded, _last(_binding(_budgets(history, path)))
         return ledger
 
     def record(self, event: Event) -> None:
@@ -418,17 +418,23 @@ class Ledger:
                     f"{given.epsilon:g} at delta {given.delta:g} is looser: leave budget out to keep it, or open the "
                     "ledger with Ledger(path, budget=..., loosen_budget=True), which it records"
                 )
-        every = dict.fromkeys([*held, *self._budgets])
-        self._budgets = [one for one in every if not any(other != one and other.implies(one) for other in every)]
-        self.budget = given or _least(self._budgets)
+        self._budgets = _binding([*held, *self._budgets])
+        self.budget = given or _last(self._budgets)
 
 
 def _budgets(history: History, path: Path) -> list[Budget]:
+    """Return the budgets of a file that were not given up, in the order in which they were last given."""
     try:
         return [Budget(*budget) for budget in history.budgets]
     except (ConfigError, TypeError, ValueError):
         raise FormatError(f"{path}: a run's budget is not valid") from None
 
 
-def _least(budgets: Sequence[Budget]) -> Budget | None:
-    return min(budgets, key=attrgetter("epsilon", "delta"), default=None)
+def _binding(budgets: Sequence[Budget]) -> list[Budget]:
+    """Return the budgets without those that another one implies."""
+    every = dict.fromkeys(budgets)
+    return [one for one in every if not any(other != one and other.implies(one) for other in every)]
+
+
+def _last(budgets: Sequence[Budget]) -> Budget | None:
+    return budgets[-1] if budgets else None

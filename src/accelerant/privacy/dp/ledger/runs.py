@@ -95,7 +95,9 @@ class History:
             held = {budget: None for budget in held if budget not in given_up}
             if (budget := run.facts.get("budget")) is not None:
                 epsilon, delta, method = budget
-                held[float(epsilon), float(delta), str(method)] = None
+                key = float(epsilon), float(delta), str(method)
+                held.pop(key, None)
+                held[key] = None  # the last
         return list(held)
 
     def name_runs(self, beginning: str) -> bool:
