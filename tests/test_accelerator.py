@@ -32,6 +32,7 @@ from accelerant.errors import (
     UnsupportedDtype,
 )
 from accelerant.runtime import registry
+from accelerant.runtime.streams.transfer import copy_async
 from requirements import require_backend
 
 P = field_of("goldilocks").modulus
@@ -248,6 +249,39 @@ def test_attention_agrees_with_torch(acc):
     q, k, v = np.random.default_rng(2).standard_normal((3, 1, 2, 5, 8)).astype(np.float32)
     theirs = torch.nn.functional.scaled_dot_product_attention(*map(torch.from_numpy, (q, k, v)), is_causal=True)
     np.testing.assert_allclose(acc.attention(q, k, v, causal=True), theirs.numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_arrays_without_dimensions_stay_so(acc, batched):
+    words, number = np.array(7, np.uint64), np.array(1.5, np.float32)
+    calls = {
+        "field_add": ((words, words), 14), "field_inv": ((words,), pow(7, -1, P)), "gelu": ((number,), None),
+        "softmax": ((number,), 1), "field_mul": ((3, 4), 12),
+    }  # fmt: skip
+    for name, (arrays, wanted) in calls.items():
+        if batched:
+            with acc.batch() as batch:
+                answers = [getattr(batch, name)(*arrays) for _ in range(2)]
+            results = [answer.result() for answer in answers]
+        else:
+            results = [getattr(acc, name)(*arrays)]
+        for result in results:
+            assert result.shape == ()
+            assert wanted is None or result == wanted
+
+
+def test_masked_arrays_are_refused(acc):
+    """Their data would be computed with, and the mask lost."""
+    words = np.ma.masked_array(np.arange(4, dtype=np.uint64), [0, 1, 0, 0])
+    field = accelerant.zk.field("goldilocks")
+    for call in (
+        lambda: acc.gelu(words.astype(np.float32)), lambda: acc.field_add(words, words), lambda: acc.ntt(words),
+        lambda: field.add(words, words), lambda: accelerant.zk.ntt(words, field="goldilocks"),
+        lambda: acc.msm(np.ma.masked_array(np.zeros((2, 4), np.uint64)), [(1, 2), (1, 2)]),
+        lambda: registry.create("cpu").copy_to_device(words), lambda: copy_async(words, "cpu"),
+    ):  # fmt: skip
+        with pytest.raises(UnsupportedDtype, match="masked array"):
+            call()
 
 
 def test_close_waits_for_submitted_calls():

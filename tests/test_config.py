@@ -73,6 +73,11 @@ def test_dispatch_is_told_while_what_it_depends_on_is_overridden():
         ({"ACCELERANT_LOG": "loud"}, "log"),
         ({"ACCELERANT_CACHE_DIR": "~nobody-of-that-name/x"}, "cache_dir cannot be '~nobody-of-that-name/x'"),
         ({"ACCELERANT_CONFIG": "/nowhere/config.toml"}, "/nowhere/config.toml"),
+        (
+            {"ACCELERANT_BAKEND": "cpu"},
+            r"unknown environment variable 'ACCELERANT_BAKEND' \(did you mean 'ACCELERANT_BACK",
+        ),
+        ({"ACCELERANT_FUZ": "1"}, "unknown environment variable 'ACCELERANT_FUZ'"),
     ],
 )
 def test_values_without_meaning_are_refused(environ, message):
@@ -80,7 +85,14 @@ def test_values_without_meaning_are_refused(environ, message):
         load(environ)
 
 
-@pytest.mark.parametrize(("text", "message"), [("colour = 1", "unknown setting 'colour'"), ("a = [", "not TOML")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("colour = 1", "unknown setting 'colour'; known are backend"),
+        ("race_ = 1", "did you mean 'race'"),
+        ("a = [", "not TOML"),
+    ],
+)
 def test_bad_files_are_refused(file, text, message):
     file.write_text(text)
     with pytest.raises(ConfigError, match=message):
@@ -90,6 +102,11 @@ def test_bad_files_are_refused(file, text, message):
 def test_override_is_undone_and_refuses_unknown_names():
     before = settings()
     with pytest.raises(ConfigError, match="unknown setting 'speed'"), override(speed=11):
+        pass
+    with (
+        pytest.raises(ConfigError, match=r"'races' \(did you mean 'race'"),
+        override(races=1),
+    ):
         pass
     with pytest.raises(ConfigError, match="log"), override(log="loud"):
         pass

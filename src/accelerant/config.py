@@ -15,6 +15,9 @@ The file is `$ACCELERANT_CONFIG`, or `config.toml` in the user's configuration f
     [implementation]          # ACCELERANT_IMPLEMENTATION="gelu_fwd=torch, ..."   force an op's implementation
     gelu_fwd = "torch"
 
+An unknown name is an error, in the file and among the variables that begin with ACCELERANT_. An unknown op is an error
+when any op first chooses an implementation.
+
 `settings()` is read once a process; `override(...)` changes it for a block of code, in its thread or asyncio task and
 in the threads in which autograd runs a backward pass started there. At the log level "debug", each kernel launch is
 logged with grid, block and host time. Messages go to Python's logger "accelerant", which prints to stderr unless the
@@ -23,12 +26,13 @@ program has set up logging itself.
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import sys
 import threading
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
@@ -39,7 +43,7 @@ from typing import Any, Literal, get_args
 
 from accelerant.errors import ConfigError
 
-__all__ = ["FallbackPolicy", "Settings", "When", "carried", "override", "settings"]
+__all__ = ["FallbackPolicy", "Settings", "When", "carried", "override", "settings", "similar"]
 
 FallbackPolicy = Literal["allow", "warn", "forbid"]
 When = Literal["off", "first_use"]
@@ -121,11 +125,24 @@ def _from_file(path: Path, *, must_exist: bool) -> dict[str, Any]:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
-    known = {setting.name for setting in fields(Settings)}
-    unknown = sorted(set(table) - known)
-    if unknown:
-        raise ConfigError(f"{path}: unknown setting {unknown[0]!r}; known are {', '.join(sorted(known))}")
+    _require_known(table, {setting.name for setting in fields(Settings)}, f"{path}: unknown setting")
     return {name: _converted(name, value, str(path)) for name, value in table.items()}
+
+
+_OTHERS = {"ACCELERANT_CONFIG", "ACCELERANT_COMMIT"}  # the file, and the commit in records of benchmarks
+_OF_TESTS = "ACCELERANT_FUZZ_"
+
+
+def _require_known(names: Iterable[str], known: Collection[str], what: str) -> None:
+    """Raise ConfigError for the first name that is not known, with the most similar one that is."""
+    for name in sorted(names):
+        if name not in known:
+            raise ConfigError(f"{what} {name!r}{similar(name, known)}; known are {', '.join(sorted(known))}")
+
+
+def similar(name: str, known: Iterable[str]) -> str:
+    """Return a question for an error: whether the most similar of the known names was meant; empty if none is."""
+    return "".join(f" (did you mean {match!r}?)" for match in difflib.get_close_matches(name, known, 1))
 
 
 def load(environ: Mapping[str, str] | None = None) -> Settings:
@@ -134,6 +151,11 @@ def load(environ: Mapping[str, str] | None = None) -> Settings:
     Raises ConfigError for an unknown name or an invalid value.
     """
     environ = os.environ if environ is None else environ
+    ours = [name for name, value in environ.items() if name.startswith("ACCELERANT_") and value]
+    variables = {f"ACCELERANT_{setting.name.upper()}" for setting in fields(Settings)}
+    _require_known(
+        [name for name in ours if not name.startswith(_OF_TESTS)], variables | _OTHERS, "unknown environment variable"
+    )
     named = environ.get("ACCELERANT_CONFIG")
     default = _user_folder("config") / "config.toml"
     values = _from_file(Path(named) if named else default, must_exist=bool(named))
@@ -210,9 +232,7 @@ def override(**changes: Any) -> Iterator[Settings]:
     >>> with override(fallback="forbid"):
     ...     train()
     """
-    unknown = sorted(set(changes) - {setting.name for setting in fields(Settings)})
-    if unknown:
-        raise ConfigError(f"unknown setting {unknown[0]!r}")
+    _require_known(changes, {setting.name for setting in fields(Settings)}, "unknown setting")
     read = {name: _converted(name, value, "override") for name, value in changes.items()}
     changed = replace(settings(), **read)
     level = settings().log

@@ -269,3 +269,12 @@ def test_a_kernel_that_another_process_compiles_is_waited_for(cpu):
 
 def test_a_cache_that_cannot_be_read_has_nothing(tmp_path):
     assert not KernelCache(tmp_path / ("x" * 300)).has("0" * 64)
+
+
+def test_a_range_that_would_wrap_around_is_refused(cpu):
+    kernel = cpu.compile(field_add_source())
+    x = cpu.copy_to_device(np.ones(4, np.uint64))
+    with pytest.raises(
+        LaunchError, match="fewer than 9,223,372,036,854,775,808 indices, got 36,893,488,147,419,103,232"
+    ):
+        cpu.launch(kernel, (2**31, 2**31), (8,), (x, x, x, 4))

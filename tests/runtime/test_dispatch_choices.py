@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import re
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -13,6 +16,7 @@ import weakref
 import pytest
 import torch
 
+from accelerant import ops
 from accelerant.config import override
 from accelerant.errors import CompileError, ConfigError, FallbackWarning, OutOfMemory, UnsupportedCase
 from accelerant.runtime.dispatch import (
@@ -262,7 +266,7 @@ def test_a_forced_choice_that_cannot_be_is_an_error_with_the_reason(book):
         Implementation("broken", failing(CompileError("no"))),
         Implementation("plain", lambda: "plain"),
     )
-    with pytest.raises(ConfigError, match=r"there is no op 'prob'; there are .*probe"), force(prob="fast"):
+    with pytest.raises(ConfigError, match=r"there is no op 'prob' .*probe"), force(prob="fast"):
         pass
     known = "probe has the implementations fast, broken, plain; got 'triton'"
     with pytest.raises(ConfigError, match=known), force(probe="triton"):
@@ -358,3 +362,22 @@ def test_a_backward_pass_follows_the_forward_pass_that_saved_for_it(book):
     refusal = r"'cudnn', which refuses .* pair_fwd saved its tensors in its own form"
     with force(pair_bwd="cudnn"), pytest.raises(UnsupportedCase, match=refusal):
         backward(CASE)
+
+
+def test_unknown_ops_in_the_settings_are_named(tmp_path):
+    """At the first choice of any op."""
+    x = torch.ones(3, 5)
+    for wrong, message in (("gelu_fdw=torch", r"'gelu_fdw' \(did you mean 'gelu_"), ("gelu_fwd=tritn", "got 'tritn'")):
+        with override(implementation=wrong), pytest.raises(ConfigError, match=message):
+            ops.relu(x)
+    with override(implementation="adamw_step=torch, clip_sum=torch"):  # of modules that are imported on first use
+        ops.relu(x)
+
+
+@pytest.mark.slow
+def test_unknown_ops_in_the_environment_are_named_before_their_module_is_imported():
+    program = "import torch, accelerant; accelerant.ops.relu(torch.ones(7))"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment["ACCELERANT_IMPLEMENTATION"] = "adamw_sep=torch"
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=120)
+    assert "there is no op 'adamw_sep' (did you mean 'adamw_step'?)" in done.stderr

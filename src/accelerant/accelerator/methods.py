@@ -21,6 +21,7 @@ from accelerant import ops
 from accelerant.algebra.field import prime_field
 from accelerant.algebra.field.words import check_words, encode
 from accelerant.errors import ConfigError, UnsupportedDtype
+from accelerant.runtime.host import refuse_masked
 from accelerant.zk.elliptic_curve import curve as curve_named
 from accelerant.zk.multi_scalar.op import msm
 from accelerant.zk.operands import encoded_points, plain_scalars, scalar_words
@@ -62,6 +63,7 @@ class ArrayOrigin:
 
 def kind_of(x: object) -> str:
     """Return the library of an array, "numpy" for numbers and sequences of them; or raise UnsupportedDtype."""
+    refuse_masked(x, "the array")
     if isinstance(x, torch.Tensor):
         return "torch"
     if isinstance(x, (np.ndarray, np.generic, int, float, Sequence)) and not isinstance(x, (str, bytes)):
@@ -85,8 +87,7 @@ def to_torch(x: Any, device: torch.device, dtype: np.dtype[Any] | None = None) -
         if kind == "torch":
             return x.to(device, non_blocking=False), ArrayOrigin(kind, x.device)
         if kind == "numpy":
-            array = x if isinstance(x, np.ndarray) else np.asarray(x, dtype)
-            array = np.ascontiguousarray(array)
+            array = np.asarray(x, dtype if not isinstance(x, np.ndarray) else None, order="C")  # keeps 0 dimensions
             tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
             return tensor.to(device), ArrayOrigin(kind, torch.device("cpu"))
         tensor = torch.utils.dlpack.from_dlpack(x)

@@ -11,7 +11,9 @@ jvp, vmap and their combinations) are served by torch's own functions, the compo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,7 +53,7 @@ def define(
         fake: returns results of the right shape, dtype and strides.
         differentiable: called in place of kernel where an argument requires a gradient.
         composite: the same from torch's own differentiable functions, called for a tensor that carries a tangent
-            (forward-mode derivatives) and inside the transforms of torch.func.
+            (forward-mode derivatives), for a DTensor, and inside the transforms of torch.func.
 
     Returns:
         the op, to call with every argument positional.
@@ -62,7 +64,7 @@ def define(
 
     def autograd(*args: Any) -> Any:
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        if transforming() or any(map(_has_tangent, tensors)):
+        if transforming() or any(_has_tangent(x) or _is_distributed(x) for x in tensors):
             return composite(*args)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return differentiable(*args)
@@ -72,6 +74,7 @@ def define(
     library.impl(name, kernel, "CompositeExplicitAutograd")
     library.impl(name, autograd, "Autograd")
     library.impl(name, composite, "FuncTorchBatched")
+    _composites[name] = composite
     torch.library.register_fake(f"accelerant::{name}", fake, lib=library)
     return op
 
@@ -90,6 +93,29 @@ def is_plain(x: Tensor) -> bool:
     return not is_watched() and is_ordinary(x)
 
 
+_composites: dict[str, Callable[..., Any]] = {}
+"""Names and composites of ops that have no rule for DTensors yet."""
+
+
+def _is_distributed(x: object) -> bool:
+    """Return whether x is a DTensor, which has rules of sharding for torch's operations alone.
+
+    The first one gives every op the rule that its composite runs: inference mode skips the formulas of autograd.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None or not isinstance(x, module.DTensor):
+        return False
+    while _composites:
+        name, composite = _composites.popitem()
+        rule = partial(_run_composite, composite)
+        torch.library.register_torch_dispatch(f"accelerant::{name}", module.DTensor, rule, lib=library)
+    return True
+
+
+def _run_composite(composite: Callable[..., Any], kind: type, op: object, types: object, args: Any, _: object) -> Any:
+    return composite(*args)
+
+
 def is_ordinary(x: Tensor) -> bool:
     """Return whether x is memory of a device, no subclass and no transform's wrapper."""
     keys = keys_of(x).raw_repr()
@@ -102,6 +128,8 @@ def is_ordinary(x: Tensor) -> bool:
         ordinary = not keys & ~usual
         if not is_watched():  # else the empty tensor may be a mode's own
             ordinary_keys[keys] = ordinary
+    if not ordinary:
+        _is_distributed(x)  # gives the ops their rules
     return ordinary
 
 

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 __all__ = [
-    "control_group_room", "fork_safe", "host_memory", "processor_name", "python_child", "read_meminfo", "usable_cores",
+    "control_group_room", "fork_safe", "host_memory", "processor_name", "python_child", "read_meminfo",
+    "refuse_masked", "usable_cores",
 ]  # fmt: skip
+
+from accelerant.errors import UnsupportedDtype
 
 LockT = TypeVar("LockT")
 
@@ -110,6 +113,13 @@ def _is_current(folder: str) -> bool:
         return os.path.samefile(folder, os.curdir)
     except OSError:  # one of the two does not exist
         return False
+
+
+def refuse_masked(x: object, name: str) -> None:
+    """Raise UnsupportedDtype for a masked array of NumPy: its mask would be lost, and the hidden values used."""
+    masked = sys.modules.get("numpy.ma")
+    if masked is not None and isinstance(x, masked.MaskedArray):
+        raise UnsupportedDtype(f"{name} is a masked array; pass x.filled(value) or x.compressed() instead")
 
 
 # --- locks -----------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ import numpy.typing as npt
 from accelerant.errors import CompileError, ConfigError, DeviceLost, LaunchError, OutOfMemory, ShapeError
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources
 from accelerant.runtime.files import JsonRecord
-from accelerant.runtime.host import fork_safe, python_child
+from accelerant.runtime.host import fork_safe, python_child, refuse_masked
 
 __all__ = [
     "Arguments", "Buffer", "ComputeBackend", "ComputeDevice", "ComputeProvider", "CountedMemory", "Event", "Launches",
@@ -223,6 +223,7 @@ class ComputeProvider(ABC):
             ShapeError: `out` is smaller than the array.
             LaunchError: `out` was freed, or another provider allocated it.
         """
+        refuse_masked(array, "array")
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         if out is not None and out.size_bytes < flat.nbytes:
             raise ShapeError(f"a buffer of {out.size_bytes} bytes cannot take an array of {flat.nbytes}")
@@ -482,6 +483,12 @@ def check_launch(
             raise LaunchError(f"{name} must be one to three numbers of at least 1, got {tuple(sizes)}")
     if len(args) != len(kernel.arguments):
         raise LaunchError(f"kernel {kernel.name!r} takes {len(kernel.arguments)} arguments, got {len(args)}")
+
+
+def check_range(kernel: Kernel, asked: int, limit: int, what: str) -> None:
+    """Raise LaunchError where a launch has as many indices as its numbers cannot hold: they would wrap around."""
+    if asked >= limit:
+        raise LaunchError(f"kernel {kernel.name!r}: a launch has fewer than {limit:,} {what}, got {asked:,}")
 
 
 def check_scalar(name: str, position: int, kind: str, arg: object) -> int | float:

@@ -23,6 +23,7 @@ from accelerant.algebra.field import words as host
 from accelerant.algebra.field.memory_space import HOST, MemorySpace, in_kind, is_tensor, signed_view, space_of
 from accelerant.algebra.field.parameters import Field
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
+from accelerant.runtime.host import refuse_masked
 
 __all__ = [
     "Check", "Operand", "array_operand", "encoded_points", "montgomery_points", "moved", "plain_scalars",
@@ -67,6 +68,7 @@ def array_operand(x: Any, field: Field, name: str, tail: Shape) -> Operand:
         ConfigError: a tensor on a device without a backend.
     """
     tensor = x if is_tensor(x) else None
+    refuse_masked(x, name)
     if tensor is None and not isinstance(x, np.ndarray):
         raise UnsupportedDtype(f"{name} must be a NumPy array, a torch tensor or of Python, got {type(x).__name__}")
     space, shape = HOST if tensor is None else space_of(x), tuple(x.shape)

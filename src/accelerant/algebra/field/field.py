@@ -28,6 +28,7 @@ from accelerant.algebra.field import words as host
 from accelerant.algebra.field.memory_space import HOST, MemorySpace, in_kind, is_tensor, signed_view, space_at, space_of
 from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
+from accelerant.runtime.host import refuse_masked
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = ["FieldArray", "PrimeField", "prime_field", "register_field"]
@@ -207,6 +208,7 @@ class PrimeField:
             space, tensor = space_of(x), x
             words: Any = x.detach().numpy() if space is HOST else signed_view(x)
         elif isinstance(x, np.ndarray):
+            refuse_masked(x, name)
             if x.dtype != self.dtype or field.limbs > 1:  # a dtype's name takes longer than a small sum
                 host.check_words(field, x.dtype.name if x.dtype.isnative else x.dtype.str, x.shape, name)
             space, words, tensor = HOST, x, None

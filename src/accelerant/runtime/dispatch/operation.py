@@ -27,6 +27,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import importlib
+import pkgutil
 import traceback
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -35,7 +38,7 @@ from typing import Any
 
 import torch
 
-from accelerant.config import choice_overrides, override, settings
+from accelerant.config import choice_overrides, override, settings, similar
 from accelerant.errors import (
     AccelerantError,
     CompileError,
@@ -233,6 +236,7 @@ class Operation:
         """
         refusals = self.refusals(case)
         serving = [candidate for candidate, reason in refusals if reason is None]
+        _require_declared(rules().forced)
         forced = dict(rules().forced).get(self.name)
         raced: tuple[tuple[str, float], ...] = ()
         failed_before: tuple[tuple[str, str], ...] = ()
@@ -422,6 +426,25 @@ class Operation:
             )
 
 
+@functools.lru_cache(maxsize=64)
+def _require_declared(forced: tuple[tuple[str, str], ...]) -> None:
+    """Raise ConfigError for an op that no module declares, or an implementation that it does not have."""
+    if any(op not in _operations for op, _ in forced):
+        for package in _DECLARING:
+            for module in pkgutil.walk_packages(importlib.import_module(package).__path__, f"{package}."):
+                if not module.name.endswith((".cases", ".triton_kernels")):
+                    importlib.import_module(module.name)
+    for op, name in forced:
+        if op not in _operations:
+            meant, known = similar(op, _operations), ", ".join(sorted(_operations))
+            raise ConfigError(f"setting implementation: there is no op {op!r}{meant}; known are {known}")
+        _operations[op].named(name, where="setting implementation: ")
+
+
+_DECLARING = ("accelerant.ops", "accelerant.privacy.dp.clipping")
+"""Packages whose modules declare Operations. Some are imported on first use, here for the names of their ops."""
+
+
 def _by_times(
     measured: Measurement | None, serving: Sequence[Implementation], case: str
 ) -> tuple[Implementation, str, tuple[tuple[str, float], ...], tuple[tuple[str, str], ...]]:
@@ -483,10 +506,6 @@ def force(**implementations: str) -> Iterator[None]:
 
     An op or implementation that the ledger does not know by that name raises ConfigError.
     """
-    for op, name in implementations.items():
-        operation = _operations.get(op)
-        if operation is None:
-            raise ConfigError(f"there is no op {op!r}; there are {', '.join(sorted(_operations)) or 'none yet'}")
-        operation.named(name)
+    _require_declared(tuple(implementations.items()))
     with override(implementation={**dict(settings().implementation), **implementations}):
         yield

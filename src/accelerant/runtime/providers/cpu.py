@@ -44,6 +44,7 @@ from accelerant.runtime.provider import (
     check_device,
     check_launch,
     check_owner,
+    check_range,
     check_scalar,
     log_launch,
     out_of_memory,
@@ -180,6 +181,7 @@ class CpuProvider(ComputeProvider):
         values = [_value(kernel, i, arg) for i, arg in enumerate(args)]
         began = time.perf_counter() if launch_log.enabled else 0.0
         total = prod(grid) * prod(block)
+        check_range(kernel, total, 2**63, "indices")
         parts = max(1, min(self.cores, total // kernel.metadata["least_share"]))
         if parts == 1:
             kernel.handle(0, total, *values)

@@ -156,6 +156,10 @@ class LoadedKernel:
             noted()
 
     def _configure(self, grid: tuple[int, ...], block: tuple[int, ...]) -> Any:
+        if any(not 1 <= size <= most for size, most in zip(grid, _LARGEST_GRID, strict=False)):
+            raise LaunchError(
+                f"kernel {self.name!r}: a grid has 1 to {_LARGEST_GRID} blocks along its axes, got {grid}"
+            )
         if len(self._configs) >= _CONFIGS_LIMIT:
             self._configs.clear()
         try:
@@ -256,6 +260,8 @@ class PackedLaunch:
         self._configs[stream] = config
         return config
 
+
+_LARGEST_GRID = (2**31 - 1, 65535, 65535)
 
 _ATTRIBUTES = {
     "cooperative": "CU_LAUNCH_ATTRIBUTE_COOPERATIVE",

@@ -40,6 +40,7 @@ from accelerant.runtime.provider import (
     check_device,
     check_launch,
     check_owner,
+    check_range,
     check_scalar,
     log_launch,
     out_of_memory,
@@ -198,6 +199,7 @@ class OpenclProvider(ComputeProvider):
         ]
         axes = list(itertools.zip_longest(grid, block, fillvalue=1))
         sizes, threads = [blocks * width for blocks, width in axes], [width for _, width in axes]
+        check_range(kernel, max(sizes), 2**31, "threads along an axis")
         opened = self._device(kernel.device)
         queue = stream if stream is not None else opened.queue
         began = time.perf_counter() if launch_log.enabled else 0.0

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError, TimeLimitExceeded, UnsupportedDtype
-from accelerant.runtime.host import fork_safe
+from accelerant.runtime.host import fork_safe, refuse_masked
 from accelerant.runtime.memory.limits import available_bytes
 from accelerant.runtime.registry import DeviceLike
 from accelerant.runtime.streams.stream import Event, Future, Stream
@@ -119,6 +119,7 @@ def as_host(array: Any, name: str, *, write: bool = False) -> Tensor:
         if array.device.type != "cpu":
             raise ConfigError(f"{name}: wanted an array in host memory, got a tensor on {array.device}")
         return array.detach()
+    refuse_masked(array, name)
     if not isinstance(array, np.ndarray):
         raise ConfigError(f"{name}: wanted a NumPy array or a tensor, got {type(array).__name__}")
     if write and not array.flags.writeable:
