@@ -411,7 +411,7 @@ class Ledger:
     def _hold(self, held: Sequence[Budget], path: Path) -> None:
         """Hold a file's budgets with the given one, which must not be looser."""
         given = self.budget
-        for one in held:
+        for one in _binding(held):
             if given is not None and given != one and one.implies(given):
                 raise ConfigError(
                     f"the ledger {path} has the budget epsilon {one.epsilon:g} at delta {one.delta:g}, and epsilon "
