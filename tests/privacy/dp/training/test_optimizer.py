@@ -754,11 +754,12 @@ def test_a_batch_that_is_said_to_be_drawn_is_accounted_without_amplification():
     x, y = points()
     model = mlp()
     with private(model, 0.1, noise_multiplier=1.0, expected_batch_size=4) as training:
-        training.use(dp.DrawnBatch((x[:4], y[:4]), None, True, 4, 4))
+        training.use(dp.DrawnBatch((x[:4], y[:4]), torch.arange(4) < 3, True, 3, 4))
         classify(model, x[:4], y[:4]).backward()
         with pytest.warns(UserWarning, match="not drawn by the sampler"):
             training.step()
         assert [event.sampling for event in training.ledger.events] == ["unknown"]
+        assert training.clipper.mask is None
 
 
 @pytest.mark.filterwarnings("ignore:.*find_unused_parameters")

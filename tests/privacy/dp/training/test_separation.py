@@ -206,7 +206,7 @@ class Many(nn.Module):
         super().__init__()
         self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
         self.calls, self.seen = 0, []
-        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("mean", torch.zeros(6), persistent=False)
 
     def forward(self, inputs, *, scale):
         self.calls += 1
@@ -295,6 +295,30 @@ def test_a_model_with_a_generator_of_its_own_is_named_as_unchecked():
     model = Rearranged(lambda h: h + torch.randn(h.shape, generator=generator), lambda h: h)
     with pytest.warns(UserWarning, match="two equal passes of the model differ"):
         loop(model, points())
+
+
+class Averaging(nn.Module):
+    """Keeps an average of what it gets, and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return self.layer(x)
+
+
+def test_a_stored_buffer_that_follows_the_examples_is_warned_of():
+    (x, y), model = points(), nn.Sequential(Averaging())
+    with private(model, 1.0, expected_batch_size=40):
+        with pytest.warns(UserWarning, match=r"the buffer 0\.mean follows the examples") as caught:
+            classify(model, x, y).backward()
+        assert len(caught) == 1
+    assert model[0].calls == 1
 
 
 class Named(nn.Module):

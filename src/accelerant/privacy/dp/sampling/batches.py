@@ -228,6 +228,11 @@ class DrawTracker:
         return self._open and self._draw is not None
 
     @property
+    def used(self) -> bool:
+        """Whether a batch was declared as the one in use, drawn or not."""
+        return self._open
+
+    @property
     def complete(self) -> bool:
         """Whether a step may follow: the part is the draw's last, or the batches are the user's own."""
         return self._last or not self._open

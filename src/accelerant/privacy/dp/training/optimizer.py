@@ -336,7 +336,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             for param in self._params:
                 param.grad = None
         self.mark()
-        if self.tracker.sampled:
+        if self.tracker.used:
             self.clipper.mask = None  # it was the draw's
         self.tracker.released()
         self.stepped = True

@@ -112,11 +112,14 @@ class SeparationCheck:
         """Compare passes; return the layers that were used, and remember those that showed their examples apart."""
         model, rows = self._clipper.model, len(other)
 
+        buffers: list[dict[str, Tensor]] = []
+
         def norms(replaced: Tensor) -> dict[str, Tensor]:
             index = torch.where(replaced, other, torch.arange(rows))
             args, kwargs = _mapped(inputs, lambda each: _detached(each, rows, index))
             with _restored(model):
                 found = self._clipper.trial(lambda: model(*args, **kwargs))
+                buffers.append(_stored(model))
             return {name: each.double().nan_to_num(-1.0, -1.0).cpu() for name, each in found.items()}
 
         none = torch.zeros(rows, dtype=torch.bool)
@@ -143,6 +146,15 @@ class SeparationCheck:
                 "the order of the model's input, without a transposition or a permutation, and nothing may mix them. "
                 "An input that all examples share must have 1 in its first dimension"
             )
+        for name, value in buffers[0].items():
+            same = [name in now and torch.equal(value, now[name]) for now in buffers[1:]]
+            if same[0] and not all(same):
+                warnings.warn(
+                    f"the buffer {name} follows the examples of the batch: it is stored with the model, and no noise "
+                    "is added. Leave it out, or register it with persistent=False",
+                    UserWarning,
+                    stacklevel=2,
+                )
         if not changed:
             self._warn("no row of the input changes any gradient")
         self._seen |= changed
@@ -157,6 +169,16 @@ class SeparationCheck:
                 UserWarning,
                 stacklevel=3,
             )
+
+
+def _stored(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the buffers that files of the model contain."""
+    return {
+        f"{name}.{key}".strip("."): buffer.clone()
+        for name, module in model.named_modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and key not in module._non_persistent_buffers_set
+    }
 
 
 def _patterns(rows: int) -> list[Tensor]:
