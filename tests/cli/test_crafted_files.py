@@ -12,6 +12,7 @@ import random
 import shutil
 import signal
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +24,10 @@ from accelerant.nn import GPT, GPTConfig, Llama, LlamaConfig
 from accelerant.nn.train import load_checkpoint, run_training, save_checkpoint
 from accelerant.nn.train.config import PRESETS, preset
 from accelerant.nn.train.corpus import tokenizer_path
+from accelerant.privacy.dp.ledger import Ledger
+from accelerant.privacy.dp.ledger.events import Event
 
+RECORD = Path(__file__).parents[2] / "benchmarks/results/dp-cpu.json"
 LIMIT_S = 10  # on a busy machine; alone each takes well below a second
 RUN = preset("tiny").replaced(
     name="micro", context=16, layers=1, heads=2, width=16, batch_size=4, micro_batch=2, steps=6, validations=1,
@@ -129,6 +133,10 @@ def good(tmp_path_factory):
     with pytest.raises(SystemExit):
         main(["data", "prepare", str(text), "--out", str(folder / "bpe.tokens"), "--vocab-size", "270"])
     GPT(GPTConfig(vocab_size=64, context=16, layers=1, heads=2, width=16)).save_pretrained(folder / "gpt")
+    with Ledger(folder / "ledger.jsonl", unit="record") as ledger:
+        ledger.record(Event("gaussian", 1.0, sample_rate=0.1, sampling="poisson", count=3))
+        ledger.record(Event("laplace", 2.0, note="some"))
+    shutil.copy(RECORD, folder / "record.json")
     small = {"vocab_size": 64, "context": 16, "layers": 1, "heads": 2, "kv_heads": 1, "width": 16, "hidden": 32}
     Llama(LlamaConfig(**small)).save_pretrained(folder / "llama", max_shard_bytes=4000)
     return folder
@@ -207,7 +215,31 @@ def raw_header(folder, draw, name):
     return (GPT, folder / "gpt") if name.startswith("gpt") else ["train", "--resume", str(folder / "run"), "--json"]
 
 
+def ledger(folder, draw):
+    """Change a record of a privacy ledger, and chain the lines again."""
+    path, chain, lines = folder / "ledger.jsonl", "0" * 64, []
+    records = [json.loads(line)["record"] for line in path.read_text().splitlines()]
+    records[draw.randrange(len(records))] = mutated(draw.choice(records), draw)
+    for record in records:
+        canonical = json.dumps(record, sort_keys=True, separators=(",", ":"))
+        chain = hashlib.sha256(f"{chain}{canonical}".encode()).hexdigest()
+        lines.append(json.dumps({"record": record, "chain": chain}, separators=(",", ":")))
+    path.write_text("\n".join(lines) + "\n")
+    (folder / "ledger.jsonl.head").unlink(missing_ok=True)
+    return ["privacy", "statement", str(path), *draw.choice(([], ["--json"], ["--markdown"]))]
+
+
+def record(folder, draw):
+    content = json.loads((folder / "record.json").read_text())
+    content["rows"] = content["rows"][:3]
+    (folder / "old.json").write_text(json.dumps(content))
+    (folder / "record.json").write_text(json.dumps(mutated(content, draw)))
+    return ["bench", "compare", *(str(folder / name) for name in ("old.json", "record.json"))]
+
+
 CASES = {
+    "ledger": ledger,
+    "record": record,
     "config.json": lambda folder, draw: resume(folder, draw, "config.json"),
     "document": lambda folder, draw: resume(folder, draw, "document"),
     "tensors": lambda folder, draw: resume(folder, draw, "tensors"),

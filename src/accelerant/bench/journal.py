@@ -19,7 +19,7 @@ from typing import Any
 
 from accelerant.bench.record import Environment, Record, Row
 from accelerant.errors import ConfigError, FormatError
-from accelerant.runtime.files import decode_json, open_regular
+from accelerant.runtime.files import decode_json, open_regular, read_regular, typed
 
 __all__ = ["SAME", "Journal"]
 
@@ -46,7 +46,7 @@ class Journal:
         self.path = path
         self.options = dict(options or {})
         self.done: set[str] = set()
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        lines = read_regular(path, 1 << 30).splitlines(keepends=True) if path.exists() else []
         if lines and not resume:
             raise ConfigError(f"{path} is of an earlier run: --resume goes on with it, another folder starts a new one")
         whole = [line for line in lines if line.endswith(b"\n")]
@@ -62,7 +62,7 @@ class Journal:
             head = decode_json(lines[0])
             if head["journal"] != _FORMAT:
                 raise ValueError(f"format {head['journal']!r}")
-            environment = Environment(**head["environment"])
+            environment = typed(Environment, head["environment"])
             cases = [decode_json(line) for line in lines[1:]]
             rows = [Row.read(row) for case in cases for row in case["rows"]]
             done = {str(case["done"]) for case in cases}

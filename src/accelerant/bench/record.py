@@ -29,7 +29,7 @@ import torch
 from accelerant._version import __version__
 from accelerant.bench.timer import Timing
 from accelerant.errors import FormatError
-from accelerant.runtime.files import decode_json, write_atomic
+from accelerant.runtime.files import decode_json, read_regular, typed, write_atomic
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = [
@@ -269,8 +269,7 @@ class Row:
     def read(cls, body: Mapping[str, Any]) -> Row:
         """Return the row of a dictionary without its unknown names; TypeError or ValueError if it is not a row."""
         known = {one.name for one in fields(cls)}
-        row = cls(**{name: value for name, value in body.items() if name in known})
-        row = replace(row, samples=tuple(row.samples))
+        row: Row = typed(cls, {name: value for name, value in body.items() if name in known}, "a row")
         _check(row)
         return row
 
@@ -373,10 +372,11 @@ class Record:
     def load(cls, path: Path) -> Record:
         """Read what `save` wrote; FormatError if it is not a record."""
         try:
-            table = decode_json(path.read_text(encoding="utf-8"))
+            table = decode_json(read_regular(path))
             rows = [Row.read(row) for row in table["rows"]]
-            environment = Environment(**table["environment"])
-            return cls(environment, dict(table["ceilings"]), rows, list(table.get("notes", ())))
+            environment = typed(Environment, table["environment"])
+            notes = typed(list[str], table.get("notes", []), "notes")
+            return cls(environment, typed(dict[str, float], table["ceilings"], "ceilings"), rows, notes)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise FormatError(f"{path} is not a benchmark record: {error}") from None
 
@@ -453,12 +453,9 @@ def failure_note(error: BaseException, most: int = 160) -> str:
 
 def _check(row: Row) -> None:
     """Raise ValueError for a row that no run writes."""
-    for name in ("suite", "op", "case", "runner", "unit"):
-        if not isinstance(getattr(row, name), str):
-            raise ValueError(f"a row's {name} is {getattr(row, name)!r}")
     for name in ("p20", "p50", "p80"):
         value = getattr(row, name)
         if value is None and (name == "p50" or row.p50 is None):
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        if value is None or not 0 < value < math.inf:
             raise ValueError(f"{row.op} {row.case}: {name} is {value!r}")

@@ -23,6 +23,7 @@ from typer.core import TyperGroup
 
 from accelerant.cli.app import ProgressLine, exit_status
 from accelerant.errors import AccelerantError, ConfigError, FormatError
+from accelerant.runtime.files import escaped
 
 if TYPE_CHECKING:
     from accelerant.bench.compare import Comparison
@@ -339,7 +340,7 @@ def compare_records(
     from accelerant.bench.record import Record
 
     comparison = compare(Record.load(baseline), Record.load(record))
-    print(comparison.table())
+    print("\n".join(map(escaped, comparison.table().splitlines())))
     if comparison.regressions:
         raise typer.Exit(1)
 

@@ -176,7 +176,8 @@ def _extension(folder: Path, options: dict[str, Any]) -> Extension:
     secure, ledger = not given.pop("--insecure-noise", False), given.pop("--ledger", None)
     path = folder / RunFolder.LEDGER if ledger is None else Path(ledger).expanduser()
     values = {name.removeprefix("--").replace("-", "_"): value for name, value in given.items()}
-    return PrivateRun(PrivateSettings(str(path.absolute()), secure=secure, **values))
+    path = path.absolute() if ledger is None else path.resolve()  # a link in a run's folder is not written through
+    return PrivateRun(PrivateSettings(str(path), secure=secure, **values))
 
 
 def _resumed(folder: Path) -> Extension | None:

@@ -42,12 +42,13 @@ class View:
     def outcome(self, outcome: Outcome) -> None:
         """Print how the run ended."""
         summary = outcome.summary
+        if outcome.already_finished:
+            _require_summary(summary)
         if summary["status"] == "interrupted":
             print(f"Stopped after step {summary['steps_done']} of {summary['steps']}; a checkpoint is written.")
             print(f"Continue with:  {escaped(summary['resume'])}")
             return
         if outcome.already_finished:
-            _require_summary(summary)
             print("This run is already finished: there is nothing left to do.")
         print(_summary_text(summary))
 

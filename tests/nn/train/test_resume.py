@@ -182,7 +182,11 @@ def test_a_checkpoint_that_vanished_between_two_names_is_no_loss(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save({"a": torch.ones(2)}, {"step": 1})
     checkpoints.path.rename(checkpoints.previous)
-    (tmp_path / ".checkpoint.safetensors.new").write_bytes(b"half")
+    names = ("best.safetensors", ".checkpoint.safetensors.new", "config.json")
+    leftovers = [f".{name}.9.0123abcd.tmp" for name in names]
+    for name in (".checkpoint.safetensors.new", *leftovers):
+        (tmp_path / name).write_bytes(b"half")
+        os.utime(tmp_path / name, (0, 0))
     assert checkpoints.exist
     tensors, document, note = checkpoints.load()
     assert document["step"] == 1

@@ -100,8 +100,9 @@ class Event:
     def from_dict(cls, record: Mapping[str, Any]) -> Event:
         """Restore the event of `to_dict`; FormatError if a field is missing, unknown or invalid."""
         known = {field.name for field in fields(cls)}
-        if not {"mechanism", "noise_multiplier"} <= set(record) <= known:
-            raise FormatError(f"an event has the fields {', '.join(sorted(known))}; got {', '.join(sorted(record))}")
+        if not isinstance(record, Mapping) or not {"mechanism", "noise_multiplier"} <= set(record) <= known:
+            found = ", ".join(sorted(record)) if isinstance(record, Mapping) else repr(record)
+            raise FormatError(f"an event has the fields {', '.join(sorted(known))}; got {found[:200]}")
         try:
             return cls(**record)
         except ConfigError as error:

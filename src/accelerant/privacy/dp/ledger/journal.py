@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
 
 from accelerant.errors import ConfigError, FormatError
-from accelerant.runtime.files import decode_json, open_regular
+from accelerant.runtime.files import decode_json, open_regular, read_regular
 
 __all__ = ["Contents", "Journal", "read_journal"]
 
@@ -82,7 +82,7 @@ class Journal:
         try:
             created = not path.exists()
             _OPEN.add(self)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._file = open_regular(path, os.O_RDWR | os.O_CREAT, 0o644)
             _lock(self._file, path)
             self.records, self._chain, self._size, unguarded = read_journal(path)
             self.unguarded = "" if created else unguarded
@@ -166,11 +166,11 @@ def read_journal(path: Path) -> Contents:
     """
     head_path, unguarded = _head_path(path), ""
     try:  # before the file: another process may be writing
-        head, head_chain = head_path.read_text(encoding="ascii").split()
+        head, head_chain = read_regular(head_path).decode("ascii").split()
         head_lines = int(head)
     except (OSError, ValueError):
         head_lines, head_chain, unguarded = 0, "", f"{head_path.name} was missing or not readable"
-    *lines, torn = path.read_bytes().split(b"\n")
+    *lines, torn = read_regular(path, 1 << 32).split(b"\n")
     records: list[Record] = []
     chain = _START
     for number, line in enumerate(lines, 1):
