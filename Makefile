@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
+LOCK   ?=
+export LOCK
 
-.PHONY: run test test-slow lint unit coverage gpu-test soak clean help
+.PHONY: run test test-slow lint licenses lock unit coverage gpu-test soak clean help
 
 help:            ## what each target does
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -19,6 +21,13 @@ lint: $(VENV)/.installed-dev     ## formatting, types, layers
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/licenses.py --quiet
+
+licenses: $(VENV)/.installed-dev ## the license of every dependency
+	$(BIN)/python scripts/licenses.py
+
+lock: $(VENV)/.installed         ## versions and hashes of this machine's wheels, for: make run LOCK=requirements.lock
+	$(BIN)/python scripts/lock.py requirements.lock
 
 # The children that tests start import the package too: without .pyc files each of them compiles it anew.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n 2 --dist worksteal

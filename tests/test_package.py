@@ -20,6 +20,7 @@ NOT_FOR_USERS = {
     "load",
     "check_device",
     "check_launch",
+    "check_range",
     "check_owner",
     "check_scalar",
     "log_launch",

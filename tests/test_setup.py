@@ -1,0 +1,71 @@
+"""Licenses of the dependencies, and lock files."""
+
+from __future__ import annotations
+
+import importlib.util
+import tomllib
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+licenses, lock = script("licenses"), script("lock")
+
+
+def test_every_dependency_has_an_allowed_license(capsys):
+    assert licenses.main() == 0
+    listed = capsys.readouterr().out
+    for name in ("torch", "numpy", "llvmlite", "typer", "click"):  # click is typer's
+        assert f"{name} " in listed
+
+
+@pytest.mark.parametrize(
+    ("package", "license", "allowed"),
+    [
+        ("a", "MIT", True),
+        ("a", "BSD-2-Clause AND Apache-2.0 WITH LLVM-exception", True),
+        ("a", "Apache-2.0 OR LGPL-2.1-or-later", True),
+        ("a", "Apache-2.0 AND (LGPL-2.1-or-later OR GPL-3.0-only)", False),
+        ("a", "GPL-3.0-or-later", False),
+        ("a", "unknown", False),
+        ("nvidia-cuda-nvrtc", "LicenseRef-NVIDIA-Proprietary", True),
+        ("a", "LicenseRef-NVIDIA-Proprietary", False),
+    ],
+)
+def test_only_the_allow_list_passes(package, license, allowed):
+    assert licenses.is_allowed(package, license) is allowed
+
+
+def test_older_metadata_is_read():
+    metadata = Message()
+    metadata["Classifier"] = "License :: OSI Approved :: GNU General Public License v3 (GPLv3)"
+    assert not licenses.is_allowed("a", licenses.license_of(metadata))
+    metadata["License"] = "BSD"
+    assert licenses.license_of(metadata) == "BSD-3-Clause"
+    assert licenses.license_of(Message()) == "unknown"
+
+
+def test_build_requirements_are_exact():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert all("==" in line for line in project["build-system"]["requires"])
+
+
+def test_a_lock_has_a_hash_for_every_wheel():
+    def entry(name, **info):
+        return {"metadata": {"name": name, "version": "1.0"}, "download_info": info}
+
+    sound = entry("b", archive_info={"hashes": {"sha256": "ab"}}), entry("A", archive_info={"hashes": {"sha256": "cd"}})
+    report = {"install": [*sound, entry("accelerant", dir_info={})]}
+    assert lock.lines_of(report) == ["A==1.0 --hash=sha256:cd", "b==1.0 --hash=sha256:ab"]
+    with pytest.raises(SystemExit, match=r"c 1\.0: the index gives no SHA-256"):
+        lock.lines_of({"install": [entry("c", archive_info={"hashes": {}})]})
