@@ -3,7 +3,8 @@
 The sum is the one that `make_private`'s step adds noise to, here with a noise multiplier of 0. A search draws an
 example and others, mutates the worst, and takes the difference of the sums with and without it in float64. Losses are
 inner products of the model's output with a part of the data, so that the search sets both factors of each gradient.
-Draws are in parts of one size, so that the others are computed by the same kernels with and without the example.
+Draws are in parts of one size: where the loss is a mean over the rows of a draw, the others' gradients are divided by
+another number with the example, rounded otherwise, and change by more than C if they cancel.
 """
 
 import importlib.util
@@ -18,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 
+from accelerant.nn import GPT, GPTConfig
 from accelerant.privacy import dp
 
 BOUND = 1.0
@@ -48,6 +50,17 @@ class Lookup(nn.Module):
 
     def forward(self, x):
         return self.table(x[..., 0].long().abs() % self.table.num_embeddings)
+
+
+class Text(nn.Module):
+    """A GPT, whose embedding is its output layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.gpt = GPT(GPTConfig(vocab_size=11, context=8, layers=1, heads=2, width=8))
+
+    def forward(self, x):
+        return self.gpt(x[..., 0].long().abs() % 11)
 
 
 class Attention(nn.Module):
@@ -82,7 +95,7 @@ CASES = {
     "linear": Case(lambda: nn.Linear(64, 8, bias=False), (2, 64), (2, 8)),
     "linear-odd": Case(lambda: nn.Linear(7, 3), (5, 7), (5, 3)),
     "linear-rows": Case(lambda: nn.Linear(33, 9), (33,), (9,)),
-    "linear-long": Case(lambda: nn.Linear(16, 16), (48, 16), (48, 16)),
+    "linear-long": Case(lambda: nn.Linear(24, 16), (64, 24), (64, 16)),
     "one-value": Case(lambda: nn.Linear(1, 1), (1, 1), (1, 1)),
     "mlp": Case(lambda: nn.Sequential(nn.Linear(9, 16), nn.Tanh(), nn.Linear(16, 5)), (3, 9), (3, 5)),
     "conv1d": Case(lambda: nn.Conv1d(16, 4, 1), (16, 8), (4, 8), 1),
@@ -93,6 +106,10 @@ CASES = {
     "layer-norm": Case(lambda: nn.LayerNorm(9), (4, 9), (4, 9)),
     "attention": Case(lambda: Attention(4), (3, 4), (3, 3)),
     "lstm": Case(lambda: Recurrent(nn.LSTM), (3, 4), (3, 3)),
+    "gru": Case(lambda: Recurrent(nn.GRU), (3, 4), (3, 3)),
+    "group-norm": Case(lambda: nn.GroupNorm(2, 4), (4, 5), (4, 5), 1),
+    "gpt": Case(lambda: Text(), (4, 1), (4, 11)),
+    "wide": Case(lambda: nn.Linear(300, 70), (3, 300), (3, 70)),
 }  # fmt: skip
 
 
@@ -194,7 +211,8 @@ def drawn(case):
         x, d = x * (torch.rand(case.x) < 0.2), d * (torch.rand(case.y) < 0.2)
     elif kind == "zero":
         x, d = (x * 0, d) if choice(0, 1) else (x, d * 0)
-    return x * 10.0 ** float(torch.empty(()).uniform_(-4, 4)), d * 10.0 ** float(torch.empty(()).uniform_(-4, 4))
+    powers = torch.empty(2).uniform_(-4, 4) if choice(0, 1, 1) else torch.empty(2).uniform_(-25, 15)
+    return x * 10.0 ** float(powers[0]), d * 10.0 ** float(powers[1])
 
 
 def mutated(x, d):
@@ -285,7 +303,7 @@ def test_layers_norms_and_precisions(name, norms, autocast):
     "options",
     [
         {"clipping": "per_layer"},
-        {"reduction": "sum"},
+        {"reduction": "sum", "microbatch": None},
         {"microbatch": 1},
         {"microbatch": 3},
         {"unit": 2},

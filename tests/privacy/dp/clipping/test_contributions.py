@@ -137,12 +137,16 @@ def test_low_precision_adds_in_float32(dtype):
 @pytest.mark.parametrize("T", [1, 2, 64, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_bound_is_just_above_the_norm(T, dtype):
-    """By T roundings in float32 of the sum over T positions, whose mass is sqrt(T) times the norm of random rows."""
+    """By T roundings of the sum over T positions, and those of large Gram products in float32.
+
+    The mass of random rows is sqrt(T) times their norm.
+    """
     torch.manual_seed(0)
     piece = rows(3, T, 96, 128, dtype)
     ratio = (piece.bound().double() / exact(piece).square().sum((1, 2))).sqrt()
     assert (ratio >= 1).all()
-    assert (ratio <= 1 + 1.5 * 2.0**-24 * (T + 1) * T**0.5).all()
+    gram = (96 + 128 + 64) * T / 2 if T * T * (96 + 128) > launch._EXACT else 0
+    assert (ratio <= 1 + 1.5 * 2.0**-24 * ((T + 1) * T**0.5 + gram)).all()
 
 
 def test_the_bound_of_rows_that_cancel_is_a_part_of_the_mass():
@@ -160,7 +164,8 @@ def test_norms_in_float32_are_exact_to_1e_6():
     torch.testing.assert_close(launch.torch_squares(each).double(), expected, rtol=1e-6, atol=0)
     piece = rows(3, 64, 96, 128, torch.float32)
     expected = exact(piece).square().sum((1, 2))
-    torch.testing.assert_close(launch.ghost_terms(piece.a, piece.g)[0].sum(1), expected, rtol=1e-12, atol=0)
+    found = launch.ghost_terms(piece.a, piece.g)[0].sum(1)
+    torch.testing.assert_close(found.double(), expected, rtol=2e-6, atol=0)
     torch.testing.assert_close(piece.dense().bound().double(), expected, rtol=2e-6, atol=0)
 
 

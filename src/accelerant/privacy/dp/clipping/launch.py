@@ -12,7 +12,7 @@ S = sum over t of |a_t| |g_t|, which is at least ||G||:
                     t and s of (a_t . a_s) (g_t . g_s) errs by at most (K + N + 64) u S^2: the magnitudes of its terms
                     add up to S^2, and 64 covers the roundings of the terms and of the tree that sums them. ||G|| / S
                     can be anything: rows a and a (1 + 2^-14) with gradients of opposite sign have
-                    ||G|| = 2^-14 |a| |g|, whose square is below that error. On a CPU the products are in float64.
+                    ||G|| = 2^-14 |a| |g|, whose square is below that error. On a CPU small products are in float64.
     weighted sum    w a_t is rounded, and T products are accumulated. The error is a matrix of norm w (v + T u) S at
                     most, v being the roundoff of the factors (`factor_roundoff`).
     other examples  Accumulators hold sums over all examples, and each addition rounds them by u times their magnitude,
@@ -57,9 +57,16 @@ _CHUNK_BYTES = 64 << 20
 FLOOR = 2.0**-6
 """The smallest ratio of a bound to the mass. The norm of T uncorrelated rows is the mass / sqrt(T)."""
 
-_SEGMENT = 64
-"""Values in one float32 sum of squares on a CPU: 15 roundings in 8 lanes. One sum over 65536 equal values was wrong by
-1e-4; segments cost a fifth of the time."""
+_EXACT = 1 << 17
+"""Largest T T (K + N) for Gram products in float64 on a CPU, which take twice as long; the error bound of float32 is
+0.5% of the norm of 128 random rows of 768 values."""
+
+_TINY = 2.0**-100
+"""Added to the squares of each value in masses: smaller ones may be lost in float32."""
+
+_FEW, _SEGMENT = 1 << 16, 64
+"""Values in one float32 sum of squares on a CPU, where there are more than _FEW: 15 roundings in 8 lanes. One sum over
+65536 equal values was wrong by 1e-4; segments cost a fifth of the time."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -121,15 +128,21 @@ def _spans(x: Tensor) -> tuple[int, int]:
 
 
 def torch_squares(x: Tensor) -> Tensor:
-    """Compute `squares` by torch's functions, in float64 from segments on."""
+    """Compute `squares` by torch's functions: in float64 if they are few, else in float32 by segments."""
     flat = x.reshape(x.shape[0], x.shape[1:].numel())
+    if flat.numel() <= _FEW or x.device.type != "cpu" or x.dtype == torch.float64:
+        return _lengths(flat).square_()
     whole = flat.shape[1] // _SEGMENT * _SEGMENT
-    segments = torch.linalg.vector_norm(
-        flat[:, :whole].unflatten(1, (whole // _SEGMENT, _SEGMENT)), dim=2, dtype=wide(x.dtype)
-    )
-    rest = torch.linalg.vector_norm(flat[:, whole:], dim=1, dtype=wide(x.dtype))
-    total: Tensor = segments.double().square_().sum(1).add_(rest.double().square_())
-    return total
+    segments = flat[:, :whole].unflatten(1, (whole // _SEGMENT, _SEGMENT))
+    total: Tensor = torch.linalg.vector_norm(segments, dim=2, dtype=torch.float32).double().square_().sum(1)
+    return total if whole == flat.shape[1] else total.add_(_lengths(flat[:, whole:]).square_())
+
+
+def _lengths(x: Tensor) -> Tensor:
+    """Return norms over the last dimension, in float64."""
+    rows = x.double() if x.device.type == "cpu" else x  # the conversion within the sum is slow on a CPU
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float64)
+    return lengths
 
 
 def _triton_squares(x: Tensor) -> Tensor:
@@ -150,11 +163,8 @@ def squares(x: Tensor) -> Tensor:
     return torch_squares(x) if _direct(x) else _run(_squares, x)
 
 
-def _lengths(x: Tensor) -> Tensor:
-    """Return the norms of rows (B, T, K), (B, T) in float64."""
-    rows = x.double() if x.device.type == "cpu" else x  # the conversion within the sum is slow on a CPU
-    lengths: Tensor = torch.linalg.vector_norm(rows, dim=2, dtype=torch.float64)
-    return lengths
+def _float32_products_are_exact(x: Tensor) -> bool:
+    return x.device.type == "cpu" and factor_roundoff(torch.float32, x.device) == 2.0**-24
 
 
 def _torch_ghost(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,12 +172,14 @@ def _torch_ghost(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     if T == 1:
         mass = _lengths(a).mul_(_lengths(g))
         return mass.square(), mass
-    squares, masses = torch.empty(2, B, 1, dtype=torch.float64, device=a.device)
+    exact = T * T * (K + N) <= _EXACT or a.dtype == torch.float64 or not _float32_products_are_exact(a)
+    dtype = torch.float64 if exact else torch.float32
+    squares, masses = torch.empty(2, B, 1, dtype=dtype, device=a.device)
     for part in chunks(B, 4 * T * T + 2 * T * (K + N)):
-        x, y = a[part].double(), g[part].double()
+        x, y = a[part].to(dtype), g[part].to(dtype)
         of_x, of_y = torch.bmm(x, x.mT), torch.bmm(y, y.mT)
-        diagonals = of_x.diagonal(0, 1, 2) * of_y.diagonal(0, 1, 2)
-        torch.sum(diagonals.sqrt_(), 1, keepdim=True, out=masses[part])
+        lengths = (of_x.diagonal(0, 1, 2) + K * _TINY).sqrt_().mul_((of_y.diagonal(0, 1, 2) + N * _TINY).sqrt_())
+        torch.sum(lengths, 1, keepdim=True, out=masses[part])
         torch.sum(of_x.mul_(of_y).flatten(1), 1, keepdim=True, out=squares[part])
     return squares, masses
 
