@@ -363,7 +363,8 @@ def test_a_full_disk_leaves_nothing_and_is_named(folder):
         (["setup", PRODUCT / "product.r1cs", "c.zkey", "--insecure-known-tau"], "c.zkey"),
     ):
         status, error = process(arguments, before=limit)
-        assert (status, error) == (2, f"accelerant: [Errno 27] File too large: '{name}'\n")
+        last = error.splitlines()[-1]  # the limit may also keep kernels out of the disk cache, which is a warning
+        assert (status, last) == (2, f"accelerant: [Errno 27] File too large: '{name}'")
         assert not list(folder.iterdir())
 
 
