@@ -227,7 +227,14 @@ def decode_json(text: str | bytes) -> Any:
 
 
 _WORDS = {int: "a whole number of at most 63 bits", float: "a number", bool: "true or false", str: "text"}
-_hints = functools.cache(typing.get_type_hints)
+
+
+@functools.cache
+def _fields(kind: type) -> tuple[dict[str, Any], set[str]]:
+    """Return the types of a dataclass's fields, and the fields without a default."""
+    missing, fields = dataclasses.MISSING, dataclasses.fields(kind)
+    needed = {field.name for field in fields if field.default is missing and field.default_factory is missing}
+    return typing.get_type_hints(kind), needed
 
 
 def typed(kind: Any, value: object, name: str = "the value") -> Any:
@@ -238,36 +245,33 @@ def typed(kind: Any, value: object, name: str = "the value") -> Any:
             bool, str, None, or Any. A whole number is a float, too; a boolean is no number.
         name: of the value, for messages.
     """
+    if kind in _WORDS and (type(value) is kind or (kind is float and type(value) is int)) and _fits(value):
+        return kind(value)  # type: ignore[call-arg]  # first, for speed
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         return _record(kind, typed(dict[str, Any], value, name), name)
     if kind is Any or (kind is types.NoneType and value is None):
         return value
     if origin is types.UnionType:
-        for option in inner:
+        for option in inner if value is not None else (types.NoneType,) * (types.NoneType in inner):
             with contextlib.suppress(ValueError):
                 return typed(option, value, name)
     elif origin is typing.Literal and isinstance(value, str) and value in inner:
         return value
     elif origin in (dict, Mapping) and isinstance(value, dict):
+        if inner[1] is Any:
+            return value
         return {key: typed(inner[1], item, f"{name}[{clipped(key)}]") for key, item in value.items()}
     elif origin in (list, tuple) and isinstance(value, list):
         every = [inner[0]] * len(value) if origin is list or inner[-1] is Ellipsis else inner
         if len(every) == len(value):
             return origin(typed(each, value[i], f"{name}[{i}]") for i, each in enumerate(every))
-    elif kind in _WORDS and (type(value) is kind or (kind is float and type(value) is int)) and _fits(value):
-        return kind(value)  # type: ignore[call-arg]
     raise ValueError(f"{name} must be {_words(kind)}, got {clipped(value)}")
 
 
 def _record(kind: Any, given: dict[str, Any], name: str) -> Any:
     """Return a dataclass of JSON values; raise ValueError for one that is missing, unknown or of another type."""
-    hints = _hints(kind)
-    needed = {
-        field.name
-        for field in dataclasses.fields(kind)
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    }
+    hints, needed = _fields(kind)
     for what, names in (("lacks the", needed - given.keys()), ("has an unknown", given.keys() - hints.keys())):
         if names:
             raise ValueError(f"{name} {what} field {clipped(min(names))}")
