@@ -236,7 +236,7 @@ class Operation:
         """
         refusals = self.refusals(case)
         serving = [candidate for candidate, reason in refusals if reason is None]
-        _require_declared(rules().forced)
+        _require_declared(rules().forced, "setting implementation: ")
         forced = dict(rules().forced).get(self.name)
         raced: tuple[tuple[str, float], ...] = ()
         failed_before: tuple[tuple[str, str], ...] = ()
@@ -427,7 +427,7 @@ class Operation:
 
 
 @functools.lru_cache(maxsize=64)
-def _require_declared(forced: tuple[tuple[str, str], ...]) -> None:
+def _require_declared(forced: tuple[tuple[str, str], ...], where: str = "") -> None:
     """Raise ConfigError for an op that no module declares, or an implementation that it does not have."""
     if any(op not in _operations for op, _ in forced):
         for package in _DECLARING:
@@ -437,8 +437,8 @@ def _require_declared(forced: tuple[tuple[str, str], ...]) -> None:
     for op, name in forced:
         if op not in _operations:
             meant, known = similar(op, _operations), ", ".join(sorted(_operations))
-            raise ConfigError(f"setting implementation: there is no op {op!r}{meant}; known are {known}")
-        _operations[op].named(name, where="setting implementation: ")
+            raise ConfigError(f"{where}there is no op {op!r}{meant}; known are {known}")
+        _operations[op].named(name, where=where)
 
 
 _DECLARING = ("accelerant.ops", "accelerant.privacy.dp.clipping")
