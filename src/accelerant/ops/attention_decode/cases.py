@@ -21,21 +21,14 @@ def _sample(Hq: int, Hkv: int, Sq: int, T: int, D: int, lengths: tuple[int, ...]
 
 
 SAMPLES = (
-    _sample(1, 1, 1, 1, 1, (1,)),
-    _sample(2, 1, 1, 9, 8, (9, 4)),
-    _sample(4, 2, 3, 70, 16, (70, 2, 33)),
-    _sample(6, 2, 1, 200, 24, (187,)),
-    _sample(2, 2, 1, 33, 64, (0, 33)),
-    _sample(40, 1, 2, 40, 8, (40,)),
-    _sample(2, 2, 1, 0, 8, (0,)),
-    _sample(2, 2, 1, 8, 8, ()),
-)
+    _sample(1, 1, 1, 1, 1, (1,)), _sample(2, 1, 1, 9, 8, (9, 4)), _sample(4, 2, 3, 70, 16, (70, 2, 33)),
+    _sample(6, 2, 1, 200, 24, (187,)), _sample(2, 2, 1, 33, 64, (0, 33)), _sample(40, 1, 2, 40, 8, (40,)),
+    _sample(2, 2, 1, 0, 8, (0,)), _sample(2, 2, 1, 8, 8, ()),
+)  # fmt: skip
 LARGE = (
-    _sample(32, 8, 1, 4097, 128, (4097, 1, 1000)),
-    _sample(8, 8, 4, 3000, 64, (2999, 5)),
-    _sample(71, 1, 1, 5000, 80, (4999,)),
-    _sample(4, 4, 2, 700, 256, (700,)),
-)
+    _sample(32, 8, 1, 4097, 128, (4097, 1, 1000)), _sample(8, 8, 4, 3000, 64, (2999, 5)),
+    _sample(71, 1, 1, 5000, 80, (4999,)), _sample(4, 4, 2, 700, 256, (700,)),
+)  # fmt: skip
 # Caches of 512 MiB at 85% of the copy rate, as linear_int8 reads its weights.
 BENCHMARKS = (Benchmark(_sample(32, 8, 1, 16384, 128, (16384,) * 8), torch.bfloat16, 0.147),)
 

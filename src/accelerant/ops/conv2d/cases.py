@@ -19,18 +19,14 @@ def _sample(x: tuple[int, ...], weight: tuple[int, ...], *, bias: bool = False, 
 
 
 SAMPLES = (
-    _sample((1, 1, 1, 1), (1, 1, 1, 1)),
-    _sample((2, 2, 3, 3), (2, 2, 2, 2), bias=True),
-    _sample((1, 2, 4, 4), (3, 2, 3, 3), bias=True, padding=1),
-    _sample((4, 5, 3), (2, 4, 3, 2)),
+    _sample((1, 1, 1, 1), (1, 1, 1, 1)), _sample((2, 2, 3, 3), (2, 2, 2, 2), bias=True),
+    _sample((1, 2, 4, 4), (3, 2, 3, 3), bias=True, padding=1), _sample((4, 5, 3), (2, 4, 3, 2)),
     _sample((1, 2, 5, 4), (2, 2, 2, 3), stride=(2, 1), padding=(1, 2)),
     _sample((1, 1, 6, 6), (1, 1, 2, 2), dilation=2, padding="same"),
-    _sample((1, 2, 4, 4), (3, 2, 2, 3), bias=True, padding="same"),
-    _sample((2, 4, 3, 3), (6, 2, 1, 2), groups=2),
-    _sample((2, 3, 4, 4), (3, 1, 3, 3), groups=3, padding="valid"),
-    _sample((0, 2, 4, 4), (2, 2, 3, 3), bias=True),
+    _sample((1, 2, 4, 4), (3, 2, 2, 3), bias=True, padding="same"), _sample((2, 4, 3, 3), (6, 2, 1, 2), groups=2),
+    _sample((2, 3, 4, 4), (3, 1, 3, 3), groups=3, padding="valid"), _sample((0, 2, 4, 4), (2, 2, 3, 3), bias=True),
     _sample((2, 5, 17, 19), (7, 5, 3, 3), bias=True, stride=2, padding=1),
-)
+)  # fmt: skip
 LARGE = (
     _sample((8, 65, 57, 55), (129, 65, 3, 3), bias=True, padding=1),
     _sample((4, 96, 56, 56), (96, 1, 7, 7), groups=96, padding=3),

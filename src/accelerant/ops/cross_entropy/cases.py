@@ -22,32 +22,18 @@ def _sample(*shape: int, **options: Any) -> Sample:
 
 
 SAMPLES = (
-    _sample(3, 5),
-    _sample(1, 1),
-    _sample(7, 13, label_smoothing=0.1),
-    _sample(0, 5, reduction="sum"),
-    _sample(0, 5, reduction="none"),
-    _sample(2, 3, 4, reduction="none"),
-    _sample(9, 4, ignore_index=1),
+    _sample(3, 5), _sample(1, 1), _sample(7, 13, label_smoothing=0.1), _sample(0, 5, reduction="sum"),
+    _sample(0, 5, reduction="none"), _sample(2, 3, 4, reduction="none"), _sample(9, 4, ignore_index=1),
     _sample(9, 4, ignore_index=1, label_smoothing=0.2, reduction="sum"),
-    _sample(2, 3, 40, ignore_index=7, reduction="none", label_smoothing=0.3),
-    _sample(67, 16),
-    _sample(5, 1000, label_smoothing=0.1),
-    _sample(4, 8192),
-    _sample(3, 9000, label_smoothing=0.1),
-    _sample(3, 20003, reduction="sum"),
-    _sample(3, 20480, reduction="none"),
-    _sample(6),
-)
+    _sample(2, 3, 40, ignore_index=7, reduction="none", label_smoothing=0.3), _sample(67, 16),
+    _sample(5, 1000, label_smoothing=0.1), _sample(4, 8192), _sample(3, 9000, label_smoothing=0.1),
+    _sample(3, 20003, reduction="sum"), _sample(3, 20480, reduction="none"), _sample(6),
+)  # fmt: skip
 LARGE = (
-    _sample(1024, 50257),
-    _sample(257, 50304, label_smoothing=0.1),
-    _sample(64, 262144, reduction="sum"),
-    _sample(33, 128256, reduction="none"),
-    _sample(1 << 20, 10),
-    _sample(65537, 1000, reduction="none", label_smoothing=0.1),
-    _sample(3, 1_000_003),
-)
+    _sample(1024, 50257), _sample(257, 50304, label_smoothing=0.1), _sample(64, 262144, reduction="sum"),
+    _sample(33, 128256, reduction="none"), _sample(1 << 20, 10),
+    _sample(65537, 1000, reduction="none", label_smoothing=0.1), _sample(3, 1_000_003),
+)  # fmt: skip
 BENCHMARKS = (
     Benchmark(_sample(16384, 50304), torch.bfloat16, both_ms=0.95),
     Benchmark(_sample(16384, 50304, inplace_backward=True), torch.bfloat16),

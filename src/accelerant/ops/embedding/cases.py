@@ -38,11 +38,9 @@ SAMPLES = (
     _sample((4,), 5, 0),
 )
 LARGE = (
-    _sample((8, 4099), 50257, 768),
-    _sample((4099,), 7, 4096),
-    _sample((65537,), 1001, 129, used=2, padding_idx=0),
+    _sample((8, 4099), 50257, 768), _sample((4099,), 7, 4096), _sample((65537,), 1001, 129, used=2, padding_idx=0),
     _sample((3,), 1_000_003, 65),
-)
+)  # fmt: skip
 BENCHMARKS = (
     Benchmark(_sample((32, 1024), 50257, 768), torch.bfloat16),
     Benchmark(_sample((8, 4096), 128256, 4096), torch.bfloat16),

@@ -21,23 +21,15 @@ def _sample(*shape: int, **options: Any) -> Sample:
 
 
 SAMPLES = (
-    _sample(3, 4, 5),
-    _sample(1, 1, 1),
-    _sample(7, 3, 11, label_smoothing=0.1),
-    _sample(0, 4, 5, reduction="sum"),
-    _sample(2, 3, 4, 5, reduction="none"),
-    _sample(6, 2, 4, ignore_index=1),
+    _sample(3, 4, 5), _sample(1, 1, 1), _sample(7, 3, 11, label_smoothing=0.1), _sample(0, 4, 5, reduction="sum"),
+    _sample(2, 3, 4, 5, reduction="none"), _sample(6, 2, 4, ignore_index=1),
     _sample(5, 4, 7, ignore_index=1, label_smoothing=0.2, reduction="sum"),
-    _sample(2, 3, 8, 40, reduction="none", label_smoothing=0.3),
-    _sample(33, 16, 1000),
-    _sample(3, 8, 9001),
-)
+    _sample(2, 3, 8, 40, reduction="none", label_smoothing=0.3), _sample(33, 16, 1000), _sample(3, 8, 9001),
+)  # fmt: skip
 LARGE = (
-    _sample(2048, 768, 50257),
-    _sample(300, 64, 50304, label_smoothing=0.1),
-    _sample(100, 128, 128256, reduction="none"),
-    _sample(20000, 64, 50257, reduction="sum"),
-)
+    _sample(2048, 768, 50257), _sample(300, 64, 50304, label_smoothing=0.1),
+    _sample(100, 128, 128256, reduction="none"), _sample(20000, 64, 50257, reduction="sum"),
+)  # fmt: skip
 BENCHMARKS = (
     Benchmark(_sample(32768, 768, 50304), torch.bfloat16),
     Benchmark(_sample(32768, 768, 50257), torch.bfloat16),

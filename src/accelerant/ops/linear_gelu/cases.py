@@ -21,26 +21,15 @@ def _sample(*shape: int, approximate: str = "none", bias: bool = True) -> Sample
 
 
 SAMPLES = (
-    _sample(3, 4, 5),
-    _sample(1, 1, 1),
-    _sample(7, 3, 6, approximate="tanh"),
-    _sample(0, 4, 5),
-    _sample(3, 0, 4),
-    _sample(4, 3, 0),
-    _sample(5, 6, bias=False),
-    _sample(2, 3, 4, 5, bias=False, approximate="tanh"),
-    _sample(33, 20, 18),
-    _sample(40, 64, 48, approximate="tanh"),
-    _sample(150, 16, 130),
+    _sample(3, 4, 5), _sample(1, 1, 1), _sample(7, 3, 6, approximate="tanh"), _sample(0, 4, 5), _sample(3, 0, 4),
+    _sample(4, 3, 0), _sample(5, 6, bias=False), _sample(2, 3, 4, 5, bias=False, approximate="tanh"),
+    _sample(33, 20, 18), _sample(40, 64, 48, approximate="tanh"), _sample(150, 16, 130),
     _sample(300, 8, 20, bias=False),
-)
+)  # fmt: skip
 LARGE = (
-    _sample(1000, 768, 3072, approximate="tanh"),
-    _sample(4099, 512, 1001),
-    _sample(257, 1111, 999, approximate="tanh"),
-    _sample(1, 4096, 4096),
-    _sample(100_003, 64, 72, bias=False),
-)
+    _sample(1000, 768, 3072, approximate="tanh"), _sample(4099, 512, 1001), _sample(257, 1111, 999, approximate="tanh"),
+    _sample(1, 4096, 4096), _sample(100_003, 64, 72, bias=False),
+)  # fmt: skip
 BENCHMARKS = (
     Benchmark(_sample(8192, 1024, 4096, approximate="tanh"), torch.bfloat16, 0.104),
     Benchmark(_sample(16384, 768, 3072, approximate="tanh"), torch.bfloat16, 0.122),

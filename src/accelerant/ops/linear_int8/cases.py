@@ -20,31 +20,15 @@ def _sample(*shape: int, bias: bool = True, dynamic: bool = False) -> Sample:
 
 
 SAMPLES = (
-    _sample(3, 4, 5),
-    _sample(1, 1, 1),
-    _sample(2, 3, 6, bias=False),
-    _sample(1, 37, 9),
-    _sample(0, 4, 5),
-    _sample(3, 0, 4),
-    _sample(4, 3, 0),
-    _sample(5, 6),
-    _sample(2, 3, 4, 5, bias=False),
-    _sample(1, 64, 48),
-    _sample(33, 20, 18),
-    _sample(40, 64, 48),
-    _sample(70, 16, 90, bias=False),
-)
+    _sample(3, 4, 5), _sample(1, 1, 1), _sample(2, 3, 6, bias=False), _sample(1, 37, 9), _sample(0, 4, 5),
+    _sample(3, 0, 4), _sample(4, 3, 0), _sample(5, 6), _sample(2, 3, 4, 5, bias=False), _sample(1, 64, 48),
+    _sample(33, 20, 18), _sample(40, 64, 48), _sample(70, 16, 90, bias=False),
+)  # fmt: skip
 LARGE = (
-    _sample(1, 8192, 8192),
-    _sample(1, 4096, 14336, bias=False),
-    _sample(1, 14336, 4096),
-    _sample(1, 4112, 1001),
-    _sample(16, 4096, 4096),
-    _sample(5, 1040, 999),
-    _sample(100, 2048, 1111),
-    _sample(600, 512, 768),
+    _sample(1, 8192, 8192), _sample(1, 4096, 14336, bias=False), _sample(1, 14336, 4096), _sample(1, 4112, 1001),
+    _sample(16, 4096, 4096), _sample(5, 1040, 999), _sample(100, 2048, 1111), _sample(600, 512, 768),
     _sample(17, 1111, 999),
-)
+)  # fmt: skip
 # Decoding multiplies few rows, by one layer's weight after another's.
 BENCHMARKS = (
     Benchmark(_sample(1, 8192, 8192, bias=False), torch.bfloat16, 0.0184, rotated=True),

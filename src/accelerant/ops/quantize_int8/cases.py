@@ -25,12 +25,9 @@ SAMPLES = (
     _sample(0, 3, 2, dim=1), _sample(2, 0, 3, dim=1),
 )  # fmt: skip
 LARGE = (
-    _sample(4099, 4096),
-    _sample(65536, 768),
-    _sample(257, 50257),
-    _sample(3, 1_000_003),
+    _sample(4099, 4096), _sample(65536, 768), _sample(257, 50257), _sample(3, 1_000_003),
     _sample(129, 1025, 130, dim=1),
-)
+)  # fmt: skip
 BENCHMARKS = (Benchmark(_sample(16384, 4096), torch.bfloat16), Benchmark(_sample(8192, 8192), torch.bfloat16))
 
 # Integers, and a scale that is one float32 division: exact.

@@ -28,11 +28,9 @@ SAMPLES = (
     _sample(1, 2, 33, 96), _sample(1, 1, 3, 1030), _sample(0, 2, 3, 4), _sample(2, 2, 0, 4),
 )  # fmt: skip
 LARGE = (
-    _sample(3, 33, 1027, 96),
-    _sample(2, 5, 4097, 128, interleaved=True),
-    _sample(4, 1, 8191, 64, own=True),
+    _sample(3, 33, 1027, 96), _sample(2, 5, 4097, 128, interleaved=True), _sample(4, 1, 8191, 64, own=True),
     _sample(1, 3, 257, 2050),
-)
+)  # fmt: skip
 BENCHMARKS = (
     Benchmark(_sample(4, 32, 4096, 128), torch.bfloat16),
     Benchmark(_sample(4, 8, 4096, 128), torch.bfloat16),
