@@ -51,6 +51,8 @@ def pytest_collection_modifyitems(config, items):
     """
     seen = Counter()
     for item in items:
+        if item.get_closest_marker("soak"):
+            item.add_marker("slow")
         if mark := item.get_closest_marker("sample"):
             tier = "soak" if item.get_closest_marker("slow") else "slow"
             case = seen[item.function, tier]
@@ -68,6 +70,18 @@ def pytest_collection_finish():
     # collection, of which tests ask for many, walks them for a second.
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print what tests counted with `record_property`, added up: the size of a search, the number of kills."""
+    counts = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if getattr(report, "when", "") == "call":
+                for name, value in report.user_properties:
+                    counts[name] += value
+    for name, value in sorted(counts.items()):
+        terminalreporter.write_line(f"{name}: {value:,}")
 
 
 def pytest_unconfigure():
