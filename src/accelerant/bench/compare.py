@@ -44,12 +44,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The comparison of a run with its baseline.
+    """The comparison of a run with its baseline, a change for each row of it that the run was to measure.
 
-    Attributes:
-        changes: one for each row of the baseline that this run was to measure.
-        not_asked: number of rows of the baseline that this run was not to measure.
-        added: number of rows that the baseline does not have.
+    `not_asked` is the number of rows of the baseline that the run was not to measure, `added` that of rows that the
+    baseline does not have.
     """
 
     changes: tuple[Change, ...]

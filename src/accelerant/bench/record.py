@@ -276,12 +276,7 @@ class Row:
 
 @dataclass(slots=True)
 class Record:
-    """The result of a run.
-
-    Attributes:
-        ceilings: the device's limits measured in the run; each name ends in its unit.
-        notes: what a reader must know, such as a suite that failed or a run cut short.
-    """
+    """The rows of a run, the ceilings measured in it, whose names end in their unit, and what a reader must know."""
 
     environment: Environment
     ceilings: dict[str, float] = field(default_factory=dict)

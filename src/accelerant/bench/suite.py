@@ -95,9 +95,7 @@ class SuiteCase:
 class Suite(ABC):
     """A benchmark suite. Subclasses are frozen dataclasses; their docstring is the command's help.
 
-    Attributes:
-        name: the suite's name, also in its rows.
-        examples: arguments of example commands, shown in the help.
+    Rows have its `name`; the help shows the arguments of example commands.
     """
 
     name: ClassVar[str]
@@ -314,12 +312,7 @@ def run_suite(suite: Suite, device: ComputeDevice, *, progress: Progress = _sile
 
 @dataclass(slots=True)
 class Collected:
-    """The result of several suites.
-
-    Attributes:
-        failures: the error of each suite that failed, by name.
-        interrupted: whether Ctrl-C ended the run.
-    """
+    """The errors of the suites that failed, by name, and whether Ctrl-C ended the run."""
 
     failures: dict[str, Exception] = field(default_factory=dict)
     interrupted: bool = False

@@ -49,15 +49,9 @@ def plain(arguments: Sequence[str]) -> Callable[[], None] | None:
 
 
 def prove_files(
-    zkey: Path,
-    witness: Path,
-    proof: Path,
-    public: Path,
-    *,
-    self_verify: bool = True,
-    json_output: bool = False,
+    zkey: Path, witness: Path, proof: Path, public: Path, *, self_verify: bool = True, json_output: bool = False,
     device: str = "auto",
-) -> None:
+) -> None:  # fmt: skip
     """Write a proof and its public inputs, and print a summary; see zk.prove."""
     targets = resolve_targets([proof, public], [zkey, witness])
     from accelerant.zk.formats import Zkey

@@ -43,7 +43,7 @@ from accelerant.algebra.field.llvm_packed import PackedField
 from accelerant.runtime.compilation.kernel import LlvmProgram
 from accelerant.runtime.compilation.llvm import FunctionBuilder, Value, constant, program
 
-__all__ = ["ENTRIES", "POINTERS", "Lanes", "curve_kernels", "curve_program", "from_memory", "store_affine", "to_memory"]
+__all__ = ["ENTRIES", "POINTERS", "Lanes", "curve_kernels", "curve_program", "from_memory", "store_affine"]
 
 Writer = Callable[[Curve[Any], PackedField, FunctionBuilder], None]
 
@@ -83,11 +83,6 @@ def from_memory(k: Elements, a: Element) -> Element:
     return k.product(a, k.packed.radix**2 * pow(k.packed.memory_radix, -1, k.packed.field.modulus))
 
 
-def to_memory(k: Elements, a: Element) -> Element:
-    """Append the conversion from x L to x R."""
-    return k.product(a, k.packed.memory_radix)
-
-
 def _read(k: Elements, pointers: Sequence[str]) -> tuple[Element, Element]:
     """Append loads of affine points, as x L and y L."""
     return from_memory(k, k.read(pointers, 0)), from_memory(k, k.read(pointers, 1))
@@ -95,7 +90,6 @@ def _read(k: Elements, pointers: Sequence[str]) -> tuple[Element, Element]:
 
 @contextmanager
 def _each_pack(k: Elements) -> Iterator[Lanes]:
-    """Append a loop over the packs of [begin, min(end, n))."""
     stop = k.code.smin("%end", "%n")
     with k.code.loop("%begin", stop, k.packed.lanes) as i:
         yield Lanes(k, i, stop)
@@ -206,7 +200,7 @@ def store_affine(k: Elements, point: str, pointers: Sequence[str]) -> None:
     """Append stores of a projective point's affine coordinates: zeros for infinity, since the inverse of 0 is 0."""
     inverse = k.inverse(k.load(point, 2))
     for i in range(2):
-        k.write(pointers, i, to_memory(k, k.mul(k.load(point, i), inverse)))
+        k.write(pointers, i, k.product(k.mul(k.load(point, i), inverse), k.packed.memory_radix))  # from x L to x R
 
 
 def _off_curve(curve: Curve[Any], packed: PackedField, code: FunctionBuilder) -> None:
@@ -224,7 +218,6 @@ def _off_curve(curve: Curve[Any], packed: PackedField, code: FunctionBuilder) ->
 
 
 def _off_subgroup(curve: Curve[Any], packed: PackedField, code: FunctionBuilder) -> None:
-    """Append the test of parameters.Endomorphism."""
     k = Elements(curve.coordinates, packed, code)
     test = endomorphism(curve)
     if test is None:

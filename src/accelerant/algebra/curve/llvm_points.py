@@ -191,14 +191,9 @@ class Elements:
     """
 
     def __init__(
-        self,
-        field: Coordinates[Any],
-        packed: PackedField,
-        code: FunctionBuilder,
-        *,
-        calls: bool = True,
+        self, field: Coordinates[Any], packed: PackedField, code: FunctionBuilder, *, calls: bool = True,
         call_sums: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Bind the arithmetic to a function.
 
         Args:
@@ -561,10 +556,8 @@ class Pair:
 class Scratch:
     """Pointers to memory for a batch of additions, with an entry per pack of pairs.
 
-    Attributes:
-        products: elements, the product of all preceding denominators.
-        denominators: elements.
-        special: bytes, 1 for a pack with a doubling, opposite points or infinity.
+    For each pack an element, the product of all preceding denominators; an element, its denominator; and a byte, 1
+    for a doubling, opposite points or infinity in it.
     """
 
     products: str

@@ -218,14 +218,10 @@ def _generators(family: Family) -> U64:
 @functools.lru_cache(maxsize=4096)
 def _record(family: Family, n: int) -> OpRecord:
     loops = sum(miller_tape(family, size).tape.products * groups for _, size, groups in _grouped(n))
+    case, size_bytes = f"{n} {family.name}", 6 * n * family.fq.size_bytes
+    operations = loops + final_tape(family).tape.products
     return sole_record(
-        "pairing_product",
-        "llvm",
-        HOST.backend,
-        HOST.label,
-        f"{n} {family.name}",
-        size_bytes=6 * n * family.fq.size_bytes,
-        operations=loops + final_tape(family).tape.products,
+        "pairing_product", "llvm", HOST.backend, HOST.label, case, size_bytes=size_bytes, operations=operations
     )
 
 
@@ -478,7 +474,6 @@ class _Machine:
         self._table = [self.new() for _ in range(5)]
 
     def new(self) -> int:
-        """Allocate a register."""
         return self.program.window(FQ12_SIZE)
 
     def copy(self, a: int, to: int | None = None) -> int:

@@ -127,7 +127,6 @@ _ENTRY = re.compile(r"^ACL_KERNEL ACL_BLOCK\(\w+\) void (\w+)\([^{]*\{\n(?:.*\n)
 
 
 def _kernels(curve: Curve[Any], dialect: str, entry: str | None) -> str:
-    """Return the curve and its kernels, or one of them."""
     k, test = curve.coordinates, endomorphism(curve)
     eigenvalue = 0 if test is None else test.eigenvalue
     words = k.base.words(eigenvalue, 64, max(1, -(-eigenvalue.bit_length() // 64)))

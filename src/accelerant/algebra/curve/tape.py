@@ -386,7 +386,6 @@ def _text(field: Field) -> str:
 
 
 def _write_run(packed: PackedLimbs, code: FunctionBuilder, name: str, first: Value, end: Value, file: Value) -> None:
-    """Append a run of one operation."""
     instruction = code.variable("ptr", first)
     with code.loop_while(lambda: code.compare("ult", instruction.get(), end)):
         current = instruction.get()

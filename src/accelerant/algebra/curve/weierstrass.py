@@ -203,18 +203,10 @@ class QuadraticCoordinates(Coordinates[Pair]):
 
 @dataclass(frozen=True, slots=True)
 class Curve(Generic[E]):
-    """A curve y^2 = x^3 + b and its subgroup of odd prime order r.
+    """A curve y^2 = x^3 + b and its subgroup of odd prime order r, the size of the field `scalars`.
 
-    With an odd cofactor no point has y = 0 and kernels add any points of the curve; with an even one only points of the
-    subgroup.
-
-    Attributes:
-        name: as users spell it.
-        coordinates: arithmetic of the field of x and y.
-        scalars: the field of r elements.
-        b: constant of the equation.
-        generator: affine generator of the subgroup.
-        cofactor: the order of the curve's group divided by r.
+    With an odd cofactor, the order of the curve's group divided by r, no point has y = 0 and kernels add any points of
+    the curve; with an even one only points of the subgroup, of which `generator` is an affine generator.
     """
 
     name: str

@@ -221,7 +221,7 @@ class PrimeField:
             raise UnsupportedDtype(f"{name} must be a NumPy array, a torch tensor or Python integers, got {kind}")
         words = space.contiguous(words)
         if reduce:
-            words = launch.reduced(space, field, words)
+            words = launch.unary(space, field, "reduce", words, "canonical")
         else:
             launch.check_reduced(space, field, words, name)
         return _Operand(words, space, tensor)
@@ -433,7 +433,6 @@ class FieldArray:
         return array
 
     def _together(self, x: Any, y: Any) -> tuple[Any, Any]:
-        """Return the words of two operands, broadcast to one shape."""
         x, y = _broadcast(self.field.parameters, self.space, [self._like(x, "x").words, self._like(y, "y").words])
         return x, y
 
@@ -483,7 +482,6 @@ def register_field(name: str, modulus: int, generator: int) -> PrimeField:
 
 
 def _exponent(exponent: object) -> int:
-    """Return a Python integer, or raise UnsupportedDtype."""
     if isinstance(exponent, (int, np.integer)) and not isinstance(exponent, bool):
         return int(exponent)
     raise UnsupportedDtype(f"the exponent must be one Python integer for all elements, got {type(exponent).__name__}")

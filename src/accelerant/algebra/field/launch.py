@@ -22,8 +22,8 @@ from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.recorded_launch import RecordedLaunch, launch, sole_record
 
 __all__ = [
-    "Representation", "binary", "check_reduced", "dotted", "element", "first_unreduced", "inverse", "power", "reduced",
-    "summed", "unary",
+    "Representation", "binary", "check_reduced", "dotted", "element", "first_unreduced", "inverse", "power", "summed",
+    "unary",
 ]  # fmt: skip
 
 Representation = Literal["canonical", "montgomery"]
@@ -46,7 +46,7 @@ def binary(space: MemorySpace, field: Field, op: str, x: Words, y: Words, form: 
 
 
 def unary(space: MemorySpace, field: Field, op: str, x: Words, form: Representation) -> Words:
-    """Apply "neg" or "square", or "to_montgomery" or "from_montgomery", which change the form."""
+    """Apply "neg" or "square"; "reduce", which takes any words; or "to_montgomery" or "from_montgomery"."""
     z, n = space.empty(tuple(x.shape), dtype_of(field)), _count(field, x)
     with _recorded(space, field, op, x.shape, form, 2, n):
         _launch(space, field, _entry(op, form), (x, z), (n,), n)
@@ -140,11 +140,6 @@ def check_reduced(space: MemorySpace, field: Field, x: Words, name: str) -> None
     index = first_unreduced(space, field, x)
     if index is not None:
         raise unreduced(name, index, element(space, field, x, index), field.modulus)
-
-
-def reduced(space: MemorySpace, field: Field, x: Words) -> Words:
-    """Return any words modulo the modulus."""
-    return unary(space, field, "reduce", x, "canonical")
 
 
 def _count(field: Field, words: Words) -> int:

@@ -98,12 +98,9 @@ def _text(field: Field, entry: str, form: str) -> str:
 
 
 def entry_functions(
-    prefix: str,
-    entries: Mapping[str, tuple[tuple[str, ...], Callable[..., None]]],
-    entry: str,
-    pointers: Container[str],
-    *parameters: Any,
-) -> list[FunctionBuilder]:
+    prefix: str, entries: Mapping[str, tuple[tuple[str, ...], Callable[..., None]]], entry: str,
+    pointers: Container[str], *parameters: Any,
+) -> list[FunctionBuilder]:  # fmt: skip
     """Return a program's entry points, or one of them.
 
     Args:

@@ -266,11 +266,9 @@ class _PackedWords(PackedField):
         self._p = self.constant(field.modulus)
 
     def constant(self, value: int) -> Value:
-        """Return the number, in all lanes."""
         return constant(self.type, value)
 
     def _mask(self, code: FunctionBuilder) -> Value:
-        """Return the mask of the lanes before stop."""
         bound = code.broadcast(code.op("sub", "%stop", "%i"), self.lanes)
         return code.compare("sgt", bound, lane_constants("i64", range(self.lanes)))
 
@@ -360,7 +358,6 @@ class PackedGoldilocks(_PackedWords):
         return self._canonical(code, self._add_any(code, rest, scaled))
 
     def _halves(self, code: FunctionBuilder, x: str, y: str) -> tuple[Value, Value]:
-        """Return the low and the high word of x y."""
         if self.lanes == 1:
             product = code.op("mul", code.convert("zext", x, "i128"), code.convert("zext", y, "i128"))
             high = code.convert("trunc", code.op("lshr", product, 64), "i64")

@@ -221,15 +221,9 @@ class _Field:
                 do.products(sums[(i + j) % 2], i + j, x[j::2], y[i])
         return do.chain("add", sums[0][n - 1 : 2 * n], sums[1][n - 1 : 2 * n])[1:]
 
-    def lazy_add(self, do: _Chains) -> Limbs:
-        return do.chain("add", *do.operands)
-
     def lazy_sub(self, do: _Chains) -> Limbs:
         x, y = do.operands
         return do.chain("sub", do.chain("add", x, self.multiple(2)), y)
-
-    def lazy_reduce(self, do: _Chains) -> Limbs:
-        return self.below(do, do.operands[0], self.multiple(2))
 
     def _reduced(self, do: _Chains, t: Limbs) -> Limbs:
         """Append t / R mod p, below 2 p, with t < p^2: its lower half in n steps, then the upper is added."""
@@ -260,8 +254,9 @@ def ptx_macros(field: Field, prefix: str) -> str:
     of = _Field(field)
     operations = {"ADD": (of.add, 2), "SUB": (of.sub, 2), "MUL": (of.mul, 2), "SQUARE": (of.square, 1)}
     if field.bits <= _BITS * of.limbs - 2:
-        operations |= {"DOT2": (of.mul, 4), "SHOUP": (of.shoup, 3), "LAZY_ADD": (of.lazy_add, 2)}
-        operations |= {"LAZY_SUB": (of.lazy_sub, 2), "LAZY_REDUCE": (of.lazy_reduce, 1)}
+        operations |= {"DOT2": (of.mul, 4), "SHOUP": (of.shoup, 3), "LAZY_SUB": (of.lazy_sub, 2)}
+        operations["LAZY_ADD"] = lambda do: do.chain("add", *do.operands), 2
+        operations["LAZY_REDUCE"] = lambda do: of.below(do, do.operands[0], of.multiple(2)), 1
     macros = []
     for name, (operation, inputs) in operations.items():
         chains = _Chains(inputs, of.limbs)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from accelerant.algebra.field.parameters import Field
 from accelerant.errors import FormatError, ShapeError, UnsupportedDtype
 
-__all__ = ["check_words", "decode", "dtype_of", "element_shape", "encode", "modulus_words", "random", "tail_of"]
+__all__ = ["check_words", "decode", "dtype_of", "element_shape", "encode", "random", "tail_of"]
 
 Words = npt.NDArray[Any]
 Shape = tuple[int, ...]
@@ -33,11 +33,6 @@ def dtype_of(field: Field) -> np.dtype[Any]:
 def tail_of(field: Field) -> Shape:
     """Return the axis of limbs that a word array has after the elements' shape, if any."""
     return (field.limbs,) if field.limbs > 1 else ()
-
-
-def modulus_words(field: Field) -> tuple[int, ...]:
-    """Return the modulus as canonical words."""
-    return field.words(field.modulus, field.word_bits, field.limbs)
 
 
 def check_words(field: Field, dtype: str, shape: Sequence[int], name: str) -> None:
@@ -132,7 +127,7 @@ def _bits(field: Field, n: int) -> Words:
 def _not_below(field: Field, words: Words) -> npt.NDArray[np.bool_]:
     """Return the mask of elements of (n, limbs) that are not below the modulus."""
     mask = np.ones(len(words), np.bool_)
-    for column, limb in zip(words.T, modulus_words(field), strict=True):
+    for column, limb in zip(words.T, field.words(field.modulus, field.word_bits, field.limbs), strict=True):
         word = words.dtype.type(limb)
         mask = (column > word) | ((column == word) & mask)
     return mask

@@ -79,10 +79,8 @@ def _record(space: MemorySpace, field: Field, shape: Sequence[int], inverse: boo
     dialect = next(name for name in ("llvm", "cuda", "portable") if name in space.provider.dialects)
     case = f"{'x'.join(map(str, shape))} {field.name}" + " inverse" * inverse + " coset" * coset
     case += f" {order}" * (order != "natural")
-    size_bytes, operations = (
-        2 * math.prod(shape) * field.size_bytes,
-        math.prod(shape) * (shape[-1].bit_length() - 1) // 2,
-    )
+    size_bytes = 2 * math.prod(shape) * field.size_bytes
+    operations = math.prod(shape) * (shape[-1].bit_length() - 1) // 2
     return sole_record("ntt", dialect, space.backend, space.label, case, size_bytes=size_bytes, operations=operations)
 
 
@@ -156,14 +154,7 @@ def _host_kernel(field: Field, variant: Variant, form: str) -> Kernel:
 
 
 class HostNttPlan:
-    """The passes of one kind of transform on the CPU, with their kernels and tables.
-
-    Attributes:
-        field: of the elements.
-        passes: in the order in which they run.
-        size_bytes: size of the tables.
-        retired: whether it is dropped from the cache.
-    """
+    """The passes of one kind of transform on the CPU, in the order in which they run, with their kernels and tables."""
 
     def __init__(
         self, field: Field, log_n: int, batch: int, *, inverse: bool, coset: int, order: str, form: str = ""
@@ -260,19 +251,12 @@ def _device_kernel(field: Field, variant: Variant, tile: Tile, inverse: bool, sp
 
 
 class DeviceNttPlan:
-    """The passes of one kind of transform on a device, with their kernels and tables; attributes as HostNttPlan."""
+    """The passes of one kind of transform on a device, with their kernels and tables."""
 
     def __init__(
-        self,
-        space: MemorySpace,
-        field: Field,
-        log_n: int,
-        *,
-        inverse: bool,
-        coset: int,
-        order: str,
+        self, space: MemorySpace, field: Field, log_n: int, *, inverse: bool, coset: int, order: str,
         division: Division | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         division = division or division_of(field)
         logs, table = division.logs(log_n), division.table
         self.field, self.retired, self._space = field, False, space

@@ -187,7 +187,12 @@ def roots_of(field: Field, step: Pass, tile: Tile) -> Words:
     levels before it.
     """
     if field.name == "goldilocks":
-        return _goldilocks_roots(field, step, tile)
+        all_roots = np.array(powers(1, step.root, step.rows, field.modulus), np.uint64)
+        elements, by_level = np.arange(1 << tile.radix), np.ones(2 * step.rows, np.uint64)
+        for done in range((step.log_rows - 1) % tile.radix + 1, step.log_rows, tile.radix):
+            exponents = np.outer(elements, _reversed(done)) * (step.rows >> done + tile.radix)
+            by_level[1 << tile.radix + done : 2 << tile.radix + done] = all_roots[exponents.reshape(-1)]
+        return by_level
     p, radix, count = field.modulus, montgomery_radix(field), max(1, step.rows // 2)
     roots = powers(1, step.root, count, p)
     if has_quotients(field):
@@ -196,15 +201,6 @@ def roots_of(field: Field, step: Pass, tile: Tile) -> Words:
     else:
         words = _words_of(field, [w * radix % p for w in roots])
     return words[_reversed(count.bit_length() - 1)]
-
-
-def _goldilocks_roots(field: Field, step: Pass, tile: Tile) -> Words:
-    all_roots = np.array(powers(1, step.root, step.rows, field.modulus), np.uint64)
-    elements, roots = np.arange(1 << tile.radix), np.ones(2 * step.rows, np.uint64)
-    for done in range((step.log_rows - 1) % tile.radix + 1, step.log_rows, tile.radix):
-        exponents = np.outer(elements, _reversed(done)) * (step.rows >> done + tile.radix)
-        roots[1 << tile.radix + done : 2 << tile.radix + done] = all_roots[exponents.reshape(-1)]
-    return roots
 
 
 def _reversed(bits: int) -> npt.NDArray[np.int64]:

@@ -161,12 +161,7 @@ def call_of(fn: Callable[..., Any], case: OpCase, direction: str) -> Callable[[]
 
 @dataclass(frozen=True, slots=True)
 class CaseWork:
-    """The least work of a direction of a case.
-
-    Attributes:
-        direction: "forward", "backward" or "both".
-        only_reads: its output is far smaller than its input.
-    """
+    """The least work of direction "forward", "backward" or "both"; only_reads: far less is written than read."""
 
     direction: str
     bytes: int
