@@ -316,15 +316,12 @@ class Record:
             if row.runner == _OURS and (row.speedup is not None or row.p50 is None):
                 worst[row.case_key] = 0.0 if row.p50 is None else row.speedup or 0.0
         order = {key: i for i, key in enumerate(dict.fromkeys(row.case_key for row in self.rows))}
-        lost = {key for key, speedup in worst.items() if speedup < 1.0}
-        return sorted(
-            self.rows,
-            key=lambda row: (
-                row.case_key not in lost,
-                worst.get(row.case_key, 0.0) if row.case_key in lost else 0,
-                order[row.case_key],
-            ),
-        )
+        lost = {key: speedup for key, speedup in worst.items() if speedup < 1.0}
+
+        def sort_key(row: Row) -> tuple[bool, float, int]:
+            return row.case_key not in lost, lost.get(row.case_key, 0.0), order[row.case_key]
+
+        return sorted(self.rows, key=sort_key)
 
     def save_csv(self, path: Path) -> None:
         """Write the rows without their samples as comma-separated values; whole or not at all."""

@@ -64,11 +64,7 @@ def option(
     """Declare an option of a suite, as the default of its dataclass field.
 
     Args:
-        default: the value where the command line has none.
-        help: the text that `--help` shows.
         flags: option strings; by default `--` and the field's name.
-        metavar: placeholder of the value in the help.
-        min, max: bounds of a number.
         comma: read a tuple from one comma-separated value instead of repeated options.
         same: a resumed run must have the value of the run that it continues.
     """
@@ -174,7 +170,6 @@ class SuiteRun:
     """A run of suites on a device.
 
     Attributes:
-        record: gets ceilings, rows and notes.
         journal: keeps finished cases on disk; None for none.
         until: time.monotonic() after which no case is begun; None for no limit.
         progress: called with a line about what is measured next.
@@ -230,13 +225,10 @@ _FAILED = "failed"
 
 
 def measure_cases(suite: str, cases: Sequence[SuiteCase], run: SuiteRun) -> None:
-    """Measure cases one after the other.
+    """Measure cases one after the other, then raise the first error of a case, also where the journal holds it.
 
-    A case that raises leaves its rows so far and one that names the error; the next case goes on.
-
-    Raises:
-        Exception: the first error of a case, after the others were measured; also where the journal holds it.
-        DeviceLost: a case made the device unusable; the cases after it are left to a resumed run.
+    A case that raises leaves its rows so far and one that names the error; the next case goes on. After DeviceLost the
+    others are left to a resumed run.
     """
     failed: Exception | None = None if run.journal is None else _recorded_failure(run.record.rows)
     if run.journal is not None:

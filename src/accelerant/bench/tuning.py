@@ -56,14 +56,10 @@ def tune_ops(
     """Race and tune, call by call; each result is on disk before the next call begins.
 
     Args:
-        names: ops of the neural suite; all by default.
+        names: ops of the neural suite, all by default; ConfigError for others.
         launches: also tune launch parameters, which compiles every candidate: minutes an op.
         jobs: processes that compile the implementations first; with 1 they are compiled at their first call.
         until: value of time.monotonic() after which no further call is made.
-        progress: called with a description of each measurement.
-
-    Raises:
-        ConfigError: an op that the suite does not have.
     """
     unknown = [name for name in names if name not in OPS]
     if unknown:

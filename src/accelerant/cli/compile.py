@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from accelerant.runtime.compilation.inspect import CompilerMessage, EntryPoint, Inspection
 
 __all__ = ["compile_file", "known_targets_of", "register"]
+
+_Failed: TypeAlias = "dict[str, tuple[str, list[CompilerMessage]]]"
+"""Architecture -> the compiler's log, and its errors."""
 
 TEMPLATES = ("matmul", "relu", "attention")
 """Example kernels in the folder templates."""
@@ -72,7 +76,31 @@ def compile_file(
         if not folder.is_dir():
             raise ConfigError(f"--include {folder}: no such folder")
     folders = [*(include or ()), file.resolve().parent]
-    _Report(file, text, known_targets_of(arch or ["all"]), folders, block, shared).run(ptx=ptx, json_output=json_output)
+    targets = known_targets_of(arch or ["all"])
+    from accelerant.runtime.compilation.inspect import CompilerMessage, inspect_cuda, read_messages
+
+    name = str(file)
+    done: list[Inspection] = []
+    failed: _Failed = {}
+    for target in targets:
+        try:
+            done.append(
+                inspect_cuda(text, target, name=name, include=folders, block=block, dynamic_shared_bytes=shared)
+            )
+        except CompileError as error:
+            errors = [message for message in read_messages(error.log, name) if message.severity == "error"]
+            failed[target] = error.log, errors or [CompilerMessage("error", name, None, error.log)]
+    if json_output:
+        print(json.dumps(_to_dict(name, targets, done, failed, ptx), indent=1))
+    else:
+        _print_messages(name, targets, done, failed)
+        if ptx:
+            for inspection in done:
+                print(inspection.ptx.strip())
+        elif done:
+            _print_table(done, shared)
+    if failed:
+        raise typer.Exit(1)
 
 
 def _read(file: Path) -> str:
@@ -127,114 +155,68 @@ def _write_template(name: str, file: Path | None, out: Path | None) -> None:
     print(f"wrote {out}; next:  accelerant compile {out}", file=sys.stderr)
 
 
-@dataclass
-class _Report:
-    """Compiles for each architecture and reports the results."""
+def _print_messages(file: str, targets: list[str], done: list[Inspection], failed: _Failed) -> None:
+    """Print each message once, with its architectures unless it concerns all."""
+    targets_of: dict[CompilerMessage, list[str]] = {}
+    by_target: list[tuple[str, Sequence[CompilerMessage]]] = [(one.target, one.warnings) for one in done]
+    by_target += [(target, messages) for target, (_, messages) in failed.items()]
+    for target, messages in by_target:
+        for message in messages:
+            targets_of.setdefault(message, []).append(target)
+    for message, concerned in targets_of.items():
+        scope = "" if len(concerned) == len(targets) else f"for {', '.join(concerned)}: "
+        print(f"{scope}{message}", file=sys.stderr)
+    if done and not done[0].entries:
+        print(f"{file}: no entry point: nothing is marked __global__, or no template is instantiated", file=sys.stderr)
 
-    file: Path
-    text: str
-    targets: list[str]
-    include: list[Path]
-    block: int | None
-    shared: int
-    done: list[Inspection] = field(default_factory=list)
-    failed: dict[str, tuple[str, list[CompilerMessage]]] = field(default_factory=dict)
 
-    def run(self, *, ptx: bool, json_output: bool) -> None:
-        """Compile and print.
+def _print_table(done: list[Inspection], shared: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
-        Raises:
-            typer.Exit: with status 1 if it did not compile for an architecture.
-        """
-        for target in self.targets:
-            self._compile(target)
-        if json_output:
-            print(json.dumps(self._to_dict(ptx), indent=1))
-        else:
-            self._print_messages()
-            if ptx:
-                for inspection in self.done:
-                    print(inspection.ptx.strip())
-            elif self.done:
-                self._print_table()
-        if self.failed:
-            raise typer.Exit(1)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("arch")
+    table.add_column("entry point", overflow="fold")
+    for title in ("registers", "spills", "stack", "shared", "block", "blocks/SM", "occupancy"):
+        table.add_column(title, justify="right")
+    table.add_column("limited by")
+    for inspection in done:
+        for entry in inspection.entries:
+            table.add_row(inspection.target, Text(entry.name), *_cells(entry, shared))
+    Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(table)
 
-    def _compile(self, target: str) -> None:
-        from accelerant.runtime.compilation.inspect import CompilerMessage, inspect_cuda, read_messages
 
-        name = str(self.file)
-        try:
-            inspection = inspect_cuda(
-                self.text, target, name=name, include=self.include, block=self.block, dynamic_shared_bytes=self.shared
-            )
-        except CompileError as error:
-            errors = [message for message in read_messages(error.log, name) if message.severity == "error"]
-            self.failed[target] = error.log, errors or [CompilerMessage("error", name, None, error.log)]
-        else:
-            self.done.append(inspection)
+def _cells(entry: EntryPoint, dynamic_bytes: int) -> tuple[str, ...]:
+    def shown(number: int | None) -> str:
+        return "-" if number is None else str(number)
 
-    def _print_messages(self) -> None:
-        """Print each message once, with its architectures unless it concerns all."""
-        targets_of: dict[CompilerMessage, list[str]] = {}
-        for inspection in self.done:
-            for message in inspection.warnings:
-                targets_of.setdefault(message, []).append(inspection.target)
-        for target, (_, messages) in self.failed.items():
-            for message in messages:
-                targets_of.setdefault(message, []).append(target)
-        for message, targets in targets_of.items():
-            scope = "" if len(targets) == len(self.targets) else f"for {', '.join(targets)}: "
-            print(f"{scope}{message}", file=sys.stderr)
-        if self.done and not self.done[0].entries:
-            reason = "no entry point: nothing is marked __global__, or no template is instantiated"
-            print(f"{self.file}: {reason}", file=sys.stderr)
+    used, occupancy = entry.resources, entry.occupancy
+    spills = f"[red]{used.spill_bytes}[/]" if used.spill_bytes else shown(used.spill_bytes)
+    shared = "-" if used.shared_bytes is None else str(used.shared_bytes + dynamic_bytes)
+    cells = (shown(used.registers), spills, shown(used.stack_bytes), shared)
+    if occupancy is None:
+        return *cells, "-", "-", "-", "its limits are not known"
+    return *cells, str(occupancy.threads), str(occupancy.blocks), f"{occupancy.percent:.0f} %", occupancy.limited_by
 
-    def _print_table(self) -> None:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
 
-        table = Table(box=None, header_style="bold", pad_edge=False)
-        table.add_column("arch")
-        table.add_column("entry point", overflow="fold")
-        for title in ("registers", "spills", "stack", "shared", "block", "blocks/SM", "occupancy"):
-            table.add_column(title, justify="right")
-        table.add_column("limited by")
-        for inspection in self.done:
-            for entry in inspection.entries:
-                table.add_row(inspection.target, Text(entry.name), *self._cells(entry))
-        Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(table)
+def _to_dict(file: str, targets: list[str], done: list[Inspection], failed: _Failed, ptx: bool) -> dict[str, Any]:
+    from accelerant.runtime.compilation.inspect import nvrtc_version
 
-    def _cells(self, entry: EntryPoint) -> tuple[str, ...]:
-        def shown(number: int | None) -> str:
-            return "-" if number is None else str(number)
-
-        used, occupancy = entry.resources, entry.occupancy
-        spills = f"[red]{used.spill_bytes}[/]" if used.spill_bytes else shown(used.spill_bytes)
-        shared = "-" if used.shared_bytes is None else str(used.shared_bytes + self.shared)
-        cells = (shown(used.registers), spills, shown(used.stack_bytes), shared)
-        if occupancy is None:
-            return *cells, "-", "-", "-", "its limits are not known"
-        return *cells, str(occupancy.threads), str(occupancy.blocks), f"{occupancy.percent:.0f} %", occupancy.limited_by
-
-    def _to_dict(self, ptx: bool) -> dict[str, Any]:
-        from accelerant.runtime.compilation.inspect import nvrtc_version
-
-        rows: list[dict[str, Any]] = [
-            {
-                "target": inspection.target,
-                "compiled": True,
-                "compile_ms": inspection.compile_ms,
-                "entries": [entry.to_dict() for entry in inspection.entries],
-                "messages": [asdict(message) for message in inspection.warnings],
-                **({"ptx": inspection.ptx} if ptx else {}),
-            }
-            for inspection in self.done
-        ]
-        rows += [
-            {"target": target, "compiled": False, "messages": [asdict(message) for message in messages], "log": log}
-            for target, (log, messages) in self.failed.items()
-        ]
-        rows.sort(key=lambda row: self.targets.index(row["target"]))
-        return {"file": str(self.file), "compiler": nvrtc_version(), "targets": rows}
+    rows: list[dict[str, Any]] = [
+        {
+            "target": inspection.target,
+            "compiled": True,
+            "compile_ms": inspection.compile_ms,
+            "entries": [entry.to_dict() for entry in inspection.entries],
+            "messages": [asdict(message) for message in inspection.warnings],
+            **({"ptx": inspection.ptx} if ptx else {}),
+        }
+        for inspection in done
+    ]
+    rows += [
+        {"target": target, "compiled": False, "messages": [asdict(message) for message in messages], "log": log}
+        for target, (log, messages) in failed.items()
+    ]
+    rows.sort(key=lambda row: targets.index(row["target"]))
+    return {"file": file, "compiler": nvrtc_version(), "targets": rows}

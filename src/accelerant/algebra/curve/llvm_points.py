@@ -196,9 +196,8 @@ class Elements:
     ) -> None:  # fmt: skip
         """Bind the arithmetic to a function.
 
-        Args:
-            calls: products are calls, of FIELD_mul_call and, over Fq2, of quadratic_mul.
-            call_sums: over Fq2 sums and differences are calls too: a tenth slower, and half the time to compile.
+        Products are calls of FIELD_mul_call and, over Fq2, of quadratic_mul, unless `calls` is False. With `call_sums`
+        sums and differences over Fq2 are calls too: a tenth slower, and half the time to compile.
         """
         self.code, self.packed, self.packs = code, packed, Packs(packed)
         self.degree = field.degree

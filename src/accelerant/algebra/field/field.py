@@ -101,11 +101,7 @@ class PrimeField:
         return host.encode(self.parameters, ints, reduce=reduce)
 
     def decode(self, array: Any, *, reduce: bool = False) -> Any:
-        """Return the Python integers of words: one, or nested lists in the elements' shape.
-
-        Args:
-            array: canonical words, NumPy's or torch's; or a FieldArray.
-        """
+        """Return the Python integers of canonical words or a FieldArray: one, or nested lists of their shape."""
         if isinstance(array, FieldArray):
             return array.ints()
         operand = self._operand(array, "x", reduce)
@@ -114,8 +110,7 @@ class PrimeField:
     def random(self, shape: int | Sequence[int]) -> npt.NDArray[Any]:
         """Draw uniform elements from the system's entropy, by rejection; return canonical words on the host.
 
-        Raises:
-            ShapeError: a negative size.
+        ShapeError for a negative size.
         """
         sizes = (shape,) if isinstance(shape, int) else tuple(map(operator.index, shape))
         if min(sizes, default=0) < 0:
@@ -123,10 +118,9 @@ class PrimeField:
         return host.random(self.parameters, sizes)
 
     def array(self, x: Any, *, device: Device = None, reduce: bool = False) -> FieldArray:
-        """Return the elements as a FieldArray, which stays on its device in Montgomery form between calls.
+        """Return canonical words, integers or another FieldArray of this field as a FieldArray.
 
-        Args:
-            x: canonical words, integers, or a FieldArray of this field.
+        It stays on its device, in Montgomery form, between calls.
         """
         if isinstance(x, FieldArray):
             if x.field is not self:
@@ -313,11 +307,7 @@ class FieldArray:
         return (self[i] for i in range(len(self)))
 
     def reshape(self, *shape: int | Sequence[int]) -> FieldArray:
-        """Return the same elements in another shape; one size may be -1.
-
-        Raises:
-            ShapeError: the shape has another number of elements.
-        """
+        """Return the same elements in another shape; one size may be -1. ShapeError for another number of elements."""
         flat = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         sizes = [operator.index(size) for size in flat]  # type: ignore[arg-type]  # of either spelling
         known = math.prod(size for size in sizes if size != -1)

@@ -278,9 +278,7 @@ def space_of(tensor: Any) -> MemorySpace:
 def space_at(device: str | ComputeDevice) -> MemorySpace:
     """Return the memory space of a device: "cpu", "cuda", "cuda:1", "opencl", or what accelerant.devices() lists.
 
-    Raises:
-        ConfigError: no backend has that name, or no device that number.
-        BackendUnavailable: the backend is not available; says why.
+    ConfigError for no such backend or device, BackendUnavailable with the reason if the backend is not available.
     """
     if isinstance(device, ComputeDevice):
         backend, index = device.backend, device.index

@@ -26,8 +26,7 @@ def ntt_reference(
 
     Source: Cooley and Tukey 1965, Mathematics of Computation 19(90), pages 297 to 301.
 
-    Raises:
-        ConfigError: unknown field, or it has no root of unity of that order.
+    ConfigError for an unknown field, or one without a root of unity of that order.
     """
     row, n = field_of(field), len(x)
     p, w = row.modulus, row.root_of_unity(n)

@@ -227,11 +227,8 @@ _ROWS = 64
 class Oracle:
     """The reference results of a case, computed when first needed.
 
-    Args:
-        flops: operations of the case's forward pass, 0 where bandwidth bounds it.
-
-    Attributes:
-        whole: False if only the first rows are compared.
+    `whole` is False if only the first rows are compared. `flops` are the operations of the case's forward pass, 0 where
+    bandwidth bounds it.
     """
 
     def __init__(self, case: OpCase, flops: int = 0) -> None:

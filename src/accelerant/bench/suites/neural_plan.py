@@ -110,13 +110,11 @@ def plan(
     """Return the cases in the order of measurement.
 
     Args:
-        names: ops of OPS; all where empty.
         dtypes: dtypes of the tables, the first one measured more thoroughly; by default each case's own, float32 on a
             CPU.
         against: the peers. Dtypes after the first omit torch.compile, a float32 among them all but torch; the sweep has
             torch and torch.compile, odd sizes torch.
         budget_s: seconds of calls behind each figure of the tables in the first dtype; the others have less.
-        tables, odd: whether the tables and odd sizes are included.
         sweep: numbers of elements of the sweep, in the first dtype.
         libraries: peers besides those that torch has.
     """
