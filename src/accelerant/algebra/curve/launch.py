@@ -222,9 +222,17 @@ def _count(words: Words) -> int:
 
 
 def _run(
-    space: MemorySpace, curve: Curve[Any], op: str, arrays: Sequence[Words], sizes: Sequence[int], n: int,
-    chunk: int = 1, *, operations: int = 0,
-) -> None:  # fmt: skip
+    space: MemorySpace,
+    curve: Curve[Any],
+    op: str,
+    arrays: Sequence[Words],
+    sizes: Sequence[int],
+    n: int,
+    chunk: int = 1,
+    *,
+    operations: int = 0,
+) -> None:
+    """Launch entry curve_<op> on n points and record the call."""
     with RecordedLaunch(_record(curve, op, space, n, operations), space.provider, space.index):
         if n:
             _launch(space, curve, op, arrays, sizes, n, chunk)
