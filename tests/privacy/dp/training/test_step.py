@@ -9,6 +9,7 @@ from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.optim import SGD
 from accelerant.privacy.dp import make_private
 from accelerant.privacy.dp.sampling.batches import Draw, DrawnBatch
+from accelerant.privacy.dp.training import step as step_module
 from accelerant.privacy.dp.training.step import PrivateStep
 
 CONFIG = GPTConfig(vocab_size=50, context=16, layers=2, heads=2, width=32)
@@ -124,6 +125,36 @@ def test_a_part_that_failed_is_not_released():
     total.add_(1.0)
     with pytest.raises(ConfigError, match="a pass that failed"):
         step(next(parts(rows(4), 4, microbatch=4)), 0.0)
+
+
+class Recorded:
+    """In the place of a graph: like a capture, the call raises the versions of what it writes to."""
+
+    def __init__(self, name):
+        pass
+
+    def capture(self, fn, *args, warm_up):
+        return fn(*args)
+
+    def replay(self):
+        pass
+
+
+def test_a_capture_is_no_change_of_the_sums(monkeypatch):
+    monkeypatch.setattr(step_module, "Graph", Recorded)
+    monkeypatch.setattr(PrivateStep, "_obstacle", lambda *_: None)
+    monkeypatch.setattr(PrivateStep, "_on_side_stream", lambda _, run: run())
+    private = private_gpt()
+    step = PrivateStep(private, private.model.loss)
+    for _ in range(step_module.EAGER_STEPS + 2):
+        for each in parts(rows(4), 2, 2, microbatch=2):
+            step(each, 0.1)
+    assert step.captured
+    first, last = parts(rows(4), 2, 2, microbatch=2)
+    step(first, 0.1)
+    next(iter(private.optimizer.sums.values())).add_(1.0)
+    with pytest.raises(ConfigError, match="a pass that failed"):
+        step(last, 0.1)
 
 
 def test_graphs_of_a_model_that_was_changed_are_dropped():

@@ -250,7 +250,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def prepare(self) -> NoisePlan | None:
         """Check a step, and enter it in the ledger; return its noise, None while parts of the draw are missing."""
         if not self.tracker.complete:
-            self._require_untouched()
+            self.require_untouched()
             return None
         agreed: dict[str, object] = {}
         with self.processes.agreed(agreed):  # rank 0's noise must cover the sums of all
@@ -284,7 +284,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if self.grouped and not self.tracker.sampled:
             raise ConfigError(_FOREIGN_GROUPS)
         self.require_as_attached()
-        self._require_untouched()
+        self.require_untouched()
         for param in _held(self.inner):
             if param.grad is not None and id(param) not in self._clipped:
                 raise ConfigError(
@@ -325,7 +325,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def summed(self, rows: int) -> None:
         """Count a replayed backward pass over `rows` rows; a replay runs no hooks."""
-        self._require_untouched()
+        self.require_untouched()
         self.tracker.add(rows)
         self._mark()
 
@@ -412,7 +412,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "the noisy mean of the last step is still in .grad, and this backward pass would add to it: call "
                 "optimizer.zero_grad() after the step"
             )
-        self._require_untouched()
+        self.require_untouched()
         self.separation.before_backward()
 
     def _backward_ended(self, norms: Tensor, factors: Tensor) -> None:
@@ -449,7 +449,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """Raise ConfigError, before a draw, if there is a gradient: it would be released with the sum."""
         self.drop_released()
         if not self.tracker.passes:
-            self._require_untouched()
+            self.require_untouched()
 
     def require_own(self, optimizer: torch.optim.Optimizer) -> None:
         """Check, before the step of any optimizer, that it does not update by a sum that has no noise yet.
@@ -464,7 +464,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "would know: call step() and zero_grad() of PrivateTraining.optimizer"
             )
 
-    def _require_untouched(self) -> None:
+    def require_untouched(self) -> None:
         """Raise ConfigError if a `.grad` was replaced, or a sum is not that of finished backward passes."""
         if any(param.grad is not self._withheld.get(id(param)) for param in self._params):
             raise ConfigError(_CHANGED if self._withheld else _BEFORE)

@@ -187,6 +187,7 @@ class PrivateStep(GraphedStep):
     def _capture(self, tensors: Sequence[Tensor], mask: Tensor) -> None:
         graph, inputs, mask = Graph("private_part"), [tensor.clone() for tensor in tensors], mask.clone()
         clipper = self.private.clipper
+        self._optimizer.require_untouched()
         hook, clipper.on_backward = clipper.on_backward, None  # a capture runs nothing
 
         def capture() -> None:
@@ -196,6 +197,7 @@ class PrivateStep(GraphedStep):
             self._recorded(capture)
         finally:
             clipper.on_backward = hook
+            self._optimizer.mark()  # it raised the sums' versions, too
         self._captured_layout = self._layout()
 
     # --- the update --------------------------------------------------------------------------------------------------
