@@ -373,7 +373,9 @@ class _CurveRuns:
 
     def _save(self, curve: LossCurve, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         tensors, values = gathered(model, optimizer, self._where)
-        self._checkpoints.save(tensors, {**values, "step": len(curve.losses), "run": curve.name, "losses": curve.losses})
+        self._checkpoints.save(
+            tensors, {**values, "step": len(curve.losses), "run": curve.name, "losses": curve.losses}
+        )
 
     def _restore(self, curve: LossCurve, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Continue from the checkpoint, if it is of this run."""
