@@ -53,7 +53,7 @@ def losses(out):
 
 
 def test_a_run_prints_its_summary_and_where_the_report_is(accelerant, text):
-    status, output, errors = accelerant("train", "--data", text, "--steps", 3, "--device", "cpu", "--out", "out")
+    status, output, errors = accelerant("train", text, "--steps", 3, "--device", "cpu", "--out", "out")
     assert status == 0
     assert re.search(r"validation loss +\d\.\d{3} nats a byte +\(unigram \d\.\d{3}, bigram \d\.\d{3}\)", output)
     assert re.search(r"throughput +[\d,]+ tokens/s on cpu \(1 thread\)", output)
@@ -134,7 +134,9 @@ def test_the_windows_of_a_step_and_of_its_parts(accelerant, text):
         (["--data", "empty.txt"], "no text in .*empty.txt"),
         (["--data", "short.txt"], r"not enough data: the training part has \d+ tokens, one window needs 65"),
         (["--data", "stdlib", "text.txt"], "stdlib or paths, not both"),
-        (["text.txt"], "unexpected argument 'text.txt': name paths after --data"),
+        (["absent.txt"], "no file or folder '.*absent.txt'"),
+        (["stdlib", "text.txt"], "stdlib or paths, not both"),
+        (["--resume", "absent", "text.txt"], "--resume continues a run as it was: leave out --data"),
         (["--steps", "-3"], "steps must be above 0, got -3"),
         (["--seed", "-1"], "seed must be 0 to"),
         (["--log", "paper"], "log must be jsonl or tensorboard, got 'paper'"),
@@ -151,7 +153,7 @@ def test_the_windows_of_a_step_and_of_its_parts(accelerant, text):
         (["--out", ""], "--out must not be empty: name a folder"),
         (["--resume", ""], "--resume must not be empty: name a folder"),
         (["--resume", "absent"], "absent holds no run: there is no config.json"),
-        (["--resume", "absent", "--steps", "5"], "--resume continues a run as it was: leave out --steps"),
+        (["--resume", "absent", "--steps", "0"], "steps must be above 0, got 0"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(accelerant, text, arguments, message):

@@ -23,19 +23,26 @@ if TYPE_CHECKING:
 __all__ = ["register", "train"]
 
 _EPILOG = (
-    "Examples:  accelerant train   |   accelerant train --preset small --data ~/books --out runs/books   |   "
-    "accelerant train --resume runs/books"
+    "Examples:  accelerant train   |   accelerant train notes.txt --out runs/notes   |   "
+    "accelerant train ~/books --preset small --out runs/books   |   accelerant train --resume runs/books"
 )
 
 _PROFILED_STEPS = 5
 
-_More = Annotated[list[str] | None, typer.Argument(metavar="[PATH]...", help="More paths, after --data PATH.")]
+_Paths = Annotated[
+    list[str] | None, typer.Argument(metavar="[PATH]...", help="Text to train on; the same as --data PATH.")
+]
 _Preset = Annotated[str | None, typer.Option(help="tiny, small or gpt2. Default: tiny.")]
 _Data = Annotated[list[str] | None, typer.Option(metavar="stdlib|PATH...", help="Text to train on. Default: stdlib.")]
-_Steps = Annotated[int | None, typer.Option(help="Optimiser steps. Default: the preset's.")]
+_Steps = Annotated[
+    int | None, typer.Option(help="Optimiser steps. Default: the preset's. With --resume: steps in all, to train on.")
+]
 _Device = Annotated[str | None, typer.Option(help="auto, cuda or cpu. Default: auto; with --resume, the run's.")]
 _Out = Annotated[str | None, typer.Option(metavar="DIR", help="Folder for the results. Default: runs/PRESET.")]
 _Resume = Annotated[str | None, typer.Option(metavar="DIR", help="Continue the interrupted run in this folder.")]
+_Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Remove an earlier run in the folder. Default: move it to a subfolder.")
+]
 _Seed = Annotated[int | None, typer.Option(help="Seed of the weights, batches and sample. Default: 0.")]
 _Batch = Annotated[
     int | None, typer.Option("--batch-size", help="Windows per step; with --private on average. Default: the preset's.")
@@ -101,13 +108,14 @@ def register(app: typer.Typer) -> None:
 
 
 def train(
-    more: _More = None,
+    paths: _Paths = None,
     preset: _Preset = None,
     data: _Data = None,
     steps: _Steps = None,
     device: _Device = None,
     out: _Out = None,
     resume: _Resume = None,
+    overwrite: _Overwrite = False,
     seed: _Seed = None,
     batch_size: _Batch = None,
     micro_batch: _MicroBatch = None,
@@ -129,10 +137,12 @@ def train(
 
     Ctrl-C writes a checkpoint, prints the command that continues the run, and exits with status 130.
     """
+    sources = [*(data or ()), *(paths or ())]
     chosen = {
-        "--preset": preset, "--data": data, "--steps": steps, "--out": out, "--seed": seed, "--batch-size": batch_size,
-        "--micro-batch": micro_batch, "--deterministic": deterministic, "--recompute": recompute or None,
-        "--profile": profile or None, "--log": log, "--precision": precision, "--private": private or None,
+        "--preset": preset, "--data": sources or None, "--out": out, "--overwrite": overwrite or None, "--seed": seed,
+        "--batch-size": batch_size, "--micro-batch": micro_batch, "--deterministic": deterministic,
+        "--recompute": recompute or None, "--profile": profile or None, "--log": log, "--precision": precision,
+        "--private": private or None,
     }  # fmt: skip
     dp_options: dict[str, Any] = {
         "--target-epsilon": target_epsilon, "--delta": delta, "--max-grad-norm": max_grad_norm,
@@ -140,31 +150,30 @@ def train(
     }  # fmt: skip
     if not private and (alone := [name for name, value in dp_options.items() if value is not None]):
         raise ConfigError(f"{alone[0]} goes with --private")
-    if more and not data:
-        raise ConfigError(f"unexpected argument {more[0]!r}: name paths after --data")
-    paths = {"--data": [*(data or ()), *(more or ())], "--out": [out], "--resume": [resume], "--ledger": [ledger]}
-    for name, values in paths.items():
+    for name, values in {"--data": sources, "--out": [out], "--resume": [resume], "--ledger": [ledger]}.items():
         if "" in values:  # an unset shell variable; as a path it would be the current folder
             kind = "folder" if name in ("--out", "--resume") else "path"
             raise ConfigError(f"{name} must not be empty: name a {kind}")
     if resume is not None:
         if given := [name for name, value in chosen.items() if value is not None]:
             raise ConfigError(f"--resume continues a run as it was: leave out {given[0]}")
-        _run(Path(resume), None, device, json_output, extension=_resumed(Path(resume)))
+        if steps is not None and steps < 1:
+            raise ConfigError(f"steps must be above 0, got {steps}")
+        _run(Path(resume), None, device, json_output, extension=_resumed(Path(resume)), steps=steps)
         return
     from accelerant.nn.train.config import preset as find_preset
 
     run = find_preset("tiny" if preset is None else preset).resized(batch_size, micro_batch)
     changes = {"steps": steps, "seed": seed, "log": log, "precision": precision}
     run = run.replaced(
-        data=_sources([*(data or ["stdlib"]), *(more or ())]),
+        data=_sources(sources or ["stdlib"]),
         recompute=("blocks.*",) if recompute else (),
         profile=_PROFILED_STEPS if profile else 0,
         **{name: value for name, value in changes.items() if value is not None},
     )
     folder = Path(run.training.folder if out is None else out)
     extension = _extension(folder, dp_options) if private else None
-    _run(folder, run, device, json_output, deterministic, extension)
+    _run(folder, run, device, json_output, deterministic, extension, overwrite=overwrite)
 
 
 def _extension(folder: Path, options: dict[str, Any]) -> Extension:
@@ -203,11 +212,12 @@ def _sources(names: list[str]) -> tuple[str, ...]:
 
 def _run(
     out: Path, run: RunConfig | None, backend: str | None, as_json: bool, deterministic: bool | None = None,
-    extension: Extension | None = None,
+    extension: Extension | None = None, **options: Any,
 ) -> None:  # fmt: skip
     """Start a run, or continue the one in `out` if `run` is None; then print the outcome.
 
-    `deterministic` is for a new run; by default it is true on the CPU only, where it costs nothing.
+    `deterministic` is for a new run; by default it is true on the CPU only, where it costs nothing. `options` are those
+    of run_training or resume_training.
     """
     if run is None or deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be set before CUDA starts
@@ -229,7 +239,9 @@ def _run(
         run = run.replaced(deterministic=device.type == "cpu" if deterministic is None else deterministic)
     with closing(make_view(quiet=as_json)) as view:
         start = resume_training if run is None else partial(run_training, run)
-        outcome = start(out, device, progress=view, ledger=lambda: accelerant.ledger().to_dict(), extension=extension)
+        outcome = start(
+            out, device, progress=view, ledger=lambda: accelerant.ledger().to_dict(), extension=extension, **options
+        )  # fmt: skip
     if as_json:
         print(json.dumps(outcome.summary))
     else:

@@ -1,6 +1,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 
@@ -196,11 +197,55 @@ def test_an_unfinished_run_is_kept_when_a_new_one_takes_its_folder(train, watche
 
 
 @pytest.mark.slow
-def test_a_finished_run_is_replaced(train):
-    train("run", steps=12)
+def test_a_finished_run_is_kept_or_overwritten_on_request(train, watcher, cpu, run):
+    first, out = train("run", steps=5)
+    model = (out / "model.safetensors").read_bytes()
+    watch, kept = watcher(), out / "finished-1"
+    train("run", steps=6, watch=watch)
+    assert watch.notes == [f"kept the finished run that was here in {kept} (--overwrite replaces it)"]
+    assert (kept / "model.safetensors").read_bytes() == model
+    moved = resume_training(kept, cpu, progress=watcher(), ledger=lambda: NO_CALLS)
+    assert moved.already_finished
+    assert moved.summary == {**first.summary, "out": str(kept), "report": str(kept / "report.html")}
+    assert len(losses(out)) == 6
+
+    silent = watcher()
+    shorter = run.replaced(steps=4)
+    run_training(shorter, out, cpu, progress=silent, ledger=lambda: NO_CALLS, overwrite=True)
+    assert silent.notes == []
+    assert len(losses(out)) == 4
+    assert "finished-2" not in files(out)
+
+
+def test_a_finished_run_is_extended_exactly(train, watcher, cpu):
+    """Interrupted or not, before or after the first checkpoint; where it fails the finished run stays."""
     _, out = train("run", steps=5)
-    assert len(losses(out)) == 5
-    assert "unfinished-1" not in files(out)
+    again = shutil.copytree(out, out.with_name("again"))
+
+    def resume(folder, watch, steps=None):
+        return resume_training(folder, cpu, progress=watch, ledger=lambda: NO_CALLS, steps=steps)
+
+    watch = watcher()
+    assert resume(out, watch, 9).summary["steps"] == 9
+    assert watch.notes == ["a run of 9 steps instead of 5: the learning rate follows the new number"]
+    assert len(losses(out)) == 9
+    assert resume(out, watcher()).already_finished
+    with pytest.raises(ConfigError, match="has done 9 steps: give more, got 8"):
+        resume(out, watcher(), 8)
+
+    config, checkpoint = (again / name for name in ("config.json", "checkpoint.safetensors"))
+    before, whole = config.read_bytes(), checkpoint.read_bytes()
+    checkpoint.write_bytes(whole[:-1])
+    with pytest.raises(FormatError, match="torn"):
+        resume(again, watcher(), 9)
+    assert (again / "summary.json").exists()
+    assert config.read_bytes() == before
+    checkpoint.write_bytes(whole)
+    assert resume(again, watcher(7, stop), 9).signal == signal.SIGINT
+    assert not (again / "summary.json").exists()
+    resume(again, watcher())
+    assert losses(again) == losses(out)
+    assert (again / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
 
 
 @pytest.mark.slow

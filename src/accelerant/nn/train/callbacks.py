@@ -158,6 +158,9 @@ class Extension(Callback):
     def require(self, run: RunConfig) -> None:
         """Raise ConfigError unless the run is supported; called before its folder is changed."""
 
+    def require_extensible(self) -> None:
+        """Raise ConfigError unless a run may continue with another number of steps."""
+
     def configured(self, config: TrainConfig) -> TrainConfig:
         """Return the Trainer's config."""
         return config

@@ -14,7 +14,7 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from accelerant.runtime.files import decode_json, open_regular, read_regular, wr
 __all__ = ["RunFolder", "RunLock"]
 
 _FORMAT = "accelerant-train-1"
+_ADD_UP = "this run begins a new ledger. Trainings on the same data add up: give --ledger {} to continue that one"
 
 
 class RunFolder:
@@ -77,11 +78,11 @@ class RunFolder:
                 advice = "give --out another folder"
                 raise ConfigError(f"{self.path} holds {foreign[0]} of something else: {advice}") from None
 
-    def start(self) -> str | None:
+    def start(self, *, overwrite: bool = False) -> str | None:
         """Prepare the folder for a new run.
 
-        The files of a finished run are removed, except a privacy ledger, which is renamed; those of an unfinished run
-        are moved into a subfolder.
+        The files of an earlier run are moved into a subfolder. With `overwrite` they are removed, except a privacy
+        ledger, which is renamed.
 
         Returns:
             A note for the user, or None.
@@ -95,12 +96,8 @@ class RunFolder:
             write_atomic(self.path / ".accelerant-write-test", b"")
             (self.path / ".accelerant-write-test").unlink()
             old = [self.path / name for name in self.FILES if (self.path / name).is_file()]
-            if Checkpoints(self.path).exist and not self.finished:
-                kept = self._free_name()
-                kept.mkdir()
-                for file in (*old, *self.path.glob(f"{self.LEDGER}*"), *self._event_logs()):
-                    file.rename(kept / file.name)
-                note = f"kept the unfinished run that was here: {RunFolder(kept).resume_command}"
+            if not overwrite and (Checkpoints(self.path).exist or self.finished or self.model.is_file()):
+                note = self._move_aside([*old, *self.path.glob(f"{self.LEDGER}*"), *self._event_logs()])
             else:
                 for file in sorted(old, key=lambda file: file != self.summary):
                     file.unlink()  # the summary first: a partly removed run is not a finished one
@@ -111,9 +108,26 @@ class RunFolder:
             raise ConfigError(f"cannot write to {self.path}: {error.strerror or error}") from None
         return note
 
+    def _move_aside(self, files: Sequence[Path]) -> str:
+        """Move a run's files into a subfolder; return a note for the user."""
+        finished, private = self.finished, (self.path / self.LEDGER).is_file()
+        kept = self._free_name("finished" if finished else "unfinished")
+        kept.mkdir()
+        for file in files:
+            file.rename(kept / file.name)
+        if not finished:
+            return f"kept the unfinished run that was here: {RunFolder(kept).resume_command}"
+        note = f"kept the finished run that was here in {kept} (--overwrite replaces it)"
+        return f"{note}; {_ADD_UP.format(kept / self.LEDGER)}" if private else note
+
     def write_config(self, values: Mapping[str, Any]) -> None:
         """Write config.json."""
         self.write_json(self.config, {"format": _FORMAT, **values})
+
+    def reopen(self, config: Mapping[str, Any]) -> None:
+        """Replace config.json by that of a run with another number of steps, which is no longer finished."""
+        self.write_config(config)
+        self.summary.unlink(missing_ok=True)
 
     def read_config(self) -> dict[str, Any]:
         """Read config.json; raise FormatError if it does not exist, or is not a run's."""
@@ -123,8 +137,8 @@ class RunFolder:
         return values
 
     def read_summary(self) -> dict[str, Any]:
-        """Read summary.json; raise FormatError if it is not a run's."""
-        return self._read_json(self.summary)
+        """Read summary.json, with this folder's paths: it may have moved. Raise FormatError if it is no run's."""
+        return self._read_json(self.summary) | {"out": str(self.path), "report": str(self.report)}
 
     def _read_json(self, path: Path) -> dict[str, Any]:
         try:
@@ -154,12 +168,9 @@ class RunFolder:
         kept = self._free_name(ledger.stem, ledger.suffix)
         for file in self.path.glob(f"{self.LEDGER}*"):  # and the files of its writer
             file.rename(kept.with_name(kept.name + file.name.removeprefix(self.LEDGER)))
-        return (
-            f"kept the privacy ledger of the run that was here as {kept.name}: this run begins a new one. Trainings on "
-            "the same data add up: give --ledger to go on with one"
-        )
+        return f"kept the privacy ledger of the run that was here as {kept.name}; {_ADD_UP.format(kept)}"
 
-    def _free_name(self, stem: str = "unfinished", suffix: str = "") -> Path:
+    def _free_name(self, stem: str, suffix: str = "") -> Path:
         number = 1
         while (self.path / f"{stem}-{number}{suffix}").exists():
             number += 1

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -74,14 +75,15 @@ class Outcome:
 
 def run_training(
     run: RunConfig, out: Path, device: torch.device, *, progress: Progress, ledger: Callable[[], Mapping[str, Any]],
-    extension: Extension | None = None,
+    extension: Extension | None = None, overwrite: bool = False,
 ) -> Outcome:  # fmt: skip
     """Train from the beginning and write everything to a folder.
 
     Args:
-        out: the folder; created if absent. A finished run in it is replaced, an unfinished one kept.
+        out: the folder; created if absent. An earlier run in it is moved to a subfolder.
         ledger: returns the ledger's dictionary, for the report.
         extension: replaces batches or steps; closed at the end.
+        overwrite: whether an earlier run in the folder is removed instead, except its privacy ledger.
 
     Returns:
         The outcome; after SIGINT or SIGTERM with a checkpoint written.
@@ -106,7 +108,7 @@ def run_training(
         source = extension.source(text.train, config, text.sha256)
         lock.take()
         folder.require_usable()  # another process may have written while the text was read
-        note = folder.start()
+        note = folder.start(overwrite=overwrite)
         if note:
             progress.note(note)
         with numerics(deterministic=config.deterministic, cpu_threads=run.cpu_threads):
@@ -120,7 +122,7 @@ def run_training(
 
 def resume_training(
     out: Path, device: torch.device, *, progress: Progress, ledger: Callable[[], Mapping[str, Any]],
-    extension: Extension | None = None,
+    extension: Extension | None = None, steps: int | None = None,
 ) -> Outcome:  # fmt: skip
     """Continue an interrupted run from its last checkpoint.
 
@@ -128,35 +130,55 @@ def resume_training(
 
     Args:
         out: the run's folder; the rest as for `run_training`.
+        steps: a new number of steps in all, which extends a finished run; None for the run's.
 
     Raises:
-        ConfigError: the run has another extension, its data cannot be read, or another process uses its folder.
+        ConfigError: the run has another extension, its data cannot be read, another process uses its folder, or it has
+            done more steps.
         FormatError: there is no run or checkpoint, or it is damaged, of another shape, or of other data.
         OutOfMemory: a micro-batch does not fit the device.
         DivergenceError: a loss or gradient is not finite.
     """
     folder = RunFolder(out)
-    folder.read_config()
-    if folder.finished:  # without a lock: the folder may be read-only
-        return Outcome(folder.read_summary(), already_finished=True)
+    if (finished := _finished(folder, steps)) is not None:  # without a lock: the folder may be read-only
+        return finished
     with RunLock(out), closing(extension or Extension()) as chosen:
-        folder = RunFolder(out)  # another process may have finished the run before the lock was taken
+        folder = RunFolder(out)
+        if (finished := _finished(folder, steps)) is not None:  # by another process before the lock was taken
+            return finished
         values = folder.read_config()
         if values.get("extension", Extension.name) != chosen.name:
             raise ConfigError(f"the run in {out} is one of {values['extension']}: continue it with --resume")
-        if folder.finished:
-            return Outcome(folder.read_summary(), already_finished=True)
         run = RunConfig.from_dict(values.get("run", {}))
         if not Checkpoints(out).exist:
             command = run.command(str(out), device.type, chosen.words(out))
             advice = f": start again with: {command}" if command else ": start it again"
             raise FormatError(f"no checkpoint {folder.checkpoint}: none was written yet{advice}")
         _require_stored(run, Checkpoints(out))
+        changed = steps is not None and steps != run.training.steps
+        if changed:
+            chosen.require_extensible()
+            run = run.replaced(steps=steps)
         text = tokenize(run, progress, tokenizer_from=folder.tokenizer)
         config = chosen.configured(_config(run, out, device))
         source = chosen.source(text.train, config, text.sha256)
         with numerics(deterministic=config.deterministic, cpu_threads=run.cpu_threads):
-            return _TextRun(run, config, folder, text, progress, ledger, chosen, source).execute(resume=True)
+            session = _TextRun(run, config, folder, text, progress, ledger, chosen, source)
+            return session.execute(resume=True, config={**values, "run": run.to_dict()} if changed else None)
+
+
+def _finished(folder: RunFolder, steps: int | None) -> Outcome | None:
+    """Return the outcome of a finished run, None for one that goes on; raise FormatError if there is no run."""
+    folder.read_config()
+    if not folder.finished:
+        return None
+    summary = folder.read_summary()
+    done = summary.get("steps")
+    if steps is None or not isinstance(done, int) or steps == done:
+        return Outcome(summary, already_finished=True)
+    if steps < done:
+        raise ConfigError(f"the run in {folder.path} has done {done:,} steps: give more, got {steps:,}")
+    return None
 
 
 def _require_stored(run: RunConfig, checkpoints: Checkpoints) -> None:
@@ -184,13 +206,15 @@ def windows_at_once(micro_batch: int, context: int, device: torch.device) -> int
 
 
 class _ProgressCallback(Callback):
-    """Passes a trainer's events to a Progress."""
+    """Passes a trainer's events to a Progress; the first one, when a checkpoint was restored, also to `begun`."""
 
     def __init__(self, progress: Progress, device: str) -> None:
         self._progress = progress
         self._device = device
+        self.begun: Callable[[], None] = lambda: None
 
     def begin(self, trainer: Trainer, done: int, total: int) -> None:
+        self.begun()
         predicted = trainer.history.predicted_peak_bytes
         self._progress.begin(done=done, total=total, device=self._device, predicted_bytes=predicted)
 
@@ -225,8 +249,8 @@ class _TextRun:
             vocab_size=vocab_size, context=config.context, layers=run.layers, heads=run.heads, width=run.width
         )
         self._model = GPT(self._shape)  # initialised on the host: the same weights for every device
-        callbacks = [_ProgressCallback(progress, self._device_name), extension]
-        self._trainer = Trainer(self._model, config, callbacks=callbacks)
+        self._events = _ProgressCallback(progress, self._device_name)
+        self._trainer = Trainer(self._model, config, callbacks=[self._events, extension])
         self._training = self._source(text.train, "training") if source is None else source
         if isinstance(self._training, TokenSource):
             self._training.vocab_size = vocab_size
@@ -245,8 +269,13 @@ class _TextRun:
             },
         }  # fmt: skip
 
-    def execute(self, *, resume: bool) -> Outcome:
-        """Train, from the last checkpoint if `resume` is set, and write the results; or stop at a signal."""
+    def execute(self, *, resume: bool, config: Mapping[str, Any] | None = None) -> Outcome:
+        """Train, from the last checkpoint if `resume` is set, and write the results; or stop at a signal.
+
+        `config`, if given, is written to config.json when the checkpoint is restored; the run is then unfinished.
+        """
+        if config is not None:
+            self._events.begun = partial(self._folder.reopen, config)
         began, run, steps = time.monotonic(), self._run, self._run.training.steps
         self._progress.phase("looking at the model")
         try:

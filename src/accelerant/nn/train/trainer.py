@@ -125,7 +125,8 @@ class Trainer:
             targets: one row for each row of data; None if the data contain them, or the model's loss needs none.
             validation: data to evaluate on: (data, targets), or a Dataset, DataLoader or token file.
             resume: whether to continue from the newest intact checkpoint in the config's folder, if there is one. On
-                the CPU the result equals, bit for bit, that of an uninterrupted run.
+                the CPU the result equals, bit for bit, that of an uninterrupted run. A config with more steps or epochs
+                extends a finished run.
 
         Returns:
             The history. The model is trained in place; its modules keep their training or eval mode.
@@ -473,9 +474,7 @@ class _Run:
             advice = "restore them, or start a new run"
             raise FormatError(f"the data of {path.parent} changed since its checkpoint: {advice}")
         require_same_config(path, document.get("config", {}), trainer.config)
-        total = document.get("total_steps", history.total_steps)
-        if total != history.total_steps:
-            raise ConfigError(f"checkpoint {path} is of a run of {total} steps, got {history.total_steps}")
+        before, total = document.get("total_steps", history.total_steps), history.total_steps
         if document["step"] > total:
             raise FormatError(f"checkpoint {path} is of step {document['step']}, of {total}")
         restored(path, tensors, document, trainer.model, trainer.optimizer, trainer.device)
@@ -497,6 +496,8 @@ class _Run:
                 raise FormatError(f"checkpoint {path} has another state of {name}: {reason}") from error
         history.evaluations = document.get("evaluations", [])
         history.resumed_from = history.steps = document["step"]
+        if before != total:
+            self._note(f"a run of {total:,} steps instead of {before:,}: the learning rate follows the new number")
         if note is not None:
             self._note(note)
         return document

@@ -127,6 +127,11 @@ class PrivateRun(Extension):
                 "file with a tokenizer from elsewhere (accelerant data prepare --tokenizer PATH) and give it as --data"
             )
 
+    def require_extensible(self) -> None:
+        raise ConfigError(
+            "the noise of a private run is for its number of steps: start a new run, with --ledger to add to this one's"
+        )
+
     def configured(self, config: TrainConfig) -> TrainConfig:
         """Turn off clipping of the mean, graphs, and the memory prediction, which is of an ordinary step."""
         return replace(config, clip=0.0, graph="off", predict_memory=False)
