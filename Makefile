@@ -6,7 +6,7 @@ ARGS   ?=
 LOCK   ?=
 export LOCK
 
-.PHONY: run test test-slow lint licenses lock unit coverage gpu-test soak clean help
+.PHONY: run test test-slow lint licenses lock unit coverage docs gpu-test soak clean help
 
 help:            ## what each target does
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -41,6 +41,9 @@ coverage: $(VENV)/.installed-dev   ## the fast tests once more, with the share o
 test-slow: $(VENV)/.installed-dev  ## the tests that are marked as slow
 	$(PYTEST) -m "slow and not soak" $(ARGS)
 
+docs: $(VENV)/.installed-docs    ## the documentation as a site, in site/; every link is checked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 gpu-test:        ## the GPU tests, from the source tree with the Python at hand: make gpu-test PYTHON=python3
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:cacheprovider $(ARGS)
 
@@ -62,5 +65,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	scripts/setup $(VENV) $(PYTHON) dev
 	touch $@
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	scripts/setup $(VENV) $(PYTHON) docs
+	touch $@
+
 clean:           ## remove the environment and what runs left behind
-	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) runs site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

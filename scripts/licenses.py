@@ -36,7 +36,7 @@ def license_of(metadata: importlib.metadata.PackageMetadata) -> str:
     if "License-Expression" in metadata:
         return str(metadata["License-Expression"])
     written = str(metadata.get("License", "") or "").strip()
-    if written and "\n" not in written and len(written) < 64:
+    if written not in ("", "UNKNOWN") and "\n" not in written and len(written) < 64:
         return NAMES.get(written, written)
     classified = [line.split(" :: ")[-1] for line in metadata.get_all("Classifier") or () if line.startswith("License")]
     return " AND ".join(NAMES.get(name, name) for name in classified) or "unknown"

@@ -29,9 +29,9 @@ def require_backend(name):
     return name
 
 
-def require_module(name):
-    """Require a Python package that the extra dev installs."""
-    require("" if importlib.util.find_spec(name) else f"{name} is not installed; the extra dev has it")
+def require_module(name, extra="dev"):
+    """Require a Python package that an extra installs."""
+    require("" if importlib.util.find_spec(name) else f"{name} is not installed; the extra {extra} has it")
 
 
 def snarkjs_command():
