@@ -74,12 +74,14 @@ class SeparationCheck:
             self._warn("its input has no tensor with dimensions in tuples, lists or mappings")
         if rows is None or rows < 2 or torch._C._current_graph_task_id() != -1 or _capturing():
             return
-        other = _other_rows((args, kwargs), rows)
+        number = self._forwards + 1
+        if number & (number - 1):
+            self._forwards = number
+            return
+        other = _other_rows((args, kwargs), rows)  # the host waits for the device
         if other is None:  # as in an empty draw, all of whose rows are padding
             return
-        self._forwards += 1
-        if self._forwards & (self._forwards - 1):
-            return
+        self._forwards = number
         self.pending = False  # the passes of the check call the model, too
         try:
             used = self._check(other, (args, kwargs))
