@@ -18,7 +18,7 @@ from accelerant.cli.zk_prove import (
     warn_forgeable,
     write_all,
 )
-from accelerant.errors import ConfigError, FormatError
+from accelerant.errors import ConfigError
 from accelerant.runtime.files import escaped
 
 if TYPE_CHECKING:
@@ -88,26 +88,21 @@ def prove(
 def verify(key: _Key, public: _Public, proof: _Proof, json_output: _Json = False) -> None:
     """Verify a proof: exit status 0 if it is valid, 1 if it is not, 2 if that could not be found out or printed.
 
-    Malformed proofs (a point off its curve, a number that is not reduced, no JSON) are invalid.
+    A malformed key, proof or input (no JSON, a number that is not reduced, a point off its curve) is 2.
     """
     from accelerant.zk.groth16 import VerificationKey
     from accelerant.zk.groth16 import verify as verify_proof
 
     texts = [read_json(path) for path in (key, public, proof)]
-    forgeable = None
-    try:
-        parsed = _parse_proof(texts[2], texts[1], proof, public)
-        trusted = VerificationKey.from_json(texts[0], name=str(key))
-        forgeable = trusted.forgeable
-        valid = verify_proof(trusted, parsed.public or (), parsed)
-        reason = "" if valid else "the equation of the pairings does not hold"
-    except (FormatError, ConfigError) as error:
-        valid, reason = False, str(error)
+    trusted = VerificationKey.from_json(texts[0], name=str(key))
+    parsed = _parse_proof(texts[2], texts[1], proof, public)
+    valid = verify_proof(trusted, parsed.public or (), parsed)
+    reason = "" if valid else "the equation of the pairings does not hold"
     if json_output:
-        write(json.dumps({"valid": valid, "reason": reason, "forgeable": forgeable}))
+        write(json.dumps({"valid": valid, "reason": reason, "forgeable": trusted.forgeable}))
     else:
-        warn_forgeable(key, forgeable)
-        write("valid" if valid else f"invalid: {escaped(reason)}")
+        warn_forgeable(key, trusted.forgeable)
+        write("valid" if valid else f"invalid: {reason}")
     if not valid:
         raise InvalidProofError
 
