@@ -11,9 +11,10 @@ import pytest
 import torch
 from loops import classify, clipped_sums, mlp, points
 
+from accelerant import errors
 from accelerant.errors import BudgetExceeded, ConfigError
 from accelerant.privacy import dp
-from accelerant.privacy.dp.training.distributed import Processes
+from accelerant.privacy.dp.training.distributed import Processes, _raise_again
 
 HERE = Path(__file__).parent
 
@@ -79,8 +80,8 @@ def started(code, arguments):
     ]
     results = []
     for process in started:
-        out, errors = process.communicate(timeout=400)  # a limit for a process that hangs, on a loaded machine too
-        results.append((process.returncode, out, errors))
+        out, printed = process.communicate(timeout=400)  # a limit for a process that hangs, on a loaded machine too
+        results.append((process.returncode, out, printed))
     return results
 
 
@@ -90,8 +91,8 @@ def run_two(*given, **options):
 
 def found_by(processes):
     results = []
-    for status, out, errors in processes:
-        assert status == 0, errors[-2000:]
+    for status, out, printed in processes:
+        assert status == 0, printed[-2000:]
         results.append(json.loads(out.splitlines()[-1]))
     return results
 
@@ -279,3 +280,10 @@ def test_a_disagreement_is_an_error(monkeypatch, other):
         pass
     with pytest.raises(ValueError, match="here"), processes.agreed({}):
         raise ValueError("here")
+
+
+@pytest.mark.parametrize("kind", errors.__all__)
+def test_every_error_is_raised_again_in_the_other_processes(kind):
+    """MissingDependency, for example, is not made of a message alone."""
+    with pytest.raises(getattr(errors, kind), match=r"^rank 1: why$"):
+        _raise_again([kind, "why"], 1)

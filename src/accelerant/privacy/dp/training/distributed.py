@@ -53,7 +53,7 @@ class Processes:
 
     def exchange(self, value: object) -> list[Any]:
         """Return the value of each process, in the order of ranks: one collective of 4 KiB of JSON each."""
-        text = json.dumps(value, ensure_ascii=False).encode()
+        text = json.dumps(value, ensure_ascii=False).encode(errors="replace")  # a name of a file need not be UTF-8
         if len(text) > _EXCHANGED:
             raise ConfigError(f"processes exchange at most {_EXCHANGED} bytes, got {len(text)}")
         row = torch.frombuffer(bytearray(text.ljust(_EXCHANGED)), dtype=torch.uint8)
@@ -144,7 +144,8 @@ def _described(error: Exception | None) -> list[str] | None:
 def _raise_again(error: list[str] | None, rank: int) -> None:
     """Raise an error of another process."""
     if error is not None:
-        raise getattr(errors, error[0], errors.ProtocolError)(f"rank {rank}: {error[1]}")
+        kind = getattr(errors, error[0], errors.ProtocolError)
+        raise kind.__new__(kind, f"rank {rank}: {error[1]}")  # without __init__, which may take other arguments
 
 
 def _shortened(text: str) -> str:
