@@ -20,6 +20,7 @@ from accelerant.errors import BudgetExceeded, ConfigError, FormatError
 from accelerant.privacy.dp.ledger import Budget, Ledger
 from accelerant.privacy.dp.ledger.accounting import spent
 from accelerant.privacy.dp.ledger.events import Event
+from accelerant.privacy.dp.ledger.journal import _START, _next_chain
 
 EVENTS = st.sampled_from(
     [Event("gaussian", 2.0, "poisson", 0.01), Event("gaussian", 20.0), Event("discrete_laplace", 50.0)]
@@ -206,6 +207,113 @@ def test_a_file_that_was_emptied_with_its_head_says_so(tmp_path):
     assert not Ledger(tmp_path / "new.jsonl").unguarded
 
 
+# --- interrupted, replaced and crafted files -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", range(1, 8))
+def test_ctrl_c_at_any_write_leaves_a_ledger_that_can_be_read(tmp_path, monkeypatch, at):
+    """A line of an event that did not happen may be longer than the next one, which takes its place."""
+    flush, flushed, done = os.fsync, [], 0
+
+    def interrupted(file):
+        flush(file)
+        flushed.append(file)
+        if len(flushed) == at:
+            raise KeyboardInterrupt
+
+    Ledger(tmp_path / "privacy.jsonl").close()
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt), Ledger(tmp_path / "privacy.jsonl") as ledger:  # noqa: PT012
+        for event in (Event("discrete_laplace", 4.0, note="a long note" * 9), Event("gaussian", 2.0)) * 2:
+            ledger.record(event)
+            done += 1
+        ledger.settle()
+        ledger.settle()
+    with Ledger(tmp_path / "privacy.jsonl") as ledger:
+        assert sum(event.count for event in ledger.events) == done
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced", "truncated"])
+def test_nothing_is_recorded_in_a_file_that_is_no_longer_the_ledger(tmp_path, how):
+    path = tmp_path / "privacy.jsonl"
+    ledger = Ledger(path)
+    ledger.record(Event("gaussian", 2.0))
+    if how == "deleted":
+        path.unlink()
+    elif how == "replaced":
+        shutil.copy(path, tmp_path / "copy")
+        (tmp_path / "copy").replace(path)
+    else:
+        path.write_bytes(b"")
+    for action in (lambda: ledger.record(Event("gaussian", 2.0)), ledger.close):
+        with pytest.raises(ConfigError, match="was deleted, replaced or changed by another program"):
+            action()
+    assert ledger.events == (Event("gaussian", 2.0),)
+
+
+def test_the_head_follows_when_the_process_changes_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with Ledger("privacy.jsonl") as ledger:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        ledger.record(Event("gaussian", 2.0))
+    assert not Ledger.read(tmp_path / "privacy.jsonl").unguarded
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+EVENT = {"mechanism": "discrete_laplace", "noise_multiplier": 10.0, "sampling": "none"}
+
+
+def craft(path, run=None, *records):
+    """Write a ledger of records that no version writes, with the right checksums."""
+    head = {"kind": "ledger", "version": 1, "unit": "example", "neighbouring": "add-or-remove-one", "dataset": ""}
+    chain, lines = _START, []
+    for record in (head, {"kind": "run", "run": 1} | (run or {}), *({"run": 1} | each for each in records)):
+        chain = _next_chain(chain, record)
+        lines.append(json.dumps({"record": record, "chain": chain}, separators=(",", ":")) + "\n")
+    path.write_text("".join(lines))
+    return path
+
+
+HUGE = 10**400
+CRAFTED = [
+    *({"note": bad} for bad in ([1], 5, None)), {"source": {}}, {"secure": "no"}, {"idealised": 1}, {"delta": HUGE},
+    {"noise_multiplier": HUGE}, {"noise_multiplier": True}, {"sample_rate": "1"}, {"unknown": 1}, {"mechanism": [1]},
+]  # fmt: skip
+CRAFTED_RUNS = [
+    *({"budget": bad} for bad in (5, "abc", [1, 2], ["1", "1e-5", "pld"], [HUGE, 1e-5, "pld"], [1, 1e-5, "x"])),
+    {"budget": [float("nan"), 1e-5, "pld"]}, {"loosened": 5}, {"loosened": [["x", 1, 2]]}, {"versions": [1]},
+    {"versions": {"torch": [1]}}, {"time": [1]}, {"id": 5}, {"unguarded": [1]}, {"earlier": 1}, {"dataset": None},
+]  # fmt: skip
+
+
+def test_crafted_records_are_named(tmp_path):
+    path = tmp_path / "privacy.jsonl"
+    records = [{"kind": "reserve", "event": EVENT | bad, "count": 1} for bad in CRAFTED]
+    records += [{"kind": "reserve", "event": EVENT, "count": bad} for bad in (HUGE, -1, True, 1.0)]
+    records += [{"kind": "used", "closed": True, "events": bad} for bad in (5, [[EVENT]], [[EVENT, HUGE]], {})]
+    records += [{"kind": "merged", "runs": bad} for bad in ([1], {"x": 5}, {"x": [EVENT]})]
+    for crafted in (*((None, record) for record in records), *((run,) for run in CRAFTED_RUNS)):
+        with pytest.raises(FormatError, match=r"privacy\.jsonl"):
+            Ledger.read(craft(path, *crafted))
+        with pytest.raises(FormatError, match=r"privacy\.jsonl"):
+            Ledger(path)
+    for bad in ({"a": 5}, {"a": {}}, {"a": "abc"}, {5: []}, {"a": [5]}, *({"a": [EVENT | bad]} for bad in CRAFTED)):
+        with pytest.raises(FormatError), Ledger() as ledger:
+            ledger.merge(bad)
+    with pytest.raises(FormatError), Ledger() as ledger, pytest.warns(UserWarning, match="older version"):
+        ledger.merge("abc")
+
+
+def test_equal_events_of_a_record_add_up(tmp_path):
+    """Our own records have each event once."""
+    twice = [[EVENT, 3], [EVENT, 4]]
+    for record in ({"kind": "merged", "runs": {"x": twice}}, {"kind": "used", "closed": True, "events": twice}):
+        reserve = {"kind": "reserve", "event": EVENT, "count": 7}
+        events = Ledger.read(craft(tmp_path / "privacy.jsonl", None, reserve, record)).events
+        assert sum(event.count for event in events) == (14 if record["kind"] == "merged" else 7)
+
+
 # --- budgets ---------------------------------------------------------------------------------------------------------
 
 STEP = Event("discrete_laplace", 10.0)  # epsilon 0.1
@@ -234,7 +342,10 @@ def test_a_files_budget_holds_without_being_given_again(tmp_path, ahead):
         assert epsilon({STEP: allowed}) <= 0.5 < epsilon({STEP: allowed + 1})
     with Ledger(path) as ledger:
         assert spend(ledger) == 0
-    assert Ledger.read(path).statement().budget == (0.5, DELTA, "rdp")
+    found = Ledger.read(path)
+    assert found.statement().budget == (0.5, DELTA, "rdp")
+    with pytest.raises(BudgetExceeded):
+        found.require(STEP)
 
 
 def test_a_budget_is_loosened_by_name_and_the_file_says_so(tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from accelerant.errors import BudgetExceeded, ConfigError, UnsupportedDtype
+from accelerant.errors import BudgetExceeded, ConfigError, UnsupportedCase, UnsupportedDtype
 from accelerant.privacy import dp
 from accelerant.privacy.dp.noise.noisy_sum import NoisySum
 
@@ -237,6 +237,8 @@ def test_a_release_past_the_budget_draws_nothing():
         ({"mechanism": "gaussian", "noise_multiplier": 1.0, "delta": 1e-5}, "delta goes with epsilon"),
         ({"mechanism": "laplace", "epsilon": -1.0}, "epsilon must be .*-1"),
         ({"mechanism": "laplace", "epsilon": 1.0, "sensitivity": 0.0}, "sensitivity must be .*0"),
+        ({"mechanism": "laplace", "epsilon": 10**400}, "epsilon must be a number, above 0 and finite"),
+        ({"mechanism": "laplace", "epsilon": 1.0, "sensitivity": 1e-320}, "from 2\\^-120 to 2\\^120"),
     ],
 )
 def test_arguments_of_a_release_are_checked(options, message):
@@ -256,6 +258,10 @@ def test_values_that_cannot_be_released():
         dp.release(np.zeros(2, np.longdouble), **options)
     with pytest.raises(ConfigError, match="int or float, got Fraction"):
         dp.release(Fraction(1, 3), **options)
+    with pytest.raises(UnsupportedCase, match="no noise multiplier up to"):
+        dp.release(1.0, mechanism="gaussian", sensitivity=1.0, epsilon=1e-300, delta=1e-9)
+    with pytest.raises(UnsupportedDtype, match="value is a masked array"):  # hidden values would be released
+        dp.release(np.ma.array([1.0, 2.0], mask=[False, True]), **options)
     with pytest.raises(UnsupportedDtype, match="int64"):
         dp.gaussian_noise_(torch.zeros(2, dtype=torch.int64), 1.0)
     with pytest.raises(ConfigError, match="needs the sensitivity"):

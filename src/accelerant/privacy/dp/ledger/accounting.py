@@ -279,7 +279,7 @@ def _least_noise(cost: Callable[[float], float], target: float, guess: float, po
         if last is not None and value > 0 and last[1] not in (0, value):
             power = min(10.0, max(0.1, math.log(last[1] / value) / math.log(noise / last[0])))
         last = noise, value
-        noise = _next_probe(noise * (value / target) ** (1 / power), low, high)
+        noise = _next_probe(noise * min(value / target, 1e30) ** (1 / power), low, high)
     return high, power
 
 

@@ -25,6 +25,11 @@ Neighbouring = Literal["add-or-remove-one", "replace-one"]
 CHARGED_UP_TO: Final = 16.0
 """The total epsilon for which an event's delta is stated: total variation t costs (1 + exp(epsilon)) t of delta."""
 
+_KINDS: Final[Mapping[str, tuple[Any, str]]] = {
+    "note": (str, "text"), "source": (str, "text"), "secure": (bool | None, "True, False or None"),
+    "idealised": (bool, "True or False"),
+}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -66,10 +71,13 @@ class Event:
         _check_choice("mechanism", self.mechanism, Mechanism)
         _check_choice("sampling", self.sampling, Sampling)
         for name in ("noise_multiplier", "sample_rate", "delta"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise ConfigError(f"{name} must be a number, got {value!r}")
-            object.__setattr__(self, name, float(value))
+            number = _as_float(getattr(self, name))
+            if number is None:
+                raise ConfigError(f"{name} must be a number, got {getattr(self, name)!r}")
+            object.__setattr__(self, name, number)
+        for name, (kind, words) in _KINDS.items():
+            if not isinstance(getattr(self, name), kind):
+                raise ConfigError(f"{name} must be {words}, got {getattr(self, name)!r}")
         if not 0 <= self.noise_multiplier < math.inf:
             raise ConfigError(f"noise_multiplier must be 0 or more, and finite, got {self.noise_multiplier}")
         if not 0 < self.sample_rate <= 1:
@@ -117,9 +125,11 @@ def check_delta(delta: float) -> float:
 
 
 def check_whole(name: str, value: object, least: int) -> int:
-    """Return a whole number; ConfigError if it is none, or below `least`."""
+    """Return a whole number; ConfigError if it is none, below `least`, or of more than 63 bits."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name} must be a whole number, {least} or more, got {value!r}")
+    if value >= 1 << 63:
+        raise ConfigError(f"{name} must be below 2^63, got {value!r}")
     return value
 
 
@@ -133,13 +143,22 @@ def check_number(
         value: to check.
         least, most: the range, without `least` itself if `open_below`.
     """
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        number = float(value)
-        if least <= number <= most and not (open_below and number == least):
-            return number
+    number = _as_float(value)
+    if number is not None and least <= number <= most and math.isfinite(number) and (number > least or not open_below):
+        return number
     below = f"above {least:g}" if open_below else f"at least {least:g}"
     above = "finite" if most == math.inf else f"at most {most:g}"
     raise ConfigError(f"{name} must be a number, {below} and {above}; got {value!r}")
+
+
+def _as_float(value: object) -> float | None:
+    """Return a number as a float, infinity for a whole number that is too large; None for what is no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def check_neighbouring(neighbouring: str) -> Neighbouring:

@@ -76,7 +76,7 @@ class Journal:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = path = path.absolute()  # the process may change its folder
         self._file = -1
         self._process = os.getpid()
         try:
@@ -107,10 +107,12 @@ class Journal:
         """Append a record; it is on the disk when this returns.
 
         Raises:
-            ConfigError: the journal is closed, or was opened by the parent that this process was forked from.
+            ConfigError: the journal is closed, or was opened by the parent that this process was forked from; the file
+                was deleted, replaced or changed by another program.
             OSError: the disk is full or fails; the file is as before, or the journal is closed.
         """
         self.require_open()
+        self._require_same()
         chain = _next_chain(self._chain, record)
         line = json.dumps({"record": record, "chain": chain}, separators=(",", ":")).encode() + b"\n"
         try:
@@ -118,14 +120,14 @@ class Journal:
             if os.write(self._file, line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
             os.fsync(self._file)
-        except OSError:
+            self._chain, self._size, self._lines = chain, self._size + len(line), self._lines + 1
+        except BaseException:  # Ctrl-C, too
             try:  # no line may follow a partial one, or one that may not be on the disk
                 os.ftruncate(self._file, self._size)
                 os.fsync(self._file)
             except OSError:
                 self.close()
             raise
-        self._chain, self._size, self._lines = chain, self._size + len(line), self._lines + 1
         with contextlib.suppress(OSError):  # a read-only folder
             # Not synced: after a power failure the head may be old or empty, which only weakens the check.
             head = open_regular(_head_path(self.path), os.O_WRONLY | os.O_CREAT, 0o644)
@@ -142,6 +144,19 @@ class Journal:
             )
         if self._file < 0:
             raise ConfigError(f"the ledger {self.path} is closed: open it again to add to it")
+
+    def _require_same(self) -> None:
+        """Raise ConfigError if the file of this name is not the one that was opened, with the lines that it had."""
+        opened = os.fstat(self._file)
+        try:
+            same = os.path.samestat(opened, self.path.stat())
+        except OSError:
+            same = False
+        if not same or opened.st_size != self._size:
+            raise ConfigError(
+                f"the ledger {self.path} was deleted, replaced or changed by another program since it was opened: what "
+                "is done from now on would not be recorded. Restore it, and open it again"
+            )
 
     def close(self, *, unlock: bool = True) -> None:
         """Close the file and release the lock, even while a child that was just forked still has the file open."""

@@ -29,6 +29,7 @@ from accelerant.privacy.dp.ledger.events import Event, check_delta, check_neighb
 from accelerant.privacy.dp.ledger.journal import Journal, read_journal
 from accelerant.privacy.dp.ledger.runs import VERSION, History, Run, RunWriter, fresh_id
 from accelerant.privacy.dp.ledger.statement import Statement, make_statement
+from accelerant.runtime.files import clipped
 from accelerant.runtime.host import fork_safe
 
 __all__ = ["Allowance", "Budget", "Ledger"]
@@ -146,14 +147,15 @@ class Ledger:
         self.unit, self.neighbouring, self.budget = unit, check_neighbouring(neighbouring), budget
         self.dataset = dataset
         self.run_id, self._process = fresh_id(), os.getpid()
-        self._budgets = [] if budget is None else [budget]
         self._unguarded = ""
         self._lock = fork_safe(threading.RLock())
         self._writer: RunWriter | None = None
         self._history = History()
-        if self.path is not None:
+        self._allowances: list[Allowance] = []
+        if self.path is None:
+            self._hold([])
+        else:
             self._open(self.path, any_dataset, loosen_budget)
-        self._allowances = [Allowance(budget, self.neighbouring) for budget in self._budgets]
         self._past = self._history.counts
         self._used: Counter[Event] = Counter() if self._writer is None else self._writer.used
 
@@ -176,7 +178,8 @@ class Ledger:
         history.name_runs(fresh_id())
         ledger = cls(**history.facts)
         ledger.path, ledger._history, ledger._past = path, history, history.counts
-        ledger._unguarded, ledger.budget = contents.unguarded, _last(_binding(_budgets(history, path)))
+        ledger._unguarded = contents.unguarded
+        ledger._hold(_budgets(history, path))
         return ledger
 
     def record(self, event: Event) -> None:
@@ -232,6 +235,8 @@ class Ledger:
             spent = {fresh_id(): spent}
         given = {name: Counter[Event]() for name in spent}
         for name, events in spent.items():
+            if not isinstance(name, str) or not isinstance(events, list | tuple):
+                raise FormatError(f"what runs spent is lists of events by their ids, got {clipped({name: events})}")
             for event in map(Event.from_dict, events):
                 given[name][event.times(1)] += event.count
         with self._lock:
@@ -376,7 +381,7 @@ class Ledger:
                 journal.append({"kind": "ledger", "version": VERSION, **head})
             held = _budgets(self._history, path)
             given_up = [one for one in held if loosen and not (given is not None and given.implies(one))]
-            self._hold([one for one in held if one not in given_up], path)
+            self._hold([one for one in held if one not in given_up])
             facts: dict[str, Any] = {"id": self.run_id, "dataset": self.dataset}
             facts["budget"] = None if given is None else list(astuple(given))
             if given_up:
@@ -399,7 +404,7 @@ class Ledger:
                     f"the ledger {path} is of {name} {facts[name]!r}, not {value!r}: the two do not add up. Give "
                     f"{name}={facts[name]!r}, or another file"
                 )
-        known = {facts["dataset"], *(str(run.facts.get("dataset", "")) for run in self._history.runs)}
+        known = {facts["dataset"], *(run.facts.get("dataset", "") for run in self._history.runs)}
         if not self.dataset:
             self.dataset = facts["dataset"]
         elif self.dataset not in known and not any_dataset:
@@ -408,33 +413,30 @@ class Ledger:
                 "or give any_dataset=True where a unit may be in both"
             )
 
-    def _hold(self, held: Sequence[Budget], path: Path) -> None:
+    def _hold(self, held: Sequence[Budget]) -> None:
         """Hold a file's budgets with the given one, which must not be looser."""
         given = self.budget
         for one in _binding(held):
             if given is not None and given != one and one.implies(given):
                 raise ConfigError(
-                    f"the ledger {path} has the budget epsilon {one.epsilon:g} at delta {one.delta:g}, and epsilon "
-                    f"{given.epsilon:g} at delta {given.delta:g} is looser: leave budget out to keep it, or open the "
-                    "ledger with Ledger(path, budget=..., loosen_budget=True), which it records"
+                    f"the ledger {self.path} has the budget epsilon {one.epsilon:g} at delta {one.delta:g}, and "
+                    f"epsilon {given.epsilon:g} at delta {given.delta:g} is looser: leave budget out to keep it, or "
+                    "open the ledger with Ledger(path, budget=..., loosen_budget=True), which it records"
                 )
-        self._budgets = _binding([*held, *self._budgets])
-        self.budget = given or _last(self._budgets)
+        budgets = _binding([*held, *([] if given is None else [given])])
+        self._allowances = [Allowance(one, self.neighbouring) for one in budgets]
+        self.budget = given or (budgets[-1] if budgets else None)
 
 
 def _budgets(history: History, path: Path) -> list[Budget]:
     """Return the budgets of a file that were not given up, in the order in which they were last given."""
     try:
         return [Budget(*budget) for budget in history.budgets]
-    except (ConfigError, TypeError, ValueError):
-        raise FormatError(f"{path}: a run's budget is not valid") from None
+    except ConfigError as error:
+        raise FormatError(f"{path}: a run's budget is not valid: {error}") from None
 
 
 def _binding(budgets: Sequence[Budget]) -> list[Budget]:
     """Return the budgets without those that another one implies."""
     every = dict.fromkeys(budgets)
     return [one for one in every if not any(other != one and other.implies(one) for other in every)]
-
-
-def _last(budgets: Sequence[Budget]) -> Budget | None:
-    return budgets[-1] if budgets else None

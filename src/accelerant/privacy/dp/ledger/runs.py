@@ -27,12 +27,20 @@ from typing import Any, Final
 
 from accelerant._version import __version__
 from accelerant.errors import FormatError
-from accelerant.privacy.dp.ledger.events import Event
+from accelerant.privacy.dp.ledger.events import Event, check_neighbouring, check_whole
 from accelerant.privacy.dp.ledger.journal import Journal
+from accelerant.runtime.files import typed
 
 __all__ = ["VERSION", "History", "Run", "RunWriter", "event_record", "fresh_id", "versions"]
 
 VERSION: Final = 1
+
+_Budget = tuple[float, float, str]
+_FACTS: Final[Mapping[str, Any]] = {
+    "id": str, "time": str, "dataset": str, "earlier": str, "unguarded": str, "versions": dict[str, str],
+    "budget": _Budget | None, "loosened": list[_Budget],
+}  # fmt: skip
+"""Types of the fields of a run's record."""
 
 
 @dataclass(slots=True)
@@ -87,18 +95,14 @@ class History:
         return found
 
     @property
-    def budgets(self) -> list[tuple[float, float, str]]:
+    def budgets(self) -> list[_Budget]:
         """The budgets (epsilon, delta, method) that hold: of all runs since the last that gave some up."""
-        held: dict[tuple[float, float, str], None] = {}
+        held: list[tuple[float, float, str]] = []
         for run in self.runs:
-            given_up = [tuple(budget) for budget in run.facts.get("loosened", ())]
-            held = {budget: None for budget in held if budget not in given_up}
-            if (budget := run.facts.get("budget")) is not None:
-                epsilon, delta, method = budget
-                key = float(epsilon), float(delta), str(method)
-                held.pop(key, None)
-                held[key] = None  # the last
-        return list(held)
+            given = run.facts.get("budget")
+            held = [budget for budget in held if budget != given and budget not in run.facts.get("loosened", ())]
+            held += [] if given is None else [given]  # the last
+        return held
 
     def name_runs(self, beginning: str) -> bool:
         """Give ids to the runs that have none; return whether there were any."""
@@ -119,8 +123,8 @@ class History:
         for number, record in enumerate(records, 1):
             try:
                 history._apply(record)
-            except (KeyError, IndexError, TypeError, ValueError) as error:  # FormatError is a ValueError
-                reason = str(error) if isinstance(error, FormatError) else "not a record that this version knows"
+            except (LookupError, ValueError) as error:  # FormatError and ConfigError are ValueErrors
+                reason = str(error) if isinstance(error, ValueError) else "not a record that this version knows"
                 raise FormatError(f"{path}, line {number}: {reason}") from None
         return history
 
@@ -133,21 +137,22 @@ class History:
                 raise FormatError(
                     f"a ledger of version {record['version']}, this one reads {VERSION}: update accelerant"
                 )
-            self.facts = {name: str(record[name]) for name in ("unit", "neighbouring", "dataset")}
+            self.facts = {name: typed(str, record[name], name) for name in ("unit", "neighbouring", "dataset")}
+            check_neighbouring(self.facts["neighbouring"])
             return
         if kind == "run":
             if record["run"] != len(self.runs) + 1:
                 raise FormatError(f"run {record['run']} follows run {len(self.runs)}")
-            if "earlier" in record:
-                self.name_runs(str(record["earlier"]))
-            facts = {name: value for name, value in record.items() if name != "kind"}
-            self.runs.append(Run(facts, str(record.get("id", ""))))
+            facts = {name: typed(_FACTS.get(name, Any), value, name) for name, value in record.items()}
+            if "earlier" in facts:
+                self.name_runs(facts["earlier"])
+            self.runs.append(Run(facts, facts.get("id", "")))
             return
         run = self.runs[-1]
         if record["run"] != len(self.runs) or run.closed:
             raise FormatError(f"a record of run {record['run']} after it ended")
         if kind == "reserve":
-            run.reserved[Event.from_dict(record["event"]).times(1)] += _count(record["count"])
+            run.reserved[Event.from_dict(record["event"]).times(1)] += check_whole("count", record["count"], 0)
         elif kind == "used":
             used = _counts(record["events"])
             if used - run.counts:
@@ -156,7 +161,9 @@ class History:
                 raise FormatError("less was used than before")
             run.used, run.reserved, run.closed = used, Counter(), bool(record["closed"])
         elif kind == "merged":
-            self.merge({name: _counts(events) for name, events in record["runs"].items()})
+            self.merge(
+                {name: _counts(events) for name, events in typed(dict[str, Any], record["runs"], "runs").items()}
+            )
         else:
             raise FormatError(f"a record of kind {kind!r}")
 
@@ -166,18 +173,15 @@ def fresh_id() -> str:
     return os.urandom(16).hex()
 
 
-def _counts(events: Sequence[tuple[Mapping[str, Any], int]]) -> Counter[Event]:
-    return Counter({Event.from_dict(event).times(1): _count(count) for event, count in events})
+def _counts(events: object) -> Counter[Event]:
+    found: Counter[Event] = Counter()
+    for event, count in typed(list[tuple[Any, Any]], events, "events"):
+        found[Event.from_dict(event).times(1)] += check_whole("count", count, 0)
+    return found
 
 
 def _records(counts: Counter[Event]) -> list[tuple[dict[str, Any], int]]:
     return [(event_record(event), count) for event, count in counts.items() if count]
-
-
-def _count(value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise FormatError(f"a count of {value!r}")
-    return value
 
 
 class RunWriter:
@@ -227,9 +231,11 @@ class RunWriter:
         if not self._open:
             return
         self._open = False
-        if os.getpid() == self._process:
-            self.settle(closed=True)
-        self._journal.close()
+        try:
+            if os.getpid() == self._process:
+                self.settle(closed=True)
+        finally:
+            self._journal.close()
 
 
 def event_record(event: Event) -> dict[str, Any]:

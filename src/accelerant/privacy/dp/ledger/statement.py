@@ -141,15 +141,15 @@ def make_statement(ledger: Ledger, delta: float | None = None) -> Statement:
     cost = spent(events, chosen, neighbouring=ledger.neighbouring)
     runs = tuple(
         {
-            "time": str(run.facts.get("time", "")),
-            "dataset": str(run.facts.get("dataset", "")),
+            "time": run.facts.get("time", ""),
+            "dataset": run.facts.get("dataset", ""),
             "releases": sum(run.counts.values()),
             "closed": run.closed,
-            "versions": dict(run.facts.get("versions", {})),
+            "versions": run.facts.get("versions", {}),
         }
         for run in ledger.runs
     )
-    datasets = dict.fromkeys(name for name in (*(str(run["dataset"]) for run in runs), ledger.dataset) if name)
+    datasets = dict.fromkeys(name for name in (*(run["dataset"] for run in runs), ledger.dataset) if name)
     return Statement(
         unit=ledger.unit, neighbouring=ledger.neighbouring, delta=chosen, budget=budget, events=events, runs=runs,
         relation=_RELATIONS[ledger.neighbouring].format(unit=ledger.unit), epsilon=cost.epsilon, reason=cost.reason,

@@ -26,6 +26,7 @@ from accelerant.privacy.dp.ledger.accounting import calibrate
 from accelerant.privacy.dp.ledger.events import check_number
 from accelerant.privacy.dp.noise.charge import LEAST_STEPS
 from accelerant.privacy.dp.noise.noisy_sum import Kind, NoisePlan, NoisySum, charge_of, grid_of, make_source
+from accelerant.runtime.host import refuse_masked
 
 __all__ = ["gaussian_noise_", "laplace_noise_", "release"]
 
@@ -121,6 +122,7 @@ def release(
 
 def _exact(value: Any) -> NDArray[Any]:
     """Return the numbers of a query's answer without rounding: a new array of float64, int64, or Python's integers."""
+    refuse_masked(value, "value")
     if isinstance(value, Tensor):
         held = value.detach().cpu()
         numbers = (held.to(torch.float64) if held.is_floating_point() else held).numpy()
@@ -240,4 +242,4 @@ def _whole_plan(noisy: NoisySum, sensitivity: float) -> NoisePlan:
     scale = noisy.noise_multiplier * sensitivity
     if not noisy.source.secure or not noisy.dimensions or scale > _WIDEST_ON_WHOLE:
         return noisy.plan(sensitivity)
-    return noisy.planned(scale, min(1.0, 2.0 ** math.floor(math.log2(scale / LEAST_STEPS))))
+    return noisy.planned(scale, min(1.0, math.ldexp(1.0, math.frexp(scale / LEAST_STEPS)[1] - 1)))
