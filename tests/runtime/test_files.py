@@ -193,6 +193,21 @@ def test_a_write_replaces_the_file_and_leaves_no_other(path):
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_a_device_a_pipe_a_folder_and_standard_output_are_not_replaced(path, tmp_path):
+    """Root would put a file where all users expect /dev/null."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "device").symlink_to("/dev/null")
+    (tmp_path / "output").symlink_to("/proc/self/fd/1")  # as /dev/stdout is
+    for name in ("pipe", "folder", "device", "output"):
+        with pytest.raises(OSError, match=f"it is not a regular file: '.*/{name}'"):
+            AtomicFile(tmp_path / name)
+    (tmp_path / "link").symlink_to("kept.txt")
+    for name in ("link", "absent"):
+        write_atomic(tmp_path / name, b"after")
+    assert path.read_bytes() == b"before"
+
+
 def test_readers_see_the_old_file_until_the_commit(path):
     with AtomicFile(path) as file:
         file.write(b"af")

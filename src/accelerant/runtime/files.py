@@ -94,12 +94,14 @@ class AtomicFile:
 
     As a context manager, it yields the open binary file, commits at the end of the block and discards on an exception.
     A killed process leaves the temporary file, `.NAME.PID.RANDOM.tmp`, which the next AtomicFile of `path` removes, and
-    the old file. A symlink is replaced, not followed. `mode` has the permissions of the new file before the umask. An
-    OSError, of a full disk for example, names `path`, which is as it was.
+    the old file. A symlink is replaced, not followed; a device, a pipe and a folder are refused. `mode` has the
+    permissions of the new file before the umask. An OSError, of a full disk for example, names `path`, which is as it
+    was.
     """
 
     def __init__(self, path: Path, *, mode: int = 0o666) -> None:
         self.path = path
+        _require_replaceable(path)
         remove_leftovers(path.parent, path.name)
         self.temporary = temporary_path(path)
         try:
@@ -146,6 +148,13 @@ class AtomicFile:
         self.discard()
         if isinstance(error, OSError) and error.errno is not None and error.filename in (None, str(self.temporary)):
             raise self._named(error) from None
+
+
+def _require_replaceable(path: Path) -> None:
+    """Raise OSError where a rename would destroy what is no file of data: root may replace /dev/null for all users."""
+    of_process = os.path.islink(path) and os.readlink(path).startswith("/proc/")  # as /dev/stdout is
+    if of_process or (os.path.exists(path) and not os.path.isfile(path)):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
 
 
 _TEMPORARY = re.compile(r"(\..*\.)[0-9]+\.[0-9a-f]{8}\.tmp", re.DOTALL)
