@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -91,6 +92,9 @@ def test_values_without_meaning_are_refused(environ, message):
         ("colour = 1", "unknown setting 'colour'; known are backend"),
         ("race_ = 1", "did you mean 'race'"),
         ("a = [", "not TOML"),
+        (f"a = {'[' * 100_000}", "not TOML: maximum recursion depth"),
+        (f"a = {'9' * 5000}", "not TOML: Exceeds the limit"),
+        ('cache_dir = "a\\u0000b"', r"cache_dir cannot be 'a\\x00b'"),
     ],
 )
 def test_bad_files_are_refused(file, text, message):
@@ -111,6 +115,33 @@ def test_override_is_undone_and_refuses_unknown_names():
     with pytest.raises(ConfigError, match="log"), override(log="loud"):
         pass
     assert settings() is before
+
+
+def test_variables_of_kubernetes_are_not_ours():
+    names = "SERVICE_HOST", "WEB_SERVICE_PORT_HTTP", "PORT", "PORT_80_TCP_ADDR", "WEB_PORT_80_TCP"
+    assert load({f"ACCELERANT_{name}": "10.0.0.1" for name in names}) == load({})
+
+
+def test_there_need_be_no_home_folder(monkeypatch):
+    def unknown():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", unknown)
+    assert load({}).cache_dir.is_absolute()
+
+
+def test_the_home_folder_may_be_closed(monkeypatch, tmp_path):
+    (tmp_path / "home").mkdir(mode=0)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    root = hasattr(os, "geteuid") and os.geteuid() == 0
+    if root:  # for whom no folder is closed
+        os.seteuid(65534)
+    try:
+        assert load({}).log == "warning"
+    finally:
+        if root:
+            os.seteuid(0)
 
 
 def test_the_home_folder_is_found(monkeypatch, tmp_path):

@@ -29,6 +29,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import re
 import sys
 import threading
 import tomllib
@@ -51,11 +52,15 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 def _user_folder(kind: Literal["cache", "config"]) -> Path:
+    try:
+        home = Path.home()
+    except RuntimeError:  # no HOME, and no entry of this user in the system's list
+        home = Path("/")  # as containers set it
     if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "accelerant" / kind
+        return Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "accelerant" / kind
     if sys.platform == "darwin":
-        return Path.home() / "Library" / {"cache": "Caches", "config": "Application Support"}[kind] / "accelerant"
-    return Path(os.environ.get(f"XDG_{kind.upper()}_HOME") or Path.home() / f".{kind}") / "accelerant"
+        return home / "Library" / {"cache": "Caches", "config": "Application Support"}[kind] / "accelerant"
+    return Path(os.environ.get(f"XDG_{kind.upper()}_HOME") or home / f".{kind}") / "accelerant"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +94,7 @@ def _converted(name: str, value: object, origin: str) -> Any:
         if name == "memory_fraction":
             return float(str(value))
         if name == "cache_dir":
-            if not value or not isinstance(value, (str, Path)):
+            if not value or not isinstance(value, (str, Path)) or "\0" in str(value):
                 raise ValueError
             return Path(value).expanduser()
         if name == "deterministic":
@@ -117,20 +122,23 @@ def _pairs(value: object) -> tuple[tuple[str, str], ...]:
 
 
 def _from_file(path: Path, *, must_exist: bool) -> dict[str, Any]:
-    if not path.is_file():
+    if not os.path.isfile(path):  # nor where the home folder is another user's and closed, as in some containers
         if must_exist:
             raise ConfigError(f"ACCELERANT_CONFIG names {path}, which is not a file")
         return {}
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
     _require_known(table, {setting.name for setting in fields(Settings)}, f"{path}: unknown setting")
     return {name: _converted(name, value, str(path)) for name, value in table.items()}
 
 
 _OTHERS = {"ACCELERANT_CONFIG", "ACCELERANT_COMMIT"}  # the file, and the commit in records of benchmarks
-_OF_TESTS = "ACCELERANT_FUZZ_"
+_FOREIGN = re.compile(r"ACCELERANT_(FUZZ_.*|(.*_)?(SERVICE_HOST|(SERVICE_)?PORT(_.*)?))")
+"""Variables of our tests, and those that Kubernetes sets in each container for a service of a similar name."""
 
 
 def _require_known(names: Iterable[str], known: Collection[str], what: str) -> None:
@@ -142,7 +150,9 @@ def _require_known(names: Iterable[str], known: Collection[str], what: str) -> N
 
 def similar(name: str, known: Iterable[str]) -> str:
     """Return a question for an error: whether the most similar of the known names was meant; empty if none is."""
-    return "".join(f" (did you mean {match!r}?)" for match in difflib.get_close_matches(name, known, 1))
+    shorter = {one.removeprefix("ACCELERANT_"): one for one in known}  # a long common prefix makes all names similar
+    matches = difflib.get_close_matches(name.removeprefix("ACCELERANT_"), shorter, 1)
+    return "".join(f" (did you mean {shorter[match]!r}?)" for match in matches)
 
 
 def load(environ: Mapping[str, str] | None = None) -> Settings:
@@ -154,7 +164,7 @@ def load(environ: Mapping[str, str] | None = None) -> Settings:
     ours = [name for name, value in environ.items() if name.startswith("ACCELERANT_") and value]
     variables = {f"ACCELERANT_{setting.name.upper()}" for setting in fields(Settings)}
     _require_known(
-        [name for name in ours if not name.startswith(_OF_TESTS)], variables | _OTHERS, "unknown environment variable"
+        [name for name in ours if not _FOREIGN.fullmatch(name)], variables | _OTHERS, "unknown environment variable"
     )
     named = environ.get("ACCELERANT_CONFIG")
     default = _user_folder("config") / "config.toml"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import hashlib
+import os
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
@@ -242,11 +243,11 @@ def train_bpe(
 
     key = hashlib.sha256(f"2 {tokenizers.__version__} {corpus.sha256} {vocab_size}".encode()).hexdigest()[:32]
     path = settings().cache_dir / "tokenizers" / f"{key}.json"
-    if path.is_file():
+    if os.path.isfile(path):  # False, too, in a folder that is closed to this user
         try:
             return load_bpe(path)
         except FormatError:
-            path.unlink(missing_ok=True)  # torn by another program: train again
+            pass  # torn by another program: train again
     phase("training the tokenizer (cached for the next run)")
 
     def texts() -> Iterator[str]:
