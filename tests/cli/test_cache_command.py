@@ -90,6 +90,12 @@ def fill(cache, *names):
         )
 
 
+def test_what_an_entry_says_is_neither_markup_nor_control(run, cache):
+    fill(cache, "gelu[/fwd]\x1b[31m")
+    status, output, _ = run("list")
+    assert (status, r"gelu[/fwd]\x1b[31m" in output) == (0, True)
+
+
 def test_clear_selects_by_name(run, cache):
     fill(cache, "gelu_fwd", "gelu_bwd", "softmax_fwd")
     assert [entry.registers for entry in KernelCache().entries()] == [8, 8, 11]

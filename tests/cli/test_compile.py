@@ -132,12 +132,12 @@ def test_portable_kernels_compile_too(accelerant_cli):
 
 
 def test_an_error_names_file_and_line_and_shows_it(accelerant_cli):
-    Path("bad.cu").write_text("__global__ void k(float *x) {\n    x[0] = undeclared;\n}\n")
+    Path("bad.cu").write_text("__global__ void k(float *x) {\n    x[0] = undeclared; // \x1b[31m\n}\n")
     status, output, errors = accelerant_cli("compile", "bad.cu")
     assert (status, output) == (1, "")
     lines = errors.splitlines()
     assert lines[0] == 'bad.cu:2: error: identifier "undeclared" is undefined'
-    assert lines[1].strip() == "x[0] = undeclared;"
+    assert lines[1].strip() == r"x[0] = undeclared; // \x1b[31m"
     assert lines[2].index("^") == lines[1].index("undeclared")
     assert len(lines) == 3  # once, for all architectures
     status, found = report(accelerant_cli, "bad.cu", "--arch", "sm_90")
@@ -166,6 +166,7 @@ def test_a_file_without_entry_points_says_so(accelerant_cli):
         ([], "name a file to compile"),
         (["absent.cu"], "no file absent.cu"),
         (["."], "cannot read .: Is a directory"),
+        (["/dev/zero"], "/dev/zero has more than 64 MiB"),
         (["binary.cu"], "binary.cu is not text in UTF-8"),
         (["mine.cu", "--arch", "sm_1"], "unknown architecture 'sm_1'; known are all, sm_"),
         (["mine.cu", "--arch", "sm_75a"], "unknown architecture 'sm_75a'"),

@@ -66,11 +66,11 @@ def test_every_figure_is_shown():
             temperature_c=61.0,
             clock_mhz=1980.0,
             memory_clock_mhz=2619.0,
-            processes=(ProcessMemory(77, "[odd] name", 5 * 2**20), ProcessMemory(78, None, None)),
+            processes=(ProcessMemory(77, "[odd] name\x1b[31m", 5 * 2**20), ProcessMemory(78, None, None)),
         )
     )
     assert "█████·····  50 %  3.0 / 8.0 GiB  321 W        61 °C  1980 MHz      2619 MHz" in text
-    assert re.search(r"77 +5 MiB +\[odd\] name", text)
+    assert re.search(r"77 +5 MiB +\[odd\] name\\x1b\[31m", text)  # any user may name a process so
     assert re.search(r"78 +- +\?", text)
 
 

@@ -222,10 +222,10 @@ class _RunOptions:
         comparison = None
         if baseline is not None and not outcome.interrupted:
             comparison = compare(baseline, run.record, asked=lambda row: any(one.covers(row) for one in suites))
-        print(run.record.to_json() if self.json_output else run.record.table(), flush=True)
+        print(run.record.to_json() if self.json_output else _lines(run.record.table()), flush=True)
         if comparison is not None:
             word = "slower than" if comparison.regressions else "compared with"
-            print(f"{word} {self.compare}:\n{comparison.table()}", file=sys.stderr)
+            print(f"{word} {escaped(self.compare)}:\n{_lines(comparison.table())}", file=sys.stderr)
         for suite, error in outcome.failures.items():
             first = (str(error).splitlines() or [""])[0]
             text = first if isinstance(error, AccelerantError) else f"{type(error).__name__}: {first}"
@@ -340,9 +340,14 @@ def compare_records(
     from accelerant.bench.record import Record
 
     comparison = compare(Record.load(baseline), Record.load(record))
-    print("\n".join(map(escaped, comparison.table().splitlines())))
+    print(_lines(comparison.table()))
     if comparison.regressions:
         raise typer.Exit(1)
+
+
+def _lines(table: str) -> str:
+    """Return a table, which may have names from a file, without control characters."""
+    return "\n".join(map(escaped, table.splitlines()))
 
 
 # --- paths -----------------------------------------------------------------------------------------------------------

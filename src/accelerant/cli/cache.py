@@ -13,6 +13,7 @@ import typer
 
 from accelerant.cli.app import PLAIN_WIDTH, ProgressLine
 from accelerant.errors import AccelerantError, ConfigError
+from accelerant.runtime.files import escaped
 
 if TYPE_CHECKING:
     from accelerant.runtime.compilation.cache import CacheEntry
@@ -52,19 +53,22 @@ def list_entries(names: _Names = None, json_output: _Json = False) -> None:
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("kernel", "target", "compiler", "size", "age", "registers", "key"):
         right = title in ("size", "age", "registers")
         table.add_column(title, justify="right" if right else "left", no_wrap=True, max_width=40)
     for entry in entries:
-        name = f"[red]damaged:[/] {entry.damage}" if entry.damage else entry.name
+        name = Text.assemble(("damaged: ", "red"), escaped(entry.damage)) if entry.damage else Text(escaped(entry.name))
         registers = "-" if entry.registers is None else str(entry.registers)
-        cells = (name, entry.target, entry.compiler, _size(entry.size_bytes), _age(entry.age_s), registers)
-        table.add_row(*cells, entry.key[:12])
+        cells = (escaped(entry.target), escaped(entry.compiler), _size(entry.size_bytes), _age(entry.age_s), registers)
+        table.add_row(name, *map(Text, cells), entry.key[:12])
     if entries:
         Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(table)
-    print(f"{_total(entries, sum(entry.size_bytes for entry in entries))}, in {settings().cache_dir / 'kernels'}")
+    print(
+        f"{_total(entries, sum(entry.size_bytes for entry in entries))}, in {escaped(settings().cache_dir / 'kernels')}"
+    )
 
 
 def clear(

@@ -13,6 +13,7 @@ import typer
 
 from accelerant.cli.app import PLAIN_WIDTH
 from accelerant.errors import CompileError, ConfigError
+from accelerant.runtime.files import escaped
 
 if TYPE_CHECKING:
     from accelerant.runtime.compilation.inspect import CompilerMessage, EntryPoint, Inspection
@@ -21,6 +22,8 @@ __all__ = ["compile_file", "known_targets_of", "register"]
 
 _Failed: TypeAlias = "dict[str, tuple[str, list[CompilerMessage]]]"
 """Architecture -> the compiler's log, and its errors."""
+
+_MOST_BYTES = 1 << 26  # of a source file
 
 TEMPLATES = ("matmul", "relu", "attention")
 """Example kernels in the folder templates."""
@@ -105,7 +108,11 @@ def compile_file(
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        with file.open("rb") as stream:
+            content = stream.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:  # /dev/zero has no end
+            raise ConfigError(f"{file} has more than {_MOST_BYTES >> 20} MiB")
+        return content.decode()
     except FileNotFoundError:
         raise ConfigError(f"no file {file}") from None
     except UnicodeDecodeError:
@@ -165,9 +172,12 @@ def _print_messages(file: str, targets: list[str], done: list[Inspection], faile
             targets_of.setdefault(message, []).append(target)
     for message, concerned in targets_of.items():
         scope = "" if len(concerned) == len(targets) else f"for {', '.join(concerned)}: "
-        print(f"{scope}{message}", file=sys.stderr)
+        print("\n".join(escaped(line.expandtabs()) for line in f"{scope}{message}".splitlines()), file=sys.stderr)
     if done and not done[0].entries:
-        print(f"{file}: no entry point: nothing is marked __global__, or no template is instantiated", file=sys.stderr)
+        print(
+            f"{escaped(file)}: no entry point: nothing is marked __global__, or no template is instantiated",
+            file=sys.stderr,
+        )
 
 
 def _print_table(done: list[Inspection], shared: int) -> None:

@@ -116,10 +116,9 @@ def statement(
     report = Ledger.read(ledger).statement(delta)
     if json_output:
         print(report.to_json())
-    elif markdown:
-        print(report.to_markdown(), end="")
     else:
-        print("\n".join(escaped(line) for line in str(report).splitlines()))
+        text = report.to_markdown() if markdown else str(report)
+        print("\n".join(escaped(line) for line in text.splitlines()))
 
 
 def _costs(sigma: float, q: float, steps: int, delta: float) -> dict[str, Spent]:

@@ -14,6 +14,7 @@ import typer
 
 from accelerant.cli.app import PLAIN_WIDTH
 from accelerant.errors import ConfigError
+from accelerant.runtime.files import escaped
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -147,5 +148,5 @@ def _processes(item: Sample) -> RenderableType:
     table.add_column()
     for process in (item.processes or ())[:_SHOWN_PROCESSES]:
         memory = "-" if process.memory_bytes is None else f"{process.memory_bytes / 2**20:,.0f} MiB"
-        table.add_row(str(process.pid), memory, Text(process.name or "?"))
+        table.add_row(str(process.pid), memory, Text(escaped(process.name or "?")))
     return table

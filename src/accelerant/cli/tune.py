@@ -14,7 +14,7 @@ import typer
 from accelerant.cli.app import ProgressLine
 from accelerant.cli.bench import check_writable
 from accelerant.errors import ConfigError, FormatError
-from accelerant.runtime.files import decode_json, write_atomic
+from accelerant.runtime.files import decode_json, escaped, read_regular, write_atomic
 
 if TYPE_CHECKING:
     import torch
@@ -101,9 +101,9 @@ def tune(
     elif listed:
         for key, entry in sorted(entries.items()):
             times = ", ".join(f"{name} {ms:.4g} ms" for name, ms in sorted(entry.ms.items(), key=lambda pair: pair[1]))
-            print(f"{key}: {times} ({entry.table or 'this device'}, {entry.date})")
+            print(escaped(f"{key}: {times} ({entry.table or 'this device'}, {entry.date})"))
         for line in choices().ignored(torch_device):
-            print(f"not used: {line}", file=sys.stderr)
+            print(escaped(f"not used: {line}"), file=sys.stderr)
     if table is not None:
         count = _write(table, torch_device, serves or (), before if stopped else {})
         print(f"{table}: {count} entries", file=sys.stderr)
@@ -113,7 +113,7 @@ def tune(
 
 def _entries_of(table: Path) -> dict[str, Any]:
     try:
-        return dict(decode_json(table.read_bytes())["entries"])
+        return dict(decode_json(read_regular(table))["entries"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FormatError(f"--table: {table} exists and is no table of choices: {error}") from None
 

@@ -33,7 +33,7 @@ import torch
 
 from accelerant.config import settings
 from accelerant.runtime import registry
-from accelerant.runtime.files import decode_json, open_regular, write_atomic
+from accelerant.runtime.files import decode_json, open_regular, read_regular, write_atomic
 from accelerant.runtime.host import fork_safe
 
 __all__ = ["Choices", "Measurement", "Sources", "choices", "key_of", "model_of", "rounded", "versions"]
@@ -317,7 +317,7 @@ class Choices:
         """Return the file's measurements by stamp, and why some are left out."""
         path = self._path(model)
         try:
-            body = decode_json(path.read_bytes())
+            body = decode_json(read_regular(path))
             if body["format"] != _FORMAT:
                 return {}, [f"{path}: format {body['format']!r}, not {_FORMAT}"]
             stamps = body["stamps"]
