@@ -303,12 +303,12 @@ def test_texts_that_have_no_end(run, folder, monkeypatch):
             ("calldata", public, endless),
         ):
             status, _, error = run(*command)
-            assert (status, error) == (2, f"accelerant: {endless} is not a regular file; copy its contents into one\n")
+            assert (status, error) == (2, f"accelerant: {endless} cannot be read: it is not a regular file\n")
     with (folder / "large.json").open("wb") as file:
         file.truncate((64 << 20) + 1)
     status, _, error = run("verify", key, public, "large.json")
     assert status == 2
-    assert "large.json has more than 64 MiB" in error
+    assert "large.json cannot be read: it has 67,108,865 bytes, more than 67,108,864" in error
 
 
 VERIFY = ["verify", *(RANGE / f"{name}.json" for name in ("verification_key", "public", "proof"))]

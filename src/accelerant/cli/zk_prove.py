@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from accelerant.cli.app import write
-from accelerant.errors import ConfigError, FormatError
-from accelerant.runtime.files import AtomicFile, escaped
+from accelerant.errors import ConfigError
+from accelerant.runtime.files import AtomicFile, escaped, read_regular
 
 __all__ = [
     "StageDisplay", "plain", "prove_files", "read_json", "resolve_targets", "warn_forgeable", "write_all",
@@ -108,20 +107,11 @@ def resolve_targets(targets: list[Path], sources: list[Path]) -> list[Path]:
 
 
 def read_json(path: Path) -> bytes:
-    """Return the contents of a JSON file; FormatError above 64 MiB, ConfigError if it cannot be read.
-
-    Pipes, which may hang, and devices, which may not end, are refused.
-    """
+    """Return the contents of a JSON file; ConfigError if it cannot be read, or has more than 64 MiB."""
     try:
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ConfigError(f"{path} is not a regular file; copy its contents into one")
-            text = file.read(_MAX_JSON_BYTES + 1)
+        return read_regular(path, _MAX_JSON_BYTES)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    if len(text) > _MAX_JSON_BYTES:
-        raise FormatError(f"{path} has more than {_MAX_JSON_BYTES >> 20} MiB, more than any proof or verification key")
-    return text
 
 
 def warn_forgeable(path: Path, reason: str | None) -> None:
