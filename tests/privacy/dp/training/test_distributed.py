@@ -203,11 +203,19 @@ def widen(training):
 def edit(training):
     training.optimizer.expected_batch_size = 41.0
 
+def freeze(training):
+    training.optimizer.zero_grad()
+    training.model[0].bias.requires_grad_(False)
+    batch = next(iter(training.draws(data, steps=1)))
+    training.use(batch)
+    classify(training.model, *batch.tensors).backward()
+
 def spoil(training):
     training.optimizer.tracker.add(3)
 
 attempt("bound", lambda: step(widen))
 attempt("expected", lambda: step(edit))
+attempt("frozen", lambda: step(freeze))
 attempt("sampled", lambda: step(lambda training: None, own_batches=True))
 attempt("failure", lambda: step(spoil))
 attempt("precision", lambda: step(None, precision=torch.bfloat16 if rank else torch.float32))
@@ -248,6 +256,7 @@ DISAGREEMENTS = {
     "ledger": "ConfigError: .*cannot write to the ledger .*No such file or directory",
     "bound": "clipping norm must be the same in each process: 0.5 in rank 0, 10.0 in rank 1",
     "expected": "expected batch size must be .*: 40.0 in rank 0, 41.0 in rank 1",
+    "frozen": r"trained parameters must be .*\['0.weight', '0.bias'.* in rank 0,.*\['0.weight', '2.weight'.* in rank 1",
     "sampled": "sampling must be the same in each process: poisson in rank 0, unknown in rank 1",
     "failure": r"ConfigError: (rank 1: )?\d+ rows went through backward passes, the batch has 20",
     "precision": "precision must be .*: torch.float32 in rank 0, torch.bfloat16 in rank 1",
@@ -263,7 +272,7 @@ def test_processes_that_do_not_agree_all_say_what_differs(tmp_path):
             assert re.search(message, str(each[name])), (name, each[name])
         assert each["equal numbers"] is None
         assert not each["exists"]
-        assert each["events"] == [0, 0, 0, 0]
+        assert each["events"] == [0, 0, 0, 0, 0]
     assert dp.Ledger.read(tmp_path / "steps.jsonl").events == ()
 
 

@@ -7,8 +7,9 @@ a sum of discrete Gaussians is not one (Kairouz, Liu and Steinke 2021, arXiv:210
 process would know its share. Here every process is trusted, as the trainer is.
 
 The noise covers what rank 0 knows, so the processes must agree on all that decides it: at the start on the settings of
-`make_private`, before each step on its clipping norm, sampling, expected batch and precision. Each of the two is one
-exchange of 4 KiB. An error of one process, and a disagreement, is raised in all of them.
+`make_private`, before each step on its clipping norm, sampling, expected batch, precision and trained parameters. Each
+of the two is one exchange of 4 KiB. An error of one process in them, and a disagreement, is raised in all; one between
+them, in a forward pass for example, leaves the others waiting in the next exchange until the process ends.
 """
 
 from __future__ import annotations

@@ -259,6 +259,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
             agreed["clipping norm"] = max(self._bound, self.clipper.sensitivity)
             agreed["sampling"], agreed["expected batch size"] = sampling, expected
             agreed["noise"], agreed["precision"] = plan, f"{self.precision or self._params[0].dtype}"
+            if self.processes.size > 1:  # the sums of the others would meet other parameters' here
+                trained = [name for name, x in self.clipper.parameters if x.requires_grad or id(x) in self.sums]
+                agreed["trained parameters"] = trained
         if sampling == "unknown" and not self._warned:
             self._warned = True
             warnings.warn(_FOREIGN_BATCH, UserWarning, stacklevel=3)
