@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GROUPS", "PLAIN_WIDTH", "InvalidProofError", "ProgressLine", "build_app", "exit_status", "main", "write"]
 
-GROUPS = ("devices", "train", "data", "bench", "tune", "doctor", "top", "compile", "cache", "zk", "privacy")
+GROUPS = ("devices", "train", "sample", "data", "bench", "tune", "doctor", "top", "compile", "cache", "zk", "privacy")
 """Modules of this package whose `register(app)` adds the command of that name."""
 
 PLAIN_WIDTH = 160

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from accelerant.nn.train.callbacks import Extension
     from accelerant.nn.train.config import RunConfig
 
-__all__ = ["register", "train"]
+__all__ = ["choose_device", "register", "train"]
 
 _EPILOG = (
     "Examples:  accelerant train   |   accelerant train notes.txt --out runs/notes   |   "
@@ -234,7 +234,7 @@ def _run(
     if run is None and backend is None:  # the same device continues with the same losses
         folder = RunFolder(out)
         backend, origin = folder.read_config().get("backend"), f"the backend in {folder.config}"
-    device = _choose(backend, origin)
+    device = choose_device(backend, origin)
     if run is not None:
         run = run.replaced(deterministic=device.type == "cpu" if deterministic is None else deterministic)
     with closing(make_view(quiet=as_json)) as view:
@@ -250,7 +250,7 @@ def _run(
         raise typer.Exit(128 + outcome.signal)
 
 
-def _choose(backend: object, origin: str) -> torch.device:
+def choose_device(backend: object, origin: str) -> torch.device:
     """Return the torch device of a backend; None and "auto" mean the one in the settings. Errors name the origin."""
     import torch
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar, Self, cast
 
@@ -93,6 +93,7 @@ class LanguageModel(nn.Module):
         self, idx: Tensor, max_new_tokens: int, *, temperature: float = 1.0, top_k: int | None = None,
         top_p: float | None = None, seed: int | None = None, generator: torch.Generator | None = None,
         stop: int | Sequence[int] | None = None, use_cache: bool = True,
+        watch: Callable[[Tensor], None] = lambda _tokens: None,
     ) -> Tensor:  # fmt: skip
         """Continue each row by sampling token after token.
 
@@ -113,6 +114,7 @@ class LanguageModel(nn.Module):
                 them.
             use_cache: whether to cache keys and values of the window; False reads all of it for each token and yields
                 the same tokens up to rounding.
+            watch: receives the tokens so far, (B, T + n), now and then, to show the progress.
 
         Returns:
             (B, T + max_new_tokens), the prompt included, int64; fewer columns if every row has ended.
@@ -143,8 +145,10 @@ class LanguageModel(nn.Module):
             run = Decoding(model, idx, max_new_tokens, sampling, generator=generator, stop=stops, use_cache=cached)
             for count in range(1, max_new_tokens + 1):
                 run.advance()
-                if count % STOP_INTERVAL == 0 and run.has_ended():
-                    break
+                if count % STOP_INTERVAL == 0:
+                    watch(run.tokens[:, : run.end])
+                    if run.has_ended():
+                        break
         tokens, prompt = run.tokens[:, : run.end], idx.shape[1]
         if not stops:
             return tokens

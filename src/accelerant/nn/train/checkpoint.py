@@ -23,11 +23,11 @@ from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.environment import random_state, require_random, restore_random
 from accelerant.nn.train.objective import Evaluation
 from accelerant.nn.train.optim import load_optimizer, optimizer_state, require_optimizer_tensors
-from accelerant.runtime.files import clipped, decode_json, remove_leftovers, typed, write_atomic
+from accelerant.runtime.files import clipped, decode_json, open_regular, remove_leftovers, typed, write_atomic
 
 __all__ = [
-    "BestModel", "Checkpoints", "gathered", "load_checkpoint", "require_same_config", "require_same_shapes",
-    "restored", "save_checkpoint", "write_tensors",
+    "BestModel", "Checkpoints", "gathered", "load_checkpoint", "read_tensors", "require_same_config",
+    "require_same_shapes", "restored", "save_checkpoint", "write_tensors",
 ]  # fmt: skip
 
 _FORMAT = "accelerant-checkpoint-1"
@@ -54,16 +54,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Read tensors, to the host, and document; raise FormatError if the file is missing, torn, altered, or another."""
-    from safetensors import SafetensorError, safe_open
-
     if not path.is_file():
         raise FormatError(f"no checkpoint {path}")
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a mapping
-    except (SafetensorError, OSError) as error:
-        raise FormatError(f"checkpoint {path} is torn or not a checkpoint: {str(error)[:300]}") from None
+    tensors, metadata = _read(path, "checkpoint")
     if metadata.get("format") != _FORMAT:
         raise FormatError(f"{path} is not a checkpoint of this program: format {metadata.get('format')!r}")
     text = metadata.get("document", "")
@@ -74,6 +67,22 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     except ValueError as error:
         raise FormatError(f"{path} is not a checkpoint of this program: {error}") from None
     return tensors, document
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read a safetensors file to the host; raise FormatError if it is missing or torn."""
+    return _read(path, "model")[0]
+
+
+def _read(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        os.close(open_regular(path))  # safetensors would wait for a pipe
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise FormatError(f"{kind} {path} is torn or not a {kind}: {str(error)[:300]}") from None
 
 
 _SCALAR = bool | int | float | str | None

@@ -6,6 +6,7 @@ Input is checked as far as possible before the run's folder is changed.
 from __future__ import annotations
 
 import dataclasses
+import os
 import platform
 import signal
 import time
@@ -24,7 +25,7 @@ from accelerant.errors import ConfigError, FormatError, OutOfMemory
 from accelerant.nn.layers import require_float8
 from accelerant.nn.models.gpt import GPT, GPTConfig
 from accelerant.nn.train.callbacks import Callback, Extension, TensorBoard
-from accelerant.nn.train.checkpoint import Checkpoints, write_tensors
+from accelerant.nn.train.checkpoint import Checkpoints, read_tensors, require_same_shapes, write_tensors
 from accelerant.nn.train.config import RunConfig, TrainConfig
 from accelerant.nn.train.corpus import TokenizedText, Watcher, tokenize
 from accelerant.nn.train.data import Source, TokenSource
@@ -34,10 +35,11 @@ from accelerant.nn.train.history import History, StepRecord
 from accelerant.nn.train.objective import autocast
 from accelerant.nn.train.report import build_report
 from accelerant.nn.train.tokenfile import Tokens
+from accelerant.nn.train.tokenizer import ByteTokenizer, Tokenizer, load_bpe
 from accelerant.nn.train.trainer import Trainer
-from accelerant.runtime.files import write_atomic
+from accelerant.runtime.files import typed, write_atomic
 
-__all__ = ["Outcome", "Progress", "resume_training", "run_training", "windows_at_once"]
+__all__ = ["Outcome", "Progress", "load_run", "resume_training", "run_training", "windows_at_once"]
 
 _CPU_TOKENS = 4096  # at a time: logits of more leave the caches and take gigabytes (small: 64 windows, 4.5 GB)
 
@@ -179,6 +181,39 @@ def _finished(folder: RunFolder, steps: int | None) -> Outcome | None:
     if steps < done:
         raise ConfigError(f"the run in {folder.path} has done {done:,} steps: give more, got {steps:,}")
     return None
+
+
+def load_run(out: str | os.PathLike[str], device: torch.device | str | None = None) -> tuple[GPT, Tokenizer]:
+    """Return the model of a run's folder, in eval mode, and its tokenizer.
+
+    Args:
+        out: the folder. Of an unfinished run the last checkpoint is read.
+        device: of the parameters; None for the CPU.
+
+    Raises:
+        FormatError: there is no model, or a file is damaged or of another shape.
+    """
+    folder = RunFolder(Path(out))
+    config = folder.read_config()
+    try:
+        shape: GPTConfig = typed(GPTConfig, config.get("model"), "model")
+    except (ValueError, ConfigError) as error:
+        raise FormatError(f"{folder.config} has no model: {error}") from None
+    tokenizer: Tokenizer = load_bpe(folder.tokenizer) if folder.tokenizer.is_file() else ByteTokenizer()
+    if folder.finished:
+        path, tensors = folder.model, read_tensors(folder.model)
+    elif Checkpoints(folder.path).exist:
+        path, saved = folder.checkpoint, Checkpoints(folder.path).load()[0]
+        tensors = {name.removeprefix("model."): value for name, value in saved.items() if name.startswith("model.")}
+    else:
+        raise FormatError(f"{folder.path} has no model yet: its first checkpoint was not written")
+    if shape.vocab_size != tokenizer.vocab_size or shape.layers > len(tensors):
+        raise FormatError(f"{path} is of another model than {folder.config}")
+    with torch.device("meta"):
+        model = GPT(shape)
+    require_same_shapes(path, tensors, model.state_dict())
+    model.load_state_dict({name: value.to(device) for name, value in tensors.items()}, assign=True)
+    return model.eval(), tokenizer
 
 
 def _require_stored(run: RunConfig, checkpoints: Checkpoints) -> None:
@@ -356,11 +391,10 @@ class _TextRun:
     def _sample(self) -> str:
         """Return text that the model generates after an empty line."""
         tokenizer, size = self._text.tokenizer, self._run.sample_size
-        tokens = prompt = torch.tensor([tokenizer.encode_text("\n\n")], device=self._device)
-        generator = torch.Generator(device=self._device).manual_seed(self._run.training.seed)
+        prompt = torch.tensor([tokenizer.encode_text("\n\n")], device=self._device)
         with autocast(self._device, self._trainer.precision):
-            for start in range(0, size, 16):
-                count = min(16, size - start)
-                tokens = self._model.generate(tokens, count, temperature=0.7, top_k=100, generator=generator)
-                self._progress.advance((start + count) / size)
+            tokens = self._model.generate(
+                prompt, size, temperature=0.7, top_k=100, seed=self._run.training.seed,
+                watch=lambda tokens: self._progress.advance((tokens.shape[1] - prompt.shape[1]) / size),
+            )  # fmt: skip
         return tokenizer.decode(tokens[0, prompt.shape[1] :].tolist())

@@ -53,9 +53,11 @@ class ByteTokenizer:
     Attributes:
         vocab_size: number of tokens.
         byte_lengths: (vocab_size,), bytes of text in each token; 0 for the end of a document.
+        end: the token after each document; None without one.
     """
 
     vocab_size = 256
+    end: int | None = None
     byte_lengths: NDArray[np.int64] = np.ones(256, np.int64)
 
     def encode(
@@ -97,8 +99,8 @@ class BPETokenizer:
         self._inner.encode_special_tokens = True  # "<|endoftext|>" in a text is text; only `encode` ends documents
         self._inner.no_truncation()  # a setting for prompts, which would drop the rest of each piece of a corpus
         self._inner.no_padding()
-        self._end = self._inner.token_to_id(END_OF_TEXT)
-        if self._end is None:
+        self.end = self._inner.token_to_id(END_OF_TEXT)
+        if self.end is None:
             raise FormatError(f"tokenizer has no {END_OF_TEXT} token")
         vocabulary = self._inner.get_vocab()
         self.vocab_size = len(vocabulary)
@@ -133,7 +135,7 @@ class BPETokenizer:
     def _encoded(self, pieces: Sequence[tuple[str, bool]]) -> NDArray[np.uint16 | np.uint32]:
         dtype = token_dtype(self.vocab_size)
         rows = self._inner.encode_batch_fast([text for text, _ in pieces], add_special_tokens=False)  # on all cores
-        ids = ([*row.ids, self._end] if last else row.ids for row, (_, last) in zip(rows, pieces, strict=True))
+        ids = ([*row.ids, self.end] if last else row.ids for row, (_, last) in zip(rows, pieces, strict=True))
         return np.concatenate([np.array(tokens, dtype) for tokens in ids])
 
     def encode_text(self, text: str) -> list[int]:
