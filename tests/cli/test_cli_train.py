@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from accelerant.cli import main
-from accelerant.cli.train_view import LineView
+from accelerant.cli.train_view import LineView, verdict
 from accelerant.config import override
 from accelerant.nn.train.config import PRESETS
 
@@ -58,6 +58,8 @@ def test_a_run_prints_its_summary_and_where_the_report_is(accelerant, text):
     assert re.search(r"validation loss +\d\.\d{3} nats a byte +\(unigram \d\.\d{3}, bigram \d\.\d{3}\)", output)
     assert re.search(r"throughput +[\d,]+ tokens/s on cpu \(1 thread\)", output)
     assert "report           out/report.html" in output
+    assert "bigram model     not beaten yet; train on:  accelerant train --resume out --steps 1200\n" in output
+    assert re.search(r'sample +the .*\nuse it +accelerant sample out --prompt "the "$', output, re.DOTALL)
     assert re.search(
         r"peak memory +[\d,]+ MiB resident at most, the whole process; \d+ MiB predicted for a step", output
     )
@@ -233,7 +235,7 @@ def test_help_has_an_example_and_does_not_load_torch():
     done = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "--preset" in done.stdout
-    assert "accelerant train --preset small" in done.stdout
+    assert "accelerant train notes.txt" in done.stdout
 
 
 @pytest.mark.slow
@@ -313,6 +315,23 @@ def test_a_second_process_is_refused_and_a_killed_one_does_not_block(accelerant,
     again = f"start again with: accelerant train --preset tiny --data {text} --device cpu --steps 100000 --out {out}"
     assert again in errors
     assert accelerant(*arguments[:3], "--steps", 1, "--device", "cpu", "--out", out)[0] == 0
+
+
+def test_the_verdict_is_a_success_or_the_command_that_leads_there():
+    summary = {
+        "validation_nats_per_byte": 2.0,
+        "bigram_nats_per_byte": 2.5,
+        "preset": "tiny",
+        "steps": 100,
+        "out": "a b",
+    }
+    assert verdict(summary) == "beaten: 20.0% less loss"
+    summary |= {"validation_nats_per_byte": 3.0, "steps_to_bigram": 1500}
+    command = "accelerant train --resume 'a b' --steps"
+    assert verdict(summary) == f"not beaten yet; about 1,500 steps more:  {command} 1600"
+    assert verdict({**summary, "private": {}, "steps_to_bigram": None}).endswith(f"{command} 1200")
+    assert verdict({**summary, "private": {"unit": "window"}}) == "not beaten yet; about 1,500 steps more"
+    assert "no longer falls" in verdict({**summary, "steps": 1200, "steps_to_bigram": None})
 
 
 def test_a_phase_shows_how_far_it_is_and_the_time_left(monkeypatch, capsys):

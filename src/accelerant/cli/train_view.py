@@ -6,6 +6,7 @@ Progress goes to the standard error stream, the summary to the standard output.
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from accelerant.nn.train.history import StepRecord
     from accelerant.nn.train.job import Outcome
 
-__all__ = ["BarView", "LineView", "View", "make_view"]
+__all__ = ["BarView", "LineView", "View", "make_view", "verdict"]
 
 _LINE_EVERY_S = 5.0
 
@@ -68,6 +69,7 @@ def _summary_text(summary: dict[str, Any]) -> str:
         memory += f"; {predicted / 2**20:,.0f} MiB predicted for a step"
     lines = [
         f"validation loss  {per_byte}   ({baselines})",
+        f"bigram model     {verdict(summary)}",
         f"throughput       {speed} on {summary['device']}",
         f"trained          {summary['steps']:,} steps, {summary['tokens']:,} tokens, {summary['seconds']:.0f} s",
         f"peak memory      {memory}",
@@ -81,15 +83,47 @@ def _summary_text(summary: dict[str, Any]) -> str:
         lines.append(f"stopped early    {summary['stopped']}")
     if summary.get("profile"):
         lines.append(f"profile          {', '.join(summary['profile'])}")
+    if prompt := summary.get("prompt"):
+        shown = (prompt + (summary.get("sample") or "")).strip().splitlines()[:_SAMPLE_LINES] or [""]
+        lines += [f"{'' if number else 'sample':<17}{line[:_SAMPLE_COLUMNS]}" for number, line in enumerate(shown)]
+        lines.append(f"use it           accelerant sample {shlex.quote(summary['out'])} --prompt {_quoted(prompt)}")
     return "\n".join(map(escaped, lines))
 
 
+_SAMPLE_LINES, _SAMPLE_COLUMNS = 4, 100
+
+
+def _quoted(text: str) -> str:
+    """Return a word of a command line, in double quotes if they do."""
+    return f'"{text}"' if all(c.isalnum() or c in " _-.,:;" for c in text) else shlex.quote(text)
+
+
+def verdict(summary: dict[str, Any]) -> str:
+    """Return whether the model beats the bigram model, or the command that trains it so far."""
+    from accelerant.nn.train.config import PRESETS  # imports torch, which the command needs later than this module
+
+    ratio = summary["validation_nats_per_byte"] / summary["bigram_nats_per_byte"]
+    if ratio < 1:
+        return f"beaten: {1 - ratio:.1%} less loss"
+    more, steps, known = summary.get("steps_to_bigram"), summary["steps"], PRESETS.get(summary["preset"])
+    if more is not None:
+        text, steps = f"not beaten yet; about {more:,} steps more", steps + more
+    elif known is not None and steps < known.training.steps:
+        text, steps = "not beaten yet; train on", known.training.steps
+    else:
+        return "not beaten; the loss no longer falls with the steps: more text, or another preset"
+    if summary.get("private"):
+        return text
+    return f"{text}:  accelerant train --resume {shlex.quote(summary['out'])} --steps {steps}"
+
+
 _FIELDS: dict[str, Any] = {
-    "status": Literal["done"], "validation_nats_per_byte": float, "validation_loss": float, "device": str,
+    "status": Literal["done"], "preset": str, "validation_nats_per_byte": float, "validation_loss": float,
+    "device": str,
     "unigram_nats_per_byte": float, "bigram_nats_per_byte": float, "tokens_per_s": float | None, "steps": int,
     "peak_memory_bytes": int, "reserved_memory_bytes": int | None, "predicted_peak_bytes": int | None, "tokens": int,
     "seconds": float, "report": str, "private": dict[str, Any] | None, "stopped": str | None,
-    "profile": list[str] | None,
+    "profile": list[str] | None, "steps_to_bigram": int | None, "out": str, "prompt": str | None, "sample": str | None,
 }  # fmt: skip
 _PRIVATE: dict[str, Any] = {
     "unit": str, "secure": bool, "epsilon": float | str, "delta": float, "statement": str,

@@ -23,7 +23,7 @@ from accelerant.nn.train.checkpoint import BestModel
 from accelerant.nn.train.config import PRESETS, preset
 from accelerant.nn.train.folder import RunFolder, RunLock
 from accelerant.nn.train.history import read_metrics
-from accelerant.nn.train.job import windows_at_once
+from accelerant.nn.train.job import prompt_of, steps_until, windows_at_once
 
 NO_CALLS = {"ops": [], "fallbacks": []}
 
@@ -634,3 +634,18 @@ def test_long_phases_tell_how_far_they_are(train, watcher):
     assert (1.0, "held-out loss") in watch.shares
     assert watch.shares[-1] == (1.0, "")  # of the sample
     assert (0.5, "step 1") in watch.shares
+
+
+def test_the_steps_that_a_loss_still_needs_are_those_of_its_curve():
+    """The loss falls by 0.3 with each doubling of the steps: one more doubling, and a fifth."""
+    curve = [(25, 3.6), (50, 3.3), (100, 3.0)]
+    assert steps_until(curve, 2.7) == 120
+    assert steps_until([*curve, (200, 3.1)], 2.7) is None  # it rises
+    assert steps_until(curve, 0.9) is None  # 12,800 steps
+    assert steps_until([(3, 3.0), (3, 3.0)], 2.7) is None
+
+
+def test_a_prompt_is_a_word_of_the_text():
+    assert prompt_of("def a():\n    return\ndef b(): ...\nclass C:\n") == "def "
+    assert prompt_of("1, 2, 3\n4, 5, 6, 7, 8, 9\n") == "1, 2, 3\n4, 5, 6,"
+    assert prompt_of("\n\n") == "\n"

@@ -6,10 +6,13 @@ Input is checked as far as possible before the run's folder is changed.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import platform
+import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -39,7 +42,10 @@ from accelerant.nn.train.tokenizer import ByteTokenizer, Tokenizer, load_bpe
 from accelerant.nn.train.trainer import Trainer
 from accelerant.runtime.files import typed, write_atomic
 
-__all__ = ["Outcome", "Progress", "load_run", "resume_training", "run_training", "windows_at_once"]
+__all__ = [
+    "Outcome", "Progress", "load_run", "prompt_of", "resume_training", "run_training", "steps_until",
+    "windows_at_once",
+]  # fmt: skip
 
 _CPU_TOKENS = 4096  # at a time: logits of more leave the caches and take gigabytes (small: 64 windows, 4.5 GB)
 
@@ -354,8 +360,13 @@ class _TextRun:
         targets = (targets for _, targets in source.in_order(self._trainer.config.micro_batch))
         text_bytes = sum(int(tokenizer.byte_lengths[part.numpy()].sum()) for part in targets)
         unigram, bigram = self._text.baselines()
+        nats_per_byte = validation.loss * tokens / max(1, text_bytes)
+        curve = [(evaluation.step, evaluation.loss) for evaluation in history.evaluations]
+        curve = [
+            (step, loss * tokens / max(1, text_bytes)) for step, loss in [*curve, (history.steps, validation.loss)]
+        ]
         self._progress.phase("writing a sample")
-        sample = self._sample()
+        prompt, sample = self._sample()
         tensors = {name: value.detach().cpu().contiguous().clone() for name, value in self._model.state_dict().items()}
         summary = {
             "status": "done", "preset": run.name, "device": self._device_name,
@@ -363,13 +374,14 @@ class _TextRun:
             "tokens": history.steps * run.tokens_per_step,
             "train_loss": round(float(np.mean([r.loss for r in records[-20:]])), 4) if records else None,
             "validation_loss": round(validation.loss, 4),
-            "validation_nats_per_byte": round(validation.loss * tokens / max(1, text_bytes), 4),
+            "validation_nats_per_byte": round(nats_per_byte, 4),
             "validation_tokens": tokens, "unigram_nats_per_byte": round(unigram, 4),
-            "bigram_nats_per_byte": round(bigram, 4),
+            "bigram_nats_per_byte": round(bigram, 4), "beats_bigram": nats_per_byte < bigram,
+            "steps_to_bigram": None if nats_per_byte < bigram else steps_until(curve, bigram),
             "tokens_per_s": round(float(np.median([r.tokens_per_s or 0.0 for r in records])), 1) if records else None,
             "peak_memory_bytes": history.peak_memory_bytes, "reserved_memory_bytes": history.reserved_memory_bytes,
             "predicted_peak_bytes": history.predicted_peak_bytes, "seconds": round(time.monotonic() - began, 2),
-            "out": str(folder.path), "report": str(folder.report),
+            "out": str(folder.path), "report": str(folder.report), "prompt": prompt, "sample": sample,
         }  # fmt: skip
         more = self._extension.results()
         if more:
@@ -379,22 +391,58 @@ class _TextRun:
         if self._trainer.profile:
             summary["profile"] = [str(folder.path / name) for name in ("kernels.txt", "trace.json")]
         write_tensors(folder.model, tensors, {"format": "pt"})
-        write_atomic(folder.sample, sample.encode())
+        write_atomic(folder.sample, (prompt + sample).encode())
         html = build_report(
-            summary=summary, config=self.description(), records=records, ledger=self._ledger(), sample=sample,
+            summary=summary, config=self.description(), records=records, ledger=self._ledger(), sample=prompt + sample,
             curves=self._extension.curves(), remarks=self._extension.remarks(),
         )  # fmt: skip
         write_atomic(folder.report, html.encode())
         folder.write_json(folder.summary, summary)  # last: its presence means that the run is complete
         return summary
 
-    def _sample(self) -> str:
-        """Return text that the model generates after an empty line."""
+    def _sample(self) -> tuple[str, str]:
+        """Return a prompt, and the text with which the model continues it."""
         tokenizer, size = self._text.tokenizer, self._run.sample_size
-        prompt = torch.tensor([tokenizer.encode_text("\n\n")], device=self._device)
+        # A private run's sample must not quote a text.
+        quotes = self._extension.name == Extension.name
+        prompt = prompt_of(tokenizer.decode(self._text.held_out[:_PROMPT_TOKENS].tolist())) if quotes else "The "
+        given = torch.tensor([tokenizer.encode_text(prompt)], device=self._device)
         with autocast(self._device, self._trainer.precision):
             tokens = self._model.generate(
-                prompt, size, temperature=0.7, top_k=100, seed=self._run.training.seed,
-                watch=lambda tokens: self._progress.advance((tokens.shape[1] - prompt.shape[1]) / size),
+                given, size, temperature=0.7, top_k=100, seed=self._run.training.seed,
+                watch=lambda tokens: self._progress.advance((tokens.shape[1] - given.shape[1]) / size),
             )  # fmt: skip
-        return tokenizer.decode(tokens[0, prompt.shape[1] :].tolist())
+        return prompt, tokenizer.decode(tokens[0, given.shape[1] :].tolist())
+
+
+_PROMPT_TOKENS = 1 << 16  # of the held-out text
+
+
+def prompt_of(text: str) -> str:
+    """Return the word with which most lines of a text begin, and a space; without such lines its first characters."""
+    words = Counter(re.findall(r"^([^\W\d_]+) ", text, re.MULTILINE))
+    return f"{words.most_common(1)[0][0]} " if words else text.strip()[:16] or "\n"
+
+
+def steps_until(curve: Sequence[tuple[int, float]], loss: float) -> int | None:
+    """Return about how many steps more reach a loss; None if the curve does not fall, or too slowly to tell.
+
+    The loss is taken as linear in the logarithm of the step, by least squares. The result has a fifth more, rounded up
+    to two digits.
+
+    Args:
+        curve: completed steps and loss, in order; the last one is above `loss`.
+    """
+    (last, now), points = curve[-1], [(math.log(step), value) for step, value in curve if step]
+    if len({x for x, _ in points}) < 2 or now > min(value for _, value in curve):
+        return None
+    x, y = np.array(points).T
+    slope = float(np.polyfit(x, y, 1)[0])
+    if slope >= 0 or (growth := (now - loss) / -slope) > math.log(_MOST_GROWTH):
+        return None
+    more: float = 1.2 * last * math.expm1(growth)
+    unit: int = 10 ** max(0, math.floor(math.log10(max(1.0, more))) - 1)
+    return max(1, math.ceil(more / unit - 1e-6) * unit)
+
+
+_MOST_GROWTH = 100  # of the steps: an extrapolation beyond says nothing
