@@ -47,15 +47,12 @@ docs: $(VENV)/.installed-docs    ## the documentation as a site, in site/; every
 gpu-test:        ## the GPU tests, from the source tree with the Python at hand: make gpu-test PYTHON=python3
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:cacheprovider $(ARGS)
 
-EXAMPLES ?= 2000
-SOAK_LOG ?= benchmarks/results/soak-zk.txt
+MINUTES ?= 24
+RECORD  ?= $(if $(ARGS),,benchmarks/results/soak.json)
 
-soak: $(VENV)/.installed-dev     ## fuzz exact arithmetic and file formats at length, the output kept: make soak EXAMPLES=20000
-	{ date -u; git describe --always --dirty || true; } > $(SOAK_LOG)
-	ACCELERANT_FUZZ_EXAMPLES=$(EXAMPLES) ACCELERANT_FUZZ_SECONDS=60 $(PYTEST) tests/zk/test_fuzz.py \
-		tests/zk/formats/test_formats_fuzz.py --durations=0 $(ARGS) >> $(SOAK_LOG) 2>&1 && \
-	$(PYTEST) -m soak >> $(SOAK_LOG) 2>&1; \
-	status=$$?; cat $(SOAK_LOG); exit $$status
+soak: $(VENV)/.installed-dev     ## search for broken guarantees, and record it; of some: make soak MINUTES=5 ARGS="-k ledger"
+	SOAK_MINUTES=$(MINUTES) SOAK_RECORD=$(RECORD) $(PYTEST) --dist load --maxschedchunk 1 -m "search or soak" \
+		-o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true $(ARGS)
 
 $(VENV)/.installed: pyproject.toml constraints.txt scripts/setup
 	scripts/setup $(VENV) $(PYTHON)

@@ -13,6 +13,8 @@ import torch
 
 import accelerant.ops
 
+pytest_plugins = ["soak"]
+
 HAS_GPU = torch.cuda.is_available()
 
 # A run has a cache of its own, which its workers share (they inherit the variable), so that no test sees another run's
@@ -70,18 +72,6 @@ def pytest_collection_finish():
     # collection, of which tests ask for many, walks them for a second.
     gc.collect()
     gc.freeze()
-
-
-def pytest_terminal_summary(terminalreporter):
-    """Print what tests counted with `record_property`, added up: the size of a search, the number of kills."""
-    counts = Counter()
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            if getattr(report, "when", "") == "call":
-                for name, value in report.user_properties:
-                    counts[name] += value
-    for name, value in sorted(counts.items()):
-        terminalreporter.write_line(f"{name}: {value:,}")
 
 
 def pytest_unconfigure():

@@ -137,8 +137,8 @@ def _from_file(path: Path, *, must_exist: bool) -> dict[str, Any]:
 
 
 _OTHERS = {"ACCELERANT_CONFIG", "ACCELERANT_COMMIT"}  # the file, and the commit in records of benchmarks
-_FOREIGN = re.compile(r"ACCELERANT_(FUZZ_.*|(.*_)?(SERVICE_HOST|(SERVICE_)?PORT(_.*)?))")
-"""Variables of our tests, and those that Kubernetes sets in each container for a service of a similar name."""
+_FOREIGN = re.compile(r"ACCELERANT_(.*_)?(SERVICE_HOST|(SERVICE_)?PORT(_.*)?)")
+"""Variables that Kubernetes sets in each container for a service of a similar name."""
 
 
 def _require_known(names: Iterable[str], known: Collection[str], what: str) -> None:

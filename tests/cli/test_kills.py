@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import soak
 from accelerant.nn.train.checkpoint import load_checkpoint
 from accelerant.privacy import dp
 
@@ -27,10 +27,9 @@ PRESETS["tiny"] = PRESETS["tiny"].replaced(checkpoint_every=2, validation_tokens
 from accelerant.cli import main
 main(sys.argv[1:])
 """
-AMOUNTS = pytest.mark.parametrize(
-    "kills",
-    [pytest.param(2, marks=pytest.mark.slow), pytest.param(40, marks=[pytest.mark.slow, pytest.mark.soak])],
-)
+KILLS = 8 if soak.MINUTES else 2
+
+pytestmark = pytest.mark.slow
 
 
 def start(*arguments, cwd):
@@ -58,11 +57,11 @@ def kill(process, seconds):
     return process.returncode == -signal.SIGKILL
 
 
-def train_through_kills(kills, arguments, out, rng):
-    """Run `train` to its end through so many kills; return how many of them met a running process."""
+def train_through_kills(arguments, out, rng):
+    """Run `train` to its end through KILLS kills; return how many of them met a running process."""
     again, met = ("train", *arguments, "--out", out.name), 0
     begun = time.monotonic()
-    for _ in range(kills):
+    for _ in range(KILLS):
         process = start(*again, cwd=out.parent)
         # Half of the kills come at any time from the start on, the others while steps are made.
         if rng.random() < 0.5:
@@ -88,12 +87,13 @@ def settings(tmp_path):
     return ("--data", text.name, "--steps", STEPS, "--device", "cpu", "--batch-size", 4)
 
 
-@AMOUNTS
-def test_training_ends_with_the_weights_of_a_run_that_was_not_killed(kills, tmp_path, record_property):
+@pytest.mark.search(150)
+def test_training_ends_with_the_weights_of_a_run_that_was_not_killed(tmp_path_factory, rng, record_property):
+    tmp_path = tmp_path_factory.mktemp("killed")
     arguments = settings(tmp_path)
     assert finished(start("train", *arguments, "--out", "straight", cwd=tmp_path))[0] == 0
-    met = train_through_kills(kills, arguments, tmp_path / "out", random.Random(kills))
-    record_property("kills of train", met)
+    met = train_through_kills(arguments, tmp_path / "out", rng)
+    record_property("kills", met)
     found, straight = (load_checkpoint(tmp_path / name / "checkpoint.safetensors")[0] for name in ("out", "straight"))
     assert found.keys() == straight.keys()
     # A process's own random state, which training does not use, is all that may differ.
@@ -104,12 +104,13 @@ def test_training_ends_with_the_weights_of_a_run_that_was_not_killed(kills, tmp_
     assert not [path.name for path in (tmp_path / "out").iterdir() if path.suffix == ".tmp"]
 
 
-@AMOUNTS
-def test_private_training_counts_every_step_that_was_made(kills, tmp_path, record_property):
+@pytest.mark.search(150)
+def test_private_training_counts_every_step_that_was_made(tmp_path_factory, rng, record_property):
+    tmp_path = tmp_path_factory.mktemp("killed")
     arguments = (*settings(tmp_path), "--private", "--noise-multiplier", 1, "--delta", "1e-5")
     out = tmp_path / "out"
-    met = train_through_kills(kills, arguments, out, random.Random(kills))
-    record_property("kills of train --private", met)
+    met = train_through_kills(arguments, out, rng)
+    record_property("kills", met)
     # The ledger of a run that was killed before its first checkpoint, of which nothing is left, has another name.
     path = out / "privacy-ledger.jsonl"
     counted = sum(event.count for event in dp.Ledger.read(path).events)
@@ -119,9 +120,9 @@ def test_private_training_counts_every_step_that_was_made(kills, tmp_path, recor
     assert private["epsilon"] >= dp.Ledger.read(path).statement().epsilon - 1e-9
 
 
-@AMOUNTS
-def test_a_proof_is_there_whole_or_not_at_all(kills, tmp_path, record_property):
-    rng = random.Random(kills)
+@pytest.mark.search(100)
+def test_a_proof_is_there_whole_or_not_at_all(tmp_path_factory, rng, record_property):
+    tmp_path = tmp_path_factory.mktemp("killed")
     files = [tmp_path / name for name in ("circuit.zkey", "witness.wtns")]
     for file in files:
         shutil.copy(RANGE / file.name, file)
@@ -130,14 +131,14 @@ def test_a_proof_is_there_whole_or_not_at_all(kills, tmp_path, record_property):
     began = time.monotonic()
     assert finished(start(*command, cwd=tmp_path))[0] == 0
     took = time.monotonic() - began
-    for _ in range(kills):
+    for _ in range(KILLS):
         for name in ("proof.json", "public.json"):
             (tmp_path / name).unlink(missing_ok=True)
         met += kill(start(*command, cwd=tmp_path), took * (0.2 + 0.7 * rng.random()))
         for name in ("proof.json", "public.json"):
             if (tmp_path / name).exists():
                 json.loads((tmp_path / name).read_text())
-    record_property("kills of zk prove", met)
+    record_property("kills", met)
     assert finished(start(*command, cwd=tmp_path))[0] == 0
     assert re.fullmatch(r"\[.*\]\s*", (tmp_path / "public.json").read_text(), re.DOTALL)
     assert json.loads((tmp_path / "proof.json").read_text())["protocol"] == "groth16"

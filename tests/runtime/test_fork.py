@@ -107,9 +107,11 @@ ended.append(True)
 """
 
 
-@pytest.mark.parametrize("forks", [pytest.param(20, marks=pytest.mark.slow), pytest.param(400, marks=pytest.mark.soak)])
-def test_a_child_compiles_while_threads_of_its_parent_do(tmp_path, forks):
-    run(COMPILES, str(forks), folder=tmp_path, timeout_s=600)
+@pytest.mark.slow
+@pytest.mark.search(60)
+def test_a_child_compiles_while_threads_of_its_parent_do(tmp_path, record_property):
+    run(COMPILES, "20", folder=tmp_path, timeout_s=300)
+    record_property("forks", 20)
 
 
 OPENCL = """

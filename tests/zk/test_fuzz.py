@@ -1,12 +1,13 @@
 """Random and crafted inputs to everything of zk that is exact, against Python's integers; long under `make soak`.
 
-ACCELERANT_FUZZ_EXAMPLES is the number of examples of each test; with it all fields and curves take part, without it a
-few of each kind, since compiling the kernels of one takes about a second. ACCELERANT_FUZZ_DEVICES has other devices to
-compute on than the CPU and a GPU: "opencl", or several with commas.
+In a soak all fields and curves take part, else a few of each kind, since compiling the kernels of one takes about a
+second. SOAK_DEVICES has other devices to compute on than the CPU and a GPU: "opencl", or several with commas.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+import soak
 from accelerant import zk
 from accelerant.algebra.curve.encoding import decode_points, points_from_bytes, points_to_bytes
 from accelerant.algebra.curve.encoding import point_bytes as point_size
@@ -26,26 +28,41 @@ from accelerant.errors import FormatError
 from accelerant.zk.multi_scalar.op import FixedBase, msm
 from accelerant.zk.transform import ntt
 
-EXAMPLES = int(os.environ.get("ACCELERANT_FUZZ_EXAMPLES", "0"))
-LONG = EXAMPLES > 0
-SHORT_EXAMPLES = 12
+pytestmark = pytest.mark.search(5)
 
 fuzzed = settings(
-    max_examples=EXAMPLES or SHORT_EXAMPLES,
+    max_examples=60 if soak.MINUTES else 12,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
 )
 
 
-DEVICES = os.environ.get("ACCELERANT_FUZZ_DEVICES")
+DEVICES = os.environ.get("SOAK_DEVICES")
 on_devices = pytest.mark.parametrize(
     "device", DEVICES.split(",") if DEVICES else ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 
 
+@pytest.fixture(autouse=True)
+def examples(request, monkeypatch, record_property):
+    """Count the examples of a test."""
+    handle, tried = request.function.hypothesis, itertools.count()
+
+    @functools.wraps(handle.inner_test)
+    def counted(*args, **kwargs):
+        next(tried)
+        return counted.__wrapped__(*args, **kwargs)
+
+    monkeypatch.setattr(handle, "inner_test", counted)
+    yield
+    record_property("examples", next(tried))
+
+
 def each(name, all_of, few):
-    """A test for each of these, or in a short run for a few."""
-    return pytest.mark.parametrize(name, list(all_of) if LONG else few)
+    """A test for each of these; of all but a few only in a soak."""
+    return pytest.mark.parametrize(
+        name, [value if value in few else pytest.param(value, marks=pytest.mark.soak) for value in all_of]
+    )
 
 
 small = st.integers(-2, 2)
@@ -136,7 +153,7 @@ def test_words_of_strangers(name, data):
 def test_transforms(name, device, data):
     field = zk.field(name)
     p = field.modulus
-    log_n = data.draw(st.integers(1, 11)) if LONG else 4  # each size has programs of its own
+    log_n = data.draw(st.integers(1, 11)) if soak.MINUTES else 4  # each size has programs of its own
     values = data.draw(st.lists(below(p), min_size=1, max_size=24))
     seed = data.draw(st.integers(0, 2**32))
     n = 1 << log_n

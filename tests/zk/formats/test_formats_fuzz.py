@@ -1,28 +1,28 @@
 """Damaged files of every format: each opens, and holds what it says, or raises FormatError; never anything else.
 
-No more is allocated than a small multiple of the file. ACCELERANT_FUZZ_SECONDS is the time for each format (1.5 by
-default, with a fixed seed; with it set, a seed that the output tells). What was found stays in the folder that
-the message names.
+No more is allocated than a small multiple of the file. Guided by coverage: a file that takes the readers along a step
+between two lines that none before it took is itself damaged further. What was found stays in the folder that the
+message names.
 """
 
 from __future__ import annotations
 
 import os
-import random
 import struct
-import time
+import sys
 import tracemalloc
 
 import pytest
 from parts import EXTENSIONS, FAMILIES, VECTORS, put_together, take_apart
 
 from accelerant.errors import FormatError
+from accelerant.zk import formats
 from accelerant.zk.formats import describe, open_file
 
-SECONDS = float(os.environ.get("ACCELERANT_FUZZ_SECONDS", "0"))
-SHORT_S = 1.5
-LEAST = 200
-"""Files of each format, however long they take: one in sixty is damaged where nothing depends on it."""
+LONGEST = 1 << 16
+"""Bytes of a file that is damaged further."""
+
+FILES = 200
 
 MOST_FACTOR, MOST_BYTES = 24, 1 << 20
 """Of the file's size, and more: what interpreter, arrays of offsets and messages take."""
@@ -89,12 +89,18 @@ def change_size(rng, data, sections):
 
 
 def damaged(rng, data):
-    magic, version, sections = take_apart(data)
-    changes = rng.choice(["sections", "sections", "sections", "size", "bytes", "length", "all"])
+    try:
+        magic, version, sections = take_apart(data)
+    except (struct.error, OverflowError):  # damaged before
+        sections = []
+    changes = rng.choice(
+        ["sections", "sections", "sections", "size", "bytes", "length", "all"] if sections else ["bytes", "length"]
+    )
     if changes in ("sections", "all"):
         for _ in range(rng.choice([1, 1, 2, 3])):
             change_sections(rng, sections)
-    data = put_together(magic, version, sections)
+    if sections:
+        data = put_together(magic, version, sections)
     if changes in ("size", "all"):
         data = change_size(rng, data, sections)
     if changes in ("bytes", "all"):
@@ -116,40 +122,78 @@ def examine(path):
     return False
 
 
+class Coverage:
+    """The steps from line to line, within one function of the package `formats`, that were ever made."""
+
+    def __init__(self):
+        self.steps = set()
+
+    def new(self, call):
+        """Return whether a call makes a step that none before it made, and its result."""
+        before = len(self.steps)
+        sys.settrace(self._entered)
+        try:
+            result = call()
+        finally:
+            sys.settrace(None)
+        return len(self.steps) > before, result
+
+    def _entered(self, frame, event, argument):
+        code = frame.f_code
+        if not code.co_filename.startswith(formats.__path__[0]):
+            return None
+        last = 0
+
+        def at_line(frame, event, argument):
+            nonlocal last
+            if event == "line":
+                self.steps.add((code, last, frame.f_lineno))
+                last = frame.f_lineno
+            return at_line
+
+        return at_line
+
+
 def descriptors():
     return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
 
 
+@pytest.fixture(scope="module")
+def corpora():
+    """By format, the coverage and the files to damage further, with which a search goes on."""
+    return {}
+
+
 @pytest.mark.slow
+@pytest.mark.search(30)
 @pytest.mark.parametrize("kind", EXTENSIONS)
-def test_damaged_files_are_refused_or_hold_what_they_say(kind, tmp_path):
-    seed = random.SystemRandom().randrange(2**32) if SECONDS else 0
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+def test_damaged_files_are_refused_or_hold_what_they_say(kind, corpora, tmp_path, rng, record_property):
+    path = tmp_path / f"damaged.{kind}"
     originals = [(VECTORS / family / EXTENSIONS[kind]).read_bytes() for family in FAMILIES]
     if kind == "r1cs":
         originals.append((VECTORS / "bn254" / "gates.r1cs").read_bytes())
-    path = tmp_path / f"damaged.{kind}"
-    for data in originals:  # compile the kernels before the clock runs
+    coverage, further = corpora.setdefault(kind, (Coverage(), []))
+    for data in originals:  # also compiles the kernels
         path.write_bytes(data)
-        assert not examine(path)
-    before, count, refused = descriptors(), 0, 0
+        assert coverage.new(lambda: examine(path))[1] is False
+    before, refused = descriptors(), 0
     tracemalloc.start()
     try:
-        until = time.monotonic() + (SECONDS or SHORT_S)
-        while time.monotonic() < until or count < LEAST:
-            data = damaged(rng, rng.choice(originals))
+        for _ in range(FILES):
+            data = damaged(rng, rng.choice(further if further and rng.random() < 0.5 else originals))
             path.write_bytes(data)
-            size = len(data)
-            del data
             start, _ = tracemalloc.get_traced_memory()
             tracemalloc.reset_peak()
-            refused += examine(path)
+            new, wrong = coverage.new(lambda: examine(path))
             peak = tracemalloc.get_traced_memory()[1] - start
-            assert peak <= MOST_FACTOR * size + MOST_BYTES, f"{peak} bytes for {path}"
-            count += 1
+            assert peak <= MOST_FACTOR * len(data) + MOST_BYTES, f"{peak} bytes for {path}"
+            refused += wrong
+            if new and len(data) < LONGEST:
+                further.append(data)
     finally:
         tracemalloc.stop()
     assert descriptors() == before
-    assert 0 < refused < count  # damage to what nothing depends on is not refused
-    print(f"{kind}: {count} files, {refused} refused")
+    assert refused
+    record_property("files", FILES)
+    record_property("files refused", refused)
+    record_property("largest number of steps covered", float(len(coverage.steps)))

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.algebra.curve.reference import add, in_subgroup, multiply, negate
 from accelerant.errors import ConfigError, FormatError, UnsupportedDtype
@@ -188,6 +189,131 @@ def test_errors_that_cancel_do_not_pass_together(parts):
     g1, c = BN254.g1, parts.proof.c
     pair = [dataclasses.replace(parts.proof, c=add(g1, c, multiply(g1, sign, g1.generator))) for sign in (1, -1)]
     assert not verify_many(parts.key, [parts.public] * 2, pair)
+
+
+# --- mutants ---------------------------------------------------------------------------------------------------------
+
+
+def small_order(family, group):
+    """Return a point that is on the curve, of an order that divides the cofactor; None if the cofactor is 1."""
+    if group == "g2":
+        return multiply(family.g2, family.r, out_of_subgroup(family))
+    return (0, 2) if family.name == "bls12_381" else None  # of order 3
+
+
+def another_point(rng, family, group, point, others):
+    """Return a point other than the given one: of the subgroup, of the curve, or off it."""
+    curve = getattr(family, group)
+    if point is None:
+        return curve.generator
+    k = rng.choice([1, 2, 3, rng.randrange(1, family.r - 1)])
+    found = [
+        lambda: add(curve, point, multiply(curve, k, curve.generator)),
+        lambda: multiply(curve, k + 1, point),
+        lambda: negate(curve, point),
+        lambda: None,
+        lambda: rng.choice(others),
+        lambda: add(curve, point, multiply(curve, k, small_order(family, group) or curve.generator)),
+        lambda: (rng.choice([point[1], point[0]]), point[1]),
+        lambda: tuple(c ^ 1 if group == "g1" else (c[0] ^ 1, c[1]) for c in point),
+    ][rng.randrange(8)]()
+    return found if found != point else negate(curve, point)
+
+
+def mutant(rng, key, proof):
+    """Change one element of a key, a proof or its public inputs: exactly one value of each satisfies the equation."""
+    family = family_of(key.family)
+    name = rng.choice(["a", "b", "c", "a", "b", "c", "alpha", "beta", "gamma", "delta", "ic", "public"])
+    if name == "public":
+        public = list(proof.public)
+        at = rng.randrange(len(public))
+        wrong = rng.choice([0, 1, family.r - 1, public[at] + 1, public[at] - 1, public[at] + family.r, -public[at]])
+        public[at] = wrong if wrong != public[at] else (wrong + 1) % family.r
+        return name, key, public, proof
+    group = "g2" if name in ("b", "beta", "gamma", "delta") else "g1"
+    if name in ("a", "b", "c"):
+        others = [proof.b] if group == "g2" else [proof.a, proof.c]
+        new = another_point(rng, family, group, getattr(proof, name), others)
+        return name, key, proof.public, dataclasses.replace(proof, **{name: new})
+    curve, words = getattr(family, group), getattr(key, name)
+    at = 0 if name != "ic" else rng.choice([0, *(i + 1 for i, x in enumerate(proof.public) if x)])
+    (point,) = decode_points(curve, words[at : at + 1] if name == "ic" else words[None])
+    (new,) = encode_points(curve, [add(curve, point, multiply(curve, rng.randrange(1, family.r), curve.generator))])
+    if name == "ic":
+        new = np.concatenate([words[:at], new[None], words[at + 1 :]])
+    return name, dataclasses.replace(key, **{name: new}), proof.public, proof
+
+
+def same_statement(rng, key, proof):
+    """Return another proof of the statement: A s, (B + t delta) / s, C + t A."""
+    family = family_of(key.family)
+    g1, g2, s, t = family.g1, family.g2, rng.randrange(1, family.r), rng.randrange(family.r)
+    (delta,) = decode_points(g2, key.delta[None])
+    b = multiply(g2, pow(s, -1, family.r), add(g2, proof.b, multiply(g2, t, delta)))
+    c = add(g1, proof.c, multiply(g1, t, proof.a))
+    return dataclasses.replace(proof, a=multiply(g1, s, proof.a), b=b, c=c)
+
+
+def verdict(call, *arguments):
+    """Return what a verification says, or that its input is malformed."""
+    try:
+        return call(*arguments)
+    except FormatError:
+        return "malformed"
+
+
+@pytest.fixture(scope="module")
+def proved():
+    """Keys and proofs of both curves."""
+    found = []
+    for name in ("poseidon", "range"):
+        texts = [(VECTORS / "groth16" / name / f"{part}.json").read_text() for part in ("proof", "public")]
+        key = VerificationKey.from_json((VECTORS / "groth16" / name / "verification_key.json").read_text())
+        found.append((key, Proof.from_json(*texts)))
+    folder = VECTORS / "formats" / "bls12_381"
+    key = VerificationKey.from_json((folder / "verification_key.json").read_text())
+    return [*found, (key, prove(folder / "product.zkey", folder / "product.wtns"))]
+
+
+@pytest.mark.slow
+@pytest.mark.search(80)
+def test_no_mutant_verifies_and_every_other_proof_of_the_statement_does(proved, rng, record_property):
+    for _ in range(8):
+        for key, proof in proved:
+            good = same_statement(rng, key, proof)
+            assert verify(key, good.public, good)
+            name, changed_key, public, changed = mutant(rng, key, rng.choice([proof, good]))
+            found = verdict(verify, changed_key, public, changed)
+            assert found in (False, "malformed"), (name, changed_key, public, changed)
+            rows = [(good.public, good), (public, changed), (proof.public, proof)]
+            rng.shuffle(rows)
+            found = verdict(verify_many, changed_key, *zip(*rows, strict=True))
+            assert found in (False, "malformed"), (name, changed_key, rows)
+    record_property("mutants", 8 * len(proved))
+    record_property("other proofs", 8 * len(proved))
+
+
+def accepted(texts):
+    """Read a key and a proof; return the proof if it is valid."""
+    key = VerificationKey.from_json(texts["verification_key"])
+    proof = Proof.from_json(texts["proof"], texts["public"])
+    return verify(key, proof.public, proof) and proof
+
+
+@pytest.mark.search(40)
+@pytest.mark.parametrize("circuit", ["range"], indirect=True)
+def test_damaged_texts_are_malformed_or_false_or_the_same(parts, rng, record_property):
+    """Characters of proof.json, public.json and verification_key.json changed, removed, doubled."""
+    for _ in range(50):
+        texts = dict(parts.texts)
+        name = rng.choice(sorted(texts))
+        for _ in range(rng.choice([1, 1, 2, 8])):
+            at, length = rng.randrange(len(texts[name])), rng.choice([1, 1, 1, 4, 90])
+            new = rng.choice(["", rng.choice('0123456789",:[]{} -.ex\\\0'), texts[name][at : at + length] * 2])
+            texts[name] = texts[name][:at] + new + texts[name][at + length :]
+        found = verdict(accepted, texts)
+        assert found in (False, "malformed", parts.proof), texts
+    record_property("texts", 50)
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------

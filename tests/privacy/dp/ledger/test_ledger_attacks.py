@@ -1,7 +1,6 @@
 """Random histories of a ledger, cut and edited at random: its epsilon is never below what was spent, unless it says so.
 
 What is not noticed, and cannot be without a third file: the ledger and its head both replaced by an older copy of both.
-ACCELERANT_FUZZ_EXAMPLES is the number of histories in the test that is marked as soak.
 """
 
 import collections
@@ -16,6 +15,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+import soak
 from accelerant.errors import BudgetExceeded, ConfigError, FormatError
 from accelerant.privacy.dp.ledger import Budget, Ledger
 from accelerant.privacy.dp.ledger.accounting import spent
@@ -27,6 +27,7 @@ EVENTS = st.sampled_from(
 )
 COUNTS = st.integers(1, 90)  # blocks are reserved in advance from 64 on
 DELTA = 1e-5
+TRIED = collections.Counter()
 
 
 def epsilon(counts):
@@ -54,6 +55,7 @@ class Histories(RuleBasedStateMachine):
         self.ledger = Ledger(self.path)
 
     def teardown(self):
+        TRIED["histories"] += 1
         abandon(self.ledger)
         shutil.rmtree(self.folder)
 
@@ -77,6 +79,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(torn=st.sampled_from([b"", b'{"record":{"kind":"used","run', b"\0\0\0"]))
     def kill(self, torn):
+        TRIED["kills"] += 1
         abandon(self.ledger)
         self.path.write_bytes(self.path.read_bytes() + torn)
         self.ledger = Ledger(self.path)
@@ -108,6 +111,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(data=st.data(), goes_on=st.booleans())
     def damage(self, data, goes_on):
+        TRIED["edits"] += 1
         abandon(self.ledger)
         whole, head = self.path.read_bytes(), self.head.read_bytes() if self.head.exists() else None
         kind = data.draw(st.sampled_from(["cut", "cut, no head", "cut, old head", "flip", "drop", "double", "swap"]))
@@ -160,23 +164,18 @@ class Histories(RuleBasedStateMachine):
         self.check(Ledger.read(self.path))
 
 
-def run(examples, steps):
+@pytest.mark.search(120)
+def test_no_history_hides_what_was_spent(record_property):
+    TRIED.clear()
+    examples, steps = (8, 40) if soak.MINUTES else (6, 12)
     run_state_machine_as_test(
         Histories,
         settings=settings(
             max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
-
-
-def test_no_history_hides_what_was_spent():
-    run(6, 12)
-
-
-@pytest.mark.slow
-@pytest.mark.soak
-def test_no_history_hides_what_was_spent_at_length():
-    run(int(os.environ.get("ACCELERANT_FUZZ_EXAMPLES", "0")) or 300, 40)
+    for name, count in TRIED.items():
+        record_property(name, count)
 
 
 # --- cut files -------------------------------------------------------------------------------------------------------

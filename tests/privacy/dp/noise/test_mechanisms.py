@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import soak
 from accelerant.errors import BudgetExceeded, ConfigError, UnsupportedCase, UnsupportedDtype
 from accelerant.privacy import dp
 from accelerant.privacy.dp.noise.noisy_sum import NoisySum
@@ -176,11 +177,13 @@ def test_the_exact_delta_is_within_the_one_asked(monkeypatch, epsilon, delta, va
     assert ledger.epsilon(delta) <= epsilon
 
 
-def search_exact_deltas(monkeypatch, cases, seed):
+@pytest.mark.search(60)
+def test_exact_deltas_are_within_the_recorded_ones(monkeypatch, rng, record_property):
     """Random releases: their exact delta is within that of the continuous noise in the ledger and the delta charged."""
-    plans, random = [], np.random.default_rng(seed)
+    plans, random, releases = [], np.random.default_rng(rng.randrange(2**32)), 50 if soak.MINUTES else 8
+    record_property("releases", releases)
     monkeypatch.setattr(NoisySum, "add_", lambda self, tensors, plan, factor: plans.append(plan))
-    for _ in range(cases):
+    for _ in range(releases):
         whole, multiplier = bool(random.integers(2)), float(np.exp(random.uniform(np.log(0.2), np.log(30))))
         sensitivity = int(random.integers(1, 40)) if whole else float(np.exp(random.uniform(-12, 12)))
         ledger, value = dp.Ledger(), 7 if whole else 0.3
@@ -203,16 +206,6 @@ def analytic_delta(multiplier, epsilon):
     shift, slope = 0.5 / multiplier, epsilon * multiplier
     second = below(-shift - slope)
     return below(shift - slope) - (math.exp(epsilon + math.log(second)) if second else 0.0)
-
-
-def test_exact_deltas_are_within_the_recorded_ones(monkeypatch):
-    search_exact_deltas(monkeypatch, 8, seed=0)
-
-
-@pytest.mark.slow
-@pytest.mark.soak
-def test_exact_deltas_are_within_the_recorded_ones_at_length(monkeypatch):
-    search_exact_deltas(monkeypatch, 500, seed=None)
 
 
 def test_a_release_past_the_budget_draws_nothing():
