@@ -179,7 +179,8 @@ def test_attention_of_another_class_beside_ours():
     model, inputs = make("llama"), batch("llama")
 
     class Other(type(model.model.layers[0].self_attn)):
-        pass
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
 
     model.model.layers[1].self_attn.__class__ = Other
     before = outcome(model, inputs)
@@ -263,8 +264,9 @@ def test_a_decoder_with_cross_attention():
     }
     before = outcome(model, inputs)
     report = acl.nn.patch(model)
-    assert {each.reason for each in report.left if each.module == "GPT2Attention"} == {"is cross attention"}
+    assert report.counts["attention"] == 4
     assert_same(outcome(model, inputs), before, **TIGHT)
+    assert not report.fallbacks
 
 
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "llama3"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import warnings
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -11,7 +13,7 @@ from accelerant.errors import ConfigError, MissingDependency
 from accelerant.nn._patch.record import ATTENTION_NAME, RECORD, Changed, LeftAlone, PatchReport, Record
 
 if TYPE_CHECKING:
-    from accelerant.nn._patch.rules import ModulePlan
+    from accelerant.nn._patch.rules import ModulePlan, Surroundings
 
 __all__ = ["patch", "unpatch"]
 
@@ -25,10 +27,10 @@ def patch(model: nn.Module, *, loss: bool = True, padding: str = "exact", embedd
     """Put a Hugging Face model onto Accelerant's ops, in place.
 
     Replaces attention (through transformers' AttentionInterface), norms with the residual sum before them, activations,
-    MLPs, rotary embeddings, token embeddings and the loss of GPT-2, Llama, Qwen2, Qwen3, Mistral, BERT and ViT. Methods
-    are replaced on the modules of this model, not on classes. Parameters, buffers and the keys of the state_dict stay.
-    A module is left alone, as the report says, if its class or forward is not one of transformers 5.17 to 5.23, its
-    activation or eps differs from the config's, or it has adapters.
+    MLPs, rotary embeddings, token embeddings and the loss, in any model whose modules have a known form: the statements
+    of their forward are those that a replacement was written for. Methods are replaced on the modules of this model,
+    not on classes. Parameters, buffers and the keys of the state_dict stay. A module is left alone, as the report says,
+    if its forward has another form or was replaced, or if it has adapters. Warns if no module changed.
 
     Args:
         model: a transformers model, or a module that contains one (before DDP, fully_shard and torch.compile). A
@@ -65,27 +67,33 @@ def patch(model: nn.Module, *, loss: bool = True, padding: str = "exact", embedd
     report = PatchReport(type(model).__name__)
     record = Record(report)
     options = rules.Options(loss, embedding)
-    planned: list[tuple[nn.Module, Any, ModulePlan]] = []
-    configs: dict[str, Any] = {}  # by the path of a module: that of the innermost transformers model that contains it
+    planned: list[tuple[nn.Module, ModulePlan]] = []
+    outside = rules.Surroundings()
+    around: dict[str, Surroundings] = {}  # by the path of a module
     for name, module in model.named_modules():
-        outer = configs.get(name.rpartition(".")[0])
-        config = configs[name] = module.config if isinstance(module, PreTrainedModel) else outer
+        inner = rules.Surroundings(module) if isinstance(module, PreTrainedModel) else None
+        around[name] = inner or around.get(name.rpartition(".")[0], outside)
         kind = type(module).__name__
-        plan = rules.plan_module(module, config, options)
+        plan = rules.plan_module(module, around[name], options)
         if isinstance(plan, str):
             report.left.append(LeftAlone(name, kind, plan))
         elif plan is not None:
             report.changed += [Changed(name, kind, *change) for change in plan.changes]
             report.notes += [note for note in plan.notes if note not in report.notes]
-            planned.append((module, config, plan))
+            planned.append((module, plan))
+    if not report.changed:
+        warnings.warn(_why_nothing(report), UserWarning, stacklevel=2)
     rules.register_attention()
-    for module, config, plan in planned:
+    for module, plan in planned:
         mark = record.mark(module, padding)
         mark.attention = mark.attention or plan.attention
-        mark.options |= plan.options or {}
+        mark.options |= plan.options
         if plan.forward is not None:
             record.replace_forward(module, plan.forward)
-        if plan.attention and not any(config is known for known in record.configs):
+        if plan.loss_function is not None:
+            record.replace_loss(module, plan.loss_function)
+        if plan.attention and not any(module.config is known for known in record.configs):
+            config: Any = module.config
             record.configs.append(config)
             config._attn_implementation_internal = ATTENTION_NAME
     model.__dict__[RECORD] = record
@@ -107,6 +115,13 @@ def unpatch(model: nn.Module) -> None:
     record.check()
     record.undo()
     del model.__dict__[RECORD], model.__dict__[_REPLICATE]
+
+
+def _why_nothing(report: PatchReport) -> str:
+    """Return the sentence that names the model's class and the most frequent reason."""
+    reasons = Counter(each.reason for each in report.left if each.module not in ("Linear", "Dropout", "Identity"))
+    why = f": {reasons.most_common(1)[0][0]}" if reasons else ""
+    return f"accelerant.nn.patch changed nothing in {report.model}{why}"
 
 
 def _require_transformers() -> tuple[Any, Any]:

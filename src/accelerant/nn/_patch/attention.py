@@ -10,6 +10,7 @@ mask without a Pattern goes to torch.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,10 @@ __all__ = ["Pattern", "causal_mask", "known_pattern", "register"]
 
 _PATTERN = "_accelerant_pattern"
 
+_OPTIONS = frozenset(("dropout", "scaling", "is_causal", "position_bias", "kwargs"))
+_NEW_OPTIONS = frozenset(list(inspect.signature(sdpa_attention_forward).parameters)[5:]) - _OPTIONS
+"""Options of transformers' function that ours does not know; it is transformers' that has to serve them."""
+
 
 @dataclass(eq=False)
 class Pattern:
@@ -36,12 +41,14 @@ class Pattern:
         window: how many positions back a query attends; None for all.
         padding: (B, Skv) bool, False where a key is padding; None if there is no padding.
         implied: whether the mask replaces the absence of one, for which the module's is_causal decides.
+        version: the mask's version: what was written into it since is unknown.
     """
 
     causal: bool
     window: int | None = None
     padding: Tensor | None = None
     implied: bool = False
+    version: int = 0
     _boundaries: Tensor | None = None
 
     def boundaries(self) -> Tensor | None:
@@ -80,6 +87,7 @@ def attention_mask(**arguments: Any) -> Tensor | None:
     if mask is not None and not torch.compiler.is_compiling():
         pattern = _pattern_of_arguments(**arguments)
         if pattern is not None:
+            pattern.version = _version(mask)
             setattr(mask, _PATTERN, pattern)
     return mask
 
@@ -91,7 +99,7 @@ def causal_mask(S: int, device: torch.device) -> Tensor:
     synchronises with the device once a forward pass.
     """
     mask = torch.ones(S, S, dtype=torch.bool, device=device).tril_()[None, None]
-    setattr(mask, _PATTERN, Pattern(True, implied=True))
+    setattr(mask, _PATTERN, Pattern(True, implied=True, version=_version(mask)))
     return mask
 
 
@@ -120,6 +128,10 @@ def _pattern_of_arguments(
     return Pattern(causal, window, padding)
 
 
+def _version(mask: Tensor) -> int:
+    return 0 if mask.is_inference() else mask._version  # an inference tensor has none
+
+
 def _is_window(function: Any, size: int) -> bool:
     """Return whether a mask function allows keys at distances 0 to size - 1 before the query; tests the boundaries."""
     zero, query = torch.zeros((), dtype=torch.int64), torch.tensor(3 * size + 7)
@@ -130,12 +142,17 @@ def _is_window(function: Any, size: int) -> bool:
         return False
 
 
-def known_pattern(mask: Tensor | None, causal: bool) -> Pattern | None:
-    """Return a mask's pattern; that of `causal` for no mask or an implied one; None if it is unknown."""
+def known_pattern(mask: Tensor | None, causal: bool, lengths: tuple[int, int]) -> Pattern | None:
+    """Return the pattern of a mask over `lengths` queries and keys; that of `causal` for no mask or an implied one.
+
+    None if it is unknown, or the mask is of other lengths or was written to since it was made.
+    """
     if mask is None:
         return Pattern(causal)
     pattern: Pattern | None = getattr(mask, _PATTERN, None)
-    return Pattern(causal, implied=True) if pattern is not None and pattern.implied else pattern
+    if pattern is None or mask.shape[-2:] != lengths or _version(mask) != pattern.version:
+        return None
+    return Pattern(causal, implied=True) if pattern.implied else pattern
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
@@ -159,15 +176,17 @@ def attention_forward(
     """
     mark = getattr(module, MARK, None)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    pattern = known_pattern(attention_mask, causal)
+    pattern = known_pattern(attention_mask, causal, (query.shape[-2], key.shape[-2]))
     if pattern is not None and pattern.implied:
         attention_mask = None
     if mark is not None and mark.attention:
-        reason = _refuses(query, key, dropout, position_bias, attention_mask, pattern, mark.padding, kwargs)
+        reason = _refuses(module, (query, key, value), dropout, position_bias, pattern, mark.padding, kwargs)
         if reason is None:
             assert pattern is not None  # otherwise _refuses gives a reason
             S = query.shape[2]
-            if attention_mask is None and causal and key.shape[2] > S:  # a static cache, filled up to the queries
+            if (
+                attention_mask is None and pattern.causal and key.shape[2] > S
+            ):  # a static cache, filled up to the queries
                 key, value = key[:, :, :S], value[:, :, :S]
             return _attend(query, key, value, pattern, scaling), None
         if not torch.compiler.is_compiling():
@@ -180,10 +199,11 @@ def attention_forward(
 
 
 def _refuses(
-    query: Tensor, key: Tensor, dropout: float, position_bias: Tensor | None, mask: Tensor | None,
+    module: Any, qkv: tuple[Tensor, Tensor, Tensor], dropout: float, position_bias: Tensor | None,
     pattern: Pattern | None, padding: str, kwargs: dict[str, Any],
 ) -> str | None:  # fmt: skip
     """Return why a call goes to torch; None if our op serves it."""
+    query, key, value = qkv
     if query.shape[2] == 1:
         return "one query a sequence (decoding), where torch's own costs the host less"
     if dropout > 0.0:
@@ -192,8 +212,15 @@ def _refuses(
         return "a bias of the scores by position"
     if kwargs.get("output_attentions"):
         return "output_attentions (only attn_implementation='eager' gives the weights)"
+    if kwargs.keys() & _NEW_OPTIONS:
+        return "an option that this version of transformers added"
+    groups = max(1, getattr(module, "num_key_value_groups", 1))
+    if any(x.dim() != 4 for x in qkv) or key.shape != value.shape or query.shape[1] != key.shape[1] * groups:
+        return "queries, keys and values of other shapes"
     if pattern is None:
         return "a mask that is neither causal, nor a window, nor padding (or that torch.compile traces)"
+    if pattern.causal and key.shape[2] < query.shape[2]:
+        return "fewer keys than queries, hidden from the first query on"
     if pattern.padding is None:
         return None
     if padding == "exact":

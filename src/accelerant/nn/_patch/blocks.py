@@ -11,25 +11,28 @@ calls its modules one by one, with a residual sum and the norm that follows it i
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
+from transformers.utils.generic import can_return_tuple
 
 from accelerant import ops
 from accelerant.nn._patch.attention import Pattern, known_pattern
-from accelerant.nn._patch.record import ATTENTION_NAME, MARK, has_hooks, is_bare, runs_forward
+from accelerant.nn._patch.record import ATTENTION_NAME, MARK, Forward, has_hooks, is_bare, runs_forward
 from accelerant.ops._library import autocast_dtype, is_ordinary, is_plain
 from accelerant.ops.transformer.block import BlockSpec, fused_block
 from accelerant.ops.transformer.decoder import DecoderSpec, fused_decoder_layer
 
 __all__ = [
-    "bert_layer_forward", "bert_output_forward", "decoder_layer_forward", "embedding_forward", "gated_mlp_forward",
-    "gelu_forward", "gpt2_block_forward", "gpt2_mlp_forward", "intermediate_forward", "layer_norm_forward",
-    "rms_norm_forward", "rotary_attention_forward", "silu_forward", "vit_layer_forward", "vit_mlp_forward",
+    "bert_layer_forward", "bert_output_forward", "clip_layer_forward", "decoder_layer_forward", "embedding_forward",
+    "gated_mlp_forward", "gelu_forward", "gelu_mlp_forward", "gpt2_block_forward", "keyword_decoder_layer_forward",
+    "layer_norm_forward", "layer_norm_scale_forward", "offset_rms_norm_forward", "packed_gated_mlp_forward", "rebound",
+    "rms_norm_forward", "rotary", "silu_forward", "vit_layer_forward",
 ]  # fmt: skip
 
 _HALF_TABLES = "_accelerant_half_tables"
@@ -53,21 +56,41 @@ def layer_norm_forward(self: Any, input: Tensor) -> Any:
     return ops.layer_norm(input, self.weight, self.bias, eps=self.eps)
 
 
+def layer_norm_scale_forward(self: Any, hidden_states: Tensor) -> Any:
+    """Run a layer norm without a bias (Cohere)."""
+    if not _keeps_dtype(hidden_states, self.weight):
+        return type(self).forward(self, hidden_states)
+    return ops.layer_norm(hidden_states, self.weight, eps=self.variance_epsilon)
+
+
 def rms_norm_forward(self: Any, hidden_states: Tensor) -> Any:
-    """Run the RMSNorm of Llama, Qwen and Mistral."""
+    """Run the RMSNorm of Llama, T5 and most others."""
     if not _keeps_dtype(hidden_states, self.weight):
         return type(self).forward(self, hidden_states)
     return ops.rms_norm(hidden_states, self.weight, eps=self.variance_epsilon)
 
 
+def offset_rms_norm_forward(self: Any, x: Tensor) -> Any:
+    """Run the RMSNorm of Gemma, which scales by 1 + weight, in float32 for low-precision weights."""
+    if not _keeps_dtype(x, self.weight):
+        return type(self).forward(self, x)
+    return ops.rms_norm(x, _offset(self.weight), eps=self.eps)
+
+
+def _offset(weight: Tensor) -> Tensor:
+    return 1.0 + (weight if weight.dtype is torch.float64 else weight.float())
+
+
 def _add_norm(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
     """Return norm(x + residual) and the sum, in one pass if the norm runs on our op."""
-    centred = type(norm) is nn.LayerNorm
-    forward = layer_norm_forward if centred else rms_norm_forward
-    if x.dtype is residual.dtype and is_bare(norm, type(norm), forward) and _keeps_dtype(x, norm.weight):
-        if centred:
+    kind = type(norm)
+    if x.dtype is residual.dtype and x.shape == residual.shape and _keeps_dtype(x, getattr(norm, "weight", x)):
+        if is_bare(norm, nn.LayerNorm, layer_norm_forward):
             return ops.add_layer_norm(x, residual, norm.weight, norm.bias, eps=norm.eps)
-        return ops.add_rms_norm(x, residual, norm.weight, eps=norm.variance_epsilon)
+        if is_bare(norm, kind, rms_norm_forward):
+            return ops.add_rms_norm(x, residual, norm.weight, eps=norm.variance_epsilon)
+        if is_bare(norm, kind, offset_rms_norm_forward):
+            return ops.add_rms_norm(x, residual, _offset(norm.weight), eps=norm.eps)
     total = x + residual
     return norm(total), total
 
@@ -101,19 +124,13 @@ def _linear_gelu(module: Any, layer: Any, activation: Any, x: Tensor) -> Any:
     return activation(layer(x))
 
 
-def gpt2_mlp_forward(self: Any, hidden_states: Tensor) -> Any:
-    """Run GPT2MLP."""
-    return self.dropout(self.c_proj(_linear_gelu(self, self.c_fc, self.act, hidden_states)))
-
-
-def vit_mlp_forward(self: Any, hidden_states: Tensor) -> Any:
-    """Run ViTMLP."""
-    return self.fc2(_linear_gelu(self, self.fc1, self.activation_fn, hidden_states))
-
-
-def intermediate_forward(self: Any, hidden_states: Tensor) -> Any:
-    """Run BertIntermediate."""
-    return _linear_gelu(self, self.dense, self.intermediate_act_fn, hidden_states)
+def gelu_mlp_forward(self: Any, hidden_states: Tensor) -> Any:
+    """Run an MLP with a GELU."""
+    first, activation, rest = getattr(self, MARK).options["names"]
+    hidden_states = _linear_gelu(self, getattr(self, first), getattr(self, activation), hidden_states)
+    for name in rest:
+        hidden_states = getattr(self, name)(hidden_states)
+    return hidden_states
 
 
 def bert_output_forward(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
@@ -122,46 +139,73 @@ def bert_output_forward(self: Any, hidden_states: Tensor, input_tensor: Tensor) 
 
 
 def gated_mlp_forward(self: Any, x: Tensor) -> Any:
-    """Run the gated MLP of Llama, Qwen and Mistral."""
+    """Run the gated MLP of Llama and most others."""
     if not is_bare(self.act_fn, getattr(self, MARK).options["activation"], silu_forward):
         return type(self).forward(self, x)
     return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
+def packed_gated_mlp_forward(self: Any, hidden_states: Tensor) -> Any:
+    """Run the gated MLP of Phi-3, whose gate and up projection are one layer."""
+    if not is_bare(self.activation_fn, getattr(self, MARK).options["activation"], silu_forward):
+        return type(self).forward(self, hidden_states)
+    return self.down_proj(ops.swiglu(self.gate_up_proj(hidden_states)))
+
+
 # --- attention -------------------------------------------------------------------------------------------------------
 
 
-def rotary_attention_forward(
-    self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None,
-    attention_mask: Tensor | None = None, past_key_values: Any = None, **kwargs: Any,
-) -> Any:  # fmt: skip
-    """Run the attention of Llama, Qwen and Mistral with our rope and the attention function that the config names."""
-    options = getattr(self, MARK).options
-    assert position_embeddings is not None  # the model computes them for every layer
-    cos, sin = position_embeddings
-    q = self.q_proj(hidden_states)
-    if cos.dim() != 3 or cos.shape[-1] != self.head_dim or cos.dtype not in (q.dtype, torch.float32):
-        return type(self).forward(
-            self, hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask,
-            past_key_values=past_key_values, **kwargs,
-        )  # fmt: skip
-    tables = _half_tables(cos, sin)
-    shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-    q, k = q.view(shape), self.k_proj(hidden_states).view(shape)
-    if options["qk_norm"]:
-        q, k = self.q_norm(q), self.k_norm(k)
-    q, k = ops.rope(q.transpose(1, 2), *tables), ops.rope(k.transpose(1, 2), *tables)
-    v = self.v_proj(hidden_states).view(shape).transpose(1, 2)
-    if past_key_values is not None:
-        k, v = past_key_values.update(k, v, self.layer_idx)
-    attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, options["eager"])
-    if options["window"] == "config":
-        kwargs["sliding_window"] = getattr(self.config, "sliding_window", None)
-    elif options["window"] == "layer":
-        kwargs["sliding_window"] = self.sliding_window
-    dropout = self.attention_dropout if self.training else 0.0
-    o, weights = attend(self, q, k, v, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
-    return self.o_proj(o.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
+@functools.cache
+def rebound(function: Any, name: str, value: Any) -> Any:
+    """Return a copy of a function in which a global name has another value; None if its decorators are not known.
+
+    Its other globals are those of now.
+    """
+    if hasattr(function, "__wrapped__"):
+        inner = function.__wrapped__
+        if function.__code__.co_qualname != "can_return_tuple.<locals>.wrapper" or hasattr(inner, "__wrapped__"):
+            return None
+        return can_return_tuple(rebound(inner, name, value))
+    copied = types.FunctionType(
+        function.__code__, function.__globals__ | {name: value}, function.__name__, function.__defaults__,
+        function.__closure__,
+    )  # fmt: skip
+    functools.update_wrapper(copied, function)
+    del copied.__dict__["__wrapped__"]
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+@functools.cache
+def rotary(apply: Any, *, partial: bool) -> Forward:
+    """Return transformers' apply_rotary_pos_emb by our rope.
+
+    Args:
+        apply: the function of the model, which is called for tables that ours does not take.
+        partial: whether tables may be narrower than heads; the other features stay.
+    """
+
+    def rotated(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, unsqueeze_dim: int = 1, **kwargs: Any
+    ) -> Any:
+        D, width = q.shape[-1], cos.shape[-1]
+        fits = width == D or (partial and width < D and width % 2 == 0)
+        if (
+            args or kwargs or not fits or unsqueeze_dim not in (1, 2) or q.dim() != 4 or cos.dim() != 3
+            or k.shape[-1] != D or k.dtype is not q.dtype or cos.dtype not in (q.dtype, torch.float32)
+        ):  # fmt: skip
+            return apply(q, k, cos, sin, *args, unsqueeze_dim=unsqueeze_dim, **kwargs)
+        tables = _half_tables(cos, sin)
+        return tuple(_rotate(x, tables, width, heads_last=unsqueeze_dim == 2) for x in (q, k))
+
+    return rotated
+
+
+def _rotate(x: Tensor, tables: tuple[Tensor, Tensor], width: int, *, heads_last: bool) -> Tensor:
+    x = x.transpose(1, 2) if heads_last else x
+    y = ops.rope(x if width == x.shape[-1] else x[..., :width], *tables)
+    y = y if width == x.shape[-1] else torch.cat((y, x[..., width:]), -1)
+    return y.transpose(1, 2) if heads_last else y
 
 
 def _half_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,8 +249,8 @@ def gpt2_block_forward(
 
 def _fused_gpt2_block(self: Any, x: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> Tensor | None:
     attention, mlp = self.attn, self.mlp
-    pattern = _attention_pattern(attention, x, attention_mask, kwargs)
-    if pattern is None or (approximate := _approximation(mlp, gpt2_mlp_forward, "act")) is None:
+    pattern = _attention_pattern(attention, x, attention_mask, kwargs, "attention_gpt2")
+    if pattern is None or (approximate := _approximation(mlp, "act")) is None:
         return None
     norms, layers = (self.ln_1, self.ln_2), (attention.c_attn, attention.c_proj, mlp.c_fc, mlp.c_proj)
     dropouts = (attention.attn_dropout, attention.resid_dropout, mlp.dropout)
@@ -225,8 +269,8 @@ def vit_layer_forward(self: Any, hidden_states: Tensor, attention_mask: Tensor |
 
 def _fused_vit_layer(self: Any, x: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> Tensor | None:
     attention, mlp = self.attention, self.mlp
-    pattern = _attention_pattern(attention, x, attention_mask, kwargs)
-    if pattern is None or (approximate := _approximation(mlp, vit_mlp_forward, "activation_fn")) is None:
+    pattern = _attention_pattern(attention, x, attention_mask, kwargs, "attention_vit")
+    if pattern is None or (approximate := _approximation(mlp, "activation_fn")) is None:
         return None
     if attention.training and attention.attention_dropout:
         return None
@@ -256,10 +300,10 @@ def _fused_bert_layer(self: Any, x: Tensor, attention_mask: Tensor | None, kwarg
     if not is_bare(outer, getattr(self, MARK).options["attention"]):
         return None
     attention, first = outer.self, outer.output
-    pattern = _attention_pattern(attention, x, attention_mask, kwargs)
+    pattern = _attention_pattern(attention, x, attention_mask, kwargs, "attention_bert")
     if pattern is None or "feed_forward_chunk" in self.__dict__:
         return None
-    if (approximate := _approximation(inner, intermediate_forward, "intermediate_act_fn")) is None:
+    if (approximate := _approximation(inner, "intermediate_act_fn")) is None:
         return None
     if not all(is_bare(output, type(output), bert_output_forward) for output in (first, last)):
         return None
@@ -270,32 +314,32 @@ def _fused_bert_layer(self: Any, x: Tensor, attention_mask: Tensor | None, kwarg
     return _fused_block(x, attention, heads, pattern, approximate, norms, layers, dropouts, post_norm=True)
 
 
-def _approximation(mlp: Any, forward: Callable[..., Any], activation: str) -> str | None:
+def _approximation(mlp: Any, activation: str) -> str | None:
     """Return the form of GELU between the layers of an MLP; None if the MLP or its activation has to be called."""
-    if not is_bare(mlp, type(mlp), forward):
+    if not is_bare(mlp, type(mlp), gelu_mlp_forward):
         return None
     options = getattr(mlp, MARK).options
+    if options["names"][1] != activation:
+        return None
     bare = is_bare(getattr(mlp, activation), options["activation"], gelu_forward)
     return str(options["approximate"]) if bare else None
 
 
 def _attention_pattern(
-    module: Any, x: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any],
-    forward: Callable[..., Any] | None = None,
-) -> Pattern | None:  # fmt: skip
-    """Return the pattern of the self-attention of x; None if the module has to be called.
-
-    `forward` is the replacement of the module's forward, None if it should be that of its class.
-    """
+    module: Any, x: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any], *forms: str
+) -> Pattern | None:
+    """Return the pattern of the self-attention of x; None if the module has to be called, or is of another form."""
     mark = getattr(module, MARK, None)
     if mark is None or not mark.attention or module.config._attn_implementation != ATTENTION_NAME or x.shape[1] == 1:
         return None
+    forward = mark.options["forward"]
     usual = "forward" not in module.__dict__ if forward is None else runs_forward(module, forward)
-    if not usual or has_hooks(module, ignore_captures=True):
+    if mark.options["form"] not in forms or not usual or has_hooks(module, ignore_captures=True):
         return None
     if kwargs.get("output_attentions") or kwargs.get("is_causal") is not None or "position_bias" in kwargs:
         return None
-    pattern = known_pattern(attention_mask, module.is_causal)
+    S = x.shape[1]
+    pattern = known_pattern(attention_mask, module.is_causal, (S, S))
     return pattern if pattern is not None and pattern.padding is None else None
 
 
@@ -342,39 +386,73 @@ def _fused_block(
     return y
 
 
+def clip_layer_forward(self: Any, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
+    """Run the encoder layer of CLIP and SigLIP."""
+    attended, _ = self.self_attn(hidden_states=self.layer_norm1(hidden_states), attention_mask=attention_mask, **kwargs)
+    normed, residual = _add_norm(attended, hidden_states, self.layer_norm2)
+    y: Tensor = residual + self.mlp(normed)
+    return y
+
+
 def decoder_layer_forward(
     self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
     past_key_values: Any = None, use_cache: bool | None = False,
     position_embeddings: tuple[Tensor, Tensor] | None = None, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
-    """Run the decoder layer of Llama, Qwen and Mistral."""
-    arguments = {
-        "attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": past_key_values,
-        "use_cache": use_cache, "position_embeddings": position_embeddings, **kwargs,
-    }  # fmt: skip
+    """Run the decoder layer of Llama, Qwen, Mistral, Phi-3 and others."""
+    return _decoder_layer(
+        self, hidden_states, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
+        use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
+    )  # fmt: skip
+
+
+def keyword_decoder_layer_forward(
+    self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None,
+    attention_mask: Tensor | None = None, position_ids: Tensor | None = None, past_key_values: Any = None,
+    **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    """Run the decoder layer of Mixtral, Gemma 2 and Gemma 3, whose arguments have another order."""
+    return _decoder_layer(
+        self, hidden_states, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
+        position_embeddings=position_embeddings, **kwargs,
+    )  # fmt: skip
+
+
+def _decoder_layer(self: Any, hidden_states: Tensor, **arguments: Any) -> Tensor:
+    options = getattr(self, MARK).options
+    norm, after = options["norm"], options["after"]
 
     def by_modules(x: Tensor) -> Tensor:
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(x), **arguments)
-        normed, residual = _add_norm(attended, x, self.post_attention_layernorm)
-        y: Tensor = residual + self.mlp(normed)
-        return y
+        if after:
+            attended = getattr(self, after[0])(attended)
+        normed, residual = _add_norm(attended, x, getattr(self, norm))
+        y = self.mlp(normed)
+        if after:
+            y = getattr(self, after[1])(y)
+        total: Tensor = residual + y
+        return total
 
-    if past_key_values is None and position_embeddings is not None:
-        y = _fused_decoder_layer(self, hidden_states, attention_mask, position_embeddings, kwargs, by_modules)
+    if arguments["past_key_values"] is None and arguments["position_embeddings"] is not None and not after:
+        y = _fused_decoder_layer(self, hidden_states, arguments, by_modules)
         if y is not None:
             return y
     return by_modules(hidden_states)
 
 
 def _fused_decoder_layer(
-    self: Any, x: Tensor, attention_mask: Tensor | None, position_embeddings: tuple[Tensor, Tensor],
-    kwargs: dict[str, Any], by_modules: Callable[[Tensor], Tensor],
-) -> Tensor | None:  # fmt: skip
+    self: Any, x: Tensor, arguments: dict[str, Any], by_modules: Callable[[Tensor], Tensor]
+) -> Tensor | None:
     attention, mlp, norms = self.self_attn, self.mlp, (self.input_layernorm, self.post_attention_layernorm)
-    pattern = _attention_pattern(attention, x, attention_mask, kwargs, rotary_attention_forward)
+    pattern = _attention_pattern(
+        attention, x, arguments["attention_mask"], arguments, "attention_llama", "attention_qk_norm"
+    )
     if pattern is None or not is_bare(mlp, type(mlp), gated_mlp_forward):
         return None
-    head_norms = (attention.q_norm, attention.k_norm) if getattr(attention, MARK).options["qk_norm"] else ()
+    options = getattr(attention, MARK).options
+    if options["forward"] is None:  # its rope is not ours
+        return None
+    head_norms = (attention.q_norm, attention.k_norm) if options["form"] == "attention_qk_norm" else ()
     layers = (
         attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
         mlp.gate_proj, mlp.up_proj, mlp.down_proj,
@@ -386,7 +464,7 @@ def _fused_decoder_layer(
         and not (attention.training and attention.attention_dropout)
     ):
         return None
-    cos, sin = position_embeddings
+    cos, sin = arguments["position_embeddings"]
     D = attention.head_dim
     if cos.dim() != 3 or cos.shape[-1] != D or cos.dtype not in (x.dtype, torch.float32) or cos.requires_grad:
         return None

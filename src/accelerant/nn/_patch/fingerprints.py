@@ -1,7 +1,8 @@
-"""Digests of the forward methods that our replacements were written for.
+"""Digests of the functions of transformers that our replacements were written for.
 
-A class of transformers may change between versions, and another library may have replaced its method. A method is
-replaced only if its statements are exactly those for which the replacement was written.
+Models of transformers repeat each other: the forward of most RMSNorm classes, for example, has the same statements.
+These are a form, and a replacement serves every class whose forward has its form, whatever the model. A class that
+changed between versions, or whose method another library replaced, has another form and is left alone.
 """
 
 from __future__ import annotations
@@ -15,73 +16,79 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["FINGERPRINTS", "fingerprint", "unknown"]
+__all__ = ["FORMS", "differs", "fingerprint", "form_of", "unknown"]
 
-_TRANSFORMERS: dict[str, dict[str, tuple[str, ...]]] = {
-    "activations": {
-        "AccurateGELUActivation.forward": ("1f9121cf6b0ae2dd",),
-        "FastGELUActivation.forward": ("4caa3bda3218009e",),
-        "GELUActivation.forward": ("618093a6bcb89521",),
-        "GELUTanh.forward": ("618093a6bcb89521",),
-        "NewGELUActivation.forward": ("9d0b9dd7175386e1",),
-        "SiLUActivation.forward": ("e730f54291b81588",),
-    },
-    "loss.loss_utils": {"ForCausalLMLoss": ("0637640fcbd0cbda",), "fixed_cross_entropy": ("7c2fdd59ca33bb6a",)},
-    "pytorch_utils": {"Conv1D.forward": ("2de078e4b215d5ec",)},
-    "models.bert.modeling_bert": {
-        "BertAttention.forward": ("5fac741babed40e0",),
-        "BertForMaskedLM.forward": ("9b5ba72bf54eebe4",),
-        "BertIntermediate.forward": ("ab3f9454469ba468",),
-        "BertLMPredictionHead.forward": ("0fbe9980deb512b0",),
-        "BertLayer.feed_forward_chunk": ("d935db5223a7e491",),
-        "BertLayer.forward": ("c9f8ef605ef5c212",),
-        "BertOnlyMLMHead.forward": ("90de951299e89740",),
-        "BertOutput.forward": ("3799d79263d3217e",),
-        "BertSelfAttention.forward": ("4d9cb73ac04687c9",),
-        "BertSelfOutput.forward": ("3799d79263d3217e",),
-    },
-    "models.gpt2.modeling_gpt2": {
-        "GPT2Attention.forward": ("b3815a1ead7c7886",),
-        "GPT2Block.forward": ("c0a1ea7601811039",),
-        "GPT2LMHeadModel.forward": ("7485893d9d1fa433", "6b811332f7acd907"),
-        "GPT2MLP.forward": ("41ab05398d2adda7",),
-    },
-    "models.vit.modeling_vit": {
-        "ViTAttention.forward": ("a921c8a872957f03",),
-        "ViTEmbeddings.forward": ("30b221f6bf44c7c2",),
-        "ViTLayer.forward": ("a462ca28ad994a36",),
-        "ViTMLP.forward": ("13885f42f2bbb7aa",),
-    },
-}
-_LLAMA_TABLES = ("4eddbbbe63e2ef48", "25e93363c8e3094f", "8851abe280f0d9fa")
-_QWEN_TABLES = ("735deb9920dba9d4", "b03d3d9e740110f2", "8851abe280f0d9fa")
-for _family, _attention, _tables in (
-    ("Llama", "865d17a1b6edd273", _LLAMA_TABLES),
-    ("Mistral", "38eb7a675fc00c3f", _LLAMA_TABLES),
-    ("Qwen2", "467d2e0bba2fd378", _QWEN_TABLES),
-    ("Qwen3", "e0b15d778eecc3a8", _QWEN_TABLES),
-):
-    _TRANSFORMERS[f"models.{_family.lower()}.modeling_{_family.lower()}"] = {
-        f"{_family}Attention.forward": (_attention,),
-        f"{_family}DecoderLayer.forward": ("1a8125909341e389",),
-        f"{_family}ForCausalLM.forward": ("30455d0ea27cee0c", "bc1bb9f5b8f9536d"),
-        f"{_family}MLP.forward": ("7d2027d4464e3e71",),
-        f"{_family}RMSNorm.forward": ("9635bcd843f309a0",),
-        f"{_family}RotaryEmbedding.forward": _tables,
-        "apply_rotary_pos_emb": ("4a8f8b85ee37bd3f",),
-        "rotate_half": ("7b6c9b425ca04287",),
-    }
+FORMS: dict[str, tuple[str, ...]] = {
+    # activations and layers
+    "gelu_accurate": ("1f9121cf6b0ae2dd",),
+    "gelu_fast": ("4caa3bda3218009e",),
+    "gelu_new": ("9d0b9dd7175386e1",),
+    "gelu": ("618093a6bcb89521",),
+    "silu": ("e730f54291b81588",),
+    "conv1d": ("2de078e4b215d5ec",),
+    # norms
+    "rms_norm": ("9635bcd843f309a0", "3152525beceb0d02", "eef4e978a32aa4a4", "b6d7ab076811b6bb"),
+    "rms_norm_offset": ("2dad5f5760750e09",),  # scales by 1 + weight
+    "rms_norm_offset._norm": ("6dc7d2ba16b4048a",),
+    "layer_norm_scale": ("ec976d1bff6235ff",),
+    # MLPs
+    "mlp_activation_fn": ("13885f42f2bbb7aa",),
+    "mlp_activation": ("56b390882f2d9ed4",),
+    "mlp_act": ("34ebf93e70130b0e",),
+    "mlp_linear_fc": ("2fe27664d995b009",),
+    "mlp_up_down": ("81bc4bc569be56c2",),
+    "mlp_conv1d": ("41ab05398d2adda7",),
+    "mlp_intermediate": ("ab3f9454469ba468",),
+    "mlp_feed_forward": ("b4d86b323b652d42",),
+    "gated_mlp": ("7d2027d4464e3e71", "0d7b11835db6b508", "f2793fe16ca018bf"),
+    "packed_gated_mlp": ("e8d404cbecb96285",),
+    # rotary embeddings; the halves of each row of these tables are equal
+    "rotary": ("4a8f8b85ee37bd3f", "bc6680d4a77c1be9", "d95cfe37161b6bbb", "92ec8cff28b47c78"),
+    "rotary_partial": ("d979b6dc501d84b5", "9af4c6b9d14681cf"),
+    "rotate_half": ("7b6c9b425ca04287",),
+    "rotary_tables": (
+        "4eddbbbe63e2ef48", "25e93363c8e3094f", "8851abe280f0d9fa", "735deb9920dba9d4", "b03d3d9e740110f2",
+        "03a15edb21079215", "b833dc83a6e09a90", "7b7e089777a73106", "a3cd60fd7e63f1cf", "7fd65609632f9735",
+        "365d5916be0261d4",
+    ),
+    # attention and layers of whole-layer functions
+    "attention_llama": ("865d17a1b6edd273", "38eb7a675fc00c3f", "467d2e0bba2fd378"),
+    "attention_qk_norm": ("e0b15d778eecc3a8",),
+    "attention_gpt2": ("b3815a1ead7c7886",),
+    "attention_bert": ("4d9cb73ac04687c9",),
+    "attention_vit": ("a921c8a872957f03",),
+    "decoder_layer": ("1a8125909341e389",),
+    "keyword_decoder_layer": ("d4699009e63a2518",),
+    "dropout_decoder_layer": ("df580f10cfd4279e",),
+    "sandwich_layer": ("eb03c623c021985a",),
+    "clip_layer": ("62e60adf8f7142e8",),
+    "gpt2_block": ("c0a1ea7601811039",),
+    "vit_layer": ("a462ca28ad994a36",),
+    "vit_embeddings": ("30b221f6bf44c7c2",),
+    "bert_layer": ("c9f8ef605ef5c212",),
+    "bert_layer.feed_forward_chunk": ("d935db5223a7e491",),
+    "bert_attention": ("5fac741babed40e0",),
+    "bert_output": ("3799d79263d3217e",),
+    # losses
+    "causal_loss": ("0637640fcbd0cbda",),
+    "masked_loss": ("9fa8833cdc284b0d",),
+    "fixed_cross_entropy": ("7c2fdd59ca33bb6a",),
+    "causal_lm": ("30455d0ea27cee0c", "bc1bb9f5b8f9536d"),
+    "causal_lm_gpt2": ("7485893d9d1fa433", "6b811332f7acd907"),
+    "decoder": ("dd47fc6dd6ed820a", "a4e04405d94dd416", "a20c59e141641c74", "a8edc21bde744549"),
+    "masked_lm_bert": ("9b5ba72bf54eebe4",),
+    "masked_lm_bert.head": ("90de951299e89740",),
+    "masked_lm_bert.predictions": ("0fbe9980deb512b0",),
+}  # fmt: skip
+"""Form -> digests of the statements with this effect, in transformers 5.17.0 to 5.23.0.
 
-FINGERPRINTS: dict[str, tuple[str, ...]] = {
-    f"transformers.{module}:{name}": digests
-    for module, functions in _TRANSFORMERS.items()
-    for name, digests in functions.items()
-}
-"""Function -> digests of its statements in the supported versions, transformers 5.17.0 to 5.23.0.
-
-There are several if it was rewritten to the same effect: rotary tables in 5.18 (mps) and 5.19 (broadcast products in
-place of a matmul); the causal models in 5.21 (`logits_to_keep` is sliced by a function, which takes masks too).
+There are several if models or versions write it differently: rotary tables changed in 5.18 (mps) and 5.19 (broadcast
+products in place of a matmul), the causal models in 5.21 (`logits_to_keep` is sliced by a function, which takes masks
+too). Norms, MLPs, activations and losses of transformers 4.57 are the same. A dotted name is a part of the form before
+the dot.
 """
+
+_FORM_OF = {digest: form for form, digests in FORMS.items() for digest in digests}
 
 
 @functools.cache
@@ -106,18 +113,23 @@ def fingerprint(function: Callable[..., Any]) -> str:
     return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16]
 
 
-def unknown(path: str) -> str | None:
-    """Return why the function at "package.module:Class.forward" is not a known one; None if it is."""
+def form_of(function: Any) -> str | None:
+    """Return the form of a function; None if it has none or its source is not available."""
+    try:
+        return _FORM_OF.get(fingerprint(function))
+    except (OSError, SyntaxError, TypeError):
+        return None
+
+
+def differs(function: Any, form: str) -> bool:
+    """Return whether a function has another form than `form`."""
+    return form_of(function) != form
+
+
+def unknown(path: str, form: str) -> bool:
+    """Return whether the function at "package.module:Class.forward" is absent or has another form than `form`."""
     module, _, name = path.partition(":")
     function: Any = importlib.import_module(module)
     for part in name.split("."):
         function = getattr(function, part, None)
-    if module.startswith("torch."):  # documented behaviour, the same in every version
-        return None if getattr(function, "__module__", None) == module else f"{name} was replaced by another library"
-    try:
-        digest = fingerprint(function)
-    except (OSError, SyntaxError, TypeError) as error:
-        return f"the source of {name} cannot be read to check it ({type(error).__name__})"
-    if digest in FINGERPRINTS.get(path, ()):
-        return None
-    return f"{name} is not the one of transformers 5.17 to 5.23 that the replacement was written for"
+    return differs(function, form)

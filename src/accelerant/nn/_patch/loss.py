@@ -24,7 +24,7 @@ from accelerant.nn._patch.attention import causal_mask
 from accelerant.nn._patch.record import ATTENTION_NAME, MARK, Forward, is_bare
 from accelerant.ops._library import autocast_dtype
 
-__all__ = ["causal_lm_forward", "masked_lm_forward", "signed"]
+__all__ = ["CrossEntropyLoss", "causal_lm_forward", "causal_loss", "masked_lm_forward", "masked_loss", "signed"]
 
 _LONGEST_MASK = 4096  # tokens, for which we build a mask: its memory is quadratic, 16 MiB here
 _BIAS_COLUMNS = 8  # appended to a weight for its bias, all but one zero: rows stay multiples of 16 bytes
@@ -43,35 +43,37 @@ def signed(forward: Forward, kind: Any) -> Forward:
 
 
 def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run GPT2LMHeadModel, or the causal language model of Llama, Qwen or Mistral."""
+    """Run GPT2LMHeadModel, or a causal language model of Llama's form."""
     options = getattr(self, MARK).options
-    labels = kwargs.get("labels")
-    if labels is None or len(args) > options["positional"] or "_loss_function" in self.__dict__:
+    given = dict(zip(options["names"], args, strict=False))
+    labels = given.get("labels", kwargs.get("labels"))
+    if labels is None or len(given) < len(args) or given.keys() & kwargs.keys() or "_loss_function" in self.__dict__:
         return type(self).forward(self, *args, **kwargs)
+    kwargs |= given
     del kwargs["labels"]
     as_dict = kwargs.pop("return_dict", None)
     as_dict = self.config.return_dict if as_dict is None else as_dict
-    if self.training and as_dict and kwargs.get("use_cache") is None and _needs_no_cache(args, kwargs):
+    if options["plain"] and self.training and kwargs.get("use_cache") is None and as_dict and _needs_no_cache(kwargs):
         kwargs["use_cache"] = False  # unused in a training step, and would prevent fused blocks
         # A reentrant checkpoint passes another tensor on, without the mask's pattern.
         checkpoints = getattr(getattr(self, options["base"]), "gradient_checkpointing", False)
-        if not checkpoints and not _needs_own_mask(self.config, args, kwargs):
-            tokens = args[0] if args else kwargs.get("input_ids")
+        if not checkpoints and not _needs_own_mask(self.config, kwargs):
+            tokens = kwargs.get("input_ids")
             tokens = kwargs["inputs_embeds"] if tokens is None else tokens
             kwargs["attention_mask"] = causal_mask(tokens.shape[1], tokens.device)
-    extra = {name: value for name, value in kwargs.items() if name not in options["named"]}
+    extra = {name: value for name, value in kwargs.items() if name not in options["names"]}
     keep = kwargs.get("logits_to_keep", 0)
     whole = isinstance(keep, int) and keep == 0
     head = self.lm_head
     if options["fused"] and self.training and whole and is_bare(head, nn.Linear) and head.bias is None:
         kwargs.pop("logits_to_keep", None)
-        base = getattr(self, options["base"])(*args, **kwargs, return_dict=True)
+        base = getattr(self, options["base"])(**kwargs, return_dict=True)
         hidden = base.last_hidden_state
         compute: Callable[..., Tensor] = functools.partial(ops.linear_cross_entropy, hidden, head.weight)
         loss = _causal_loss(compute, hidden.dtype, hidden.device, labels, **extra)
         output = _training_output(options["output"], loss, _other_outputs(base), head, hidden)
     else:
-        output = type(self).forward(self, *args, **kwargs, return_dict=True)
+        output = type(self).forward(self, **kwargs, return_dict=True)
         logits = output.logits
         compute = functools.partial(ops.cross_entropy, logits)
         loss = _causal_loss(compute, logits.dtype, logits.device, labels, **extra)
@@ -79,31 +81,31 @@ def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     return output if as_dict else output.to_tuple()
 
 
-def _needs_no_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _needs_no_cache(kwargs: dict[str, Any]) -> bool:
     """Return whether a step without a cache computes the same as with one.
 
     Without one, transformers looks for packed sequences in position_ids (if there is no mask), and assumes that a mask
     is as long as the keys.
     """
-    if len(args) > 1 or kwargs.get("past_key_values") is not None:
+    if kwargs.get("past_key_values") is not None:
         return False
     mask = kwargs.get("attention_mask")
     if mask is None:
         return kwargs.get("position_ids") is None
-    tokens = args[0] if args else kwargs.get("input_ids")
+    tokens = kwargs.get("input_ids")
     tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
     return isinstance(mask, Tensor) and tokens is not None and mask.shape[-1] == tokens.shape[1]
 
 
-def _needs_own_mask(config: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _needs_own_mask(config: Any, kwargs: dict[str, Any]) -> bool:
     """Return whether the model has to build its attention mask itself."""
-    if torch.compiler.is_compiling() or config._attn_implementation != ATTENTION_NAME or len(args) > 1:
+    if torch.compiler.is_compiling() or config._attn_implementation != ATTENTION_NAME:
         return True
     if not getattr(config, "is_causal", True) or getattr(config, "sliding_window", None) is not None:
         return True
     if any(kwargs.get(name) is not None for name in ("attention_mask", "position_ids", "past_key_values")):
         return True
-    inputs = [x for x in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None]
+    inputs = [x for x in (kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None]
     return len(inputs) != 1 or inputs[0].dim() < 2 or not 1 < inputs[0].shape[1] <= _LONGEST_MASK
 
 
@@ -157,6 +159,31 @@ def _causal_loss(
         num_items_in_batch = num_items_in_batch.to(loss.device)
     scaled: Tensor = loss / num_items_in_batch
     return scaled
+
+
+def causal_loss(logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:
+    """Compute transformers' ForCausalLMLoss of given logits."""
+    compute = functools.partial(ops.cross_entropy, logits)
+    return _causal_loss(compute, logits.dtype, logits.device, labels, **options)
+
+
+def masked_loss(logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:
+    """Compute transformers' ForMaskedLMLoss of given logits: that of labels which are not shifted."""
+    options["shift_labels"] = labels.reshape(-1)
+    return causal_loss(logits.reshape(-1, vocab_size), labels, vocab_size, **options)
+
+
+class CrossEntropyLoss(nn.CrossEntropyLoss):
+    """torch's CrossEntropyLoss, by our op for class indices of rows without weights."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """Return the loss."""
+        if self.weight is None and input.dim() == 2 and target.dim() == 1 and not target.is_floating_point():
+            return ops.cross_entropy(
+                input, target, ignore_index=self.ignore_index, label_smoothing=self.label_smoothing,
+                reduction=self.reduction,
+            )  # fmt: skip
+        return super().forward(input, target)
 
 
 def _other_outputs(output: Any) -> dict[str, Any]:

@@ -159,12 +159,14 @@ class Record(_Unpicklable):
     Attributes:
         marked: modules with a Mark.
         forwards: modules and the functions that replace their forward.
+        losses: models and the functions that replace their loss_function.
         configs: configs whose attention was switched from "sdpa".
     """
 
     report: PatchReport
     marked: list[nn.Module] = field(default_factory=list)
     forwards: list[tuple[nn.Module, Forward]] = field(default_factory=list)
+    losses: list[tuple[Any, Forward]] = field(default_factory=list)
     configs: list[Any] = field(default_factory=list)
 
     def mark(self, module: nn.Module, padding: str) -> Mark:
@@ -181,6 +183,11 @@ class Record(_Unpicklable):
         module.__dict__["forward"] = types.MethodType(forward, module)
         self.forwards.append((module, forward))
 
+    def replace_loss(self, model: Any, function: Forward) -> None:
+        """Replace a model's loss_function, as an assignment to it does."""
+        model.__dict__["_loss_function"] = function
+        self.losses.append((model, function))
+
     def check(self) -> None:
         """Raise ConfigError if a forward was replaced or wrapped after patch."""
         for module, forward in self.forwards:
@@ -194,6 +201,9 @@ class Record(_Unpicklable):
         """Restore everything."""
         for module, _ in self.forwards:
             del module.__dict__["forward"]
+        for model, function in self.losses:
+            if model.__dict__.get("_loss_function") is function:  # otherwise another was chosen since
+                del model.__dict__["_loss_function"]
         for module in self.marked:
             del module.__dict__[MARK]
         for config in self.configs:

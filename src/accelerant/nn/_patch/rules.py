@@ -1,27 +1,33 @@
-"""The replacement of each class of transformers, and the conditions for it."""
+"""The replacement of each form of module, and the conditions for it.
+
+Modules are recognised by what they are, not by the model that they are in: a class of torch, the form of a class's
+forward (see fingerprints), a forward that calls transformers' attention interface, or a model whose loss is one that
+our cross entropy computes.
+"""
 
 from __future__ import annotations
 
-import importlib
+import functools
+import inspect
+import re
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.nn.functional as F
 from torch import nn
-from transformers import activations, modeling_outputs
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers import PreTrainedModel, activations, modeling_outputs
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss, fixed_cross_entropy
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from accelerant.nn._patch import blocks, loss
 from accelerant.nn._patch.attention import register as register_attention
-from accelerant.nn._patch.fingerprints import unknown
+from accelerant.nn._patch.fingerprints import differs, form_of
 from accelerant.nn._patch.record import MARK, Forward
 
-__all__ = ["FAMILIES", "RULES", "ModulePlan", "Options", "Rule", "plan_module", "register_attention"]
-
-FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "mistral", "bert", "vit")
-"""The supported model types."""
+__all__ = ["RULES", "ModulePlan", "Options", "Rule", "Surroundings", "plan_module", "register_attention"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,13 @@ class Options:
     embedding: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """The innermost transformers model that contains a module; None outside of one."""
+
+    model: Any = None
+
+
 @dataclass(slots=True)
 class ModulePlan:
     """The changes to a module.
@@ -39,6 +52,7 @@ class ModulePlan:
     Attributes:
         changes: (kind, op called from now on) for each change.
         forward: the new forward; None to keep the old one.
+        loss_function: the new loss_function of a model; None to keep the old one.
         attention: whether attention goes through the interface.
         options: settings for the module's mark.
         notes: for the report.
@@ -46,107 +60,149 @@ class ModulePlan:
 
     changes: list[tuple[str, str]]
     forward: Forward | None = None
+    loss_function: Forward | None = None
     attention: bool = False
-    options: dict[str, Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+
+Planner = Callable[[Any, Surroundings, Options], ModulePlan | str]
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The conditions and replacements for one class.
+    """The conditions and replacements for one form.
 
     Attributes:
-        plan: (module, config of its model, options) -> the plan, or the reason why there is none.
-        requires: functions that must be known besides the class's forward, as `unknown` names them.
+        plan: (module, surroundings, options) -> the plan, or the reason why there is none.
+        parts: other methods of the class that the forward calls -> their form.
     """
 
-    plan: Callable[[Any, Any, Options], ModulePlan | str]
-    requires: tuple[str, ...] = ()
+    plan: Planner
+    parts: dict[str, str] = field(default_factory=dict)
 
 
-def plan_module(module: nn.Module, config: Any, options: Options) -> ModulePlan | str | None:
-    """Return the changes to a module, the reason against any, or None for a container without a rule of its own.
+_UNKNOWN = "its forward is none of those, from transformers 5.17 to 5.23, that a replacement was written for"
 
-    Args:
-        config: that of the transformers model that contains the module; None outside of one.
-    """
+
+def plan_module(module: nn.Module, around: Surroundings, options: Options) -> ModulePlan | str | None:
+    """Return the changes to a module, the reason against any, or None for a container without a rule of its own."""
     leaf = next(module.children(), None) is None
-    if config is None or config.model_type not in FAMILIES:
-        if not leaf:
-            return None
-        kind = "" if config is None else f": its model_type is {config.model_type!r}, patch knows {', '.join(FAMILIES)}"
-        return f"is in no model that patch knows{kind}"
-    path = _qualified_name(type(module))
-    rule = RULES.get(path)
+    if around.model is None:
+        return "is in no model of transformers" if leaf else None
+    kind: Any = type(module)
+    rule = _rule_of(kind, kind.forward)
     if rule is None:
-        parent = next((base for base in type(module).__mro__[1:] if _qualified_name(base) in RULES), None)
-        if parent is not None:
-            return f"is a subclass of {parent.__name__}, whose forward may be another"
-        if not leaf:
-            return None
-        if type(module).__name__.endswith("RotaryEmbedding"):
-            return "computes its tables once a forward pass; ops.rope uses them"
-        return _LEAVES.get(type(module).__name__, "there is no replacement for it")
+        return _why_unchanged(module)
     if MARK in module.__dict__:
         return "is patched already"
     if "forward" in module.__dict__:
         return "its forward was replaced by another library"
-    for function in (f"{path}.forward", *rule.requires):
-        reason = unknown(function)
-        if reason:
-            return reason
-    return rule.plan(module, config, options)
+    for name, form in rule.parts.items():
+        if differs(getattr(kind, name, None), form):
+            return f"its {name} is none that the replacement was written for"
+    return rule.plan(module, around, options)
 
 
-def _qualified_name(kind: type) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
+@functools.cache
+def _rule_of(kind: Any, forward: Any) -> Rule | None:
+    """Return the rule of a class with this forward."""
+    if kind in _TORCH:
+        return _TORCH[kind]
+    if kind.__module__.startswith("torch."):
+        return None
+    form = form_of(forward)
+    is_model = issubclass(kind, PreTrainedModel)
+    if form in RULES and (is_model or not hasattr(forward, "__wrapped__")):
+        return RULES[form]
+    if is_model:
+        return _LOSS if {"loss_function", "CrossEntropyLoss"} & set(_names(forward)) else None
+    return _ATTENTION if _calls_interface(forward) else None
+
+
+def _why_unchanged(module: nn.Module) -> str | None:
+    """Return why a module without a rule is left alone; None for a container that needs no reason."""
+    bases: tuple[Any, ...] = type(module).__mro__[1:]
+    children = list(module.children())
+    for base in bases:
+        if issubclass(base, nn.Module) and base is not nn.Module and _rule_of(base, base.forward) is not None:
+            return f"is a subclass of {base.__name__}, whose forward may be another"
+    name = type(module).__name__
+    if name.endswith("RotaryEmbedding"):
+        return "computes its tables once a forward pass; ops.rope uses them"
+    layers = any(isinstance(child, (nn.Linear, Conv1D)) for child in children)
+    if name.endswith("RMSNorm") or (layers and name.endswith(("Attention", "MLP"))):
+        return _UNKNOWN
+    return None if children else _LEAVES.get(name, "there is no replacement for it")
+
+
+def _names(forward: Any) -> tuple[str, ...]:
+    """Return the names that a function's code refers to, attributes included."""
+    code = getattr(inspect.unwrap(forward), "__code__", None)
+    return () if code is None else code.co_names
 
 
 # --- norms, activations, embeddings ----------------------------------------------------------------------------------
 
 
-def _check_eps(config: Any, names: tuple[str, ...], eps: float) -> str | None:
-    expected = next((getattr(config, name) for name in names if hasattr(config, name)), None)
-    return None if eps == expected else f"its eps is {eps}, where the config says {expected}"
-
-
-def _layer_norm(module: Any, config: Any, options: Options) -> ModulePlan | str:
+def _layer_norm(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
     if len(module.normalized_shape) != 1 or module.weight is None:
         return f"normalises over {tuple(module.normalized_shape)}{' without weights' * (module.weight is None)}"
-    reason = _check_eps(config, ("layer_norm_epsilon", "layer_norm_eps"), module.eps)
-    return reason or ModulePlan([("norm", "ops.layer_norm")], blocks.layer_norm_forward)
+    return ModulePlan([("norm", "ops.layer_norm")], blocks.layer_norm_forward)
 
 
-def _rms_norm(module: Any, config: Any, options: Options) -> ModulePlan | str:
-    reason = _check_eps(config, ("rms_norm_eps",), module.variance_epsilon)
-    return reason or ModulePlan([("norm", "ops.rms_norm")], blocks.rms_norm_forward)
+def _rms_norm(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
+    return ModulePlan([("norm", "ops.rms_norm")], blocks.rms_norm_forward)
+
+
+def _offset_rms_norm(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
+    return ModulePlan([("norm", "ops.rms_norm")], blocks.offset_rms_norm_forward)
+
+
+def _layer_norm_scale(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
+    if module.weight.dim() != 1:
+        return f"has weights of shape {tuple(module.weight.shape)}"
+    return ModulePlan([("norm", "ops.layer_norm")], blocks.layer_norm_scale_forward)
 
 
 _GELUS = {
-    activations.GELUActivation: "none",
-    activations.GELUTanh: "tanh",
-    activations.NewGELUActivation: "tanh",
-    activations.FastGELUActivation: "tanh",
-    activations.AccurateGELUActivation: "tanh",
+    activations.GELUActivation: ("gelu", "none"),
+    activations.GELUTanh: ("gelu", "tanh"),
+    activations.NewGELUActivation: ("gelu_new", "tanh"),
+    activations.FastGELUActivation: ("gelu_fast", "tanh"),
+    activations.AccurateGELUActivation: ("gelu_accurate", "tanh"),
 }
-"""Activation class -> the `approximate` of ops.gelu that it computes (several classes for the tanh form)."""
+"""Activation class -> its form, and the `approximate` of ops.gelu that it computes (several for the tanh form)."""
 
 
-def _gelu(module: Any, config: Any, options: Options) -> ModulePlan | str:
-    approximate = _GELUS[type(module)]
-    if type(module) is activations.GELUActivation and module.act not in (F.gelu, module._gelu_python):
-        return f"calls {module.act!r}"
+def _approximation(module: Any) -> str | None:
+    """Return the `approximate` of ops.gelu that an activation computes; None if it is another function."""
+    kind = type(module)
+    if kind is nn.GELU:
+        return str(module.approximate)
+    form, approximate = _GELUS.get(kind, ("", ""))
+    if not form or differs(kind.forward, form):
+        return None
+    if kind is activations.GELUActivation and module.act not in (F.gelu, module._gelu_python):
+        return None
+    return approximate
+
+
+def _gelu(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
+    approximate = _approximation(module)
+    if approximate is None:
+        return f"calls {getattr(module, 'act', None)!r}, or its forward is another than ours computes"
     changes = [("activation", f"ops.gelu({approximate!r})")]
     return ModulePlan(changes, blocks.gelu_forward, options={"approximate": approximate})
 
 
-def _silu(module: Any, config: Any, options: Options) -> ModulePlan | str:
+def _silu(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
     if getattr(module, "inplace", False):
         return "writes over its input"
     return ModulePlan([("activation", "ops.silu")], blocks.silu_forward)
 
 
-def _embedding(module: Any, config: Any, options: Options) -> ModulePlan | str:
+def _embedding(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
     if not options.embedding:
         return "patch(model, embedding=False)"
     for name in ("max_norm", "scale_grad_by_freq", "sparse"):
@@ -155,60 +211,62 @@ def _embedding(module: Any, config: Any, options: Options) -> ModulePlan | str:
     return ModulePlan([("embedding", "ops.embedding")], blocks.embedding_forward)
 
 
-def _check_activation(module: nn.Module, name: Any, supported: tuple[type, ...]) -> str | None:
-    """Return why an activation is not one of the supported classes or not the one that the config names."""
-    if not isinstance(name, str) or name not in activations.ACT2CLS:
-        return f"its activation is {name!r}, which transformers has no name for"
-    entry = activations.ACT2CLS[name]
-    expected = entry[0] if isinstance(entry, tuple) else entry
-    if type(module) is not expected:
-        return f"its activation is a {type(module).__name__}, where the config says {name!r}"
-    if type(module) not in supported:
-        return f"ours has no activation {name!r}"
-    return unknown(f"{type(module).__module__}:{type(module).__qualname__}.forward")
-
-
 # --- MLPs and blocks -------------------------------------------------------------------------------------------------
 
 
-def _gelu_mlp(forward: Forward, linear: str, act: str, setting: str, kind: type[nn.Module]) -> Rule:
-    def plan(module: Any, config: Any, options: Options) -> ModulePlan | str:
-        activation, layer = getattr(module, act), getattr(module, linear)
-        reason = _check_activation(activation, getattr(config, setting, None), tuple(_GELUS))
-        if reason:
-            return reason
-        if type(layer) is not kind:
-            return f"its {linear} is a {type(layer).__name__}, not a {kind.__name__}"
-        approximate = _GELUS[type(activation)]
-        settings = {"approximate": approximate, "activation": type(activation)}
-        return ModulePlan([("mlp", f"ops.linear_gelu({approximate!r})")], forward, options=settings)
+def _gelu_mlp(first: str, activation: str, *rest: str, kind: type[nn.Module] = nn.Linear) -> Rule:
+    """Return the rule of an MLP: a linear layer, a GELU, and modules that are called one after the other."""
 
-    requires = () if kind is nn.Linear else ("transformers.pytorch_utils:Conv1D.forward",)
-    return Rule(plan, requires)
+    def plan(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
+        act, layer = getattr(module, activation), getattr(module, first)
+        approximate = _approximation(act)
+        if approximate is None:
+            return f"its activation is a {type(act).__name__}, ours a GELU"
+        if type(layer) is not kind or (kind is Conv1D and differs(Conv1D.forward, "conv1d")):
+            return f"its {first} is a {type(layer).__name__}, not a {kind.__name__}"
+        settings = {"approximate": approximate, "activation": type(act), "names": (first, activation, rest)}
+        return ModulePlan([("mlp", f"ops.linear_gelu({approximate!r})")], blocks.gelu_mlp_forward, options=settings)
+
+    return Rule(plan)
 
 
-def _gated_mlp(module: Any, config: Any, options: Options) -> ModulePlan | str:
-    reason = _check_activation(module.act_fn, config.hidden_act, (activations.SiLUActivation, nn.SiLU))
-    return reason or ModulePlan(
-        [("mlp", "ops.swiglu")], blocks.gated_mlp_forward, options={"activation": type(module.act_fn)}
-    )
+def _gated_mlp(forward: Forward, activation: str) -> Rule:
+    def plan(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
+        act = getattr(module, activation)
+        kind = type(act)
+        ours = kind is nn.SiLU or (kind is activations.SiLUActivation and not differs(kind.forward, "silu"))
+        if not ours or getattr(act, "inplace", False):
+            return f"its gate is a {kind.__name__}, ours a SiLU"
+        return ModulePlan([("mlp", "ops.swiglu")], forward, options={"activation": kind})
+
+    return Rule(plan)
 
 
 _WHOLE = "; in plain training the block is one autograd function"
 
 
-def _residual(forward: Forward, op: str, norm: str) -> Rule:
-    def plan(module: Any, config: Any, options: Options) -> ModulePlan | str:
+def _residual(forward: Forward, norm: str, after: tuple[str, ...] = (), *, whole: bool = False) -> Rule:
+    """Return the rule of a layer that adds to the residual stream before its module `norm`.
+
+    Args:
+        after: modules that are called on the results of attention and of the MLP before they are added.
+        whole: whether the layer can be one autograd function.
+    """
+
+    def plan(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
         kind = type(getattr(module, norm))
-        known = kind is nn.LayerNorm or kind.__name__.endswith("RMSNorm")
-        return ModulePlan([("residual", op)], forward) if known else f"its {norm} is a {kind.__name__}"
+        rms = form_of(kind.forward) in ("rms_norm", "rms_norm_offset")
+        if not rms and kind is not nn.LayerNorm:
+            return f"its {norm} is a {kind.__name__}"
+        op = f"ops.add_{'rms' if rms else 'layer'}_norm" + _WHOLE * whole
+        return ModulePlan([("residual", op)], forward, options={"norm": norm, "after": after})
 
     return Rule(plan)
 
 
-def _bert_layer(module: Any, config: Any, options: Options) -> ModulePlan | str:
+def _bert_layer(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
     kind = type(module.attention)
-    if _qualified_name(kind) != _BERT + "BertAttention":
+    if differs(kind.forward, "bert_attention"):
         return f"its attention is a {kind.__name__}"
     changes = [("block", "in plain training one autograd function")]
     return ModulePlan(changes, blocks.bert_layer_forward, options={"attention": kind})
@@ -217,67 +275,105 @@ def _bert_layer(module: Any, config: Any, options: Options) -> ModulePlan | str:
 # --- attention -------------------------------------------------------------------------------------------------------
 
 
-def _check_attention(config: Any) -> str | None:
-    name = config._attn_implementation
-    if name in ("sdpa", "accelerant"):
+def _calls_interface(forward: Any) -> bool:
+    """Return whether a forward finds its attention function by transformers' interface."""
+    found = getattr(inspect.unwrap(forward), "__globals__", {}).get("ALL_ATTENTION_FUNCTIONS")
+    return found is ALL_ATTENTION_FUNCTIONS and "ALL_ATTENTION_FUNCTIONS" in _names(forward)
+
+
+def _attention(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
+    forward = type(module).forward
+    rotated = _rotated(forward, around.model)
+    settings = {"form": form_of(forward), "forward": rotated}
+    plan = ModulePlan([("rope", "ops.rope")] if rotated else [], rotated, options=settings)
+    reason = _keeps_attention(module)
+    if reason is None:
+        plan.changes.append(("attention", "ops.attention"))
+        plan.attention = True
+    elif rotated is None:
+        return reason
+    else:
+        plan.notes = (f"attention stays as it is: {reason}",)
+    return plan
+
+
+def _keeps_attention(module: Any) -> str | None:
+    """Return why a module keeps its attention function; None if ours can take its place."""
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if name not in ("sdpa", "accelerant"):
+        why = "the only one that returns its weights" if name == "eager" else "requested by name"
+        return f"attn_implementation is {name!r}, {why}"
+    if _names_sdpa(type(module).__module__):
+        return "its model computes something else where attn_implementation is 'sdpa'"
+    return None
+
+
+@functools.cache
+def _names_sdpa(module: str) -> bool:
+    """Return whether a modelling module compares the attention that a config names with "sdpa"."""
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):
+        return True
+    return any("_attn_implementation" in line and re.search(r"""["']sdpa["']""", line) for line in source.splitlines())
+
+
+def _rotated(forward: Any, model: Any) -> Forward | None:
+    """Return an attention's forward with our rope in place of its model's; None if that is none we know.
+
+    All of a model's rotary tables must be of the kind whose halves are equal.
+    """
+    if "apply_rotary_pos_emb" not in _names(forward) or hasattr(forward, "__wrapped__"):
         return None
-    why = "the only one that returns its weights" if name == "eager" else "requested by name"
-    return f"attn_implementation is {name!r}, {why}"
+    apply = forward.__globals__.get("apply_rotary_pos_emb")
+    form = form_of(apply)
+    if form not in ("rotary", "rotary_partial"):
+        return None
+    if differs(inspect.unwrap(apply).__globals__.get("rotate_half"), "rotate_half"):
+        return None
+    tables = {type(each) for each in model.modules() if type(each).__name__.endswith("RotaryEmbedding")}
+    if not tables or any(differs(kind.forward, "rotary_tables") for kind in tables):
+        return None
+    ours = blocks.rotary(apply, partial=form == "rotary_partial")
+    rotated: Forward = blocks.rebound(forward, "apply_rotary_pos_emb", ours)
+    return rotated
 
 
-def _attention(module: Any, config: Any, options: Options) -> ModulePlan | str:
-    if getattr(module, "is_cross_attention", False):
-        return "is cross attention"
-    return _check_attention(config) or ModulePlan([("attention", "ops.attention")], attention=True)
-
-
-def _rotary(family: str, prefix: str, *, qk_norm: bool = False, window: str | None = None) -> Rule:
-    path = f"transformers.models.{family}.modeling_{family}"
-
-    def plan(module: Any, config: Any, options: Options) -> ModulePlan | str:
-        eager = importlib.import_module(path).eager_attention_forward
-        settings = {"eager": eager, "qk_norm": qk_norm, "window": window}
-        plan = ModulePlan([("rope", "ops.rope")], blocks.rotary_attention_forward, options=settings)
-        reason = _check_attention(config)
-        if reason:
-            plan.notes = (f"attention stays as it is: {reason}",)
-        else:
-            plan.changes.append(("attention", "ops.attention"))
-            plan.attention = True
-        return plan
-
-    names = ("apply_rotary_pos_emb", "rotate_half", f"{prefix}RotaryEmbedding.forward")
-    return Rule(plan, tuple(f"{path}:{name}" for name in names))
-
-
-# --- losses ----------------------------------------------------------------------------------------------------------
+# --- the loss --------------------------------------------------------------------------------------------------------
 
 _LAZY = (
-    "with labels in training mode, logits never exist whole: output.logits makes them when it is read, and is None "
+    "in training with labels, the logits never exist whole: output.logits makes them when it is read, and is None "
     "under torch.compile; patch(model, loss=False) makes them always"
 )
 _CACHE = "with labels in training mode, past_key_values are made only where use_cache=True is passed"
-_LOSSES = ("ForCausalLMLoss", "fixed_cross_entropy")
 
 
-def _causal_lm(base: str, positional: int, output: type, named: tuple[str, ...]) -> Rule:
-    def plan(module: Any, config: Any, options: Options) -> ModulePlan | str:
-        function = module.__dict__.get("_loss_function") or LOSS_MAPPING.get(module.loss_type, ForCausalLMLoss)
-        if function is not ForCausalLMLoss:
+def _loss_of(module: Any) -> tuple[Any, str | None]:
+    """Return a model's loss function, and its form if all that it calls is known too."""
+    function = getattr(module, "_loss_function", None) or LOSS_MAPPING.get(module.loss_type, ForCausalLMLoss)
+    form = form_of(function)
+    known = form in ("causal_loss", "masked_loss") and not differs(fixed_cross_entropy, "fixed_cross_entropy")
+    return function, form if known else None
+
+
+def _causal_lm(base: str, output: type) -> Rule:
+    def plan(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
+        function, form = _loss_of(module)
+        if form != "causal_loss":
             return f"its loss is {getattr(function, '__name__', function)}"
+        parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+        names = tuple(each.name for each in parameters if each.kind is not each.VAR_KEYWORD)
         fused = options.loss and type(module.lm_head) is nn.Linear and module.lm_head.bias is None
-        settings = {
-            "base": base, "positional": positional, "output": output, "named": frozenset(named), "fused": fused,
-        }  # fmt: skip
+        plain = not differs(type(getattr(module, base)).forward, "decoder")
+        settings = {"base": base, "names": names, "output": output, "fused": fused, "plain": plain}
+        notes = (_CACHE,) if plain else ()
         if fused:
-            notes: tuple[str, ...] = (_LAZY, _CACHE)
+            notes = (_LAZY, *notes)
         elif options.loss:
-            notes = ("all logits are computed: lm_head is not a Linear without bias", _CACHE)
-        else:
-            notes = (_CACHE,)
+            notes = ("all logits are computed: lm_head is not a Linear without bias", *notes)
         return _loss_plan(module, loss.causal_lm_forward, fused, settings, notes)
 
-    return Rule(plan, tuple(f"transformers.loss.loss_utils:{name}" for name in _LOSSES))
+    return Rule(plan)
 
 
 def _loss_plan(
@@ -288,68 +384,79 @@ def _loss_plan(
     return ModulePlan(changes, loss.signed(forward, kind), options=settings, notes=notes)
 
 
-def _masked_lm(module: Any, config: Any, options: Options) -> ModulePlan | str:
+def _masked_lm(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
     head = type(module.cls), type(module.cls.predictions)
-    known = [_BERT + "BertOnlyMLMHead", _BERT + "BertLMPredictionHead"]
-    fused = options.loss and [_qualified_name(kind) for kind in head] == known
+    known = [form_of(kind.forward) for kind in head] == ["masked_lm_bert.head", "masked_lm_bert.predictions"]
+    fused = options.loss and known
     settings = {"positional": 7, "output": modeling_outputs.MaskedLMOutput, "fused": fused, "head": head}
     return _loss_plan(module, loss.masked_lm_forward, fused, settings, (_LAZY,) if fused else ())
 
 
+def _any_loss(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
+    """Plan our cross entropy for a model that computes its logits itself."""
+    changes = [("loss", "ops.cross_entropy")]
+    forward = type(module).forward
+    if "loss_function" in _names(forward):
+        function, form = _loss_of(module)
+        if form is None:
+            return f"its loss is {getattr(function, '__name__', function)}"
+        ours = loss.causal_loss if form == "causal_loss" else loss.masked_loss
+        return ModulePlan(changes, loss_function=ours)
+    if inspect.unwrap(forward).__globals__.get("CrossEntropyLoss") is not nn.CrossEntropyLoss:
+        return "its CrossEntropyLoss is not torch's"
+    rebound = blocks.rebound(forward, "CrossEntropyLoss", loss.CrossEntropyLoss)
+    return ModulePlan(changes, rebound) if rebound else "its forward has decorators that patch does not know"
+
+
 # --- all rules -------------------------------------------------------------------------------------------------------
 
-_INPUTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
-_GPT2_INPUTS = (*_INPUTS, "token_type_ids", "encoder_hidden_states", "encoder_attention_mask")
-_GPT2, _BERT, _VIT = (f"transformers.models.{name}.modeling_{name}:" for name in ("gpt2", "bert", "vit"))
-_ACTIVATIONS = "transformers.activations:"
+_LOSS, _ATTENTION = Rule(_any_loss), Rule(_attention)
+
+_TORCH: dict[type[nn.Module], Rule] = {
+    nn.LayerNorm: Rule(_layer_norm),
+    nn.Embedding: Rule(_embedding),
+    nn.GELU: Rule(_gelu),
+    nn.SiLU: Rule(_silu),
+    **dict.fromkeys(_GELUS, Rule(_gelu)),
+}
+"""Rules of exactly these classes; the forms of GELUs are checked with their settings."""
 
 RULES: dict[str, Rule] = {
-    "torch.nn.modules.normalization:LayerNorm": Rule(_layer_norm),
-    "torch.nn.modules.sparse:Embedding": Rule(_embedding),
-    "torch.nn.modules.activation:SiLU": Rule(_silu),
-    _ACTIVATIONS + "SiLUActivation": Rule(_silu),
-    **{f"{_ACTIVATIONS}{kind.__name__}": Rule(_gelu) for kind in _GELUS},
-    _GPT2 + "GPT2Attention": Rule(_attention),
-    _GPT2 + "GPT2MLP": _gelu_mlp(blocks.gpt2_mlp_forward, "c_fc", "act", "activation_function", Conv1D),
-    _GPT2 + "GPT2Block": _residual(blocks.gpt2_block_forward, "ops.add_layer_norm" + _WHOLE, "ln_2"),
-    _GPT2 + "GPT2LMHeadModel": _causal_lm(
-        "transformer", 8, modeling_outputs.CausalLMOutputWithCrossAttentions, (*_GPT2_INPUTS, "logits_to_keep")
+    "silu": Rule(_silu),
+    "rms_norm": Rule(_rms_norm),
+    "rms_norm_offset": Rule(_offset_rms_norm, {"_norm": "rms_norm_offset._norm"}),
+    "layer_norm_scale": Rule(_layer_norm_scale),
+    "mlp_activation_fn": _gelu_mlp("fc1", "activation_fn", "fc2"),
+    "mlp_activation": _gelu_mlp("fc1", "activation", "fc2"),
+    "mlp_act": _gelu_mlp("fc1", "act", "fc2"),
+    "mlp_linear_fc": _gelu_mlp("linear_fc1", "act_fn", "linear_fc2"),
+    "mlp_up_down": _gelu_mlp("up_proj", "act_fn", "down_proj"),
+    "mlp_conv1d": _gelu_mlp("c_fc", "act", "c_proj", "dropout", kind=Conv1D),
+    "mlp_intermediate": _gelu_mlp("dense", "intermediate_act_fn"),
+    "mlp_feed_forward": _gelu_mlp(
+        "intermediate_dense", "intermediate_act_fn", "intermediate_dropout", "output_dense", "output_dropout"
     ),
-    _BERT + "BertSelfAttention": Rule(_attention),
-    _BERT + "BertIntermediate": _gelu_mlp(
-        blocks.intermediate_forward, "dense", "intermediate_act_fn", "hidden_act", nn.Linear
+    "gated_mlp": _gated_mlp(blocks.gated_mlp_forward, "act_fn"),
+    "packed_gated_mlp": _gated_mlp(blocks.packed_gated_mlp_forward, "activation_fn"),
+    "decoder_layer": _residual(blocks.decoder_layer_forward, "post_attention_layernorm", whole=True),
+    "keyword_decoder_layer": _residual(blocks.keyword_decoder_layer_forward, "post_attention_layernorm", whole=True),
+    "dropout_decoder_layer": _residual(
+        blocks.decoder_layer_forward, "post_attention_layernorm", ("resid_attn_dropout", "resid_mlp_dropout")
     ),
-    _BERT + "BertLayer": Rule(
-        _bert_layer, tuple(_BERT + name for name in ("BertLayer.feed_forward_chunk", "BertAttention.forward"))
+    "sandwich_layer": _residual(
+        blocks.keyword_decoder_layer_forward, "pre_feedforward_layernorm",
+        ("post_attention_layernorm", "post_feedforward_layernorm"),
     ),
-    _BERT + "BertSelfOutput": _residual(blocks.bert_output_forward, "ops.add_layer_norm", "LayerNorm"),
-    _BERT + "BertOutput": _residual(blocks.bert_output_forward, "ops.add_layer_norm", "LayerNorm"),
-    _BERT + "BertForMaskedLM": Rule(
-        _masked_lm, tuple(f"{_BERT}{name}.forward" for name in ("BertOnlyMLMHead", "BertLMPredictionHead"))
-    ),
-    _VIT + "ViTAttention": Rule(_attention),
-    _VIT + "ViTMLP": _gelu_mlp(blocks.vit_mlp_forward, "fc1", "activation_fn", "hidden_act", nn.Linear),
-    _VIT + "ViTLayer": _residual(blocks.vit_layer_forward, "ops.add_layer_norm" + _WHOLE, "layernorm_after"),
-}
-
-for _family, _prefix, _qk_norm, _window in (
-    ("llama", "Llama", False, None),
-    ("qwen2", "Qwen2", False, "layer"),
-    ("qwen3", "Qwen3", True, "layer"),
-    ("mistral", "Mistral", False, "config"),
-):
-    _path = f"transformers.models.{_family}.modeling_{_family}:{_prefix}"
-    RULES |= {
-        _path + "RMSNorm": Rule(_rms_norm),
-        _path + "Attention": _rotary(_family, _prefix, qk_norm=_qk_norm, window=_window),
-        _path + "MLP": Rule(_gated_mlp),
-        _path + "DecoderLayer": _residual(
-            blocks.decoder_layer_forward, "ops.add_rms_norm" + _WHOLE, "post_attention_layernorm"
-        ),
-        _path + "ForCausalLM": _causal_lm(
-            "model", 5, modeling_outputs.CausalLMOutputWithPast, (*_INPUTS, "logits_to_keep")
-        ),
-    }  # fmt: skip
+    "clip_layer": _residual(blocks.clip_layer_forward, "layer_norm2"),
+    "gpt2_block": _residual(blocks.gpt2_block_forward, "ln_2", whole=True),
+    "vit_layer": _residual(blocks.vit_layer_forward, "layernorm_after", whole=True),
+    "bert_layer": Rule(_bert_layer, {"feed_forward_chunk": "bert_layer.feed_forward_chunk"}),
+    "bert_output": _residual(blocks.bert_output_forward, "LayerNorm"),
+    "causal_lm": _causal_lm("model", modeling_outputs.CausalLMOutputWithPast),
+    "causal_lm_gpt2": _causal_lm("transformer", modeling_outputs.CausalLMOutputWithCrossAttentions),
+    "masked_lm_bert": Rule(_masked_lm),
+}  # fmt: skip
+"""Form of a class's forward -> its rule."""
 
 _LEAVES = {
     "Linear": "its product is the vendor library's, which Accelerant uses too",

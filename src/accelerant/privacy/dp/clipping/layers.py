@@ -403,14 +403,16 @@ model_methods.update({GPT: _gpt_methods, Llama: _llama_methods})
 
 
 class _HuggingFaceRule(LayerRule):
+    form: str
+
     @classmethod
     def matches(cls, path: str) -> bool:
-        return unknown(f"{path}.forward") is None
+        return not unknown(f"{path}.forward", cls.form)
 
 
 @register
 class _Conv1DRule(_HuggingFaceRule):
-    layers = ("transformers.pytorch_utils:Conv1D",)
+    layers, form = ("transformers.pytorch_utils:Conv1D",), "conv1d"
 
     def forward(self, x: Tensor) -> Tensor:
         x, examples = self.examples_first(x)
@@ -419,6 +421,7 @@ class _Conv1DRule(_HuggingFaceRule):
 
 @register
 class _HuggingFaceRMSNormRule(_HuggingFaceRule):
+    form = "rms_norm"
     layers = tuple(
         f"transformers.models.{name.lower()}.modeling_{name.lower()}:{name}RMSNorm"
         for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -436,7 +439,7 @@ class _HuggingFaceRMSNormRule(_HuggingFaceRule):
 class _ViTEmbeddingsRule(_HuggingFaceRule):
     """Expands the class token and the positions, (1, ...), to one for each example."""
 
-    layers = ("transformers.models.vit.modeling_vit:ViTEmbeddings",)
+    layers, form = ("transformers.models.vit.modeling_vit:ViTEmbeddings",), "vit_embeddings"
 
     def forward(self, pixel_values: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         own = dict(self.module._parameters)
