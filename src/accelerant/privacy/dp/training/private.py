@@ -104,7 +104,8 @@ class PrivateTraining:
         rows (rank, rank + size, ...), or groups, of its own.
 
         Args:
-            data: tensors of as many rows each in a tuple, a Dataset, or other data of PoissonBatches.
+            data: tensors of as many rows each in a tuple, a Dataset, or other data of PoissonBatches. In each process
+                the same rows in the same order, else a row could be in two shares.
             microbatch: rows of a part; None: as given to `make_private`, else a draw is one part.
             steps: draws; None: those that are left of the planned steps, else one pass (1 / sample_rate).
             sampler: another of `sampling` that draws at sample_rate.
