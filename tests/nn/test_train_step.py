@@ -204,6 +204,20 @@ def test_a_graph_that_cannot_be_is_said_once_and_steps_run():
         TrainStep(one, optim.AdamW(one.parameters()), one.loss, graph=True)
 
 
+def test_what_stopped_a_capture_is_said_and_not_that_it_was_stopped():
+    one = model()
+    step = TrainStep(one, optim.AdamW(one.parameters()), one.loss)
+
+    def capture():
+        try:
+            raise RuntimeError("a copy to the host")
+        finally:
+            raise RuntimeError("the capture is invalid")
+
+    with pytest.warns(FallbackWarning, match="eagerly. RuntimeError: a copy to the host"):
+        assert not step._recorded(capture)
+
+
 def test_an_automatic_graph_says_nothing_where_there_is_none(recwarn):
     one = model()
     TrainStep(one, optim.AdamW(one.parameters()), one.loss)

@@ -205,6 +205,13 @@ def test_the_largest_owners_are_named():
     view = owner.cache[:10]
     buffer = allocate(1500 * 1503 * 4, "cpu")
     fake = torch._subclasses.FakeTensorMode().from_tensor(torch.zeros(10_000_000))
+
+    class Secret(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            raise RuntimeError("no")
+
+    secret = torch.zeros(1500 * 1504).as_subclass(Secret)
     found = {str(holder): holder for holder in largest_owners("cpu", 20)}
     text = "\n".join(found)
     assert "(1501, 1500) Parameter, Sequential.0.weight" in text
@@ -214,13 +221,14 @@ def test_the_largest_owners_are_named():
     owned = [holder for holder in found.values() if holder.shape == (1500 * 1502,)]
     assert [holder.held_by for holder in owned] == ["Owner.cache"]
     assert not any(holder.shape == (10_000_000,) for holder in found.values())
+    assert any(holder.shape == (1500 * 1504,) for holder in found.values())
     sizes = [holder.size_bytes for holder in found.values()]
     assert sizes == sorted(sizes, reverse=True)
     assert len(largest_owners("cpu", 2)) == 2
     assert largest_owners("cpu", 0) == []
     with pytest.raises(ConfigError, match="-1"):
         largest_owners("cpu", -1)
-    del view, buffer, fake
+    del view, buffer, fake, secret
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from accelerant.config import settings
-from accelerant.errors import ConfigError, FallbackWarning, LaunchError, ShapeError
+from accelerant.errors import AccelerantError, ConfigError, FallbackWarning, LaunchError, ShapeError
 from accelerant.nn._precision import LowWeights
 from accelerant.nn.layers import DRAW_NOTHING, float8_weights, require_float8
 from accelerant.nn.optim import MultiTensorOptimizer, clip_grad_norm_
@@ -147,9 +147,12 @@ class GraphedStep:
             capture()
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, ConfigError, LaunchError) as error:  # torch's errors of a capture are RuntimeErrors
+        except (RuntimeError, ConfigError, LaunchError) as raised:  # torch's errors of a capture are RuntimeErrors
             if undo is not None:
                 undo()
+            error: Exception = raised
+            while isinstance(error.__context__, RuntimeError | AccelerantError):  # the capture's end raises another
+                error = error.__context__
             self._refuse(f"{type(error).__name__}: {str(error).splitlines()[0]}")
             return False
         return True

@@ -52,27 +52,28 @@ def largest_owners(device: DeviceLike = "auto", n: int = 5) -> list[MemoryOwner]
     largest: dict[int, tuple[int, Any]] = {}
     modules: list[nn.Module] = []
     optimizers: list[torch.optim.Optimizer] = []
-    for candidate in gc.get_objects():
-        kind = type(candidate)  # not isinstance, which would resolve lazy proxies
-        if issubclass(kind, Tensor):
-            storage = None if issubclass(kind, FakeTensor) else _tensor_storage(candidate, target)
-        elif issubclass(kind, Buffer):
-            owner = type(candidate.owner)
-            backend = "cuda" if issubclass(owner, Tensor) else owner.__module__.rpartition(".")[2]
-            here = (backend, candidate.device) == (target.backend, target.index) and candidate.size_bytes
-            storage = (candidate.data_ptr(), candidate.size_bytes) if here else None
-        else:
-            if issubclass(kind, nn.Module):
-                modules.append(candidate)
-            elif issubclass(kind, torch.optim.Optimizer):
-                optimizers.append(candidate)
-            continue
-        if storage is not None and _extent(candidate) > _extent(largest.get(storage[0], (0, None))[1]):
-            largest[storage[0]] = storage[1], candidate
-    top = sorted(largest.values(), key=lambda pair: -pair[0])[:n]
-    names = _names(modules, optimizers) if top else {}
-    own = {id(pair) for pair in top}
-    return [_owner(size, candidate, names, own) for size, candidate in top]
+    with torch._C.DisableTorchFunctionSubclass():  # subclasses may refuse to be looked at
+        for candidate in gc.get_objects():
+            kind = type(candidate)  # not isinstance, which would resolve lazy proxies
+            if issubclass(kind, Tensor):
+                storage = None if issubclass(kind, FakeTensor) else _tensor_storage(candidate, target)
+            elif issubclass(kind, Buffer):
+                owner = type(candidate.owner)
+                backend = "cuda" if issubclass(owner, Tensor) else owner.__module__.rpartition(".")[2]
+                here = (backend, candidate.device) == (target.backend, target.index) and candidate.size_bytes
+                storage = (candidate.data_ptr(), candidate.size_bytes) if here else None
+            else:
+                if issubclass(kind, nn.Module):
+                    modules.append(candidate)
+                elif issubclass(kind, torch.optim.Optimizer):
+                    optimizers.append(candidate)
+                continue
+            if storage is not None and _extent(candidate) > _extent(largest.get(storage[0], (0, None))[1]):
+                largest[storage[0]] = storage[1], candidate
+        top = sorted(largest.values(), key=lambda pair: -pair[0])[:n]
+        names = _names(modules, optimizers) if top else {}
+        own = {id(pair) for pair in top}
+        return [_owner(size, candidate, names, own) for size, candidate in top]
 
 
 def _tensor_storage(tensor: Tensor, device: ComputeDevice) -> tuple[int, int] | None:
