@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,12 @@ EVENTS = st.sampled_from(
 COUNTS = st.integers(1, 90)  # blocks are reserved in advance from 64 on
 DELTA = 1e-5
 TRIED = collections.Counter()
+
+
+@pytest.fixture(autouse=True)
+def without_waiting(monkeypatch):
+    """A reader waits for a head that is behind."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)
 
 
 def epsilon(counts):
@@ -196,6 +203,17 @@ def test_the_statement_of_a_cut_ledger_without_its_head_says_so(tmp_path, lines)
     with Ledger(path) as ledger:  # and it is not forgotten
         assert "epsilon may be larger" in str(ledger.statement())
     assert "was missing or not readable when run 2 began" in str(Ledger.read(path).statement()) or lines > 2
+
+
+def test_a_head_that_a_writer_is_about_to_write_is_no_old_one(tmp_path, monkeypatch):
+    head = tmp_path / "privacy.jsonl.head"
+    with Ledger(tmp_path / "privacy.jsonl") as ledger:
+        before = head.read_bytes()
+        ledger.record(Event("gaussian", 2.0))
+        after = head.read_bytes()
+        head.write_bytes(before)
+        monkeypatch.setattr(time, "sleep", lambda _: head.write_bytes(after))
+        assert not Ledger.read(tmp_path / "privacy.jsonl").unguarded
 
 
 def test_a_file_that_was_emptied_with_its_head_says_so(tmp_path):

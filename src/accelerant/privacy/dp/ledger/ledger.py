@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+import time
 import warnings
 import weakref
 from collections import Counter
@@ -170,6 +171,9 @@ class Ledger:
         path = Path(path)
         try:
             contents = read_journal(path)
+            if contents.unguarded:  # perhaps only for now: a writer may be between a line and the head
+                time.sleep(0.05)
+                contents = read_journal(path)
         except OSError as error:
             raise ConfigError(f"the ledger {path} cannot be read: {error.strerror or error}") from None
         history = History.replay(contents.records, path)
