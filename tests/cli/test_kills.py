@@ -101,7 +101,7 @@ def test_training_ends_with_the_weights_of_a_run_that_was_not_killed(tmp_path_fa
     assert any(name.startswith("optimizer") for name in found), list(found)[:9]
     steps = [json.loads(line)["step"] for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, STEPS + 1))
-    assert not [path.name for path in (tmp_path / "out").iterdir() if path.suffix == ".tmp"]
+    assert not [path.name for path in (tmp_path / "out").iterdir() if ".tmp" in path.name]
 
 
 @pytest.mark.search(150)

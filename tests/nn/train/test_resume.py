@@ -184,7 +184,7 @@ def test_a_checkpoint_that_vanished_between_two_names_is_no_loss(tmp_path):
     checkpoints.path.rename(checkpoints.previous)
     names = ("best.safetensors", ".checkpoint.safetensors.new", "config.json")
     leftovers = [f".{name}.9.0123abcd.tmp" for name in names]
-    for name in (".checkpoint.safetensors.new", *leftovers):
+    for name in (".checkpoint.safetensors.new", ".tmpL8mNm7", *leftovers):  # the second is of safetensors
         (tmp_path / name).write_bytes(b"half")
         os.utime(tmp_path / name, (0, 0))
     assert checkpoints.exist

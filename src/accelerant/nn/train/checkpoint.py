@@ -145,6 +145,9 @@ class Checkpoints:
     def clean(self) -> None:
         """Remove incomplete files of a process that was killed: of checkpoints, and of the run's other files."""
         remove_leftovers(self.path.parent)
+        for path in self.path.parent.glob(".tmp??????"):  # of safetensors, which writes under a name of its own first
+            if path.is_file():
+                path.unlink()
         self._fresh.unlink(missing_ok=True)
 
 
