@@ -15,8 +15,8 @@ The file is `$ACCELERANT_CONFIG`, or `config.toml` in the user's configuration f
     [implementation]          # ACCELERANT_IMPLEMENTATION="gelu_fwd=torch, ..."   force an op's implementation
     gelu_fwd = "torch"
 
-An unknown name is an error, in the file and among the variables that begin with ACCELERANT_. An unknown op is an error
-when any op first chooses an implementation.
+An unknown name is an error, in the file and among the variables that begin with ACCELERANT_ (except those of a
+Kubernetes service). An unknown op is an error when any op first chooses an implementation.
 
 `settings()` is read once a process; `override(...)` changes it for a block of code, in its thread or asyncio task and
 in the threads in which autograd runs a backward pass started there. At the log level "debug", each kernel launch is

@@ -165,10 +165,11 @@ def _load(folder: Path, backend: str | None) -> _Source:
     config = _json(folder / "config.json")
     if "format" in config:
         from accelerant.nn.train import load_run
+        from accelerant.nn.train.config import RunConfig
 
         model, tokenizer = load_run(folder, device)
         end = tokenizer.end
-        threads = config.get("run", {}).get("recipe", {}).get("cpu_threads", 0)
+        threads = RunConfig.from_dict(config.get("run")).cpu_threads  # type: ignore[arg-type]  # it raises for others
         start = tokenizer.encode_text("\n") if end is None else [end]
         return _Source(model, tokenizer, device, () if end is None else (end,), tuple(start), threads)
     kind = config.get("model_type")
