@@ -80,8 +80,8 @@ class _Withheld(Tensor):
 
     _DESCRIPTION: ClassVar = frozenset([
         Tensor.__repr__, Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex,
-        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout")),
-        *(getattr(Tensor, name).__get__ for name in ("is_sparse", "requires_grad")),
+        *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "nbytes", "dtype", "device", "layout")),
+        *(getattr(Tensor, name).__get__ for name in ("is_sparse", "is_cuda", "requires_grad")), Tensor.element_size,
         # Module.to(), and its relatives, convert the gradients, too.
         Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16,
         getattr(Tensor.data, _SETTER), Tensor.requires_grad_, torch._has_compatible_shallow_copy_type,
@@ -148,7 +148,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._clipped = {id(param) for param in self._params}
         self._versions: dict[int, int] = {}  # of the sums at the end of the last pass
         self._withheld: dict[int, Tensor] = {}  # .grad of the parameters with a sum
-        self._spare: dict[int, Tensor] = {}  # the same, for the next step
+        self._spare: dict[int, tuple[Any, Tensor]] = {}  # the same, for the next step, with dtype and device
         self._bound = 0.0  # the largest that was clipped to since the last step
         self._released = False  # .grad is the noisy mean
         self._updating = False
@@ -430,9 +430,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
         for param in self._params:
             key = id(param)
             if key in self.sums and key not in self._withheld:
-                spare = self._spare.get(key)
-                if spare is None or spare.dtype != param.dtype or spare.device != param.device:
-                    spare = self._spare[key] = _Withheld.of(param)
+                kind, spare = self._spare.get(key, (None, None))
+                if spare is None or kind != (param.dtype, param.device):
+                    spare = _Withheld.of(param)
+                    self._spare[key] = (param.dtype, param.device), spare
                 param.grad = self._withheld[key] = spare
         self.mark()
 
