@@ -123,9 +123,10 @@ class Released:
     """
 
     def __init__(
-        self, name, *, norms="auto", clipping="flat", microbatch=None, autocast=False, reduction="mean", unit=None
-    ):
-        self.case, self.norms, self.autocast, self.unit = CASES[name], norms, autocast, unit
+        self, name, *, norms="auto", clipping="flat", microbatch=None, autocast=False, reduction="mean", unit=None,
+        dtype=torch.float32,
+    ):  # fmt: skip
+        self.case, self.norms, self.autocast, self.unit, self.dtype = CASES[name], norms, autocast, unit, dtype
         self.options = {"clipping": clipping, "loss_reduction": reduction, "microbatch": microbatch}
         self.trainings = {}
 
@@ -134,7 +135,7 @@ class Released:
         key = rows if self.unit else None
         if key not in self.trainings:
             torch.manual_seed(0)
-            model = self.case.model()
+            model = self.case.model().to(self.dtype)
             self.trainings[key] = dp.make_private(
                 model, torch.optim.SGD(model.parameters(), lr=0.0), noise_multiplier=0.0, delta=1e-6,
                 max_grad_norm=BOUND, sample_rate=1.0, expected_batch_size=1.0,
@@ -314,6 +315,7 @@ def test_layers_norms_and_precisions(name, norms, autocast, rng, record_property
         {"microbatch": 1},
         {"microbatch": 3},
         {"unit": 2},
+        {"dtype": torch.float64, "autocast": True, "norms": "instantiate"},  # factors in bfloat16, sums in float64
     ],
     ids=str,
 )

@@ -176,3 +176,14 @@ def test_the_choice():
     for device in ("cpu", "cuda", "other"):
         assert prefers_ghost(8, 1, 10, 10, 4, device)
         assert not prefers_ghost(8, 4096, 64, 64, 4, device)
+
+
+def test_the_margin_covers_products_of_a_cpu_in_bfloat16():
+    """Formed gradients are summed by a product of matrices, whose factors that setting rounds."""
+    products, cpu = torch.backends.mkldnn.matmul, torch.device("cpu")
+    before, products.fp32_precision = products.fp32_precision, "bf16"
+    try:
+        assert launch.margin(torch.float32, cpu) > 2.0**-8
+        assert launch.margin(torch.float64, cpu) < 2.0**-49
+    finally:
+        products.fp32_precision = before

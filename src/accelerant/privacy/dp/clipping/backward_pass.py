@@ -165,8 +165,8 @@ class BackwardPass:
                 self._settle(share)
         known = [share.squares for share in shares.values() if share.squares is not None]
         known += [bundle.bound() for bundle, _ in bundles]
-        double = any(parameter.dtype == torch.float64 for parameter in group.parameters.values())
-        dtype = torch.float64 if double else torch.float32
+        each = [part for share in shares.values() for part in share.contributions] + [bundle for bundle, _ in bundles]
+        dtype = torch.float64 if all(part.dtype == torch.float64 for part in each) else torch.float32
         total = torch.stack(known).sum(0, dtype=torch.float64).to(dtype)  # in float32, large ones overflow: left out
         scale = (total.shape[0] if self._plan.mean else 1.0) / self._loss_scale
         norms = total.sqrt() * scale

@@ -40,6 +40,11 @@ class Contribution(ABC):
     __slots__ = ()
 
     @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Dtype of the gradients or their factors: under autocast not that of the parameter."""
+
+    @property
     def formed(self) -> bool:
         """Whether the gradients are formed, so that norms are of the very numbers that are summed."""
         return False
@@ -119,6 +124,10 @@ class Rows(Contribution):
     g: Tensor
     consumed: bool = True
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.a.dtype
+
     def bound(self, lookup: Lookup | None = None) -> Tensor:
         """Return the bounds; of the sum of both gradients, where `lookup` is of the same parameter."""
         squares, masses = launch.ghost_terms(self.a, self.g)
@@ -191,6 +200,10 @@ class Dense(Contribution):
     factor: Tensor | None = None
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.each.dtype
+
+    @property
     def formed(self) -> bool:
         return True
 
@@ -230,6 +243,10 @@ class Lookup(Contribution):
     g: Tensor
     V: int
     distinct: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.g.dtype
 
     @property
     def formed(self) -> bool:  # then gradients of equal tokens are added

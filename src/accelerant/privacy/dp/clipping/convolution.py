@@ -40,6 +40,10 @@ class Convolution(Contribution):
     weight: Tensor
     windows: Windows
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.x.dtype
+
     def bound(self) -> Tensor:
         B, groups, dtype = self.x.shape[0], self.windows.groups, self.x.dtype
         total = torch.empty(B, dtype=torch.float64, device=self.x.device)

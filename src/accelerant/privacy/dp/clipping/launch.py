@@ -85,9 +85,11 @@ def margin(dtype: torch.dtype, device: torch.device) -> float:
     """Return the relative error that norms, factors and weights may have, of formed gradients too.
 
     A sum of squares has up to 15 roundings on a CPU (`_SEGMENT`), and 120 in a GPU's kernels; its root has half of
-    their error. The root, the weight and its product with the gradient are rounded once each.
+    their error. The root, the weight and its product with the gradient are rounded once each; on a CPU that product is
+    one of matrices.
     """
-    return (6 if device.type == "cpu" else 32) * torch.finfo(dtype).eps
+    eps = torch.finfo(dtype).eps
+    return 6 * eps + factor_roundoff(dtype, device) if device.type == "cpu" else 32 * eps
 
 
 def factor_roundoff(dtype: torch.dtype, device: torch.device) -> float:
