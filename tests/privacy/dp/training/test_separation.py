@@ -1,5 +1,6 @@
 """Models that mix examples behind equal shapes are refused; the check leaves no trace in a run."""
 
+import dataclasses
 import random
 import warnings
 from collections import OrderedDict
@@ -10,8 +11,10 @@ import torch
 from loops import classify, clipped_sums, mlp, parameters, points, private, tiny_gpt
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from accelerant.errors import ConfigError, UnsupportedCase
+from accelerant.privacy.dp.training import separation
 from accelerant.privacy.dp.training.separation import _patterns
 
 
@@ -129,6 +132,22 @@ def test_a_layer_behind_a_zero_matrix_is_looked_at_again():
                 assert training.optimizer.steps == 1
 
 
+class InTraining(Rearranged):
+    """Mixes rows in train mode alone."""
+
+    def forward(self, x):
+        h = self.first(x).tanh()
+        return self.last(h - h.mean(0) if self.training else h) + 0 * self.inner(h).sum(1, keepdim=True)
+
+
+def test_a_model_that_was_checked_in_eval_mode_is_checked_in_train_mode():
+    (x, y), model = points(), InTraining(None, None)
+    with private(model, 1.0):
+        classify(model.eval(), x, y).backward()
+        with pytest.raises(UnsupportedCase, match="in last"):
+            model.train()(x)
+
+
 def test_a_batch_of_one_is_checked_when_there_are_two():
     model = Rearranged(lambda h: h.flip(0), lambda h: h.flip(0))
     with private(model, 1.0, expected_batch_size=4) as training:
@@ -179,6 +198,9 @@ def test_a_loss_of_the_other_reduction_is_refused(loss, found):
         lambda out, y: F.cross_entropy(out, y, reduction="sum") / len(y),
         lambda out, y: (F.cross_entropy(out, y, reduction="none") / len(y)).sum(),
         lambda out, y: (F.cross_entropy(out, y, reduction="none") * torch.full((len(y),), 1 / len(y))).sum(),
+        lambda out, y: (out.square() / len(y)).sum(1).sum(),
+        lambda out, y: (F.cross_entropy(out, y, reduction="none") / len(y) + out.square().sum(1) / len(y)).sum(),
+        lambda out, y: torch.stack([F.cross_entropy(out, y), out.square().sum(1).mean()]).sum(),
     ],
 )
 def test_a_sum_that_is_divided_may_be_a_mean(loss):
@@ -230,11 +252,12 @@ def test_the_check_leaves_no_trace():
         model = Many()
         with warnings.catch_warnings(), private(model, 1.0, expected_batch_size=40) as training:
             warnings.simplefilter("error")
-            training.optimizer.separation.pending, training.optimizer.separation._called = check, True
+            first = training.optimizer.separation
+            first._modes[True].done, first._called = not check, True
             seeded()
             loss = F.cross_entropy(model({"x": x, "name": "rows"}, scale=torch.ones(40))["logits"], y)
             loss.backward()
-            assert not training.optimizer.separation.pending
+            assert not first.pending
             assert training.optimizer.tracker.passes == 1
             drawn = (random.random(), float(np.random.rand()), float(torch.rand(())))
             found.append((loss.item(), drawn, model.calls, model.mean.clone(), training.clipper.norms.clone()))
@@ -256,6 +279,61 @@ def test_models_that_keep_examples_apart_train(model, data):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert loop(model(), data(), steps=2).optimizer.steps == 2
+
+
+@dataclasses.dataclass(slots=True)
+class Result:
+    logits: torch.Tensor
+
+
+class Listing(nn.Module):
+    """Keeps what its loss needs in lists; takes a mask of positions; returns an object without a mapping."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.kept = nn.Linear(6, 8), nn.Linear(8, 3), []
+
+    def forward(self, x, mask):
+        h = (mask @ self.first(x.to_dense() if x.is_sparse else x)).tanh()
+        self.kept.append(h.square().mean((1, 2)))
+        return Result(self.last(h.mean(1)))
+
+
+def listed(model, x, y):
+    model.kept.clear()
+    mask = torch.ones(x.shape[1], x.shape[1]).tril()
+    return F.cross_entropy(model(x, mask).logits, y) + torch.stack(model.kept).sum(0).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "positions"),
+    [
+        (listed, 3),
+        (listed, 4),  # as many as rows: the mask could be rows of the examples
+        (lambda model, x, y: listed(model, x.to_sparse(), y), 3),
+        (lambda model, x, y: checkpoint(listed, model, x, y, use_reentrant=False), 3),
+    ],
+)
+def test_the_check_stops_no_ordinary_program(loss, positions):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data = torch.randn(8, positions, 6), torch.randint(3, (8,))
+        training = loop(Listing(), data, loss, rows=4)
+    assert training.optimizer.steps == 1
+    assert not training.optimizer.separation.pending
+
+
+def test_a_layer_whose_gradients_never_change_costs_no_comparison_of_rows(monkeypatch):
+    model, compared = mlp(), []
+    for name, param in model.named_parameters():
+        param.requires_grad_(name.endswith("bias"))
+    with private(model, 1.0, expected_batch_size=40) as training:
+        known = separation._other_rows
+        monkeypatch.setattr(separation, "_other_rows", lambda *given: compared.append(given) or known(*given))
+        for _ in range(9):
+            model(points()[0])
+        assert training.optimizer.separation.pending
+    assert len(compared) == 4
 
 
 def test_equal_rows_show_nothing_and_the_next_batch_is_checked():

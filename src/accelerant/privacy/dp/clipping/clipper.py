@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -408,7 +408,7 @@ def _tensors(result: Any) -> list[Tensor]:
     if isinstance(result, Mapping):
         items = tuple(result.values())
     elif is_dataclass(result):
-        items = tuple(vars(result).values())
+        items = tuple(getattr(result, each.name) for each in fields(result))
     return [each for item in items for each in _tensors(item)]
 
 

@@ -16,12 +16,14 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import operator
 import random
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Generator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Generator, Mapping, MutableMapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -42,25 +44,35 @@ _RANDOM = 1e-2
 """Change between two equal passes from which on a model is random in a way that the seeds do not determine."""
 
 
+@dataclass(slots=True)
+class _Mode:
+    """Progress of the check in one mode: layers that were seen, forward passes, and the next to be checked."""
+
+    seen: set[str] = field(default_factory=set)
+    forwards: int = 0
+    next: int = 1
+    done: bool = False
+
+
 class SeparationCheck:
-    """Checks the first batch that can show whether a model keeps its examples apart.
+    """Checks the first batch that can show whether a model keeps its examples apart; in train and eval mode, if used.
 
     A layer whose gradients are all zero (behind a matrix that begins at zero) shows nothing: then passes number 2, 4, 8
     and so on are checked as well, until each layer that is used was seen.
 
     Args:
         clipper: attached to the model.
-
-    Attributes:
-        pending: whether the next forward pass is to be checked.
     """
 
     def __init__(self, clipper: PerExampleClipper) -> None:
         self._clipper = clipper
-        self._seen: set[str] = set()
-        self._forwards = 0
-        self._called = self._warned = self._knows_loss = False
-        self.pending = True
+        self._modes = {True: _Mode(), False: _Mode()}
+        self._running = self._called = self._warned = self._knows_loss = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether the next forward pass may have to be checked."""
+        return not (self._running or self._modes[self._clipper.model.training].done)
 
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check the rows of a forward pass that is about to begin, if they can show anything new.
@@ -74,20 +86,18 @@ class SeparationCheck:
             self._warn("its input has no tensor with dimensions in tuples, lists or mappings")
         if rows is None or rows < 2 or torch._C._current_graph_task_id() != -1 or _capturing():
             return
-        number = self._forwards + 1
-        if number & (number - 1):
-            self._forwards = number
-            return
-        other = _other_rows((args, kwargs), rows)  # the host waits for the device
-        if other is None:  # as in an empty draw, all of whose rows are padding
-            return
-        self._forwards = number
-        self.pending = False  # the passes of the check call the model, too
+        mode = self._modes[self._clipper.model.training]
+        mode.forwards += 1
+        if mode.forwards < mode.next or (other := _other_rows((args, kwargs), rows)) is None:
+            return  # None as in an empty draw, all of whose rows are padding
+        self._running = True  # the passes of the check call the model, too
         try:
-            used = self._check(other, (args, kwargs))
+            used, seen = self._check(other, (args, kwargs))
         finally:
-            self.pending = True
-        self.pending = not used <= self._seen or not self._seen
+            self._running = False
+        mode.next = 2 * mode.forwards  # unless the check failed: then the next pass is checked
+        mode.seen |= seen
+        mode.done = used <= mode.seen and bool(mode.seen)
 
     def before_backward(self) -> None:
         """Check, before the first backward pass over several rows, how the loss adds them up, where that can be seen.
@@ -110,16 +120,17 @@ class SeparationCheck:
                     f"rows. Give loss_reduction={found!r}, or a loss that is a {wanted}"
                 )
 
-    def _check(self, other: Tensor, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> set[str]:
-        """Compare passes; return the layers that were used, and remember those that showed their examples apart."""
+    def _check(self, other: Tensor, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[set[str], set[str]]:
+        """Compare passes; return the layers that were used, and those that showed their examples apart."""
         model, rows = self._clipper.model, len(other)
 
         buffers: list[dict[str, Tensor]] = []
 
-        def norms(replaced: Tensor) -> dict[str, Tensor]:
+        def norms(replaced: Tensor, shared: Container[int] = ()) -> dict[str, Tensor]:
             index = torch.where(replaced, other, torch.arange(rows))
-            args, kwargs = _mapped(inputs, lambda each: _detached(each, rows, index))
-            with _restored(model):
+            args, kwargs = _mapped(inputs, lambda each: _detached(each, rows, None if id(each) in shared else index))
+            # The hooks keep these passes from those of a checkpoint that the model is called in.
+            with _restored(model), torch.autograd.graph.saved_tensors_hooks(_same, _same):
                 found = self._clipper.trial(lambda: model(*args, **kwargs))
                 buffers.append(_stored(model))
             return {name: each.double().nan_to_num(-1.0, -1.0).cpu() for name, each in found.items()}
@@ -130,15 +141,23 @@ class SeparationCheck:
         noise = {name: float((before[name] - again[name]).abs().max()) for name in before}
         if not before or any(noise[name] > _RANDOM * scale[name] for name in before):
             self._warn("two equal passes of the model differ" if before else "the model returned no tensors")
-            return set()
-        mixed, changed = set(), set()
-        for replaced in _patterns(rows):
-            for name, after in norms(replaced).items():
-                moved = (after - before[name]).abs() > 4 * noise[name] + _TOLERANCE * scale[name]
-                if bool(moved[~replaced].any()):
-                    mixed.add(name)
-                if bool(moved.any()):
-                    changed.add(name)
+            return set(), set()
+
+        def compared(shared: Container[int] = ()) -> tuple[set[str], set[str]]:
+            """Return the layers where gradients of rows that were kept changed, and those where any did."""
+            mixed, changed = set(), set()
+            for replaced in _patterns(rows):
+                for name, after in norms(replaced, shared).items():
+                    moved = (after - before[name]).abs() > 4 * noise[name] + _TOLERANCE * scale[name]
+                    if bool(moved[~replaced].any()):
+                        mixed.add(name)
+                    if bool(moved.any()):
+                        changed.add(name)
+            return mixed, changed
+
+        mixed, changed = compared()
+        if mixed and (square := _square(inputs, rows)):
+            mixed, changed = compared(square)
         if mixed:
             layers = dict.fromkeys(name.rpartition(".")[0] for name, _ in self._clipper.parameters)
             names = ", ".join(name or type(model).__name__ for name in layers if name in mixed)
@@ -159,8 +178,7 @@ class SeparationCheck:
                 )
         if not changed:
             self._warn("no row of the input changes any gradient")
-        self._seen |= changed
-        return set(before)
+        return set(before), changed
 
     def _warn(self, reason: str) -> None:
         if not self._warned:
@@ -196,24 +214,38 @@ def _other_rows(inputs: Any, rows: int) -> Tensor | None:
     It is row 0, or, for rows like row 0, the first that is unlike it.
     """
     unlike = torch.zeros(rows, dtype=torch.bool)
-
-    def compare(each: Tensor) -> Tensor:
-        if each.dim() and each.shape[0] == rows:
-            unlike.logical_or_(
-                (each != each[:1]).flatten(1).any(1).cpu() if each.dim() > 1 else (each != each[0]).cpu()
-            )
-        return each
-
-    _mapped(inputs, compare)
+    for each in _tensors(inputs):
+        if each.shape[:1] == (rows,):
+            differs = each != each[:1] if each.layout == torch.strided else torch.arange(rows) > 0  # it is not compared
+            unlike |= differs.unsqueeze(-1).flatten(1).any(1).cpu()
     return torch.where(unlike, 0, int(unlike.int().argmax())) if bool(unlike.any()) else None
 
 
-def _detached(each: Tensor, rows: int, index: Tensor) -> Tensor:
-    """Return an input of the model with the rows of an index, as a leaf of its own."""
+def _square(inputs: Any, rows: int) -> set[int]:
+    """Return the identities of inputs after the first that are (rows, rows), as a mask of positions may be by chance.
+
+    Without a call of the model with another number of rows, such a mask cannot be told from rows of the examples.
+    """
+    return {id(each) for each in _tensors(inputs)[1:] if each.shape == (rows, rows)}
+
+
+def _same(each: Tensor) -> Tensor:
+    return each
+
+
+def _detached(each: Tensor, rows: int, index: Tensor | None) -> Tensor:
+    """Return an input of the model, with the rows of an index if it has so many, as a leaf of its own."""
     mine = each.detach()
-    if each.dim() and each.shape[0] == rows:
-        mine = mine[index.to(each.device)]
+    if index is not None and each.shape[:1] == (rows,):
+        mine = mine.index_select(0, index.to(each.device))
     return mine.requires_grad_(each.requires_grad)
+
+
+def _tensors(inputs: Any) -> list[Tensor]:
+    """Return the tensors with dimensions in nested inputs."""
+    found: list[Tensor] = []
+    _mapped(inputs, lambda each: found.append(each) or each)  # type: ignore[func-returns-value]  # append returns None
+    return [each for each in found if each.dim()]
 
 
 def _mapped(nested: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -259,9 +291,31 @@ def _reduction(node: Any) -> str | None:
         below = node.next_functions[0][0]
         if not node._saved_self_sym_sizes:  # of a scalar
             return _reduction(below)
-        weighted = below is not None and below.name() in ("MulBackward0", "DivBackward0")
-        return None if weighted else name.removesuffix("Backward0").lower()
+        return None if _may_be_shares(below) else name.removesuffix("Backward0").lower()
     return {1: "mean", 2: "sum"}.get(getattr(node, "_saved_reduction", 0))
+
+
+_ARRANGED = {
+    "Neg", "Add", "Sub", "Sum", "Mean", "View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Permute",
+    "Select", "Slice", "Index", "MaskedSelect", "MaskedFill", "Where", "Clone", "ToCopy",
+}  # fmt: skip
+"""Operations, by their nodes' names, that arrange or add values which were divided before."""
+
+
+def _may_be_shares(node: Any) -> bool:
+    """Return whether values may have been divided, say by the number of rows, or are of several losses."""
+    found, seen = [node], set()
+    while found:
+        node = found.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        kind = node.name().rstrip("0123456789").removesuffix("Backward")
+        if kind in ("Mul", "Div", "Stack", "Cat"):
+            return True
+        if kind in _ARRANGED:
+            found += [below for below, _ in node.next_functions]
+    return False
 
 
 def _capturing() -> bool:
@@ -270,9 +324,10 @@ def _capturing() -> bool:
 
 @contextmanager
 def _restored(model: nn.Module) -> Generator[None]:
-    """Restore random generators, and the modules' attributes and buffers, at the end."""
-    plain = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    modules = [(module, dict(vars(module)), dict(module._buffers)) for module in plain]
+    """Restore random generators, and the modules' attributes, lists, mappings, sets and buffers, at the end."""
+    plain = [vars(module) for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+    inner = [each for own in plain for each in own.values() if isinstance(each, (list, dict, set))]
+    containers = [(each, copy.copy(each)) for each in (*inner, *plain)]
     buffers = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
     devices = {param.get_device() for param in model.parameters() if param.is_cuda}
     states = random.getstate(), np.random.get_state()
@@ -282,12 +337,18 @@ def _restored(model: nn.Module) -> Generator[None]:
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-        for module, before, own in modules:
-            vars(module).clear()
-            vars(module).update(before)
-            module._buffers.clear()
-            module._buffers.update(own)
+        for container, before in containers:
+            if not _holds(container, before):  # hooks are being iterated
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(before)
         with torch.no_grad():
             for buffer, version, value in buffers:
                 if buffer._version != version:
                     buffer.copy_(value)
+
+
+def _holds(container: Any, items: Any) -> bool:
+    """Return whether a container has the same objects as its copy had."""
+    if isinstance(container, dict):
+        return container.keys() == items.keys() and all(container[key] is items[key] for key in items)
+    return len(container) == len(items) and all(map(operator.is_, container, items))
