@@ -16,6 +16,8 @@ VOCABULARY = 97
 FAMILIES = ("gpt2", "llama", "qwen2", "qwen3", "mistral", "bert", "vit")
 CAUSAL = ("gpt2", "llama", "qwen2", "qwen3", "mistral")
 ROTARY = ("llama", "qwen2", "qwen3", "mistral")
+BY_FORM = ("gemma2", "gemma3", "phi3", "mixtral", "roberta", "modernbert", "t5", "whisper", "clip")
+"""Families without a replacement of their own: their modules have the forms of others."""
 
 _DECODER = {
     "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
@@ -36,6 +38,45 @@ _SETTINGS = {
     "qwen3": ("Qwen3ForCausalLM", {**_DECODER, "head_dim": 16}),
     "mistral": ("MistralForCausalLM", {**_DECODER, "sliding_window": 5}),
     "bert": ("BertForMaskedLM", {**_ENCODER, "vocab_size": VOCABULARY, "max_position_embeddings": 64}),
+    "gemma2": ("Gemma2ForCausalLM", {
+        **_DECODER, "head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 20, "final_logit_softcapping": 2.0,
+    }),
+    "gemma3": ("Gemma3ForCausalLM", {
+        **_DECODER, "head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 20,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }),
+    "phi3": ("Phi3ForCausalLM", {**_DECODER, "resid_pdrop": 0.0, "sliding_window": 5}),
+    "mixtral": ("MixtralForCausalLM", {
+        **_DECODER, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True,
+    }),
+    "roberta": ("RobertaForMaskedLM", {
+        **_ENCODER, "vocab_size": VOCABULARY, "max_position_embeddings": 66, "pad_token_id": 1,
+    }),
+    "modernbert": ("ModernBertForMaskedLM", {
+        "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "max_position_embeddings": 64, "local_attention": 6,
+        "global_attn_every_n_layers": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1,
+        "sep_token_id": 2,
+    }),
+    "t5": ("T5ForConditionalGeneration", {
+        "vocab_size": VOCABULARY, "d_model": 48, "d_kv": 12, "d_ff": 80, "num_layers": 2, "num_heads": 4,
+        "dropout_rate": 0.0, "feed_forward_proj": "gated-gelu", "decoder_start_token_id": 0,
+        "relative_attention_num_buckets": 8, "relative_attention_max_distance": 16,
+    }),
+    "whisper": ("WhisperForConditionalGeneration", {
+        "vocab_size": VOCABULARY, "d_model": 48, "encoder_layers": 2, "decoder_layers": 2,
+        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 80, "decoder_ffn_dim": 80,
+        "num_mel_bins": 8, "max_source_positions": 11, "max_target_positions": 64, "dropout": 0.0,
+        "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
+        "suppress_tokens": [], "begin_suppress_tokens": [],
+    }),
+    "clip": ("CLIPForImageClassification", {
+        "vision_config": {
+            "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "image_size": 16, "patch_size": 4, "hidden_act": "gelu",
+        },
+        "num_labels": 5,
+    }),
     "vit": ("ViTForImageClassification", {**_ENCODER, "image_size": 16, "patch_size": 4, "num_labels": 5}),
 }  # fmt: skip
 
@@ -55,7 +96,10 @@ def make(family, seed=0, **settings):
 def batch(family, B=2, S=13, seed=1):
     """Inputs with labels."""
     generator = torch.Generator().manual_seed(seed)
-    if family == "vit":
+    if family == "whisper":
+        labels = torch.randint(3, VOCABULARY, (B, S), generator=generator)
+        return {"input_features": torch.randn(B, 8, 22, generator=generator), "labels": labels}
+    if family in ("vit", "clip"):
         return {
             "pixel_values": torch.randn(B, 3, 16, 16, generator=generator),
             "labels": torch.randint(5, (B,), generator=generator),
@@ -63,6 +107,8 @@ def batch(family, B=2, S=13, seed=1):
     ids = torch.randint(3, VOCABULARY, (B, S), generator=generator)
     labels = ids.clone()
     labels[:, 1] = -100
+    if family == "t5":
+        labels = labels[:, : S - 4].contiguous()
     return {"input_ids": ids, "labels": labels}
 
 

@@ -23,14 +23,16 @@ RECIPES = dict(
 
 
 @pytest.mark.slow
-def test_the_recipe_with_the_trainer(tmp_path, capsys):
-    names = {"output_dir": str(tmp_path)}
+def test_the_recipe_with_the_trainer(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
     exec(compile(RECIPES["trainer"], str(PAGE), "exec"), names)
     losses = [entry["loss"] for entry in names["trainer"].state.log_history if "loss" in entry]
     assert names["result"].global_step == 12
     assert names["result"].training_loss < 3.2  # log 32 is 3.47
     assert all(torch.isfinite(torch.tensor(losses)))
-    transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert "that of a guess is 3.47" in capsys.readouterr().out
+    transformers.LlamaForCausalLM.from_pretrained(tmp_path / "counting")
 
 
 def test_the_recipe_with_accelerate():

@@ -1,0 +1,239 @@
+"""patch: families whose modules have the forms of others. Each is compared with the unpatched model."""
+
+import pytest
+import torch
+from patch_models import BY_FORM, assert_same, batch, make, outcome
+
+import accelerant as acl
+from accelerant.nn._patch import attention
+
+TIGHT = {"rtol": 2e-5, "atol": 2e-6}
+"""Of float32 on a CPU: sums in another order."""
+
+KINDS = {
+    "gemma2": {"loss", "norm", "residual", "rope", "attention", "activation"},
+    "gemma3": {"loss", "norm", "residual", "rope", "attention", "activation"},
+    "phi3": {"loss", "norm", "residual", "rope", "attention", "mlp", "activation", "embedding"},
+    "mixtral": {"loss", "norm", "residual", "rope", "attention", "activation", "embedding"},
+    "roberta": {"loss", "norm", "residual", "block", "attention", "mlp", "activation", "embedding"},
+    "modernbert": {"loss", "norm", "rope", "attention", "activation", "embedding"},
+    "t5": {"loss", "norm", "attention", "activation", "embedding"},
+    "whisper": {"loss", "norm", "attention", "activation", "embedding"},
+    "clip": {"norm", "residual", "attention", "mlp", "activation", "embedding"},
+}
+GENERATES = ("gemma2", "gemma3", "phi3", "mixtral", "t5", "whisper")
+TOKENS = ("gemma2", "gemma3", "phi3", "mixtral", "roberta", "modernbert", "t5")
+
+
+@pytest.mark.parametrize("family", BY_FORM)
+def test_outputs_and_gradients_stay(family):
+    model, inputs = make(family), batch(family)
+    before, keys = outcome(model, inputs), list(model.state_dict())
+    report = acl.nn.patch(model)
+    assert_same(outcome(model, inputs), before, **TIGHT)
+    assert list(model.state_dict()) == keys
+    assert report.counts.keys() == KINDS[family]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", BY_FORM)
+def test_in_evaluation_and_undone(family):
+    model, inputs = make(family), batch(family)
+    before = outcome(model, inputs)
+    with torch.no_grad():
+        wanted = model.eval()(**inputs)
+        acl.nn.patch(model)
+        found = model(**inputs)
+    torch.testing.assert_close((found.loss, found.logits), (wanted.loss, wanted.logits), **TIGHT)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(**inputs).logits, wanted.logits, **TIGHT)
+    acl.nn.unpatch(model.train())
+    assert_same(outcome(model, inputs), before)
+    assert not any(name in vars(each) for each in model.modules() for name in ("forward", "_loss_function"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("family", TOKENS)
+def test_padding(family, side):
+    model, inputs = make(family), batch(family, 3)
+    mask = torch.ones_like(inputs["input_ids"])
+    for b in (1, 2):
+        mask[b, : 3 * b] = 0
+    mask = mask if side == "left" else mask.flip(1)
+    inputs["attention_mask"] = mask
+    before = outcome(model, inputs)
+    acl.nn.patch(model)
+    assert_same(outcome(model, inputs), before, **TIGHT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "phi3", "mixtral", "roberta"])
+def test_padding_skipped_is_exact_where_tokens_are(family):
+    model, inputs = make(family), batch(family, 3)
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[1, 9:], mask[2, 5:] = 0, 0
+    inputs |= {"attention_mask": mask, "labels": inputs["labels"].masked_fill(mask == 0, -100)}
+    if family == "mixtral":
+        inputs["output_router_logits"] = False  # whose auxiliary loss reads padding
+    loss, logits, gradients = outcome(model, inputs)
+    report = acl.nn.patch(model, padding="skip")
+    found = outcome(model, inputs)
+    assert not report.fallbacks
+    here = mask.bool()
+    assert_same((found[0], found[1][here], found[2]), (loss, logits[here], gradients), **TIGHT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("family", GENERATES)
+def test_generate(family, cache):
+    # With a cache, transformers' balancing loss of Mixtral fails for a mask longer than the tokens.
+    settings = {"output_router_logits": False} if family == "mixtral" else {}
+    model, inputs = make(family, **settings).eval(), batch(family)
+    del inputs["labels"]
+    if "input_ids" in inputs:
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        inputs["attention_mask"][1, :3] = 0
+    options = {
+        "max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, "use_cache": cache, "output_logits": True,
+        "return_dict_in_generate": True,
+    }  # fmt: skip
+    wanted = model.generate(**inputs, **options)
+    acl.nn.patch(model)
+    found = model.generate(**inputs, **options)
+    assert torch.equal(found["sequences"], wanted["sequences"])
+    if family != "whisper":  # whose generate() returns them by segment
+        for a, b in zip(found.logits, wanted.logits, strict=True):
+            torch.testing.assert_close(a, b, **TIGHT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", BY_FORM)
+def test_bfloat16_is_no_further_from_the_truth_than_unpatched(family):
+    def cast(dtype):
+        return {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch(family).items()}
+
+    model = make(family)
+    if family == "mixtral":
+        model.set_experts_implementation("eager")  # torch's grouped products have no float64
+    truth = outcome(model.double(), cast(torch.float64))
+    plain = outcome(model.to(torch.bfloat16), cast(torch.bfloat16))
+    acl.nn.patch(model)
+    patched = outcome(model, cast(torch.bfloat16))
+    assert (patched[0].dtype, patched[1].dtype) == (plain[0].dtype, plain[1].dtype)
+
+    def error(found):
+        return float((found[1].double() - truth[1]).norm() / truth[1].norm())
+
+    assert error(patched) <= 1.5 * error(plain) + 1e-4
+    wrong, usual = (
+        sum(float((each[2][name].double() - g).norm() / (g.norm() + 1e-9)) for name, g in truth[2].items())
+        for each in (patched, plain)
+    )
+    assert wrong <= 1.5 * usual + 1e-4  # the sum over all parameters: single ones vary by the roundings of attention
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("gemma2", {"final_logit_softcapping": None}),
+        ("gemma2", {"attn_logit_softcapping": 1.0, "attn_implementation": "eager"}),
+        ("gemma2", {"use_bidirectional_attention": True}),
+        ("gemma2", {"hidden_activation": "silu"}),
+        ("gemma3", {"final_logit_softcapping": 3.0}),
+        ("phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+        ("phi3", {"hidden_act": "gelu"}),
+        ("mixtral", {"sliding_window": 4}),
+        ("mixtral", {"output_router_logits": False}),
+        ("roberta", {"hidden_act": "relu"}),
+        ("roberta", {"is_decoder": True}),
+        ("modernbert", {"sparse_prediction": True}),
+        ("modernbert", {"mlp_bias": True, "attention_bias": True, "norm_bias": True}),
+        ("t5", {"feed_forward_proj": "relu"}),
+        ("t5", {"tie_word_embeddings": False}),
+        ("whisper", {"activation_function": "relu"}),
+    ],
+)
+def test_other_settings(family, settings):
+    model, inputs = make(family, **settings), batch(family)
+    before = outcome(model, inputs)
+    acl.nn.patch(model)
+    atol = 2e-6 * max(1.0, float(before[1].abs().max()))  # T5's logits are in the tens without the tied weights' scale
+    assert_same(outcome(model, inputs), before, rtol=2e-5, atol=atol)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*TOKENS, "whisper"])
+def test_gradient_checkpointing_and_dropout(family):
+    names = ("dropout", "dropout_rate", "resid_pdrop", "attention_dropout", "hidden_dropout_prob")
+    base = make(family).config
+    model, inputs = make(family, **{name: 0.3 for name in names if hasattr(base, name)}), batch(family)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.manual_seed(4)
+    before = outcome(model, inputs)
+    acl.nn.patch(model)
+    torch.manual_seed(4)
+    assert_same(outcome(model, inputs), before, **TIGHT)
+
+
+@pytest.mark.slow
+def test_a_loss_of_the_users_own_is_called():
+    model, inputs = make("gemma2"), batch("gemma2")
+    acl.nn.patch(model)
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.sum() * 0 + 42
+    assert model(**inputs).loss == 42
+    acl.nn.unpatch(model)
+    assert model(**inputs).loss == 42
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"num_items_in_batch": 7}, {"num_items_in_batch": torch.tensor(5.0)}])
+@pytest.mark.parametrize("family", ["gemma2", "mixtral", "modernbert"])
+def test_losses_take_what_transformers_passes(family, options):
+    model, inputs = make(family), batch(family) | options
+    before = outcome(model, inputs)
+    acl.nn.patch(model)
+    assert_same(outcome(model, inputs), before, **TIGHT)
+
+
+@pytest.mark.slow
+def test_tables_whose_halves_differ_are_left_to_the_model():
+    """Cohere's have each angle twice in a row; ours would rotate by others."""
+    model, inputs = make("phi3"), batch("phi3")
+    kind = type(model.model.rotary_emb)
+
+    class Interleaved(kind):
+        def forward(self, x, position_ids):
+            cos, sin = super().forward(x, position_ids)
+            half = cos.shape[-1] // 2
+            return cos[..., :half].repeat_interleave(2, -1), sin[..., :half].repeat_interleave(2, -1)
+
+    model.model.rotary_emb.__class__ = Interleaved
+    before = outcome(model, inputs)
+    report = acl.nn.patch(model)
+    assert "rope" not in report.counts
+    assert_same(outcome(model, inputs), before, **TIGHT)
+
+
+@pytest.mark.slow
+def test_a_mask_that_was_written_to_is_read():
+    """The pattern that we attach to a mask is the one with which it was made."""
+    model, inputs = make("llama"), batch("llama") | {"use_cache": True}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    inputs["position_ids"] = torch.arange(13)[None]
+    model.config.sliding_window = None
+
+    def hide(module, arguments, named):
+        mask = attention.causal_mask(13, torch.device("cpu"))
+        mask[..., 3] = False
+        mask[..., 3, 3] = True
+        return arguments, named | {"attention_mask": mask}
+
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(hide, with_kwargs=True)
+    before = outcome(model, inputs)
+    report = acl.nn.patch(model)
+    assert_same(outcome(model, inputs), before, **TIGHT)
+    assert sum(report.fallbacks.values()) == 2
