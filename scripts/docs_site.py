@@ -1,8 +1,8 @@
 """Hook of mkdocs (mkdocs.yml names it): pages that are not in docs/, links between them, and a check of every link.
 
-README.md, CONTRIBUTING.md, CHANGELOG.md and benchmarks/README.md become pages, and so do linked programs and notebooks
-of examples/. Other linked files of the repository are copied. A page of api/ lists the public names of one module.
-The built pages must load nothing from another host, and each of their links and anchors must exist.
+README.md, CONTRIBUTING.md, CHANGELOG.md and the README.md of benchmarks/ and examples/ become pages, and so do linked
+programs and notebooks. Other linked files of the repository are copied. A page of api/ lists the public names of one
+module. The built pages must load nothing from another host, and each of their links and anchors must exist.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "comparisons.md",
+    "examples/README.md": "examples/index.md",
 }
 """Pages outside of docs/, and their names on the site."""
 
@@ -70,13 +71,15 @@ def api_page(module: str) -> str:
 
 
 def notebook_page(path: Path) -> str:
-    """Return a notebook as Markdown: its text and its code."""
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    texts = ["".join(cell["source"]) for cell in cells]
-    return "\n\n".join(
-        text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```"
-        for cell, text in zip(cells, texts, strict=True)
-    )
+    """Return a notebook as Markdown: its text, its code and what the code printed."""
+    parts = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        for output in cell.get("outputs", ()):
+            shown = "".join(output["text"] if "text" in output else output["data"]["text/plain"]).rstrip()
+            parts.append(f"```text\n{shown}\n```")
+    return "\n\n".join(parts)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -138,7 +141,7 @@ def _site_name(path: str) -> str:
     if path in PAGES:
         return PAGES[path]
     if path.startswith("examples/"):
-        return re.sub(r"(\.py|\.ipynb)$", ".md", path).replace("README.md", "index.md")
+        return re.sub(r"(\.py|\.ipynb)$", ".md", path)
     return path.removeprefix("docs/")
 
 
