@@ -61,7 +61,7 @@ def test_a_run_prints_its_summary_and_where_the_report_is(accelerant, text):
     assert "bigram model     not beaten yet; train on:  accelerant train --resume out --steps 1200\n" in output
     assert re.search(r'sample +the .*\nuse it +accelerant sample out --prompt "the "$', output, re.DOTALL)
     assert re.search(
-        r"peak memory +[\d,]+ MiB resident at most, the whole process; \d+ MiB predicted for a step", output
+        r"peak memory +[\d,]+ MiB resident at most, [\d,]+ MiB predicted \(\d+ MiB for a step\)", output
     )
     assert "step 3/3" in errors
     report = Path("out/report.html").read_text()
@@ -345,7 +345,7 @@ def test_a_phase_shows_how_far_it_is_and_the_time_left(monkeypatch, capsys):
     view.advance(0.25)
     assert capsys.readouterr().err == "encoding the text ...\nencoding the text  25%  0:18 left\n"
     view.begin(done=0, total=5, device="cpu", predicted_bytes=3 << 20)
-    assert capsys.readouterr().err == "training on cpu: step 0 of 5, 3 MiB predicted for a step\n"
+    assert capsys.readouterr().err == "training on cpu: step 0 of 5, 3 MiB predicted\n"
     view.advance(0.0, "step 1")
     now[0] += 6
     view.advance(0.5, "step 1")

@@ -61,12 +61,11 @@ def _summary_text(summary: dict[str, Any]) -> str:
     baselines = f"unigram {summary['unigram_nats_per_byte']:.3f}, bigram {summary['bigram_nats_per_byte']:.3f}"
     speed = "not recorded" if summary["tokens_per_s"] is None else f"{summary['tokens_per_s']:,.0f} tokens/s"
     memory = f"{summary['peak_memory_bytes'] / 2**20:,.0f} MiB"
-    if summary.get("reserved_memory_bytes"):
-        memory += f" allocated at most, {summary['reserved_memory_bytes'] / 2**20:,.0f} MiB reserved"
-    else:
-        memory += " resident at most, the whole process"
-    if (predicted := summary.get("predicted_peak_bytes")) is not None:
-        memory += f"; {predicted / 2**20:,.0f} MiB predicted for a step"
+    memory += " allocated at most" if (reserved := summary.get("reserved_memory_bytes")) else " resident at most"
+    if (step := summary.get("predicted_peak_bytes")) and (expected := summary.get("expected_peak_bytes")):
+        memory += f", {expected / 2**20:,.0f} MiB predicted ({step / 2**20:,.0f} MiB for a step)"
+    if reserved:
+        memory += f"; {reserved / 2**20:,.0f} MiB reserved by torch"
     lines = [
         f"validation loss  {per_byte}   ({baselines})",
         f"bigram model     {verdict(summary)}",
@@ -121,7 +120,8 @@ _FIELDS: dict[str, Any] = {
     "status": Literal["done"], "preset": str, "validation_nats_per_byte": float, "validation_loss": float,
     "device": str,
     "unigram_nats_per_byte": float, "bigram_nats_per_byte": float, "tokens_per_s": float | None, "steps": int,
-    "peak_memory_bytes": int, "reserved_memory_bytes": int | None, "predicted_peak_bytes": int | None, "tokens": int,
+    "peak_memory_bytes": int, "reserved_memory_bytes": int | None, "predicted_peak_bytes": int | None,
+    "expected_peak_bytes": int | None, "tokens": int,
     "seconds": float, "report": str, "private": dict[str, Any] | None, "stopped": str | None,
     "profile": list[str] | None, "steps_to_bigram": int | None, "out": str, "prompt": str | None, "sample": str | None,
 }  # fmt: skip
@@ -281,7 +281,7 @@ def _numbers(record: StepRecord) -> str:
 
 
 def _predicted(size: int | None) -> str:
-    return "" if size is None else f", {size / 2**20:,.0f} MiB predicted for a step"
+    return "" if size is None else f", {size / 2**20:,.0f} MiB predicted"
 
 
 def _clock(seconds: float) -> str:

@@ -27,7 +27,7 @@ from accelerant.runtime.memory.limits import size_text
 
 __all__ = [
     "History", "KernelTime", "MetricsFile", "Status", "StepProfiler", "StepRecord", "StepTimer", "kernel_table",
-    "peak_memory_bytes", "read_metrics", "reserved_memory_bytes",
+    "peak_memory_bytes", "read_metrics", "reserved_memory_bytes", "used_memory_bytes",
 ]  # fmt: skip
 
 
@@ -173,18 +173,33 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory so far: torch's allocations on a GPU, the process's resident set on the CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    try:
-        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-            if line.startswith("VmHWM:"):  # of this program; the value of getrusage includes the parent's before exec
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass  # not Linux, or another format
+    if (size := _process_status("VmHWM:")) is not None:  # getrusage's value includes the parent's before exec
+        return size
     try:
         import resource
     except ImportError:  # not on Windows
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(peak if sys.platform == "darwin" else peak * 1024)
+
+
+def used_memory_bytes(device: torch.device) -> int:
+    """Return the memory in use now, of the kind that `peak_memory_bytes` counts; where it is unknown, the peak."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    size = _process_status("VmRSS:")
+    return peak_memory_bytes(device) if size is None else size
+
+
+def _process_status(name: str) -> int | None:
+    """Return a size in bytes from Linux's /proc/self/status; None elsewhere, and for another format."""
+    try:
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+            if line.startswith(name):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return None
 
 
 # --- profiling -------------------------------------------------------------------------------------------------------
@@ -295,6 +310,7 @@ class History:
         signal: number of the signal that interrupted it, or None.
         seconds: duration of this process's part.
         predicted_peak_bytes: predicted peak memory of a step; None without a prediction.
+        expected_peak_bytes: the same and what was in use before, so comparable to `peak_memory_bytes`.
         peak_memory_bytes: measured peak: allocated on a GPU; resident, of the whole process, on the CPU.
         reserved_memory_bytes: maximum size of torch's memory pool; 0 on the CPU.
         resumed_from: the step of the checkpoint that this process started from; 0 for none.
@@ -310,6 +326,7 @@ class History:
     signal: int | None = None
     seconds: float = 0.0
     predicted_peak_bytes: int | None = None
+    expected_peak_bytes: int | None = None
     peak_memory_bytes: int = 0
     reserved_memory_bytes: int = 0
     resumed_from: int = 0
@@ -345,6 +362,10 @@ class History:
         if self.best is not None:
             parts = ", ".join(f"{name} {value:.4f}" for name, value in self.metrics.items())
             lines.append(f"held out       {parts}; best loss {self.best.loss:.4f} at step {self.best.step:,}")
-        predicted = "not predicted" if self.predicted_peak_bytes is None else size_text(self.predicted_peak_bytes)
-        lines.append(f"peak memory    {size_text(self.peak_memory_bytes)} (predicted for the step: {predicted})")
+        lines.append(f"peak memory    {size_text(self.peak_memory_bytes)}, {self._prediction()}")
         return "\n".join(lines)
+
+    def _prediction(self) -> str:
+        if self.predicted_peak_bytes is None or self.expected_peak_bytes is None:
+            return "not predicted"
+        return f"{size_text(self.expected_peak_bytes)} predicted ({size_text(self.predicted_peak_bytes)} for a step)"

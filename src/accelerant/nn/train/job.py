@@ -256,7 +256,7 @@ class _ProgressCallback(Callback):
 
     def begin(self, trainer: Trainer, done: int, total: int) -> None:
         self.begun()
-        predicted = trainer.history.predicted_peak_bytes
+        predicted = trainer.history.expected_peak_bytes
         self._progress.begin(done=done, total=total, device=self._device, predicted_bytes=predicted)
 
     def records(self, trainer: Trainer, records: Sequence[StepRecord]) -> None:
@@ -380,7 +380,8 @@ class _TextRun:
             "steps_to_bigram": None if nats_per_byte < bigram else steps_until(curve, bigram),
             "tokens_per_s": round(float(np.median([r.tokens_per_s or 0.0 for r in records])), 1) if records else None,
             "peak_memory_bytes": history.peak_memory_bytes, "reserved_memory_bytes": history.reserved_memory_bytes,
-            "predicted_peak_bytes": history.predicted_peak_bytes, "seconds": round(time.monotonic() - began, 2),
+            "predicted_peak_bytes": history.predicted_peak_bytes,
+            "expected_peak_bytes": history.expected_peak_bytes, "seconds": round(time.monotonic() - began, 2),
             "out": str(folder.path), "report": str(folder.report), "prompt": prompt, "sample": sample,
         }  # fmt: skip
         more = self._extension.results()

@@ -72,10 +72,10 @@ def build_report(
 
 
 def _facts(summary: Mapping[str, Any]) -> str:
-    speed, predicted = summary["tokens_per_s"], summary.get("predicted_peak_bytes")
+    speed, predicted = summary["tokens_per_s"], summary.get("expected_peak_bytes")
     memory = "resident" if str(summary["device"]).startswith("cpu") else "allocated"
     if predicted is not None:
-        memory += f"; a step was predicted to take {_bytes(predicted)}"
+        memory += f"; {_bytes(predicted)} predicted"
     items = [
         ("Held-out loss", f"{summary['validation_nats_per_byte']:.3f}", "nats a byte"),
         ("Bigram model", f"{summary['bigram_nats_per_byte']:.3f}", f"unigram {summary['unigram_nats_per_byte']:.3f}"),

@@ -42,6 +42,7 @@ from accelerant.nn.train.history import (
     StepTimer,
     peak_memory_bytes,
     reserved_memory_bytes,
+    used_memory_bytes,
 )
 from accelerant.nn.train.nan_diagnosis import NanDiagnosis, NotFinite
 from accelerant.nn.train.objective import Evaluation, Loss, Metric, Objective, autocast, evaluate, precision_of
@@ -305,7 +306,7 @@ class _Run:
         recorded = peak_recorded(trainer.device) if trainer.device.type == "cuda" else nullcontext()
         with StopRequest() as stop, recorded, recomputed(trainer.model, config.recompute):
             if config.predict_memory:
-                history.predicted_peak_bytes = self._predict()
+                self._predict()
             if self._best.exhausted:  # the run had stopped early
                 trainer.stop(self._patience_reason)
             else:
@@ -504,8 +505,8 @@ class _Run:
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
-    def _predict(self) -> int | None:
-        """Return the peak memory of a step, predicted from shapes; None, with a note, if that is impossible."""
+    def _predict(self) -> None:
+        """Predict the peak memory of a step from shapes; a note says if that is impossible."""
         trainer, logger = self._trainer, logging.getLogger("torch._subclasses.fake_tensor")
         disabled, logger.disabled = logger.disabled, True  # the note below reports the error in one line
         try:
@@ -513,20 +514,23 @@ class _Run:
             predicted = predict_peak(trainer.model, *batch, call=trainer.loss_of, optimizer=trainer.optimizer)
         except Exception as error:  # noqa: BLE001  a model may do anything with tensors that have no values
             self.history.notes.append(f"peak memory not predicted: {(str(error) or repr(error)).splitlines()[0]}")
-            return None
+            return
         finally:
             logger.disabled = disabled
         total = predicted.total
         if trainer.config.accumulate > 1:  # gradients of earlier micro-batches coexist with those being computed
             size = sum(p.numel() * p.element_size() for p in trainer.model.parameters() if p.requires_grad)
             total += max(0, size - predicted.gradients)
-        more = total - predicted.parameters  # the parameters are allocated already
+        present = predicted.parameters + (predicted.optimizer_state if trainer.optimizer.state else 0)
+        more = total - present
+        self.history.predicted_peak_bytes = total
+        before = peak_memory_bytes(trainer.device)  # of this process, perhaps in an earlier part of the program
+        self.history.expected_peak_bytes = max(before, used_memory_bytes(trainer.device) + more)
         if trainer.device.type == "cuda" and more > (free := available_bytes(trainer.device)):
             self._note(
                 f"a step is predicted to take {size_text(more)} more than the parameters; {size_text(free)} are free "
                 f"on {trainer.device}"
             )
-        return total
 
     def _note(self, text: str) -> None:
         self.history.notes.append(text)
