@@ -13,6 +13,7 @@ from accelerant.cli import main
 from accelerant.cli.train_view import LineView, verdict
 from accelerant.config import override
 from accelerant.nn.train.config import PRESETS
+from accelerant.runtime.host import usable_cores
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -60,9 +61,7 @@ def test_a_run_prints_its_summary_and_where_the_report_is(accelerant, text):
     assert "report           out/report.html" in output
     assert "bigram model     not beaten yet; train on:  accelerant train --resume out --steps 1200\n" in output
     assert re.search(r'sample +the .*\nuse it +accelerant sample out --prompt "the "$', output, re.DOTALL)
-    assert re.search(
-        r"peak memory +[\d,]+ MiB resident at most, [\d,]+ MiB predicted \(\d+ MiB for a step\)", output
-    )
+    assert re.search(r"peak memory +[\d,]+ MiB resident at most, [\d,]+ MiB predicted \(\d+ MiB for a step\)", output)
     assert "step 3/3" in errors
     report = Path("out/report.html").read_text()
     assert "layer_norm" in report  # the ledger's rows
@@ -99,6 +98,25 @@ def test_determinism_can_be_chosen(accelerant, text):
     for option, expected in (("--no-deterministic", False), ("--deterministic", True)):
         assert accelerant("train", "--data", text, "--steps", 1, "--device", "cpu", "--json", option)[0] == 0
         assert json.loads(Path("runs/tiny/config.json").read_text())["run"]["deterministic"] is expected
+
+
+@pytest.mark.slow
+def test_threads_are_the_option_or_those_of_the_environment_or_one(accelerant, text, monkeypatch):
+    import torch
+
+    before = torch.get_num_threads()
+    for environment, option, expected in ((None, (), 1), ("2", (), 2), ("2", ("--threads", 1), 1)):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if environment is not None:
+            monkeypatch.setenv("OMP_NUM_THREADS", environment)
+            torch.set_num_threads(int(environment))  # as torch does when it is loaded
+        run = ("train", text, "--steps", 1, "--device", "cpu", "--json", "--overwrite", *option)
+        status, output, _ = accelerant(*run)
+        torch.set_num_threads(before)
+        assert status == 0
+        assert json.loads(Path("runs/tiny/config.json").read_text())["run"]["recipe"]["cpu_threads"] == expected
+        used = min(expected, usable_cores())
+        assert json.loads(output)["device"] == f"cpu ({used} thread{'s' * (used != 1)})"
 
 
 @pytest.mark.slow
@@ -141,6 +159,7 @@ def test_the_windows_of_a_step_and_of_its_parts(accelerant, text):
         (["--resume", "absent", "text.txt"], "--resume continues a run as it was: leave out --data"),
         (["--steps", "-3"], "steps must be above 0, got -3"),
         (["--seed", "-1"], "seed must be 0 to"),
+        (["--threads", "0"], "threads must be above 0, got 0"),
         (["--log", "paper"], "log must be jsonl or tensorboard, got 'paper'"),
         (["--micro-batch", "5"], "micro_batch must divide the batch of 16, got 5"),
         (["--batch-size", "24", "--micro-batch", "16"], "micro_batch must divide the batch of 24, got 16"),

@@ -50,6 +50,13 @@ _Batch = Annotated[
 _MicroBatch = Annotated[
     int | None, typer.Option(help="Windows on the device at a time. Default: the preset's, or what fits.")
 ]
+_Threads = Annotated[
+    int | None,
+    typer.Option(
+        help="Threads on the CPU. Default: OMP_NUM_THREADS, else 1 for tiny, whose steps are too small to share, and "
+        "one per core for the others."
+    ),
+]
 _Deterministic = Annotated[
     bool | None,
     typer.Option(
@@ -119,6 +126,7 @@ def train(
     seed: _Seed = None,
     batch_size: _Batch = None,
     micro_batch: _MicroBatch = None,
+    threads: _Threads = None,
     deterministic: _Deterministic = None,
     recompute: _Recompute = False,
     profile: _Profile = False,
@@ -140,9 +148,9 @@ def train(
     sources = [*(data or ()), *(paths or ())]
     chosen = {
         "--preset": preset, "--data": sources or None, "--out": out, "--overwrite": overwrite or None, "--seed": seed,
-        "--batch-size": batch_size, "--micro-batch": micro_batch, "--deterministic": deterministic,
-        "--recompute": recompute or None, "--profile": profile or None, "--log": log, "--precision": precision,
-        "--private": private or None,
+        "--batch-size": batch_size, "--micro-batch": micro_batch, "--threads": threads,
+        "--deterministic": deterministic, "--recompute": recompute or None, "--profile": profile or None,
+        "--log": log, "--precision": precision, "--private": private or None,
     }  # fmt: skip
     dp_options: dict[str, Any] = {
         "--target-epsilon": target_epsilon, "--delta": delta, "--max-grad-norm": max_grad_norm,
@@ -154,6 +162,9 @@ def train(
         if "" in values:  # an unset shell variable; as a path it would be the current folder
             kind = "folder" if name in ("--out", "--resume") else "path"
             raise ConfigError(f"{name} must not be empty: name a {kind}")
+    # Must be set before torch is loaded: threads that spin while they wait occupy cores that others need.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # otherwise the library may use a single core
     if resume is not None:
         if given := [name for name, value in chosen.items() if value is not None]:
             raise ConfigError(f"--resume continues a run as it was: leave out {given[0]}")
@@ -161,10 +172,16 @@ def train(
             raise ConfigError(f"steps must be above 0, got {steps}")
         _run(Path(resume), None, device, json_output, extension=_resumed(Path(resume)), steps=steps)
         return
+    import torch
+
     from accelerant.nn.train.config import preset as find_preset
 
     run = find_preset("tiny" if preset is None else preset).resized(batch_size, micro_batch)
-    changes = {"steps": steps, "seed": seed, "log": log, "precision": precision}
+    if threads is not None and threads < 1:
+        raise ConfigError(f"threads must be above 0, got {threads}")
+    if threads is None and "OMP_NUM_THREADS" in os.environ:
+        threads = torch.get_num_threads()
+    changes = {"steps": steps, "seed": seed, "log": log, "precision": precision, "cpu_threads": threads}
     run = run.replaced(
         data=_sources(sources or ["stdlib"]),
         recompute=("blocks.*",) if recompute else (),
@@ -221,9 +238,6 @@ def _run(
     """
     if run is None or deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be set before CUDA starts
-    # Must be set before torch is loaded: threads that spin while they wait occupy cores that others need.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # otherwise the library may use a single core
 
     import accelerant
     from accelerant.cli.train_view import make_view

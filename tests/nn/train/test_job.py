@@ -1,6 +1,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -23,7 +24,7 @@ from accelerant.nn.train.checkpoint import BestModel
 from accelerant.nn.train.config import PRESETS, preset
 from accelerant.nn.train.folder import RunFolder, RunLock
 from accelerant.nn.train.history import read_metrics
-from accelerant.nn.train.job import prompt_of, steps_until, windows_at_once
+from accelerant.nn.train.job import cpu_flops_per_s, duration_note, prompt_of, steps_until, windows_at_once
 
 NO_CALLS = {"ops": [], "fallbacks": []}
 
@@ -649,3 +650,19 @@ def test_a_prompt_is_a_word_of_the_text():
     assert prompt_of("def a():\n    return\ndef b(): ...\nclass C:\n") == "def "
     assert prompt_of("1, 2, 3\n4, 5, 6, 7, 8, 9\n") == "1, 2, 3\n4, 5, 6,"
     assert prompt_of("\n\n") == "\n"
+
+
+def test_a_long_run_on_the_cpu_is_announced_with_what_takes_less(run):
+    assert duration_note(run, pytest.fail) is None  # not even measured
+    tiny, gpt2 = preset("tiny"), preset("gpt2")
+    threads = f"{torch.get_num_threads()} thread"
+    assert duration_note(tiny, lambda _: 1e12) is None
+    assert duration_note(tiny, lambda _: 2e10).startswith(f"1,200 steps take about 3 minutes on the CPU with {threads}")
+    note = duration_note(gpt2, lambda _: 1e11)
+    assert re.fullmatch(
+        rf"2,000 steps take about 6 days on the CPU with {threads}s?; --preset tiny about 33 seconds, --steps 13 an "
+        "hour; Ctrl-C keeps a checkpoint",
+        note,
+    )
+    assert "--preset" not in duration_note(tiny, lambda _: 1e8)
+    assert 1e8 < cpu_flops_per_s(tiny) < 1e13

@@ -197,7 +197,8 @@ class RunConfig:
         sample_tokens: length of the text generated at the end.
         side_share: bound for short runs: all evaluations together read at most this fraction of the tokens that the
             steps read, and so does the sample; 0 for no bound.
-        cpu_threads: maximum number of threads on the CPU; 0 for one per core.
+        cpu_threads: number of threads on the CPU, at most one per usable core; 0 for torch's, which follows
+            OMP_NUM_THREADS.
         data: ("stdlib",), or absolute paths of files and folders.
     """
 
@@ -233,6 +234,15 @@ class RunConfig:
     def tokens_per_step(self) -> int:
         """Tokens that an optimizer step reads."""
         return self.training.batch_size * self.training.context
+
+    def step_flops(self, vocab_size: int) -> float:
+        """Return the operations of a step, forward and backward, with a vocabulary of this size.
+
+        Six for each weight and token, and those of the attention's products over half the context.
+        """
+        width, context = self.width, self.training.context
+        per_token = 6 * (12 * self.layers * width**2 + vocab_size * width) + 6 * self.layers * context * width
+        return float(per_token * self.tokens_per_step)
 
     @property
     def validation_sizes(self) -> tuple[int, int]:
@@ -302,6 +312,8 @@ class RunConfig:
         for name in ("steps", "batch_size", "micro_batch"):
             if getattr(training, name) != getattr(known, name):
                 words += [f"--{name.replace('_', '-')}", str(getattr(training, name))]
+        if self.cpu_threads != PRESETS[self.name].cpu_threads:
+            words += ["--threads", str(self.cpu_threads)]
         if training.seed:
             words += ["--seed", str(training.seed)]
         if training.deterministic != (backend == "cpu"):

@@ -32,7 +32,8 @@ def numerics(*, deterministic: bool, cpu_threads: int = 0) -> Iterator[None]:
 
     Args:
         deterministic: whether the same input on the same device gives the same bits.
-        cpu_threads: maximum number of threads on the CPU; 0 for one per core.
+        cpu_threads: number of threads on the CPU, at most one per usable core; 0 for torch's, which follows
+            OMP_NUM_THREADS.
     """
     threads = torch.get_num_threads()
     precision = torch.get_float32_matmul_precision()
@@ -42,7 +43,7 @@ def numerics(*, deterministic: bool, cpu_threads: int = 0) -> Iterator[None]:
     cudnn_attention = torch.backends.cuda.cudnn_sdp_enabled()
     efficient_attention = torch.backends.cuda.mem_efficient_sdp_enabled()
     try:
-        torch.set_num_threads(min(threads, usable_cores(), cpu_threads or threads))
+        torch.set_num_threads(min(usable_cores(), cpu_threads or threads))
         torch.set_float32_matmul_precision("high")
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -29,7 +29,7 @@ from accelerant.nn.layers import require_float8
 from accelerant.nn.models.gpt import GPT, GPTConfig
 from accelerant.nn.train.callbacks import Callback, Extension, TensorBoard
 from accelerant.nn.train.checkpoint import Checkpoints, read_tensors, require_same_shapes, write_tensors
-from accelerant.nn.train.config import RunConfig, TrainConfig
+from accelerant.nn.train.config import RunConfig, TrainConfig, preset
 from accelerant.nn.train.corpus import TokenizedText, Watcher, tokenize
 from accelerant.nn.train.data import Source, TokenSource
 from accelerant.nn.train.environment import numerics
@@ -43,8 +43,8 @@ from accelerant.nn.train.trainer import Trainer
 from accelerant.runtime.files import typed, write_atomic
 
 __all__ = [
-    "Outcome", "Progress", "load_run", "prompt_of", "resume_training", "run_training", "steps_until",
-    "windows_at_once",
+    "Outcome", "Progress", "cpu_flops_per_s", "duration_note", "load_run", "prompt_of", "resume_training",
+    "run_training", "steps_until", "windows_at_once",
 ]  # fmt: skip
 
 _CPU_TOKENS = 4096  # at a time: logits of more leave the caches and take gigabytes (small: 64 windows, 4.5 GB)
@@ -111,6 +111,9 @@ def run_training(
     if run.training.log == "tensorboard":
         TensorBoard(out)  # raises if it is not installed, before an earlier run is removed
     with RunLock(out) as lock, closing(extension):
+        with numerics(deterministic=False, cpu_threads=run.cpu_threads):
+            if device.type == "cpu" and (note := duration_note(run, cpu_flops_per_s)):
+                progress.note(note)
         text = tokenize(run, progress, tokenizer_from=None)
         config = extension.configured(_config(run, out, device))
         source = extension.source(text.train, config, text.sha256)
@@ -220,6 +223,50 @@ def load_run(out: str | os.PathLike[str], device: torch.device | str | None = No
     require_same_shapes(path, tensors, model.state_dict())
     model.load_state_dict({name: value.to(device) for name, value in tensors.items()}, assign=True)
     return model.eval(), tokenizer
+
+
+_PROBE_S = 0.1
+_SHORT_FLOPS = 2e11  # seconds on any CPU: not worth the probe
+_NOTED_S, _LONG_S = 20.0, 3600.0  # a shorter run needs no estimate; a longer one may not be what the user wants
+
+
+def cpu_flops_per_s(run: RunConfig) -> float:
+    """Return about how many operations a second a step of a run does on the CPU, from a product of its shape.
+
+    The rest of a step, whose operations are not counted, takes about as long as its products.
+    """
+    rows = windows_at_once(run.training.micro_batch, run.training.context, torch.device("cpu")) * run.training.context
+    x, weight = torch.ones(min(rows, 512), run.width), torch.ones(run.width, 4 * run.width)
+    x @ weight  # starts the threads
+    began, count = time.perf_counter(), 0
+    while time.perf_counter() - began < _PROBE_S:
+        x @ weight
+        count += 1
+    return count * x.numel() * weight.shape[1] / (time.perf_counter() - began)
+
+
+def duration_note(run: RunConfig, flops_per_s: Callable[[RunConfig], float]) -> str | None:
+    """Return a note on how long a run takes on the CPU, None for a short one; of a long one it says what to do."""
+    steps, threads = run.training.steps, torch.get_num_threads()
+    flops = steps * run.step_flops(run.vocab_size)
+    if flops < _SHORT_FLOPS or (total := flops / (speed := flops_per_s(run))) < _NOTED_S:
+        return None
+    note = f"{steps:,} steps take about {_duration(total)} on the CPU with {threads} thread{'s' * (threads != 1)}"
+    if total < _LONG_S:
+        return note
+    tiny = preset("tiny")
+    less = [f"--steps {max(1, int(steps * _LONG_S / total))} an hour"]
+    if run.name != tiny.name:
+        seconds = tiny.training.steps * tiny.step_flops(tiny.vocab_size) / speed
+        less.insert(0, f"--preset {tiny.name} about {_duration(seconds)}")
+    return f"{note}; {', '.join(less)}; Ctrl-C keeps a checkpoint"
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 1.95 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} seconds"
 
 
 def _require_stored(run: RunConfig, checkpoints: Checkpoints) -> None:
