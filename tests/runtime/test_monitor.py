@@ -38,6 +38,7 @@ def machine(tmp_path):
     for pid, name, pages in ((7, "small one", 1), (8, "large", 50), (9, "kernel thread", 0)):
         write(tmp_path / f"proc/{pid}/comm", f"{name}\n")
         write(tmp_path / f"proc/{pid}/statm", f"999 {pages} 0 0 0 0 0\n")
+    (tmp_path / "proc/8/comm").write_bytes(b"\xffarge\n")  # a name need not be UTF-8
     sys = tmp_path / "sys/class"
     for zone, name, count in (
         ("intel-rapl:0", "package-0", 5e6),
@@ -64,6 +65,7 @@ def test_a_machine_that_tells_everything(machine):
     assert found["temperature_c"] == 43.5  # the disk's sensor is hotter and is none of the CPU's
     assert found["clock_mhz"] == 2500.0
     assert [each.pid for each in found["processes"]] == [8, 7]
+    assert found["processes"][0].name == r"\xffarge"
     assert found["processes"][1] == ProcessMemory(7, "small one", os.sysconf("SC_PAGE_SIZE"))
 
 

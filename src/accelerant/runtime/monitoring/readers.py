@@ -466,7 +466,8 @@ class CpuReader:
             with contextlib.suppress(OSError, IndexError, ValueError):  # no process, or it ended meanwhile
                 number, pages = int(folder.name), int((folder / "statm").read_text().split()[1])
                 if pages:
-                    processes.append(ProcessMemory(number, (folder / "comm").read_text().strip(), pages * page_bytes))
+                    name = (folder / "comm").read_text(errors="backslashreplace").strip()  # any bytes
+                    processes.append(ProcessMemory(number, name, pages * page_bytes))
         return tuple(sorted(processes, key=lambda process: -(process.memory_bytes or 0))[:_PROCESSES])
 
 
