@@ -111,12 +111,12 @@ def run_training(
     if run.training.log == "tensorboard":
         TensorBoard(out)  # raises if it is not installed, before an earlier run is removed
     with RunLock(out) as lock, closing(extension):
-        with numerics(deterministic=False, cpu_threads=run.cpu_threads):
-            if device.type == "cpu" and (note := duration_note(run, cpu_flops_per_s)):
-                progress.note(note)
         text = tokenize(run, progress, tokenizer_from=None)
         config = extension.configured(_config(run, out, device))
         source = extension.source(text.train, config, text.sha256)
+        with numerics(deterministic=False, cpu_threads=run.cpu_threads):
+            if device.type == "cpu" and (note := duration_note(run, cpu_flops_per_s)):
+                progress.note(note)
         lock.take()
         folder.require_usable()  # another process may have written while the text was read
         note = folder.start(overwrite=overwrite)
