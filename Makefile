@@ -6,7 +6,7 @@ ARGS   ?=
 LOCK   ?=
 export LOCK
 
-.PHONY: run test test-slow lint licenses lock unit coverage docs gpu-test soak clean help
+.PHONY: run test test-slow lint licenses lock unit coverage docs wheel gpu-test soak clean help
 
 help:            ## what each target does
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -44,6 +44,9 @@ test-slow: $(VENV)/.installed-dev  ## the tests that are marked as slow
 docs: $(VENV)/.installed-docs    ## the documentation as a site, in site/; every link is checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
+wheel: $(VENV)/.installed-dev    ## build sdist and wheel into dist/, install the wheel into a fresh environment, train there
+	$(BIN)/python scripts/check_wheel.py dist
+
 gpu-test:        ## the GPU tests, from the source tree with the Python at hand: make gpu-test PYTHON=python3
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:cacheprovider $(ARGS)
 
@@ -67,4 +70,4 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 	touch $@
 
 clean:           ## remove the environment and what runs left behind
-	rm -rf $(VENV) runs site .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) runs site dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

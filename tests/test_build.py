@@ -1,9 +1,10 @@
-"""Licenses of the dependencies, and lock files."""
+"""Licenses of the dependencies, lock files, and the check of the wheel's contents."""
 
 from __future__ import annotations
 
 import importlib.util
 import tomllib
+import zipfile
 from email.message import Message
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def script(name):
     return module
 
 
-licenses, lock = script("licenses"), script("lock")
+licenses, lock, check_wheel = script("licenses"), script("lock"), script("check_wheel")
 
 
 def test_every_dependency_has_an_allowed_license(capsys):
@@ -71,3 +72,20 @@ def test_a_lock_has_a_hash_for_every_wheel():
     assert lock.lines_of(report) == ["A==1.0 --hash=sha256:cd", "b==1.0 --hash=sha256:ab"]
     with pytest.raises(SystemExit, match=r"c 1\.0: the index gives no SHA-256"):
         lock.lines_of({"install": [entry("c", archive_info={"hashes": {}})]})
+
+
+def test_a_wheel_that_lacks_a_file_or_has_another_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(check_wheel, "run", lambda *command: "src/accelerant/a.py\nsrc/accelerant/ops/k.cu\n")
+    wheel = tmp_path / "a.whl"
+
+    def written(*names):
+        with zipfile.ZipFile(wheel, "w") as archive:
+            for name in (*names, "accelerant-0.dist-info/METADATA"):
+                archive.writestr(name, "")
+        return wheel
+
+    monkeypatch.setattr(check_wheel, "ROOT", tmp_path)
+    (tmp_path / ".git").touch()
+    check_wheel.check_contents(written("accelerant/a.py", "accelerant/ops/k.cu"))
+    with pytest.raises(SystemExit, match=r"lacks \['accelerant/ops/k\.cu'\], and should not have \['tests/b\.py'\]"):
+        check_wheel.check_contents(written("accelerant/a.py", "tests/b.py"))
