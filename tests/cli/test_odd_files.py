@@ -96,6 +96,7 @@ def test_shards_configs_and_checkpoints_of_another_kind_are_refused(accelerant, 
         assert time.monotonic() - began < 5
 
 
+@pytest.mark.slow
 def test_names_that_are_not_utf8_train_to_a_report(accelerant, tmp_path):
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / ODD).write_text(TEXT)

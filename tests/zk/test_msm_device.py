@@ -279,6 +279,7 @@ def test_sums_in_chunks_are_exact(space, name):
 
 
 @pytest.mark.parametrize(("space", "name"), PLACES, indirect=["space"])
+@pytest.mark.sample(2)
 def test_every_cut_gives_the_same(space, name):
     """Windows up to several launches of msm_reduce, segments of one point and of the most, all that one may tune."""
     curve = curve_of(name)
@@ -298,6 +299,7 @@ def test_every_cut_gives_the_same(space, name):
 
 
 @pytest.mark.parametrize(("space", "name"), PLACES, indirect=["space"])
+@pytest.mark.sample(2)
 def test_sums_over_fixed_points_are_exact(space, name):
     """With the points' multiples, and without where they have no room."""
     curve = curve_of(name)

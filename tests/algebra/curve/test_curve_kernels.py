@@ -85,6 +85,7 @@ def run(provider, curve, entry, arrays, out, scalars, n, chunk=1, in_place=None)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("provider", "name"), each("curve_add"), indirect=["provider"])
+@pytest.mark.sample(3)
 def test_sums(provider, name):
     """Of any two points: equal, opposite, infinite; with one inversion for many, in place too."""
     curve = curve_of(name)
@@ -122,6 +123,7 @@ def words(scalars):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("provider", "name"), each("curve_mul"), indirect=["provider"])
+@pytest.mark.sample(3)
 def test_multiples(provider, name):
     """By any number below 2^256, not reduced: of points in and out of the subgroup, and of infinity."""
     curve, scalars = curve_of(name), some_scalars(curve_of(name))
@@ -145,6 +147,7 @@ def firsts(provider, curve, entry, points, chunk):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("provider", "name"), each("curve_off_curve"), indirect=["provider"])
+@pytest.mark.sample(3)
 def test_points_off_the_curve_are_found(provider, name):
     curve = curve_of(name)
     k = curve.coordinates
@@ -163,6 +166,7 @@ def test_points_off_the_curve_are_found(provider, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("provider", "name"), each("curve_off_subgroup"), indirect=["provider"])
+@pytest.mark.sample(3)
 def test_points_out_of_the_subgroup_are_found(provider, name):
     """By the definition, r P = infinity: sums of points in and out of it, and every small order that the curve has."""
     curve = curve_of(name)

@@ -35,6 +35,7 @@ def test_known_answers_by_one_multiplication(name, k):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["bn254_g1", "bls12_381_g1"])
+@pytest.mark.sample(2)
 def test_known_answers_by_buckets(name):
     curve, n = curve_of(name), 1 << 14
     assert msm_buckets(curve, msm_scalars(curve, n), msm_points(curve, n)) == MSM_ANSWERS[name, 14]

@@ -443,6 +443,7 @@ def unreduced(field, value):
 @pytest.mark.parametrize(
     ("provider", "name", "entry"), each(lambda entry: entry not in BY_CHUNK), indirect=["provider"]
 )
+@pytest.mark.sample(4)
 def test_entries_are_exact(provider, name, entry):
     field, source = FIELDS[name], kernel_source(FIELDS[name], entry)
     exponents = (0, 1, 0x1_0000_0000_0000_0005, field.modulus - 2) if "pow" in entry else (0,)

@@ -74,6 +74,7 @@ def test_three_passes(space, name, order):
 
 
 @pytest.mark.parametrize(("name", "order"), list(map(slow, NAMES, (ORDERS[1], *ORDERS))))
+@pytest.mark.sample(3)
 def test_three_passes_of_the_blocks_that_devices_use(space, name, order):
     """As of many points, but for the rows of a pass: the tile, radix and tables are those that are used."""
     field, used = FIELDS[name], division_of(FIELDS[name])
@@ -84,6 +85,7 @@ def test_three_passes_of_the_blocks_that_devices_use(space, name, order):
 
 
 @pytest.mark.parametrize(("name", "order"), list(map(slow, NAMES, (*ORDERS, ORDERS[0]))))
+@pytest.mark.sample(3)
 def test_what_devices_use(space, name, order):
     """One pass and two, with the division that is used; a last block whose columns are not all there."""
     field = FIELDS[name]
@@ -94,6 +96,7 @@ def test_what_devices_use(space, name, order):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["goldilocks", "bn254_fr", "bls12_381_fr"])
+@pytest.mark.sample(3)
 def test_values_at_the_bounds(space, name):
     """What is not reduced grows most where all elements are p - 1 or close to it; as many levels as a block has."""
     field, n = FIELDS[name], 1 << division_of(FIELDS[name]).tile

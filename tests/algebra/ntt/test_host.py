@@ -74,6 +74,7 @@ SIZES = [(1, 1), (2, 3), (3, 8), (4, 16), (5, 16), (6, 1), (7, 2), (8, 1)]
 @pytest.mark.sample(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(("arithmetic", "order"), cases(ORDERS), indirect=["arithmetic"])
+@pytest.mark.sample(3)
 def test_every_direction_coset_and_size(arithmetic, order):
     field, form = arithmetic
     for (log_n, batch), inverse, coset in itertools.product(SIZES, (False, True), (1, field.modulus - 2)):
@@ -122,6 +123,7 @@ def test_three_passes_as_they_are_used(name):
 
 
 @pytest.mark.parametrize(("arithmetic", "order"), cases(ORDERS), indirect=["arithmetic"])
+@pytest.mark.sample(3)
 def test_extreme_elements(arithmetic, order):
     """0, 1, p - 1 and all limbs set, in all places: carries and reductions of the butterflies."""
     field, form = arithmetic

@@ -118,6 +118,7 @@ def test_micro_batches_do_not_change_the_gradient(train):
 
 
 @pytest.mark.parametrize("at", [1, 7, 11, 12])
+@pytest.mark.sample(2)
 def test_an_interrupted_run_continues_exactly(train, watcher, cpu, at):
     _, straight = train("straight")
     interrupted, out = train("run", watch=watcher(at, stop))
@@ -396,6 +397,7 @@ STATES = [
 
 
 @pytest.mark.parametrize(("changes", "message"), STATES, ids=str)
+@pytest.mark.sample(4)
 def test_a_crafted_state_in_a_checkpoint_is_refused_before_anything_is_restored(interrupted, resume, changes, message):
     path = interrupted / "checkpoint.safetensors"
     tensors, document = load_checkpoint(path)

@@ -290,6 +290,7 @@ def test_all_devices_add_up_one_copy_of_a_witness():
 # --- what is refused -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 def test_a_wrong_witness_makes_no_proof(small, product, tmp_path, device):
     prover = Prover(small / "circuit.zkey", device=device)
     with pytest.raises(FormatError, match="does not verify and is not returned"):
@@ -314,6 +315,7 @@ def proved(prover, folder):
 
 
 @pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.sample(5)
 def test_a_damaged_key_makes_no_proof(small, tmp_path, device, section):
     """A coordinate is off by one: the last finite point's."""
     data = bytearray((small / "circuit.zkey").read_bytes())

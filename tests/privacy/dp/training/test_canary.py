@@ -45,6 +45,7 @@ def advantage(**options):
     return max(found), training.epsilon(DELTA)
 
 
+@pytest.mark.slow
 def test_without_noise_the_canary_is_found():
     found, epsilon = advantage(noise_multiplier=0.0)
     assert found > 0.9

@@ -86,6 +86,7 @@ def test_an_empty_draw_is_a_step_of_noise():
     assert not torch.equal(weights(private), before)
 
 
+@pytest.mark.slow
 def test_a_step_past_the_budget_changes_nothing():
     private = private_gpt(noise=None, target_epsilon=1.0, steps=1)
     step = PrivateStep(private, private.model.loss)
