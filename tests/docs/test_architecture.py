@@ -1,5 +1,6 @@
 """docs/architecture.md names files, folders and classes that exist, and files that its three calls run through."""
 
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -47,6 +48,14 @@ def test_the_page_is_read():
     assert len(FILES) > 60
     assert len(FOLDERS) > 20
     assert len(CLASSES) > 25
+
+
+def test_the_drawing_is_that_of_the_declared_layers():
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "scripts" / "pictures.py")
+    pictures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pictures)
+    drawn = (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8")
+    assert drawn == pictures.architecture(), "run scripts/pictures.py architecture"
 
 
 # --- the three calls, traced on the CPU ------------------------------------------------------------------------------
