@@ -139,7 +139,7 @@ def panels() -> list[Panel]:
         ),
         Panel(
             "Train with differential privacy",
-            f"12 layers of 768 (GPT-2), 64 x 1024 tokens, bfloat16, {gpu}",
+            f"12 layers of 768, 64 x 1024 tokens, bfloat16, {gpu}",
             "dp-h200",
             tuple(private),
         ),
