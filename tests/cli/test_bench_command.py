@@ -330,6 +330,7 @@ RECORDS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*.
 
 
 @pytest.mark.parametrize("path", [path for path in RECORDS if not path.name.startswith("curve")], ids=lambda p: p.stem)
+@pytest.mark.sample(4)
 def test_committed_records_compare_with_themselves_and_with_a_slower_run(path, tmp_path, capsys):
     assert status("compare", str(path), str(path)) == 0
     assert "0 slower" not in capsys.readouterr().out

@@ -40,6 +40,7 @@ def test_everything_is_looked_at(found):
     assert all(check.advice for check in found.values() if check.status != "ok")
 
 
+@pytest.mark.slow
 def test_an_absent_backend_says_why(found):
     for name in registry.BACKENDS:
         reason = registry.reason_absent(name)

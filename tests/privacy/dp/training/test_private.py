@@ -253,6 +253,7 @@ def test_datasets_and_mappings_are_data_too():
             assert training.optimizer.steps == 2
 
 
+@pytest.mark.slow
 def test_privacy_by_user():
     """Users are drawn, of each one row; epsilon, the divisor and the statement are of users."""
     data, model = points(30), mlp()
