@@ -28,6 +28,7 @@ def few_steps(monkeypatch):
 
 
 @pytest.mark.parametrize("name", suite.MODELS)
+@pytest.mark.sample(4)
 def test_every_model_is_measured_and_right(name):
     record = run_suite(PatchSuite(model=(name,), against=(), budget_s=0.0), registry.choose("cpu"))
     assert record.environment.packages["transformers"] == importlib.metadata.version("transformers")

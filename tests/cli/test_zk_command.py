@@ -329,6 +329,7 @@ def process(arguments, *, before="", environment=None, **streams):
 @pytest.mark.parametrize(
     "arguments", [VERIFY, *(pytest.param(each, marks=pytest.mark.slow) for each in (PROVE, [*VERIFY, "--json"]))]
 )
+@pytest.mark.sample(2)
 def test_a_full_standard_output_says_nothing_of_the_proof(folder, arguments, unbuffered):
     with open("/dev/full", "w", encoding="utf-8") as full:
         status, error = process(arguments, stdout=full, environment={"PYTHONUNBUFFERED": unbuffered})

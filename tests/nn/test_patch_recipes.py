@@ -67,6 +67,7 @@ def trained(model, path, kind=transformers.Trainer, **settings):
     [{}, {"gradient_accumulation_steps": 2, "gradient_checkpointing": True}, {"label_smoothing_factor": 0.1}],
     ids=["plain", "accumulated", "smoothed"],
 )
+@pytest.mark.sample(3)
 def test_the_trainer_sees_no_difference(settings, tmp_path, capsys):
     _, wanted, wanted_eval = trained(make("llama"), tmp_path, **settings)
     model = make("llama")

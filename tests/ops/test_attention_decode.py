@@ -18,6 +18,7 @@ def tensors(B=2, Hq=4, Hkv=2, Sq=1, T=70, D=16, lengths=(70, 33)):
 
 @WAYS
 @pytest.mark.parametrize("Sq", [1, 3])
+@pytest.mark.sample(2)
 def test_is_the_end_of_full_attention(Sq, way, request):
     request.getfixturevalue("interpreted" if way == "triton" else "uninterpreted")
     q, k, v, lengths = tensors(Sq=Sq)

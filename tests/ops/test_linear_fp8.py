@@ -130,6 +130,7 @@ def test_gelu_and_its_gradient(shape, interpreted):
 
 @pytest.mark.parametrize("implementation", ["triton", "torch"])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.sample(3)
 def test_weights(dtype, implementation, request):
     request.getfixturevalue("interpreted" if implementation == "triton" else "uninterpreted")
     weights = [draw(shape, dtype, seed=at) for at, shape in enumerate(cases.WEIGHTS)]

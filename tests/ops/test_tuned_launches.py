@@ -328,6 +328,7 @@ LONG = ("layer_norm_bwd", "rope_fwd", "linear_gelu_fwd")
     "name",
     ["softmax_fwd", "gelu_fwd", "swiglu_packed_fwd", *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)],
 )
+@pytest.mark.sample(3)
 def test_tuning_times_every_plan(name, interpreted, folder):
     sizes, run = SAMPLES[name][-1]()
     with override(tune="first_use"):

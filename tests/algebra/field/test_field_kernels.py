@@ -121,6 +121,7 @@ def emulate(instructions, limbs, *operands):
 
 
 @pytest.mark.parametrize("field", LARGE, ids=lambda field: field.name)
+@pytest.mark.sample(3)
 def test_carry_chains_are_exact(field):
     limbs, p, radix = 2 * field.limbs, field.modulus, montgomery_radix(field)
     back = pow(radix, -1, p)
@@ -332,6 +333,7 @@ OWN_PROGRAMS = {("opencl", name) for name in ("goldilocks", "babybear", "bn254_f
     [slow_but(OWN_PROGRAMS, backend, name) for backend in ("opencl", "cuda") for name in FIELDS],
     indirect=["provider"],
 )
+@pytest.mark.sample(3)
 def test_arithmetic_in_a_program_of_ones_own(provider, name):
     """What field_text gives, under a prefix, in the dialect that the device prefers."""
     field = FIELDS[name]

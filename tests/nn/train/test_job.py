@@ -373,6 +373,7 @@ def test_no_link_in_a_received_folder_is_written_through(tmp_path, interrupted, 
         ("validations", 1 << 31, "validations must be at most 65536"),
     ],
 )
+@pytest.mark.sample(3)
 def test_sizes_in_a_received_config_are_checked_before_anything_is_allocated(interrupted, resume, name, value, message):
     config = json.loads((interrupted / "config.json").read_text())
     config["run"]["recipe"][name] = value
@@ -422,6 +423,7 @@ def test_a_crafted_state_in_a_checkpoint_is_refused_before_anything_is_restored(
     ],
     ids=["scalar", "steps", "integers", "torch", "python", "numpy"],
 )
+@pytest.mark.sample(3)
 def test_crafted_tensors_in_a_checkpoint_are_refused(interrupted, resume, name, tensor, message):
     path = interrupted / "checkpoint.safetensors"
     tensors, document = load_checkpoint(path)

@@ -112,6 +112,7 @@ CASES = {
 
 @pytest.mark.parametrize("at", [4, 5, 12])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.sample(3)
 def test_a_resumed_run_is_the_straight_run_bit_for_bit(tmp_path, case, at):
     model, data, options = CASES[case]
     straight = start(model, data, tmp_path / "straight", **options)

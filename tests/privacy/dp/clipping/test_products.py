@@ -24,6 +24,7 @@ HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["b
 
 
 @HALF
+@pytest.mark.sample(2)
 def test_code_stays_in_its_budget(dtype):
     text = program(dtype)
     binary = compile_cuda(text.source(KINDS), "sm_90a")

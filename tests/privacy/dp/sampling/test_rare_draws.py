@@ -88,6 +88,7 @@ def test_nothing_of_no_blocks():
 
 @pytest.mark.parametrize(("size", "rate"), [(64 * 5 + 7, 1 / 65), (3 * 4096 + 100, 1 / 4096), (10_000, 1e-3)])
 @pytest.mark.usefixtures("fixed_entropy")
+@pytest.mark.sample(3)
 def test_a_sampler_with_blocks_and_a_rest(size, rate):
     """Mean, variance, and where: within 6 standard deviations; the units after the last block as the others."""
     steps = 4000

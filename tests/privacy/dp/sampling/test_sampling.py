@@ -96,6 +96,7 @@ def test_rate_one_draws_all():
 
 @pytest.mark.parametrize("rate", [1 / 256, 0.3, 257 / 65536, 0.9])
 @pytest.mark.usefixtures("fixed_entropy")
+@pytest.mark.sample(2)
 def test_frequencies_and_independence(rate):
     """Sizes, single units and pairs, each within 6 standard deviations: a wrong rate of 2 % fails."""
     size, steps = 40, 10_000
