@@ -32,8 +32,10 @@ lock: $(VENV)/.installed         ## versions and hashes of this machine's wheels
 # The children that tests start import the package too: without .pyc files each of them compiles it anew.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n 2 --dist worksteal
 
+TIER ?= not slow
+
 unit: $(VENV)/.installed-dev     ## the tests, but for the slow ones
-	$(PYTEST) -m "not slow" $(ARGS)
+	$(PYTEST) -m "$(TIER)" $(ARGS)
 
 coverage: $(VENV)/.installed-dev   ## the fast tests once more, with the share of lines that they run, by file
 	$(PYTEST) -m "not slow" --cov=accelerant --cov-report=term:skip-covered $(ARGS)
