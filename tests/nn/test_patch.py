@@ -38,6 +38,7 @@ def test_outputs_and_gradients_stay(family):
     assert not report.fallbacks
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_labels_and_in_evaluation(family):
     model, inputs = make(family), batch(family)
@@ -49,6 +50,7 @@ def test_without_labels_and_in_evaluation(family):
         torch.testing.assert_close(model.eval()(**inputs).logits, wanted, **TIGHT)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_no_further_from_the_truth_than_unpatched(family):
     inputs = batch(family)
@@ -83,6 +85,7 @@ def test_under_autocast(family):
     assert_same(patched, plain, rtol=5e-2, atol=2e-2)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("loss", [True, False])
 @pytest.mark.parametrize("family", CAUSAL)
 def test_the_loss_takes_what_transformers_passes(family, loss):
@@ -119,6 +122,7 @@ def test_tuples_and_positional_arguments():
         torch.testing.assert_close(a, b, **TIGHT)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", [*CAUSAL, "bert"])
 def test_the_signature_stays(family):
     model = make(family)
@@ -179,6 +183,7 @@ def test_an_output_is_pickled_as_the_models_usual_one(family):
     assert list(again) == ["loss", "logits"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
 def test_on_the_meta_device(family, dtype):
@@ -303,6 +308,7 @@ def test_patching_twice_changes_nothing_more():
     assert len(report.changed) == count
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_replacement_was_written_for_this_version(family):
     model = make(family)
@@ -321,6 +327,7 @@ def left(report, kind):
     return {each.reason for each in report.left if each.module == kind}
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", sorted(activations.ACT2CLS.keys() - {"xielu"}))  # whose weights are bfloat16 alone
 def test_every_activation_is_right_or_left_alone(name):
     model, inputs = make("gpt2", activation_function=name), batch("gpt2")
@@ -511,6 +518,7 @@ def test_a_wrapped_model():
 # --- undone, copied, pickled -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_unpatch_restores_bit_for_bit(family):
     model, inputs = make(family), batch(family)

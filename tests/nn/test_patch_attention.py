@@ -18,6 +18,7 @@ def padded(side, B=3, S=13):
     return mask if side == "left" else mask.flip(1)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", [*CAUSAL, "bert"])
 def test_padding_is_exact_everywhere(family, side):
@@ -32,6 +33,7 @@ def test_padding_is_exact_everywhere(family, side):
     assert f"attention by torch, 2 times: {reason}" in str(report)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("family", [*CAUSAL, "bert"])
 def test_padding_skipped_is_exact_where_tokens_are(family, side):
@@ -69,6 +71,7 @@ def test_boundaries_of_runs():
     assert Pattern(True, None, torch.tensor([[1, 0, 1]], dtype=torch.bool)).boundaries() is None
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("mask", [None, "ones", "left"])
 @pytest.mark.parametrize("S", [4, 5, 6, 13])
 def test_windows(S, mask):
@@ -113,6 +116,7 @@ def test_packed_sequences_do_not_see_each_other():
     assert sum(report.fallbacks.values()) == 2
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])
 @pytest.mark.parametrize("cache", [None, True, False])
 def test_positions_of_the_users_own(family, cache):
@@ -124,6 +128,7 @@ def test_positions_of_the_users_own(family, cache):
     assert_same(outcome(model, inputs), before, **TIGHT)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "bert"])
 @pytest.mark.parametrize("length", [11, 15])
 def test_masks_of_another_length(family, length):
@@ -190,6 +195,7 @@ def test_attention_of_another_class_beside_ours():
     assert not report.fallbacks
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_eager_attention_is_left_alone_and_gives_its_weights(family):
     model, inputs = make(family, attn_implementation="eager"), batch(family)
@@ -269,6 +275,7 @@ def test_a_decoder_with_cross_attention():
     assert not report.fallbacks
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "llama3"])
 def test_rotary_tables_of_other_kinds(kind):
     parameters = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}

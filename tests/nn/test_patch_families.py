@@ -179,6 +179,24 @@ def test_gradient_checkpointing_and_dropout(family):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "vit", "gemma2", "mixtral", "clip"])
+def test_checkpointed_layers_run_again_in_the_backward_pass(family):
+    """Transformers 5.22 and later checkpoint in the forward of the layer's class."""
+    model, inputs = make(family), batch(family)
+    before = outcome(model, inputs)
+    acl.nn.patch(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    layers = {"gpt2": "attn.c_proj", "bert": "attention.output.dense", "clip": "out_proj"}.get(family, "o_proj")
+    seen = []
+    for name, module in model.named_modules():
+        if name.endswith(layers):
+            module.register_forward_hook(lambda *_, name=name: seen.append(name))
+    assert_same(outcome(model, inputs), before, **TIGHT)
+    assert seen
+    assert all(seen.count(name) == 2 for name in seen)
+
+
+@pytest.mark.slow
 def test_a_loss_of_the_users_own_is_called():
     model, inputs = make("gemma2"), batch("gemma2")
     acl.nn.patch(model)

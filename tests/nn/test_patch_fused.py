@@ -68,6 +68,7 @@ def test_other_activations_scales_and_biases(family, settings, fused):
     assert len(fused) == 2
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("which", ["norms and biases", "all but the first layer's last", "none of the blocks"])
 def test_frozen_weights_get_no_gradient(family, which, fused):
@@ -106,6 +107,7 @@ def test_gradients_of_embeddings_and_of_gradients(family, fused):
     assert len(fused) == 2
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     "change", ["cache", "hook", "adapter", "dropout", "autocast", "no gradient", "evaluation of attention weights"]
 )
@@ -151,6 +153,7 @@ def test_what_is_not_fused(family, change, fused):
     assert len(fused) == other
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("family", "name", "part"),
     [
@@ -179,6 +182,7 @@ def test_dropout_follows_its_own_mode_not_the_blocks(family, name, part, fused):
     assert len(fused) == 2  # the other block, twice
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hidden_states_once_asked_for_cost_no_later_step(family, fused):
     """Transformers then leaves hooks on layers and attention for good."""
@@ -197,6 +201,7 @@ def test_hidden_states_once_asked_for_cost_no_later_step(family, fused):
     assert len(fused) == 1
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_parts_that_were_exchanged_are_called(family, when, fused):
@@ -233,6 +238,7 @@ def test_parts_that_were_exchanged_are_called(family, when, fused):
     assert not fused
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hooks_on_all_modules_are_heard(family, fused):
     kind = "Conv1D" if family == "gpt2" else "Linear"

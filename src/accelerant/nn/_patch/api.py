@@ -47,7 +47,8 @@ def patch(model: nn.Module, *, loss: bool = True, padding: str = "exact", embedd
 
     Raises:
         MissingDependency: transformers is not installed.
-        ConfigError: model contains no transformers model, or is compiled; an invalid value of padding.
+        ConfigError: model contains no transformers model, or is compiled; an invalid value of padding; a transformers
+            that is too old.
 
     Outputs and gradients equal the unpatched model's within the tolerance of the dtype. The model's config then names
     "accelerant" as its attention; other models that share the config compute what they did before.
@@ -132,7 +133,15 @@ def _require_transformers() -> tuple[Any, Any]:
         if error.name != "transformers":
             raise
         raise MissingDependency("transformers", "huggingface", "accelerant.nn.patch") from None
-    return transformers.PreTrainedModel, importlib.import_module("accelerant.nn._patch.rules")
+    try:
+        rules = importlib.import_module("accelerant.nn._patch.rules")
+    except ImportError as error:
+        found = getattr(transformers, "__version__", "of an unknown version")
+        raise ConfigError(
+            f"accelerant.nn.patch needs transformers 5.17 or newer, found {found} ({error}): "
+            "pip install --upgrade transformers"
+        ) from error
+    return transformers.PreTrainedModel, rules
 
 
 def _refuse_replica() -> None:

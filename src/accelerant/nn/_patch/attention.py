@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from accelerant import ops
 from accelerant.nn._patch.record import ATTENTION_NAME, MARK
@@ -26,6 +26,8 @@ from accelerant.nn._patch.record import ATTENTION_NAME, MARK
 __all__ = ["Pattern", "causal_mask", "known_pattern", "register"]
 
 _PATTERN = "_accelerant_pattern"
+
+_bidirectional = getattr(masking_utils, "bidirectional_mask_function", None)  # from transformers 5
 
 _OPTIONS = frozenset(("dropout", "scaling", "is_causal", "position_bias", "kwargs"))
 _NEW_OPTIONS = frozenset(list(inspect.signature(sdpa_attention_forward).parameters)[5:]) - _OPTIONS
@@ -84,7 +86,8 @@ def register() -> None:
 def attention_mask(**arguments: Any) -> Tensor | None:
     """Return transformers' mask for torch's attention, with its Pattern attached if that is known."""
     mask: Tensor | None = sdpa_mask(**arguments)
-    if mask is not None and not torch.compiler.is_compiling():
+    # transformers 4 passes positions in place of lengths
+    if mask is not None and "q_length" in arguments and not torch.compiler.is_compiling():
         pattern = _pattern_of_arguments(**arguments)
         if pattern is not None:
             pattern.version = _version(mask)
@@ -110,7 +113,7 @@ def _pattern_of_arguments(
     """Return the pattern of a mask made from these arguments; None if it is unknown."""
     window = None
     causal = mask_function is causal_mask_function
-    if not causal and mask_function is not bidirectional_mask_function:
+    if not causal and (mask_function is not _bidirectional or _bidirectional is None):
         # allow_is_causal_skip is False if the mask contains more than the window (packed sequences, overlays).
         if local_size is None or not allow_is_causal_skip or not _is_window(mask_function, local_size):
             return None

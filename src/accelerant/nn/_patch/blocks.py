@@ -29,10 +29,11 @@ from accelerant.ops.transformer.block import BlockSpec, fused_block
 from accelerant.ops.transformer.decoder import DecoderSpec, fused_decoder_layer
 
 __all__ = [
-    "bert_layer_forward", "bert_output_forward", "clip_layer_forward", "decoder_layer_forward", "embedding_forward",
-    "gated_mlp_forward", "gelu_forward", "gelu_mlp_forward", "gpt2_block_forward", "keyword_decoder_layer_forward",
-    "layer_norm_forward", "layer_norm_scale_forward", "offset_rms_norm_forward", "packed_gated_mlp_forward", "rebound",
-    "rms_norm_forward", "rotary", "silu_forward", "vit_layer_forward",
+    "bert_layer_forward", "bert_output_forward", "checkpointed", "checkpoints", "clip_layer_forward",
+    "decoder_layer_forward", "embedding_forward", "gated_mlp_forward", "gelu_forward", "gelu_mlp_forward",
+    "gpt2_block_forward", "keyword_decoder_layer_forward", "layer_norm_forward", "layer_norm_scale_forward",
+    "offset_rms_norm_forward", "packed_gated_mlp_forward", "rebound", "rms_norm_forward", "rotary", "silu_forward",
+    "vit_layer_forward",
 ]  # fmt: skip
 
 _HALF_TABLES = "_accelerant_half_tables"
@@ -219,6 +220,35 @@ def _half_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         if not tracing:
             setattr(cos, _HALF_TABLES, tables)
     return tables
+
+
+# --- layers under gradient checkpointing -----------------------------------------------------------------------------
+
+_CHECKPOINTING = "GradientCheckpointingLayer.__init_subclass__.<locals>.forward_with_checkpointing"
+
+
+def checkpoints(forward: Any) -> bool:
+    """Return whether a class's forward is decorated by gradient checkpointing alone (transformers 5.22 and later).
+
+    Earlier versions checkpoint where the module is called, so that a replaced forward is checkpointed as well.
+    """
+    return (
+        hasattr(forward, "__wrapped__")
+        and forward.__code__.co_qualname == _CHECKPOINTING
+        and (not hasattr(forward.__wrapped__, "__wrapped__") or checkpoints(forward.__wrapped__))
+    )
+
+
+@functools.cache
+def checkpointed(forward: Forward) -> Forward:
+    """Return a layer's forward that leaves steps under gradient checkpointing to its class."""
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.gradient_checkpointing and self.training:
+            return type(self).forward(self, *args, **kwargs)
+        return forward(self, *args, **kwargs)
+
+    return run
 
 
 # --- whole blocks ----------------------------------------------------------------------------------------------------

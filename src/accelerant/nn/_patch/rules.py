@@ -113,7 +113,7 @@ def _rule_of(kind: Any, forward: Any) -> Rule | None:
         return None
     form = form_of(forward)
     is_model = issubclass(kind, PreTrainedModel)
-    if form in RULES and (is_model or not hasattr(forward, "__wrapped__")):
+    if form in RULES and (is_model or not hasattr(forward, "__wrapped__") or blocks.checkpoints(forward)):
         return RULES[form]
     if is_model:
         return _LOSS if {"loss_function", "CrossEntropyLoss"} & set(_names(forward)) else None
@@ -259,7 +259,8 @@ def _residual(forward: Forward, norm: str, after: tuple[str, ...] = (), *, whole
         if not rms and kind is not nn.LayerNorm:
             return f"its {norm} is a {kind.__name__}"
         op = f"ops.add_{'rms' if rms else 'layer'}_norm" + _WHOLE * whole
-        return ModulePlan([("residual", op)], forward, options={"norm": norm, "after": after})
+        ours = blocks.checkpointed(forward) if blocks.checkpoints(type(module).forward) else forward
+        return ModulePlan([("residual", op)], ours, options={"norm": norm, "after": after})
 
     return Rule(plan)
 
@@ -269,7 +270,9 @@ def _bert_layer(module: Any, around: Surroundings, options: Options) -> ModulePl
     if differs(kind.forward, "bert_attention"):
         return f"its attention is a {kind.__name__}"
     changes = [("block", "in plain training one autograd function")]
-    return ModulePlan(changes, blocks.bert_layer_forward, options={"attention": kind})
+    forward: Forward = blocks.bert_layer_forward
+    ours = blocks.checkpointed(forward) if blocks.checkpoints(type(module).forward) else forward
+    return ModulePlan(changes, ours, options={"attention": kind})
 
 
 # --- attention -------------------------------------------------------------------------------------------------------
