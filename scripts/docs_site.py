@@ -148,14 +148,15 @@ def _site_name(path: str) -> str:
 class PublicNames(griffe.Extension):
     """Prepares the package for the API pages.
 
-    The Python sessions of docstrings become code: `>>>` alone would be a quotation in Markdown. A function with the
-    name of its module, like `ops.gelu`, takes the module's position, as at run time.
+    The Python sessions and formulas of docstrings become code: `>>>` alone would be a quotation in Markdown, and the
+    asterisks of a formula emphasis. A function with the name of its module, like `ops.gelu`, takes the module's
+    position, as at run time.
     """
 
     def on_object(self, *, obj: griffe.Object, loader: griffe.GriffeLoader, **kwargs: Any) -> None:
-        """Put fences around the sessions of an object's docstring."""
+        """Put fences around the sessions and formulas of an object's docstring."""
         if obj.docstring:
-            obj.docstring.value = _fenced(obj.docstring.value)
+            obj.docstring.value = _fenced(_formulas_fenced(obj.docstring.value))
 
     def on_package(self, *, pkg: griffe.Module, loader: griffe.GriffeLoader, **kwargs: Any) -> None:
         """Replace modules by the functions of the same name."""
@@ -166,7 +167,18 @@ class PublicNames(griffe.Extension):
                 if (member := module.members[name]).is_module:
                     found = member[name]
                     target = found.final_target if found.is_alias else found
+                    self.on_object(obj=target, loader=loader)  # the loader does not follow an alias
                     module.members[name] = griffe.Alias(name, target, parent=module)
+
+
+def _formulas_fenced(text: str) -> str:
+    """Put fences around the paragraphs of equations, such as y = x * w + b."""
+    paragraphs = text.split("\n\n")
+    for place, paragraph in enumerate(paragraphs[1:], 1):
+        lines = paragraph.strip("\n").splitlines()
+        if lines and all(re.match(r"\S.*? = \S", line) for line in lines) and not lines[-1].endswith("."):
+            paragraphs[place] = "\n".join(["```text", *lines, "```"])
+    return "\n\n".join(paragraphs)
 
 
 def _fenced(text: str) -> str:

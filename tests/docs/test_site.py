@@ -67,3 +67,8 @@ def test_public_names_are_those_of_all_but_for_modules(site):
 
 def test_sessions_of_docstrings_are_code(site):
     assert site._fenced("Add.\n\n>>> add(1, 2)\n3\n\nMore.") == "Add.\n\n\n```pycon\n>>> add(1, 2)\n3\n```\n\nMore."
+
+
+def test_equations_of_docstrings_are_code(site):
+    text = "Scale.\n\ny = x * w\nz = y * y\n\nIt is y = x here.\n\nArgs:\n    x: with w = 1"
+    assert site._formulas_fenced(text) == text.replace("y = x * w\nz = y * y", "```text\ny = x * w\nz = y * y\n```")
