@@ -34,7 +34,7 @@ PAGES = {
 
 STYLE = """.md-grid { max-width: 1300px; }
 .md-typeset table:not([class]) { font-size: .68rem; }
-.md-typeset table:not([class]) code { white-space: nowrap; }
+@media (min-width: 60em) { .md-typeset table:not([class]) code { white-space: nowrap; } }
 .md-typeset .doc-contents { border-left: .1rem solid var(--md-default-fg-color--lightest); padding-left: .8rem; }
 .doc-section-title { font-weight: 600; }
 """
@@ -175,8 +175,8 @@ def _formulas_fenced(text: str) -> str:
     """Put fences around the paragraphs of equations, such as y = x * w + b."""
     paragraphs = text.split("\n\n")
     for place, paragraph in enumerate(paragraphs[1:], 1):
-        lines = paragraph.strip("\n").splitlines()
-        if lines and all(re.match(r"\S.*? = \S", line) for line in lines) and not lines[-1].endswith("."):
+        lines = re.split(r"\n| {4,}(?=\S)", paragraph.strip("\n"))
+        if all(re.match(r"\S.*? = \S", line) for line in lines) and not lines[-1].endswith("."):
             paragraphs[place] = "\n".join(["```text", *lines, "```"])
     return "\n\n".join(paragraphs)
 
