@@ -1,5 +1,7 @@
 """patch: families whose modules have the forms of others. Each is compared with the unpatched model."""
 
+import copy
+
 import pytest
 import torch
 from patch_models import BY_FORM, assert_same, batch, make, outcome
@@ -194,6 +196,53 @@ def test_checkpointed_layers_run_again_in_the_backward_pass(family):
     assert_same(outcome(model, inputs), before, **TIGHT)
     assert seen
     assert all(seen.count(name) == 2 for name in seen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", BY_FORM)
+def test_under_autocast(family):
+    model, inputs = make(family), batch(family)
+    if family == "mixtral":
+        model.set_experts_implementation("eager")  # torch's grouped products and autocast disagree on dtypes
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = outcome(model, inputs)
+        acl.nn.patch(model)
+        patched = outcome(model, inputs)
+    assert patched[0].dtype == plain[0].dtype
+    torch.testing.assert_close(patched[0], plain[0], rtol=1e-2, atol=1e-3)
+    # of bfloat16, of single elements
+    torch.testing.assert_close(patched[1].float(), plain[1].float(), rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "phi3", "t5"])
+def test_compiles_whole(family):
+    model, inputs = make(family), batch(family)
+    wanted = outcome(model, inputs)
+    acl.nn.patch(model)
+    model.zero_grad()
+    output = torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs)
+    output.loss.backward()
+    torch.testing.assert_close(output.loss, wanted[0], **TIGHT)
+    for name, p in model.named_parameters():
+        if name in wanted[2]:
+            torch.testing.assert_close(p.grad, wanted[2][name], **TIGHT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma2", "t5", "phi3"])
+def test_a_deep_copy_is_patched_and_independent(family):
+    model, inputs = make(family), batch(family)
+    before = outcome(model, inputs)
+    acl.nn.patch(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert_same(outcome(other, inputs), before, **TIGHT)
+    acl.nn.unpatch(other)
+    assert_same(outcome(other, inputs), before)
+    assert any("forward" in vars(each) for each in model.modules())
 
 
 @pytest.mark.slow

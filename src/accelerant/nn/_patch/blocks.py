@@ -167,10 +167,11 @@ def rebound(function: Any, name: str, value: Any) -> Any:
         if function.__code__.co_qualname != "can_return_tuple.<locals>.wrapper" or hasattr(inner, "__wrapped__"):
             return None
         return can_return_tuple(rebound(inner, name, value))
+    # torch.compile looks globals up in the module that __name__ names, which are the original's; without it, in these.
+    names = {key: each for key, each in function.__globals__.items() if key != "__name__"} | {name: value}
     copied = types.FunctionType(
-        function.__code__, function.__globals__ | {name: value}, function.__name__, function.__defaults__,
-        function.__closure__,
-    )  # fmt: skip
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
     functools.update_wrapper(copied, function)
     del copied.__dict__["__wrapped__"]
     copied.__kwdefaults__ = function.__kwdefaults__
