@@ -177,13 +177,14 @@ def test_field_arrays_of_several_limbs_are_neither_cut_nor_joined_within_an_elem
             products = [batch.field_mul(x[:n], x[:n], field="bn254_fr") for n in (1, 3, 5)]
             single = batch.field_mul(x[2], x[2], field="bn254_fr")
             other = batch.field_mul([2], [3], field="babybear")
-            wrong = batch.field_inv([4, 0], field="bn254_fr")
         assert batch.launches == 2  # one of each field
         assert [field.decode(each.result()) for each in products] == [[9], [9, 25, 49], [9, 25, 49, 121, 169]]
         assert field.decode(single.result()) == 49
         assert other.result().tolist() == [6]
-        with pytest.raises(FormatError, match=r"x\[1\] .* is 0, which has no inverse"):
-            wrong.result()
+        batch = acc.batch()
+        batch.field_inv([4, 0], field="bn254_fr")
+        with pytest.raises(FormatError, match=r"x\[1\] .* is 0, which has no inverse"), batch:
+            pass
 
 
 def test_words_that_are_not_the_fields_are_refused(acc):
@@ -267,7 +268,9 @@ def test_arrays_without_dimensions_stay_so(acc, batched):
             results = [getattr(acc, name)(*arrays)]
         for result in results:
             assert result.shape == ()
+            assert np.isscalar(result)  # as NumPy's own functions return
             assert wanted is None or result == wanted
+    assert isinstance(acc.gelu(torch.tensor(1.5)), torch.Tensor)
 
 
 def test_masked_arrays_are_refused(acc):
@@ -424,8 +427,46 @@ def test_backend_by_environment_and_bad_names():
         assert Accelerator().backend == "cpu"
     with pytest.raises(ConfigError, match="unknown backend 'abacus'; known are cuda"):
         Accelerator("abacus")
-    with pytest.raises(ConfigError, match="there is no number 3"):
-        Accelerator("cpu", device=3)
+    for bad in ({"backend": "cpu", "device": 3}, {"backend": "cpu:3"}):
+        with pytest.raises(ConfigError, match="there is no number 3"):
+            Accelerator(**bad)
+    with pytest.raises(ConfigError, match="device 'cpu:0' and index 1 are not the same device"):
+        Accelerator("cpu:0", device=1)
+
+
+def test_backends_have_the_names_that_people_call_them_by():
+    for name in ("CPU", "cpu:0", torch.device("cpu"), " Cpu "):
+        assert Accelerator(name).backend == registry.find_device(str(name)).backend == "cpu"
+    other = {
+        "CUDA": "cuda",
+        "mps": "apple",
+        "MPS:0": "apple",
+        "apple_silicon": "apple",
+        "Apple Silicon": "apple",
+        "HIP": "rocm",
+    }
+    for name, backend in other.items():
+        if registry.reason_absent(backend):
+            for choose in (registry.choose, registry.find_device, lambda name: Accelerator(name, fallback=False)):
+                with pytest.raises(BackendUnavailable, match=f"backend '{backend}' is not available"):
+                    choose(name)
+    with override(backend="CPU"):
+        assert Accelerator().backend == "cpu"
+    with pytest.raises(ConfigError, match=r"unknown backend 'cudda' \(did you mean 'cuda'\?\)"):
+        Accelerator("cudda")
+
+
+@pytest.mark.parametrize(
+    ("value", "policy"), [(True, "allow"), (False, "forbid"), ("False", "forbid"), ("true", "allow"), ("Warn", "warn")]
+)
+def test_the_fallback_is_a_policy_or_true_or_false(value, policy):
+    assert Accelerator("cpu", config=AcceleratorConfig(fallback=value))._policy == policy
+    assert Accelerator("cpu", fallback=value)._policy == policy
+    with override(fallback=value):
+        assert Accelerator("cpu")._policy == policy
+    for refuse in (lambda: Accelerator("cpu", fallback="never"), lambda: AcceleratorConfig(fallback="never")):
+        with pytest.raises(ConfigError, match="fallback must be allow, warn or forbid, or true or false; got 'never'"):
+            refuse()
 
 
 def test_opencl_has_some_operations_and_falls_back_for_the_rest():
@@ -488,19 +529,28 @@ def test_a_batch_gives_what_single_calls_give_in_fewer_launches(acc):
     assert [answer.result().tolist() for answer in sums] == [[P - 1], [P - 1, 0, 1, 2]]
 
 
-def test_a_call_that_does_not_fit_fails_alone(acc):
-    with acc.batch() as batch:
-        good = batch.field_add([1], [2])
-        large = batch.field_add([P], [0])
-        stranger = batch.gelu("abc")
-        with pytest.raises(AccelerantError, match="has not ended yet"):
-            good.result()
+def test_the_end_of_a_batch_raises_the_first_error_after_the_other_calls(acc):
+    x = torch.ones(2, 3)
+    batch = acc.batch()
+    large = batch.field_add([P], [0])
+    good = batch.field_add([1], [2])
+    stranger = batch.gelu("abc")
+    unlike = batch.layer_norm(x, x[0], eps="small")  # an error of the op itself
+    after = batch.softmax(x)
+    with pytest.raises(AccelerantError, match="has not ended yet"):
+        good.result()
+    with pytest.raises(FormatError, match="not below the modulus") as raised, batch:
+        pass
+    assert raised.value.__notes__ == ["3 of the batch's 5 calls failed; this is the first"]
     assert good.done()
     assert good.result().tolist() == [3]
-    with pytest.raises(FormatError, match="not below the modulus"):
-        large.result()
-    with pytest.raises(UnsupportedDtype, match=r"builtins\.str"):
-        stranger.result()
+    torch.testing.assert_close(after.result(timeout=1), x / 3)
+    for call, kind, words in (
+        (large, FormatError, "not below the modulus"), (stranger, UnsupportedDtype, r"builtins\.str"),
+        (unlike, ConfigError, "eps must be a number, got str"),
+    ):  # fmt: skip
+        with pytest.raises(kind, match=words):
+            call.result()
 
 
 def test_a_batch_that_is_left_by_an_error_does_nothing(acc):
@@ -521,7 +571,12 @@ def test_futures_are_awaited_and_asked(acc):
     for i, answer in enumerate(answers):
         np.testing.assert_allclose(answer, acc.gelu(x * i), rtol=1e-6)
     future = acc.submit(acc.gelu, x, approximate="tanh")
-    np.testing.assert_allclose(future.result(10), acc.gelu(x, "tanh"), rtol=1e-6)
+    for limit in ({"timeout_s": 10}, {"timeout": 10}):
+        np.testing.assert_allclose(future.result(**limit), acc.gelu(x, "tanh"), rtol=1e-6)
+    gate = threading.Event()
+    with pytest.raises(TimeoutError, match=r"within 0\.01 s"):
+        acc.submit(gate.wait).result(timeout=0.01)
+    gate.set()
     assert future.done()
     with pytest.raises(UnsupportedDtype):
         acc.submit(acc.gelu, "abc").result(10)
@@ -530,14 +585,14 @@ def test_futures_are_awaited_and_asked(acc):
 def test_a_batch_keeps_the_memory_limit():
     x = np.zeros(1000, np.float32)
     with Accelerator("cpu", config=AcceleratorConfig(memory_limit_bytes=20_000)) as acc:
-        with acc.batch() as batch:
-            answers = [batch.gelu(x) for _ in range(5)]  # 8,000 bytes each with its result: two at a time
-            large = batch.gelu(np.zeros(3000, np.float32))
+        batch = acc.batch()
+        answers = [batch.gelu(x) for _ in range(5)]  # 8,000 bytes each with its result: two at a time
+        batch.gelu(np.zeros(3000, np.float32))
+        with pytest.raises(OutOfMemory, match="gelu: inputs and result take 24,000 bytes; the limit is 20,000"), batch:
+            pass
         assert batch.launches == 3
         for answer in answers:
             np.testing.assert_array_equal(answer.result(), x)
-        with pytest.raises(OutOfMemory, match="gelu: inputs and result take 24,000 bytes; the limit is 20,000"):
-            large.result()
 
 
 SHAPED = {  # name, arguments, bytes of the result
@@ -566,10 +621,10 @@ def test_the_memory_limit_counts_the_result_exactly(case):
     with Accelerator("cpu", config=AcceleratorConfig(memory_limit_bytes=needed - 1)) as acc:
         with pytest.raises(OutOfMemory, match=message):
             getattr(acc, name)(*arrays)
-        with acc.batch() as batch:
-            answer = getattr(batch, name)(*arrays)
-        with pytest.raises(OutOfMemory, match=message):
-            answer.result()
+        batch = acc.batch()
+        getattr(batch, name)(*arrays)
+        with pytest.raises(OutOfMemory, match=message), batch:
+            pass
 
 
 @pytest.mark.parametrize("limit", [24_000, 40_000, 100_000])
@@ -609,8 +664,10 @@ def test_a_batch_never_holds_more_than_its_limit(limit, kind, monkeypatch):
 
 def test_a_batch_keeps_the_time_limit():
     with Accelerator("cpu", config=AcceleratorConfig(timeout_s=1e-9)) as acc:
-        with acc.batch() as batch:
-            answers = [batch.gelu([1.0]), batch.gelu([2.0])]
+        batch = acc.batch()
+        answers = [batch.gelu([1.0]), batch.gelu([2.0])]
+        with pytest.raises(TimeLimitExceeded), batch:
+            pass
         for answer in answers:
             with pytest.raises(TimeLimitExceeded, match=r"gelu: .* of at most 1e-09 s"):
                 answer.result()

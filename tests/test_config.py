@@ -30,6 +30,13 @@ def test_defaults_file_environment_and_arguments_in_rising_order(file):
         assert settings().fallback == "allow"
 
 
+def test_policies_are_understood_as_switches_and_in_any_case():
+    for value, policy in {"true": "allow", "False": "forbid", "0": "forbid", "on": "allow", "WARN": "warn"}.items():
+        assert load({"ACCELERANT_FALLBACK": value, "ACCELERANT_LOG": "ERROR"}).fallback == policy
+    with override(fallback=False):
+        assert settings().fallback == "forbid"
+
+
 def test_every_variable_is_read():
     environ = {
         "ACCELERANT_BACKEND": "cpu",

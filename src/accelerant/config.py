@@ -4,7 +4,8 @@ The file is `$ACCELERANT_CONFIG`, or `config.toml` in the user's configuration f
 
     backend = "auto"          # ACCELERANT_BACKEND     auto, or the one backend to use: cpu, cuda, ...
     fallback = "allow"        # ACCELERANT_FALLBACK    a failing device or implementation is replaced by another: allow
-                              #                        (warn once, count), warn (each time), forbid (raise)
+                              #                        or true (warn once, count), warn (each time), forbid or false
+                              #                        (raise)
     cache_dir = "/path"       # ACCELERANT_CACHE_DIR   compiled kernels, choices, tokenisers
     memory_fraction = 1.0     # ACCELERANT_MEMORY_FRACTION   share of each device's memory for this process
     log = "warning"           # ACCELERANT_LOG         debug, info, warning, error
@@ -44,7 +45,7 @@ from typing import Any, Literal, get_args
 
 from accelerant.errors import ConfigError
 
-__all__ = ["FallbackPolicy", "Settings", "When", "carried", "override", "settings", "similar"]
+__all__ = ["FallbackPolicy", "Settings", "When", "carried", "override", "policy_named", "settings", "similar"]
 
 FallbackPolicy = Literal["allow", "warn", "forbid"]
 When = Literal["off", "first_use"]
@@ -101,12 +102,22 @@ def _converted(name: str, value: object, origin: str) -> Any:
             return _SWITCH[str(value).lower()]
         if name == "implementation":
             return _pairs(value)
-        return str(value)
+        if name == "fallback":
+            return policy_named(value)
+        return str(value).lower() if name != "backend" else str(value)
     except (ValueError, KeyError, TypeError, RuntimeError):  # RuntimeError: "~" of a user without a home
         raise ConfigError(f"{origin}: {name} cannot be {value!r}") from None
 
 
 _SWITCH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+
+
+def policy_named(value: object) -> Any:
+    """Return the policy that true, false or text in any case means; other values unchanged, for the check of them."""
+    text = str(value).lower()
+    if text in _SWITCH:
+        return "allow" if _SWITCH[text] else "forbid"
+    return text if text in get_args(FallbackPolicy) else value
 
 
 def _pairs(value: object) -> tuple[tuple[str, str], ...]:

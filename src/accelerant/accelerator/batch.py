@@ -5,8 +5,8 @@
 >>> [answer.result() for answer in answers]          # run at the end of the block
 
 Calls of the same operation with the same options become one call on joined arrays, as far as the operation allows
-(Method.merge), and the result is split again. Other calls run one by one. A call with invalid arguments fails alone,
-when its result is requested.
+(Method.merge), and the result is split again. Other calls run one by one. A call that fails does not affect the others:
+all run, and then the end of the block raises the first error. result() raises that of its own call.
 """
 
 from __future__ import annotations
@@ -28,16 +28,20 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class PendingCall:
-    """A recorded call of a batch."""
+    """A recorded call of a batch; `error` is what it raised, None if it succeeded or has not run."""
 
     def __init__(self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> None:
         self.name = name
         self.arrays = arrays
         self.options = options
+        self.error: Exception | None = None
         self._outcome: Callable[[], Any] | None = None
 
-    def result(self) -> Any:
-        """Return the result, in the kind of the inputs; or raise the call's error, or AccelerantError in its batch."""
+    def result(self, timeout_s: float | None = None, *, timeout: float | None = None) -> Any:
+        """Return the result, in the kind of the inputs; or raise the call's error, or AccelerantError in its batch.
+
+        There is nothing to wait for; the time limits of other futures are accepted.
+        """
         if self._outcome is None:
             raise AccelerantError(f"{self.name}: this call's batch has not ended yet")
         return self._outcome()
@@ -52,6 +56,7 @@ class PendingCall:
 
     def fail(self, error: Exception) -> None:
         """Set the error that result() raises; for the batch."""
+        self.error = error
 
         def outcome() -> Any:
             raise error
@@ -97,8 +102,14 @@ class Batch(Operations):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self._finish()
+        if error is not None:
+            return
+        self._finish()
+        failed = [call.error for call in self._calls if call.error is not None]
+        if failed:
+            if len(failed) > 1:
+                failed[0].add_note(f"{len(failed)} of the batch's {len(self._calls)} calls failed; this is the first")
+            raise failed[0]
 
     def _call(self, name: str, arrays: tuple[Any, ...], **options: Any) -> PendingCall:
         call = PendingCall(name, arrays, options)
@@ -117,10 +128,11 @@ class Batch(Operations):
                     self._run_groups(groups)
                     groups, held_bytes = {}, 0
                 member = _Member(call, arrays, *self._move(call.name, arrays))
-            except AccelerantError as error:
+                key = _key(call, member.tensors)
+            except Exception as error:  # noqa: BLE001 - raised at the end of the block
                 call.fail(error)
                 continue
-            groups.setdefault(_key(call, member.tensors), []).append(member)
+            groups.setdefault(key, []).append(member)
             held_bytes += needed
         self._run_groups(groups)
 
@@ -133,7 +145,7 @@ class Batch(Operations):
                         tensors = member.tensors or self._move(call.name, member.arrays)[0]
                         self._succeed(call, member.origin, self._run(call.name, tensors, call.options, 1))
                         self.launches += 1
-                    except AccelerantError as error:
+                    except Exception as error:  # noqa: BLE001 - as above
                         call.fail(error)
                     member.tensors = ()
 
@@ -144,7 +156,7 @@ class Batch(Operations):
             return
         try:
             value = origin.wrap(tensor)
-        except AccelerantError as error:
+        except Exception as error:  # noqa: BLE001 - as above
             call.fail(error)
         else:
             call.succeed(lambda: value)
@@ -161,7 +173,7 @@ class Batch(Operations):
             for member in members:
                 member.call.fail(error)
             return True
-        except AccelerantError:
+        except Exception:  # noqa: BLE001 - each call then raises its own
             return False
         self.launches += 1
         for member, result in zip(members, results, strict=True):

@@ -23,7 +23,7 @@ import torch
 from accelerant.accelerator.batch import Batch
 from accelerant.accelerator.methods import METHODS, ArrayOrigin, Operations, sizes_of, to_torch
 from accelerant.algebra.field import prime_field
-from accelerant.config import FallbackPolicy, override, settings
+from accelerant.config import FallbackPolicy, override, policy_named, settings
 from accelerant.errors import (
     AccelerantError,
     BackendUnavailable,
@@ -65,21 +65,28 @@ class AcceleratorConfig:
         memory_limit_bytes: the most that a call's inputs and result may take on the device; a call that needs more
             raises OutOfMemory before anything is allocated. Also the most that the calls of a batch take together: it
             runs in parts. No limit by default.
-        fallback: "allow", "warn" or "forbid"; the Accelerator's argument by default.
+        fallback: "allow" (True), "warn" or "forbid" (False); the Accelerator's argument by default.
     """
 
     batch_size: int | None = None
     timeout_s: float | None = None
     memory_limit_bytes: int | None = None
-    fallback: FallbackPolicy | None = None
+    fallback: FallbackPolicy | bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "timeout_s", "memory_limit_bytes"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not value > 0):
                 raise ConfigError(f"{name} must be above 0, got {value!r}")
-        if self.fallback not in (None, "allow", "warn", "forbid"):
-            raise ConfigError(f"fallback must be allow, warn or forbid, got {self.fallback!r}")
+        if self.fallback is not None:
+            object.__setattr__(self, "fallback", _policy(self.fallback))
+
+
+def _policy(value: object) -> FallbackPolicy:
+    policy = policy_named(value)
+    if policy not in ("allow", "warn", "forbid"):
+        raise ConfigError(f"fallback must be allow, warn or forbid, or true or false; got {value!r}")
+    return policy  # type: ignore[no-any-return]  # one of the three
 
 
 @dataclass(slots=True)
@@ -152,9 +159,11 @@ class Accelerator(Operations):
     """A device and its operations. May be called from several threads.
 
     Args:
-        backend: "auto" (the setting's, ACCELERANT_BACKEND), or one of accelerant.runtime.registry.BACKENDS.
+        backend: "auto" (the setting's, ACCELERANT_BACKEND), or one of accelerant.runtime.registry.BACKENDS in any case,
+            or another name of it ("mps", "apple_silicon", "nvidia", ...); a number may follow, as in "cuda:1".
         device: number on the backend.
-        fallback: whether another device may be used if this one is absent, or fails before anything was written.
+        fallback: whether another device may be used if this one is absent, or fails before anything was written; or
+            "allow", "warn" or "forbid". True is the setting's policy, ACCELERANT_FALLBACK.
         config: limits.
 
     Raises:
@@ -163,10 +172,12 @@ class Accelerator(Operations):
     """
 
     def __init__(
-        self, backend: str = "auto", device: int = 0, fallback: bool = True, config: AcceleratorConfig | None = None
-    ) -> None:
+        self, backend: str | torch.device = "auto", device: int = 0, fallback: bool | FallbackPolicy = True,
+        config: AcceleratorConfig | None = None,
+    ) -> None:  # fmt: skip
         self.config = config or AcceleratorConfig()
-        self._policy: FallbackPolicy = self.config.fallback or (settings().fallback if fallback else "forbid")
+        chosen = fallback if self.config.fallback is None else self.config.fallback
+        self._policy = settings().fallback if chosen is True else _policy(chosen)
         self._metrics = OperationMetrics(METHODS)
         self._closed = False
         self._submitted: set[Future[Any]] = set()
@@ -174,7 +185,7 @@ class Accelerator(Operations):
         self._provider = registry.create(self.device.backend)
         self._torch_device = torch.device(self.device.torch_device or "cpu")
 
-    def _choose(self, backend: str, index: int) -> ComputeDevice:
+    def _choose(self, backend: str | torch.device, index: int) -> ComputeDevice:
         try:
             return registry.choose(backend, index)
         except BackendUnavailable as error:

@@ -186,7 +186,7 @@ class LayerNorm(nn.Module):
 
     bias: nn.Parameter | None
 
-    def __init__(self, width: int, *, eps: float = 1e-5, bias: bool = True) -> None:
+    def __init__(self, width: int, eps: float = 1e-5, *, bias: bool = True) -> None:
         super().__init__()
         self.width = width
         self.eps = eps
@@ -206,7 +206,7 @@ class LayerNorm(nn.Module):
 class RMSNorm(nn.Module):
     """Scale each row to unit root mean square, then by `weight` (width,), initially 1; see accelerant.ops.rms_norm."""
 
-    def __init__(self, width: int, *, eps: float = 1e-6) -> None:
+    def __init__(self, width: int, eps: float = 1e-6) -> None:
         super().__init__()
         if width < 1:
             raise ConfigError(f"RMSNorm needs a width of at least 1, got {width}")

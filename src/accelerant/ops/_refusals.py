@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from accelerant.errors import ShapeError, UnsupportedDtype
+from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._library import name_of
 from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case
 
 __all__ = [
-    "FLOATING", "check_dtype", "check_matches", "check_or_float32", "not_a_tensor", "refuses_float64",
+    "FLOATING", "check_dtype", "check_matches", "check_or_float32", "checked_dim", "not_a_tensor", "refuses_float64",
     "refuses_triton_kernel",
 ]  # fmt: skip
 
@@ -66,10 +66,30 @@ def check_or_float32(name: str, other: Tensor, x: Tensor) -> None:
         raise ShapeError(f"{name} must be on {x.device}, where x is; it is on {other.device}")
 
 
+def checked_dim(op: str, x: Tensor, dim: int, axis: int | None) -> int:
+    """Check x and return the dimension counted from 0, `axis` where it is given in place of `dim`."""
+    check_dtype(op, x)
+    if axis is not None:
+        if dim not in (-1, axis):
+            raise ConfigError(f"{op}: axis is another name of dim; got dim={dim} and axis={axis}")
+        dim = axis
+    dims = x.dim() or 1  # a scalar counts as one element along dimension 0, as in torch
+    try:
+        inside = -dims <= dim < dims
+    except TypeError:
+        raise ConfigError(f"{op}: dim must be an integer, got {type(dim).__name__}") from None
+    if not inside:
+        raise ShapeError(f"dim must be in [{-dims}, {dims - 1}] for x of shape {tuple(x.shape)}, got {dim}")
+    return dim % dims
+
+
 def not_a_tensor(op: str, name: str, x: object) -> TypeError:
     """Return the error for an argument that is not a tensor."""
     kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
-    return TypeError(f"{op} takes torch tensors; {name} is a {kind}: convert it, for example with torch.as_tensor")
+    return TypeError(
+        f"{op} takes torch tensors; {name} is a {kind}: convert it with torch.as_tensor, or call {op} of an "
+        "accelerant.Accelerator, which takes arrays of other libraries and numbers"
+    )
 
 
 def refuses_float64(dtype: torch.dtype) -> str | None:

@@ -12,7 +12,7 @@ import importlib
 import threading
 from typing import TYPE_CHECKING, TypeAlias
 
-from accelerant.config import settings
+from accelerant.config import settings, similar
 from accelerant.errors import BackendUnavailable, ConfigError
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.provider import ComputeDevice, ComputeProvider
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch  # the CPU's integer kernels run without it
 
 __all__ = [
-    "BACKENDS", "PROVIDERS", "DeviceLike", "automatic_backends", "choose", "create", "devices",
+    "BACKENDS", "PROVIDERS", "DeviceLike", "automatic_backends", "backend_named", "choose", "create", "devices",
     "find_device", "provider_of", "reason_absent", "reason_without_kernels",
 ]  # fmt: skip
 
@@ -37,6 +37,10 @@ PROVIDERS: dict[str, tuple[str, str]] = {
 }
 """Backend -> module and class of its provider; a new backend adds a line here."""
 
+_ALIASES = {
+    "amd": "rocm", "apple_silicon": "apple", "hip": "rocm", "metal": "apple", "mps": "apple", "nvidia": "cuda",
+}  # fmt: skip
+
 DeviceLike: TypeAlias = "str | torch.device | ComputeDevice"
 """A device's name ("cuda", "cuda:1", "opencl:0"), a torch.device, or a device from the registry."""
 
@@ -51,10 +55,30 @@ def _provider_class(name: str) -> type[ComputeProvider]:
     return provider
 
 
+def backend_named(name: object) -> str:
+    """Return the backend, or "auto", that a name in any case means; raise ConfigError for an unknown one.
+
+    Makers and torch's types name backends too: "mps", "apple_silicon", "nvidia", ...
+    """
+    text = str(name).strip().lower().replace("-", "_").replace(" ", "_")
+    found = _ALIASES.get(text, text)
+    if found not in (*BACKENDS, "auto"):
+        known = ", ".join(BACKENDS)
+        raise ConfigError(f"unknown backend {name!r}{similar(text, (*BACKENDS, *_ALIASES))}; known are {known}")
+    return found
+
+
+def _parsed(device: object) -> tuple[str, int | None]:
+    """Return the backend and the number that a device's name has, None if it has none."""
+    name, colon, number = str(device).partition(":")
+    if colon and not number.isdecimal():
+        raise ConfigError(f"device: wanted a backend's name and perhaps an index, like 'cuda:0'; got {str(device)!r}")
+    return backend_named(name), int(number) if colon else None
+
+
 def reason_absent(name: str) -> str:
     """Return why a backend cannot be used here; empty if it can. Probed once a process."""
-    if name not in BACKENDS:
-        raise ConfigError(f"unknown backend {name!r}; known are {', '.join(BACKENDS)}")
+    name = backend_named(name)
     with _lock:
         if name not in _reasons:
             _reasons[name] = (
@@ -111,13 +135,19 @@ def devices() -> list[ComputeDevice]:
     return listed
 
 
-def choose(backend: str = "auto", index: int = 0) -> ComputeDevice:
+def choose(backend: str | torch.device = "auto", index: int = 0) -> ComputeDevice:
     """Return a device of a backend that must be present, or raise ConfigError or BackendUnavailable, which says why.
 
-    "auto" is the setting's (ACCELERANT_BACKEND), and if that is "auto" too, the first of automatic_backends() that
-    starts.
+    The backend may end in the index, as in "cuda:1"; see backend_named for its names. "auto" is the setting's
+    (ACCELERANT_BACKEND), and if that is "auto" too, the first of automatic_backends() that starts.
     """
-    name = settings().backend if backend == "auto" else backend
+    name, number = _parsed(backend)
+    if number is not None:
+        if index not in (0, number):
+            raise ConfigError(f"device {str(backend)!r} and index {index} are not the same device")
+        index = number
+    if name == "auto":
+        name = backend_named(settings().backend)
     if name == "auto":
         name = next((name for name in automatic_backends() if not isinstance(_create_or_reason(name), str)), "cpu")
     present = create(name).devices()
@@ -139,13 +169,11 @@ def find_device(device: DeviceLike = "auto") -> ComputeDevice:
         return choose(device.backend, device.index)
     if not isinstance(device, (str, torch.device)):
         raise ConfigError(f"device: wanted a name like 'cuda:0' or a torch.device, got {device!r}")
-    name, colon, number = str(device).partition(":")
-    if colon and not number.isdecimal():
-        raise ConfigError(f"device: wanted a backend's name and perhaps an index, like 'cuda:0'; got {str(device)!r}")
-    if name not in (*BACKENDS, "auto") or (name == "cuda" and torch.version.hip):
-        name = next((known for known in PROVIDERS if _serves(known, name)), name)
-    if colon:
-        return choose(name, int(number))
+    name, number = _parsed(device)
+    if name == "cuda" and torch.version.hip:
+        name = "rocm"
+    if number is not None:
+        return choose(name, number)
     chosen = choose(name)
     if chosen.torch_type == "cuda" and torch.cuda.current_device() != chosen.index:
         return choose(chosen.backend, torch.cuda.current_device())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,7 +96,7 @@ attention_bwd = Operation(
 
 
 def _torch_equivalent(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, window: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, *, window: int | None = None,
     return_lse: bool = False,
 ) -> Tensor:  # fmt: skip
     """Compute attention by torch's CPU function, with contiguous heads folded into the batch for a contiguous result.
@@ -113,8 +112,8 @@ def _torch_equivalent(
 
 
 def _torch_serves(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: int | None = None, return_lse: bool = False,
-    **_: Any,
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, *, window: int | None = None,
+    return_lse: bool = False,
 ) -> bool:  # fmt: skip
     """Return whether torch's function gives the same: equal numbers of heads, in a layout that torch preserves."""
     contiguous = all(x.is_contiguous() for x in (q, k, v))
@@ -129,7 +128,7 @@ _cpu = CpuFastPath(_torch_equivalent, serves=_torch_serves, by_gradient=True, an
 
 @_cpu
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, window: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, *, window: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Compute softmax attention: for each query the mean of the values, weighted by softmax of the scaled scores.
@@ -157,7 +156,7 @@ def attention(
     Raises:
         ShapeError: incompatible shapes, Hkv that does not divide Hq, tensors on several devices.
         UnsupportedDtype: a dtype not listed above, or several.
-        ConfigError: a negative window.
+        ConfigError: a negative window, or causal is not a bool.
 
     The kernels take D up to 256; torch's functions serve wider heads. Under forward-mode differentiation and the
     transforms of torch.func (grad, jvp, vmap, ...) torch's own functions run, which the ledger does not count.
@@ -173,6 +172,8 @@ def attention(
     if kB != B or kD != D or D < 1:
         raise ShapeError(f"q and k must have the same B and D, and D be at least 1, got {shapes_of(q, k)}")
     check_heads(Hq, Hkv)
+    if not isinstance(causal, bool):
+        raise ConfigError(f"attention: causal must be True or False, got {type(causal).__name__}; no mask is taken")
     # A single query sees all keys, as does a window of Skv - 1: without a mask more implementations can serve.
     causal = causal and S != 1
     scale = D**-0.5 if scale is None else float(scale)
@@ -205,7 +206,8 @@ def checked(q: Tensor, k: Tensor, v: Tensor, op: str) -> tuple[Tensor, Tensor, T
 
 
 def _check_dtypes(q: Tensor, k: Tensor, v: Tensor, op: str) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    cache = "_cache" * (op == "attention_decode")
+    for name, x in (("q", q), (f"k{cache}", k), (f"v{cache}", v)):
         check_dtype(op, x, name)
     if autocast_dtype(q.device.type) is None or torch.float64 in (q.dtype, k.dtype, v.dtype):
         names = ", ".join(name_of(x.dtype) for x in (q, k, v))

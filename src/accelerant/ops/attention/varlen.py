@@ -12,6 +12,7 @@ from torch import Tensor
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import DifferentiableOp
 from accelerant.ops._library import name_of
+from accelerant.ops._refusals import not_a_tensor
 from accelerant.ops.attention.backends import TORCH, VARLEN_FLASH
 from accelerant.ops.attention.composite import attend
 from accelerant.ops.attention.launch import launch_varlen_backward, launch_varlen_forward, like
@@ -149,6 +150,8 @@ def attention_varlen(
 
 def _check_bounds(q: Tensor, cu_q: Tensor, cu_k: Tensor) -> None:
     for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        if not isinstance(cu, Tensor):
+            raise not_a_tensor("attention_varlen", name, cu)
         if cu.dtype != torch.int32:
             raise UnsupportedDtype(f"{name} must be int32, got {name_of(cu.dtype)}")
         if cu.device != q.device:

@@ -11,6 +11,7 @@ from torch import Tensor
 from accelerant.errors import ShapeError, UnsupportedDtype
 from accelerant.ops._launch import ceil_div, multiprocessors, next_power_of_2, triton_operation
 from accelerant.ops._library import below_autograd, define, is_plain, name_of
+from accelerant.ops._refusals import not_a_tensor
 from accelerant.ops.attention.backends import TORCH
 from accelerant.ops.attention.composite import attend
 from accelerant.ops.attention.launch import triton_capability, with_rows
@@ -133,7 +134,7 @@ def attention_decode_reference(
 
 
 def attention_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *, scale: float | None = None
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float | None = None
 ) -> Tensor:
     """Compute attention of each sequence's newest queries to a cache of keys and values.
 
@@ -166,6 +167,8 @@ def attention_decode(
     if k_cache.shape[0] != B or k_cache.shape[3] != D or D < 1:
         raise ShapeError(f"q and k_cache must have the same B and D, got {shapes_of(q, k_cache)}")
     check_heads(Hq, k_cache.shape[1])
+    if not isinstance(lengths, Tensor):
+        raise not_a_tensor("attention_decode", "lengths", lengths)
     if lengths.dim() != 1 or lengths.shape[0] != B or not lengths.is_contiguous():
         raise ShapeError(f"lengths must be ({B},) and contiguous, got {tuple(lengths.shape)}")
     if lengths.dtype not in (torch.int32, torch.int64):

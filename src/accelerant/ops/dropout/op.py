@@ -178,11 +178,11 @@ _native_bwd = Operation(
 )
 
 
-_cpu = CpuFastPath(lambda x, p=0.5, **_: torch.dropout(x, p, True), by_gradient=True)
+_cpu = CpuFastPath(lambda x, p=0.5, *_, **__: torch.dropout(x, p, True), by_gradient=True)
 
 
 @_cpu
-def dropout(x: Tensor, p: float = 0.5, *, training: bool = True, seed: int | Tensor | None = None) -> Tensor:
+def dropout(x: Tensor, p: float = 0.5, training: bool = True, *, seed: int | Tensor | None = None) -> Tensor:
     """Set each element to zero with probability p, and scale the others so that the expectation is unchanged.
 
     y = x / (1 - p) for kept elements, 0 x for dropped ones

@@ -187,15 +187,15 @@ def _is_low(dtype: torch.dtype) -> bool:
     return dtype in (torch.float16, torch.bfloat16)
 
 
-def _torch_equivalent(indices: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
+def _torch_equivalent(indices: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     return torch.embedding(weight, indices, -1 if padding_idx is None else padding_idx % len(weight))
 
 
-_cpu = CpuFastPath(_torch_equivalent, serves=lambda indices, weight, **_: not _is_low(weight.dtype))
+_cpu = CpuFastPath(_torch_equivalent, serves=lambda indices, weight, *_, **__: not _is_low(weight.dtype))
 
 
 @_cpu
-def embedding(indices: Tensor, weight: Tensor, *, padding_idx: int | None = None) -> Tensor:
+def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     """Look up rows of a table.
 
     y = weight[indices]

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from numbers import Real
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from accelerant.errors import ShapeError, UnsupportedDtype
+from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._launch import triton_operation
 from accelerant.ops._library import name_of
-from accelerant.ops._refusals import FLOATING, check_dtype, check_or_float32
+from accelerant.ops._refusals import FLOATING, check_dtype, check_or_float32, not_a_tensor
 from accelerant.ops.norm.launch import launch_backward, launch_forward
 from accelerant.ops.norm.torch_ops import torch_backward, torch_composite, torch_forward
 from accelerant.runtime.dispatch import Case, Cost, Operation, case_of
@@ -28,7 +29,7 @@ __all__ = [
 
 
 def layer_norm_reference(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
     """Normalise rows to mean 0 and variance 1, scale by weight, shift by bias."""
     centred = x - x.mean(-1, keepdim=True)
@@ -38,14 +39,14 @@ def layer_norm_reference(
     return y if bias is None else y + bias
 
 
-def rms_norm_reference(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
+def rms_norm_reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """Normalise rows to mean square 1, scale by weight."""
     y = x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps)
     return y if weight is None else y * weight
 
 
 def add_layer_norm_reference(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
     """Return layer_norm of the sum, and the sum."""
     s = x + residual
@@ -53,7 +54,7 @@ def add_layer_norm_reference(
 
 
 def add_rms_norm_reference(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
     """Return rms_norm of the sum, and the sum."""
     s = x + residual
@@ -64,14 +65,14 @@ def add_rms_norm_reference(
 
 
 def _torch_add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
     s = x + residual
     return torch.layer_norm(s, s.shape[-1:], weight, bias, eps), s
 
 
 def _torch_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
     s = x + residual
     return torch.rms_norm(s, s.shape[-1:], weight, eps), s
@@ -84,11 +85,11 @@ def _all_wide(*args: Any, **options: Any) -> bool:
 
 
 _layer_norm_cpu = CpuFastPath(
-    lambda x, weight=None, bias=None, *, eps=1e-5: torch.layer_norm(x, x.shape[-1:], weight, bias, eps),
+    lambda x, weight=None, bias=None, eps=1e-5: torch.layer_norm(x, x.shape[-1:], weight, bias, eps),
     serves=_all_wide,
 )
 _rms_norm_cpu = CpuFastPath(
-    lambda x, weight=None, *, eps=1e-6: torch.rms_norm(x, x.shape[-1:], weight, eps), serves=_all_wide
+    lambda x, weight=None, eps=1e-6: torch.rms_norm(x, x.shape[-1:], weight, eps), serves=_all_wide
 )
 _add_layer_norm_cpu = CpuFastPath(_torch_add_layer_norm, serves=_all_wide)
 _add_rms_norm_cpu = CpuFastPath(_torch_add_rms_norm, serves=_all_wide)
@@ -97,7 +98,7 @@ _add_rms_norm_cpu = CpuFastPath(_torch_add_rms_norm, serves=_all_wide)
 
 
 @_layer_norm_cpu
-def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """Centre each row of x, scale it to unit variance, then scale by weight and shift by bias.
 
     y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias, means over the last dimension
@@ -115,19 +116,21 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     Raises:
         ShapeError: x is a scalar, weight or bias is not (N,), or they are on several devices.
         UnsupportedDtype: a dtype not listed above.
+        TypeError: x, weight or bias is not a tensor.
+        ConfigError: eps is not a number.
 
     Under forward-mode differentiation and the transforms of torch.func this is torch's own layer_norm, which the ledger
     does not count; likewise the other norms.
 
     Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450, equations 3 and 4.
     """
-    _check("layer_norm", x, weight, bias)
+    _check("layer_norm", x, weight, bias, eps)
     y: Tensor = _layer_norm(x, weight, bias, eps)
     return y
 
 
 @_rms_norm_cpu
-def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
     """Scale each row of x to unit root mean square, then by weight.
 
     y = x / sqrt(mean(x^2) + eps) * weight, the mean over the last dimension
@@ -146,14 +149,14 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6) -> T
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4.
     """
-    _check("rms_norm", x, weight, None)
+    _check("rms_norm", x, weight, None, eps)
     y: Tensor = _rms_norm(x, weight, None, eps)
     return y
 
 
 @_add_layer_norm_cpu
 def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> tuple[Tensor, Tensor]:
     """Add x to the residual stream, and normalise the sum as layer_norm does, in one pass over memory.
 
@@ -176,15 +179,13 @@ def add_layer_norm(
 
     Source: Ba, Kiros and Hinton 2016, arXiv:1607.06450, equations 3 and 4.
     """
-    _check("add_layer_norm", x, weight, bias, residual)
+    _check("add_layer_norm", x, weight, bias, eps, residual)
     y, s = _add_layer_norm(x, residual, weight, bias, eps)
     return y, s
 
 
 @_add_rms_norm_cpu
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6
-) -> tuple[Tensor, Tensor]:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     """Add x to the residual stream, and normalise the sum as rms_norm does, in one pass over memory.
 
     s = x + residual        y = rms_norm(s, weight)
@@ -203,30 +204,40 @@ def add_rms_norm(
 
     Source: Zhang and Sennrich 2019, arXiv:1910.07467, equation 4.
     """
-    _check("add_rms_norm", x, weight, None, residual)
+    _check("add_rms_norm", x, weight, None, eps, residual)
     y, s = _add_rms_norm(x, residual, weight, None, eps)
     return y, s
 
 
-def _check(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None = None) -> None:
-    if x.dtype not in FLOATING:
-        check_dtype(op, x)
-    if x.dim() == 0:
-        raise ShapeError(f"{op} takes (..., N), got a scalar")
-    for name, vector in (("weight", weight), ("bias", bias)):
-        if vector is None:
-            continue
-        if vector.dim() != 1 or vector.shape[0] != x.shape[-1]:
-            raise ShapeError(f"{name} must be ({x.shape[-1]},), got {tuple(vector.shape)}")
-        if vector.dtype is not x.dtype or vector.device != x.device:
-            check_or_float32(name, vector, x)
-    if residual is not None:
-        if residual.shape != x.shape:
-            raise ShapeError(f"residual must be {tuple(x.shape)} as x is, got {tuple(residual.shape)}")
-        if residual.dtype != x.dtype:
-            raise UnsupportedDtype(f"residual must be {name_of(x.dtype)} as x is, got {name_of(residual.dtype)}")
-        if residual.device != x.device:
-            raise ShapeError(f"residual must be on {x.device}, where x is; it is on {residual.device}")
+def _check(
+    op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, residual: Tensor | None = None
+) -> None:
+    try:
+        if x.dtype not in FLOATING:
+            check_dtype(op, x)
+        if x.dim() == 0:
+            raise ShapeError(f"{op} takes (..., N), got a scalar")
+        for name, vector in (("weight", weight), ("bias", bias)):
+            if vector is None:
+                continue
+            if vector.dim() != 1 or vector.shape[0] != x.shape[-1]:
+                raise ShapeError(f"{name} must be ({x.shape[-1]},), got {tuple(vector.shape)}")
+            if vector.dtype is not x.dtype or vector.device != x.device:
+                check_or_float32(name, vector, x)
+        if residual is not None:
+            if residual.dim() != x.dim() or residual.shape != x.shape:
+                raise ShapeError(f"residual must be {tuple(x.shape)} as x is, got {tuple(residual.shape)}")
+            if residual.dtype != x.dtype:
+                raise UnsupportedDtype(f"residual must be {name_of(x.dtype)} as x is, got {name_of(residual.dtype)}")
+            if residual.device != x.device:
+                raise ShapeError(f"residual must be on {x.device}, where x is; it is on {residual.device}")
+    except AttributeError:
+        for name, tensor in (("x", x), ("residual", residual), ("weight", weight), ("bias", bias)):
+            if tensor is not None and not isinstance(tensor, Tensor):
+                raise not_a_tensor(op, name, tensor) from None
+        raise
+    if type(eps) is not float and not isinstance(cast(object, eps), Real):
+        raise ConfigError(f"{op}: eps must be a number, got {type(eps).__name__}")
 
 
 # --- implementations -------------------------------------------------------------------------------------------------

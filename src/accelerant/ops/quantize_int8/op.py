@@ -8,10 +8,9 @@ import math
 import torch
 from torch import Tensor
 
-from accelerant.errors import ShapeError
 from accelerant.ops._launch import RowPlan, as_rows, ceil_div, next_power_of_2, split_rows, triton_operation
 from accelerant.ops._library import below_autograd, define, is_plain
-from accelerant.ops._refusals import check_dtype
+from accelerant.ops._refusals import checked_dim
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost
 
@@ -102,14 +101,15 @@ def _launch_wide(lines: Tensor, q: Tensor, scale: Tensor, stride: int) -> None:
     KERNELS["join"].launch((parts, M), args, fixed | {"PARTS": next_power_of_2(parts)}, num_warps=WIDE.num_warps)
 
 
-def quantize_int8(x: Tensor, *, dim: int = -1) -> tuple[Tensor, Tensor]:
+def quantize_int8(x: Tensor, *, dim: int = -1, axis: int | None = None) -> tuple[Tensor, Tensor]:
     """Round x to 8-bit integers, symmetric about 0, with a scale for each row along a dimension.
 
     scale = max(|x|) / 127    q = round(x / scale), halves to even, in [-127, 127]    x is about q scale
 
     Args:
         x: any shape, float16, bfloat16, float32 or float64; fastest along a contiguous last dimension.
-        dim: the dimension whose elements share a scale; negative counts from the end.
+        dim: the dimension whose elements share a scale; negative counts from the end. NumPy's name `axis` is accepted
+            too.
 
     Returns:
         q, int8, shape of x, contiguous; and scale, float32, the shape of x without `dim`. Computed in float32, to which
@@ -124,15 +124,12 @@ def quantize_int8(x: Tensor, *, dim: int = -1) -> tuple[Tensor, Tensor]:
 
     Source: Jacob et al. 2018, arXiv:1712.05877, section 2.
     """
-    check_dtype("quantize_int8", x)
-    dims = x.dim() or 1  # a scalar counts as one element along dimension 0
-    if not -dims <= dim < dims:
-        raise ShapeError(f"dim must be in [{-dims}, {dims - 1}] for x of shape {tuple(x.shape)}, got {dim}")
+    dim = checked_dim("quantize_int8", x, dim, axis)
     if x.dim() == 0:
         q, scale = quantize_int8(x.reshape(1), dim=0)
         return q.reshape(()), scale
     run = quantize_rows if not torch.compiler.is_compiling() and is_plain(x) else _op
-    q, scale = run(x, dim % dims)
+    q, scale = run(x, dim)
     return q, scale
 
 

@@ -10,7 +10,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from accelerant.errors import ShapeError
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._launch import (
     RowPlan,
@@ -24,7 +23,7 @@ from accelerant.ops._launch import (
     triton_operation,
     whole_rows,
 )
-from accelerant.ops._refusals import check_dtype, refuses_triton_kernel
+from accelerant.ops._refusals import checked_dim, refuses_triton_kernel
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, case_of
 from accelerant.runtime.dispatch.tuning import Tuned
@@ -199,18 +198,24 @@ def _refuses(few_wide: int, case: Case) -> str | None:
     return None
 
 
-_softmax_cpu = CpuFastPath(lambda x, dim=-1: torch.softmax(x, dim), serves=lambda x, dim=-1: x.dim() > 0)
+_softmax_cpu, _log_softmax_cpu = (
+    CpuFastPath(
+        lambda x, dim=-1, *, axis=None, function=function: function(x, dim if axis is None else axis),
+        serves=lambda x, *_, **__: x.dim() > 0,
+    )
+    for function in (torch.softmax, torch.log_softmax)
+)
 
 
 @_softmax_cpu
-def softmax(x: Tensor, dim: int = -1) -> Tensor:
+def softmax(x: Tensor, dim: int = -1, *, axis: int | None = None) -> Tensor:
     """Divide the exponentials of x by their sum along a dimension.
 
     y = exp(x - max(x)) / sum(exp(x - max(x))), maximum and sum over `dim`
 
     Args:
         x: any shape, float16, bfloat16, float32 or float64; fastest along a contiguous last dimension.
-        dim: the dimension to sum over; negative counts from the end.
+        dim: the dimension to sum over; negative counts from the end. NumPy's name `axis` is accepted too.
 
     Returns:
         shape and dtype of x, contiguous. Computed in float32 (float64 for float64) whatever x is, so that autocast has
@@ -226,24 +231,21 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
 
     Source: Bridle 1990, "Training stochastic model recognition algorithms as networks", section 3.
     """
-    axis = _check("softmax", x, dim)
+    dim = checked_dim("softmax", x, dim, axis)
     if x.dim() == 0:
         return softmax(x.reshape(1), 0).reshape(())
-    y: Tensor = _softmax(x, axis)
+    y: Tensor = _softmax(x, dim)
     return y
 
 
-_log_softmax_cpu = CpuFastPath(lambda x, dim=-1: torch.log_softmax(x, dim), serves=lambda x, dim=-1: x.dim() > 0)
-
-
 @_log_softmax_cpu
-def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
+def log_softmax(x: Tensor, dim: int = -1, *, axis: int | None = None) -> Tensor:
     """Return the logarithm of softmax, exact where softmax would underflow.
 
     y = x - max(x) - log(sum(exp(x - max(x)))), maximum and sum over `dim`
 
     Args:
-        x, dim: as for softmax.
+        x, dim, axis: as for softmax.
 
     Returns:
         shape and dtype of x, contiguous; computed in float32 (float64 for float64) and rounded once, under autocast
@@ -256,20 +258,11 @@ def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
 
     Source: Bridle 1990, "Training stochastic model recognition algorithms as networks", section 3.
     """
-    axis = _check("log_softmax", x, dim)
+    dim = checked_dim("log_softmax", x, dim, axis)
     if x.dim() == 0:
         return log_softmax(x.reshape(1), 0).reshape(())
-    y: Tensor = _log_softmax(x, axis)
+    y: Tensor = _log_softmax(x, dim)
     return y
-
-
-def _check(op: str, x: Tensor, dim: int) -> int:
-    """Check x and return the dimension counted from 0."""
-    check_dtype(op, x)
-    dims = x.dim() or 1  # a scalar counts as one element along dimension 0, as in torch
-    if not -dims <= dim < dims:
-        raise ShapeError(f"dim must be in [{-dims}, {dims - 1}] for x of shape {tuple(x.shape)}, got {dim}")
-    return dim % dims
 
 
 def _case(x: Tensor, dim: int) -> Case:

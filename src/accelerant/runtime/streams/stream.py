@@ -325,12 +325,15 @@ class Future(Generic[T]):
             raise AccelerantError(f"{self!r} was submitted before this process was forked; its work is the parent's")
         return _waiting_for(self._stream)
 
-    def result(self, timeout_s: float | None = None) -> T:
+    def result(self, timeout_s: float | None = None, *, timeout: float | None = None) -> T:
         """Wait for the result, or raise the function's error. Its tensors may be used on torch's current stream.
+
+        `timeout` is another name of `timeout_s`, that of Python's own futures.
 
         Raises:
             TimeLimitExceeded: it is not available yet; the work continues, and result() may be called again.
         """
+        timeout_s = timeout if timeout_s is None else timeout_s
         _check_timeout(timeout_s)
         self.wait(timeout_s)
         if not self._task.done():
