@@ -59,7 +59,7 @@ def test_a_run_prints_its_summary_and_where_the_report_is(accelerant, text):
     assert re.search(r"validation loss +\d\.\d{3} nats a byte +\(unigram \d\.\d{3}, bigram \d\.\d{3}\)", output)
     assert re.search(r"throughput +[\d,]+ tokens/s on cpu \(1 thread\)", output)
     assert "report           out/report.html" in output
-    assert "bigram model     not beaten yet; train on:  accelerant train --resume out --steps 1200\n" in output
+    assert "bigram model     not beaten yet; train on:  accelerant train --resume out --steps 2400\n" in output
     assert re.search(r'sample +the .*\nuse it +accelerant sample out --prompt "the "$', output, re.DOTALL)
     assert re.search(r"peak memory +[\d,]+ MiB resident at most, [\d,]+ MiB predicted \(\d+ MiB for a step\)", output)
     assert "step 3/3" in errors
@@ -138,7 +138,7 @@ def test_recomputing_gives_the_same_losses(accelerant, text):
 @pytest.mark.slow
 def test_the_windows_of_a_step_and_of_its_parts(accelerant, text):
     given = ("train", "--data", text, "--steps", 1, "--device", "cpu", "--json", "--batch-size", 24)
-    for more, sizes in (((), [24, 12]), (("--micro-batch", 8), [24, 8])):  # of at most the preset's 16, what divides 24
+    for more, sizes in (((), [24, 8]), (("--micro-batch", 6), [24, 6])):  # of at most the preset's 8, what divides 24
         status, output, _ = accelerant(*given, *more, "--out", "out")
         assert status == 0
         recipe = json.loads(Path("out/config.json").read_text())["run"]["recipe"]
@@ -161,7 +161,7 @@ def test_the_windows_of_a_step_and_of_its_parts(accelerant, text):
         (["--seed", "-1"], "seed must be 0 to"),
         (["--threads", "0"], "threads must be above 0, got 0"),
         (["--log", "paper"], "log must be jsonl or tensorboard, got 'paper'"),
-        (["--micro-batch", "5"], "micro_batch must divide the batch of 16, got 5"),
+        (["--micro-batch", "5"], "micro_batch must divide the batch of 8, got 5"),
         (["--batch-size", "24", "--micro-batch", "16"], "micro_batch must divide the batch of 24, got 16"),
         (["--batch-size", "0"], "batch_size must be above 0, got 0"),
         (["--batch-size", "-8"], "batch_size must be above 0, got -8"),
@@ -348,9 +348,9 @@ def test_the_verdict_is_a_success_or_the_command_that_leads_there():
     summary |= {"validation_nats_per_byte": 3.0, "steps_to_bigram": 1500}
     command = "accelerant train --resume 'a b' --steps"
     assert verdict(summary) == f"not beaten yet; about 1,500 steps more:  {command} 1600"
-    assert verdict({**summary, "private": {}, "steps_to_bigram": None}).endswith(f"{command} 1200")
+    assert verdict({**summary, "private": {}, "steps_to_bigram": None}).endswith(f"{command} 2400")
     assert verdict({**summary, "private": {"unit": "window"}}) == "not beaten yet; about 1,500 steps more"
-    assert "no longer falls" in verdict({**summary, "steps": 1200, "steps_to_bigram": None})
+    assert "no longer falls" in verdict({**summary, "steps": 2400, "steps_to_bigram": None})
 
 
 def test_a_phase_shows_how_far_it_is_and_the_time_left(monkeypatch, capsys):

@@ -140,7 +140,8 @@ def test_a_damaged_run_is_refused(made, tmp_path, sample, damage):
     else:
         (out / "summary.json").unlink()
         if damage == "absent":
-            (out / "checkpoint.safetensors").unlink()
+            for name in ("checkpoint.safetensors", "model.safetensors"):
+                (out / name).unlink()
         else:
             (out / "checkpoint.safetensors").write_bytes(b"")
     status, output, errors = sample(out)

@@ -120,6 +120,16 @@ def test_initialisation_is_gpt2s():
     assert loss.item() == pytest.approx(math.log(256), abs=0.3)
 
 
+def test_initial_weights_may_have_another_deviation():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=256, context=64, layers=8, heads=4, width=128))
+    model.reset_parameters(0.05)
+    block = model.blocks[3]
+    for weight in (model.wte.weight, block.attention.qkv.weight, block.mlp.up.weight):
+        assert weight.std().item() == pytest.approx(0.05, rel=0.05)
+    assert block.mlp.down.weight.std().item() == pytest.approx(0.05 / 4, rel=0.05)
+
+
 def test_defaults_are_gpt2_124m():
     with torch.device("meta"):
         assert GPT(GPTConfig()).parameter_count() == 124_439_808

@@ -18,6 +18,7 @@ MICRO = preset("tiny").replaced(
     sample_tokens=8,
     checkpoint_every_s=300.0,
     cpu_threads=0,
+    predict_memory=False,
 )
 
 

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import random
@@ -5,6 +6,7 @@ import re
 import shutil
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.train import (
     RunConfig,
     load_checkpoint,
+    load_run,
     resume_training,
     run_training,
     save_checkpoint,
@@ -23,8 +26,9 @@ from accelerant.nn.train import (
 from accelerant.nn.train.checkpoint import BestModel
 from accelerant.nn.train.config import PRESETS, preset
 from accelerant.nn.train.folder import RunFolder, RunLock
-from accelerant.nn.train.history import read_metrics
+from accelerant.nn.train.history import MetricsFile, read_metrics
 from accelerant.nn.train.job import cpu_flops_per_s, duration_note, prompt_of, steps_until, windows_at_once
+from accelerant.runtime.files import AtomicFile
 
 NO_CALLS = {"ops": [], "fallbacks": []}
 
@@ -619,7 +623,7 @@ def test_short_runs_of_large_presets_spend_little_beside_their_steps():
         learnt = 5 * short.tokens_per_step
         assert 0 < short.validations * way + last <= learnt / 4
         assert 0 < short.sample_size * short.training.context <= learnt / 4
-    for steps in (1, 1200):
+    for steps in (1, 2400):
         tiny = preset("tiny").replaced(steps=steps)
         assert (tiny.validation_sizes, tiny.sample_size) == ((1 << 14, 1 << 16), 400)
 
@@ -628,7 +632,7 @@ def test_the_cpu_takes_few_tokens_at_once():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     configs = {name: run.training for name, run in PRESETS.items()}
     at_once = {name: windows_at_once(config.micro_batch, config.context, cpu) for name, config in configs.items()}
-    assert at_once == {"tiny": 16, "small": 16, "gpt2": 4}
+    assert at_once == {"tiny": 8, "small": 16, "gpt2": 4}
     assert windows_at_once(64, 256, cuda) == 64
     assert windows_at_once(3, 2048, cpu) == 1
 
@@ -647,7 +651,8 @@ def test_the_steps_that_a_loss_still_needs_are_those_of_its_curve():
     assert steps_until(curve, 2.7) == 120
     assert steps_until([*curve, (200, 3.1)], 2.7) is None  # it rises
     assert steps_until(curve, 0.9) is None  # 12,800 steps
-    assert steps_until([(3, 3.0), (3, 3.0)], 2.7) is None
+    assert steps_until([(30, 3.0), (30, 3.0)], 2.7) is None
+    assert steps_until([(1, 3.6), (2, 3.3), (4, 3.0)], 2.7) is None
 
 
 def test_a_prompt_is_a_word_of_the_text():
@@ -661,7 +666,7 @@ def test_a_long_run_on_the_cpu_is_announced_with_what_takes_less(run):
     tiny, gpt2 = preset("tiny"), preset("gpt2")
     threads = f"{torch.get_num_threads()} thread"
     assert duration_note(tiny, lambda _: 1e12) is None
-    assert duration_note(tiny, lambda _: 2e10).startswith(f"1,200 steps take about 3 minutes on the CPU with {threads}")
+    assert duration_note(tiny, lambda _: 2e10).startswith(f"2,400 steps take about 3 minutes on the CPU with {threads}")
     note = duration_note(gpt2, lambda _: 1e11)
     assert re.fullmatch(
         rf"2,000 steps take about 6 days on the CPU with {threads}s?; --preset tiny about 33 seconds, --steps 13 an "
@@ -670,3 +675,84 @@ def test_a_long_run_on_the_cpu_is_announced_with_what_takes_less(run):
     )
     assert "--preset" not in duration_note(tiny, lambda _: 1e8)
     assert 1e8 < cpu_flops_per_s(tiny) < 1e13
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """A full disk: `files` is the room for checkpoints and the model in bytes, `lines` that for metrics in steps."""
+    free = SimpleNamespace(files=1 << 30, lines=1 << 30)
+    commit, append = AtomicFile.commit, MetricsFile.append
+
+    def full(file):
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+
+    def committed(file):
+        used = sum(path.stat().st_size for path in file.path.parent.glob("*.safetensors"))
+        file.file.flush()
+        if "safetensors" in file.path.name and used + file.temporary.stat().st_size > free.files:
+            file.discard()
+            raise full(file.path)
+        commit(file)
+
+    def appended(metrics, records):
+        if records[-1].step > free.lines:
+            raise full("metrics.jsonl")
+        append(metrics, records)
+
+    monkeypatch.setattr(AtomicFile, "commit", committed)
+    monkeypatch.setattr(MetricsFile, "append", appended)
+    return free
+
+
+def test_a_disk_without_room_for_the_checkpoints_is_refused_before_the_earlier_run_moves(train, monkeypatch):
+    _, out = train("run", steps=2)
+    before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20, total=1 << 30))
+    with pytest.raises(ConfigError, match=r"run needs 4\.\d MiB for checkpoints and .*, and its disk has 1\.0 MiB"):
+        train("run")
+    assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
+
+
+@pytest.mark.slow
+def test_a_full_disk_names_the_file_and_keeps_what_fits(train, watcher, cpu, disk):
+    """First without the metrics, then with room for one checkpoint, then for two, and for the weights alone."""
+    _, straight = train("straight")
+    checkpoint, model = ((straight / name).stat().st_size for name in ("checkpoint.safetensors", "model.safetensors"))
+
+    def resume(out):
+        return resume_training(out, cpu, progress=watcher(), ledger=lambda: NO_CALLS)
+
+    disk.lines = 5
+    with pytest.raises(OSError, match=r"No space .*; step 6 is kept in a checkpoint.*: 'metrics.jsonl'"):
+        train("run")
+    out, disk.lines = straight.with_name("run"), 1 << 30
+    assert load_checkpoint(out / "checkpoint.safetensors")[1]["step"] == 6
+
+    disk.files = checkpoint + 100
+    with pytest.raises(OSError, match=r"No space .*; step 6 is kept in a checkpoint.*run/checkpoint.safetensors"):
+        resume(out)
+    disk.files = 2 * checkpoint + 1000  # the last one, and the model once the one before it is gone
+    resume(out)
+    assert not (out / "checkpoint-previous.safetensors").exists()
+    assert (out / "model.safetensors").read_bytes() == (straight / "model.safetensors").read_bytes()
+
+    disk.files = model + 100
+    with pytest.raises(OSError, match=r"the weights so far are in .*model.safetensors: '.*/checkpoint.safetensors'"):
+        train("other")
+    weights = load_run(straight.with_name("other"))[0].state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in load_file(straight / "model.safetensors").items())
+
+
+@pytest.mark.slow
+def test_results_that_find_no_room_are_written_by_a_resumption(train, watcher, cpu, disk):
+    _, straight = train("straight")
+    checkpoint = (straight / "checkpoint.safetensors").stat().st_size
+    disk.files = checkpoint + 400
+    with pytest.raises(
+        OSError, match=r"the last step is kept in a checkpoint, with more space: accelerant train --resume"
+    ):
+        train("run")
+    disk.files = 1 << 30
+    out = straight.with_name("run")
+    assert resume_training(out, cpu, progress=watcher(), ledger=lambda: NO_CALLS).summary["status"] == "done"
+    assert (out / "model.safetensors").read_bytes() == (straight / "model.safetensors").read_bytes()

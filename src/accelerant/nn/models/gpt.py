@@ -172,19 +172,22 @@ class GPT(LanguageModel):
         self.register_state_dict_post_hook(_strip_padding)  # type: ignore[no-untyped-call]  # torch does not annotate it
         self.register_load_state_dict_pre_hook(_restore_padding)  # type: ignore[no-untyped-call]  # as above
 
-    def reset_parameters(self) -> None:
-        """Draw GPT-2's initial weights with torch's global generator."""
-        nn.init.normal_(self.wte.weight, std=0.02)
-        nn.init.normal_(self.wpe.weight, std=0.01)
+    def reset_parameters(self, std: float = 0.02) -> None:
+        """Draw initial weights with torch's global generator: GPT-2's, or others in proportion to their deviation."""
+        nn.init.normal_(self.wte.weight, std=std)
+        nn.init.normal_(self.wpe.weight, std=std / 2)
         if self.lm_head is not None:
-            self.lm_head.reset_parameters()
+            self.lm_head.reset_parameters(std)
         with torch.no_grad():
             self.wte.weight[self.config.vocab_size :].zero_()
             self._output_weight()[self.config.vocab_size :].zero_()
-        residual_std = 0.02 / math.sqrt(2 * self.config.layers)
+        residual_std = std / math.sqrt(2 * self.config.layers)
         for block in self.blocks:
             block.attention.projection.reset_parameters(residual_std)
             block.mlp.down.reset_parameters(residual_std)
+            if std != 0.02:  # otherwise as they were drawn
+                block.attention.qkv.reset_parameters(std)
+                block.mlp.up.reset_parameters(std)
 
     def parameter_count(self) -> int:
         """Return the number of trained values without padding."""

@@ -145,7 +145,7 @@ class LanguageModel(nn.Module):
             run = Decoding(model, idx, max_new_tokens, sampling, generator=generator, stop=stops, use_cache=cached)
             for count in range(1, max_new_tokens + 1):
                 run.advance()
-                if count % STOP_INTERVAL == 0:
+                if count % STOP_INTERVAL == 0 or count == max_new_tokens:
                     watch(run.tokens[:, : run.end])
                     if run.has_ended():
                         break

@@ -7,11 +7,14 @@ is damaged, the older one is used.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+import re
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +27,11 @@ from accelerant.nn.train.environment import random_state, require_random, restor
 from accelerant.nn.train.objective import Evaluation
 from accelerant.nn.train.optim import load_optimizer, optimizer_state, require_optimizer_tensors
 from accelerant.runtime.files import clipped, decode_json, open_regular, remove_leftovers, typed, write_atomic
+from accelerant.runtime.memory.limits import size_text
 
 __all__ = [
-    "BestModel", "Checkpoints", "gathered", "load_checkpoint", "read_tensors", "require_same_config",
-    "require_same_shapes", "restored", "save_checkpoint", "write_tensors",
+    "BestModel", "Checkpoints", "gathered", "is_full", "load_checkpoint", "read_tensors", "require_same_config",
+    "require_same_shapes", "require_space", "restored", "save_checkpoint", "write_tensors",
 ]  # fmt: skip
 
 _FORMAT = "accelerant-checkpoint-1"
@@ -49,7 +53,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
     try:
         write_atomic(path, lambda temporary: save_file(dict(tensors), temporary, metadata=metadata))
     except SafetensorError as error:  # its error for a full disk
-        raise OSError(f"cannot write {path}: {error}") from None
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise OSError(f"cannot write {path}: {error}") from None
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from None
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -108,6 +115,31 @@ def _load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, document
 
 
+def is_full(error: OSError) -> bool:
+    """Return whether an error says that a disk or a quota is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def require_space(folder: Path, parameters: int) -> None:
+    """Raise ConfigError unless a folder's disk has room for the checkpoints and results of so many float32 parameters.
+
+    They are three checkpoints, one of them being written, with two moments for each parameter. Those that exist count.
+    """
+    present = sum(path.stat().st_size for name in Checkpoints.NAMES if (path := folder / name).is_file())
+    needed = 3 * 3 * 4 * parameters + _RESULT_BYTES - present
+    nearest = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    disk = shutil.disk_usage(nearest)
+    if disk.total and disk.free < needed:  # /proc has neither, and is refused later
+        free = size_text(disk.free)
+        raise ConfigError(
+            f"{folder} needs {size_text(needed)} for checkpoints and results, and its disk has {free} free: "
+            "free some, or give --out another folder"
+        )
+
+
+_RESULT_BYTES = 4 << 20  # the report, metrics, and other small files
+
+
 class Checkpoints:
     """The last checkpoint of a folder, `path`, and the one before it, `previous`."""
 
@@ -123,11 +155,29 @@ class Checkpoints:
         return self.path.is_file() or self.previous.is_file()
 
     def save(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
-        """Write a checkpoint; the last one becomes the previous one, or stays if OSError is raised."""
-        save_checkpoint(self._fresh, tensors, document)
+        """Write a checkpoint; the last one becomes the previous one, or stays if OSError is raised.
+
+        On a full disk it takes the space of the previous one.
+        """
+        try:
+            self.make_room(lambda: save_checkpoint(self._fresh, tensors, document))
+        except OSError as error:
+            if error.errno is None:
+                raise
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
         if self.path.is_file():
             os.replace(self.path, self.previous)
         os.replace(self._fresh, self.path)  # a process killed before this line leaves the previous one
+
+    def make_room(self, write: Callable[[], None]) -> None:
+        """Call `write`, and on a full disk again without the previous checkpoint, if the last one is there."""
+        try:
+            write()
+        except OSError as error:
+            if not (is_full(error) and self.path.is_file() and self.previous.is_file()):
+                raise
+            self.previous.unlink()
+            write()
 
     def load(self) -> tuple[dict[str, Tensor], dict[str, Any], str | None]:
         """Return the newest intact checkpoint, and a note if it is not the last; raise FormatError without one."""

@@ -28,7 +28,14 @@ from accelerant.errors import ConfigError, FormatError, OutOfMemory
 from accelerant.nn.layers import require_float8
 from accelerant.nn.models.gpt import GPT, GPTConfig
 from accelerant.nn.train.callbacks import Callback, Extension, TensorBoard
-from accelerant.nn.train.checkpoint import Checkpoints, read_tensors, require_same_shapes, write_tensors
+from accelerant.nn.train.checkpoint import (
+    Checkpoints,
+    is_full,
+    read_tensors,
+    require_same_shapes,
+    require_space,
+    write_tensors,
+)
 from accelerant.nn.train.config import RunConfig, TrainConfig, preset
 from accelerant.nn.train.corpus import TokenizedText, Watcher, tokenize
 from accelerant.nn.train.data import Source, TokenSource
@@ -47,6 +54,7 @@ __all__ = [
     "run_training", "steps_until", "windows_at_once",
 ]  # fmt: skip
 
+_GPT2_WIDTH = 768
 _CPU_TOKENS = 4096  # at a time: logits of more leave the caches and take gigabytes (small: 64 windows, 4.5 GB)
 
 
@@ -114,15 +122,15 @@ def run_training(
         text = tokenize(run, progress, tokenizer_from=None)
         config = extension.configured(_config(run, out, device))
         source = extension.source(text.train, config, text.sha256)
-        with numerics(deterministic=False, cpu_threads=run.cpu_threads):
-            if device.type == "cpu" and (note := duration_note(run, cpu_flops_per_s)):
-                progress.note(note)
+        require_space(out, run.parameter_count(text.tokenizer.vocab_size))
         lock.take()
         folder.require_usable()  # another process may have written while the text was read
         note = folder.start(overwrite=overwrite)
         if note:
             progress.note(note)
         with numerics(deterministic=config.deterministic, cpu_threads=run.cpu_threads):
+            if device.type == "cpu" and (note := duration_note(run, cpu_flops_per_s)):
+                progress.note(note)
             session = _TextRun(run, config, folder, text, progress, ledger, extension, source)
             folder.write_config(session.description())
             tokenizer_json = text.tokenizer.to_json()
@@ -173,6 +181,7 @@ def resume_training(
         text = tokenize(run, progress, tokenizer_from=folder.tokenizer)
         config = chosen.configured(_config(run, out, device))
         source = chosen.source(text.train, config, text.sha256)
+        require_space(out, run.parameter_count(text.tokenizer.vocab_size))
         with numerics(deterministic=config.deterministic, cpu_threads=run.cpu_threads):
             session = _TextRun(run, config, folder, text, progress, ledger, chosen, source)
             return session.execute(resume=True, config={**values, "run": run.to_dict()} if changed else None)
@@ -209,11 +218,11 @@ def load_run(out: str | os.PathLike[str], device: torch.device | str | None = No
     except (ValueError, ConfigError) as error:
         raise FormatError(f"{folder.config} has no model: {error}") from None
     tokenizer: Tokenizer = load_bpe(folder.tokenizer) if folder.tokenizer.is_file() else ByteTokenizer()
-    if folder.finished:
-        path, tensors = folder.model, read_tensors(folder.model)
-    elif Checkpoints(folder.path).exist:
+    if Checkpoints(folder.path).exist and not folder.finished:
         path, saved = folder.checkpoint, Checkpoints(folder.path).load()[0]
         tensors = {name.removeprefix("model."): value for name, value in saved.items() if name.startswith("model.")}
+    elif folder.finished or folder.model.is_file():
+        path, tensors = folder.model, read_tensors(folder.model)
     else:
         raise FormatError(f"{folder.path} has no model yet: its first checkpoint was not written")
     if shape.vocab_size != tokenizer.vocab_size or shape.layers > len(tensors):
@@ -337,6 +346,8 @@ class _TextRun:
             vocab_size=vocab_size, context=config.context, layers=run.layers, heads=run.heads, width=run.width
         )
         self._model = GPT(self._shape)  # initialised on the host: the same weights for every device
+        # Outputs of layers begin as large as in GPT-2. With its deviations a width of 128 learns half as fast.
+        self._model.reset_parameters(0.02 * math.sqrt(_GPT2_WIDTH / run.width))
         self._events = _ProgressCallback(progress, self._device_name)
         self._trainer = Trainer(self._model, config, callbacks=[self._events, extension])
         self._training = self._source(text.train, "training") if source is None else source
@@ -375,6 +386,12 @@ class _TextRun:
             rows = run.training.micro_batch
             advice = f"start again with --micro-batch {rows // 2}" if rows > 1 else "use a smaller preset"
             raise OutOfMemory(f"a micro-batch of {rows} does not fit the device: {advice} ({error})") from None
+        except OSError as error:
+            if is_full(error) and not Checkpoints(self._folder.path).exist:
+                self._write_model()  # a third of a checkpoint
+                kept = f"{error.strerror}; the weights so far are in {self._folder.model}"
+                raise OSError(error.errno, kept, error.filename) from None
+            raise
         finally:
             self._progress.end()
         if history.signal is not None:
@@ -414,7 +431,6 @@ class _TextRun:
         ]
         self._progress.phase("writing a sample")
         prompt, sample = self._sample()
-        tensors = {name: value.detach().cpu().contiguous().clone() for name, value in self._model.state_dict().items()}
         summary = {
             "status": "done", "preset": run.name, "device": self._device_name,
             "parameters": self._model.parameter_count(), "steps": history.steps,
@@ -438,15 +454,29 @@ class _TextRun:
             summary["stopped"] = history.reason
         if self._trainer.profile:
             summary["profile"] = [str(folder.path / name) for name in ("kernels.txt", "trace.json")]
-        write_tensors(folder.model, tensors, {"format": "pt"})
-        write_atomic(folder.sample, (prompt + sample).encode())
         html = build_report(
             summary=summary, config=self.description(), records=records, ledger=self._ledger(), sample=prompt + sample,
             curves=self._extension.curves(), remarks=self._extension.remarks(),
         )  # fmt: skip
-        write_atomic(folder.report, html.encode())
-        folder.write_json(folder.summary, summary)  # last: its presence means that the run is complete
+
+        def write() -> None:
+            self._write_model()
+            write_atomic(folder.sample, (prompt + sample).encode())
+            write_atomic(folder.report, html.encode())
+            folder.write_json(folder.summary, summary)  # last: its presence means that the run is complete
+
+        try:
+            Checkpoints(folder.path).make_room(write)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            kept = f"{error.strerror}; the last step is kept in a checkpoint, with more space: {folder.resume_command}"
+            raise OSError(error.errno, kept, error.filename) from None
         return summary
+
+    def _write_model(self) -> None:
+        tensors = {name: value.detach().cpu().contiguous().clone() for name, value in self._model.state_dict().items()}
+        write_tensors(self._folder.model, tensors, {"format": "pt"})
 
     def _sample(self) -> tuple[str, str]:
         """Return a prompt, and the text with which the model continues it."""
@@ -473,7 +503,7 @@ def prompt_of(text: str) -> str:
 
 
 def steps_until(curve: Sequence[tuple[int, float]], loss: float) -> int | None:
-    """Return about how many steps more reach a loss; None if the curve does not fall, or too slowly to tell.
+    """Return about how many steps more reach a loss; None if the curve is short, does not fall, or too slowly to tell.
 
     The loss is taken as linear in the logarithm of the step, by least squares. The result has a fifth more, rounded up
     to two digits.
@@ -482,7 +512,7 @@ def steps_until(curve: Sequence[tuple[int, float]], loss: float) -> int | None:
         curve: completed steps and loss, in order; the last one is above `loss`.
     """
     (last, now), points = curve[-1], [(math.log(step), value) for step, value in curve if step]
-    if len({x for x, _ in points}) < 2 or now > min(value for _, value in curve):
+    if last < _FEWEST_STEPS or len({x for x, _ in points}) < 2 or now > min(value for _, value in curve):
         return None
     x, y = np.array(points).T
     slope = float(np.polyfit(x, y, 1)[0])
@@ -493,4 +523,5 @@ def steps_until(curve: Sequence[tuple[int, float]], loss: float) -> int | None:
     return max(1, math.ceil(more / unit - 1e-6) * unit)
 
 
+_FEWEST_STEPS = 20
 _MOST_GROWTH = 100  # of the steps: an extrapolation beyond says nothing

@@ -15,7 +15,7 @@ import math
 import signal
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from accelerant.errors import AccelerantError, ConfigError, DivergenceError, FormatError, OutOfMemory
 from accelerant.nn.layers import float8_weights, modes_kept, require_float8
 from accelerant.nn.train.callbacks import Callback, Step, TensorBoard
-from accelerant.nn.train.checkpoint import BestModel, Checkpoints, gathered, require_same_config, restored
+from accelerant.nn.train.checkpoint import BestModel, Checkpoints, gathered, is_full, require_same_config, restored
 from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.data import Batch, Data, Source, make_source, split
 from accelerant.nn.train.environment import StopRequest, numerics
@@ -284,6 +284,7 @@ class _Run:
                 evaluate_at = [max(1, round(total * k / count)) for k in range(1, count + 1)]
         self._evaluate_at = frozenset(evaluate_at)
         self._pending: list[PendingStep] = []
+        self._saved: int | None = None  # step of the last checkpoint
         self._flushed_at = time.monotonic()
 
     def execute(self, *, resume: bool) -> None:
@@ -349,6 +350,11 @@ class _Run:
                 batches.close()
                 reason = self._diagnosis.explain(step, error.step, trainer.loss)
                 raise DivergenceError(f"{error}; {reason}") from error
+            except OSError as error:
+                if self._saved is None or not is_full(error):
+                    raise
+                kept = f"{error.strerror}; step {self._saved:,} is kept in a checkpoint, to resume from with more space"
+                raise OSError(error.errno, kept, error.filename) from None
             except torch.OutOfMemoryError as error:
                 reason = str(error).split("\n", maxsplit=1)[0]
                 raise OutOfMemory(
@@ -427,7 +433,13 @@ class _Run:
             if evaluation is not None:
                 record = replace(record, validation_loss=evaluation.loss, validation=evaluation.metrics or None)
             records.append(record)
-        self._metrics.append(records)
+        try:
+            self._metrics.append(records)
+        except OSError:
+            if failure is None:
+                with suppress(OSError):  # the first error is raised
+                    self._save(pending[-1].step)
+            raise
         self._trainer.notify("records", records)
         if failure is not None:
             raise failure
@@ -463,6 +475,7 @@ class _Run:
             "callbacks": [(name, state) for name, state in states if state],
         }  # fmt: skip
         self._checkpoints.save(tensors, document)
+        self._saved = step
         self._diagnosis.saved(step)
         trainer.notify("saved", self._checkpoints.path, step)
 
@@ -496,7 +509,7 @@ class _Run:
                 reason = clipped(f"{type(error).__name__}: {error}")
                 raise FormatError(f"checkpoint {path} has another state of {name}: {reason}") from error
         history.evaluations = document.get("evaluations", [])
-        history.resumed_from = history.steps = document["step"]
+        history.resumed_from = history.steps = self._saved = document["step"]
         if before != total:
             self._note(f"a run of {total:,} steps instead of {before:,}: the learning rate follows the new number")
         if note is not None:
