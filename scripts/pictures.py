@@ -205,7 +205,7 @@ def report() -> None:
         subprocess.run(command, check=True)
         page = Path(folder, "run", "report.html").as_uri()
         picture = ROOT / "docs" / "report.png"
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1200,1625"]
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1200,1780"]
         subprocess.run([browser, *options, f"--screenshot={picture}", page], check=True, capture_output=True)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from accelerant import errors
 from accelerant.algebra.curve import parameters as curves
 from accelerant.algebra.field import parameters as fields
 
@@ -59,3 +60,10 @@ def test_every_page_is_in_the_index():
     index = (DOCS / "index.md").read_text(encoding="utf-8")
     for page in DOCS.glob("*.md"):
         assert page.name == "index.md" or f"({page.name})" in index, page.name
+
+
+def test_every_error_of_the_troubleshooting_page_exists():
+    table = (DOCS / "troubleshooting.md").read_text(encoding="utf-8").partition("## Errors")[2].partition("\n## ")[0]
+    named = set(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE))
+    assert len(named) >= 8
+    assert {name for cell in named for name in re.findall(r"`(\w+)`", cell)} <= set(errors.__all__)
