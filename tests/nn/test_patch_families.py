@@ -1,6 +1,7 @@
 """patch: families whose modules have the forms of others. Each is compared with the unpatched model."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -183,7 +184,7 @@ def test_gradient_checkpointing_and_dropout(family):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "vit", "gemma2", "mixtral", "clip"])
 def test_checkpointed_layers_run_again_in_the_backward_pass(family):
-    """Transformers 5.22 and later checkpoint in the forward of the layer's class."""
+    """Transformers 5.23 checkpoints in the forward of the layer's class."""
     model, inputs = make(family), batch(family)
     before = outcome(model, inputs)
     acl.nn.patch(model)
@@ -260,6 +261,52 @@ def test_a_loss_of_the_users_own_is_called():
 @pytest.mark.parametrize("family", ["gemma2", "mixtral", "modernbert"])
 def test_losses_take_what_transformers_passes(family, options):
     model, inputs = make(family), batch(family) | options
+    before = outcome(model, inputs)
+    acl.nn.patch(model)
+    assert_same(outcome(model, inputs), before, **TIGHT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma2", "t5"])
+def test_a_models_forward_that_another_library_wrapped_is_called(family, monkeypatch):
+    model, inputs = make(family), batch(family)
+    original = type(model).forward
+
+    @functools.wraps(original)
+    def doubled(self, *args, **kwargs):
+        output = original(self, *args, **kwargs)
+        output.loss = output.loss * 2
+        return output
+
+    monkeypatch.setattr(type(model), "forward", doubled)
+    before = outcome(model, inputs)
+    acl.nn.patch(model)
+    assert_same(outcome(model, inputs), before, **TIGHT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(1,), (13, 48)])
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_norm_weights_of_another_shape(family, shape):
+    model, inputs = make(family), batch(family)
+    for norm in (
+        model.model.norm,
+        model.model.layers[0].input_layernorm,
+        model.model.layers[1].post_attention_layernorm,
+    ):
+        norm.weight = torch.nn.Parameter(torch.randn(shape))
+    before = outcome(model, inputs)
+    acl.nn.patch(model)
+    assert_same(outcome(model, inputs), before, **TIGHT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma2", "modernbert"])
+def test_flat_labels(family):
+    """transformers' losses flatten what they get."""
+    model, inputs = make(family), batch(family)
+    name = "shift_labels" if family == "gemma2" else "labels"
+    inputs[name] = torch.randint(3, 97, (26,), generator=torch.Generator().manual_seed(2))
     before = outcome(model, inputs)
     acl.nn.patch(model)
     assert_same(outcome(model, inputs), before, **TIGHT)

@@ -13,7 +13,7 @@ from accelerant.errors import ConfigError, MissingDependency
 from accelerant.nn._patch.record import ATTENTION_NAME, RECORD, Changed, LeftAlone, PatchReport, Record
 
 if TYPE_CHECKING:
-    from accelerant.nn._patch.rules import ModulePlan, Surroundings
+    from accelerant.nn._patch.rules import ModulePlan
 
 __all__ = ["patch", "unpatch"]
 
@@ -69,13 +69,11 @@ def patch(model: nn.Module, *, loss: bool = True, padding: str = "exact", embedd
     record = Record(report)
     options = rules.Options(loss, embedding)
     planned: list[tuple[nn.Module, ModulePlan]] = []
-    outside = rules.Surroundings()
-    around: dict[str, Surroundings] = {}  # by the path of a module
+    models: dict[str, Any] = {}  # by the path of a module: the innermost transformers model that contains it
     for name, module in model.named_modules():
-        inner = rules.Surroundings(module) if isinstance(module, PreTrainedModel) else None
-        around[name] = inner or around.get(name.rpartition(".")[0], outside)
+        models[name] = module if isinstance(module, PreTrainedModel) else models.get(name.rpartition(".")[0])
         kind = type(module).__name__
-        plan = rules.plan_module(module, around[name], options)
+        plan = rules.plan_module(module, models[name], options)
         if isinstance(plan, str):
             report.left.append(LeftAlone(name, kind, plan))
         elif plan is not None:

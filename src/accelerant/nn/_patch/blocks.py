@@ -85,7 +85,12 @@ def _offset(weight: Tensor) -> Tensor:
 def _add_norm(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
     """Return norm(x + residual) and the sum, in one pass if the norm runs on our op."""
     kind = type(norm)
-    if x.dtype is residual.dtype and x.shape == residual.shape and _keeps_dtype(x, getattr(norm, "weight", x)):
+    if (
+        x.dtype is residual.dtype
+        and x.shape == residual.shape
+        and hasattr(norm, "weight")
+        and _keeps_dtype(x, norm.weight)
+    ):
         if is_bare(norm, nn.LayerNorm, layer_norm_forward):
             return ops.add_layer_norm(x, residual, norm.weight, norm.bias, eps=norm.eps)
         if is_bare(norm, kind, rms_norm_forward):
@@ -229,7 +234,7 @@ _CHECKPOINTING = "GradientCheckpointingLayer.__init_subclass__.<locals>.forward_
 
 
 def checkpoints(forward: Any) -> bool:
-    """Return whether a class's forward is decorated by gradient checkpointing alone (transformers 5.22 and later).
+    """Return whether a class's forward is decorated by gradient checkpointing alone (transformers 5.23).
 
     Earlier versions checkpoint where the module is called, so that a replaced forward is checkpointed as well.
     """

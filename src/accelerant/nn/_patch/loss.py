@@ -163,14 +163,16 @@ def _causal_loss(
 
 def causal_loss(logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:
     """Compute transformers' ForCausalLMLoss of given logits."""
-    compute = functools.partial(ops.cross_entropy, logits)
+
+    def compute(targets: Tensor, **options: Any) -> Tensor:
+        return ops.cross_entropy(logits.reshape(-1, vocab_size), targets.view(-1), **options)
+
     return _causal_loss(compute, logits.dtype, logits.device, labels, **options)
 
 
 def masked_loss(logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:
     """Compute transformers' ForMaskedLMLoss of given logits: that of labels which are not shifted."""
-    options["shift_labels"] = labels.reshape(-1)
-    return causal_loss(logits.reshape(-1, vocab_size), labels, vocab_size, **options)
+    return causal_loss(logits, labels, vocab_size, **options | {"shift_labels": labels})
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):

@@ -27,7 +27,7 @@ from accelerant.nn._patch.attention import register as register_attention
 from accelerant.nn._patch.fingerprints import differs, form_of
 from accelerant.nn._patch.record import MARK, Forward
 
-__all__ = ["RULES", "ModulePlan", "Options", "Rule", "Surroundings", "plan_module", "register_attention"]
+__all__ = ["RULES", "ModulePlan", "Options", "Rule", "plan_module", "register_attention"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,6 @@ class Options:
 
     loss: bool
     embedding: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """The innermost transformers model that contains a module; None outside of one."""
-
-    model: Any = None
 
 
 @dataclass(slots=True)
@@ -66,7 +59,7 @@ class ModulePlan:
     notes: tuple[str, ...] = ()
 
 
-Planner = Callable[[Any, Surroundings, Options], ModulePlan | str]
+Planner = Callable[[Any, Any, Options], ModulePlan | str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +67,7 @@ class Rule:
     """The conditions and replacements for one form.
 
     Attributes:
-        plan: (module, surroundings, options) -> the plan, or the reason why there is none.
+        plan: (module, transformers model that contains it, options) -> the plan, or the reason why there is none.
         parts: other methods of the class that the forward calls -> their form.
     """
 
@@ -85,10 +78,14 @@ class Rule:
 _UNKNOWN = "its forward is none of those, from transformers 5.17 to 5.23, that a replacement was written for"
 
 
-def plan_module(module: nn.Module, around: Surroundings, options: Options) -> ModulePlan | str | None:
-    """Return the changes to a module, the reason against any, or None for a container without a rule of its own."""
+def plan_module(module: nn.Module, model: Any, options: Options) -> ModulePlan | str | None:
+    """Return the changes to a module, the reason against any, or None for a container without a rule of its own.
+
+    Args:
+        model: the innermost transformers model that contains the module; None outside of one.
+    """
     leaf = next(module.children(), None) is None
-    if around.model is None:
+    if model is None:
         return "is in no model of transformers" if leaf else None
     kind: Any = type(module)
     rule = _rule_of(kind, kind.forward)
@@ -101,7 +98,7 @@ def plan_module(module: nn.Module, around: Surroundings, options: Options) -> Mo
     for name, form in rule.parts.items():
         if differs(getattr(kind, name, None), form):
             return f"its {name} is none that the replacement was written for"
-    return rule.plan(module, around, options)
+    return rule.plan(module, model, options)
 
 
 @functools.cache
@@ -113,11 +110,25 @@ def _rule_of(kind: Any, forward: Any) -> Rule | None:
         return None
     form = form_of(forward)
     is_model = issubclass(kind, PreTrainedModel)
-    if form in RULES and (is_model or not hasattr(forward, "__wrapped__") or blocks.checkpoints(forward)):
+    if form in RULES and (_only_decorated_by_transformers(forward) if is_model else _is_plain(forward)):
         return RULES[form]
     if is_model:
         return _LOSS if {"loss_function", "CrossEntropyLoss"} & set(_names(forward)) else None
     return _ATTENTION if _calls_interface(forward) else None
+
+
+def _is_plain(forward: Any) -> bool:
+    """Return whether a layer's forward has no decorators but gradient checkpointing, which its replacement keeps."""
+    return not hasattr(forward, "__wrapped__") or blocks.checkpoints(forward)
+
+
+def _only_decorated_by_transformers(forward: Any) -> bool:
+    """Return whether the decorators of a model's forward are those of transformers, whose effect replacements have."""
+    while hasattr(forward, "__wrapped__"):
+        if not forward.__globals__["__name__"].startswith("transformers."):
+            return False
+        forward = forward.__wrapped__
+    return True
 
 
 def _why_unchanged(module: nn.Module) -> str | None:
@@ -145,24 +156,22 @@ def _names(forward: Any) -> tuple[str, ...]:
 # --- norms, activations, embeddings ----------------------------------------------------------------------------------
 
 
-def _layer_norm(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
+def _layer_norm(module: Any, model: Any, options: Options) -> ModulePlan | str:
     if len(module.normalized_shape) != 1 or module.weight is None:
         return f"normalises over {tuple(module.normalized_shape)}{' without weights' * (module.weight is None)}"
     return ModulePlan([("norm", "ops.layer_norm")], blocks.layer_norm_forward)
 
 
-def _rms_norm(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
-    return ModulePlan([("norm", "ops.rms_norm")], blocks.rms_norm_forward)
+def _row_norm(op: str, forward: Forward, parts: dict[str, str] | None = None) -> Rule:
+    """Return the rule of a norm with a weight for each element of a row."""
 
+    def plan(module: Any, model: Any, options: Options) -> ModulePlan | str:
+        shape = tuple(module.weight.shape)
+        if len(shape) != 1 or shape == (1,):  # transformers' would broadcast them
+            return f"has weights of shape {shape}"
+        return ModulePlan([("norm", op)], forward)
 
-def _offset_rms_norm(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
-    return ModulePlan([("norm", "ops.rms_norm")], blocks.offset_rms_norm_forward)
-
-
-def _layer_norm_scale(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
-    if module.weight.dim() != 1:
-        return f"has weights of shape {tuple(module.weight.shape)}"
-    return ModulePlan([("norm", "ops.layer_norm")], blocks.layer_norm_scale_forward)
+    return Rule(plan, parts or {})
 
 
 _GELUS = {
@@ -188,7 +197,7 @@ def _approximation(module: Any) -> str | None:
     return approximate
 
 
-def _gelu(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
+def _gelu(module: Any, model: Any, options: Options) -> ModulePlan | str:
     approximate = _approximation(module)
     if approximate is None:
         return f"calls {getattr(module, 'act', None)!r}, or its forward is another than ours computes"
@@ -196,13 +205,13 @@ def _gelu(module: Any, around: Surroundings, options: Options) -> ModulePlan | s
     return ModulePlan(changes, blocks.gelu_forward, options={"approximate": approximate})
 
 
-def _silu(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
+def _silu(module: Any, model: Any, options: Options) -> ModulePlan | str:
     if getattr(module, "inplace", False):
         return "writes over its input"
     return ModulePlan([("activation", "ops.silu")], blocks.silu_forward)
 
 
-def _embedding(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
+def _embedding(module: Any, model: Any, options: Options) -> ModulePlan | str:
     if not options.embedding:
         return "patch(model, embedding=False)"
     for name in ("max_norm", "scale_grad_by_freq", "sparse"):
@@ -217,7 +226,7 @@ def _embedding(module: Any, around: Surroundings, options: Options) -> ModulePla
 def _gelu_mlp(first: str, activation: str, *rest: str, kind: type[nn.Module] = nn.Linear) -> Rule:
     """Return the rule of an MLP: a linear layer, a GELU, and modules that are called one after the other."""
 
-    def plan(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
+    def plan(module: Any, model: Any, options: Options) -> ModulePlan | str:
         act, layer = getattr(module, activation), getattr(module, first)
         approximate = _approximation(act)
         if approximate is None:
@@ -231,7 +240,7 @@ def _gelu_mlp(first: str, activation: str, *rest: str, kind: type[nn.Module] = n
 
 
 def _gated_mlp(forward: Forward, activation: str) -> Rule:
-    def plan(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
+    def plan(module: Any, model: Any, options: Options) -> ModulePlan | str:
         act = getattr(module, activation)
         kind = type(act)
         ours = kind is nn.SiLU or (kind is activations.SiLUActivation and not differs(kind.forward, "silu"))
@@ -253,7 +262,7 @@ def _residual(forward: Forward, norm: str, after: tuple[str, ...] = (), *, whole
         whole: whether the layer can be one autograd function.
     """
 
-    def plan(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
+    def plan(module: Any, model: Any, options: Options) -> ModulePlan | str:
         kind = type(getattr(module, norm))
         rms = form_of(kind.forward) in ("rms_norm", "rms_norm_offset")
         if not rms and kind is not nn.LayerNorm:
@@ -265,7 +274,7 @@ def _residual(forward: Forward, norm: str, after: tuple[str, ...] = (), *, whole
     return Rule(plan)
 
 
-def _bert_layer(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
+def _bert_layer(module: Any, model: Any, options: Options) -> ModulePlan | str:
     kind = type(module.attention)
     if differs(kind.forward, "bert_attention"):
         return f"its attention is a {kind.__name__}"
@@ -284,9 +293,9 @@ def _calls_interface(forward: Any) -> bool:
     return found is ALL_ATTENTION_FUNCTIONS and "ALL_ATTENTION_FUNCTIONS" in _names(forward)
 
 
-def _attention(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
+def _attention(module: Any, model: Any, options: Options) -> ModulePlan | str:
     forward = type(module).forward
-    rotated = _rotated(forward, around.model)
+    rotated = _rotated(forward, model)
     settings = {"form": form_of(forward), "forward": rotated}
     plan = ModulePlan([("rope", "ops.rope")] if rotated else [], rotated, options=settings)
     reason = _keeps_attention(module)
@@ -360,7 +369,7 @@ def _loss_of(module: Any) -> tuple[Any, str | None]:
 
 
 def _causal_lm(base: str, output: type) -> Rule:
-    def plan(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
+    def plan(module: Any, model: Any, options: Options) -> ModulePlan | str:
         function, form = _loss_of(module)
         if form != "causal_loss":
             return f"its loss is {getattr(function, '__name__', function)}"
@@ -387,7 +396,7 @@ def _loss_plan(
     return ModulePlan(changes, loss.signed(forward, kind), options=settings, notes=notes)
 
 
-def _masked_lm(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
+def _masked_lm(module: Any, model: Any, options: Options) -> ModulePlan | str:
     head = type(module.cls), type(module.cls.predictions)
     known = [form_of(kind.forward) for kind in head] == ["masked_lm_bert.head", "masked_lm_bert.predictions"]
     fused = options.loss and known
@@ -395,7 +404,7 @@ def _masked_lm(module: Any, around: Surroundings, options: Options) -> ModulePla
     return _loss_plan(module, loss.masked_lm_forward, fused, settings, (_LAZY,) if fused else ())
 
 
-def _any_loss(module: Any, around: Surroundings, options: Options) -> ModulePlan | str:
+def _any_loss(module: Any, model: Any, options: Options) -> ModulePlan | str:
     """Plan our cross entropy for a model that computes its logits itself."""
     changes = [("loss", "ops.cross_entropy")]
     forward = type(module).forward
@@ -426,9 +435,11 @@ _TORCH: dict[type[nn.Module], Rule] = {
 
 RULES: dict[str, Rule] = {
     "silu": Rule(_silu),
-    "rms_norm": Rule(_rms_norm),
-    "rms_norm_offset": Rule(_offset_rms_norm, {"_norm": "rms_norm_offset._norm"}),
-    "layer_norm_scale": Rule(_layer_norm_scale),
+    "rms_norm": _row_norm("ops.rms_norm", blocks.rms_norm_forward),
+    "rms_norm_offset": _row_norm(
+        "ops.rms_norm", blocks.offset_rms_norm_forward, {"_norm": "rms_norm_offset._norm"}
+    ),
+    "layer_norm_scale": _row_norm("ops.layer_norm", blocks.layer_norm_scale_forward),
     "mlp_activation_fn": _gelu_mlp("fc1", "activation_fn", "fc2"),
     "mlp_activation": _gelu_mlp("fc1", "activation", "fc2"),
     "mlp_act": _gelu_mlp("fc1", "act", "fc2"),
