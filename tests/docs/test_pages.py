@@ -62,6 +62,12 @@ def test_every_page_is_in_the_index():
         assert page.name == "index.md" or f"({page.name})" in index, page.name
 
 
+def test_every_page_is_on_the_site():
+    site = (DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8")
+    for page in DOCS.glob("*.md"):
+        assert f": {page.name}\n" in site, f"mkdocs.yml has no {page.name} in its nav"
+
+
 def test_every_error_of_the_troubleshooting_page_exists():
     table = (DOCS / "troubleshooting.md").read_text(encoding="utf-8").partition("## Errors")[2].partition("\n## ")[0]
     named = set(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE))
