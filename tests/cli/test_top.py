@@ -27,12 +27,7 @@ def run(capsys, *arguments):
 
 
 def shown(*samples):
-    from rich.console import Console
-
-    console = Console(width=160)
-    with console.capture() as captured:
-        console.print(top._view(list(samples)))
-    return captured.get()
+    return "".join(f"{line.plain}\n" for line in top._view(list(samples), 160))
 
 
 def test_json_is_one_sample_of_every_device(capsys):

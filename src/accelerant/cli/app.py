@@ -1,4 +1,4 @@
-"""The command-line application: command groups, progress, and exit statuses of errors.
+"""The command-line application: command groups and exit statuses of errors.
 
 Importing a group's module loads only its `register(app)`; its commands import torch and the rest of the library in
 their bodies, so that `--help` is quick.
@@ -9,10 +9,8 @@ commands end with 1 only if a proof is invalid, and with 2 for every failure.
 
 from __future__ import annotations
 
-import io
 import os
 import sys
-import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,6 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from accelerant._version import __version__
+from accelerant.cli.terminal import prepare_streams
 from accelerant.config import settings
 from accelerant.errors import AccelerantError, BackendUnavailable, ConfigError, FormatError, MissingDependency
 from accelerant.runtime.files import escaped
@@ -27,13 +26,10 @@ from accelerant.runtime.files import escaped
 if TYPE_CHECKING:
     import typer
 
-__all__ = ["GROUPS", "PLAIN_WIDTH", "InvalidProofError", "ProgressLine", "build_app", "exit_status", "main", "write"]
+__all__ = ["GROUPS", "InvalidProofError", "build_app", "exit_status", "main", "write"]
 
-GROUPS = ("devices", "train", "sample", "data", "bench", "tune", "doctor", "top", "compile", "cache", "zk", "privacy")
+GROUPS = ("train", "sample", "data", "privacy", "zk", "devices", "top", "doctor", "bench", "tune", "compile", "cache")
 """Modules of this package whose `register(app)` adds the command of that name."""
-
-PLAIN_WIDTH = 160
-"""Columns of a table written to a file or another program."""
 
 _BAD_INPUT = (ConfigError, FormatError, BackendUnavailable, MissingDependency)
 
@@ -50,14 +46,9 @@ def build_app(groups: Sequence[str] = GROUPS) -> typer.Typer:
     """Return the typer application with these groups."""
     import typer
 
-    app = typer.Typer(
-        name="accelerant",
-        help="Accelerated computing on any available device.",
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
-    )
+    from accelerant.cli.help import Application
+
+    app = Application(name="accelerant", no_args_is_help=True, add_completion=True)
 
     @app.callback()
     def root(
@@ -74,39 +65,12 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line, by default the process's arguments without the program's name, and exit."""
     args = sys.argv[1:] if arguments is None else arguments
     with exit_status(2 if args[:1] == ["zk"] else 1):
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: names of files need not be UTF-8
+        prepare_streams()
         if args[:2] == ["zk", "prove"] and (proof := import_module("accelerant.cli.zk_prove").plain(args[2:])):
             proof()
             sys.exit(0)
         groups = args[:1] if args and args[0] in GROUPS else GROUPS  # importing the others takes up to 0.1 s
         build_app(groups)(args=args, prog_name="accelerant")
-
-
-class ProgressLine:
-    """Progress on stderr: one line that is overwritten on a terminal, else a line now and then.
-
-    An empty text clears the line.
-
-    Args:
-        every_s: least seconds between two lines, and before the first, where stderr is no terminal.
-    """
-
-    def __init__(self, every_s: float = 15.0) -> None:
-        self.live = sys.stderr.isatty()
-        self._every_s = every_s
-        self._last = time.monotonic()
-
-    def __call__(self, text: str) -> None:
-        """Show a line."""
-        if self.live:
-            import shutil  # not needed by commands that show no progress
-
-            width = max(20, shutil.get_terminal_size().columns - 1)  # a longer line could not be overwritten
-            print(f"\r\x1b[K{text[:width]}", end="", file=sys.stderr, flush=True)
-        elif text and time.monotonic() - self._last >= self._every_s:
-            self._last = time.monotonic()
-            print(text, file=sys.stderr, flush=True)
 
 
 class InvalidProofError(Exception):

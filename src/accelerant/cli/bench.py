@@ -19,9 +19,10 @@ from types import GenericAlias
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
-from typer.core import TyperGroup
 
-from accelerant.cli.app import ProgressLine, exit_status
+from accelerant.cli.app import exit_status
+from accelerant.cli.help import Application, HelpGroup
+from accelerant.cli.terminal import ProgressLine
 from accelerant.errors import AccelerantError, ConfigError, FormatError
 from accelerant.runtime.files import escaped
 
@@ -53,29 +54,38 @@ _Out = Annotated[
         metavar="PATH",
         help="A .json file for the record; or a folder for record.json, record.csv, report.html, and rows.jsonl "
         "as they are measured.",
+        rich_help_panel="Results",
     ),
 ]
-_Csv = Annotated[Path | None, typer.Option("--csv", metavar="FILE", help="Write the rows there as CSV too.")]
-_Report = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with plots there.")]
-_Compare = Annotated[
-    Path | None, typer.Option(metavar="BASELINE", help="A record to compare with; exit 1 where this run is slower.")
+_Csv = Annotated[
+    Path | None,
+    typer.Option("--csv", metavar="FILE", help="Write the rows there as CSV too.", rich_help_panel="Results"),
 ]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+_Report = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write a page with plots there.", rich_help_panel="Results")
+]
+_Compare = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="BASELINE", help="A record to compare with; exit 1 where this run is slower.", rich_help_panel="Results"
+    ),
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel="Results")]
 
 
 def register(app: typer.Typer) -> None:
     """Add the command group."""
     title = "Measure the kernels and the runtime, compared with their peers."
-    group = typer.Typer(cls=_SuiteGroup, help=title, no_args_is_help=True)
+    group = Application(cls=_SuiteGroup, help=title, no_args_is_help=True)
     group.command("all", epilog=_epilog("accelerant bench all", _ALL_EXAMPLES))(everything)
-    group.command("compare", epilog="Example:  accelerant bench compare before.json after.json")(compare_records)
+    group.command("compare", epilog="accelerant bench compare before.json after.json")(compare_records)
     for name in _MOVED:
         settings = {"ignore_unknown_options": True, "allow_extra_args": True}
         group.command(name, hidden=True, add_help_option=False, context_settings=settings)(_moved(name))
-    app.add_typer(group, name="bench")
+    app.add_typer(group, name="bench", rich_help_panel="Kernels")
 
 
-class _SuiteGroup(TyperGroup):
+class _SuiteGroup(HelpGroup):
     """A command group that loads a suite's module when its command is asked for."""
 
     def list_commands(self, ctx: Any) -> list[str]:  # Any: click's own Context or typer's copy, by typer's version
@@ -116,14 +126,13 @@ def run_command(kind: type[Suite], arguments: list[str] | None = None) -> None:
 
 
 def _suite_app(kind: type[Suite], program: str) -> typer.Typer:
-    settings = {"help_option_names": ["-h", "--help"]}
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, context_settings=settings)
+    app = Application()
     app.command(kind.name, epilog=_epilog(program, kind.examples))(_suite_command(kind))
     return app
 
 
 def _epilog(program: str, examples: Sequence[str]) -> str:
-    return "Examples:  " + "   |   ".join(f"{program} {example}".strip() for example in examples)
+    return "\n".join(f"{program} {example}".strip() for example in examples)
 
 
 def _suite_command(kind: type[Suite]) -> Callable[..., None]:
@@ -177,7 +186,9 @@ class _RunOptions:
     ] = None
     listed: Annotated[bool, typer.Option("--list", help="Measure nothing; show the cases.")] = False
     out: _Out = None
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run whose folder --out names.")] = False
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run whose folder --out names.", rich_help_panel="Results")
+    ] = False
     csv: _Csv = None
     report: _Report = None
     compare: _Compare = None

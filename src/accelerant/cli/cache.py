@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from accelerant.cli.app import PLAIN_WIDTH, ProgressLine
+from accelerant.cli.help import Application
+from accelerant.cli.terminal import ProgressLine, print_table
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime.files import escaped
 
@@ -29,17 +30,15 @@ _Named = TypeVar("_Named", "CacheEntry", "Shipped")
 
 def register(app: typer.Typer) -> None:
     """Add the group."""
-    group = typer.Typer(help="Compiled kernels on disk: list, remove, compile in advance.", no_args_is_help=True)
-    group.command("list", epilog="Examples:  accelerant cache list   |   accelerant cache list 'softmax*' --json")(
-        list_entries
-    )
-    group.command("clear", epilog="Examples:  accelerant cache clear --yes   |   accelerant cache clear 'gelu*'")(clear)
+    group = Application(help="Compiled kernels on disk: list, remove, compile in advance.", no_args_is_help=True)
+    group.command("list", epilog="accelerant cache list\naccelerant cache list 'softmax*' --json")(list_entries)
+    group.command("clear", epilog="accelerant cache clear --yes\naccelerant cache clear 'gelu*'")(clear)
     group.command(
         "warm",
-        epilog="Examples:  accelerant cache warm   |   accelerant cache warm --arch sm_90 --arch sm_80   |   "
+        epilog="accelerant cache warm\naccelerant cache warm --arch sm_90 --arch sm_80\n"
         "accelerant cache warm field_add --device cpu",
     )(warm)
-    app.add_typer(group, name="cache")
+    app.add_typer(group, name="cache", rich_help_panel="Kernels")
 
 
 def list_entries(names: _Names = None, json_output: _Json = False) -> None:
@@ -51,21 +50,17 @@ def list_entries(names: _Names = None, json_output: _Json = False) -> None:
     if json_output:
         print(json.dumps([entry.to_dict() for entry in entries], indent=1))
         return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("kernel", "target", "compiler", "size", "age", "registers", "key"):
-        right = title in ("size", "age", "registers")
-        table.add_column(title, justify="right" if right else "left", no_wrap=True, max_width=40)
-    for entry in entries:
-        name = Text.assemble(("damaged: ", "red"), escaped(entry.damage)) if entry.damage else Text(escaped(entry.name))
-        registers = "-" if entry.registers is None else str(entry.registers)
-        cells = (escaped(entry.target), escaped(entry.compiler), _size(entry.size_bytes), _age(entry.age_s), registers)
-        table.add_row(name, *map(Text, cells), entry.key[:12])
-    if entries:
-        Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(table)
+    titles = ("kernel", "target", "compiler", "size", "age", "registers", "key")
+    rows = [
+        (
+            f"damaged: {escaped(entry.damage)}" if entry.damage else escaped(entry.name), escaped(entry.target),
+            escaped(entry.compiler), _size(entry.size_bytes), _age(entry.age_s),
+            "-" if entry.registers is None else str(entry.registers), entry.key[:12],
+        )
+        for entry in entries
+    ]  # fmt: skip
+    if rows:
+        print_table(titles, rows, right=("size", "age", "registers"))
     print(
         f"{_total(entries, sum(entry.size_bytes for entry in entries))}, in {escaped(settings().cache_dir / 'kernels')}"
     )

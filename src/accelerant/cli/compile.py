@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from accelerant.cli.app import PLAIN_WIDTH
+from accelerant.cli.terminal import print_table
 from accelerant.errors import CompileError, ConfigError
 from accelerant.runtime.files import escaped
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from accelerant.runtime.compilation.inspect import CompilerMessage, EntryPoint, Inspection
 
 __all__ = ["compile_file", "known_targets_of", "register"]
@@ -28,15 +30,16 @@ _MOST_BYTES = 1 << 26  # of a source file
 TEMPLATES = ("matmul", "relu", "attention")
 """Example kernels in the folder templates."""
 
-_EPILOG = (
-    "Examples:  accelerant compile --template matmul --out mine.cu   |   accelerant compile mine.cu   |   "
-    "accelerant compile mine.cu --arch sm_90a --block 128 --json   |   accelerant compile mine.cu --arch sm_80 --ptx"
-)
+_EXAMPLES = """\
+accelerant compile --template matmul --out mine.cu
+accelerant compile mine.cu
+accelerant compile mine.cu --arch sm_90a --block 128 --json
+accelerant compile mine.cu --arch sm_80 --ptx"""
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("compile", epilog=_EPILOG)(compile_file)
+    app.command("compile", epilog=_EXAMPLES, rich_help_panel="Kernels")(compile_file)
 
 
 def compile_file(
@@ -181,28 +184,21 @@ def _print_messages(file: str, targets: list[str], done: list[Inspection], faile
 
 
 def _print_table(done: list[Inspection], shared: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    titles = ("registers", "spills", "stack", "shared", "block", "blocks/SM", "occupancy")
+    rows = [
+        (inspection.target, entry.name, *_cells(entry, shared)) for inspection in done for entry in inspection.entries
+    ]
+    print_table(("arch", "entry point", *titles, "limited by"), rows, right=titles)
+
+
+def _cells(entry: EntryPoint, dynamic_bytes: int) -> tuple[str | Text, ...]:
     from rich.text import Text
 
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("arch")
-    table.add_column("entry point", overflow="fold")
-    for title in ("registers", "spills", "stack", "shared", "block", "blocks/SM", "occupancy"):
-        table.add_column(title, justify="right")
-    table.add_column("limited by")
-    for inspection in done:
-        for entry in inspection.entries:
-            table.add_row(inspection.target, Text(entry.name), *_cells(entry, shared))
-    Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(table)
-
-
-def _cells(entry: EntryPoint, dynamic_bytes: int) -> tuple[str, ...]:
     def shown(number: int | None) -> str:
         return "-" if number is None else str(number)
 
     used, occupancy = entry.resources, entry.occupancy
-    spills = f"[red]{used.spill_bytes}[/]" if used.spill_bytes else shown(used.spill_bytes)
+    spills = Text(shown(used.spill_bytes), style="red" if used.spill_bytes else "")
     shared = "-" if used.shared_bytes is None else str(used.shared_bytes + dynamic_bytes)
     cells = (shown(used.registers), spills, shown(used.stack_bytes), shared)
     if occupancy is None:

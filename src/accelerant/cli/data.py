@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import Progress, TaskID
 
+from accelerant.cli.help import Application
+from accelerant.cli.terminal import console, is_live
 from accelerant.errors import ConfigError
 from accelerant.runtime.files import escaped
 
@@ -22,10 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
-_EPILOG = (
-    "Examples:  accelerant data prepare ~/books --out books.tokens   |   accelerant data prepare dump.jsonl --out "
-    "dump.tokens --tokenizer gpt2/tokenizer.json   |   accelerant train --preset gpt2 --data books.tokens"
-)
+_EXAMPLES = """\
+accelerant data prepare ~/books --out books.tokens
+accelerant data prepare dump.jsonl --out dump.tokens --tokenizer gpt2/tokenizer.json
+accelerant train --preset gpt2 --data books.tokens"""
 
 _Paths = Annotated[list[str], typer.Argument(metavar="PATH...", help="Text files, JSONL files, or folders of them.")]
 _Out = Annotated[str, typer.Option(metavar="FILE", help="The token file to write.")]
@@ -42,10 +44,10 @@ _Verify = Annotated[bool, typer.Option("--verify", help="Read all tokens and com
 
 def register(app: typer.Typer) -> None:
     """Add the command group to the application."""
-    group = typer.Typer(name="data", help="Prepare text for training: token files.", no_args_is_help=True)
-    group.command("prepare", epilog=_EPILOG)(prepare)
-    group.command("info", epilog="Example:  accelerant data info books.tokens --verify")(info)
-    app.add_typer(group)
+    group = Application(name="data", help="Prepare text for training: token files.", no_args_is_help=True)
+    group.command("prepare", epilog=_EXAMPLES)(prepare)
+    group.command("info", epilog="accelerant data info books.tokens --verify")(info)
+    app.add_typer(group, rich_help_panel="Training")
 
 
 def prepare(
@@ -100,12 +102,11 @@ def _print(path: str, info: TokenFileInfo, as_json: bool) -> None:
 @contextmanager
 def _progress_bar(*, quiet: bool) -> Iterator[Callable[[str, float], None]]:
     """Yield a function that shows on a terminal to which share, 0 to 1, a phase is done."""
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
+    if quiet or not is_live(sys.stderr):
         yield lambda phase, share: None
         return
     tasks: dict[str, TaskID] = {}
-    with Progress(console=console, transient=True) as progress:
+    with Progress(console=console(stderr=True), transient=True) as progress:
 
         def show(phase: str, share: float) -> None:
             if phase not in tasks:

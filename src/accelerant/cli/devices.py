@@ -7,17 +7,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from accelerant.cli.terminal import print_table
+
 if TYPE_CHECKING:
     from accelerant.runtime.provider import ComputeDevice
 
 __all__ = ["devices", "register"]
 
-_EPILOG = "Examples:  accelerant devices   |   accelerant devices --json"
+_EXAMPLES = """\
+accelerant devices
+accelerant devices --json"""
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("devices", epilog=_EPILOG)(devices)
+    app.command("devices", epilog=_EXAMPLES, rich_help_panel="Devices")(devices)
 
 
 def devices(json_output: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False) -> None:
@@ -30,31 +34,24 @@ def devices(json_output: Annotated[bool, typer.Option("--json", help="Print a JS
     listed = registry.devices()
     peers = _peers(listed)
     if json_output:
-        rows = [device.to_dict() | {"peers": peers.get((device.backend, device.index), [])} for device in listed]
-        print(json.dumps(rows, indent=1))
+        facts = [device.to_dict() | {"peers": peers.get((device.backend, device.index), [])} for device in listed]
+        print(json.dumps(facts, indent=1))
         return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
     from accelerant.runtime.monitoring.monitor import free_memory
 
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("backend", "device", "architecture", "free / total", ""):
-        table.add_column(title, justify="right" if title == "free / total" else "left")
+    rows = []
     chosen = registry.choose()
     for device in listed:
         if not device.available:
-            table.add_row(device.backend, "-", "", "", escape(f"absent: {device.reason}"))
+            rows.append((device.backend, "-", "", f"absent: {device.reason}"))
             continue
-        remarks = ["automatic choice"] if device == chosen else []
+        remarks = [device.architecture, *["automatic choice"] * (device == chosen)]
         if near := peers.get((device.backend, device.index)):
             remarks.append(f"reads the memory of {', '.join(map(str, near))}")
         total, free = free_memory(device)
         memory = f"{free / 2**30:.0f} / {total / 2**30:.0f} GiB"
-        label = f"{device.backend}:{device.index}"
-        table.add_row(label, device.name, device.architecture, memory, "; ".join(remarks))
-    Console().print(table)
+        rows.append((device.label, device.name, memory, ", ".join(filter(None, remarks))))
+    print_table(("backend", "device", "free / total", "architecture"), rows, right=("free / total",), prose=True)
 
 
 def _peers(present: list[ComputeDevice]) -> dict[tuple[str, int], list[int]]:

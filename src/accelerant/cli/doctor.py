@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from accelerant.cli.app import ProgressLine
+from accelerant.cli.terminal import ProgressLine, console
 
 if TYPE_CHECKING:
     from accelerant.bench.doctor import Check
@@ -20,7 +20,9 @@ _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red"}
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("doctor", epilog="Examples:  accelerant doctor   |   accelerant doctor --json > report.json")(doctor)
+    app.command(
+        "doctor", epilog="accelerant doctor\naccelerant doctor --json > report.json", rich_help_panel="Devices"
+    )(doctor)
 
 
 def doctor(json_output: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False) -> None:
@@ -47,13 +49,13 @@ def doctor(json_output: Annotated[bool, typer.Option("--json", help="Print a JSO
 
 
 def _print(check: Check) -> None:
-    from rich.console import Console
     from rich.text import Text
 
     line = Text(f"{check.status:<8}", style=_COLOURS[check.status])
     line.append(f"{check.name:<20} ", style="bold")
     line.append(check.found, style="default")
-    console = Console(soft_wrap=True)
-    console.print(line)
+    shown = console()
+    shown.print(line, soft_wrap=True)
     if check.advice:
-        console.print(Text(f"{'':29}to do: {check.advice}", style="" if check.status == "ok" else "bold"))
+        advice = Text(f"{'':29}to do: {check.advice}", style="" if check.status == "ok" else "bold")
+        shown.print(advice, soft_wrap=True)

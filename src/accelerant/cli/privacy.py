@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from accelerant.cli.help import Application
 from accelerant.errors import ConfigError
 from accelerant.runtime.files import escaped
 
@@ -30,15 +31,15 @@ _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 def register(app: typer.Typer) -> None:
     """Add the command group."""
     title = "Differential privacy: epsilon, noise and the ledger."
-    group = typer.Typer(name="privacy", help=title, no_args_is_help=True)
+    group = Application(name="privacy", help=title, no_args_is_help=True)
     examples: dict[Callable[..., None], str] = {
         epsilon: "epsilon --sigma 1.1 --q 0.00426667 --steps 14062 --delta 1e-5",
         calibrate: "calibrate --target-epsilon 3 --delta 1e-5 --q 0.00426667 --steps 14062",
         statement: "statement privacy.jsonl --delta 1e-5 --markdown",
     }
     for command, example in examples.items():
-        group.command(epilog=f"Example:  accelerant privacy {example}")(command)
-    app.add_typer(group)
+        group.command(epilog=f"accelerant privacy {example}")(command)
+    app.add_typer(group, rich_help_panel="Training")
 
 
 def epsilon(

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["register", "sample"]
 
-_EPILOG = (
-    'Examples:  accelerant sample runs/tiny --prompt "def "   |   accelerant sample ./gpt2 --prompt "Once upon a time" '
-    "--tokens 100 --seed 1   |   cat question.txt | accelerant sample ./llama --prompt -"
-)
+_EXAMPLES = """\
+accelerant sample runs/tiny --prompt "def "
+accelerant sample ./gpt2 --prompt "Once upon a time" --tokens 100 --seed 1
+cat question.txt | accelerant sample ./llama --prompt -"""
 
 _Folder = Annotated[
     str, typer.Argument(metavar="RUN", help="Folder of a run of accelerant train, or of a GPT-2 or Llama model.")
@@ -44,7 +44,7 @@ _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object at th
 
 def register(app: typer.Typer) -> None:
     """Add the command to the application."""
-    app.command("sample", epilog=_EPILOG)(sample)
+    app.command("sample", epilog=_EXAMPLES, rich_help_panel="Training")(sample)
 
 
 def sample(
@@ -65,7 +65,10 @@ def sample(
     from accelerant.nn.models.generation import Sampling
 
     Sampling(temperature, top_k or None, top_p)  # raises for other values before the model is loaded
-    text = sys.stdin.read() if prompt == "-" else prompt
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+    except UnicodeDecodeError:
+        raise ConfigError(f"the standard input is not text in {sys.stdin.encoding}") from None
     seed = secrets.randbelow(2**31) if seed is None else seed
     source = _load(Path(folder).expanduser(), device)
     ids = source.prompt(text)

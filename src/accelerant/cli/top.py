@@ -1,46 +1,53 @@
-"""`accelerant top`: live figures of every device."""
+"""`accelerant top`: live figures of every device, until q or Ctrl-C."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import signal
 import sys
-import threading
 import time
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from accelerant.cli.app import PLAIN_WIDTH
+from accelerant.cli.terminal import console, is_live, table_lines, wrapped
 from accelerant.errors import ConfigError
 from accelerant.runtime.files import escaped
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.text import Text
 
-    from accelerant.runtime.monitoring.monitor import Sample
+    from accelerant.runtime.monitoring.monitor import ProcessMemory, Sample
     from accelerant.runtime.provider import ComputeDevice
 
 __all__ = ["register", "top"]
 
-_EPILOG = "Examples:  accelerant top   |   accelerant top --interval 0.5   |   accelerant top --json"
-_SHOWN_PROCESSES = 5
+_EXAMPLES = """\
+accelerant top
+accelerant top --interval 0.5
+accelerant top --json"""
 _BAR = 10
+_SORTS = {"m": "memory", "p": "pid", "n": "name"}
+"""Key -> order of the processes."""
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("top", epilog=_EPILOG)(top)
+    app.command("top", epilog=_EXAMPLES, rich_help_panel="Devices")(top)
 
 
 def top(
     interval: Annotated[float, typer.Option(help="Seconds between two readings, 0.1 to 3600.")] = 1.0,
     json_output: Annotated[bool, typer.Option("--json", help="Print one sample as JSON and exit.")] = False,
 ) -> None:
-    """Show utilisation, memory, power, temperature, clocks and processes of every device; Ctrl-C ends it.
+    """Show utilisation, memory, power, temperature, clocks and processes of every device; q or Ctrl-C ends it.
 
-    If the output is not a terminal, one sample is printed.
+    The keys m, p and n sort the processes by memory, pid or name. If the output is not a terminal, one sample is
+    printed.
     """
     if not (math.isfinite(interval) and 0.1 <= interval <= 3600):
         raise ConfigError(f"--interval must be 0.1 to 3600 seconds, got {interval}")
@@ -51,58 +58,102 @@ def top(
     if json_output:
         samples = [sample(device).to_dict() for device in devices]
         print(json.dumps({"time_s": time.time(), "devices": samples}, indent=1))
-        return
-    from rich.console import Console
-
-    if not sys.stdout.isatty():
-        Console(width=PLAIN_WIDTH).print(_view([sample(device) for device in devices]))
-        return
-    _watch(devices, interval)
+    elif is_live(sys.stdout):
+        _watch(devices, interval)
+    else:
+        shown = console()
+        for line in _view([sample(device) for device in devices], shown.width):
+            shown.print(line, soft_wrap=True)
 
 
 def _watch(devices: list[ComputeDevice], interval: float) -> None:
+    from rich.console import Group
     from rich.live import Live
 
     from accelerant.runtime.monitoring.monitor import sample
 
-    ended = threading.Event()
+    ended: list[int] = []
     # a KeyboardInterrupt raised in a finaliser would be lost; a flag is not
-    usual = signal.signal(signal.SIGINT, lambda _number, _frame: ended.set())
+    usual = {one: signal.signal(one, lambda number, _: ended.append(number)) for one in (signal.SIGINT, signal.SIGTERM)}
+    sort = "memory"
     try:
-        with Live(screen=True, auto_refresh=False) as live:
-            wait = 0.0
-            while not ended.wait(wait):
+        with _keys() as keys, Live(console=console(), screen=True, auto_refresh=False) as live:
+            while not ended:
                 began = time.monotonic()
-                live.update(_view([sample(device) for device in devices], footer="Ctrl-C ends"), refresh=True)
-                wait = max(0.05, interval - (time.monotonic() - began))
+                samples = [sample(device) for device in devices]
+                live.update(Group(*_view(samples, live.console.width, sort, keys=True)), refresh=True)
+                until = max(time.monotonic() + 0.05, began + interval)
+                while not ended and time.monotonic() < until:
+                    key = keys(min(0.1, until - time.monotonic()))
+                    if key == "q":
+                        return
+                    if key in _SORTS:
+                        sort = _SORTS[key]
+                        live.update(Group(*_view(samples, live.console.width, sort, keys=True)), refresh=True)
     finally:
-        signal.signal(signal.SIGINT, usual)
+        for one, handler in usual.items():
+            signal.signal(one, handler)
+    if signal.SIGTERM in ended:
+        raise typer.Exit(128 + signal.SIGTERM)
 
 
-def _view(samples: list[Sample], footer: str = "") -> RenderableType:
-    from rich.console import Group
-    from rich.table import Table
+@contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Yield a function that waits for a key of the terminal, at most the given seconds, and returns it, or ""."""
+    if not sys.stdin.isatty():
+        yield _no_key
+    elif sys.platform == "win32":
+        import msvcrt
+
+        def pressed(seconds: float) -> str:
+            time.sleep(max(0.0, seconds))
+            return msvcrt.getwch().lower() if msvcrt.kbhit() else ""
+
+        yield pressed
+    else:
+        import select
+        import termios
+        import tty
+
+        terminal = sys.stdin.fileno()
+
+        def pressed(seconds: float) -> str:
+            if not select.select([terminal], [], [], max(0.0, seconds))[0]:
+                return ""
+            return os.read(terminal, 1).decode("ascii", "replace").lower() or "q"  # nothing: the terminal is gone
+
+        before = termios.tcgetattr(terminal)
+        tty.setcbreak(terminal)
+        try:
+            yield pressed
+        finally:
+            termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+def _no_key(seconds: float) -> str:
+    time.sleep(max(0.0, seconds))
+    return ""
+
+
+def _view(samples: list[Sample], width: int, sort: str = "memory", *, keys: bool = False) -> list[Text]:
+    """Return the lines of a screen; with `keys` the second one names them."""
     from rich.text import Text
 
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("device", no_wrap=True)
-    table.add_column("name", overflow="fold")
-    for title in ("busy", "memory", "power", "temperature", "clock", "memory clock"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for item in samples:
-        table.add_row(item.device, Text(item.name), *_cells(item))
-    parts: list[RenderableType] = [Text(time.strftime("%Y-%m-%d %H:%M:%S")), table]
+    lines = [Text(time.strftime("%Y-%m-%d %H:%M:%S"))]
+    if keys:
+        orders = ", ".join(f"{key} {order}{'*' * (order == sort)}" for key, order in _SORTS.items())
+        lines += [Text(line, style="dim") for line in wrapped(f"q quit; sort by {orders}", width)]
+    figures = ("busy", "memory", "power", "temperature", "clock", "memory clock")
+    rows = [(item.device, item.name, *_cells(item)) for item in samples]
+    lines += table_lines(("device", "name", *figures), rows, width, right=figures)
     for item in samples:
         if item.core_percents:
-            parts.append(Text(f"\n{item.device} cores: " + " ".join(f"{busy:.0f}%" for busy in item.core_percents)))
+            cores = f"{item.device} cores: " + " ".join(f"{busy:.0f}%" for busy in item.core_percents)
+            lines += [Text(), *map(Text, wrapped(cores, width))]
         if item.processes:
-            parts += [Text(f"\n{item.device} processes", style="bold"), _processes(item)]
-    reasons = [line for item in samples for line in _reasons(item)]
-    if reasons:
-        parts.append(Text("\n" + "\n".join(reasons), style="dim"))
-    if footer:
-        parts.append(Text(f"\n{footer}", style="dim"))
-    return Group(*parts)
+            lines += [Text(), Text(f"{item.device} processes", style="bold"), *_processes(item, sort)]
+    reasons = [Text(part, style="dim") for item in samples for line in _reasons(item) for part in wrapped(line, width)]
+    return [*lines, Text(), *reasons] if reasons else lines
 
 
 _NAMES = {
@@ -138,15 +189,15 @@ def _cells(item: Sample) -> tuple[str, ...]:
     return busy, memory, *("-" if number is None else f"{number:.0f} {unit}" for number, unit in figures)
 
 
-def _processes(item: Sample) -> RenderableType:
-    from rich.table import Table
+def _processes(item: Sample, sort: str) -> list[Text]:
     from rich.text import Text
 
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(justify="right")
-    table.add_column(justify="right")
-    table.add_column()
-    for process in (item.processes or ())[:_SHOWN_PROCESSES]:
+    def order(process: ProcessMemory) -> Any:
+        by = {"memory": -(process.memory_bytes or 0), "pid": process.pid, "name": (process.name or "").lower()}
+        return by[sort]
+
+    lines = []
+    for process in sorted(item.processes or (), key=order):
         memory = "-" if process.memory_bytes is None else f"{process.memory_bytes / 2**20:,.0f} MiB"
-        table.add_row(str(process.pid), memory, Text(escaped(process.name or "?")))
-    return table
+        lines.append(Text(f"{process.pid:>8}  {memory:>12}  {escaped(process.name or '?')}"))
+    return lines

@@ -22,39 +22,64 @@ if TYPE_CHECKING:
 
 __all__ = ["choose_device", "register", "train"]
 
-_EPILOG = (
-    "Examples:  accelerant train   |   accelerant train notes.txt --out runs/notes   |   "
-    "accelerant train ~/books --preset small --out runs/books   |   accelerant train --resume runs/books"
-)
+_EXAMPLES = """\
+accelerant train
+accelerant train notes.txt --out runs/notes
+accelerant train ~/books --preset small --out runs/books
+accelerant train --resume runs/books"""
 
 _PROFILED_STEPS = 5
+
+_RESULTS, _SPEED, _PRIVACY = "Text and results", "Speed and memory", "Private training"
+"""Groups of options in the help."""
 
 _Paths = Annotated[
     list[str] | None, typer.Argument(metavar="[PATH]...", help="Text to train on; the same as --data PATH.")
 ]
 _Preset = Annotated[str | None, typer.Option(help="tiny, small or gpt2. Default: tiny.")]
-_Data = Annotated[list[str] | None, typer.Option(metavar="stdlib|PATH...", help="Text to train on. Default: stdlib.")]
+_Data = Annotated[
+    list[str] | None,
+    typer.Option(metavar="stdlib|PATH...", help="Text to train on. Default: stdlib.", rich_help_panel=_RESULTS),
+]
 _Steps = Annotated[
     int | None, typer.Option(help="Optimiser steps. Default: the preset's. With --resume: steps in all, to train on.")
 ]
 _Device = Annotated[str | None, typer.Option(help="auto, cuda or cpu. Default: auto; with --resume, the run's.")]
-_Out = Annotated[str | None, typer.Option(metavar="DIR", help="Folder for the results. Default: runs/PRESET.")]
-_Resume = Annotated[str | None, typer.Option(metavar="DIR", help="Continue the interrupted run in this folder.")]
+_Out = Annotated[
+    str | None,
+    typer.Option(metavar="DIR", help="Folder for the results. Default: runs/PRESET.", rich_help_panel=_RESULTS),
+]
+_Resume = Annotated[
+    str | None,
+    typer.Option(metavar="DIR", help="Continue the interrupted run in this folder.", rich_help_panel=_RESULTS),
+]
 _Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Remove an earlier run in the folder. Default: move it to a subfolder.")
+    bool,
+    typer.Option(
+        "--overwrite",
+        help="Remove an earlier run in the folder. Default: move it to a subfolder.",
+        rich_help_panel=_RESULTS,
+    ),
 ]
 _Seed = Annotated[int | None, typer.Option(help="Seed of the weights, batches and sample. Default: 0.")]
 _Batch = Annotated[
-    int | None, typer.Option("--batch-size", help="Windows per step; with --private on average. Default: the preset's.")
+    int | None,
+    typer.Option(
+        "--batch-size",
+        help="Windows per step; with --private on average. Default: the preset's.",
+        rich_help_panel=_SPEED,
+    ),
 ]
 _MicroBatch = Annotated[
-    int | None, typer.Option(help="Windows on the device at a time. Default: the preset's, or what fits.")
+    int | None,
+    typer.Option(help="Windows on the device at a time. Default: the preset's, or what fits.", rich_help_panel=_SPEED),
 ]
 _Threads = Annotated[
     int | None,
     typer.Option(
         help="Threads on the CPU. Default: OMP_NUM_THREADS, else 1 for tiny, whose steps are too small to share, and "
-        "one per core for the others."
+        "one per core for the others.",
+        rich_help_panel=_SPEED,
     ),
 ]
 _Deterministic = Annotated[
@@ -62,41 +87,75 @@ _Deterministic = Annotated[
     typer.Option(
         "--deterministic/--no-deterministic",
         help="Same seed, same bits. Default: yes on the CPU, no on a GPU, where it costs speed.",
+        rich_help_panel=_SPEED,
     ),
 ]
 _Recompute = Annotated[
-    bool, typer.Option("--recompute", help="Recompute activations in the backward pass: less memory, more time.")
+    bool,
+    typer.Option(
+        "--recompute",
+        help="Recompute activations in the backward pass: less memory, more time.",
+        rich_help_panel=_SPEED,
+    ),
 ]
 _Profile = Annotated[
     bool,
-    typer.Option("--profile", help="Profile some steps: trace.json for Chrome, kernels.txt with the time by kernel."),
+    typer.Option(
+        "--profile",
+        help="Profile some steps: trace.json for Chrome, kernels.txt with the time by kernel.",
+        rich_help_panel=_RESULTS,
+    ),
 ]
-_Log = Annotated[str | None, typer.Option(metavar="jsonl|tensorboard", help="Log of the steps. Default: jsonl.")]
+_Log = Annotated[
+    str | None,
+    typer.Option(metavar="jsonl|tensorboard", help="Log of the steps. Default: jsonl.", rich_help_panel=_RESULTS),
+]
 _Precision = Annotated[
     str | None,
     typer.Option(
         metavar="auto|float32|bfloat16|fp8",
         help="Precision of the training. Default: auto, bfloat16 on a GPU that supports it, else float32.",
+        rich_help_panel=_SPEED,
     ),
 ]
 _Private = Annotated[
-    bool, typer.Option("--private", help="Differentially private steps (DP-SGD); needs a target or a noise multiplier.")
+    bool,
+    typer.Option(
+        "--private",
+        help="Differentially private steps (DP-SGD); needs a target or a noise multiplier.",
+        rich_help_panel=_PRIVACY,
+    ),
 ]
 _Target = Annotated[
     float | None,
-    typer.Option("--target-epsilon", help="With --private: epsilon at the end, which determines the noise."),
+    typer.Option(
+        "--target-epsilon",
+        help="With --private: epsilon at the end, which determines the noise.",
+        rich_help_panel=_PRIVACY,
+    ),
 ]
-_Delta = Annotated[float | None, typer.Option(help="With --private: delta. Default: 1e-5.")]
+_Delta = Annotated[float | None, typer.Option(help="With --private: delta. Default: 1e-5.", rich_help_panel=_PRIVACY)]
 _Norm = Annotated[
-    float | None, typer.Option(help="With --private: norm to which a window's gradient is clipped. Default: 1.")
+    float | None,
+    typer.Option(
+        help="With --private: norm to which a window's gradient is clipped. Default: 1.", rich_help_panel=_PRIVACY
+    ),
 ]
 _Noise = Annotated[
     float | None,
-    typer.Option("--noise-multiplier", help="With --private: noise over the clipping norm. With a target: stop there."),
+    typer.Option(
+        "--noise-multiplier",
+        help="With --private: noise over the clipping norm. With a target: stop there.",
+        rich_help_panel=_PRIVACY,
+    ),
 ]
 _Insecure = Annotated[
     bool,
-    typer.Option("--insecure-noise", help="With --private: noise from Philox, for research; recorded in the ledger."),
+    typer.Option(
+        "--insecure-noise",
+        help="With --private: noise from Philox, for research; recorded in the ledger.",
+        rich_help_panel=_PRIVACY,
+    ),
 ]
 _Spent = Annotated[
     str | None,
@@ -104,6 +163,7 @@ _Spent = Annotated[
         "--ledger",
         metavar="FILE",
         help="With --private: privacy ledger of all trainings on these data. Default: one in the run's folder.",
+        rich_help_panel=_PRIVACY,
     ),
 ]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, and no progress.")]
@@ -111,7 +171,7 @@ _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object at th
 
 def register(app: typer.Typer) -> None:
     """Add the command to the application."""
-    app.command("train", epilog=_EPILOG)(train)
+    app.command("train", epilog=_EXAMPLES, rich_help_panel="Training")(train)
 
 
 def train(

@@ -12,13 +12,15 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from accelerant.cli.terminal import console, is_live
 from accelerant.errors import FormatError
 from accelerant.runtime.files import escaped, typed
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from accelerant.nn.train.history import StepRecord
     from accelerant.nn.train.job import Outcome
 
@@ -229,7 +231,7 @@ class BarView(View):
             self._progress.update(self._task, numbers=self._phase.line(share))
 
     def note(self, text: str) -> None:
-        self._console.print(escaped(text), markup=False, soft_wrap=True)
+        self._console.print(escaped(text), soft_wrap=True)
 
     def begin(self, *, done: int, total: int, device: str, predicted_bytes: int | None) -> None:
         self._stop_status()
@@ -271,8 +273,7 @@ def make_view(*, quiet: bool) -> View:
     """Return the view for this process's standard error stream."""
     if quiet:
         return View()
-    console = Console(stderr=True)
-    return BarView(console) if console.is_terminal else LineView()
+    return BarView(console(stderr=True)) if is_live(sys.stderr) else LineView()
 
 
 def _numbers(record: StepRecord) -> str:

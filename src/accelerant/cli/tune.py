@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from accelerant.cli.app import ProgressLine
 from accelerant.cli.bench import check_writable
+from accelerant.cli.terminal import ProgressLine
 from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.files import decode_json, escaped, read_regular, write_atomic
 
@@ -23,15 +23,16 @@ if TYPE_CHECKING:
 
 __all__ = ["register", "tune"]
 
-_EPILOG = (
-    "Examples:  accelerant tune   |   accelerant tune --op softmax --op gelu --dtype bfloat16   |   "
-    "accelerant tune --list   |   accelerant tune --table nvidia-h200.json --serves 'NVIDIA H100'"
-)
+_EXAMPLES = """\
+accelerant tune
+accelerant tune --op softmax --op gelu --dtype bfloat16
+accelerant tune --list
+accelerant tune --table nvidia-h200.json --serves 'NVIDIA H100'"""
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command("tune", epilog=_EPILOG)(tune)
+    app.command("tune", epilog=_EXAMPLES, rich_help_panel="Kernels")(tune)
 
 
 def tune(

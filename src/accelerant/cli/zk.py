@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from accelerant.cli.app import InvalidProofError, write
+from accelerant.cli.help import Application
+from accelerant.cli.terminal import console
 from accelerant.cli.zk_prove import (
     StageDisplay,
     prove_files,
@@ -46,19 +48,19 @@ _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and 
 
 def register(app: typer.Typer) -> None:
     """Add the command group to the app."""
-    group = typer.Typer(name="zk", help="Zero-knowledge proofs: Groth16 with snarkjs's files.", no_args_is_help=True)
+    group = Application(name="zk", help="Zero-knowledge proofs: Groth16 with snarkjs's files.", no_args_is_help=True)
     commands: dict[Callable[..., None], str] = {
         prove: "zk prove circuit.zkey witness.wtns proof.json public.json",
         verify: "zk verify verification_key.json public.json proof.json && echo accepted",
-        inspect: "zk inspect circuit.zkey   |   accelerant zk inspect circuit.r1cs --json   |   "
+        inspect: "zk inspect circuit.zkey\naccelerant zk inspect circuit.r1cs --json\n"
         "accelerant zk inspect downloaded.zkey --check",
         export_vk: "zk export-vk circuit.zkey verification_key.json",
         calldata: "zk calldata public.json proof.json",
         setup: "zk setup circuit.r1cs circuit.zkey --insecure-known-tau",
     }
     for command, example in commands.items():
-        group.command(epilog=f"Example{'s' * ('|' in example)}:  accelerant {example}")(command)
-    app.add_typer(group)
+        group.command(epilog=f"accelerant {example}")(command)
+    app.add_typer(group, rich_help_panel="Proofs")
 
 
 def prove(
@@ -173,14 +175,12 @@ def inspect(
     Exit status 2 if the file is malformed; the message names section and offset. Contributions of a ceremony are not
     verified: see snarkjs zkey verify and powersoftau verify.
     """
-    from rich.console import Console
-
     from accelerant.zk.formats import describe
 
     if json_output:
         write(json.dumps(describe(file, check=check)))
         return
-    with Console(stderr=True).status("checking the file" if check else "reading the file"):
+    with console(stderr=True).status("checking the file" if check else "reading the file"):
         facts = describe(file, check=check)
     for name, value in facts.items():
         title = name.removesuffix("_bytes").replace("_", " ")

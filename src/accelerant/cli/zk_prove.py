@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerant.cli.app import write
+from accelerant.cli.terminal import is_live
 from accelerant.errors import ConfigError
 from accelerant.runtime.files import AtomicFile, escaped, read_regular
 
@@ -137,7 +138,7 @@ class StageDisplay:
     """The current stage, on one line of stderr if it is a terminal."""
 
     def __init__(self, quiet: bool) -> None:
-        self._live = not quiet and sys.stderr is not None and sys.stderr.isatty()  # None: it was closed
+        self._live = not quiet and is_live(sys.stderr)
 
     def __call__(self, stage: str) -> None:
         """Show the stage that begins."""

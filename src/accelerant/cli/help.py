@@ -1,0 +1,139 @@
+"""The pages of --help: usage, description, arguments, options and commands by group, and one example a line.
+
+Nothing is cut: where the terminal is narrow, an option's text is below its name. A command's `epilog` has its examples,
+and `rich_help_panel` names the group of an option or command.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from accelerant.cli.terminal import columns, console, is_live, wrapped
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["Application", "HelpCommand", "HelpGroup"]
+
+_MOST_COLUMNS = 100
+_NAME_COLUMNS = 30
+"""Longer names have their text below them."""
+
+_NARROW = 64
+"""Columns below which panels have no borders, and all texts are below the names."""
+
+_TYPES = {"str": "TEXT", "int": "N", "int range": "N", "float": "X", "float range": "X", "path": "PATH", "file": "FILE"}
+_CLICK_TYPES = {"INTEGER": "N", "FLOAT": "X", "INTEGER RANGE": "N", "FLOAT RANGE": "X"}
+
+
+class _Page:
+    """The part of a command that prints its page."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the page."""
+        _print_page(self, ctx)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words of the usage after the command's name."""
+        command: Any = self
+        shown = [one for one in command.get_params(ctx) if one.param_type_name == "argument" and not one.hidden]
+        words = [_argument(one) for one in shown]
+        words = [word if one.required else f"[{word}]" for one, word in zip(shown, words, strict=True)]
+        return ["[OPTIONS]", *words, *["COMMAND [ARGS]..."] * isinstance(self, TyperGroup)]
+
+
+class HelpCommand(_Page, TyperCommand):
+    """A command with such a page."""
+
+
+class HelpGroup(_Page, TyperGroup):
+    """A group of commands with such a page."""
+
+
+class Application(typer.Typer):
+    """A typer application, or a group of commands of one."""
+
+    def __init__(self, **options: Any) -> None:
+        settings = {"help_option_names": ["-h", "--help"]}
+        fixed = {"add_completion": False, "pretty_exceptions_enable": False, "context_settings": settings}
+        super().__init__(**{"cls": HelpGroup, **fixed, **options})
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[[Any], Any]:
+        """Return a decorator that adds a command."""
+        return super().command(name, **{"cls": HelpCommand, **options})
+
+
+def _print_page(command: Any, ctx: Any) -> None:
+    from rich.text import Text
+
+    shown = console()
+    width = min(columns(sys.stdout) or _MOST_COLUMNS, _MOST_COLUMNS)
+    usage = wrapped(f"Usage: {ctx.command_path} {' '.join(command.collect_usage_pieces(ctx))}", width)
+    shown.print(Text("\n".join(usage), style="bold"), soft_wrap=True)
+    for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
+        shown.print(Text("\n" + textwrap.fill(paragraph, width, break_long_words=False)), soft_wrap=True)
+    panels: dict[str, list[tuple[str, str]]] = {}
+    params = [one for one in command.get_params(ctx) if not getattr(one, "hidden", False)]
+    for param in sorted(params, key=lambda one: one.param_type_name == "option"):
+        default = "Arguments" if param.param_type_name == "argument" else "Options"
+        panels.setdefault(getattr(param, "rich_help_panel", None) or default, []).append(_entry(param, ctx))
+    for name in command.list_commands(ctx) if isinstance(command, TyperGroup) else ():
+        if (one := command.get_command(ctx, name)) is not None and not one.hidden:
+            text = " ".join(inspect.cleandoc(one.help or "").split("\n\n")[0].split())
+            panels.setdefault(getattr(one, "rich_help_panel", None) or "Commands", []).append((name, text))
+    for title, entries in panels.items():
+        _print_panel(shown, title, entries, width)
+    if command.epilog:
+        shown.print(Text("\nExamples:", style="bold"))
+        for line in command.epilog.splitlines():
+            shown.print(Text(f"  {line}"), soft_wrap=True)
+
+
+def _entry(param: Any, ctx: Any) -> tuple[str, str]:
+    """Return a parameter's name, with the kind of its value, and its text."""
+    names, text = param.get_help_record(ctx)
+    text = re.sub(r"(-?[\d.]+)<=x<=(-?[\d.]+)", r"\1 to \2", text)
+    text = text.replace("x>=", "at least ").replace("x<=", "at most ").replace("  [", " [")
+    if param.param_type_name == "argument":
+        return _argument(param), text
+    names = re.sub(r"<(?:list\[)?([^\]>]*)\]?>", lambda kind: _TYPES.get(kind[1], kind[1].upper()), names)
+    names = re.sub(r" (INTEGER|FLOAT)( RANGE)?$", lambda kind: " " + _CLICK_TYPES[kind[0].strip()], names)
+    return re.sub(r"--(\S+) / --no-\1", r"--[no-]\1", names), text
+
+
+def _argument(param: Any) -> str:
+    name = (param.metavar or param.name.upper()).strip("[]").replace("]...", "...")
+    return str(name if param.nargs == 1 or name.endswith("...") else f"{name}...")
+
+
+def _print_panel(shown: Console, title: str, entries: Sequence[tuple[str, str]], width: int) -> None:
+    """Print a group: in a border on a terminal, elsewhere under its title."""
+    from rich.console import Group as Lines
+    from rich.panel import Panel
+    from rich.text import Text
+
+    bordered = is_live(sys.stdout) and width >= _NARROW
+    inner = width - 4 if bordered else width - 2
+    column = 4 if width < _NARROW else min(_NAME_COLUMNS, 2 + max(len(name) for name, _ in entries))
+    lines = []
+    for name, text in entries:
+        parts = textwrap.wrap(text, inner - column, break_long_words=False, break_on_hyphens=False)
+        beside = width >= _NARROW and len(name) + 2 <= column
+        first = parts.pop(0) if parts and beside else ""
+        lines.append(Text.assemble((name, "bold cyan"), " " * (column - len(name)), first))
+        lines += [Text(" " * column + part) for part in parts]
+    if bordered:
+        shown.print(Panel(Lines(*lines), title=title, title_align="left", border_style="dim", width=width))
+        return
+    shown.print(Text(f"\n{title}:", style="bold"))
+    for line in lines:
+        line.rstrip()
+        shown.print(Text.assemble("  ", line), soft_wrap=True)

@@ -1,0 +1,230 @@
+"""Every command's output under every encoding and width, on terminals and in pipes: no traceback, nothing cut."""
+
+import io
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from rich.text import Text
+
+from accelerant.cli import terminal
+from accelerant.cli.app import build_app, main
+from accelerant.config import override
+from accelerant.runtime import registry
+from accelerant.runtime.compilation.cache import KernelCache, kernel_key
+from accelerant.runtime.compilation.kernel import Binary
+
+ROOT = Path(__file__).parents[2]
+VECTORS = ROOT / "tests/vectors/groth16/poseidon"
+KERNEL = "a_kernel_whose_name_is_longer_than_forty_columns"
+
+PIPE = None
+SETTINGS = [
+    pytest.param(encoding, width, environment, id=f"{encoding}-{width or 'pipe'}-{''.join(environment) or 'plain'}")
+    for encoding, width, environment in itertools.product(
+        ("utf-8", "ascii", "latin-1", "cp1252"), (PIPE, 40, 58, 80), ({}, {"NO_COLOR": "1"}, {"TERM": "dumb"})
+    )
+]
+FAST = [
+    pytest.param("ascii", PIPE, {}, id="ascii-pipe"),
+    pytest.param("cp1252", 40, {"NO_COLOR": "1"}, id="cp1252-40"),
+    pytest.param("utf-8", 58, {"TERM": "dumb"}, id="utf-8-58-dumb"),
+]
+
+
+class Stream(io.TextIOWrapper):
+    """A standard stream of an encoding, which is a terminal or not."""
+
+    def __init__(self, encoding, *, is_terminal):
+        super().__init__(io.BytesIO(), encoding=encoding, write_through=True)
+        self.is_terminal = is_terminal
+
+    def isatty(self):
+        return self.is_terminal
+
+    def text(self):
+        self.flush()
+        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.buffer.getvalue().decode(self.encoding))
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Runs a command line with streams of an encoding, on a terminal of a width or in a pipe."""
+
+    def run(arguments, encoding="utf-8", width=PIPE, environment=()):
+        streams = [Stream(encoding, is_terminal=width is not PIPE) for _ in range(2)]
+        for name in ("NO_COLOR", "COLUMNS"):
+            monkeypatch.delenv(name, raising=False)
+        values = {"TERM": "xterm-256color", **dict(environment), **({"COLUMNS": str(width)} if width else {})}
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", streams[0])
+            patched.setattr(sys, "stderr", streams[1])
+            with pytest.raises(SystemExit) as ended:
+                main(list(map(str, arguments)))
+        return ended.value.code or 0, *(stream.text() for stream in streams)
+
+    return run
+
+
+def pages(names=()):
+    """Yield each command's words and click's object, of the named ones or all."""
+
+    def below(words, command, context):
+        yield words, command, context
+        for name in command.list_commands(context) if hasattr(command, "list_commands") else ():
+            inner = command.get_command(context, name)
+            if not inner.hidden:
+                yield from below([*words, name], inner, typer.Context(inner, parent=context, info_name=name))
+
+    top = typer.main.get_command(build_app(names) if names else build_app())
+    return below([], top, typer.Context(top, info_name="accelerant"))
+
+
+def check_help(run, encoding, width, environment, names=()):
+    for words, command, context in pages(names):
+        status, output, errors = run([*words, "--help"], encoding, width, environment)
+        assert (status, errors) == (0, ""), words
+        assert "<" not in output, words
+        shown = set(output.split()) | {word.strip("[],") for word in output.split()}
+        for param in command.get_params(context):
+            for option in getattr(param, "opts", ()) if param.param_type_name == "option" else ():
+                assert option in shown or f"[no-]{option[2:]}" in output, (words, option)
+        examples = output.partition("Examples:\n")[2].split("\n")
+        assert all(line.startswith(("  ", "")) for line in examples)
+        assert [line.strip() for line in examples if line] == (command.epilog or "").splitlines(), words
+        if width is not PIPE:
+            long = [line for line in output.partition("Examples:")[0].splitlines() if len(line) > width]
+            assert not long, (words, long)
+
+
+@pytest.mark.parametrize(("encoding", "width", "environment"), FAST)
+def test_help(run, encoding, width, environment):
+    check_help(run, encoding, width, environment, names=("train", "zk"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("encoding", "width", "environment"), SETTINGS)
+def test_every_page_of_help(run, encoding, width, environment):
+    check_help(run, encoding, width, environment)
+
+
+@pytest.fixture
+def cache(tmp_path):
+    with override(cache_dir=tmp_path):
+        for target in ("sm_90", "sm_80"):
+            key = kernel_key(target=target)
+            build = lambda: Binary(b"code", {KERNEL: KERNEL}, {})  # noqa: E731
+            KernelCache().get_or_build(key, build, name=KERNEL, target=target, compiler="nvcc 13 of some longer name")
+        yield
+
+
+@pytest.mark.parametrize(("encoding", "width", "environment"), [*FAST, *(
+    pytest.param(*one.values, id=one.id, marks=pytest.mark.slow) for one in SETTINGS
+)])  # fmt: skip
+def test_tables(run, cache, encoding, width, environment):
+    status, output, errors = run(["cache", "list"], encoding, width, environment)
+    assert (status, errors) == (0, "")
+    assert output.count(KERNEL) == 2
+    if width is PIPE:
+        assert len(output.splitlines()) == 4  # head, two kernels, sum
+    status, output, errors = run(["devices"], encoding, width, environment)
+    assert (status, errors) == (0, "")
+    listed = registry.devices()
+    for device in listed:
+        assert (device.label if device.available else device.backend) in output.split()
+        assert all(word in output for word in device.name.split()) or not device.available
+    if width is PIPE:
+        assert len(output.splitlines()) == 1 + len(listed)
+    if width is PIPE or "TERM" in environment:  # a terminal shows the live view
+        status, output, errors = run(["top"], encoding, width, environment)
+        assert (status, errors) == (0, "")
+        assert "cpu:0" in output
+
+
+def commands(folder):
+    """Return a command line of each command that ends soon, and its exit status."""
+    record = folder / "record.json"
+    zkey, public, proof, key = (
+        VECTORS / name for name in ("circuit.zkey", "public.json", "proof.json", "verification_key.json")
+    )
+    return [
+        (["tune", "--list"], 0), (["bench", "algebra", "--list"], 0),
+        (["bench", "compare", record, record], 2), (["compile", "--template", "relu"], 0),
+        (["compile", folder / "kérnel.cu"], 2),
+        (["privacy", "epsilon", "--sigma", "1.1", "--q", "0.01", "--steps", "10", "--delta", "1e-5"], 0),
+        (["privacy", "statement", folder / "ledger.jsonl"], 2), (["zk", "inspect", zkey], 0),
+        (["zk", "verify", key, public, proof], 0), (["data", "info", folder / "kérnel.cu"], 2),
+        (["sample", folder / "no run"], 2), (["train", folder / "nothing"], 2), (["nonsense"], 2),
+        (["train", "--x"], 2), (["--version"], 0), (["--show-completion", "bash"], 0),
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("encoding", "width", "environment"), SETTINGS)
+def test_every_command(run, cache, tmp_path, monkeypatch, encoding, width, environment):
+    monkeypatch.chdir(tmp_path)
+    for arguments, expected in commands(tmp_path):
+        status, output, errors = run(arguments, encoding, width, environment)
+        assert status == expected, (arguments, errors)
+        assert "Traceback" not in output + errors
+        assert "\N{HORIZONTAL ELLIPSIS}" not in output + errors, arguments
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
+def test_a_child_of_an_encoding(tmp_path, encoding):
+    """PYTHONIOENCODING holds for the input, the prompt and the summary of a run, too."""
+    text = tmp_path / "tëxt.txt"
+    text.write_text("".join(f"the {n}th line — of some text\n" for n in range(300)), encoding="utf-8")
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONIOENCODING": encoding, "OMP_NUM_THREADS": "1"}
+
+    def child(*arguments, given=b"", status=0):
+        command = [sys.executable, "-m", "accelerant", *map(str, arguments)]
+        done = subprocess.run(command, input=given, capture_output=True, env=env, timeout=300, check=False)
+        assert done.returncode == status, done.stderr
+        assert b"Traceback" not in done.stderr
+        return done.stdout.decode(encoding)
+
+    run = tmp_path / "rün"
+    assert "validation loss" in child("train", text, "--steps", 2, "--device", "cpu", "--out", run)
+    dash = "\N{EM DASH}"
+    sampled = child("sample", run, "--prompt", f"the {dash}", "--tokens", 2)
+    assert sampled.startswith(f"the {dash}" if encoding == "cp1252" else "the -")
+    if encoding == "ascii":
+        child("sample", run, "--prompt", "-", given=dash.encode(), status=2)
+    devices = child("devices")
+    assert len(devices.splitlines()) == 1 + len(registry.devices())
+
+
+def test_characters_that_an_encoding_lacks_stay_in_their_columns():
+    stream = Stream("ascii", is_terminal=False)
+    terminal.prepare_streams()
+    stream.reconfigure(errors="accelerant")
+    stream.write("█·° 61 °C é \udcff ⠋")
+    assert stream.text() == "#.  61  C \\xe9 \\udcff *"
+
+
+@pytest.mark.parametrize("width", [20, 40, 58, 100])
+def test_a_table_that_is_too_wide_is_a_block_for_each_row(width):
+    titles = ("name", "size", "note")
+    rows = [(KERNEL, "3 KiB", "a sentence of a few words"), ("b", "12 KiB", Text("-"))]
+    lines = [line.plain for line in terminal.table_lines(titles, rows, width, right=("size",), prose=True)]
+    assert any(line.startswith(KERNEL) for line in lines)
+    assert all(len(line) <= width or KERNEL in line for line in lines)
+    assert ("size" in lines[0]) == (width == 100)
+    assert "sentence" in " ".join(lines)
+
+
+def test_json_is_ascii_whatever_the_encoding(run):
+    for arguments in (["devices", "--json"], ["top", "--json"]):
+        status, output, _ = run(arguments, "ascii", 40)
+        assert status == 0
+        assert json.loads(output)
