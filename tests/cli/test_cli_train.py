@@ -369,3 +369,8 @@ def test_a_phase_shows_how_far_it_is_and_the_time_left(monkeypatch, capsys):
     now[0] += 6
     view.advance(0.5, "step 1")
     assert capsys.readouterr().err.splitlines()[-1] == "step 1  50%  0:06 left"
+    now[0] += 600
+    view.advance(0.1, "step 1")  # the same operation a second time
+    now[0] += 6
+    view.advance(0.4, "step 1")
+    assert capsys.readouterr().err.splitlines()[-1] == "step 1  40%  0:12 left"

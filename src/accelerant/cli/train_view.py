@@ -149,7 +149,7 @@ class _Phase:
     def __init__(self, text: str, inner: str = "", share: float = 0.0) -> None:
         self._text = text
         self._inner = inner
-        self._first = share
+        self._first = self._share = share
         self._began = time.monotonic()
 
     @property
@@ -158,8 +158,11 @@ class _Phase:
         return time.monotonic() - self._began > 1.0
 
     def within(self, inner: str, share: float) -> _Phase:
-        """Return the phase of an operation within this one: this one, or a new one if the operation changed."""
-        return self if inner == self._inner else _Phase(inner or self._text, inner, share)
+        """Return the phase of an operation within this one: this one, or a new one if the operation begins."""
+        if inner == self._inner and share >= self._share:
+            self._share = share
+            return self
+        return _Phase(inner or self._text, inner, share)
 
     def line(self, share: float) -> str:
         """Return the phase, the share done, and the time left."""
