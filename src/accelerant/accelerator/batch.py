@@ -19,12 +19,10 @@ from typing import Any
 
 import torch
 
-from accelerant.accelerator.methods import METHODS, ArrayOrigin, Operations
+from accelerant.accelerator.methods import METHODS, ArrayOrigin, Operations, Results, Tensors, tensors_of
 from accelerant.errors import AccelerantError, ShapeError, TimeLimitExceeded
 
 __all__ = ["Batch", "PendingCall"]
-
-Tensors = tuple[torch.Tensor, ...]
 
 
 class PendingCall:
@@ -88,7 +86,7 @@ class Batch(Operations):
     def __init__(
         self, check: Callable[[str, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], int, int]],
         move: Callable[[str, tuple[Any, ...]], tuple[Tensors, ArrayOrigin]],
-        run: Callable[[str, Tensors, dict[str, Any], int], torch.Tensor], memory_limit_bytes: int | None = None,
+        run: Callable[[str, Tensors, dict[str, Any], int], Results], memory_limit_bytes: int | None = None,
     ) -> None:  # fmt: skip
         self._check, self._move = check, move
         self._run = run
@@ -149,7 +147,7 @@ class Batch(Operations):
                         call.fail(error)
                     member.tensors = ()
 
-    def _succeed(self, call: PendingCall, origin: ArrayOrigin, tensor: torch.Tensor) -> None:
+    def _succeed(self, call: PendingCall, origin: ArrayOrigin, tensor: Results) -> None:
         """Set a call's result. Under a memory limit it leaves the device now, if its inputs came from elsewhere."""
         if self._limit is None:
             call.succeed(partial(origin.wrap, tensor))
@@ -168,7 +166,7 @@ class Batch(Operations):
             joined, split = _join(first.name, [member.tensors for member in members])
             for member in members:
                 member.tensors = ()
-            results = split(self._run(first.name, joined, first.options, len(members)))
+            results = split(*tensors_of(self._run(first.name, joined, first.options, len(members))))
         except TimeLimitExceeded as error:
             for member in members:
                 member.call.fail(error)
@@ -186,7 +184,7 @@ def _key(call: PendingCall, tensors: Tensors) -> tuple[Any, ...]:
     merge = METHODS[call.name].merge
     first, rest = tensors[0], tensors[1:]
     kinds = tuple((x.dtype, x.device) for x in tensors)
-    common = (call.name, tuple(sorted(call.options.items())), kinds)
+    common = (call.name, str(sorted(call.options.items())), kinds)
     if merge == "elements" and all(x.shape == first.shape for x in rest):
         return common
     last = call.options.get("dim", -1) in (-1, first.ndim - 1)
@@ -215,6 +213,7 @@ def _join(name: str, calls: list[Tensors]) -> tuple[Tensors, Callable[[torch.Ten
         raise ShapeError(f"calls of {name} cannot be joined")
 
     def split(y: torch.Tensor) -> list[torch.Tensor]:
-        return [part.reshape(shape) for part, shape in zip(y.split(sizes), shapes, strict=True)]
+        parts = zip(y.split(sizes), shapes, strict=True)  # a row's result may have another width
+        return [part.reshape(shape if merge == "elements" else (*shape[:-1], part.shape[-1])) for part, shape in parts]
 
     return joined, split

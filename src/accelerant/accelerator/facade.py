@@ -12,16 +12,25 @@ import threading
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from accelerant.accelerator.batch import Batch
-from accelerant.accelerator.methods import METHODS, ArrayOrigin, Operations, sizes_of, to_torch
+from accelerant.accelerator.methods import (
+    METHODS,
+    ArrayOrigin,
+    Operations,
+    Results,
+    Tensors,
+    dtypes_of,
+    sizes_of,
+    tensors_of,
+    to_torch,
+)
 from accelerant.algebra.field import prime_field
 from accelerant.config import FallbackPolicy, override, policy_named, settings
 from accelerant.errors import (
@@ -46,7 +55,6 @@ from accelerant.zk.transform import ntt
 __all__ = ["Accelerator", "AcceleratorConfig"]
 
 T = TypeVar("T")
-Tensors = tuple[torch.Tensor, ...]
 
 
 _SAMPLES_KEPT = 4096
@@ -257,22 +265,24 @@ class Accelerator(Operations):
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
         results: dict[str, dict[str, float]] = {}
         for name, method in METHODS.items():
-            args = method.example(self._torch_device, size)
+            args, options = method.example(self._torch_device, size)
             samples = []
             try:
                 for _ in range(iterations + 2):
                     self._provider.synchronize(self.device.index)
                     began = time.perf_counter()
-                    out = self._run(name, args, {}, _Deadline(name, None))
+                    out = self._run(name, args, options, _Deadline(name, None))
                     self._provider.synchronize(self.device.index)
                     samples.append((time.perf_counter() - began) * 1e3)
             except UnsupportedCase:
                 continue
             samples = sorted(samples[2:])  # without the warm-up
-            moved = sum(arg.nbytes for arg in args) + out.nbytes
+            results_made = tensors_of(out)
+            moved = sum(x.nbytes for x in (*args, *results_made))
+            flops = method.flops(args, results_made[0], **options)
             median = quantile(samples, 0.5) or math.nan
             results[name] = {f"p{q}_ms": quantile(samples, q / 100) or math.nan for q in (50, 95, 99)}
-            results[name] |= {"gb_per_s": moved / median / 1e6, "gflop_per_s": method.flops(args, out) / median / 1e6}
+            results[name] |= {"gb_per_s": moved / median / 1e6, "gflop_per_s": flops / median / 1e6}
         return results
 
     # --- many calls ----------------------------------------------------------------------------------------------
@@ -294,13 +304,13 @@ class Accelerator(Operations):
     ) -> tuple[tuple[Any, ...], int, int]:
         self._check_open()
         arrays = self._prepared(name, arrays, options)
-        return arrays, *self._check_memory(name, arrays)
+        return arrays, *self._check_memory(name, arrays, options)
 
     def _batched_move(self, name: str, arrays: tuple[Any, ...]) -> tuple[Tensors, ArrayOrigin]:
         with override(fallback=self._policy):
             return self._move_or_fall_back(name, arrays)
 
-    def _batched_run(self, name: str, tensors: Tensors, options: dict[str, Any], calls: int) -> torch.Tensor:
+    def _batched_run(self, name: str, tensors: Tensors, options: dict[str, Any], calls: int) -> Results:
         self._check_open()
         self._metrics.add(name, calls=calls)
         try:
@@ -336,7 +346,7 @@ class Accelerator(Operations):
         try:
             with override(fallback=self._policy):
                 arrays = self._prepared(name, arrays, options)
-                self._check_memory(name, arrays)
+                self._check_memory(name, arrays, options)
                 tensors, origin = self._move_or_fall_back(name, arrays)
                 tensor = self._run_or_fall_back(name, tensors, options, deadline)
         except BaseException:
@@ -354,7 +364,7 @@ class Accelerator(Operations):
 
     def _run_or_fall_back(
         self, name: str, tensors: Tensors, options: dict[str, Any], deadline: _Deadline, calls: int = 1
-    ) -> torch.Tensor:
+    ) -> Results:
         """Run on the device of the tensors, or on the CPU after a failure that wrote nothing."""
         if tensors[0].device == self._torch_device:
             try:
@@ -362,8 +372,9 @@ class Accelerator(Operations):
                 result = self._run(name, tensors, options, deadline)
                 if start is not None:
                     self._metrics.add_time(name, start, self._provider.record_event(self.device.index))
-                moved = sum(tensor.nbytes for tensor in tensors) + result.nbytes
-                self._metrics.add(name, bytes=moved, flops=METHODS[name].flops(tensors, result, **options))
+                made = tensors_of(result)
+                moved = sum(tensor.nbytes for tensor in (*tensors, *made))
+                self._metrics.add(name, bytes=moved, flops=METHODS[name].flops(tensors, made[0], **options))
                 if deadline.timeout_s is not None:
                     self._provider.synchronize(self.device.index)
                     deadline.check("at its end")
@@ -391,12 +402,16 @@ class Accelerator(Operations):
         return tuple(prepare(x, argument, options) for x, argument in zip(arrays, ("x", "y"), strict=False))
 
     def _move(self, name: str, arrays: tuple[Any, ...], to: torch.device | None = None) -> tuple[Tensors, ArrayOrigin]:
-        dtype = np.dtype(METHODS[name].dtype)
-        plain = (int, float, list, tuple)
-        moved = [to_torch(x, to or self._torch_device, dtype if isinstance(x, plain) else None) for x in arrays]
-        return tuple(tensor for tensor, _ in moved), moved[0][1]
+        """Return the arrays as tensors on a device, and the origin of the first that is not plain numbers."""
+        dtypes: Sequence[torch.dtype | None] = (None,) * len(arrays)
+        first = 0
+        if not all(hasattr(x, "dtype") for x in arrays):
+            dtypes = dtypes_of(name, arrays)
+            first = next((i for i, x in enumerate(arrays) if hasattr(x, "dtype")), 0)
+        moved = [to_torch(x, to or self._torch_device, dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
+        return tuple(tensor for tensor, _ in moved), moved[first][1]
 
-    def _run(self, name: str, tensors: Tensors, options: dict[str, Any], deadline: _Deadline) -> torch.Tensor:
+    def _run(self, name: str, tensors: Tensors, options: dict[str, Any], deadline: _Deadline) -> Results:
         if self.device.torch_device:
             return self._in_batches(name, tensors, options, deadline)
         if name not in _WITHOUT_TENSORS:
@@ -404,7 +419,7 @@ class Accelerator(Operations):
         arrays = (tensor.numpy() for tensor in tensors)
         return torch.from_numpy(_WITHOUT_TENSORS[name](self.device, *arrays, **options))
 
-    def _in_batches(self, name: str, tensors: Tensors, options: dict[str, Any], deadline: _Deadline) -> torch.Tensor:
+    def _in_batches(self, name: str, tensors: Tensors, options: dict[str, Any], deadline: _Deadline) -> Results:
         """Run on at most batch_size rows at a time, checking the deadline between them."""
         method, size = METHODS[name], self.config.batch_size
         rows = tensors[0].shape[0] if tensors[0].ndim else 0
@@ -413,16 +428,16 @@ class Accelerator(Operations):
             if size is None or rows <= size or cut is None:
                 deadline.check("with its inputs on the device")
                 return method.run(*tensors, **options)
-            parts = []
+            parts: list[torch.Tensor] = []
             for low in range(0, rows, size):
                 deadline.check(f"after {low} of {rows} rows")
                 batch = (x[low : low + size] if along else x for x, along in zip(tensors, cut, strict=True))
-                parts.append(method.run(*batch, **options))
+                parts += tensors_of(method.run(*batch, **options))
                 if deadline.timeout_s is not None:
                     self._provider.synchronize(self.device.index)
             return torch.cat(parts)
 
-    def _check_memory(self, name: str, arrays: tuple[Any, ...]) -> tuple[int, int]:
+    def _check_memory(self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> tuple[int, int]:
         """Return the bytes of a call's inputs and of its result, or 0 without a limit.
 
         Raises OutOfMemory if they pass the limit; nothing was allocated.
@@ -430,7 +445,7 @@ class Accelerator(Operations):
         limit = self.config.memory_limit_bytes
         if limit is None:
             return 0, 0
-        inputs, result = sizes_of(name, arrays)
+        inputs, result = sizes_of(name, arrays, options)
         if inputs + result > limit:
             raise OutOfMemory(f"{name}: inputs and result take {inputs + result:,} bytes; the limit is {limit:,}")
         return inputs, result

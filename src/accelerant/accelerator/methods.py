@@ -1,16 +1,19 @@
 """The operations of the Accelerator: implementation, merging of calls, cost; arrays of other libraries as tensors.
 
+The public ops become methods with their own signatures: arguments that an op declares as tensors are arrays or numbers.
+
 Memory is shared through DLPack if an array is already on the device; the protocol orders the producer's and the
 consumer's streams (each side passes its current one). NumPy shares memory with CPU tensors.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -21,15 +24,18 @@ from accelerant import ops
 from accelerant.algebra.field import prime_field
 from accelerant.algebra.field.words import check_words, encode
 from accelerant.errors import ConfigError, UnsupportedDtype
+from accelerant.ops._cases import Indices, Sample, Stated
 from accelerant.runtime.host import refuse_masked
 from accelerant.zk.elliptic_curve import curve as curve_named
 from accelerant.zk.multi_scalar.op import msm
 from accelerant.zk.operands import encoded_points, plain_scalars, scalar_words
 from accelerant.zk.transform import ntt
 
-__all__ = ["METHODS", "ArrayOrigin", "Method", "Operations", "sizes_of", "to_torch"]
+__all__ = ["METHODS", "ArrayOrigin", "Method", "Operations", "dtypes_of", "sizes_of", "tensors_of", "to_torch"]
 
 Tensors = tuple[torch.Tensor, ...]
+Results = torch.Tensor | Tensors
+Example = Callable[[torch.device, int], tuple[Tensors, dict[str, Any]]]
 _DEFAULT_FIELD = "goldilocks"
 _DEFAULT_CURVE = "bn254_g1"
 
@@ -45,8 +51,10 @@ class ArrayOrigin:
     device: torch.device
     context: Any = None
 
-    def wrap(self, tensor: torch.Tensor) -> Any:
-        """Return the tensor as an array of this kind, on the input's device."""
+    def wrap(self, tensor: Results) -> Any:
+        """Return the tensor, or each of several, as an array of this kind, on the input's device."""
+        if isinstance(tensor, tuple):
+            return tuple(map(self.wrap, tensor))
         if self.kind == "torch":
             return tensor.to(self.device)
         tensor = tensor.detach()
@@ -78,25 +86,37 @@ def kind_of(x: object) -> str:
     raise UnsupportedDtype(f"wanted an array of NumPy, torch, CuPy or JAX, got {type(x).__module__}.{type(x).__name__}")
 
 
-def to_torch(x: Any, device: torch.device, dtype: np.dtype[Any] | None = None) -> tuple[torch.Tensor, ArrayOrigin]:
+def to_torch(x: Any, device: torch.device, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ArrayOrigin]:
     """Return an array as a tensor on the device, and its origin; memory on the device is shared.
 
-    `dtype` is that of plain Python numbers, NumPy's own choice by default. Anything but an array or numbers, and a
-    dtype that torch lacks, raises UnsupportedDtype.
+    `dtype` is that of plain Python numbers, NumPy's own choice by default. Anything but an array or numbers, a dtype
+    that torch lacks, and fractions where `dtype` is one of integers raise UnsupportedDtype.
     """
     kind = kind_of(x)
     try:
         if kind == "torch":
             return x.to(device, non_blocking=False), ArrayOrigin(kind, x.device)
         if kind == "numpy":
-            array = np.asarray(x, dtype if not isinstance(x, np.ndarray) else None, order="C")  # keeps 0 dimensions
+            array = np.asarray(x, order="C")  # keeps 0 dimensions
+            wanted = None if hasattr(x, "dtype") else dtype
+            if wanted is not None:
+                if not wanted.is_floating_point and array.size and array.dtype.kind not in "iu":
+                    raise UnsupportedDtype(f"wanted integers, got {array.dtype}")
+                array = array.astype(np.float64 if wanted.is_floating_point else str(wanted).removeprefix("torch."))
             tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
-            return tensor.to(device), ArrayOrigin(kind, torch.device("cpu"))
+            return tensor.to(device, wanted or tensor.dtype), ArrayOrigin(kind, torch.device("cpu"))
         tensor = torch.utils.dlpack.from_dlpack(x)
         context = next(iter(x.devices())) if kind == "jax" else None
         return tensor.to(device), ArrayOrigin(kind, tensor.device, context)
     except (TypeError, ValueError, BufferError, OverflowError) as error:
+        if isinstance(error, UnsupportedDtype):
+            raise
         raise UnsupportedDtype(f"cannot take this {kind} array: {error}") from None
+
+
+def tensors_of(result: Results) -> Tensors:
+    """Return the tensors of an operation's result."""
+    return result if isinstance(result, tuple) else (result,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,36 +128,30 @@ class Method:
         merge: how several calls become one. "elements": elementwise, flattened arguments are concatenated; "rows":
             each row (last dimension) by itself, further arguments shared; "stack": calls of one shape are stacked;
             None: not merged.
-        example: makes random arguments for Accelerator.benchmark, from a device and a number of rows.
-        flops: operations of a call, from the tensors, the result and the options.
-        dtype: of plain Python numbers.
+        example: makes random arguments and options for Accelerator.benchmark, from a device and a number of rows.
+        flops: operations of a call, from the tensors, the first result and the options.
+        integers: dtypes of the arguments that are integers, by position.
         prepare: converts an argument before it is moved, from its value, its name and the call's options.
         whole: whether a call, by its tensors and options, is never split into batches of rows.
+        is_op: `run` is a public op, which computes shapes and dtypes on torch's meta device.
     """
 
-    run: Callable[..., torch.Tensor]
+    run: Callable[..., Results]
     merge: Literal["elements", "rows", "stack"] | None
-    example: Callable[[torch.device, int], Tensors]
+    example: Example
     flops: Callable[..., int]
-    dtype: type[np.generic] = np.float32
+    integers: Mapping[int, torch.dtype] = field(default_factory=dict)
     prepare: Callable[[Any, str, Mapping[str, Any]], Any] | None = None
     whole: Callable[[Tensors, Mapping[str, Any]], bool] | None = None
+    is_op: bool = False
 
 
-def _floats(*shapes: tuple[int, ...]) -> Callable[[torch.device, int], Tensors]:
-    """Return a maker of random float32 tensors; -1 is replaced by the number of rows."""
+def _elements(count: int, *shape: int) -> Example:
+    """Return a maker of arrays of random nonzero elements of the default field; -1 means the number of rows."""
 
-    def make(device: torch.device, rows: int) -> Tensors:
-        return tuple(torch.randn([rows if n < 0 else n for n in shape], device=device) for shape in shapes)
-
-    return make
-
-
-def _elements(count: int) -> Callable[[torch.device, int], Tensors]:
-    """Return a maker of arrays of random nonzero elements of the default field."""
-
-    def make(device: torch.device, rows: int) -> Tensors:
-        return tuple(torch.randint(1, 2**62, (rows * 1024,), device=device).view(torch.uint64) for _ in range(count))
+    def make(device: torch.device, rows: int) -> tuple[Tensors, dict[str, Any]]:
+        size = [rows if n < 0 else n for n in shape]
+        return tuple(torch.randint(1, 2**62, size, device=device).view(torch.uint64) for _ in range(count)), {}
 
     return make
 
@@ -147,7 +161,7 @@ def _field_words(x: Any, name: str, options: Mapping[str, Any]) -> Any:
     field = prime_field(options["field"]).parameters
     kind = kind_of(x)
     if not hasattr(x, "dtype"):
-        return encode(field, x, name=name)
+        return encode(field, x, name=name)[()]  # a number stays one
     dtype = str(x.dtype).removeprefix("torch.") if kind != "numpy" or x.dtype.isnative else x.dtype.str
     check_words(field, dtype, tuple(x.shape), name)
     return x
@@ -166,11 +180,10 @@ def _field_method(name: str, arguments: int) -> Method:
     return Method(
         run,
         "elements",
-        _elements(arguments),
+        _elements(arguments, -1, 1024),
         lambda args, y, field=_DEFAULT_FIELD: y.numel() // prime_field(field).limbs,
-        np.uint64,
-        _field_words,
-        lambda args, options: prime_field(options.get("field", _DEFAULT_FIELD)).limbs > 1 and args[0].ndim < 2,
+        prepare=_field_words,
+        whole=lambda args, options: prime_field(options.get("field", _DEFAULT_FIELD)).limbs > 1 and args[0].ndim < 2,
     )
 
 
@@ -195,12 +208,12 @@ def _msm_words(x: Any, name: str, options: Mapping[str, Any]) -> Any:
     return _field_words(plain_scalars(field, x), "scalars", {"field": field.name})
 
 
-def _msm_example(device: torch.device, rows: int) -> Tensors:
+def _msm_example(device: torch.device, rows: int) -> tuple[Tensors, dict[str, Any]]:
     """Return random scalars below 2^252, and the multiples 1, 2, ... of the generator."""
     group = curve_named(_DEFAULT_CURVE)
     points = torch.from_numpy(group.mul(group.generator, list(range(1, rows + 1))).view(np.int64)).to(device)
     scalars = torch.randint(0, 2**60, (rows, 4), device=device)
-    return scalars.view(torch.uint64), points.view(torch.uint64)
+    return (scalars.view(torch.uint64), points.view(torch.uint64)), {}
 
 
 def _msm_flops(args: Tensors, y: torch.Tensor, *, curve: str = _DEFAULT_CURVE, **_: Any) -> int:
@@ -208,42 +221,170 @@ def _msm_flops(args: Tensors, y: torch.Tensor, *, curve: str = _DEFAULT_CURVE, *
     return math.prod(args[0].shape[:-1]) * curve_named(curve).order.bit_length()
 
 
-def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
-    result = ops.attention(q, k, v, **options)
-    return result[0] if isinstance(result, tuple) else result
+# --- the public ops --------------------------------------------------------------------------------------------------
 
+
+def _op(
+    name: str, flops: int | Callable[..., int],
+    arguments: Callable[[int], tuple[tuple[int, ...] | Indices | Stated, ...]],
+    merge: Literal["elements", "rows", "stack"] | None = None, **options: Any,
+) -> Method:  # fmt: skip
+    """Return the Method of a public op.
+
+    Args:
+        name: of the op.
+        flops: as Method has it, or the operations for each element of the first result.
+        arguments: of an example with a number of rows, as in the op's samples.
+        merge: as Method has it.
+        options: of the example.
+    """
+    function = getattr(ops, name)
+
+    def run(*tensors: torch.Tensor, fixed: tuple[tuple[int, Any], ...] = (), **options: Any) -> Results:
+        values: list[Any] = list(tensors)
+        for position, value in fixed:
+            values.insert(position, value)
+        result: Results = function(*values, **options)
+        return result
+
+    def example(device: torch.device, rows: int) -> tuple[Tensors, dict[str, Any]]:
+        sample = Sample(name, arguments(rows))
+        return tuple(x for x in sample.tensors(torch.float32, device) if x is not None), options
+
+    kinds = {i: x.dtype for i, x in enumerate(arguments(1)) if isinstance(x, Indices)}
+    kinds |= {i: torch.int32 for i, x in enumerate(arguments(1)) if isinstance(x, Stated)}
+    count = (lambda args, y, **_: flops * y.numel()) if isinstance(flops, int) else flops
+    return Method(run, merge, example, count, kinds, is_op=True)
+
+
+def _product_flops(args: Tensors, y: torch.Tensor, **_: Any) -> int:
+    return 2 * y.numel() * args[0].shape[-1]
+
+
+def _window_flops(args: Tensors, y: torch.Tensor, *, kernel_size: Any, **_: Any) -> int:
+    high, wide = np.broadcast_to(kernel_size, 2).tolist()
+    return int(y.numel() * high * wide)
+
+
+def _attention_flops(args: Tensors, y: torch.Tensor, *, causal: bool = False, **_: Any) -> int:
+    return 4 * args[0].numel() * args[1].shape[-2] // (2 if causal else 1)
+
+
+def _wide(n: int) -> tuple[int, ...]:
+    return n, 1024
+
+
+def _heads(n: int) -> tuple[int, ...]:
+    return 1, 8, n, 64
+
+
+def _image(n: int) -> tuple[int, ...]:
+    return 1, 16, n, 32
+
+
+_FIELD_METHODS = {"add": 2, "sub": 2, "mul": 2, "inv": 1}
 
 METHODS: dict[str, Method] = {
-    "gelu": Method(ops.gelu, "elements", _floats((-1, 1024)), lambda args, y, **_: 10 * y.numel()),
-    "softmax": Method(ops.softmax, "rows", _floats((-1, 1024)), lambda args, y, **_: 5 * y.numel()),
-    "layer_norm": Method(
-        ops.layer_norm, "rows", _floats((-1, 1024), (1024,), (1024,)), lambda args, y, **_: 8 * y.numel()
+    **{name: _op(name, flops, lambda n: (_wide(n),), "elements") for name, flops in (
+        ("gelu", 10), ("relu", 1), ("sigmoid", 3), ("silu", 3), ("tanh", 15),
+    )},
+    **{name: _op(name, 1, lambda n: (_wide(n), _wide(n)), "elements") for name in ("add", "mul")},
+    **{name: _op(name, 5, lambda n: (_wide(n),), "rows") for name in ("softmax", "log_softmax")},
+    "layer_norm": _op("layer_norm", 8, lambda n: (_wide(n), (1024,), (1024,)), "rows"),
+    "rms_norm": _op("rms_norm", 5, lambda n: (_wide(n), (1024,)), "rows"),
+    "add_layer_norm": _op("add_layer_norm", 9, lambda n: (_wide(n), _wide(n), (1024,), (1024,))),
+    "add_rms_norm": _op("add_rms_norm", 6, lambda n: (_wide(n), _wide(n), (1024,))),
+    "dropout": _op("dropout", 2, lambda n: (_wide(n),)),
+    "swiglu": _op("swiglu", 5, lambda n: (_wide(n), _wide(n))),
+    "quantize_int8": _op("quantize_int8", 4, lambda n: (_wide(n),)),
+    "matmul": _op("matmul", _product_flops, lambda n: (_wide(n), (1024, 1024)), "stack"),
+    "linear_gelu": _op("linear_gelu", _product_flops, lambda n: (_wide(n), (1024, 1024), (1024,)), "rows"),
+    "linear_int8": _op(
+        "linear_int8", _product_flops, lambda n: (_wide(n), Indices((1024, 1024), 128, -127, torch.int8), (1024,))
     ),
-    "matmul": Method(
-        ops.matmul, "stack", _floats((-1, 1024), (1024, 1024)), lambda args, y, **_: 2 * y.numel() * args[0].shape[-1]
+    "embedding": _op("embedding", 0, lambda n: (Indices((n,), 1024), (1024, 1024))),
+    "cross_entropy": _op(
+        "cross_entropy", lambda args, y, **_: 5 * args[0].numel(), lambda n: (_wide(n), Indices((n,), 1024))
     ),
-    "field_add": _field_method("add", 2),
-    "field_sub": _field_method("sub", 2),
-    "field_mul": _field_method("mul", 2),
-    "field_inv": _field_method("inv", 1),
+    "linear_cross_entropy": _op(
+        "linear_cross_entropy",
+        lambda args, y, **_: 2 * args[0].numel() * args[1].shape[0],
+        lambda n: (_wide(n), (1024, 1024), Indices((n,), 1024)),
+    ),
+    "conv2d": _op(
+        "conv2d",
+        lambda args, y, **_: 2 * y.numel() * args[1].shape[1:].numel(),
+        lambda n: (_image(n), (16, 16, 3, 3), (16,)),
+        padding=1,
+    ),
+    "max_pool2d": _op("max_pool2d", _window_flops, lambda n: (_image(n + 1),), kernel_size=2),
+    "avg_pool2d": _op("avg_pool2d", _window_flops, lambda n: (_image(n + 1),), kernel_size=2),
+    "rope": _op("rope", 3, lambda n: (_heads(n), (n, 32), (n, 32))),
+    "attention": _op("attention", _attention_flops, lambda n: (_heads(n), _heads(n), _heads(n))),
+    "attention_decode": _op(
+        "attention_decode", _attention_flops, lambda n: (_heads(1), _heads(n), _heads(n), Indices((1,), n + 1))
+    ),
+    "attention_varlen": _op(
+        "attention_varlen",
+        lambda args, y, max_seqlen_k=0, **_: 4 * args[0].numel() * max_seqlen_k,
+        lambda n: ((16, 8, 64), (16, 8, 64), (16, 8, 64), Stated((0, 16)), Stated((0, 16))),
+        max_seqlen_q=16,
+        max_seqlen_k=16,
+    ),
+    **{f"field_{name}": _field_method(name, arguments) for name, arguments in _FIELD_METHODS.items()},
     "ntt": Method(
         lambda x, field=_DEFAULT_FIELD, **options: torch.as_tensor(ntt(x, field, **options)),
         "stack",
-        lambda device, rows: (_elements(1)(device, rows)[0].view(rows, 1024),),
+        _elements(1, -1, 1024),
         _transform_flops,
-        np.uint64,
-        _field_words,
-        lambda args, options: True,
+        prepare=_field_words,
     ),
-    "msm": Method(_msm, None, _msm_example, _msm_flops, np.uint64, _msm_words, lambda args, options: True),
-    "attention": Method(
-        _attention,
-        None,
-        _floats((1, 8, -1, 64), (1, 8, -1, 64), (1, 8, -1, 64)),
-        lambda args, y, causal=False, **_: 4 * args[0].numel() * args[1].shape[-2] // (2 if causal else 1),
-        whole=lambda args, options: True,
-    ),
-}
+    "msm": Method(_msm, None, _msm_example, _msm_flops, prepare=_msm_words),
+}  # fmt: skip
+
+
+def _op_method(name: str) -> Callable[..., Any]:
+    """Return the method of a public op, with the op's signature."""
+    function = getattr(ops, name)
+    signature = inspect.signature(function)
+    declared = list(signature.parameters.values())
+    arrays = {each.name: each for each in declared if str(each.annotation).startswith("Tensor")}
+    names = {each.name for each in declared}
+    positional = [each.name for each in declared if each.kind is not inspect.Parameter.KEYWORD_ONLY]
+    defaults = {each.name: each.default for each in declared if each.default is not inspect.Parameter.empty}
+
+    def method(self: Operations, *args: Any, **options: Any) -> Any:
+        given = {**defaults, **dict(zip(positional, args, strict=False)), **options}
+        if (
+            len(args) > len(positional)
+            or given.keys() != names
+            or not options.keys().isdisjoint(positional[: len(args)])
+        ):
+            try:
+                signature.bind(*args, **options)  # slow, and has the words for what is wrong
+            except TypeError as error:
+                raise TypeError(f"{name}: {error}") from None
+        if "axis" in given and (given["axis"] is None or given["dim"] in (-1, given["axis"])):
+            axis = given.pop("axis")
+            given["dim"] = given["dim"] if axis is None else axis
+        taken: list[Any] = []
+        fixed: list[tuple[int, float | None]] = []
+        for position, (argument, parameter) in enumerate(arrays.items()):
+            value = given.pop(argument)
+            if value is None and parameter.default is None:
+                fixed.append((position, None))
+            elif "float" in parameter.annotation and isinstance(value, (int, float, np.generic)):
+                fixed.append((position, float(value)))
+            else:
+                taken.append(value)
+        return self._call(name, tuple(taken), **given, **({"fixed": tuple(fixed)} if fixed else {}))
+
+    parameters = [each.replace(annotation=Any) if each.name in arrays else each for each in declared]
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    method.__name__, method.__qualname__ = name, f"Operations.{name}"
+    method.__signature__ = inspect.Signature([own, *parameters])  # type: ignore[attr-defined]  # what inspect reads
+    method.__doc__ = f"Call accelerant.ops.{name} on arrays of any library or numbers.\n\n{inspect.getdoc(function)}"
+    return method
 
 
 class Operations(ABC):
@@ -253,21 +394,35 @@ class Operations(ABC):
     def _call(self, name: str, arrays: tuple[Any, ...], **options: Any) -> Any:
         """Run or record a call."""
 
-    def gelu(self, x: Any, approximate: str = "none") -> Any:
-        """Multiply x by the normal distribution function at x; see accelerant.ops.gelu."""
-        return self._call("gelu", (x,), approximate=approximate)
-
-    def softmax(self, x: Any, dim: int = -1) -> Any:
-        """Divide the exponentials of x by their sum along dim; see accelerant.ops.softmax."""
-        return self._call("softmax", (x,), dim=dim)
-
-    def layer_norm(self, x: Any, weight: Any, bias: Any = None, *, eps: float = 1e-5) -> Any:
-        """Normalise rows of x to mean 0 and variance 1, scale and shift; see accelerant.ops.layer_norm."""
-        return self._call("layer_norm", (x, weight) if bias is None else (x, weight, bias), eps=eps)
-
-    def matmul(self, a: Any, b: Any) -> Any:
-        """Multiply matrices; see accelerant.ops.matmul."""
-        return self._call("matmul", (a, b))
+    add = _op_method("add")
+    add_layer_norm = _op_method("add_layer_norm")
+    add_rms_norm = _op_method("add_rms_norm")
+    attention = _op_method("attention")
+    attention_decode = _op_method("attention_decode")
+    attention_varlen = _op_method("attention_varlen")
+    avg_pool2d = _op_method("avg_pool2d")
+    conv2d = _op_method("conv2d")
+    cross_entropy = _op_method("cross_entropy")
+    dropout = _op_method("dropout")
+    embedding = _op_method("embedding")
+    gelu = _op_method("gelu")
+    layer_norm = _op_method("layer_norm")
+    linear_cross_entropy = _op_method("linear_cross_entropy")
+    linear_gelu = _op_method("linear_gelu")
+    linear_int8 = _op_method("linear_int8")
+    log_softmax = _op_method("log_softmax")
+    matmul = _op_method("matmul")
+    max_pool2d = _op_method("max_pool2d")
+    mul = _op_method("mul")
+    quantize_int8 = _op_method("quantize_int8")
+    relu = _op_method("relu")
+    rms_norm = _op_method("rms_norm")
+    rope = _op_method("rope")
+    sigmoid = _op_method("sigmoid")
+    silu = _op_method("silu")
+    softmax = _op_method("softmax")
+    swiglu = _op_method("swiglu")
+    tanh = _op_method("tanh")
 
     def field_add(self, x: Any, y: Any, *, field: str = _DEFAULT_FIELD) -> Any:
         """Add field elements, canonical words or integers; see accelerant.zk.field."""
@@ -308,31 +463,35 @@ class Operations(ABC):
         """Sum scalars[i] points[i], arguments as accelerant.zk.msm takes them; the result is of the scalars' kind."""
         return self._call("msm", (scalars, points), curve=curve, check=check)
 
-    def attention(self, q: Any, k: Any, v: Any, *, causal: bool = False, scale: float | None = None) -> Any:
-        """Multiply the softmax of scaled queries times keys by the values; see accelerant.ops.attention."""
-        return self._call("attention", (q, k, v), causal=causal, scale=scale)
+
+def dtypes_of(name: str, arrays: tuple[Any, ...]) -> list[torch.dtype | None]:
+    """Return the dtypes of a call's tensors; None for an array whose dtype torch lacks.
+
+    Plain Python numbers are integers where the operation takes these; else they follow the first floating array of the
+    call, and without one are float32.
+    """
+    own = [getattr(torch, str(x.dtype).removeprefix("torch."), None) if hasattr(x, "dtype") else None for x in arrays]
+    dtypes = [dtype if isinstance(dtype, torch.dtype) else None for dtype in own]
+    usual = next((dtype for dtype in dtypes if dtype is not None and dtype.is_floating_point), torch.float32)
+    integers = METHODS[name].integers
+    return [
+        dtype if hasattr(x, "dtype") else integers.get(i, usual)
+        for i, (x, dtype) in enumerate(zip(arrays, dtypes, strict=True))
+    ]
 
 
-def sizes_of(name: str, arrays: tuple[Any, ...]) -> tuple[int, int]:
+def sizes_of(name: str, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[int, int]:
     """Return the bytes of a call's inputs on the device and of its result, computed from the inputs' shapes."""
-    plain = np.dtype(METHODS[name].dtype)
-    read = [x if hasattr(x, "nbytes") else np.asarray(x, plain) for x in arrays]
-    inputs, shapes = [int(x.nbytes) for x in read], [tuple(x.shape) for x in read]
-    item = max((size // max(1, math.prod(shape)) for size, shape in zip(inputs, shapes, strict=True)), default=0)
+    inputs: list[int] = []
     try:
-        shape = _result_shape(name, shapes)
-    except (ValueError, IndexError):  # shapes that the operation refuses, with its own words
-        return sum(inputs), max(inputs)
-    return sum(inputs), math.prod(shape) * item
-
-
-def _result_shape(name: str, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-    first, last = shapes[0], shapes[-1]
-    if name == "matmul":
-        rows, columns = first[-2:-1], last[-1:] if len(last) > 1 else ()
-        return (*np.broadcast_shapes(first[:-2], last[:-2]), *rows, *columns)
-    if name == "attention":
-        return (*first[:-1], last[-1])
-    if name == "msm":
-        return last[1:]
-    return np.broadcast_shapes(*shapes) if METHODS[name].merge == "elements" else first
+        shapes = [tuple(np.shape(x)) for x in arrays]
+        dtypes = [dtype or torch.uint8 for dtype in dtypes_of(name, arrays)]
+        inputs += [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+        if METHODS[name].is_op:
+            pairs = zip(shapes, dtypes, strict=True)
+            meta = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in pairs]
+            return sum(inputs), sum(x.nbytes for x in tensors_of(METHODS[name].run(*meta, **options)))
+        shape = shapes[-1][1:] if name == "msm" else np.broadcast_shapes(*shapes) if name != "ntt" else shapes[0]
+        return sum(inputs), math.prod(shape) * max(dtype.itemsize for dtype in dtypes)
+    except Exception:  # noqa: BLE001 - a call that the operation refuses, with its own words, when it runs
+        return sum(inputs), max(inputs, default=0)
