@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import gc
+import json
 import threading
+import time
 
 import pytest
 import torch
 
 from accelerant.errors import LaunchError
+from accelerant.runtime import html_page
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch import operation as dispatch
-from accelerant.runtime.ledger import FallbackRecord, Ledger
+from accelerant.runtime.html_page import text_table
+from accelerant.runtime.ledger import FallbackRecord, Ledger, sections
 from accelerant.runtime.streams.graphs import Graph, counting
 
 CPU = torch.device("cpu")
@@ -179,7 +183,7 @@ def test_a_capture_that_fails_counts_nothing(book):
 
     with pytest.raises(ValueError, match="no"):
         Graph("step", book=book).capture(step, warm_up=0)
-    assert book.to_dict() == {"ops": [], "fallbacks": [], "graphs": []}
+    assert book.to_dict() == {"ops": [], "fallbacks": [], "graphs": [], "phases": []}
 
 
 def test_a_count_that_is_taken_back_never_falls_below_none(book, op):
@@ -207,3 +211,98 @@ def test_a_reason_is_no_label_of_a_counter(book, op):
     assert len(series) == len(set(series))
     (total,) = [line for line in lines if line.startswith("accelerant_fallbacks_total{")]
     assert total.endswith(" 2")
+
+
+# --- phases and tables -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sleeper():
+    """An op of 2 ms."""
+    run = Implementation("torch", lambda: time.sleep(0.002))
+    return Operation("sleeper", (run,), cost=lambda case: Cost(bytes=100, flops=7))
+
+
+def test_a_phase_has_its_calls_and_the_time_that_no_op_has(book, op, sleeper):
+    op(case(4))
+    with book.phase("training"):
+        for _ in range(3):
+            sleeper(case(4))
+        with book.phase("evaluation"):
+            op(case(4))
+            time.sleep(0.01)
+        sleeper(case(4))
+    phases = {phase["phase"]: phase for phase in book.to_dict()["phases"]}
+    counted = {name: {row["op"]: row["calls"] for row in phase["ops"]} for name, phase in phases.items()}
+    assert counted == {"training": {"sleeper": 4}, "evaluation": {"graph_probe": 1}}
+    training, evaluation, outside = sections(json.loads(book.to_json()))
+    assert training.seconds >= 0.008
+    assert evaluation.seconds >= 0.01
+    assert [row["calls"] for row in outside.rows] == [1]
+    assert training.rest + training.rows[0]["share"] == pytest.approx(1)
+    assert evaluation.rest > 0.8
+    lines = str(book).splitlines()
+    assert any(line.startswith("training: 0.0") for line in lines)
+    assert sum(line.startswith("not attributed") for line in lines) == 2
+
+
+def test_phases_of_two_threads_end_in_any_order(book):
+    one, other = book.phase("one"), book.phase("other")
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    other.__exit__(None, None, None)
+    before = {phase["phase"]: phase["seconds"] for phase in book.to_dict()["phases"]}
+    time.sleep(0.002)
+    assert {phase["phase"]: phase["seconds"] for phase in book.to_dict()["phases"]} == before
+
+
+def test_a_single_call_has_a_time_which_the_median_leaves_out(book, sleeper):
+    sleeper(case(4))
+    (row,) = book.to_dict()["ops"]
+    assert row["ms_p50"] is None
+    assert row["ms_total"] == row["ms_first"] >= 2
+    assert "*" in str(book)
+    sleeper(case(4))
+    (row,) = book.to_dict()["ops"]
+    assert row["timed"] == 1
+    assert row["ms_total"] == pytest.approx(row["ms_first"] + row["ms_p50"])
+    assert repr(book) == str(book)
+    book.reset()
+    assert "sleeper" not in str(book)
+
+
+def test_the_backward_passes_of_torchs_autograd_are_observed(book):
+    run = Implementation("torch", torch.sin, differentiable=True)
+    op = Operation("sine_fwd", (run,), cost=lambda case: Cost(bytes=100, flops=7))
+    x = torch.ones(4, requires_grad=True)
+    for _ in range(200):
+        op(case(4), x).sum().backward()
+    for _ in range(100):
+        with torch.no_grad():
+            op(case(4), x)
+    forward, backward = book.to_dict()["ops"]
+    assert (forward["calls"], backward["op"], backward["calls"]) == (300, "sine_bwd", 200)
+    assert backward["timed"] == 6  # calls 2, 3, 4, 64, 128, 192
+
+
+def test_the_tables_of_a_person_escape(book):
+    run = Implementation("<b>", lambda: None)
+    Operation("<script>", (run,), cost=lambda case: Cost(bytes=0, flops=0))(case(4))
+    with book.phase("<i>"):
+        pass
+    html = book._repr_html_()
+    assert not any(tag in html for tag in ("<script>", "<b>", "<i>"))
+    assert "&lt;script&gt;" in html
+
+
+def test_a_table_wraps_to_the_terminal_and_never_elsewhere(monkeypatch):
+    rows = [("op", "case", "calls"), ("gelu_fwd", "16x64x512 float32 tanh", "1,024")]
+    for width in (30, 58):
+        lines = text_table(rows, numbers=("calls",), width=width)
+        assert max(map(len, lines)) <= width
+        assert "".join("".join(lines).split()).count("1,024") == 1
+        assert all(word in " ".join(lines) for word in rows[1][1].split())
+    assert len(text_table(rows, width=1_000)) == len(text_table(rows)) == 2
+    monkeypatch.setattr(html_page.sys, "stdout", None)
+    assert len(text_table(rows)) == 2

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accelerant import ops
@@ -20,6 +19,7 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.nn._precision import float8_of, lowered
 from accelerant.ops._library import autocast_dtype, is_ordinary, is_plain
 from accelerant.ops._per_example import is_traced
+from accelerant.ops.attention.op import causal_by_torch
 from accelerant.ops.linear_fp8.op import MULTIPLE, Float8Weight, refuses_device
 from accelerant.ops.transformer.block import (
     BlockSpec,
@@ -269,7 +269,7 @@ class MultiHeadAttention(nn.Module):
             y = self.projection(fused_attention(heads))
             return y
         q, k, v = heads.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = causal_by_torch(q, k, v)
         y = self.projection(mixed.transpose(1, 2).reshape(batch, time, self.width))
         return y
 

@@ -33,7 +33,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
@@ -87,7 +87,7 @@ class CpuFastPath:
 
     An autograd function in Python costs several times a small call, and saves nothing that torch's does not. So where
     dispatch finds that torch's implementation alone serves a case, DifferentiableOp runs it with autograd recording
-    (`run`). The ledger counts the forward call, with the reason; the backward pass is torch's and not counted.
+    (`run`). The ledger counts the forward call, with the reason, and observes a sample of the backward passes.
 
     Validation, the case and its plan then take another 2 to 15 us, and several times that after large tensors have
     passed through the caches. So the public function, decorated with this object, remembers each kind of call (dtypes,
@@ -140,7 +140,7 @@ class CpuFastPath:
         def call(*args: P.args, **options: P.kwargs) -> R:
             if is_compiling():
                 return public(*args, **options)
-            key: tuple[Any, ...] = (torch.is_grad_enabled(),) if by_gradient else ()
+            key: tuple[Any, ...] = (is_grad_enabled(),) if by_gradient else ()
             values: tuple[Any, ...] = (*args, *options, *options.values()) if options else args
             try:
                 for x in values:
@@ -176,6 +176,8 @@ class CpuFastPath:
                 counted = calls > 4 and calls % SAMPLE_EVERY
                 if counted:
                     record.calls = calls
+                    if is_grad_enabled():
+                        record.recording += 1
             if counted:
                 try:
                     return function(*args, **options)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""HTML pages that load nothing from anywhere: the style sheet for light and dark screens, and the parts of a page.
+"""Tables as text, and HTML pages that load nothing from anywhere: the style sheet and the parts of a page.
 
 A page is `document(title, style, [card(...), facts(...), ...])`. Every text that an argument does not call HTML is
 escaped. Lines and dots of a chart have the classes s0 to s5.
@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import itertools
 import math
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
 __all__ = [
     "Bar", "Line", "Point", "Reference", "bars", "card", "document", "facts", "line_chart", "smoothed", "table",
-    "ticks",
+    "text_table", "ticks",
 ]  # fmt: skip
 
 _STYLE = """
@@ -109,6 +112,44 @@ def table(head: Sequence[str], rows: Iterable[Sequence[tuple[str, str]]], number
     lines = ["".join(f'<td class="{style}">{escape(text)}</td>' for style, text in cells) for cells in rows]
     body = "".join(f"<tr>{line}</tr>" for line in ([top] if head else []) + lines)
     return f'<div class="scroll"><table>{body}</table></div>'
+
+
+_GAP, _NARROWEST = 2, 8
+
+
+def text_table(rows: Iterable[Sequence[str]], *, numbers: Iterable[str] = (), width: int | None = None) -> list[str]:
+    """Return the lines of a table, whose columns are as wide as their longest cell.
+
+    Args:
+        rows: the first one has the names of the columns. One with a single cell is a heading.
+        numbers: names of columns to align on the right.
+        width: of the lines; the cells of the widest columns wrap to fit. None for the terminal's, or no limit where
+            the standard output is none.
+    """
+    whole = [tuple(row) for row in rows]
+    if width is None and sys.stdout is not None and sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+    columns = [[row[i] for row in whole if len(row) > 1] for i in range(len(whole[0]))]
+    sizes = [max(map(len, column)) for column in columns]
+    right = [name in set(numbers) for name in whole[0]]
+    while width is not None and sum(sizes) + _GAP * (len(sizes) - 1) > width:
+        widest = max((i for i, fixed in enumerate(right) if not fixed), key=sizes.__getitem__, default=0)
+        if sizes[widest] <= _NARROWEST:
+            break
+        sizes[widest] -= 1
+    lines = []
+    for row in whole:
+        if len(row) == 1:
+            lines.append(row[0])
+            continue
+        wrapped = [textwrap.wrap(cell, size) or [""] for cell, size in zip(row, sizes, strict=True)]
+        for parts in itertools.zip_longest(*wrapped, fillvalue=""):
+            aligned = (
+                part.rjust(size) if number else part.ljust(size)
+                for part, size, number in zip(parts, sizes, right, strict=True)
+            )
+            lines.append((" " * _GAP).join(aligned).rstrip())
+    return lines
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,9 @@
 Counting is always on and costs a lock and an addition. Time is sampled: one call in `SAMPLE_EVERY` is enclosed by two
 device events, which are read later, on request or when enough of them wait; nothing waits for the device.
 
+`phase` gives a block of the program a name, such as "training". The ledger measures its wall time and divides it among
+the ops that ran in it; the rest is shown as not attributed.
+
 A CUDA graph runs its ops without Python, so nothing counts them. It has a manifest of the calls that were captured, and
 each replay counts as those; see streams/graphs.py.
 """
@@ -11,21 +14,28 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from html import escape
 from typing import Any
 
 from accelerant.runtime.host import fork_safe
+from accelerant.runtime.html_page import table, text_table
 from accelerant.runtime.provider import ComputeProvider, Event
 
-__all__ = ["Decision", "FallbackRecord", "Ledger", "Manifest", "OpKey", "OpRecord", "ledger", "observers", "quantile"]
+__all__ = [
+    "Decision", "FallbackRecord", "Ledger", "Manifest", "OpKey", "OpRecord", "Section", "ledger", "observers",
+    "quantile", "row_cells", "sections",
+]  # fmt: skip
 
 OpKey = tuple[str, str, str, str]
 """Op, implementation, device and case of a record."""
 
 SAMPLE_EVERY = 64
-"""One call in 64 is timed, and each of the second to fourth, so that short runs have figures too."""
+"""One call in 64 is timed, and each of the first four, so that short runs have figures too."""
 
 _SAMPLES_KEPT = 512
 _PENDING_LIMIT = 128
@@ -54,6 +64,12 @@ class OpRecord:
         flops_per_call: floating-point or integer operations of the algorithm.
         calls, failures: number of calls begun, and of those that raised.
         reason: of the last choice of this implementation.
+        first_ms: time of the first call, which may compile the kernel; not among the samples.
+        first: event before the first call, until that time is read.
+        seen: calls that were counted for a phase, or ran outside of phases.
+        recording: calls left to torch's autograd in grad mode; `sampled` of them are observed by the ledger.
+        passes: backward passes through the observed calls.
+        backward: record of the backward passes through all these calls.
     """
 
     op: str
@@ -69,6 +85,25 @@ class OpRecord:
     failures: int = 0
     reason: str = ""
     samples_ms: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES_KEPT))
+    first_ms: float | None = None
+    first: Event | None = None
+    seen: int = 0
+    recording: int = 0
+    sampled: int = 0
+    passes: int = 0
+    backward: OpRecord | None = None
+
+    @property
+    def key(self) -> OpKey:
+        """Op, implementation, device and case."""
+        return self.op, self.implementation, self.device, self.case
+
+    def total_ms(self, calls: int, *, first: bool) -> float | None:
+        """Return the time of so many calls by the median, the first one's as measured; None if none was timed."""
+        median = quantile(sorted(self.samples_ms), 0.5)
+        if median is None:
+            return None if self.first_ms is None else self.first_ms * calls
+        return median * calls + (self.first_ms - median if first and self.first_ms is not None else 0.0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record for JSON; quantiles are None until a call was timed."""
@@ -80,6 +115,8 @@ class OpRecord:
             "ms_p20": quantile(samples, 0.2),
             "ms_p50": quantile(samples, 0.5),
             "ms_p80": quantile(samples, 0.8),
+            "ms_first": self.first_ms,
+            "ms_total": self.total_ms(self.calls, first=True),
             "bytes": self.bytes_per_call * self.calls,
             "flops": self.flops_per_call * self.calls,
             "bytes_per_call": self.bytes_per_call,
@@ -138,6 +175,15 @@ class Manifest:
         return {"graph": self.name, "replays": self.replays, "ops": ops}
 
 
+@dataclass(slots=True)
+class _Phase:
+    """Wall time and calls of a phase; `first` has the records whose first call ran in it."""
+
+    seconds: float = 0.0
+    calls: dict[OpKey, int] = field(default_factory=dict)
+    first: set[OpKey] = field(default_factory=set)
+
+
 def quantile(ordered: list[float], q: float) -> float | None:
     """Return a quantile of sorted samples by linear interpolation; None without samples."""
     if not ordered:
@@ -161,6 +207,9 @@ class Ledger:
         self._fallbacks: dict[FallbackRecord, int] = {}
         self._manifests: list[Manifest] = []
         self._pending: deque[tuple[OpRecord, Event, Event]] = deque()
+        self._phases: dict[str, _Phase] = {}
+        self._active: list[tuple[str]] = []  # compared by identity: threads may leave in another order
+        self._since = 0.0
 
     def record(self, new: OpRecord) -> OpRecord:
         """Return the record with the same op, implementation, device and case; add this one if there is none.
@@ -183,12 +232,18 @@ class Ledger:
         """Count a call; return the event before it if it is to be timed."""
         with self.lock:
             calls = record.calls = record.calls + 1
-        return self.mark(record, provider, device) if calls % SAMPLE_EVERY == 0 or 1 < calls <= 4 else None
+        return self.mark(record, provider, device, calls) if calls % SAMPLE_EVERY == 0 or calls <= 4 else None
 
-    def mark(self, record: OpRecord, provider: ComputeProvider, device: int) -> Event | None:
-        """Record an event of a timed call; an error there, of a lost device, is a failure of the call."""
+    def mark(self, record: OpRecord, provider: ComputeProvider, device: int, number: int = 0) -> Event | None:
+        """Record an event of a timed call; an error there, of a lost device, is a failure of the call.
+
+        Before the call, `number` is 1 if it is the first.
+        """
         try:
-            return provider.record_event(device)
+            event = provider.record_event(device)
+            if number == 1:
+                record.first = event
+            return event
         except BaseException as error:
             self.failed(record)
             lost = provider.lost(error) if isinstance(error, RuntimeError) else None
@@ -211,6 +266,28 @@ class Ledger:
             full = len(self._pending) >= _PENDING_LIMIT
         if full:
             self.collect()
+
+    def observed(self, record: OpRecord) -> Callable[[], Callable[[float], None]]:
+        """Return a function to call at the start of a backward pass through a call; its result takes the time in ms."""
+        record.sampled += 1
+
+        def begin() -> Callable[[float], None]:
+            if record.backward is None:
+                op = f"{record.op.removesuffix('_fwd')}_bwd"
+                key = (op, record.implementation, record.backend, record.device, record.case)
+                reason = "torch's autograd; calls and times from observed passes"
+                record.backward = self.record(OpRecord(*key, own=False, reason=reason))
+            record.passes += 1
+            return end
+
+        def end(ms: float) -> None:
+            backward = record.backward
+            if backward is not None and backward.first_ms is None:
+                backward.first_ms = ms
+            elif backward is not None:
+                backward.samples_ms.append(ms)
+
+        return begin
 
     def failed(self, record: OpRecord) -> None:
         """Count a call that raised, or was interrupted."""
@@ -238,7 +315,11 @@ class Ledger:
             self._manifests = [other for other in self._manifests if other is not manifest]
 
     def _settle(self) -> None:
-        """Count the replays since the last time; under the lock."""
+        """Count the replays and the backward passes of torch's autograd since the last time; under the lock."""
+        for record in self._records.values():
+            if record.backward is not None:
+                passes = round(record.recording * record.passes / max(1, record.sampled))
+                record.backward.calls = max(record.backward.calls, passes)
         for manifest in self._manifests:
             times = manifest.replays - manifest.settled
             manifest.settled += times
@@ -256,11 +337,46 @@ class Ledger:
             for _ in range(len(self._pending)):
                 record, start, stop = self._pending.popleft()
                 if stop.done():
-                    record.samples_ms.append(start.elapsed_ms(stop))
+                    elapsed_ms = start.elapsed_ms(stop)
+                    if start is record.first:
+                        record.first, record.first_ms = None, elapsed_ms
+                    else:
+                        record.samples_ms.append(elapsed_ms)
                 else:
                     self._pending.append((record, start, stop))
             while len(self._pending) > 4 * _PENDING_LIMIT:
                 self._pending.popleft()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count wall time and calls of a block for a phase, except those of phases within it.
+
+        Phases are the process's, not a thread's. The time is the host's: the block ends with a wait for the device.
+        """
+        entry = (name,)
+        with self.lock:
+            self._enter_phase()
+            self._active.append(entry)
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._enter_phase()
+                self._active = [other for other in self._active if other is not entry]
+
+    def _enter_phase(self) -> None:
+        """Give time and calls since the last time to the active phase; under the lock."""
+        self._settle()
+        now = time.perf_counter()
+        phase = self._phases.setdefault(self._active[-1][0], _Phase()) if self._active else _Phase()
+        phase.seconds += now - self._since
+        self._since = now
+        for key, record in self._records.items():
+            if calls := record.calls - record.seen:
+                if not record.seen:
+                    phase.first.add(key)
+                phase.calls[key] = phase.calls.get(key, 0) + calls
+                record.seen = record.calls
 
     def records(self) -> list[OpRecord]:
         """Return every record, in order of first use."""
@@ -274,8 +390,11 @@ class Ledger:
         with self.lock:
             self._pending.clear()
             self._fallbacks.clear()
+            self._phases.clear()
+            self._since = time.perf_counter()
             for record in self._records.values():
-                record.calls = record.failures = 0
+                record.calls = record.failures = record.seen = record.recording = record.sampled = record.passes = 0
+                record.first = record.first_ms = None
                 record.samples_ms.clear()
             for manifest in self._manifests:
                 manifest.replays = manifest.settled = 0
@@ -286,7 +405,22 @@ class Ledger:
         with self.lock:
             fallbacks = [{**asdict(entry), "count": count} for entry, count in self._fallbacks.items()]
             graphs = [manifest.to_dict() for manifest in self._manifests]
-        return {"ops": ops, "fallbacks": fallbacks, "graphs": graphs}
+            self._enter_phase()
+            phases = [self._phase_to_dict(name, phase) for name, phase in self._phases.items()]
+        return {"ops": ops, "fallbacks": fallbacks, "graphs": graphs, "phases": phases}
+
+    def _phase_to_dict(self, name: str, phase: _Phase) -> dict[str, Any]:
+        names = ("op", "implementation", "device", "case")
+        ops = [
+            {
+                **dict(zip(names, key, strict=True)),
+                "calls": calls,
+                "ms_total": self._records[key].total_ms(calls, first=key in phase.first),
+            }
+            for key, calls in phase.calls.items()
+            if calls > 0
+        ]
+        return {"phase": name, "seconds": phase.seconds, "ops": ops}
 
     def to_json(self, indent: int | None = None) -> str:
         """Return everything as JSON text."""
@@ -332,12 +466,110 @@ class Ledger:
         return "\n".join(lines) + "\n"
 
     def __str__(self) -> str:
-        rows = [("op", "implementation", "device", "case", "calls", "ms (median)")]
-        for row in self.to_dict()["ops"]:
-            median = "-" if row["ms_p50"] is None else f"{row['ms_p50']:.4g}"
-            rows.append((row["op"], row["implementation"], row["device"], row["case"], str(row["calls"]), median))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+        exported = self.to_dict()
+        rows: list[tuple[str, ...]] = []
+        for section in sections(exported):
+            if section.heading:
+                rows.append((section.heading,))
+            rows += section.cells()
+        notes = [_FIRST_NOTE] if any(row_cells(row)[5].endswith("*") for row in exported["ops"]) else []
+        notes += [
+            f"fallback: {entry['op']}  {entry['case']}: {entry['ran']} instead of {entry['wanted']}, "
+            f"{entry['count']:,} times: {entry['reason']}"
+            for entry in exported["fallbacks"]
+        ]
+        return "\n".join([*text_table([_HEAD, *rows], numbers=_NUMBERS), *notes])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        parts = []
+        for section in sections(self.to_dict()):
+            if section.heading:
+                parts.append(f"<h4>{escape(section.heading)}</h4>")
+            rows = ([("number" if i > 3 else "", row[i]) for i in range(len(row))] for row in section.cells())
+            parts.append(table(_HEAD, rows, numbers=_NUMBERS))
+        return "".join(parts) + f"<p>{_FIRST_NOTE}</p>"
+
+
+_HEAD = ("op", "implementation", "device", "case", "calls", "ms", "total ms", "%")
+_NUMBERS = ("calls", "ms", "total ms", "%")
+_FIRST_NOTE = "ms: median; * the first call, which may compile"
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """The ops of a phase, or of the whole process, the costliest first.
+
+    Attributes:
+        title: name of the phase; empty where nothing ran in a phase.
+        seconds: wall time; None for ops outside of phases.
+        rows: those of `Ledger.to_dict()`, with the calls, the `ms_total` and the `share` of the section.
+        rest: share of the wall time that no op has; 0 without a wall time.
+    """
+
+    title: str
+    seconds: float | None
+    rows: list[dict[str, Any]]
+    rest: float = 0.0
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """Return the rows of a text, with one for the time that is not attributed."""
+        rows = [row_cells(row) for row in self.rows]
+        if self.seconds is not None:
+            rows.append(("not attributed", "", "", "", "", "", *self.unattributed))
+        return rows
+
+    @property
+    def heading(self) -> str:
+        """The title, and the wall time if there is one."""
+        return self.title if self.seconds is None else f"{self.title}: {_plain(self.seconds)} s"
+
+    @property
+    def unattributed(self) -> tuple[str, str]:
+        """The time in ms that no op has, and its share, as texts."""
+        return _plain(self.rest * (self.seconds or 0.0) * 1e3), f"{self.rest:.1%}"
+
+
+def sections(exported: Mapping[str, Any]) -> list[Section]:
+    """Return the result of `Ledger.to_dict()` by phase; what ran outside of phases is the last section."""
+    names = ("op", "implementation", "device", "case")
+    known = {tuple(row.get(name) for name in names): row for row in exported.get("ops", ())}
+    outside = {key: (row["calls"], row.get("ms_total") or 0.0) for key, row in known.items()}
+    found = []
+    for phase in exported.get("phases", ()):
+        rows = []
+        for part in phase["ops"]:
+            key = tuple(part[name] for name in names)
+            rows.append({**known.get(key, {}), **part})
+            calls, ms = outside.get(key, (0, 0.0))
+            outside[key] = calls - part["calls"], ms - (part["ms_total"] or 0.0)
+        found.append(_section(phase["phase"], phase["seconds"], rows))
+    left = [{**known[key], "calls": calls, "ms_total": ms} for key, (calls, ms) in outside.items() if calls > 0]
+    if left or not found:
+        found.append(_section("outside of phases" if found else "", None, left))
+    return found
+
+
+def _section(title: str, seconds: float | None, rows: list[dict[str, Any]]) -> Section:
+    attributed = sum(row["ms_total"] or 0.0 for row in rows)
+    whole = max(attributed, (seconds or 0.0) * 1e3)
+    ordered = sorted(rows, key=lambda row: (row["ms_total"] or 0.0, row["calls"]), reverse=True)
+    shares = [{**row, "share": (row["ms_total"] or 0.0) / whole if whole else 0.0} for row in ordered]
+    return Section(title, seconds, shares, 1 - attributed / whole if seconds and whole else 0.0)
+
+
+def row_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return op, implementation, device, case, calls, time of a call, total time and share as texts."""
+    ms, total = row.get("ms_p50"), row.get("ms_total")
+    first = "-" if row.get("ms_first") is None else f"{_plain(row['ms_first'])}*"
+    names = tuple(str(row.get(name)) for name in ("op", "implementation", "device", "case"))
+    each, whole = first if ms is None else _plain(ms), _plain(total) if total else "-"
+    return (*names, f"{row['calls']:,}", each, whole, f"{row.get('share', 0):.1%}")
+
+
+def _plain(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}" if value >= 1 else f"{value:.4f}"
 
 
 _LABELS = ("op", "implementation", "backend", "device", "case", "wanted", "ran", "graph")
@@ -360,7 +592,7 @@ _ledger = Ledger()
 def ledger() -> Ledger:
     """Return the process's ledger.
 
-    >>> print(accelerant.ledger())                       # a table
+    >>> accelerant.ledger()                              # a table
     >>> accelerant.ledger().to_json()                    # the same for programs
     >>> accelerant.ledger().to_prometheus()              # the same for a scraper
     """

@@ -37,6 +37,7 @@ LEDGER = {
             "case": "fp32 (1024, 128)",
             "calls": 12345,
             "ms_p50": None,
+            "ms_total": None,
             "bytes": 5 << 20,
             "flops": 7e12,
             "fallbacks": 0,
@@ -164,8 +165,27 @@ def test_a_single_point_is_visible_and_nothing_is_said_to_be_nothing():
 
 
 def test_the_ledgers_costliest_rows_come_first_and_the_rest_folds_away():
-    rows = [{**LEDGER["ops"][0], "op": f"op{n}", "calls": 10, "ms_p50": float(n)} for n in range(20)]
+    rows = [{**LEDGER["ops"][0], "op": f"op{n}", "calls": 10, "ms_total": float(n)} for n in range(20)]
     tags = Tags(page(ledger={"ops": rows, "fallbacks": []}))
     assert tags.open == []
     assert re.findall(r"op\d+", tags.text) == [f"op{n}" for n in range(19, -1, -1)]
     assert "4 more cases" in tags.text
+
+
+def test_each_phase_has_its_table_and_the_time_that_is_not_attributed():
+    names = ("op", "implementation", "device", "case")
+    part = {**{name: LEDGER["ops"][0][name] for name in names}, "calls": 345, "ms_total": 4000.0}
+    phases = [{"phase": "training", "seconds": 10.0, "ops": [part]}, {"phase": EVIL, "seconds": 1.0, "ops": []}]
+    html = page(ledger={**LEDGER, "phases": phases})
+    tags = Tags(html)
+    assert tags.open == []
+    for text in (
+        "training: 10 s",
+        "40.0%",
+        "not attributed6,00060.0%",
+        f"{EVIL}: 1 s",
+        "outside of phases",
+        "outside of phases",
+    ):
+        assert text in tags.text
+    assert "<script" not in html

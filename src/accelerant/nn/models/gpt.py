@@ -225,13 +225,13 @@ class GPT(LanguageModel):
         if self._fuses_embeddings(idx):
             return fused_embed(idx, table, self.wpe.weight, dtype)
         positions = torch.arange(idx.shape[1], device=idx.device)
-        return (self.wte(idx) + self.wpe(positions)).to(dtype), table
+        tokens, places = _looked_up(self.wte, idx), _looked_up(self.wpe, positions)
+        return (tokens + places).to(dtype), table
 
     def _fuses_embeddings(self, idx: Tensor) -> bool:
         """Return whether both embeddings run as one autograd function in place of the modules' forward."""
         table, positions = self.wte.weight, self.wpe.weight
-        embeddings = (self.wte, self.wpe)
-        if any(type(layer) is not nn.Embedding or has_hooks(layer, feeds_sinks=True) for layer in embeddings):
+        if not (_is_plain(self.wte) and _is_plain(self.wpe)):
             return False
         return fuses(table, compute_dtype(table)) and is_fusable(idx) and is_fusable(positions)
 
@@ -254,7 +254,7 @@ class GPT(LanguageModel):
         if self.config.padded_vocab_size != self.config.vocab_size:
             logits[:, self.config.vocab_size :] = -math.inf  # in place: a slice would copy the largest tensor
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        return F.cross_entropy(wide, targets.reshape(-1).long())
+        return ops.cross_entropy(wide, targets.reshape(-1).long())
 
     # --- decoding (accelerant.nn.models.generation) ------------------------------------------------------------------
 
@@ -313,6 +313,16 @@ class GPT(LanguageModel):
             return logits.reshape(-1, self.config.padded_vocab_size)
         rows = hidden.reshape(-1, self.config.width)
         return ops.matmul(rows, self.wte.weight.to(rows.dtype).t())
+
+
+def _is_plain(layer: nn.Embedding) -> bool:
+    """Return whether an embedding's forward can be replaced by an op."""
+    return type(layer) is nn.Embedding and not has_hooks(layer, feeds_sinks=True)
+
+
+def _looked_up(layer: nn.Embedding, idx: Tensor) -> Tensor:
+    rows: Tensor = ops.embedding(idx, layer.weight) if _is_plain(layer) else layer(idx)
+    return rows
 
 
 def _strip_padding(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:

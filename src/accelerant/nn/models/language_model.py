@@ -14,6 +14,7 @@ from accelerant.errors import ConfigError, ShapeError
 from accelerant.nn.layers import modes_kept
 from accelerant.nn.models import hugging_face
 from accelerant.nn.models.generation import STOP_INTERVAL, Decodable, Decoding, Sampling, require_tokens
+from accelerant.runtime.ledger import ledger
 
 __all__ = ["LanguageModel", "ModelConfig"]
 
@@ -139,7 +140,7 @@ class LanguageModel(nn.Module):
         if not max_new_tokens or not idx.shape[0]:
             return idx.long()
         model = cast("Decodable", self)
-        with modes_kept(self):
+        with ledger().phase("sampling"), modes_kept(self):
             self.eval()
             cached = use_cache and model.can_cache()
             run = Decoding(model, idx, max_new_tokens, sampling, generator=generator, stop=stops, use_cache=cached)

@@ -12,6 +12,7 @@ from typing import Any
 from accelerant.nn.train.callbacks import Curve
 from accelerant.nn.train.history import StepRecord
 from accelerant.runtime.html_page import Line, Reference, card, document, facts, line_chart, smoothed, table
+from accelerant.runtime.ledger import row_cells, sections
 
 __all__ = ["build_report"]
 
@@ -26,6 +27,7 @@ _STYLE = """
 i.each { background: var(--one-soft); } i.mean { background: var(--one); } i.held { background: var(--two); }
 i.speed { background: var(--three); } .line.more { stroke: var(--four); } .dot.more { fill: var(--four); }
 i.more { background: var(--four); }
+h3 { font-size: 14px; margin: 18px 0 4px; }
 table { font-size: 13.5px; } th, td { padding: 6px 14px 6px 0; } .wrap { overflow-wrap: anywhere; }
 .number, .word { white-space: nowrap; }
 td.case { font-family: ui-monospace, monospace; font-size: 12px; color: var(--soft); }
@@ -107,35 +109,40 @@ def _chart_card(title: str, line: Line, y_label: str) -> str:
 
 
 def _ledger_card(ledger: Mapping[str, Any]) -> str:
-    def weight(row: Mapping[str, Any]) -> tuple[float, int]:  # estimated total time, then calls
-        return (row.get("ms_p50") or 0.0) * row.get("calls", 0), row.get("calls", 0)
-
-    rows = sorted(ledger.get("ops", ()), key=weight, reverse=True)
-    if not rows:
+    if not ledger.get("ops"):
         return card("What ran where", '<p class="empty">The ledger recorded no calls.</p>')
-    names = ("op", "implementation", "device", "case", "calls", "ms, median", "bytes", "flops", "not chosen")
+    numbers = ("calls", "ms, median", "total ms", "%", "bytes", "flops")
+    names = ("op", "implementation", "device", "case", *numbers, "not chosen")
 
-    def tabulated(part: Sequence[Mapping[str, Any]]) -> str:
-        return table(names, map(_ledger_cells, part), numbers=("calls", "ms, median", "bytes", "flops"))
+    def tabulated(part: Sequence[Mapping[str, Any]], rest: Sequence[tuple[str, str]] = ()) -> str:
+        return table(names, [*map(_ledger_cells, part), *filter(None, [rest])], numbers=numbers)
 
-    tables = tabulated(rows[:_ROWS_SHOWN])
-    if rest := rows[_ROWS_SHOWN:]:
-        tables += f"<details><summary>{len(rest)} more cases</summary>{tabulated(rest)}</details>"
+    tables = ""
+    for section in sections(ledger):
+        unnamed: list[tuple[str, str]] = []
+        if section.heading:
+            tables += f"<h3>{escape(section.heading)}</h3>"
+        if section.seconds is not None:
+            unnamed = [("soft", "not attributed"), *[("", "")] * 5]
+            unnamed += [*(("number", text) for text in section.unattributed), *[("", "")] * 3]
+        tables += tabulated(section.rows[:_ROWS_SHOWN], unnamed)
+        if more := section.rows[_ROWS_SHOWN:]:
+            tables += f"<details><summary>{len(more)} more cases</summary>{tabulated(more)}</details>"
     fallbacks = ledger.get("fallbacks", ())
     text = "No fallbacks." if not fallbacks else f"Fallbacks: {'; '.join(_pairs(entry) for entry in fallbacks)}"
     return card("What ran where", f'{tables}<p class="soft">{text}</p>')
 
 
 def _ledger_cells(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    ms, device = row.get("ms_p50"), row.get("device") or row.get("backend")
+    device, (*_, each, total, share) = row.get("device") or row.get("backend"), row_cells(row)
+    calls, known = row.get("calls", 0), row.get("bytes_per_call") is not None
     refused = "; ".join(f"{entry.get('implementation')}: {entry.get('reason')}" for entry in row.get("refused", ()))
     return [
         *[("word", str(value)) for value in (row.get("op"), row.get("implementation"), device)],
         ("case", str(row.get("case"))),
-        ("number", f"{row.get('calls', 0):,}"),
-        ("number", "" if ms is None else f"{ms:.3f}"),
-        ("number", _bytes(row.get("bytes") or 0)),
-        ("number", _scaled(row.get("flops") or 0)),
+        *[("number", text) for text in (f"{calls:,}", each, total, share)],
+        ("number", _bytes(row["bytes_per_call"] * calls if known else row.get("bytes") or 0)),
+        ("number", _scaled(row["flops_per_call"] * calls if known else row.get("flops") or 0)),
         ("soft", refused),
     ]
 

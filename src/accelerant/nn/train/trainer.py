@@ -50,6 +50,7 @@ from accelerant.nn.train.optim import MakeOptimizer, learning_rate, make_optimiz
 from accelerant.nn.train.step import TrainStep, recomputed
 from accelerant.runtime import registry
 from accelerant.runtime.files import clipped
+from accelerant.runtime.ledger import ledger
 from accelerant.runtime.memory.limits import available_bytes, peak_recorded, size_text
 from accelerant.runtime.memory.peak import predict_peak
 
@@ -221,7 +222,8 @@ class Trainer:
             if total:
                 self.notify("advance", min(1.0, rows / total), "held-out loss")
 
-        with closing(source.in_order(source.micro_batch or self.config.micro_batch)) as batches:
+        batches = source.in_order(source.micro_batch or self.config.micro_batch)
+        with ledger().phase("evaluation"), closing(batches):
             return evaluate(
                 self.objective, self.model, batches, step=step, device=self.device, precision=self.precision,
                 watch=watch,
@@ -345,7 +347,8 @@ class _Run:
             batches = stack.enter_context(closing(source.batches(range(start, total), position, pin=pin)))
             trainer.notify("begin", start, total)
             try:
-                self.history.steps = self._loop(start, step, batches, stop)
+                with ledger().phase("training"):
+                    self.history.steps = self._loop(start, step, batches, stop)
             except NotFinite as error:
                 batches.close()
                 reason = self._diagnosis.explain(step, error.step, trainer.loss)
@@ -474,7 +477,8 @@ class _Run:
             "evaluations": [asdict(evaluation) for evaluation in history.evaluations],
             "callbacks": [(name, state) for name, state in states if state],
         }  # fmt: skip
-        self._checkpoints.save(tensors, document)
+        with ledger().phase("checkpoints"):
+            self._checkpoints.save(tensors, document)
         self._saved = step
         self._diagnosis.saved(step)
         trainer.notify("saved", self._checkpoints.path, step)

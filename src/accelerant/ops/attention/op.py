@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
+from torch.nn import functional
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
-from accelerant.ops._library import autocast_dtype, name_of
+from accelerant.ops._library import autocast_dtype, is_plain, name_of
 from accelerant.ops._refusals import FLOATING, check_dtype, refuses_triton_kernel
 from accelerant.ops.attention import hopper_bwd, hopper_fwd
 from accelerant.ops.attention.backends import CUDNN, EFFICIENT, FLASH, FLASH_4, TORCH, nvidia_capability
@@ -19,7 +22,7 @@ from accelerant.ops.attention.launch import MAX_WIDTH, launch_backward, launch_f
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.case import rules
 
-__all__ = ["attention", "attention_bwd", "attention_fwd"]
+__all__ = ["attention", "attention_bwd", "attention_fwd", "causal_by_torch"]
 
 _on_cpu: Callable[..., tuple[Tensor, Tensor]] = torch._scaled_dot_product_flash_attention_for_cpu
 
@@ -90,6 +93,27 @@ attention_bwd = Operation(
     ),
     cost=lambda case: _cost(case, products=5, tensors=4),
 )
+
+
+sdpa_fwd = Operation(
+    "sdpa_fwd",
+    (Implementation("torch", partial(functional.scaled_dot_product_attention, is_causal=True), differentiable=True),),
+    cost=lambda case: _cost(case, products=2, tensors=2),
+)
+
+
+def causal_by_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return torch's scaled_dot_product_attention with a causal mask, recorded by torch's autograd.
+
+    For a layer on a CPU, where `attention`, which is differentiable twice, takes longer. The ledger counts the calls
+    with plain tensors.
+    """
+    mixed: Tensor
+    if q.is_cpu and not is_compiling() and is_plain(q):
+        mixed = sdpa_fwd(_case(q, k, v, True, 0.0, -1), q, k, v)
+    else:
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return mixed
 
 
 # --- the public function ---------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ from accelerant.runtime.dispatch.case import (
     torch_wants_determinism,
 )
 from accelerant.runtime.dispatch.choices import Measurement, Sources, choices, key_of, rounded
-from accelerant.runtime.dispatch.plan import DispatchPlan
+from accelerant.runtime.dispatch.plan import DispatchPlan, observe_backward
 from accelerant.runtime.dispatch.race import MARGIN, RACED_DEVICES, fastest, obstacle, race, reason_of
 from accelerant.runtime.ledger import SAMPLE_EVERY, Decision, FallbackRecord, OpRecord, ledger, observers
 from accelerant.runtime.memory.live_set import count, has_fakes, predictions, uncounted
@@ -134,9 +134,11 @@ class Operation:
         record = plan.record
         with _ledger.lock:  # Ledger.begin, inlined: a call costs as much as the count
             calls = record.calls = record.calls + 1
+            if recording := plan.torch_autograd and torch.is_grad_enabled():
+                record.recording += 1
         start = None
-        if calls % SAMPLE_EVERY == 0 or 1 < calls <= 4:
-            start = _ledger.mark(record, plan.provider, plan.device_index)
+        if calls % SAMPLE_EVERY == 0 or calls <= 4:
+            start = _ledger.mark(record, plan.provider, plan.device_index, calls)
         try:
             result = plan.run(*args)
         except Exception as error:  # noqa: BLE001 - sorted by _recover
@@ -147,6 +149,8 @@ class Operation:
         else:
             if start is not None:
                 _ledger.end(record, start, plan.provider, plan.device_index)
+                if recording:
+                    observe_backward(result, args, _ledger.observed(record))
         if observers:
             for observer in list(observers):
                 observer(plan.decision)

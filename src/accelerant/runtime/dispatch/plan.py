@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,9 @@ from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import Decision, OpRecord, observers
 from accelerant.runtime.provider import ComputeProvider
 
-__all__ = ["Decision", "DispatchPlan", "Explanation", "explain", "explain_quietly", "observers"]
+__all__ = [
+    "Decision", "DispatchPlan", "Explanation", "explain", "explain_quietly", "observe_backward", "observers",
+]  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -36,6 +38,56 @@ class DispatchPlan:
     forced: bool = False
     torch_autograd: bool = False
     failed: tuple[tuple[str, Exception], ...] = ()
+
+
+_MOST_NODES = 16
+"""Nodes of torch's autograd in one call; there are more only where an input's own node was not found."""
+
+
+def observe_backward(result: Any, args: Sequence[Any], begin: Callable[[], Callable[[float], None]]) -> None:
+    """Time the backward passes through one call, which torch's autograd recorded.
+
+    Args:
+        result: tensor or tensors.
+        args: arguments of the call.
+        begin: called at the start of a pass; its result is called with the milliseconds in the call's own nodes.
+    """
+    tensors = result if isinstance(result, tuple) else (result,)
+    outside = {x.grad_fn for x in args if isinstance(x, torch.Tensor)}
+    left = [y.grad_fn for y in tensors if isinstance(y, torch.Tensor)]
+    nodes: list[Any] = []
+    while left:
+        node = left.pop()
+        if node is None or node in outside or node in nodes or hasattr(node, "variable"):  # a leaf's, which has it
+            continue
+        nodes.append(node)
+        if len(nodes) > _MOST_NODES:
+            return
+        left += [following for following, _ in node.next_functions]
+    waiting = count = len(nodes)
+    total_ms = began = 0.0
+    end: Callable[[float], None] = _ignore
+
+    def before(_gradients: Any) -> None:
+        nonlocal began, end
+        if waiting == count:
+            end = begin()
+        began = time.perf_counter()
+
+    def after(_inputs: Any, _outputs: Any) -> None:
+        nonlocal waiting, total_ms
+        total_ms += (time.perf_counter() - began) * 1e3
+        waiting -= 1
+        if not waiting:
+            end(total_ms)
+            waiting, total_ms = count, 0.0
+
+    for node in nodes:  # no hook refers to a node, which would then never be freed
+        node.register_prehook(before)
+        node.register_hook(after)
+
+
+def _ignore(_ms: float) -> None: ...
 
 
 @dataclass(slots=True)
