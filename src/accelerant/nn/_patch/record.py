@@ -45,7 +45,7 @@ class Changed:
     Attributes:
         name: its path in the model; "" for the model itself.
         module: its class.
-        kind: "attention", "norm", "activation", "mlp", "residual", "embedding" or "loss".
+        kind: "attention", "rope", "norm", "activation", "mlp", "residual", "block", "embedding" or "loss".
         now: the op it calls.
     """
 
