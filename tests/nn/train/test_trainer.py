@@ -694,3 +694,24 @@ def test_parts_of_a_step_are_even_but_for_a_loader_whose_batches_they_are():
 def test_a_config_is_json_and_back():
     config = with_(recompute=("a.*",), no_decay=("b",))
     assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(("width", "expected"), [(8, 1), (512, 3)])
+def test_a_step_too_small_to_share_runs_on_one_thread(width, expected, monkeypatch):
+    monkeypatch.setattr("accelerant.nn.train.environment.usable_cores", lambda: 4)
+    before = torch.get_num_threads()
+    seen = []
+
+    class Watch(Callback):
+        def before_step(self, trainer, step):
+            seen.append(torch.get_num_threads())
+
+    torch.set_num_threads(3)
+    try:
+        model = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.Linear(width, width), torch.nn.Linear(width, 1))
+        config = TrainConfig(steps=1, batch_size=2, device="cpu")
+        fit(model, torch.zeros(4, 4), torch.zeros(4, 1), config, callbacks=[Watch()])
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [expected]

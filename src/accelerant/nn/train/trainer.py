@@ -56,6 +56,11 @@ from accelerant.runtime.memory.peak import predict_peak
 
 __all__ = ["Trainer", "fit"]
 
+_SHARED_BYTES = 1 << 20
+"""A step on the CPU whose tensors take less runs on one thread: its operations, of microseconds, are too small to share.
+On a busy machine, where each waits for a core at its end, two threads take 20 times as long."""
+
+_PEAK_EVERY_S = 0.1  # on the CPU, where reading the peak memory takes as long as a tenth of a small step
 _FLUSH_STEPS, _FLUSH_S = 50, 1.0  # on a GPU, losses are read back after that many steps or seconds
 
 
@@ -288,6 +293,7 @@ class _Run:
         self._pending: list[PendingStep] = []
         self._saved: int | None = None  # step of the last checkpoint
         self._flushed_at = time.monotonic()
+        self._peak = -math.inf, 0  # when it was read, and the bytes
 
     def execute(self, *, resume: bool) -> None:
         """Train, from the newest intact checkpoint if `resume` is set; raise as `Trainer.fit`."""
@@ -418,7 +424,9 @@ class _Run:
         if not pending:
             return
         numbers = torch.stack([torch.stack([step.loss, step.grad_norm]) for step in pending]).tolist()
-        peak = peak_memory_bytes(self._trainer.device)
+        if self._trainer.device.type != "cpu" or self._flushed_at - self._peak[0] > _PEAK_EVERY_S:
+            self._peak = self._flushed_at, peak_memory_bytes(self._trainer.device)
+        peak = self._peak[1]
         records: list[StepRecord] = []
         failure: NotFinite | None = None
         for step, (loss, norm) in zip(pending, numbers, strict=True):
@@ -538,6 +546,8 @@ class _Run:
         if trainer.config.accumulate > 1:  # gradients of earlier micro-batches coexist with those being computed
             size = sum(p.numel() * p.element_size() for p in trainer.model.parameters() if p.requires_grad)
             total += max(0, size - predicted.gradients)
+        if trainer.device.type == "cpu" and predicted.total - predicted.optimizer_state < _SHARED_BYTES:
+            torch.set_num_threads(1)  # until the end of `numerics`
         present = predicted.parameters + (predicted.optimizer_state if trainer.optimizer.state else 0)
         more = total - present
         self.history.predicted_peak_bytes = total
