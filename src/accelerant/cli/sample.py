@@ -66,7 +66,7 @@ def sample(
 
     Sampling(temperature, top_k or None, top_p)  # raises for other values before the model is loaded
     try:
-        text = sys.stdin.read() if prompt == "-" else prompt
+        text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     except UnicodeDecodeError:
         raise ConfigError(f"the standard input is not text in {sys.stdin.encoding}") from None
     seed = secrets.randbelow(2**31) if seed is None else seed

@@ -57,7 +57,7 @@ from accelerant.runtime.memory.peak import predict_peak
 __all__ = ["Trainer", "fit"]
 
 _SHARED_BYTES = 1 << 20
-"""A step on the CPU whose tensors take less runs on one thread: its operations, of microseconds, are too small to share.
+"""A step on the CPU whose tensors take less runs on one thread: its operations, of microseconds, are too short for two.
 On a busy machine, where each waits for a core at its end, two threads take 20 times as long."""
 
 _PEAK_EVERY_S = 0.1  # on the CPU, where reading the peak memory takes as long as a tenth of a small step
