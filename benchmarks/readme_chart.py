@@ -241,8 +241,10 @@ def _badge(name: str, value: str) -> str:
 
 
 def slower_cases(record: Record) -> list[Row]:
-    """Return the rows in which Accelerant is slower than the fastest peer by more than 5%, the slowest first."""
-    rows = [row for row in record.rows if row.runner == "accelerant" and (row.speedup or 1.0) < _SLOWER]
+    """Return the rows slower than the fastest peer by more than 5% and than the samples' spread, the slowest first."""
+    rows = [
+        row for row in record.rows if row.runner == "accelerant" and (row.speedup or 1.0) < _SLOWER and not row.level
+    ]
     return sorted(rows, key=lambda row: row.speedup or 0.0)
 
 

@@ -39,7 +39,7 @@ from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.field.program import kernel_source
 from accelerant.algebra.ntt.reference import bit_reversed, ntt_reference
-from accelerant.bench.record import Row
+from accelerant.bench.record import NAIVE, Row
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, option
 from accelerant.bench.timer import time_ms
 from accelerant.cli.bench import run_command
@@ -273,7 +273,7 @@ def _field_mul(this: _ZkRun) -> None:
         alone = this.row(case=f"{case.name}, kernel alone", bytes=size)
         run.add(this.noted(this.timed(alone, _kernel_alone(x, y, z)), 0, n))
         left, right = x.ints(), y.ints()
-        peer = replace(row, runner="python", implementation="integers", target=None, note="")
+        peer = replace(row, runner=NAIVE, implementation="integers", target=None, note="")
         run.add(this.timed(peer, lambda: [u * v % p for u, v in zip(left, right, strict=True)]))
 
 
@@ -332,7 +332,7 @@ def _ntt(this: _ZkRun) -> None:
     run.add(this.noted(row, multiplies, (case.log_n << case.log_n) // 2))
     if not run.gpu:
         values = x.ints()
-        peer = replace(row, runner="python", implementation="integers", target=None, note="")
+        peer = replace(row, runner=NAIVE, implementation="integers", target=None, note="")
         run.add(this.timed(peer, lambda: ntt_reference(values, field=case.of, order=_ORDERS[0])))
 
 

@@ -13,8 +13,10 @@ from accelerant.runtime.html_page import Bar, bars
 
 WON = Row("neural", "gelu", "4x4 forward", "accelerant", "triton (own)", p20=0.9, p50=1.0, p80=1.2, target=1.1,
           bytes=10**6, ceiling="copy", cpu_ms=50.0, cpu_note="float32, 1 thread")  # fmt: skip
-LOST = replace(WON, op="softmax", p50=4.0, cpu_ms=None, cpu_note="")
-PEERS = [replace(row, runner="torch", implementation="torch", p50=2.0, cpu_ms=None) for row in (WON, LOST)]
+LOST = replace(WON, op="softmax", p20=3.9, p50=4.0, p80=4.2, cpu_ms=None, cpu_note="")
+PEERS = [
+    replace(row, runner="torch", implementation="torch", p20=1.9, p50=2.0, p80=2.1, cpu_ms=None) for row in (WON, LOST)
+]
 ABSENT = replace(WON, op="matmul", runner="liger", p20=None, p50=None, p80=None, note="not <installed>")
 UNMET = replace(WON, op="matmul")
 COPY = [
@@ -82,6 +84,9 @@ def test_losses_stand_before_what_was_won_and_targets_say_what_is_unmet():
     assert "softmax" in lost
     assert "0.5x the fastest peer" in lost
     assert "gelu" not in lost
+    level = build_report(record(WON, replace(LOST, p20=2.0), *PEERS))
+    assert "<h2>Lost" not in level
+    assert "cases at least as fast as the fastest peer, 1 more level with it" in level
     facts = "".join(Page(text).texts)
     assert "1 of 2" in facts
     assert "1 of 3" in facts

@@ -10,7 +10,7 @@ import torch
 import accelerant.ops
 from accelerant.bench import subjects
 from accelerant.bench.journal import Journal
-from accelerant.bench.record import OWN, Environment, Record, Row
+from accelerant.bench.record import NAIVE, OWN, Environment, Record, Row
 from accelerant.bench.report import build_report, roofline
 from accelerant.bench.suite import SuiteRun, measure_cases
 from accelerant.bench.suites import neural, neural_cases
@@ -494,10 +494,21 @@ def test_slower_by_less_than_the_spread_is_level(ours, level):
     record.conclude()
     assert record.rows[0].level is level
     slower = ours[1] > 2.0
-    said = f"in 0 of 1 cases, slower in 1, of which {int(level)} within the spread of the samples"
+    assert record.rows[0].slower is (slower and not level)
+    kind = "level (slower within the spread of the samples)" if level else "slower"
+    said = f"in 0 of 1 cases, {kind} in 1"
     assert record.verdict() == f"at least as fast as the fastest peer {said if slower else 'in 1 of 1 cases'}"
     assert record.verdict() in record.table()
     build_report(record)
+
+
+def test_naive_python_integers_are_no_peer():
+    row = Row("zk", "ntt", "x", "accelerant", "own", p20=1.0, p50=1.0, p80=1.0)
+    record = Record(environment(), {}, [row, replace(row, runner=NAIVE, p20=800.0, p50=800.0, p80=800.0)])
+    record.conclude()
+    assert record.rows[0].speedup is None
+    assert record.verdict() == ""
+    assert "python (naive)" in record.table()
 
 
 def test_csv_has_every_row_without_samples(tmp_path):
@@ -544,7 +555,7 @@ def test_the_sweep_stands_apart_in_the_page():
     ours = Row("neural", "gelu", "1x1024 bfloat16 forward", "accelerant", "triton (own)", p20=1.0, p50=2.0, p80=3.0,
                bytes=10**6, ceiling="copy", part="sweep")  # fmt: skip
     swept = [
-        replace(ours, case=f"{2**i}x1024 bfloat16 forward", runner=runner, p50=p50)
+        replace(ours, case=f"{2**i}x1024 bfloat16 forward", runner=runner, p20=p50, p50=p50, p80=p50)
         for i in range(4)
         for runner, p50 in (("accelerant", 2.0 + i), ("torch", 3.0))
     ]

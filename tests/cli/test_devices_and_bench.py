@@ -20,13 +20,6 @@ def test_devices_for_people_and_programs():
     assert all(entry["available"] or entry["reason"] for entry in found)
 
 
-@pytest.mark.parametrize("command", [["devices"], ["train"], ["bench", "neural"], ["bench", "runtime"]])
-def test_help_has_an_example(command):
-    result = run(*command, "--help")
-    assert result.exit_code == 0
-    assert "Example" in result.output
-
-
 @pytest.mark.slow
 def test_bench_measures_ours_beside_torch_and_writes_the_record(tmp_path):
     path = tmp_path / "now.json"

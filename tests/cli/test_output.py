@@ -15,20 +15,23 @@ from rich.text import Text
 
 from accelerant.cli import terminal
 from accelerant.cli.app import build_app, main
+from accelerant.cli.train_view import LineView
 from accelerant.config import override
 from accelerant.runtime import registry
-from accelerant.runtime.compilation.cache import KernelCache, kernel_key
+from accelerant.runtime.compilation.cache import KernelCache, kernel_key, watch_compilation
 from accelerant.runtime.compilation.kernel import Binary
+from accelerant.runtime.files import plain
 
 ROOT = Path(__file__).parents[2]
 VECTORS = ROOT / "tests/vectors/groth16/poseidon"
 KERNEL = "a_kernel_whose_name_is_longer_than_forty_columns"
 
 PIPE = None
+ENVIRONMENTS = itertools.cycle(({}, {"NO_COLOR": "1"}, {"TERM": "dumb"}))
 SETTINGS = [
     pytest.param(encoding, width, environment, id=f"{encoding}-{width or 'pipe'}-{''.join(environment) or 'plain'}")
-    for encoding, width, environment in itertools.product(
-        ("utf-8", "ascii", "latin-1", "cp1252"), (PIPE, 40, 58, 80), ({}, {"NO_COLOR": "1"}, {"TERM": "dumb"})
+    for (encoding, width), environment in zip(
+        itertools.product(("utf-8", "ascii", "latin-1", "cp1252"), (PIPE, 40, 58, 80)), ENVIRONMENTS, strict=False
     )
 ]
 FAST = [
@@ -228,3 +231,21 @@ def test_json_is_ascii_whatever_the_encoding(run):
         status, output, _ = run(arguments, "ascii", 40)
         assert status == 0
         assert json.loads(output)
+
+
+def test_compiling_is_named_once_and_is_no_stage(tmp_path, capsys):
+    seen = []
+    view = LineView()
+    with override(cache_dir=tmp_path), watch_compilation(seen.append), watch_compilation(view.compiling):
+        for number in (1, 2, 1):
+            KernelCache().get_or_build(kernel_key(number=number), lambda: Binary(b"code", {}, {}), name="kernel")
+    assert seen == [True, False] * 2  # the third one is in the cache
+    assert capsys.readouterr().err == "compiling kernels (once) ...\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.25, "0.25"), (1234.5, "1234"), (12345.6, "12,350"), (5.5e11, "550,000,000,000"), (1.23e-5, "0.0000123")],
+)
+def test_numbers_have_no_exponent(value, text):
+    assert plain(value) == text

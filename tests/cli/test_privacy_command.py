@@ -118,9 +118,3 @@ def test_more_wrong_usage(ledger, capsys):
     assert status("statement", str(ledger), "--json", "--markdown") == 2
     assert status("statement", str(ledger), "--delta", "7") == 2
     assert "--delta must be in (0, 1), got 7.0" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["epsilon", "calibrate", "statement"])
-def test_help_has_an_example(command, capsys):
-    assert status(command, "--help") == 0
-    assert f"Example:  accelerant privacy {command}" in capsys.readouterr().out.replace("\n", " ")

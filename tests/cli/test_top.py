@@ -69,6 +69,13 @@ def test_every_figure_is_shown():
     assert re.search(r"78 +- +\?", text)
 
 
+def test_processes_are_sorted():
+    processes = (ProcessMemory(3, "b", 1), ProcessMemory(1, "C", 9), ProcessMemory(2, None, None))
+    item = Sample("cuda:0", "Some GPU", 0.0, processes=processes)
+    pids = {sort: [int(line.plain.split()[0]) for line in top._processes(item, sort)] for sort in top._SORTS.values()}
+    assert pids == {"memory": [1, 3, 2], "pid": [1, 2, 3], "name": [2, 3, 1]}
+
+
 def test_absent_figures_have_one_line_a_reason():
     reasons = {"power_w": "no sensor", "temperature_c": "no sensor", "core_percents": "a GPU has none"}
     text = shown(Sample("cuda:0", "Some GPU", 0.0, utilisation_percent=0.0, reasons=reasons))
@@ -85,7 +92,8 @@ def test_a_senseless_interval_is_refused(capsys, interval):
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="a pseudo terminal is POSIX's")
-def test_on_a_terminal_it_is_live_until_ctrl_c():
+@pytest.mark.parametrize("key", [b"", b"q"], ids=["ctrl-c", "q"])
+def test_on_a_terminal_it_is_live_until_q_or_ctrl_c(key):
     import pty
 
     ours, theirs = pty.openpty()
@@ -99,10 +107,17 @@ def test_on_a_terminal_it_is_live_until_ctrl_c():
     os.close(theirs)
     seen, deadline = b"", time.monotonic() + 60
     try:
-        while seen.count(b"Ctrl-C ends") < 3 and time.monotonic() < deadline:
+        while seen.count(b"q quit") < 3 and time.monotonic() < deadline:
             if select.select([ours], [], [], 0.2)[0]:
                 seen += os.read(ours, 1 << 16)
-        process.send_signal(signal.SIGINT)
+        os.write(ours, b"n")
+        while b"n name*" not in seen and time.monotonic() < deadline:
+            if select.select([ours], [], [], 0.2)[0]:
+                seen += os.read(ours, 1 << 16)
+        if key:
+            os.write(ours, key)
+        else:
+            process.send_signal(signal.SIGINT)
         while process.poll() is None and time.monotonic() < deadline:
             if select.select([ours], [], [], 0.2)[0]:
                 try:
@@ -114,7 +129,8 @@ def test_on_a_terminal_it_is_live_until_ctrl_c():
         process.kill()
         process.stderr.close()
         os.close(ours)
-    assert seen.count(b"Ctrl-C ends") >= 3
+    assert seen.count(b"q quit") >= 3
+    assert b"n name*" in seen
     assert b"cpu:0" in seen
 
 

@@ -13,6 +13,7 @@ from typing import Literal
 
 from accelerant.bench.record import Record, Row, aligned
 from accelerant.errors import FormatError
+from accelerant.runtime.files import plain
 
 __all__ = ["Change", "Comparison", "check_comparable", "compare"]
 
@@ -71,8 +72,8 @@ class Comparison:
             row, now = change.before, change.now
             figures = ((now.note if now else "") or "not run", "", "")
             if now is not None and now.p50 is not None:
-                figures = (f"{now.p50:.4g} {now.unit}", f"{change.worse:.2f}x", f"{100 * change.noise:.0f}%")
-            lines.append((change.verdict, row.suite, row.op, row.case, f"{row.p50:.4g} {row.unit}", *figures))
+                figures = (f"{plain(now.p50)} {now.unit}", f"{change.worse:.2f}x", f"{100 * change.noise:.0f}%")
+            lines.append((change.verdict, row.suite, row.op, row.case, f"{plain(row.p50)} {row.unit}", *figures))
         counts = {name: sum(change.verdict == name for change in self.changes) for name in (*order, "same")}
         summary = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "no row in common"
         if self.added:

@@ -29,7 +29,7 @@ import torch
 from accelerant._version import __version__
 from accelerant.bench.timer import Timing
 from accelerant.errors import FormatError
-from accelerant.runtime.files import decode_json, read_regular, typed, write_atomic
+from accelerant.runtime.files import decode_json, plain, read_regular, typed, write_atomic
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = [
@@ -48,6 +48,9 @@ DETERMINISTIC = "accelerant, deterministic"
 
 OUT_OF_MEMORY = "out of memory: "
 """Prefix of the note of a row without a time because the device lacked memory."""
+
+NAIVE = "python (naive)"
+"""Runner of rows of plain Python integers, which show what kernels gain over code not written for speed: no peer."""
 
 _OURS = "accelerant"
 _PACKAGES = (
@@ -237,6 +240,16 @@ class Row:
         return self.runner in (_OURS, OWN, DETERMINISTIC, DEVICE)
 
     @property
+    def peer(self) -> bool:
+        """True if it is another library's, with which ours are compared."""
+        return not self.compared and self.runner != NAIVE
+
+    @property
+    def slower(self) -> bool:
+        """True if the fastest peer was faster by more than the samples' spread."""
+        return self.speedup is not None and self.speedup < 1 and not self.level
+
+    @property
     def key(self) -> tuple[str, str, str, str, str]:
         """The identity of a row across records."""
         return self.suite, self.op, self.case, self.runner, self.part
@@ -288,7 +301,7 @@ class Record:
         best: dict[tuple[str, ...], Row] = {}
         for row in self.rows:
             known = best.get(row.case_key)
-            if not row.compared and row.p50 is not None and (known is None or row.p50 < (known.p50 or 0.0)):
+            if row.peer and row.p50 is not None and (known is None or row.p50 < (known.p50 or 0.0)):
                 best[row.case_key] = row
 
         def concluded(row: Row) -> Row:
@@ -386,21 +399,19 @@ class Record:
         where = f"{self.environment.device} ({self.environment.architecture}), " + ", ".join(
             f"{name} {version}" for name, version in self.environment.packages.items()
         )
-        ceilings = ", ".join(f"{name} {value:.4g}" for name, value in self.ceilings.items())
+        ceilings = ", ".join(f"{name} {plain(value)}" for name, value in self.ceilings.items())
         top = [where, f"ceilings measured in this run: {ceilings}" if ceilings else "", *aligned(self.cells())]
         return "\n".join([*top, *filter(None, [self.verdict()]), *(f"note: {note}" for note in self.notes)])
 
     def verdict(self) -> str:
-        """Return in how many cases we are at least as fast as the fastest peer that ran; "" where none ran."""
+        """Return in how many cases we are as fast as the fastest peer that ran, level, or slower; "" where none ran."""
         ours = [row for row in self.rows if row.runner == _OURS and row.speedup is not None]
         if not ours:
             return ""
-        slower = [row for row in ours if (row.speedup or 0.0) < 1]
-        text = f"at least as fast as the fastest peer in {len(ours) - len(slower)} of {len(ours)} cases"
-        if not slower:
-            return text
-        level = sum(row.level for row in slower)
-        return f"{text}, slower in {len(slower)}, of which {level} within the spread of the samples"
+        level, slower = sum(row.level for row in ours), sum(row.slower for row in ours)
+        text = f"at least as fast as the fastest peer in {len(ours) - level - slower} of {len(ours)} cases"
+        text += f", level (slower within the spread of the samples) in {level}" if level else ""
+        return text + (f", slower in {slower}" if slower else "")
 
 
 def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
@@ -415,24 +426,24 @@ def _cells(row: Row) -> list[str]:
         reason = "wrong result" if row.wrong else "out of memory" if row.lacked_memory else "did not run"
         return [row.op, row.case, row.runner, reason, "-", *[""] * 9, row.note]
     targets = [
-        f"{row.target:.4g}" if row.target else "",
+        plain(row.target) if row.target else "",
         f"{row.target_x:.2f}x the best" if row.target_x else "",
-        f"{row.target_bytes / 2**20:.4g} MiB" if row.target_bytes else "",
+        f"{plain(row.target_bytes / 2**20)} MiB" if row.target_bytes else "",
     ]
     return [
         row.op,
         row.case,
         row.runner,
         row.implementation,
-        f"{row.p50:.4g} {row.unit}",
+        f"{plain(row.p50)} {row.unit}",
         " ".join(filter(None, targets)) if row.runner in (_OURS, OWN) else "",
-        f"{row.p20:.4g}-{row.p80:.4g}",
+        f"{plain(row.p20)}-{plain(row.p80)}",
         "" if row.percent_of_ceiling is None else f"{row.percent_of_ceiling:.0f}% of {row.ceiling}",
         "" if row.speedup is None else f"{row.speedup:.2f}x" + " (level)" * row.level,
-        "" if row.rate_gb_s is None else f"{row.rate_gb_s:.4g}",
-        "" if row.tflop_s is None else f"{row.tflop_s:.4g}",
-        "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.4g}",
-        f"{row.cpu_ms:.4g} ms ({row.cpu_note})" if row.cpu_ms else row.cpu_note,
+        "" if row.rate_gb_s is None else plain(row.rate_gb_s),
+        "" if row.tflop_s is None else plain(row.tflop_s),
+        "" if row.peak_bytes is None else plain(row.peak_bytes / 2**20),
+        f"{plain(row.cpu_ms)} ms ({row.cpu_note})" if row.cpu_ms else row.cpu_note,
         "" if row.over_cpu is None else f"{row.over_cpu:.0f}x",
         "; ".join(filter(None, (row.timing, row.note))),
     ]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from accelerant.bench.compare import Comparison
 from accelerant.bench.record import DETERMINISTIC, OWN, Record, Row
-from accelerant.runtime.files import write_atomic
+from accelerant.runtime.files import plain, write_atomic
 from accelerant.runtime.html_page import Bar, Line, bars, card, document, facts, line_chart, table
 
 __all__ = ["build_report", "roofline", "write_report"]
@@ -91,9 +91,9 @@ def _cases(rows: Iterable[Row]) -> Cases:
 def _lost(rows: Sequence[Row]) -> bool:
     """Return whether dispatch's choice was slower than a peer, or has no time where a peer has one."""
     ours = [row for row in rows if row.runner == "accelerant"]
-    if any(row.speedup is not None and row.speedup < 1 for row in ours):
+    if any(row.slower for row in ours):
         return True
-    return any(row.p50 is None for row in ours) and any(row.p50 is not None and not row.compared for row in rows)
+    return any(row.p50 is None for row in ours) and any(row.p50 is not None and row.peer for row in rows)
 
 
 def _remark(text: str) -> str:
@@ -107,16 +107,19 @@ def _facts(record: Record, cases: Cases) -> str:
     contested = [row for row in record.rows if row.speedup is not None and row.runner == "accelerant"]
     items = []
     if contested:
-        won = sum((row.speedup or 0) >= 1 for row in contested)
+        won, level = sum((row.speedup or 0) >= 1 for row in contested), sum(row.level for row in contested)
+        also = f", {level} more level with it" if level else ""
         mean = math.exp(sum(math.log(row.speedup or 1) for row in contested) / len(contested))
-        items.append(("Against peers", f"{won} of {len(contested)}", "cases at least as fast as the fastest peer"))
+        items.append(
+            ("Against peers", f"{won} of {len(contested)}", f"cases at least as fast as the fastest peer{also}")
+        )
         items.append(("Speed-up", f"{mean:.2f}x", "over the fastest peer, geometric mean"))
     aimed = [row for row in record.rows if row.aims and row.compared]
     if aimed:
         items.append(("Targets", f"{sum(_met(row, cases) for row in aimed)} of {len(aimed)}", "reached"))
     for name, value in record.ceilings.items():
         what, _, unit = name.rpartition(" ")
-        items.append((what[:1].upper() + what[1:], f"{value:.4g}", f"{unit}, ceiling measured in this run"))
+        items.append((what[:1].upper() + what[1:], plain(value), f"{unit}, ceiling measured in this run"))
     return facts(items)
 
 
@@ -148,7 +151,7 @@ def _losses(cases: Cases) -> str:
 
 
 def _key() -> str:
-    names = (("--one", "Accelerant, at least as fast"), ("--two", "Accelerant, slower"), ("--peer", "peers"))
+    names = (("--one", "Accelerant, at least as fast or level"), ("--two", "Accelerant, slower"), ("--peer", "peers"))
     items = "".join(f'<span><i style="background:var({colour})"></i>{name}</span>' for colour, name in names)
     return f'<div class="keys">{items}</div>'
 
@@ -173,12 +176,12 @@ def _case(rows: Sequence[Row]) -> str:
     def style(row: Row) -> str:
         if row.runner not in ("accelerant", OWN, DETERMINISTIC):
             return "peer"
-        return "lost" if (row.speedup or 1) < 1 else "ours"
+        return "lost" if row.slower else "ours"
 
     shown = [
         Bar(
             row.runner if row.implementation in ("", row.runner) else f"{row.runner}: {row.implementation}",
-            row.p50 or 0.0, f"{row.p50:.4g} {row.unit}", style(row), row.p20 or 0.0, row.p80 or 0.0,
+            row.p50 or 0.0, f"{plain(row.p50)} {row.unit}", style(row), row.p20 or 0.0, row.p80 or 0.0,
         )
         for row in ran
     ]  # fmt: skip
@@ -232,7 +235,7 @@ def _sweep_rates(record: Record) -> str:
 def _sweep_losses(record: Record) -> str:
     """Return a table of the sizes at which torch or torch.compile was faster."""
     lost = [
-        (row, min((peer for peer in rows if not peer.compared and peer.p50), key=lambda peer: peer.p50 or 0.0))
+        (row, min((peer for peer in rows if peer.peer and peer.p50), key=lambda peer: peer.p50 or 0.0))
         for rows in _cases(record.rows).values()
         if _lost(rows)
         for row in rows
@@ -243,8 +246,8 @@ def _sweep_losses(record: Record) -> str:
     lost.sort(key=lambda pair: pair[0].speedup or 0.0)
     rows = (
         (
-            ("word", row.op), ("wide", row.case), ("wide", row.implementation), ("number", f"{row.p50:.4g}"),
-            ("word", peer.runner), ("number", f"{peer.p50:.4g}"), ("number bad", f"{row.speedup:.2f}x"),
+            ("word", row.op), ("wide", row.case), ("wide", row.implementation), ("number", plain(row.p50)),
+            ("word", peer.runner), ("number", plain(peer.p50)), ("number bad", f"{row.speedup:.2f}x"),
         )
         for row, peer in lost
     )  # fmt: skip
@@ -342,13 +345,13 @@ def _targets(record: Record) -> str:
         met = _met(row, cases)
         reached = _figure(row)
         if row.p50 is not None and row.target_bytes and row.peak_bytes is not None:
-            reached += f", {row.peak_bytes / 2**20:.4g} MiB"
+            reached += f", {plain(row.peak_bytes / 2**20)} MiB"
         if not met and row.reached:
             reached += ", a peer did not run"
         own = next((other for other in cases[row.case_key] if other.runner == OWN), None)
-        target = [f"{row.target:.4g} {row.unit}" if row.target else ""]
+        target = [f"{plain(row.target)} {row.unit}" if row.target else ""]
         target.append(f"{row.target_x:.2f}x the fastest peer" if row.target_x else "")
-        target.append(f"{row.target_bytes / 2**20:.4g} MiB" if row.target_bytes else "")
+        target.append(f"{plain(row.target_bytes / 2**20)} MiB" if row.target_bytes else "")
         rows.append(
             (
                 ("word", row.op), ("wide", row.case), ("wide", row.implementation),
@@ -365,7 +368,7 @@ def _figure(row: Row) -> str:
     """Return a row's median and speed-up, or why it has none."""
     if row.p50 is None:
         return "wrong" if row.wrong else "did not run"
-    return f"{row.p50:.4g} {row.unit}" + (f", {row.speedup:.2f}x" if row.speedup else "")
+    return f"{plain(row.p50)} {row.unit}" + (f", {row.speedup:.2f}x" if row.speedup else "")
 
 
 def _cell(name: str, text: str) -> tuple[str, str]:
@@ -385,6 +388,6 @@ def _environment(record: Record) -> str:
         ("python", env.python),
         *((name, value) for name, value in (("commit", env.commit), ("command", env.command)) if value),
         *env.packages.items(),
-        *((f"ceiling: {name}", f"{value:.5g}") for name, value in record.ceilings.items()),
+        *((f"ceiling: {name}", plain(value, 5)) for name, value in record.ceilings.items()),
     )
     return card("Environment", table((), ((("soft", name), ("wide", value)) for name, value in items)))

@@ -12,7 +12,7 @@ import typer
 
 from accelerant.cli.help import Application
 from accelerant.errors import ConfigError
-from accelerant.runtime.files import escaped
+from accelerant.runtime.files import escaped, plain
 
 if TYPE_CHECKING:
     from accelerant.privacy.dp.ledger.accounting import Spent
@@ -92,7 +92,7 @@ def calibrate(
         return
     scale = 10 ** (5 - math.floor(math.log10(sigma)))
     print(f"sigma {math.ceil(sigma * scale) / scale:.6g}")  # rounded up: the printed digits are enough noise as well
-    listed = ", ".join(f"{cost:.6g} ({way.upper()})" for way, cost in costs.items())
+    listed = ", ".join(f"{plain(cost, 6)} ({way.upper()})" for way, cost in costs.items())
     print(f"epsilon at delta {delta:g} is then {listed}, for Poisson sampling, one record added or removed")
 
 
@@ -147,4 +147,4 @@ def _number(value: float, digits: int = 0) -> float | str:
     """Format for JSON, which has no infinity; with digits, for people."""
     if math.isinf(value):
         return "infinite" if digits else "inf"
-    return f"{value:.{digits}g}" if digits else value
+    return plain(value, digits) if digits else value

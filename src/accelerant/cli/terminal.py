@@ -19,7 +19,20 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-__all__ = ["ProgressLine", "columns", "console", "is_live", "prepare_streams", "print_table", "table_lines", "wrapped"]
+__all__ = [
+    "COMPILING",
+    "ProgressLine",
+    "columns",
+    "console",
+    "is_live",
+    "prepare_streams",
+    "print_table",
+    "table_lines",
+    "wrapped",
+]
+
+COMPILING = "compiling kernels (once)"
+"""Shown instead of a stage while a kernel is compiled, which the disk cache has from then on."""
 
 _UNLIMITED = 1 << 16
 """Columns where nothing is wrapped."""

@@ -303,6 +303,7 @@ def _run(
     from accelerant.cli.train_view import make_view
     from accelerant.nn.train.folder import RunFolder
     from accelerant.nn.train.job import resume_training, run_training
+    from accelerant.runtime.compilation.cache import watch_compilation
 
     origin = "--device"
     if run is None and backend is None:  # the same device continues with the same losses
@@ -311,7 +312,7 @@ def _run(
     device = choose_device(backend, origin)
     if run is not None:
         run = run.replaced(deterministic=device.type == "cpu" if deterministic is None else deterministic)
-    with closing(make_view(quiet=as_json)) as view:
+    with closing(make_view(quiet=as_json)) as view, watch_compilation(view.compiling):
         start = resume_training if run is None else partial(run_training, run)
         outcome = start(
             out, device, progress=view, ledger=lambda: accelerant.ledger().to_dict(), extension=extension, **options

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from accelerant.cli.terminal import console, is_live
+from accelerant.cli.terminal import COMPILING, console, is_live
 from accelerant.errors import FormatError
 from accelerant.runtime.files import escaped, typed
 
@@ -38,6 +38,7 @@ class View:
     def records(self, records: Sequence[StepRecord]) -> None: ...
     def end(self) -> None: ...
     def close(self) -> None: ...
+    def compiling(self, begins: bool) -> None: ...
 
     def note(self, text: str) -> None:
         print(f"accelerant: {escaped(text)}", file=sys.stderr)
@@ -147,7 +148,7 @@ class _Phase:
     """A phase of a run and its duration so far."""
 
     def __init__(self, text: str, inner: str = "", share: float = 0.0) -> None:
-        self._text = text
+        self.text = text
         self._inner = inner
         self._first = self._share = share
         self._began = time.monotonic()
@@ -162,11 +163,11 @@ class _Phase:
         if inner == self._inner and share >= self._share:
             self._share = share
             return self
-        return _Phase(inner or self._text, inner, share)
+        return _Phase(inner or self.text, inner, share)
 
     def line(self, share: float) -> str:
         """Return the phase, the share done, and the time left."""
-        text = f"{self._text}  {share:.0%}"
+        text = f"{self.text}  {share:.0%}"
         if not self._first < share < 1:
             return text
         left = (time.monotonic() - self._began) * (1 - share) / (share - self._first)
@@ -182,6 +183,12 @@ class LineView(View):
         self._last = self._began = self._stepped = 0.0
         self._done = 0
         self._phase = _Phase("")
+        self._compiled = False
+
+    def compiling(self, begins: bool) -> None:
+        if begins and not self._compiled:
+            self._compiled = True
+            print(f"{COMPILING} ...", file=sys.stderr, flush=True)
 
     def phase(self, text: str) -> None:
         self._phase, self._last = _Phase(text), time.monotonic()
@@ -232,6 +239,12 @@ class BarView(View):
             self._status.update(self._phase.line(share))
         elif self._progress is not None and self._phase.slow:
             self._progress.update(self._task, numbers=self._phase.line(share))
+
+    def compiling(self, begins: bool) -> None:
+        if self._status is not None:
+            self._status.update(COMPILING if begins else self._phase.text)
+        elif self._progress is not None:
+            self._progress.update(self._task, numbers=COMPILING if begins else "")
 
     def note(self, text: str) -> None:
         self._console.print(escaped(text), soft_wrap=True)

@@ -14,7 +14,7 @@ import typer
 from accelerant.cli.bench import check_writable
 from accelerant.cli.terminal import ProgressLine
 from accelerant.errors import ConfigError, FormatError
-from accelerant.runtime.files import decode_json, escaped, read_regular, write_atomic
+from accelerant.runtime.files import decode_json, escaped, plain, read_regular, write_atomic
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +101,9 @@ def tune(
         print(json.dumps({key: entry.to_dict() for key, entry in sorted(entries.items())}, indent=1))
     elif listed:
         for key, entry in sorted(entries.items()):
-            times = ", ".join(f"{name} {ms:.4g} ms" for name, ms in sorted(entry.ms.items(), key=lambda pair: pair[1]))
+            times = ", ".join(
+                f"{name} {plain(ms)} ms" for name, ms in sorted(entry.ms.items(), key=lambda pair: pair[1])
+            )
             print(escaped(f"{key}: {times} ({entry.table or 'this device'}, {entry.date})"))
         for line in choices().ignored(torch_device):
             print(escaped(f"not used: {line}"), file=sys.stderr)

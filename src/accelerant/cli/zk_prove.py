@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerant.cli.app import write
-from accelerant.cli.terminal import is_live
+from accelerant.cli.terminal import COMPILING, is_live
 from accelerant.errors import ConfigError
 from accelerant.runtime.files import AtomicFile, escaped, read_regular
 
@@ -54,12 +54,13 @@ def prove_files(
 ) -> None:  # fmt: skip
     """Write a proof and its public inputs, and print a summary; see zk.prove."""
     targets = resolve_targets([proof, public], [zkey, witness])
+    from accelerant.runtime.compilation.cache import watch_compilation
     from accelerant.zk.formats import Zkey
     from accelerant.zk.groth16 import Prover
     from accelerant.zk.groth16.precompile import precompile_kernels
 
     names = [name.strip() for name in device.split(",")]
-    with StageDisplay(quiet=json_output) as progress:
+    with StageDisplay(quiet=json_output) as progress, watch_compilation(progress.compiling):
         with Zkey.open(zkey) as opened:
             precompile_kernels(opened.family, opened.domain_size)
             prover = Prover(opened, device=names if len(names) > 1 else device, progress=progress)
@@ -82,11 +83,12 @@ def prove_files(
         write(json.dumps(facts))
         return
     warn_forgeable(zkey, prover.verification_key.forgeable)
-    for stage, seconds in prover.timings.items():
-        write(f"{stage:<18} {seconds * 1e3:9.1f} ms")
-    write(f"{'all':<18} {sum(prover.timings.values()) * 1e3:9.1f} ms")
+    stages = {stage: seconds for stage, seconds in prover.timings.items() if not stage.endswith("compile")}
+    kernels = sum(seconds for stage, seconds in prover.timings.items() if stage.endswith("compile"))
+    for stage, seconds in {progress.kernels: kernels, **stages, "all": kernels + sum(stages.values())}.items():
+        write(f"{stage:<24} {seconds * 1e3:9.1f} ms")
     for part, seconds in prover.spans.items():
-        write(f"  on {prover.device}, {part:<10} {seconds * 1e3:9.1f} ms")
+        write(f"{f'  on {prover.device}, {part}':<24} {seconds * 1e3:9.1f} ms")
     checked = "verified, " if self_verify else ""
     write(f"{escaped(proof)} and {escaped(public)}: {checked}{prover.n_public} public inputs, {prover.family}")
 
@@ -139,13 +141,25 @@ class StageDisplay:
 
     def __init__(self, quiet: bool) -> None:
         self._live = not quiet and is_live(sys.stderr)
+        self._stage = ""
+        self.kernels = "loading kernels"
 
     def __call__(self, stage: str) -> None:
         """Show the stage that begins."""
-        if self._live:
-            print(f"\r\x1b[K{stage}", end="", file=sys.stderr, flush=True)
+        self._stage = stage
+        self._show(stage)
 
-    def __enter__(self) -> Callable[[str], None]:
+    def compiling(self, begins: bool) -> None:
+        """Show that a kernel is compiled, instead of the stage; the disk cache has it afterwards."""
+        if begins:
+            self.kernels = COMPILING
+        self._show(COMPILING if begins else self._stage)
+
+    def _show(self, text: str) -> None:
+        if self._live:
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> StageDisplay:
         return self
 
     def __exit__(self, *_: object) -> None:

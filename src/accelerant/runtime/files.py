@@ -22,12 +22,13 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from decimal import Decimal
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
 __all__ = [
-    "MAX_DEPTH", "AtomicFile", "JsonRecord", "clipped", "decode_json", "escaped", "is_virtual", "open_regular",
+    "MAX_DEPTH", "AtomicFile", "JsonRecord", "clipped", "decode_json", "escaped", "is_virtual", "open_regular", "plain",
     "read_regular", "remove_leftovers", "temporary_path", "typed", "write_atomic",
 ]  # fmt: skip
 
@@ -305,6 +306,16 @@ def clipped(value: object, length: int = 80) -> str:
     """Return the start of a value's representation, for messages about untrusted values."""
     text = repr(value[: length + 1] if isinstance(value, str) else value)
     return text if len(text) <= length else f"{text[:length]}{text[0] if isinstance(value, str) else ''}..."
+
+
+def plain(value: float | None, digits: int = 4) -> str:
+    """Return a number in some significant digits without an exponent: 12,350, 0.25, 0.0000123; "-" for None."""
+    if value is None:
+        return "-"
+    text = f"{value:.{digits}g}"
+    if "e" not in text:
+        return text
+    return f"{float(text):,.0f}" if abs(value) >= 1 else f"{Decimal(text):f}"
 
 
 def escaped(text: object) -> str:

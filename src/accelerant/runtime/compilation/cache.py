@@ -40,7 +40,7 @@ from accelerant.runtime.compilation.kernel import Binary, Resources
 from accelerant.runtime.files import JsonRecord, decode_json
 from accelerant.runtime.host import fork_safe
 
-__all__ = ["CacheEntry", "KernelCache", "kernel_key"]
+__all__ = ["CacheEntry", "KernelCache", "compiling", "kernel_key", "watch_compilation"]
 
 _FORMAT = 2
 _KEY = re.compile("[0-9a-f]{64}")
@@ -85,6 +85,32 @@ class CacheEntry(JsonRecord):
     trusted: bool = True
 
 
+_watchers: list[Callable[[bool], None]] = []
+
+
+@contextlib.contextmanager
+def watch_compilation(watch: Callable[[bool], None]) -> Iterator[None]:
+    """Call `watch` in a block of code, with True when a thread begins to compile a kernel, with False when it ends."""
+    _watchers.append(watch)
+    try:
+        yield
+    finally:
+        _watchers.remove(watch)
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Report to the watchers that a kernel is compiled in this block."""
+    watchers = list(_watchers)
+    for watch in watchers:
+        watch(True)
+    try:
+        yield
+    finally:
+        for watch in watchers:
+            watch(False)
+
+
 class KernelCache:
     """Compiled kernels on disk, in `root`, or the folder `kernels` of the settings' cache folder."""
 
@@ -102,10 +128,12 @@ class KernelCache:
             advice = "make it yours alone (chown, chmod go-w), or set ACCELERANT_CACHE_DIR to another folder"
             text = f"kernel cache {self.root} is not used, so each process compiles its kernels: {error}; {advice}"
             _warn_once(self.root, text)
-            return build(), False
+            with compiling():
+                return build(), False
         if cached is not None:
             return cached, True
-        binary = build()
+        with compiling():
+            binary = build()
         try:
             self._write(key, binary, report)
         except OSError as error:  # a full or read-only disk costs the next start, not this one

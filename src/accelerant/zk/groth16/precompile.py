@@ -24,7 +24,7 @@ from accelerant.algebra.curve.program import kernel_source
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.runtime import registry
-from accelerant.runtime.compilation.cache import KernelCache
+from accelerant.runtime.compilation.cache import KernelCache, compiling
 from accelerant.runtime.host import python_child, usable_cores
 from accelerant.runtime.providers.cpu import CpuProvider
 from accelerant.zk.elliptic_curve import curve as curve_named
@@ -105,7 +105,8 @@ class _CompilerProcess:
         with self._changed:
             if self._at != key:
                 return
-            in_time = self._changed.wait_for(lambda: self._at != key, _PATIENCE_S)
+            with compiling():
+                in_time = self._changed.wait_for(lambda: self._at != key, _PATIENCE_S)
         if not in_time or not KernelCache().has(key):
             self._process.kill()
             self._ended = True
