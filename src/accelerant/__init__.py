@@ -44,12 +44,14 @@ _NAMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name in _SUBPACKAGES:
-        return importlib.import_module(f"accelerant.{name}")
-    if name in _NAMES:
-        return getattr(importlib.import_module(_NAMES[name]), name)
-    raise AttributeError(f"module 'accelerant' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none
+
+    def __getattr__(name: str) -> Any:
+        if name in _SUBPACKAGES:
+            return importlib.import_module(f"accelerant.{name}")
+        if name in _NAMES:
+            return getattr(importlib.import_module(_NAMES[name]), name)
+        raise AttributeError(f"module 'accelerant' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

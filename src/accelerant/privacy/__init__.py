@@ -15,10 +15,12 @@ if TYPE_CHECKING:
 __all__ = ["dp"]
 
 
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none
+
+    def __getattr__(name: str) -> Any:
+        if name in __all__:
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -51,11 +51,13 @@ _NAMES = {
 """The public names that each module of this package defines."""
 
 
-def __getattr__(name: str) -> Any:
-    for module, names in _NAMES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none
+
+    def __getattr__(name: str) -> Any:
+        for module, names in _NAMES.items():
+            if name in names:
+                return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
