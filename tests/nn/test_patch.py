@@ -294,6 +294,8 @@ def test_the_report_names_every_leaf_once():
     assert table["model"] == "GPT2LMHeadModel"
     assert table["counts"] == report.counts
     text = str(report)
+    assert repr(report) == text
+    assert "left alone" in report._repr_html_()
     assert "2 x GPT2MLP" in text
     assert "ops.linear_gelu('tanh')" in text
     assert "Dropout  ours draws other random numbers" in text

@@ -391,6 +391,11 @@ def test_explain_names_what_ran_and_what_refused(book, capsys):
     explanation = explain(lambda: op(CASE))
     printed = capsys.readouterr().out
     assert explanation.result == 2
+    assert repr(explanation).startswith("Explanation(1 decisions")  # it has been printed
+    assert explanation._repr_html_() is None
+    again = explain_quietly(lambda: op(CASE))
+    assert repr(again) == str(again)
+    assert '<td class="">fast: not here</td>' in again._repr_html_()
     assert "explained  4x8 float32  on cpu" in printed
     assert "refused  fast: not here" in printed
     assert "chosen   plain (library)" in printed

@@ -15,6 +15,7 @@ from accelerant.errors import BackendUnavailable, CompileError, ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, explain_quietly, operations
+from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.providers import cuda
 from accelerant.runtime.providers.torch_devices import TorchProvider, torch_provider
 
@@ -169,3 +170,18 @@ def test_such_a_provider_holds_memory_and_refuses_kernels():
         provider.compile(KernelSource("k", {"cuda": ""}, {"k": ()}))
     with pytest.raises(BackendUnavailable, match="no provider serves such tensors"):
         torch_provider("vulkan")
+
+
+def test_devices_print_as_a_table():
+    listed = registry.Devices(
+        [
+            ComputeDevice(backend="cpu", index=0, name="<b>Fast</b>", memory_bytes=3 << 30, architecture="x86_64"),
+            ComputeDevice(backend="cuda", index=-1, name="", available=False, reason="no driver"),
+        ]
+    )
+    head, first, second = repr(listed).splitlines()
+    assert head.split()[:3] == ["device", "name", "memory"]
+    assert first.split() == ["cpu:0", "<b>Fast</b>", "3.0", "GiB", "x86_64"]
+    assert second.split() == ["cuda", "no", "driver"]
+    assert "&lt;b&gt;Fast" in listed._repr_html_()
+    assert isinstance(registry.devices(), list)

@@ -117,7 +117,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[tuple[str, str]]], number
 _GAP, _NARROWEST = 2, 8
 
 
-def text_table(rows: Iterable[Sequence[str]], *, numbers: Iterable[str] = (), width: int | None = None) -> list[str]:
+def text_table(
+    rows: Iterable[Sequence[str]], *, numbers: Iterable[str] = (), width: int | None = None, indent: int = 0
+) -> list[str]:
     """Return the lines of a table, whose columns are as wide as their longest cell.
 
     Args:
@@ -125,14 +127,17 @@ def text_table(rows: Iterable[Sequence[str]], *, numbers: Iterable[str] = (), wi
         numbers: names of columns to align on the right.
         width: of the lines; the cells of the widest columns wrap to fit. None for the terminal's, or no limit where
             the standard output is none.
+        indent: columns to leave empty on the left.
     """
     whole = [tuple(row) for row in rows]
+    if not whole:
+        return []
     if width is None and sys.stdout is not None and sys.stdout.isatty():
         width = shutil.get_terminal_size().columns
     columns = [[row[i] for row in whole if len(row) > 1] for i in range(len(whole[0]))]
     sizes = [max(map(len, column)) for column in columns]
     right = [name in set(numbers) for name in whole[0]]
-    while width is not None and sum(sizes) + _GAP * (len(sizes) - 1) > width:
+    while width is not None and sum(sizes) + _GAP * (len(sizes) - 1) > width - indent:
         widest = max((i for i, fixed in enumerate(right) if not fixed), key=sizes.__getitem__, default=0)
         if sizes[widest] <= _NARROWEST:
             break
@@ -148,7 +153,7 @@ def text_table(rows: Iterable[Sequence[str]], *, numbers: Iterable[str] = (), wi
                 part.rjust(size) if number else part.ljust(size)
                 for part, size, number in zip(parts, sizes, right, strict=True)
             )
-            lines.append((" " * _GAP).join(aligned).rstrip())
+            lines.append((" " * indent + (" " * _GAP).join(aligned)).rstrip())
     return lines
 
 

@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, TypeAlias
 from accelerant.config import settings, similar
 from accelerant.errors import BackendUnavailable, ConfigError
 from accelerant.runtime.host import fork_safe
+from accelerant.runtime.html_page import table, text_table
 from accelerant.runtime.provider import ComputeDevice, ComputeProvider
 
 if TYPE_CHECKING:
     import torch  # the CPU's integer kernels run without it
 
 __all__ = [
-    "BACKENDS", "PROVIDERS", "DeviceLike", "automatic_backends", "backend_named", "choose", "create", "devices",
-    "find_device", "provider_of", "reason_absent", "reason_without_kernels",
+    "BACKENDS", "PROVIDERS", "DeviceLike", "Devices", "automatic_backends", "backend_named", "choose", "create",
+    "devices", "find_device", "provider_of", "reason_absent", "reason_without_kernels",
 ]  # fmt: skip
 
 BACKENDS = ("cuda", "rocm", "apple", "opencl", "webgpu", "cpu")
@@ -123,9 +124,28 @@ def _create_or_reason(name: str) -> ComputeProvider | str:
         return error.reason
 
 
-def devices() -> list[ComputeDevice]:
+class Devices(list[ComputeDevice]):
+    """A list of devices that prints as a table."""
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        rows = [("device", "name", "memory", "architecture", "absent because")]
+        for device in self:
+            memory = f"{device.memory_bytes / 2**30:.1f} GiB" if device.memory_bytes else ""
+            label = device.label if device.available else device.backend
+            rows.append((label, device.name, memory, device.architecture, device.reason))
+        return rows
+
+    def __repr__(self) -> str:
+        return "\n".join(text_table(self._rows(), numbers=("memory",)))
+
+    def _repr_html_(self) -> str:
+        head, *rows = self._rows()
+        return table(head, ([("", cell) for cell in row] for row in rows))
+
+
+def devices() -> Devices:
     """Return every device, the preferred backend's first; an absent backend is one entry with a `reason`."""
-    listed: list[ComputeDevice] = []
+    listed = Devices()
     for name in BACKENDS:
         provider = _create_or_reason(name)
         if isinstance(provider, str):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accelerant.errors import FormatError
-from accelerant.nn.train.history import MetricsFile, StepRecord, StepTimer, peak_memory_bytes, read_metrics
+from accelerant.nn.train.history import History, MetricsFile, StepRecord, StepTimer, peak_memory_bytes, read_metrics
 
 
 def record(step, **changes):
@@ -80,3 +80,13 @@ def test_memory_counts_what_is_held():
         held = b"x" * (1 << 28)
         os._exit(peak_memory_bytes(torch.device("cpu")) - before > len(held) // 4)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+def test_a_history_prints_as_a_table_and_escapes():
+    record = StepRecord(1, 2.5, None, 1.0, 7, 0.1, 1.0)
+    history = History(total_steps=2, steps=1, status="stopped", reason="<b>", records=[record], seconds=1.25)
+    lines = repr(history).splitlines()
+    assert lines[:2] == ["stopped (<b>): 1 of 2 steps in 1.2 s", "training loss  2.5000 -> 2.5000"]
+    html = history._repr_html_()
+    assert "stopped (&lt;b&gt;)" in html
+    assert '<td class="">training loss</td>' in html

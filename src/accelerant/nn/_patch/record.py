@@ -11,12 +11,14 @@ from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
+from html import escape
 from typing import Any
 
 import torch
 from torch import nn
 
 from accelerant.errors import ConfigError
+from accelerant.runtime.html_page import table, text_table
 
 __all__ = [
     "ATTENTION_NAME", "MARK", "RECORD", "Changed", "Forward", "LeftAlone", "Mark", "PatchReport", "Record", "has_hooks",
@@ -99,21 +101,33 @@ class PatchReport:
     def __str__(self) -> str:
         """Describe the report, modules of one class with the same outcome in one line."""
         total = ", ".join(f"{count} {kind}" for kind, count in self.counts.items()) or "nothing"
-        changed = Counter((change.module, change.kind, change.now) for change in self.changed)
-        left = Counter((module.module, module.reason) for module in self.left)
+        changed, left = self._rows()
         lines = [f"{self.model}: {total} on Accelerant's ops"]
-        lines += _table([(f"{n} x {module}", kind, now) for (module, kind, now), n in changed.items()])
+        lines += text_table(changed, indent=2)
         if left:
             lines.append("left alone:")
-            lines += _table([(f"{n} x {module}", reason) for (module, reason), n in left.items()])
+            lines += text_table(left, indent=2)
         lines += [f"note: {note}" for note in self.notes]
         lines += [f"attention by torch, {count} times: {reason}" for reason, count in self.fallbacks.most_common()]
         return "\n".join(lines)
 
+    __repr__ = __str__
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
-    return ["  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    def _rows(self) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+        """Return what changed and what did not, modules of one class with the same outcome in one row."""
+        changed = Counter((change.module, change.kind, change.now) for change in self.changed)
+        left = Counter((module.module, module.reason) for module in self.left)
+        return (
+            [(f"{n} x {module}", kind, now) for (module, kind, now), n in changed.items()],
+            [(f"{n} x {module}", reason) for (module, reason), n in left.items()],
+        )
+
+    def _repr_html_(self) -> str:
+        changed, left = self._rows()
+        rows = [[("", cell) for cell in row] for row in (*changed, *((name, "left alone", why) for name, why in left))]
+        more = [*self.notes, *(f"attention by torch, {n} times: {why}" for why, n in self.fallbacks.most_common())]
+        notes = "".join(f"<p>{escape(text)}</p>" for text in more)
+        return f"<h4>{escape(self.model)}</h4>{table(('modules', 'kind', 'now'), rows)}{notes}"
 
 
 # --- the record ------------------------------------------------------------------------------------------------------

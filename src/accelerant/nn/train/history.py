@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from accelerant.errors import FormatError
 from accelerant.nn.train.objective import Evaluation
 from accelerant.runtime.files import decode_json, open_regular, read_regular, typed, write_atomic
+from accelerant.runtime.html_page import table
 from accelerant.runtime.memory.limits import size_text
 
 __all__ = [
@@ -355,15 +357,26 @@ class History:
         return {**values, "best": None if self.best is None else asdict(self.best)}
 
     def __str__(self) -> str:
+        return "\n".join([self._outcome(), *(f"{name:<15}{text}" for name, text in self._rows())])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        rows = ([("", cell) for cell in row] for row in self._rows())
+        return f"<p>{escape(self._outcome())}</p>{table((), rows)}"
+
+    def _outcome(self) -> str:
         why = f" ({self.reason})" if self.reason else ""
-        lines = [f"{self.status}{why}: {self.steps:,} of {self.total_steps:,} steps in {self.seconds:.1f} s"]
+        return f"{self.status}{why}: {self.steps:,} of {self.total_steps:,} steps in {self.seconds:.1f} s"
+
+    def _rows(self) -> list[tuple[str, str]]:
+        rows = []
         if self.records:
-            lines.append(f"training loss  {self.records[0].loss:.4f} -> {self.records[-1].loss:.4f}")
+            rows.append(("training loss", f"{self.records[0].loss:.4f} -> {self.records[-1].loss:.4f}"))
         if self.best is not None:
             parts = ", ".join(f"{name} {value:.4f}" for name, value in self.metrics.items())
-            lines.append(f"held out       {parts}; best loss {self.best.loss:.4f} at step {self.best.step:,}")
-        lines.append(f"peak memory    {size_text(self.peak_memory_bytes)}, {self._prediction()}")
-        return "\n".join(lines)
+            rows.append(("held out", f"{parts}; best loss {self.best.loss:.4f} at step {self.best.step:,}"))
+        return [*rows, ("peak memory", f"{size_text(self.peak_memory_bytes)}, {self._prediction()}")]
 
     def _prediction(self) -> str:
         if self.predicted_peak_bytes is None or self.expected_peak_bytes is None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from accelerant.runtime.host import fork_safe
+from accelerant.runtime.html_page import table
 from accelerant.runtime.ledger import Decision, OpRecord, observers
 from accelerant.runtime.provider import ComputeProvider
 
@@ -94,19 +95,31 @@ def _ignore(_ms: float) -> None: ...
 class Explanation:
     """The result of a function, and the decisions within its call, one for each dispatch, in order.
 
-    `total_ms` is the wall time of the call with the device synchronised, with compilation if it is a first call.
+    `total_ms` is the wall time of the call with the device synchronised, with compilation if it is a first call. At the
+    prompt it shows the decisions, or one line if `explain` has just printed them (`printed`).
     """
 
     result: Any
     decisions: list[Decision] = field(default_factory=list)
     total_ms: float = 0.0
+    printed: bool = False
 
     def __str__(self) -> str:
         body = [str(decision) for decision in self.decisions] or ["no op of Accelerant ran"]
         return "\n".join([*body, f"{self.total_ms:.3f} ms in all"])
 
     def __repr__(self) -> str:
-        return f"Explanation({len(self.decisions)} decisions, {self.total_ms:.3f} ms)"
+        return f"Explanation({len(self.decisions)} decisions, {self.total_ms:.3f} ms)" if self.printed else str(self)
+
+    def _repr_html_(self) -> str | None:
+        if self.printed:
+            return None
+        rows = []
+        for one in self.decisions:
+            refused = "; ".join(f"{name}: {reason}" for name, reason in one.refused)
+            cells = (one.op, one.case, one.device, one.implementation, one.reason, refused)
+            rows.append([("", cell) for cell in cells])
+        return table(("op", "case", "device", "chosen", "because", "refused"), rows) + f"{self.total_ms:.3f} ms in all"
 
 
 _observers_lock = fork_safe(threading.Lock())
@@ -141,4 +154,5 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """
     explanation = explain_quietly(fn, *args, **kwargs)
     print(explanation)
+    explanation.printed = True
     return explanation
