@@ -128,7 +128,7 @@ class Devices(list[ComputeDevice]):
     """A list of devices that prints as a table."""
 
     def _rows(self) -> list[tuple[str, ...]]:
-        rows = [("device", "name", "memory", "architecture", "absent because")]
+        rows: list[tuple[str, ...]] = [("device", "name", "memory", "architecture", "absent because")]
         for device in self:
             memory = f"{device.memory_bytes / 2**30:.1f} GiB" if device.memory_bytes else ""
             label = device.label if device.available else device.backend

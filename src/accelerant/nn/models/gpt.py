@@ -35,6 +35,7 @@ from accelerant.nn.models.generation import Cache, CacheShape, padded_prompt_len
 from accelerant.nn.models.hugging_face import Fields, Layout, Part
 from accelerant.nn.models.language_model import LanguageModel, ModelConfig
 from accelerant.ops._per_example import sink_of
+from accelerant.ops.cross_entropy.op import mean_by_torch
 from accelerant.ops.decode.op import append
 from accelerant.ops.transformer.block import ColumnSums, fused_embed, tied_loss
 
@@ -254,7 +255,7 @@ class GPT(LanguageModel):
         if self.config.padded_vocab_size != self.config.vocab_size:
             logits[:, self.config.vocab_size :] = -math.inf  # in place: a slice would copy the largest tensor
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        return ops.cross_entropy(wide, targets.reshape(-1).long())
+        return mean_by_torch(wide, targets.reshape(-1).long())
 
     # --- decoding (accelerant.nn.models.generation) ------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.nn import functional
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
@@ -22,6 +23,7 @@ from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
 __all__ = [
     "check_loss", "check_targets", "cross_entropy", "cross_entropy_bwd", "cross_entropy_fwd", "cross_entropy_reference",
+    "mean_by_torch",
 ]  # fmt: skip
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -69,6 +71,23 @@ cross_entropy_fwd_inplace = Operation(
     cost=_cost,
 )
 cross_entropy_bwd = triton_operation("cross_entropy_bwd", launch_backward, torch_backward, cost=_cost, mutates=True)
+
+
+torch_cross_entropy_fwd = Operation(
+    "torch_cross_entropy_fwd",
+    (Implementation("torch", functional.cross_entropy, differentiable=True),),
+    cost=_cost,
+)
+
+
+def mean_by_torch(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return torch's cross_entropy, recorded by torch's autograd; the ledger counts calls with plain CPU tensors."""
+    loss: Tensor
+    if logits.is_cpu and not is_compiling() and is_plain(logits):
+        loss = torch_cross_entropy_fwd(_case(logits), logits, targets)
+    else:
+        loss = functional.cross_entropy(logits, targets)
+    return loss
 
 
 # --- the public function ---------------------------------------------------------------------------------------------
@@ -166,7 +185,7 @@ def check_loss(op: str, targets: Tensor, shape: Sequence[int], label_smoothing: 
 
 def check_targets(targets: Tensor, V: int, ignore_index: int) -> None:
     """Raise ConfigError for a target out of range if the check is cheap: on the CPU, not while tracing."""
-    if targets.device.type != "cpu" or torch.compiler.is_compiling() or not is_plain(targets):
+    if targets.device.type != "cpu" or is_compiling() or not is_plain(targets):
         return
     if targets.numel():
         low, high = (int(bound) for bound in torch.aminmax(targets))  # one pass, enough for most calls
