@@ -15,8 +15,9 @@ from rich.text import Text
 
 from accelerant.cli import terminal
 from accelerant.cli.app import build_app, main
-from accelerant.cli.train_view import LineView
+from accelerant.cli.train_view import BarView, LineView
 from accelerant.config import override
+from accelerant.nn.train.history import StepRecord
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key, watch_compilation
 from accelerant.runtime.compilation.kernel import Binary
@@ -241,6 +242,27 @@ def test_compiling_is_named_once_and_is_no_stage(tmp_path, capsys):
             KernelCache().get_or_build(kernel_key(number=number), lambda: Binary(b"code", {}, {}), name="kernel")
     assert seen == [True, False] * 2  # the third one is in the cache
     assert capsys.readouterr().err == "compiling kernels (once) ...\n"
+
+
+@pytest.mark.parametrize("width", [40, 58, 80, 120])
+def test_the_bar_of_a_training_fits_the_terminal(monkeypatch, width):
+    stream = Stream("utf-8", is_terminal=True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(width))
+    view = BarView(terminal.console(stderr=True))
+    record = StepRecord(1000, 5.545, 13324.0, 1.0, 1 << 28, 1e-3, 1.0)
+    view.begin(done=0, total=1200, device="cpu (1 thread)", predicted_bytes=None)
+    view.records([record])
+    view.compiling(begins=True)
+    view.records([record])
+    view.close()
+    shown = stream.text()
+    assert re.search(r"1000/1200 +loss 5\.545", shown)
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+    assert all(len(line) <= width for line in re.split(r"[\r\n]+", shown))
+    assert ("13,324 tokens/s" in shown) == (width > 40)
+    assert ("cpu (1 thread)" in shown) == (width > 80)
 
 
 @pytest.mark.parametrize(

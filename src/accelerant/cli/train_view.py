@@ -28,6 +28,9 @@ __all__ = ["BarView", "LineView", "View", "make_view", "verdict"]
 
 _LINE_EVERY_S = 5.0
 
+_TITLE_COLUMNS, _MEMORY_COLUMNS, _DEVICE_COLUMNS = 56, 80, 104
+"""Least widths of a terminal that shows title and rate, bar and memory, and the device; nothing is cut."""
+
 
 class View:
     """Shows notes during the run, and a summary at its end."""
@@ -253,22 +256,24 @@ class BarView(View):
         self._stop_status()
         if predicted_bytes is not None:
             self.note(f"training on {device}{_predicted(predicted_bytes)}")
-        self._progress = Progress(
-            TextColumn("[bold]training[/bold]"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            TextColumn("[dim]{task.fields[device]}[/dim]"),
-            TimeRemainingColumn(compact=True),
-            console=self._console,
-            expand=True,
+        parts = (  # least width of the terminal, and what it then shows
+            (_TITLE_COLUMNS, TextColumn("[bold]training[/bold]")),
+            (_MEMORY_COLUMNS, BarColumn(bar_width=None)),
+            (0, MofNCompleteColumn()),
+            (0, TextColumn("{task.fields[numbers]}")),
+            (_DEVICE_COLUMNS, TextColumn("[dim]{task.fields[device]}[/dim]")),
+            (0, TimeRemainingColumn(compact=True)),
         )
+        shown = [part for least, part in parts if self._console.width >= least]
+        self._progress = Progress(*shown, console=self._console, expand=True)
         self._task = self._progress.add_task("", total=total, completed=done, numbers="", device=device)
         self._progress.start()
 
     def records(self, records: Sequence[StepRecord]) -> None:
         if self._progress is not None and records:
-            self._progress.update(self._task, completed=records[-1].step, numbers=_numbers(records[-1]))
+            self._progress.update(
+                self._task, completed=records[-1].step, numbers=_numbers(records[-1], self._console.width)
+            )
 
     def end(self) -> None:
         if self._progress is not None:
@@ -292,9 +297,13 @@ def make_view(*, quiet: bool) -> View:
     return BarView(console(stderr=True)) if is_live(sys.stderr) else LineView()
 
 
-def _numbers(record: StepRecord) -> str:
-    memory = record.peak_memory_bytes / 2**30
-    return f"loss {record.loss:.3f}  {record.tokens_per_s or 0:,.0f} tokens/s  {memory:.1f} GiB"
+def _numbers(record: StepRecord, width: int = _DEVICE_COLUMNS) -> str:
+    parts = (
+        (0, f"loss {record.loss:.3f}"),
+        (_TITLE_COLUMNS, f"{record.tokens_per_s or 0:,.0f} tokens/s"),
+        (_MEMORY_COLUMNS, f"{record.peak_memory_bytes / 2**30:.1f} GiB"),
+    )
+    return "  ".join(text for least, text in parts if width >= least)
 
 
 def _predicted(size: int | None) -> str:
