@@ -21,6 +21,7 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +34,7 @@ from accelerant.algebra.field.program import field_add_source
 from accelerant.bench.record import environment_variable, installed_version
 from accelerant.bench.suites.algebra import first_wrong, operands
 from accelerant.config import settings
+from accelerant.errors import ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.cache import KernelCache
 from accelerant.runtime.compilation.kernel import Builder, Kernel
@@ -138,6 +140,8 @@ _HINTS: dict[str, Callable[[], bool]] = {
 
 def _backends() -> Iterator[Check]:
     wanted = settings().backend
+    with suppress(ConfigError):
+        wanted = registry.backend_named(wanted)
     for name in registry.BACKENDS:
         reason = registry.reason_absent(name)
         if not reason:

@@ -336,7 +336,7 @@ def choose_device(backend: object, origin: str) -> torch.device:
         backend = settings().backend
         given = os.environ.get("ACCELERANT_BACKEND") == backend
         origin = "ACCELERANT_BACKEND" if given else "the setting backend"
-    if not isinstance(backend, str) or backend not in ("auto", "cuda", "cpu"):
+    if not isinstance(backend, str) or backend.lower() not in ("auto", "cuda", "cpu"):
         advice = "" if origin == "--device" else ": training needs cuda or cpu, give --device to choose"
         raise ConfigError(f"{origin} must be auto, cuda or cpu, got {clipped(backend)}{advice}")
     device = torch.device(registry.choose(backend).torch_device)

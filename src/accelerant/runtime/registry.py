@@ -59,10 +59,13 @@ def _provider_class(name: str) -> type[ComputeProvider]:
 def backend_named(name: object) -> str:
     """Return the backend, or "auto", that a name in any case means; raise ConfigError for an unknown one.
 
-    Makers and torch's types name backends too: "mps", "apple_silicon", "nvidia", ...
+    Makers and torch's types name backends too: "mps", "apple_silicon", "nvidia", ...; "gpu" is the GPU that is present.
     """
     text = str(name).strip().lower().replace("-", "_").replace(" ", "_")
     found = _ALIASES.get(text, text)
+    if found == "gpu":
+        present = (name for name in automatic_backends() if name != "cpu" and not reason_absent(name))
+        return next(present, "cuda")
     if found not in (*BACKENDS, "auto"):
         known = ", ".join(BACKENDS)
         raise ConfigError(f"unknown backend {name!r}{similar(text, (*BACKENDS, *_ALIASES))}; known are {known}")

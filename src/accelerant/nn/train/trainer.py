@@ -258,7 +258,7 @@ def _device(name: str) -> torch.device:
     if ":" not in name:
         return torch.device(registry.choose(name).torch_device)
     try:
-        device = torch.device(name)
+        device = torch.device(name.lower())
     except RuntimeError as error:
         raise ConfigError(f"device must be auto, cpu, cuda or a torch device, got {name!r}: {error}") from None
     registry.choose(device.type)  # raises with the reason if it is absent
