@@ -137,11 +137,13 @@ def text_table(
     columns = [[row[i] for row in whole if len(row) > 1] for i in range(len(whole[0]))]
     sizes = [max(map(len, column)) for column in columns]
     right = [name in set(numbers) for name in whole[0]]
-    while width is not None and sum(sizes) + _GAP * (len(sizes) - 1) > width - indent:
-        widest = max((i for i, fixed in enumerate(right) if not fixed), key=sizes.__getitem__, default=0)
-        if sizes[widest] <= _NARROWEST:
-            break
-        sizes[widest] -= 1
+    words = [max((len(word) for cell in column for word in cell.split()), default=0) for column in columns]
+    for least in (words, [_NARROWEST] * len(sizes)):  # words break only where that is not enough
+        while width is not None and sum(sizes) + _GAP * (len(sizes) - 1) > width - indent:
+            can = [i for i, size in enumerate(sizes) if not right[i] and size > least[i]]
+            if not can:
+                break
+            sizes[max(can, key=sizes.__getitem__)] -= 1
     lines = []
     for row in whole:
         if len(row) == 1:
