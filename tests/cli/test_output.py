@@ -167,7 +167,7 @@ def commands(folder):
         (["privacy", "statement", folder / "ledger.jsonl"], 2), (["zk", "inspect", zkey], 0),
         (["zk", "verify", key, public, proof], 0), (["data", "info", folder / "kérnel.cu"], 2),
         (["sample", folder / "no run"], 2), (["train", folder / "nothing"], 2), (["nonsense"], 2),
-        (["train", "--x"], 2), (["--version"], 0), (["--show-completion", "bash"], 0),
+        (["train", "--x"], 2), (["--version"], 0),
     ]  # fmt: skip
 
 
@@ -225,6 +225,12 @@ def test_a_table_that_is_too_wide_is_a_block_for_each_row(width):
     assert all(len(line) <= width or KERNEL in line for line in lines)
     assert ("size" in lines[0]) == (width == 100)
     assert "sentence" in " ".join(lines)
+
+
+def test_the_shell_completes_options(run):
+    words = {"_ACCELERANT_COMPLETE": "complete_bash", "COMP_WORDS": "accelerant train --pre", "COMP_CWORD": "2"}
+    status, output, _ = run([], environment=words)
+    assert (status, output.split()) == (0, ["--preset", "--precision"])
 
 
 def test_json_is_ascii_whatever_the_encoding(run):
