@@ -183,6 +183,7 @@ def test_every_command(run, cache, tmp_path, monkeypatch, encoding, width, envir
 
 
 @pytest.mark.slow
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252"])
 def test_a_child_of_an_encoding(tmp_path, encoding):
     """PYTHONIOENCODING holds for the input, the prompt and the summary of a run, too."""

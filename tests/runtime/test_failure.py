@@ -81,17 +81,16 @@ def test_a_launch_that_fails_anywhere_in_a_training_step_changes_nothing(device,
         ledger().reset()
         with monkeypatch.context() as patch:
             count_launches(patch, n, LaunchError(f"call {n} refused"))
-            with pytest.warns(
-                FallbackWarning, match=f"triton failed, torch ran instead. LaunchError: call {n} refused"
-            ):
+            with pytest.warns(FallbackWarning, match=f"triton failed, .* ran instead. LaunchError: call {n} refused"):
                 results = step(device)
         for result, right in zip(results, expected, strict=True):
             torch.testing.assert_close(result, right, rtol=1e-4, atol=1e-5)
         (fallback,) = ledger().to_dict()["fallbacks"]
-        assert (fallback["wanted"], fallback["ran"]) == ("triton", "torch")
+        other = "triton-atomic" if fallback["op"] == "embedding_bwd" else "torch"
+        assert (fallback["wanted"], fallback["ran"]) == ("triton", other)
         rows = [row for row in ledger().to_dict()["ops"] if row["op"] == fallback["op"]]
-        by_torch = sum(row["calls"] for row in rows if row["implementation"] == "torch")
-        assert fallback["count"] == by_torch  # the call that failed, and each later one of its case in the step
+        by_other = sum(row["calls"] for row in rows if row["implementation"] == other)
+        assert fallback["count"] == by_other  # the call that failed, and each later one of its case in the step
 
 
 def test_with_fallback_off_the_step_raises_and_the_next_one_is_right(device, monkeypatch):

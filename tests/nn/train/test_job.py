@@ -85,7 +85,7 @@ def test_the_model_beats_a_bigram_model_on_held_out_text(train, text):
     generator = random.Random(0)
     text.write_text("".join(generator.choice(words) + " " for _ in range(4000)))
     outcome, out = train("run", steps=200, width=32, batch_size=8, micro_batch=8, validation_tokens=4096)
-    assert losses(out)[0][1] == pytest.approx(5.5, abs=0.2)
+    assert 5.5 < losses(out)[0][1] < 6  # log 256 and more: initial weights of narrow models are large
     summary = outcome.summary
     assert summary["validation_nats_per_byte"] < 0.7 * summary["bigram_nats_per_byte"]
     assert summary["bigram_nats_per_byte"] < summary["unigram_nats_per_byte"]

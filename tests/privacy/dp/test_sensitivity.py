@@ -296,6 +296,7 @@ def test_a_short_search(name):
 
 
 @pytest.mark.slow
+@pytest.mark.sample(5)
 @pytest.mark.search(10)
 @both
 @precisions
@@ -327,6 +328,7 @@ def test_options_of_the_training(name, options, rng, record_property):
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton has no wheel for this system")
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encount:RuntimeWarning")
+@pytest.mark.sample(3)
 @precisions
 @pytest.mark.parametrize("name", ["linear-odd", "tied"])
 def test_the_kernels_in_the_interpreter(name, autocast, monkeypatch):

@@ -209,8 +209,11 @@ def test_the_noise_for_a_target_is_enough_and_no_more(tmp_path):
         first = training.noise_multiplier
         with pytest.raises(BudgetExceeded):
             train(training, data, steps=3)
-    # The same data again: what was spent counts, so the noise is more.
+    # The same data again, for more: what was spent counts, so the noise is more.
     options["target_epsilon"] = 3.5
+    with pytest.raises(ConfigError, match=r"has the budget epsilon 3 at delta 1e-05, and epsilon 3.5 .* is looser"):
+        private(mlp(), 0.1, **options)
+    dp.Ledger(options["ledger"], budget=dp.Budget(3.5, 1e-5), loosen_budget=True).close()
     with private(mlp(), 0.1, **options) as training:
         assert training.noise_multiplier > 1.05 * first
         train(training, data)

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final, Literal, cast, get_args
 
 from accelerant.errors import ConfigError, FormatError
+from accelerant.runtime.files import clipped
 
 __all__ = [
     "CHARGED_UP_TO", "Event", "Mechanism", "Neighbouring", "Sampling", "check_delta", "check_neighbouring",
@@ -73,11 +74,11 @@ class Event:
         for name in ("noise_multiplier", "sample_rate", "delta"):
             number = _as_float(getattr(self, name))
             if number is None:
-                raise ConfigError(f"{name} must be a number, got {getattr(self, name)!r}")
+                raise ConfigError(f"{name} must be a number, got {clipped(getattr(self, name))}")
             object.__setattr__(self, name, number)
         for name, (kind, words) in _KINDS.items():
             if not isinstance(getattr(self, name), kind):
-                raise ConfigError(f"{name} must be {words}, got {getattr(self, name)!r}")
+                raise ConfigError(f"{name} must be {words}, got {clipped(getattr(self, name))}")
         if not 0 <= self.noise_multiplier < math.inf:
             raise ConfigError(f"noise_multiplier must be 0 or more, and finite, got {self.noise_multiplier}")
         if not 0 < self.sample_rate <= 1:
@@ -120,16 +121,16 @@ class Event:
 def check_delta(delta: float) -> float:
     """Return delta as a float; ConfigError if it is not in (0, 1)."""
     if isinstance(delta, bool) or not isinstance(delta, (int, float)) or not 0 < delta < 1:
-        raise ConfigError(f"delta must be in (0, 1), well below one over the number of units, got {delta!r}")
+        raise ConfigError(f"delta must be in (0, 1), well below one over the number of units, got {clipped(delta)}")
     return float(delta)
 
 
 def check_whole(name: str, value: object, least: int) -> int:
     """Return a whole number; ConfigError if it is none, below `least`, or of more than 63 bits."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name} must be a whole number, {least} or more, got {value!r}")
+        raise ConfigError(f"{name} must be a whole number, {least} or more, got {clipped(value)}")
     if value >= 1 << 63:
-        raise ConfigError(f"{name} must be below 2^63, got {value!r}")
+        raise ConfigError(f"{name} must be below 2^63, got {clipped(value)}")
     return value
 
 
@@ -148,7 +149,7 @@ def check_number(
         return number
     below = f"above {least:g}" if open_below else f"at least {least:g}"
     above = "finite" if most == math.inf else f"at most {most:g}"
-    raise ConfigError(f"{name} must be a number, {below} and {above}; got {value!r}")
+    raise ConfigError(f"{name} must be a number, {below} and {above}; got {clipped(value)}")
 
 
 def _as_float(value: object) -> float | None:
@@ -169,4 +170,4 @@ def check_neighbouring(neighbouring: str) -> Neighbouring:
 
 def _check_choice(name: str, value: str, choices: Any) -> None:
     if value not in get_args(choices):
-        raise ConfigError(f"{name} must be one of {', '.join(get_args(choices))}, got {value!r}")
+        raise ConfigError(f"{name} must be one of {', '.join(get_args(choices))}, got {clipped(value)}")
