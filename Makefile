@@ -14,7 +14,8 @@ help:            ## what each target does
 run: $(VENV)/.installed          ## install if needed, then train the tiny GPT
 	$(BIN)/accelerant train --preset tiny $(ARGS)
 
-test: lint unit                  ## install if needed, then every gate and test that needs no GPU
+test: $(VENV)/.installed-dev     ## install if needed, then every gate, and the tests that need no GPU and are not slow
+	$(MAKE) --jobs 2 lint unit
 
 lint: $(VENV)/.installed-dev     ## formatting, types, layers
 	$(BIN)/ruff format --check .

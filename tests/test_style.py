@@ -1,6 +1,7 @@
 """Rules of CONTRIBUTING.md that a program can check: docstring openings, module lengths, generic class names."""
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -8,7 +9,12 @@ from pathlib import Path
 import accelerant
 
 PACKAGE = Path(accelerant.__file__).parent
-MODULES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+@functools.cache
+def modules():
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+
 
 MAX_LINES = 900
 QUESTION = re.compile(r"(What|Of|Who|Whose|Where|Which|Whether|How)\b")
@@ -26,7 +32,7 @@ def is_property(node):
 def test_docstrings_begin_with_a_verb_or_a_noun():
     wrong = [
         f"{named(path, node)} {node.name}: {text.splitlines()[0]}"
-        for path, tree in MODULES.items()
+        for path, tree in modules().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         and (text := ast.get_docstring(node))
@@ -37,7 +43,7 @@ def test_docstrings_begin_with_a_verb_or_a_noun():
 
 
 def test_no_module_is_too_long():
-    lengths = {named(path): len(path.read_text(encoding="utf-8").splitlines()) for path in MODULES}
+    lengths = {named(path): len(path.read_text(encoding="utf-8").splitlines()) for path in modules()}
     assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
 
 
@@ -47,7 +53,7 @@ GENERIC = ("Case", "Entry", "Plan", "Progress", "Step", "Work")
 
 def test_generic_names_are_qualified():
     classes = defaultdict(list)
-    for path, tree in MODULES.items():
+    for path, tree in modules().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef) and node.name.lstrip("_") in GENERIC:
                 classes[node.name.lstrip("_")].append(named(path, node))

@@ -130,6 +130,7 @@ def test_first_calls_are_made_in_new_processes_with_and_without_a_cache(cpu, sma
 
 
 @pytest.mark.parametrize("op", ["field_mul", "ntt", "msm"])
+@pytest.mark.sample(3)
 def test_the_first_calls_answers_are_checked(op, capsys, monkeypatch):
     zk_first_call.main(op, "cpu")
     assert json.loads(capsys.readouterr().out)["right"] is True

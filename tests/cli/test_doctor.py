@@ -48,6 +48,7 @@ def test_an_absent_backend_says_why(found):
             assert reason in found[f"backend {name}"].found
 
 
+@pytest.mark.slow
 def test_each_device_proves_that_it_computes(found):
     for device in registry.devices():
         if device.available:

@@ -25,7 +25,7 @@ def registries(monkeypatch):
         monkeypatch.setattr(module, name, dict(getattr(module, name)))
 
 
-LONG_PAGES = ("differential-privacy.md", "training.md", "ntt.md")
+LONG_PAGES = ("differential-privacy.md", "training.md", "ntt.md", "zk.md", "manager.md", "models.md")
 
 
 @pytest.mark.parametrize(

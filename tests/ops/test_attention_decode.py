@@ -31,6 +31,7 @@ def test_is_the_end_of_full_attention(Sq, way, request):
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 5, 8])
+@pytest.mark.sample(3)
 def test_any_number_of_parts_gives_the_same(splits, interpreted):
     q, k, v, lengths = tensors(B=3, Sq=2, T=90, lengths=(90, 17, 1))
     expected = attention_decode_reference(q.double(), k.double(), v.double(), lengths, scale=0.3)
@@ -68,6 +69,7 @@ def test_lengths_of_either_kind_and_any_layout(way, request):
     torch.testing.assert_close(ops.attention_decode(q, k, v, lengths), expected)
 
 
+@pytest.mark.slow
 def test_has_no_gradient(interpreted):
     q, k, v, lengths = tensors()
     assert not ops.attention_decode(q.requires_grad_(), k, v, lengths).requires_grad

@@ -195,6 +195,7 @@ def test_any_shapes_that_broadcast(shape, data):
 @pytest.mark.sample(7)
 @BOTH
 @pytest.mark.parametrize(("M", "N"), [(256, 3), (257, 3), (1000, 40), (270, 513), (2, 1025)])
+@pytest.mark.slow
 def test_sums_over_many_rows(op, M, N, interpreted):
     against_torch(op, torch.randn(M, N), torch.randn(N), tolerance=1e-4)
 

@@ -80,6 +80,7 @@ def test_keeps_its_dtype_under_autocast():
         assert ops.gelu(x.bfloat16()).dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_is_torchs_own_under_compile():
     graphs = []
 

@@ -150,6 +150,7 @@ def test_words_of_strangers(name, data):
 @on_devices
 @fuzzed
 @given(data=st.data())
+@pytest.mark.slow
 def test_transforms(name, device, data):
     field = zk.field(name)
     p = field.modulus

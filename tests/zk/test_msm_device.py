@@ -652,6 +652,7 @@ def resources_of(source, target):
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+@pytest.mark.slow
 def test_nvrtc_compiles_the_sort(target):
     for entry, resources in resources_of(sort_source(), target).items():
         assert 0 < resources.registers <= 40, entry

@@ -89,6 +89,7 @@ def test_small_transforms_are_the_sums(field):
 
 
 @pytest.mark.parametrize(("name", "log_n"), KNOWN, ids=lambda value: str(value))
+@pytest.mark.sample(3)
 def test_known_answers(name, log_n):
     field = field_of(name)
     y = ntt(field.encode(inputs(field.parameters, 1 << log_n)), field)
@@ -185,6 +186,7 @@ def test_answers_are_of_the_inputs_kind():
 
 
 @pytest.mark.parametrize("order", ["natural", FORTH, BACK])
+@pytest.mark.sample(3)
 def test_in_place_and_into_other_memory(order):
     field = field_of("goldilocks")
     for log_n in (3, 12):

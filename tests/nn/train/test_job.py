@@ -223,6 +223,7 @@ def test_a_finished_run_is_kept_or_overwritten_on_request(train, watcher, cpu, r
     assert "finished-2" not in files(out)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_extended_exactly(train, watcher, cpu):
     """Interrupted or not, before or after the first checkpoint; where it fails the finished run stays."""
     _, out = train("run", steps=5)

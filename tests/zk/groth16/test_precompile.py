@@ -37,6 +37,7 @@ def compiler_process(monkeypatch, program):
     return precompile._CompilerProcess("bn254", 8)
 
 
+@pytest.mark.slow
 def test_a_kernel_at_work_is_waited_for(monkeypatch):
     monkeypatch.setattr(KernelCache, "has", lambda *_: True)
     process = compiler_process(
@@ -61,6 +62,7 @@ def test_a_process_that_fails_is_not_waited_for(monkeypatch, program):
     assert not ended.is_alive()
 
 
+@pytest.mark.slow
 def test_a_process_whose_kernels_are_not_found_is_ended(monkeypatch, empty):
     """Where the cache cannot be written each kernel would be compiled twice, one time after the other."""
     process = compiler_process(

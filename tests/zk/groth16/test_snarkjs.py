@@ -48,6 +48,7 @@ def test_it_is_the_pinned_version(snarkjs):
 
 
 @pytest.mark.parametrize("name", ["poseidon", "range"])
+@pytest.mark.sample(2)
 def test_both_circuits(snarkjs, tmp_path, name):
     folder = TESTS / "vectors" / "groth16" / name
     proof = Prover(folder / "circuit.zkey").prove(folder / "witness.wtns")

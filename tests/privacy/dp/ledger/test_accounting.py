@@ -210,6 +210,7 @@ def test_remaining_is_the_last_that_fits(method):
     assert epsilon(*done, STEP.times(count + 1), method=method) > 1.0
 
 
+@pytest.mark.slow
 def test_remaining_without_a_limit_or_room():
     assert remaining([], Event("gaussian", 0.0), 1.0, DELTA) == 0
     assert remaining([Event("gaussian", 0.5)], STEP, 1.0, DELTA) == 0

@@ -54,6 +54,7 @@ def test_a_tiny_epsilon():
     assert spent([Event("gaussian", noise)], 1e-6).epsilon <= 1e-4
 
 
+@pytest.mark.slow
 def test_without_amplification_sampling_does_not_help():
     assert calibrate(2.0, 1e-5, 0.01, 3, sampling="shuffled") == calibrate(2.0, 1e-5, 1.0, 3)
 

@@ -19,6 +19,7 @@ def train(training, data, steps, **options):
 
 
 @pytest.mark.parametrize("start", [0.01, 30.0])
+@pytest.mark.sample(2)
 def test_the_norm_goes_to_the_quantile(start):
     """Without noise and with a learning rate of 0 the norms stay: the clipping norm ends at their quantile."""
     data, model = points(60), mlp()

@@ -519,6 +519,7 @@ def test_parameters_change_only_by_steps():
                 assert all(torch.equal(a, b) for a, b in zip(before, parameters(model), strict=True))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_brings_what_was_spent_to_a_ledger_that_lacks_it():
     data, model = points(), mlp()
     with private(model, 0.5, noise_multiplier=1.0) as training:
