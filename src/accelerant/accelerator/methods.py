@@ -59,9 +59,7 @@ class ArrayOrigin:
             return tensor.to(self.device)
         tensor = tensor.detach()
         if self.kind == "numpy":
-            return tensor.cpu().numpy()[
-                ()
-            ]  # a NumPy scalar for a result without dimensions, as NumPy's functions return
+            return tensor.cpu().numpy()[()]  # without dimensions a NumPy scalar, as NumPy's functions return
         if self.kind == "cupy":
             return sys.modules["cupy"].from_dlpack(tensor.to(self.device))
         jax = sys.modules["jax"]

@@ -161,11 +161,14 @@ def _load(folder: Path, backend: str | None) -> _Source:
     """Load a run's model, or one of Hugging Face's format; raise ConfigError or FormatError if there is none."""
     from accelerant.cli.train import choose_device
     from accelerant.nn import GPT, Llama
+    from accelerant.nn.models.hugging_face import read_object
 
     device = choose_device(backend, "--device")
     if not folder.is_dir():
         raise ConfigError(f"no folder {folder}: name a run's, or one with config.json and model.safetensors")
-    config = _json(folder / "config.json")
+    if not (folder / "config.json").is_file():
+        raise FormatError(f"{folder} holds no model: there is no config.json")
+    config = read_object(folder / "config.json")
     if "format" in config:
         from accelerant.nn.train import load_run
         from accelerant.nn.train.config import RunConfig
@@ -182,25 +185,13 @@ def _load(folder: Path, backend: str | None) -> _Source:
     hub = _HubTokenizer(folder)
     loaded = kinds[kind].from_pretrained(folder, device=device)
     generation = folder / "generation_config.json"
-    ends = {**config, **(_json(generation) if generation.is_file() else {})}.get("eos_token_id")
+    ends = {**config, **(read_object(generation) if generation.is_file() else {})}.get("eos_token_id")
     size = loaded.config.vocab_size
     stops = [
         token for token in (ends if isinstance(ends, list) else [ends]) if type(token) is int and 0 <= token < size
     ]
     begin = [token for token in (config.get("bos_token_id"), *stops) if type(token) is int and 0 <= token < size]
     return _Source(loaded, hub, device, tuple(stops), tuple(begin[:1] or hub.encode_text("\n")))
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        values = decode_json(read_regular(path))
-    except FileNotFoundError:
-        raise FormatError(f"{path.parent} holds no model: there is no {path.name}") from None
-    except (OSError, ValueError) as error:
-        raise FormatError(f"cannot read {path}: {error}") from None
-    if not isinstance(values, dict):
-        raise FormatError(f"{path} must hold an object, got {clipped(values)}")
-    return values
 
 
 class _HubTokenizer:

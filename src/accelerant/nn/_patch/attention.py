@@ -187,9 +187,7 @@ def attention_forward(
         if reason is None:
             assert pattern is not None  # otherwise _refuses gives a reason
             S = query.shape[2]
-            if (
-                attention_mask is None and pattern.causal and key.shape[2] > S
-            ):  # a static cache, filled up to the queries
+            if attention_mask is None and pattern.causal and key.shape[2] > S:  # a static cache with room left
                 key, value = key[:, :, :S], value[:, :, :S]
             return _attend(query, key, value, pattern, scaling), None
         if not torch.compiler.is_compiling():

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase
 from accelerant.runtime.files import clipped, decode_json, open_regular, read_regular, write_atomic
 
-__all__ = ["Fields", "Layout", "Part", "load", "save"]
+__all__ = ["Fields", "Layout", "Part", "load", "read_object", "save"]
 
 _SINGLE, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
@@ -199,7 +199,7 @@ def load(
                     f"{folder} is not a folder: pass one with {_CONFIG} and {_SINGLE}; nothing is downloaded"
                 )
             origin = str(folder)
-            fields = Fields(_json(folder / _CONFIG), str(folder / _CONFIG))
+            fields = Fields(read_object(folder / _CONFIG), str(folder / _CONFIG))
         kind = fields.get("model_type")
         if kind != layout.model_type:
             raise fields.unsupported("model_type", kind, repr(layout.model_type))
@@ -221,7 +221,8 @@ def load(
     return model
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of a model; raise FormatError for anything else."""
     try:
         value = decode_json(read_regular(path))
     except FileNotFoundError:
@@ -248,7 +249,7 @@ def _open(folder: Path, stack: ExitStack) -> _Tensors:
 
 
 def _open_shards(folder: Path, stack: ExitStack) -> _Tensors:
-    listed = _json(folder / _INDEX).get("weight_map")
+    listed = read_object(folder / _INDEX).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
         raise FormatError(f"{folder / _INDEX}: weight_map must be an object of file names, got {listed!r}"[:300])
     files = sorted(set(listed.values()))
