@@ -22,6 +22,7 @@ from accelerant.runtime.files import (
     escaped,
     is_virtual,
     open_regular,
+    plain,
     read_regular,
     typed,
     write_atomic,
@@ -128,6 +129,12 @@ def test_a_value_that_is_no_record_and_a_missing_field_are_refused():
         typed(Shape, [], "the shape")
     with pytest.raises(ValueError, match=r"^the shape lacks the field 'sides'"):
         typed(Shape, {"unit": "mm"}, "the shape")
+
+
+@given(st.floats(1e-12, 1e12), st.integers(1, 9))
+def test_a_bound_is_printed_rounded_up(value, digits):
+    printed = float(plain(value, digits, up=True).replace(",", ""))
+    assert value <= printed <= value * (1 + 10.0 ** (1 - digits))
 
 
 def test_untrusted_text_is_one_line_without_control_characters():

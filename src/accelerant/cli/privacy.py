@@ -92,7 +92,7 @@ def calibrate(
         return
     scale = 10 ** (5 - math.floor(math.log10(sigma)))
     print(f"sigma {math.ceil(sigma * scale) / scale:.6g}")  # rounded up: the printed digits are enough noise as well
-    listed = ", ".join(f"{plain(cost, 6)} ({way.upper()})" for way, cost in costs.items())
+    listed = ", ".join(f"{_number(cost, 6)} ({way.upper()})" for way, cost in costs.items())
     print(f"epsilon at delta {delta:g} is then {listed}, for Poisson sampling, one record added or removed")
 
 
@@ -144,7 +144,7 @@ def _check(holds: bool, rule: str, value: object) -> None:
 
 
 def _number(value: float, digits: int = 0) -> float | str:
-    """Format for JSON, which has no infinity; with digits, for people."""
+    """Format for JSON, which has no infinity; with digits, for people, rounded up."""
     if math.isinf(value):
         return "infinite" if digits else "inf"
-    return plain(value, digits) if digits else value
+    return plain(value, digits, up=True) if digits else value

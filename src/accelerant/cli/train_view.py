@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from accelerant.cli.terminal import COMPILING, console, is_live
 from accelerant.errors import FormatError
-from accelerant.runtime.files import escaped, typed
+from accelerant.runtime.files import escaped, plain, typed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,7 +82,8 @@ def _summary_text(summary: dict[str, Any]) -> str:
     ]
     if private := summary.get("private"):
         whose = private["unit"] + ("" if private["secure"] else ", noise NOT secure")
-        lines.append(f"privacy          epsilon {private['epsilon']} at delta {private['delta']:g} for each {whose}")
+        epsilon = plain(float(private["epsilon"]), up=True)
+        lines.append(f"privacy          epsilon {epsilon} at delta {private['delta']:g} for each {whose}")
         lines.append(f"statement        {private['statement']}")
     if summary.get("stopped"):
         lines.append(f"stopped early    {summary['stopped']}")

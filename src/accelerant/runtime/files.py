@@ -22,7 +22,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from decimal import Decimal
+from decimal import ROUND_CEILING, Context, Decimal
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -308,10 +308,15 @@ def clipped(value: object, length: int = 80) -> str:
     return text if len(text) <= length else f"{text[:length]}{text[0] if isinstance(value, str) else ''}..."
 
 
-def plain(value: float | None, digits: int = 4) -> str:
-    """Return a number in some significant digits without an exponent: 12,350, 0.25, 0.0000123; "-" for None."""
+def plain(value: float | None, digits: int = 4, *, up: bool = False) -> str:
+    """Return a number in some significant digits without an exponent: 12,350, 0.25, 0.0000123; "-" for None.
+
+    With up the last digit is rounded up, as that of an upper bound must be: what is printed is a bound as well.
+    """
     if value is None:
         return "-"
+    if up:
+        value = float(Context(prec=digits, rounding=ROUND_CEILING).create_decimal(repr(value)))
     text = f"{value:.{digits}g}"
     if "e" not in text:
         return text

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from accelerant.privacy.dp.ledger.accounting import spent
 from accelerant.privacy.dp.ledger.events import Event, check_delta
 from accelerant.privacy.dp.ledger.runs import versions
+from accelerant.runtime.files import plain
 
 if TYPE_CHECKING:
     from accelerant.privacy.dp.ledger.ledger import Ledger
@@ -219,7 +220,7 @@ def _remarks(events: tuple[Event, ...], datasets: int, *, chosen_by_default: boo
 
 
 def _number(epsilon: float) -> str:
-    return "infinite" if math.isinf(epsilon) else f"{epsilon:.6g}"
+    return "infinite" if math.isinf(epsilon) else plain(epsilon, 6, up=True)
 
 
 def _cell(text: str) -> str:

@@ -36,7 +36,7 @@ from accelerant.privacy.dp.ledger.events import Event, check_number
 from accelerant.privacy.dp.sampling import DrawnBatch
 from accelerant.privacy.dp.training.private import PrivateTraining, make_private
 from accelerant.privacy.dp.training.step import PrivateStep
-from accelerant.runtime.files import typed, write_atomic
+from accelerant.runtime.files import plain, typed, write_atomic
 
 __all__ = ["PrivateRun", "PrivateSettings", "WindowSource", "split_draw"]
 
@@ -268,7 +268,7 @@ class PrivateRun(Extension):
         statement = private.ledger.statement(settings.delta)
         write_atomic(path, (json.dumps(json.loads(statement.to_json()), indent=2) + "\n").encode())
         return {
-            "epsilon": "inf" if math.isinf(statement.epsilon) else round(statement.epsilon, 6),
+            "epsilon": "inf" if math.isinf(statement.epsilon) else statement.epsilon,
             "delta": settings.delta,
             "noise_multiplier": private.noise_multiplier,
             "max_grad_norm": settings.max_grad_norm,
@@ -296,8 +296,9 @@ class PrivateRun(Extension):
         """Return sentences on what is private, and what is not."""
         settings, ledger = self.settings, self._training.ledger
         noise = "secure noise" if settings.secure else "noise that is NOT secure (Philox): for research alone"
+        epsilon = plain(ledger.epsilon(settings.delta), up=True)
         first = (
-            f"Private training: epsilon {ledger.epsilon(settings.delta):.4g} at delta {settings.delta:g} for each "
+            f"Private training: epsilon {epsilon} at delta {settings.delta:g} for each "
             f"{ledger.unit}, added or removed; noise multiplier {settings.noise_multiplier:.4g}, clipping norm "
             f"{settings.max_grad_norm:g}, {noise}."
         )
