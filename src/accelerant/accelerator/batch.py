@@ -1,97 +1,130 @@
-"""Many small calls in one launch.
+"""Many small calls in few launches.
 
 >>> with acc.batch() as batch:
 ...     answers = [batch.gelu(x) for x in xs]        # recorded, not run
 >>> [answer.result() for answer in answers]          # run at the end of the block
 
-Calls of the same operation with the same options become one call on joined arrays, as far as the operation allows
-(Method.merge), and the result is split again. Other calls run one by one. A call that fails does not affect the others:
-all run, and then the end of the block raises the first error. result() raises that of its own call.
+Small calls of the same operation with the same options become one call on joined arrays, as far as the operation allows
+(Method.merge), and the results are views of its result. Other calls run one by one. A recorded call may be an argument
+of a later one. A call that fails does not affect the others, except those that need its result: all run, and then the
+end of the block raises the first error. result() raises that of its own call.
+
+Results have the bits of single calls, except where sums depend on the shape of a call: matrix products, convolutions
+and attention. Batches record no gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from accelerant.accelerator.methods import METHODS, ArrayOrigin, Operations, Results, Tensors, tensors_of
-from accelerant.errors import AccelerantError, ShapeError, TimeLimitExceeded
+from accelerant.accelerator.methods import (
+    METHODS,
+    ArrayOrigin,
+    Operations,
+    Results,
+    Tensors,
+    joined_arguments,
+    tensors_of,
+    to_tensors,
+)
+from accelerant.errors import AccelerantError, ConfigError, ShapeError, TimeLimitExceeded, UnsupportedCase
 
 __all__ = ["Batch", "PendingCall"]
 
+_SMALL_BYTES = {"cpu": 1 << 16}
+_SMALL_BYTES_ELSEWHERE = 1 << 22
+"""Largest input that is joined with others. Joining reads and writes it once more, which takes longer than the launch
+that it saves: a launch takes about 5 us, in which an H200 copies 12 MB and a core 30 kB."""
+
+_UNEVEN = ("gelu", "sigmoid", "silu", "swiglu")
+"""Operations whose results on a CPU depend on an element's place in the tensor: torch's kernels compute the last
+elements, fewer than a vector, by another approximation. A group of them runs call by call there."""
+
+_PREPARED = frozenset(name for name, method in METHODS.items() if method.prepare is not None)
+
+_untracked: Callable[[], Any] = torch._C._AutoDispatchBelowADInplaceOrView
+"""Context in which views have no record of their base, which autograd would check at each change in place."""
+
 
 class PendingCall:
-    """A recorded call of a batch; `error` is what it raised, None if it succeeded or has not run."""
+    """A recorded call of a batch; `error` is what it raised, None if it succeeded or has not run.
 
-    def __init__(self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> None:
+    `index` is its number in the batch, from 0.
+    """
+
+    __slots__ = ("_state", "_value", "_wave", "arrays", "error", "index", "name", "options")
+
+    def __init__(self, name: str, arrays: tuple[Any, ...], options: dict[str, Any], index: int = 0) -> None:
         self.name = name
         self.arrays = arrays
         self.options = options
+        self.index = index
         self.error: Exception | None = None
-        self._outcome: Callable[[], Any] | None = None
+        self._state = "this call's batch has not ended yet"
+        self._value: Any = None
+        self._wave = 0
 
     def result(self, timeout_s: float | None = None, *, timeout: float | None = None) -> Any:
         """Return the result, in the kind of the inputs; or raise the call's error, or AccelerantError in its batch.
 
         There is nothing to wait for; the time limits of other futures are accepted.
         """
-        if self._outcome is None:
-            raise AccelerantError(f"{self.name}: this call's batch has not ended yet")
-        return self._outcome()
+        if self.error is not None:
+            raise self.error
+        if self._state:
+            raise AccelerantError(f"{self.name}: {self._state}")
+        return self._value
 
     def done(self) -> bool:
-        """Return whether the batch has ended."""
-        return self._outcome is not None
+        """Return whether the call has run."""
+        return self.error is not None or not self._state
 
-    def succeed(self, outcome: Callable[[], Any]) -> None:
-        """Set the function that returns the result; for the batch."""
-        self._outcome = outcome
+    def succeed(self, value: Any) -> None:
+        """Set the result; for the batch."""
+        self._value, self._state = value, ""
 
     def fail(self, error: Exception) -> None:
         """Set the error that result() raises; for the batch."""
+        error.add_note(f"raised by call {self.index} of the batch, {self.name}")
         self.error = error
-
-        def outcome() -> Any:
-            raise error
-
-        self._outcome = outcome
 
 
 @dataclass(slots=True)
 class _Member:
-    """A call of a group: its arrays, also on the device until they are joined with those of others."""
+    """A call of a group, and its arrays as tensors where they are."""
 
     call: PendingCall
-    arrays: tuple[Any, ...]
     tensors: Tensors
     origin: ArrayOrigin
 
 
 class Batch(Operations):
-    """Records calls until its block ends, then runs them in `launches` calls of operations; see Accelerator.batch().
+    """Records calls until its block ends, then runs them in `launches` groups; see Accelerator.batch().
 
     Args:
-        check: checks a call; returns the arrays to move to the device, and the bytes of its inputs and of its result.
-        move: moves arrays to the device; returns them and their origin.
-        run: runs an operation on tensors for a number of calls.
+        check: checks a call; returns its arrays, encoded if they are numbers, and the bytes of its inputs and result.
+        run: moves tensors to the device and runs an operation on them, for a number of calls; a number below 0 has as
+            many calls run one after the other, each on its part of the tensors.
+        device_type: torch's name of the device's kind.
         memory_limit_bytes: for inputs, their joined copies and results on the device together. A batch beyond it runs
             in several parts, and each part's results are where its inputs came from before the next begins.
     """
 
     def __init__(
         self, check: Callable[[str, tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], int, int]],
-        move: Callable[[str, tuple[Any, ...]], tuple[Tensors, ArrayOrigin]],
-        run: Callable[[str, Tensors, dict[str, Any], int], Results], memory_limit_bytes: int | None = None,
+        run: Callable[[str, Tensors, dict[str, Any], int], Results], device_type: str = "cpu",
+        memory_limit_bytes: int | None = None,
     ) -> None:  # fmt: skip
-        self._check, self._move = check, move
-        self._run = run
-        self._limit = memory_limit_bytes
+        self._check, self._run = check, run
+        self._device_type, self._limit = device_type, memory_limit_bytes
         self._calls: list[PendingCall] = []
+        self._known: dict[tuple[Any, ...], tuple[tuple[Any, ...] | None, int, ArrayOrigin]] = {}  # by signature
+        self._ended = False
         self.launches = 0
 
     def __enter__(self) -> Batch:
@@ -100,120 +133,192 @@ class Batch(Operations):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._ended = True
+        for call in self._calls:
+            call._state = "its batch was left by an error before this call ran"
         if error is not None:
             return
-        self._finish()
+        waves: dict[int, list[PendingCall]] = {}
+        for call in self._calls:
+            for x in call.arrays:
+                if type(x) is PendingCall and x._wave >= call._wave and not x.done():
+                    call._wave = x._wave + 1
+            waves.setdefault(call._wave, []).append(call)
+        for wave in sorted(waves):
+            self._run_wave(waves[wave])
         failed = [call.error for call in self._calls if call.error is not None]
         if failed:
             if len(failed) > 1:
                 failed[0].add_note(f"{len(failed)} of the batch's {len(self._calls)} calls failed; this is the first")
             raise failed[0]
 
-    def _call(self, name: str, arrays: tuple[Any, ...], **options: Any) -> PendingCall:
-        call = PendingCall(name, arrays, options)
+    def _call(self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> PendingCall:
+        if self._ended:
+            raise AccelerantError(f"{name}: this batch has ended; make a new one")
+        call = PendingCall(name, arrays, options, len(self._calls))
         self._calls.append(call)
         return call
 
-    def _finish(self) -> None:
-        """Group the calls and run each group; start a new group where the next call would pass the memory limit."""
+    def _run_wave(self, calls: list[PendingCall]) -> None:
+        """Group the calls and run each group; start new groups where the next call would pass the memory limit."""
         groups: dict[tuple[Any, ...], list[_Member]] = {}
         held_bytes = 0
-        for call in self._calls:
+        for call in calls:
             try:
-                arrays, inputs, result = self._check(call.name, call.arrays, call.options)
-                needed = inputs + max(inputs, result)  # joined inputs take as much, and go before the results come
-                if self._limit is not None and held_bytes + needed > self._limit:
-                    self._run_groups(groups)
-                    groups, held_bytes = {}, 0
-                member = _Member(call, arrays, *self._move(call.name, arrays))
-                key = _key(call, member.tensors)
+                arrays, needed = call.arrays, 0
+                for x in arrays:
+                    if type(x) is PendingCall:
+                        arrays = call.arrays = tuple(_value_of(x) for x in arrays)
+                        break
+                if self._limit is not None or call.name in _PREPARED:
+                    arrays, inputs, result = self._check(call.name, arrays, call.options)
+                    needed = inputs + max(inputs, result)  # joined inputs take as much
+                    if self._limit is not None and held_bytes + needed > self._limit:
+                        self._run_groups(groups)
+                        groups, held_bytes = {}, 0
+                key, member = self._grouped(call, arrays)
             except Exception as error:  # noqa: BLE001 - raised at the end of the block
                 call.fail(error)
                 continue
-            groups.setdefault(key, []).append(member)
             held_bytes += needed
+            groups.setdefault(key, []).append(member)
         self._run_groups(groups)
+
+    def _grouped(self, call: PendingCall, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], _Member]:
+        """Return the key that calls share which become one, and the call with its tensors.
+
+        Raises UnsupportedCase for an argument that requires a gradient.
+        """
+        signature: tuple[Any, ...] = (call.name, id(call.options))
+        for x in arrays:
+            if type(x) is not torch.Tensor or x.requires_grad:
+                signature = ()
+                break
+            signature += (x.dtype, x.device, x.shape)
+        known = self._known.get(signature)
+        if known is None:
+            tensors, origin = to_tensors(call.name, arrays, None)
+            known = (*self._key(call, tensors, origin), origin)
+            if signature:
+                self._known[signature] = known
+        else:
+            tensors, origin = arrays, known[2]
+        key, count, _ = known
+        if key is None:
+            return (call.index,), _Member(call, tensors, origin)
+        if count < len(arrays):  # the others are shared
+            key = (*key, *map(id, arrays[count:]))
+        return key, _Member(call, tensors, origin)
+
+    def _key(self, call: PendingCall, tensors: Tensors, origin: ArrayOrigin) -> tuple[tuple[Any, ...] | None, int]:
+        """Return what calls have in common that become one, and how many arguments are joined; None for no others."""
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            raise UnsupportedCase(
+                f"{call.name}: a batch records no gradient, which an argument requires: call "
+                f"accelerant.ops.{call.name}, or end the batch under torch.no_grad()"
+            )
+        count, first = joined_arguments(call.name, tensors, call.options), tensors[0]
+        if not count or first.nbytes > _SMALL_BYTES.get(first.device.type, _SMALL_BYTES_ELSEWHERE):
+            return None, 0
+        kinds = tuple((x.dtype, x.device) for x in tensors)
+        key = (call.name, str(sorted(call.options.items())), origin.kind, count, kinds)
+        merge = METHODS[call.name].merge
+        if merge == "elements" and count == len(tensors):
+            return key, count
+        if merge in ("first", "stack"):
+            return (*key, *[x.shape if merge == "stack" else x.shape[1:] for x in tensors[:count]]), count
+        return (*key, first.shape[-1]), count
 
     def _run_groups(self, groups: dict[tuple[Any, ...], list[_Member]]) -> None:
         for members in groups.values():
-            if len(members) == 1 or not self._run_joined(members):
+            if len(members) == 1 or not self._run_together(members):
                 for member in members:
-                    call = member.call
                     try:
-                        tensors = member.tensors or self._move(call.name, member.arrays)[0]
-                        self._succeed(call, member.origin, self._run(call.name, tensors, call.options, 1))
+                        call = member.call
+                        self._succeed([member], [self._run(call.name, member.tensors, call.options, 1)])
                         self.launches += 1
                     except Exception as error:  # noqa: BLE001 - as above
-                        call.fail(error)
-                    member.tensors = ()
+                        member.call.fail(error)
 
-    def _succeed(self, call: PendingCall, origin: ArrayOrigin, tensor: Results) -> None:
-        """Set a call's result. Under a memory limit it leaves the device now, if its inputs came from elsewhere."""
-        if self._limit is None:
-            call.succeed(partial(origin.wrap, tensor))
-            return
-        try:
-            value = origin.wrap(tensor)
-        except Exception as error:  # noqa: BLE001 - as above
-            call.fail(error)
-        else:
-            call.succeed(lambda: value)
-
-    def _run_joined(self, members: list[_Member]) -> bool:
+    def _run_together(self, members: list[_Member]) -> bool:
         """Run calls as one; False if that failed, so that each is to run by itself and show which is at fault."""
-        first = members[0].call
+        first = members[0]
         try:
-            joined, split = _join(first.name, [member.tensors for member in members])
-            for member in members:
-                member.tensors = ()
-            results = split(*tensors_of(self._run(first.name, joined, first.options, len(members))))
+            results = self._run_joined(members)
         except TimeLimitExceeded as error:
+            first.call.fail(error)
             for member in members:
-                member.call.fail(error)
+                member.call.error = error
             return True
         except Exception:  # noqa: BLE001 - each call then raises its own
             return False
         self.launches += 1
-        for member, result in zip(members, results, strict=True):
-            self._succeed(member.call, member.origin, result)
+        self._succeed(members, results)
         return True
 
+    def _run_joined(self, members: list[_Member]) -> Sequence[Results]:
+        """Return the results of calls that run as one, on the devices of their inputs."""
+        first = members[0]
+        name, options = first.call.name, first.call.options
+        if name in _UNEVEN and self._device_type == "cpu":
+            every = tuple([x for member in members for x in member.tensors])
+            return [y.to(first.origin.device) for y in tensors_of(self._run(name, every, options, -len(members)))]
+        count = joined_arguments(name, first.tensors, options)
+        joined, split = _join(name, [member.tensors for member in members], count)
+        results = tensors_of(self._run(name, joined, options, len(members)))
+        del joined
+        with torch.no_grad(), _untracked():
+            columns = [split(y.to(first.origin.device)) for y in results]
+        return columns[0] if len(columns) == 1 else list(zip(*columns, strict=True))
 
-def _key(call: PendingCall, tensors: Tensors) -> tuple[Any, ...]:
-    """Return the key that calls share which become one."""
-    merge = METHODS[call.name].merge
-    first, rest = tensors[0], tensors[1:]
-    kinds = tuple((x.dtype, x.device) for x in tensors)
-    common = (call.name, str(sorted(call.options.items())), kinds)
-    if merge == "elements" and all(x.shape == first.shape for x in rest):
-        return common
-    last = call.options.get("dim", -1) in (-1, first.ndim - 1)
-    if merge == "rows" and first.ndim and last:
-        return (*common, first.shape[-1], *(id(array) for array in call.arrays[1:]))
-    if merge == "stack" and all(x.ndim == 2 for x in tensors):
-        return (*common, *(tuple(x.shape) for x in tensors))
-    return (*common, id(call))
+    def _succeed(self, members: list[_Member], results: Sequence[Results]) -> None:
+        """Set the results of calls."""
+        for member, result in zip(members, results, strict=True):
+            try:
+                member.call.succeed(result if member.origin.kind == "torch" else member.origin.wrap(result))
+            except Exception as error:  # noqa: BLE001 - as above
+                member.call.fail(error)
 
 
-def _join(name: str, calls: list[Tensors]) -> tuple[Tensors, Callable[[torch.Tensor], list[torch.Tensor]]]:
-    """Return the arguments of one call for all, and the function that splits its result."""
+def _value_of(x: Any) -> Any:
+    """Return an argument, or the result of a call that stands for it."""
+    if type(x) is not PendingCall:
+        return x
+    if x.error is not None:
+        raise AccelerantError(f"an argument is the result of call {x.index}, {x.name}, which failed") from x.error
+    value = x.result()
+    if isinstance(value, tuple):
+        raise ConfigError(f"an argument is the result of call {x.index}, {x.name}, which returns {len(value)} arrays")
+    return value
+
+
+def _join(
+    name: str, calls: list[Tensors], count: int
+) -> tuple[Tensors, Callable[[torch.Tensor], Sequence[torch.Tensor]]]:
+    """Return the arguments of one call for all, and the function that splits its result; `count` are joined."""
     merge = METHODS[name].merge
     firsts = [tensors[0] for tensors in calls]
+    shape, shared = firsts[0].shape, calls[0][count:]
+    columns = list(zip(*calls, strict=True))[:count]
+    if [x.shape for x in firsts].count(shape) == len(firsts):
+        if merge == "stack" or len(shape) < 2:
+            return (*map(torch.stack, columns), *shared), lambda y: y.unbind(0)
+        joined = (*map(torch.cat, columns), *shared)
+        return joined, lambda y: y.view(len(calls), y.shape[0] // len(calls), *y.shape[1:]).unbind(0)
     shapes = [x.shape for x in firsts]
-    if merge == "elements":
-        joined = tuple(torch.cat([x.reshape(-1) for x in column]) for column in zip(*calls, strict=True))
-        sizes = [x.numel() for x in firsts]
-    elif merge == "rows":
-        width = shapes[0][-1]
-        joined = (torch.cat([x.reshape(-1, width) for x in firsts]), *calls[0][1:])
-        sizes = [shape[:-1].numel() for shape in shapes]
-    elif merge == "stack":
-        return tuple(torch.stack(column) for column in zip(*calls, strict=True)), lambda y: list(y.unbind(0))
+    if merge == "first":
+        return (*map(torch.cat, columns), *shared), lambda y: y.split([shape[0] for shape in shapes])
+    if merge == "elements" and not shared:
+        row: tuple[int, ...] = ()
+    elif merge in ("elements", "rows"):
+        row = shape[-1:]
     else:
         raise ShapeError(f"calls of {name} cannot be joined")
+    sizes = [shape[: len(shape) - len(row)].numel() for shape in shapes]
+    joined = tuple([torch.cat([x.reshape(-1, *row) for x in column]) for column in columns])
 
     def split(y: torch.Tensor) -> list[torch.Tensor]:
-        parts = zip(y.split(sizes), shapes, strict=True)  # a row's result may have another width
-        return [part.reshape(shape if merge == "elements" else (*shape[:-1], part.shape[-1])) for part, shape in parts]
+        parts = zip(y.split(sizes), shapes, strict=True)  # a row's result may have another width, or none
+        return [part.reshape(*shape[: len(shape) - len(row)], *part.shape[1:]) for part, shape in parts]
 
-    return joined, split
+    return (*joined, *shared), split

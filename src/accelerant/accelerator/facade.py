@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
@@ -26,10 +26,10 @@ from accelerant.accelerator.methods import (
     Operations,
     Results,
     Tensors,
-    dtypes_of,
+    joined_arguments,
     sizes_of,
     tensors_of,
-    to_torch,
+    to_tensors,
 )
 from accelerant.algebra.field import prime_field
 from accelerant.config import FallbackPolicy, override, policy_named, settings
@@ -297,7 +297,8 @@ class Accelerator(Operations):
         >>> ys = [answer.result() for answer in answers]
         """
         self._check_open()
-        return Batch(self._batched_check, self._batched_move, self._batched_run, self.config.memory_limit_bytes)
+        kind = self._torch_device.type
+        return Batch(self._batched_check, self._batched_run, kind, self.config.memory_limit_bytes)
 
     def _batched_check(
         self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]
@@ -306,19 +307,16 @@ class Accelerator(Operations):
         arrays = self._prepared(name, arrays, options)
         return arrays, *self._check_memory(name, arrays, options)
 
-    def _batched_move(self, name: str, arrays: tuple[Any, ...]) -> tuple[Tensors, ArrayOrigin]:
-        with override(fallback=self._policy):
-            return self._move_or_fall_back(name, arrays)
-
     def _batched_run(self, name: str, tensors: Tensors, options: dict[str, Any], calls: int) -> Results:
         self._check_open()
-        self._metrics.add(name, calls=calls)
+        self._metrics.add(name, calls=abs(calls))
         try:
             with override(fallback=self._policy):
                 deadline = _Deadline(name, self.config.timeout_s)
-                return self._run_or_fall_back(name, tensors, options, deadline, calls)
+                moved, _ = self._move_or_fall_back(name, tensors)
+                return self._run_or_fall_back(name, moved, options, deadline, calls)
         except BaseException:
-            self._metrics.add(name, errors=calls)
+            self._metrics.add(name, errors=abs(calls))
             raise
 
     def submit(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> Future[T]:
@@ -338,7 +336,7 @@ class Accelerator(Operations):
 
     # --- one call ------------------------------------------------------------------------------------------------
 
-    def _call(self, name: str, arrays: tuple[Any, ...], **options: Any) -> Any:
+    def _call(self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Move the arrays to the device, run, and return the result in kind."""
         self._check_open()
         self._metrics.add(name, calls=1)
@@ -365,23 +363,28 @@ class Accelerator(Operations):
     def _run_or_fall_back(
         self, name: str, tensors: Tensors, options: dict[str, Any], deadline: _Deadline, calls: int = 1
     ) -> Results:
-        """Run on the device of the tensors, or on the CPU after a failure that wrote nothing."""
+        """Run on the device of the tensors, or on the CPU after a failure that wrote nothing.
+
+        `calls` are counted; a number below 0 has as many run one after the other, each on its part of the tensors.
+        """
+        each = max(0, -calls)
         if tensors[0].device == self._torch_device:
             try:
                 start = self._provider.record_event(self.device.index)
-                result = self._run(name, tensors, options, deadline)
+                result = self._run(name, tensors, options, deadline, each)
                 if start is not None:
                     self._metrics.add_time(name, start, self._provider.record_event(self.device.index))
                 made = tensors_of(result)
                 moved = sum(tensor.nbytes for tensor in (*tensors, *made))
-                self._metrics.add(name, bytes=moved, flops=METHODS[name].flops(tensors, made[0], **options))
+                flops = sum(METHODS[name].flops(tensors, y, **options) for y in (made if each else made[:1]))
+                self._metrics.add(name, bytes=moved, flops=flops)
                 if deadline.timeout_s is not None:
                     self._provider.synchronize(self.device.index)
                     deadline.check("at its end")
                 return result
             except Exception as error:  # noqa: BLE001 - as above
-                self._fall_back_or_raise(name, error, calls)
-        result = self._in_batches(name, tuple(tensor.cpu() for tensor in tensors), options, deadline)
+                self._fall_back_or_raise(name, error, abs(calls))
+        result = self._in_batches(name, tuple(tensor.cpu() for tensor in tensors), options, deadline, each)
         deadline.check("at its end")
         return result
 
@@ -402,25 +405,22 @@ class Accelerator(Operations):
         return tuple(prepare(x, argument, options) for x, argument in zip(arrays, ("x", "y"), strict=False))
 
     def _move(self, name: str, arrays: tuple[Any, ...], to: torch.device | None = None) -> tuple[Tensors, ArrayOrigin]:
-        """Return the arrays as tensors on a device, and the origin of the first that is not plain numbers."""
-        dtypes: Sequence[torch.dtype | None] = (None,) * len(arrays)
-        first = 0
-        if not all(hasattr(x, "dtype") for x in arrays):
-            dtypes = dtypes_of(name, arrays)
-            first = next((i for i, x in enumerate(arrays) if hasattr(x, "dtype")), 0)
-        moved = [to_torch(x, to or self._torch_device, dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
-        return tuple(tensor for tensor, _ in moved), moved[first][1]
+        return to_tensors(name, arrays, to or self._torch_device)
 
-    def _run(self, name: str, tensors: Tensors, options: dict[str, Any], deadline: _Deadline) -> Results:
+    def _run(self, name: str, tensors: Tensors, options: dict[str, Any], deadline: _Deadline, each: int = 0) -> Results:
         if self.device.torch_device:
-            return self._in_batches(name, tensors, options, deadline)
+            return self._in_batches(name, tensors, options, deadline, each)
         if name not in _WITHOUT_TENSORS:
             raise UnsupportedCase(f"{self.device.backend} has no {name}")
         arrays = (tensor.numpy() for tensor in tensors)
         return torch.from_numpy(_WITHOUT_TENSORS[name](self.device, *arrays, **options))
 
-    def _in_batches(self, name: str, tensors: Tensors, options: dict[str, Any], deadline: _Deadline) -> Results:
-        """Run on at most batch_size rows at a time, checking the deadline between them."""
+    def _in_batches(
+        self, name: str, tensors: Tensors, options: dict[str, Any], deadline: _Deadline, each: int = 0
+    ) -> Results:
+        """Run on at most batch_size rows at a time, checking the deadline between them; or `each` calls in turn."""
+        if each:
+            return tuple(self._each(name, tensors, options, deadline, each))
         method, size = METHODS[name], self.config.batch_size
         rows = tensors[0].shape[0] if tensors[0].ndim else 0
         cut = _cut_along_rows(name, tensors, options)
@@ -436,6 +436,16 @@ class Accelerator(Operations):
                 if deadline.timeout_s is not None:
                     self._provider.synchronize(self.device.index)
             return torch.cat(parts)
+
+    def _each(
+        self, name: str, tensors: Tensors, options: dict[str, Any], deadline: _Deadline, calls: int
+    ) -> Iterable[torch.Tensor]:
+        """Yield the results of calls on equal parts of the tensors, checking the deadline between them."""
+        run, width = METHODS[name].run, len(tensors) // calls
+        with torch.no_grad():
+            for i in range(calls):
+                deadline.check(f"after {i} of {calls} calls")
+                yield from tensors_of(run(*tensors[i * width : (i + 1) * width], **options))
 
     def _check_memory(self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> tuple[int, int]:
         """Return the bytes of a call's inputs and of its result, or 0 without a limit.
@@ -458,15 +468,13 @@ class Accelerator(Operations):
 
 def _cut_along_rows(name: str, tensors: Tensors, options: dict[str, Any]) -> tuple[bool, ...] | None:
     """Return which arguments are split when rows are processed in batches; None if the call cannot be split."""
-    first, rest = tensors[0], tensors[1:]
-    whole = METHODS[name].whole
-    if whole is not None and whole(tensors, options):
+    method = METHODS[name]
+    if method.merge in (None, "stack") or (method.whole is not None and method.whole(tensors, options)):
         return None
-    if METHODS[name].merge == "elements":
-        return (True,) * len(tensors) if all(x.shape == first.shape for x in rest) else None
-    if METHODS[name].merge == "rows" and first.ndim > 1 and options.get("dim", -1) in (-1, first.ndim - 1):
-        return True, *(False for _ in rest)
-    return None
+    count = joined_arguments(name, tensors, options)
+    if not count or (tensors[0].ndim < 2 and (method.merge == "rows" or count < len(tensors))):
+        return None  # one row
+    return tuple(i < count for i in range(len(tensors)))
 
 
 def _field_on(name: str) -> Callable[..., Any]:

@@ -31,13 +31,19 @@ from accelerant.zk.multi_scalar.op import msm
 from accelerant.zk.operands import encoded_points, plain_scalars, scalar_words
 from accelerant.zk.transform import ntt
 
-__all__ = ["METHODS", "ArrayOrigin", "Method", "Operations", "dtypes_of", "sizes_of", "tensors_of", "to_torch"]
+__all__ = [
+    "METHODS", "ArrayOrigin", "Method", "Operations", "dtypes_of", "joined_arguments", "sizes_of", "tensors_of",
+    "to_tensors", "to_torch",
+]  # fmt: skip
 
 Tensors = tuple[torch.Tensor, ...]
 Results = torch.Tensor | Tensors
+Merge = Literal["elements", "rows", "first", "stack"]
 Example = Callable[[torch.device, int], tuple[Tensors, dict[str, Any]]]
 _DEFAULT_FIELD = "goldilocks"
 _DEFAULT_CURVE = "bn254_g1"
+_TENSOR = frozenset((torch.Tensor,))
+_ARRAYS = frozenset((torch.Tensor, np.ndarray))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +90,8 @@ def kind_of(x: object) -> str:
     raise UnsupportedDtype(f"wanted an array of NumPy, torch, CuPy or JAX, got {type(x).__module__}.{type(x).__name__}")
 
 
-def to_torch(x: Any, device: torch.device, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ArrayOrigin]:
-    """Return an array as a tensor on the device, and its origin; memory on the device is shared.
+def to_torch(x: Any, device: torch.device | None, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ArrayOrigin]:
+    """Return an array as a tensor on the device, or where it is, and its origin; memory on the device is shared.
 
     `dtype` is that of plain Python numbers, NumPy's own choice by default. Anything but an array or numbers, a dtype
     that torch lacks, and fractions where `dtype` is one of integers raise UnsupportedDtype.
@@ -93,7 +99,7 @@ def to_torch(x: Any, device: torch.device, dtype: torch.dtype | None = None) -> 
     kind = kind_of(x)
     try:
         if kind == "torch":
-            return x.to(device, non_blocking=False), ArrayOrigin(kind, x.device)
+            return x if device is None else x.to(device, non_blocking=False), ArrayOrigin(kind, x.device)
         if kind == "numpy":
             array = np.asarray(x, order="C")  # keeps 0 dimensions
             wanted = None if hasattr(x, "dtype") else dtype
@@ -102,14 +108,27 @@ def to_torch(x: Any, device: torch.device, dtype: torch.dtype | None = None) -> 
                     raise UnsupportedDtype(f"wanted integers, got {array.dtype}")
                 array = array.astype(np.float64 if wanted.is_floating_point else str(wanted).removeprefix("torch."))
             tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
-            return tensor.to(device, wanted or tensor.dtype), ArrayOrigin(kind, torch.device("cpu"))
+            return tensor.to(device, wanted or tensor.dtype), ArrayOrigin(kind, tensor.device)
         tensor = torch.utils.dlpack.from_dlpack(x)
         context = next(iter(x.devices())) if kind == "jax" else None
-        return tensor.to(device), ArrayOrigin(kind, tensor.device, context)
+        return tensor if device is None else tensor.to(device), ArrayOrigin(kind, tensor.device, context)
     except (TypeError, ValueError, BufferError, OverflowError) as error:
         if isinstance(error, UnsupportedDtype):
             raise
         raise UnsupportedDtype(f"cannot take this {kind} array: {error}") from None
+
+
+def to_tensors(name: str, arrays: tuple[Any, ...], device: torch.device | None) -> tuple[Tensors, ArrayOrigin]:
+    """Return a call's arrays as tensors on a device, or where they are, and the origin of the first but for numbers."""
+    if device is None and _TENSOR.issuperset(map(type, arrays)):
+        return arrays, ArrayOrigin("torch", arrays[0].device)
+    dtypes: Sequence[torch.dtype | None] = (None,) * len(arrays)
+    first = 0
+    if not all(hasattr(x, "dtype") for x in arrays):
+        dtypes = dtypes_of(name, arrays)
+        first = next((i for i, x in enumerate(arrays) if hasattr(x, "dtype")), 0)
+    moved = [to_torch(x, device, dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
+    return tuple(tensor for tensor, _ in moved), moved[first][1]
 
 
 def tensors_of(result: Results) -> Tensors:
@@ -124,8 +143,9 @@ class Method:
     Attributes:
         run: on tensors of one device.
         merge: how several calls become one. "elements": elementwise, flattened arguments are concatenated; "rows":
-            each row (last dimension) by itself, further arguments shared; "stack": calls of one shape are stacked;
-            None: not merged.
+            each row (last dimension) by itself; "first": each entry of the first dimension by itself; "stack": calls
+            of one shape are stacked; None: not merged.
+        joined: number of arguments that are joined, the first ones; calls that become one share the others.
         example: makes random arguments and options for Accelerator.benchmark, from a device and a number of rows.
         flops: operations of a call, from the tensors, the first result and the options.
         integers: dtypes of the arguments that are integers, by position.
@@ -135,9 +155,10 @@ class Method:
     """
 
     run: Callable[..., Results]
-    merge: Literal["elements", "rows", "stack"] | None
+    merge: Merge | None
     example: Example
     flops: Callable[..., int]
+    joined: int = 1
     integers: Mapping[int, torch.dtype] = field(default_factory=dict)
     prepare: Callable[[Any, str, Mapping[str, Any]], Any] | None = None
     whole: Callable[[Tensors, Mapping[str, Any]], bool] | None = None
@@ -180,6 +201,7 @@ def _field_method(name: str, arguments: int) -> Method:
         "elements",
         _elements(arguments, -1, 1024),
         lambda args, y, field=_DEFAULT_FIELD: y.numel() // prime_field(field).limbs,
+        joined=arguments,
         prepare=_field_words,
         whole=lambda args, options: prime_field(options.get("field", _DEFAULT_FIELD)).limbs > 1 and args[0].ndim < 2,
     )
@@ -225,7 +247,7 @@ def _msm_flops(args: Tensors, y: torch.Tensor, *, curve: str = _DEFAULT_CURVE, *
 def _op(
     name: str, flops: int | Callable[..., int],
     arguments: Callable[[int], tuple[tuple[int, ...] | Indices | Stated, ...]],
-    merge: Literal["elements", "rows", "stack"] | None = None, **options: Any,
+    merge: Merge | None = None, joined: int = 1, **options: Any,
 ) -> Method:  # fmt: skip
     """Return the Method of a public op.
 
@@ -233,7 +255,7 @@ def _op(
         name: of the op.
         flops: as Method has it, or the operations for each element of the first result.
         arguments: of an example with a number of rows, as in the op's samples.
-        merge: as Method has it.
+        merge, joined: as Method has them.
         options: of the example.
     """
     function = getattr(ops, name)
@@ -252,7 +274,7 @@ def _op(
     kinds = {i: x.dtype for i, x in enumerate(arguments(1)) if isinstance(x, Indices)}
     kinds |= {i: torch.int32 for i, x in enumerate(arguments(1)) if isinstance(x, Stated)}
     count = (lambda args, y, **_: flops * y.numel()) if isinstance(flops, int) else flops
-    return Method(run, merge, example, count, kinds, is_op=True)
+    return Method(run, merge, example, count, joined, kinds, is_op=True)
 
 
 def _product_flops(args: Tensors, y: torch.Tensor, **_: Any) -> int:
@@ -286,21 +308,22 @@ METHODS: dict[str, Method] = {
     **{name: _op(name, flops, lambda n: (_wide(n),), "elements") for name, flops in (
         ("gelu", 10), ("relu", 1), ("sigmoid", 3), ("silu", 3), ("tanh", 15),
     )},
-    **{name: _op(name, 1, lambda n: (_wide(n), _wide(n)), "elements") for name in ("add", "mul")},
+    **{name: _op(name, 1, lambda n: (_wide(n), _wide(n)), "elements", 2) for name in ("add", "mul")},
     **{name: _op(name, 5, lambda n: (_wide(n),), "rows") for name in ("softmax", "log_softmax")},
     "layer_norm": _op("layer_norm", 8, lambda n: (_wide(n), (1024,), (1024,)), "rows"),
     "rms_norm": _op("rms_norm", 5, lambda n: (_wide(n), (1024,)), "rows"),
-    "add_layer_norm": _op("add_layer_norm", 9, lambda n: (_wide(n), _wide(n), (1024,), (1024,))),
-    "add_rms_norm": _op("add_rms_norm", 6, lambda n: (_wide(n), _wide(n), (1024,))),
+    "add_layer_norm": _op("add_layer_norm", 9, lambda n: (_wide(n), _wide(n), (1024,), (1024,)), "rows", 2),
+    "add_rms_norm": _op("add_rms_norm", 6, lambda n: (_wide(n), _wide(n), (1024,)), "rows", 2),
     "dropout": _op("dropout", 2, lambda n: (_wide(n),)),
-    "swiglu": _op("swiglu", 5, lambda n: (_wide(n), _wide(n))),
-    "quantize_int8": _op("quantize_int8", 4, lambda n: (_wide(n),)),
-    "matmul": _op("matmul", _product_flops, lambda n: (_wide(n), (1024, 1024)), "stack"),
+    "swiglu": _op("swiglu", 5, lambda n: (_wide(n), _wide(n)), "rows", 2),
+    "quantize_int8": _op("quantize_int8", 4, lambda n: (_wide(n),), "rows"),
+    "matmul": _op("matmul", _product_flops, lambda n: (_wide(n), (1024, 1024)), "stack", 2),
     "linear_gelu": _op("linear_gelu", _product_flops, lambda n: (_wide(n), (1024, 1024), (1024,)), "rows"),
     "linear_int8": _op(
-        "linear_int8", _product_flops, lambda n: (_wide(n), Indices((1024, 1024), 128, -127, torch.int8), (1024,))
+        "linear_int8", _product_flops, lambda n: (_wide(n), Indices((1024, 1024), 128, -127, torch.int8), (1024,)),
+        "rows",
     ),
-    "embedding": _op("embedding", 0, lambda n: (Indices((n,), 1024), (1024, 1024))),
+    "embedding": _op("embedding", 0, lambda n: (Indices((n,), 1024), (1024, 1024)), "first"),
     "cross_entropy": _op(
         "cross_entropy", lambda args, y, **_: 5 * args[0].numel(), lambda n: (_wide(n), Indices((n,), 1024))
     ),
@@ -313,14 +336,16 @@ METHODS: dict[str, Method] = {
         "conv2d",
         lambda args, y, **_: 2 * y.numel() * args[1].shape[1:].numel(),
         lambda n: (_image(n), (16, 16, 3, 3), (16,)),
+        "first",
         padding=1,
     ),
-    "max_pool2d": _op("max_pool2d", _window_flops, lambda n: (_image(n + 1),), kernel_size=2),
-    "avg_pool2d": _op("avg_pool2d", _window_flops, lambda n: (_image(n + 1),), kernel_size=2),
-    "rope": _op("rope", 3, lambda n: (_heads(n), (n, 32), (n, 32))),
-    "attention": _op("attention", _attention_flops, lambda n: (_heads(n), _heads(n), _heads(n))),
+    "max_pool2d": _op("max_pool2d", _window_flops, lambda n: (_image(n + 1),), "first", kernel_size=2),
+    "avg_pool2d": _op("avg_pool2d", _window_flops, lambda n: (_image(n + 1),), "first", kernel_size=2),
+    "rope": _op("rope", 3, lambda n: (_heads(n), (n, 32), (n, 32)), "first"),
+    "attention": _op("attention", _attention_flops, lambda n: (_heads(n), _heads(n), _heads(n)), "first", 3),
     "attention_decode": _op(
-        "attention_decode", _attention_flops, lambda n: (_heads(1), _heads(n), _heads(n), Indices((1,), n + 1))
+        "attention_decode", _attention_flops, lambda n: (_heads(1), _heads(n), _heads(n), Indices((1,), n + 1)),
+        "first", 4,
     ),
     "attention_varlen": _op(
         "attention_varlen",
@@ -337,8 +362,33 @@ METHODS: dict[str, Method] = {
         _transform_flops,
         prepare=_field_words,
     ),
-    "msm": Method(_msm, None, _msm_example, _msm_flops, prepare=_msm_words),
+    "msm": Method(_msm, "stack", _msm_example, _msm_flops, prepare=_msm_words),
 }  # fmt: skip
+
+
+_DIMENSIONS = {"attention": 4, "attention_decode": 4, "conv2d": 4, "rope": 4, "matmul": 2, "msm": 2}
+"""Dimensions of the first argument of calls that can be joined; any number for other operations."""
+
+
+def joined_arguments(name: str, tensors: Tensors, options: Mapping[str, Any]) -> int:
+    """Return how many arguments, the first ones, are joined with those of other calls; 0 for a call that is not."""
+    method, first = METHODS[name], tensors[0]
+    count = min(method.joined, len(tensors))
+    if method.merge is None or _DIMENSIONS.get(name, first.ndim) != first.ndim:
+        return 0
+    if method.merge == "elements" and count == 2 and tensors[1].shape != first.shape:
+        count = 1 if name in ("add", "mul") and first.ndim and tensors[1].shape == first.shape[-1:] else 0
+    elif method.merge == "rows":
+        like = all(x.shape == first.shape for x in tensors[1:count])
+        last = options.get("dim", -1) in (-1, first.ndim - 1)
+        count = count if first.ndim and last and like else 0
+    elif method.merge == "first":
+        joined = all(x.ndim and x.shape[0] == first.shape[0] for x in tensors[:count])
+        single = name == "rope" and any(x.ndim != 2 for x in tensors[1:])  # tables of each sequence
+        count = count if joined and not single else 0
+    elif name == "matmul" and tensors[1].ndim != 2:
+        count = 0
+    return count
 
 
 def _op_method(name: str) -> Callable[..., Any]:
@@ -350,8 +400,13 @@ def _op_method(name: str) -> Callable[..., Any]:
     names = {each.name for each in declared}
     positional = [each.name for each in declared if each.kind is not inspect.Parameter.KEYWORD_ONLY]
     defaults = {each.name: each.default for each in declared if each.default is not inspect.Parameter.empty}
+    leading = next((i for i, each in enumerate(positional) if each not in arrays), len(positional))
+    usual: dict[int, dict[str, Any]] = {}  # number of arguments, all of them arrays -> the options of such a call
 
     def method(self: Operations, *args: Any, **options: Any) -> Any:
+        plain = not options and len(args) <= leading and _ARRAYS.issuperset(map(type, args))
+        if plain and len(args) in usual:
+            return self._call(name, args, usual[len(args)])
         given = {**defaults, **dict(zip(positional, args, strict=False)), **options}
         if (
             len(args) > len(positional)
@@ -375,7 +430,11 @@ def _op_method(name: str) -> Callable[..., Any]:
                 fixed.append((position, float(value)))
             else:
                 taken.append(value)
-        return self._call(name, tuple(taken), **given, **({"fixed": tuple(fixed)} if fixed else {}))
+        if fixed:
+            given["fixed"] = tuple(fixed)
+        if plain:
+            usual[len(args)] = given
+        return self._call(name, tuple(taken), given)
 
     parameters = [each.replace(annotation=Any) if each.name in arrays else each for each in declared]
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
@@ -389,8 +448,8 @@ class Operations(ABC):
     """The operations as methods; subclasses run or record the calls."""
 
     @abstractmethod
-    def _call(self, name: str, arrays: tuple[Any, ...], **options: Any) -> Any:
-        """Run or record a call."""
+    def _call(self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Run or record a call; the options may be those of other calls, too, and are not changed."""
 
     add = _op_method("add")
     add_layer_norm = _op_method("add_layer_norm")
@@ -424,19 +483,19 @@ class Operations(ABC):
 
     def field_add(self, x: Any, y: Any, *, field: str = _DEFAULT_FIELD) -> Any:
         """Add field elements, canonical words or integers; see accelerant.zk.field."""
-        return self._call("field_add", (x, y), field=field)
+        return self._call("field_add", (x, y), {"field": field})
 
     def field_sub(self, x: Any, y: Any, *, field: str = _DEFAULT_FIELD) -> Any:
         """Subtract field elements; arguments as for field_add."""
-        return self._call("field_sub", (x, y), field=field)
+        return self._call("field_sub", (x, y), {"field": field})
 
     def field_mul(self, x: Any, y: Any, *, field: str = _DEFAULT_FIELD) -> Any:
         """Multiply field elements; arguments as for field_add."""
-        return self._call("field_mul", (x, y), field=field)
+        return self._call("field_mul", (x, y), {"field": field})
 
     def field_inv(self, x: Any, *, field: str = _DEFAULT_FIELD) -> Any:
         """Invert nonzero field elements; arguments as for field_add."""
-        return self._call("field_inv", (x,), field=field)
+        return self._call("field_inv", (x,), {"field": field})
 
     def ntt(
         self,
@@ -455,11 +514,11 @@ class Operations(ABC):
             raise ConfigError(
                 f"coset must be a Python integer here, got {type(coset).__name__}: zk.ntt takes words too"
             )
-        return self._call("ntt", (x,), field=field, inverse=inverse, coset=coset, order=order)
+        return self._call("ntt", (x,), {"field": field, "inverse": inverse, "coset": coset, "order": order})
 
     def msm(self, scalars: Any, points: Any, *, curve: str = _DEFAULT_CURVE, check: bool = True) -> Any:
         """Sum scalars[i] points[i], arguments as accelerant.zk.msm takes them; the result is of the scalars' kind."""
-        return self._call("msm", (scalars, points), curve=curve, check=check)
+        return self._call("msm", (scalars, points), {"curve": curve, "check": check})
 
 
 def dtypes_of(name: str, arrays: tuple[Any, ...]) -> list[torch.dtype | None]:
