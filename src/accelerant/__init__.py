@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from accelerant import algebra, nn, ops, privacy, zk
     from accelerant.accelerator import Accelerator, AcceleratorConfig
+    from accelerant.accelerator.fusion import fuse
     from accelerant.runtime.dispatch import explain
     from accelerant.runtime.ledger import ledger
     from accelerant.runtime.memory.batch_size import optimal_batch_size
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from accelerant.runtime.registry import devices
 
 __all__ = [
-    "Accelerator", "AcceleratorConfig", "__version__", "algebra", "devices", "errors", "explain", "ledger", "nn", "ops",
-    "optimal_batch_size", "predict_peak", "privacy", "zk",
+    "Accelerator", "AcceleratorConfig", "__version__", "algebra", "devices", "errors", "explain", "fuse", "ledger",
+    "nn", "ops", "optimal_batch_size", "predict_peak", "privacy", "zk",
 ]  # fmt: skip
 
 _SUBPACKAGES = ("algebra", "nn", "ops", "privacy", "zk")
@@ -38,6 +39,7 @@ _NAMES = {
     "AcceleratorConfig": "accelerant.accelerator",
     "devices": "accelerant.runtime.registry",
     "explain": "accelerant.runtime.dispatch",
+    "fuse": "accelerant.accelerator.fusion",
     "ledger": "accelerant.runtime.ledger",
     "optimal_batch_size": "accelerant.runtime.memory.batch_size",
     "predict_peak": "accelerant.runtime.memory.peak",

@@ -1,0 +1,397 @@
+"""`accelerant.fuse`: each function that it records against torch in float64, and what it refuses."""
+
+import gc
+import importlib.util
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import accelerant as acl
+from accelerant.accelerator.fusion import code
+from accelerant.accelerator.fusion.graph import gradient_of
+from accelerant.accelerator.fusion.recorder import FUNCTIONS
+from accelerant.errors import ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
+from accelerant.runtime.compilation.kernel import CUDA_TARGETS
+from accelerant.runtime.dispatch import operations
+from accelerant.runtime.ledger import ledger
+from requirements import require_backend
+
+pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encount:RuntimeWarning")
+
+# Relative and absolute. float32 as for the ops with several steps in float32; narrower dtypes are rounded once.
+TOLERANCES = {torch.float32: (1e-5, 2e-6), torch.float16: (1e-3, 1e-3), torch.bfloat16: (8e-3, 8e-3)}
+
+UNARY = [
+    "neg", "abs", "exp", "expm1", "log1p", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf", "exp2", "log",
+    "log2", "log10", "square", "reciprocal", "erfc", "sign", "floor", "ceil",
+]  # fmt: skip
+POSITIVE = ("sqrt", "rsqrt", "log", "log1p", "log2", "log10", "reciprocal")
+"""Functions whose arguments are made positive."""
+
+CASES = {
+    **{name: lambda x, name=name: getattr(torch, name)(x.abs() + 0.1 if name in POSITIVE else x) for name in UNARY},
+    "operators": lambda x, y, r, c: (2 - x) * y / (c * c + 1) + r - x**2 + x**3 - 1 / (y**4 + 1) + abs(x) ** 0.5 * 2**y,
+    "powers": lambda x, c: (x * x + 1) ** 1.5 + torch.pow(x, 0) + (c * c + 1) ** -0.5,
+    "comparisons": lambda x, y: torch.where((x < y) & ~(x <= 0) | (y > 1) | (y >= 2) | (x != x) | (x == 7), x * 2, y),
+    "maximum": lambda x, y, r: torch.maximum(x, y) + torch.minimum(x, r) + torch.max(y, r) + torch.min(x, y * 2),
+    "clamp": lambda x: x.clamp(-0.5, 0.7) + torch.clamp(x, min=0.1) + x.clamp(max=0.2),
+    "masked_fill": lambda x, y: x.masked_fill(y > 0, 3.0),
+    "isfinite": lambda x: torch.where(torch.isfinite(x) & ~torch.isnan(x) & ~torch.isinf(x), x, 0.0),
+    "gelu": lambda x, r: F.gelu(x) * r + 1,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "activations": lambda x: F.relu(x) + F.silu(x) * F.softplus(x) - F.logsigmoid(x) + F.leaky_relu(x, 0.2) + F.elu(x),
+    "sums": lambda x, c: (x.sum(-1, keepdim=True) + c.sum(dim=-1, keepdim=True) * x, (x * c).sum(-1)),
+    "means": lambda x, r: (x - x.mean(-1, keepdim=True)) * torch.mean(r * x, dim=-1, keepdim=True),
+    "extremes": lambda x, y: x / x.amax(-1, keepdim=True) + torch.amin(y, dim=-1, keepdim=True),
+    "max_pair": lambda x: x * x.max(dim=-1, keepdim=True).values + torch.min(x, -1, keepdim=True)[0],
+    "variance": lambda x: (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt(),
+    "deviation": lambda x: x / torch.std(x, dim=-1, keepdim=True),
+    "softmax": lambda x, r, c: F.softmax(x * c + r, dim=-1) * x.softmax(-1),
+    "log_softmax": lambda x, y: (F.log_softmax(x, dim=-1) * y).sum(-1),
+    "logsumexp": lambda x, y: x - torch.logsumexp(x + y, dim=-1, keepdim=True),
+    "layer_norm": lambda x, r, s: F.layer_norm(x + s, (r.shape[0],), r, r + 1, 1e-6),
+    "rms_norm": lambda x, r: F.rms_norm(x, (r.shape[0],), r, 1e-6),
+    "gated": lambda x, y, s: F.silu(x) * y * s,
+    "two_results": lambda x, r: (x + r, x.sum(-1), x > r),
+    "unsqueezed": lambda x: x / x.sum(-1).unsqueeze(-1) + x.mean(-1)[..., None] + x.mean(-1)[:, None],
+    "detached": lambda x, y: x.detach() * y + x,
+    "casts": lambda x, y: x.to(torch.float16).float() * y + y.to(y.dtype),
+    "same_twice": lambda x: x * x + x,
+    "constants": lambda x: x * np.float64(2.0) + torch.tensor(0.5) - math.pi,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch):
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    for operation in operations().values():
+        operation.forget()
+    ledger().reset()
+    torch.manual_seed(0)
+    yield
+    for operation in operations().values():
+        operation.forget()
+
+
+@pytest.fixture
+def uninterpreted(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def arguments(name, M=5, N=7, dtype=torch.float32, device="cpu"):
+    shapes = {"x": (M, N), "y": (M, N), "r": (N,), "c": (M, 1), "s": ()}
+    names = CASES[name].__code__.co_varnames[: CASES[name].__code__.co_argcount]
+    return [torch.randn(shapes[n], dtype=dtype).to(device).requires_grad_() for n in names if n != "name"]
+
+
+def tupled(y):
+    return y if isinstance(y, tuple) else (y,)
+
+
+def check(name, args, tolerance, function=None):
+    """Compare results and gradients with torch's in float64."""
+    function = function or acl.fuse(CASES[name])
+    wide = [x.detach().double().requires_grad_() for x in args]
+    results, expected = tupled(function(*args)), tupled(CASES[name](*wide))
+    rtol, atol = tolerance
+    for y, wanted in zip(results, expected, strict=True):
+        assert y.shape == wanted.shape
+        torch.testing.assert_close(y.to(wanted.dtype), wanted, rtol=rtol, atol=atol)
+    pairs = [pair for pair in zip(results, expected, strict=True) if pair[0].requires_grad]
+    if not pairs:  # of steps alone
+        return
+    upstream = [torch.randn_like(y) for y, _ in pairs]
+    own = torch.autograd.grad([y for y, _ in pairs], args, upstream, allow_unused=True)
+    torchs = torch.autograd.grad([y for _, y in pairs], wide, [dy.double() for dy in upstream], allow_unused=True)
+    for dx, wanted in zip(own, torchs, strict=True):
+        if wanted is None or dx is None:
+            assert wanted is None or not wanted.any()
+        else:
+            torch.testing.assert_close(dx.double(), wanted, rtol=10 * rtol, atol=10 * atol)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_agree_with_torch_in_float64(name):
+    check(name, arguments(name), TOLERANCES[torch.float32])
+    ran = {row["implementation"] for row in ledger().to_dict()["ops"]}
+    assert ran == {"triton"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_torch_runs_the_same_graph(name, uninterpreted):
+    check(name, arguments(name), TOLERANCES[torch.float32])
+    if not torch.cuda.is_available():
+        assert {row["implementation"] for row in ledger().to_dict()["ops"]} == {"torch"}
+
+
+def test_every_function_has_a_case():
+    tested = set().union(*(case.__code__.co_names for case in CASES.values()), UNARY)
+    operators = {"add", "sub", "mul", "div", "pow", "lt", "le", "gt", "ge", "eq", "ne", "pos", "neg"}
+    others = {"bitwise_and", "bitwise_or", "bitwise_not", "where", "half", "bfloat16", "double", "contiguous", "clone"}
+    assert set(FUNCTIONS) - tested - operators - others == set()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (3, 1), (0, 4), (4, 0), (33, 130)])
+def test_odd_sizes(shape):
+    check("gated", arguments("gated", *shape), TOLERANCES[torch.float32])
+    if shape[1]:
+        check("softmax", arguments("softmax", *shape), TOLERANCES[torch.float32])
+
+
+def test_long_rows_are_looped_over(monkeypatch):
+    from accelerant.accelerator.fusion import function
+
+    monkeypatch.setattr(function, "_WHOLE_ROW", 4)
+    monkeypatch.setattr(function, "_BLOCK", 4)
+    for name in ("softmax", "layer_norm", "extremes", "sums"):
+        check(name, arguments(name, 3, 37), TOLERANCES[torch.float32])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_dtypes_are_rounded_once(dtype, monkeypatch):
+    if dtype == torch.bfloat16 and not torch.cuda.is_available():
+        monkeypatch.delenv("TRITON_INTERPRET")  # the interpreter truncates to bfloat16
+    for name in ("gelu", "softmax"):
+        check(name, arguments(name, dtype=dtype), TOLERANCES[dtype])
+
+
+def test_float64_is_torchs():
+    args = arguments("softmax", dtype=torch.float64)
+    check("softmax", args, (1e-12, 1e-12))
+    (row, *_) = ledger().to_dict()["ops"]
+    assert row["implementation"] == "torch"
+    assert any(
+        "float64" in reason for _, reason in acl.explain(acl.fuse(CASES["gelu"]), *args[:2]).decisions[0].refused
+    )
+
+
+SPECIAL = torch.tensor([[math.nan, 1.0, -2.0], [math.inf, 0.0, -0.0], [-math.inf, 3.0, 1e30], [-1e30, 1e-30, 90.0]])
+
+
+@pytest.mark.parametrize("interpret", [True, False])
+def test_nan_and_infinity_are_kept(interpret, monkeypatch):
+    if not interpret:
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for name in (*UNARY, "clamp", "activations", "extremes", "softmax", "log_softmax", "gelu", "logsumexp"):
+        args = arguments(name, *SPECIAL.shape)
+        args[0] = SPECIAL
+        if name in POSITIVE:
+            continue
+        expected, got = tupled(CASES[name](*args)), tupled(acl.fuse(CASES[name])(*args))
+        for y, wanted in zip(got, expected, strict=True):
+            assert torch.allclose(y, wanted, rtol=2e-5, atol=1e-6, equal_nan=True), name
+
+
+def test_broadcasting_of_leading_dimensions():
+    x, y, r = torch.randn(2, 3, 5), torch.randn(3, 1), torch.randn(1, 1, 5)
+    args = [each.requires_grad_() for each in (x, y, r)]
+    function = acl.fuse(lambda x, y, r: torch.softmax(x * y, -1) + r)
+    got, wanted = function(*args), torch.softmax(x * y, -1) + r
+    torch.testing.assert_close(got, wanted)
+    for dx, expected in zip(*(torch.autograd.grad(each.square().sum(), args) for each in (got, wanted)), strict=True):
+        torch.testing.assert_close(dx, expected, rtol=1e-4, atol=1e-5)
+    t = torch.randn(5, 6, requires_grad=True)
+    torch.testing.assert_close(acl.fuse(torch.tanh)(t.T), t.T.tanh())
+
+
+def test_second_derivatives_are_torchs():
+    args = [x.detach().requires_grad_() for x in arguments("gated", 2, 3)]
+    function = acl.fuse(CASES["gated"])
+    for own, torchs in zip(
+        *(
+            torch.autograd.grad(torch.autograd.grad(f(*args).sum(), args[0], create_graph=True)[0].sum(), args)
+            for f in (function, CASES["gated"])
+        ),
+        strict=True,
+    ):
+        torch.testing.assert_close(own, torchs, rtol=1e-4, atol=1e-5)
+
+
+def test_the_function_runs_once_for_each_class_of_shapes():
+    runs = []
+
+    @acl.fuse
+    def function(x, y, scale=2.0):
+        """Scale."""
+        runs.append(1)
+        return x * scale + y
+
+    assert function.__doc__ == "Scale."
+    for rows in (2, 3, 4):
+        function(torch.ones(rows, 5), torch.ones(5))
+    assert len(runs) == 1
+    function(torch.ones(2, 5), torch.ones(2, 1))
+    assert len(runs) == 2
+    assert function(torch.ones(2, 5), torch.ones(2, 1), scale=3.0)[0, 0] == 4
+    assert function(torch.ones(2, 5, dtype=torch.float16), torch.ones(5)).dtype == torch.float32
+    assert len(runs) == 4
+
+
+def test_a_shape_that_is_read_is_part_of_the_key():
+    function = acl.fuse(lambda x: x.sum(-1) / x.shape[-1] + len(x) + x.size(0) - x.size()[0])
+    for shape in ((2, 3), (4, 5)):
+        torch.testing.assert_close(function(torch.ones(shape)), torch.full(shape[:1], 1.0 + shape[0]))
+
+
+def test_arrays_of_numpy_and_functions_of_numpy():
+    function = acl.fuse(lambda x, y: np.exp(x - np.max(x, axis=-1, keepdims=True)) * y + np.add(x, 1) / np.sqrt(y))
+    x, y = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32), np.float32([1, 2, 3, 4])
+    got = function(x, y)
+    assert type(got) is np.ndarray
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, np.exp(x - x.max(-1, keepdims=True)) * y + (x + 1) / np.sqrt(y), rtol=2e-6)
+    spread = acl.fuse(
+        lambda x: (x.std(axis=-1), np.var(x, axis=-1, ddof=1), x.max(axis=-1), np.clip(x, 0, None).mean(-1))
+    )
+    for y, wanted in zip(spread(x), (x.std(-1), x.var(-1, ddof=1), x.max(-1), x.clip(0).mean(-1)), strict=True):
+        np.testing.assert_allclose(y, wanted, rtol=3e-6)
+
+
+def test_arrays_of_jax():
+    jax = pytest.importorskip("jax")
+    got = acl.fuse(lambda x: x * 2 + 1)(jax.numpy.arange(3.0))
+    assert isinstance(got, jax.Array)
+    assert got.tolist() == [1, 3, 5]
+
+
+def test_explain_names_the_function_and_the_implementation(capsys):
+    acl.explain(acl.fuse(CASES["gelu"]), *arguments("gelu"))
+    shown = capsys.readouterr().out
+    assert "fused_lambda_fwd  5x7 float32 array row" in shown
+    assert "chosen   triton (own kernel)" in shown
+
+
+def test_conditions_and_bool_arrays():
+    mask, x = torch.tensor([[True, False, True]]), torch.tensor([[1.0, 2.0, math.nan]])
+    keep, both = acl.fuse(lambda m, x: (torch.where(m, x, 0.0) * m, m & ~(x > 1)))(mask, x)
+    torch.testing.assert_close(keep, torch.tensor([[1.0, 0.0, math.nan]]), equal_nan=True)
+    assert both.tolist() == [[True, False, True]]
+
+
+REFUSED = {
+    "control": (lambda x: x if x.sum() > 0 else -x, "decides what the function does.*use torch.where.*line"),
+    "number": (lambda x: math.exp(x[0]) if False else math.exp(x), "decides what the function does"),
+    "item": (lambda x: x * x.amax(-1).item(), "item.. reads values"),
+    "unknown": (lambda x: torch.cumsum(x, -1), "does not know torch.cumsum .*test_fusion.py, line"),
+    "method": (lambda x: x.cumsum(-1), "does not know cumsum of an array"),
+    "ufunc": (lambda x: np.arctan2(x, x), "does not know numpy.arctan2"),
+    "accumulate": (lambda x: np.add.accumulate(x), "does not know numpy.add.accumulate"),
+    "floor_divide": (lambda x: x // 2, "does not know floor_divide"),
+    "matmul": (lambda x: x @ x, "does not know matmul"),
+    "index": (lambda x: x[0], "does not know indexing"),
+    "assignment": (lambda x: x.__setitem__(0, 1), "does not know assignments"),
+    "outside": (lambda x: x + torch.ones(3), "array from outside of the function"),
+    "outside_numpy": (lambda x: np.ones(3) * x, "array from outside of the function"),
+    "dimension": (lambda x: x.sum(0), "only the last one, dim=-1"),
+    "all": (lambda x: x.sum(), "dim=None of 2 dimensions"),
+    "twice": (lambda x: x.sum(-1).sum(-1), "a second reduction"),
+    "keepdim": (lambda x: x / x.sum(-1), "reduce with keepdim=True"),
+    "power": (lambda x: x**x, "power of two arrays"),
+    "option": (lambda x: x.clamp(lowest=1), "clamp with arguments that fuse does not know"),
+    "indices": (lambda x: x.max(dim=-1)[1] + 1, "unsupported operand"),
+    "indices_method": (lambda x: x.max(dim=-1).indices.float(), "indices of max and min"),
+    "constant": (lambda x: 1.0, "result 0 is no value of the inputs but a float"),
+    "nothing": (lambda x: (), "returns nothing"),
+    "count": (lambda x: (x > 0).sum(-1), "sum of a condition"),
+    "integer": (lambda x: x.to(torch.int32), "a conversion to torch.int32"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_recorded_is_refused_by_name(name):
+    function, sentence = REFUSED[name]
+    with pytest.raises((UnsupportedCase, TypeError), match=sentence):
+        acl.fuse(function)(torch.ones(2, 3))
+
+
+def test_bad_arguments_are_refused():
+    double = acl.fuse(lambda x, y=1.0: x * y)
+    with pytest.raises(UnsupportedDtype, match="float64 and bool, got int64"):
+        double(torch.ones(2, dtype=torch.int64))
+    with pytest.raises(UnsupportedDtype, match="at least one array"):
+        double(2.0)
+    with pytest.raises(UnsupportedDtype, match="got list"):
+        double(torch.ones(2), [1.0])
+    with pytest.raises(ShapeError, match=r"\(2,\), \(3,\) do not broadcast"):
+        double(torch.ones(2), torch.ones(3))
+    with pytest.raises(UnsupportedCase, match=r"result 0 has shape \(3,\), the inputs \(2, 3\)"):
+        acl.fuse(lambda x, y: y * 2)(torch.ones(2, 3), torch.ones(3))
+    with pytest.raises(ConfigError, match="takes a function, got int"):
+        acl.fuse(3)
+    with pytest.raises(ConfigError, match="nonsense"):
+        acl.fuse(device="nonsense")(torch.tanh)
+
+
+def test_decorated_methods_and_compile():
+    class Scaled:
+        @acl.fuse
+        def __call__(self, x):
+            return x * 2
+
+    assert Scaled()(torch.ones(2)).tolist() == [2, 2]
+    assert torch.func.grad(lambda x: acl.fuse(torch.square)(x).sum())(torch.ones(2)).tolist() == [2, 2]
+
+
+def test_programs_are_released_with_their_plans():
+    first = acl.fuse(lambda x: x * 2 + 1).program(torch.ones(2, 3))
+    second = acl.fuse(lambda x: x * 2 + 1).program(torch.ones(4, 3))
+    assert first == second
+    assert first != acl.fuse(lambda x: x * 3 + 1).program(torch.ones(2, 3))
+    gc.collect()
+
+
+@pytest.mark.parametrize("name", ["operators", "softmax", "variance", "comparisons", "activations", "two_results"])
+def test_portable_c_on_opencl(name):
+    require_backend("opencl")
+    args = [x.detach() for x in arguments(name)]
+    got = acl.fuse(CASES[name], device="opencl")(*(x.numpy() for x in args))
+    for y, wanted in zip(tupled(got), tupled(CASES[name](*(x.double() for x in args))), strict=True):
+        np.testing.assert_allclose(y, wanted.numpy(), rtol=1e-5, atol=2e-6)
+    (row,) = ledger().to_dict()["ops"]
+    assert (row["implementation"], row["backend"]) == ("portable", "opencl")
+
+
+def test_opencl_takes_numpy_alone():
+    require_backend("opencl")
+    with pytest.raises(UnsupportedDtype, match="takes NumPy arrays of float32 and bool, got a float64 array of numpy"):
+        acl.fuse(lambda x: x, device="opencl")(np.ones(3))
+
+
+_TYPES = {torch.float32: "*fp32", torch.bool: "*i1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [CUDA_TARGETS[0], "sm_90", "gfx942"])
+@pytest.mark.parametrize("name", ["operators", "comparisons", "softmax", "layer_norm", "extremes"])
+def test_kernels_compile(name, target, uninterpreted):
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton has no wheel for this system")
+    program = acl.fuse(CASES[name]).program(*arguments(name))
+    backward, _ = gradient_of(program, tuple(range(len(program.inputs))))
+    for each in (program, backward):
+        for schedule in ("whole", "looped") if each.reduces else ("stream",):
+            kernel = code.triton_kernel(each, schedule)
+            types = {f"x{i}": _TYPES[each.inputs[i].dtype] for i in code.used_inputs(each)}
+            types |= {f"y{i}": _TYPES[result.dtype] for i, result in enumerate(each.results)} | {"M": "i32", "N": "i32"}
+            constants = {"BLOCK": 1024} if schedule == "stream" else {"ROWS": 1, "BLOCK": 1024}
+            assert kernel.source(types, constants).dialects["triton"].build(target).code
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["operators", "softmax", "layer_norm", "gelu", "activations", "extremes"])
+def test_kernels_on_a_gpu(name, dtype):
+    for shape in ((5, 7), (300, 1024), (3, 40000)):
+        args = arguments(name, *shape, dtype=dtype, device="cuda")
+        results = tupled(acl.fuse(CASES[name])(*args))
+        for y, wanted in zip(results, tupled(CASES[name](*(x.double() for x in args))), strict=True):
+            rtol, atol = TOLERANCES[dtype]
+            torch.testing.assert_close(y.double(), wanted, rtol=10 * rtol, atol=10 * atol)
+        sum(y.float().sum() for y in results).backward()
+        assert all(x.grad is not None and x.grad.isfinite().all() for x in args)
+    assert {row["implementation"] for row in ledger().to_dict()["ops"]} == {"triton"}
