@@ -274,6 +274,7 @@ def test_shards_are_checked(folder):
         (whole["weight_map"] | {name: "../other.safetensors"}, "is not the name of a file in this folder"),
         (whole["weight_map"] | {name: ".."}, "is not the name of a file in this folder"),
         (whole["weight_map"] | {name: ""}, "is not the name of a file in this folder"),
+        (whole["weight_map"] | {name: "x" * 5000}, r"'xxx.{10,80} is not the name of a file in this folder"),
         (whole["weight_map"] | {name: "model-9.safetensors"}, "no such file, though the index names it"),
         (whole["weight_map"] | {"h.9": file}, r"lacks 'h\.9', which the index lists"),
         ([], "weight_map must be an object"),

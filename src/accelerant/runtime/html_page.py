@@ -232,8 +232,17 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [(first + i) * step for i in range(count)]
 
 
+_MOST = 1e300
+
+
+def _drawable(points: Sequence[Point]) -> list[Point]:
+    """Return the points whose values are finite, and small enough for differences that are."""
+    return [(x, y) for x, y in points if abs(y) < _MOST]
+
+
 def smoothed(points: Sequence[Point], span: int) -> list[Point]:
     """Return the mean of each point and its neighbours, up to span // 2 on either side, as many on both."""
+    points = _drawable(points)
     sums = [0.0, *itertools.accumulate(y for _, y in points)]
     result: list[Point] = []
     for i, (x, _) in enumerate(points):
@@ -262,10 +271,11 @@ def line_chart(
 ) -> str:
     """Return lines over one pair of axes as an `<svg>` element without scripts or outside resources.
 
-    Without any point, the chart says that there is no data. Labels have units. References are levels to draw where they
-    lie inside the chart. With `zero` the y axis starts at 0.
+    Points that are not finite are left out; without any point, the chart says that there is no data. Labels have units.
+    References are levels to draw where they lie inside the chart. With `zero` the y axis starts at 0.
     """
-    shown = [Line(line.label, _thinned(line.points), line.style, line.dots) for line in lines if line.points]
+    drawn = [(line, _drawable(line.points)) for line in lines]
+    shown = [Line(line.label, _thinned(points), line.style, line.dots) for line, points in drawn if points]
     if not shown:
         return '<p class="empty">No steps were recorded.</p>'
     xs = [x for line in shown for x, _ in line.points]

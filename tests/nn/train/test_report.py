@@ -164,6 +164,16 @@ def test_a_single_point_is_visible_and_nothing_is_said_to_be_nothing():
     assert "No steps" in line_chart([Line("a", [], "mean")], x_label="x", y_label="y")
 
 
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e308])
+def test_points_that_are_not_finite_are_left_out(value):
+    points = [(1.0, 2.0), (2.0, value), (3.0, 4.0)]
+    assert smoothed(points, 1) == [(1.0, 2.0), (3.0, 4.0)]
+    drawn, without = (
+        line_chart([Line("loss", each, "one")], x_label="step", y_label="nats") for each in (points, points[::2])
+    )
+    assert drawn == without
+
+
 def test_the_ledgers_costliest_rows_come_first_and_the_rest_folds_away():
     rows = [{**LEDGER["ops"][0], "op": f"op{n}", "calls": 10, "ms_total": float(n)} for n in range(20)]
     tags = Tags(page(ledger={"ops": rows, "fallbacks": []}))

@@ -308,7 +308,7 @@ def test_damaged_texts_are_malformed_or_false_or_the_same(parts, rng, record_pro
         texts = dict(parts.texts)
         name = rng.choice(sorted(texts))
         for _ in range(rng.choice([1, 1, 2, 8])):
-            at, length = rng.randrange(len(texts[name])), rng.choice([1, 1, 1, 4, 90])
+            at, length = rng.randrange(len(texts[name]) or 1), rng.choice([1, 1, 1, 4, 90])
             new = rng.choice(["", rng.choice('0123456789",:[]{} -.ex\\\0'), texts[name][at : at + length] * 2])
             texts[name] = texts[name][:at] + new + texts[name][at + length :]
         found = verdict(accepted, texts)

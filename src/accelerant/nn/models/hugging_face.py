@@ -29,6 +29,7 @@ from accelerant.runtime.files import clipped, decode_json, open_regular, read_re
 __all__ = ["Fields", "Layout", "Part", "load", "read_object", "save"]
 
 _SINGLE, _INDEX, _CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+_LONGEST_NAME = 255  # bytes, on Linux, macOS and Windows
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAMES_IN_MESSAGE = 4
@@ -254,8 +255,8 @@ def _open_shards(folder: Path, stack: ExitStack) -> _Tensors:
         raise FormatError(f"{folder / _INDEX}: weight_map must be an object of file names, got {listed!r}"[:300])
     files = sorted(set(listed.values()))
     for file in files:
-        if Path(file).name != file or file in ("", ".."):
-            raise FormatError(f"{folder / _INDEX}: {file!r} is not the name of a file in this folder")
+        if Path(file).name != file or file in ("", "..") or len(file) > _LONGEST_NAME:
+            raise FormatError(f"{folder / _INDEX}: {clipped(file)} is not the name of a file in this folder")
     tensors = _open_files([folder / file for file in files], stack)
     missing = [name for name in listed if name not in tensors.sources]
     if missing:

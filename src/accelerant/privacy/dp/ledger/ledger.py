@@ -405,8 +405,8 @@ class Ledger:
             value = getattr(self, name)
             if facts[name] != value:
                 raise ConfigError(
-                    f"the ledger {path} is of {name} {facts[name]!r}, not {value!r}: the two do not add up. Give "
-                    f"{name}={facts[name]!r}, or another file"
+                    f"the ledger {path} is of {name} {clipped(facts[name])}, not {value!r}: the two do not add up. "
+                    f"Give {name}={clipped(facts[name])}, or another file"
                 )
         known = {facts["dataset"], *(run.facts.get("dataset", "") for run in self._history.runs)}
         if not self.dataset:

@@ -29,7 +29,7 @@ from accelerant._version import __version__
 from accelerant.errors import FormatError
 from accelerant.privacy.dp.ledger.events import Event, check_neighbouring, check_whole
 from accelerant.privacy.dp.ledger.journal import Journal
-from accelerant.runtime.files import typed
+from accelerant.runtime.files import clipped, typed
 
 __all__ = ["VERSION", "History", "Run", "RunWriter", "event_record", "fresh_id", "versions"]
 
@@ -135,14 +135,14 @@ class History:
         if kind == "ledger":
             if record["version"] != VERSION:
                 raise FormatError(
-                    f"a ledger of version {record['version']}, this one reads {VERSION}: update accelerant"
+                    f"a ledger of version {clipped(record['version'])}, this one reads {VERSION}: update accelerant"
                 )
             self.facts = {name: typed(str, record[name], name) for name in ("unit", "neighbouring", "dataset")}
             check_neighbouring(self.facts["neighbouring"])
             return
         if kind == "run":
             if record["run"] != len(self.runs) + 1:
-                raise FormatError(f"run {record['run']} follows run {len(self.runs)}")
+                raise FormatError(f"run {clipped(record['run'])} follows run {len(self.runs)}")
             facts = {name: typed(_FACTS.get(name, Any), value, name) for name, value in record.items()}
             if "earlier" in facts:
                 self.name_runs(facts["earlier"])
@@ -150,7 +150,7 @@ class History:
             return
         run = self.runs[-1]
         if record["run"] != len(self.runs) or run.closed:
-            raise FormatError(f"a record of run {record['run']} after it ended")
+            raise FormatError(f"a record of run {clipped(record['run'])} after it ended")
         if kind == "reserve":
             run.reserved[Event.from_dict(record["event"]).times(1)] += check_whole("count", record["count"], 0)
         elif kind == "used":
