@@ -26,8 +26,8 @@ from accelerant.accelerator.methods import (
     Operations,
     Results,
     Tensors,
-    joined_arguments,
     sizes_of,
+    split_along_rows,
     tensors_of,
     to_tensors,
 )
@@ -39,7 +39,6 @@ from accelerant.errors import (
     ConfigError,
     FallbackWarning,
     OutOfMemory,
-    TimeLimitExceeded,
     UnsupportedCase,
 )
 from accelerant.ops.gelu.portable import gelu_on
@@ -49,6 +48,7 @@ from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import FallbackRecord, ledger, quantile
 from accelerant.runtime.provider import ComputeDevice, Event, MemoryInfo, lacks_host_memory
 from accelerant.runtime.streams.stream import Future, Stream, submit
+from accelerant.runtime.time_limit import check_time, is_limited, time_limit
 from accelerant.zk.multi_scalar.op import FixedBase
 from accelerant.zk.transform import ntt
 
@@ -56,6 +56,9 @@ __all__ = ["Accelerator", "AcceleratorConfig"]
 
 T = TypeVar("T")
 
+
+_WORK_BETWEEN_CHECKS = {"cpu": 1e9}
+"""Operations of a call between two checks of its time limit, 1e12 elsewhere: a tenth of a second, or less."""
 
 _SAMPLES_KEPT = 4096
 _PENDING_LIMIT = 64
@@ -67,9 +70,10 @@ class AcceleratorConfig:
 
     Attributes:
         batch_size: rows (of the first dimension) that a row-wise operation processes at once; all by default.
-        timeout_s: seconds after which a call ends with TimeLimitExceeded. Checked between batches of rows, after the
-            inputs are on the device and at the end of the call: running work is not interrupted, and its result is
-            discarded. No limit by default.
+        timeout_s: seconds after which a call ends with TimeLimitExceeded. Checked after the inputs are on the device,
+            between batches of rows (small enough for a check each tenth of a second, unless batch_size says
+            otherwise), passes of a transform and tasks of a sum of multiples, and at the end of the call: running work
+            is not interrupted, and its result is discarded. No limit by default.
         memory_limit_bytes: the most that a call's inputs and result may take on the device; a call that needs more
             raises OutOfMemory before anything is allocated. Also the most that the calls of a batch take together: it
             runs in parts. No limit by default.
@@ -146,21 +150,6 @@ class OperationMetrics:
                     counts = {key: row.counts[key] for key in ("calls", "errors", "fallbacks", "bytes", "flops")}
                     figures[name] = counts | {f"p{q}_ms": quantile(ordered, q / 100) for q in (50, 95, 99)}
         return figures
-
-
-@dataclass(frozen=True, slots=True)
-class _Deadline:
-    """The time limit of one call, from its construction on."""
-
-    name: str
-    timeout_s: float | None
-    began_s: float = field(default_factory=lambda: time.monotonic())
-
-    def check(self, reached: str) -> None:
-        """Raise TimeLimitExceeded if the limit has passed; the message says how far the call came."""
-        spent = time.monotonic() - self.began_s
-        if self.timeout_s is not None and spent > self.timeout_s:
-            raise TimeLimitExceeded(f"{self.name}: {spent:.3g} s of at most {self.timeout_s:g} s {reached}")
 
 
 class Accelerator(Operations):
@@ -271,7 +260,7 @@ class Accelerator(Operations):
                 for _ in range(iterations + 2):
                     self._provider.synchronize(self.device.index)
                     began = time.perf_counter()
-                    out = self._run(name, args, options, _Deadline(name, None))
+                    out = self._run(name, args, options)
                     self._provider.synchronize(self.device.index)
                     samples.append((time.perf_counter() - began) * 1e3)
             except UnsupportedCase:
@@ -311,10 +300,9 @@ class Accelerator(Operations):
         self._check_open()
         self._metrics.add(name, calls=abs(calls))
         try:
-            with override(fallback=self._policy):
-                deadline = _Deadline(name, self.config.timeout_s)
+            with override(fallback=self._policy), time_limit(self.config.timeout_s, name):
                 moved, _ = self._move_or_fall_back(name, tensors)
-                return self._run_or_fall_back(name, moved, options, deadline, calls)
+                return self._run_or_fall_back(name, moved, options, calls)
         except BaseException:
             self._metrics.add(name, errors=abs(calls))
             raise
@@ -340,13 +328,12 @@ class Accelerator(Operations):
         """Move the arrays to the device, run, and return the result in kind."""
         self._check_open()
         self._metrics.add(name, calls=1)
-        deadline = _Deadline(name, self.config.timeout_s)
         try:
-            with override(fallback=self._policy):
+            with override(fallback=self._policy), time_limit(self.config.timeout_s, name):
                 arrays = self._prepared(name, arrays, options)
                 self._check_memory(name, arrays, options)
                 tensors, origin = self._move_or_fall_back(name, arrays)
-                tensor = self._run_or_fall_back(name, tensors, options, deadline)
+                tensor = self._run_or_fall_back(name, tensors, options)
         except BaseException:
             self._metrics.add(name, errors=1)
             raise
@@ -360,9 +347,7 @@ class Accelerator(Operations):
             self._fall_back_or_raise(name, error)
             return self._move(name, arrays, torch.device("cpu"))
 
-    def _run_or_fall_back(
-        self, name: str, tensors: Tensors, options: dict[str, Any], deadline: _Deadline, calls: int = 1
-    ) -> Results:
+    def _run_or_fall_back(self, name: str, tensors: Tensors, options: dict[str, Any], calls: int = 1) -> Results:
         """Run on the device of the tensors, or on the CPU after a failure that wrote nothing.
 
         `calls` are counted; a number below 0 has as many run one after the other, each on its part of the tensors.
@@ -371,21 +356,19 @@ class Accelerator(Operations):
         if tensors[0].device == self._torch_device:
             try:
                 start = self._provider.record_event(self.device.index)
-                result = self._run(name, tensors, options, deadline, each)
+                result = self._run(name, tensors, options, each)
                 if start is not None:
                     self._metrics.add_time(name, start, self._provider.record_event(self.device.index))
                 made = tensors_of(result)
                 moved = sum(tensor.nbytes for tensor in (*tensors, *made))
                 flops = sum(METHODS[name].flops(tensors, y, **options) for y in (made if each else made[:1]))
                 self._metrics.add(name, bytes=moved, flops=flops)
-                if deadline.timeout_s is not None:
-                    self._provider.synchronize(self.device.index)
-                    deadline.check("at its end")
+                check_time("at its end", self._wait)
                 return result
             except Exception as error:  # noqa: BLE001 - as above
                 self._fall_back_or_raise(name, error, abs(calls))
-        result = self._in_batches(name, tuple(tensor.cpu() for tensor in tensors), options, deadline, each)
-        deadline.check("at its end")
+        result = self._in_batches(name, tuple(tensor.cpu() for tensor in tensors), options, each)
+        check_time("at its end")
         return result
 
     def _fall_back_or_raise(self, name: str, error: Exception, calls: int = 1) -> None:
@@ -407,45 +390,43 @@ class Accelerator(Operations):
     def _move(self, name: str, arrays: tuple[Any, ...], to: torch.device | None = None) -> tuple[Tensors, ArrayOrigin]:
         return to_tensors(name, arrays, to or self._torch_device)
 
-    def _run(self, name: str, tensors: Tensors, options: dict[str, Any], deadline: _Deadline, each: int = 0) -> Results:
+    def _run(self, name: str, tensors: Tensors, options: dict[str, Any], each: int = 0) -> Results:
         if self.device.torch_device:
-            return self._in_batches(name, tensors, options, deadline, each)
+            return self._in_batches(name, tensors, options, each)
         if name not in _WITHOUT_TENSORS:
             raise UnsupportedCase(f"{self.device.backend} has no {name}")
         arrays = (tensor.numpy() for tensor in tensors)
         return torch.from_numpy(_WITHOUT_TENSORS[name](self.device, *arrays, **options))
 
-    def _in_batches(
-        self, name: str, tensors: Tensors, options: dict[str, Any], deadline: _Deadline, each: int = 0
-    ) -> Results:
-        """Run on at most batch_size rows at a time, checking the deadline between them; or `each` calls in turn."""
-        if each:
-            return tuple(self._each(name, tensors, options, deadline, each))
-        method, size = METHODS[name], self.config.batch_size
-        rows = tensors[0].shape[0] if tensors[0].ndim else 0
-        cut = _cut_along_rows(name, tensors, options)
-        with torch.no_grad():
-            if size is None or rows <= size or cut is None:
-                deadline.check("with its inputs on the device")
-                return method.run(*tensors, **options)
-            parts: list[torch.Tensor] = []
-            for low in range(0, rows, size):
-                deadline.check(f"after {low} of {rows} rows")
-                batch = (x[low : low + size] if along else x for x, along in zip(tensors, cut, strict=True))
-                parts += tensors_of(method.run(*batch, **options))
-                if deadline.timeout_s is not None:
-                    self._provider.synchronize(self.device.index)
-            return torch.cat(parts)
+    def _wait(self) -> None:
+        self._provider.synchronize(self.device.index)
 
-    def _each(
-        self, name: str, tensors: Tensors, options: dict[str, Any], deadline: _Deadline, calls: int
-    ) -> Iterable[torch.Tensor]:
-        """Yield the results of calls on equal parts of the tensors, checking the deadline between them."""
-        run, width = METHODS[name].run, len(tensors) // calls
+    def _in_batches(self, name: str, tensors: Tensors, options: dict[str, Any], each: int = 0) -> Results:
+        """Run on a batch of rows at a time, checking the time limit between them; or `each` calls in turn."""
         with torch.no_grad():
-            for i in range(calls):
-                deadline.check(f"after {i} of {calls} calls")
-                yield from tensors_of(run(*tensors[i * width : (i + 1) * width], **options))
+            if each:
+                return tuple(self._each(name, tensors, options, each))
+            size, cut = self.config.batch_size, None
+            if size is not None or is_limited():
+                cut = split_along_rows(name, tensors, options, heads=size is None)
+            if cut is not None and size is None:
+                size = _rows_between_checks(name, cut.tensors, options)
+            if cut is None or size is None or cut.tensors[0].shape[0] <= size:
+                check_time("with its inputs on the device", self._wait)
+                return METHODS[name].run(*tensors, **options)
+            rows = cut.tensors[0].shape[0]
+            parts: list[Tensors] = []
+            for low in range(0, rows, size):
+                check_time(f"after {low} of {rows} rows", self._wait)
+                parts.append(tensors_of(METHODS[name].run(*cut.part(low, low + size), **options)))
+            return cut.joined(parts)
+
+    def _each(self, name: str, tensors: Tensors, options: dict[str, Any], calls: int) -> Iterable[torch.Tensor]:
+        """Yield the results of calls on equal parts of the tensors, checking the time limit between them."""
+        width = len(tensors) // calls
+        for i in range(calls):
+            check_time(f"after {i} of {calls} calls")
+            yield from tensors_of(METHODS[name].run(*tensors[i * width : (i + 1) * width], **options))
 
     def _check_memory(self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> tuple[int, int]:
         """Return the bytes of a call's inputs and of its result, or 0 without a limit.
@@ -466,15 +447,10 @@ class Accelerator(Operations):
             warnings.warn(f"{op}: {unused} is not used, {ran} is. {reason}", FallbackWarning, stacklevel=4)
 
 
-def _cut_along_rows(name: str, tensors: Tensors, options: dict[str, Any]) -> tuple[bool, ...] | None:
-    """Return which arguments are split when rows are processed in batches; None if the call cannot be split."""
-    method = METHODS[name]
-    if method.merge in (None, "stack") or (method.whole is not None and method.whole(tensors, options)):
-        return None
-    count = joined_arguments(name, tensors, options)
-    if not count or (tensors[0].ndim < 2 and (method.merge == "rows" or count < len(tensors))):
-        return None  # one row
-    return tuple(i < count for i in range(len(tensors)))
+def _rows_between_checks(name: str, tensors: Tensors, options: dict[str, Any]) -> int:
+    """Return the rows that take about a tenth of a second."""
+    work = METHODS[name].flops(tensors, tensors[0], **options) / max(1, tensors[0].shape[0])
+    return max(1, int(_WORK_BETWEEN_CHECKS.get(tensors[0].device.type, 1e12) / max(1, work)))
 
 
 def _field_on(name: str) -> Callable[..., Any]:

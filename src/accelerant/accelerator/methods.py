@@ -32,7 +32,8 @@ from accelerant.zk.operands import encoded_points, plain_scalars, scalar_words
 from accelerant.zk.transform import ntt
 
 __all__ = [
-    "METHODS", "ArrayOrigin", "Method", "Operations", "dtypes_of", "joined_arguments", "sizes_of", "tensors_of",
+    "METHODS", "ArrayOrigin", "Method", "Operations", "dtypes_of", "joined_arguments", "sizes_of", "split_along_rows",
+    "tensors_of",
     "to_tensors", "to_torch",
 ]  # fmt: skip
 
@@ -389,6 +390,49 @@ def joined_arguments(name: str, tensors: Tensors, options: Mapping[str, Any]) ->
     elif name == "matmul" and tensors[1].ndim != 2:
         count = 0
     return count
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A call whose first dimension may be processed in parts; made by split_along_rows.
+
+    Attributes:
+        tensors: the arguments, whose first `count` are split.
+        shape: of the first dimension before others were merged into it: attention's batch and heads.
+    """
+
+    tensors: Tensors
+    count: int
+    shape: tuple[int, ...]
+
+    def part(self, low: int, high: int) -> Tensors:
+        """Return the arguments of some rows."""
+        return *[x[low:high] for x in self.tensors[: self.count]], *self.tensors[self.count :]
+
+    def joined(self, parts: Sequence[Tensors]) -> Results:
+        """Return the results of all rows, from those of consecutive parts."""
+        whole = [torch.cat(column) for column in zip(*parts, strict=True)]
+        if len(self.shape) > 1:
+            whole = [y.reshape(*self.shape, *y.shape[2:]) for y in whole]
+        return whole[0] if len(whole) == 1 else tuple(whole)
+
+
+def split_along_rows(name: str, tensors: Tensors, options: Mapping[str, Any], *, heads: bool = True) -> Split | None:
+    """Return a call as one that can be divided along the first dimension; None for one that cannot.
+
+    `heads`: attention is divided along its heads, too, if queries and keys have as many.
+    """
+    method, first = METHODS[name], tensors[0]
+    if method.merge in (None, "stack") or (method.whole is not None and method.whole(tensors, options)):
+        return None
+    count = joined_arguments(name, tensors, options)
+    one_row = first.ndim < 2 and (method.merge == "rows" or count < len(tensors))
+    if not count or not first.ndim or (one_row and method.merge != "first"):
+        return None
+    if heads and name == "attention" and len({x.shape[1] for x in tensors}) == 1 and first.numel():
+        each = tuple([x.reshape(-1, 1, *x.shape[2:]) for x in tensors])
+        return Split(each, count, tuple(first.shape[:2]))
+    return Split(tensors, count, (first.shape[0],))
 
 
 def _op_method(name: str) -> Callable[..., Any]:

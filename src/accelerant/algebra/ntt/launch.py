@@ -26,6 +26,7 @@ from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
+from accelerant.runtime.time_limit import check_time, is_limited
 
 __all__ = ["LOG_MOST", "DeviceNttPlan", "Division", "HostNttPlan", "division_of", "run", "transform"]
 
@@ -65,13 +66,18 @@ def transform(
 
 
 def run(plan: NttPlan, space: MemorySpace, x: Any, out: Any, elements: int) -> None:
-    """Launch the passes of a plan; if the last one is not in place, those before it work in scratch memory."""
+    """Launch the passes of a plan; if the last one is not in place, those before it work in scratch memory.
+
+    They do so under a time limit, too: `out` is untouched if it passes.
+    """
     last = len(plan.passes) - 1
-    moves = not plan.passes[last].in_place
+    moves = not plan.passes[last].in_place or (last > 0 and is_limited())
     work = space.empty(tuple(x.shape), dtype_of(plan.field)) if moves else out
     for number in range(last + 1):
         plan.launch(number, x, out if moves and number == last else work, elements)
         x = work
+        if number < last:
+            check_time(f"after {number + 1} of {last + 1} passes", lambda: space.provider.synchronize(space.index))
 
 
 @functools.lru_cache(maxsize=4096)

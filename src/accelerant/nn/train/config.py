@@ -107,6 +107,7 @@ class TrainConfig:
         log: "jsonl" (metrics.jsonl), or "tensorboard" in addition.
         profile: number of steps to profile after a few warm-up steps, into trace.json and kernels.txt; 0 for none.
         predict_memory: whether to predict the peak memory before the first step.
+        timeout_s: seconds after which training ends with TimeLimitExceeded, after its step; 0 for no limit.
     """
 
     epochs: float = 1.0
@@ -143,6 +144,7 @@ class TrainConfig:
     log: Log = "jsonl"
     profile: int = 0
     predict_memory: bool = True
+    timeout_s: float = 0.0
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self)).items():

@@ -24,7 +24,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from accelerant.errors import AccelerantError, ConfigError, DivergenceError, FormatError, OutOfMemory
+from accelerant.errors import (
+    AccelerantError,
+    ConfigError,
+    DivergenceError,
+    FormatError,
+    OutOfMemory,
+    TimeLimitExceeded,
+)
 from accelerant.nn.layers import float8_weights, modes_kept, require_float8
 from accelerant.nn.train.callbacks import Callback, Step, TensorBoard
 from accelerant.nn.train.checkpoint import BestModel, Checkpoints, gathered, is_full, require_same_config, restored
@@ -53,6 +60,7 @@ from accelerant.runtime.files import clipped
 from accelerant.runtime.ledger import ledger
 from accelerant.runtime.memory.limits import available_bytes, peak_recorded, size_text
 from accelerant.runtime.memory.peak import predict_peak
+from accelerant.runtime.time_limit import check_time, time_limit
 
 __all__ = ["Trainer", "fit"]
 
@@ -144,6 +152,8 @@ class Trainer:
             FormatError: the checkpoints are damaged or of another model.
             DivergenceError: a loss or gradient is not finite; names step, module and the last good checkpoint.
             OutOfMemory: a step does not fit the device.
+            TimeLimitExceeded: the config's timeout_s, or a time_limit around the call, has passed; the step was
+                completed, and a checkpoint written if there is a folder.
             KeyboardInterrupt: Ctrl-C; the step was completed, and a checkpoint written if there is a folder.
         """
         config = self.config
@@ -206,7 +216,7 @@ class Trainer:
         run = _Run(self, source, held_out, folder, fingerprint or source.fingerprint(), evaluate_at)
         self.history = run.history
         try:
-            with modes_kept(self.model):
+            with modes_kept(self.model), time_limit(self.config.timeout_s or None, "training"):
                 run.execute(resume=resume)
         except BaseException as error:
             self.notify("failed", error)
@@ -398,7 +408,8 @@ class _Run:
             evaluating = done in self._evaluate_at
             if evaluating:
                 self._flush(evaluate_after=done)
-            stopping = bool(stop or trainer.stopping)
+            out_of_time = self._out_of_time(done)
+            stopping = bool(stop or trainer.stopping or out_of_time)
             save_is_due = (every and done % every == 0) or time.monotonic() - saved_at > every_s
             if stopping or done == total or save_is_due:
                 self._flush()
@@ -413,9 +424,21 @@ class _Run:
                 or time.monotonic() - self._flushed_at > _FLUSH_S
             ):
                 self._flush()
+            if out_of_time and done < total:
+                raise out_of_time
             if stopping:
                 break
         return done
+
+    def _out_of_time(self, done: int) -> TimeLimitExceeded | None:
+        """Return the error of a time limit that has passed; a checkpoint comes before it."""
+        try:
+            check_time(f"after step {done:,} of {self.history.total_steps:,}")
+        except TimeLimitExceeded as error:
+            if self._folder is not None:
+                error.add_note(f"a checkpoint of that step is in {self._folder}; resume=True continues from it")
+            return error
+        return None
 
     def _flush(self, evaluate_after: int = 0) -> None:
         """Read the pending steps' results with one wait, check and record them, the last one with its evaluation."""

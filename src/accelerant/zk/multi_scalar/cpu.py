@@ -30,6 +30,7 @@ from accelerant.errors import OutOfMemory, ShapeError, UnsupportedCase
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.host import usable_cores
+from accelerant.runtime.time_limit import check_time, is_limited
 from accelerant.zk.multi_scalar.llvm_kernels import PACKS, SIGN, SIZES, WorkerMemory, kernel_source
 
 __all__ = ["CpuBases", "CpuPlan", "cpu_plan", "shared_cpu_plan"]
@@ -57,6 +58,9 @@ _WINDOWS = range(4, 19)
 
 _ADDITION, _WEIGHTING = 6, 26
 """Products of coordinates per point and window, and per bucket."""
+
+_ENTRIES_BETWEEN_CHECKS = 1 << 20
+"""Points times windows that workers sum between two checks of a time limit, a tenth of a second on eight cores."""
 
 _ALIGNMENT = 64
 
@@ -252,7 +256,13 @@ class CpuBases:
         next_task, memory = np.zeros(1, np.int64), _aligned(workers * tasks.scratch)
         partials = np.empty((plan.partials, 3 * self._points.shape[1] // 2), np.uint64)
         arrays = (self._points, columns, tasks.rows, next_task, memory, tasks.offsets, partials, sizes)
-        _launch(self._kernel("msm_sum"), workers, arrays)
+        total = len(tasks.rows)
+        step = max(workers, total * _ENTRIES_BETWEEN_CHECKS // max(1, self.n * plan.windows)) if is_limited() else total
+        for first in range(0, total, step):
+            if first:
+                check_time(f"after {first} of {total} tasks of {self.n:,} points")
+            next_task[0], sizes[0] = first, min(total, first + step)
+            _launch(self._kernel("msm_sum"), workers, arrays)
         z = np.empty(self._points.shape[1:], np.uint64)
         _launch(self._kernel("msm_finish"), 1, (partials, plan.doublings(), len(partials), z))
         return z

@@ -13,6 +13,7 @@ multiples; Botrel and El Housni, eprint 2022/1400, for signed digits and XYZZ co
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.memory_space import MemorySpace
 from accelerant.errors import OutOfMemory
 from accelerant.runtime.recorded_launch import launch
+from accelerant.runtime.time_limit import check_time
 from accelerant.zk.multi_scalar.device_kernels import MULTIPLES_BLOCK, POINTS_PER_INVERSION, multiples_source
 from accelerant.zk.multi_scalar.device_plan import (
     MAX_INDICES,
@@ -228,8 +230,12 @@ class _Runner:
 
     def start(self, scalars: Words, points: Words, n: int) -> PendingMsm:
         """Launch the sum of n points; a shared plan takes their multiples."""
-        step = self.plan.points
-        results = [self._chunk(scalars, points, n, first, min(step, n - first)) for first in range(0, n, step)]
+        step, results = self.plan.points, []
+        for first in range(0, n, step):
+            if first:
+                wait = functools.partial(self.space.provider.synchronize, self.space.index)
+                check_time(f"after {first:,} of {n:,} points", wait)
+            results.append(self._chunk(scalars, points, n, first, min(step, n - first)))
         return PendingMsm(self.space, self.curve, self.plan.window, results)
 
     def _chunk(self, scalars: Words, points: Words, n: int, first: int, count: int) -> Words:

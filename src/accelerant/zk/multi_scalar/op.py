@@ -22,6 +22,7 @@ from accelerant.errors import FormatError, ShapeError
 from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
+from accelerant.runtime.time_limit import check_time
 from accelerant.zk import operands
 from accelerant.zk.multi_scalar.cpu import CpuBases, cpu_plan, shared_cpu_plan
 from accelerant.zk.multi_scalar.window_reduction import canonical
@@ -187,7 +188,11 @@ def run_sums(
     """
     n = int(rows[0].shape[0]) if rows else 0
     with RecordedLaunch(msm_record(space, curve, n, len(rows)), space.provider, space.index):
-        sums = [start(row) for row in rows]
+        sums = []
+        for row in rows:
+            sums.append(start(row))
+            if len(sums) < len(rows):
+                check_time(f"after {len(sums)} of {len(rows)} sums", lambda: space.provider.synchronize(space.index))
         error = check()
         sums = [total.finish() if isinstance(total, Pending) else total for total in sums]
     if error is not None:
