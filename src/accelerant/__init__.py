@@ -22,24 +22,28 @@ if TYPE_CHECKING:
     from accelerant import algebra, nn, ops, privacy, zk
     from accelerant.accelerator import Accelerator, AcceleratorConfig
     from accelerant.accelerator.fusion import fuse
+    from accelerant.runtime.compilation.options import CompileOptions
     from accelerant.runtime.dispatch import explain
     from accelerant.runtime.ledger import ledger
     from accelerant.runtime.memory.batch_size import optimal_batch_size
     from accelerant.runtime.memory.peak import predict_peak
     from accelerant.runtime.registry import devices
+    from accelerant.runtime.user_kernel import kernel
 
 __all__ = [
-    "Accelerator", "AcceleratorConfig", "__version__", "algebra", "devices", "errors", "explain", "fuse", "ledger",
-    "nn", "ops", "optimal_batch_size", "predict_peak", "privacy", "zk",
+    "Accelerator", "AcceleratorConfig", "CompileOptions", "__version__", "algebra", "devices", "errors", "explain",
+    "fuse", "kernel", "ledger", "nn", "ops", "optimal_batch_size", "predict_peak", "privacy", "zk",
 ]  # fmt: skip
 
 _SUBPACKAGES = ("algebra", "nn", "ops", "privacy", "zk")
 _NAMES = {
     "Accelerator": "accelerant.accelerator",
     "AcceleratorConfig": "accelerant.accelerator",
+    "CompileOptions": "accelerant.runtime.compilation.options",
     "devices": "accelerant.runtime.registry",
     "explain": "accelerant.runtime.dispatch",
     "fuse": "accelerant.accelerator.fusion",
+    "kernel": "accelerant.runtime.user_kernel",
     "ledger": "accelerant.runtime.ledger",
     "optimal_batch_size": "accelerant.runtime.memory.batch_size",
     "predict_peak": "accelerant.runtime.memory.peak",

@@ -13,6 +13,7 @@ import typer
 
 from accelerant.cli.terminal import print_table
 from accelerant.errors import CompileError, ConfigError
+from accelerant.runtime.compilation.options import CompileOptions
 from accelerant.runtime.files import escaped
 
 if TYPE_CHECKING:
@@ -30,10 +31,13 @@ _MOST_BYTES = 1 << 26  # of a source file
 TEMPLATES = ("matmul", "relu", "attention")
 """Example kernels in the folder templates."""
 
+_CODE = "Code"
+
 _EXAMPLES = """\
 accelerant compile --template matmul --out mine.cu
 accelerant compile mine.cu
 accelerant compile mine.cu --arch sm_90a --block 128 --json
+accelerant compile mine.cu --fast-math -D WIDTH=8 -I include --entry 'scale<float, 4>'
 accelerant compile mine.cu --arch sm_80 --ptx"""
 
 
@@ -54,6 +58,42 @@ def compile_file(
     shared: Annotated[int, typer.Option(help="Bytes of dynamic shared memory a block, for occupancy.")] = 0,
     include: Annotated[
         list[Path] | None, typer.Option("--include", "-I", help="A folder with headers; may be repeated.")
+    ] = None,
+    entry: Annotated[
+        list[str] | None, typer.Option(help="A template to instantiate, like 'scale<float, 4>'; may be repeated.")
+    ] = None,
+    optimize: Annotated[
+        int | None, typer.Option("--optimize", "-O", help="Level of the assembler, 0 to 3.", rich_help_panel=_CODE)
+    ] = None,
+    fast_math: Annotated[
+        bool, typer.Option("--fast-math", help="Faster, less precise arithmetic in float32.", rich_help_panel=_CODE)
+    ] = False,
+    ftz: Annotated[
+        bool | None, typer.Option("--ftz/--no-ftz", help="Flush subnormal numbers to zero.", rich_help_panel=_CODE)
+    ] = None,
+    prec_div: Annotated[
+        bool | None,
+        typer.Option("--prec-div/--no-prec-div", help="Correctly rounded division.", rich_help_panel=_CODE),
+    ] = None,
+    prec_sqrt: Annotated[
+        bool | None,
+        typer.Option("--prec-sqrt/--no-prec-sqrt", help="Correctly rounded square root.", rich_help_panel=_CODE),
+    ] = None,
+    fmad: Annotated[
+        bool | None,
+        typer.Option("--fmad/--no-fmad", help="Contract a * b + c to one operation.", rich_help_panel=_CODE),
+    ] = None,
+    define: Annotated[
+        list[str] | None,
+        typer.Option("--define", "-D", metavar="NAME=VALUE", help="A macro; may be repeated.", rich_help_panel=_CODE),
+    ] = None,
+    nvrtc: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OPTION", help="Any option of NVRTC; may be repeated.", rich_help_panel=_CODE),
+    ] = None,
+    ptxas: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OPTION", help="Any option of ptxas; may be repeated.", rich_help_panel=_CODE),
     ] = None,
     ptx: Annotated[bool, typer.Option("--ptx", help="Print the PTX instead of the report.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
@@ -81,7 +121,11 @@ def compile_file(
     for folder in include or ():
         if not folder.is_dir():
             raise ConfigError(f"--include {folder}: no such folder")
-    folders = [*(include or ()), file.resolve().parent]
+    options = CompileOptions(
+        optimize=optimize, fast_math=fast_math, ftz=ftz, prec_div=prec_div, prec_sqrt=prec_sqrt, fmad=fmad,
+        defines=tuple((name, value if eq else "1") for name, eq, value in (x.partition("=") for x in define or ())),
+        include=include or (), nvrtc=nvrtc or (), ptxas=ptxas or (),
+    )  # fmt: skip
     targets = known_targets_of(arch or ["all"])
     from accelerant.runtime.compilation.inspect import CompilerMessage, inspect_cuda, read_messages
 
@@ -91,8 +135,11 @@ def compile_file(
     for target in targets:
         try:
             done.append(
-                inspect_cuda(text, target, name=name, include=folders, block=block, dynamic_shared_bytes=shared)
-            )
+                inspect_cuda(
+                    text, target, name=name, include=[file.resolve().parent], options=options, entries=entry or (),
+                    block=block, dynamic_shared_bytes=shared,
+                )
+            )  # fmt: skip
         except CompileError as error:
             errors = [message for message in read_messages(error.log, name) if message.severity == "error"]
             failed[target] = error.log, errors or [CompilerMessage("error", name, None, error.log)]
@@ -178,7 +225,8 @@ def _print_messages(file: str, targets: list[str], done: list[Inspection], faile
         print("\n".join(escaped(line.expandtabs()) for line in f"{scope}{message}".splitlines()), file=sys.stderr)
     if done and not done[0].entries:
         print(
-            f"{escaped(file)}: no entry point: nothing is marked __global__, or no template is instantiated",
+            f"{escaped(file)}: no entry point: nothing is marked __global__, or no template is instantiated "
+            "(--entry 'NAME<float>')",
             file=sys.stderr,
         )
 

@@ -431,12 +431,14 @@ def launches() -> Iterator[Launches]:
 # --- checks shared by the providers ----------------------------------------------------------------------------------
 
 SCALAR_CTYPES: dict[str, Any] = {
+    "i8": ctypes.c_int8, "u8": ctypes.c_uint8, "i16": ctypes.c_int16, "u16": ctypes.c_uint16, "bool": ctypes.c_bool,
     "i32": ctypes.c_int32, "u32": ctypes.c_uint32, "i64": ctypes.c_int64, "u64": ctypes.c_uint64, "f32": ctypes.c_float,
     "f64": ctypes.c_double,
 }  # fmt: skip
 """Scalar type of KernelSource.entries -> its C type."""
 
-_INTEGER_RANGES = {"i32": (-(2**31), 2**31), "u32": (0, 2**32), "i64": (-(2**63), 2**63), "u64": (0, 2**64)}
+_INTEGER_RANGES = {"bool": (0, 2), **{f"u{bits}": (0, 2**bits) for bits in (8, 16, 32, 64)}}
+_INTEGER_RANGES |= {f"i{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1)) for bits in (8, 16, 32, 64)}
 
 
 def probe_in_child(program: str, driver: str, timeout_s: float) -> str:

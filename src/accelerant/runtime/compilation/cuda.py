@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from accelerant.errors import CompileError
 from accelerant.runtime.compilation.cache import kernel_key
 from accelerant.runtime.compilation.kernel import Binary, Builder, KernelSource, Resources, portable_header
+from accelerant.runtime.compilation.options import header_hashes
+from accelerant.runtime.compilation.signatures import host_code
 
 __all__ = [
-    "DIALECTS", "NvrtcResult", "compile_cuda", "compiler_version", "cuda_key", "load_nvrtc", "read_resources",
-    "run_nvrtc",
+    "DIALECTS", "NvrtcResult", "compile_cuda", "compiler_version", "cuda_key", "explained", "load_nvrtc",
+    "read_resources", "run_nvrtc", "toolkit_headers",
 ]  # fmt: skip
 
 DIALECTS = ("cuda", "portable", "triton")
@@ -29,11 +33,17 @@ _FIXED: dict[str, Any] = {"std": "c++17"}
 def cuda_key(source: KernelSource, target: str) -> str:
     """Return the disk cache's key for the result of compile_cuda."""
     dialect, program = source.pick(DIALECTS)
+    folders = source.compile_options.folders
     return kernel_key(
         program=program if isinstance(program, str) else program.key,
         header=portable_header() if dialect == "portable" else "",
         entries=sorted(source.entries),
-        options=source.options,
+        options=[
+            *source.compile_options.for_nvrtc(),
+            *source.raw_options,
+            *[source.shared_bytes] * bool(source.shared_bytes),
+        ],
+        headers=[header_hashes(program, folders), toolkit_headers(program)] if isinstance(program, str) else [],
         fixed={} if dialect == "triton" else _FIXED,  # Triton's are in its Builder's key
         target=target,
         compiler=compiler_version(source),
@@ -52,30 +62,35 @@ def compile_cuda(source: KernelSource, target: str) -> Binary:
     if isinstance(program, Builder):
         built = program.build(target)
         if isinstance(built, Binary):
+            source.refuse_options(type(program).__name__)
             return built
         program = built
-    if dialect == "portable":
-        program = f"{portable_header()}\n#line 1\n{program}"
-    options = [*(f"--{name}={value}" for name, value in _FIXED.items()), *source.options]
-    result = run_nvrtc(program, target, source.name, options)
+    options = [*source.compile_options.for_nvrtc(), *source.raw_options]
+    result = run_nvrtc(program, target, source.name, options, portable=dialect == "portable", names=[*source.entries])
     if not result.cubin:
-        raise CompileError(f"kernel {source.name!r} does not compile for {target}", result.log or result.status)
+        log = explained(result.log or result.status, program, source.name)
+        raise CompileError(f"kernel {source.name!r} does not compile for {target}", log)
     return Binary(
         code=result.cubin,
-        symbols={entry: entry for entry in source.entries},
-        resources={entry: read_resources(result.log, entry) for entry in source.entries},
+        symbols=result.symbols,
+        resources={entry: read_resources(result.log, symbol) for entry, symbol in result.symbols.items()},
+        metadata={"shared_bytes": source.shared_bytes} if source.shared_bytes else {},
         log=result.log,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class NvrtcResult:
-    """NVRTC's status ("NVRTC_SUCCESS"), the log of NVRTC and ptxas, and the code; empty where it did not compile."""
+    """NVRTC's status ("NVRTC_SUCCESS"), the log of NVRTC and ptxas, and the code; empty where it did not compile.
+
+    `symbols` has the names asked for -> those in the code.
+    """
 
     status: str
     log: str
     cubin: bytes = b""
     ptx: str = ""
+    symbols: dict[str, str] = field(default_factory=dict)
 
 
 def load_nvrtc() -> Any:
@@ -87,13 +102,31 @@ def load_nvrtc() -> Any:
     return nvrtc
 
 
-def run_nvrtc(text: str, target: str, name: str, options: Sequence[str]) -> NvrtcResult:
-    """Compile CUDA C++ for one architecture; `name` is the program's in the compiler's messages."""
+def run_nvrtc(
+    text: str, target: str, name: str, options: Sequence[str], *, portable: bool = False, names: Sequence[str] = ()
+) -> NvrtcResult:
+    """Compile CUDA C++, or C in the portable dialect, for one architecture.
+
+    Args:
+        name: the program's, in the compiler's messages.
+        options: NVRTC's, in addition to _FIXED. CUDA's own headers are found, and those of C++ in CUDA's version.
+        names: entry points as C++ names them ("scale<float, 4>"), which are instantiated, and whose symbols are wanted.
+    """
     nvrtc = load_nvrtc()
+    folders = [*toolkit_headers(text)]
     # Without its own cache, NVRTC always runs ptxas, whose log has the registers and spills.
-    arguments = [f"--gpu-architecture={target}", "--ptxas-options=-v", "--no-cache", *options]
+    arguments = [f"--gpu-architecture={target}", "--ptxas-options=-v", "--no-cache"]
+    arguments += [f"--{option}={value}" for option, value in _FIXED.items()]
+    arguments += [*options, *(f"--include-path={folder}" for folder in folders)]
     encoded = [argument.encode() for argument in arguments]
-    _, program = nvrtc.nvrtcCreateProgram(text.encode(), name.encode(), 0, None, None)
+    standard = _standard_headers(any(Path(folder, "cuda", "std").is_dir() for folder in folders))
+    if portable:
+        text = f'{portable_header()}\n#line 1 "{name}"\n{text}'
+    _, program = nvrtc.nvrtcCreateProgram(
+        text.encode(), name.encode(), len(standard), [*map(str.encode, standard.values())], [*map(str.encode, standard)]
+    )
+    for expression in names:
+        nvrtc.nvrtcAddNameExpression(program, expression.encode())
 
     def fetch(what: str) -> bytes:
         """Copy a result of NVRTC into a buffer of the size that it names."""
@@ -107,9 +140,71 @@ def run_nvrtc(text: str, target: str, name: str, options: Sequence[str]) -> Nvrt
         log = fetch("ProgramLog").decode(errors="replace").replace("\0", "").strip()
         if code != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             return NvrtcResult(code.name, log)
-        return NvrtcResult(code.name, log, fetch("CUBIN"), fetch("PTX").decode(errors="replace").rstrip("\0"))
+        symbols = {each: nvrtc.nvrtcGetLoweredName(program, each.encode())[1].decode() for each in names}
+        return NvrtcResult(code.name, log, fetch("CUBIN"), fetch("PTX").decode(errors="replace").rstrip("\0"), symbols)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+
+
+def toolkit_headers(text: str) -> dict[str, int]:
+    """Return the folders of CUDA's headers for a text that includes any, with the time of their last change (ns).
+
+    They are those of a toolkit, of NVIDIA's wheels, or of Triton.
+    """
+    if not re.search(r"^[ \t]*#[ \t]*include\b", text, re.MULTILINE):
+        return {}
+    return {str(folder): folder.stat().st_mtime_ns for folder in _toolkit_folders()}
+
+
+@functools.cache
+def _toolkit_folders() -> tuple[Path, ...]:
+    folders: list[Path] = []
+    with contextlib.suppress(ImportError, AttributeError, RuntimeError):
+        from cuda.pathfinder import find_nvidia_header_directory
+
+        if folder := find_nvidia_header_directory("cudart"):
+            folders += [Path(folder), Path(folder) / "cccl"]
+    triton = importlib.util.find_spec("triton")
+    if triton is not None and triton.origin is not None:
+        folders.append(Path(triton.origin).parent / "backends" / "nvidia" / "include")
+    return tuple(folder for folder in folders if folder.is_dir())
+
+
+_BUILT_IN = ("assert.h", "cassert", "cstdio", "math.h", "stdio.h")
+"""Headers of functions that NVRTC has without them: printf, assert, sqrtf."""
+
+_STANDARD = (
+    "array", "atomic", "bit", "cfloat", "climits", "cmath", "complex", "concepts", "cstddef", "cstdint", "cstdlib",
+    "cstring", "functional", "initializer_list", "iterator", "limits", "numbers", "numeric", "optional", "span",
+    "tuple", "type_traits", "utility", "variant",
+)  # fmt: skip
+"""Headers of C++ that CUDA has for devices, as <cuda/std/NAME>."""
+
+_OF_C = {"float.h": "cfloat", "limits.h": "climits", "stddef.h": "cstddef", "stdint.h": "cstdint"}
+
+
+@functools.cache
+def _standard_headers(has_cuda_std: bool) -> dict[str, str]:
+    """Return the headers that the compiler gets from memory: name -> text."""
+    headers = dict.fromkeys(_BUILT_IN, "")
+    if has_cuda_std:
+        text = "#include <cuda/std/{}>\nnamespace std {{ using namespace ::cuda::std; }}\n"
+        headers |= {name: text.format(name) for name in _STANDARD}
+        headers |= {name: f"#include <cuda/std/{other}>\n" for name, other in _OF_C.items()}
+    return headers
+
+
+def explained(log: str, text: str, name: str) -> str:
+    """Return the compiler's log, preceded by errors that say what to do about host code and missing headers."""
+    lines = [
+        f"{name}({line}): error: {what} is code for the host: take it out; NVRTC compiles kernels and their functions"
+        for line, what in host_code(text)
+    ]
+    missing = re.search(r'^(.+\(\d+\)): .*cannot open source file "([^"]+)"', log, re.MULTILINE)
+    if missing and (missing[2] in (*_STANDARD, *_OF_C) or missing[2].startswith("cuda")):
+        advice = "pip install nvidia-cuda-runtime nvidia-cuda-cccl, or install the CUDA toolkit and set CUDA_HOME"
+        lines.append(f"{missing[1]}: error: <{missing[2]}> needs CUDA's headers, which are not installed: {advice}")
+    return "\n".join([*lines, log])
 
 
 def read_resources(log: str, symbol: str) -> Resources:

@@ -14,10 +14,8 @@ registers, shared memory); CUDA Occupancy API, header cuda_occupancy.h (units of
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-import importlib.util
 import re
 import time
 from collections.abc import Sequence
@@ -26,8 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from accelerant.errors import CompileError, ConfigError
-from accelerant.runtime.compilation.cuda import entry_log, load_nvrtc, log_number, read_resources, run_nvrtc
-from accelerant.runtime.compilation.kernel import Resources, portable_header
+from accelerant.runtime.compilation.cuda import (
+    entry_log,
+    explained,
+    load_nvrtc,
+    log_number,
+    read_resources,
+    run_nvrtc,
+)
+from accelerant.runtime.compilation.kernel import Resources
+from accelerant.runtime.compilation.options import CompileOptions
 from accelerant.runtime.files import JsonRecord
 
 __all__ = [
@@ -209,6 +215,8 @@ def inspect_cuda(
     *,
     name: str,
     include: Sequence[Path] = (),
+    options: CompileOptions = CompileOptions(),  # noqa: B008  frozen
+    entries: Sequence[str] = (),
     block: int | None = None,
     dynamic_shared_bytes: int = 0,
 ) -> Inspection:
@@ -218,7 +226,9 @@ def inspect_cuda(
 
     Args:
         name: of the file, for the compiler's messages.
-        include: folders to search for headers, before CUDA's own.
+        include: folders to search for headers, after those of `options` and before CUDA's own.
+        options: for the whole file.
+        entries: templates to instantiate, with their arguments: "scale<float, 4>".
         block: threads a block for occupancy; the kernel's launch bounds or 256 by default.
         dynamic_shared_bytes: added to the static shared memory for occupancy.
 
@@ -226,17 +236,18 @@ def inspect_cuda(
         CompileError: with the log, which `read_messages` parses; or there is no NVRTC.
         ConfigError: the compiler does not know the architecture.
     """
-    if re.search(r"\bACL_KERNEL\b", text):
-        text = f'{portable_header()}\n#line 1 "{name}"\n{text}'
+    portable = re.search(r"\bACL_KERNEL\b", text) is not None
     began = time.perf_counter()
-    folders = (f"--include-path={folder}" for folder in (*include, *_cuda_headers()))
-    result = run_nvrtc(text, target, name, ["--std=c++17", *folders])
+    chosen = [*options.for_nvrtc(), *(f"--include-path={folder}" for folder in include)]
+    result = run_nvrtc(text, target, name, chosen, portable=portable, names=entries)
     took_ms = (time.perf_counter() - began) * 1e3
-    if result.status == "NVRTC_ERROR_INVALID_OPTION" or "--nv_arch" in result.log:
+    if "--nv_arch" in result.log or "--gpu-architecture" in result.log:
         raise ConfigError(f"{nvrtc_version()} does not compile for {target!r}")
+    if result.status == "NVRTC_ERROR_INVALID_OPTION":
+        raise ConfigError(f"{nvrtc_version()} refuses an option: {result.log or ' '.join(chosen)}")
     if not result.cubin:
-        raise CompileError(f"{name} does not compile for {target}", result.log or result.status)
-    entries = []
+        raise CompileError(f"{name} does not compile for {target}", explained(result.log or result.status, text, name))
+    found = []
     for symbol, threads in _launch_bounds(result.ptx):
         resources = read_resources(result.log, symbol)
         barriers = log_number(entry_log(result.log, symbol), r"used (\d+) barriers") or 0
@@ -249,24 +260,9 @@ def inspect_cuda(
                 shared_bytes=(resources.shared_bytes or 0) + dynamic_shared_bytes,
                 barriers=barriers,
             )
-        entries.append(EntryPoint(_demangle(symbol), symbol, resources, barriers, threads, fits))
+        found.append(EntryPoint(_demangle(symbol), symbol, resources, barriers, threads, fits))
     warnings = tuple(message for message in read_messages(result.log, name) if message.severity == "warning")
-    return Inspection(target, tuple(entries), warnings, result.cubin, result.ptx, took_ms)
-
-
-@functools.cache
-def _cuda_headers() -> tuple[Path, ...]:
-    """Return the folders of cuda_fp16.h and its kin: of a toolkit, NVIDIA's wheels, or Triton."""
-    folders: list[Path] = []
-    with contextlib.suppress(ImportError, AttributeError, RuntimeError):
-        from cuda.pathfinder import find_nvidia_header_directory
-
-        if folder := find_nvidia_header_directory("cudart"):
-            folders += [Path(folder), Path(folder) / "cccl"]
-    triton = importlib.util.find_spec("triton")
-    if triton is not None and triton.origin is not None:
-        folders.append(Path(triton.origin).parent / "backends" / "nvidia" / "include")
-    return tuple(folder for folder in folders if folder.is_dir())
+    return Inspection(target, tuple(found), warnings, result.cubin, result.ptx, took_ms)
 
 
 # --- the compiler's output -------------------------------------------------------------------------------------------

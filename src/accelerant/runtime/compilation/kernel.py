@@ -2,7 +2,7 @@
 
 A source holds the same algorithm in one or more *dialects*; a provider compiles the first dialect it knows:
 
-    portable   C with the macro header portable.h: CUDA, HIP and OpenCL from one text
+    portable   C with the macro header portable.h: CUDA, HIP, OpenCL and the CPU from one text
     cuda       CUDA C++
     triton     a Triton function with its specialisation (made by triton.py)
     llvm       a builder of LLVM IR for the CPU
@@ -22,6 +22,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from accelerant._version import __version__
 from accelerant.errors import CompileError
+from accelerant.runtime.compilation.options import CompileOptions
 from accelerant.runtime.files import JsonRecord
 
 __all__ = [
@@ -108,18 +109,36 @@ class KernelSource:
         name: for people, caches and errors.
         dialects: dialect name -> program text or Builder.
         entries: entry point -> the types of its arguments: "*" for a pointer into device memory
-            (any element type: "*u64", "*bf16"), "i32" "u32" "i64" "u64" "f32" "f64" for scalars, "struct" for one
-            passed by value as bytes (CUDA only, through LoadedKernel.pack).
+            (any element type: "*u64", "*bf16"), "i8" to "i64", "u8" to "u64", "bool", "f32", "f64" for scalars,
+            "struct" for one passed by value as bytes (CUDA only, through LoadedKernel.pack). In the dialect "cuda" the
+            names are those of C++: "space::name", "scale<float, 4>".
         targets: the architectures it is written for; CI compiles it for each. Empty: any.
-        options: extra options of the compiler, part of the cache's key. NVRTC ("-DWIDTH=8",
-            "--ptxas-options=-O1") and the OpenCL driver get them as they are; Triton and LLVM take none.
+        options: CompileOptions, which each compiler gets in its own words, or options that the compiler gets as they
+            are ("-DWIDTH=8", "--ptxas-options=-O1"); part of the cache's key. Triton and LLVM take none.
+        shared_bytes: dynamic shared memory a block; for text in the dialect "cuda" alone.
     """
 
     name: str
     dialects: Mapping[str, str | Builder]
     entries: Mapping[str, tuple[str, ...]]
     targets: tuple[str, ...] = CUDA_TARGETS
-    options: tuple[str, ...] = ()
+    options: CompileOptions | tuple[str, ...] = ()
+    shared_bytes: int = 0
+
+    @property
+    def compile_options(self) -> CompileOptions:
+        """The options that are not a compiler's own words."""
+        return self.options if isinstance(self.options, CompileOptions) else CompileOptions()
+
+    @property
+    def raw_options(self) -> tuple[str, ...]:
+        """The options that a compiler gets as they are."""
+        return () if isinstance(self.options, CompileOptions) else self.options
+
+    def refuse_options(self, compiler: str) -> None:
+        """Raise CompileError for a compiler that takes no options ("Triton"), if there are any."""
+        if self.options:
+            raise CompileError(f"kernel {self.name!r}: {compiler} takes no compile options, got {self.options}")
 
     def pick(self, known: tuple[str, ...]) -> tuple[str, str | Builder]:
         """Return the first of the known dialects that this source has, and its program; raise CompileError without."""

@@ -1,4 +1,4 @@
-/* The words of portable kernels: one text for CUDA (NVRTC), HIP (clang) and OpenCL C 1.2.
+/* The words of portable kernels: one text for CUDA (NVRTC), HIP (clang), OpenCL C 1.2, and the CPU's C compiler.
  *
  *   ACL_KERNEL void name(ACL_GLOBAL const u64 *x, ..., i64 n)    an entry point
  *   ACL_KERNEL ACL_BLOCK(128) void name(...)                     one whose blocks have at most 128 threads
@@ -37,7 +37,22 @@ typedef unsigned long long u64;
 typedef int i32;
 typedef long long i64;
 #define ACL_GLOBAL
-#if defined(__HIP__)
+#if defined(ACL_HOST) /* compilation/host_c.py declares acl_here */
+#define ACL_KERNEL static inline __attribute__((always_inline))
+#define ACL_BLOCK(threads)
+#define ACL_DEVICE static inline
+#define ACL_FAR static __attribute__((noinline))
+#define ACL_LOCAL static __thread
+#define ACL_CONSTANT static const
+#define acl_local_id() (acl_here.local)
+#define acl_local_size() (acl_here.size)
+#define acl_group_id() (acl_here.group)
+#define acl_barrier() acl_host_barrier()
+#define acl_mul_high_u32(a, b) ((u32)(((u64)(u32)(a) * (u32)(b)) >> 32))
+#define acl_mul_high_u64(a, b) ((u64)(((unsigned __int128)(u64)(a) * (u64)(b)) >> 64))
+#define acl_atomic_add_u32(p, v) __atomic_fetch_add((p), (u32)(v), __ATOMIC_RELAXED)
+#define acl_exp_f32(x) __builtin_expf(x)
+#elif defined(__HIP__)
 #define ACL_KERNEL extern "C" __attribute__((global))
 #define ACL_BLOCK(threads) __attribute__((amdgpu_flat_work_group_size(1, threads)))
 #define ACL_DEVICE static inline __attribute__((device))

@@ -1,4 +1,4 @@
-"""The CPU: torch's tensors, and integer kernels that llvmlite builds at run time.
+"""The CPU: torch's tensors, integer kernels that llvmlite builds at run time, portable kernels by the C compiler.
 
 An entry point in the "llvm" dialect is a function
 
@@ -29,6 +29,7 @@ import numpy.typing as npt
 from accelerant.config import launch_log
 from accelerant.errors import CompileError, LaunchError
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
+from accelerant.runtime.compilation.host_c import c_compiler, c_key, compile_c, load_c
 from accelerant.runtime.compilation.kernel import Binary, Builder, Kernel, KernelSource, Resources
 from accelerant.runtime.host import fork_safe, host_memory, processor_name, usable_cores
 from accelerant.runtime.provider import (
@@ -94,7 +95,7 @@ class CpuProvider(ComputeProvider):
     """
 
     name: ClassVar[str] = "cpu"
-    dialects: ClassVar[tuple[str, ...]] = ("llvm",)
+    dialects: ClassVar[tuple[str, ...]] = ("llvm", "portable")
     torch_type: ClassVar[str] = "cpu"
     automatic: ClassVar[bool] = True
 
@@ -147,16 +148,26 @@ class CpuProvider(ComputeProvider):
     def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
         check_device(self.name, device, 1)
         entry = pick_entry(source, entry)
-        _, program = source.pick(self.dialects)
+        dialect, program = source.pick(self.dialects)
         began = time.perf_counter()
+        if source.shared_bytes:
+            raise CompileError(
+                f"kernel {source.name!r}: the CPU has no dynamic shared memory; declare it in the kernel"
+            )
         key = self.key_of(source)
         if self.wait_for is not None:
             self.wait_for(key)
         binary, from_cache = KernelCache().get_or_build(
-            key, lambda: self._build(source, program), name=source.name, target=self._cpu, compiler=_llvm_version()
-        )
-        address, library = self._load(binary, entry)
+            key, lambda: self._build(source, program), name=source.name, target=self._cpu,
+            compiler=_llvm_version() if dialect == "llvm" else c_compiler()[1],
+        )  # fmt: skip
         types = [ctypes.c_void_p if kind.startswith("*") else SCALAR_CTYPES[kind] for kind in source.entries[entry]]
+        if dialect == "portable":
+            return self.describe(
+                source, entry, binary, self._cpu, began_s=began, from_cache=from_cache,
+                handle=load_c(binary, entry, types), least_share=_LEAST_SHARE,
+            )  # fmt: skip
+        address, library = self._load(binary, entry)
         function = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, *types)(address)
         function.library = library  # type: ignore[attr-defined]  # the code is in its memory
         return self.describe(
@@ -167,7 +178,9 @@ class CpuProvider(ComputeProvider):
     def key_of(self, source: KernelSource) -> str:
         """Return a kernel's key in the cache."""
         self._machine()
-        _, program = source.pick(self.dialects)
+        dialect, program = source.pick(self.dialects)
+        if dialect == "portable":
+            return kernel_key(**c_key(source, _text_of(source, program)), target=[self._cpu, self._features])
         return kernel_key(
             program=program if isinstance(program, str) else program.key, entries=sorted(source.entries),
             options=source.options, fixed=[_LEVEL, *(_FEW_PASSES if _has_few(program) else _PASSES)],
@@ -180,9 +193,13 @@ class CpuProvider(ComputeProvider):
         check_launch(kernel, self.name, grid, block, args)
         values = [_value(kernel, i, arg) for i, arg in enumerate(args)]
         began = time.perf_counter() if launch_log.enabled else 0.0
-        total = prod(grid) * prod(block)
+        total, threads = prod(grid) * prod(block), prod(block)
         check_range(kernel, total, 2**63, "indices")
         parts = max(1, min(self.cores, total // kernel.metadata["least_share"]))
+        if "blocks" in kernel.metadata:  # portable C, whose blocks are not divided
+            check_range(kernel, threads, 1025, "threads a block")
+            total, values = prod(grid), [grid[0], block[0], threads, *values]
+            parts = min(parts, total)
         if parts == 1:
             kernel.handle(0, total, *values)
         else:
@@ -242,6 +259,9 @@ class CpuProvider(ComputeProvider):
     def _build(self, source: KernelSource, program: str | Builder) -> Binary:
         import llvmlite.binding as llvm
 
+        if "llvm" not in source.dialects:
+            return compile_c(source, _text_of(source, program))
+        source.refuse_options("LLVM IR")
         text = program if isinstance(program, str) else program.build(self._cpu)
         if isinstance(text, Binary):
             return text
@@ -327,6 +347,12 @@ def _join(futures: Sequence[Future[None]]) -> None:
         future.result()
     if raised is not None:
         raise raised
+
+
+def _text_of(source: KernelSource, program: str | Builder) -> str:
+    if not isinstance(program, str):
+        raise CompileError(f"kernel {source.name!r}: C is compiled from text, not a {type(program).__name__}")
+    return program
 
 
 class _HostMemory(CountedMemory):

@@ -25,6 +25,7 @@ from accelerant.config import launch_log
 from accelerant.errors import CompileError, DeviceLost, LaunchError
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources, portable_header
+from accelerant.runtime.compilation.options import header_hashes
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.provider import (
     SCALAR_CTYPES,
@@ -162,20 +163,22 @@ class OpenclProvider(ComputeProvider):
             raise CompileError(
                 f"kernel {source.name!r}: OpenCL compiles text, not the result of a {type(program).__name__}"
             )
-        text = f"{portable_header()}\n#line 1\n{program}" if dialect == "portable" else program
+        text, options = self._prepare(opened, source, program, portable_header() if dialect == "portable" else "")
         key = kernel_key(
-            program=text, entries=sorted(source.entries), options=[*_OPTIONS, *source.options], target=opened.identity
-        )
+            program=text, entries=sorted(source.entries), options=options, target=opened.identity,
+            headers=header_hashes(program, source.compile_options.folders),
+        )  # fmt: skip
         report = {"name": source.name, "target": opened.device.name.strip(), "compiler": opened.identity}
         cache = KernelCache()
-        binary, from_cache = cache.get_or_build(key, lambda: self._build(opened, source, text), **report)
+        binary, from_cache = cache.get_or_build(key, lambda: self._build(opened, source, text, options), **report)
         try:
             loaded = self._load(opened, binary, entry)
-        except self._cl.Error:
+        except self._cl.Error as error:
             if not from_cache:
-                raise
+                text = f"kernel {entry!r} does not load; is it a function of OpenCL itself, or absent?"
+                raise CompileError(text, str(error)) from None
             cache.remove(key)  # the driver no longer accepts its own binary
-            binary, from_cache = cache.get_or_build(key, lambda: self._build(opened, source, text), **report)
+            binary, from_cache = cache.get_or_build(key, lambda: self._build(opened, source, text, options), **report)
             loaded = self._load(opened, binary, entry)
         info = self._cl.kernel_work_group_info
         resources = Resources(
@@ -249,10 +252,21 @@ class OpenclProvider(ComputeProvider):
         check_device(self.name, device, len(self._devices))
         return self._devices[device]
 
-    def _build(self, opened: _OpenclDevice, source: KernelSource, text: str) -> Binary:
+    def _prepare(self, opened: _OpenclDevice, source: KernelSource, program: str, header: str) -> tuple[str, list[str]]:
+        """Return a program's whole text and the driver's options; CompileError for one that it cannot keep."""
+        lines, chosen = source.compile_options.for_opencl()
+        if source.shared_bytes:
+            raise CompileError(f"kernel {source.name!r}: OpenCL has no dynamic shared memory; declare it in the kernel")
+        precise = self._cl.device_fp_config.CORRECTLY_ROUNDED_DIVIDE_SQRT
+        if any("correctly-rounded" in option for option in chosen) and not opened.device.single_fp_config & precise:
+            raise CompileError(f"prec_div, prec_sqrt: {opened.device.name.strip()} has no correctly rounded division")
+        head = f"{lines}{header}\n#line 1\n" if lines or header else ""
+        return head + program, [*_OPTIONS, *chosen, *source.raw_options]
+
+    def _build(self, opened: _OpenclDevice, source: KernelSource, text: str, options: list[str]) -> Binary:
         program = self._cl.Program(opened.context, text)
         try:
-            built = program.build(options=[*_OPTIONS, *source.options], devices=[opened.device])
+            built = program.build(options=options, devices=[opened.device])
         except self._cl.Error as error:
             raise CompileError(
                 f"kernel {source.name!r} does not compile for {opened.device.name.strip()}", str(error)

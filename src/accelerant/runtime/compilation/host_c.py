@@ -1,0 +1,197 @@
+"""Portable kernels on the CPU, by the C compiler of the system (cc, gcc or clang), as a library of machine code.
+
+Each entry point becomes a function
+
+    int acl_run_NAME(i64 begin, i64 end, i64 grid, i32 width, i32 threads, <arguments>)
+
+that runs the blocks [begin, end). Blocks do not wait for each other, so the provider gives them to several cores; the
+threads of a block run in turn. Where the text has no barrier that is a loop, which the compiler turns into vectors.
+Threads that wait at a barrier have stacks of their own (host_block.c).
+
+`acl_here`, the indices of the thread, is a hidden first argument of the kernel, which a macro of the kernel's name
+adds; as memory of the process it would prevent the vectors. Only where a helper function reads an index, or a barrier
+needs it, it is a variable of the core.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerant.errors import CompileError, OutOfMemory
+from accelerant.runtime.compilation.kernel import Binary, KernelSource, Resources, portable_header, sources_hash
+from accelerant.runtime.compilation.options import header_hashes
+from accelerant.runtime.compilation.signatures import find_kernels, without_comments
+
+__all__ = ["c_compiler", "c_key", "compile_c", "load_c"]
+
+_TIMEOUT_S = 300
+_FLAGS = ("-std=gnu11", "-fPIC", "-shared", "-fno-strict-aliasing", "-fvisibility=hidden")
+_FRAME = "-Werror=frame-larger-than=65536"
+"""For kernels with barriers, whose threads have stacks of 256 KiB."""
+_INDICES = re.compile(r"\bacl_(?:global|local|group)_id\b|\bacl_local_size\b|\bacl_barrier\b")
+_C_TYPES = {
+    "i8": "signed char", "u8": "unsigned char", "i16": "short", "u16": "unsigned short", "bool": "_Bool", "i32": "i32",
+    "u32": "u32", "i64": "i64", "u64": "u64", "f32": "float", "f64": "double",
+}  # fmt: skip
+
+_HEAD = """\
+#define ACL_HOST 1
+typedef struct {
+    long long group;
+    int local, size;
+} acl_item;
+void acl_host_barrier(void);
+int acl_run_blocks(void (*)(void *const *), void *const *, long long, long long, long long, int, int);
+"""
+_LOOP = """\
+    for (i64 group = begin; group < end; group++) {{
+        for (i32 outer = 0; outer < threads; outer += width) {{
+            for (i32 local = 0; local < width; local++) {{
+                {body}
+            }}
+        }}
+    }}
+    return 0;
+"""
+
+
+@functools.cache
+def c_compiler() -> tuple[str, str]:
+    """Return the path of the C compiler (the variable CC, or cc, gcc, clang) and its version; CompileError without."""
+    names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None or sys.platform == "win32":
+        raise CompileError(
+            f"portable C on the CPU needs a C compiler, on Linux or macOS; found none of {', '.join(names)}: install "
+            "gcc or clang, or choose another device"
+        )
+    return path, _run([path, "--version"]).stdout.strip().splitlines()[0]
+
+
+def c_key(source: KernelSource, program: str) -> dict[str, Any]:
+    """Return all that the machine code depends on, besides the processor."""
+    return {
+        "program": program,
+        "fixed": [*_FLAGS, _FRAME, sources_hash(*_SOURCES)],
+        "entries": sorted(source.entries.items()),
+        "options": [*source.compile_options.for_cc(), *source.raw_options],
+        "headers": header_hashes(program, source.compile_options.folders),
+        "compiler": c_compiler(),
+    }
+
+
+_SOURCES = (
+    "runtime/compilation/host_c.py", "runtime/compilation/host_block.c", "runtime/compilation/portable.h",
+    "runtime/compilation/signatures.py",
+)  # fmt: skip
+
+
+def compile_c(source: KernelSource, program: str) -> Binary:
+    """Compile a portable program for this processor; raise CompileError with the compiler's log."""
+    path, _ = c_compiler()
+    text, has_barriers = _unit(source, program)
+    native = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
+    with tempfile.TemporaryDirectory(prefix="accelerant-cc-") as folder:
+        unit, library = Path(folder) / "kernel.c", Path(folder) / "kernel.so"
+        unit.write_text(text, encoding="utf-8")
+        units = [str(unit)] + [str(Path(__file__).parent / "host_block.c")] * has_barriers
+        options = [*source.compile_options.for_cc(), *source.raw_options, *[_FRAME] * has_barriers]
+        done = _run([path, *_FLAGS, native, *options, *units, "-o", str(library), "-lm"])
+        if done.returncode or not library.is_file():
+            log = done.stderr.replace(f"{folder}/", "").strip() or f"{path} ended with status {done.returncode}"
+            raise CompileError(f"kernel {source.name!r} does not compile for the CPU by {path}", log)
+        code = library.read_bytes()
+    symbols = {entry: f"acl_run_{entry}" for entry in source.entries}
+    return Binary(code, symbols, {entry: Resources() for entry in symbols}, {"blocks": True}, done.stderr.strip())
+
+
+def load_c(binary: Binary, entry: str, types: Sequence[Any]) -> Callable[..., None]:
+    """Load an entry point; the function takes begin, end, grid, width, threads, and the arguments, of these types."""
+    with tempfile.TemporaryDirectory(prefix="accelerant-cc-") as folder:  # the library stays in memory without its file
+        path = Path(folder) / "kernel.so"
+        path.write_bytes(binary.code)
+        try:
+            function = ctypes.CDLL(str(path))[binary.symbols[entry]]
+        except (OSError, AttributeError) as error:
+            raise CompileError(
+                f"compiled code of {entry!r} cannot be loaded (may files in the temporary folder not be executed? "
+                f"set TMPDIR): {error}"
+            ) from None
+    function.argtypes = [*[ctypes.c_int64] * 3, *[ctypes.c_int32] * 2, *types]
+    function.restype = ctypes.c_int
+
+    def run(begin: int, end: int, grid: int, width: int, threads: int, *arguments: Any) -> None:
+        if function(begin, end, grid, width, threads, *arguments):
+            raise OutOfMemory(f"kernel {entry!r}: no memory for the stacks of {threads} threads that wait at a barrier")
+
+    return run
+
+
+def _unit(source: KernelSource, program: str) -> tuple[str, bool]:
+    """Return the text to compile, and whether a kernel has barriers."""
+    plain = without_comments(program)
+    bodies = {kernel.name: plain[slice(*kernel.body)] for kernel in find_kernels(program, "portable")}
+    rest = plain
+    for body in sorted(bodies.values(), key=len, reverse=True):
+        rest = rest.replace(body, " ")
+    missing = not bodies.keys() >= source.entries.keys()  # a macro writes them
+    has_barriers = "acl_barrier" in plain
+    shared = bool(_INDICES.search(rest)) or missing or has_barriers or not all(source.entries.values())
+    waits = {
+        entry: "acl_barrier" in rest or (missing and has_barriers) or "acl_barrier" in bodies.get(entry, "")
+        for entry in source.entries
+    }
+    lines = [_HEAD, f"{'extern' if has_barriers else 'static'} __thread acl_item acl_here;"]
+    hidden = [] if shared else list(source.entries)
+    lines += [f"#define {entry}(...) {entry}(const acl_item acl_here, __VA_ARGS__)" for entry in hidden]
+    lines += [portable_header(), f'#line 1 "{_quoted(source.name)}"', program, '#line 1 "accelerant"']
+    lines += [f"#undef {entry}" for entry in hidden]
+    lines += [_runner(entry, kinds, shared, waits[entry]) for entry, kinds in source.entries.items()]
+    return "\n".join(lines), has_barriers
+
+
+def _runner(entry: str, kinds: Sequence[str], shared: bool, waits: bool) -> str:
+    """Return the function that runs blocks of an entry point."""
+    types = ["void *" if kind.startswith("*") else f"{_C_TYPES[kind]} " for kind in kinds]
+    parameters = "".join(f", {kind}a{i}" for i, kind in enumerate(types))
+    values = [f"a{i}" for i in range(len(types))]
+    head = (
+        f'__attribute__((visibility("default"))) int acl_run_{entry}'
+        f"(i64 begin, i64 end, i64 grid, i32 width, i32 threads{parameters}) {{\n"
+    )
+    if waits:
+        loads = ", ".join(f"*({kind}*)a[{i}]" for i, kind in enumerate(types))
+        call = f"static void acl_call_{entry}(void *const *a) {{ (void)a; {entry}({loads}); }}\n"
+        pointers = ", ".join(f"&{value}" for value in values) or "0"
+        run = f"    return acl_run_blocks(acl_call_{entry}, arguments, begin, end, grid, width, threads);\n"
+        return f"{call}{head}    void *const arguments[] = {{{pointers}}};\n{run}}}"
+    body = f"{entry}({', '.join(['here'] * (not shared) + values)});"
+    here = "const acl_item here = {group % grid, local, width};"
+    if shared:
+        here = "acl_here.group = group % grid, acl_here.local = local, acl_here.size = width;"
+    return head + _LOOP.format(body=f"{here}\n                {body}") + "}"
+
+
+def _quoted(name: str) -> str:
+    return re.sub(r'[\\"\n]', "_", name)
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            list(command), capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False,
+            stdin=subprocess.DEVNULL, env={**os.environ, "LC_ALL": "C"},
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CompileError(f"the C compiler {command[0]} does not run: {error}") from None

@@ -1,0 +1,345 @@
+"""Entry points of a kernel's text and the types of their arguments, found by reading it; host code in such a text.
+
+    find_kernels(text, "cuda")                           [KernelSignature("saxpy", ...), ...]
+    entry_of(text, "cuda", "scale<float, 4>")            name for the compiler, and its parameters
+
+Three dialects: CUDA C++ (`__global__`, in namespaces, templates), OpenCL C (`__kernel`) and portable C (`ACL_KERNEL`).
+Comments are left out; conditions and macros with arguments are not evaluated, but `#define NAME TYPE`, typedef, using
+and the template's parameters are. An argument of another type is refused by name; the caller may state the types.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from accelerant.errors import CompileError
+
+__all__ = ["KernelSignature", "Parameter", "dialect_of", "entry_of", "find_kernels", "host_code", "without_comments"]
+
+_MARKS = {"cuda": "__global__", "opencl": "__kernel|kernel", "portable": "ACL_KERNEL"}
+_STRINGS = re.compile(r"/\*.*?\*/|//[^\n]*|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])+'", re.DOTALL)
+_ATTRIBUTES = re.compile(r"(__\w+|ACL_BLOCK|alignas|decltype)\Z")
+_QUALIFIERS = {
+    "__restrict__", "__restrict", "restrict", "volatile", "__grid_constant__", "ACL_GLOBAL", "__global", "global",
+    "typename", "struct", "enum", "class", "__private", "private", "register", "inline",
+}  # fmt: skip
+_CONSTANTS = {"const", "__constant", "constant", "ACL_CONSTANT"}
+_LOCAL = {"ACL_LOCAL", "__local", "local", "__shared__"}
+
+_LONG = "32" if sys.platform == "win32" else "64"
+_WORDS = {
+    "bool": "bool", "_Bool": "bool", "float": "f32", "double": "f64", "half": "f16", "__half": "f16", "nv_half": "f16",
+    "__nv_bfloat16": "bf16", "nv_bfloat16": "bf16", "bfloat16": "bf16", "void": "void", "size_t": "u64",
+    "ptrdiff_t": "i64", "uchar": "u8", "ushort": "u16", "uint": "u32", "intptr_t": "i64", "uintptr_t": "u64",
+    **{f"{sign}int{bits}_t": f"{sign or 'i'}{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+    **{f"{sign}{bits}": f"{sign}{bits}" for sign in "iu" for bits in (8, 16, 32, 64)},
+}  # fmt: skip
+"""Type of one word -> kind; those of C's own words are computed."""
+
+_C_WORDS = {"signed", "unsigned", "char", "short", "int", "long"}
+_VECTOR = re.compile(r"(u?char|u?short|u?int|u?long|u?longlong|float|double|half)(2|3|4|8|16)")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """An argument of a kernel.
+
+    Attributes:
+        name: as written; "argument 2" without a name.
+        kind: as in KernelSource.entries: "*f32", "i32"; "*f32x4" for a pointer to float4, "*void" for any.
+        constant: a pointer whose memory the kernel only reads.
+    """
+
+    name: str
+    kind: str
+    constant: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSignature:
+    """A kernel's definition in a text.
+
+    Attributes:
+        name: with its namespaces.
+        parameters: the text of each.
+        templates: its template parameters, as (kind, name, default).
+        body: start and end of the body in the text.
+        line: from 1.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    templates: tuple[tuple[str, str, str], ...]
+    body: tuple[int, int]
+    line: int = field(compare=False)
+
+    def __str__(self) -> str:
+        names = f"<{', '.join(name for _, name, _ in self.templates)}>" if self.templates else ""
+        return self.name + names
+
+
+def without_comments(text: str) -> str:
+    """Return the text with blanks for comments and the contents of strings; lines and positions stay."""
+    return _STRINGS.sub(_blank, text)
+
+
+def _blank(match: re.Match[str]) -> str:
+    return re.sub(r"[^\n]", " ", match[0])
+
+
+def dialect_of(text: str, name: str = "") -> str:
+    """Return the dialect of a text, by its kernels or its file's name (.cl); raise CompileError without one."""
+    plain = without_comments(text)
+    for dialect in ("portable", "cuda", "opencl"):
+        if re.search(rf"\b(?:{_MARKS[dialect]})\b", plain):
+            return dialect
+    if name.endswith(".cl"):
+        return "opencl"
+    raise CompileError(
+        f"{name or 'the text'} has no kernel: mark one with __global__ (CUDA C++), __kernel (OpenCL) or ACL_KERNEL "
+        "(portable C)"
+    )
+
+
+def find_kernels(text: str, dialect: str) -> list[KernelSignature]:
+    """Return the kernels that the text defines, in its order."""
+    plain = re.sub(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", _blank, without_comments(text), flags=re.MULTILINE)
+    namespaces = _namespaces(plain) if dialect == "cuda" else []
+    found = []
+    for mark in re.finditer(rf"\b(?:{_MARKS[dialect]})\b", plain):
+        head = _name_after(plain, mark.end())
+        if head is None:
+            continue
+        name, opening = head
+        closing = _closing(plain, opening)
+        rest = re.compile(r"\s*(?:__\w+\s*\(\(.*?\)\)\s*)*\{", re.DOTALL).match(plain, closing)
+        if rest is None:  # a declaration
+            continue
+        scopes = [scope for start, end, scope in namespaces if start < mark.start() < end and scope]
+        found.append(
+            KernelSignature(
+                name="::".join([*scopes, name]),
+                parameters=tuple(_split(plain[opening + 1 : closing - 1])),
+                templates=_template(plain, mark.start()) if dialect == "cuda" else (),
+                body=(rest.end() - 1, _closing(plain, rest.end() - 1)),
+                line=plain.count("\n", 0, mark.start()) + 1,
+            )
+        )
+    return found
+
+
+def entry_of(
+    text: str, dialect: str, name: str | None, macros: Mapping[str, str] | None = None
+) -> tuple[str, tuple[Parameter, ...]]:
+    """Return the name of an entry point as the compiler takes it, and its parameters.
+
+    Args:
+        name: of a kernel of the text, with template arguments ("scale<float, 4>"), with or without its namespace; None
+            for the only one.
+        macros: macros that are defined besides those in the text.
+
+    Raises:
+        CompileError: no kernel or several have the name, template arguments do not fit, or a type is unknown.
+    """
+    kernels = find_kernels(text, dialect)
+    listed = ", ".join(map(str, kernels)) or "none"
+    if name is None:
+        if len(kernels) != 1:
+            raise CompileError(f"name a kernel of the text; it has {listed}")
+        name = kernels[0].name
+    base, _, rest = name.partition("<")
+    base = base.strip().removeprefix("::")
+    matching = [each for each in kernels if each.name == base or each.name.endswith(f"::{base}")]
+    exact = [each for each in matching if each.name == base] or matching
+    if not exact:
+        raise CompileError(f"no kernel {name!r} in the text (one that a macro writes is not found); it has {listed}")
+    if len({(each.name, each.parameters) for each in exact}) > 1:
+        raise CompileError(
+            f"several kernels are named {name!r}, at lines {', '.join(str(each.line) for each in exact)}"
+        )
+    found = exact[0]
+    given = _split(rest.rstrip().removesuffix(">")) if rest else []
+    if len(given) > len(found.templates) or (rest and not rest.rstrip().endswith(">")):
+        raise CompileError(f"kernel {found} takes {len(found.templates)} template arguments, got {name!r}")
+    aliases = {**_aliases(without_comments(text)), **(macros or {})}
+    for i, (kind, parameter, default) in enumerate(found.templates):
+        value = given[i] if i < len(given) else default
+        if not value:
+            raise CompileError(f"kernel {found} is a template: name it with its arguments, like '{_example(found)}'")
+        if kind in ("typename", "class"):
+            aliases[parameter] = value
+    parameters = tuple(_parameter(found, i, each, aliases, dialect) for i, each in enumerate(found.parameters))
+    return found.name + (f"<{', '.join(given)}>" if given or found.templates else ""), parameters
+
+
+def host_code(text: str) -> list[tuple[int, str]]:
+    """Return the lines of a CUDA file that only a host compiler takes, with the reason: (line, "int main"), ..."""
+    plain = without_comments(text)
+    found = [(plain.count("\n", 0, match.start()) + 1, " ".join(match[0].split())) for match in _HOST.finditer(plain)]
+    includes = re.finditer(r'^[ \t]*#[ \t]*include[ \t]*[<"]([^>"\n]+)', text, re.MULTILINE)
+    found += [
+        (text.count("\n", 0, match.start()) + 1, f"#include <{match[1]}>")
+        for match in includes
+        if match[1] in _HOST_HEADERS
+    ]
+    return sorted(found)
+
+
+_HOST = re.compile(
+    r"\b(?:int|void)\s+main\s*\([^)]*\)?|<<<|\bcuda[A-Z]\w*(?=\s*\()|\bstd::(?:cout|cerr|vector|string|thread|chrono)\b|"
+    r"\b(?:malloc|calloc|fopen|exit)(?=\s*\()"
+)
+_HOST_HEADERS = {
+    "iostream", "fstream", "sstream", "iomanip", "vector", "string", "map", "unordered_map", "set", "list", "deque",
+    "memory", "thread", "mutex", "random", "stdexcept", "exception", "filesystem", "sys/time.h", "time.h", "unistd.h",
+    "helper_cuda.h", "helper_functions.h", "cublas_v2.h", "cudnn.h", "cufft.h", "thrust/device_vector.h",
+    "thrust/host_vector.h", "torch/extension.h", "pybind11/pybind11.h", "Python.h",
+}  # fmt: skip
+
+
+# --- parts of a declaration ------------------------------------------------------------------------------------------
+
+
+def _name_after(plain: str, start: int) -> tuple[str, int] | None:
+    """Return the function's name after a mark, and the position of its parenthesis; None where none follows."""
+    position = start
+    while True:
+        token = re.compile(r"\s*(?:([A-Za-z_]\w*)(\s*\()?|([*&:]))").match(plain, position)
+        if token is None:
+            return None
+        position = token.end()
+        if token[2]:
+            if not _ATTRIBUTES.match(token[1]):
+                return token[1], position - 1
+            position = _closing(plain, position - 1)
+
+
+def _closing(plain: str, opening: int) -> int:
+    """Return the position after the bracket that closes the one at a position; the text's end if none does."""
+    pair = {"(": ")", "{": "}", "[": "]", "<": ">"}[plain[opening]]
+    depth = 0
+    for match in re.compile(rf"[{re.escape(plain[opening] + pair)}]").finditer(plain, opening):
+        depth += 1 if match[0] != pair else -1
+        if not depth:
+            return match.end()
+    return len(plain)
+
+
+def _split(text: str) -> list[str]:
+    """Split at the commas that are in no brackets; nothing of nothing, or of "void"."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character in "([{<") - (character in ")]}>")
+        if character == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    parts = [" ".join(part.split()) for part in parts]
+    return [] if parts in ([""], ["void"]) else parts
+
+
+def _template(plain: str, mark: int) -> tuple[tuple[str, str, str], ...]:
+    """Return the template parameters of the declaration that a mark is in."""
+    start = max(plain.rfind(character, 0, mark) for character in ";{}") + 1
+    head = re.search(r"\btemplate\s*<", plain[start:mark])
+    if head is None:
+        return ()
+    opening = start + head.end() - 1
+    parameters = []
+    for part in _split(plain[opening + 1 : _closing(plain, opening) - 1]):
+        declared, _, default = part.partition("=")
+        words = re.findall(r"\w+|\.\.\.", declared)
+        kind = "pack" if "..." in words else words[0] if words else ""
+        parameters.append((kind, words[-1] if len(words) > 1 else "", default.strip()))
+    return tuple(parameters)
+
+
+def _namespaces(plain: str) -> list[tuple[int, int, str]]:
+    """Return the start, end and name of each namespace's braces."""
+    heads = re.finditer(r"\bnamespace\s+([\w:]+)\s*(?=\{)", plain)
+    return [(head.end(), _closing(plain, head.end()), head[1]) for head in heads]
+
+
+def _aliases(plain: str) -> dict[str, str]:
+    """Return the names that the text gives to types: name -> their text."""
+    found: dict[str, str] = {}
+    for pattern in (
+        r"^[ \t]*#[ \t]*define[ \t]+(?P<name>\w+)[ \t]+(?P<type>[\w \t:*]+)$",
+        r"\btypedef\s+(?P<type>[\w\s:*]+?)\s*\b(?P<name>\w+)\s*;",
+        r"\busing\s+(?P<name>\w+)\s*=\s*(?P<type>[\w\s:*]+?)\s*;",
+    ):
+        found |= {match["name"]: match["type"] for match in re.finditer(pattern, plain, re.MULTILINE)}
+    return found
+
+
+def _words(text: str, aliases: Mapping[str, str], depth: int = 0) -> Iterator[str]:
+    """Yield the words and symbols of a type, names of types replaced by what they stand for."""
+    for word in re.findall(r"(?:::)?[A-Za-z_][\w]*(?:::\w+)*|[^\w\s]|\d+", text):
+        plain = re.sub(r"^(?:::)?(?:cuda::)?(?:std::)?", "", word)
+        if plain in aliases and depth < 16 and plain not in aliases[plain].split():
+            yield from _words(aliases[plain], aliases, depth + 1)
+        else:
+            yield plain
+
+
+def _parameter(
+    kernel: KernelSignature, position: int, text: str, aliases: Mapping[str, str], dialect: str
+) -> Parameter:
+    """Return a parameter; raise CompileError, which names it, for one that a launch cannot pass."""
+    declared = text.partition("=")[0].strip()
+    arrays = declared.count("[")
+    declared = re.sub(r"\[[^\]]*\]", "", declared).strip()
+    kept = [word for word in re.findall(r"\w+|\S", declared) if word not in _QUALIFIERS]
+    name = f"argument {position}"
+    last, before = kept[-1], kept[-2] if len(kept) > 1 else ":"
+    named = last.isidentifier() and last not in {*_C_WORDS, *_CONSTANTS} and before != ":"
+    if named and (before not in _CONSTANTS or len(kept) > 2):
+        name = last
+        declared = re.sub(rf"\b{name}\s*$", "", declared)
+
+    def refused(reason: str) -> CompileError:
+        shown = "" if name.startswith("argument ") else f" ({name})"
+        return CompileError(
+            f"kernel {kernel}, argument {position}{shown}: {reason}, got {text!r}; state the types of all "
+            "arguments (arguments=) if a launch can pass it"
+        )
+
+    words = [word for word in _words(declared, aliases) if word not in _QUALIFIERS]
+    if _LOCAL & {*words}:
+        raise refused("local memory is declared in the kernel, not passed")
+    stars = words.count("*") + arrays
+    if stars > 1 or "&" in words or "..." in words:
+        raise refused("wanted an array or a number")
+    element = words[: words.index("*")] if "*" in words else words
+    kind = _kind([word for word in element if word not in _CONSTANTS], dialect)
+    if kind is None or (not stars and (kind in ("void", "f16", "bf16") or "x" in kind)):
+        raise refused("wanted a pointer to numbers, or a number")
+    return Parameter(name, f"*{kind}" if stars else kind, bool(stars and _CONSTANTS & {*element}))
+
+
+def _kind(words: list[str], dialect: str) -> str | None:
+    """Return the kind of a type of C's words; None for another."""
+    long = "64" if dialect == "opencl" else _LONG
+    if words and {*words} <= _C_WORDS:
+        bits = {"char": "8", "short": "16"}.get(next((w for w in words if w in ("char", "short")), ""), "32")
+        if "long" in words:
+            bits = "64" if words.count("long") == 2 else long
+        return f"{'u' if 'unsigned' in words else 'i'}{bits}"
+    if len(words) != 1:
+        return None
+    vector = _VECTOR.fullmatch(words[0])
+    if vector is not None:
+        base = {"ulong": f"u{long}", "long": f"i{long}", "longlong": "i64", "ulonglong": "u64"}.get(vector[1])
+        base = base or _WORDS.get(vector[1]) or {"char": "i8", "short": "i16", "int": "i32"}[vector[1]]
+        return f"{base}x{vector[2]}"
+    if words[0] == "ulong":
+        return f"u{long}"
+    return _WORDS.get(words[0])
+
+
+def _example(kernel: KernelSignature) -> str:
+    values = ["float" if kind in ("typename", "class") else "4" for kind, _, _ in kernel.templates]
+    return f"{kernel.name}<{', '.join(values)}>"

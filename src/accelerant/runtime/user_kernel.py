@@ -1,0 +1,403 @@
+"""Kernels of the user: a text or file, found, compiled on first use, and called on arrays of any library.
+
+    saxpy = acl.kernel("saxpy.cu", "saxpy")
+    saxpy(blocks, threads, 2.0, x, y, n)
+
+Arrays on a device are passed as they are; arrays of the host are copied to the device and, where the kernel may write
+them, back. Portable C runs on the CPU without copies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import operator
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accelerant.errors import BackendUnavailable, CompileError, ConfigError, LaunchError, UnsupportedDtype
+from accelerant.runtime import registry
+from accelerant.runtime.compilation.kernel import Kernel, KernelSource
+from accelerant.runtime.compilation.options import CompileOptions
+from accelerant.runtime.compilation.signatures import Parameter, dialect_of, entry_of
+from accelerant.runtime.files import read_regular
+from accelerant.runtime.host import refuse_masked
+from accelerant.runtime.provider import SCALAR_CTYPES, Buffer, ComputeDevice, ComputeProvider, check_scalar
+from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
+
+__all__ = ["UserKernel", "kernel"]
+
+_DTYPES = {
+    "bool": "bool", "f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64",
+    **{f"{sign}{bits}": f"{'u' * (sign == 'u')}int{bits}" for sign in "iu" for bits in (8, 16, 32, 64)},
+}  # fmt: skip
+"""Element type of a pointer -> dtype of its array."""
+
+_LANGUAGES = {"cuda": "CUDA C++", "opencl": "OpenCL C", "portable": "portable C"}
+_LARGEST_F32 = float(np.finfo(np.float32).max)
+
+
+def kernel(
+    source: str | os.PathLike[str],
+    name: str | None = None,
+    *,
+    device: registry.DeviceLike = "auto",
+    options: CompileOptions | None = None,
+    arguments: Sequence[str] | None = None,
+    shared_bytes: int = 0,
+) -> UserKernel:
+    """Return a kernel of a text or file, to be called on arrays.
+
+    Args:
+        source: CUDA C++, OpenCL C or portable C (ACL_KERNEL); a text with a brace in it, or a file's path.
+        name: of the kernel, with template arguments if it is a template: "scale<float, 4>"; optional for the only one.
+        device: to run on; by default that of the arrays. For arrays of the host, the default device if it takes the
+            language, else the first that does; portable C runs on the CPU too.
+        options: for the compiler.
+        arguments: types of the arguments, for a kernel whose text does not say them (macros, structs): "f32", "i64",
+            "*f32", "const *f32" for an array that the kernel only reads.
+        shared_bytes: dynamic shared memory a block, in CUDA C++.
+
+    Raises:
+        CompileError: no such kernel, or an argument that cannot be passed.
+        ConfigError: the file cannot be read, or an argument of this function that cannot be.
+    """
+    text, path = _read(source)
+    label = str(path) if path is not None else "kernel"
+    dialect = dialect_of(text, label)
+    chosen = options or CompileOptions()
+    if not isinstance(chosen, CompileOptions):
+        raise ConfigError(f"options must be CompileOptions, got {options!r}")
+    if isinstance(shared_bytes, bool) or not isinstance(shared_bytes, int) or not 0 <= shared_bytes < 2**31:
+        raise ConfigError(f"shared_bytes must be a number of bytes, got {shared_bytes!r}")
+    if path is not None and "#" in text:
+        chosen = dataclasses.replace(chosen, include=(*chosen.include, path.absolute().parent))
+    if arguments is None:
+        entry, parameters = entry_of(text, dialect, name, chosen.macros)
+    elif name is None:
+        raise ConfigError("arguments= are those of a kernel: name it")
+    else:
+        entry, parameters = name, tuple(_stated(i, each) for i, each in enumerate(arguments))
+    made = KernelSource(
+        label, {dialect: text}, {entry: tuple(each.kind for each in parameters)}, (), chosen, shared_bytes
+    )
+    return UserKernel(made, dialect, parameters, None if device == "auto" else registry.find_device(device))
+
+
+@dataclass(slots=True)
+class _Array:
+    """An array of a launch.
+
+    Attributes:
+        host: its bytes, in memory of the host; None on a device.
+        device: label of its device; empty on the host.
+        pointer: address on the device or host.
+        owner: keeps the memory alive.
+        result: the array that JAX gets for one that the kernel writes, as a tensor.
+        stream: of CuPy, on which the array is valid.
+    """
+
+    pointer: int
+    size_bytes: int
+    owner: Any
+    host: npt.NDArray[np.uint8] | None = None
+    device: str = ""
+    result: Any = None
+    stream: int | None = None
+
+    def data_ptr(self) -> int:
+        return self.pointer
+
+
+class UserKernel:
+    """A kernel that is called with a grid, a block and its arguments; see `kernel`.
+
+    Attributes:
+        name: the entry point.
+        dialect: "cuda", "opencl" or "portable".
+        parameters: its arguments: name, kind, and whether the kernel only reads the array.
+    """
+
+    def __init__(
+        self, source: KernelSource, dialect: str, parameters: tuple[Parameter, ...], device: ComputeDevice | None
+    ) -> None:
+        (self.name,) = source.entries
+        self.dialect = dialect
+        self.parameters = parameters
+        self._source = source
+        self._device = device
+        self._kernels: dict[str, tuple[ComputeDevice, ComputeProvider, Kernel]] = {}
+
+    def __repr__(self) -> str:
+        listed = ", ".join(f"{each.name}: {'const ' * each.constant}{each.kind}" for each in self.parameters)
+        return f"<kernel {self.name}({listed}) in {_LANGUAGES[self.dialect]}>"
+
+    def __call__(self, grid: int | Sequence[int], block: int | Sequence[int], *args: Any) -> Any:
+        """Launch on the arguments; does not wait, except for copies to arrays of the host.
+
+        Args:
+            grid: blocks, one to three numbers.
+            block: threads a block, one to three numbers.
+            args: an array for each pointer, contiguous and of its dtype (NumPy, torch, CuPy, JAX, or DLPack), and a
+                number for each other argument. All arrays on devices are on one device.
+
+        Returns:
+            None; for each JAX array that the kernel writes a new array (one, or a tuple), since JAX's do not change.
+
+        Raises:
+            LaunchError: a number of arguments, array, number, grid or block that does not fit; nothing ran.
+            UnsupportedDtype: an array of another dtype.
+            BackendUnavailable: no device here takes the kernel's language.
+            CompileError: with the compiler's log.
+        """
+        if len(args) != len(self.parameters):
+            raise LaunchError(f"{repr(self)[1:-1]} takes {len(self.parameters)} arguments, got {len(args)}")
+        sizes, threads = self._sizes("grid", grid), self._sizes("block", block)
+        values = [
+            self._array(i, each, arg) if each.kind.startswith("*") else self._number(i, each, arg)
+            for i, (each, arg) in enumerate(zip(self.parameters, args, strict=True))
+        ]
+        arrays = [value for value in values if isinstance(value, _Array)]
+        device, provider, compiled = self._on(self._device_of(arrays))
+        stream = self._stream(arrays)
+        staged: dict[tuple[int, int], Buffer] = {}
+        if device.backend != "cpu":
+            self._refuse_overlaps(values)
+            for array in arrays:
+                if array.host is not None and (array.pointer, array.size_bytes) not in staged:
+                    buffer = provider.copy_to_device(array.host, device.index)
+                    staged[array.pointer, array.size_bytes] = buffer
+        passed = [
+            staged.get((value.pointer, value.size_bytes), value) if isinstance(value, _Array) else value
+            for value in values
+        ]
+        self._check_alignment(passed)
+        case = f"grid {'x'.join(map(str, sizes))} block {'x'.join(map(str, threads))}"
+        size_bytes = sum(array.size_bytes for array in arrays)
+        record = sole_record(self.name, self.dialect, device.backend, device.label, case, size_bytes=size_bytes)
+        with RecordedLaunch(record, provider, device.index):
+            provider.launch(compiled, sizes, threads, passed, stream)
+        return self._finish(values, staged, provider)
+
+    def compile(self, device: registry.DeviceLike = "auto") -> Kernel:
+        """Compile for a device, by default that for arrays of the host; the result has registers and memory."""
+        return self._on(self._default() if device == "auto" else registry.find_device(device))[2]
+
+    def _where(self, position: int) -> str:
+        name = self.parameters[position].name
+        shown = "" if name.startswith("argument ") else f" ({name})"
+        return f"kernel {self.name!r}, argument {position}{shown}"
+
+    def _sizes(self, name: str, given: int | Sequence[int]) -> tuple[int, ...]:
+        try:
+            sizes = (given,) if isinstance(given, (int, np.integer)) else tuple(given)
+            if 1 <= len(sizes) <= 3 and min(map(operator.index, sizes)) >= 1:
+                return tuple(map(operator.index, sizes))
+        except TypeError:
+            pass
+        raise LaunchError(
+            f"kernel {self.name!r}: {name} must be one to three numbers of at least 1, got {given!r}"
+        ) from None
+
+    def _number(self, position: int, parameter: Parameter, arg: object) -> int | float:
+        kind = parameter.kind
+        try:
+            if isinstance(arg, np.bool_):
+                arg = bool(arg)
+            value = check_scalar(self.name, position, kind, arg)
+            if kind == "f32" and abs(value) > _LARGEST_F32 and abs(value) != float("inf"):
+                raise OverflowError
+        except (LaunchError, OverflowError):
+            raise LaunchError(
+                f"{self._where(position)}: wanted a number that {kind} holds, got {_shown(arg)}"
+            ) from None
+        return value
+
+    def _array(self, position: int, parameter: Parameter, arg: Any) -> _Array:
+        """Return what a launch needs of an array, after its checks."""
+        where, written = self._where(position), not parameter.constant
+        refuse_masked(arg, where)
+        torch: Any = sys.modules.get("torch")  # NumPy's arrays do not need it
+        if isinstance(arg, np.ndarray):
+            if written and not arg.flags.writeable:
+                raise LaunchError(f"{where}: the kernel may write it, and the array is read-only; pass a copy")
+            native = arg.dtype.isnative and arg.flags.aligned
+            self._check_dtype(where, parameter, arg.dtype.name if native else f"unaligned or swapped {arg.dtype}")
+            self._check_layout(where, arg.flags.c_contiguous, arg.shape)
+            return _Array(arg.ctypes.data, arg.nbytes, arg, arg.reshape(-1).view(np.uint8))
+        if type(arg).__module__.partition(".")[0] == "cupy":
+            self._check_dtype(where, parameter, arg.dtype.name)
+            self._check_layout(where, arg.flags.c_contiguous, arg.shape)
+            stream = sys.modules["cupy"].cuda.get_current_stream().ptr
+            return _Array(arg.data.ptr, arg.nbytes, arg, device=f"cuda:{arg.device.id}", stream=stream)
+        tensor, is_jax = arg, type(arg).__module__.partition(".")[0] in ("jax", "jaxlib")
+        if torch is None or not isinstance(arg, torch.Tensor):
+            if not hasattr(arg, "__dlpack__"):
+                raise LaunchError(f"{where}: wanted an array ({parameter.kind}), got {_shown(arg)}")
+            torch = importlib.import_module("torch")
+            try:
+                tensor = torch.utils.dlpack.from_dlpack(arg)
+            except (TypeError, ValueError, BufferError, RuntimeError) as error:
+                raise UnsupportedDtype(f"{where}: cannot take this array: {error}") from None
+        self._check_dtype(where, parameter, str(tensor.dtype).removeprefix("torch."))
+        self._check_layout(where, tensor.layout == torch.strided and tensor.is_contiguous(), tensor.shape)
+        if written and tensor.requires_grad and torch.is_grad_enabled():
+            raise LaunchError(f"{where}: the kernel may write it, and it requires a gradient; pass x.detach()")
+        if tensor.device.type == "meta":
+            raise LaunchError(f"{where}: the tensor has no memory (device meta)")
+        if is_jax and written:
+            tensor = tensor.clone()
+        result = tensor if written else None
+        size = tensor.numel() * tensor.element_size()
+        if tensor.device.type == "cpu":
+            host: npt.NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+            return _Array(tensor.data_ptr(), size, (arg, tensor), host, result=result)
+        label = f"{registry.provider_of(tensor.device).name}:{tensor.device.index or 0}"
+        return _Array(tensor.data_ptr(), size, (arg, tensor), device=label, result=result)
+
+    def _check_dtype(self, where: str, parameter: Parameter, dtype: str) -> None:
+        base = parameter.kind[1:].partition("x")[0]
+        if base != "void" and _DTYPES.get(base, base) != dtype:
+            raise UnsupportedDtype(f"{where}: wanted an array of {_DTYPES.get(base, base)}, got {dtype}")
+
+    def _check_layout(self, where: str, contiguous: bool, shape: Sequence[int]) -> None:
+        if not contiguous:
+            raise LaunchError(f"{where}: wanted a contiguous array, in C order; one of shape {tuple(shape)} is not")
+
+    def _check_alignment(self, passed: Sequence[Any]) -> None:
+        """Refuse addresses that the loads of vectors (float4) do not take."""
+        for position, (parameter, value) in enumerate(zip(self.parameters, passed, strict=True)):
+            base, _, lanes = parameter.kind[1:].partition("x")
+            if lanes in ("2", "4", "8", "16") and isinstance(value, _Array):
+                size = min(16, int(lanes) * np.dtype(_DTYPES[base]).itemsize)
+                if value.pointer % size:
+                    raise LaunchError(
+                        f"{self._where(position)}: its address must be a multiple of {size} bytes; copy it"
+                    )
+
+    def _device_of(self, arrays: Sequence[_Array]) -> ComputeDevice:
+        labels = sorted({array.device for array in arrays if array.device})
+        if len(labels) > 1:
+            raise LaunchError(
+                f"kernel {self.name!r}: its arrays are on {' and '.join(labels)}; move them to one device"
+            )
+        if labels and self._device is not None and labels[0] != self._device.label:
+            raise LaunchError(f"kernel {self.name!r} is for {self._device.label}; its arrays are on {labels[0]}")
+        return registry.choose(labels[0]) if labels else self._device or self._default()
+
+    def _default(self) -> ComputeDevice:
+        """Return the device for arrays of the host."""
+        preferred = registry.choose()
+        for name in (preferred.backend, *registry.BACKENDS):
+            if not registry.reason_absent(name) and self.dialect in registry.create(name).dialects:
+                return preferred if name == preferred.backend else registry.choose(name)
+        wanted = "opencl" if self.dialect == "opencl" else "cuda"
+        reason = registry.reason_absent(wanted)
+        raise BackendUnavailable(
+            wanted, f"{reason}; {self.name!r} is {_LANGUAGES[self.dialect]}: only portable C runs on the CPU"
+        )
+
+    def _on(self, device: ComputeDevice) -> tuple[ComputeDevice, ComputeProvider, Kernel]:
+        found = self._kernels.get(device.label)
+        if found is None:
+            provider = registry.create(device.backend)
+            if self.dialect not in provider.dialects:
+                known = ", ".join(_LANGUAGES[each] for each in provider.dialects if each in _LANGUAGES) or "no kernels"
+                raise CompileError(
+                    f"kernel {self.name!r} is {_LANGUAGES[self.dialect]}; {device.backend} takes {known}"
+                )
+            compiled = provider.compile(self._source, entry=self.name, device=device.index)
+            found = self._kernels[device.label] = (device, provider, compiled)
+        return found
+
+    def _stream(self, arrays: Sequence[_Array]) -> int | None:
+        """Return CuPy's current stream for its arrays, None for torch's current stream."""
+        streams = {array.stream for array in arrays if array.stream is not None}
+        if not streams:
+            return None
+        import torch
+
+        (stream,) = streams
+        others = any(array.stream is None for array in arrays)
+        if others and stream != torch.cuda.current_stream().cuda_stream:
+            raise LaunchError(
+                f"kernel {self.name!r}: CuPy's arrays are on a stream of their own; launch in one stream: "
+                "with torch.cuda.stream(torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr))"
+            )
+        return stream
+
+    def _refuse_overlaps(self, values: Sequence[Any]) -> None:
+        """Refuse arrays of the host that share memory without being the same: their copies would not."""
+        hosts = [(i, value) for i, value in enumerate(values) if isinstance(value, _Array) and value.host is not None]
+        for i, one in hosts:
+            for j, other in hosts:
+                same = (one.pointer, one.size_bytes) == (other.pointer, other.size_bytes)
+                apart = one.pointer + one.size_bytes <= other.pointer or other.pointer + other.size_bytes <= one.pointer
+                if (
+                    i < j
+                    and not same
+                    and not apart
+                    and not (self.parameters[i].constant and self.parameters[j].constant)
+                ):
+                    raise LaunchError(f"{self._where(i)} shares memory with argument {j}, and is copied; pass a copy")
+
+    def _finish(self, values: Sequence[Any], staged: dict[tuple[int, int], Buffer], provider: ComputeProvider) -> Any:
+        """Copy arrays that the kernel may have written back to the host; return JAX's."""
+        results = []
+        for parameter, value in zip(self.parameters, values, strict=True):
+            if parameter.constant or not isinstance(value, _Array):
+                continue
+            buffer = staged.get((value.pointer, value.size_bytes))
+            if buffer is not None and value.host is not None:
+                value.host[:] = provider.copy_to_host(buffer, np.uint8, value.host.shape)
+            if value.result is not None:
+                given = value.owner[0]
+                if given is value.result:
+                    import torch
+
+                    if not given.is_inference():
+                        torch.autograd.graph.increment_version(given)
+                elif type(given).__module__.partition(".")[0] in ("jax", "jaxlib"):
+                    results.append(sys.modules["jax"].dlpack.from_dlpack(value.result))
+        return None if not results else results[0] if len(results) == 1 else tuple(results)
+
+
+def _shown(arg: object) -> str:
+    if isinstance(arg, (int, float, str, np.generic)) or arg is None:
+        return repr(arg)[:80]
+    return f"{type(arg).__module__}.{type(arg).__name__}"
+
+
+def _stated(position: int, text: object) -> Parameter:
+    """Return a parameter of arguments=."""
+    kind = text.removeprefix("const ").strip() if isinstance(text, str) else ""
+    base = kind[1:].partition("x")[0]
+    known = base in (*_DTYPES, "void") if kind.startswith("*") else kind in SCALAR_CTYPES
+    if not known:
+        raise ConfigError(
+            f"arguments, {position}: wanted a type like 'f32', 'i64', '*f32' or 'const *f32', got {text!r}"
+        )
+    return Parameter(f"argument {position}", kind, kind.startswith("*") and str(text).startswith("const "))
+
+
+def _read(source: str | os.PathLike[str]) -> tuple[str, Path | None]:
+    """Return a kernel's text, and the path of its file if it is one."""
+    if isinstance(source, str) and "{" in source:
+        return source, None
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(f"wanted a kernel's text or the path of a file, got {_shown(source)}")
+    path = Path(source)
+    try:
+        return read_regular(path).decode(), path
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not text in UTF-8") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read the kernel's file {str(path)[:200]!r}: {reason}") from None
