@@ -217,7 +217,8 @@ _PROBE = "#include <Python.h>\nint probe(void) { return PY_MAJOR_VERSION; }\n"
 
 def _c_compiler() -> Iterator[Check]:
     """Check for a C compiler that finds Python.h and a C++ compiler, which torch.compile needs."""
-    advice = "needed by torch.compile only: install gcc, g++ and Python's headers (Debian: build-essential python3-dev)"
+    packages = "install gcc, g++ and Python's headers (Debian: build-essential python3-dev)"
+    advice = f"needed by torch.compile and by portable C on the CPU: {packages}"
     c = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     cxx = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if c is None or cxx is None:

@@ -149,7 +149,8 @@ def _providers(arch: list[str] | None, device: str) -> list[tuple[str, ComputePr
 def _serves(provider: ComputeProvider, source: KernelSource) -> bool:
     from accelerant.runtime.providers.cuda import OfflineCudaProvider
 
-    if not any(dialect in source.dialects for dialect in provider.dialects):
+    known = ("llvm",) if provider.name == "cpu" else provider.dialects  # there may be no C compiler
+    if not any(dialect in source.dialects for dialect in known):
         return False
     return not isinstance(provider, OfflineCudaProvider) or provider.serves(source)
 
