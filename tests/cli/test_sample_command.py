@@ -51,7 +51,7 @@ def made(tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("name", ["tiny", pytest.param("small", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["tiny", "rnn", pytest.param("small", marks=pytest.mark.slow)])
 def test_a_run_continues_a_prompt(made, sample, name):
     arguments = (made(name), "--prompt", "the 1", "--tokens", 20, "--seed", 3)
     status, output, errors = sample(*arguments)

@@ -2,10 +2,10 @@ import pytest
 import torch
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.nn import GRU, LSTM
+from accelerant.nn import GRU, LSTM, RNN
 from accelerant.runtime.ledger import ledger
 
-PAIRS = pytest.mark.parametrize(("ours", "theirs"), [(LSTM, torch.nn.LSTM), (GRU, torch.nn.GRU)])
+PAIRS = pytest.mark.parametrize(("ours", "theirs"), [(LSTM, torch.nn.LSTM), (GRU, torch.nn.GRU), (RNN, torch.nn.RNN)])
 KINDS = pytest.mark.parametrize(
     "options", [{}, {"layers": 2}, {"bidirectional": True, "layers": 2}, {"bias": False}], ids=str
 )
@@ -34,7 +34,7 @@ def test_is_torchs_with_its_gradients(ours, theirs, options):
         torch.testing.assert_close(one.grad, wanted.grad)
 
 
-@pytest.mark.parametrize("kind", [LSTM, GRU])
+@pytest.mark.parametrize("kind", [LSTM, GRU, RNN])
 def test_the_state_carries_on(kind):
     torch.manual_seed(0)
     layer, x = kind(3, 4), torch.randn(2, 6, 3)
@@ -53,14 +53,23 @@ def test_dropout_is_for_training():
     assert torch.equal(layer(x)[0], layer(x)[0])
 
 
-@pytest.mark.parametrize(("kind", "op"), [(LSTM, "lstm_fwd"), (GRU, "gru_fwd")])
+def test_relu_is_torchs_too():
+    layer, x = RNN(3, 4, nonlinearity="relu"), torch.randn(2, 5, 3)
+    other = torch.nn.RNN(3, 4, nonlinearity="relu", batch_first=True)
+    other.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(layer(x), other(x))
+    with pytest.raises(ConfigError, match="nonlinearity must be tanh or relu, got 'gelu'"):
+        RNN(3, 4, nonlinearity="gelu")
+
+
+@pytest.mark.parametrize(("kind", "op"), [(LSTM, "lstm_fwd"), (GRU, "gru_fwd"), (RNN, "rnn_fwd")])
 def test_the_ledger_counts_it(kind, op):
     ledger().reset()
     kind(3, 4)(torch.randn(2, 5, 3))
     assert {row["op"]: row["calls"] for row in ledger().to_dict()["ops"]} == {op: 1}
 
 
-@pytest.mark.parametrize("kind", [LSTM, GRU])
+@pytest.mark.parametrize("kind", [LSTM, GRU, RNN])
 def test_refuses(kind):
     name = kind.__name__
     for arguments, words in (((0, 4), "at least 1"), ((3, 4, 0), "at least 1")):

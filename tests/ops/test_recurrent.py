@@ -1,70 +1,178 @@
-"""LSTM and GRU through the library, against the mathematics written out."""
+"""Recurrent layers by torch and by our kernels, against the mathematics written out."""
 
 import pytest
 import torch
 
-from accelerant.ops.recurrent.op import gru, lstm
+from accelerant.ops.recurrent.op import layer_reference, recurrent
+from accelerant.runtime.dispatch import force
 from accelerant.runtime.ledger import ledger
 
 OPTIONS = {"bias": True, "layers": 1, "dropout": 0.0, "training": False, "bidirectional": False}
+OP = {"lstm": "lstm_fwd", "gru": "gru_fwd", "tanh": "rnn_fwd", "relu": "rnn_fwd"}
+GATES = {"lstm": 4, "gru": 3, "tanh": 1, "relu": 1}
+cells = pytest.mark.parametrize("cell", OP)
 
 
-def lstm_reference(x, h, c, weights):
-    """Return y (B, T, hidden) and the last h and c, of x (B, T, inputs), h and c (B, hidden).
-
-    Source: Hochreiter and Schmidhuber 1997, with the forget gate of Gers, Schmidhuber and Cummins 2000, as cuDNN.
-    """
-    w_in, w_hidden, b_in, b_hidden = weights
-    ys = []
-    for step in x.unbind(1):
-        i, f, g, o = (step @ w_in.T + b_in + h @ w_hidden.T + b_hidden).chunk(4, -1)
-        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-        h = o.sigmoid() * c.tanh()
-        ys.append(h)
-    return torch.stack(ys, 1), h, c
+def arguments(cell, B=3, T=4, K=5, H=32, dtype=torch.float64, bias=True, device="cpu"):
+    """x, the states, and the weights of a layer, all with gradients."""
+    generator = torch.Generator().manual_seed(0)
+    G = GATES[cell]
+    shapes = [(B, T, K), *[(1, B, H)] * (2 if cell == "lstm" else 1), (G * H, K), (G * H, H), *[(G * H,)] * 2 * bias]
+    made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    scaled = [one / H**0.5 if at > (cell == "lstm") + 1 else one for at, one in enumerate(made)]
+    tensors = [one.to(device, dtype).requires_grad_() for one in scaled]
+    states = 2 if cell == "lstm" else 1
+    return tensors[0], tensors[1 : 1 + states], tensors[1 + states :]
 
 
-def gru_reference(x, h, weights):
-    """Return y (B, T, hidden) and the last h, of x (B, T, inputs) and h (B, hidden).
-
-    Source: Cho et al. 2014, arXiv:1406.1078, with the reset gate after the product, as cuDNN.
-    """
-    w_in, w_hidden, b_in, b_hidden = weights
-    ys = []
-    for step in x.unbind(1):
-        (r, z, n), (hr, hz, hn) = (step @ w_in.T + b_in).chunk(3, -1), (h @ w_hidden.T + b_hidden).chunk(3, -1)
-        r, z = (r + hr).sigmoid(), (z + hz).sigmoid()
-        h = (1 - z) * (n + r * hn).tanh() + z * h
-        ys.append(h)
-    return torch.stack(ys, 1), h
+def run(cell, x, states, weights, implementation, **options):
+    with force(**{OP[cell]: implementation}):
+        return recurrent(cell, x, states, weights, **{**OPTIONS, "bias": len(weights) == 4, **options})
 
 
-def weights(gates, inputs=5, hidden=4):
-    shapes = ((gates * hidden, inputs), (gates * hidden, hidden), (gates * hidden,), (gates * hidden,))
-    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+def expected(cell, x, states, weights):
+    h, c = (*(state[0] for state in states), None)[:2]
+    y, *last = layer_reference(cell, x, h, c, *weights, *(() if len(weights) == 4 else (None, None)))
+    return [y, *(one[None] for one in last)]
 
 
-@pytest.mark.parametrize("T", [1, 6])
-def test_matches_the_reference_with_its_gradients(T):
-    x, h, c = torch.randn(3, T, 5).double().requires_grad_(), torch.randn(3, 4).double(), torch.randn(3, 4).double()
-    for gates, call, reference in (
-        (4, lambda w: lstm(x, (h[None], c[None]), w, **OPTIONS), lambda w: lstm_reference(x, h, c, w)),
-        (3, lambda w: gru(x, h[None], w, **OPTIONS), lambda w: gru_reference(x, h, w)),
-    ):
-        w = weights(gates)
-        found, expected = call(w), reference(w)
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one.view(other.shape), other)
-        gradients = [torch.autograd.grad(y[0].sin().sum(), [x, *w]) for y in (found, expected)]
-        for one, other in zip(*gradients, strict=True):
-            torch.testing.assert_close(one, other)
+def gradients(results, inputs):
+    """Of a sum to which each element of each result contributes differently."""
+    total = sum(
+        (one.sin() * torch.linspace(0.5, 1.5, one.numel(), dtype=one.dtype, device=one.device).view(one.shape)).sum()
+        for one in results
+    )
+    return torch.autograd.grad(total, inputs)
+
+
+def check(cell, implementation, dtype, tolerance, device="cpu", **sizes):
+    """Compare with the reference in float64 on the same numbers."""
+    x, states, weights = arguments(cell, dtype=dtype, device=device, **sizes)
+    wide = [[one.detach().double().requires_grad_() for one in part] for part in ([x], states, weights)]
+    found = run(cell, x, states, weights, implementation)
+    wanted = expected(cell, *wide[0], *wide[1:])
+    pairs = [*zip(found, wanted, strict=True)]
+    pairs += zip(
+        gradients(found, [x, *states, *weights]), gradients(wanted, [*wide[0], *wide[1], *wide[2]]), strict=True
+    )
+    for one, other in pairs:
+        assert (one.double() - other).norm() <= tolerance * other.norm() + 1e-30
+
+
+SIZES = [{}, {"B": 1, "T": 1}, {"B": 7, "T": 3, "H": 64, "bias": False}]
+
+
+@cells
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_llvm_matches_the_reference_with_its_gradients(cell, sizes):
+    check(cell, "llvm", torch.float64, 1e-13, **sizes)
+    check(cell, "llvm", torch.float32, 2e-6, **sizes)
+
+
+@cells
+def test_torch_matches_the_reference_with_its_gradients(cell):
+    check(cell, "torch", torch.float64, 1e-13)
+
+
+@cells
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)], ids=str
+)
+def test_triton_matches_the_reference_with_its_gradients(interpreted, cell, dtype, tolerance):
+    check(cell, "triton", dtype, tolerance, B=17 if dtype == torch.float32 else 2, T=3, H=20, bias=cell != "relu")
+
+
+@cells
+def test_llvm_agrees_with_torch_on_layers_of_both_directions(cell):
+    hidden, layers, B = 32, 2, 5
+    make = {"lstm": torch.nn.LSTM, "gru": torch.nn.GRU}.get(cell, torch.nn.RNN)
+    more = {"nonlinearity": cell} if make is torch.nn.RNN else {}
+    module = make(3, hidden, layers, bidirectional=True, batch_first=True, **more)
+    x, states = torch.randn(B, 4, 3), [torch.randn(4, B, hidden) for _ in range(2 if cell == "lstm" else 1)]
+    options = {"layers": layers, "bidirectional": True}
+    found = run(cell, x, states, module._flat_weights, "llvm", **options, bias=True)
+    wanted = run(cell, x, states, module._flat_weights, "torch", **options, bias=True)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@cells
+def test_llvm_has_second_derivatives(cell):
+    x, states, weights = arguments(cell, B=2, T=2, K=2, H=16)
+    torch.nn.init.constant_(x, 0.3)
+    inputs = [x, *states, *weights]
+
+    def penalty(results):
+        first = torch.autograd.grad(sum(one.sum() for one in results), inputs, create_graph=True)
+        return torch.autograd.grad(sum(one.square().sum() for one in first), inputs, allow_unused=True)
+
+    pairs = zip(
+        penalty(run(cell, x, states, weights, "llvm")), penalty(expected(cell, x, states, weights)), strict=True
+    )
+    for one, other in pairs:
+        torch.testing.assert_close(one, other)
+
+
+@cells
+def test_a_row_has_the_same_bits_alone_and_with_any_threads(cell):
+    x, states, weights = arguments(cell, B=8, dtype=torch.float32)
+    whole = run(cell, x, states, weights, "llvm")[0]
+    for row in (0, 5):
+        alone = run(cell, x[row : row + 1], [state[:, row : row + 1] for state in states], weights, "llvm")[0]
+        assert torch.equal(alone[0], whole[row])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3 - min(threads, 2))
+        assert torch.equal(run(cell, x, states, weights, "llvm")[0], whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_large_and_undefined_numbers():
+    """Gates saturate without an overflow, small ones keep their relative error, and a NaN stays in its row."""
+    x, states, weights = arguments("lstm", B=4, T=2, dtype=torch.float32, bias=False)
+    with torch.no_grad():
+        x[0], x[1], x[2], x[3, 1] = 1e4, -1e4, 1e-20, torch.nan
+        for state in states:
+            state[:, 2] = 1e-20
+        y = run("lstm", x, states, weights, "llvm")[0]
+        wanted = expected("lstm", x, states, weights)[0]
+        torch.testing.assert_close(y[:3], wanted[:3], rtol=1e-5, atol=1e-37)  # exp is bounded
+        assert y[3, 0].isfinite().all()
+        assert y[3, 1].isnan().all()
+
+
+def test_no_rows():
+    x, states, weights = arguments("gru", B=0)
+    y, last = run("gru", x, states, weights, "llvm")
+    assert (y.shape, last.shape) == ((0, 4, 32), (1, 0, 32))
 
 
 def test_the_ledger_counts_them():
-    x, h = torch.randn(2, 3, 5), torch.zeros(1, 2, 4)
-    w = [each.float() for each in weights(3)]
-    gru(x, h, w, **OPTIONS)
+    x, states, weights = arguments("gru", B=2, T=3, K=5, H=4, dtype=torch.float32)
+    recurrent("gru", x, states, weights, **OPTIONS)
     (row,) = (row for row in ledger().to_dict()["ops"] if row["op"] == "gru_fwd")
     assert row["calls"] == 1
     assert row["implementation"] == "torch"
     assert row["flops"] == 2 * 2 * 3 * (12 * 5 + 12 * 4 + 24)
+    assert "multiple of 32, got 4" in str(row["refused"])
+
+
+@pytest.mark.gpu
+@cells
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)], ids=str
+)
+def test_triton_on_a_gpu(cell, dtype, tolerance):
+    """float32 by default in TF32, as cuDNN's."""
+    check(cell, "triton", dtype, tolerance, device="cuda", B=33, T=9, K=5, H=64)
+    if dtype != torch.float32 and torch.cuda.get_device_capability() in ((8, 0), (9, 0), (10, 0)):
+        check(cell, "triton", dtype, tolerance, device="cuda", B=16, T=5, K=5, H=128)
+
+
+@pytest.mark.gpu
+def test_cudnn_is_preferred_until_a_race_says_otherwise():
+    x, states, weights = arguments("lstm", dtype=torch.bfloat16, device="cuda")
+    recurrent("lstm", x, states, weights, **OPTIONS)
+    (row,) = (row for row in ledger().to_dict()["ops"] if row["op"] == "lstm_fwd")
+    assert row["implementation"] == "torch"

@@ -1,4 +1,4 @@
-"""`accelerant train`: a GPT from text, in one command."""
+"""`accelerant train`: a language model from text, in one command."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _RESULTS, _SPEED, _PRIVACY = "Text and results", "Speed and memory", "Private tr
 _Paths = Annotated[
     list[str] | None, typer.Argument(metavar="[PATH]...", help="Text to train on; the same as --data PATH.")
 ]
-_Preset = Annotated[str | None, typer.Option(help="tiny, small or gpt2. Default: tiny.")]
+_Preset = Annotated[str | None, typer.Option(help="tiny, small, gpt2 or rnn (an LSTM). Default: tiny.")]
 _Data = Annotated[
     list[str] | None,
     typer.Option(metavar="stdlib|PATH...", help="Text to train on. Default: stdlib.", rich_help_panel=_RESULTS),
@@ -201,7 +201,7 @@ def train(
     ledger: _Spent = None,
     json_output: _Json = False,
 ) -> None:
-    """Train a GPT on text and write model, metrics, sample and report to a folder.
+    """Train a language model on text and write model, metrics, sample and report to a folder.
 
     Ctrl-C writes a checkpoint, prints the command that continues the run, and exits with status 130.
     """

@@ -1,7 +1,7 @@
-"""Recurrent layers over (B, T, inputs), by cuDNN on a GPU.
+"""Recurrent layers over (B, T, inputs): by cuDNN on a GPU, and by kernels of our own where those are faster.
 
-Their parameters are those of torch.nn.LSTM and torch.nn.GRU, so state dicts are interchangeable; calls are counted
-in the ledger.
+Their parameters are those of torch.nn.LSTM, GRU and RNN, so state dicts are interchangeable; calls are counted in the
+ledger.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._library import name_of
-from accelerant.ops.recurrent.op import gru, lstm
+from accelerant.ops.recurrent.op import recurrent
 
-__all__ = ["GRU", "LSTM"]
+__all__ = ["GRU", "LSTM", "RNN"]
 
 
 def _initial_states(module: nn.RNNBase, x: Tensor, states: tuple[Tensor, ...], count: int) -> tuple[Tensor, ...]:
@@ -42,11 +42,11 @@ def _weights(module: nn.RNNBase) -> list[Tensor]:
     return cast("list[Tensor]", module._flat_weights)
 
 
-def _options(module: nn.RNNBase) -> dict[str, Any]:
-    return {
-        "bias": module.bias, "layers": module.num_layers, "dropout": module.dropout, "training": module.training,
-        "bidirectional": module.bidirectional,
-    }  # fmt: skip
+def _run(module: nn.RNNBase, cell: str, x: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+    return recurrent(
+        cell, x, states, _weights(module), bias=module.bias, layers=module.num_layers, dropout=module.dropout,
+        training=module.training, bidirectional=module.bidirectional,
+    )  # fmt: skip
 
 
 class _Recurrent(nn.RNNBase):
@@ -54,7 +54,7 @@ class _Recurrent(nn.RNNBase):
 
     def __init__(
         self, inputs: int, hidden: int, layers: int = 1, *, bias: bool = True, dropout: float = 0.0,
-        bidirectional: bool = False,
+        bidirectional: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         name = type(self).__name__
         if inputs < 1 or hidden < 1 or layers < 1:
@@ -63,8 +63,9 @@ class _Recurrent(nn.RNNBase):
             raise ConfigError(f"{name}: dropout must be at least 0 and below 1, got {dropout}")
         if dropout and layers == 1:
             raise ConfigError(f"{name}: dropout applies between layers, and there is one")
-        initialize: Any = super().__init__  # of torch's LSTM or GRU, which sets the mode of RNNBase itself
-        initialize(inputs, hidden, layers, bias=bias, batch_first=True, dropout=dropout, bidirectional=bidirectional)
+        initialize: Any = super().__init__  # of torch's class, which sets the mode of RNNBase itself
+        options |= {"bias": bias, "batch_first": True, "dropout": dropout, "bidirectional": bidirectional}
+        initialize(inputs, hidden, layers, **options)
 
 
 class LSTM(_Recurrent, nn.LSTM):
@@ -89,8 +90,7 @@ class LSTM(_Recurrent, nn.LSTM):
             ShapeError: x or a state has another shape.
             UnsupportedDtype: x or a state has another dtype than the parameters.
         """
-        h, c = _initial_states(self, x, state or (), 2)
-        y, h, c = lstm(x, (h, c), _weights(self), **_options(self))
+        y, h, c = _run(self, "lstm", x, *_initial_states(self, x, state or (), 2))
         return y, (h, c)
 
 
@@ -104,5 +104,29 @@ class GRU(_Recurrent, nn.GRU):
         self, x: Tensor, state: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Process sequences; as LSTM, with h alone as the state."""
-        (h,) = _initial_states(self, x, () if state is None else (state,), 1)
-        return gru(x, h, _weights(self), **_options(self))
+        y, h = _run(self, "gru", x, *_initial_states(self, x, () if state is None else (state,), 1))
+        return y, h
+
+
+class RNN(_Recurrent, nn.RNN):
+    """Elman's layers, h' = tanh(W_ih x + b_ih + W_hh h + b_hh), or relu; dropout between layers while training.
+
+    Source: Elman 1990, "Finding structure in time".
+    """
+
+    def __init__(
+        self, inputs: int, hidden: int, layers: int = 1, *, nonlinearity: str = "tanh", bias: bool = True,
+        dropout: float = 0.0, bidirectional: bool = False,
+    ) -> None:  # fmt: skip
+        if nonlinearity not in ("tanh", "relu"):
+            raise ConfigError(f"RNN: nonlinearity must be tanh or relu, got {nonlinearity!r}")
+        super().__init__(
+            inputs, hidden, layers, bias=bias, dropout=dropout, bidirectional=bidirectional, nonlinearity=nonlinearity
+        )
+
+    def forward(  # type: ignore[override]  # torch also takes packed and unbatched sequences
+        self, x: Tensor, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Process sequences; as LSTM, with h alone as the state."""
+        y, h = _run(self, self.nonlinearity, x, *_initial_states(self, x, () if state is None else (state,), 1))
+        return y, h

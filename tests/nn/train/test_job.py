@@ -510,7 +510,7 @@ def test_torchs_global_settings_are_put_back(train):
 
 
 def test_presets_are_as_documented():
-    assert set(PRESETS) == {"tiny", "small", "gpt2"}
+    assert set(PRESETS) == {"tiny", "small", "gpt2", "rnn"}
     gpt2 = preset("gpt2")
     assert (gpt2.layers, gpt2.heads, gpt2.width, gpt2.vocab_size) == (12, 12, 768, 50257)
     assert gpt2.tokens_per_step == 32 * 1024
@@ -633,7 +633,7 @@ def test_the_cpu_takes_few_tokens_at_once():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     configs = {name: run.training for name, run in PRESETS.items()}
     at_once = {name: windows_at_once(config.micro_batch, config.context, cpu) for name, config in configs.items()}
-    assert at_once == {"tiny": 8, "small": 16, "gpt2": 4}
+    assert at_once == {"tiny": 8, "small": 16, "gpt2": 4, "rnn": 16}
     assert windows_at_once(64, 256, cuda) == 64
     assert windows_at_once(3, 2048, cpu) == 1
 

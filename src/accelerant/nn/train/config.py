@@ -1,4 +1,4 @@
-"""The configuration of a training (`TrainConfig`), and of a GPT's training on text with its presets (`RunConfig`)."""
+"""The configuration of a training (`TrainConfig`), and of a language model's on text with its presets (`RunConfig`)."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ Precision = Literal["auto", "float32", "bfloat16", "fp8"]
 GraphUse = Literal["auto", "on", "off"]
 Log = Literal["jsonl", "tensorboard"]
 TokenizerName = Literal["bytes", "bpe"]
+ModelName = Literal["gpt", "rnn"]
 
 STDLIB = "stdlib"
 
@@ -185,7 +186,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """A run of `accelerant train`: the training of a GPT on text. The presets are instances.
+    """A run of `accelerant train`: the training of a language model on text. The presets are instances.
 
     Attributes:
         name: of the preset.
@@ -193,7 +194,8 @@ class RunConfig:
             its device, and its folder if another is given.
         tokenizer: "bytes" (256 tokens) or "bpe" (trained on the corpus).
         vocab_size: maximum number of tokens of the tokenizer.
-        layers, heads, width: the transformer's shape.
+        layers, heads, width: the model's shape; "rnn" has no heads.
+        model: "gpt", or "rnn" for a CharRNN with LSTM layers.
         validations: number of evaluations before the final one.
         validation_tokens: tokens read by the final evaluation; the others read a quarter of them.
         sample_tokens: length of the text generated at the end.
@@ -216,6 +218,7 @@ class RunConfig:
     sample_tokens: int = 400
     side_share: float = 0.0
     cpu_threads: int = 0
+    model: ModelName = "gpt"
     data: tuple[str, ...] = (STDLIB,)
 
     def __post_init__(self) -> None:
@@ -239,6 +242,8 @@ class RunConfig:
 
     def parameter_count(self, vocab_size: int) -> int:
         """Return the number of weights with a vocabulary of this size, without biases and norms."""
+        if self.model == "rnn":  # four gates of inputs and states; tables of inputs and outputs
+            return (8 * self.layers * self.width + 2 * vocab_size) * self.width
         return (12 * self.layers * self.width + vocab_size + self.training.context) * self.width
 
     def step_flops(self, vocab_size: int) -> float:
@@ -246,7 +251,7 @@ class RunConfig:
 
         Six for each weight and token, and those of the attention's products over half the context.
         """
-        attention = 6 * self.layers * self.training.context * self.width
+        attention = 0 if self.model == "rnn" else 6 * self.layers * self.training.context * self.width
         return float((6 * self.parameter_count(vocab_size) + attention) * self.tokens_per_step)
 
     @property
@@ -363,6 +368,7 @@ _RECIPE = (
     "name", "tokenizer", "vocab_size", "context", "layers", "heads", "width", "batch_size", "micro_batch", "steps",
     "learning_rate", "warmup", "final_lr_ratio", "weight_decay", "beta1", "beta2", "clip", "validations",
     "validation_tokens", "sample_tokens", "side_share", "checkpoint_every_s", "cpu_threads",
+    "model",
 )  # fmt: skip
 _OPTIONS = ("seed", "deterministic", "log", "profile", "precision")
 """Fields of a run's "recipe" in config.json (the first 11 without a default), and those next to it."""
@@ -395,7 +401,14 @@ _GPT2 = _run(
     tokenizer="bpe", vocab_size=50257, layers=12, heads=12, width=768, side_share=0.25,
     validation_tokens=1 << 19, sample_tokens=300,
 )  # fmt: skip
-PRESETS: dict[str, RunConfig] = {run.name: run for run in (_TINY, _SMALL, _GPT2)}
+_RNN = _run(
+    "rnn",
+    {"context": 64, "batch_size": 16, "steps": 600, "learning_rate": 4e-3, "weight_decay": 0.0,
+     "checkpoint_every_s": 30.0},
+    tokenizer="bytes", vocab_size=256, layers=1, heads=1, width=256, validation_tokens=1 << 16, cpu_threads=1,
+    model="rnn",
+)  # fmt: skip
+PRESETS: dict[str, RunConfig] = {run.name: run for run in (_TINY, _SMALL, _GPT2, _RNN)}
 
 
 def preset(name: str) -> RunConfig:

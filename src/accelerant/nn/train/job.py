@@ -1,4 +1,4 @@
-"""`accelerant train`: the training of a GPT on text, from the text to a report, and its continuation.
+"""`accelerant train`: the training of a language model on text, from the text to a report, and its continuation.
 
 Input is checked as far as possible before the run's folder is changed.
 """
@@ -26,7 +26,9 @@ import torch
 from accelerant._version import __version__
 from accelerant.errors import ConfigError, FormatError, OutOfMemory
 from accelerant.nn.layers import require_float8
+from accelerant.nn.models.char_rnn import CharRNN, CharRNNConfig
 from accelerant.nn.models.gpt import GPT, GPTConfig
+from accelerant.nn.models.language_model import LanguageModel
 from accelerant.nn.train.callbacks import Callback, Extension, TensorBoard
 from accelerant.nn.train.checkpoint import (
     Checkpoints,
@@ -105,11 +107,15 @@ def run_training(
         The outcome; after SIGINT or SIGTERM with a checkpoint written.
 
     Raises:
-        ConfigError: the data or the folder cannot be used, another run uses the folder, or the device has no fp8.
+        ConfigError: the data or the folder cannot be used, another run uses the folder, or the device or the model has
+            no fp8.
         MissingDependency: the run logs to TensorBoard, which is not installed.
         OutOfMemory: a micro-batch does not fit the device.
         DivergenceError: a loss or gradient is not finite.
     """
+    if run.model == "rnn" and (run.training.precision == "fp8" or run.training.recompute):
+        option = "--recompute" if run.training.recompute else "--precision fp8"
+        raise ConfigError(f"{option} is for the blocks of a GPT, and {run.name} is a recurrent model: leave it out")
     if run.training.precision == "fp8":
         require_float8(device)
     extension = extension or Extension()
@@ -201,7 +207,7 @@ def _finished(folder: RunFolder, steps: int | None) -> Outcome | None:
     return None
 
 
-def load_run(out: str | os.PathLike[str], device: torch.device | str | None = None) -> tuple[GPT, Tokenizer]:
+def load_run(out: str | os.PathLike[str], device: torch.device | str | None = None) -> tuple[LanguageModel, Tokenizer]:
     """Return the model of a run's folder, in eval mode, and its tokenizer.
 
     Args:
@@ -214,7 +220,9 @@ def load_run(out: str | os.PathLike[str], device: torch.device | str | None = No
     folder = RunFolder(Path(out))
     config = folder.read_config()
     try:
-        shape: GPTConfig = typed(GPTConfig, config.get("model"), "model")
+        fields = config.get("model")
+        recurrent = isinstance(fields, dict) and "cell" in fields
+        shape: GPTConfig | CharRNNConfig = typed(CharRNNConfig if recurrent else GPTConfig, fields, "model")
     except (ValueError, ConfigError) as error:
         raise FormatError(f"{folder.config} has no model: {error}") from None
     tokenizer: Tokenizer = load_bpe(folder.tokenizer) if folder.tokenizer.is_file() else ByteTokenizer()
@@ -228,7 +236,7 @@ def load_run(out: str | os.PathLike[str], device: torch.device | str | None = No
     if shape.vocab_size != tokenizer.vocab_size or shape.layers > len(tensors):
         raise FormatError(f"{path} is of another model than {folder.config}")
     with torch.device("meta"):
-        model = GPT(shape)
+        model = _built(shape)
     require_same_shapes(path, tensors, model.state_dict())
     model.load_state_dict({name: value.to(device) for name, value in tensors.items()}, assign=True)
     return model.eval(), tokenizer
@@ -244,7 +252,8 @@ def cpu_flops_per_s(run: RunConfig) -> float:
 
     The rest of a step, whose operations are not counted, takes about as long as its products.
     """
-    rows = windows_at_once(run.training.micro_batch, run.training.context, torch.device("cpu")) * run.training.context
+    rows = windows_at_once(run.training.micro_batch, run.training.context, torch.device("cpu"))
+    rows *= 1 if run.model == "rnn" else run.training.context  # a recurrent layer computes one step after the other
     x, weight = torch.ones(min(rows, 512), run.width), torch.ones(run.width, 4 * run.width)
     x @ weight  # starts the threads
     began, count = time.perf_counter(), 0
@@ -281,7 +290,7 @@ def _duration(seconds: float) -> str:
 def _require_stored(run: RunConfig, checkpoints: Checkpoints) -> None:
     """Raise FormatError if a checkpoint is too small for its run's model, before that is allocated."""
     layers, width = run.layers, run.width
-    least = 2 * (12 * layers * width**2 + run.training.context * width)  # bytes, of the matrices in 16 bits
+    least = 2 * run.parameter_count(0)  # bytes, of the matrices in 16 bits
     size = max(path.stat().st_size for path in (checkpoints.path, checkpoints.previous) if path.is_file())
     if least > size:
         sizes = f"{layers:,} layers of width {width:,}, {run.training.context:,} tokens"
@@ -291,7 +300,10 @@ def _require_stored(run: RunConfig, checkpoints: Checkpoints) -> None:
 def _config(run: RunConfig, folder: Path, device: torch.device) -> TrainConfig:
     training = run.training
     rows = windows_at_once(training.micro_batch, training.context, device)
-    return dataclasses.replace(training, accumulate=training.batch_size // rows, device=str(device), folder=str(folder))
+    graph = "off" if run.model == "rnn" else training.graph  # a captured step of cuDNN's recurrent layers is untested
+    return dataclasses.replace(
+        training, accumulate=training.batch_size // rows, device=str(device), folder=str(folder), graph=graph
+    )
 
 
 def windows_at_once(micro_batch: int, context: int, device: torch.device) -> int:
@@ -325,8 +337,12 @@ class _ProgressCallback(Callback):
         self._progress.note(text)
 
 
+def _built(shape: GPTConfig | CharRNNConfig) -> LanguageModel:
+    return CharRNN(shape) if isinstance(shape, CharRNNConfig) else GPT(shape)
+
+
 class _TextRun:
-    """One process's part of a run: the Trainer of a GPT, and what is written about it."""
+    """One process's part of a run: the Trainer of a language model, and what is written about it."""
 
     def __init__(
         self, run: RunConfig, config: TrainConfig, folder: RunFolder, text: TokenizedText, progress: Progress,
@@ -342,12 +358,17 @@ class _TextRun:
             self._device_name = f"{device} ({threads} thread{'s' * (threads != 1)})"
         torch.manual_seed(config.seed)
         vocab_size = text.tokenizer.vocab_size
-        self._shape = GPTConfig(
-            vocab_size=vocab_size, context=config.context, layers=run.layers, heads=run.heads, width=run.width
-        )
-        self._model = GPT(self._shape)  # initialised on the host: the same weights for every device
-        # Outputs of layers begin as large as in GPT-2. With its deviations a width of 128 learns half as fast.
-        self._model.reset_parameters(0.02 * math.sqrt(_GPT2_WIDTH / run.width))
+        sizes: dict[str, Any] = {
+            "vocab_size": vocab_size,
+            "context": config.context,
+            "layers": run.layers,
+            "width": run.width,
+        }
+        self._shape = CharRNNConfig(**sizes) if run.model == "rnn" else GPTConfig(**sizes, heads=run.heads)
+        self._model = _built(self._shape)  # initialised on the host: the same weights for every device
+        if isinstance(self._model, GPT):
+            # Outputs of layers begin as large as in GPT-2. With its deviations a width of 128 learns half as fast.
+            self._model.reset_parameters(0.02 * math.sqrt(_GPT2_WIDTH / run.width))
         self._events = _ProgressCallback(progress, self._device_name)
         self._trainer = Trainer(self._model, config, callbacks=[self._events, extension])
         self._training = self._source(text.train, "training") if source is None else source

@@ -1,10 +1,29 @@
-"""No kernels are compiled: the layers are the library's."""
+"""The compiled kernels of recurrent layers."""
 
 from __future__ import annotations
 
+import torch
+
 from accelerant.ops._cases import Compilation
+from accelerant.ops.recurrent.op import KERNELS as _KERNELS
+from accelerant.ops.recurrent.op import constants, num_warps
 
 __all__ = ["KERNELS", "KIND"]
 
 KIND = "mutating"  # no public function: the layers are tested in tests/ops/test_recurrent.py and tests/nn
-KERNELS: tuple[Compilation, ...] = ()
+
+
+def _compilation(name: str, cell: str, hidden: int, kind: str, capability: tuple[int, int]) -> Compilation:
+    dtype = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}[kind]
+    fixed = constants(cell, hidden, dtype, capability)
+    return Compilation(_KERNELS[name], {"*": kind}, fixed, num_warps(hidden), 1)
+
+
+KERNELS = tuple(
+    _compilation(name, *rest)
+    for name in ("fwd", "bwd")
+    for rest in (
+        ("lstm", 64, "*fp16", (7, 5)), ("lstm", 128, "*bf16", (9, 0)), ("lstm", 64, "*fp32", (9, 0)),
+        ("gru", 128, "*bf16", (9, 0)), ("tanh", 256, "*bf16", (9, 0)), ("relu", 64, "*bf16", (9, 0)),
+    )
+)  # fmt: skip
