@@ -48,10 +48,11 @@ def test_every_variable_is_read():
         "ACCELERANT_TUNE": "first_use",
         "ACCELERANT_DETERMINISTIC": "1",
         "ACCELERANT_IMPLEMENTATION": "gelu_fwd=torch, attention_fwd = triton,",
+        "ACCELERANT_DEBUG": "yes",
     }
     forced = (("attention_fwd", "triton"), ("gelu_fwd", "torch"))
     assert load(environ) == Settings(
-        "cpu", "forbid", Path("/somewhere"), 0.25, "debug", "first_use", "first_use", True, forced
+        "cpu", "forbid", Path("/somewhere"), 0.25, "debug", "first_use", "first_use", True, forced, True
     )
 
 

@@ -12,6 +12,7 @@ The file is `$ACCELERANT_CONFIG`, or `config.toml` in the user's configuration f
     race = "off"              # ACCELERANT_RACE        off, first_use: time implementations, choose the fastest
     tune = "off"              # ACCELERANT_TUNE        off, first_use: the same for launch parameters
     deterministic = false     # ACCELERANT_DETERMINISTIC   refuse implementations whose results may vary between runs
+    debug = false             # ACCELERANT_DEBUG       check results of ops for NaN and infinity
 
     [implementation]          # ACCELERANT_IMPLEMENTATION="gelu_fwd=torch, ..."   force an op's implementation
     gelu_fwd = "torch"
@@ -77,6 +78,7 @@ class Settings:
     tune: When = "off"
     deterministic: bool = False
     implementation: tuple[tuple[str, str], ...] = ()
+    debug: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("fallback", FallbackPolicy), ("log", LogLevel), ("race", When), ("tune", When)):
@@ -98,7 +100,7 @@ def _converted(name: str, value: object, origin: str) -> Any:
             if not value or not isinstance(value, (str, Path)) or "\0" in str(value):
                 raise ValueError
             return Path(value).expanduser()
-        if name == "deterministic":
+        if name in ("deterministic", "debug"):
             return _SWITCH[str(value).lower()]
         if name == "implementation":
             return _pairs(value)
@@ -196,7 +198,7 @@ choice_overrides: list[Settings] = []
 """The overrides in force, in any thread, of a setting that a choice of implementation depends on. While it is empty,
 the hot path of dispatch need not read the settings."""
 
-CHOICE_SETTINGS = frozenset({"race", "tune", "deterministic", "implementation", "cache_dir"})
+CHOICE_SETTINGS = frozenset({"race", "tune", "deterministic", "debug", "implementation", "cache_dir"})
 
 
 launch_log = SimpleNamespace(enabled=False)

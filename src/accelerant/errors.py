@@ -12,7 +12,7 @@
     ├── UnsupportedCase         valid input that no implementation serves
     ├── FormatError             a malformed file or message                 (also ValueError)
     ├── ConfigError             an invalid setting or argument              (also ValueError)
-    ├── DivergenceError         a loss or gradient is no longer finite
+    ├── DivergenceError         a loss, a gradient or, in debug mode, a result is not finite
     ├── ProtocolError           a multi-party protocol was not followed
     ├── TimeLimitExceeded       a call or a wait passed its time limit      (also TimeoutError)
     └── BudgetExceeded          the privacy budget would be overspent

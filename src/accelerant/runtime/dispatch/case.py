@@ -113,6 +113,7 @@ class Rules(NamedTuple):
     race: bool
     tune: bool
     deterministic: bool
+    debug: bool
     forced: tuple[tuple[str, str], ...]
     cache_dir: Path
 
@@ -130,6 +131,7 @@ def rules() -> Rules:
         race=current.race == "first_use",
         tune=current.tune == "first_use",
         deterministic=current.deterministic or by_torch,
+        debug=current.debug,
         forced=current.implementation,
         cache_dir=current.cache_dir,
     )

@@ -60,6 +60,7 @@ from accelerant.runtime.dispatch.case import (
     torch_wants_determinism,
 )
 from accelerant.runtime.dispatch.choices import Measurement, Sources, choices, key_of, rounded
+from accelerant.runtime.dispatch.debug import checked
 from accelerant.runtime.dispatch.plan import DispatchPlan, observe_backward
 from accelerant.runtime.dispatch.race import MARGIN, RACED_DEVICES, fastest, obstacle, race, reason_of
 from accelerant.runtime.ledger import SAMPLE_EVERY, Decision, FallbackRecord, OpRecord, ledger, observers
@@ -283,6 +284,7 @@ class Operation:
             and case.device.type == "cpu"
             and case not in self._broken
             and not rules().forced  # it may be the backward op that is forced
+            and not rules().debug
         )
         if torch_autograd:
             reason += "; torch on the CPU: its own autograd where that serves"
@@ -334,6 +336,9 @@ class Operation:
         key = (self.name, chosen.name, provider.name, decision.device, decision.case)
         record = _ledger.record(OpRecord(*key, chosen.own, refused, *self._cost(case), reason=reason))
         run = _guarded(chosen) if chosen.mutates else chosen.run
+        if rules().debug:
+            named = f"{self.name} by {chosen.name} ({decision.case} on {decision.device})"
+            run = checked(run, named, mutates=chosen.mutates)
         return DispatchPlan(decision, run, record, provider, case.device.index or 0)
 
     # --- failures ----------------------------------------------------------------------------------------------------
