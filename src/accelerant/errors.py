@@ -85,7 +85,7 @@ class UnsupportedCase(AccelerantError):
 
 
 class DivergenceError(AccelerantError):
-    """A loss or gradient of training is not finite; names the step and the last good checkpoint."""
+    """A loss or gradient of training is not finite, or with the setting `debug` a result of an op."""
 
 
 class FormatError(AccelerantError, ValueError):

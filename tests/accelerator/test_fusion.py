@@ -327,6 +327,7 @@ def test_bad_arguments_are_refused():
         acl.fuse(device="nonsense")(torch.tanh)
 
 
+@pytest.mark.slow
 def test_decorated_methods_and_compile():
     class Scaled:
         @acl.fuse
@@ -357,6 +358,7 @@ def test_portable_c_on_opencl(name):
     assert (row["implementation"], row["backend"]) == ("portable", "opencl")
 
 
+@pytest.mark.slow
 def test_opencl_takes_numpy_alone():
     require_backend("opencl")
     with pytest.raises(UnsupportedDtype, match="takes NumPy arrays of float32 and bool, got a float64 array of numpy"):

@@ -1,4 +1,4 @@
-"""The setting `debug`: results of ops that are not finite are errors, which name the op and the argument they came from.
+"""The setting `debug`: results of ops that are not finite are errors, which name op and input.
 
 Each result is read after each call, so every call waits for the device. Without the setting nothing of this is on the
 path of a call: a plan made under it runs a checked implementation.
