@@ -553,3 +553,10 @@ def test_what_torch_raises_is_counted(book):
         op(CASE, 1)
     (row,) = book.to_dict()["ops"]
     assert (row["calls"], row["failures"]) == (1, 1)
+
+
+def test_a_case_is_printed_with_its_shapes_and_options():
+    options = (torch.int64, torch.Size([8, 64]), (2,), "", "tanh", (True, False), None)
+    case = Case(torch.device("cpu"), torch.float32, (256, 128), options)
+    assert str(case) == "256x128 float32 int64 8x64 2 tanh (True, False) None"
+    assert str(Case(torch.device("cpu"), torch.float16, ())) == "scalar float16"

@@ -125,7 +125,8 @@ def _ledger_card(ledger: Mapping[str, Any]) -> str:
         if section.seconds is not None:
             unnamed = [("soft", "not attributed"), *[("", "")] * 5]
             unnamed += [*(("number", text) for text in section.unattributed), *[("", "")] * 3]
-        tables += tabulated(section.rows[:_ROWS_SHOWN], unnamed)
+        if section.rows:
+            tables += tabulated(section.rows[:_ROWS_SHOWN], unnamed)
         if more := section.rows[_ROWS_SHOWN:]:
             tables += f"<details><summary>{len(more)} more cases</summary>{tabulated(more)}</details>"
     fallbacks = ledger.get("fallbacks", ())
@@ -136,13 +137,14 @@ def _ledger_card(ledger: Mapping[str, Any]) -> str:
 def _ledger_cells(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     device, (*_, each, total, share) = row.get("device") or row.get("backend"), row_cells(row)
     calls, known = row.get("calls", 0), row.get("bytes_per_call") is not None
+    moved, flops = (row[f"{name}_per_call"] * calls if known else row.get(name) for name in ("bytes", "flops"))
     refused = "; ".join(f"{entry.get('implementation')}: {entry.get('reason')}" for entry in row.get("refused", ()))
     return [
         *[("word", str(value)) for value in (row.get("op"), row.get("implementation"), device)],
         ("case", str(row.get("case"))),
         *[("number", text) for text in (f"{calls:,}", each, total, share)],
-        ("number", _bytes(row["bytes_per_call"] * calls if known else row.get("bytes") or 0)),
-        ("number", _scaled(row["flops_per_call"] * calls if known else row.get("flops") or 0)),
+        ("number", _bytes(moved) if moved else "-"),
+        ("number", _scaled(flops) if flops else "-"),
         ("soft", refused),
     ]
 

@@ -31,8 +31,14 @@ class Case(NamedTuple):
     options: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
-        parts = ["x".join(map(str, self.shape)) or "scalar", str(self.dtype).removeprefix("torch.")]
-        return " ".join(parts + [str(option) for option in self.options if option != ""])
+        return " ".join(_word(part) for part in (self.shape, self.dtype, *self.options) if part != "")
+
+
+def _word(part: Any) -> str:
+    """Return a shape as 8x64, another value as text without torch's name."""
+    if isinstance(part, tuple) and all(type(size) is int for size in part):
+        return "x".join(map(str, part)) or "scalar"
+    return str(part).removeprefix("torch.")
 
 
 case_of: Callable[[tuple[torch.device, torch.dtype, tuple[int, ...], tuple[Any, ...]]], Case]
