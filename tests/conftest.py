@@ -56,11 +56,15 @@ def pytest_collection_modifyitems(config, items):
         if item.get_closest_marker("soak"):
             item.add_marker("slow")
         if mark := item.get_closest_marker("sample"):
+            every, left_out = mark.args[0], mark.args[1] if len(mark.args) > 1 else 1
             tier = "soak" if item.get_closest_marker("slow") else "slow"
             case = seen[item.function, tier]
             seen[item.function, tier] += 1
-            if case % mark.args[0]:
+            if case % every:
                 item.add_marker(tier)
+                if (case - case // every - 1) % left_out:
+                    item.add_marker("slow")
+                    item.add_marker("soak")
     if HAS_GPU:
         return
     config.hook.pytest_deselected(items=[item for item in items if "gpu" in item.keywords])

@@ -94,5 +94,8 @@ def test_import_takes_less_than_one_and_a_half_times_import_torch():
     def ratio():
         return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
 
-    found = statistics.median(ratio() for _ in range(3))
+    ratios = [ratio(), ratio()]
+    if min(ratios) < 1.5 <= max(ratios):  # else the third does not change on which side the median is
+        ratios.append(ratio())
+    found = statistics.median(ratios)
     assert found < 1.5, f"import accelerant takes {found:.2f} times import torch"

@@ -337,6 +337,7 @@ def test_crafted_files_end_in_one_line(kind, good, capfd, tmp_path, monkeypatch)
     attack(kind, range(2), good, capfd, tmp_path, monkeypatch)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.search(20)
 @pytest.mark.parametrize("kind", CASES)

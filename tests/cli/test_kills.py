@@ -27,7 +27,7 @@ PRESETS["tiny"] = PRESETS["tiny"].replaced(checkpoint_every=2, validation_tokens
 from accelerant.cli import main
 main(sys.argv[1:])
 """
-KILLS = 8 if soak.MINUTES else 2
+KILLS = 8 if soak.MINUTES else 1
 
 pytestmark = pytest.mark.slow
 

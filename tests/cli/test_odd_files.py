@@ -131,6 +131,7 @@ def test_a_sparse_file_of_a_terabyte_is_one_line(accelerant):
     assert accelerant("train", "--resume", ".")[0] == 2
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["devices", "train --data t --out o", "data prepare t --out p"])
 def test_ctrl_c_while_a_command_starts_ends_it_without_a_traceback(tmp_path, command):

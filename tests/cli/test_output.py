@@ -114,6 +114,7 @@ def test_help(run, encoding, width, environment):
     check_help(run, encoding, width, environment, names=("train", "zk"))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("encoding", "width", "environment"), SETTINGS)
 def test_every_page_of_help(run, encoding, width, environment):
@@ -171,6 +172,7 @@ def commands(folder):
     ]  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("encoding", "width", "environment"), SETTINGS)
 def test_every_command(run, cache, tmp_path, monkeypatch, encoding, width, environment):

@@ -94,7 +94,7 @@ def test_nvrtc_compiles_it_for_each_target(name, target):
         assert resources.spill_bytes == resources.stack_bytes == resources.shared_bytes == 0
 
 
-@pytest.mark.sample(11)
+@pytest.mark.sample(11, 3)
 @pytest.mark.parametrize(("target", "dialect", "field", "entry"), BY_NVRTC)
 def test_nvrtc_compiles_the_fields(target, dialect, field, entry):
     """In C and with carry chains: the second is what CUDA runs, the first what HIP and OpenCL do."""
@@ -119,7 +119,7 @@ def test_clang_compiles_it_for_amd(name, tmp_path):
         assert int(kernel["private_segment_fixed_size"]) == 0
 
 
-@pytest.mark.sample(11)
+@pytest.mark.sample(11, 3)
 @pytest.mark.parametrize(("target", "dialect", "field", "entry"), BY_CLANG)
 def test_clang_compiles_the_fields_for_amd(target, dialect, field, entry, tmp_path):
     ((_, kernel),) = compiled_for_amd(kernel_source(field, entry), tmp_path).items()

@@ -47,6 +47,7 @@ def example(monkeypatch):
     return runpy.run_path(str(ROOT / "examples/private_digits.py"))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row[0])
 def test_the_digits_are_learnt_as_the_table_says(row, example):

@@ -62,6 +62,12 @@ def _ddp(rank, family):
             torch.testing.assert_close(parameter.grad, wanted[name], rtol=2e-5, atol=2e-6)
 
 
+def ddp_and_fsdp(rank, families, cases):
+    """Both, one after the other."""
+    ddp(rank, families)
+    fsdp(rank, cases)
+
+
 def fsdp(rank, cases):
     """Gradients and updated weights under fully_shard, of whole blocks or of every linear layer too."""
     for family, leaves in cases:

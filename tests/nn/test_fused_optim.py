@@ -100,7 +100,7 @@ def test_one_launch_for_all_groups(implementation):
     assert [row["calls"] for row in ledger().to_dict()["ops"]] == [1]
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(7, 3)
 @EACH
 @pytest.mark.parametrize("fused", [False, True])
 def test_state_goes_to_torch_and_back(pair, fused):

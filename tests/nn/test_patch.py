@@ -251,6 +251,7 @@ def test_gradient_checkpointing(family, reentrant):
 LOOSE = {"rtol": 5e-2, "atol": 3e-2}  # of bfloat16: of single elements
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype", "tolerance"),

@@ -3,7 +3,7 @@
 import pytest
 import torch.distributed as dist
 from patch_models import transformers  # noqa: F401  # skips where there is none
-from patch_workers import ddp, fsdp, launch
+from patch_workers import ddp_and_fsdp, fsdp, launch
 
 pytestmark = [
     pytest.mark.slow,  # each process imports torch and transformers anew
@@ -11,9 +11,15 @@ pytestmark = [
 ]
 
 
-def test_ddp(tmp_path):
-    launch(ddp, tmp_path / "store", ("gpt2", "qwen3"))
+FSDP = [("gpt2", 0), ("llama", 1), ("bert", 0)]
+"""Families, and whether each leaf is sharded apart; the others are in the soak."""
 
 
-def test_fsdp2(tmp_path):
-    launch(fsdp, tmp_path / "store", [(family, leaves) for family in ("gpt2", "llama", "bert") for leaves in (0, 1)])
+def test_both(tmp_path):
+    """In one launch: the processes take seconds to import torch and transformers."""
+    launch(ddp_and_fsdp, tmp_path / "store", ("gpt2", "qwen3"), FSDP)
+
+
+@pytest.mark.soak
+def test_fsdp2_of_the_others(tmp_path):
+    launch(fsdp, tmp_path / "store", [("gpt2", 1), ("llama", 0), ("bert", 1)])

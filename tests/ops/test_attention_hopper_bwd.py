@@ -78,6 +78,7 @@ def test_small_kernels_do_not_spill(plan, part):
     assert resources.registers <= 128
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS, **IDS)
 def test_products_are_wgmma_and_copies_go_through_the_copy_engine(plan):

@@ -44,6 +44,7 @@ def disassembled(code):
 # --- code ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dtype", HALF, **IDS)
@@ -63,6 +64,7 @@ def test_code_stays_in_its_budget(plan, dtype, causal):
     assert not re.search(r"C75\d\d", binary.log)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_products_are_wgmma_and_copies_go_through_the_copy_engine(plan):

@@ -148,7 +148,7 @@ def each_implementation():
             yield pytest.param(op, sample, dtype, implementation, id=name)
 
 
-@pytest.mark.sample(13)
+@pytest.mark.sample(13, 3)
 @pytest.mark.parametrize(("op", "sample", "dtype", "implementation"), list(each_implementation()))
 def test_matches_the_reference(op, sample, dtype, implementation, request):
     """Each that dispatch may choose: our kernels, and what a CPU without Triton's interpreter runs."""
@@ -218,7 +218,7 @@ def fresh(arg):
     return arg.detach().clone().requires_grad_(arg.requires_grad) if isinstance(arg, torch.Tensor) else arg
 
 
-@pytest.mark.sample(11)
+@pytest.mark.sample(11, 3)
 @pytest.mark.parametrize(("op", "sample"), small_samples(limit=40))
 def test_gradcheck(op, sample):
     it = bound(op, sample, torch.float64)

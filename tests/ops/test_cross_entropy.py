@@ -31,7 +31,7 @@ def same(*args, rtol=1e-5, atol=1e-6, **options):
         torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol, equal_nan=True)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(5, 3)
 @WIDTHS
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
@@ -66,7 +66,7 @@ def test_far_from_0(V, interpreted):
         assert torch.equal(a.grad, b.grad)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(5, 3)
 @WIDTHS
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -162,6 +162,7 @@ def test_float16_survives_a_large_mean(interpreted):
     torch.testing.assert_close(x.grad[0, 1].item(), 32768 / 256 / 4096, rtol=1e-3, atol=0)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [*launch.WIDE_PLANS, *launch.HELD_PLANS], ids=str)
 @pytest.mark.parametrize(

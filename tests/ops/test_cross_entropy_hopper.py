@@ -15,6 +15,7 @@ from accelerant.runtime.ledger import ledger
 needs_nvrtc = pytest.mark.skipif(importlib.util.find_spec("cuda") is None, reason="no NVRTC on this system")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @needs_nvrtc
 @pytest.mark.parametrize("plan", hopper.PLANS)

@@ -170,7 +170,7 @@ def test_linear_refuses(args, options, error, words):
 # --- a weight of bytes by words --------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(7, 3)
 @KINDS
 @pytest.mark.parametrize(("N", "K"), [(1, 16), (9, 48), (16, 32)])
 def test_words_match_the_reference(N, K, kind, interpreted):

@@ -50,6 +50,7 @@ def kept(y):
     return (y != 0).flatten().numpy()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**64 - 1])
 def test_mask_is_the_references(seed, interpreted):

@@ -35,7 +35,7 @@ def drawn(M, K, V):
     return torch.randn(M, K), torch.randn(V, K), torch.randint(0, V, (M,))
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(7, 3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: sample.name)
 def test_by_kernel_and_in_chunks(sample, dtype, interpreted, small_chunks):

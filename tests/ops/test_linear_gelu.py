@@ -26,6 +26,7 @@ def leaves(*tensors):
     return [tensor.detach().clone().requires_grad_() for tensor in tensors]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.slow
 @APPROXIMATE
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ def compiled(plan, dtype=torch.bfloat16, tanh=True, keep=False):
 # --- code ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "tanh", "keep"),

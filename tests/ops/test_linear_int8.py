@@ -48,6 +48,7 @@ TILES = [
 ]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "M", "K", "N"),
@@ -141,7 +142,7 @@ def test_quantized_linear_is_close_to_the_linear(interpreted):
 # --- integers alone --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(5, 3)
 @pytest.mark.parametrize("plan", [*TILES, launch.Int8TilePlan(16, 16, 128, 4, 2)], ids=str)
 @pytest.mark.parametrize("cores", [True, False])
 @pytest.mark.parametrize(("M", "K", "N"), [(1, 128, 64), (50, 70, 33), (17, 1000, 20)])

@@ -96,7 +96,7 @@ def take_adamw(tensors, workspace, groups=GROUPS, **options):
     adamw_step(case_of(table, workspace.device), update)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(5, 3)
 @SAMPLES
 @EACH
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ SGD_GROUPS = (
 SLOW_PAIRS = [pytest.param(dtype, dtype, marks=pytest.mark.slow) for dtype in (F64, F16)]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(5, 3)
 @SAMPLES
 @EACH
 @pytest.mark.parametrize(("param", "state"), [(F32, F32), (BF16, F32), *SLOW_PAIRS], ids=str)
@@ -220,7 +220,7 @@ def norm_and_clip(grads, max_norm):
     return norm
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(5, 3)
 @SAMPLES
 @EACH
 @pytest.mark.parametrize("dtype", [F32, F64, F16, BF16], ids=str)

@@ -88,7 +88,7 @@ def test_column_sums_of_each_example(examples, T, N, dtype, chosen):
     assert ran("column_sums_each") == {chosen}
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(7, 3)
 @BOTH
 @EACH
 @pytest.mark.parametrize(

@@ -289,7 +289,7 @@ def test_any_plan_gives_what_the_rule_gives(name, sample, interpreted):
                 )
 
 
-@pytest.mark.sample(17)
+@pytest.mark.sample(17, 3)
 @pytest.mark.parametrize(
     ("name", "sample"),
     [

@@ -603,6 +603,7 @@ def test_the_search_leaves_nothing_behind(device, backward):
         assert torch.cuda.get_rng_state().tolist() == random_there
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mlp", "conv", "gpt"])
 @pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW])

@@ -267,7 +267,11 @@ def test_threads_sum_at_once():
     ("name", "k"),
     [
         ("bn254_g1", 14),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in MSM_ANSWERS if case != ("bn254_g1", 14)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow if case[1] == 14 else pytest.mark.soak)
+            for case in MSM_ANSWERS
+            if case != ("bn254_g1", 14)
+        ),
     ],
 )
 def test_known_answers(name, k):

@@ -682,6 +682,7 @@ def test_nvrtc_compiles_with_few_registers(target, name):
             assert resources.shared_bytes <= 25 << 10
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("target", CUDA_TARGETS)
 def test_nvrtc_compiles_for_each_target(target):

@@ -441,11 +441,10 @@ def unreduced(field, value):
     return min(value + field.modulus, 2 ** (8 * field.size_bytes) - 1)
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(7, 3)
 @pytest.mark.parametrize(
     ("provider", "name", "entry"), each(lambda entry: entry not in BY_CHUNK), indirect=["provider"]
 )
-@pytest.mark.sample(4)
 def test_entries_are_exact(provider, name, entry):
     field, source = FIELDS[name], kernel_source(FIELDS[name], entry)
     exponents = (0, 1, 0x1_0000_0000_0000_0005, field.modulus - 2) if "pow" in entry else (0,)

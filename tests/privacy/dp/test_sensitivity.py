@@ -307,6 +307,7 @@ def test_layers_norms_and_precisions(name, norms, autocast, rng, record_property
 
 
 @pytest.mark.slow
+@pytest.mark.sample(5)  # 6 options of 5 models: each option once
 @pytest.mark.search(4)
 @pytest.mark.parametrize(
     "options",
@@ -320,7 +321,7 @@ def test_layers_norms_and_precisions(name, norms, autocast, rng, record_property
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["linear", "mlp", "conv2d", "tied"])
+@pytest.mark.parametrize("name", ["linear", "mlp", "conv2d", "tied", "lstm"])
 def test_options_of_the_training(name, options, rng, record_property):
     require_bound(name, 100, seed=rng.randrange(2**32), count=record_property, **options)
 
@@ -346,16 +347,16 @@ torch.distributed.init_process_group(
     "gloo", init_method="file://{folder}/meeting", rank=int(sys.argv[1]), world_size=2,
     timeout=datetime.timedelta(minutes=5),
 )
-print(search(Released({name!r}, norms="ghost", microbatch=2, autocast={autocast}), evaluations=60))
+for name, autocast in (("linear", False), ("mlp", True)):
+    print(search(Released(name, norms="ghost", microbatch=2, autocast=autocast), evaluations=40))
 torch.distributed.destroy_process_group()
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "autocast"), [("linear", False), ("mlp", True)])
-def test_two_processes(name, autocast, tmp_path):
+def test_two_processes(tmp_path):
     """Each has half of the rows; both get the same sum, so both searches take the same way."""
-    code = WORKER.format(here=str(Path(__file__).parent), folder=tmp_path, name=name, autocast=autocast)
+    code = WORKER.format(here=str(Path(__file__).parent), folder=tmp_path)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
     started = [subprocess.Popen([sys.executable, "-c", code, str(rank)], **pipes) for rank in range(2)]
@@ -363,6 +364,6 @@ def test_two_processes(name, autocast, tmp_path):
     for process in started:
         out, errors = process.communicate(timeout=400)  # a limit for a process that hangs
         assert process.returncode == 0, errors[-2000:]
-        found.append(float(out.splitlines()[-1]))
+        found.append([float(line) for line in out.splitlines()[-2:]])
     assert found[0] == found[1]
-    assert 0.99 <= found[0] <= 1.0
+    assert all(0.99 <= worst <= 1.0 for worst in found[0])

@@ -53,6 +53,7 @@ def written(request, tmp_path):
     return theirs, tmp_path
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("command", "name"), [("r1cs", "product.r1cs"), ("wtns", "product.wtns"), ("zkey", "product.zkey")]
 )
@@ -65,6 +66,7 @@ def test_it_exports_the_same(snarkjs, written, command, name):
     assert exported[0] == exported[1]
 
 
+@pytest.mark.sample(2)
 def test_it_accepts_the_files(snarkjs, written):
     _, ours = written
     assert "# of Constraints: 2" in snarkjs("r1cs", "info", ours / "product.r1cs")

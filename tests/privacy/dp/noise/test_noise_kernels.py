@@ -104,6 +104,7 @@ def test_llvm_adds_as_torch_does(n):
     assert x.isfinite().all()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("terms", BY_TERMS)
 def test_portable_draws_equal_the_reference(opencl, terms):
@@ -219,6 +220,7 @@ def test_laplace_decides_equal_words_by_the_pool():
 # --- machine code ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_120"])
 @pytest.mark.parametrize(("terms", "kind"), [(4, "float32"), (5, "bfloat16"), (4, "int64")])

@@ -26,44 +26,56 @@ import json, sys, datetime
 import torch
 sys.path.insert(0, {here!r})
 from loops import classify, mlp, parameters, points, private
-rank, folder, noise, clipping = int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4]
-of_a_group = int(sys.argv[5 + rank])
-groups = torch.arange(40) // of_a_group if of_a_group else None
+rank, folder = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
 torch.distributed.init_process_group(
     "gloo", init_method=f"file://{{folder}}/meeting", rank=rank, world_size=2, timeout=datetime.timedelta(minutes=5)
 )
-model = mlp({inputs}, seed=rank)  # rank 0's parameters are everybody's
-torch.manual_seed(7)
-training = private(
-    model, 1.0, noise_multiplier=noise, ledger=folder + "/spent.jsonl", clipping=clipping, groups=groups
-)
-rows = []
-x, y = points(inputs={inputs})
-index = torch.arange(40)
-for batch in training.batches((x, y, index), microbatch=8, steps=2):
-    rows += batch.tensors[2][batch.mask].tolist()
-    classify(model, *batch.tensors[:2]).backward()
-    training.optimizer.step()
-found = {{
-    "rows": sorted(rows),
-    "parameters": torch.cat([p.flatten() for p in parameters(model)]).tolist(),
-    "events": sum(event.count for event in training.ledger.events),
-    "path": str(training.ledger.path),
-    "norm": training.clipper.max_grad_norm,
-    "expected": training.optimizer.expected_batch_size,
-    "unit": training.ledger.unit,
-    "noise": training.optimizer._release.source.integers((4,), 1000.0).tolist(),
-}}
-training.close()
-print(json.dumps(found))
+
+def run(name, noise, clipping, of_a_group):
+    groups = torch.arange(40) // of_a_group if of_a_group else None
+    model = mlp({inputs}, seed=rank)  # rank 0's parameters are everybody's
+    torch.manual_seed(7)
+    training = private(
+        model, 1.0, noise_multiplier=noise, ledger=f"{{folder}}/{{name}}.jsonl", clipping=clipping, groups=groups
+    )
+    rows = []
+    x, y = points(inputs={inputs})
+    index = torch.arange(40)
+    for batch in training.batches((x, y, index), microbatch=8, steps=2):
+        rows += batch.tensors[2][batch.mask].tolist()
+        classify(model, *batch.tensors[:2]).backward()
+        training.optimizer.step()
+    found = {{
+        "rows": sorted(rows),
+        "parameters": torch.cat([p.flatten() for p in parameters(model)]).tolist(),
+        "events": sum(event.count for event in training.ledger.events),
+        "path": str(training.ledger.path),
+        "norm": training.clipper.max_grad_norm,
+        "expected": training.optimizer.expected_batch_size,
+        "unit": training.ledger.unit,
+        "noise": training.optimizer._release.source.integers((4,), 1000.0).tolist(),
+    }}
+    training.close()
+    return found
+
+print(json.dumps({{name: run(name, *given) for name, *given in {runs}}}))
 """
 
+RUNS = [  # name, noise multiplier, clipping, rows of a group
+    ("plain", 0.0, "flat", 0),
+    ("noisy", 20.0, "flat", 0),
+    ("adaptive", 1.0, "adaptive", 0),
+    ("grouped", 1.0, "flat", 4),
+]
 
-def started_two(folder, noise, clipping="flat", rows_of_a_group=(0, 0)):
-    """Exit status, output and errors of each."""
-    code = WORKER.format(here=str(HERE), inputs=INPUTS)
-    return started(code, [str(folder), str(noise), clipping, *map(str, rows_of_a_group)])
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """Results of each run in both processes, and the folder of the ledgers; a process takes seconds to start."""
+    folder = tmp_path_factory.mktemp("two")
+    found = found_by(started(WORKER.format(here=str(HERE), inputs=INPUTS, runs=RUNS), [str(folder)]))
+    return {name: [each[name] for each in found] for name, *_ in RUNS}, folder
 
 
 def started(code, arguments):
@@ -85,10 +97,6 @@ def started(code, arguments):
     return results
 
 
-def run_two(*given, **options):
-    return found_by(started_two(*given, **options))
-
-
 def found_by(processes):
     results = []
     for status, out, printed in processes:
@@ -98,8 +106,8 @@ def found_by(processes):
 
 
 @pytest.mark.slow
-def test_two_processes_make_the_update_of_one(tmp_path):
-    first, second = run_two(tmp_path, 0.0)
+def test_two_processes_make_the_update_of_one(both):
+    (first, second), folder = both[0]["plain"], both[1]
     assert first["rows"] == sorted([*range(0, 40, 2)] * 2)  # two steps at rate 1, each over its own rows
     assert second["rows"] == sorted([*range(1, 40, 2)] * 2)
     assert first["parameters"] == second["parameters"]
@@ -111,12 +119,12 @@ def test_two_processes_make_the_update_of_one(tmp_path):
     torch.testing.assert_close(torch.tensor(first["parameters"], dtype=torch.float64), wanted, rtol=0, atol=1e-6)
     assert (first["events"], second["events"]) == (2, 2)
     assert second["path"] == "None"
-    assert sum(event.count for event in dp.Ledger.read(tmp_path / "spent.jsonl").events) == 2
+    assert sum(event.count for event in dp.Ledger.read(folder / "plain.jsonl").events) == 2
 
 
 @pytest.mark.slow
-def test_the_noise_is_added_once_and_differs_in_each_process(tmp_path):
-    first, second = run_two(tmp_path, 20.0)
+def test_the_noise_is_added_once_and_differs_in_each_process(both):
+    first, second = both[0]["noisy"]
     assert first["parameters"] == second["parameters"]
     assert first["noise"] != second["noise"]
     start = torch.cat([p.detach().double().flatten() for p in mlp(INPUTS, seed=0).parameters()])
@@ -126,15 +134,15 @@ def test_the_noise_is_added_once_and_differs_in_each_process(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_adaptive_norm_is_the_same_in_each_process(tmp_path):
-    first, second = run_two(tmp_path, 1.0, "adaptive")
+def test_the_adaptive_norm_is_the_same_in_each_process(both):
+    first, second = both[0]["adaptive"]
     assert first["norm"] == second["norm"] != 0.5
     assert first["parameters"] == second["parameters"]
 
 
 @pytest.mark.slow
-def test_no_group_is_drawn_by_two_processes(tmp_path):
-    found = run_two(tmp_path, 1.0, rows_of_a_group=(4, 4))  # at rate 1: each of ten groups once in each of two steps
+def test_no_group_is_drawn_by_two_processes(both):
+    found = both[0]["grouped"]  # at rate 1: each of ten groups once in each of two steps
     drawn = [[row // 4 for row in each["rows"]] for each in found]
     assert [sorted(groups) for groups in drawn] == [sorted([*range(0, 10, 2)] * 2), sorted([*range(1, 10, 2)] * 2)]
     assert found[0]["parameters"] == found[1]["parameters"]
