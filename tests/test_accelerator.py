@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
+import json
 import math
 import threading
 import warnings
@@ -461,6 +462,43 @@ def test_benchmark_covers_every_operation_and_counts_nothing(acc):
     for bad in (0, -1, 1.5, True):
         with pytest.raises(ConfigError, match="iterations must be a whole number"):
             acc.benchmark(iterations=bad)
+
+
+def test_a_benchmark_on_own_data_times_every_implementation_and_marks_the_chosen(acc):
+    x = np.random.default_rng(3).standard_normal((8, 16)).astype(np.float32)
+    found = acc.benchmark("gelu", x, approximate="tanh", iterations=20)
+    chosen, refused, whole = found.timings
+    assert (chosen.name, chosen.chosen, chosen.calls) == ("torch", True, 20)
+    assert 0 < chosen.p50_ms <= chosen.p95_ms
+    assert chosen.p99_ms is None  # of 100 calls or more
+    assert (refused.name, refused.own, refused.p50_ms, refused.note) == ("triton", True, None, "no Triton on cpu")
+    assert (whole.name, whole.chosen) == ("whole call", False)
+    assert (found.case, found.size_bytes, found.flops) == ("8x16 float32", 2 * x.nbytes, 10 * x.size)
+    assert str(found).splitlines()[2].startswith("*  torch (library)")
+    assert json.loads(json.dumps(found.to_dict()))["op"] == "gelu"
+    large = acc.benchmark(ops.dropout, np.ones((256, 512), np.float32), iterations=3).timings
+    assert [(one.name, one.own, one.p50_ms is not None) for one in large[:3]] == [
+        ("llvm", True, True), ("triton", True, False), ("torch", False, True),
+    ]  # fmt: skip
+    words = np.arange(8, dtype=np.uint64)
+    assert acc.benchmark("field_add", words, words, field="goldilocks", iterations=3).flops == 8
+    assert acc.metrics() == {}
+
+
+def test_a_benchmark_that_cannot_run_is_refused(acc):
+    x = np.ones((2, 2), np.float32)
+    for arguments, error, message in [
+        (("abacus", x), ConfigError, "no operation 'abacus'; there are gelu"),
+        (("gelu",), TypeError, "missing a required argument"),
+        (("gelu", x.astype(np.int32)), UnsupportedDtype, "x is int32"),
+    ]:
+        with pytest.raises(error, match=message):
+            acc.benchmark(*arguments)
+    with pytest.raises(ConfigError, match="iterations must be a whole number"):
+        acc.benchmark("gelu", x, iterations=0)
+    small = AcceleratorConfig(memory_limit_bytes=8)
+    with Accelerator("cpu", config=small) as limited, pytest.raises(OutOfMemory, match="the limit is 8"):
+        limited.benchmark("gelu", x)
 
 
 def test_batches_give_the_same_answer():

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import accelerant.ops
-from accelerant.bench import subjects
+from accelerant.bench import baselines, subjects
 from accelerant.bench.journal import Journal
-from accelerant.bench.record import NAIVE, OWN, Environment, Record, Row
+from accelerant.bench.record import NAIVE, NUMPY, OWN, UNFUSED, Environment, Record, Row
 from accelerant.bench.report import build_report, roofline
 from accelerant.bench.suite import SuiteRun, measure_cases
 from accelerant.bench.suites import neural, neural_cases
@@ -19,8 +19,9 @@ from accelerant.bench.suites.neural import NeuralSuite
 from accelerant.bench.suites.neural_cases import CaseWork, OpCase, Oracle, _relative, _upstream, leaves_of
 from accelerant.bench.suites.precompile import precompile
 from accelerant.bench.timer import rotated_ms, time_in_turns
-from accelerant.errors import AccelerantError, ConfigError, FormatError
+from accelerant.errors import AccelerantError, ConfigError, FormatError, UnsupportedCase
 from accelerant.ops._cases import Benchmark, Indices, Sample
+from accelerant.ops._registry import public_op
 from accelerant.runtime import registry
 
 NOT_MEASURED_HERE: set[str] = set()
@@ -133,6 +134,113 @@ def test_odd_sizes_are_those_that_torch_takes_too():
     options = [each.benchmark.sample.options for each in planned("attention", odd=True) if each.part == "odd"]
     assert options
     assert all("window" not in each for each in options)
+
+
+# --- sizes and baselines ---------------------------------------------------------------------------------------------
+
+
+def test_sizes_are_numbers_powers_and_ranges_by_doubling():
+    assert plan.parse_sizes(["128..1000", "2^3x5", "4..8x1..2"]) == [
+        (128,), (256,), (512,), (8, 5), (4, 1), (4, 2), (8, 1), (8, 2),
+    ]  # fmt: skip
+    for text in ("", "4x", "0", "8..4", "-1", "4.5", "2^", "9" * 13, "2..2^40x1..2^40"):
+        with pytest.raises(ConfigError, match="--size: "):
+            plan.parse_sizes([text])
+
+
+@pytest.mark.parametrize(
+    ("op", "size", "shapes"),
+    [
+        ("gelu", (64,), [(64, 64)]),
+        ("add", (4, 8), [(4, 8), (4, 8)]),
+        ("layer_norm", (4, 8), [(4, 8), (8,), (8,)]),
+        ("matmul", (4, 8), [(4, 8), (8, 8)]),
+        ("matmul", (4, 8, 3), [(4, 8), (8, 3)]),
+        ("linear_gelu", (16,), [(16, 16), (16, 16), (16,)]),
+        ("linear_cross_entropy", (4, 8, 16), [(4, 8), (16, 8), (4,)]),
+        ("attention", (1, 2, 8, 4), [(1, 2, 8, 4)] * 3),
+        ("attention", (1, 4, 8, 16, 2, 32), [(1, 4, 8, 16), (1, 2, 32, 16), (1, 2, 32, 16)]),
+        ("rope", (1, 2, 8, 4), [(1, 2, 8, 4), (8, 2), (8, 2)]),
+        ("conv2d", (2, 4, 8, 8), [(2, 4, 8, 8), (4, 4, 3, 3)]),
+    ],
+)
+def test_the_other_arguments_follow_a_size_as_in_the_samples(op, size, shapes):
+    assert [shape for shape in plan.sized(op, size).sample.shapes if shape is not None] == shapes
+
+
+def test_every_op_without_stated_positions_takes_a_size():
+    stated = {"attention_decode", "attention_varlen"}
+    for op in set(subjects.OPS) - stated:
+        rank = len(plan.sized(op, (2,) if len(first_shape(op)) <= 2 else first_shape(op)).sample.shapes[0])
+        assert rank == len(first_shape(op))
+    assert plan.sized("cross_entropy", (4, 8)).sample.arguments[1].high == 8
+    for op in stated:
+        with pytest.raises(ConfigError, match="state positions of its rows"):
+            plan.sized(op, (4,))
+    with pytest.raises(ConfigError, match="matmul takes 2 numbers, or 3, for example 8192x4096; got 1x2x3x4"):
+        plan.sized("matmul", (1, 2, 3, 4))
+
+
+def first_shape(op):
+    return neural_cases.benchmarks_of(op)[0].sample.shapes[0]
+
+
+@pytest.mark.parametrize("op", sorted(baselines.COMPOSITIONS))
+def test_baselines_compute_what_the_reference_does(op):
+    size = {"attention": (1, 2, 6, 4), "rope": (1, 2, 6, 4)}.get(op, (6, 8))
+    sample = plan.sized(op, size).sample
+    inputs = sample.tensors(torch.float32)
+    options = {**sample.options, "causal": True} if op == "attention" else dict(sample.options)
+    exact = neural_cases.as_tuple(public_op(op).reference(*[x.double() for x in inputs], **options))
+    found = {
+        "unfused": neural_cases.as_tuple(baselines.unfused(op)(*inputs, **options)),
+        "numpy": neural_cases.as_tuple(baselines.numpy_call(op, inputs, options)()),
+    }
+    if op not in baselines.NOT_BY_ROWS:
+        rows = baselines.naive(op, inputs, options)()
+        found["naive"] = tuple(zip(*rows, strict=True)) if isinstance(rows[0], tuple) else (rows,)
+    for results in found.values():
+        for y, expected in zip(results, exact, strict=True):
+            y = torch.tensor([list(row) for row in y]) if isinstance(y, (list, tuple)) else torch.as_tensor(y)
+            torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_large_weights_are_not_made_into_lists():
+    with pytest.raises(UnsupportedCase, match="weights of more than"):
+        baselines.naive("matmul", [torch.zeros(2, 4096), torch.zeros(4096, 2048)], {})
+    with pytest.raises(UnsupportedCase, match="rows of a matrix"):
+        baselines.naive("gelu", [torch.zeros(2, 3, 4)], {})
+
+
+@pytest.mark.slow
+def test_a_size_is_measured_whole_with_labelled_baselines():
+    device = registry.choose("cpu")
+    suite = NeuralSuite(op=("softmax",), size=("5000x4",), budget_s=0.0).resolve(device)
+    record = Record(Environment.of(device), {"matmul TFLOP/s": 1.0, "copy GB/s": 1.0})
+    suite.measure(SuiteRun(device, record))
+    ours, *others = [row for row in record.rows if row.case == "5000x4 float32 dim -1 forward"]
+    assert [row.runner for row in others] == ["torch", UNFUSED, NUMPY, NAIVE]
+    assert all(row.p50 and row.error < 1e-5 and row.part == "size" for row in (ours, *others))
+    assert ours.cold_ms > 0
+    assert ours.peak_bytes == 5000 * 4 * 4
+    assert others[1].peak_bytes > 2 * ours.peak_bytes
+    assert suite.covers(ours)
+    assert not suite.covers(replace(ours, case="50x4 float32 dim -1 forward"))
+    record.conclude()
+    assert record.rows[0].speedup == pytest.approx(others[0].p50 / ours.p50)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size": ("8",)}, "the sizes of which op"),
+        ({"op": ("gelu",), "size": ("2^20",)}, r"gelu 1048576 needs at least 16384.0 GiB; .* free"),
+        ({"op": ("gelu",), "size": ("8,x",)}, "got 'x'"),
+    ],
+)
+def test_a_size_that_cannot_be_measured_is_refused_before_anything_is_made(options, message):
+    with pytest.raises(ConfigError, match=message):
+        NeuralSuite(**options).resolve(registry.choose("cpu"))
 
 
 # --- results beside the reference ------------------------------------------------------------------------------------

@@ -85,6 +85,27 @@ def test_figures_over_the_cpu_and_their_absence_are_shown():
     assert "over CPU" not in record(ROW).table()
 
 
+def test_high_percentiles_need_enough_samples():
+    few, some, many = (replace(ROW, samples=tuple(float(i) for i in range(1, n + 1))) for n in (19, 20, 101))
+    assert (few.p95, few.p99) == (None, None)
+    assert (some.p95, some.p99) == (pytest.approx(19.05), None)
+    assert (many.p95, many.p99) == (96.0, 100.0)
+    head, *lines = record(few, replace(many, op="relu")).cells()
+    at = head.index("p95")
+    assert head[at : at + 2] == ["p95", "p99"]
+    assert [line[at : at + 2] for line in lines] == [["-", "-"], ["96", "100"]]
+    assert "p95" not in record(few).cells()[0]
+    assert many.to_dict()["p99"] == 100.0
+
+
+def test_rates_and_first_calls_are_shown():
+    row = replace(ROW, p50=2.0, flops=4_000_000, operations=6_000_000, cold_ms=31.5)
+    assert (row.gflop_s, row.gop_s) == (2.0, 3.0)
+    head, line = record(row).cells()
+    shown = dict(zip(head, line, strict=True))
+    assert (shown["GFLOP/s"], shown["GOp/s"], shown["first call"]) == ("2", "3", "31.5 ms")
+
+
 @pytest.mark.parametrize(("name", "value"), [("p50", "fast"), ("p50", float("nan")), ("p20", None), ("op", 3)])
 def test_a_record_with_figures_that_no_run_writes_is_refused(tmp_path, name, value):
     path = tmp_path / "x.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,13 +15,15 @@ import torch.nn.functional as F
 from accelerant.algebra.field.parameters import field_of
 from accelerant.bench import Environment, Record, Row
 from accelerant.bench.ceilings import cpu_time_ms
-from accelerant.bench.suite import SuiteRun, run_suite
+from accelerant.bench.suite import SuiteCase, SuiteRun, measure_cases, run_suite, same_on_cpu
 from accelerant.bench.suites import algebra, bandwidth, neural, runtime
 from accelerant.bench.suites.algebra import AlgebraSuite
 from accelerant.bench.suites.bandwidth import BandwidthSuite
+from accelerant.bench.suites.runtime import RuntimeSuite
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.ops._cases import Benchmark, Sample
 from accelerant.runtime import registry
+from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.streams.transfer import ChunkedRun
 
 
@@ -236,6 +239,36 @@ def test_neural_cases_have_their_cpu_figure_in_float32(direction):
     found = neural._with_cpu(row, "layer_norm", benchmark, 0.0)
     assert found.cpu_note == "float32, 1 thread"
     assert found.over_cpu == pytest.approx(found.cpu_ms / 0.001)
+
+
+def test_each_suite_has_a_cpu_column_where_the_device_is_another(monkeypatch):
+    row = Row("x", "copy", "8 B", "accelerant", "own", "us", 1.0, 2.0, 3.0)
+    abacus = ComputeDevice("cuda", 0, "abacus", architecture="sm_90", torch_type="cuda")
+
+    def measured(run):
+        run.add(replace(row, p50=2.0 if run.gpu else 8.0), replace(row, runner="torch"))
+
+    def broken(run):
+        raise RuntimeError("no memory")
+
+    run = SuiteRun(abacus, Record(Environment.of(abacus)))
+    cases = [SuiteCase("a", measured, on_cpu=same_on_cpu(measured)), SuiteCase("b", measured, on_cpu=broken)]
+    monkeypatch.setattr(registry, "provider_of", lambda device: registry.create("cpu"))
+    measure_cases("x", cases, run, cpu=True)
+    ours, torch_row, failed, _ = run.record.rows
+    assert (ours.cpu_ms, ours.over_cpu, ours.cpu_note) == (0.008, 4.0, "1 thread")
+    assert torch_row.cpu_ms is None
+    assert (failed.p50, failed.cpu_ms, failed.cpu_note) == (2.0, None, "RuntimeError: no memory")
+
+
+def test_the_cpu_column_of_runtime_and_bandwidth_is_measured(cpu):
+    run = SuiteRun(cpu, Record(Environment.of(cpu)))
+    columns = {
+        case.key: case.on_cpu for case in (*RuntimeSuite().cases(run), *BandwidthSuite(sizes=("4KiB",)).cases(run))
+    }
+    assert [key for key, column in columns.items() if column is None] == ["streaming"]
+    assert ("device copy", "4 KiB") not in columns["4 KiB"](run)  # torch's, not ours
+    assert columns["4 KiB"](run)["host to device", "4 KiB pageable"][0] > 0
 
 
 def test_operands_are_the_same_in_every_run():

@@ -9,17 +9,17 @@ from __future__ import annotations
 import functools
 import math
 import threading
-import time
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 
 from accelerant.accelerator.batch import Batch
+from accelerant.accelerator.benchmark import OpBenchmark, named_call, sample_ms, time_implementations
 from accelerant.accelerator.methods import (
     METHODS,
     ArrayOrigin,
@@ -242,31 +242,84 @@ class Accelerator(Operations):
         self._check_open()
         self._provider.synchronize(self.device.index)
 
-    def benchmark(self, iterations: int = 20, size: int = 256) -> dict[str, dict[str, float]]:
-        """Time every operation on random data of `size` rows of 1024; metrics() does not count it.
+    @overload
+    def benchmark(
+        self, op: int | None = None, /, *, iterations: int | None = None, size: int = 256
+    ) -> dict[str, dict[str, float]]: ...
+
+    @overload
+    def benchmark(
+        self, op: str | Callable[..., Any], /, *arrays: Any, iterations: int | None = None, **options: Any
+    ) -> OpBenchmark: ...
+
+    def benchmark(
+        self, op: int | str | Callable[..., Any] | None = None, /, *arrays: Any, iterations: int | None = None,
+        size: int = 256, **options: Any,
+    ) -> dict[str, dict[str, float]] | OpBenchmark:  # fmt: skip
+        """Time an operation on the user's own arrays by every implementation, or every operation on random data.
+
+        metrics() does not count these calls.
+
+        >>> print(acc.benchmark("gelu", x, approximate="tanh"))
+        >>> print(acc.benchmark(accelerant.ops.layer_norm, x, weight, bias))
+
+        Args:
+            op: name of an operation, or a function of accelerant.ops; None for every operation.
+            arrays, options: of the call.
+            iterations: timed calls; by default 100 of an operation on arrays, else 20. Calls that take long are
+                repeated for 2 seconds, at least 3 times.
+            size: rows of 1024 of the random data.
 
         Returns:
-            for each operation that this device supports: p50_ms, p95_ms, p99_ms, gb_per_s, gflop_per_s.
+            for `op` an OpBenchmark, which prints as a table and marks the implementation that calls run; else, for each
+            operation that this device supports: p50_ms, p95_ms, p99_ms, gb_per_s, gflop_per_s.
+
+        Raises:
+            ConfigError: no such operation, or a number below 1.
+            OutOfMemory: the call needs more than the configuration's memory_limit_bytes.
         """
         self._check_open()
-        for name, value in (("iterations", iterations), ("size", size)):
+        if isinstance(op, int):  # the number of iterations, as the first argument of earlier versions
+            op, iterations = None, op
+        many = iterations if iterations is not None else 20 if op is None else 100
+        for name, value in (("iterations", many), ("size", size)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+        return self._benchmark_all(many, size) if op is None else self._benchmark_one(op, arrays, options, many)
+
+    def _benchmark_one(
+        self, op: str | Callable[..., Any], arrays: tuple[Any, ...], options: dict[str, Any], iterations: int
+    ) -> OpBenchmark:
+        name, arrays, options = named_call(op, arrays, options)
+        with override(fallback="forbid"):
+            arrays = self._prepared(name, arrays, options)
+            self._check_memory(name, arrays, options)
+            tensors, origin = self._move(name, arrays)
+
+            def run() -> Results:
+                return self._run(name, tensors, options)
+
+            def whole() -> Any:
+                return origin.wrap(self._run(name, self._move(name, arrays)[0], options))
+
+            timings = time_implementations(name, run, whole, self.synchronize, iterations, self.backend)
+            made = tensors_of(run())
+        shapes = ", ".join(f"{'x'.join(map(str, x.shape))} {str(x.dtype).removeprefix('torch.')}" for x in tensors)
+        moved = sum(x.nbytes for x in (*tensors, *made))
+        flops = METHODS[name].flops(tensors, made[0], **options)
+        return OpBenchmark(name, shapes, f"{self.device.label} ({self.device.name})", timings, moved, flops)
+
+    def _benchmark_all(self, iterations: int, size: int) -> dict[str, dict[str, float]]:
         results: dict[str, dict[str, float]] = {}
         for name, method in METHODS.items():
             args, options = method.example(self._torch_device, size)
-            samples = []
+            call = functools.partial(self._run, name, args, options)
             try:
-                for _ in range(iterations + 2):
-                    self._provider.synchronize(self.device.index)
-                    began = time.perf_counter()
-                    out = self._run(name, args, options)
-                    self._provider.synchronize(self.device.index)
-                    samples.append((time.perf_counter() - began) * 1e3)
+                sample_ms(call, self.synchronize, 2)  # the warm-up
+                samples = sample_ms(call, self.synchronize, iterations)
             except UnsupportedCase:
                 continue
-            samples = sorted(samples[2:])  # without the warm-up
-            results_made = tensors_of(out)
+            results_made = tensors_of(call())
             moved = sum(x.nbytes for x in (*args, *results_made))
             flops = method.flops(args, results_made[0], **options)
             median = quantile(samples, 0.5) or math.nan

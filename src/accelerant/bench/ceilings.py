@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from accelerant.bench.timer import second_call_s, time_ms
+from accelerant.bench.timer import Timing, second_call_s, time_ms
 
-__all__ = ["cpu_time_ms", "measure_copy", "measure_link", "measure_matmul"]
+__all__ = ["cpu_time_ms", "cpu_timing", "measure_copy", "measure_link", "measure_matmul", "threads_text"]
 
 
 def measure_matmul(device: torch.device, *, budget_s: float = 0.3) -> dict[str, float]:
@@ -53,17 +53,33 @@ _CALLS = 12
 """Calls behind a figure at least: warm-up and ten timed ones."""
 
 
+def threads_text() -> str:
+    """Return the number of torch's threads, as "2 threads"."""
+    threads = torch.get_num_threads()
+    return f"{threads} thread{'s' * (threads != 1)}"
+
+
 def cpu_time_ms(
     make: Callable[[int], Callable[[], object]], rows: int, *, budget_s: float = 0.3
 ) -> tuple[float | None, str]:
+    """Return the median of cpu_timing, and its note with the number of torch's threads."""
+    timing, note = cpu_timing(make, rows, budget_s=budget_s)
+    if timing is None:
+        return None, note
+    return timing.p50_ms, ", ".join(filter(None, (note, threads_text())))
+
+
+def cpu_timing(
+    make: Callable[[int], Callable[[], object]], rows: int, *, budget_s: float = 0.3
+) -> tuple[Timing | None, str]:
     """Time a case on this machine's CPU, with fewer rows where all of them would take too long.
 
     The smallest share of the rows is tried first; the largest share whose call should stay below 0.2 s is measured.
     `make` returns the call for a number of rows; its work grows linearly with them.
 
     Returns:
-        Milliseconds for all rows, scaled from those measured, and a note that says so; None and the reason where even
-        the smallest share would take more than 2 s.
+        The times for all rows, scaled from those measured, and a note that says so, "" where all rows were measured;
+        None and the reason where even the smallest share would take more than 2 s.
     """
     least = math.ceil(rows / _SHARES[-1])
     once_s = second_call_s(make(least))
@@ -74,8 +90,7 @@ def cpu_time_ms(
         if some == least or once_s * some / least < _ENOUGH_S:
             break
     timing = time_ms(make(some), torch.device("cpu"), budget_s=budget_s)
-    threads = torch.get_num_threads()
-    used = f"{threads} thread{'s' * (threads != 1)}"
     if some == rows:
-        return timing.p50_ms, used
-    return timing.p50_ms * rows / some, f"scaled from 1/{rows / some:.0f} of the rows, {used}"
+        return timing, ""
+    scaled = Timing.of([sample * rows / some for sample in timing.samples])
+    return scaled, f"scaled from 1/{rows / some:.0f} of the rows"

@@ -30,11 +30,12 @@ from accelerant._version import __version__
 from accelerant.bench.timer import Timing
 from accelerant.errors import FormatError
 from accelerant.runtime.files import decode_json, plain, read_regular, typed, write_atomic
+from accelerant.runtime.ledger import quantile
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = [
-    "DETERMINISTIC", "DEVICE", "OUT_OF_MEMORY", "OWN", "Environment", "Record", "Row", "aligned",
-    "environment_variable", "failure_note", "installed_version",
+    "DETERMINISTIC", "DEVICE", "NAIVE", "NUMPY", "OUT_OF_MEMORY", "OWN", "UNFUSED", "Environment", "Record", "Row",
+    "aligned", "environment_variable", "failure_note", "installed_version",
 ]  # fmt: skip
 
 DEVICE = "device"
@@ -50,7 +51,19 @@ OUT_OF_MEMORY = "out of memory: "
 """Prefix of the note of a row without a time because the device lacked memory."""
 
 NAIVE = "python (naive)"
-"""Runner of rows of plain Python integers, which show what kernels gain over code not written for speed: no peer."""
+"""Runner of rows of plain Python numbers, which show what kernels gain over code not written for speed."""
+
+NUMPY = "numpy (baseline)"
+"""Runner of rows of NumPy on the host's CPU."""
+
+UNFUSED = "unfused (baseline)"
+"""Runner of rows that compute an op as a user of NumPy or CuPy writes it: a kernel for each arithmetic operation."""
+
+_BASELINES = (NAIVE, NUMPY, UNFUSED)
+"""Runners that are no peers: they are left out where our speed is compared with the fastest library's."""
+
+_P95_SAMPLES, _P99_SAMPLES = 20, 100
+"""Samples without which a 95th or 99th percentile would be the slowest call, whatever its share."""
 
 _OURS = "accelerant"
 _PACKAGES = (
@@ -161,6 +174,8 @@ class Row:
         timing: how the times were taken, where not one by one with a cold cache.
         target_bytes: the peak_bytes to stay within.
         reason: on our rows, why dispatch chose the implementation.
+        cold_ms: milliseconds of the first call in this process: compiling, loading and races included.
+        operations: field or curve operations of a call; 0 where it has none.
         level: whether one of our rows is slower than the fastest peer by less than the samples' spread: its 20th
             percentile is at most that peer's median, or its median at most that peer's 80th percentile.
     """
@@ -193,6 +208,18 @@ class Row:
     target_bytes: int | None = None
     reason: str = ""
     level: bool = False
+    cold_ms: float | None = None
+    operations: int = 0
+
+    @property
+    def p95(self) -> float | None:
+        """95th percentile of at least 20 samples; None of fewer."""
+        return quantile(sorted(self.samples), 0.95) if len(self.samples) >= _P95_SAMPLES else None
+
+    @property
+    def p99(self) -> float | None:
+        """99th percentile of at least 100 samples; None of fewer."""
+        return quantile(sorted(self.samples), 0.99) if len(self.samples) >= _P99_SAMPLES else None
 
     @property
     def wrong(self) -> bool:
@@ -204,11 +231,26 @@ class Row:
         """True if the row has a target."""
         return bool(self.target or self.target_x or self.target_bytes)
 
+    def _per_ns(self, amount: int) -> float | None:
+        """Return an amount over the median: bytes as GB/s, operations as 10^9 a second."""
+        per_ms = {"ms": 1e6, "us": 1e3}.get(self.unit)
+        return amount / self.p50 / per_ms if per_ms and amount and self.p50 else None
+
+    @property
+    def gflop_s(self) -> float | None:
+        """Floating-point operations over the median, in GFLOP/s."""
+        return self._per_ns(self.flops)
+
     @property
     def tflop_s(self) -> float | None:
-        """Operations over the median, in TFLOP/s."""
-        per_ms = {"ms": 1e9, "us": 1e6}.get(self.unit)
-        return self.flops / self.p50 / per_ms if per_ms and self.flops and self.p50 else None
+        """The same in TFLOP/s."""
+        rate = self.gflop_s
+        return None if rate is None else rate / 1e3
+
+    @property
+    def gop_s(self) -> float | None:
+        """Field or curve operations over the median, in 10^9 a second."""
+        return self._per_ns(self.operations)
 
     @property
     def reached(self) -> bool | None:
@@ -226,13 +268,13 @@ class Row:
     @property
     def rate_gb_s(self) -> float | None:
         """Least bytes over the median, in GB/s."""
-        per_ms = {"ms": 1e6, "us": 1e3}.get(self.unit)
-        return self.bytes / self.p50 / per_ms if per_ms and self.bytes and self.p50 else None
+        return self._per_ns(self.bytes)
 
     @property
     def over_cpu(self) -> float | None:
         """Speed over the CPU's."""
-        return self.cpu_ms / self.p50 if self.cpu_ms and self.p50 and self.unit == "ms" else None
+        unit_ms = {"ms": 1.0, "us": 1e-3}.get(self.unit)
+        return self.cpu_ms / self.p50 / unit_ms if self.cpu_ms and self.p50 and unit_ms else None
 
     @property
     def compared(self) -> bool:
@@ -242,7 +284,7 @@ class Row:
     @property
     def peer(self) -> bool:
         """True if it is another library's, with which ours are compared."""
-        return not self.compared and self.runner != NAIVE
+        return not self.compared and self.runner not in _BASELINES
 
     @property
     def slower(self) -> bool:
@@ -269,13 +311,18 @@ class Row:
         return replace(self, p20=timing.p20_ms, p50=timing.p50_ms, p80=timing.p80_ms, samples=timing.samples)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the identity, the quantiles, and other fields that differ from their defaults, for JSON."""
+        """Return the identity, the quantiles, and other fields that differ from their defaults, for JSON.
+
+        Rates and the percentiles of many samples, which follow from the fields, are added for other readers.
+        """
         always = ("suite", "op", "case", "runner", "implementation", "unit", "p20", "p50", "p80")
-        values = [(one, getattr(self, one.name)) for one in fields(self)]
-        return {
-            one.name: float(f"{value:.6g}") if isinstance(value, float) else value  # the resolution of the clocks
-            for one, value in values
-            if one.name in always or value != one.default
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        values = {
+            one.name: values[one.name] for one in fields(self) if one.name in always or values[one.name] != one.default
+        }
+        values |= {name: value for name in _DERIVED if (value := getattr(self, name)) is not None}
+        return {  # to the resolution of the clocks
+            name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in values.items()
         }
 
     @classmethod
@@ -285,6 +332,9 @@ class Row:
         row: Row = typed(cls, {name: value for name, value in body.items() if name in known}, "a row")
         _check(row)
         return row
+
+
+_DERIVED = ("p95", "p99", "rate_gb_s", "gflop_s", "gop_s")
 
 
 @dataclass(slots=True)
@@ -339,12 +389,12 @@ class Record:
     def save_csv(self, path: Path) -> None:
         """Write the rows without their samples as comma-separated values; whole or not at all."""
         names = [one.name for one in fields(Row) if one.name != "samples"]
-        derived = ("rate_gb_s", "tflop_s")
+        names += [*_DERIVED, "tflop_s"]
         text = io.StringIO()
         writer = csv.writer(text)
-        writer.writerow([*names, *derived])
+        writer.writerow(names)
         for row in self.ordered():
-            writer.writerow([getattr(row, name) for name in (*names, *derived)])
+            writer.writerow([getattr(row, name) for name in names])
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text.getvalue().encode())
 
@@ -389,9 +439,9 @@ class Record:
         """Return the table's cells, the header first; columns without a value are left out."""
         shown = self.ordered()
         head = ["op", "case", "runner", "ran", "p50", "to reach", "p20-p80", "% of ceiling", "speedup"]
-        head += ["GB/s", "TFLOP/s", "peak MiB", "CPU", "over CPU", "note"]
+        head += ["p95", "p99", "first call", "GB/s", "GFLOP/s", "GOp/s", "peak MiB", "CPU", "over CPU", "note"]
         lines = [head, *(_cells(row) for row in shown)]
-        filled = [i for i in range(len(head)) if i < 9 or any(line[i] for line in lines[1:])]
+        filled = [i for i in range(len(head)) if i < 9 or any(line[i] not in ("", "-") for line in lines[1:])]
         return [[line[i] for i in filled] for line in lines]
 
     def table(self) -> str:
@@ -424,7 +474,7 @@ def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
 def _cells(row: Row) -> list[str]:
     if row.p50 is None:
         reason = "wrong result" if row.wrong else "out of memory" if row.lacked_memory else "did not run"
-        return [row.op, row.case, row.runner, reason, "-", *[""] * 9, row.note]
+        return [row.op, row.case, row.runner, reason, "-", *[""] * 13, row.note]
     targets = [
         plain(row.target) if row.target else "",
         f"{row.target_x:.2f}x the best" if row.target_x else "",
@@ -440,8 +490,12 @@ def _cells(row: Row) -> list[str]:
         f"{plain(row.p20)}-{plain(row.p80)}",
         "" if row.percent_of_ceiling is None else f"{row.percent_of_ceiling:.0f}% of {row.ceiling}",
         "" if row.speedup is None else f"{row.speedup:.2f}x" + " (level)" * row.level,
+        "-" if row.p95 is None else plain(row.p95),
+        "-" if row.p99 is None else plain(row.p99),
+        "" if row.cold_ms is None else f"{plain(row.cold_ms)} ms",
         "" if row.rate_gb_s is None else plain(row.rate_gb_s),
-        "" if row.tflop_s is None else plain(row.tflop_s),
+        "" if row.gflop_s is None else plain(row.gflop_s),
+        "" if row.gop_s is None else plain(row.gop_s),
         "" if row.peak_bytes is None else plain(row.peak_bytes / 2**20),
         f"{plain(row.cpu_ms)} ms ({row.cpu_note})" if row.cpu_ms else row.cpu_note,
         "" if row.over_cpu is None else f"{row.over_cpu:.0f}x",

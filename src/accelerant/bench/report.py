@@ -30,7 +30,10 @@ td.number, td.word { white-space: nowrap; } td.wide { min-width: 150px; overflow
 pre { overflow-x: auto; }
 """
 
-_NUMBERS = ("p50", "to reach", "p20-p80", "% of ceiling", "speedup", "GB/s", "TFLOP/s", "peak MiB", "CPU", "over CPU")
+_NUMBERS = (
+    "p50", "to reach", "p20-p80", "% of ceiling", "speedup", "p95", "p99", "first call", "GB/s", "GFLOP/s", "GOp/s",
+    "peak MiB", "CPU", "over CPU",
+)  # fmt: skip
 
 Cases = dict[tuple[str, ...], list[Row]]
 Points = list[tuple[float, float]]

@@ -165,7 +165,7 @@ _OWN: dict[str, Subject] = {
         shared=(1,),
         odd=_reduced,
     ),
-    "matmul": Subject(torch.matmul, flops=_matmul_flops),
+    "matmul": Subject(torch.matmul, flops=_matmul_flops, shared=(1,)),
     "quantize_int8": Subject(_quantize_int8),
     "linear_int8": Subject(
         _linear_int8,

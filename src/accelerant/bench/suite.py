@@ -23,13 +23,13 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Self
 
 import torch
 
-from accelerant.bench.ceilings import measure_copy, measure_link, measure_matmul
+from accelerant.bench.ceilings import measure_copy, measure_link, measure_matmul, threads_text
 from accelerant.bench.journal import Journal
 from accelerant.bench.record import Environment, Record, Row, failure_note
 from accelerant.errors import AccelerantError, ConfigError
@@ -38,7 +38,7 @@ from accelerant.runtime.provider import ComputeDevice
 
 __all__ = [
     "CaseFailedError", "Clock", "Collected", "Progress", "Suite", "SuiteCase", "SuiteRun", "check_names", "collect",
-    "measure_cases", "option", "run_suite",
+    "measure_cases", "option", "run_suite", "same_on_cpu",
 ]  # fmt: skip
 
 Progress = Callable[[str], None]
@@ -80,14 +80,35 @@ class SuiteCase:
         key: identifies the case in the run's journal; unique within the suite.
         measure: appends rows to `run.record`, each as soon as it is measured.
         estimate_s: expected seconds on a large GPU; None where unknown.
+        on_cpu: for the CPU column: takes a run on the CPU and returns milliseconds and a note for rows of ours, by op
+            and case; None where the case has no CPU column.
     """
 
     key: str
     measure: Callable[[SuiteRun], None]
     estimate_s: float | None = None
+    on_cpu: Callable[[SuiteRun], CpuColumn] | None = None
 
 
-@dataclass(frozen=True)
+CpuColumn = Mapping[tuple[str, str], tuple[float, str]]
+
+
+def same_on_cpu(measure: Callable[[SuiteRun], None]) -> Callable[[SuiteRun], CpuColumn]:
+    """Return the CPU column of a case that runs on the CPU as on another device: the rows of the same names."""
+
+    def column(run: SuiteRun) -> CpuColumn:
+        measure(run)
+        unit_ms = {"ms": 1.0, "us": 1e-3}
+        return {
+            (row.op, row.case): (row.p50 * unit_ms[row.unit], threads_text())
+            for row in run.record.rows
+            if row.runner == "accelerant" and row.p50 and row.unit in unit_ms
+        }
+
+    return column
+
+
+@dataclass(frozen=True, kw_only=True)
 class Suite(ABC):
     """A benchmark suite. Subclasses are frozen dataclasses; their docstring is the command's help.
 
@@ -96,6 +117,8 @@ class Suite(ABC):
 
     name: ClassVar[str]
     examples: ClassVar[tuple[str, ...]] = ()
+
+    cpu: bool = option(False, "Add a CPU column where the device is another.", flags=("--cpu",))
 
     def resolve(self, device: ComputeDevice) -> Self:
         """Return the suite with the device's defaults filled in; raise ConfigError for an invalid option."""
@@ -115,7 +138,7 @@ class Suite(ABC):
     def measure(self, run: SuiteRun) -> None:
         """Measure all cases; see measure_cases for the errors."""
         self.prepare(run)
-        measure_cases(self.name, self.cases(run), run)
+        measure_cases(self.name, self.cases(run), run, cpu=self.cpu and run.gpu)
 
     def resumable(self) -> dict[str, str]:
         """Return the options that a resumed run must share, by their flag."""
@@ -224,11 +247,11 @@ _FAILED = "failed"
 """`Row.case` of the row that records a case's exception."""
 
 
-def measure_cases(suite: str, cases: Sequence[SuiteCase], run: SuiteRun) -> None:
+def measure_cases(suite: str, cases: Sequence[SuiteCase], run: SuiteRun, *, cpu: bool = False) -> None:
     """Measure cases one after the other, then raise the first error of a case, also where the journal holds it.
 
     A case that raises leaves its rows so far and one that names the error; the next case goes on. After DeviceLost the
-    others are left to a resumed run.
+    others are left to a resumed run. `cpu` adds the CPU column to the cases that have one.
     """
     failed: Exception | None = None if run.journal is None else _recorded_failure(run.record.rows)
     if run.journal is not None:
@@ -244,6 +267,9 @@ def measure_cases(suite: str, cases: Sequence[SuiteCase], run: SuiteRun) -> None
         try:
             with here.clock.measure("the rest"):
                 case.measure(here)
+                if cpu and case.on_cpu is not None:
+                    with here.clock.measure("the CPU column"):
+                        _add_cpu_column(case.on_cpu, case.key, here, rows)
         except Exception as raised:  # noqa: BLE001 - the other cases are still worth measuring
             failed, error = failed or raised, raised
             if not isinstance(raised, CaseFailedError):
@@ -263,6 +289,20 @@ def measure_cases(suite: str, cases: Sequence[SuiteCase], run: SuiteRun) -> None
         run.record.notes.append(f"{measured} cases took {sum(spent.values()):.1f} s: {', '.join(parts)}")
     if failed is not None:
         raise failed
+
+
+def _add_cpu_column(on_cpu: Callable[[SuiteRun], CpuColumn], key: str, run: SuiteRun, first: int) -> None:
+    """Add the CPU's times to our rows from `first` on; a failure there is a note and keeps what the device measured."""
+    run.progress(f"{key}: on the CPU")
+    device, found, failed = registry.choose("cpu"), dict[tuple[str, str], tuple[float, str]](), ""
+    try:
+        found = dict(on_cpu(SuiteRun(device, Record(Environment.of(device)), progress=run.progress)))
+    except Exception as error:  # noqa: BLE001 - the column is an addition to rows that are measured
+        failed = failure_note(error)
+    for i, row in enumerate(run.record.rows[first:], first):
+        if row.runner == "accelerant" and row.p50 is not None and row.cpu_ms is None:
+            taken, note = found.get((row.op, row.case), (None, failed))
+            run.record.rows[i] = replace(row, cpu_ms=taken, cpu_note=note)
 
 
 _NAMED = 12

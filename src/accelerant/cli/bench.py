@@ -24,7 +24,7 @@ from accelerant.cli.app import exit_status
 from accelerant.cli.help import Application, HelpGroup
 from accelerant.cli.terminal import ProgressLine
 from accelerant.errors import AccelerantError, ConfigError, FormatError
-from accelerant.runtime.files import escaped
+from accelerant.runtime.files import escaped, write_atomic
 
 if TYPE_CHECKING:
     from accelerant.bench.compare import Comparison
@@ -75,10 +75,14 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tab
 
 def register(app: typer.Typer) -> None:
     """Add the command group."""
-    title = "Measure the kernels and the runtime, compared with their peers."
+    title = (
+        "Measure the kernels and the runtime, compared with their peers. `accelerant bench OP` measures one op, with "
+        "--size at sizes of your own: `accelerant bench gelu --help`."
+    )
     group = Application(cls=_SuiteGroup, help=title, no_args_is_help=True)
     group.command("all", epilog=_epilog("accelerant bench all", _ALL_EXAMPLES))(everything)
     group.command("compare", epilog="accelerant bench compare before.json after.json")(compare_records)
+    group.command("check", epilog=_epilog("accelerant bench check", _CHECK_EXAMPLES))(check)
     for name in _MOVED:
         settings = {"ignore_unknown_options": True, "allow_extra_args": True}
         group.command(name, hidden=True, add_help_option=False, context_settings=settings)(_moved(name))
@@ -94,9 +98,19 @@ class _SuiteGroup(HelpGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command, or None where there is none of the name."""
-        if cmd_name not in _SUITES:
-            return super().get_command(ctx, cmd_name)
-        return typer.main.get_command(_suite_app(_load(cmd_name), f"accelerant bench {cmd_name}"))
+        program = f"accelerant bench {cmd_name}"
+        if cmd_name in _SUITES:
+            return typer.main.get_command(_suite_app(_load(cmd_name), program))
+        found = super().get_command(ctx, cmd_name)
+        if found is None and _is_op(cmd_name):
+            found = typer.main.get_command(_suite_app(_load("neural"), program, op=cmd_name))
+        return found
+
+
+def _is_op(name: str) -> bool:
+    from accelerant import ops
+
+    return name in ops.__all__
 
 
 def _load(name: str) -> type[Suite]:
@@ -125,9 +139,11 @@ def run_command(kind: type[Suite], arguments: list[str] | None = None) -> None:
 # --- a suite's options -----------------------------------------------------------------------------------------------
 
 
-def _suite_app(kind: type[Suite], program: str) -> typer.Typer:
+def _suite_app(kind: type[Suite], program: str, op: str = "") -> typer.Typer:
+    """Return the application of a suite's command; `op` names the only op that it measures."""
     app = Application()
-    app.command(kind.name, epilog=_epilog(program, kind.examples))(_suite_command(kind))
+    examples = _OP_EXAMPLES if op else kind.examples
+    app.command(op or kind.name, epilog=_epilog(program, examples))(_suite_command(kind, op))
     return app
 
 
@@ -135,22 +151,28 @@ def _epilog(program: str, examples: Sequence[str]) -> str:
     return "\n".join(f"{program} {example}".strip() for example in examples)
 
 
-def _suite_command(kind: type[Suite]) -> Callable[..., None]:
+_OP_EXAMPLES = ("--size 1024", "--size 128..4096 --dtypes float32,bfloat16", "--against torch,compile --out now.json")
+
+
+def _suite_command(kind: type[Suite], op: str = "") -> Callable[..., None]:
     """Return a function whose parameters are the suite's options and those that all suites share."""
     hints = get_type_hints(kind)
-    declared = {one.name: one for one in fields(kind) if "option" in one.metadata}
+    given: dict[str, Any] = {"op": (op,)} if op else {}
+    declared = {one.name: one for one in fields(kind) if "option" in one.metadata and one.name not in given}
     parameters = [_parameter(name, hints[name], one.default, one.metadata["option"]) for name, one in declared.items()]
     shared = inspect.signature(_RunOptions, eval_str=True).parameters.values()
 
     def command(**values: Any) -> None:
         own = {name: _value(values.pop(name), one.metadata["option"]["comma"]) for name, one in declared.items()}
-        suite = kind(**{name: value for name, value in own.items() if value is not None})
+        suite = kind(**given, **{name: value for name, value in own.items() if value is not None})
         _RunOptions(**values).run([suite], kind.name)
 
     signature = inspect.Signature([*parameters, *shared])
     command.__signature__ = signature  # type: ignore[attr-defined]  # typer reads both
     command.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
     command.__doc__ = kind.__doc__
+    if op:
+        command.__doc__ = f"Measure {op} and torch's, forward and backward; with --size at sizes of your own."
     return command
 
 
@@ -354,6 +376,79 @@ def compare_records(
     print(_lines(comparison.table()))
     if comparison.regressions:
         raise typer.Exit(1)
+
+
+_CHECK_EXAMPLES = ("floors.toml", "floors.toml --op gelu", "floors.toml now.json", "floors.toml now.json --write")
+
+
+def check(
+    floors: Annotated[Path, typer.Argument(help="The least speeds, a TOML file.")],
+    records: Annotated[
+        list[Path] | None, typer.Argument(metavar="[RECORD]...", help="Records to check; by default it measures now.")
+    ] = None,
+    op: Annotated[list[str] | None, typer.Option(help="Only floors of this op; may be repeated.")] = None,
+    write: Annotated[bool, typer.Option("--write", help="Write the file from the records instead.")] = False,
+    margin: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="With --write: share of the records' speeds to require.")
+    ] = 0.9,
+    device: _Device = "auto",
+    budget_s: Annotated[float, typer.Option(min=0.0, help="Seconds of calls behind each figure measured now.")] = 0.1,
+    limit_s: Annotated[float | None, typer.Option(min=0.0, help="Begin no case after so many seconds.")] = None,
+    json_output: _Json = False,
+) -> None:
+    """Check records, or the ops on this device now, against floors. Exit 1 with a table of what is below."""
+    from accelerant.bench.floors import check_floors, floors_text, read_floors
+    from accelerant.bench.record import Record
+    from accelerant.bench.subjects import OPS
+    from accelerant.runtime import registry
+
+    loaded = [Record.load(path) for path in records or ()]
+    if write:
+        if not loaded:
+            raise ConfigError("--write: name the records to make floors from")
+        check_writable("FLOORS", floors)
+        write_atomic(floors, floors_text(loaded, margin).encode())
+        return
+    known = read_floors(floors)
+    names = [record.environment.device for record in loaded] or [registry.choose(device).name]
+    mine = [floor for floor in known if any(floor.device in name for name in names)]
+    mine = [floor for floor in mine if not op or any(f"{floor.key} ".startswith(f"{one} ") for one in op)]
+    if not mine:
+        tables = ", ".join(sorted({floor.device for floor in known})) or "none"
+        asked = "of these ops " if op else ""
+        raise FormatError(f"{floors}: no floors {asked}for {names[0]}; it has tables for {tables}")
+    unmeasured, failed = list[str](), False
+    if not loaded:
+        unmeasured = [floor.key for floor in mine if floor.key.split()[0] not in OPS]
+        mine = [floor for floor in mine if floor.key not in unmeasured]
+        record, failed = _measured(
+            tuple(dict.fromkeys(floor.key.split()[0] for floor in mine)), device, budget_s, limit_s
+        )
+        loaded = [record]
+    result = replace(check_floors(mine, loaded), unmeasured=tuple(unmeasured))
+    print(json.dumps(result.to_dict(), indent=1) if json_output else _lines(result.table()))
+    if result.missed or failed:
+        raise typer.Exit(1)
+
+
+def _measured(ops: tuple[str, ...], device: str, budget_s: float, limit_s: float | None) -> tuple[Record, bool]:
+    """Measure ops and torch's; return the record, and whether a case failed."""
+    from accelerant.bench.record import Environment, Record
+    from accelerant.bench.suite import SuiteRun, collect
+    from accelerant.bench.suites.neural import NeuralSuite
+    from accelerant.runtime import registry
+
+    chosen, show = registry.choose(device), ProgressLine()
+    until = None if limit_s is None else time.monotonic() + limit_s
+    run = SuiteRun(chosen, Record(Environment.of(chosen)), until=until, progress=show)
+    suites = [NeuralSuite(op=ops, against=("torch",), budget_s=budget_s).resolve(chosen)] if ops else []
+    outcome = collect(suites, run)
+    show("")
+    for error in outcome.failures.values():
+        print(f"accelerant: {error}", file=sys.stderr)
+    if outcome.interrupted:
+        raise typer.Exit(130)
+    return run.record, bool(outcome.failures)
 
 
 def _lines(table: str) -> str:

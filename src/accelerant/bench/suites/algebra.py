@@ -39,7 +39,6 @@ class AlgebraSuite(Suite):
 
     budget_s: float = option(0.3, "Seconds of calls behind each figure.", min=0.0)
     compiled: bool = option(True, "With torch.compile among the peers.")
-    cpu: bool = option(False, "Add a CPU column where the device is another.", flags=("--cpu",))
 
     def prepare(self, run: SuiteRun) -> None:
         """Measure the copy ceiling."""
@@ -75,7 +74,9 @@ class AlgebraSuite(Suite):
         n, device = x.size, run.device
         a, b = (torch.from_numpy(values).to(run.torch_device) for values in (x, y))
         signed, other = a.view(torch.int64), b.view(torch.int64)
-        base = Row("algebra", "field_add", f"goldilocks {n:,} elements", "", "", bytes=24 * n, ceiling="copy")
+        base = Row(
+            "algebra", "field_add", f"goldilocks {n:,} elements", "", "", bytes=24 * n, ceiling="copy", operations=n
+        )
         ours = replace(base, runner="accelerant", implementation="kernel (own), operands checked")
         yield ours, lambda: _add(a, b)
         yield replace(base, runner="torch", implementation="int64 ops"), lambda: _torch_add(signed, other)

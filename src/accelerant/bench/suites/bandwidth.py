@@ -18,7 +18,7 @@ from torch import Tensor
 
 from accelerant.bench.ceilings import measure_link
 from accelerant.bench.record import DEVICE, Row
-from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, option
+from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, option, same_on_cpu
 from accelerant.bench.timer import time_ms, wall_ms
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime import registry
@@ -97,8 +97,8 @@ class BandwidthSuite(Suite):
 
     def cases(self, run: SuiteRun) -> list[SuiteCase]:
         """Return a case for each size."""
-        sizes = parse_sizes(self.sizes or ())
-        return [SuiteCase(size_name(size), functools.partial(_measure, size, self.budget_s)) for size in sizes]
+        cases = {size: functools.partial(_measure, size, self.budget_s) for size in parse_sizes(self.sizes or ())}
+        return [SuiteCase(size_name(size), case, on_cpu=same_on_cpu(case)) for size, case in cases.items()]
 
     def covers(self, row: Row) -> bool:
         """Return whether a baseline's row is of one of the sizes."""

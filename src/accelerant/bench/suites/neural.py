@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import time
 import traceback
@@ -23,19 +24,50 @@ import torch
 from torch import Tensor
 
 from accelerant import ops
-from accelerant.bench.ceilings import cpu_time_ms
-from accelerant.bench.record import DETERMINISTIC, OUT_OF_MEMORY, OWN, Row, failure_note
+from accelerant.bench import baselines
+from accelerant.bench.ceilings import cpu_time_ms, cpu_timing, threads_text
+from accelerant.bench.record import (
+    DETERMINISTIC,
+    NAIVE,
+    NUMPY,
+    OUT_OF_MEMORY,
+    OWN,
+    UNFUSED,
+    Row,
+    failure_note,
+    installed_version,
+)
 from accelerant.bench.subjects import OPS
 from accelerant.bench.suite import CaseFailedError, Suite, SuiteCase, SuiteRun, check_names, measure_cases, option
-from accelerant.bench.suites.neural_cases import CaseWork, OpCase, Oracle, benchmarks_of, call_of, shrunk, work_of
-from accelerant.bench.suites.neural_plan import Libraries, Maker, PlannedCase, plan, sweep_sizes
-from accelerant.bench.timer import rotated_ms, time_in_turns, time_ms
+from accelerant.bench.suites.neural_cases import (
+    CaseWork,
+    OpCase,
+    Oracle,
+    as_tuple,
+    benchmarks_of,
+    call_of,
+    shapes_label,
+    shrunk,
+    work_of,
+)
+from accelerant.bench.suites.neural_plan import (
+    Libraries,
+    Maker,
+    PlannedCase,
+    parse_sizes,
+    plan,
+    sized,
+    sweep_sizes,
+)
+from accelerant.bench.timer import rotated_ms, synchronize, time_in_turns, time_ms
 from accelerant.config import override
-from accelerant.errors import ConfigError, OutOfMemory
+from accelerant.errors import AccelerantError, ConfigError, OutOfMemory
 from accelerant.ops._cases import Benchmark
 from accelerant.runtime import registry
 from accelerant.runtime.dispatch import force, operations
 from accelerant.runtime.dispatch.plan import Decision, explain_quietly
+from accelerant.runtime.memory.limits import available_bytes, size_text
+from accelerant.runtime.memory.live_set import LiveSet
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = ["PEERS", "NeuralSuite", "calls", "compiling", "own_kernels", "runners_of"]
@@ -52,8 +84,14 @@ _COMPILE_S = 90.0
 _RECOMPILES = 64
 """Versions that torch.compile may make of a function: a sweep's sizes, both directions, exceed its default of 8."""
 
-_RUNNERS = {"compile": "torch.compile"}
+BASELINES = {"unfused": UNFUSED, "numpy": NUMPY, "naive": NAIVE}
+"""Baselines by the names that --against takes; by default where sizes are requested."""
+
+_RUNNERS = {"compile": "torch.compile", **BASELINES}
 """Runner of a peer, where it differs from the peer's name."""
+
+_COPIES = 4
+"""Least copies of the arguments that a case holds at a time: themselves, gradients, and those of a check."""
 
 _ROTATED_BYTES = 2**29
 _ROTATED_LEAST, _ROTATED_MOST = 8, 64
@@ -76,13 +114,19 @@ class NeuralSuite(Suite):
     """Peers besides PEERS, for the comparisons outside the package."""
 
     op: tuple[str, ...] = option((), "Only this op; may be repeated.")
+    size: tuple[str, ...] = option(
+        (), "Only this size of the first argument, and of others if it has more numbers: 4096x4096, 2^20; 128..8192 "
+        "doubles. One number makes all dimensions of matrices. May be repeated, or a list with commas.",
+        flags=("--size", "--sizes"), metavar="SIZE",
+    )  # fmt: skip
     dtypes: tuple[str, ...] | None = option(
         None, "bf16, fp16, fp32 (or bfloat16, ...), the first one more thoroughly; by default each case's.",
         flags=("--dtype", "--dtypes"), metavar="LIST", comma=True, same=True,
     )  # fmt: skip
     against: tuple[str, ...] | None = option(
         None, "Peers, or none. By default those that come with torch (torch, compile, cudnn, flash, cublaslt); on a "
-        "CPU torch. One that is absent leaves a row that says so.",
+        "CPU torch; with --size torch and the baselines unfused, numpy and naive. One that is absent leaves a row that "
+        "says so.",
         metavar="LIST", comma=True, same=True,
     )  # fmt: skip
     tables: bool = option(True, "The ops' tables; without them odd sizes or the sweep alone.")
@@ -97,30 +141,52 @@ class NeuralSuite(Suite):
         "Processes that compile everything first; by default all cores but two, at most 14, and 1 on a CPU.",
         min=1,
     )
-    cpu: bool = option(False, "Add a CPU column where the device is another.", flags=("--cpu",))
 
     def resolve(self, device: ComputeDevice) -> Self:
         """Return the suite with whole names of dtypes and the device's peers; ConfigError as Suite.resolve."""
         check_names("--op", "op", self.op, tuple(OPS))
+        size = tuple(part for text in self.size for part in text.split(",") if part.strip())
         dtypes = None if self.dtypes is None else tuple(_SHORT.get(name, name) for name in self.dtypes)
         check_names("--dtype", "dtype", dtypes or (), tuple(_DTYPES))
         libraries = {name for makers in self.libraries.values() for name in makers}
         against = self.against
+        if against is None and size:
+            against = ("torch", *BASELINES)
         if against is None:
             against = PEERS if device.torch_device.startswith("cuda") else PEERS[:1]
-        if unknown := [name for name in against if name not in PEERS and name not in libraries]:
+        if unknown := [name for name in against if name not in (*PEERS, *BASELINES) and name not in libraries]:
             others = "" if libraries else "; `python -m benchmarks.neural` in a checkout has liger, quack, flash_attn_4"
-            raise ConfigError(f"--against: no peer {unknown[0]!r}; there are {', '.join((*PEERS, *libraries))}{others}")
-        if not (self.tables or self.odd or self.sweep):
+            raise ConfigError(
+                f"--against: no peer {unknown[0]!r}; there are {', '.join((*PEERS, *libraries, *BASELINES))}{others}"
+            )
+        if size and not self.op:
+            raise ConfigError("--size: the sizes of which op? add --op, or run `accelerant bench OP --size ...`")
+        for op in self.op:
+            for one in parse_sizes(size):
+                self._check_memory(op, one, dtypes or (), device)
+        if not (self.tables or self.odd or self.sweep or size):
             raise ConfigError("--no-tables: nothing is left to measure; add --odd or --sweep")
-        return replace(self, dtypes=dtypes, against=against)
+        return replace(self, dtypes=dtypes, against=against, size=size, tables=self.tables and not size)
+
+    @staticmethod
+    def _check_memory(op: str, size: Sequence[int], dtypes: Sequence[str], device: ComputeDevice) -> None:
+        """Raise ConfigError for a size whose arguments alone, a few times over, do not fit into the device's memory."""
+        numbers = sum(math.prod(shape) for shape in sized(op, size).sample.shapes if shape is not None)
+        least = _COPIES * numbers * max((_DTYPES[name].itemsize for name in dtypes), default=4)
+        room = available_bytes(device)
+        if least > room:
+            text = "x".join(map(str, size))
+            raise ConfigError(
+                f"--size: {op} {text} needs at least {size_text(least)}; {device.name} has {size_text(room)} free"
+            )
 
     def planned(self, gpu: bool) -> list[PlannedCase]:
         """Return the planned cases of a resolved suite."""
         return plan(
             self.op, dtypes=[_DTYPES[name] for name in self.dtypes or ()], against=self.against or (),
             budget_s=self.budget_s, gpu=gpu, tables=self.tables, odd=self.odd,
-            sweep=sweep_sizes(self.sweep_to) if self.sweep else (), libraries=self.libraries,
+            sweep=sweep_sizes(self.sweep_to) if self.sweep else (), sizes=parse_sizes(self.size),
+            libraries=self.libraries,
         )  # fmt: skip
 
     def cases(self, run: SuiteRun) -> list[SuiteCase]:
@@ -134,6 +200,9 @@ class NeuralSuite(Suite):
     def covers(self, row: Row) -> bool:
         """Return whether a baseline's row is of the requested parts, ops and dtypes."""
         parts = {part for part, included in (("", self.tables), ("odd", self.odd), ("sweep", self.sweep)) if included}
+        if row.part == "size" and row.op in self.op:
+            shapes = [sized(row.op, one).sample.shapes for one in parse_sizes(self.size)]
+            parts |= {"size"} if any(row.case.startswith(f"{shapes_label(each)} ") for each in shapes) else set()
         dtype = not self.dtypes or any(f" {name}" in row.case for name in self.dtypes)
         return row.suite == self.name and row.part in parts and (not self.op or row.op in self.op) and dtype
 
@@ -191,13 +260,17 @@ def _measure_case(one: PlannedCase, run: SuiteRun, budget_s: float, cpu_column: 
     rows: list[Row] = []
     try:
         with run.clock.measure("arguments"):
-            case = OpCase.of(one.op, one.benchmark, run.device, one.dtype)
+            case = OpCase.of(one.op, one.benchmark, run.device, one.dtype, whole=one.part == "size")
         for row in _rows(case, one, run):
             if cpu_column and run.gpu and row.runner == "accelerant":
                 run.progress(f"{row.op} {row.case}: on the CPU")
                 row = _with_cpu(row, one.op, one.benchmark, budget_s)
             rows.append(row)
             run.add(row)
+        if rows and rows[0].case.endswith(" forward"):
+            for name in one.baselines:
+                run.progress(f"{case.name} {case.label}: {name}")
+                run.add(_host_row(name, one, rows[0], budget_s))
     except (torch.OutOfMemoryError, OutOfMemory) as error:
         # of the arguments, or of the forward pass that sizes the work
         label = f"{one.benchmark.sample.name} {str(one.dtype).removeprefix('torch.')}"
@@ -207,6 +280,38 @@ def _measure_case(one: PlannedCase, run: SuiteRun, budget_s: float, cpu_column: 
     for row in rows:
         if row.wrong and row.compared:
             raise CaseFailedError(f"{row.op} {row.case}: {row.note}")
+
+
+def _host_row(name: str, one: PlannedCase, ours: Row, budget_s: float) -> Row:
+    """Return the row of a baseline on the host's CPU, in float32, checked on a few rows of the same case."""
+    sample, make = one.benchmark.sample, baselines.naive if name == "naive" else baselines.numpy_call
+    version = f"numpy {installed_version('numpy')}" if name == "numpy" else "loops over lists"
+    row = Row("neural", one.op, ours.case, BASELINES[name], version, flops=ours.flops, part=one.part)
+    tensors = tuple(sample.tensors(torch.float32))
+
+    def call(rows: int) -> Callable[[], Any]:
+        return make(one.op, shrunk(one.op, tensors, rows), sample.options)
+
+    def on_tensors(*inputs: Tensor | None, **options: Any) -> tuple[Tensor, ...]:
+        results = make(one.op, inputs, options)()
+        if name == "naive" and isinstance(results[0], tuple):
+            results = tuple(map(list, zip(*results, strict=True)))
+        return tuple(torch.as_tensor(y) for y in as_tuple(results))
+
+    try:
+        few = OpCase(one.op, "", shrunk(one.op, tensors, 2), dict(sample.options), one.benchmark, False)
+        error, wrong = Oracle(few).wrong(on_tensors, "forward")
+        first = tensors[0]
+        timing, note = (
+            (None, wrong) if wrong else cpu_timing(call, len(first) if first is not None else 1, budget_s=budget_s)
+        )
+    except AccelerantError as refused:
+        return replace(row, implementation="", note=str(refused))
+    if timing is None:
+        return replace(row, error=error, note=note)
+    faster = f"ours: {timing.p50_ms / ours.p50:.3g}x its speed" if ours.p50 else ""
+    where = "one core" if name == "naive" else threads_text()
+    return replace(row.timed(timing), error=error, note=", ".join(filter(None, ("float32", where, note, faster))))
 
 
 def _with_cpu(row: Row, name: str, benchmark: Benchmark, budget_s: float) -> Row:
@@ -267,7 +372,7 @@ def runners_of(case: OpCase, one: PlannedCase) -> dict[str, Maker]:
         elif peer == "compile":
             makers[_RUNNERS[peer]] = lambda: _compiled(case, one.part)
         else:
-            makers[peer] = one.makers[peer]
+            makers[_RUNNERS.get(peer, peer)] = one.makers[peer]
     return makers
 
 
@@ -336,6 +441,8 @@ def _in_turns(base: Row, runners: Mapping[str, Maker], work: CaseWork, this: _Ca
         timings = time_in_turns(calls, budget_s=this.planned.budget_s)
     for one, timing in zip(callable_, timings, strict=True):
         one.row = one.row.timed(timing)
+        if this.planned.part == "size" and one.call is not None:
+            one.row = replace(one.row, peak_bytes=_peak_bytes(one.call, this.case.device))
     yield from (one.row for one in checked)
     yield from _forced(checked[0].row, runners["accelerant"], checked[0], work, this)
 
@@ -343,8 +450,9 @@ def _in_turns(base: Row, runners: Mapping[str, Maker], work: CaseWork, this: _Ca
 def _forced(chosen: Row, make: Maker, ready: _Runner, work: CaseWork, this: _CaseRun) -> Iterator[Row]:
     """Yield our own kernel where a library's was chosen, and the deterministic setting where it may cost something."""
     blank = replace(
-        _without_targets(chosen), p20=None, p50=None, p80=None, note="", samples=(), peak_bytes=None, error=None
-    )
+        _without_targets(chosen), p20=None, p50=None, p80=None, note="", samples=(), peak_bytes=None, error=None,
+        cold_ms=None,
+    )  # fmt: skip
     forced = own_kernels(ready.decisions)
     if forced and this.planned.part == "":
         with force(**forced):
@@ -384,11 +492,19 @@ def _checked(row: Row, make: Maker, work: CaseWork, this: _CaseRun, *, ours: boo
             fn = make()
             call = call_of(fn, case, work.direction)
             if ours:
-                decisions = explain_quietly(call).decisions  # runs the race, if there is one
+                explained = explain_quietly(call)  # runs the race, if there is one
+                decisions, cold_ms = explained.decisions, explained.total_ms
+            else:
+                began = time.perf_counter()
+                call()
+                synchronize(case.device)
+                cold_ms = (time.perf_counter() - began) * 1e3
         names = dict.fromkeys(f"{one.implementation} ({'own' if one.own else 'library'})" for one in decisions)
         reasons = "; ".join(dict.fromkeys(f"{one.op}: {one.reason}" for one in decisions if one.reason))
         implementation = (" + ".join(names) or "autograd alone") if ours else row.runner
-        row = replace(row, implementation=implementation, reason=reasons)
+        if row.runner == UNFUSED:
+            implementation = f"torch, {'scores in memory' if case.name == 'attention' else 'an operation at a time'}"
+        row = replace(row, implementation=implementation, reason=reasons, cold_ms=cold_ms)
         # torch.compile would compile another function for fewer rows than are timed: its results are not checked then.
         if this.oracle.whole or row.runner != "torch.compile":
             with clock.measure("checks"):
@@ -406,7 +522,8 @@ def _timed(ready: _Runner, work: CaseWork, this: _CaseRun) -> Row:
     case, budget_s = this.case, this.planned.budget_s
     try:
         with this.run.clock.measure("timed calls"):
-            peak = _peak_bytes(ready.call, case.device)
+            shown = case.device.type == "cuda" or this.planned.part == "size"
+            peak = _peak_bytes(ready.call, case.device) if shown else None
             if this.planned.benchmark.rotated and work.direction == "forward":
                 timing, how = rotated_ms(_copies(ready.fn, case), case.device, budget_s=budget_s)
             else:
@@ -443,10 +560,15 @@ def _copies(fn: Callable[..., Any], case: OpCase) -> list[Callable[[], Any]]:
     return [call_of(fn, replace(case, inputs=inputs), "forward") for inputs in (case.inputs, *others)]
 
 
-def _peak_bytes(call: Callable[[], Any], device: torch.device) -> int | None:
-    """Return the peak memory of a call, its results included, above what was allocated before; None on a CPU."""
+def _peak_bytes(call: Callable[[], Any], device: torch.device) -> int:
+    """Return the peak memory of a call, its results included, above what was allocated before.
+
+    On a CPU it is that of the tensors which torch's operations return; what a kernel allocates inside is not seen.
+    """
     if device.type != "cuda":
-        return None
+        with LiveSet(device.type) as live:
+            call()
+        return live.peak_bytes
     call()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)

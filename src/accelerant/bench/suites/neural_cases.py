@@ -21,11 +21,12 @@ from accelerant import ops
 from accelerant.bench.subjects import OPS, attention_flops, varlen_flops
 from accelerant.ops._cases import Benchmark
 from accelerant.ops._registry import public_op
+from accelerant.runtime.memory.limits import available_bytes
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = [
     "ALLOWED_ERROR", "CaseWork", "OpCase", "Oracle", "as_tuple", "benchmarks_of", "call_of", "cases_of", "first_rows",
-    "leaves_of", "shrunk", "work_of",
+    "leaves_of", "shapes_label", "shrunk", "work_of",
 ]  # fmt: skip
 
 _TARGETS_OF = "H200"
@@ -67,15 +68,16 @@ class OpCase:
     aims: bool
 
     @classmethod
-    def of(cls, name: str, benchmark: Benchmark, device: ComputeDevice, dtype: torch.dtype) -> OpCase:
-        """Create the tensors on a device; on a CPU with fewer rows."""
+    def of(
+        cls, name: str, benchmark: Benchmark, device: ComputeDevice, dtype: torch.dtype, *, whole: bool = False
+    ) -> OpCase:
+        """Create the tensors on a device; on a CPU with fewer rows, unless the case is to be measured whole."""
         sample, where = benchmark.sample, torch.device(device.torch_device)
         inputs = tuple(sample.tensors(dtype, where))
-        if where.type == "cpu":
+        if where.type == "cpu" and not whole:
             rows = len(inputs[0]) if inputs[0] is not None and inputs[0].ndim else 1
             inputs = shrunk(name, inputs, rows if rows <= _CPU_MANY else math.ceil(rows / _CPU_SHRINK))
-        shapes = "@".join("x".join(map(str, x.shape)) for x in inputs if x is not None and x.ndim > 1)
-        shapes = shapes or "@".join("x".join(map(str, x.shape)) for x in inputs if x is not None)
+        shapes = shapes_label([None if x is None else tuple(x.shape) for x in inputs])
         options = "".join(
             f" {key}" if value is True else f" not {key}" if value is False else f" {key} {value}"
             for key, value in sample.options.items()
@@ -98,6 +100,13 @@ class OpCase:
     def together(self) -> bool:
         """True if forward and backward are measured as one, as for losses."""
         return self.benchmark.both_ms is not None or self.name.endswith("cross_entropy")
+
+
+def shapes_label(shapes: Sequence[tuple[int, ...] | None]) -> str:
+    """Return arguments as rows have them: "8x16@16x32", without vectors where there are others."""
+    present = [shape for shape in shapes if shape is not None]
+    shown = [shape for shape in present if len(shape) > 1] or present
+    return "@".join("x".join(map(str, shape)) for shape in shown)
 
 
 def shrunk(name: str, inputs: Sequence[Tensor | None], rows: int) -> Inputs:
@@ -352,6 +361,8 @@ def _affordable(case: OpCase, flops: int) -> Inputs:
     if first is None or not first.ndim or case.name in ("attention", "attention_varlen"):
         return case.inputs  # attention's references hold the scores of a few heads at a time
     elements, operations = float(_MOST_ELEMENTS), float(_MOST_FLOPS)
+    if case.device.type == "cpu":
+        elements = min(elements, available_bytes("cpu") / 2 / _ELEMENT_BYTES)
     if case.device.type == "cuda":
         about = torch.cuda.get_device_properties(case.device)
         elements = max(elements, about.total_memory / _ELEMENT_BYTES)

@@ -1,25 +1,30 @@
 """The cases of a run of the neural suite, in order and with estimated times; computed without touching a device.
 
-There are three parts: the tables of the ops (their BENCHMARKS, in each requested dtype), odd sizes (their LARGE
-samples, which the tests run too), and a sweep from 2^10 to 2^28 elements of the ops that work row by row. Cases with
-targets come first, then the rest of the tables in the first dtype, odd sizes, the other dtypes, and the sweep, so that
-an incomplete run has what matters most. On a CPU the tables' cases have fewer rows.
+There are four parts: the tables of the ops (their BENCHMARKS, in each requested dtype), requested sizes, odd sizes
+(their LARGE samples, which the tests run too), and a sweep from 2^10 to 2^28 elements of the ops that work row by row.
+Cases with targets come first, then the rest of the tables in the first dtype, odd sizes, the other dtypes, and the
+sweep, so that an incomplete run has what matters most. On a CPU the tables' cases have fewer rows.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from accelerant.bench.baselines import COMPOSITIONS, NOT_BY_ROWS, unfused
 from accelerant.bench.subjects import OPS
 from accelerant.bench.suites.neural_cases import benchmarks_of, cases_of
-from accelerant.ops._cases import Benchmark, Indices, Sample
+from accelerant.errors import ConfigError
+from accelerant.ops._cases import Benchmark, Indices, Sample, Stated
 
-__all__ = ["Libraries", "Maker", "PlannedCase", "for_cpu", "plan", "sweep_sizes"]
+__all__ = ["Libraries", "Maker", "PlannedCase", "for_cpu", "parse_sizes", "plan", "sized", "sweep_sizes"]
 
 Maker = Callable[[], Callable[..., Any]]
 """Returns a peer's function; raises UnsupportedCase where its library is absent."""
@@ -51,7 +56,7 @@ class PlannedCase:
     """A case to measure.
 
     Attributes:
-        part: "", "odd" or "sweep", as Row.part.
+        part: "", "size", "odd" or "sweep", as Row.part.
         against: the requested peers.
         budget_s: seconds of calls behind each figure.
         deterministic: also measure what the setting `deterministic` costs.
@@ -83,6 +88,12 @@ class PlannedCase:
         return tuple(name for name in self.against if name in ("torch", "compile", *self.makers))
 
     @property
+    def baselines(self) -> tuple[str, ...]:
+        """The requested baselines that run on the host and have this op."""
+        known = {"numpy": self.op in COMPOSITIONS, "naive": self.op in COMPOSITIONS and self.op not in NOT_BY_ROWS}
+        return tuple(name for name in self.against if known.get(name))
+
+    @property
     def estimate_s(self) -> float:
         """Approximate seconds on a large GPU, once everything is compiled."""
         figures = 2 * (1 + len(self.peers)) + (1 if self.part == "" else 0)
@@ -105,7 +116,8 @@ class PlannedCase:
 
 def plan(
     names: Sequence[str], *, dtypes: Sequence[torch.dtype] = (), against: Sequence[str], budget_s: float, gpu: bool,
-    tables: bool = True, odd: bool = False, sweep: Sequence[int] = (), libraries: Libraries | None = None,
+    tables: bool = True, odd: bool = False, sweep: Sequence[int] = (), sizes: Sequence[Sequence[int]] = (),
+    libraries: Libraries | None = None,
 ) -> list[PlannedCase]:  # fmt: skip
     """Return the cases in the order of measurement.
 
@@ -116,6 +128,7 @@ def plan(
             torch and torch.compile, odd sizes torch.
         budget_s: seconds of calls behind each figure of the tables in the first dtype; the others have less.
         sweep: numbers of elements of the sweep, in the first dtype.
+        sizes: requested sizes, in every dtype with all peers; see `sized`.
         libraries: peers besides those that torch has.
     """
     ops = list(names) or list(OPS)
@@ -125,6 +138,8 @@ def plan(
              **more: bool) -> PlannedCase:  # fmt: skip
         dtype = dtype or (benchmark.dtype if gpu else torch.float32)
         makers = {**OPS[op].peers, **(libraries or {}).get(op, {})}
+        if op in COMPOSITIONS and not benchmark.sample.options.get("interleaved"):
+            makers["unfused"] = functools.partial(unfused, op)
         return PlannedCase(part, op, benchmark, dtype, tuple(peers), budget_s, makers=makers, **more)
 
     benchmarks = [(op, one if gpu else for_cpu(op, one)) for op in ops for one in benchmarks_of(op)] if tables else []
@@ -136,6 +151,10 @@ def plan(
             peers = [name for name in against if name in kept]
         options = {"deterministic": gpu and not i, "race": gpu}
         by_dtype.append([case("", op, one, dtype, peers, budget, **options) for op, one in benchmarks])
+    requested = [
+        case("size", op, sized(op, size), dtype, against, budget_s, race=gpu)
+        for op in ops for size in sizes for dtype in dtypes or (None,)
+    ]  # fmt: skip
     few = budget_s * _MANY_SIZES
     uneven, swept = [], []
     for op in ops if odd else ():
@@ -149,7 +168,7 @@ def plan(
                 several = (resized.sample.shapes[0] or ())[0] > 1
                 peers = [name for name in against if name in _SWEEP_PEERS and (several or name != "compile")]
                 swept.append(case("sweep", op, resized, first, peers, few))
-    main = by_dtype[0] if tables else []
+    main = [*requested, *(by_dtype[0] if tables else [])]
     others = [each for table in by_dtype[1:] for each in table]
     aimed = [each for each in (*main, *others) if has_target(each.benchmark) and each.dtype == each.benchmark.dtype]
     return list({each.key: each for each in (*aimed, *main, *uneven, *others, *swept)}.values())
@@ -213,6 +232,107 @@ def _with_fewer_rows(op: str, sample: Sample) -> Sample:
             arguments.append((rows, *shape[1:]))
     name = sample.name if rows == first[0] else f"{sample.name}, {rows} rows"
     return Sample(name, tuple(arguments), sample.options)
+
+
+# --- requested sizes -------------------------------------------------------------------------------------------------
+
+_NUMBER = r"(2\^\d{1,2}|\d{1,12})"
+_MOST_SIZES = 256
+
+
+def parse_sizes(texts: Sequence[str], flag: str = "--size") -> list[tuple[int, ...]]:
+    """Return the sizes of texts like "4096x4096", "2^20" or "128..8192x1024", a range by doubling, each size once.
+
+    Raises:
+        ConfigError: a text is not of this form, has a number below 1, or the sizes are more than 256.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for text in texts:
+        ranges: list[list[int]] = []
+        for factor in text.replace(" ", "").lower().split("x"):
+            match = re.fullmatch(rf"{_NUMBER}(?:\.\.{_NUMBER})?", factor)
+            low, high = (_number(part or factor) for part in match.groups()) if match else (0, 0)
+            if not 0 < low <= high:
+                raise ConfigError(f"{flag}: wanted sizes like 4096x4096, or 128..8192 for a range; got {text!r}")
+            ranges.append([low << i for i in range((high // low).bit_length())])
+        if len(found) + math.prod(map(len, ranges)) > _MOST_SIZES:
+            raise ConfigError(f"{flag}: {text!r} makes more than {_MOST_SIZES} sizes")
+        found |= dict.fromkeys(itertools.product(*ranges))
+    return list(found)
+
+
+def _number(text: str) -> int:
+    base, _, power = text.partition("^")
+    return int(base) << int(power) - 1 if power else int(base)
+
+
+def sized(op: str, size: Sequence[int]) -> Benchmark:
+    """Return a benchmark of an op with another size.
+
+    Dimensions that agree in all samples of the op, such as the inner ones of a product, are one number. A size has the
+    numbers of the first argument's dimensions; the others follow those that they agree with in the op's benchmark, or
+    keep its number. A size may also have all numbers, in the order of the arguments (M, K, N for a product), or a
+    single one for all if the first argument is a matrix.
+
+    Raises:
+        ConfigError: another number of numbers, or an op whose arguments state positions of rows.
+    """
+    candidates = [one for one in benchmarks_of(op) if not any(isinstance(x, Stated) for x in one.sample.arguments)]
+    if not candidates:
+        raise ConfigError(f"--size: arguments of {op} state positions of its rows; `bench {op}` measures its table")
+    benchmark, names = max(((one, _names(op, one.sample)) for one in candidates), key=_ties)
+    sample, rank = benchmark.sample, len(benchmark.sample.shapes[0] or ())
+    old = dict(zip(names, _dimensions(sample), strict=True))
+    free = list(old)
+    first = dict.fromkeys(names[:rank])
+    if len(size) not in (len(first), len(free)) and not (len(size) == 1 and rank <= 2):
+        also = f", or {len(free)}" if len(free) > len(first) else ""
+        example = "x".join(map(str, (sample.shapes[0] or ())))
+        given = "x".join(map(str, size))
+        raise ConfigError(f"--size: {op} takes {len(first)} numbers{also}, for example {example}; got {given}")
+    new = dict.fromkeys(free, size[0]) if len(size) == 1 else dict(zip(free, size, strict=False))
+    for name in free[len(new) :]:
+        same = [one for one in first if old[one] == old[name]]
+        half = 2 * old[name] == old[names[rank - 1]]  # rope's tables
+        new[name] = new[same[-1]] if same else new[names[rank - 1]] // 2 if half else old[name]
+    left: Iterator[int] = iter(new[name] for name in names)
+    arguments: list[Any] = []
+    for argument, shape in zip(sample.arguments, sample.shapes, strict=True):
+        resized = tuple(itertools.islice(left, len(shape or ())))
+        if argument is None:
+            arguments.append(None)
+        elif isinstance(argument, Indices):
+            classes = [name for name in free if old[name] == argument.high]
+            high = new[classes[-1]] if classes and argument.dtype == torch.int64 else argument.high
+            arguments.append(replace(argument, shape=resized, high=high))
+        else:
+            arguments.append(resized)
+    text = "@".join("x".join(map(str, shape)) for shape in (getattr(x, "shape", x) for x in arguments) if shape)
+    return Benchmark(Sample(text, tuple(arguments), sample.options), benchmark.dtype)
+
+
+def _dimensions(sample: Sample) -> list[int]:
+    return [length for shape in sample.shapes if shape is not None for length in shape]
+
+
+def _names(op: str, sample: Sample) -> list[int]:
+    """Return, for each dimension of a sample, the position of the first that equals it in all samples of its form."""
+
+    def form(one: Sample) -> list[int | None]:
+        return [None if shape is None else len(shape) for shape in one.shapes]
+
+    cases = cases_of(op)
+    others = [*cases.SAMPLES, *cases.LARGE, *(one.sample for one in cases.BENCHMARKS)]
+    columns = list(zip(*(_dimensions(one) for one in others if form(one) == form(sample)), strict=True))
+    return [columns.index(column) for column in columns]
+
+
+def _ties(pair: tuple[Benchmark, list[int]]) -> tuple[int, int]:
+    """Return how many further dimensions follow the first argument's, and how many dimensions there are."""
+    benchmark, names = pair
+    dimensions, first = _dimensions(benchmark.sample), len(benchmark.sample.shapes[0] or ())
+    tied = sum(dimensions[name] in dimensions[:first] for name in set(names) if name >= first)
+    return tied, len(dimensions)
 
 
 def sweep_sizes(largest: int = 28) -> list[int]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from accelerant import ops
 from accelerant.algebra.field.program import field_add_source
 from accelerant.bench.record import Row, environment_variable
-from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, option
+from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, option, same_on_cpu
 from accelerant.bench.suites.bandwidth import size_name
 from accelerant.bench.timer import Timing, host_time_us, wall_ms
 from accelerant.config import override
@@ -60,7 +60,11 @@ class RuntimeSuite(Suite):
             known = run.is_model("H200")
             run.add(*(replace(row, target=_target(row) if known else None) for row in parts[name](run)))
 
-        return [SuiteCase(name, functools.partial(measure, name)) for name in parts]
+        cases = {name: functools.partial(measure, name) for name in parts}
+        alike = ("launch", "eager op calls", "compile")
+        return [
+            SuiteCase(name, case, on_cpu=same_on_cpu(case) if name in alike else None) for name, case in cases.items()
+        ]
 
 
 def _target(row: Row) -> float | None:
