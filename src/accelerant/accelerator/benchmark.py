@@ -93,7 +93,7 @@ class OpBenchmark:
 class _Recorder(Operations):
     """Takes the call of a method apart, without running it."""
 
-    def _call(self, name: str, arrays: tuple[Any, ...], **options: Any) -> Any:
+    def _call(self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> Any:
         return name, arrays, options
 
 
