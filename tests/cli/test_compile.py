@@ -91,6 +91,30 @@ def test_block_and_shared_memory_change_the_occupancy(accelerant_cli):
     assert (fits[1]["threads"], fits[1]["blocks"], fits[1]["limited_by"]) == (64, 4, "shared memory")
 
 
+def test_options_reach_the_compiler(accelerant_cli):
+    Path("mine.cu").write_text("template <typename T> __global__ void k(T *x) { x[0] = x[1] / x[2] + VALUE; }\n")
+    common = ("compile", "mine.cu", "--arch", "sm_90", "--ptx", "--entry", "k<float>", "-D", "VALUE=x[3]*x[4]")
+    status, precise, _ = accelerant_cli(*common, "--no-fmad")
+    assert status == 0
+    assert "div.rn.f32" in precise
+    assert "fma.rn.f32" not in precise
+    _, fast, _ = accelerant_cli(*common, "--fast-math", "--no-ftz", "-O1", "--nvrtc=--generate-line-info")
+    assert "div.approx.f32" in fast
+    assert ".loc" in fast
+    _, found = report(
+        accelerant_cli, "mine.cu", "--arch", "sm_90", "--entry", "k<float>", "-DVALUE", "--ptxas=--nonsense"
+    )
+    assert "Unknown option '-nonsense'" in found["targets"][0]["log"]
+
+
+def test_host_code_is_listed_with_its_lines(accelerant_cli):
+    Path("host.cu").write_text("__global__ void k() {}\nint main() { k<<<1, 1>>>(); cudaDeviceSynchronize(); }\n")
+    status, _, errors = accelerant_cli("compile", "host.cu", "--arch", "sm_90")
+    assert status == 1
+    for what in ("int main()", "<<<", "cudaDeviceSynchronize"):
+        assert f"host.cu:2: error: {what} is code for the host: take it out" in errors
+
+
 def test_ptx_is_printed_alone(accelerant_cli):
     Path("mine.cu").write_text(KERNEL)
     status, output, _ = accelerant_cli("compile", "mine.cu", "--arch", "sm_90", "--ptx")
@@ -174,6 +198,12 @@ def test_a_file_without_entry_points_says_so(accelerant_cli):
         (["mine.cu", "--block", "0"], "--block must be 1 to 1024 threads, got 0"),
         (["mine.cu", "--shared", "-1"], "--shared must be at least 0 bytes, got -1"),
         (["mine.cu", "--include", "nowhere"], "--include nowhere: no such folder"),
+        (["mine.cu", "-O", "4"], "optimize must be 0, 1, 2 or 3, got 4"),
+        (["mine.cu", "-D", "3D=1"], "defines: wanted the name of a macro, got '3D'"),
+        (
+            ["mine.cu", "--arch", "sm_90", "--nvrtc", "--nonsense"],
+            "refuses an option: nvrtc: error: unrecognized option",
+        ),
         (["mine.cu", "--out", "x.cu"], "--out goes with --template"),
         (["--template", "fft"], "unknown template 'fft'; known are matmul, relu, attention"),
         (["mine.cu", "--template", "relu"], "--template takes no file to compile, got mine.cu"),
@@ -412,6 +442,11 @@ def test_every_template_is_offered():
     assert {path.stem for path in FOLDER.glob("*.cu")} == set(TEMPLATES) == KINDS.keys()
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_types_of_a_template_are_found(name):
+    assert tuple(each.kind for each in accelerant.kernel(FOLDER / f"{name}.cu").parameters) == KINDS[name]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_compile_for_every_target_without_spills(name):
@@ -435,16 +470,8 @@ def test_a_template_is_written_and_compiles(accelerant_cli):
 
 @pytest.fixture
 def launch():
-    """Launches a template on torch tensors."""
-    provider = registry.create("cuda")
-
-    def run(name, grid, block, *args):
-        provider.launch(
-            provider.compile(KernelSource(name, {"cuda": template(name)}, {name: KINDS[name]})), grid, block, args
-        )
-        provider.synchronize()
-
-    return run
+    """Launches a template on torch tensors, as its header says."""
+    return lambda name, grid, block, *args: accelerant.kernel(FOLDER / f"{name}.cu", name)(grid, block, *args)
 
 
 @pytest.mark.gpu

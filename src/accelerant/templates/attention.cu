@@ -19,9 +19,7 @@
  * step let a warp hold 16 queries and use mma for both products.
  *
  * From Python:
- *   kinds = ("*f32", "*f32", "*f32", "*f32", "i32", "i32", "f32", "i32")
- *   source = KernelSource("attention", {"cuda": text}, {"attention": kinds})
- *   provider.launch(kernel, (-(-queries // 64), heads), (256,), (q, k, v, o, queries, keys, 0.125, causal))
+ *   acl.kernel("attention.cu", "attention")((-(-queries // 64), heads), 256, q, k, v, o, queries, keys, 0.125, causal)
  */
 constexpr int WIDTH = 64;   // of a head
 constexpr int QUERIES = 64; // per block

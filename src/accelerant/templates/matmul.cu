@@ -16,8 +16,7 @@
  * faster; as next steps use wmma or wgmma, and load the next tile while this one is used.
  *
  * From Python:
- *   source = KernelSource("matmul", {"cuda": text}, {"matmul": ("*f32", "*f32", "*f32", "i32", "i32", "i32")})
- *   provider.launch(kernel, (-(-N // 64), -(-M // 64)), (256,), (a, b, c, M, N, K))
+ *   acl.kernel("matmul.cu", "matmul")((-(-N // 64), -(-M // 64)), 256, a, b, c, M, N, K)
  */
 constexpr int TILE = 64;        // rows and columns of c per block
 constexpr int DEPTH = 16;       // step along K

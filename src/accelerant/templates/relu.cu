@@ -7,9 +7,7 @@
  * A NaN stays a NaN: (x < 0) is false for it, while fmaxf(x, 0) would make it 0.
  *
  * From Python:
- *   source = KernelSource("relu", {"cuda": text}, {"relu": ("*f32", "*f32", "i64")})
- *   kernel = registry.create("cuda").compile(source)
- *   provider.launch(kernel, (blocks,), (256,), (x, y, n))        blocks = min(ceil(n / 1024), 4096)
+ *   acl.kernel("relu.cu", "relu")(min(-(-n // 1024), 4096), 256, x, y, n)
  */
 static __device__ __forceinline__ float relu_one(float x) {
     return x < 0.0f ? 0.0f : x;
