@@ -27,12 +27,15 @@ if TYPE_CHECKING:
     from accelerant.runtime.ledger import ledger
     from accelerant.runtime.memory.batch_size import optimal_batch_size
     from accelerant.runtime.memory.peak import predict_peak
+    from accelerant.runtime.monitoring.events import watch_devices
+    from accelerant.runtime.monitoring.monitor import measure
     from accelerant.runtime.registry import devices
     from accelerant.runtime.user_kernel import kernel
 
 __all__ = [
     "Accelerator", "AcceleratorConfig", "CompileOptions", "__version__", "algebra", "devices", "errors", "explain",
-    "fuse", "kernel", "ledger", "nn", "ops", "optimal_batch_size", "predict_peak", "privacy", "zk",
+    "fuse", "kernel", "ledger", "measure", "nn", "ops", "optimal_batch_size", "predict_peak", "privacy",
+    "watch_devices", "zk",
 ]  # fmt: skip
 
 _SUBPACKAGES = ("algebra", "nn", "ops", "privacy", "zk")
@@ -45,8 +48,10 @@ _NAMES = {
     "fuse": "accelerant.accelerator.fusion",
     "kernel": "accelerant.runtime.user_kernel",
     "ledger": "accelerant.runtime.ledger",
+    "measure": "accelerant.runtime.monitoring.monitor",
     "optimal_batch_size": "accelerant.runtime.memory.batch_size",
     "predict_peak": "accelerant.runtime.memory.peak",
+    "watch_devices": "accelerant.runtime.monitoring.events",
 }
 
 

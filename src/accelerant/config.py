@@ -7,7 +7,8 @@ The file is `$ACCELERANT_CONFIG`, or `config.toml` in the user's configuration f
                               #                        or true (warn once, count), warn (each time), forbid or false
                               #                        (raise)
     cache_dir = "/path"       # ACCELERANT_CACHE_DIR   compiled kernels, choices, tokenisers
-    memory_fraction = 1.0     # ACCELERANT_MEMORY_FRACTION   share of each device's memory for this process
+    memory_fraction = 1.0     # ACCELERANT_MEMORY_FRACTION   share of each device's memory for this process; "auto":
+                              #                        95 % of what other processes leave when the backend starts
     log = "warning"           # ACCELERANT_LOG         debug, info, warning, error
     race = "off"              # ACCELERANT_RACE        off, first_use: time implementations, choose the fastest
     tune = "off"              # ACCELERANT_TUNE        off, first_use: the same for launch parameters
@@ -72,7 +73,7 @@ class Settings:
     backend: str = "auto"
     fallback: FallbackPolicy = "allow"
     cache_dir: Path = field(default_factory=lambda: _user_folder("cache"))
-    memory_fraction: float = 1.0
+    memory_fraction: float | Literal["auto"] = 1.0
     log: LogLevel = "warning"
     race: When = "off"
     tune: When = "off"
@@ -83,7 +84,8 @@ class Settings:
     def __post_init__(self) -> None:
         for name, allowed in (("fallback", FallbackPolicy), ("log", LogLevel), ("race", When), ("tune", When)):
             self._require(name, getattr(self, name) in get_args(allowed), " | ".join(get_args(allowed)))
-        self._require("memory_fraction", 0.0 < self.memory_fraction <= 1.0, "a number in (0, 1]")
+        share = self.memory_fraction
+        self._require("memory_fraction", share == "auto" or 0.0 < share <= 1.0, "auto, or a number in (0, 1]")
         self._require("backend", bool(self.backend), "auto, or a backend's name")
 
     def _require(self, name: str, holds: bool, wanted: str) -> None:
@@ -95,7 +97,7 @@ def _converted(name: str, value: object, origin: str) -> Any:
     """Return a value, text or already of the setting's type, as that type."""
     try:
         if name == "memory_fraction":
-            return float(str(value))
+            return "auto" if str(value).lower() == "auto" else float(str(value))
         if name == "cache_dir":
             if not value or not isinstance(value, (str, Path)) or "\0" in str(value):
                 raise ValueError

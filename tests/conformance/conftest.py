@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from accelerant.runtime import registry
+from accelerant.testing import fake_provider
 from requirements import require_backend
 
 
@@ -13,7 +14,10 @@ def pytest_addoption(parser):
 def pytest_generate_tests(metafunc):
     if "provider" in metafunc.fixturenames:
         wanted = metafunc.config.getoption("--backend", None)
-        names = [wanted] if wanted else [name for name in registry.PROVIDERS if registry._provider_class(name).dialects]
+        own = [
+            name for name in registry.PROVIDERS if name in registry.BACKENDS and registry._provider_class(name).dialects
+        ]
+        names = [wanted] if wanted else [*own, "fake"]
         marks = {"cuda": [pytest.mark.gpu]}
         metafunc.parametrize(
             "provider", [pytest.param(name, marks=marks.get(name, [])) for name in names], indirect=True
@@ -22,8 +26,12 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture
 def provider(request):
-    """Each backend that is present; an absent one skips with its reason."""
+    """Each backend that is present, and the fake one; an absent one skips with its reason."""
+    if request.param == "fake":
+        with fake_provider() as fake:
+            yield fake
+        return
     reason = registry.reason_absent(request.param)
     if reason and (request.param == "cpu" or request.config.getoption("--backend", None)):
         pytest.fail(f"{request.param} is absent: {reason}")
-    return registry.create(require_backend(request.param))
+    yield registry.create(require_backend(request.param))

@@ -191,6 +191,7 @@ import numpy as np
 from accelerant.algebra.field.program import field_add_source
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.cache import KernelCache
+from accelerant.testing import FakeProvider
 
 name, folder, own = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 put = KernelCache._put
@@ -204,6 +205,8 @@ def put_together(self, temporary, key):
     put(self, temporary, key)
 
 KernelCache._put = put_together
+if name == "fake":
+    registry.register(FakeProvider)
 provider = registry.create(name)
 kernel = provider.compile(field_add_source())
 x = provider.copy_to_device(np.array([5, 6], np.uint64))
@@ -290,7 +293,7 @@ def test_a_program_that_is_declared_with_another_entry_is_another_kernel(provide
         assert provider.compile(of_two("one", "two"), entry="two").from_cache
 
 
-_OPTION = {"cuda": "--ptxas-options=-O1", "opencl": "-DUNUSED=1", "cpu": "-DUNUSED=1"}
+_OPTION = {"cuda": "--ptxas-options=-O1", "opencl": "-DUNUSED=1", "cpu": "-DUNUSED=1", "fake": "-DUNUSED=1"}
 
 
 @pytest.mark.parametrize("part", ["program", "options", "entries"])
@@ -317,7 +320,7 @@ def test_another_compiler_finds_no_entry_of_this_one(provider, tmp_path, monkeyp
         if provider.name == "opencl":
             monkeypatch.setattr(provider._devices[0], "identity", "another driver")
         else:
-            version = {"cpu": "providers.cpu._llvm_version", "cuda": "compilation.cuda._nvrtc_version"}[provider.name]
+            version = "compilation.cuda._nvrtc_version" if provider.name == "cuda" else "providers.cpu._llvm_version"
             monkeypatch.setattr(f"accelerant.runtime.{version}", lambda: "another version")
         assert not provider.compile(of_two("one")).from_cache
 

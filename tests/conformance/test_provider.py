@@ -14,7 +14,8 @@ import pytest
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.field.program import field_add_source
 from accelerant.config import override, settings
-from accelerant.errors import CompileError, LaunchError, OutOfMemory, ShapeError
+from accelerant.errors import BackendUnavailable, CompileError, ConfigError, LaunchError, OutOfMemory, ShapeError
+from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import KernelSource
 
 P = field_of("goldilocks").modulus
@@ -75,6 +76,72 @@ def test_buffers_do_not_overlap(provider):
         np.testing.assert_array_equal(provider.copy_to_host(buffer, np.uint8, array.shape), array)
     if provider.name in ("cuda", "cpu"):  # whose memory has addresses
         assert all(buffer.data_ptr() % 256 == 0 for buffer in buffers)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.uint64, np.complex128, np.bool_])
+def test_zeros_and_ones(provider, dtype):
+    for shape, sizes in (((2, 3), (2, 3)), (5, (5,)), ((), ()), ((4, 0), (4, 0))):
+        for made, expected in ((provider.zeros, np.zeros), (provider.ones, np.ones)):
+            buffer = made(shape, dtype)
+            np.testing.assert_array_equal(provider.copy_to_host(buffer, dtype, sizes), expected(sizes, dtype))
+    with pytest.raises(ShapeError, match="-1"):
+        provider.zeros((2, -1))
+
+
+def test_a_kernel_by_its_source_and_an_operation_by_its_name(provider):
+    assert provider.has_custom_kernels()
+    x = np.array(EDGES[:4], np.uint64)
+    a, out = provider.copy_to_device(x), provider.zeros(4, np.uint64)
+    provider.execute_kernel(field_add_source(), a, a, out, 4, grid=(1,), block=(32,))
+    provider.synchronize()
+    sums = [2 * value % P for value in EDGES[:4]]
+    assert provider.copy_to_host(out, np.uint64, (4,)).tolist() == sums
+    assert provider.execute_kernel("field_add", x, x).tolist() == provider.field_add(x, x).tolist() == sums
+    assert provider.field_mul([3], [5], field="babybear").tolist() == [15]
+    with pytest.raises(ConfigError, match=r"no operation 'abacus'; there are .*field_add"):
+        provider.execute_kernel("abacus", x)
+    with pytest.raises(ConfigError, match="takes no option fast"):
+        provider.execute_kernel(field_add_source(), a, a, out, 4, grid=(1,), block=(32,), fast=True)
+    with pytest.raises(ConfigError, match="chooses its grid"):
+        provider.execute_kernel("field_add", x, x, grid=(1,))
+    with pytest.raises(AttributeError, match="no operation 'abacus'"):
+        _ = provider.abacus
+
+
+def test_shutdown_refuses_every_use_and_start_ends_it(provider):
+    kernel = provider.compile(field_add_source())
+    x = provider.ones(4, np.uint64)
+    provider.shutdown()
+    try:
+        provider.shutdown()
+        assert not provider.running
+        for use in (
+            provider.devices,
+            lambda: provider.allocate(8),
+            lambda: provider.zeros(3),
+            lambda: provider.compile(field_add_source()),
+            lambda: provider.launch(kernel, (1,), (32,), (x, x, x, 4)),
+            lambda: provider.copy_to_host(x, np.uint64, (4,)),
+            lambda: provider.field_add([1], [2]),
+            lambda: registry.choose(provider.name),
+            provider.synchronize,
+            provider.memory,
+        ):
+            with pytest.raises(BackendUnavailable, match=r"was shut down; provider.start\(\) starts it again"):
+                use()
+        (row,) = [device for device in registry.devices() if device.backend == provider.name]
+        assert not row.available
+        assert "was shut down" in row.reason
+    finally:
+        assert provider.start() is provider
+    provider.start()
+    provider.launch(kernel, (1,), (32,), (x, x, x, 4))
+    assert provider.copy_to_host(x, np.uint64, (4,)).tolist() == [2] * 4
+    with provider as same:
+        assert same.running
+    assert not provider.running
+    provider.start()
+    assert provider.field_add([1], [2]).tolist() == [3]
 
 
 def test_empty_buffer(provider):

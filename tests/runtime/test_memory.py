@@ -104,13 +104,16 @@ def test_a_fraction_limits_buffers_on_the_cpu():
         del held
         with override(memory_fraction=0.5):
             assert apply_limit(device="cpu") == total // 2
+        with override(memory_fraction="AUTO"):
+            assert 0.01 * total <= apply_limit(device="cpu") <= 0.95 * total
+        assert 0.01 * total <= apply_limit("auto", "cpu") <= 0.95 * total
     finally:
         assert apply_limit(1.0, "cpu") == total
     assert statistics("cpu").limit_bytes is None
     assert allocate(4096, "cpu").size_bytes == 4096
 
 
-@pytest.mark.parametrize("fraction", [0, -0.5, 1.5, float("nan")])
+@pytest.mark.parametrize("fraction", [0, -0.5, 1.5, float("nan"), "most"])
 def test_fractions_without_meaning_are_refused(fraction):
     with pytest.raises(ConfigError, match=str(fraction)):
         apply_limit(fraction, "cpu")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -39,6 +41,10 @@ def machine(tmp_path):
         write(tmp_path / f"proc/{pid}/comm", f"{name}\n")
         write(tmp_path / f"proc/{pid}/statm", f"999 {pages} 0 0 0 0 0\n")
     (tmp_path / "proc/8/comm").write_bytes(b"\xffarge\n")  # a name need not be UTF-8
+    for core in (0, 1):
+        write(tmp_path / f"sys/devices/system/cpu/cpu{core}/thermal_throttle/core_throttle_count", "3\n")
+    for controller, kind, count in ((0, "ce", 4), (0, "ue", 0), (1, "ce", 1), (1, "ue", 0)):
+        write(tmp_path / f"sys/devices/system/edac/mc/mc{controller}/{kind}_count", f"{count}\n")
     sys = tmp_path / "sys/class"
     for zone, name, count in (
         ("intel-rapl:0", "package-0", 5e6),
@@ -64,6 +70,7 @@ def test_a_machine_that_tells_everything(machine):
     assert found["memory_total_bytes"] == 1000 * 1024
     assert found["temperature_c"] == 43.5  # the disk's sensor is hotter and is none of the CPU's
     assert found["clock_mhz"] == 2500.0
+    assert (found["slow_down"], found["ecc_corrected"], found["ecc_uncorrected"]) == ((), 5, 0)
     assert [each.pid for each in found["processes"]] == [8, 7]
     assert found["processes"][0].name == r"\xffarge"
     assert found["processes"][1] == ProcessMemory(7, "small one", os.sysconf("SC_PAGE_SIZE"))
@@ -113,6 +120,13 @@ def test_an_empty_machine_has_reasons_and_no_figures(tmp_path):
     assert CpuReader(4096, root=tmp_path).read(["memory_total_bytes"])[0] == {"memory_total_bytes": 4096}
 
 
+def test_a_processor_slows_down_when_its_counters_rise(machine):
+    reader = CpuReader(root=machine)
+    assert [reader.read(["slow_down"])[0]["slow_down"] for _ in range(2)] == [(), ()]
+    write(machine / "sys/devices/system/cpu/cpu1/thermal_throttle/core_throttle_count", "4")
+    assert [reader.read(["slow_down"])[0]["slow_down"] for _ in range(2)] == [("thermal",), ()]
+
+
 # --- NVIDIA without NVML ---------------------------------------------------------------------------------------------
 
 
@@ -144,7 +158,7 @@ def test_nvidia_smi_is_read_by_its_documented_table(smi):
     assert found["clock_mhz"] == 1980.0
     assert found["processes"] == (ProcessMemory(812, "/usr/bin/python3", 900 * 2**20), ProcessMemory(813, None, None))
     assert reasons == {
-        "core_percents": "needs nvidia-ml-py",
+        **dict.fromkeys(("core_percents", "slow_down", "ecc_corrected", "ecc_uncorrected"), "needs nvidia-ml-py"),
         "energy_j": "needs nvidia-ml-py",
         "memory_clock_mhz": "nvidia-smi says [N/A]",
     }
@@ -205,6 +219,40 @@ def test_an_absent_backend_has_no_sample():
 
 
 # --- a region --------------------------------------------------------------------------------------------------------
+
+
+def test_a_region_has_its_time_and_memory_and_prints_as_a_table():
+    held = []
+    with acl.measure("cpu") as found:
+        held.append(np.ones(32 << 20, np.uint8))
+        acl.ops.softmax(torch.randn(3, 5))
+    assert found.seconds > 0
+    if "peak_bytes" not in found.reasons:
+        assert 30 << 20 < found.peak_growth_bytes <= found.peak_bytes
+    text = str(found)
+    assert re.search(r"^time +[\d.e-]+ s$", text, re.MULTILINE)
+    assert re.search(r"^softmax_fwd +torch +3x5 float32 +1 ", text, re.MULTILINE)
+    assert found.kernels == ()
+    json.dumps(found.to_dict())
+
+
+@pytest.mark.slow
+def test_a_region_traces_its_kernels_and_leaves_another_profiler_alone():
+    with acl.measure("cpu", kernels=True) as found:
+        torch.ones(30, 40) @ torch.ones(40, 50)
+    assert {kernel.name: kernel.calls for kernel in found.kernels}["aten::mm"] == 1
+    assert "aten::mm" in str(found)
+    with torch.profiler.profile(), acl.measure("cpu", kernels=True) as found:
+        pass
+    assert found.reasons["kernels"] == "another profiler is running"
+
+
+@pytest.mark.gpu
+def test_a_region_on_a_gpu_has_its_memory_and_kernels():
+    with acl.measure("cuda", kernels=True) as found:
+        acl.ops.gelu(torch.ones(1 << 20, device="cuda"))
+    assert 8 << 20 <= found.peak_growth_bytes <= found.peak_bytes
+    assert any("gelu" in kernel.name and kernel.time_ms > 0 for kernel in found.kernels)
 
 
 class Reader:

@@ -15,9 +15,11 @@ from accelerant.errors import BackendUnavailable, CompileError, ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, explain_quietly, operations
-from accelerant.runtime.provider import ComputeDevice
+from accelerant.runtime.provider import ComputeDevice, ComputeProvider
 from accelerant.runtime.providers import cuda
 from accelerant.runtime.providers.torch_devices import TorchProvider, torch_provider
+from accelerant.runtime.registry import find_device
+from accelerant.testing import FakeProvider
 
 
 def test_every_backend_is_named_and_an_absent_one_says_why():
@@ -117,6 +119,151 @@ def test_a_provider_that_does_not_start_is_a_reason_and_takes_nothing_down(monke
         assert registry.reason_absent("cuda")
         with pytest.raises(BackendUnavailable, match="driver on your system is too old"):
             registry.choose("cuda")
+
+
+# --- backends of other packages --------------------------------------------------------------------------------------
+
+PLUGIN = """
+from accelerant.testing import FakeProvider
+
+class Sound(FakeProvider):
+    name = "sound"
+
+class Silent(FakeProvider):
+    name = "silent"
+
+    def devices(self):
+        if self.counts["allocate"]:
+            raise OSError("the bus is gone")
+        return super().devices()
+
+class Started(FakeProvider):
+    name = "started"
+
+    def __init__(self):
+        raise OSError("no such bus")
+
+class Probed(FakeProvider):
+    name = "probed"
+
+    @classmethod
+    def probe(cls):
+        return "no card in its slot"
+
+class Exits(FakeProvider):
+    name = "exits"
+
+    @classmethod
+    def probe(cls):
+        raise SystemExit(3)
+
+class Misnamed(FakeProvider):
+    name = "other"
+
+number = 5
+"""
+
+
+@pytest.fixture
+def own_registry(monkeypatch):
+    for name in ("PROVIDERS", "_reasons", "_created", "_registered", "_searched"):
+        monkeypatch.setattr(registry, name, type(getattr(registry, name))(getattr(registry, name)))
+
+
+@pytest.fixture
+def plugins(own_registry, monkeypatch, tmp_path):
+    """An installed package with entry points, of which one is sound."""
+    (tmp_path / "plugin_of_tests.py").write_text(PLUGIN)
+    points = {name.lower(): f"plugin_of_tests:{name}" for name in ("Sound", "Silent", "Started", "Probed", "Exits")}
+    points |= {
+        "misnamed": "plugin_of_tests:Misnamed",
+        "number": "plugin_of_tests:number",
+        "cpu": "plugin_of_tests:Sound",
+    }
+    points |= {"missing": "no_such_module:Provider", "attribute": "plugin_of_tests:Nothing"}
+    info = tmp_path / "plugin_of_tests-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin-of-tests\nVersion: 1.0\n")
+    lines = [f"{name} = {value}" for name, value in points.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[accelerant.providers]", *lines]))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "plugin_of_tests", raising=False)
+    registry._searched.clear()
+
+
+@pytest.mark.usefixtures("plugins")
+def test_a_package_adds_a_backend_by_an_entry_point_and_a_broken_one_is_a_reason(caplog):
+    listed = {device.backend: device for device in registry.devices()}
+    assert list(listed)[-1] == "cpu"
+    assert listed["cpu"].name != "fake device 0"
+    assert "entry point 'cpu' (plugin_of_tests:Sound)" in caplog.text
+    assert listed["sound"].available
+    assert registry.choose("Sound").label == "sound:0"
+    assert accelerant.Accelerator("sound", fallback=False).field_add([1], [2]).tolist() == [3]
+    reasons = {
+        "started": "it does not start: OSError: no such bus",
+        "probed": "no card in its slot",
+        "exits": "its provider does not load: SystemExit: 3",
+        "misnamed": "its provider Misnamed lacks the name 'misnamed'",
+        "number": "its provider is no class of ComputeProvider: 5",
+        "missing": "its provider does not load: ModuleNotFoundError: No module named 'no_such_module'",
+        "attribute": "its provider does not load: AttributeError: module 'plugin_of_tests' has no attribute 'Nothing'",
+    }
+    assert {name: listed[name].reason for name in reasons} == reasons
+    with pytest.raises(BackendUnavailable, match="no such bus"):
+        accelerant.Accelerator("started", fallback=False)
+    registry.create("silent").allocate(8)
+    assert {d.backend: d.reason for d in registry.devices()}["silent"].endswith("OSError: the bus is gone")
+    assert registry.choose("auto").backend in registry.BACKENDS
+
+
+class Registered(FakeProvider):
+    name = "registered"
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_a_class_or_a_provider_is_registered_and_removed():
+    assert registry.register(Registered) is Registered
+    assert registry.choose("registered").name == "fake device 0"
+    first = registry.create("registered")
+    second = registry.register(Registered(devices=3))
+    assert registry.create("registered") is second is not first
+    assert registry.choose("registered:2").index == 2
+    registry.unregister("registered")
+    registry.unregister("registered")
+    with pytest.raises(ConfigError, match="unknown backend 'registered'"):
+        registry.choose("registered")
+    with pytest.raises(ConfigError, match=r"not the registry's for 'registered': registry.register\(it\) first"):
+        registry.register(Registered) and second.execute_kernel("field_add", [1], [2])
+
+
+@pytest.mark.parametrize(
+    ("provider", "message"),
+    [
+        (5, "wanted a ComputeProvider"),
+        (ComputeDevice, "wanted a ComputeProvider"),
+        (ComputeProvider, "lacks .*allocate"),
+        (type("A", (FakeProvider,), {"name": "cuda"}), "A.name is 'cuda'"),
+        (type("A", (FakeProvider,), {"name": "vulkan"}), "A.name is 'vulkan'"),
+        (type("A", (FakeProvider,), {"name": "Mine"}), "A.name is 'Mine'; wanted a lower-case name"),
+    ],
+)
+def test_what_is_no_provider_is_not_registered(provider, message):
+    with pytest.raises(ConfigError, match=message):
+        registry.register(provider)
+
+
+def test_vulkan_is_a_name_of_webgpu():
+    assert registry.backend_named("Vulkan") == "webgpu"
+    reason = registry.reason_absent("webgpu")
+    with override(backend="vulkan"):
+        for use in (lambda: registry.create("vulkan"), lambda: find_device("vulkan:0"), registry.choose):
+            with (
+                pytest.raises(BackendUnavailable, match="'webgpu' is not available")
+                if reason
+                else contextlib.nullcontext()
+            ):
+                use()
 
 
 # --- devices without kernels of ours ---------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ from accelerant.runtime import registry
 from accelerant.runtime.dispatch.operation import recoverable
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import FallbackRecord, ledger, quantile
-from accelerant.runtime.provider import ComputeDevice, Event, MemoryInfo, lacks_host_memory
+from accelerant.runtime.provider import ComputeDevice, ComputeProvider, Event, MemoryInfo, lacks_host_memory
 from accelerant.runtime.streams.stream import Future, Stream, submit
 from accelerant.runtime.time_limit import check_time, is_limited, time_limit
 from accelerant.zk.multi_scalar.op import FixedBase
@@ -156,8 +156,8 @@ class Accelerator(Operations):
     """A device and its operations. May be called from several threads.
 
     Args:
-        backend: "auto" (the setting's, ACCELERANT_BACKEND), or one of accelerant.runtime.registry.BACKENDS in any case,
-            or another name of it ("mps", "apple_silicon", "nvidia", ...); a number may follow, as in "cuda:1".
+        backend: "auto" (the setting's, ACCELERANT_BACKEND), or one of accelerant.runtime.registry.backends() in any
+            case, or another name of it ("mps", "nvidia", "vulkan", ...); a number may follow, as in "cuda:1".
         device: number on the backend.
         fallback: whether another device may be used if this one is absent, or fails before anything was written; or
             "allow", "warn" or "forbid". True is the setting's policy, ACCELERANT_FALLBACK.
@@ -211,7 +211,8 @@ class Accelerator(Operations):
                 call.wait()
                 self._submitted.discard(call)
         self._closed = True
-        self._provider.synchronize(self.device.index)
+        if self._provider.running:  # its shutdown has waited
+            self._provider.synchronize(self.device.index)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -221,6 +222,16 @@ class Accelerator(Operations):
     def backend(self) -> str:
         """Name of the backend in use."""
         return self.device.backend
+
+    @property
+    def provider(self) -> ComputeProvider:
+        """Provider of the backend in use."""
+        return self._provider
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """Names of the operations, which are methods."""
+        return tuple(METHODS)
 
     def __repr__(self) -> str:
         return f"Accelerator({self.device.label}, {self.device.name}{', closed' * self._closed})"

@@ -40,6 +40,7 @@ from accelerant.runtime.compilation.cache import KernelCache
 from accelerant.runtime.compilation.kernel import Builder, Kernel
 from accelerant.runtime.files import JsonRecord
 from accelerant.runtime.monitoring.monitor import Sample, sample
+from accelerant.runtime.monitoring.nvidia import driver_version, minimum_driver, visible_devices_problem
 from accelerant.runtime.monitoring.readers import nvml_missing
 from accelerant.runtime.provider import Buffer, ComputeDevice, ComputeProvider
 
@@ -77,8 +78,37 @@ def checks(progress: Callable[[str], None] = lambda _: None) -> Iterator[Check]:
         devices = []
     for device in devices:
         label = f"{device.backend}:{device.index}"
+        yield _described(device)
         progress(f"compute on {label}")
         yield from _guarded(f"compute {label}", functools.partial(prove, device))
+
+
+_UNITS = {
+    "multiprocessors": "{} multiprocessors", "cores": "{} cores", "clock_mhz": "{} MHz",
+    "memory_bus_bits": "{} bits of memory bus", "memory_bandwidth_gb_s": "{} GB/s",
+    "shared_bytes_per_block": "{} bytes of shared memory a block", "threads_per_block": "{} threads a block",
+    "warp_size": "warps of {}", "vector_bits": "vectors of {} bits", "dtypes": "{}",
+    "matrix_dtypes": "matrix units: {}", "cudnn": "cuDNN {}", "pci_address": "PCI {}", "uuid": "{}",
+    "mig_profile": "MIG slice {}",
+}  # fmt: skip
+"""Properties of a device that are shown, in this order, as texts."""
+
+
+def _described(device: ComputeDevice) -> Check:
+    """Return the line of a device's specification; a warning if it is slowed for its heat, or its memory fails."""
+    parts = [device.name, *[f"{device.memory_bytes / 2**30:.1f} GiB"] * bool(device.memory_bytes)]
+    for name, text in _UNITS.items():
+        if value := device.properties.get(name):
+            parts.append(text.format(", ".join(value) if isinstance(value, list) else value))
+    now = sample(device)
+    advice = ""
+    if now.ecc_uncorrected:
+        parts.append(f"{now.ecc_uncorrected} uncorrected memory errors")
+        advice = "do not trust this device: restart it, and replace it if the errors come again"
+    elif {"thermal", "hardware", "power brake"} & set(now.slow_down or ()):
+        parts.append(f"slowed down now: {', '.join(now.slow_down or ())}")
+        advice = "check cooling and power supply"
+    return Check(f"device {device.label}", "warning" if advice else "ok", "; ".join(parts), advice)
 
 
 def _guarded(name: str, part: Callable[[], Iterator[Check]]) -> Iterator[Check]:
@@ -120,14 +150,27 @@ def _driver() -> Iterator[Check]:
     reason = registry.reason_absent("cuda")
     if not reason:
         devices = registry.create("cuda").devices()
-        found = f"CUDA {devices[0].properties.get('driver', '?')}"
-        path = Path("/proc/driver/nvidia/version")
-        version = re.search(r"\b(\d+\.\d+(?:\.\d+)?)\b", path.read_text()) if path.is_file() else None
-        if version is not None:
-            found += f", version {version[1]}"
-        yield Check("NVIDIA driver", "ok", f"{found}, {len(devices)} device{'s' * (len(devices) != 1)}")
+        version, supported = driver_version(), devices[0].properties["driver"]
+        needed = minimum_driver(str(torch.version.cuda))
+        found = (
+            f"{version or 'version unknown'}, CUDA up to {supported}; torch's CUDA {torch.version.cuda} needs {needed}"
+        )
+        old = bool(version and needed) and _numbers(version) < _numbers(needed)
+        advice = f"install driver {needed} or newer, unless CUDA's compatibility package is here" if old else ""
+        yield Check("NVIDIA driver", "warning" if old else "ok", found, advice)
     elif _nvidia_is_there():
-        yield Check("NVIDIA driver", "failed", reason, "run nvidia-smi; restart or reinstall the driver")
+        version = driver_version()
+        advice = "do as it says" if "install" in reason else "run nvidia-smi; restart or reinstall the driver"
+        yield Check("NVIDIA driver", "failed", f"{version}: {reason}" if version else reason, advice)
+    if problem := visible_devices_problem(os.environ.get("CUDA_VISIBLE_DEVICES")):
+        hidden = reason and not _nvidia_is_there()  # on a machine without NVIDIA's devices the variable changes nothing
+        yield Check(
+            "CUDA_VISIBLE_DEVICES", "ok" if hidden else "warning", problem, "" if hidden else "change or unset it"
+        )
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
 
 
 _HINTS: dict[str, Callable[[], bool]] = {
@@ -142,12 +185,16 @@ def _backends() -> Iterator[Check]:
     wanted = settings().backend
     with suppress(ConfigError):
         wanted = registry.backend_named(wanted)
-    for name in registry.BACKENDS:
-        reason = registry.reason_absent(name)
+    present: dict[str, list[ComputeDevice]] = {}
+    for device in registry.devices():
+        present.setdefault(device.backend, []).append(device)
+    for name, devices in present.items():
+        reason = "" if any(device.available for device in devices) else devices[0].reason
         if not reason:
-            devices = registry.create(name).devices()
             names = ", ".join(dict.fromkeys(device.name for device in devices))
-            yield Check(f"backend {name}", "ok", f"{len(devices)} x {names}")
+            hidden = sum(not device.available for device in devices)
+            more = f", {hidden} of them MIG slices that this process does not see" if hidden else ""
+            yield Check(f"backend {name}", "ok", f"{len(devices)} x {names}{more}")
         elif wanted == name:
             advice = "it is the backend that the settings ask for: change ACCELERANT_BACKEND"
             yield Check(f"backend {name}", "failed", f"absent: {reason}", advice)
@@ -155,8 +202,8 @@ def _backends() -> Iterator[Check]:
             yield Check(f"backend {name}", "warning", f"absent: {reason}", "its hardware seems to be here")
         else:
             yield Check(f"backend {name}", "ok", f"absent: {reason}")
-    if wanted not in ("auto", *registry.BACKENDS):
-        yield Check("settings", "failed", f"no backend {wanted!r}", f"set it to auto, {', '.join(registry.BACKENDS)}")
+    if wanted not in ("auto", *present):
+        yield Check("settings", "failed", f"no backend {wanted!r}", f"set it to auto, {', '.join(present)}")
 
 
 # --- compilers -------------------------------------------------------------------------------------------------------
@@ -182,8 +229,12 @@ def _nvrtc() -> Iterator[Check]:
     began = time.perf_counter()
     binary = compile_cuda(field_add_source(), "sm_90")
     took = (time.perf_counter() - began) * 1e3
+    bindings = installed_version("cuda-bindings")
     found = f"field_add for sm_90 in {took:.0f} ms, {binary.resources['field_add'].registers} registers"
-    yield Check("compiler NVRTC", "ok", f"{nvrtc_version()}: {found}")
+    advice = ""
+    if bindings.split(".")[0] != nvrtc_version().split()[-1].split(".")[0]:
+        advice = f"install the NVRTC of cuda-bindings {bindings}: pip install 'accelerant[cuda12]' has both for CUDA 12"
+    yield Check("compiler NVRTC", "warning" if advice else "ok", f"{nvrtc_version()}: {found}", advice)
 
 
 def _triton() -> Iterator[Check]:
@@ -302,7 +353,7 @@ def _declared_extras() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for extra, line in lines:
         name = re.match(r"[\w.-]+", line)
-        if extra != "dev" and name is not None and name[0] != "accelerant":
+        if extra not in ("dev", "cuda12") and name is not None and name[0] != "accelerant":
             found.setdefault(extra, []).append(name[0])
     return found
 

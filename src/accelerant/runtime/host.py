@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import subprocess
 import sys
 import weakref
@@ -12,8 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 __all__ = [
-    "control_group_room", "fork_safe", "host_memory", "processor_name", "python_child", "read_meminfo",
-    "refuse_masked", "usable_cores",
+    "control_group_room", "fork_safe", "host_memory", "processor_facts", "processor_name", "python_child",
+    "read_meminfo", "refuse_masked", "usable_cores",
 ]  # fmt: skip
 
 from accelerant.errors import UnsupportedDtype
@@ -61,9 +62,9 @@ class _MemoryStatus(ctypes.Structure):
 
 
 def read_meminfo(path: Path) -> dict[str, int]:
-    """Return the figures of Linux's /proc/meminfo that are sizes, in bytes."""
+    """Return the figures of Linux's /proc/meminfo, or a process's status, that are sizes, in bytes."""
     rows = (line.split() for line in path.read_text().splitlines())
-    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) == 3}
+    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if row[2:] == ["kB"]}
 
 
 def host_memory() -> dict[str, int]:
@@ -88,6 +89,45 @@ def processor_name() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+_VECTOR_BITS = {"avx512f": 512, "avx2": 256, "avx": 256, "sse2": 128, "sve": 128, "asimd": 128}
+_MATRIX_FLAGS = {
+    "amx_bf16": "bfloat16", "avx512_bf16": "bfloat16", "bf16": "bfloat16", "amx_int8": "int8", "avx512_vnni": "int8",
+    "avx_vnni": "int8", "i8mm": "int8", "amx_fp16": "float16",
+}  # fmt: skip
+"""Flags of /proc/cpuinfo, of x86 and ARM, and the operands of the dot or matrix products that they stand for."""
+
+
+def processor_facts(root: Path = Path("/")) -> dict[str, Any]:
+    """Return the processor's highest clock, last cache, vectors and dtypes, as ComputeDevice.properties has them.
+
+    Linux only; a figure that the system does not state is left out. `root` has /proc and /sys, for tests.
+    """
+
+    def text(path: str) -> str:
+        try:
+            return (root / path).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+
+    facts: dict[str, Any] = {}
+    info = text("proc/cpuinfo")
+    highest = text("sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq").strip()
+    clocks = [float(clock) for clock in re.findall(r"^cpu MHz\s*:\s*([\d.]+)", info, re.MULTILINE)]
+    if highest.isdecimal() or clocks:
+        facts["clock_mhz"] = int(highest) // 1000 if highest.isdecimal() else round(max(clocks))
+    caches = [text(f"sys/devices/system/cpu/cpu0/cache/index{level}/size").strip() for level in range(5)]
+    if sizes := [int(size[:-1]) * 1024 for size in caches if re.fullmatch(r"\d+K", size)]:
+        facts["last_cache_bytes"] = max(sizes)
+    line = re.search(r"^(?:flags|Features)\s*:(.*)$", info, re.MULTILINE)
+    flags = set(line[1].split()) if line else set()
+    if flags:
+        facts["vector_bits"] = max([0, *(bits for flag, bits in _VECTOR_BITS.items() if flag in flags)])
+        halves = ["float16"] * bool({"avx512_fp16", "fphp"} & flags)
+        facts["dtypes"] = ["float64", "float32", *halves]
+        facts["matrix_dtypes"] = sorted({name for flag, name in _MATRIX_FLAGS.items() if flag in flags})
+    return facts
 
 
 def python_child(program: str, *arguments: str, **streams: Any) -> subprocess.Popen[str]:

@@ -446,7 +446,7 @@ class Ledger:
             lines.extend((f"# HELP {name} {text}", f"# TYPE {name} {kind}"))
             for row in rows:
                 if (amount := value(row)) is not None:
-                    lines.append(f"{name}{{{_label_text(row, labels)}}} {amount}")
+                    lines.append(f"{name}{{{label_text(row, labels)}}} {amount}")
 
         def median_s(row: dict[str, Any]) -> float | None:
             return None if row["ms_p50"] is None else row["ms_p50"] / 1e3
@@ -461,7 +461,7 @@ class Ledger:
         family("accelerant_op_info", "gauge", "Reason of the last choice.", ops, lambda row: 1, with_reason)
         series: dict[str, dict[str, Any]] = {}
         for row in fallbacks:  # one series for all reasons
-            total = series.setdefault(_label_text(row, _LABELS), {**row, "count": 0})
+            total = series.setdefault(label_text(row, _LABELS), {**row, "count": 0})
             total["count"] += row["count"]
         totals = list(series.values())
         family("accelerant_fallbacks_total", "counter", "Fallbacks taken.", totals, lambda row: row["count"])
@@ -580,7 +580,7 @@ _LABELS = ("op", "implementation", "backend", "device", "case", "wanted", "ran",
 """Labels that identify a series, as far as a row has them."""
 
 
-def _label_text(row: dict[str, Any], labels: tuple[str, ...]) -> str:
+def label_text(row: dict[str, Any], labels: tuple[str, ...]) -> str:
     def escaped(value: object) -> str:
         return str(value).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 

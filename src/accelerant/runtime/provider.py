@@ -19,6 +19,7 @@ A backend author writes one class in `runtime/providers/`, names it in `registry
   DeviceLost where the device can no longer be used.
 * Grid and block are in blocks and threads, one to three numbers each. A device without blocks (the CPU) runs the
   flattened range grid x block over its cores; kernels compare their index with the length they are given.
+* `shutdown` may be extended to end threads and the like; buffers and kernels stay valid for a later `start`.
 * Methods that several threads may call hold a lock of their own. A lock that `__del__` takes must be reentrant and held
   for nothing else: the garbage collector runs in any thread, also in one that holds it.
 """
@@ -26,20 +27,31 @@ A backend author writes one class in `runtime/providers/`, names it in `registry
 from __future__ import annotations
 
 import ctypes
+import importlib
 import logging
 import subprocess
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from accelerant.errors import CompileError, ConfigError, DeviceLost, LaunchError, OutOfMemory, ShapeError
+from accelerant.errors import (
+    BackendUnavailable,
+    CompileError,
+    ConfigError,
+    DeviceLost,
+    LaunchError,
+    OutOfMemory,
+    ShapeError,
+)
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources
 from accelerant.runtime.files import JsonRecord
 from accelerant.runtime.host import fork_safe, python_child, refuse_masked
@@ -50,7 +62,7 @@ __all__ = [
 ]  # fmt: skip
 
 ComputeBackend = str
-"""The name of a backend: one of registry.BACKENDS."""
+"""The name of a backend: one of registry.backends()."""
 
 Pointer = Any
 """A pointer argument: a Buffer, or anything with `data_ptr()` on the device (a torch tensor)."""
@@ -68,7 +80,16 @@ class ComputeDevice(JsonRecord):
         available, reason: whether it can be used, and why not.
         memory_bytes: total memory; 0 where unknown.
         architecture: target that kernels are compiled for: "sm_90", "x86_64".
-        properties: further figures of the driver: multiprocessors, clocks, versions.
+        properties: further figures, as far as the driver has them; `accelerant devices --json` prints them all.
+            clock_mhz, memory_clock_mhz: the highest clocks.
+            memory_bus_bits, memory_bandwidth_gb_s: width of the memory's bus, and its theoretical peak.
+            multiprocessors, warp_size: compute units, and threads that execute together.
+            threads_per_block, threads_per_multiprocessor, registers_per_multiprocessor: limits of a launch.
+            shared_bytes_per_block, shared_bytes_per_multiprocessor, l2_bytes: on-chip memory.
+            dtypes, matrix_dtypes: floating dtypes of the hardware, and operand dtypes of its matrix units.
+            pci_address, uuid, mig_profile: identity; the profile of a MIG slice, "1g.18gb".
+            driver, driver_version, minimum_driver: newest CUDA of the driver, its version, the oldest that will do.
+            cuda, cudnn: versions that torch is built for, and loads.
         torch_type: type of torch device that its tensors have; empty where torch has no tensors on it.
     """
 
@@ -182,8 +203,22 @@ class Event(ABC):
         """Return the milliseconds from this mark to a later one; both must be done."""
 
 
+_OPERATIONS = ("accelerant.accelerator", "Accelerator")
+"""Module and class whose methods are the operations on arrays; by name, since the runtime knows no op."""
+
+_REFUSED = (
+    "devices", "allocate", "copy_to_device", "copy_to_host", "compile", "launch", "synchronize", "memory", "trim",
+)  # fmt: skip
+"""Methods of a provider that raise after shutdown(). Marks do not: torch's own work on tensors goes on."""
+
+_ProviderT = TypeVar("_ProviderT", bound="ComputeProvider")
+
+
 class ComputeProvider(ABC):
     """One backend. The module's docstring is the contract.
+
+    Every operation of Accelerator is a method, on arrays of any library, without fallback to another device:
+    `provider.field_add(x, y, field="goldilocks")`, `provider.msm(scalars, points)`, `provider.gelu(x)`.
 
     Attributes:
         dialects: kernel dialects it compiles, the preferred first. Empty for a backend without kernels of Accelerant,
@@ -201,6 +236,53 @@ class ComputeProvider(ABC):
     @abstractmethod
     def probe(cls) -> str:
         """Return why this backend cannot be used here; empty if it can. Starts no driver in this process."""
+
+    # --- from start to shutdown --------------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> bool:
+        """Whether the provider may be used: from its construction or start() to shutdown()."""
+        return "launch" not in vars(self)
+
+    def start(self: _ProviderT) -> _ProviderT:
+        """Make the provider usable again after shutdown(), and return it; does nothing while it is running."""
+        for name in _REFUSED:
+            vars(self).pop(name, None)
+        return self
+
+    def shutdown(self) -> None:
+        """Wait for the devices, return unused memory to them, and refuse every use until start(); idempotent.
+
+        Later calls raise BackendUnavailable, and the registry lists the backend as absent. Buffers and kernels stay
+        valid for the time after start(). Torch's own operations on tensors of the backend go on. Raises DeviceLost, and
+        is shut down all the same, if a kernel broke a device.
+        """
+        if not self.running:
+            return
+        try:
+            for device in self._in_use():
+                self.synchronize(device)
+                self.trim(device)
+        finally:
+            # Methods of the object hide those of its class, so that a running provider checks nothing.
+            vars(self).update(dict.fromkeys(_REFUSED, self._refuse))
+
+    def __enter__(self: _ProviderT) -> _ProviderT:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _in_use(self) -> Iterable[int]:
+        """Return the devices that this process uses."""
+        return range(len(self.devices()))
+
+    def _refuse(self, *args: object, **options: object) -> Any:
+        raise BackendUnavailable(self.name, "its provider was shut down; provider.start() starts it again")
+
+    # --- devices and memory ------------------------------------------------------------------------------------------
 
     @abstractmethod
     def devices(self) -> list[ComputeDevice]:
@@ -247,6 +329,20 @@ class ComputeProvider(ABC):
         self._read(buffer, array.reshape(-1).view(np.uint8))
         return array
 
+    def zeros(self, shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32, device: int = 0) -> Buffer:
+        """Return a new buffer with the bytes of np.zeros(shape, dtype); raises as copy_to_device does."""
+        return self._filled(0, shape, dtype, device)
+
+    def ones(self, shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32, device: int = 0) -> Buffer:
+        """Return a new buffer with the bytes of np.ones(shape, dtype); raises as copy_to_device does."""
+        return self._filled(1, shape, dtype, device)
+
+    def _filled(self, value: int, shape: int | Sequence[int], dtype: npt.DTypeLike, device: int) -> Buffer:
+        sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+        if min(sizes, default=0) < 0:
+            raise ShapeError(f"a buffer cannot have the shape {sizes}: sizes must be 0 or more")
+        return self.copy_to_device(np.full(sizes, value, dtype), device)
+
     @abstractmethod
     def _write(self, buffer: Buffer, content: npt.NDArray[np.uint8]) -> None:
         """Copy bytes to the beginning of a buffer, which is large enough, once its owner is checked."""
@@ -275,6 +371,63 @@ class ComputeProvider(ABC):
             LaunchError: nothing ran.
             DeviceLost: an earlier kernel broke the device for this process.
         """
+
+    def has_custom_kernels(self) -> bool:
+        """Return whether Accelerant's and users' kernels run here; without them, torch's operations do."""
+        return bool(self.dialects)
+
+    def execute_kernel(
+        self, kernel: str | KernelSource | Kernel, *args: Any, grid: Sequence[int] = (), block: Sequence[int] = (),
+        entry: str | None = None, device: int = 0, **options: Any,
+    ) -> Any:  # fmt: skip
+        """Run an operation of Accelerator by its name, or a kernel of the caller's, on a device of this provider.
+
+        >>> provider.execute_kernel("field_add", x, y, field="goldilocks")              # arrays in, the sum out
+        >>> provider.execute_kernel(source, a, b, out, n, grid=(4,), block=(256,))      # buffers; None
+
+        An operation takes and returns arrays of any library, waits for what the library waits for, and has `options`
+        of its own. A KernelSource is compiled by compile(), which keeps it on disk; `entry` is its entry point. Like a
+        compiled Kernel it is launched with launch(), and its arguments are those of launch().
+
+        Raises:
+            ConfigError: no operation has that name, or options that the kernel does not take.
+            UnsupportedCase: this backend does not have the operation.
+        """
+        if isinstance(kernel, str):
+            if grid or block or entry is not None:
+                raise ConfigError(f"operation {kernel!r} chooses its grid, block and entry point itself")
+            return self._operation(kernel, device)(*args, **options)
+        if options:
+            raise ConfigError(f"kernel {kernel.name!r} takes no option {', '.join(options)}")
+        if isinstance(kernel, KernelSource):
+            kernel = self.compile(kernel, entry=entry, device=device)
+        self.launch(kernel, grid, block, args)
+        return None
+
+    def _operation(self, name: str, device: int) -> Any:
+        """Return an operation as a function of arrays, on a device of this provider."""
+        made: dict[int, Any] = vars(self).setdefault("_accelerators", {})
+        if device not in made:
+            accelerator = getattr(importlib.import_module(_OPERATIONS[0]), _OPERATIONS[1])
+            made[device] = accelerator(self.name, device, fallback=False)
+        if made[device].provider is not self:
+            del made[device]
+            raise ConfigError(f"this provider is not the registry's for {self.name!r}: registry.register(it) first")
+        if name not in made[device].operations:
+            known = ", ".join(sorted(made[device].operations))
+            raise ConfigError(f"there is no operation {name!r}; there are {known}")
+        return getattr(made[device], name)
+
+    if not TYPE_CHECKING:  # a type checker reports what is no method
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            try:
+                self._operation(name, 0)
+            except ConfigError as error:
+                raise AttributeError(str(error)) from None
+            return partial(self.execute_kernel, name)
 
     @abstractmethod
     def synchronize(self, device: int = 0) -> None:
@@ -321,6 +474,15 @@ class ComputeProvider(ABC):
             limits[:1] = [int(device.memory_bytes * fraction) if fraction < 1.0 else device.memory_bytes]
             _drop_unlimited(device)
 
+    def free_fraction(self, device: ComputeDevice) -> float:
+        """Return the share of a device's memory that memory_fraction="auto" allows this process; see room_fraction."""
+        info = self.memory(device.index)
+        return room_fraction(info.total_bytes, info.free_bytes, info.reserved_bytes)
+
+    def hidden_devices(self) -> list[ComputeDevice]:
+        """Return devices of the machine that this process does not see, as absent ones with the reason."""
+        return []
+
     def check_limit(self, size_bytes: int, device: int = 0) -> None:
         """Raise OutOfMemory for an allocation that would pass a limit, ShapeError for a negative size.
 
@@ -339,6 +501,20 @@ class ComputeProvider(ABC):
                 f"{size_bytes:,} bytes asked on {self.name}:{device}; "
                 f"{held:,} are held and the limit is {min(limits):,}"
             )
+
+
+_LEFT_FREE = 0.05
+"""Share of the free memory that the automatic fraction leaves to others, which grow, and to contexts and libraries."""
+
+
+def room_fraction(total_bytes: int, free_bytes: int, own_bytes: int) -> float:
+    """Return the share of a device's memory for a process: 95 % of what other processes leave, at least 1 %.
+
+    `own_bytes` is what the process has taken from the device already.
+    """
+    if total_bytes <= 0:
+        return 1.0
+    return min(1.0, max(0.01, (1 - _LEFT_FREE) * (free_bytes + own_bytes) / total_bytes))
 
 
 # --- limits of backends whose allocator keeps none -------------------------------------------------------------------

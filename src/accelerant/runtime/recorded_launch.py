@@ -19,7 +19,7 @@ from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.ledger import Decision, OpRecord, ledger, observers
 from accelerant.runtime.provider import ComputeProvider, Pointer, lacks_host_memory
 
-__all__ = ["MemorySpace", "RecordedLaunch", "compiled", "launch", "sole_record"]
+__all__ = ["MemorySpace", "RecordedLaunch", "compiled", "forget", "launch", "sole_record"]
 
 _ledger = ledger()
 _kernels: dict[tuple[str, str, str, int], Kernel] = {}
@@ -94,6 +94,12 @@ def compiled(space: MemorySpace, source: KernelSource, entry: str) -> Kernel:
     if kernel is None:
         kernel = _kernels[key] = space.provider.compile(source, entry=entry, device=space.index)
     return kernel
+
+
+def forget(backend: str) -> None:
+    """Forget the compiled kernels of a backend, whose provider is replaced by another."""
+    for key in [key for key in _kernels if key[2] == backend]:
+        del _kernels[key]
 
 
 def launch(

@@ -3,14 +3,19 @@
 A broken driver can end the process that loads it, so `ComputeProvider.probe` first tests each backend, in a child
 process where that is needed; only then is its provider made in this process, once.
 
+Other packages add backends by an entry point of the group "accelerant.providers" (`NAME = "module:Class"`), or in a
+running process by `register`. One that does not load or start is absent, with the error as its reason.
+
 This module imports no provider, and nothing that imports it: providers are loaded by name when they are asked for.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
+import logging
 import threading
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from accelerant.config import settings, similar
 from accelerant.errors import BackendUnavailable, ConfigError
@@ -22,12 +27,13 @@ if TYPE_CHECKING:
     import torch  # the CPU's integer kernels run without it
 
 __all__ = [
-    "BACKENDS", "PROVIDERS", "DeviceLike", "Devices", "automatic_backends", "backend_named", "choose", "create",
-    "devices", "find_device", "provider_of", "reason_absent", "reason_without_kernels",
+    "BACKENDS", "PROVIDERS", "DeviceLike", "Devices", "automatic_backends", "backend_named", "backends", "choose",
+    "create", "devices", "find_device", "provider_of", "reason_absent", "reason_without_kernels", "register",
+    "unregister",
 ]  # fmt: skip
 
 BACKENDS = ("cuda", "rocm", "apple", "opencl", "webgpu", "cpu")
-"""Every backend of the design, the preferred first."""
+"""Every backend of the design, the preferred first; `backends()` adds those of other packages."""
 
 PROVIDERS: dict[str, tuple[str, str]] = {
     "cuda": ("accelerant.runtime.providers.cuda", "CudaProvider"),
@@ -36,10 +42,12 @@ PROVIDERS: dict[str, tuple[str, str]] = {
     "opencl": ("accelerant.runtime.providers.opencl", "OpenclProvider"),
     "cpu": ("accelerant.runtime.providers.cpu", "CpuProvider"),
 }
-"""Backend -> module and class of its provider; a new backend adds a line here."""
+"""Backend -> module and class of its provider; a new backend adds a line here. Entry points are added when needed."""
 
+_ENTRY_POINTS = "accelerant.providers"
 _ALIASES = {
     "amd": "rocm", "apple_silicon": "apple", "hip": "rocm", "metal": "apple", "mps": "apple", "nvidia": "cuda",
+    "vulkan": "webgpu",
 }  # fmt: skip
 
 DeviceLike: TypeAlias = "str | torch.device | ComputeDevice"
@@ -48,27 +56,123 @@ DeviceLike: TypeAlias = "str | torch.device | ComputeDevice"
 _lock = fork_safe(threading.RLock())
 _reasons: dict[str, str] = {}
 _created: dict[str, ComputeProvider] = {}
+_registered: dict[str, type[ComputeProvider]] = {}
+_searched: list[str] = []
+"""The groups of entry points that were read."""
+
+_ProviderT = TypeVar("_ProviderT", bound="ComputeProvider | type[ComputeProvider]")
 
 
 def _provider_class(name: str) -> type[ComputeProvider]:
+    if name in _registered:
+        return _registered[name]
     module, attribute = PROVIDERS[name]
     provider: type[ComputeProvider] = getattr(importlib.import_module(module), attribute)
     return provider
 
 
+# --- backends of other packages --------------------------------------------------------------------------------------
+
+
+def register(provider: _ProviderT) -> _ProviderT:
+    """Add a backend to this process, under its provider's `name`, and return the provider.
+
+    Takes a class of ComputeProvider, of which one provider is made on first use, also as a decorator; or a provider.
+    A later registration of the same name replaces an earlier one. Raises ConfigError for anything else, a class with
+    methods missing, and a name that is Accelerant's own or is not in lower case.
+    """
+    kind = provider if isinstance(provider, type) else type(provider)
+    if not issubclass(kind, ComputeProvider):
+        raise ConfigError(f"register: wanted a ComputeProvider or a class of it, got {provider!r}")
+    if inspect.isabstract(kind):
+        missing = ", ".join(sorted(kind.__abstractmethods__))
+        raise ConfigError(f"register: {kind.__name__} lacks {missing}")
+    name = getattr(kind, "name", "")
+    if name in _taken() or not name.isidentifier() or name != name.lower():
+        raise ConfigError(f"register: {kind.__name__}.name is {name!r}; wanted a lower-case name that is not in use")
+    with _lock:
+        unregister(name)
+        _registered[name] = kind
+        if isinstance(provider, ComputeProvider):
+            _created[name] = provider
+    return provider
+
+
+def unregister(name: str) -> None:
+    """Remove a backend that was registered; does nothing if there is none of that name. Its provider stays usable."""
+    from accelerant.runtime.recorded_launch import forget  # it imports this layer's ledger
+
+    with _lock:
+        if _registered.pop(name, None) is not None:
+            forget(name)
+            _created.pop(name, None)
+            _reasons.pop(name, None)
+
+
+def backends() -> tuple[str, ...]:
+    """Return every backend, the preferred first: Accelerant's own, and before the CPU those of other packages."""
+    _read_entry_points()
+    others = [name for name in (*PROVIDERS, *_registered) if name not in BACKENDS]
+    return (*BACKENDS[:-1], *dict.fromkeys(others), BACKENDS[-1])
+
+
+def _taken() -> set[str]:
+    return {*BACKENDS, *_ALIASES, "auto", "gpu"}
+
+
+def _read_entry_points() -> None:
+    """Add the backends of installed packages to PROVIDERS, once; nothing of theirs is imported."""
+    with _lock:
+        if _ENTRY_POINTS in _searched:
+            return
+        _searched.append(_ENTRY_POINTS)
+        from importlib.metadata import entry_points  # 10 ms, for those who need it
+
+        for point in entry_points(group=_ENTRY_POINTS):
+            name = point.name.strip().lower()
+            if name in _taken() or name in PROVIDERS:
+                text = "entry point %r (%s) of %s is ignored: the name is in use"
+                logging.getLogger("accelerant").warning(text, point.name, point.value, _ENTRY_POINTS)
+            else:
+                PROVIDERS[name] = (point.module, point.attr)
+
+
+def _error_text(what: str, error: BaseException) -> str:
+    return f"{what}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _probed(name: str) -> str:
+    """Return why a backend cannot be used; errors of other packages become reasons."""
+    if name not in PROVIDERS and name not in _registered:
+        return "this version has no provider for it"
+    try:
+        kind: Any = _provider_class(name)  # of any type, from another package
+        if name not in BACKENDS and not (isinstance(kind, type) and issubclass(kind, ComputeProvider)):
+            return f"its provider is no class of ComputeProvider: {kind!r}"
+        if name not in BACKENDS and (inspect.isabstract(kind) or getattr(kind, "name", "") != name):
+            missing = ", ".join(sorted(kind.__abstractmethods__)) or f"the name {name!r}"
+            return f"its provider {kind.__name__} lacks {missing}"
+        return str(kind.probe())
+    except (Exception, SystemExit) as error:
+        if name in BACKENDS:
+            raise
+        return _error_text("its provider does not load", error)
+
+
 def backend_named(name: object) -> str:
     """Return the backend, or "auto", that a name in any case means; raise ConfigError for an unknown one.
 
-    Makers and torch's types name backends too: "mps", "apple_silicon", "nvidia", ...; "gpu" is the GPU that is present.
+    Makers, interfaces and torch's types name backends too: "mps", "apple_silicon", "nvidia", "vulkan" (webgpu), ...;
+    "gpu" is the GPU that is present.
     """
     text = str(name).strip().lower().replace("-", "_").replace(" ", "_")
     found = _ALIASES.get(text, text)
     if found == "gpu":
         present = (name for name in automatic_backends() if name != "cpu" and not reason_absent(name))
         return next(present, "cuda")
-    if found not in (*BACKENDS, "auto"):
-        known = ", ".join(BACKENDS)
-        raise ConfigError(f"unknown backend {name!r}{similar(text, (*BACKENDS, *_ALIASES))}; known are {known}")
+    if found not in (*BACKENDS, "auto") and found not in backends():
+        known = ", ".join(backends())
+        raise ConfigError(f"unknown backend {name!r}{similar(text, (*backends(), *_ALIASES))}; known are {known}")
     return found
 
 
@@ -85,46 +189,55 @@ def reason_absent(name: str) -> str:
     name = backend_named(name)
     with _lock:
         if name not in _reasons:
-            _reasons[name] = (
-                _provider_class(name).probe() if name in PROVIDERS else "this version has no provider for it"
-            )
+            _reasons[name] = _probed(name)
         return _reasons[name]
 
 
 def automatic_backends() -> list[str]:
     """Return the backends that the automatic choice considers, the preferred first."""
-    return [name for name in BACKENDS if name in PROVIDERS and _provider_class(name).automatic]
+    usable = (name for name in backends() if name in BACKENDS or not reason_absent(name))
+    return [name for name in usable if (name in PROVIDERS or name in _registered) and _provider_class(name).automatic]
 
 
 def create(name: str) -> ComputeProvider:
-    """Return the provider of a backend, made on first use; raise BackendUnavailable, which says why, without one."""
+    """Return the provider of a backend, made on first use; raise BackendUnavailable, which says why, without one.
+
+    A provider that was shut down is returned as it is; its start() makes it usable again.
+    """
     provider = _created.get(name)
     if provider is not None:
         return provider
     with _lock:
+        name = backend_named(name)
         reason = reason_absent(name)
         if reason:
             raise BackendUnavailable(name, reason)
         if name not in _created:
             try:
                 provider = _provider_class(name)()
+                listed = provider.devices()
+                if not all(isinstance(device, ComputeDevice) for device in listed):
+                    raise TypeError(f"devices() returned {listed!r}")
             except Exception as error:  # its driver answered the probe, and still it does not start
-                first = (str(error).splitlines() or [""])[0]
-                _reasons[name] = f"it does not start: {type(error).__name__}: {first}"
+                _reasons[name] = _error_text("it does not start", error)
                 raise BackendUnavailable(name, _reasons[name]) from error
             fraction = settings().memory_fraction
-            if fraction < 1.0:
-                for device in provider.devices():
-                    provider.limit_fraction(fraction, device)
+            for device in listed if fraction != 1.0 else ():
+                provider.limit_fraction(provider.free_fraction(device) if fraction == "auto" else fraction, device)
             _created[name] = provider
         return _created[name]
 
 
-def _create_or_reason(name: str) -> ComputeProvider | str:
+def _devices_or_reason(name: str, *, hidden: bool = False) -> list[ComputeDevice] | str:
     try:
-        return create(name)
+        provider = create(name)
+        return provider.devices() + (provider.hidden_devices() if hidden else [])
     except BackendUnavailable as error:
         return error.reason
+    except Exception as error:
+        if name in BACKENDS:
+            raise
+        return _error_text("it does not list its devices", error)
 
 
 class Devices(list[ComputeDevice]):
@@ -149,12 +262,12 @@ class Devices(list[ComputeDevice]):
 def devices() -> Devices:
     """Return every device, the preferred backend's first; an absent backend is one entry with a `reason`."""
     listed = Devices()
-    for name in BACKENDS:
-        provider = _create_or_reason(name)
-        if isinstance(provider, str):
-            listed.append(ComputeDevice(backend=name, index=-1, name="", available=False, reason=provider))
+    for name in backends():
+        present = _devices_or_reason(name, hidden=True)
+        if isinstance(present, str):
+            listed.append(ComputeDevice(backend=name, index=-1, name="", available=False, reason=present))
         else:
-            listed += provider.devices()
+            listed += present
     return listed
 
 
@@ -172,7 +285,7 @@ def choose(backend: str | torch.device = "auto", index: int = 0) -> ComputeDevic
     if name == "auto":
         name = backend_named(settings().backend)
     if name == "auto":
-        name = next((name for name in automatic_backends() if not isinstance(_create_or_reason(name), str)), "cpu")
+        name = next((name for name in automatic_backends() if not isinstance(_devices_or_reason(name), str)), "cpu")
     present = create(name).devices()
     if not 0 <= index < len(present):
         raise ConfigError(
@@ -209,9 +322,9 @@ def provider_of(device: torch.device) -> ComputeProvider:
     An accelerator of torch that no backend serves (xpu, hpu, ...) gets a provider without kernels: torch's own
     operations run there.
     """
-    for name in PROVIDERS:
-        if _serves(name, device.type):
-            return create(name)
+    name = _server(device.type)
+    if name:
+        return create(name)
     provider = _created.get(device.type)
     if provider is None:
         from accelerant.runtime.providers.torch_devices import torch_provider  # imports torch, as its callers have
@@ -224,10 +337,19 @@ def reason_without_kernels(device: torch.device) -> str:
     """Return why only torch's operations run on a device's tensors; empty where Accelerant has kernels."""
     if device.type == "meta":
         return ""
-    name = next((name for name in PROVIDERS if _serves(name, device.type)), device.type)
-    if name in PROVIDERS and _provider_class(name).dialects:
+    name = _server(device.type) or device.type
+    if (name in PROVIDERS or name in _registered) and _provider_class(name).dialects:
         return ""
     return f"Accelerant has no kernels for {name}: torch's operations run"
+
+
+def _server(torch_type: str) -> str:
+    """Return the backend of torch's tensors of a type, Accelerant's own first; empty for none."""
+    for name in PROVIDERS:
+        if name in BACKENDS and _serves(name, torch_type):
+            return name
+    others = (name for name in backends() if name not in BACKENDS and not reason_absent(name))
+    return next((name for name in others if _serves(name, torch_type)), "")
 
 
 def _serves(name: str, torch_type: str) -> bool:

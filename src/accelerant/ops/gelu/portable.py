@@ -16,6 +16,7 @@ from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.dispatch import Case, Implementation, Operation
 from accelerant.runtime.provider import ComputeDevice, ComputeProvider, Pointer
+from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
 
 __all__ = ["gelu_on", "source"]
 
@@ -35,13 +36,13 @@ def source() -> KernelSource:
 
 
 @functools.cache
-def _kernel(backend: str, device: int, approximate: str) -> Kernel:
-    return registry.create(backend).compile(source(), entry=f"gelu_{approximate}", device=device)
+def _kernel(provider: ComputeProvider, device: int, approximate: str) -> Kernel:
+    return provider.compile(source(), entry=f"gelu_{approximate}", device=device)
 
 
 def _run(provider: ComputeProvider, device: int, x: Pointer, y: Pointer, n: int, approximate: str) -> None:
     if n:
-        kernel = _kernel(provider.name, device, approximate)
+        kernel = _kernel(provider, device, approximate)
         provider.launch(kernel, (ceil_div(n, _BLOCK),), (_BLOCK,), (x, y, n))
 
 
@@ -79,6 +80,15 @@ def gelu_on(device: ComputeDevice, x: F32, approximate: Literal["none", "tanh"] 
     provider = registry.create(device.backend)
     source_buffer = provider.copy_to_device(array, device.index)
     result = provider.allocate(array.nbytes, device.index)
-    case = Case(torch.device(device.backend, device.index), torch.float32, array.shape, (approximate,))
-    _gelu(case, provider, device.index, source_buffer, result, array.size, approximate)
+    args = (provider, device.index, source_buffer, result, array.size, approximate)
+    try:
+        case = Case(torch.device(device.backend, device.index), torch.float32, array.shape, (approximate,))
+    except RuntimeError:  # torch does not know the backend, which is another package's
+        text = f"{'x'.join(map(str, array.shape))} float32 {approximate}"
+        names = ("gelu", "portable", device.backend, device.label, text)
+        record = sole_record(*names, size_bytes=2 * array.nbytes, operations=10 * array.size)
+        with RecordedLaunch(record, provider, device.index):
+            _run(*args)
+    else:
+        _gelu(case, *args)
     return provider.copy_to_host(result, np.float32, array.shape)

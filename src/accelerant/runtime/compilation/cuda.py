@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib.metadata
 import importlib.util
@@ -97,9 +98,22 @@ def load_nvrtc() -> Any:
     """Import NVRTC's bindings; raise CompileError if they are not installed."""
     if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
         raise CompileError("CUDA C++ needs NVRTC (Linux, Windows): pip install cuda-bindings nvidia-cuda-nvrtc")
+    _load_nvrtc_12()
     from cuda.bindings import nvrtc
 
     return nvrtc
+
+
+@functools.cache
+def _load_nvrtc_12() -> None:
+    """Load NVRTC 12 for cuda-bindings 12, which would take the newest of several NVRTCs that are installed."""
+    if not importlib.metadata.version("cuda-bindings").startswith("12."):
+        return
+    packages = importlib.util.find_spec("nvidia")
+    for folder in packages.submodule_search_locations or () if packages is not None else ():
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(f"{folder}/cuda_nvrtc/lib/libnvrtc.so.12", ctypes.RTLD_GLOBAL)
+            return
 
 
 def run_nvrtc(

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -96,17 +97,20 @@ class MemoryStatistics(JsonRecord):
 # --- limits ----------------------------------------------------------------------------------------------------------
 
 
-def apply_limit(fraction: float | None = None, device: DeviceLike = "auto") -> int:
+def apply_limit(fraction: float | Literal["auto"] | None = None, device: DeviceLike = "auto") -> int:
     """Limit this process to a fraction of a device's memory, and return the limit in bytes.
 
     On CUDA the limit holds for tensors and buffers, elsewhere for buffers. The fraction is by default the setting
-    memory_fraction; 1 lifts the limit, and one outside (0, 1] raises ConfigError.
+    memory_fraction; "auto" is 95 % of what other processes leave now; 1 lifts the limit, and one outside (0, 1] raises
+    ConfigError.
     """
-    fraction = settings().memory_fraction if fraction is None else fraction
-    if not 0.0 < fraction <= 1.0:
-        raise ConfigError(f"fraction must be above 0 and at most 1, got {fraction}")
+    chosen = settings().memory_fraction if fraction is None else fraction
+    if chosen != "auto" and not (isinstance(chosen, (int, float)) and 0.0 < chosen <= 1.0):
+        raise ConfigError(f'fraction must be "auto", or above 0 and at most 1, got {chosen!r}')
     target = find_device(device)
-    registry.create(target.backend).limit_fraction(fraction, target)
+    provider = registry.create(target.backend)
+    fraction = provider.free_fraction(target) if chosen == "auto" else chosen
+    provider.limit_fraction(fraction, target)
     return int(target.memory_bytes * fraction)
 
 

@@ -1,9 +1,10 @@
 """State of devices (load, memory, power, temperature, clocks, processes, peers), and energy used by a block of code.
 
 >>> sample(choose()).power_w                                 # now
->>> with measure(choose()) as measured:                      # over a region
+>>> with measure() as measured:                              # over a region
 ...     train()
->>> measured.energy_j, measured.temperature_peak_c, measured.ops[0].energy_per_call_j
+>>> measured                                                 # a table of time, memory, energy and ops
+>>> measured.energy_j, measured.peak_bytes, measured.ops[0].energy_per_call_j
 
 Every figure may be None; `.reasons` then says why. No driver is started that choosing the device did not start.
 """
@@ -14,17 +15,21 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from accelerant.errors import BackendUnavailable, ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.files import JsonRecord
-from accelerant.runtime.host import fork_safe
-from accelerant.runtime.ledger import OpRecord, ledger
+from accelerant.runtime.host import fork_safe, read_meminfo
+from accelerant.runtime.html_page import text_table
+from accelerant.runtime.ledger import OpRecord, label_text, ledger
+from accelerant.runtime.memory.limits import peak_recorded
+from accelerant.runtime.monitoring.events import event_counts
 from accelerant.runtime.monitoring.readers import (
     FIGURES,
     CpuReader,
@@ -36,8 +41,12 @@ from accelerant.runtime.monitoring.readers import (
     cuda_reader,
 )
 from accelerant.runtime.provider import ComputeDevice
+from accelerant.runtime.registry import DeviceLike
 
-__all__ = ["Measurement", "OpEnergy", "ProcessMemory", "Sample", "free_memory", "measure", "peer_access", "sample"]
+__all__ = [
+    "KernelTime", "Measurement", "OpEnergy", "ProcessMemory", "Sample", "free_memory", "measure", "peer_access",
+    "sample", "to_prometheus",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,9 @@ class Sample(JsonRecord):
         core_percents: the same for each core; CPU only.
         memory_used_bytes: by all processes (on Apple silicon, by this one).
         clock_mhz: of multiprocessors or cores.
+        slow_down: why the clocks are lowered now: "thermal", "power", "hardware", "power brake"; on a CPU "thermal" if
+            it slowed down since the previous sample.
+        ecc_corrected, ecc_uncorrected: errors of the device's memory since the driver, or the system, was started.
         processes: on the device, the largest first; on a CPU the ten largest.
     """
 
@@ -64,6 +76,9 @@ class Sample(JsonRecord):
     temperature_c: float | None = None
     clock_mhz: float | None = None
     memory_clock_mhz: float | None = None
+    slow_down: tuple[str, ...] | None = None
+    ecc_corrected: int | None = None
+    ecc_uncorrected: int | None = None
     processes: tuple[ProcessMemory, ...] | None = None
     reasons: dict[str, str] = field(default_factory=dict, compare=False)
 
@@ -126,6 +141,46 @@ def peer_access(backend: str = "cuda") -> tuple[tuple[bool, ...], ...]:
     )
 
 
+_GAUGES = {
+    "utilisation_percent": ("utilisation_ratio", "gauge", 0.01, "Share of the recent past in which anything ran."),
+    "memory_used_bytes": ("memory_used_bytes", "gauge", 1, "Memory used by all processes."),
+    "memory_total_bytes": ("memory_total_bytes", "gauge", 1, "Size of the memory."),
+    "power_w": ("power_watts", "gauge", 1, "Power draw."),
+    "temperature_c": ("temperature_celsius", "gauge", 1, "Temperature."),
+    "clock_mhz": ("clock_hertz", "gauge", 1e6, "Clock of the multiprocessors or cores."),
+    "ecc_corrected": ("ecc_corrected_total", "counter", 1, "Corrected errors of the memory."),
+    "ecc_uncorrected": ("ecc_uncorrected_total", "counter", 1, "Errors of the memory that could not be corrected."),
+}
+"""Figure of a sample -> name, type, factor and help of its metric."""
+
+
+def to_prometheus(devices: Iterable[ComputeDevice] | None = None) -> str:
+    """Return the present figures of devices, and the events so far, in Prometheus' text format 0.0.4.
+
+    Samples the devices, by default every available one; figures that a device does not report are left out.
+    """
+    chosen = [device for device in registry.devices() if device.available] if devices is None else devices
+    samples = [sample(device) for device in chosen]
+    lines: list[str] = []
+
+    def family(name: str, kind: str, text: str, rows: Iterable[tuple[Mapping[str, object], object]]) -> None:
+        lines.extend((f"# HELP accelerant_device_{name} {text}", f"# TYPE accelerant_device_{name} {kind}"))
+        for labels, value in rows:
+            lines.append(f"accelerant_device_{name}{{{label_text(dict(labels), tuple(labels))}}} {value}")
+
+    def identity(item: Sample) -> dict[str, object]:
+        return {"device": item.device, "name": item.name}
+
+    for figure, (name, kind, factor, text) in _GAUGES.items():
+        values = [(identity(item), getattr(item, figure)) for item in samples]
+        family(name, kind, text, [(labels, value * factor) for labels, value in values if value is not None])
+    slowed = [({**identity(item), "reason": reason}, 1) for item in samples for reason in item.slow_down or ()]
+    family("slow_down", "gauge", "1 for each reason for which the clocks are lowered now.", slowed)
+    events = [({"device": device, "kind": kind}, count) for (device, kind), count in event_counts().items()]
+    family("events_total", "counter", "Events seen by this process.", events)
+    return "\n".join(lines) + "\n"
+
+
 # --- a region --------------------------------------------------------------------------------------------------------
 
 
@@ -146,23 +201,37 @@ class OpEnergy:
     energy_per_call_j: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    """A kernel of a region: calls, and time on the device of all of them. On a CPU one of torch's operators."""
+
+    name: str
+    calls: int
+    time_ms: float
+
+
 @dataclass(slots=True)
 class Measurement(JsonRecord):
-    """The result of `measure`; complete when its block has ended.
+    """The result of `measure`; complete when its block has ended, and printed as a table.
 
     Attributes:
         seconds: wall time of the region.
+        peak_bytes: most memory that this process held at once: on a GPU in torch's allocator, on a CPU resident.
+        peak_growth_bytes: the same beyond what it held at the region's start.
         energy_j: joules used by the whole device.
         energy_source: "counter" (the device's own), "power" (integrated over the readings) or "".
         power_mean_w, power_peak_w: energy over time, and the highest reading.
         shared_by: weights of the ops' shares, "time" or "calls"; "" without ops.
         busy: the ops' time over the wall time; None if no op has a time. Above 1 with several streams.
-        ops: by falling energy.
+        ops: of Accelerant, by falling energy.
+        kernels: every kernel that ran, torch's too, by falling time; if measure(kernels=True) asked for them.
         reasons: absent figure -> reason.
     """
 
     device: str
     seconds: float = 0.0
+    peak_bytes: int | None = None
+    peak_growth_bytes: int | None = None
     energy_j: float | None = None
     energy_source: str = ""
     power_mean_w: float | None = None
@@ -174,7 +243,42 @@ class Measurement(JsonRecord):
     shared_by: str = ""
     busy: float | None = None
     ops: tuple[OpEnergy, ...] = ()
+    kernels: tuple[KernelTime, ...] = ()
     reasons: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        def figure(value: float | None, unit: str, name: str) -> str:
+            return f"- ({self.reasons.get(name, 'unknown')})" if value is None else f"{value:.4g} {unit}"
+
+        mib = [None if size is None else size / 2**20 for size in (self.peak_bytes, self.peak_growth_bytes)]
+        lines = [
+            f"device       {self.device}",
+            f"time         {figure(self.seconds, 's', 'seconds')}",
+            f"peak memory  {figure(mib[0], 'MiB', 'peak_bytes')}",
+            f"  growth     {figure(mib[1], 'MiB', 'peak_bytes')}",
+            f"energy       {figure(self.energy_j, 'J', 'energy_j')}",
+            f"power        {figure(self.power_mean_w, 'W', 'power_mean_w')}",
+            f"temperature  {figure(self.temperature_peak_c, '°C', 'temperature_c')}",
+        ]
+        if self.ops:
+            rows = [
+                (op.op, op.implementation, op.case, f"{op.calls:,}", _cell(op.time_ms), _cell(op.energy_j))
+                for op in self.ops
+            ]
+            lines += ["", *text_table([("op", "implementation", "case", *_OP_NUMBERS), *rows], numbers=_OP_NUMBERS)]
+        if self.kernels:
+            rows_ = [(kernel.name[:72], f"{kernel.calls:,}", _cell(kernel.time_ms)) for kernel in self.kernels]
+            lines += ["", *text_table([("kernel", "calls", "ms"), *rows_], numbers=("calls", "ms"))]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+_OP_NUMBERS = ("calls", "ms", "J")
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
 
 
 _MEASURED = ("energy_j", "power_w", "temperature_c")
@@ -214,41 +318,109 @@ class _Sampler:
 
 
 @contextmanager
-def measure(device: ComputeDevice, interval_s: float = 0.05) -> Iterator[Measurement]:
-    """Record energy and temperature over a block of code, and divide the energy among the ops that the ledger counted.
+def measure(device: DeviceLike = "auto", interval_s: float = 0.05, *, kernels: bool = False) -> Iterator[Measurement]:
+    """Record time, memory, energy, temperature and ops of a block of code; optionally each kernel.
+
+    >>> with acl.measure() as measured:
+    ...     step()
+    >>> print(measured)
 
     The device is synchronised at both ends. Energy is the difference of the device's own counter (NVML: since Volta;
     CPU: powercap, if readable), which includes other processes. NVML's counter is updated about ten times a second, so
     a region should last a second or more; if it did not change, or there is none, power is integrated over the readings
     by the trapezoidal rule.
 
-    An op's share is energy * (its calls * its median time) / (the same summed over the region's ops); an op that was
-    never timed has none. If no op was timed, calls replace times. The shares are estimates: they assume the same power
-    in every op, although a matrix product draws more than a copy, and they spread idle time and work outside Accelerant
-    over the ops, so that a share is too high by about 1 / busy. To compare two kernels, measure each in its own region.
+    An op's share of the energy is energy * (its calls * its median time) / (the same summed over the region's ops); an
+    op that was never timed has none. If no op was timed, calls replace times. The shares are estimates: they assume the
+    same power in every op, although a matrix product draws more than a copy, and they spread idle time and work outside
+    Accelerant over the ops, so that a share is too high by about 1 / busy. To compare two kernels, measure each in its
+    own region.
+
+    Args:
+        device: as registry.find_device takes it.
+        interval_s: seconds between readings of power and temperature, above 0 to 60.
+        kernels: also trace each kernel by torch.profiler. Its first start takes seconds, and it keeps about 1 KB a
+            launch until the block ends.
 
     Raises:
-        ConfigError: the interval between readings is not above 0 to 60 seconds.
+        ConfigError: the interval is not in that range, or there is no such device.
         BackendUnavailable: the device is the entry of an absent backend.
         DeviceLost: a kernel of the region broke the device.
     """
     if not (math.isfinite(interval_s) and 0.0 < interval_s <= 60.0):
         raise ConfigError(f"interval_s must be above 0 to 60 seconds, got {interval_s}")
-    sampler = _Sampler(_new_reader(device), interval_s)
-    provider = registry.create(device.backend)
-    measurement = Measurement(device.label)
-    provider.synchronize(device.index)
+    target = device if isinstance(device, ComputeDevice) else registry.find_device(device)
+    sampler = _Sampler(_new_reader(target), interval_s)
+    provider = registry.create(target.backend)
+    measurement = Measurement(target.label)
+    provider.synchronize(target.index)
     before = {id(record): record.calls for record in ledger().records()}
-    sampler.start()
-    began = time.perf_counter()
+    with _kernels_of(measurement, target, kernels), _peak_of(measurement, target):
+        sampler.start()
+        began = time.perf_counter()
+        try:
+            yield measurement
+            provider.synchronize(target.index)
+        finally:
+            measurement.seconds = time.perf_counter() - began
+            sampler.stop()
+            _add_readings(measurement, sampler)
+            _share(measurement, target, before)
+
+
+@contextmanager
+def _peak_of(measurement: Measurement, device: ComputeDevice) -> Iterator[None]:
+    """Add the peak of a device's memory in a block, or the reason why it is unknown."""
+    if device.backend == "cpu":
+        before = _resident_bytes(restart=True)
+        yield
+        after = _resident_bytes()
+        if before is None or after is None:
+            measurement.reasons["peak_bytes"] = "the system keeps no peak of a process's memory that can be restarted"
+        else:
+            measurement.peak_bytes, measurement.peak_growth_bytes = after[1], max(0, after[1] - before[0])
+    elif device.torch_type == "cuda":
+        with peak_recorded(device) as record:
+            yield
+        measurement.peak_bytes, measurement.peak_growth_bytes = record.peak_bytes, record.growth_bytes
+    else:
+        measurement.reasons["peak_bytes"] = f"{device.backend} keeps no peak of a block"
+        yield
+
+
+def _resident_bytes(*, restart: bool = False) -> tuple[int, int] | None:
+    """Return this process's resident memory, and its peak since the last restart; None where Linux does not say."""
     try:
-        yield measurement
-        provider.synchronize(device.index)
-    finally:
-        measurement.seconds = time.perf_counter() - began
-        sampler.stop()
-        _add_readings(measurement, sampler)
-        _share(measurement, device, before)
+        if restart:
+            with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+                file.write("5")
+        figures = read_meminfo(Path("/proc/self/status"))
+        return figures["VmRSS"], figures["VmHWM"]
+    except (OSError, KeyError):
+        return None
+
+
+@contextmanager
+def _kernels_of(measurement: Measurement, device: ComputeDevice, wanted: bool) -> Iterator[None]:
+    """Add the kernels of a block, by torch.profiler, or the reason why they are unknown."""
+    traced = device.torch_type in ("cpu", "cuda")
+    if not wanted or not traced or torch._C._autograd._profiler_enabled():
+        if wanted:
+            unknown = "another profiler is running" if traced else f"torch.profiler does not trace {device.backend}"
+            measurement.reasons["kernels"] = unknown
+        yield
+        return
+    from torch.profiler import ProfilerActivity, profile
+
+    on_cpu = device.torch_type == "cpu"
+    with profile(activities=[ProfilerActivity.CPU if on_cpu else ProfilerActivity.CUDA], acc_events=True) as profiled:
+        yield
+    found = []
+    for event in profiled.key_averages():
+        time_us = event.self_cpu_time_total if on_cpu else event.self_device_time_total
+        if on_cpu or (time_us and "CUDA" in str(event.device_type)):
+            found.append(KernelTime(str(event.key), int(event.count), time_us / 1e3))
+    measurement.kernels = tuple(sorted(found, key=lambda kernel: -kernel.time_ms))
 
 
 def _add_readings(measurement: Measurement, sampler: _Sampler) -> None:

@@ -30,6 +30,7 @@ from typing import Any, Protocol
 import torch
 
 from accelerant.runtime.host import fork_safe, read_meminfo
+from accelerant.runtime.monitoring.nvidia import profile_of, slow_down_reasons
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = [
@@ -39,7 +40,7 @@ __all__ = [
 
 FIGURES = (
     "utilisation_percent", "core_percents", "memory_used_bytes", "memory_total_bytes", "power_w", "temperature_c",
-    "clock_mhz", "memory_clock_mhz", "processes",
+    "clock_mhz", "memory_clock_mhz", "slow_down", "ecc_corrected", "ecc_uncorrected", "processes",
 )  # fmt: skip
 """The figures of a sample; a reader may also report "energy_j", joules since some fixed time."""
 
@@ -115,7 +116,7 @@ def cuda_reader(device: ComputeDevice) -> Reader:
         reason = f"NVML does not know the device {uuid}"
     program = shutil.which("nvidia-smi")
     if program is not None:
-        return SmiReader(program, f"GPU-{uuid}", reason)
+        return SmiReader(program, f"{'MIG' if profile_of(device.name) else 'GPU'}-{uuid}", reason)
 
     def memory(which: int) -> int:
         return torch.cuda.mem_get_info(device.index)[which]
@@ -138,7 +139,23 @@ def nvml_missing() -> str:
     return ""
 
 
+_OF_THE_GPU = ("power_w", "energy_j", "utilisation_percent")
+
+
 def _nvml_reader(nvml: Any, handle: Any) -> Reader:
+    """Return a reader of a GPU or a MIG slice, whose temperature, clocks and memory errors are its GPU's."""
+    gpu = handle
+    is_slice = False
+    with contextlib.suppress(nvml.NVMLError):
+        is_slice = bool(nvml.nvmlDeviceIsMigDeviceHandle(handle))
+        gpu = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle) if is_slice else handle
+
+    def slow_down() -> tuple[str, ...]:
+        return slow_down_reasons(nvml.nvmlDeviceGetCurrentClocksEventReasons(gpu))
+
+    def errors(kind: int) -> int:
+        return int(nvml.nvmlDeviceGetTotalEccErrors(gpu, kind, nvml.NVML_VOLATILE_ECC))
+
     def memory() -> Any:  # version 2 does not count what the driver keeps for itself as used
         return nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
 
@@ -157,12 +174,18 @@ def _nvml_reader(nvml: Any, handle: Any) -> Reader:
         "memory_used_bytes": lambda: int(memory().used),
         "memory_total_bytes": lambda: int(memory().total),
         "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
-        "temperature_c": lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
-        "clock_mhz": lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
-        "memory_clock_mhz": lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)),
+        "temperature_c": lambda: float(nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)),
+        "clock_mhz": lambda: float(nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)),
+        "memory_clock_mhz": lambda: float(nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM)),
+        "slow_down": slow_down,
+        "ecc_corrected": lambda: errors(nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
+        "ecc_uncorrected": lambda: errors(nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
         "processes": processes,
         "energy_j": lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3,
     }
+    if is_slice:
+        figures = {name: read for name, read in figures.items() if name not in _OF_THE_GPU}
+        return TableReader(figures, "NVML has it for the whole GPU, not for a MIG slice", (nvml.NVMLError,))
     return TableReader(figures, "NVML has no such figure", (nvml.NVMLError,))
 
 
@@ -348,6 +371,9 @@ class CpuReader:
                 "power_w": self._power,
                 "temperature_c": self._temperature,
                 "clock_mhz": self._clock,
+                "slow_down": self._slow_down,
+                "ecc_corrected": lambda: self._ecc("ce_count"),
+                "ecc_uncorrected": lambda: self._ecc("ue_count"),
                 "processes": self._processes,
                 "energy_j": self._energy,
             },
@@ -359,6 +385,7 @@ class CpuReader:
         self._earlier_energy: tuple[float, float] | None = None
         self._joules = 0.0
         self._counters: dict[Path, int] = {}
+        self._throttled: int | None = None
 
     def read(self, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
         """Read figures as Reader.read does; waits 0.1 s for the load if there is no recent reading."""
@@ -446,6 +473,21 @@ class CpuReader:
         if not clocks:
             raise Absent("neither cpufreq nor /proc/cpuinfo has the clock")
         return statistics.fmean(clocks)
+
+    def _slow_down(self) -> tuple[str, ...]:
+        """Return ("thermal",) if the processor slowed down for its heat since the earlier call."""
+        paths = list(self._sys.glob("devices/system/cpu/cpu[0-9]*/thermal_throttle/*_throttle_count"))
+        if not paths:
+            raise Absent(f"no thermal_throttle under {self._sys / 'devices/system/cpu'}")
+        before, self._throttled = self._throttled, sum(int(path.read_text()) for path in paths)
+        return ("thermal",) if before is not None and self._throttled > before else ()
+
+    def _ecc(self, name: str) -> int:
+        """Return the errors of the main memory since the system's start, by EDAC's files of a name."""
+        counts = [int(path.read_text()) for path in self._sys.glob(f"devices/system/edac/mc/mc[0-9]*/{name}")]
+        if not counts:
+            raise Absent(f"no memory controller under {self._sys / 'devices/system/edac/mc'}")
+        return sum(counts)
 
     def _memory_used(self) -> int:
         info = read_meminfo(self._proc / "meminfo")

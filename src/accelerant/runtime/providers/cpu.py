@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import os
 import platform
@@ -31,7 +32,14 @@ from accelerant.errors import CompileError, LaunchError
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
 from accelerant.runtime.compilation.host_c import c_compiler, c_key, compile_c, load_c
 from accelerant.runtime.compilation.kernel import Binary, Builder, Kernel, KernelSource, Resources
-from accelerant.runtime.host import fork_safe, host_memory, processor_name, usable_cores
+from accelerant.runtime.host import (
+    control_group_room,
+    fork_safe,
+    host_memory,
+    processor_facts,
+    processor_name,
+    usable_cores,
+)
 from accelerant.runtime.provider import (
     SCALAR_CTYPES,
     Arguments,
@@ -50,6 +58,7 @@ from accelerant.runtime.provider import (
     log_launch,
     out_of_memory,
     pick_entry,
+    room_fraction,
 )
 
 __all__ = ["CpuProvider"]
@@ -87,6 +96,12 @@ class _HostEvent(Event):
         return (later.seconds - self.seconds) * 1e3
 
 
+class _HostMemory(CountedMemory):
+    """A NumPy array of bytes."""
+
+    __slots__ = ()
+
+
 class CpuProvider(ComputeProvider):
     """The CPU as one device, whose `cores` share each launch.
 
@@ -104,6 +119,9 @@ class CpuProvider(ComputeProvider):
         """Return an empty reason: the CPU is always available."""
         return ""
 
+    _memory_type: ClassVar[type[CountedMemory]] = _HostMemory
+    """Type of the owners of its buffers."""
+
     def __init__(self) -> None:
         self.cores = usable_cores()
         self._lock = fork_safe(threading.Lock())
@@ -117,12 +135,12 @@ class CpuProvider(ComputeProvider):
 
     def devices(self) -> list[ComputeDevice]:
         device = ComputeDevice(
-            backend="cpu",
+            backend=self.name,
             index=0,
             name=processor_name(),
             memory_bytes=host_memory().get("MemTotal", 0),
             architecture=platform.machine(),
-            properties={"cores": self.cores, "system": platform.platform(terse=True)},
+            properties={"cores": self.cores, "system": platform.platform(terse=True), **_processor_facts()},
             torch_type=self.torch_type,
         )
         return [device]
@@ -130,19 +148,23 @@ class CpuProvider(ComputeProvider):
     def allocate(self, size_bytes: int, device: int = 0) -> Buffer:
         check_device(self.name, device, 1)
         self.check_limit(size_bytes)
+        return self._allocated(size_bytes, device, self._counter)
+
+    def _allocated(self, size_bytes: int, device: int, counter: MemoryCounter) -> Buffer:
         try:
             storage = np.empty(size_bytes + _ALIGNMENT, np.uint8)
         except (MemoryError, ValueError):
-            raise out_of_memory(size_bytes, "cpu", self.memory()) from None
+            raise out_of_memory(size_bytes, self.name, self.memory(device)) from None
         start = -storage.ctypes.data % _ALIGNMENT
-        return Buffer(storage.ctypes.data + start, size_bytes, 0, _HostMemory(self._counter, storage, size_bytes))
+        owner = self._memory_type(counter, storage, size_bytes)
+        return Buffer(storage.ctypes.data + start, size_bytes, device, owner)
 
     def _write(self, buffer: Buffer, content: npt.NDArray[np.uint8]) -> None:
-        check_owner(buffer, _HostMemory, self.name, "out")
+        check_owner(buffer, self._memory_type, self.name, "out")
         ctypes.memmove(buffer.data_ptr(), content.ctypes.data, content.nbytes)
 
     def _read(self, buffer: Buffer, content: npt.NDArray[np.uint8]) -> None:
-        check_owner(buffer, _HostMemory, self.name, "buffer")
+        check_owner(buffer, self._memory_type, self.name, "buffer")
         ctypes.memmove(content.ctypes.data, buffer.data_ptr(), content.nbytes)
 
     def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
@@ -191,7 +213,7 @@ class CpuProvider(ComputeProvider):
         self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], args: Arguments, stream: object | None = None
     ) -> None:
         check_launch(kernel, self.name, grid, block, args)
-        values = [_value(kernel, i, arg) for i, arg in enumerate(args)]
+        values = [_value(kernel, i, arg, self._memory_type) for i, arg in enumerate(args)]
         began = time.perf_counter() if launch_log.enabled else 0.0
         total, threads = prod(grid) * prod(block), prod(block)
         check_range(kernel, total, 2**63, "indices")
@@ -212,7 +234,14 @@ class CpuProvider(ComputeProvider):
             finally:
                 _join(futures)
         if launch_log.enabled:
-            log_launch(kernel.name, "cpu:0", grid, block, began)
+            log_launch(kernel.name, f"{self.name}:0", grid, block, began)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None and self._pool_pid == os.getpid():
+            pool.shutdown()
 
     def synchronize(self, device: int = 0) -> None:
         """Return at once: launches return when they are done."""
@@ -227,6 +256,10 @@ class CpuProvider(ComputeProvider):
             allocated_bytes=self._counter.allocated_bytes, reserved_bytes=self._counter.allocated_bytes,
             peak_bytes=self._counter.peak_bytes,
         )  # fmt: skip
+
+    def free_fraction(self, device: ComputeDevice) -> float:
+        info = self.memory()
+        return room_fraction(info.total_bytes, min(info.free_bytes, control_group_room()), info.reserved_bytes)
 
     def trim(self, device: int = 0) -> None:
         check_device(self.name, device, 1)
@@ -355,23 +388,22 @@ def _text_of(source: KernelSource, program: str | Builder) -> str:
     return program
 
 
-class _HostMemory(CountedMemory):
-    """A NumPy array of bytes."""
-
-    __slots__ = ()
-
-
-def _value(kernel: Kernel, position: int, arg: Any) -> Any:
+def _value(kernel: Kernel, position: int, arg: Any, memory_type: type[CountedMemory]) -> Any:
     if not kernel.arguments[position].startswith("*"):
         return check_scalar(kernel.name, position, kernel.arguments[position], arg)
     where = f"kernel {kernel.name!r}, argument {position}"
     if isinstance(arg, Buffer):
-        check_owner(arg, _HostMemory, "cpu", where)
+        check_owner(arg, memory_type, kernel.backend, where)
     elif not hasattr(arg, "data_ptr"):
         raise LaunchError(f"{where}: wanted a buffer, got {type(arg).__name__}")
     elif getattr(arg, "is_cpu", True) is False:
         raise LaunchError(f"{where}: the tensor is on {getattr(arg, 'device', 'a device')}, not on the cpu")
     return arg.data_ptr()
+
+
+@functools.cache
+def _processor_facts() -> dict[str, Any]:
+    return processor_facts()
 
 
 def _has_few(program: str | Builder) -> bool:

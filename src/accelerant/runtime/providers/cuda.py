@@ -8,9 +8,12 @@ code without a compiler (compilation/cuda.py). Launches go to torch's current st
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
+import os
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +22,17 @@ from accelerant.errors import CompileError, DeviceLost, LaunchError
 from accelerant.runtime.compilation.cache import KernelCache
 from accelerant.runtime.compilation.cuda import DIALECTS, compile_cuda, compiler_version, cuda_key
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources
+from accelerant.runtime.monitoring.nvidia import (
+    cuda_dtypes,
+    driver_problem,
+    driver_version,
+    hidden_slices,
+    matrix_dtypes,
+    minimum_driver,
+    profile_of,
+    visible_devices_problem,
+)
+from accelerant.runtime.monitoring.readers import cuda_reader
 from accelerant.runtime.provider import (
     Arguments,
     Buffer,
@@ -31,6 +45,7 @@ from accelerant.runtime.provider import (
     check_owner,
     pick_entry,
     probe_in_child,
+    room_fraction,
 )
 from accelerant.runtime.providers.cuda_launch import LoadedKernel, cuda_error, load_error
 from accelerant.runtime.providers.torch_devices import TorchProvider
@@ -49,10 +64,13 @@ if code:
     name = ctypes.c_char_p()
     driver.cuGetErrorName(code, ctypes.byref(name))
     sys.exit("the NVIDIA driver does not start: " + (name.value or str(code).encode()).decode())
-count = ctypes.c_int()
+version, count = ctypes.c_int(), ctypes.c_int()
+driver.cuDriverGetVersion(ctypes.byref(version))
+if version.value // 1000 < needed:
+    sys.exit(f"CUDA {version.value}")
 driver.cuDeviceGetCount(ctypes.byref(count))
 if not count.value:
-    sys.exit("the NVIDIA driver shows no device (CUDA_VISIBLE_DEVICES?)")
+    sys.exit("the NVIDIA driver shows no device")
 """
 _PROBE_TIMEOUT_S = 60
 
@@ -75,7 +93,15 @@ class CudaProvider(TorchProvider):
             return "the package cuda-core is not installed"
         if torch.cuda.is_initialized():
             return ""
-        return probe_in_child(_PROBE, "the NVIDIA driver", _PROBE_TIMEOUT_S)
+        installed = (str(torch.version.cuda), importlib.metadata.version("cuda-bindings"))
+        needed = max(int(version.partition(".")[0]) for version in installed)
+        reason = probe_in_child(f"needed = {needed}\n{_PROBE}", "the NVIDIA driver", _PROBE_TIMEOUT_S)
+        if old := re.fullmatch(r"CUDA (\d+)", reason):
+            return driver_problem(int(old[1]), *installed)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if reason.endswith("shows no device") and visible is not None:
+            return f"{reason} with CUDA_VISIBLE_DEVICES={visible} {visible_devices_problem(visible)}".strip()
+        return reason
 
     def __init__(self) -> None:
         torch.cuda.init()
@@ -89,16 +115,23 @@ class CudaProvider(TorchProvider):
                 name=info.name,
                 memory_bytes=info.total_memory,
                 architecture=f"sm_{info.major}{info.minor}",
-                properties={
-                    "multiprocessors": info.multi_processor_count,
-                    "l2_bytes": info.L2_cache_size,
-                    "cuda": torch.version.cuda,
-                    "driver": _driver_version(),
-                },
+                properties=_specification(index) | {"dtypes": cuda_dtypes(info.major, info.minor)},
                 torch_type=self.torch_type,
             )
             for index, info in enumerate(map(torch.cuda.get_device_properties, range(self._count)))
         ]
+
+    def hidden_devices(self) -> list[ComputeDevice]:
+        """Return the MIG slices that this process does not see; needs nvidia-ml-py."""
+        return hidden_slices({_specification(index)["uuid"].partition("-")[2] for index in range(self._count)})
+
+    def free_fraction(self, device: ComputeDevice) -> float:
+        """As the base class; reads NVML if it can, since CUDA itself would make a context on each device."""
+        figures, _ = cuda_reader(device).read(("memory_total_bytes", "memory_used_bytes"))
+        if len(figures) < 2:
+            return super().free_fraction(device)
+        total = figures["memory_total_bytes"]
+        return room_fraction(total, total - figures["memory_used_bytes"], torch.cuda.memory_reserved(device.index))
 
     def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
         entry = pick_entry(source, entry)
@@ -133,6 +166,9 @@ class CudaProvider(TorchProvider):
             total_bytes=total, free_bytes=free, allocated_bytes=pool["allocated_bytes"]["all"]["current"],
             reserved_bytes=pool["reserved_bytes"]["all"]["current"], peak_bytes=pool["allocated_bytes"]["all"]["peak"],
         )  # fmt: skip
+
+    def _in_use(self) -> Iterable[int]:
+        return (index for index in range(self._count) if torch._C._cuda_hasPrimaryContext(index))  # type: ignore[attr-defined]  # it is there
 
     def limit_fraction(self, fraction: float, device: ComputeDevice) -> None:
         """Limit torch's allocator, which serves tensors as well as buffers."""
@@ -236,12 +272,50 @@ def _complete(reported: Resources, core: Any, shared_bytes: int, device: int) ->
     )
 
 
+_ATTRIBUTES = {
+    "multiprocessors": "MULTIPROCESSOR_COUNT", "warp_size": "WARP_SIZE", "threads_per_block": "MAX_THREADS_PER_BLOCK",
+    "threads_per_multiprocessor": "MAX_THREADS_PER_MULTIPROCESSOR",
+    "registers_per_multiprocessor": "MAX_REGISTERS_PER_MULTIPROCESSOR",
+    "shared_bytes_per_block": "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN",
+    "shared_bytes_per_multiprocessor": "MAX_SHARED_MEMORY_PER_MULTIPROCESSOR", "l2_bytes": "L2_CACHE_SIZE",
+    "memory_bus_bits": "GLOBAL_MEMORY_BUS_WIDTH",
+}  # fmt: skip
+
+
 @functools.cache
-def _driver_version() -> str:
+def _specification(index: int) -> dict[str, Any]:
+    """Return the properties of a device, which ComputeDevice explains, from the driver; makes no context."""
     from cuda.bindings import driver
 
+    _, handle = driver.cuDeviceGet(index)
+
+    def attribute(name: str) -> int:
+        _, value = driver.cuDeviceGetAttribute(
+            getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), handle
+        )
+        return int(value)
+
+    info = torch.cuda.get_device_properties(index)
+    found: dict[str, Any] = {key: attribute(name) for key, name in _ATTRIBUTES.items()}
+    clock_khz, memory_khz = attribute("CLOCK_RATE"), attribute("MEMORY_CLOCK_RATE")
+    profile = profile_of(info.name)
+    _, address = driver.cuDeviceGetPCIBusId(16, handle)
     _, version = driver.cuDriverGetVersion()
-    return f"{version // 1000}.{version % 1000 // 10}"
+    cudnn = torch.backends.cudnn.version()
+    return found | {
+        "clock_mhz": clock_khz // 1000,
+        "memory_clock_mhz": memory_khz // 1000,
+        "memory_bandwidth_gb_s": round(2e-6 * memory_khz * found["memory_bus_bits"] / 8, 1),  # two words a clock
+        "matrix_dtypes": matrix_dtypes(info.major, info.minor),
+        "pci_address": bytes(address).split(b"\0")[0].decode(),
+        "uuid": f"{'MIG' if profile else 'GPU'}-{info.uuid}",
+        "mig_profile": profile,
+        "cuda": torch.version.cuda,
+        "cudnn": f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}" if cudnn else "",
+        "driver": f"{version // 1000}.{version % 1000 // 10}",
+        "driver_version": driver_version(),
+        "minimum_driver": minimum_driver(str(torch.version.cuda)),
+    }
 
 
 class OfflineCudaProvider(CudaProvider):

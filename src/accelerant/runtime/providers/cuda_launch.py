@@ -19,6 +19,7 @@ import torch
 from accelerant.config import launch_log
 from accelerant.errors import AccelerantError, CompileError, DeviceLost, LaunchError, OutOfMemory
 from accelerant.runtime.memory.live_set import predictions, predicts_here
+from accelerant.runtime.monitoring.events import publish
 from accelerant.runtime.provider import SCALAR_CTYPES, check_scalar, log_launch, noted, watched
 
 __all__ = ["LoadedKernel", "PackedLaunch", "PointedLaunch", "PreparedLaunch", "cuda_error", "load_error", "make_ready"]
@@ -48,6 +49,7 @@ def cuda_error(text: str, what: str) -> AccelerantError:
     """
     first = text.splitlines()[0] if text else "unknown error"
     if _STICKY.search(text):
+        publish("cuda", "lost", f"{what}: {first}")
         return DeviceLost(f"{what}: {first}. This process can no longer use the device; start a new one")
     return (OutOfMemory if _OUT_OF_MEMORY.search(text) else LaunchError)(f"{what}: {first}")
 

@@ -27,6 +27,7 @@ from accelerant.runtime.compilation.cache import KernelCache, kernel_key
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources, portable_header
 from accelerant.runtime.compilation.options import header_hashes
 from accelerant.runtime.host import fork_safe
+from accelerant.runtime.monitoring.events import publish
 from accelerant.runtime.provider import (
     SCALAR_CTYPES,
     Arguments,
@@ -117,6 +118,7 @@ class OpenclProvider(ComputeProvider):
     def _described(self, index: int, device: Any) -> ComputeDevice:
         types = self._cl.device_type
         kinds = {"gpu": types.GPU, "cpu": types.CPU, "accelerator": types.ACCELERATOR}
+        names = device.extensions.split()
         return ComputeDevice(
             backend="opencl",
             index=index,
@@ -127,9 +129,11 @@ class OpenclProvider(ComputeProvider):
                 "kind": next((name for name, bit in kinds.items() if device.type & bit), "custom"),
                 "platform": device.platform.version.strip(),
                 "driver": device.driver_version.strip(),
-                "compute_units": device.max_compute_units,
-                "max_block": device.max_work_group_size,
-                "local_bytes": device.local_mem_size,
+                "multiprocessors": device.max_compute_units,
+                "clock_mhz": device.max_clock_frequency,
+                "threads_per_block": device.max_work_group_size,
+                "shared_bytes_per_block": device.local_mem_size,
+                "dtypes": [*["float64"] * ("cl_khr_fp64" in names), "float32", *["float16"] * ("cl_khr_fp16" in names)],
             },
         )
 
@@ -321,4 +325,6 @@ _LOST = re.compile(r"DEVICE_NOT_AVAILABLE|OUT_OF_HOST_MEMORY|INVALID_COMMAND_QUE
 
 def _as_error(error: Exception, what: str) -> Exception:
     kind = DeviceLost if _LOST.search(str(error)) else LaunchError
+    if kind is DeviceLost:
+        publish("opencl", "lost", f"{what}: {error}")
     return kind(f"{what}: {error}")

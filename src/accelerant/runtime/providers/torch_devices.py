@@ -67,6 +67,15 @@ class TorchProvider(ComputeProvider):
             raise out_of_memory(size_bytes, f"{self.name}:{device}", self.memory(device)) from None
         return Buffer(storage.data_ptr(), size_bytes, device, storage)
 
+    def _filled(self, value: int, shape: int | Sequence[int], dtype: npt.DTypeLike, device: int) -> Buffer:
+        one = np.full(1, value, dtype).view(np.uint8)
+        if one.size == 0 or np.min(shape, initial=0) < 0:
+            return super()._filled(value, shape, dtype, device)
+        buffer = self.allocate(int(np.prod(shape, dtype=object)) * one.size, device)
+        storage = check_owner(buffer, torch.Tensor, self.name, "out")
+        storage.view(-1, one.size).copy_(torch.from_numpy(one))
+        return buffer
+
     def _write(self, buffer: Buffer, content: npt.NDArray[np.uint8]) -> None:
         storage = check_owner(buffer, torch.Tensor, self.name, "out")
         if content.nbytes:
