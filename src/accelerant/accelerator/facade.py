@@ -11,7 +11,7 @@ import math
 import threading
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar, overload
@@ -22,10 +22,14 @@ from accelerant.accelerator.batch import Batch
 from accelerant.accelerator.benchmark import OpBenchmark, named_call, sample_ms, time_implementations
 from accelerant.accelerator.methods import (
     METHODS,
+    WITH_SCRATCH,
     ArrayOrigin,
     Operations,
     Results,
+    Split,
     Tensors,
+    metas_of,
+    scratch_of,
     sizes_of,
     split_along_rows,
     tensors_of,
@@ -74,9 +78,10 @@ class AcceleratorConfig:
             between batches of rows (small enough for a check each tenth of a second, unless batch_size says
             otherwise), passes of a transform and tasks of a sum of multiples, and at the end of the call: running work
             is not interrupted, and its result is discarded. No limit by default.
-        memory_limit_bytes: the most that a call's inputs and result may take on the device; a call that needs more
-            raises OutOfMemory before anything is allocated. Also the most that the calls of a batch take together: it
-            runs in parts. No limit by default.
+        memory_limit_bytes: the most that a call's inputs, result and scratch may take on the device, as predicted from
+            shapes. A call whose scratch is too large runs in parts, where it can be divided; one that needs more all
+            the same raises OutOfMemory before anything is allocated. Also the most that the calls of a batch take
+            together: it runs in parts. No limit by default.
         fallback: "allow" (True), "warn" or "forbid" (False); the Accelerator's argument by default.
     """
 
@@ -470,20 +475,33 @@ class Accelerator(Operations):
         with torch.no_grad():
             if each:
                 return tuple(self._each(name, tensors, options, each))
-            size, cut = self.config.batch_size, None
-            if size is not None or is_limited():
-                cut = split_along_rows(name, tensors, options, heads=size is None)
-            if cut is not None and size is None:
-                size = _rows_between_checks(name, cut.tensors, options)
-            if cut is None or size is None or cut.tensors[0].shape[0] <= size:
+            cut, size = self._division(name, tensors, options)
+            if cut is None or cut.rows <= size:
                 check_time("with its inputs on the device", self._wait)
                 return METHODS[name].run(*tensors, **options)
-            rows = cut.tensors[0].shape[0]
-            parts: list[Tensors] = []
-            for low in range(0, rows, size):
-                check_time(f"after {low} of {rows} rows", self._wait)
-                parts.append(tensors_of(METHODS[name].run(*cut.part(low, low + size), **options)))
-            return cut.joined(parts)
+            return cut.joined(self._parts(name, cut, size, options))
+
+    def _parts(self, name: str, cut: Split, size: int, options: dict[str, Any]) -> Iterator[Tensors]:
+        """Yield the results of parts of a call, checking the time limit between them."""
+        for low in range(0, cut.rows, size):
+            check_time(f"after {low} of {cut.rows} rows", self._wait)
+            yield tensors_of(METHODS[name].run(*cut.part(low, low + size), **options))
+
+    def _division(self, name: str, tensors: Tensors, options: dict[str, Any]) -> tuple[Split | None, int]:
+        """Return how a call is divided, None if it is not, and the rows of a part: for the three limits."""
+        size, limit = self.config.batch_size, self.config.memory_limit_bytes
+        sums = name in ("msm", "ntt")  # which keep time limits themselves
+        if limit is not None and name in WITH_SCRATCH:
+            inputs, result = sizes_of(name, tensors, options)
+            fitting = self._rows_that_fit(name, metas_of(name, tensors), options, inputs, result)
+            if fitting is not None:
+                return split_along_rows(name, tensors, options), min(size or fitting, fitting)
+        if size is not None and not sums:
+            return split_along_rows(name, tensors, options, heads=False), size
+        if is_limited() and not sums:
+            cut = split_along_rows(name, tensors, options)
+            return cut, 0 if cut is None else _rows_between_checks(name, cut, options)
+        return None, 0
 
     def _each(self, name: str, tensors: Tensors, options: dict[str, Any], calls: int) -> Iterable[torch.Tensor]:
         """Yield the results of calls on equal parts of the tensors, checking the time limit between them."""
@@ -493,17 +511,49 @@ class Accelerator(Operations):
             yield from tensors_of(METHODS[name].run(*tensors[i * width : (i + 1) * width], **options))
 
     def _check_memory(self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> tuple[int, int]:
-        """Return the bytes of a call's inputs and of its result, or 0 without a limit.
+        """Return the bytes of a call's inputs, and of its result and scratch, or 0 without a limit.
 
-        Raises OutOfMemory if they pass the limit; nothing was allocated.
+        Raises OutOfMemory if they pass the limit, and parts of the call do, too; nothing was allocated.
         """
-        limit = self.config.memory_limit_bytes
-        if limit is None:
+        if self.config.memory_limit_bytes is None:
             return 0, 0
         inputs, result = sizes_of(name, arrays, options)
-        if inputs + result > limit:
-            raise OutOfMemory(f"{name}: inputs and result take {inputs + result:,} bytes; the limit is {limit:,}")
-        return inputs, result
+        if name not in WITH_SCRATCH and inputs + result <= self.config.memory_limit_bytes:
+            return inputs, result
+        try:
+            metas = metas_of(name, arrays)
+        except Exception:  # noqa: BLE001 - a call that the operation refuses, with its own words, when it runs
+            metas = ()
+        rows = self._rows_that_fit(name, metas, options, inputs, result)
+        scratch = scratch_of(name, metas, options, self.device) if rows is None and metas else 0
+        return inputs, result + scratch
+
+    def _rows_that_fit(
+        self, name: str, metas: Tensors, options: dict[str, Any], inputs: int, result: int
+    ) -> int | None:
+        """Return the most rows, images, heads, transforms or points whose scratch keeps the limit; None for all.
+
+        Raises OutOfMemory if there are none.
+        """
+        limit = self.config.memory_limit_bytes or 0
+        scratch = scratch_of(name, metas, options, self.device) if metas else 0
+        if inputs + result + scratch <= limit:
+            return None
+        cut = split_along_rows(name, metas, options) if scratch else None  # without scratch parts need as much
+        rows, least = (0, scratch) if cut is None else (cut.rows, scratch)
+        while cut is not None and rows > 1:
+            rows = (rows + 1) // 2
+            least = scratch_of(name, cut.part(0, rows), options, self.device)
+            least += result if cut.curve else result * rows // cut.rows  # results of parts are copied
+            if inputs + result + least <= limit:
+                return rows
+        sizes = {"inputs": inputs, "result": result, "scratch": min(least, scratch)}
+        largest = max(sizes, key=lambda part: sizes[part])
+        named = "inputs, result and scratch" if scratch else "inputs and result"
+        raise OutOfMemory(
+            f"{name}: {named} take {sum(sizes.values()):,} bytes; the limit is {limit:,}; the largest part is the "
+            f"{largest}, {sizes[largest]:,} bytes"
+        )
 
     def _announce(self, op: str, unused: str, ran: str, reason: str) -> None:
         first = ledger().fallback(FallbackRecord(op, "", unused, ran, reason))
@@ -511,10 +561,11 @@ class Accelerator(Operations):
             warnings.warn(f"{op}: {unused} is not used, {ran} is. {reason}", FallbackWarning, stacklevel=4)
 
 
-def _rows_between_checks(name: str, tensors: Tensors, options: dict[str, Any]) -> int:
+def _rows_between_checks(name: str, cut: Split, options: dict[str, Any]) -> int:
     """Return the rows that take about a tenth of a second."""
-    work = METHODS[name].flops(tensors, tensors[0], **options) / max(1, tensors[0].shape[0])
-    return max(1, int(_WORK_BETWEEN_CHECKS.get(tensors[0].device.type, 1e12) / max(1, work)))
+    first = cut.tensors[0]
+    work = METHODS[name].flops(cut.tensors, first, **options) / max(1, cut.rows)
+    return max(1, int(_WORK_BETWEEN_CHECKS.get(first.device.type, 1e12) / max(1, work)))
 
 
 def _field_on(name: str) -> Callable[..., Any]:

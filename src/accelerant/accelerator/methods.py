@@ -8,11 +8,12 @@ consumer's streams (each side passes its current one). NumPy shares memory with 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,19 +23,23 @@ import torch.utils.dlpack
 
 from accelerant import ops
 from accelerant.algebra.field import prime_field
-from accelerant.algebra.field.words import check_words, encode
-from accelerant.errors import ConfigError, UnsupportedDtype
+from accelerant.algebra.field.memory_space import space_at
+from accelerant.algebra.field.words import check_words, element_shape, encode
+from accelerant.algebra.ntt.launch import scratch_bytes as ntt_scratch_bytes
+from accelerant.errors import AccelerantError, ConfigError, UnsupportedDtype
 from accelerant.ops._cases import Indices, Sample, Stated
 from accelerant.runtime.host import refuse_masked
+from accelerant.runtime.memory.peak import ModelStep, predict_step
+from accelerant.runtime.provider import ComputeDevice
 from accelerant.zk.elliptic_curve import curve as curve_named
 from accelerant.zk.multi_scalar.op import msm
+from accelerant.zk.multi_scalar.op import scratch_bytes as msm_scratch_bytes
 from accelerant.zk.operands import encoded_points, plain_scalars, scalar_words
 from accelerant.zk.transform import ntt
 
 __all__ = [
-    "METHODS", "ArrayOrigin", "Method", "Operations", "dtypes_of", "joined_arguments", "sizes_of", "split_along_rows",
-    "tensors_of",
-    "to_tensors", "to_torch",
+    "METHODS", "WITH_SCRATCH", "ArrayOrigin", "Method", "Operations", "Split", "dtypes_of", "joined_arguments",
+    "metas_of", "scratch_of", "sizes_of", "split_along_rows", "tensors_of", "to_tensors", "to_torch",
 ]  # fmt: skip
 
 Tensors = tuple[torch.Tensor, ...]
@@ -394,35 +399,58 @@ def joined_arguments(name: str, tensors: Tensors, options: Mapping[str, Any]) ->
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A call whose first dimension may be processed in parts; made by split_along_rows.
+    """A call that may be processed in parts; made by split_along_rows.
 
     Attributes:
-        tensors: the arguments, whose first `count` are split.
+        tensors: the arguments, whose first `count` are split along their first dimension.
         shape: of the first dimension before others were merged into it: attention's batch and heads.
+        curve: of a sum of multiples, which is split along its points instead; the parts' sums are added.
     """
 
     tensors: Tensors
     count: int
     shape: tuple[int, ...]
+    curve: str = ""
+
+    @property
+    def rows(self) -> int:
+        """The number of rows, images, heads, transforms or points."""
+        return math.prod(self.shape)
 
     def part(self, low: int, high: int) -> Tensors:
         """Return the arguments of some rows."""
+        if self.curve:
+            return self.tensors[0][..., low:high, :], self.tensors[1][low:high]
         return *[x[low:high] for x in self.tensors[: self.count]], *self.tensors[self.count :]
 
-    def joined(self, parts: Sequence[Tensors]) -> Results:
+    def joined(self, parts: Iterable[Tensors]) -> Results:
         """Return the results of all rows, from those of consecutive parts."""
-        whole = [torch.cat(column) for column in zip(*parts, strict=True)]
+        if self.curve:
+            group = curve_named(self.curve)
+            return torch.as_tensor(functools.reduce(group.add, [total for (total,) in parts]))
+        whole: list[torch.Tensor] = []
+        low = 0
+        for part in parts:
+            whole = whole or [y.new_empty((self.rows, *y.shape[1:])) for y in part]
+            high = low + part[0].shape[0]
+            for target, y in zip(whole, part, strict=True):
+                target[low:high] = y
+            low = high
         if len(self.shape) > 1:
             whole = [y.reshape(*self.shape, *y.shape[2:]) for y in whole]
         return whole[0] if len(whole) == 1 else tuple(whole)
 
 
 def split_along_rows(name: str, tensors: Tensors, options: Mapping[str, Any], *, heads: bool = True) -> Split | None:
-    """Return a call as one that can be divided along the first dimension; None for one that cannot.
+    """Return a call as one that can be divided into parts; None for one that cannot.
 
     `heads`: attention is divided along its heads, too, if queries and keys have as many.
     """
     method, first = METHODS[name], tensors[0]
+    if name == "msm" and first.ndim in (2, 3) and first.shape[-2:-1] == tensors[1].shape[:1]:
+        return Split(tensors, 2, (first.shape[-2],), options.get("curve", _DEFAULT_CURVE))
+    if name == "ntt" and first.ndim > 1 + (prime_field(options.get("field", _DEFAULT_FIELD)).limbs > 1):
+        return Split(tensors, 1, (first.shape[0],))
     if method.merge in (None, "stack") or (method.whole is not None and method.whole(tensors, options)):
         return None
     count = joined_arguments(name, tensors, options)
@@ -581,18 +609,75 @@ def dtypes_of(name: str, arrays: tuple[Any, ...]) -> list[torch.dtype | None]:
     ]
 
 
+def metas_of(name: str, arrays: tuple[Any, ...]) -> Tensors:
+    """Return tensors without memory of the shapes and dtypes that a call has on the device."""
+    dtypes = [dtype or torch.uint8 for dtype in dtypes_of(name, arrays)]
+    return tuple(
+        torch.empty(tuple(np.shape(x)), dtype=dtype, device="meta") for x, dtype in zip(arrays, dtypes, strict=True)
+    )
+
+
 def sizes_of(name: str, arrays: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[int, int]:
     """Return the bytes of a call's inputs on the device and of its result, computed from the inputs' shapes."""
     inputs: list[int] = []
     try:
-        shapes = [tuple(np.shape(x)) for x in arrays]
-        dtypes = [dtype or torch.uint8 for dtype in dtypes_of(name, arrays)]
-        inputs += [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
+        metas = metas_of(name, arrays)
+        inputs += [x.nbytes for x in metas]
         if METHODS[name].is_op:
-            pairs = zip(shapes, dtypes, strict=True)
-            meta = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in pairs]
-            return sum(inputs), sum(x.nbytes for x in tensors_of(METHODS[name].run(*meta, **options)))
+            return sum(inputs), sum(x.nbytes for x in tensors_of(METHODS[name].run(*metas, **options)))
+        shapes = [x.shape for x in metas]
         shape = shapes[-1][1:] if name == "msm" else np.broadcast_shapes(*shapes) if name != "ntt" else shapes[0]
-        return sum(inputs), math.prod(shape) * max(dtype.itemsize for dtype in dtypes)
+        return sum(inputs), math.prod(shape) * max(x.itemsize for x in metas)
     except Exception:  # noqa: BLE001 - a call that the operation refuses, with its own words, when it runs
         return sum(inputs), max(inputs, default=0)
+
+
+WITH_SCRATCH = frozenset((
+    "attention", "attention_decode", "attention_varlen", "conv2d", "cross_entropy", "linear_cross_entropy",
+    "linear_gelu", "linear_int8", "matmul", "msm", "ntt",
+))  # fmt: skip
+"""Operations that allocate more than their result; of others, at most statistics of rows."""
+
+_SMALL_SCRATCH_BYTES = 1 << 16
+"""Scratch up to this size does not count."""
+
+_scratch: dict[tuple[Any, ...], int] = {}
+
+
+def scratch_of(name: str, metas: Tensors, options: Mapping[str, Any], device: ComputeDevice) -> int:
+    """Return the bytes that a call allocates besides its result, predicted from shapes; 0 if that is not known."""
+    if name not in WITH_SCRATCH:
+        return 0
+    shapes = tuple((tuple(x.shape), x.dtype) for x in metas)
+    key = (name, shapes, str(sorted(options.items())), device.backend, device.index)
+    if key not in _scratch:
+        if len(_scratch) >= _SCRATCH_LIMIT:
+            _scratch.clear()
+        try:
+            size = _predict_scratch(name, metas, options, device)
+        except AccelerantError:  # no prediction, or a call that the operation refuses, with its own words
+            size = 0
+        _scratch[key] = size if size > _SMALL_SCRATCH_BYTES else 0
+    return _scratch[key]
+
+
+_SCRATCH_LIMIT = 4096
+"""Kinds of call whose scratch is remembered."""
+
+
+def _predict_scratch(name: str, metas: Tensors, options: Mapping[str, Any], device: ComputeDevice) -> int:
+    if name == "msm":
+        points = metas[1].shape[0] if metas[1].ndim else 0
+        return msm_scratch_bytes(options.get("curve", _DEFAULT_CURVE), points, device)
+    if name == "ntt":
+        parameters = prime_field(options.get("field", _DEFAULT_FIELD)).parameters
+        shape = element_shape(parameters, tuple(metas[0].shape))
+        return ntt_scratch_bytes(space_at(device), parameters, shape, options.get("order", "natural"))
+    where = torch.device(device.torch_device)
+    run = functools.partial(METHODS[name].run, **options)
+
+    def inputs(_: object) -> Tensors:
+        return tuple(torch.empty(x.shape, dtype=x.dtype, device=where) for x in metas)
+
+    predicted = predict_step(ModelStep(run, None, False), inputs, where)
+    return predicted.total - predicted.inputs - sum(x.nbytes for x in tensors_of(run(*metas)))

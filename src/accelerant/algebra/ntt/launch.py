@@ -28,7 +28,7 @@ from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
 from accelerant.runtime.time_limit import check_time, is_limited
 
-__all__ = ["LOG_MOST", "DeviceNttPlan", "Division", "HostNttPlan", "division_of", "run", "transform"]
+__all__ = ["LOG_MOST", "DeviceNttPlan", "Division", "HostNttPlan", "division_of", "run", "scratch_bytes", "transform"]
 
 LOG_MOST = 27
 """Log2 of the largest number of points of a transform."""
@@ -53,25 +53,26 @@ def transform(
     """
     shape = element_shape(field, x.shape)
     n, batch = shape[-1], math.prod(shape[:-1])
+    keep = out is not None and is_limited()
     out = space.empty(tuple(x.shape), dtype_of(field)) if out is None else out
     if not batch:
         return out
     plan = _plan(space, field, n.bit_length() - 1, math.gcd(batch, 16), inverse, coset, order)
     record = _record(space, field, tuple(shape), inverse, coset != 1, order)
     with RecordedLaunch(record, space.provider, space.index):
-        run(plan, space, x, out, n * batch)
+        run(plan, space, x, out, n * batch, keep=keep)
     if plan.retired:  # another thread dropped it and may have waited for the device before these launches
         space.provider.synchronize(space.index)
     return out
 
 
-def run(plan: NttPlan, space: MemorySpace, x: Any, out: Any, elements: int) -> None:
+def run(plan: NttPlan, space: MemorySpace, x: Any, out: Any, elements: int, *, keep: bool = False) -> None:
     """Launch the passes of a plan; if the last one is not in place, those before it work in scratch memory.
 
-    They do so under a time limit, too: `out` is untouched if it passes.
+    They do so to `keep` what `out` holds if a time limit passes, too.
     """
     last = len(plan.passes) - 1
-    moves = not plan.passes[last].in_place or (last > 0 and is_limited())
+    moves = not plan.passes[last].in_place or (keep and last > 0)
     work = space.empty(tuple(x.shape), dtype_of(plan.field)) if moves else out
     for number in range(last + 1):
         plan.launch(number, x, out if moves and number == last else work, elements)
@@ -159,6 +160,26 @@ def _host_kernel(field: Field, variant: Variant, form: str) -> Kernel:
     return HOST.provider.compile(KernelSource(f"ntt_{field.name}_{form}", dialects, entries))
 
 
+def _host_division(field: Field, log_n: int, batch: int, form: str = "") -> tuple[str, tuple[int, ...]]:
+    """Return the form of the CPU's arithmetic, and log2 of the rows of each pass."""
+    form = form or host_form(field)
+    lanes = packed_field(field, form).lanes
+    if lanes**2 > 1 << log_n and (batch % lanes or lanes > 1 << log_n):
+        form = "scalar"  # a pass would have fewer columns, or fewer neighbouring rows, than a pack has lanes
+    lanes = packed_field(field, form).lanes
+    # One pass suffices if its columns fill the lanes, or if there are too few points for two.
+    single = lanes**2 > 1 << log_n or (log_n <= _LOG_ROWS and batch % lanes == 0)
+    return form, _split(log_n, 1 if single else max(2, -(-log_n // _LOG_ROWS)))
+
+
+def scratch_bytes(space: MemorySpace, field: Field, shape: Sequence[int], order: str) -> int:
+    """Return the scratch memory of a transform of elements of a shape, besides tables, which plans keep."""
+    log_n, batch = shape[-1].bit_length() - 1, math.prod(shape[:-1])
+    on_host = space is HOST
+    logs = _host_division(field, log_n, math.gcd(batch, 16))[1] if on_host else division_of(field).logs(log_n)
+    return math.prod(shape) * field.size_bytes if order == "natural" and len(logs) > 1 else 0
+
+
 class HostNttPlan:
     """The passes of one kind of transform on the CPU, in the order in which they run, with their kernels and tables."""
 
@@ -166,14 +187,8 @@ class HostNttPlan:
         self, field: Field, log_n: int, batch: int, *, inverse: bool, coset: int, order: str, form: str = ""
     ) -> None:
         self.field, self.retired = field, False
-        form = form or host_form(field)
-        lanes = packed_field(field, form).lanes
-        if lanes**2 > 1 << log_n and (batch % lanes or lanes > 1 << log_n):
-            form = "scalar"  # a pass would have fewer columns, or fewer neighbouring rows, than a pack has lanes
+        form, logs = _host_division(field, log_n, batch, form)
         packed = packed_field(field, form)
-        # One pass suffices if its columns fill the lanes, or if there are too few points for two.
-        single = packed.lanes**2 > 1 << log_n or (log_n <= _LOG_ROWS and batch % packed.lanes == 0)
-        logs = _split(log_n, 1 if single else max(2, -(-log_n // _LOG_ROWS)))
         self.passes = make_passes(field, logs, inverse=inverse, coset=coset, order=order, log_table=_LOG_TABLE)
         self._kernels = [_host_kernel(field, step.variant, form) for step in self.passes]
         self._tables: list[list[Any]] = []

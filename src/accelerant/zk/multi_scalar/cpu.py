@@ -33,7 +33,7 @@ from accelerant.runtime.host import usable_cores
 from accelerant.runtime.time_limit import check_time, is_limited
 from accelerant.zk.multi_scalar.llvm_kernels import PACKS, SIGN, SIZES, WorkerMemory, kernel_source
 
-__all__ = ["CpuBases", "CpuPlan", "cpu_plan", "shared_cpu_plan"]
+__all__ = ["CpuBases", "CpuPlan", "cpu_plan", "scratch_bytes", "shared_cpu_plan"]
 
 U64 = npt.NDArray[np.uint64]
 
@@ -287,16 +287,28 @@ class CpuBases:
         return tasks, min(workers, room // tasks.scratch)
 
     def _tasks(self, plan: CpuPlan) -> _Tasks:
-        rows = plan.tasks(self.n)
-        entries = int(((rows[:, 1] - rows[:, 0]) * (rows[:, 3] - rows[:, 2])).max())
-        step = (1 << plan.bits - 1) + 1
-        return _Tasks(plan, rows, step, *_layout(self.curve, self._form, entries, int(rows[:, 4].max()) * step))
+        return _tasks_of(self.curve, self.n, plan, self._form)
 
     def _enter(self, points: U64, out: U64) -> None:
         _launch(self._kernel("msm_enter"), len(points), (points, out, len(points)))
 
     def _kernel(self, entry: str) -> Kernel:
         return _kernel(self.curve.name, entry, self._form)
+
+
+def scratch_bytes(curve: Curve[Any], n: int) -> int:
+    """Return what a sum of n points allocates, at least: two copies of the points, digits, and the workers' memory."""
+    workers = usable_cores()
+    tasks = _tasks_of(curve, n, cpu_plan(curve.order, n, workers), host_form(curve.coordinates.base))
+    points = 8 * n * math.prod(curve.shape)
+    return 2 * points + 8 * 6 * n + min(workers, len(tasks.rows)) * tasks.scratch
+
+
+def _tasks_of(curve: Curve[Any], n: int, plan: CpuPlan, form: str) -> _Tasks:
+    rows = plan.tasks(n)
+    entries = int(((rows[:, 1] - rows[:, 0]) * (rows[:, 3] - rows[:, 2])).max())
+    step = (1 << plan.bits - 1) + 1
+    return _Tasks(plan, rows, step, *_layout(curve, form, entries, int(rows[:, 4].max()) * step))
 
 
 @functools.cache

@@ -25,10 +25,11 @@ from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
 from accelerant.runtime.time_limit import check_time
 from accelerant.zk import operands
 from accelerant.zk.multi_scalar.cpu import CpuBases, cpu_plan, shared_cpu_plan
+from accelerant.zk.multi_scalar.cpu import scratch_bytes as host_scratch_bytes
 from accelerant.zk.multi_scalar.window_reduction import canonical
 from accelerant.zk.operands import Operand, array_operand, moved, plain_scalars, scalar_words
 
-__all__ = ["FixedBase", "msm", "msm_record", "run_sums", "starter_of", "sums_outward"]
+__all__ = ["FixedBase", "msm", "msm_record", "run_sums", "scratch_bytes", "starter_of", "sums_outward"]
 
 Words = Any
 _Check = Callable[[], FormatError | None]
@@ -140,6 +141,18 @@ class FixedBase:
     def explain(self) -> str:
         """Describe where the points are and how sums are computed."""
         return f"{self.n} points of {self.curve} on {self.space.label}, in Montgomery form; {self._bases.explain()}"
+
+
+def scratch_bytes(curve: str, n: int, device: str | ComputeDevice) -> int:
+    """Return the memory that msm of n points takes on a device, besides its arguments and result."""
+    parameters, space = _curve(curve), space_at(device)
+    if not n:
+        return 0
+    if space is HOST:
+        return host_scratch_bytes(parameters, n)
+    from accelerant.zk.multi_scalar.device_plan import device_plan  # unused on the CPU
+
+    return 8 * n * math.prod(parameters.shape) + device_plan(parameters, n, 1 << 62).size_bytes(parameters)
 
 
 # --- sums ------------------------------------------------------------------------------------------------------------
