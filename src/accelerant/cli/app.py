@@ -28,7 +28,21 @@ if TYPE_CHECKING:
 
 __all__ = ["GROUPS", "InvalidProofError", "build_app", "exit_status", "main", "write"]
 
-GROUPS = ("train", "sample", "data", "privacy", "zk", "devices", "top", "doctor", "bench", "tune", "compile", "cache")
+GROUPS = (
+    "train",
+    "sample",
+    "data",
+    "privacy",
+    "zk",
+    "devices",
+    "top",
+    "doctor",
+    "bench",
+    "tune",
+    "compile",
+    "profile",
+    "cache",
+)
 """Modules of this package whose `register(app)` adds the command of that name."""
 
 _BAD_INPUT = (ConfigError, FormatError, BackendUnavailable, MissingDependency)

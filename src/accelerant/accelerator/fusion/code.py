@@ -134,6 +134,11 @@ class _Writer:
         self.depth -= 1
 
 
+def kernel_name(program: Program) -> str:
+    """Return the name of a program's Triton function; the ledger's case ends with the same digits."""
+    return f"fused_{program.digest[:6]}"
+
+
 def used_inputs(program: Program) -> list[int]:
     """Return the inputs that the program reads."""
     return sorted({node.value for node in program.nodes if node.op == "input"})
@@ -155,7 +160,7 @@ class _TritonWriter(_Writer):
         else:
             self.line("one = tl.zeros([1, 1], tl.int32)")
             self._rows()
-        head = f"@triton.jit\ndef fused({', '.join(names)}, M, N, {constants}):\n"
+        head = f"@triton.jit\ndef {kernel_name(program)}({', '.join(names)}, M, N, {constants}):\n"
         return _TRITON_HEAD + head + "\n".join(self.lines) + "\n"
 
     def _rows(self) -> None:
@@ -261,7 +266,7 @@ from accelerant.accelerator.fusion import triton_kernels as math
 
 
 def triton_text(program: Program, schedule: Schedule) -> str:
-    """Return the module of a program's kernel `fused(inputs, results, M, N, [ROWS,] BLOCK)`."""
+    """Return the module of a program's kernel `fused_...(inputs, results, M, N, [ROWS,] BLOCK)`."""
     return _TritonWriter(program, schedule).text()
 
 
@@ -277,7 +282,7 @@ def triton_kernel(program: Program, schedule: Schedule) -> TritonKernel:
         exec(compile(text, path, "exec"), vars(module))  # our own text: of operations in the table and of numbers
         sys.modules[name] = module
     arguments = len(used_inputs(program)) + len(program.results)
-    return TritonKernel(name, "fused", widths=(arguments + 1,))
+    return TritonKernel(name, kernel_name(program), widths=(arguments + 1,))
 
 
 # --- portable C ------------------------------------------------------------------------------------------------------
