@@ -104,6 +104,20 @@ def test_every_op_takes_arrays_and_gives_what_it_gives_for_tensors(acc, name):
         assert result == sum(x.nbytes for x in (wanted if isinstance(wanted, tuple) else (wanted,)))
 
 
+def test_arrays_by_keyword(acc):
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 1, 2, 5, 8)).astype(np.float32)
+    mask = rng.random((5, 5)) > 0.3
+    expected = ops.attention(*map(torch.from_numpy, (q, k, v)), mask=torch.from_numpy(mask))
+    np.testing.assert_array_equal(acc.attention(q, k, v, mask=mask), expected.numpy())
+    weight = rng.random(8).astype(np.float32)
+    x, t = rng.random((2, 4, 8)).astype(np.float32)
+    expected = torch.nn.functional.binary_cross_entropy_with_logits(
+        torch.from_numpy(x), torch.from_numpy(t), pos_weight=torch.from_numpy(weight)
+    )
+    assert acc.binary_cross_entropy_with_logits(x, t, pos_weight=weight) == pytest.approx(float(expected), rel=1e-6)
+
+
 def fixed_of(arrays):
     return {"fixed": tuple((i, None) for i, x in enumerate(arrays) if x is None)}
 

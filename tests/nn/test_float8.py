@@ -200,5 +200,7 @@ def test_a_run_keeps_its_precision():
     run = preset("gpt2").replaced(precision="fp8")
     assert "--precision fp8" in run.command("out", "cuda")
     assert RunConfig.from_dict(run.to_dict()) == run
-    with pytest.raises(ConfigError, match="precision must be auto or float32 or bfloat16 or fp8, got 'int4'"):
+    with pytest.raises(
+        ConfigError, match="precision must be auto or float32 or bfloat16 or float16 or fp8, got 'int4'"
+    ):
         preset("gpt2").replaced(precision="int4")

@@ -7,7 +7,7 @@ from accelerant.config import override
 from accelerant.errors import ConfigError, FallbackWarning, LaunchError, ShapeError
 from accelerant.nn import GPT, GPTConfig, layers, optim
 from accelerant.nn._precision import LowWeights, lowered
-from accelerant.nn.train.step import Same, StepResult, TrainStep
+from accelerant.nn.train.step import LossScale, Same, StepResult, TrainStep
 from accelerant.runtime.ledger import ledger
 
 CONFIG = GPTConfig(vocab_size=50, context=8, layers=2, heads=2, width=16)
@@ -70,6 +70,50 @@ def test_an_optimizer_that_clips_by_itself_is_left_to_it():
     assert optimizer.defaults["max_grad_norm"] == 0.5
     with pytest.raises(ConfigError, match=r"1\.0 here and 0\.5 in the optimizer"):
         TrainStep(one, optimizer, one.loss, max_grad_norm=1.0)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["our optimiser", "torch's"])
+def test_losses_fall_in_float16_with_a_scale_that_starts_too_high(own, fused):
+    one = model()
+    optimizer = optim.AdamW(one.parameters()) if own else torch.optim.AdamW(one.parameters(), fused=True)
+    scale = LossScale(torch.device("cpu"), initial=2.0**40, interval=4)
+    step = TrainStep(one, optimizer, one.loss, precision=torch.float16, loss_scale=scale)
+    (batch,) = batches(1)
+    begun = torch.nn.utils.parameters_to_vector(one.parameters()).detach().clone()
+    losses, skipped = [], 0
+    for _ in range(40):
+        before, result = float(scale.value), step([batch], 1e-2)
+        losses.append(result.loss.item())
+        if not result.grad_norm.isfinite():
+            assert float(scale.value) == before / 2
+            skipped += 1
+            if skipped == len(losses):  # nothing but overflows so far
+                assert torch.equal(begun, torch.nn.utils.parameters_to_vector(one.parameters()))
+    assert 10 < skipped == int(scale.skipped) < 30
+    assert all(int(state["step"]) == 40 - skipped for state in optimizer.state.values())
+    assert losses[-1] < losses[0] - 1
+    assert getattr(optimizer, "grad_scale", None) is None
+
+
+def test_the_norm_in_float16_is_that_of_the_gradients_without_the_scale():
+    norms = {}
+    for precision in (None, torch.float16):
+        one = model()
+        step = TrainStep(one, optim.AdamW(one.parameters()), one.loss, max_grad_norm=0.5, precision=precision)
+        norms[precision] = step(batches(1), 1e-3).grad_norm.item()
+    assert norms[torch.float16] == pytest.approx(norms[None], rel=2e-3)
+
+
+def test_float16_refuses_what_it_cannot_skip():
+    one = model()
+    with pytest.raises(
+        ConfigError, match=r"skip a step on the device, not SGD: use accelerant.nn.optim, or fused=True"
+    ):
+        TrainStep(one, torch.optim.SGD(one.parameters()), one.loss, precision=torch.float16)
+    with pytest.raises(ConfigError, match="keeps parameters in float32"):
+        TrainStep(one.half(), optim.AdamW(one.parameters()), one.loss, precision=torch.float16)
+    with pytest.raises(ConfigError, match=r"a loss scale needs a finite factor above 0 .*, got 0\.0, 2000"):
+        LossScale(torch.device("cpu"), initial=0.0)
 
 
 def test_losses_fall_in_bfloat16(fused):
@@ -170,7 +214,7 @@ def test_results_stay_as_they_were():
         ({"accumulate": 0}, "accumulate must be at least 1, got 0"),
         ({"max_grad_norm": 0.0}, "above 0, or None; got 0"),
         ({"max_grad_norm": float("nan")}, "got nan"),
-        ({"precision": torch.float16}, "float16 needs a loss scale"),
+        ({"precision": torch.float64}, "precision must be bfloat16, float16, .* got torch.float64"),
     ],
 )
 def test_values_without_a_meaning_are_refused(options, match):

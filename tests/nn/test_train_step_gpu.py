@@ -9,7 +9,7 @@ import torch
 
 from accelerant.errors import FallbackWarning
 from accelerant.nn import GPT, GPTConfig, optim
-from accelerant.nn.train.step import TrainStep
+from accelerant.nn.train.step import LossScale, TrainStep
 from accelerant.runtime.ledger import ledger
 from benchmarks.gpt_steps import PlainGPT, own_step, plain_step
 
@@ -84,6 +84,22 @@ def test_after_a_captured_step_the_rate_is_a_number(make):
     saved = step.optimizer.state_dict()["param_groups"]
     assert [group["lr"] for group in saved] == [torch.tensor(6e-3, dtype=torch.float32).item()] * len(saved)
     assert all(type(group["lr"]) is float for group in saved)
+
+
+def test_a_captured_float16_step_skips_overflows_and_adapts_its_scale_on_the_device():
+    one = model()
+    scale = LossScale(torch.device("cuda", 0), initial=2.0**40, interval=4)
+    step = TrainStep(one, optim.AdamW(one.parameters()), one.loss, precision=torch.float16, loss_scale=scale)
+    before = torch.nn.utils.parameters_to_vector(one.parameters()).detach().clone()
+    (batch,) = tokens(SMALL, 4, 1)
+    for _ in range(8):  # captured in the fourth
+        step([batch], 1e-3)
+    assert step.captured
+    assert torch.equal(before, torch.nn.utils.parameters_to_vector(one.parameters()))
+    assert (float(scale.value), int(scale.skipped)) == (2.0**32, 8)
+    losses = [float(step([batch], 1e-3).loss) for _ in range(60)]
+    assert losses[-1] < losses[0] - 1
+    assert 8 < int(scale.skipped) < 60
 
 
 def test_the_ledger_counts_what_replays_do():

@@ -549,3 +549,102 @@ def test_memory_is_linear_in_the_sequence():
     torch.cuda.synchronize()
     assert o.shape == q.shape
     assert torch.cuda.max_memory_allocated() - before <= 52 << 20
+
+
+# --- masks -----------------------------------------------------------------------------------------------------------
+
+MASKS = ((20, 23), (2, 1, 1, 23), (2, 4, 20, 23), (1, 4, 20, 1), (1,))
+
+
+def mask_of(shape, kind, dtype=torch.float32):
+    """A mask that hides some pairs, and all keys of a few queries."""
+    hidden = torch.rand(shape) < 0.3
+    if len(shape) > 1:
+        hidden[..., 3 % shape[-2], :] = True
+    if kind == "bool":
+        return ~hidden
+    return torch.randn(shape).masked_fill(hidden, -math.inf if kind == "-inf" else torch.finfo(dtype).min).to(dtype)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("implementation", ["interpreted", "uninterpreted"])
+@pytest.mark.parametrize("kind", ["bool", "-inf", "lowest"])
+@pytest.mark.parametrize("shape", MASKS, ids=str)
+@pytest.mark.parametrize(("Hkv", "options"), [(4, {}), (2, {"causal": True}), (4, {"causal": True, "window": 5})])
+def test_masks(implementation, kind, shape, Hkv, options, request):
+    request.getfixturevalue(implementation)
+    q, k, v = (x.requires_grad_() for x in tensors(2, 4, 20, 8, Hkv=Hkv, Skv=23))
+    mask, do = mask_of(shape, kind), torch.randn(2, 4, 20, 8)
+    wide = mask if kind == "bool" else mask.double()
+    o, lse = ops.attention(q, k, v, mask=mask, return_lse=True, **options)
+    reference = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    expected, sums = attention_reference(*reference, mask=wide, return_lse=True, **options)
+    found = torch.autograd.grad(o, (q, k, v), do, create_graph=True)
+    slopes = torch.autograd.grad(expected, reference, do.double(), create_graph=True)
+    second = torch.autograd.grad(sum(x.square().sum() for x in found), q)[0]
+    curved = torch.autograd.grad(sum(x.square().sum() for x in slopes), reference[0])[0]
+    for one, other in zip((o, lse, *found, second), (expected, sums, *slopes, curved), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+    ran = {(row["op"], row["implementation"]) for row in ledger().to_dict()["ops"]}
+    assert ("attention_masked_fwd", "triton" if implementation == "interpreted" else "torch") in ran
+
+
+@pytest.mark.parametrize("implementation", ["interpreted", "uninterpreted"])
+@pytest.mark.parametrize("kind", ["bool", "-inf"])
+def test_queries_without_a_key_give_zeros_and_zero_gradients(implementation, kind, request):
+    request.getfixturevalue(implementation)
+    q, k, v = (x.requires_grad_() for x in tensors(1, 2, 5, 8))
+    mask = torch.ones(5, 5, dtype=torch.bool)
+    mask[2] = False
+    mask = mask if kind == "bool" else torch.zeros(5, 5).masked_fill(~mask, -math.inf)
+    o, lse = ops.attention(q, k, v, mask=mask, return_lse=True)
+    o.sum().backward()
+    assert o[:, :, 2].eq(0).all()
+    assert lse[:, :, 2].eq(-math.inf).all()
+    assert q.grad[:, :, 2].eq(0).all()
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
+    nothing = ops.attention(q, k, v, mask=torch.zeros(1, dtype=torch.bool))
+    assert nothing.eq(0).all()
+
+
+def test_a_mask_that_learns_gets_its_gradient_and_the_ledger_says_how():
+    q, k, v = tensors(2, 4, 9, 8, Hkv=2)
+    ours, theirs = (torch.randn(1, 4, 9, 9, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in "ab")
+    keys, values = (x.repeat_interleave(2, 1) for x in (k, v))
+    do = torch.randn_like(q)
+    ops.attention(q, k, v, mask=ours).backward(do)
+    F.scaled_dot_product_attention(q, keys, values, attn_mask=theirs).backward(do)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+    assert "attention_mask_gradient" in {row["op"] for row in ledger().to_dict()["ops"]}
+
+
+@pytest.mark.slow
+def test_masks_under_transforms_compile_and_autocast(interpreted):
+    q, k, v = tensors(2, 2, 6, 4)
+    mask = torch.rand(2, 1, 6, 6) > 0.3
+    mask[..., 0] = True
+    expected = attention_reference(q, k, v, mask=mask)
+    whole = torch.func.grad(lambda q: ops.attention(q, k, v, mask=mask).square().sum())(q)
+    leaf = q.clone().requires_grad_()
+    ops.attention(leaf, k, v, mask=mask).square().sum().backward()
+    torch.testing.assert_close(whole, leaf.grad)
+    compiled = torch.compile(lambda q: ops.attention(q, k, v, mask=mask), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = ops.attention(q, k, v, mask=torch.zeros(6, 6).masked_fill(~mask[0, 0], -math.inf))
+    assert low.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "message"),
+    [
+        (torch.ones(5, 4), ShapeError, r"mask must broadcast to \(B, Hq, S, Skv\) = \(1, 2, 5, 5\), got \(5, 4\)"),
+        (torch.ones(1, 1, 1, 1, 5), ShapeError, "mask must broadcast"),
+        (torch.ones(5, 5, dtype=torch.int64), UnsupportedDtype, "mask must be bool, float32 .*; got int64"),
+        (torch.ones(5, 5, device="meta"), ShapeError, "mask must be on cpu, where q is; it is on meta"),
+        ([[True]], TypeError, "mask is a list"),
+    ],
+)
+def test_masks_that_do_not_fit_are_refused(mask, error, message):
+    with pytest.raises(error, match=message):
+        ops.attention(*tensors(1, 2, 5, 8), mask=mask)

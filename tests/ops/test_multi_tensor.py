@@ -173,6 +173,12 @@ SGD_GROUPS = (
 )
 
 
+def take_sgd(tensors, workspace, groups=SGD_GROUPS, **options):
+    table = workspace.table(tensors)
+    update = Update(tensors, [SGDGroup(**group) for group in groups], workspace, table, **options)
+    sgd_step(case_of(table, workspace.device, "sgd"), update)
+
+
 SLOW_PAIRS = [pytest.param(dtype, dtype, marks=pytest.mark.slow) for dtype in (F64, F16)]
 
 
@@ -198,9 +204,7 @@ def test_sgd(sample, implementation, param, state, request):
             sgd_reference(p.double(), g.double(), b, **SGD_GROUPS[place])
             for p, g, b, place in zip(params, grads, exact, places, strict=True)
         ]
-        table = workspace.table(tensors)
-        update = Update(tensors, [SGDGroup(**group) for group in SGD_GROUPS], workspace, table)
-        sgd_step(case_of(table, workspace.device, "sgd"), update)
+        take_sgd(tensors, workspace)
         close(params, [p for p, _ in expected], max((param, state), key=lambda each: cases.TOLERANCES[each].relative))
         exact = [None if buffer is None else buffer.double() for buffer in buffers]
         held = [(buffer, b) for buffer, (_, b) in zip(buffers, expected, strict=True) if buffer is not None]
@@ -295,6 +299,27 @@ def test_grad_scale_and_found_inf(implementation):
     for one, other in zip(scaled.params, plain.params, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
     assert all(counter == 1 for counter in scaled.counters)
+
+
+@pytest.mark.usefixtures("chosen")
+@EACH
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_scaled_step_whose_norm_is_not_finite_changes_nothing(implementation, bad):
+    for take in (take_adamw, take_sgd):
+        tensors = adamw_inputs(cases.SAMPLES[2].shapes, F32, F32, F32)
+        if take is take_sgd:
+            tensors = tensors._replace(second=[], counters=[])
+        before = [each.clone() for each in (*tensors.params, *tensors.first, *tensors.counters)]
+        good = tensors.grads[0].clone()
+        tensors.grads[0][..., 0] = bad
+        workspace = Workspace(torch.device("cpu"))
+        take(tensors, workspace, grad_scale=torch.tensor(4.0), max_norm=float("inf"))
+        assert not workspace.norm.isfinite()
+        after = (*tensors.params, *tensors.first, *tensors.counters)
+        assert all(map(torch.equal, before, after))
+        tensors.grads[0].copy_(good)
+        take(tensors, workspace, grad_scale=torch.tensor(4.0), max_norm=float("inf"))
+        assert not torch.equal(before[0], tensors.params[0])
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from accelerant.algebra.field.memory_space import space_at
 from accelerant.algebra.field.words import check_words, element_shape, encode
 from accelerant.algebra.ntt.launch import scratch_bytes as ntt_scratch_bytes
 from accelerant.errors import AccelerantError, ConfigError, UnsupportedDtype
-from accelerant.ops._cases import Indices, Sample, Stated
+from accelerant.ops._cases import Fractions, Indices, Sample, Stated
 from accelerant.runtime.host import refuse_masked
 from accelerant.runtime.memory.peak import ModelStep, predict_step
 from accelerant.runtime.provider import ComputeDevice
@@ -252,7 +252,7 @@ def _msm_flops(args: Tensors, y: torch.Tensor, *, curve: str = _DEFAULT_CURVE, *
 
 def _op(
     name: str, flops: int | Callable[..., int],
-    arguments: Callable[[int], tuple[tuple[int, ...] | Indices | Stated, ...]],
+    arguments: Callable[[int], tuple[tuple[int, ...] | Fractions | Indices | Stated, ...]],
     merge: Merge | None = None, joined: int = 1, **options: Any,
 ) -> Method:  # fmt: skip
     """Return the Method of a public op.
@@ -265,12 +265,18 @@ def _op(
         options: of the example.
     """
     function = getattr(ops, name)
+    declared = inspect.signature(function).parameters.values()
+    arrays = [each for each in declared if str(each.annotation).startswith("Tensor")]
+    by_name = [each.name for each in arrays if each.kind is inspect.Parameter.KEYWORD_ONLY]
+    first = len(arrays) - len(by_name)
 
     def run(*tensors: torch.Tensor, fixed: tuple[tuple[int, Any], ...] = (), **options: Any) -> Results:
         values: list[Any] = list(tensors)
         for position, value in fixed:
             values.insert(position, value)
-        result: Results = function(*values, **options)
+        if len(values) > first:
+            options |= dict(zip(by_name, values[first:], strict=False))
+        result: Results = function(*values[:first], **options)
         return result
 
     def example(device: torch.device, rows: int) -> tuple[Tensors, dict[str, Any]]:
@@ -333,6 +339,10 @@ METHODS: dict[str, Method] = {
     "cross_entropy": _op(
         "cross_entropy", lambda args, y, **_: 5 * args[0].numel(), lambda n: (_wide(n), Indices((n,), 1024))
     ),
+    **{
+        name: _op(name, lambda args, y, **_: 8 * args[0].numel(), lambda n: (Fractions(_wide(n)), Fractions(_wide(n))))
+        for name in ("mse_loss", "l1_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
+    },
     "linear_cross_entropy": _op(
         "linear_cross_entropy",
         lambda args, y, **_: 2 * args[0].numel() * args[1].shape[0],
@@ -497,7 +507,8 @@ def _op_method(name: str) -> Callable[..., Any]:
         for position, (argument, parameter) in enumerate(arrays.items()):
             value = given.pop(argument)
             if value is None and parameter.default is None:
-                fixed.append((position, None))
+                if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:  # the last ones
+                    fixed.append((position, None))
             elif "float" in parameter.annotation and isinstance(value, (int, float, np.generic)):
                 fixed.append((position, float(value)))
             else:
@@ -530,11 +541,14 @@ class Operations(ABC):
     attention_decode = _op_method("attention_decode")
     attention_varlen = _op_method("attention_varlen")
     avg_pool2d = _op_method("avg_pool2d")
+    binary_cross_entropy = _op_method("binary_cross_entropy")
+    binary_cross_entropy_with_logits = _op_method("binary_cross_entropy_with_logits")
     conv2d = _op_method("conv2d")
     cross_entropy = _op_method("cross_entropy")
     dropout = _op_method("dropout")
     embedding = _op_method("embedding")
     gelu = _op_method("gelu")
+    l1_loss = _op_method("l1_loss")
     layer_norm = _op_method("layer_norm")
     linear_cross_entropy = _op_method("linear_cross_entropy")
     linear_gelu = _op_method("linear_gelu")
@@ -542,6 +556,7 @@ class Operations(ABC):
     log_softmax = _op_method("log_softmax")
     matmul = _op_method("matmul")
     max_pool2d = _op_method("max_pool2d")
+    mse_loss = _op_method("mse_loss")
     mul = _op_method("mul")
     quantize_int8 = _op_method("quantize_int8")
     relu = _op_method("relu")

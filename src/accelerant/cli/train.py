@@ -113,8 +113,9 @@ _Log = Annotated[
 _Precision = Annotated[
     str | None,
     typer.Option(
-        metavar="auto|float32|bfloat16|fp8",
-        help="Precision of the training. Default: auto, bfloat16 on a GPU that supports it, else float32.",
+        metavar="NAME",
+        help="Precision of the training: auto, float32, bfloat16, float16 or fp8. Default: auto, bfloat16 on a GPU "
+        "that supports it, else float32.",
         rich_help_panel=_SPEED,
     ),
 ]

@@ -16,6 +16,7 @@ from accelerant.ops.gelu import gelu
 from accelerant.ops.linear_cross_entropy import linear_cross_entropy
 from accelerant.ops.linear_gelu import linear_gelu
 from accelerant.ops.linear_int8 import linear_int8
+from accelerant.ops.losses import binary_cross_entropy, binary_cross_entropy_with_logits, l1_loss, mse_loss
 from accelerant.ops.matmul import matmul
 from accelerant.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from accelerant.ops.pool2d import avg_pool2d, max_pool2d
@@ -26,7 +27,8 @@ from accelerant.ops.swiglu import swiglu
 
 __all__ = [
     "add", "add_layer_norm", "add_rms_norm", "attention", "attention_decode", "attention_varlen", "avg_pool2d",
-    "conv2d", "cross_entropy", "dropout", "embedding", "gelu", "layer_norm", "linear_cross_entropy", "linear_gelu",
-    "linear_int8", "log_softmax", "matmul", "max_pool2d", "mul", "quantize_int8", "relu", "rms_norm", "rope", "sigmoid",
-    "silu", "softmax", "swiglu", "tanh",
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "conv2d", "cross_entropy", "dropout", "embedding",
+    "gelu", "l1_loss", "layer_norm", "linear_cross_entropy", "linear_gelu", "linear_int8", "log_softmax", "matmul",
+    "max_pool2d", "mse_loss", "mul", "quantize_int8", "relu", "rms_norm", "rope", "sigmoid", "silu", "softmax",
+    "swiglu", "tanh",
 ]  # fmt: skip

@@ -12,9 +12,8 @@ from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.compilation.triton import TritonKernel
 
 __all__ = [
-    "Benchmark", "Compilation", "Indices", "OpCases", "Sample", "Stated", "Subject", "Tolerance", "draw", "size_name",
-    "specialised",
-    "tolerances",
+    "Benchmark", "Compilation", "Fractions", "Indices", "OpCases", "Sample", "Stated", "Subject", "Tolerance", "draw",
+    "size_name", "specialised", "tolerances",
 ]  # fmt: skip
 
 
@@ -59,24 +58,31 @@ class Stated:
 
 
 @dataclass(frozen=True, slots=True)
+class Fractions:
+    """A tensor argument of numbers in (0, 1), for example probabilities."""
+
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One call of an op, its tensors by shape.
 
     Attributes:
         name: for the test's identifier.
-        arguments: the tensor arguments in order: a shape for one of normal numbers, Indices, Stated, None for an
-            absent one.
+        arguments: the tensor arguments in order: a shape for one of normal numbers, Fractions, Indices, Stated, None
+            for an absent one.
         options: keyword arguments.
     """
 
     name: str
-    arguments: tuple[tuple[int, ...] | Indices | Stated | None, ...]
+    arguments: tuple[tuple[int, ...] | Fractions | Indices | Stated | None, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def shapes(self) -> tuple[tuple[int, ...] | None, ...]:
         """The shape of each argument."""
-        return tuple(each.shape if isinstance(each, (Indices, Stated)) else each for each in self.arguments)
+        return tuple(each.shape if isinstance(each, (Fractions, Indices, Stated)) else each for each in self.arguments)
 
     def tensors(self, dtype: torch.dtype, device: torch.device | str = "cpu") -> list[torch.Tensor | None]:
         """Return the arguments with reproducible numbers: normal ones of a dtype, and indices."""
@@ -85,6 +91,8 @@ class Sample:
             match given:
                 case None:
                     tensors.append(None)
+                case Fractions(shape):
+                    tensors.append(torch.sigmoid(draw(shape, dtype, device, seed)))
                 case Stated(numbers):
                     tensors.append(torch.tensor(numbers, dtype=torch.int32, device=device))
                 case Indices(shape, high, low, kind):

@@ -18,6 +18,7 @@ from accelerant.errors import ConfigError, FormatError
 from accelerant.nn.train import Callback, TrainConfig, Trainer, fit
 from accelerant.nn.train.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
 from accelerant.nn.train.history import read_metrics
+from accelerant.nn.train.step import LossScale
 
 HERE = Path(__file__).parent
 CONFIG = TrainConfig(steps=20, batch_size=8, learning_rate=1e-2, device="cpu", predict_memory=False, checkpoint_every=6)
@@ -98,6 +99,7 @@ CASES = {
     "convolutional, batch norm": (convolutional, digits(40, 0), {}),
     "accumulated": (dense, spiral(40, 0), {"changes": {"accumulate": 4}}),
     "sgd": (dense, spiral(40, 0), {"changes": {"optimizer": "sgd", "clip": 0.0}}),
+    "float16": (dense, spiral(40, 0), {"changes": {"precision": "float16"}}),
     "evaluated": (dense, spiral(40, 0), {"validation": spiral(20, 1), "changes": {"patience": 50, "keep_best": True}}),
     "dataset": (dense, lambda: (Noisy(),), {}),
     "loader": (dense, lambda: (DataLoader(Noisy(), batch_size=8, shuffle=True),), {}),
@@ -108,6 +110,33 @@ CASES = {
         {"changes": {"accumulate": 2}},
     ),
 }
+
+
+def test_a_loss_scale_is_resumed_bit_for_bit(tmp_path):
+    def run(folder, steps):
+        config = dataclasses.replace(CONFIG, folder=str(tmp_path / folder), precision="float16", schedule="constant")
+        trainer = Trainer(dense(), dataclasses.replace(config, steps=steps, warmup=0.0))
+        trainer.loss_scale = LossScale(trainer.device, initial=2.0**40, interval=3)
+        history = trainer.fit(*spiral(40, 0), resume=(tmp_path / folder).exists())
+        return [(record.loss, record.loss_scale, record.skipped) for record in history.records]
+
+    torch.manual_seed(5)
+    straight = run("straight", 40)
+    torch.manual_seed(5)
+    run("run", 25)
+    assert run("run", 40) == straight
+    a, b = (load_checkpoint(tmp_path / name / "checkpoint.safetensors")[0] for name in ("run", "straight"))
+    assert same(a, b)
+    assert 10 < int(a["loss_scale.skipped"]) < 40
+    del a["loss_scale.skipped"]
+    save_checkpoint(
+        tmp_path / "run" / "checkpoint.safetensors",
+        a,
+        load_checkpoint(tmp_path / "straight" / "checkpoint.safetensors")[1],
+    )
+    (tmp_path / "run" / "checkpoint-previous.safetensors").unlink()
+    with pytest.raises(FormatError, match="skipped is only in one of the two"):
+        run("run", 40)
 
 
 @pytest.mark.parametrize("at", [4, 5, 12])

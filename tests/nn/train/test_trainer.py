@@ -279,6 +279,33 @@ def test_bfloat16_trains_parameters_of_float32():
     assert history.losses != fit(made(), *spiral(64, 0), with_(steps=60)).losses
 
 
+def test_float16_trains_with_a_loss_scale_that_the_history_shows(tmp_path):
+    config = with_(precision="float16", steps=60, folder=str(tmp_path / "run"))
+    history = fit(made(), *spiral(64, 0), config, validation=spiral(64, 1))
+    assert history.losses[-1] < history.losses[0]
+    assert history.records[-1].loss_scale == 2.0**16
+    assert "loss scale     65,536, 0 steps skipped" in str(history)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["loss_scale"] == 2.0**16
+    expected = fit(made(), *spiral(64, 0), with_(steps=60)).losses
+    torch.testing.assert_close(torch.tensor(history.losses), torch.tensor(expected), rtol=2e-2, atol=2e-2)
+
+
+def test_overflows_in_float16_are_skipped_until_no_scale_avoids_them():
+    class Overflowing(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            if y.requires_grad:  # not in evaluations
+                y.register_hook(lambda gradient: gradient * float("inf"))
+            return y
+
+    trainer = Trainer(made(Overflowing, 2, 3), with_(precision="float16", steps=60))
+    with pytest.raises(DivergenceError, match=r"diverged at step 34: loss \d\.\d+, gradient norm (inf|nan)"):
+        trainer.fit(*spiral(64, 0))
+    assert [record.skipped for record in trainer.history.records] == [True] * 33  # at 2**16 to 2**-16
+    assert trainer.history.records[-1].grad_norm == 0.0
+
+
 def test_gradients_are_clipped_to_the_norm():
     x = torch.full((16, 1), 100.0)
     model = made(nn.Linear, 1, 1, bias=False)
@@ -661,7 +688,7 @@ def test_tensorboard_that_is_not_there_names_the_extra(tmp_path, monkeypatch):
         ({"warmup": 1.5}, "warmup must be a fraction, 0 to 1, got 1.5"),
         ({"beta2": 1.0}, "beta2 must be below 1, got 1.0"),
         ({"schedule": "steps"}, "schedule must be cosine or linear or constant, got 'steps'"),
-        ({"precision": "float16"}, "precision must be auto or float32 or bfloat16 or fp8, got 'float16'"),
+        ({"precision": "float8"}, "precision must be auto or float32 or bfloat16 or float16 or fp8, got 'float8'"),
         ({"optimizer": "lion"}, "optimizer must be adamw or sgd, got 'lion'"),
         ({"recompute": "blocks.*"}, r"recompute must be a tuple of strings, got 'blocks\.\*'"),
         ({"seed": 2**63}, r"seed must be 0 to 2\*\*63 - 1"),

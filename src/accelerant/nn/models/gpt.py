@@ -261,7 +261,7 @@ class GPT(LanguageModel):
 
     def can_cache(self) -> bool:
         if any(
-            type(block) is not TransformerBlock or type(block.attention) is not MultiHeadAttention
+            type(block) is not TransformerBlock or type(block.attention) is not MultiHeadAttention or not block.is_gpt2
             for block in self.blocks
         ):
             return False

@@ -26,6 +26,7 @@ from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.environment import random_state, require_random, restore_random
 from accelerant.nn.train.objective import Evaluation
 from accelerant.nn.train.optim import load_optimizer, optimizer_state, require_optimizer_tensors
+from accelerant.nn.train.step import LossScale
 from accelerant.runtime.files import clipped, decode_json, open_regular, remove_leftovers, typed, write_atomic
 from accelerant.runtime.memory.limits import size_text
 
@@ -234,7 +235,7 @@ _MAY_DIFFER = frozenset({
 
 
 def gathered(
-    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, scale: LossScale | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what the next step depends on besides data: tensors, and JSON values; raise UnsupportedCase for others."""
     tensors = {}
@@ -244,6 +245,8 @@ def gathered(
         tensors[f"model.{name}"] = value
     states, numbers = optimizer_state(model, optimizer)
     tensors |= {f"optimizer.{name}": value for name, value in states.items()}
+    if scale is not None:
+        tensors |= {f"loss_scale.{name}": value for name, value in scale.state().items()}
     drawn, rest = random_state(device)
     tensors |= {f"random.{name}": value for name, value in drawn.items()}
     return tensors, {"optimizer": numbers, "optimizer_class": type(optimizer).__name__, "random": rest}
@@ -251,7 +254,7 @@ def gathered(
 
 def restored(
     path: Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any], model: nn.Module,
-    optimizer: torch.optim.Optimizer, device: torch.device,
+    optimizer: torch.optim.Optimizer, device: torch.device, scale: LossScale | None = None,
 ) -> None:  # fmt: skip
     """Check and restore the result of `gathered`; raise FormatError if it is of another model or shape."""
     own = {f"model.{name}": value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
@@ -263,6 +266,10 @@ def restored(
         raise FormatError(f"checkpoint {path} is of another optimizer: {wanted}, got {kind}")
     drawn, rest = _part("random", tensors), document.get("random", {})
     require_random(path, drawn, rest, device)
+    if scale is not None:
+        scales = _part("loss_scale", tensors)
+        require_same_shapes(path, scales, scale.state())
+        scale.load(scales)
     model.load_state_dict(_part("model", tensors))
     load_optimizer(model, optimizer, states, document.get("optimizer", {}))
     restore_random(drawn, rest, device)  # last: loading may draw numbers

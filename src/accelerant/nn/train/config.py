@@ -16,7 +16,7 @@ __all__ = ["PRESETS", "RunConfig", "TrainConfig", "preset"]
 
 OptimizerName = Literal["adamw", "sgd"]
 Schedule = Literal["cosine", "linear", "constant"]
-Precision = Literal["auto", "float32", "bfloat16", "fp8"]
+Precision = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
 GraphUse = Literal["auto", "on", "off"]
 Log = Literal["jsonl", "tensorboard"]
 TokenizerName = Literal["bytes", "bpe"]
@@ -87,7 +87,8 @@ class TrainConfig:
         beta1, beta2, eps: of AdamW.
         momentum: of SGD.
         clip: maximum norm of all gradients together; 0 for no clipping.
-        precision: "float32"; "bfloat16" for autocast with unchanged parameters; "fp8" for bfloat16 with the linear
+        precision: "float32"; "bfloat16" for autocast with unchanged parameters; "float16" for the same with a loss
+            scale that adapts on the device (see LossScale in step.py); "fp8" for bfloat16 with the linear
             products of accelerant.nn's blocks in 8-bit floating point, on a GPU of compute capability 8.9 or later
             (evaluations use bfloat16); "auto" for bfloat16 on a GPU with native support, else float32.
         recompute: patterns of module names ("blocks.*") whose activations are recomputed in the backward pass instead

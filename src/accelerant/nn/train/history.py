@@ -48,6 +48,8 @@ class StepRecord:
         validation_loss: after the step, if it was evaluated.
         samples_per_s: rows of the step over its time, if the data are not tokens.
         validation: metrics measured with the validation loss, by name.
+        loss_scale: factor of the loss in float16.
+        skipped: True if a gradient overflowed, so that the step changed nothing; its grad_norm is 0.
     """
 
     step: int
@@ -60,6 +62,8 @@ class StepRecord:
     validation_loss: float | None = None
     samples_per_s: float | None = None
     validation: Mapping[str, float] | None = None
+    loss_scale: float | None = None
+    skipped: bool | None = None
 
     def to_json(self) -> str:
         """Return one line with all values but None."""
@@ -164,6 +168,7 @@ class PendingStep:
     grad_norm: Tensor
     learning_rate: float
     ms: Callable[[], float]
+    loss_scale: Tensor | None = None
 
 
 def reserved_memory_bytes(device: torch.device) -> int:
@@ -340,6 +345,15 @@ class History:
         return [record.loss for record in self.records]
 
     @property
+    def loss_scale(self) -> str:
+        """The last factor of the loss in float16 and the number of skipped steps, as text; empty without one."""
+        value = self.records[-1].loss_scale if self.records else None
+        if value is None:
+            return ""
+        skipped = sum(record.skipped is True for record in self.records)
+        return f"{value:{',.0f' if value >= 1 else 'g'}}, {skipped:,} steps skipped"
+
+    @property
     def best(self) -> Evaluation | None:
         """The evaluation with the lowest loss, the earliest of several; None if there is none or all are NaN."""
         comparable = [evaluation for evaluation in self.evaluations if not math.isnan(evaluation.loss)]
@@ -373,6 +387,8 @@ class History:
         rows = []
         if self.records:
             rows.append(("training loss", f"{self.records[0].loss:.4f} -> {self.records[-1].loss:.4f}"))
+        if self.loss_scale:
+            rows.append(("loss scale", self.loss_scale))
         if self.best is not None:
             parts = ", ".join(f"{name} {value:.4f}" for name, value in self.metrics.items())
             rows.append(("held out", f"{parts}; best loss {self.best.loss:.4f} at step {self.best.step:,}"))

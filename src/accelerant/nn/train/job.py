@@ -471,6 +471,8 @@ class _TextRun:
         more = self._extension.results()
         if more:
             summary[self._extension.name] = more
+        if history.loss_scale:
+            summary["loss_scale"] = history.loss_scale
         if history.reason:
             summary["stopped"] = history.reason
         if self._trainer.profile:

@@ -62,7 +62,7 @@ class NanDiagnosis:
         self._handle: Any = None
         self._initial: tuple[dict[str, Tensor], dict[str, Any]] | None = None
         if active and not self._checks and not start:
-            tensors, values = gathered(trainer.model, trainer.optimizer, trainer.device)
+            tensors, values = gathered(trainer.model, trainer.optimizer, trainer.device, trainer.loss_scale)
             self._initial = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}, values
 
     def __enter__(self) -> NanDiagnosis:
@@ -123,9 +123,13 @@ class NanDiagnosis:
         return f"{find_not_finite(self._trainer.model, loss, parts)}; {self._last_good()}"
 
     def _check(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Raise NotFinite before an update on the CPU if the loss or a gradient is not finite."""
+        """Raise NotFinite before an update on the CPU if the loss or a gradient is not finite.
+
+        With a loss scale gradients may overflow; _Run._flush decides what that means.
+        """
         grads = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-        norms = torch._foreach_norm([grad for grad in grads if not grad.is_sparse])
+        dense = [] if self._trainer.loss_scale is not None else [grad for grad in grads if not grad.is_sparse]
+        norms = torch._foreach_norm(dense) if dense else ()
         norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
         parts, values = [batch for batch, _ in self._computed], [float(value) for _, value in self._computed]
         weights = self._trainer.objective.weigh(parts) if len(parts) > 1 else None
@@ -148,7 +152,8 @@ class NanDiagnosis:
             position, path = document.get("position", {}), str(self._checkpoints.path)
         else:
             return None
-        restored(Path(path), tensors, document, trainer.model, trainer.optimizer, trainer.device)
+        scale = trainer.loss_scale
+        restored(Path(path), tensors, document, trainer.model, trainer.optimizer, trainer.device, scale)
         step.reset()
         start = int(document.get("step", 0))
         batches = self._source.batches(range(start, failed + 1), position, pin=False)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from accelerant import ops
@@ -75,7 +74,7 @@ def mse(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the mean squared error; raise ShapeError if the shapes differ."""
     if outputs.shape != targets.shape:
         raise ShapeError(f"mse needs outputs like the targets, got {tuple(outputs.shape)} and {tuple(targets.shape)}")
-    return F.mse_loss(outputs.float(), targets.float())
+    return ops.mse_loss(outputs.float(), targets.float())
 
 
 _IGNORED = -100  # the target to ignore, as in torch
@@ -175,6 +174,8 @@ class Objective:
 def precision_of(config: TrainConfig, device: torch.device) -> torch.dtype | None:
     """Return the dtype of autocast; None for the parameters' own."""
     native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    if config.precision == "float16":
+        return torch.float16
     low = config.precision in ("bfloat16", "fp8") or (config.precision == "auto" and native)
     return torch.bfloat16 if low else None
 

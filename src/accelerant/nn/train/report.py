@@ -86,6 +86,8 @@ def _facts(summary: Mapping[str, Any]) -> str:
         ("Peak memory", _bytes(summary["peak_memory_bytes"]), memory),
         ("Time", f"{summary['seconds']:,.0f} s", "in all"),
     ]
+    if summary.get("loss_scale"):
+        items.append(("Loss scale", *summary["loss_scale"].split(", ", 1)))
     return facts(items)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import fnmatch
 import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,7 +32,9 @@ from accelerant.nn.train.data import Batch
 from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.streams.graphs import Graph
 
-__all__ = ["EAGER_STEPS", "GraphedStep", "Same", "StepResult", "TrainStep", "recomputed", "require_scalar"]
+__all__ = [
+    "EAGER_STEPS", "GraphedStep", "LossScale", "Same", "StepResult", "TrainStep", "recomputed", "require_scalar",
+]  # fmt: skip
 
 # --- steps as CUDA graphs --------------------------------------------------------------------------------------------
 
@@ -177,11 +179,57 @@ class StepResult(NamedTuple):
 
     Attributes:
         loss: the mean over the batches of the step.
-        grad_norm: Euclidean norm of all gradients, before clipping.
+        grad_norm: Euclidean norm of all gradients, before clipping; not finite if the step was skipped (see LossScale).
     """
 
     loss: Tensor
     grad_norm: Tensor
+
+
+class LossScale:
+    """The factor of the loss in float16, which keeps small gradients above float16's smallest numbers.
+
+    A step whose gradients are not finite changes nothing and halves the factor; after `interval` other steps in a row
+    it doubles. All of this happens on the device, in a captured step too. Source: Micikevicius et al. 2018,
+    arXiv:1710.03740, section 3.2, with the constants of torch.amp.GradScaler.
+
+    Args:
+        device: of the parameters.
+        initial: the first factor, above 0.
+        interval: steps without an overflow after which it doubles.
+
+    Attributes:
+        value: the factor of the next step, a float32 scalar on the device.
+        good_steps: int32 scalar, steps since its last change.
+        skipped: int32 scalar, steps that changed nothing.
+    """
+
+    SMALLEST = 2.0**-16
+    """Overflows at a smaller factor have another cause, and end a training."""
+
+    def __init__(self, device: torch.device, initial: float = 2.0**16, interval: int = 2000) -> None:
+        if not (initial > 0 and initial < float("inf")) or interval < 1:
+            raise ConfigError(
+                f"a loss scale needs a finite factor above 0 and an interval of 1, got {initial}, {interval}"
+            )
+        self.interval = interval
+        self.value = torch.tensor(initial, dtype=torch.float32, device=device)
+        self.good_steps, self.skipped = torch.zeros(2, dtype=torch.int32, device=device).unbind()
+
+    def update(self, grad_norm: Tensor) -> None:
+        """Adapt the factor to the gradients' norm in the step that used it."""
+        overflow = grad_norm.isfinite().logical_not().float().reshape(())
+        self.skipped += overflow.int()
+        torch._amp_update_scale_(self.value, self.good_steps, overflow, 2.0, 0.5, self.interval)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the tensors that a checkpoint keeps; `load` copies into them."""
+        return {"value": self.value, "good_steps": self.good_steps, "skipped": self.skipped}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Restore the result of `state`."""
+        for name, tensor in self.state().items():
+            tensor.copy_(state[name])
 
 
 def require_scalar(loss: Any) -> Tensor:
@@ -209,17 +257,20 @@ class TrainStep(GraphedStep):
         accumulate: batches in a step; the gradient is that of the mean of their losses.
         weigh: called with a step's batches if there are several; returns the weights of their losses in that mean,
             (accumulate,) on their device, 0 for one to ignore even if its loss is NaN; None for equal weights.
-        precision: bfloat16 for autocast, with each matrix cast once per step; float8_e4m3fn for bfloat16 with the
-            linear products of accelerant.nn's blocks in 8 bits (forward, and the gradient of their input); None for the
-            parameters' own dtype.
+        precision: bfloat16 for autocast, with each matrix cast once per step; float16 for the same with a loss scale;
+            float8_e4m3fn for bfloat16 with the linear products of accelerant.nn's blocks in 8 bits (forward, and the
+            gradient of their input); None for the parameters' own dtype.
+        loss_scale: for float16; None for a new one.
         graph: True to capture the step, False not to, None to capture on a CUDA device in a process that trains alone.
             If a capture is impossible, steps run eagerly and the ledger has the reason.
 
     Attributes:
         captured: whether steps are replays by now.
+        loss_scale: that of float16; None in other precisions.
 
     Raises:
-        ConfigError: an unsupported value.
+        ConfigError: an unsupported value; in float16 parameters of that dtype, or an optimizer that cannot skip a step
+            on the device (torch's can with fused=True).
 
     While a graph is replayed, hooks and Python code of the model do not run, batches must keep their shapes (one of
     another shape runs eagerly), and `.grad` holds the gradients of the last step as usual. Call `reset` after a change
@@ -230,17 +281,14 @@ class TrainStep(GraphedStep):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Callable[..., Tensor], *,
         max_grad_norm: float | None = None, accumulate: int = 1,
         weigh: Callable[[Sequence[Sequence[Tensor]]], Tensor | None] | None = None,
-        precision: torch.dtype | None = None, graph: bool | None = None,
+        precision: torch.dtype | None = None, graph: bool | None = None, loss_scale: LossScale | None = None,
     ) -> None:  # fmt: skip
         if accumulate < 1:
             raise ConfigError(f"accumulate must be at least 1, got {accumulate}")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ConfigError(f"max_grad_norm must be above 0, or None; got {max_grad_norm}")
-        if precision not in (None, torch.float32, torch.bfloat16, torch.float8_e4m3fn):
-            raise ConfigError(
-                f"precision must be bfloat16, float8_e4m3fn, float32 or None, got {precision}; "
-                "float16 needs a loss scale"
-            )
+        if precision not in (None, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+            raise ConfigError(f"precision must be bfloat16, float16, float8_e4m3fn, float32 or None, got {precision}")
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.accumulate = accumulate
         self._weigh = weigh if accumulate > 1 else None
@@ -259,11 +307,22 @@ class TrainStep(GraphedStep):
         if precision == torch.float8_e4m3fn:
             require_float8(device)
             precision, low = torch.bfloat16, LowWeights(torch.bfloat16, float8_weights(model))
-        elif precision == torch.bfloat16:
+        elif precision in (torch.bfloat16, torch.float16):
             low = LowWeights(precision)
+        self.loss_scale = self._checked_scale(loss_scale, device) if precision == torch.float16 else None
         super().__init__("train_step", "training", model, optimizer, device, None if low is None else precision, low)
         self._decide(graph, self._obstacle_of(automatic=graph is None))
         self.reset()
+
+    def _checked_scale(self, scale: LossScale | None, device: torch.device) -> LossScale:
+        if any(param.dtype == torch.float16 for param in self._params):
+            raise ConfigError("float16 training keeps parameters in float32, and casts them: call model.float() first")
+        if not getattr(self.optimizer, "_step_supports_amp_scaling", False):
+            raise ConfigError(
+                f"float16 needs an optimizer that can skip a step on the device, not {type(self.optimizer).__name__}: "
+                "use accelerant.nn.optim, or fused=True"
+            )
+        return LossScale(device) if scale is None else scale
 
     def reset(self) -> None:
         """Discard the captured step; the next steps run eagerly and are captured again."""
@@ -323,6 +382,7 @@ class TrainStep(GraphedStep):
 
     def _run(self, batches: Sequence[Sequence[Tensor]]) -> Tensor:
         """Run the whole step, eagerly or under capture; return the loss and the norm, (2,) float32."""
+        scale = self.loss_scale
         self.optimizer.zero_grad(set_to_none=True)
         total: Tensor | None = None
         weights = None if self._weigh is None else self._weigh(batches)
@@ -334,16 +394,34 @@ class TrainStep(GraphedStep):
                         loss = torch.where(weights[number] == 0, torch.zeros_like(loss), loss) * weights[number]
                     elif self.accumulate > 1:
                         loss = loss / self.accumulate
-                loss.backward()
+                (loss if scale is None else loss.float() * scale.value).backward()
                 total = loss.detach() if total is None else total + loss.detach()
-        if self._own:
-            self.optimizer.step()
-            norm = self.optimizer.grad_norm  # type: ignore[attr-defined]  # of MultiTensorOptimizer
-        else:
-            norm = clip_grad_norm_(self._params, self._max_norm)
-            self.optimizer.step()
-        assert total is not None and norm is not None  # noqa: PT018  for the type checker: both are set
+        norm = self._update()
+        assert total is not None  # for the type checker: there is at least one batch
+        if scale is not None:
+            scale.update(norm)
         return torch.stack([total.float().reshape(()), norm.float().to(total.device)])
+
+    def _update(self) -> Tensor:
+        """Clip and update; return the gradients' norm, without the loss scale."""
+        optimizer: Any = self.optimizer
+        scale = self.loss_scale
+        if self._own:
+            optimizer.grad_scale = None if scale is None else scale.value  # it skips the step by the norm
+            optimizer.step()
+            optimizer.grad_scale = None  # for steps outside
+            norm: Tensor = optimizer.grad_norm
+            return norm
+        if scale is not None:
+            grads = [param.grad for param in self._params if param.grad is not None]
+            torch._foreach_mul_(grads, scale.value.double().reciprocal().float())
+        norm = clip_grad_norm_(self._params, self._max_norm)
+        if scale is not None:
+            optimizer.grad_scale, optimizer.found_inf = None, norm.isfinite().logical_not().float().reshape(())
+        optimizer.step()
+        if scale is not None:
+            del optimizer.grad_scale, optimizer.found_inf
+        return norm
 
     def _moved_all(self, batches: Sequence[Batch]) -> list[list[Tensor]]:
         return [self._moved(batch) for batch in batches]
@@ -445,7 +523,7 @@ def recomputed(model: nn.Module, patterns: Sequence[str]) -> Iterator[None]:
 
 
 def _checkpointed(forward: Any, module: nn.Module) -> Any:
-    draws = not all(type(child) in DRAW_NOTHING for child in module.modules())
+    draws = any(type(child) not in DRAW_NOTHING or getattr(child, "dropout", 0.0) for child in module.modules())
 
     def run(*args: Any, **options: Any) -> Any:
         if not module.training:

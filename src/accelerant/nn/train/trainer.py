@@ -54,7 +54,7 @@ from accelerant.nn.train.history import (
 from accelerant.nn.train.nan_diagnosis import NanDiagnosis, NotFinite
 from accelerant.nn.train.objective import Evaluation, Loss, Metric, Objective, autocast, evaluate, precision_of
 from accelerant.nn.train.optim import MakeOptimizer, learning_rate, make_optimizer
-from accelerant.nn.train.step import TrainStep, recomputed
+from accelerant.nn.train.step import LossScale, TrainStep, recomputed
 from accelerant.runtime import registry
 from accelerant.runtime.files import clipped
 from accelerant.runtime.ledger import ledger
@@ -97,6 +97,7 @@ class Trainer:
     Attributes:
         objective: the loss of a batch.
         precision: the dtype of autocast; None for the parameters' own.
+        loss_scale: the LossScale of float16; None in other precisions.
         history: of the current or last run.
         profile: time by kernel, if a profile was taken.
         step: replaces TrainStep (see callbacks.Extension); None.
@@ -127,6 +128,7 @@ class Trainer:
         if self.config.log == "tensorboard":
             self.callbacks.append(TensorBoard(Path(self.config.folder) / "tensorboard"))
         self.precision = precision_of(self.config, self.device)
+        self.loss_scale = LossScale(self.device) if self.precision == torch.float16 else None
         self.history = History()
         self.profile: list[KernelTime] = []
         self.step: Step | None = None
@@ -358,6 +360,7 @@ class _Run:
                     max_grad_norm=config.clip or None, accumulate=config.accumulate, weigh=trainer.objective.weigh,
                     precision=torch.float8_e4m3fn if config.precision == "fp8" else trainer.precision,
                     graph={"auto": None, "on": True, "off": False}[config.graph] if source.fixed else False,
+                    loss_scale=trainer.loss_scale,
                 )  # fmt: skip
             pin = trainer.device.type == "cuda"
             batches = stack.enter_context(closing(source.batches(range(start, total), position, pin=pin)))
@@ -402,9 +405,10 @@ class _Run:
             trainer.notify("before_step", done)
             rate = self._rate(done)
             moved = [tuple(tensor.to(device, non_blocking=True) for tensor in part) for part in parts]
+            scale = None if trainer.loss_scale is None else trainer.loss_scale.value.clone()
             result = step(split(moved, self._source.micro_batch), rate)
             done += 1
-            self._pending.append(PendingStep(done, result.loss, result.grad_norm, rate, timer.lap()))
+            self._pending.append(PendingStep(done, result.loss, result.grad_norm, rate, timer.lap(), scale))
             evaluating = done in self._evaluate_at
             if evaluating:
                 self._flush(evaluate_after=done)
@@ -446,14 +450,20 @@ class _Run:
         self._flushed_at = time.monotonic()
         if not pending:
             return
-        numbers = torch.stack([torch.stack([step.loss, step.grad_norm]) for step in pending]).tolist()
+        numbers = torch.stack(
+            [
+                torch.stack([x for x in (step.loss, step.grad_norm, step.loss_scale) if x is not None])
+                for step in pending
+            ]
+        ).tolist()
         if self._trainer.device.type != "cpu" or self._flushed_at - self._peak[0] > _PEAK_EVERY_S:
             self._peak = self._flushed_at, peak_memory_bytes(self._trainer.device)
         peak = self._peak[1]
         records: list[StepRecord] = []
         failure: NotFinite | None = None
-        for step, (loss, norm) in zip(pending, numbers, strict=True):
-            if not (math.isfinite(loss) and math.isfinite(norm)):
+        for step, (loss, norm, *scale) in zip(pending, numbers, strict=True):
+            skipped = bool(scale) and not math.isfinite(norm) and scale[0] >= LossScale.SMALLEST
+            if not (math.isfinite(loss) and (skipped or math.isfinite(norm))):
                 failure = NotFinite(step.step - 1, loss, norm)
                 break
             evaluation = self._evaluate(evaluate_after) if evaluate_after and step is pending[-1] else None
@@ -461,8 +471,9 @@ class _Run:
             speed = round(self._source.per_step / (ms / 1e3), 1)
             record = StepRecord(
                 step=step.step, loss=loss, tokens_per_s=speed if tokens else None, ms=round(ms, 3),
-                peak_memory_bytes=peak, learning_rate=step.learning_rate, grad_norm=norm,
-                samples_per_s=None if tokens else speed,
+                peak_memory_bytes=peak, learning_rate=step.learning_rate, grad_norm=0.0 if skipped else norm,
+                samples_per_s=None if tokens else speed, loss_scale=scale[0] if scale else None,
+                skipped=skipped or None,
             )  # fmt: skip
             if evaluation is not None:
                 record = replace(record, validation_loss=evaluation.loss, validation=evaluation.metrics or None)
@@ -500,7 +511,7 @@ class _Run:
         if self._checkpoints is None:
             return
         trainer, history = self._trainer, self.history
-        tensors, values = gathered(trainer.model, trainer.optimizer, trainer.device)
+        tensors, values = gathered(trainer.model, trainer.optimizer, trainer.device, trainer.loss_scale)
         states = [(type(callback).__name__, dict(callback.state())) for callback in trainer.callbacks]
         document = {
             **values, "step": step, "total_steps": history.total_steps, "data": self._fingerprint,
@@ -526,7 +537,7 @@ class _Run:
         before, total = document.get("total_steps", history.total_steps), history.total_steps
         if document["step"] > total:
             raise FormatError(f"checkpoint {path} is of step {document['step']}, of {total}")
-        restored(path, tensors, document, trainer.model, trainer.optimizer, trainer.device)
+        restored(path, tensors, document, trainer.model, trainer.optimizer, trainer.device, trainer.loss_scale)
         self._best.restore(document.get("best", {}))
         remaining = list(trainer.callbacks)  # states of one class are restored in the order of its callbacks
         for name, state in document.get("callbacks", []):

@@ -101,7 +101,7 @@ FAMILY = {"attention": _ATTENTION, "attention_varlen": _VARLEN}
 
 def compilation(
     kernel: str, kind: str, width: int, capability: tuple[int, int], *, causal: bool = True, window: int = -1,
-    packed: bool = False,
+    packed: bool = False, mask: str | None = None,
 ) -> Compilation:  # fmt: skip
     """Return a kernel's specialisation as a device of this compute capability launches it."""
     dtype = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}[kind]
@@ -109,7 +109,7 @@ def compilation(
     types = {"*": kind, "lse_ptr": "*fp32", "delta_ptr": "*fp32", "scale": "fp32"}
     cu = dict.fromkeys(("cu_q_ptr", "cu_k_ptr"), "*i32" if packed else None)
     fixed = constants(plan, width, causal, window, upcast=dtype == torch.bfloat16 and capability < (8, 0))
-    return specialised(_KERNELS[kernel], {**types, **cu}, fixed, plan.num_warps, plan.num_stages)
+    return specialised(_KERNELS[kernel], {**types, **cu, "mask_ptr": mask}, fixed, plan.num_warps, plan.num_stages)
 
 
 # The first of each kernel is compiled for every target, so it fits in the smallest shared memory.
@@ -122,5 +122,7 @@ KERNELS = tuple(
         compilation(kernel, "*bf16", 128, (9, 0), causal=False, window=64, packed=True),
         compilation(kernel, "*bf16", 256, (9, 0)),
         compilation(kernel, "*fp32", 64, (9, 0)),
+        compilation(kernel, "*bf16", 64, (9, 0), causal=False, mask="*u8"),
+        compilation(kernel, "*bf16", 128, (9, 0), mask="*bf16"),
     )
 )

@@ -15,7 +15,8 @@ from torch import Tensor
 from accelerant.ops.attention.launch import like, with_rows
 
 __all__ = [
-    "attend", "dense_backward", "torch_backward", "torch_forward", "unfolded", "with_layout_of", "with_layouts_of",
+    "HIDDEN", "attend", "dense_backward", "torch_backward", "torch_forward", "unfolded", "with_layout_of",
+    "with_layouts_of",
 ]  # fmt: skip
 
 aten = torch.ops.aten
@@ -39,8 +40,9 @@ def with_layouts_of(inputs: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int, seen: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int, seen: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute attention with a materialised score matrix, by functions that torch differentiates any number of times.
 
     Args:
@@ -48,6 +50,7 @@ def attend(
         k, v: (B, Hkv, Skv, D).
         causal, scale, window: as the op's; window -1 for none.
         seen: (S, Skv) bool mask, in place of causal and window.
+        mask: as the op's, of four dimensions.
 
     Returns:
         o in q's dtype, and lse, float32 (float64 for float64).
@@ -57,6 +60,11 @@ def attend(
     grouped = q.to(wide).unflatten(1, (Hkv, q.shape[1] // Hkv))
     scores = (grouped @ k.to(wide).unsqueeze(2).transpose(-1, -2)) * scale
     seen = _mask(S, Skv, causal, window, q.device) if seen is None else seen
+    if mask is not None:
+        heads = (1, 1) if mask.shape[1] == 1 else (Hkv, q.shape[1] // Hkv)
+        visible, added = _split(mask.unflatten(1, heads))
+        seen = visible if seen is None else visible & seen
+        scores = scores if added is None else scores + added.to(wide)
     blind = None
     if seen is not None:
         blind = ~seen.any(-1, keepdim=True)
@@ -70,6 +78,18 @@ def attend(
     return o.flatten(1, 2), lse.flatten(1, 2)
 
 
+def _split(mask: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return which keys a mask leaves visible, and the numbers to add to scores, 0 where it hides; None for a bool."""
+    if mask.dtype == torch.bool:
+        return mask, None
+    visible = ~(mask <= HIDDEN)
+    return visible, torch.where(visible, mask, 0.0)
+
+
+HIDDEN = -1e30
+"""Numbers of a mask up to this hide a key as -inf does, such as the smallest of float32 and of bfloat16."""
+
+
 def _mask(S: int, Skv: int, causal: bool, window: int, device: torch.device) -> Tensor | None:
     """Return which key each query sees, (S, Skv) bool; None if each sees all."""
     if not causal and window < 0:
@@ -80,14 +100,22 @@ def _mask(S: int, Skv: int, causal: bool, window: int, device: torch.device) -> 
     return seen & (key >= position - window) if causal and window >= 0 else seen
 
 
-def _additive(q: Tensor, k: Tensor, causal: bool, window: int) -> tuple[bool, Tensor | None]:
+def _additive(
+    q: Tensor, k: Tensor, causal: bool, window: int, mask: Tensor | None = None
+) -> tuple[bool, Tensor | None]:
     """Return the arguments is_causal and attn_mask of torch's CPU function."""
     S, Skv = q.shape[2], k.shape[2]
-    if window < 0 and (not causal or Skv == S):
+    if mask is None and window < 0 and (not causal or Skv == S):
         return causal, None
     seen = _mask(S, Skv, causal, window, q.device)
-    assert seen is not None  # by the condition above
-    return False, q.new_zeros(S, Skv).masked_fill_(~seen, -math.inf)
+    if mask is None:
+        assert seen is not None  # by the condition above
+        return False, q.new_zeros(S, Skv).masked_fill_(~seen, -math.inf)
+    visible, added = _split(mask)
+    visible = visible if seen is None else visible & seen
+    added = q.new_zeros(()) if added is None else added.to(q.dtype)
+    shape = torch.broadcast_shapes(visible.shape, (1, 1, S, Skv))
+    return False, torch.where(visible, added, -math.inf).expand(shape)
 
 
 def _grouped(q: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
@@ -122,18 +150,21 @@ def unfolded(o: Tensor, q: Tensor) -> Tensor:
     return unfolded_o
 
 
-def torch_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> tuple[Tensor, Tensor]:
+def torch_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return o in q's layout, and lse (B, Hq, S), contiguous."""
     B, Hq, S, _ = q.shape
     Hkv, Skv = k.shape[1], k.shape[2]
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     if not q.numel() or not k.numel():
         return like(q).zero_(), q.new_full((B, Hq, S), -math.inf, dtype=wide)
-    if q.device.type != "cpu":
-        o, lse = attend(q, k, v, causal, scale, window)
+    if q.device.type != "cpu" or (mask is not None and Hq != Hkv):
+        o, lse = attend(q, k, v, causal, scale, window, mask=mask)
         return with_layout_of(q, o), lse.contiguous()
-    flag, mask = _additive(q, k, causal, window)
-    folded = _folds(q, k, v)
+    masked = mask is not None
+    flag, mask = _additive(q, k, causal, window, mask)
+    folded = not masked and _folds(q, k, v)
     args = _arguments(q, k, v, folded=folded)
     o, lse = _forward(*args, 0.0, flag, attn_mask=mask, scale=scale)
     if folded:
@@ -141,24 +172,30 @@ def torch_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, w
     elif Hq != Hkv:
         o, lse = o.reshape(q.shape), lse.reshape(B, Hq, S)
     lse = lse.contiguous()
-    if causal and Skv < S:
+    if masked:
+        assert mask is not None  # for the type checker: made from the op's
+        blind = (mask == -math.inf).all(-1)
+        o, lse = o.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -math.inf)
+    elif causal and Skv < S:
         lse[:, :, : S - Skv] = -math.inf
     return with_layout_of(q, o), lse
 
 
 def torch_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float, window: int
-) -> tuple[Tensor, ...]:
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float, window: int,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Return dq, dk and dv, in the layouts of q, k and v."""
     Hq, Hkv = q.shape[1], k.shape[1]
     if not q.numel() or not k.numel():
         return tuple(torch.empty_like(x).zero_() for x in (q, k, v))
-    if q.device.type != "cpu":
-        return with_layouts_of((q, k, v), dense_backward(do, q, k, v, o, lse, causal, scale, window))
-    flag, mask = _additive(q, k, causal, window)
-    if causal and q.shape[2] > k.shape[2]:
+    if q.device.type != "cpu" or (mask is not None and Hq != Hkv):
+        return with_layouts_of((q, k, v), dense_backward(do, q, k, v, o, lse, causal, scale, window, mask))
+    masked = mask is not None
+    flag, mask = _additive(q, k, causal, window, mask)
+    if masked or (causal and q.shape[2] > k.shape[2]):
         lse = lse.masked_fill(lse == -math.inf, 0)
-    folded = _folds(q, k, v, o)
+    folded = not masked and _folds(q, k, v, o)
     args = _arguments(q, k, v, folded=folded)
     do, shape = with_rows(do), args[0].shape
     if folded or Hq != Hkv:
@@ -174,15 +211,21 @@ def torch_backward(
 
 
 def dense_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float, window: int
-) -> tuple[Tensor, ...]:
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float, window: int,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Return dq, dk and dv by the formulas of triton_kernels.py, with a materialised score matrix."""
     wide = lse.dtype
     split = (k.shape[1], q.shape[1] // k.shape[1])
     dos, qs, os = (x.to(wide).unflatten(1, split) for x in (do, q, o))
     ks, vs = (x.to(wide).unsqueeze(2) for x in (k, v))
-    p = (qs @ ks.transpose(-1, -2) * scale - lse.unflatten(1, split).unsqueeze(-1)).exp()
+    scores = qs @ ks.transpose(-1, -2) * scale
     seen = _mask(q.shape[2], k.shape[2], causal, window, q.device)
+    if mask is not None:
+        visible, added = _split(mask.unflatten(1, (1, 1) if mask.shape[1] == 1 else split))
+        seen = visible if seen is None else visible & seen
+        scores = scores if added is None else scores + added.to(wide)
+    p = (scores - lse.unflatten(1, split).unsqueeze(-1)).exp()
     if seen is not None:
         p = p.masked_fill(~seen, 0)
     ds = p * (dos @ vs.transpose(-1, -2) - (dos * os).sum(-1, keepdim=True)) * scale

@@ -164,6 +164,7 @@ class _Problem(NamedTuple):
         batch: number of sequences.
         lse_strides: of lse and delta: batch, head.
         window: -1 for none.
+        mask: bool or numbers that broadcast to (batch, heads, queries, keys), of four dimensions; None for none.
     """
 
     cu: tuple[Tensor, Tensor] | tuple[None, None]
@@ -179,6 +180,7 @@ class _Problem(NamedTuple):
     causal: bool
     scale: float
     window: int
+    mask: Tensor | None = None
 
     def strides(self, *tensors: Tensor) -> tuple[int, ...]:
         """Return the strides of batch, head and row of each tensor."""
@@ -191,14 +193,18 @@ class _Problem(NamedTuple):
     ) -> None:
         """Launch a kernel with a program for each tile of queries of a head, or of keys for "bwd_kv"."""
         queries, keys, dtype, device, window = self.queries, self.keys, self.dtype, self.device, self.window
-        by_keys = kernel == "bwd_kv"
+        by_keys, mask = kernel == "bwd_kv", self.mask
+        mask_strides: tuple[int, ...] = (0, 0, 0, 0)
+        if mask is not None:
+            mask_strides = tuple([0 if n == 1 else step for n, step in zip(mask.shape, mask.stride(), strict=True)])
+            mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
         heads = self.kv_heads if by_keys else self.heads
         if not self.batch or not (keys if by_keys else queries):
             return
         capability = triton_capability(device)
         if plan is None:
             sizes = [next_power_of_2(max(1, size)) for size in (heads * self.batch, queries, keys)]
-            masks = int(self.causal), int(window >= 0), int(self.cu[0] is not None)
+            masks = int(self.causal), int(window >= 0), int(self.cu[0] is not None), *(() if mask is None else (1,))
             plan = TUNED[kernel](
                 device, dtype, (_family(dtype, capability), *sizes, self.width, *masks),
                 lambda plan: self.launch(kernel, tensors, strides, plan),
@@ -209,17 +215,22 @@ class _Problem(NamedTuple):
         group = self.heads // self.kv_heads
         KERNELS[kernel].launch(
             (blocks * heads * self.batch,),
-            (*tensors, *self.cu, queries, keys, heads, group, blocks, self.width, self.scale, window, *strides),
+            (
+                *tensors, *self.cu, mask, queries, keys, heads, group, blocks, self.width, self.scale, window, *strides,
+                *mask_strides,
+            ),
             fixed,
             num_warps=plan.num_warps,
             num_stages=plan.num_stages,
-        )
+        )  # fmt: skip
 
 
-def _dense_problem(q: Tensor, k: Tensor, causal: bool, scale: float, window: int) -> _Problem:
+def _dense_problem(
+    q: Tensor, k: Tensor, causal: bool, scale: float, window: int, mask: Tensor | None = None
+) -> _Problem:
     (B, Hq, S, D), (_, Hkv, Skv, _) = q.shape, k.shape
     lse_strides = (Hq * S, S)
-    return _Problem((None, None), S, Skv, B, Hq, Hkv, lse_strides, D, q.dtype, q.device, causal, scale, window)
+    return _Problem((None, None), S, Skv, B, Hq, Hkv, lse_strides, D, q.dtype, q.device, causal, scale, window, mask)
 
 
 def _packed_problem(
@@ -255,11 +266,12 @@ def as_laid(x: Tensor, y: Tensor) -> Tensor:
 
 
 def launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int, plan: AttentionPlan | None = None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int, plan: AttentionPlan | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return o in q's layout, and lse (B, Hq, S) float32, contiguous."""
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    return _forward(_dense_problem(q, k, causal, scale, window), q, k, v, lse, plan)
+    return _forward(_dense_problem(q, k, causal, scale, window, mask), q, k, v, lse, plan)
 
 
 def launch_varlen_forward(
@@ -284,10 +296,10 @@ def _forward(
 
 def launch_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float, window: int,
-    plans: tuple[AttentionPlan | None, AttentionPlan | None] = (None, None),
+    plans: tuple[AttentionPlan | None, AttentionPlan | None] = (None, None), mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq, dk and dv, in the layouts of q, k and v; deterministic."""
-    return _backward(_dense_problem(q, k, causal, scale, window), do, q, k, v, o, lse, plans)
+    return _backward(_dense_problem(q, k, causal, scale, window, mask), do, q, k, v, o, lse, plans)
 
 
 def launch_varlen_backward(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,15 +16,15 @@ from torch.nn import functional
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._library import autocast_dtype, is_plain, name_of
-from accelerant.ops._refusals import FLOATING, check_dtype, refuses_triton_kernel
+from accelerant.ops._refusals import FLOATING, check_dtype, not_a_tensor, refuses_triton_kernel
 from accelerant.ops.attention import hopper_bwd, hopper_fwd
 from accelerant.ops.attention.backends import CUDNN, EFFICIENT, FLASH, FLASH_4, TORCH, nvidia_capability
-from accelerant.ops.attention.composite import attend, unfolded
+from accelerant.ops.attention.composite import HIDDEN, attend, torch_backward, torch_forward, unfolded
 from accelerant.ops.attention.launch import MAX_WIDTH, launch_backward, launch_forward, like
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.case import rules
 
-__all__ = ["attention", "attention_bwd", "attention_fwd", "causal_by_torch"]
+__all__ = ["attend_by_torch", "attention", "attention_bwd", "attention_fwd"]
 
 _on_cpu: Callable[..., tuple[Tensor, Tensor]] = torch._scaled_dot_product_flash_attention_for_cpu
 
@@ -97,23 +99,40 @@ attention_bwd = Operation(
 
 sdpa_fwd = Operation(
     "sdpa_fwd",
-    (Implementation("torch", partial(functional.scaled_dot_product_attention, is_causal=True), differentiable=True),),
+    (Implementation("torch", functional.scaled_dot_product_attention, differentiable=True),),
     cost=lambda case: _cost(case, products=2, tensors=2),
 )
 
 
-def causal_by_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return torch's scaled_dot_product_attention with a causal mask, recorded by torch's autograd.
+def attend_by_torch(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, mask: Tensor | None = None, dropout: float = 0.0
+) -> Tensor:
+    """Return torch's scaled_dot_product_attention, recorded by torch's autograd.
 
-    For a layer on a CPU, where `attention`, which is differentiable twice, takes longer. The ledger counts the calls
-    with plain tensors.
+    For dropout of the weights, which our kernels do not have, and for a layer on a CPU, where `attention`, which is
+    differentiable twice, takes longer. The ledger counts the calls with plain tensors. Causal positions are aligned at
+    the first query and key; queries that see no key give zeros.
     """
+    blind = None
+    if mask is not None:
+        mask = _checked_mask(mask, q, (*q.shape[:3], k.shape[2]))
+        if causal:
+            seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()
+            mask = mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
+        hidden = ~mask if mask.dtype == torch.bool else mask <= HIDDEN
+        blind = hidden.all(-1, keepdim=True)
+        mask = (mask | blind if mask.dtype == torch.bool else mask.masked_fill(blind, 0.0)).to(
+            torch.bool if mask.dtype == torch.bool else q.dtype
+        )
+    args = q, k, v, mask, dropout, causal and mask is None
     mixed: Tensor
-    if q.is_cpu and not is_compiling() and is_plain(q):
-        mixed = sdpa_fwd(_case(q, k, v, True, 0.0, -1), q, k, v)
+    if not is_compiling() and is_plain(q):
+        words = (*((f"mask {name_of(mask.dtype)}",) if mask is not None else ()), *(("dropout",) if dropout else ()))
+        case = _case(q, k, v, causal, 0.0, -1)
+        mixed = sdpa_fwd(case._replace(options=(*case.options, *words)), *args)
     else:
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return mixed
+        mixed = functional.scaled_dot_product_attention(*args)
+    return mixed if blind is None else mixed.masked_fill(blind, 0.0)
 
 
 # --- the public function ---------------------------------------------------------------------------------------------
@@ -121,7 +140,7 @@ def causal_by_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _torch_equivalent(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, *, window: int | None = None,
-    return_lse: bool = False,
+    return_lse: bool = False, mask: None = None,
 ) -> Tensor:  # fmt: skip
     """Compute attention by torch's CPU function, with contiguous heads folded into the batch for a contiguous result.
 
@@ -137,14 +156,15 @@ def _torch_equivalent(
 
 def _torch_serves(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, *, window: int | None = None,
-    return_lse: bool = False,
+    return_lse: bool = False, mask: Tensor | None = None,
 ) -> bool:  # fmt: skip
     """Return whether torch's function gives the same: equal numbers of heads, in a layout that torch preserves."""
     contiguous = all(x.is_contiguous() for x in (q, k, v))
     heads_last = all(x.transpose(1, 2).is_contiguous() for x in (q, k, v))
     same_mask = window is None and (not causal or q.shape[2] in (1, k.shape[2]))
     nonempty = q.numel() > 0 and k.numel() > 0
-    return nonempty and (contiguous or heads_last) and same_mask and q.shape[1] == k.shape[1] and not return_lse
+    plain = mask is None and not return_lse
+    return nonempty and (contiguous or heads_last) and same_mask and q.shape[1] == k.shape[1] and plain
 
 
 _cpu = CpuFastPath(_torch_equivalent, serves=_torch_serves, by_gradient=True, any_layout=True)
@@ -153,7 +173,7 @@ _cpu = CpuFastPath(_torch_equivalent, serves=_torch_serves, by_gradient=True, an
 @_cpu
 def attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None, *, window: int | None = None,
-    return_lse: bool = False,
+    return_lse: bool = False, mask: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Compute softmax attention: for each query the mean of the values, weighted by softmax of the scaled scores.
 
@@ -169,21 +189,26 @@ def attention(
         scale: factor of the scores; None for 1 / sqrt(D).
         window: hide the keys more than this many before a query's position; None for no limit.
         return_lse: also return the logarithm of the sum of exponentials.
+        mask: broadcasts to (B, Hq, S, Skv), on the device of q. bool: False hides the key. Numbers, in the dtype of q
+            or float32: added to the scaled score; up to -1e30, such as -inf, they hide the key. It applies together
+            with causal and window.
 
     Returns:
         o, (B, Hq, S, D), dtype of q, in q's layout; accumulated in float32 from products in q's dtype. A query that
-        sees no key gives zeros. With return_lse (o, lse): lse[i] = log sum_j exp(s[i, j]), natural logarithm,
-        (B, Hq, S), float32 (float64 for float64), -inf without a visible key; it carries no gradient. Memory is linear
-        in S and Skv. Differentiable twice (the second time with a materialised score matrix). Under torch.autocast q,
-        k and v are cast to the autocast dtype.
+        sees no key, whatever hides them, gives zeros and zero gradients. With return_lse (o, lse): lse[i] = log sum_j
+        exp(s[i, j]), natural logarithm, (B, Hq, S), float32 (float64 for float64), -inf without a visible key; it
+        carries no gradient. Memory is linear in S and Skv. Differentiable twice (the second time with a materialised
+        score matrix). Under torch.autocast q, k and v are cast to the autocast dtype.
 
     Raises:
         ShapeError: incompatible shapes, Hkv that does not divide Hq, tensors on several devices.
         UnsupportedDtype: a dtype not listed above, or several.
         ConfigError: a negative window, or causal is not a bool.
 
-    The kernels take D up to 256; torch's functions serve wider heads. Under forward-mode differentiation and the
-    transforms of torch.func (grad, jvp, vmap, ...) torch's own functions run, which the ledger does not count.
+    The kernels take D up to 256; torch's functions serve wider heads. With a mask our Triton kernels run on a GPU. A
+    mask of numbers that requires a gradient gets it from torch's functions, with a materialised score matrix: the
+    ledger has the call as attention_mask_gradient. Under forward-mode differentiation and the transforms of torch.func
+    (grad, jvp, vmap, ...) torch's own functions run, which the ledger does not count.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, equation 1; Ainslie et al. 2023, arXiv:2305.13245 for shared keys;
     Beltagy et al. 2020, arXiv:2004.05150, section 3.1 for the window.
@@ -197,12 +222,32 @@ def attention(
         raise ShapeError(f"q and k must have the same B and D, and D be at least 1, got {shapes_of(q, k)}")
     check_heads(Hq, Hkv)
     if not isinstance(causal, bool):
-        raise ConfigError(f"attention: causal must be True or False, got {type(causal).__name__}; no mask is taken")
+        raise ConfigError(f"attention: causal must be True or False, got {type(causal).__name__}; a mask goes to mask=")
     # A single query sees all keys, as does a window of Skv - 1: without a mask more implementations can serve.
     causal = causal and S != 1
     scale = D**-0.5 if scale is None else float(scale)
-    o, lse = _attention(q, k, v, causal, scale, checked_window(window, Skv))
+    window = checked_window(window, Skv)
+    if mask is None:
+        o, lse = _attention(q, k, v, causal, scale, window)
+    else:
+        mask = _checked_mask(mask, q, (B, Hq, S, Skv))
+        learned = mask.requires_grad and torch.is_grad_enabled()
+        o, lse = (_learned_mask if learned else _masked)(q, k, v, mask, causal, scale, window)
     return (o, lse) if return_lse else o
+
+
+def _checked_mask(mask: Tensor, q: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the mask with four dimensions."""
+    if not isinstance(mask, Tensor):
+        raise not_a_tensor("attention", "mask", mask)
+    if mask.dtype not in (torch.bool, q.dtype, torch.float32):
+        raise UnsupportedDtype(f"mask must be bool, {name_of(q.dtype)} as q is, or float32; got {name_of(mask.dtype)}")
+    if mask.device != q.device:
+        raise ShapeError(f"mask must be on {q.device}, where q is; it is on {mask.device}")
+    sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    if len(sizes) > 4 or any(size not in (1, whole) for size, whole in zip(sizes, shape, strict=True)):
+        raise ShapeError(f"mask must broadcast to (B, Hq, S, Skv) = {shape}, got {tuple(mask.shape)}")
+    return mask.view(sizes) if mask.dim() < 4 else mask
 
 
 def shapes_of(*tensors: Tensor) -> str:
@@ -303,3 +348,82 @@ _attention = DifferentiableOp(
     cpu=_cpu,
     cpu_case=_cpu_case,
 )
+
+
+# --- with a mask -----------------------------------------------------------------------------------------------------
+
+
+def _masked_case(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, causal: bool, scale: float, window: int) -> Case:
+    plain = _case(q, k, v, causal, scale, window)
+    return plain._replace(options=(*plain.options, f"mask {name_of(mask.dtype)}"))
+
+
+def _by_keyword(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an implementation that takes the mask after its tensors."""
+
+    def masked(*args: Any) -> Any:
+        *tensors, mask, causal, scale, window = args
+        return run(*tensors, causal, scale, window, mask=mask)
+
+    return masked
+
+
+attention_masked_fwd, attention_masked_bwd = (
+    Operation(
+        f"attention_masked_{way}",
+        (
+            Implementation("triton", _by_keyword(own), refuses=refuses, own=True),
+            Implementation("torch", _by_keyword(library)),
+        ),
+        cost=partial(_cost, products=products, tensors=tensors),
+    )
+    for way, own, refuses, library, products, tensors in (
+        ("fwd", launch_forward, refuses_triton_kernels, torch_forward, 2, 2),
+        ("bwd", launch_backward, refuses_triton_backward, torch_backward, 5, 4),
+    )
+)
+
+
+def _masked_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    o, lse, *settings, _ = rest
+    result: tuple[Tensor, ...] = attention_masked_bwd(
+        _masked_case(q, k, v, mask, *settings), do, q, k, v, o, lse, mask, *settings
+    )
+    return result
+
+
+def _masked_composite(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, causal: bool, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    o, lse = attend(q, k, v, causal, scale, window, mask=mask)
+    return o, lse.detach()
+
+
+_masked = DifferentiableOp(
+    "attention_masked(Tensor q, Tensor k, Tensor v, Tensor mask, bool causal, float scale, int window) "
+    "-> (Tensor o, Tensor lse)",
+    operation=attention_masked_fwd,
+    case=_masked_case,
+    backward=_masked_backward,
+    saves=("q", "k", "v", "mask", "o", "lse"),
+    gradients={"q": "q", "k": "k", "v": "v"},
+    composite=_masked_composite,
+    fake=lambda q, k, v, mask, causal, scale, window: _fake(q, k, v, causal, scale, window),
+    public=2,
+    keeps_layout=True,
+)
+
+attention_mask_gradient = Operation(
+    "attention_mask_gradient",
+    (Implementation("torch", _masked_composite, differentiable=True),),
+    cost=partial(_cost, products=2, tensors=2),
+)
+
+
+def _learned_mask(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    if is_compiling() or not is_plain(q):
+        return _masked_composite(q, k, v, mask, *settings)
+    result: tuple[Tensor, Tensor] = attention_mask_gradient(
+        _masked_case(q, k, v, mask, *settings), q, k, v, mask, *settings
+    )
+    return result

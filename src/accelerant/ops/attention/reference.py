@@ -12,9 +12,9 @@ __all__ = ["attention_reference", "attention_varlen_reference"]
 
 def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, window: int | None = None,
-    return_lse: bool = False,
+    return_lse: bool = False, mask: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """Return softmax(scale q k^T) v over the keys that each query sees, with a materialised score matrix."""
+    """Return softmax(scale q k^T + mask) v over the keys that each query sees, with a materialised score matrix."""
     group = q.shape[1] // max(k.shape[1], 1)
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     S, Skv, D = q.shape[2], k.shape[2], q.shape[3]
@@ -26,6 +26,11 @@ def attention_reference(
     if window is not None:
         seen &= key >= position - window
     scores = (q @ k.transpose(-1, -2)) * (D**-0.5 if scale is None else scale)
+    if mask is not None and mask.dtype == torch.bool:
+        seen = seen & mask
+    elif mask is not None:
+        seen = seen & ~(mask <= -1e30)
+        scores = scores + mask.masked_fill(mask <= -1e30, 0.0)
     empty = ~seen.any(-1, keepdim=True)
     if Skv:
         largest = scores.detach().masked_fill(~seen, -math.inf).amax(-1, keepdim=True).masked_fill(empty, 0)

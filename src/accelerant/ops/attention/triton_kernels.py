@@ -7,14 +7,16 @@
     dv = p^T do         dq = scale ds k            dk = scale ds^T q
 
 Query i is at position i + Skv - S of the keys: the last query is aligned with the last key. CAUSAL: it sees no key
-after its position. WINDOW: it sees no key more than `window` before it. Without a visible key, o = 0 and lse = -inf.
+after its position. WINDOW: it sees no key more than `window` before it. A mask of numbers is added to s, where those up
+to -1e30 hide a key, as 0 does in a mask of bytes. Without a visible key, o = 0 and lse = -inf.
 
 Source: Dao 2023, arXiv:2307.08691, algorithms 1 and 2; the running sum is that of Milakov and Gimelshein 2018,
         arXiv:1805.02867. The backward pass has two kernels that recompute s, so that no atomics are needed and results
         are deterministic: 7 matrix products instead of 5.
 Layout: q, o, do, dq, k, v, dk, dv with strides (batch, head, row) and a contiguous last dimension; lse and delta with
-        strides (batch, head). With cu_q and cu_k the sequences are packed: sequence b is rows cu[b] to cu[b + 1], and
-        the batch strides are 0. `group` neighbouring query heads share one key head.
+        strides (batch, head); a mask with strides (batch, head, row, column), 0 to broadcast. With cu_q and cu_k the
+        sequences are packed: sequence b is rows cu[b] to cu[b + 1], and the batch strides are 0. `group` neighbouring
+        query heads share one key head.
 Grid:   fwd, bwd_q: one program per BLOCK_M queries of a head, the longest rows first if CAUSAL. bwd_kv: one program per
         BLOCK_N keys of a key head, for all its query heads. bwd_q also computes delta, so it runs before bwd_kv.
 Bound:  tensor cores, and exp2 at small D: 4 D flops per visible pair forward, 10 D (14 D executed) backward; float32 by
@@ -86,6 +88,20 @@ def _visible(rows, columns, offset, keys, window, CAUSAL: tl.constexpr, WINDOW: 
 
 
 @triton.jit
+def _masked(s, mask_ptr, rows, columns, S, keys, m_row, m_col):
+    """Return scores to base 2 under the mask's tile; without a mask as they are."""
+    if mask_ptr is not None:
+        at = rows.to(tl.int64) * m_row + columns.to(tl.int64) * m_col
+        tile = tl.load(mask_ptr + at, mask=(rows < S) & (columns < keys), other=0)
+        if mask_ptr.dtype.element_ty.is_floating():
+            tile = tile.to(tl.float32)
+            s = tl.where(tile <= -1e30, float("-inf"), s + tile * _LOG2E)
+        else:
+            s = tl.where(tile != 0, s, float("-inf"))
+    return s
+
+
+@triton.jit
 def _key_ranges(
     first, S, keys, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
@@ -109,7 +125,8 @@ def _key_ranges(
 
 @triton.jit
 def _accumulate(
-    sums, total, peak, q, k_ptr, v_ptr, rows, low, high, offset, keys, window, k_row, v_row, scale_2, D,
+    sums, total, peak, q, k_ptr, v_ptr, mask_ptr, rows, low, high, S, offset, keys, window, k_row, v_row, m_row, m_col,
+    scale_2, D,
     CHECK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -124,6 +141,7 @@ def _accumulate(
         columns = start + lanes
         k = _load(k_ptr + k_at, columns[None, :] < keys, width[:, None] < D, CHECK, EXACT)
         s = _dot(q, k, tl.zeros([q.shape[0], BLOCK_N], tl.float32), PRECISION, UPCAST) * scale_2
+        s = _masked(s, mask_ptr, rows[:, None], columns[None, :], S, keys, m_row, m_col)
         if CHECK:
             s = tl.where(
                 _visible(rows[:, None], columns[None, :], offset, keys, window, CAUSAL, WINDOW), s, float("-inf")
@@ -148,9 +166,9 @@ def _accumulate(
 
 @triton.jit
 def attention_fwd(
-    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, S, keys, heads, group, blocks, D, scale, window,
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_ptr, cu_q_ptr, cu_k_ptr, mask_ptr, S, keys, heads, group, blocks, D, scale, window,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
-    lse_batch, lse_head,
+    lse_batch, lse_head, m_batch, m_head, m_row, m_col,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -174,6 +192,8 @@ def attention_fwd(
     q_ptr += b * q_batch + h * q_head + at * q_row
     k_ptr += b * k_batch + h // group * k_head + tl.cast(first_k, tl.int64) * k_row
     v_ptr += b * v_batch + h // group * v_head + tl.cast(first_k, tl.int64) * v_row
+    if mask_ptr is not None:
+        mask_ptr += b * m_batch + h * m_head
     q = _load(q_ptr + lanes * q_row + width[None, :], in_rows, in_width, True, EXACT)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -184,8 +204,9 @@ def attention_fwd(
     for i in tl.static_range(3):
         if WINDOW or i > 0:
             sums, total, peak = _accumulate(
-                sums, total, peak, q, k_ptr, v_ptr, rows, bounds[i], bounds[i + 1], offset, keys, window, k_row, v_row,
-                scale_2, D, i != 1, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, EXACT, PRECISION, UPCAST,
+                sums, total, peak, q, k_ptr, v_ptr, mask_ptr, rows, bounds[i], bounds[i + 1], S, offset, keys, window,
+                k_row, v_row, m_row, m_col, scale_2, D, i != 1 or mask_ptr is not None, CAUSAL, WINDOW, BLOCK_N,
+                BLOCK_D, EXACT, PRECISION, UPCAST,
             )  # fmt: skip
     nothing = total == 0.0
     o = sums * (1.0 / tl.where(nothing, 1.0, total))[:, None]
@@ -204,7 +225,8 @@ def _exponent(lse_at, rows, S):
 
 @triton.jit
 def _accumulate_dq(
-    dq, q, do, lse_2, delta, k_ptr, v_ptr, rows, low, high, offset, keys, window, k_row, v_row, scale_2, D,
+    dq, q, do, lse_2, delta, k_ptr, v_ptr, mask_ptr, rows, low, high, S, offset, keys, window, k_row, v_row, m_row,
+    m_col, scale_2, D,
     CHECK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -220,7 +242,9 @@ def _accumulate_dq(
         k = _load(k_ptr + k_at, columns[None, :] < keys, width[:, None] < D, CHECK, EXACT)
         v = _load(v_ptr + v_at, columns[None, :] < keys, width[:, None] < D, CHECK, EXACT)
         nought = tl.zeros([q.shape[0], BLOCK_N], tl.float32)
-        p = tl.exp2(_dot(q, k, nought, PRECISION, UPCAST) * scale_2 - lse_2[:, None])
+        s = _dot(q, k, nought, PRECISION, UPCAST) * scale_2
+        s = _masked(s, mask_ptr, rows[:, None], columns[None, :], S, keys, m_row, m_col)
+        p = tl.exp2(s - lse_2[:, None])
         if CHECK:
             p = tl.where(_visible(rows[:, None], columns[None, :], offset, keys, window, CAUSAL, WINDOW), p, 0.0)
         ds = p * (_dot(do, v, nought, PRECISION, UPCAST) - delta[:, None])
@@ -234,10 +258,10 @@ def _accumulate_dq(
 
 @triton.jit
 def attention_bwd_q(
-    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, cu_q_ptr, cu_k_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, cu_q_ptr, cu_k_ptr, mask_ptr,
     S, keys, heads, group, blocks, D, scale, window,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
-    do_batch, do_head, do_row, dq_batch, dq_head, dq_row, lse_batch, lse_head,
+    do_batch, do_head, do_row, dq_batch, dq_head, dq_row, lse_batch, lse_head, m_batch, m_head, m_row, m_col,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -264,6 +288,8 @@ def attention_bwd_q(
     dq_ptr += b * dq_batch + h * dq_head + at * dq_row
     k_ptr += b * k_batch + h // group * k_head + tl.cast(first_k, tl.int64) * k_row
     v_ptr += b * v_batch + h // group * v_head + tl.cast(first_k, tl.int64) * v_row
+    if mask_ptr is not None:
+        mask_ptr += b * m_batch + h * m_head
     of_row = b * lse_batch + h * lse_head + first_q + rows
     do = _load(do_ptr + lanes * do_row + width[None, :], in_rows, in_width, True, EXACT)
     o = _load(o_ptr + lanes * o_row + width[None, :], in_rows, in_width, True, EXACT)
@@ -278,8 +304,9 @@ def attention_bwd_q(
     for i in tl.static_range(3):
         if WINDOW or i > 0:
             dq = _accumulate_dq(
-                dq, q, do, lse_2, delta, k_ptr, v_ptr, rows, bounds[i], bounds[i + 1], offset, keys, window, k_row,
-                v_row, scale_2, D, i != 1, CAUSAL, WINDOW, BLOCK_N, BLOCK_D, EXACT, PRECISION, UPCAST,
+                dq, q, do, lse_2, delta, k_ptr, v_ptr, mask_ptr, rows, bounds[i], bounds[i + 1], S, offset, keys,
+                window, k_row, v_row, m_row, m_col, scale_2, D, i != 1 or mask_ptr is not None, CAUSAL, WINDOW, BLOCK_N,
+                BLOCK_D, EXACT, PRECISION, UPCAST,
             )  # fmt: skip
     tl.store(
         dq_ptr + lanes * dq_row + width[None, :], (dq * scale).to(dq_ptr.dtype.element_ty), mask=in_rows & in_width
@@ -310,8 +337,8 @@ def _row_ranges(
 
 @triton.jit
 def _accumulate_dkv(
-    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, columns, low, high, S, offset, keys, window, q_row, do_row,
-    scale_2, D,
+    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, mask_ptr, columns, low, high, S, offset, keys, window, q_row,
+    do_row, m_row, m_col, scale_2, D,
     CHECK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -327,7 +354,9 @@ def _accumulate_dkv(
         q = _load(q_ptr + q_at, rows[None, :] < S, width[:, None] < D, CHECK, EXACT)
         lse_2 = _exponent(lse_ptr + rows, rows, S)
         nought = tl.zeros([k.shape[0], BLOCK_M], tl.float32)
-        p = tl.exp2(_dot(k, q, nought, PRECISION, UPCAST) * scale_2 - lse_2[None, :])
+        s = _dot(k, q, nought, PRECISION, UPCAST) * scale_2
+        s = _masked(s, mask_ptr, rows[None, :], columns[:, None], S, keys, m_row, m_col)
+        p = tl.exp2(s - lse_2[None, :])
         if CHECK:
             p = tl.where(_visible(rows[None, :], columns[:, None], offset, keys, window, CAUSAL, WINDOW), p, 0.0)
         do = _load(do_ptr + do_at, rows[:, None] < S, width[None, :] < D, CHECK, EXACT)
@@ -347,10 +376,10 @@ def _accumulate_dkv(
 
 @triton.jit
 def attention_bwd_kv(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cu_q_ptr, cu_k_ptr, mask_ptr,
     S, keys, heads, group, blocks, D, scale, window,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, do_batch, do_head, do_row,
-    dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, lse_batch, lse_head,
+    dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, lse_batch, lse_head, m_batch, m_head, m_row, m_col,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     EXACT: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -386,12 +415,15 @@ def attention_bwd_kv(
         do_of = do_ptr + b * do_batch + of_head * do_head + tl.cast(first_q, tl.int64) * do_row
         lse_of = lse_ptr + b * lse_batch + of_head * lse_head + first_q
         delta_of = delta_ptr + b * lse_batch + of_head * lse_head + first_q
+        mask_of = mask_ptr
+        if mask_ptr is not None:
+            mask_of = mask_ptr + b * m_batch + of_head * m_head
         for i in tl.static_range(3):
             if CAUSAL or i > 0:
                 dk, dv = _accumulate_dkv(
-                    dk, dv, k, v, q_of, do_of, lse_of, delta_of, columns, bounds[i], bounds[i + 1], S, offset, keys,
-                    window, q_row, do_row, scale_2, D,
-                    i != 1, CAUSAL, WINDOW, BLOCK_M, BLOCK_D, EXACT, PRECISION, UPCAST,
+                    dk, dv, k, v, q_of, do_of, lse_of, delta_of, mask_of, columns, bounds[i], bounds[i + 1], S, offset,
+                    keys, window, q_row, do_row, m_row, m_col, scale_2, D,
+                    i != 1 or mask_ptr is not None, CAUSAL, WINDOW, BLOCK_M, BLOCK_D, EXACT, PRECISION, UPCAST,
                 )  # fmt: skip
     inside = in_keys & in_width
     tl.store(dk_ptr + lanes * dk_row + width[None, :], (dk * scale).to(dk_ptr.dtype.element_ty), mask=inside)

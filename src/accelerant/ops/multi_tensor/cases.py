@@ -45,8 +45,8 @@ def _update(name: str, param: str, grad: str, state: str, **flags: bool) -> Comp
     return _chunks(name, PARAM=param, GRAD=grad, STATE=state, **flags)
 
 
-def _prepare(name: str) -> Compilation:
-    absent = {"grad_scale_ptr": None, "found_inf_ptr": None}
+def _prepare(name: str, *, scaled: bool = False) -> Compilation:
+    absent = dict.fromkeys(("grad_scale_ptr", "found_inf_ptr")[scaled:])
     return Compilation(_KERNELS[f"{name}_prepare"], _TYPES, {**SMALL, "CLIP": True, **absent}, 16)
 
 
@@ -57,6 +57,7 @@ KERNELS = (
     _chunks("scale", GRAD="fp16"),
     Compilation(_KERNELS["total"], _TYPES, {"BLOCK_P": SMALL["BLOCK_P"]}, 16),
     _prepare("adamw"),
+    _prepare("adamw", scaled=True),
     _prepare("sgd"),
     _update("adamw", "fp32", "fp32", "fp32", MASTER=False),
     _update("adamw", "bf16", "bf16", "fp32", MASTER=False),

@@ -430,7 +430,8 @@ class Update:
         table: the tensors' table; None if no Triton kernel runs.
         max_norm: clip the gradients to this norm on the fly, without changing them; the norm goes to workspace.norm.
         grad_scale: factor by which the gradients are too large (a loss scale).
-        found_inf: not 0 if the step is to change nothing.
+        found_inf: not 0 if the step is to change nothing. None with grad_scale and max_norm: it changes nothing where
+            the norm is not finite.
     """
 
     tensors: Tensors

@@ -96,6 +96,8 @@ def _scale(update: Update) -> Tensor | None:
     norm = torch_norm(update.tensors.grads)[0]
     if scale is not None:
         norm = norm * scale
+        if update.found_inf is None:
+            update.found_inf = norm.isfinite().logical_not().float().reshape(())
     update.workspace.norm.copy_(norm)
     clip = (update.max_norm / (norm + 1e-6)).clamp(max=1.0)
     return clip if scale is None else clip * scale

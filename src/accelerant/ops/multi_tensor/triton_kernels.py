@@ -114,27 +114,27 @@ def multi_tensor_scale(
 
 
 @triton.jit
-def _scale_of_gradients(
-    partial_ptr, partials, norm_ptr, max_norm, grad_scale_ptr, BLOCK_P: tl.constexpr, CLIP: tl.constexpr
+def _scale_and_skip(
+    partial_ptr, partials, norm_ptr, max_norm, grad_scale_ptr, found_inf_ptr, BLOCK_P: tl.constexpr, CLIP: tl.constexpr
 ):
-    """Return the factor of all gradients: 1 / grad_scale, times the clipping coefficient of the unscaled gradients."""
+    """Return the factor of all gradients, and 1 if the step is to change nothing, else 0.
+
+    The factor is 1 / grad_scale, times the clipping coefficient of the unscaled gradients.
+    """
     scale = tl.full([], 1.0, dtype=tl.float32)
+    skip = tl.full([], 0.0, dtype=tl.float32)
+    if found_inf_ptr is not None:
+        skip = tl.where(tl.load(found_inf_ptr) != 0.0, 1.0, 0.0)
     if grad_scale_ptr is not None:
         scale = (1.0 / tl.load(grad_scale_ptr).to(tl.float64)).to(tl.float32)
     if CLIP:
         norm = _norm(partial_ptr, partials, BLOCK_P) * scale
         tl.store(norm_ptr, norm)
         scale = scale * _clip(norm, max_norm)
-    return scale
-
-
-@triton.jit
-def _skip(found_inf_ptr):
-    """Return 1 if the step is to change nothing, else 0."""
-    skip = tl.full([], 0.0, dtype=tl.float32)
-    if found_inf_ptr is not None:
-        skip = tl.where(tl.load(found_inf_ptr) != 0.0, 1.0, 0.0)
-    return skip
+        if grad_scale_ptr is not None:
+            overflow = tl.where(norm < float("inf"), 0.0, 1.0)  # NaN compares as false
+            skip = overflow if found_inf_ptr is None else skip
+    return scale, skip
 
 
 @triton.jit
@@ -155,8 +155,9 @@ def multi_tensor_adamw_prepare(
     found_inf_ptr,
     BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
-    scale = _scale_of_gradients(partial_ptr, partials, norm_ptr, max_norm, grad_scale_ptr, BLOCK_P, CLIP)
-    skip = _skip(found_inf_ptr)
+    scale, skip = _scale_and_skip(
+        partial_ptr, partials, norm_ptr, max_norm, grad_scale_ptr, found_inf_ptr, BLOCK_P, CLIP
+    )
     for begin in range(0, tensors, BLOCK_T):
         at = begin + tl.arange(0, BLOCK_T)
         inside = at < tensors
@@ -190,8 +191,9 @@ def multi_tensor_sgd_prepare(
     found_inf_ptr,
     BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, CLIP: tl.constexpr,
 ):  # fmt: skip
-    scale = _scale_of_gradients(partial_ptr, partials, norm_ptr, max_norm, grad_scale_ptr, BLOCK_P, CLIP)
-    skip = _skip(found_inf_ptr)
+    scale, skip = _scale_and_skip(
+        partial_ptr, partials, norm_ptr, max_norm, grad_scale_ptr, found_inf_ptr, BLOCK_P, CLIP
+    )
     for begin in range(0, tensors, BLOCK_T):
         at = begin + tl.arange(0, BLOCK_T)
         inside = at < tensors

@@ -352,6 +352,7 @@ def test_a_ledger_that_does_not_go_with_the_run_is_refused_before_the_folder_is_
     ("changes", "message"),
     [
         ({"precision": "fp8"}, "fp8"),
+        ({"precision": "float16"}, "overflow that skips a step would reveal"),
         ({"recompute": ("blocks.*",)}, "recompute"),
         ({"tokenizer": "bpe", "vocab_size": 300}, "tokenizer trained on the text"),
         ({"batch_size": 400}, "not enough data"),

@@ -116,9 +116,14 @@ class PrivateRun(Extension):
     # --- before the run ----------------------------------------------------------------------------------------------
 
     def require(self, run: RunConfig) -> None:
-        """Raise ConfigError for fp8, for recomputation, and for a tokenizer that would be trained on the text."""
+        """Raise ConfigError for fp8, float16, recomputation, and a tokenizer that would be trained on the text."""
         if run.training.precision == "fp8":
             raise ConfigError("--private does not go with --precision fp8: per-example gradients are taken in bfloat16")
+        if run.training.precision == "float16":
+            raise ConfigError(
+                "--private does not go with --precision float16: an overflow that skips a step would reveal more than "
+                "epsilon covers; use bfloat16 or float32"
+            )
         if run.training.recompute:
             raise ConfigError("--private does not go with --recompute: lower --micro-batch to save memory")
         if run.tokenizer == "bpe" and not any(is_token_file(Path(name)) for name in run.data):
