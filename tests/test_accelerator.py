@@ -110,6 +110,10 @@ def test_arrays_by_keyword(acc):
     mask = rng.random((5, 5)) > 0.3
     expected = ops.attention(*map(torch.from_numpy, (q, k, v)), mask=torch.from_numpy(mask))
     np.testing.assert_array_equal(acc.attention(q, k, v, mask=mask), expected.numpy())
+    with acc.batch() as batch:
+        same = [batch.attention(q, k, v, mask=mask) for _ in range(3)]
+    for each in same:
+        np.testing.assert_allclose(each.result(), expected.numpy(), rtol=1e-5, atol=1e-6)
     weight = rng.random(8).astype(np.float32)
     x, t = rng.random((2, 4, 8)).astype(np.float32)
     expected = torch.nn.functional.binary_cross_entropy_with_logits(

@@ -390,7 +390,8 @@ def joined_arguments(name: str, tensors: Tensors, options: Mapping[str, Any]) ->
     """Return how many arguments, the first ones, are joined with those of other calls; 0 for a call that is not."""
     method, first = METHODS[name], tensors[0]
     count = min(method.joined, len(tensors))
-    if method.merge is None or _DIMENSIONS.get(name, first.ndim) != first.ndim:
+    masked = name == "attention" and len(tensors) > count  # its mask may differ along the batch
+    if masked or method.merge is None or _DIMENSIONS.get(name, first.ndim) != first.ndim:
         return 0
     if method.merge == "elements" and count == 2 and tensors[1].shape != first.shape:
         count = 1 if name in ("add", "mul") and first.ndim and tensors[1].shape == first.shape[-1:] else 0
