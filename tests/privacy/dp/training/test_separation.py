@@ -109,6 +109,39 @@ def test_mixed_rows_are_refused(mix):
         loop(Rearranged(mix, lambda h: h), points())
 
 
+class Scaled(nn.Module):
+    """Takes a second input of as many columns as there are rows, and mixes examples through it alone."""
+
+    def __init__(self, mix):
+        super().__init__()
+        self.first, self.last, self.mix = nn.Linear(6, 8), nn.Linear(8, 3), mix
+
+    def forward(self, x, other):
+        return self.last(self.mix(self.first(x).tanh(), other))
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda h, other: h * other.mean(0),  # (rows, 8) by (8,)
+        lambda h, other: h * other.mean(),
+        lambda h, other: h + other.T,
+        lambda h, other: h + other.flip(0),
+        lambda h, other: other @ h,
+    ],
+)
+def test_rows_that_are_mixed_through_a_second_input_are_refused(mix):
+    """Of (rows, rows), as a mask of positions may be by chance."""
+    x, y = points()
+    other = torch.randn(40, 8)
+
+    def loss(model, x, y, other):
+        return F.cross_entropy(model(x, other), y)
+
+    with pytest.raises(UnsupportedCase, match=r"batch in .*last.* one of shape \(8, 8\) may be such an input"):
+        loop(Scaled(mix), (x, y, other), loss, rows=8)
+
+
 def test_rows_that_are_shuffled_in_train_mode_are_refused():
     for seed in range(5):
         torch.manual_seed(seed)
@@ -299,26 +332,36 @@ class Listing(nn.Module):
         return Result(self.last(h.mean(1)))
 
 
-def listed(model, x, y):
+class Attending(Listing):
+    """Its mask has to be as large as its scores."""
+
+    def forward(self, x, mask):
+        h = self.first(x)
+        self.kept.append(h.square().mean((1, 2)))
+        return Result(self.last(F.scaled_dot_product_attention(h, h, h, attn_mask=mask.bool()).mean(1)))
+
+
+def listed(model, x, y, leading=()):
     model.kept.clear()
-    mask = torch.ones(x.shape[1], x.shape[1]).tril()
+    mask = torch.ones(*leading, x.shape[1], x.shape[1]).tril()
     return F.cross_entropy(model(x, mask).logits, y) + torch.stack(model.kept).sum(0).mean()
 
 
 @pytest.mark.parametrize(
-    ("loss", "positions"),
+    ("model", "loss", "positions"),
     [
-        (listed, 3),
-        (listed, 4),  # as many as rows: the mask could be rows of the examples
-        (lambda model, x, y: listed(model, x.to_sparse(), y), 3),
-        (lambda model, x, y: checkpoint(listed, model, x, y, use_reentrant=False), 3),
+        (Listing, listed, 3),
+        (Attending, listed, 4),  # as many as rows; of another number of rows the mask is refused by the model
+        (Listing, lambda model, x, y: listed(model, x, y, (1,)), 4),
+        (Listing, lambda model, x, y: listed(model, x.to_sparse(), y), 3),
+        (Listing, lambda model, x, y: checkpoint(listed, model, x, y, use_reentrant=False), 3),
     ],
 )
-def test_the_check_stops_no_ordinary_program(loss, positions):
+def test_the_check_stops_no_ordinary_program(model, loss, positions):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         data = torch.randn(8, positions, 6), torch.randint(3, (8,))
-        training = loop(Listing(), data, loss, rows=4)
+        training = loop(model(), data, loss, rows=4)
     assert training.optimizer.steps == 1
     assert not training.optimizer.separation.pending
 

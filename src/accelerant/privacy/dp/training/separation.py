@@ -127,13 +127,27 @@ class SeparationCheck:
         buffers: list[dict[str, Tensor]] = []
 
         def norms(replaced: Tensor, shared: Container[int] = ()) -> dict[str, Tensor]:
-            index = torch.where(replaced, other, torch.arange(rows))
+            found = trial(torch.where(replaced, other, torch.arange(rows)), shared)
+            return {name: each.double().nan_to_num(-1.0, -1.0).cpu() for name, each in found.items()}
+
+        def trial(index: Tensor, shared: Container[int]) -> dict[str, Tensor]:
             args, kwargs = _mapped(inputs, lambda each: _detached(each, rows, None if id(each) in shared else index))
             # The hooks keep these passes from those of a checkpoint that the model is called in.
             with _restored(model), torch.autograd.graph.saved_tensors_hooks(_same, _same):
                 found = self._clipper.trial(lambda: model(*args, **kwargs))
-                buffers.append(_stored(model))
-            return {name: each.double().nan_to_num(-1.0, -1.0).cpu() for name, each in found.items()}
+                if len(index) == rows:
+                    buffers.append(_stored(model))
+            return found
+
+        def takes_another_row(shared: Container[int] = ()) -> bool:
+            """Return whether the model runs with one row more, in the inputs of so many rows that are not shared."""
+            try:
+                trial(torch.arange(rows + 1).clamp_(max=rows - 1), shared)
+            except torch.OutOfMemoryError:
+                raise
+            except (RuntimeError, ValueError, IndexError, AssertionError, UnsupportedCase):
+                return False
+            return True
 
         none = torch.zeros(rows, dtype=torch.bool)
         before, again = norms(none), norms(none)
@@ -156,7 +170,8 @@ class SeparationCheck:
             return mixed, changed
 
         mixed, changed = compared()
-        if mixed and (square := _square(inputs, rows)):
+        square = _square(inputs, rows) if mixed else set()
+        if square and takes_another_row(square) and not takes_another_row():  # they are no rows of examples
             mixed, changed = compared(square)
         if mixed:
             layers = dict.fromkeys(name.rpartition(".")[0] for name, _ in self._clipper.parameters)
@@ -166,6 +181,8 @@ class SeparationCheck:
                 "replaced, and gradients of other rows changed. Each layer must get the examples in dimension 0, in "
                 "the order of the model's input, without a transposition or a permutation, and nothing may mix them. "
                 "An input that all examples share must have 1 in its first dimension"
+                + f"; one of shape ({rows}, {rows}) may be such an input, or a row for each example"
+                * bool(square)
             )
         for name, value in buffers[0].items():
             same = [name in now and torch.equal(value, now[name]) for now in buffers[1:]]
@@ -224,7 +241,8 @@ def _other_rows(inputs: Any, rows: int) -> Tensor | None:
 def _square(inputs: Any, rows: int) -> set[int]:
     """Return the identities of inputs after the first that are (rows, rows), as a mask of positions may be by chance.
 
-    Without a call of the model with another number of rows, such a mask cannot be told from rows of the examples.
+    Another number of rows tells such a mask from rows of the examples: the model takes them with the mask as it is, and
+    not with a mask of so many rows. A model that takes both may mix the examples through it.
     """
     return {id(each) for each in _tensors(inputs)[1:] if each.shape == (rows, rows)}
 
