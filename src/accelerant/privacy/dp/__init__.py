@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from accelerant.privacy.dp.noise.mechanisms import gaussian_noise_, laplace_noise_, release
     from accelerant.privacy.dp.sampling import DrawnBatch, GroupedSampler, PoissonBatches, PoissonSampler
     from accelerant.privacy.dp.training.adaptive import AdaptiveClipping
-    from accelerant.privacy.dp.training.gradients import GradientPrivatizer
+    from accelerant.privacy.dp.training.gradients import GradientPrivatizer, Privatizer
     from accelerant.privacy.dp.training.private import PrivateTraining, make_private
     from accelerant.privacy.dp.training.step import PrivateStep
 
 __all__ = [
     "AdaptiveClipping", "Budget", "DrawnBatch", "Event", "GradientPrivatizer", "GroupedSampler", "Ledger",
     "LocalGaussian", "LocalLaplace", "PerExampleClipper", "PoissonBatches", "PoissonSampler", "PrivateStep",
-    "PrivateTraining", "RandomizedResponse", "Statement", "gaussian_noise_", "laplace_noise_", "make_private",
-    "release",
+    "PrivateTraining", "Privatizer", "RandomizedResponse", "Statement", "gaussian_noise_", "laplace_noise_",
+    "make_private", "release",
 ]  # fmt: skip
 
 _NAMES = {
@@ -44,7 +44,7 @@ _NAMES = {
     "noise.mechanisms": ("gaussian_noise_", "laplace_noise_", "release"),
     "sampling": ("DrawnBatch", "GroupedSampler", "PoissonBatches", "PoissonSampler"),
     "training.adaptive": ("AdaptiveClipping",),
-    "training.gradients": ("GradientPrivatizer",),
+    "training.gradients": ("GradientPrivatizer", "Privatizer"),
     "training.private": ("PrivateTraining", "make_private"),
     "training.step": ("PrivateStep",),
 }

@@ -5,9 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from loops import mlp, parameters, points, private
 
 from accelerant.errors import BudgetExceeded, ConfigError, ShapeError, UnsupportedDtype
 from accelerant.privacy import dp
+from accelerant.privacy.dp.noise.noisy_sum import NoisySum
 
 
 def make(**changes):
@@ -139,10 +141,157 @@ def test_tensors_are_checked():
 
 
 @pytest.mark.parametrize(
-    "gradients", [np.zeros((3, 2)), {"weight": np.zeros((3, 2))}, None], ids=["array", "named", "none"]
+    ("gradients", "message"),
+    [
+        (None, "torch tensors or NumPy arrays, they got NoneType"),
+        ([0.5, 1.0], "torch tensors or NumPy arrays, 0 got float"),
+        ({"weight": np.zeros((3, 2), int)}, "floating point of at most 64 bits, weight got int64"),
+        (np.zeros((3, 2), object), "they got object"),
+        (np.ma.masked_array(np.zeros((3, 2))), "masked array"),
+    ],
+    ids=["none", "numbers", "whole", "objects", "masked"],
 )
-def test_gradients_are_tensors(gradients):
+def test_gradients_are_tensors_or_arrays(gradients, message):
     privatizer = dp.GradientPrivatizer(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=3)
-    with pytest.raises(UnsupportedDtype, match=r"must be torch tensors, .* got"):
-        privatizer(gradients)
+    for call in (privatizer, lambda given: privatizer.release_sum(given, sensitivity=1.0)):
+        with pytest.raises(UnsupportedDtype, match=message):
+            call(gradients)
     assert not privatizer.ledger.events
+
+
+def test_arrays_and_lists_come_back_as_they_were_given():
+    named = gradients()
+    wanted = make()(named)
+    for dtype in (np.float16, np.dtype(">f4"), np.float64):
+        means = make()({name: each.numpy().astype(dtype) for name, each in named.items()})
+        assert all(isinstance(each, np.ndarray) for each in means.values())
+        assert means["bias"].dtype == np.dtype(dtype).newbyteorder("=")
+        for name, each in wanted.items():
+            np.testing.assert_allclose(means[name], each.numpy(), rtol=2e-3, atol=1e-3)  # float16's rounding
+    backwards = named["bias"].numpy()[::-1]  # torch has no negative strides
+    backwards.flags.writeable = False
+    weight, bias = make()((named["weight"].flip(0).requires_grad_(), backwards))
+    assert isinstance(bias, np.ndarray)
+    assert not weight.requires_grad
+    torch.testing.assert_close(weight, wanted["weight"])
+    np.testing.assert_allclose(bias, wanted["bias"].numpy(), rtol=1e-6)
+
+
+# --- a target epsilon ------------------------------------------------------------------------------------------------
+
+
+def planned(**changes):
+    given = {"epsilon": 2.0, "delta": 1e-5, "max_grad_norm": 1.0, "steps": 5, "sample_rate": 1.0}
+    return dp.Privatizer(**{**given, "expected_batch_size": 4.0, **changes})
+
+
+@pytest.mark.parametrize("rate", [1.0, pytest.param(0.1, marks=pytest.mark.slow)])  # the accountant takes seconds
+def test_the_planned_steps_end_at_the_target(tmp_path, rate):
+    """A step and a released sum cost the same; the one after the last is refused, and nothing is recorded."""
+    privatizer = planned(sample_rate=rate, ledger=tmp_path / "spent.jsonl")
+    for step in range(5):
+        if step == 2:
+            privatizer.release_sum(np.ones(3), sensitivity=7.0)
+        else:
+            assert privatizer.step(gradients())["bias"].shape == (2,)
+    assert 1.99 < privatizer.epsilon() <= 2.0
+    assert privatizer.epsilon() == privatizer.ledger.epsilon(1e-5)
+    for call in (lambda: privatizer.step(gradients()), lambda: privatizer.release_sum(np.ones(3), sensitivity=1.0)):
+        with pytest.raises(BudgetExceeded, match=r"all 5 planned steps were made: epsilon .* at delta 1e-05"):
+            call()
+    events = privatizer.ledger.events
+    assert (privatizer.made, sum(event.count for event in events)) == (5, 5)
+    assert {(event.mechanism, event.sampling, event.sample_rate, event.noise_multiplier) for event in events} == {
+        ("discrete_gaussian", "poisson", rate, privatizer.noise_multiplier)
+    }
+    assert {event.idealised for event in events} == {False, True}  # the sum was made elsewhere
+    privatizer.ledger.close()
+    with dp.Ledger(tmp_path / "spent.jsonl") as ledger:
+        assert sum(event.count for event in ledger.events) == 5
+        with pytest.raises(BudgetExceeded, match="already: 5 more steps cannot end at 1"):
+            planned(epsilon=1.0, ledger=ledger)
+
+
+def test_others_that_spend_the_ledgers_budget_end_it_sooner():
+    ledger = dp.Ledger()
+    privatizer = planned(ledger=ledger)
+    privatizer.step(gradients())
+    ledger.record(dp.Event("gaussian", 1.0))
+    with pytest.raises(BudgetExceeded, match="the budget is epsilon 2"):
+        privatizer.step(gradients())
+    assert privatizer.made == 1
+
+
+@pytest.mark.usefixtures("fixed_entropy")
+def test_the_noise_of_a_released_sum_is_that_of_its_sensitivity():
+    privatizer = planned(steps=2)
+    noise = privatizer.release_sum(torch.full((2000,), 3.0), sensitivity=5.0) - 3.0
+    assert float(noise.std()) == pytest.approx(5.0 * privatizer.noise_multiplier, rel=0.1)  # 5 deviations and the grid
+    assert abs(float(noise.mean())) < 5 * float(noise.std()) / 2000**0.5
+
+
+def test_one_example_moves_the_sum_by_at_most_the_norm(monkeypatch):
+    """Added or removed: a search over scales, cancelling values and last bits, in the arithmetic of the release."""
+    monkeypatch.setattr(NoisySum, "add_", lambda self, tensors, plan, factor: None)  # the sum before noise and divisor
+    generator = torch.Generator().manual_seed(0)
+    privatizer, worst = planned(steps=1000, max_grad_norm=0.7), 0.0
+
+    def summed(*tensors):
+        return torch.cat([each.flatten() for each in privatizer.step(list(tensors))])
+
+    for _ in range(60):
+        scale = 10.0 ** torch.empty(4, 1, dtype=torch.float64).uniform_(-6, 12, generator=generator)
+        rows = torch.randn(4, 5, generator=generator, dtype=torch.float64) * scale
+        rows[1] = -rows[0] * (1 + 2.0**-40)
+        parts = rows[:, :2], rows[:, 2:]
+        change = summed(*parts) - summed(*(each[1:] for each in parts))
+        worst = max(worst, float(change.norm()) / 0.7)
+    grid = NoisySum(privatizer._source, privatizer.noise_multiplier, 5).plan(0.7).grid
+    assert 0.99 < worst <= 1.0 + 5**0.5 / 2 * grid / 0.7  # each number is rounded to the grid; the noise is wider by it
+
+
+def test_it_is_the_step_of_private_training():
+    """A linear model: gradients of examples by hand, against make_private's optimizer, both without noise."""
+    x, y = points()
+    model = mlp()[0]
+    rows = (model(x) - y[:, None]).detach()
+    privatizer = planned(steps=1, max_grad_norm=0.5, expected_batch_size=40.0)
+    privatizer._multiplier, privatizer.ledger = 0.0, dp.Ledger()  # the budget of its own would refuse no noise
+    privatizer._require = lambda event: None
+    weight, bias = privatizer.step([rows[:, :, None] * x[:, None, :], rows])
+    with private(model, 1.0) as training:
+        before = parameters(model)
+        for batch in training.batches((x, y), steps=1):
+            ((model(batch.tensors[0]) - batch.tensors[1][:, None]).square().sum(1) / 2).mean().backward()
+            training.optimizer.step()
+    for mean, old, new in zip((weight, bias), before, parameters(model), strict=True):
+        torch.testing.assert_close(mean.double(), old - new, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epsilon": 0.0}, "epsilon must be .*0"),
+        ({"delta": 0.7}, "delta must be .*0.7"),
+        ({"steps": 1.5}, "steps must be a whole number.*1.5"),
+        ({"sample_rate": 0.0}, "sample_rate must be .*0"),
+        ({"expected_batch_size": None}, "expected_batch_size must be .*None"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm must be .*-1"),
+    ],
+)
+def test_arguments_of_a_plan_are_checked(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        planned(**changes)
+
+
+def test_sums_are_checked_before_anything_is_recorded():
+    privatizer = planned()
+    with pytest.raises(ConfigError, match="not finite: leave out"):
+        privatizer.release_sum({"a": torch.ones(2), "b": torch.tensor([1.0, math.nan])}, sensitivity=1.0)
+    for sensitivity in (0.0, math.inf, None):
+        with pytest.raises(ConfigError, match="sensitivity must be"):
+            privatizer.release_sum(torch.ones(2), sensitivity=sensitivity)
+    with pytest.raises(ShapeError, match="as many in each"):
+        privatizer.step([np.zeros((2, 3)), np.zeros((3, 3))])
+    assert not privatizer.ledger.events
+    assert privatizer.made == 0

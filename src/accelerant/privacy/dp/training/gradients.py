@@ -1,4 +1,4 @@
-"""GradientPrivatizer: clip, sum, noise and divide per-example gradients that a program already has.
+"""Clip, sum, noise and divide per-example gradients that a program already has: for a given noise, or a target epsilon.
 
 Unlike the clipper, which never forms most of them, it can round each clipped gradient to the grid and sum integers: the
 bound on an example's contribution holds in the computer's arithmetic, not only in real numbers.
@@ -7,22 +7,35 @@ bound on an example's contribution holds in the computer's arithmetic, not only 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.errors import BudgetExceeded, ConfigError, ShapeError, UnsupportedDtype
 from accelerant.privacy.dp.ledger import Ledger
-from accelerant.privacy.dp.ledger.events import Sampling, check_number
-from accelerant.privacy.dp.noise.noisy_sum import NoisySum, make_source, require_clipped_unit
+from accelerant.privacy.dp.ledger.accounting import calibrate
+from accelerant.privacy.dp.ledger.events import Event, Sampling, check_number, check_whole
+from accelerant.privacy.dp.ledger.ledger import Allowance, Budget
+from accelerant.privacy.dp.noise.noisy_sum import NoisePlan, NoisySum, make_source, require_clipped_unit
+from accelerant.runtime.host import refuse_masked
 
-__all__ = ["GradientPrivatizer"]
+__all__ = ["GradientPrivatizer", "Privatizer", "least_noise"]
+
+Gradients = Tensor | NDArray[Any] | Mapping[str, Tensor | NDArray[Any]] | Sequence[Tensor | NDArray[Any]]
+"""One tensor or array, or several by name or in a list."""
 
 _CHUNK_NUMBERS = 1 << 22  # held in float64 at once
 _ROUNDED_UP = 1.0 + 2.0**-40
 """Bound on the growth of a clipped norm in float64: a few roundings of 2^-53 in norm, factor and product."""
+
+_USUAL_NUMBERS = 1 << 20
+"""The noise is found for releases of so many numbers; the first release finds it again if it is of more."""
 
 
 class GradientPrivatizer:
@@ -35,7 +48,7 @@ class GradientPrivatizer:
     Args:
         noise_multiplier: standard deviation of the noise over the sensitivity; 0: no noise, no privacy.
         max_grad_norm: L2 norm to which an example's gradient, over all tensors together, is clipped; or one for each
-            tensor by name, and then the sensitivity is the root of the sum of their squares.
+            tensor by name ("0", "1", ... in a list), and then the sensitivity is the root of the sum of their squares.
         expected_batch_size: divisor of the sum, also for batches of other sizes.
         sampling: how the examples of a call were chosen: "poisson" with sample_rate, "none" (all data, each time),
             "shuffled", "unknown". Only "poisson" is amplified.
@@ -78,25 +91,26 @@ class GradientPrivatizer:
         """The most that one example adds to the sum, in L2 norm."""
         return math.sqrt(sum(norm**2 for norm in self._norms.values()))
 
-    def __call__(self, gradients: Tensor | Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
+    def __call__(self, gradients: Gradients) -> Any:
         """Return the private mean of a batch.
 
+        An example whose gradient is not finite counts as 0, and in `dropped`.
+
         Args:
-            gradients: (B, ...), or several by name with the same B, which may be 0; floating point, on one device.
+            gradients: (B, ...), or several by name or in a list with the same B, which may be 0; floating point, on one
+                device; torch tensors or NumPy arrays. They are not changed, and no autograd graph goes through.
 
         Returns:
-            (...), or several by name, in the dtypes of the gradients.
+            (...), or several by name or in a list, in the types and dtypes of the gradients.
 
         Raises:
             ShapeError, UnsupportedDtype, ConfigError: no tensors, or they do not match one another or max_grad_norm.
-            BudgetExceeded: the ledger's budget does not allow it; nothing was computed.
+            BudgetExceeded: the budget does not allow it; nothing was computed.
         """
-        named = dict(gradients) if isinstance(gradients, Mapping) else {"": gradients}
+        named = _tensors(gradients)
         examples = self._check(named)
         sizes = {name: each.shape[1:].numel() for name, each in named.items()}
-        release = NoisySum(self._source, self._multiplier, sum(sizes.values()))
-        plan = release.plan(self.sensitivity * _ROUNDED_UP)
-        self.ledger.record(release.event(plan, self._sampling, self._rate, idealised=not plan.grid))
+        release, plan = self._begin(sum(sizes.values()), self.sensitivity * _ROUNDED_UP)
         device = next(iter(named.values())).device
         sums = {name: torch.zeros(size, dtype=torch.float64, device=device) for name, size in sizes.items()}
         self.clipped, self.dropped = 0.0, 0
@@ -105,23 +119,48 @@ class GradientPrivatizer:
             self._add({name: each[start : start + rows] for name, each in named.items()}, plan.grid, sums)
         self.clipped /= max(1, examples)
         release.add_(list(sums.values()), plan, 1.0 / self._expected)
-        means = {name: sums[name].reshape(each.shape[1:]).to(each.dtype) for name, each in named.items()}
-        return means if isinstance(gradients, Mapping) else means[""]
+        return _like(gradients, {n: sums[n].reshape(each.shape[1:]).to(each.dtype) for n, each in named.items()})
+
+    def release_sum(self, total: Gradients, *, sensitivity: float) -> Any:
+        """Return a sum that the caller has clipped and added up, with noise; it is not divided.
+
+        Args:
+            total: a tensor or an array, or several by name or in a list, as `__call__` takes them, without B.
+            sensitivity: the L2 norm by which one example that is added or removed changes all of total. The caller
+                guarantees it: it cannot be seen here. The ledger records that the sum was made in floating point.
+
+        Returns:
+            The sum with noise, in the types, shapes and dtypes of total.
+
+        Raises:
+            ConfigError: total is not finite, or an invalid sensitivity.
+            UnsupportedDtype, BudgetExceeded: as `__call__`.
+        """
+        named = _tensors(total)
+        sensitivity = check_number("sensitivity", sensitivity)
+        if not all(bool(each.isfinite().all()) for each in named.values()):
+            raise ConfigError("the sum is not finite: leave out examples whose gradients are not, and clip the others")
+        release, plan = self._begin(sum(each.numel() for each in named.values()), sensitivity, idealised=True)
+        sums = {n: each.detach().to(torch.float64, copy=True).reshape(-1) for n, each in named.items()}
+        release.add_(list(sums.values()), plan, 1.0)
+        return _like(total, {n: sums[n].reshape(each.shape).to(each.dtype) for n, each in named.items()})
+
+    def _begin(self, dimensions: int, sensitivity: float, *, idealised: bool = False) -> tuple[NoisySum, NoisePlan]:
+        """Plan a release and record it."""
+        release = NoisySum(self._source, self._multiplier, dimensions)
+        plan = release.plan(sensitivity)
+        event = release.event(plan, self._sampling, self._rate, idealised=idealised or not plan.grid)
+        self._require(event)
+        self.ledger.record(event)
+        return release, plan
+
+    def _require(self, event: Event) -> None:
+        """Raise BudgetExceeded if an event does not fit; the ledger checks its own budgets."""
 
     def _check(self, named: Mapping[str, Tensor]) -> int:
         """Return the number of examples; errors as of `__call__`."""
-        if not named:
-            raise ConfigError("gradients name no tensor")
         if "" not in self._norms and self._norms.keys() != named.keys():
             raise ConfigError(f"max_grad_norm names {sorted(self._norms)}, the gradients {sorted(named)}")
-        for name, gradient in named.items():
-            if not isinstance(gradient, Tensor):
-                raise UnsupportedDtype(
-                    f"gradients must be torch tensors, {name or 'they'} got {type(gradient).__name__}: convert them by "
-                    "torch.from_numpy"
-                )
-            if not gradient.is_floating_point():
-                raise UnsupportedDtype(f"gradients must be floating point, {name or 'they'} got {gradient.dtype}")
         shapes = {name: tuple(each.shape) for name, each in named.items()}
         if any(not shape for shape in shapes.values()) or len({shape[0] for shape in shapes.values()}) != 1:
             raise ShapeError(f"the first dimension of each tensor must be the examples, as many in each; got {shapes}")
@@ -146,3 +185,160 @@ class GradientPrivatizer:
             sums[name].add_((values / grid).round_().sum(0) * grid if grid else values.sum(0))
         self.clipped += float((clipped & finite).sum())
         self.dropped += int((~finite).sum())
+
+
+class Privatizer(GradientPrivatizer):
+    """The mechanism of DP-SGD for per-example gradients of any program, which ends at a target epsilon.
+
+        privatizer = Privatizer(epsilon=8, delta=1e-5, max_grad_norm=1.0, steps=2000, sample_rate=256 / 60000,
+                                expected_batch_size=256)
+        weights -= 0.5 * privatizer.step(per_example_gradients)         # (B, ...) in, (...) out
+
+    Batches must be drawn by Poisson sampling at the rate (`dp.PoissonSampler` does): each example is in each batch
+    with that probability, independently. This is not checked here. At a rate of 1 each batch is all data.
+
+    Args:
+        epsilon, delta: of all steps, with what the ledger holds already; the least noise is found for them.
+        max_grad_norm, expected_batch_size, secure: as for `GradientPrivatizer`.
+        steps: planned releases: calls of `step` and `release_sum` together.
+        sample_rate: probability of each example to be in a batch, in (0, 1].
+        ledger: a Ledger or its file; None: in memory.
+
+    Attributes:
+        noise_multiplier: standard deviation of the noise over the sensitivity.
+        steps, made: planned releases, and those that were made.
+        ledger, clipped, dropped: as of `GradientPrivatizer`.
+
+    Raises:
+        ConfigError: an invalid value.
+        BudgetExceeded: the ledger holds epsilon already.
+        UnsupportedCase: no noise suffices, or hardly any is needed.
+    """
+
+    def __init__(
+        self, epsilon: float, delta: float, max_grad_norm: float | Mapping[str, float], steps: int, sample_rate: float,
+        *, expected_batch_size: float, secure: bool = True, ledger: Ledger | str | Path | None = None,
+    ) -> None:  # fmt: skip
+        check_number("epsilon", epsilon)
+        self._target = Budget(epsilon, check_number("delta", delta, most=0.5))
+        self.steps, self.made = check_whole("steps", steps, 1), 0
+        check_number("sample_rate", sample_rate, most=1.0)
+        book = ledger if isinstance(ledger, Ledger) else Ledger(ledger, budget=self._target)
+        try:
+            super().__init__(
+                noise_multiplier=1.0, max_grad_norm=max_grad_norm, expected_batch_size=expected_batch_size,
+                sampling="poisson", sample_rate=sample_rate, secure=secure, ledger=book,
+            )  # fmt: skip
+            self._calibrate(_USUAL_NUMBERS)
+        except BaseException:
+            if book is not ledger:
+                book.close()
+            raise
+        self._allowance = Allowance(self._target, book.neighbouring)
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Standard deviation of the noise over the sensitivity."""
+        return self._multiplier
+
+    def step(self, gradients: Gradients) -> Any:
+        """Return the private mean of a batch, as `GradientPrivatizer` does: (B, ...) in, (...) out.
+
+        Raises:
+            ShapeError, UnsupportedDtype, ConfigError: the gradients do not match one another or max_grad_norm.
+            BudgetExceeded: all planned steps were made, or others have spent the ledger's budget; nothing was computed.
+        """
+        return self(gradients)
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """Return the epsilon of all that the ledger holds, at the target's delta or another."""
+        return self.ledger.epsilon(self._target.delta if delta is None else delta)
+
+    def _begin(self, dimensions: int, sensitivity: float, *, idealised: bool = False) -> tuple[NoisySum, NoisePlan]:
+        if self.made >= self.steps:
+            raise BudgetExceeded(
+                f"all {self.steps} planned steps were made: epsilon {self.epsilon():.6g} at delta "
+                f"{self._target.delta:g}. The noise was found for so many; plan more steps from the start"
+            )
+        if not self.made and dimensions > _USUAL_NUMBERS:
+            self._calibrate(dimensions)
+        found = super()._begin(dimensions, sensitivity, idealised=idealised)
+        self.made += 1
+        return found
+
+    def _require(self, event: Event) -> None:
+        counts: Counter[Event] = Counter()
+        for past in self.ledger.events:
+            counts[past.times(1)] += past.count
+        self._allowance.require(counts, event)
+
+    def _calibrate(self, dimensions: int) -> None:
+        """Find the noise of the target; the tails of the discrete noise charge a delta for each number released."""
+        charged = 2 * NoisySum(self._source, 1.0, dimensions).plan(self.sensitivity).delta
+        self._multiplier = least_noise(self._target, self._rate, self.steps, self.ledger, charged)
+
+
+def least_noise(target: Budget, sample_rate: float, steps: int, ledger: Ledger, charged: float) -> float:
+    """Return the least noise multiplier with which `steps` more events of a ledger end within a target.
+
+    Args:
+        charged: delta of each event.
+
+    Raises:
+        BudgetExceeded: the ledger's events alone pass the target.
+        UnsupportedCase: as `calibrate`.
+    """
+    if ledger.events and (before := ledger.epsilon(target.delta)) >= target.epsilon:
+        raise BudgetExceeded(
+            f"the ledger holds epsilon {before:.4g} at delta {target.delta:g} already: {steps} more steps cannot end "
+            f"at {target.epsilon:g}"
+        )
+    return calibrate(target.epsilon, target.delta, sample_rate, steps, charged=charged, before=ledger.events)
+
+
+def _tensors(gradients: Gradients) -> dict[str, Tensor]:
+    """Return gradients as floating-point tensors on one device by name, in a list by position.
+
+    A NumPy array is copied only where torch cannot read its memory.
+    """
+    given: dict[str, Any] = {"": gradients}
+    if isinstance(gradients, Mapping):
+        given = dict(gradients)
+    elif isinstance(gradients, list | tuple):
+        given = {str(position): each for position, each in enumerate(gradients)}
+    if not given:
+        raise ConfigError("gradients name no tensor")
+    found: dict[str, Tensor] = {}
+    for name, each in given.items():
+        refuse_masked(each, f"gradient {name}".strip())
+        if isinstance(each, np.ndarray):
+            if each.dtype.kind != "f" or each.dtype.itemsize > 8:
+                raise UnsupportedDtype(
+                    f"gradients must be floating point of at most 64 bits, {name or 'they'} got {each.dtype}"
+                )
+            native = each.astype(each.dtype.newbyteorder("="), copy=False)
+            each = torch.from_numpy(np.require(native, requirements=["C", "W"]))
+        elif not isinstance(each, Tensor):
+            raise UnsupportedDtype(
+                f"gradients must be torch tensors or NumPy arrays, {name or 'they'} got {type(each).__name__}"
+            )
+        if not each.is_floating_point():
+            raise UnsupportedDtype(f"gradients must be floating point, {name or 'they'} got {each.dtype}")
+        found[name] = each
+    if len({each.device for each in found.values()}) > 1:
+        places = {name: str(each.device) for name, each in found.items()}
+        raise ConfigError(f"gradients must be on one device, got {places}")
+    return found
+
+
+def _like(given: Gradients, found: Mapping[str, Tensor]) -> Any:
+    """Return tensors in the form that gradients were given in."""
+
+    def back(each: Any, tensor: Tensor) -> Any:
+        return tensor.numpy() if isinstance(each, np.ndarray) else tensor
+
+    if isinstance(given, Mapping):
+        return {name: back(each, found[name]) for name, each in given.items()}
+    if isinstance(given, list | tuple):
+        return type(given)([back(each, tensor) for each, tensor in zip(given, found.values(), strict=True)])
+    return back(given, found[""])

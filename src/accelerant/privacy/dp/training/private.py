@@ -26,11 +26,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from accelerant.errors import BudgetExceeded, ConfigError, FormatError, UnsupportedCase
+from accelerant.errors import ConfigError, FormatError, UnsupportedCase
 from accelerant.privacy.dp.clipping import PerExampleClipper
 from accelerant.privacy.dp.clipping.rules import mark
 from accelerant.privacy.dp.ledger import Budget, Ledger
-from accelerant.privacy.dp.ledger.accounting import calibrate
 from accelerant.privacy.dp.ledger.events import check_number, check_whole
 from accelerant.privacy.dp.noise.noisy_sum import NoisySum, make_source, require_clipped_unit
 from accelerant.privacy.dp.sampling import DrawnBatch, GroupedSampler, PoissonBatches, PoissonSampler
@@ -38,6 +37,7 @@ from accelerant.privacy.dp.sampling.batches import rows_of
 from accelerant.privacy.dp.sampling.poisson import Units, delta_remark, require_sampler
 from accelerant.privacy.dp.training.adaptive import AdaptiveClipping, AdaptiveNorm
 from accelerant.privacy.dp.training.distributed import Processes, require_unwrapped
+from accelerant.privacy.dp.training.gradients import least_noise
 from accelerant.privacy.dp.training.optimizer import PrivateOptimizer, require_float32
 
 __all__ = ["Clipping", "PrivateTraining", "make_private"]
@@ -514,13 +514,8 @@ def _opened(ledger: Ledger | str | Path | None, unit: str, budget: Budget | None
 
 def _calibrated(arguments: _Arguments, ledger: Ledger, secure: bool, dimensions: int) -> float:
     """Return the noise multiplier for the target, given the ledger's events and the delta that the noise charges."""
-    target, steps, delta = arguments.target_epsilon, arguments.steps, arguments.delta
-    assert target is not None and steps is not None  # noqa: PT018  for the type checker: checked before
+    steps = arguments.steps
+    assert arguments.budget is not None and steps is not None  # noqa: PT018  for the type checker: checked before
     # Twice: the count of adaptive clipping has noise of its own.
     charged = 2 * NoisySum(make_source(secure), 1.0, dimensions).plan(arguments.sensitivity).delta
-    if ledger.events and (before := ledger.epsilon(delta)) >= target:
-        raise BudgetExceeded(
-            f"the ledger holds epsilon {before:.4g} at delta {delta:g} already: {steps} more steps cannot end at "
-            f"{target:g}"
-        )
-    return calibrate(target, delta, arguments.sample_rate, steps, charged=charged, before=ledger.events)
+    return least_noise(arguments.budget, arguments.sample_rate, steps, ledger, charged)
