@@ -9,7 +9,8 @@ import torch
 
 from accelerant import Accelerator, AcceleratorConfig, ops, zk
 from accelerant.accelerator import methods
-from accelerant.accelerator.methods import METHODS, metas_of, scratch_of, sizes_of, split_along_rows
+from accelerant.accelerator.methods import METHODS, metas_of, scratch_of, sizes_of
+from accelerant.accelerator.split import split_along_rows
 from accelerant.errors import OutOfMemory
 from accelerant.runtime import registry
 from accelerant.runtime.memory.limits import peak_recorded
@@ -100,6 +101,7 @@ def test_calls_run_in_parts_that_keep_the_limit(all_scratch, monkeypatch):
     assert len(rows) == 4
 
 
+@pytest.mark.slow
 def test_transforms_run_in_parts_whose_scratch_fits():
     x = np.arange(16 << 12, dtype=np.uint64).reshape(16, -1)
     options = {"field": "goldilocks", "inverse": False, "coset": None, "order": "natural"}

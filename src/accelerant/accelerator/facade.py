@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 
@@ -26,15 +26,14 @@ from accelerant.accelerator.methods import (
     ArrayOrigin,
     Operations,
     Results,
-    Split,
     Tensors,
     metas_of,
     scratch_of,
     sizes_of,
-    split_along_rows,
     tensors_of,
     to_tensors,
 )
+from accelerant.accelerator.split import Split, devices_worth_using, run_on_devices, split_along_rows, work_s
 from accelerant.algebra.field import prime_field
 from accelerant.config import FallbackPolicy, override, policy_named, settings
 from accelerant.errors import (
@@ -83,18 +82,23 @@ class AcceleratorConfig:
             the same raises OutOfMemory before anything is allocated. Also the most that the calls of a batch take
             together: it runs in parts. No limit by default.
         fallback: "allow" (True), "warn" or "forbid" (False); the Accelerator's argument by default.
+        devices: GPUs of this host that may share one large call, the Accelerator's included; "all" for all of its
+            backend. A call is divided where that is estimated to be faster; the ledger has a row for each GPU.
     """
 
     batch_size: int | None = None
     timeout_s: float | None = None
     memory_limit_bytes: int | None = None
     fallback: FallbackPolicy | bool | None = None
+    devices: int | Literal["all"] = 1
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "timeout_s", "memory_limit_bytes"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not value > 0):
                 raise ConfigError(f"{name} must be above 0, got {value!r}")
+        if self.devices != "all" and (type(self.devices) is not int or self.devices < 1):
+            raise ConfigError(f"devices must be a whole number of at least 1, or 'all'; got {self.devices!r}")
         if self.fallback is not None:
             object.__setattr__(self, "fallback", _policy(self.fallback))
 
@@ -186,6 +190,24 @@ class Accelerator(Operations):
         self.device = self._choose(backend, device)
         self._provider = registry.create(self.device.backend)
         self._torch_device = torch.device(self.device.torch_device or "cpu")
+        self._devices = self._shared_devices()
+
+    def _shared_devices(self) -> list[torch.device]:
+        """Return the devices that may share a call, the Accelerator's first."""
+        if self.config.devices == 1:
+            return [self._torch_device]
+        others = [
+            torch.device(device.torch_device)
+            for device in registry.devices()
+            if device.available
+            and device.backend == self.device.backend == "cuda"
+            and device.index != self.device.index
+        ]
+        if self.config.devices == "all":
+            return [self._torch_device, *others]
+        if self.config.devices > 1 + len(others):
+            raise ConfigError(f"devices must be at most {1 + len(others)} here, got {self.config.devices}")
+        return [self._torch_device, *others[: self.config.devices - 1]]
 
     def _choose(self, backend: str | torch.device, index: int) -> ComputeDevice:
         try:
@@ -401,12 +423,42 @@ class Accelerator(Operations):
             with override(fallback=self._policy), time_limit(self.config.timeout_s, name):
                 arrays = self._prepared(name, arrays, options)
                 self._check_memory(name, arrays, options)
-                tensors, origin = self._move_or_fall_back(name, arrays)
-                tensor = self._run_or_fall_back(name, tensors, options)
+                shared = self._run_shared(name, arrays, options) if len(self._devices) > 1 else None
+                if shared is not None:
+                    tensor, origin = shared
+                else:
+                    tensors, origin = self._move_or_fall_back(name, arrays)
+                    tensor = self._run_or_fall_back(name, tensors, options)
         except BaseException:
             self._metrics.add(name, errors=1)
             raise
         return origin.wrap(tensor)
+
+    def _run_shared(
+        self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[Results, ArrayOrigin] | None:
+        """Run one call on several devices; None where one is as fast, or another one failed before."""
+        tensors, origin = to_tensors(name, arrays, None)
+        cut = split_along_rows(name, tensors, options)
+        if cut is None:
+            return None
+        size, seconds = sum(x.nbytes for x in tensors), work_s(name, cut.tensors, options)
+        on_host = tensors[0].device.type != self._torch_device.type
+        count = devices_worth_using(seconds, 2 * size, cut.rows, len(self._devices), on_host=on_host)
+        if count < 2:
+            return None
+        try:
+            result = run_on_devices(name, cut, options, self._devices[:count])
+        except Exception as error:
+            if self._policy == "forbid" or not recoverable(error):
+                raise
+            self._announce(name, f"{count} devices", self.device.label, f"{type(error).__name__}: {error}")
+            return None
+        made = tensors_of(result)
+        flops = METHODS[name].flops(tensors, made[0], **options)
+        self._metrics.add(name, bytes=size + sum(y.nbytes for y in made), flops=flops)
+        check_time("at its end", self._wait)
+        return result, origin
 
     def _move_or_fall_back(self, name: str, arrays: tuple[Any, ...]) -> tuple[Tensors, ArrayOrigin]:
         """Move arrays to the device; to the CPU if they do not fit."""

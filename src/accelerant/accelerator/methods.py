@@ -13,7 +13,7 @@ import inspect
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -38,16 +38,16 @@ from accelerant.zk.operands import encoded_points, plain_scalars, scalar_words
 from accelerant.zk.transform import ntt
 
 __all__ = [
-    "METHODS", "WITH_SCRATCH", "ArrayOrigin", "Method", "Operations", "Split", "dtypes_of", "joined_arguments",
-    "metas_of", "scratch_of", "sizes_of", "split_along_rows", "tensors_of", "to_tensors", "to_torch",
+    "DEFAULT_CURVE", "DEFAULT_FIELD", "METHODS", "WITH_SCRATCH", "ArrayOrigin", "Method", "Operations", "dtypes_of",
+    "joined_arguments", "metas_of", "scratch_of", "sizes_of", "tensors_of", "to_tensors", "to_torch",
 ]  # fmt: skip
 
 Tensors = tuple[torch.Tensor, ...]
 Results = torch.Tensor | Tensors
 Merge = Literal["elements", "rows", "first", "stack"]
 Example = Callable[[torch.device, int], tuple[Tensors, dict[str, Any]]]
-_DEFAULT_FIELD = "goldilocks"
-_DEFAULT_CURVE = "bn254_g1"
+DEFAULT_FIELD = "goldilocks"
+DEFAULT_CURVE = "bn254_g1"
 _TENSOR = frozenset((torch.Tensor,))
 _ARRAYS = frozenset((torch.Tensor, np.ndarray))
 
@@ -195,7 +195,7 @@ def _field_words(x: Any, name: str, options: Mapping[str, Any]) -> Any:
 def _field_method(name: str, arguments: int) -> Method:
     """Return the Method of a field operation. Batches pass its tensors flattened to one axis of words."""
 
-    def run(*tensors: torch.Tensor, field: str = _DEFAULT_FIELD) -> torch.Tensor:
+    def run(*tensors: torch.Tensor, field: str = DEFAULT_FIELD) -> torch.Tensor:
         prime = prime_field(field)
         flat = prime.limbs > 1 and all(x.ndim == 1 for x in tensors)
         words = [x.reshape(-1, prime.limbs) for x in tensors] if flat else tensors
@@ -206,20 +206,20 @@ def _field_method(name: str, arguments: int) -> Method:
         run,
         "elements",
         _elements(arguments, -1, 1024),
-        lambda args, y, field=_DEFAULT_FIELD: y.numel() // prime_field(field).limbs,
+        lambda args, y, field=DEFAULT_FIELD: y.numel() // prime_field(field).limbs,
         joined=arguments,
         prepare=_field_words,
-        whole=lambda args, options: prime_field(options.get("field", _DEFAULT_FIELD)).limbs > 1 and args[0].ndim < 2,
+        whole=lambda args, options: prime_field(options.get("field", DEFAULT_FIELD)).limbs > 1 and args[0].ndim < 2,
     )
 
 
-def _transform_flops(args: Tensors, y: torch.Tensor, *, field: str = _DEFAULT_FIELD, **_: Any) -> int:
+def _transform_flops(args: Tensors, y: torch.Tensor, *, field: str = DEFAULT_FIELD, **_: Any) -> int:
     """Return the number of products: half a product for each point and level."""
     limbs = prime_field(field).limbs
     return y.numel() // limbs * (y.shape[-1 if limbs == 1 else -2].bit_length() - 1) // 2
 
 
-def _msm(scalars: torch.Tensor, points: torch.Tensor, *, curve: str = _DEFAULT_CURVE, **options: Any) -> torch.Tensor:
+def _msm(scalars: torch.Tensor, points: torch.Tensor, *, curve: str = DEFAULT_CURVE, **options: Any) -> torch.Tensor:
     return torch.as_tensor(msm(scalars, points, curve, **options))
 
 
@@ -236,13 +236,13 @@ def _msm_words(x: Any, name: str, options: Mapping[str, Any]) -> Any:
 
 def _msm_example(device: torch.device, rows: int) -> tuple[Tensors, dict[str, Any]]:
     """Return random scalars below 2^252, and the multiples 1, 2, ... of the generator."""
-    group = curve_named(_DEFAULT_CURVE)
+    group = curve_named(DEFAULT_CURVE)
     points = torch.from_numpy(group.mul(group.generator, list(range(1, rows + 1))).view(np.int64)).to(device)
     scalars = torch.randint(0, 2**60, (rows, 4), device=device)
     return (scalars.view(torch.uint64), points.view(torch.uint64)), {}
 
 
-def _msm_flops(args: Tensors, y: torch.Tensor, *, curve: str = _DEFAULT_CURVE, **_: Any) -> int:
+def _msm_flops(args: Tensors, y: torch.Tensor, *, curve: str = DEFAULT_CURVE, **_: Any) -> int:
     """Return the additions of a plain sum: one a bit of each scalar."""
     return math.prod(args[0].shape[:-1]) * curve_named(curve).order.bit_length()
 
@@ -372,7 +372,7 @@ METHODS: dict[str, Method] = {
     ),
     **{f"field_{name}": _field_method(name, arguments) for name, arguments in _FIELD_METHODS.items()},
     "ntt": Method(
-        lambda x, field=_DEFAULT_FIELD, **options: torch.as_tensor(ntt(x, field, **options)),
+        lambda x, field=DEFAULT_FIELD, **options: torch.as_tensor(ntt(x, field, **options)),
         "stack",
         _elements(1, -1, 1024),
         _transform_flops,
@@ -406,72 +406,6 @@ def joined_arguments(name: str, tensors: Tensors, options: Mapping[str, Any]) ->
     elif name == "matmul" and tensors[1].ndim != 2:
         count = 0
     return count
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """A call that may be processed in parts; made by split_along_rows.
-
-    Attributes:
-        tensors: the arguments, whose first `count` are split along their first dimension.
-        shape: of the first dimension before others were merged into it: attention's batch and heads.
-        curve: of a sum of multiples, which is split along its points instead; the parts' sums are added.
-    """
-
-    tensors: Tensors
-    count: int
-    shape: tuple[int, ...]
-    curve: str = ""
-
-    @property
-    def rows(self) -> int:
-        """The number of rows, images, heads, transforms or points."""
-        return math.prod(self.shape)
-
-    def part(self, low: int, high: int) -> Tensors:
-        """Return the arguments of some rows."""
-        if self.curve:
-            return self.tensors[0][..., low:high, :], self.tensors[1][low:high]
-        return *[x[low:high] for x in self.tensors[: self.count]], *self.tensors[self.count :]
-
-    def joined(self, parts: Iterable[Tensors]) -> Results:
-        """Return the results of all rows, from those of consecutive parts."""
-        if self.curve:
-            group = curve_named(self.curve)
-            return torch.as_tensor(functools.reduce(group.add, [total for (total,) in parts]))
-        whole: list[torch.Tensor] = []
-        low = 0
-        for part in parts:
-            whole = whole or [y.new_empty((self.rows, *y.shape[1:])) for y in part]
-            high = low + part[0].shape[0]
-            for target, y in zip(whole, part, strict=True):
-                target[low:high] = y
-            low = high
-        if len(self.shape) > 1:
-            whole = [y.reshape(*self.shape, *y.shape[2:]) for y in whole]
-        return whole[0] if len(whole) == 1 else tuple(whole)
-
-
-def split_along_rows(name: str, tensors: Tensors, options: Mapping[str, Any], *, heads: bool = True) -> Split | None:
-    """Return a call as one that can be divided into parts; None for one that cannot.
-
-    `heads`: attention is divided along its heads, too, if queries and keys have as many.
-    """
-    method, first = METHODS[name], tensors[0]
-    if name == "msm" and first.ndim in (2, 3) and first.shape[-2:-1] == tensors[1].shape[:1]:
-        return Split(tensors, 2, (first.shape[-2],), options.get("curve", _DEFAULT_CURVE))
-    if name == "ntt" and first.ndim > 1 + (prime_field(options.get("field", _DEFAULT_FIELD)).limbs > 1):
-        return Split(tensors, 1, (first.shape[0],))
-    if method.merge in (None, "stack") or (method.whole is not None and method.whole(tensors, options)):
-        return None
-    count = joined_arguments(name, tensors, options)
-    one_row = first.ndim < 2 and (method.merge == "rows" or count < len(tensors))
-    if not count or not first.ndim or (one_row and method.merge != "first"):
-        return None
-    if heads and name == "attention" and len({x.shape[1] for x in tensors}) == 1 and first.numel():
-        each = tuple([x.reshape(-1, 1, *x.shape[2:]) for x in tensors])
-        return Split(each, count, tuple(first.shape[:2]))
-    return Split(tensors, count, (first.shape[0],))
 
 
 def _op_method(name: str) -> Callable[..., Any]:
@@ -569,19 +503,19 @@ class Operations(ABC):
     swiglu = _op_method("swiglu")
     tanh = _op_method("tanh")
 
-    def field_add(self, x: Any, y: Any, *, field: str = _DEFAULT_FIELD) -> Any:
+    def field_add(self, x: Any, y: Any, *, field: str = DEFAULT_FIELD) -> Any:
         """Add field elements, canonical words or integers; see accelerant.zk.field."""
         return self._call("field_add", (x, y), {"field": field})
 
-    def field_sub(self, x: Any, y: Any, *, field: str = _DEFAULT_FIELD) -> Any:
+    def field_sub(self, x: Any, y: Any, *, field: str = DEFAULT_FIELD) -> Any:
         """Subtract field elements; arguments as for field_add."""
         return self._call("field_sub", (x, y), {"field": field})
 
-    def field_mul(self, x: Any, y: Any, *, field: str = _DEFAULT_FIELD) -> Any:
+    def field_mul(self, x: Any, y: Any, *, field: str = DEFAULT_FIELD) -> Any:
         """Multiply field elements; arguments as for field_add."""
         return self._call("field_mul", (x, y), {"field": field})
 
-    def field_inv(self, x: Any, *, field: str = _DEFAULT_FIELD) -> Any:
+    def field_inv(self, x: Any, *, field: str = DEFAULT_FIELD) -> Any:
         """Invert nonzero field elements; arguments as for field_add."""
         return self._call("field_inv", (x,), {"field": field})
 
@@ -589,7 +523,7 @@ class Operations(ABC):
         self,
         x: Any,
         *,
-        field: str = _DEFAULT_FIELD,
+        field: str = DEFAULT_FIELD,
         inverse: bool = False,
         coset: int | None = None,
         order: str = "natural",
@@ -604,7 +538,7 @@ class Operations(ABC):
             )
         return self._call("ntt", (x,), {"field": field, "inverse": inverse, "coset": coset, "order": order})
 
-    def msm(self, scalars: Any, points: Any, *, curve: str = _DEFAULT_CURVE, check: bool = True) -> Any:
+    def msm(self, scalars: Any, points: Any, *, curve: str = DEFAULT_CURVE, check: bool = True) -> Any:
         """Sum scalars[i] points[i], arguments as accelerant.zk.msm takes them; the result is of the scalars' kind."""
         return self._call("msm", (scalars, points), {"curve": curve, "check": check})
 
@@ -684,9 +618,9 @@ _SCRATCH_LIMIT = 4096
 def _predict_scratch(name: str, metas: Tensors, options: Mapping[str, Any], device: ComputeDevice) -> int:
     if name == "msm":
         points = metas[1].shape[0] if metas[1].ndim else 0
-        return msm_scratch_bytes(options.get("curve", _DEFAULT_CURVE), points, device)
+        return msm_scratch_bytes(options.get("curve", DEFAULT_CURVE), points, device)
     if name == "ntt":
-        parameters = prime_field(options.get("field", _DEFAULT_FIELD)).parameters
+        parameters = prime_field(options.get("field", DEFAULT_FIELD)).parameters
         shape = element_shape(parameters, tuple(metas[0].shape))
         return ntt_scratch_bytes(space_at(device), parameters, shape, options.get("order", "natural"))
     where = torch.device(device.torch_device)
