@@ -8,25 +8,21 @@ virtual steps. All start from the same weights and take the same tokens; AdamW u
 privacy clips the mean gradient. The targets of a private row are a share of our own speed without privacy, and a
 multiple of its memory. Masks are full: each draw has exactly the expected size, so that a share compares equal work.
 Draws of a Poisson sampler vary by their square root. The ledger is a file, as in training; epsilon is not computed.
-
-Noise is timed as a release adds it: to float32 values in place, rounded to a grid where it is secure; Philox's also as
-draws alone, which only write. Its mean and spread are checked first, to six standard errors.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
-from torch import Tensor
 
-from accelerant.bench.record import DEVICE, Row, failure_note
+from accelerant.bench.record import Row, failure_note
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, option
-from accelerant.bench.timer import Timing, time_ms
+from accelerant.bench.suites.noise import measure_noise
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.nn import GPTConfig
@@ -48,7 +44,7 @@ from benchmarks.dp_steps import (
 )
 from benchmarks.gpt_steps import TokenBatches, step_flops
 
-__all__ = ["DpSuite", "check_noise"]
+__all__ = ["DpSuite"]
 
 _OURS = "accelerant"
 
@@ -60,8 +56,6 @@ _SHARES = {
 
 _CPU_SHARE = 1 / 1.25
 _MEMORY, _PARTS_MEMORY = 1.8, 1.3
-_NOISE_MS = {"secure": 8.0, "Philox": 0.30, "keystream": 2**30 / 1e9}
-"""Targets of 2^28 draws on an H200; of the keystream 1.0 TB/s."""
 
 _OPACUS_NOTE = "Opacus's noise is Philox's here: its secure mode needs torchcsprng"
 
@@ -129,7 +123,7 @@ class DpSuite(Suite):
         for text in self.case or ():
             if text == "noise":
                 budget = min(self.budget_s, 0.5)
-                measure = functools.partial(_measure_noise, self.draws or 22, budget)
+                measure = functools.partial(measure_noise, 1 << (self.draws or 22), budget)
                 cases.append(SuiteCase(f"noise 2^{self.draws}", measure))
                 continue
             case = parsed[text]
@@ -279,82 +273,6 @@ def _row(case: PrivateCase, variant: str, where: torch.device, result: StepResul
 def _note(case: PrivateCase, result: StepResult) -> str:
     first = " ".join(f"{loss:.4f}" for loss in result.losses)
     return f"{1e3 * case.batch * case.config.context / result.timing.p50_ms:,.0f} tokens/s, first losses {first}"
-
-
-# --- noise -----------------------------------------------------------------------------------------------------------
-
-_CHECKED = 2**20
-_STD = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class _NoiseCall:
-    """A call to time: fields of its row, and the key of its target."""
-
-    op: str
-    variant: str
-    runner: str
-    implementation: str
-    call: Callable[[], object]
-    bytes: int
-    target: str = ""
-    note: str = ""
-
-
-def check_noise(x: Tensor, std: float, name: str) -> None:
-    """Check that values are noise of mean 0 and deviation `std`.
-
-    Raises:
-        AccelerantError: mean or deviation is more than six standard errors away.
-    """
-    values = x.flatten()[:_CHECKED].double()
-    n = values.numel()
-    spread, mean = (float(value) for value in torch.std_mean(values))
-    if not abs(mean) < 6 * std / math.sqrt(n) or not abs(spread / std - 1) < 6 / math.sqrt(2 * n):
-        raise AccelerantError(f"{name}: {n} draws of deviation {std} have mean {mean:.5g}, deviation {spread:.6g}")
-
-
-def _measure_noise(exponent: int, budget_s: float, run: SuiteRun) -> None:
-    """Measure 2^exponent draws: secure, Philox's, the keystream, torch's own, and a fill of the same memory."""
-    from accelerant.privacy.dp.noise import FastSource, SecureSource, choose_grid
-    from accelerant.privacy.random import SecureStream
-
-    where, n = run.torch_device, 1 << exponent
-    x = torch.zeros(n, dtype=torch.float32, device=where)
-    grid = choose_grid(_STD, _STD, n)
-    secure, fast, stream = SecureSource(), FastSource(), SecureStream()
-    for source in (secure, fast):
-        run.progress(f"noise, 2^{exponent}: {source.name}, checked")
-        x.zero_()
-        source.add_gaussian_([x], _STD, grid=grid)
-        check_noise(x, _STD, source.name)
-    steps = f"{_STD / grid:g} grid steps in a deviation"
-    calls = [
-        _NoiseCall("noise", "secure", _OURS, secure.name, lambda: secure.add_gaussian_([x], _STD, grid=grid), 8 * n,
-                   "secure", f"added to float32 in place, {steps}"),
-        _NoiseCall("noise", "Philox", _OURS, fast.name, lambda: fast.add_gaussian_([x], _STD, grid=grid), 8 * n,
-                   note="added to float32 in place"),
-        _NoiseCall("noise", "Philox", "torch", "torch.randn, add_", lambda: x.add_(torch.randn_like(x)), 8 * n),
-        _NoiseCall("noise", "Philox, drawn alone", _OURS, fast.name, lambda: fast.fill_gaussian_([x], _STD), 4 * n,
-                   "Philox"),
-        _NoiseCall("noise", "Philox, drawn alone", "torch", "torch.normal_", lambda: x.normal_(), 4 * n),
-        _NoiseCall("noise", "fill", DEVICE, "fill_", lambda: x.fill_(1.0), 4 * n),
-        _NoiseCall("keystream", "words", _OURS, "chacha20", lambda: stream.words(n, where), 4 * n, "keystream"),
-    ]  # fmt: skip
-    for one in calls:
-        run.progress(f"{one.op}, 2^{exponent}: {one.variant}, {one.runner}")
-        run.add(_noise_row(one, exponent, run, time_ms(one.call, where, budget_s=budget_s)))
-
-
-def _noise_row(one: _NoiseCall, exponent: int, run: SuiteRun, timing: Timing) -> Row:
-    target = _NOISE_MS.get(one.target) if exponent == 28 and run.is_model("H200") else None
-    note = f"{timing.p50_ms * 1e6 / (1 << exponent):.3g} ns each"
-    note += "" if run.gpu else f", {torch.get_num_threads()} threads of torch"
-    row = Row(
-        "dp", one.op, f"2^{exponent} {one.variant}", one.runner, one.implementation, bytes=one.bytes, ceiling="copy",
-        target=target, note="; ".join(filter(None, (note, one.note))),
-    )  # fmt: skip
-    return row.timed(timing)
 
 
 if __name__ == "__main__":

@@ -6,17 +6,14 @@ AdamW of the same numbers; parameters are float32, computed with under autocast.
 
 from __future__ import annotations
 
-import itertools
-import math
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from accelerant.bench.suites.model import TokenBatches, step_flops, step_times
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.optim import AdamW
 from accelerant.nn.train.step import TrainStep
@@ -147,58 +144,3 @@ def own_step(model: GPT, *, precision: torch.dtype | None = torch.bfloat16, grap
     optimizer = AdamW(parameter_groups(model), lr=RATE, betas=BETAS)
     step = TrainStep(model, optimizer, model.loss, max_grad_norm=_CLIP, precision=precision, graph=graph)
     return lambda tokens, targets: step([(tokens, targets)], RATE).loss
-
-
-@dataclass(slots=True)
-class TokenBatches:
-    """Four batches of random tokens with Zipf's distribution of words, used in turns."""
-
-    pairs: list[tuple[Tensor, Tensor]]
-
-    @classmethod
-    def drawn(cls, config: GPTConfig, batch: int, where: torch.device, *, contiguous: bool = False) -> TokenBatches:
-        """Draw the batches, the same in every run; Opacus needs contiguous ones."""
-        generator = torch.Generator().manual_seed(0)
-        weights = 1.0 / torch.arange(1, config.vocab_size + 1, dtype=torch.float32)
-        size = batch * (config.context + 1)
-        pairs = []
-        for _ in range(4):
-            rows = torch.multinomial(weights, size, True, generator=generator).view(batch, -1).to(where)
-            tokens, targets = rows[:, :-1], rows[:, 1:]
-            pairs.append((tokens.contiguous(), targets.contiguous()) if contiguous else (tokens, targets))
-        return cls(pairs)
-
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return the tokens and targets of a step, (B, T) each."""
-        return self.pairs[step % len(self.pairs)]
-
-
-def step_times(step: Step, data: TokenBatches, where: torch.device, budget_s: float) -> list[float]:
-    """Return the milliseconds of consecutive steps, measured by events on a GPU."""
-    if where.type != "cuda":
-        times: list[float] = []
-        began = time.perf_counter()
-        while len(times) < 3 or (time.perf_counter() - began < budget_s and len(times) < 100):
-            start = time.perf_counter()
-            step(*data.batch(len(times)))
-            times.append(1e3 * (time.perf_counter() - start))
-        return times
-    torch.cuda.synchronize(where)
-    began = time.perf_counter()
-    step(*data.batch(0))
-    torch.cuda.synchronize(where)
-    count = max(10, min(500, math.ceil(budget_s / (time.perf_counter() - began))))
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    events[0].record()
-    for i in range(count):
-        step(*data.batch(i))
-        events[i + 1].record()
-    torch.cuda.synchronize(where)
-    return [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
-
-
-def step_flops(config: GPTConfig, tokens: int) -> int:
-    """Return the operations of products and causal attention (half the pairs), forward and twice that backward."""
-    matrices = 12 * config.layers * config.width**2 + config.vocab_size * config.width
-    attention = config.layers * 2 * config.width * config.context
-    return tokens * 6 * (matrices + attention // 2)

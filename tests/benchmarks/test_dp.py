@@ -9,6 +9,7 @@ import torch
 
 from accelerant.bench.record import Environment, Record
 from accelerant.bench.suite import SuiteRun
+from accelerant.bench.suites import noise
 from accelerant.bench.timer import Timing
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError, UnsupportedCase
@@ -255,18 +256,18 @@ def test_what_noise_on_an_h200_is_asked_for(cpu):
     timing = Timing.of([1.0, 1.0])
     asked = {}
     for how in ("secure", "Philox", "keystream"):
-        call = suite._NoiseCall("noise", how, "accelerant", "", lambda: None, 8, how)
-        asked[how] = suite._noise_row(call, 28, h200, timing).target
-        assert suite._noise_row(call, 27, h200, timing).target is None
+        call = noise.NoiseCall("noise", how, "accelerant", "", lambda: None, 8, how)
+        asked[how] = noise.noise_row(call, 1 << 28, h200, timing).target
+        assert noise.noise_row(call, 1 << 27, h200, timing).target is None
     assert asked == {"secure": 8.0, "Philox": 0.3, "keystream": pytest.approx(1.0737, abs=1e-4)}
 
 
 @pytest.mark.parametrize("spoil", [lambda x: x + 0.1, lambda x: x * 1.1, lambda x: x * float("nan"), torch.zeros_like])
 def test_noise_of_another_spread_is_an_error(spoil):
     x = torch.randn(2**14, generator=torch.Generator().manual_seed(0))
-    suite.check_noise(x, 1.0, "noise")
+    noise.check_noise(x, 1.0, "noise")
     with pytest.raises(AccelerantError, match="noise: 16384 draws of deviation"):
-        suite.check_noise(spoil(x), 1.0, "noise")
+        noise.check_noise(spoil(x), 1.0, "noise")
 
 
 # --- what is asked for -----------------------------------------------------------------------------------------------

@@ -38,11 +38,17 @@ _SUITES = {
     "algebra": "accelerant.bench.suites.algebra:AlgebraSuite",
     "runtime": "accelerant.bench.suites.runtime:RuntimeSuite",
     "bandwidth": "accelerant.bench.suites.bandwidth:BandwidthSuite",
+    "model": "accelerant.bench.suites.model:ModelSuite",
+    "train": "accelerant.bench.suites.model:TrainSuite",
+    "noise": "accelerant.bench.suites.noise:NoiseSuite",
 }
 """Command -> module and class; a suite imports torch, so it is loaded when its command runs."""
 
+_ALL = ("neural", "algebra", "runtime", "bandwidth")
+"""Suites of `bench all`; the others are run by --suite."""
+
 _MOVED = {
-    "train": "training", "curve": "loss_curve", "patch": "patch", "decode": "decode", "dp": "dp", "zk": "zk",
+    "training": "training", "curve": "loss_curve", "patch": "patch", "decode": "decode", "dp": "dp", "zk": "zk",
     "groth16": "groth16",
 }  # fmt: skip
 """Command of an earlier version -> module in the repository's benchmarks/ folder."""
@@ -358,10 +364,10 @@ def everything(
     peers = _value(against, comma=True)
     compiled = {} if peers is None else {"compiled": "compile" in peers}
     neural = {"op": tuple(op or ())} | ({} if peers is None else {"against": peers})
-    own: dict[str, dict[str, Any]] = {"neural": neural | {"cpu": cpu}, "algebra": compiled | {"cpu": cpu}}
-    chosen = [name for name in _SUITES if not suite or name in suite]
+    own: dict[str, dict[str, Any]] = {"neural": neural, "algebra": compiled}
+    chosen = [name for name in _SUITES if name in (suite or _ALL)]
     options = _RunOptions(device=device, out=out, csv=csv, report=report, compare=compare, json_output=json_output)
-    options.run([_load(name)(**{"budget_s": budget_s, **own.get(name, {})}) for name in chosen])
+    options.run([_load(name)(**{"budget_s": budget_s, "cpu": cpu, **own.get(name, {})}) for name in chosen])
 
 
 def compare_records(

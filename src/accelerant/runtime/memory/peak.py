@@ -152,7 +152,10 @@ def predict_step(
     step: ModelStep, make_inputs: Callable[[FakeTensorMode], Any], device: torch.device,
     optimizer: OptimizerLike | None = None,
 ) -> PeakPrediction:  # fmt: skip
-    """Predict as predict_peak does, with inputs that are made inside the fake mode and may have any size."""
+    """Predict as predict_peak does, with inputs that are made inside the fake mode and may have any size.
+
+    A module on the meta device is predicted as if it were on `device`: a model that may not fit is never allocated.
+    """
     if optimizer is not None and not step.backward:
         raise ConfigError("an optimizer needs gradients; got backward=False")
     rounding = CUDA_GRANULARITY if device.type == "cuda" else 1
@@ -166,7 +169,7 @@ def predict_step(
             torch.autograd.set_multithreading_enabled(False),
             predicting() as fake,
         ):
-            state = {name: fake.from_tensor(tensor) for name, tensor in step.tensors().items()}
+            state = {name: _faked(fake, tensor, device) for name, tensor in step.tensors().items()}
             fakes = make_inputs(fake)
             parameters, inputs = live.hold(state), live.hold(fakes)
             forward = bind_forward(step, state, fakes)
@@ -190,6 +193,14 @@ def predict_step(
         activations=peak - parameters - inputs - gradient_bytes, workspace=workspace.size_bytes,
         total=peak + state_bytes + workspace.size_bytes, phase=phase,
     )  # fmt: skip
+
+
+def _faked(fake: FakeTensorMode, tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a fake tensor in place of a module's; one on the meta device becomes one on the step's device."""
+    if tensor.device.type != "meta":
+        return fake.from_tensor(tensor)
+    moved = torch.empty_like(tensor, device=device)
+    return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
 
 
 class _Workspace:

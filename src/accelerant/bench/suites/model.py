@@ -1,0 +1,348 @@
+"""Training steps of GPTs: `bench model` by number of parameters, `bench train` on the device and on the CPU.
+
+Tokens are random with Zipf's distribution of words, weights are random, and AdamW updates. `bench model` predicts the
+peak memory of a step from shapes before a model is allocated, and refuses one that does not fit. It measures forward
+pass, backward pass and update one after the other, then the whole step as `accelerant train` runs it, which a GPU
+replays as a graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from accelerant.bench.ceilings import threads_text
+from accelerant.bench.record import OUT_OF_MEMORY, Row
+from accelerant.bench.suite import CpuColumn, Suite, SuiteCase, SuiteRun, check_names, option
+from accelerant.bench.timer import Timing
+from accelerant.errors import AccelerantError
+from accelerant.nn import GPT, GPTConfig
+from accelerant.nn.optim import AdamW
+from accelerant.nn.train.config import PRESETS, preset
+from accelerant.nn.train.step import TrainStep
+from accelerant.runtime import registry
+from accelerant.runtime.memory.limits import available_bytes, size_text
+from accelerant.runtime.memory.peak import ModelStep, PeakPrediction, measure_step, predict_step
+from accelerant.runtime.provider import ComputeDevice
+
+__all__ = ["MODELS", "ModelSuite", "TokenBatches", "TrainSuite", "predict_model", "step_flops", "step_times"]
+
+MODELS = {
+    "0.5M": GPTConfig(256, 64, 2, 4, 128),
+    "14M": GPTConfig(8192, 256, 6, 6, 384),
+    "124M": GPTConfig(50304),
+    "355M": GPTConfig(50304, layers=24, heads=16, width=1024),
+    "774M": GPTConfig(50304, layers=36, heads=20, width=1280),
+    "1.3B": GPTConfig(50304, layers=24, heads=16, width=2048),
+}
+"""Shapes by their number of parameters: the presets tiny and small; GPT-2 (Radford et al. 2019, table 2); GPT-3 XL with
+16 heads of 128 (Brown et al. 2020, arXiv:2005.14165, table 2.1).
+"""
+
+_OURS, _RATE, _CLIP = "accelerant", 6e-4, 1.0
+_WARM_UP, _LEAST, _MOST = 3, 3, 100
+_NEAR = 0.05
+"""Allowed distance of the first losses of two devices, whose precisions may differ."""
+
+
+# --- tokens and steps ------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class TokenBatches:
+    """Four batches of random tokens with Zipf's distribution of words, used in turns."""
+
+    pairs: list[tuple[Tensor, Tensor]]
+
+    @classmethod
+    def drawn(cls, config: GPTConfig, batch: int, where: torch.device, *, contiguous: bool = False) -> TokenBatches:
+        """Draw the batches, the same in every run; Opacus needs contiguous ones."""
+        generator = torch.Generator().manual_seed(0)
+        weights = 1.0 / torch.arange(1, config.vocab_size + 1, dtype=torch.float32)
+        size = batch * (config.context + 1)
+        pairs = []
+        for _ in range(4):
+            rows = torch.multinomial(weights, size, True, generator=generator).view(batch, -1).to(where)
+            tokens, targets = rows[:, :-1], rows[:, 1:]
+            pairs.append((tokens.contiguous(), targets.contiguous()) if contiguous else (tokens, targets))
+        return cls(pairs)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return the tokens and targets of a step, (B, T) each."""
+        return self.pairs[step % len(self.pairs)]
+
+
+def step_times(
+    step: Callable[[Tensor, Tensor], object], data: TokenBatches, where: torch.device, budget_s: float
+) -> list[float]:
+    """Return the milliseconds of consecutive steps, measured by events on a GPU."""
+    if where.type != "cuda":
+        times: list[float] = []
+        began = time.perf_counter()
+        while len(times) < _LEAST or (time.perf_counter() - began < budget_s and len(times) < _MOST):
+            start = time.perf_counter()
+            step(*data.batch(len(times)))
+            times.append(1e3 * (time.perf_counter() - start))
+        return times
+    torch.cuda.synchronize(where)
+    began = time.perf_counter()
+    step(*data.batch(0))
+    torch.cuda.synchronize(where)
+    count = max(10, min(500, math.ceil(budget_s / (time.perf_counter() - began))))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    events[0].record()
+    for i in range(count):
+        step(*data.batch(i))
+        events[i + 1].record()
+    torch.cuda.synchronize(where)
+    return [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
+
+
+def step_flops(config: GPTConfig, tokens: int) -> int:
+    """Return the operations of products and causal attention (half the pairs), forward and twice that backward."""
+    matrices = 12 * config.layers * config.width**2 + config.vocab_size * config.width
+    attention = config.layers * 2 * config.width * config.context
+    return tokens * 6 * (matrices + attention // 2)
+
+
+def _optimizer(parameters: Sequence[nn.Parameter]) -> AdamW:
+    return AdamW(list(parameters), lr=_RATE)
+
+
+class _Steps:
+    """A model of a shape on a device, with its optimizer and batches."""
+
+    def __init__(self, config: GPTConfig, batch: int, where: torch.device) -> None:
+        torch.manual_seed(0)
+        self.where, self.precision = where, torch.bfloat16 if where.type == "cuda" else None
+        self.model = GPT(config).to(where)
+        self.data = TokenBatches.drawn(config, batch, where)
+
+    def phases(self, budget_s: float) -> dict[str, list[float]]:
+        """Return the milliseconds of forward passes, backward passes and updates."""
+        model, optimizer, cuda = self.model, _optimizer(list(self.model.parameters())), self.where.type == "cuda"
+        marks: list[list[torch.cuda.Event | float]] = []
+
+        def mark() -> torch.cuda.Event | float:
+            if not cuda:
+                return time.perf_counter()
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+
+        began = time.perf_counter()
+        while len(marks) < _WARM_UP + _LEAST or (time.perf_counter() - began < budget_s and len(marks) < _MOST):
+            if len(marks) == _WARM_UP:
+                began = time.perf_counter()
+            times = [mark()]
+            with torch.autocast(self.where.type, torch.bfloat16, enabled=self.precision is not None):
+                loss = model.loss(*self.data.batch(len(marks)))
+            times.append(mark())
+            loss.backward()
+            times.append(mark())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            marks.append([*times, mark()])
+            if cuda:
+                torch.cuda.synchronize(self.where)
+        found: dict[str, list[float]] = {"forward": [], "backward": [], "update": []}
+        for times in marks[_WARM_UP:]:
+            for name, (start, end) in zip(found, itertools.pairwise(times), strict=True):
+                if isinstance(start, float) and isinstance(end, float):
+                    found[name].append(1e3 * (end - start))
+                elif isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+                    found[name].append(start.elapsed_time(end))
+        return found
+
+    def whole(self, budget_s: float) -> tuple[list[float], list[float]]:
+        """Return the milliseconds of whole steps, and the losses of those before them."""
+        own = TrainStep(
+            self.model, _optimizer(list(self.model.parameters())), self.model.loss, max_grad_norm=_CLIP,
+            precision=self.precision,
+        )  # fmt: skip
+
+        def step(tokens: Tensor, targets: Tensor) -> Tensor:
+            return own([(tokens, targets)], _RATE).loss
+
+        losses = [float(step(*self.data.batch(i))) for i in range(2 * _WARM_UP)]
+        if not all(map(math.isfinite, losses)):
+            raise AccelerantError(f"training step: the losses are {losses}")
+        return step_times(step, self.data, self.where, budget_s), losses
+
+
+def _released(run: SuiteRun) -> None:
+    gc.collect()
+    if run.gpu:
+        torch.cuda.empty_cache()
+
+
+# --- bench model -----------------------------------------------------------------------------------------------------
+
+
+def predict_model(config: GPTConfig, batch: int, where: torch.device) -> PeakPrediction:
+    """Predict the peak memory of a training step with AdamW, from shapes: no weight is allocated."""
+    with torch.device("meta"):
+        model = GPT(config)
+
+    def call(model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(where.type, torch.bfloat16, enabled=where.type == "cuda"):
+            return model.loss(tokens, targets)
+
+    def inputs(_: object) -> tuple[Tensor, Tensor]:
+        tokens = torch.zeros(batch, config.context, dtype=torch.int64, device=where)
+        return tokens, tokens.clone()
+
+    return predict_step(ModelStep(model, call, True), inputs, where, _optimizer)
+
+
+@dataclass(frozen=True)
+class ModelSuite(Suite):
+    """Measure forward pass, backward pass, update and whole step of GPTs, and their memory, predicted first."""
+
+    name = "model"
+    examples: ClassVar[tuple[str, ...]] = ("", "--parameters 124M,1.3B --batch 8", "--parameters 0.5M --device cpu")
+
+    parameters: tuple[str, ...] | None = option(
+        None, f"Of {', '.join(MODELS)}. By default on a GPU 124M, 355M, 1.3B; on a CPU 0.5M, 14M.",
+        metavar="LIST", comma=True,
+    )  # fmt: skip
+    batch: int | None = option(None, "Sequences in a step. By default 8; on a CPU 4.", min=1, same=True)
+    context: int | None = option(None, "Tokens of a sequence; by default the model's.", min=1, same=True)
+    budget_s: float = option(1.0, "Seconds of steps behind each figure.", min=0.0, same=True)
+
+    def resolve(self, device: ComputeDevice) -> Self:
+        """Return the suite with the device's defaults; ConfigError for an unknown size."""
+        check_names("--parameters", "size", self.parameters or (), tuple(MODELS))
+        gpu = device.torch_device.startswith("cuda")
+        default = ("124M", "355M", "1.3B") if gpu else ("0.5M", "14M")
+        return replace(self, parameters=self.parameters or default, batch=self.batch or (8 if gpu else 4))
+
+    def prepare(self, run: SuiteRun) -> None:
+        """Measure the ceilings."""
+        run.require_ceiling("matmul", min(self.budget_s, 0.3))
+
+    def cases(self, run: SuiteRun) -> list[SuiteCase]:
+        """Return a case for each size."""
+        return [
+            SuiteCase(f"gpt {name}, {self.batch} sequences", functools.partial(self._measure, name))
+            for name in self.parameters or ()
+        ]
+
+    def covers(self, row: Row) -> bool:
+        """Return whether a baseline's row is of one of the sizes."""
+        names = {f"gpt {name}" for name in self.parameters or ()}
+        return row.suite == self.name and row.op in names and row.case.startswith(f"{self.batch}x")
+
+    def _measure(self, name: str, run: SuiteRun) -> None:
+        config, batch, where = MODELS[name], self.batch or 1, run.torch_device
+        config = replace(config, context=self.context or config.context)
+        tokens, flops = batch * config.context, step_flops(config, batch * config.context)
+        precision = "bf16 autocast" if run.gpu else "float32"
+        shape = f"{batch}x{config.context} {config.layers} layers of {config.width} {precision}"
+        row = Row("model", f"gpt {name}", f"{shape} step", _OURS, "TrainStep", flops=flops, ceiling="matmul")
+        run.progress(f"gpt {name}: predicting its memory")
+        predicted, room = predict_model(config, batch, where), available_bytes(run.device)
+        if predicted.total > room:
+            note = f"{OUT_OF_MEMORY}needs {size_text(predicted.total)} by prediction, {size_text(room)} are free"
+            run.add(replace(row, note=note))
+            return
+        _released(run)
+        run.progress(f"gpt {name}: forward, backward, update")
+        steps = _Steps(config, batch, where)
+        for phase, times in steps.phases(self.budget_s).items():
+            share = {"forward": flops // 3, "backward": flops - flops // 3}.get(phase, 0)
+            part = replace(row, case=f"{shape} {phase}", implementation="eager", flops=share)
+            run.add(replace(part.timed(Timing.of(times)), ceiling="matmul" if share else ""))
+        run.progress(f"gpt {name}: its memory")
+        step = ModelStep(steps.model, GPT.loss, True)
+        peak = measure_step(step, steps.data.batch(0), where, _optimizer) if not run.gpu else None
+        if run.gpu:
+            torch.cuda.reset_peak_memory_stats(where)
+        run.progress(f"gpt {name}: whole steps")
+        times, losses = steps.whole(self.budget_s)
+        if run.gpu:
+            peak = torch.cuda.max_memory_allocated(where)
+        count, p50 = steps.model.parameter_count(), Timing.of(times).p50_ms
+        note = f"{count:,} parameters, {1e3 * tokens / p50:,.0f} tokens/s, predicted {size_text(predicted.total)}"
+        note += f", first losses {' '.join(f'{loss:.4f}' for loss in losses)}"
+        run.add(replace(row.timed(Timing.of(times)), peak_bytes=peak, note=note))
+
+
+# --- bench train -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(frozen=True)
+class TrainSuite(Suite):
+    """Measure training steps of a preset on the device, and the same steps on this machine's CPU."""
+
+    name = "train"
+    examples: ClassVar[tuple[str, ...]] = ("--preset tiny --against cpu", "--preset small --against none --json")
+
+    preset: str = option("tiny", f"Of {', '.join(PRESETS)}.", same=True)
+    against: tuple[str, ...] = option(("cpu",), "cpu, or none.", metavar="LIST", comma=True, same=True)
+    budget_s: float = option(2.0, "Seconds of steps behind each figure.", min=0.0, same=True)
+
+    def resolve(self, device: ComputeDevice) -> Self:
+        """Return the suite; ConfigError for an unknown preset or opponent."""
+        check_names("--preset", "preset", (self.preset,), tuple(PRESETS))
+        check_names("--against", "opponent", self.against, ("cpu",))
+        return self
+
+    def cases(self, run: SuiteRun) -> list[SuiteCase]:
+        """Return the one case."""
+        return [SuiteCase(f"train {self.preset}", self._measure, on_cpu=self._on_cpu)]
+
+    def _on_cpu(self, run: SuiteRun) -> CpuColumn:
+        row, _ = self._row(run)
+        return {(row.op, row.case): (row.p50 or 0.0, threads_text())}
+
+    def _row(self, run: SuiteRun) -> tuple[Row, list[float]]:
+        """Return the row of the preset's steps on a device, and the first losses."""
+        known = preset(self.preset)
+        config = GPTConfig(known.vocab_size, known.training.context, known.layers, known.heads, known.width)
+        batch = known.training.batch_size
+        tokens = batch * config.context
+        shape = f"{batch}x{config.context} {config.layers} layers of {config.width} step"
+        with _threads(0 if run.gpu else known.cpu_threads):
+            threads = "" if run.gpu else f", {threads_text()}"
+            times, losses = _Steps(config, batch, run.torch_device).whole(self.budget_s)
+        name = f"{'bf16 autocast' if run.gpu else 'float32'} on {run.device.name}{threads}"
+        row = Row("train", f"train {self.preset}", shape, _OURS, name, flops=step_flops(config, tokens))
+        row = row.timed(Timing.of(times))
+        note = f"{1e3 * tokens / (row.p50 or math.nan):,.0f} tokens/s, losses {losses[0]:.4f} to {losses[-1]:.4f}"
+        return replace(row, note=note), losses
+
+    def _measure(self, run: SuiteRun) -> None:
+        run.progress(f"train {self.preset}: {run.device.name}")
+        row, losses = self._row(run)
+        run.add(row)
+        if "cpu" not in self.against:
+            return
+        if not run.gpu:
+            run.record.notes.append("this run has no GPU that torch sees: the CPU alone was measured")
+            return
+        run.progress(f"train {self.preset}: the CPU")
+        there, other = self._row(replace(run, device=registry.choose("cpu")))
+        if abs(losses[0] - other[0]) > _NEAR:
+            raise AccelerantError(f"train {self.preset}: losses {losses}, on the CPU {other}")
+        run.add(replace(there, runner="cpu"))
