@@ -13,7 +13,7 @@ The file is `$ACCELERANT_CONFIG`, or `config.toml` in the user's configuration f
     race = "off"              # ACCELERANT_RACE        off, first_use: time implementations, choose the fastest
     tune = "off"              # ACCELERANT_TUNE        off, first_use: the same for launch parameters
     deterministic = false     # ACCELERANT_DETERMINISTIC   refuse implementations whose results may vary between runs
-    debug = false             # ACCELERANT_DEBUG       check results of ops for NaN and infinity
+    debug = false             # ACCELERANT_DEBUG       check results for NaN, and accesses of user kernels
 
     [implementation]          # ACCELERANT_IMPLEMENTATION="gelu_fwd=torch, ..."   force an op's implementation
     gelu_fwd = "torch"

@@ -5,6 +5,7 @@
     ├── MissingDependency       an optional package is needed; the message names the extra
     ├── CompileError            a kernel did not compile; carries the compiler's log
     ├── LaunchError             the device refused a launch; nothing ran
+    ├── BoundsError             a kernel passed the end of an array (setting debug)   (also IndexError)
     ├── OutOfMemory             an allocation failed or would pass a limit
     ├── DeviceLost              a sticky device error: this process can no longer use the device
     ├── ShapeError              incompatible shapes                         (also ValueError)
@@ -24,9 +25,9 @@ Messages state what was expected, what was given and what to do.
 from __future__ import annotations
 
 __all__ = [
-    "AccelerantError", "BackendUnavailable", "BudgetExceeded", "CompileError", "ConfigError", "DeviceLost",
-    "DivergenceError", "FallbackWarning", "FormatError", "LaunchError", "MissingDependency", "OutOfMemory",
-    "ProtocolError", "ShapeError", "TimeLimitExceeded", "UnsupportedCase", "UnsupportedDtype",
+    "AccelerantError", "BackendUnavailable", "BoundsError", "BudgetExceeded", "CompileError", "ConfigError",
+    "DeviceLost", "DivergenceError", "FallbackWarning", "FormatError", "LaunchError", "MissingDependency",
+    "OutOfMemory", "ProtocolError", "ShapeError", "TimeLimitExceeded", "UnsupportedCase", "UnsupportedDtype",
 ]  # fmt: skip
 
 
@@ -62,6 +63,10 @@ class CompileError(AccelerantError):
 
 class LaunchError(AccelerantError):
     """The device refused a launch; nothing ran and nothing was written."""
+
+
+class BoundsError(AccelerantError, IndexError):
+    """A kernel accessed an element outside of an array, under the setting `debug`; its results are wrong."""
 
 
 class OutOfMemory(AccelerantError):

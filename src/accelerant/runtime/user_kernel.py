@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
 import operator
 import os
 import sys
@@ -22,13 +23,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from accelerant.config import settings
 from accelerant.errors import BackendUnavailable, CompileError, ConfigError, LaunchError, UnsupportedDtype
 from accelerant.runtime import registry
+from accelerant.runtime.compilation.bounds import REPORT_BYTES, checked_source, raise_if_out_of_bounds
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.compilation.options import CompileOptions
 from accelerant.runtime.compilation.signatures import Parameter, dialect_of, entry_of
 from accelerant.runtime.files import read_regular
 from accelerant.runtime.host import refuse_masked
+from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.provider import SCALAR_CTYPES, Buffer, ComputeDevice, ComputeProvider, check_scalar
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
 
@@ -41,6 +45,7 @@ _DTYPES = {
 """Element type of a pointer -> dtype of its array."""
 
 _LANGUAGES = {"cuda": "CUDA C++", "opencl": "OpenCL C", "portable": "portable C"}
+_log = logging.getLogger("accelerant")
 _LARGEST_F32 = float(np.finfo(np.float32).max)
 
 
@@ -133,7 +138,7 @@ class UserKernel:
         self.parameters = parameters
         self._source = source
         self._device = device
-        self._kernels: dict[str, tuple[ComputeDevice, ComputeProvider, Kernel]] = {}
+        self._kernels: dict[tuple[str, bool], tuple[ComputeDevice, ComputeProvider, Kernel]] = {}
 
     def __repr__(self) -> str:
         listed = ", ".join(f"{each.name}: {'const ' * each.constant}{each.kind}" for each in self.parameters)
@@ -156,6 +161,8 @@ class UserKernel:
             UnsupportedDtype: an array of another dtype.
             BackendUnavailable: no device here takes the kernel's language.
             CompileError: with the compiler's log.
+            BoundsError, DivergenceError: an access out of bounds, or a NaN that was not there before; checked under the
+                setting `debug`, which waits for the kernel.
         """
         if len(args) != len(self.parameters):
             raise LaunchError(f"{repr(self)[1:-1]} takes {len(self.parameters)} arguments, got {len(args)}")
@@ -165,7 +172,8 @@ class UserKernel:
             for i, (each, arg) in enumerate(zip(self.parameters, args, strict=True))
         ]
         arrays = [value for value in values if isinstance(value, _Array)]
-        device, provider, compiled = self._on(self._device_of(arrays))
+        debug = settings().debug
+        device, provider, compiled = self._on(self._device_of(arrays), debug)
         stream = self._stream(arrays)
         staged: dict[tuple[int, int], Buffer] = {}
         if device.backend != "cpu":
@@ -182,9 +190,38 @@ class UserKernel:
         case = f"grid {'x'.join(map(str, sizes))} block {'x'.join(map(str, threads))}"
         size_bytes = sum(array.size_bytes for array in arrays)
         record = sole_record(self.name, self.dialect, device.backend, device.label, case, size_bytes=size_bytes)
+        if debug:
+            return self._checked(device, provider, compiled, record, (sizes, threads), values, passed, staged, stream)
         with RecordedLaunch(record, provider, device.index):
             provider.launch(compiled, sizes, threads, passed, stream)
         return self._finish(values, staged, provider)
+
+    def _checked(
+        self, device: ComputeDevice, provider: ComputeProvider, compiled: Kernel, record: OpRecord,
+        sizes: tuple[tuple[int, ...], tuple[int, ...]], values: list[Any], passed: list[Any],
+        staged: dict[tuple[int, int], Buffer], stream: int | None,
+    ) -> Any:  # fmt: skip
+        """Launch under the setting `debug`: check bounds, and the arrays for numbers that are not finite."""
+        from accelerant.runtime.dispatch.debug import checked
+
+        arrays = [value for value in values if isinstance(value, _Array)]
+        report = provider.copy_to_device(np.zeros(REPORT_BYTES, np.uint8), device.index)
+        if len(compiled.arguments) > len(values):
+            empty = _Array(report.data_ptr() + REPORT_BYTES // 2, 0, report)
+            none = device.backend in ("cpu", "cuda")  # an OpenCL buffer has no address to count from
+            passed = [empty if none and isinstance(x, _Array) and not x.size_bytes else x for x in passed]
+            passed = [*passed, *(array.size_bytes for array in arrays), report]
+
+        def launch(*_: Any) -> Any:
+            with RecordedLaunch(record, provider, device.index):
+                provider.launch(compiled, *sizes, passed, stream)
+            found = provider.copy_to_host(report, np.uint8, (REPORT_BYTES,))
+            result = self._finish(values, staged, provider)
+            raise_if_out_of_bounds(found, self.name, self.parameters)
+            return result
+
+        named = f"kernel {self.name!r} ({record.case} on {record.device})"
+        return checked(launch, named, mutates=True)(*map(_tensor_of, arrays))
 
     def compile(self, device: registry.DeviceLike = "auto") -> Kernel:
         """Compile for a device, by default that for arrays of the host; the result has registers and memory."""
@@ -304,8 +341,8 @@ class UserKernel:
             wanted, f"{reason}; {self.name!r} is {_LANGUAGES[self.dialect]}: only portable C runs on the CPU"
         )
 
-    def _on(self, device: ComputeDevice) -> tuple[ComputeDevice, ComputeProvider, Kernel]:
-        found = self._kernels.get(device.label)
+    def _on(self, device: ComputeDevice, debug: bool = False) -> tuple[ComputeDevice, ComputeProvider, Kernel]:
+        found = self._kernels.get((device.label, debug))
         if found is None:
             provider = registry.create(device.backend)
             if self.dialect not in provider.dialects:
@@ -313,8 +350,11 @@ class UserKernel:
                 raise CompileError(
                     f"kernel {self.name!r} is {_LANGUAGES[self.dialect]}; {device.backend} takes {known}"
                 )
-            compiled = provider.compile(self._source, entry=self.name, device=device.index)
-            found = self._kernels[device.label] = (device, provider, compiled)
+            source = checked_source(self._source, self.dialect, self.parameters) if debug else self._source
+            if source is None:
+                _log.warning("kernel %s: its text does not show its arguments, so bounds are not checked", self.name)
+            compiled = provider.compile(source or self._source, entry=self.name, device=device.index)
+            found = self._kernels[device.label, debug] = (device, provider, compiled)
         return found
 
     def _stream(self, arrays: Sequence[_Array]) -> int | None:
@@ -367,6 +407,21 @@ class UserKernel:
                 elif type(given).__module__.partition(".")[0] in ("jax", "jaxlib"):
                     results.append(sys.modules["jax"].dlpack.from_dlpack(value.result))
         return None if not results else results[0] if len(results) == 1 else tuple(results)
+
+
+def _tensor_of(array: _Array) -> Any:
+    """Return an array as a tensor that shares its memory."""
+    import torch
+
+    if array.result is not None:
+        return array.result
+    if isinstance(array.owner, tuple):
+        return array.owner[1]
+    return (
+        torch.from_numpy(array.owner)
+        if isinstance(array.owner, np.ndarray)
+        else torch.utils.dlpack.from_dlpack(array.owner)
+    )
 
 
 def _shown(arg: object) -> str:
