@@ -161,6 +161,15 @@ def test_shipped_kernels_are_those_of_the_folders():
     assert all(kernel.source.entries for kernel in shipped_kernels())
 
 
+def test_warm_of_a_cache_that_cannot_be_written_fails(run, tmp_path):
+    (tmp_path / "file").touch()
+    with override(cache_dir=tmp_path / "file"):
+        status, _, errors = run("warm", "field_add", "--device", "cpu")
+    assert status == 2
+    assert f"kernel cache {tmp_path / 'file' / 'kernels'} cannot be written: " in errors
+    assert "set ACCELERANT_CACHE_DIR" in errors
+
+
 def test_warm_for_the_cpu(run, cache):
     status, output, errors = run("warm", "--device", "cpu")
     assert status == 0

@@ -4,6 +4,8 @@ import logging
 import os
 import shutil
 import stat
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -60,6 +62,22 @@ def test_folders_and_files_are_for_their_user_alone(tmp_path, umask):
     assert [stat.S_IMODE(path.stat().st_mode) for path in paths] == [0o700] * 3
     assert {stat.S_IMODE(path.stat().st_mode) for path in paths[-1].iterdir()} == {0o600}
     assert cache.get_or_build(KEY, pytest.fail) == (BINARY, True)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork") or os.geteuid() != 0, reason="only root becomes another user")
+def test_what_root_wrote_into_an_image_serves_other_users():
+    """As in a container that is built by root and run by another user, on a read-only file system or not."""
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own is closed to others
+        cache = KernelCache(Path(folder) / "kernels")
+        cache.get_or_build(KEY, lambda: BINARY)
+        for path in (Path(folder), *Path(folder).rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        child = os.fork()
+        if not child:
+            os.seteuid(12345)
+            found = cache.get_or_build(KEY, lambda: Binary(b"fresh", {}, {}))
+            os._exit(0 if found == (BINARY, True) else 1)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize("part", ["root", "entry", "code", "report.json"])

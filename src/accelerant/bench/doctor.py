@@ -66,8 +66,8 @@ def checks(progress: Callable[[str], None] = lambda _: None) -> Iterator[Check]:
     """Run the checks in order, reporting the name of each part; one that raises becomes a failed check."""
     parts: dict[str, Callable[[], Iterator[Check]]] = {
         "installation": _installation, "torch": _torch, "backends": _backends, "compiler NVRTC": _nvrtc,
-        "compiler Triton": _triton, "compiler LLVM": _llvm, "compiler C": _c_compiler, "disk cache": _cache,
-        "extras": _extras,
+        "compiler Triton": _triton, "compiler LLVM": _llvm, "compiler C": _c_compiler,
+        "temporary folder": _temporary_folder, "disk cache": _cache, "extras": _extras,
     }  # fmt: skip
     for name, part in parts.items():
         progress(name)
@@ -295,6 +295,14 @@ def _c_compiler() -> Iterator[Check]:
 # --- cache and extras ------------------------------------------------------------------------------------------------
 
 
+def _temporary_folder() -> Iterator[Check]:
+    try:
+        yield Check("temporary folder", "ok", tempfile.gettempdir())
+    except OSError as error:
+        advice = "compilers need one: mount a tmpfs at /tmp, or set TMPDIR to a writable folder such as /dev/shm"
+        yield Check("temporary folder", "failed", error.strerror or str(error), advice)
+
+
 def _cache() -> Iterator[Check]:
     cache = KernelCache()
     root, refusal = cache.root, cache.refusal()
@@ -304,11 +312,11 @@ def _cache() -> Iterator[Check]:
         return
     advice = "kernels are compiled in each process: set ACCELERANT_CACHE_DIR to a writable folder"
     try:
-        cache.prepare()
-        with tempfile.TemporaryFile(dir=root) as file:
-            file.write(b"probe")
-    except OSError as error:
-        yield Check("disk cache", "warning", f"{root} cannot be written: {error.strerror or error}", advice)
+        cache.require_writable()
+    except ConfigError as error:
+        there = len(cache.entries())
+        text = f"{str(error).partition(';')[0].removeprefix('kernel cache ')}; {there} entries are read"
+        yield Check("disk cache", "warning", text, "new " * bool(there) + advice)
         return
     found = cache.entries()
     damaged = sum(bool(entry.damage) for entry in found)

@@ -107,6 +107,9 @@ def warm(
     """
     if arch and device != "auto":
         raise ConfigError(f"--arch and --device {device} exclude each other")
+    from accelerant.runtime.compilation.cache import KernelCache
+
+    KernelCache().require_writable()
     kernels = _selected(shipped_kernels(), names)
     providers = _providers(arch, device)
     jobs = [(kernel, *target) for target in providers for kernel in kernels if _serves(target[1], kernel.source)]

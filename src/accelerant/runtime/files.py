@@ -16,6 +16,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import stat
 import time
 import types
@@ -29,7 +30,7 @@ from typing import Any, BinaryIO
 
 __all__ = [
     "MAX_DEPTH", "AtomicFile", "JsonRecord", "clipped", "decode_json", "escaped", "is_virtual", "open_regular", "plain",
-    "read_regular", "remove_leftovers", "temporary_path", "typed", "write_atomic",
+    "read_regular", "remove_folder_of", "remove_leftovers", "temporary_path", "typed", "write_atomic",
 ]  # fmt: skip
 
 MAX_DEPTH = 100
@@ -192,6 +193,12 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
                 old = abs(time.time() - os.fstat(leftover.fileno()).st_mtime) > _FRESH_S
                 if old and _lock(leftover.fileno(), alone=True):
                     os.unlink(entry.path)
+
+
+def remove_folder_of(pid: int, folder: str) -> None:
+    """Remove a temporary folder, at the end of the process that made it and not of its forked children."""
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_atomic(path: Path, content: bytes | Callable[[Path], None]) -> None:

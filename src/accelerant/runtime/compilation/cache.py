@@ -11,8 +11,9 @@ problem with the cache costs time and one warning a process, never a result: a f
 bypassed, and temporary folders of dead processes are removed.
 
 Code from here runs with the rights of the process, so the folder is created for its user alone (0700). It is bypassed,
-as is an entry, if it belongs to another user, may be written by the group or by everyone, or is a symlink. Windows has
-no such modes; there the user's folder has an access list.
+as is an entry, if it belongs to another user than root, may be written by the group or by everyone, or is a symlink.
+Windows has no such modes; there the user's folder has an access list. A folder that root wrote into the image of a
+container serves every user who may read it.
 """
 
 from __future__ import annotations
@@ -195,6 +196,20 @@ class KernelCache:
         self.root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.root.mkdir(mode=0o700, exist_ok=True)
 
+    def require_writable(self) -> None:
+        """Raise ConfigError, which says why, where entries cannot be stored."""
+        advice = "set ACCELERANT_CACHE_DIR to a folder that this user can write"
+        if reason := self.refusal():
+            raise ConfigError(f"kernel cache {self.root} is not used: {reason}; {advice}")
+        try:
+            self.prepare()
+            with tempfile.TemporaryFile(dir=self.root) as file:
+                file.write(b"probe")
+        except OSError as error:
+            raise ConfigError(
+                f"kernel cache {self.root} cannot be written: {error.strerror or error}; {advice}"
+            ) from None
+
     def _contents(self, key: str) -> list[bytes]:
         """Return report and code of an entry; raise PermissionError if someone else could have written them.
 
@@ -312,7 +327,7 @@ def _opened(path: str | Path, within: int | None = None) -> Iterator[int]:
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0), dir_fd=within)
     try:
         found = os.fstat(descriptor)
-        if hasattr(os, "geteuid") and found.st_uid != os.geteuid():
+        if hasattr(os, "geteuid") and found.st_uid not in (os.geteuid(), 0):  # root could do anything anyway
             raise PermissionError(errno.EPERM, f"belongs to another user, {found.st_uid}", str(path))
         if found.st_mode & 0o022:
             raise PermissionError(errno.EPERM, "may be written by its group or by everyone", str(path))

@@ -10,14 +10,17 @@ A specialisation consists of the element types of the pointers, whether each poi
 
 from __future__ import annotations
 
+import atexit
 import copy
 import functools
 import hashlib
 import importlib
 import importlib.metadata
+import logging
 import math
 import os
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +31,7 @@ import torch
 from accelerant.errors import CompileError
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, Binary, Kernel, KernelSource, Resources
+from accelerant.runtime.files import remove_folder_of
 from accelerant.runtime.memory.live_set import has_fakes, predictions
 from accelerant.runtime.provider import noted
 
@@ -124,10 +128,28 @@ class Specialisation:
         )
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages, **_FIXED}
         try:
+            _require_cache()
             compiled = triton.compile(source, target=gpu, options=options)
         except Exception as error:
             raise CompileError(f"Triton kernel {self.name!r} does not compile for {target}", str(error)) from error
         return _binary(self.name, compiled, gpu.backend)
+
+
+@functools.cache
+def _require_cache() -> None:
+    """Give Triton a temporary cache where its own (~/.triton/cache) cannot be written: it compiles nothing without."""
+    from triton import knobs
+
+    folder = str(knobs.cache.dir)
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        private = tempfile.mkdtemp(prefix="accelerant-triton-")
+        atexit.register(remove_folder_of, os.getpid(), private)
+        os.environ["TRITON_CACHE_DIR"] = private
+        text = "Triton's cache %s cannot be written (%s); this process uses a temporary one"
+        logging.getLogger("accelerant.cache").warning(text, folder, error.strerror)
 
 
 def _binary(name: str, compiled: Any, backend: str) -> Binary:

@@ -11,7 +11,6 @@ import importlib.util
 import itertools
 import os
 import re
-import shutil
 import tempfile
 import threading
 import time
@@ -26,6 +25,7 @@ from accelerant.errors import CompileError, DeviceLost, LaunchError
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources, portable_header
 from accelerant.runtime.compilation.options import header_hashes
+from accelerant.runtime.files import remove_folder_of
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.monitoring.events import publish
 from accelerant.runtime.provider import (
@@ -53,7 +53,9 @@ from accelerant.runtime.provider import (
 __all__ = ["OpenclProvider"]
 
 _PROBE = """
-import sys
+import os, sys, tempfile
+private = tempfile.TemporaryDirectory()  # PoCL shows no device where it cannot write its cache, in the user's folder
+os.environ.setdefault("POCL_CACHE_DIR", private.name)
 try:
     import pyopencl
     devices = [device for platform in pyopencl.get_platforms() for device in platform.get_devices()]
@@ -103,7 +105,7 @@ class OpenclProvider(ComputeProvider):
         if "POCL_CACHE_DIR" not in os.environ:  # processes that share PoCL's cache can disturb one another
             private = tempfile.mkdtemp(prefix="accelerant-pocl-")
             os.environ["POCL_CACHE_DIR"] = private
-            atexit.register(_remove_folder_of, os.getpid(), private)
+            atexit.register(remove_folder_of, os.getpid(), private)
         import pyopencl as cl
 
         self._cl = cl
@@ -286,12 +288,6 @@ class OpenclProvider(ComputeProvider):
     def _load(self, opened: _OpenclDevice, binary: Binary, entry: str) -> Any:
         program = self._cl.Program(opened.context, [opened.device], [binary.code]).build()
         return self._cl.Kernel(program, binary.symbols[entry])
-
-
-def _remove_folder_of(pid: int, folder: str) -> None:
-    """Remove a temporary folder, at the end of the process that made it and not of its forked children."""
-    if os.getpid() == pid:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _OpenclDevice:
