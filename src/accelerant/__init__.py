@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from accelerant import algebra, nn, ops, privacy, zk
     from accelerant.accelerator import Accelerator, AcceleratorConfig
     from accelerant.accelerator.fusion import fuse
+    from accelerant.nn._patch.api import optimize
     from accelerant.runtime.compilation.options import CompileOptions
     from accelerant.runtime.dispatch import explain
     from accelerant.runtime.ledger import ledger
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Accelerator", "AcceleratorConfig", "CompileOptions", "__version__", "algebra", "devices", "errors", "explain",
-    "fuse", "kernel", "ledger", "measure", "nn", "ops", "optimal_batch_size", "predict_peak", "privacy",
+    "fuse", "kernel", "ledger", "measure", "nn", "ops", "optimal_batch_size", "optimize", "predict_peak", "privacy",
     "watch_devices", "zk",
 ]  # fmt: skip
 
@@ -50,6 +51,7 @@ _NAMES = {
     "ledger": "accelerant.runtime.ledger",
     "measure": "accelerant.runtime.monitoring.monitor",
     "optimal_batch_size": "accelerant.runtime.memory.batch_size",
+    "optimize": "accelerant.nn._patch.api",
     "predict_peak": "accelerant.runtime.memory.peak",
     "watch_devices": "accelerant.runtime.monitoring.events",
 }

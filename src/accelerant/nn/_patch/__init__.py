@@ -1,4 +1,4 @@
-"""Hugging Face models on Accelerant's ops, in place; see patch and unpatch. They import transformers when called."""
+"""Models of Hugging Face and of torch.nn's layers on Accelerant's ops, in place; see patch and unpatch."""
 
 from accelerant.nn._patch.api import patch, unpatch
 from accelerant.nn._patch.record import Changed, LeftAlone, PatchReport

@@ -1,21 +1,20 @@
-"""The functions patch and unpatch; transformers is an optional dependency, imported when they are called."""
+"""The functions patch and unpatch; transformers is optional, and used only for a model that contains one of its own."""
 
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
-from accelerant.errors import ConfigError, MissingDependency
+from accelerant.errors import ConfigError
+from accelerant.nn._patch import plain
 from accelerant.nn._patch.record import ATTENTION_NAME, RECORD, Changed, LeftAlone, PatchReport, Record
 
-if TYPE_CHECKING:
-    from accelerant.nn._patch.rules import ModulePlan
-
-__all__ = ["patch", "unpatch"]
+__all__ = ["optimize", "patch", "unpatch"]
 
 _PADDING = ("exact", "skip")
 
@@ -24,19 +23,25 @@ _REPLICATE = "_replicate_for_data_parallel"
 
 
 def patch(model: nn.Module, *, loss: bool = True, padding: str = "exact", embedding: bool = True) -> PatchReport:
-    """Put a Hugging Face model onto Accelerant's ops, in place.
+    """Put a model onto Accelerant's ops, in place: one of Hugging Face, of torch.nn's layers, or both.
 
-    Replaces attention (through transformers' AttentionInterface), norms with the residual sum before them, activations,
-    MLPs, rotary embeddings, token embeddings and the loss, in any model whose modules have a known form: the statements
-    of their forward are those that a replacement was written for. Methods are replaced on the modules of this model,
-    not on classes. Parameters, buffers and the keys of the state_dict stay. A module is left alone, as the report says,
-    if its forward has another form or was replaced, or if it has adapters. Warns if no module changed.
+    In a model of transformers it replaces attention (through transformers' AttentionInterface), norms with the residual
+    sum before them, activations, MLPs, rotary embeddings, token embeddings and the loss, wherever modules have a known
+    form: the statements of their forward are those that a replacement was written for. Outside of one it replaces
+    layers of exactly torch.nn's classes: LayerNorm, RMSNorm, Softmax, LogSoftmax, GELU, SiLU, Embedding, Dropout, a
+    Linear followed by a GELU in a Sequential, MultiheadAttention, TransformerEncoderLayer, TransformerDecoderLayer,
+    and the losses CrossEntropyLoss, MSELoss, L1Loss, BCELoss and BCEWithLogitsLoss.
+
+    Methods are replaced on the modules of this model, not on classes. Parameters, buffers and the keys of the
+    state_dict stay. A module is left alone, as the report says, if its forward has another form or was replaced, or if
+    it has adapters; one of torch.nn's also if it is a subclass, or has hooks or parametrizations. Warns if no module
+    changed.
 
     Args:
-        model: a transformers model, or a module that contains one (before DDP, fully_shard and torch.compile). A
-            patched model is not changed again, whatever the options.
+        model: any module (before DDP, fully_shard and torch.compile). A patched model is not changed again, whatever
+            the options.
         loss: in training with labels, compute a language model's loss without materialising its logits; reading
-            output.logits computes them. False: always compute all logits.
+            output.logits computes them. False: always compute all logits, and leave torch.nn's losses.
         padding: "exact": masks with padding go to torch's attention, and results equal the unpatched model's at all
             positions. "skip": they stay on our kernels; tokens do not attend to padding, and results at padded
             positions are undefined (as with FlashAttention in transformers).
@@ -46,34 +51,32 @@ def patch(model: nn.Module, *, loss: bool = True, padding: str = "exact", embedd
         a report of all modules that changed or were left alone, with reasons; it counts attention fallbacks later on.
 
     Raises:
-        MissingDependency: transformers is not installed.
-        ConfigError: model contains no transformers model, or is compiled; an invalid value of padding; a transformers
-            that is too old.
+        ConfigError: model is no module, or is compiled; an invalid value of padding; a transformers that is too old.
 
-    Outputs and gradients equal the unpatched model's within the tolerance of the dtype. The model's config then names
-    "accelerant" as its attention; other models that share the config compute what they did before.
+    Outputs and gradients equal the unpatched model's within the tolerance of the dtype, but for the random numbers of
+    torch.nn's Dropout. A model without one of transformers can be pickled. The config of a transformers model then
+    names "accelerant" as its attention; other models that share the config compute what they did before.
     """
-    PreTrainedModel, rules = _require_transformers()
     if padding not in _PADDING:
         raise ConfigError(f"padding must be 'exact' or 'skip', got {padding!r}")
     record: Record | None = getattr(model, RECORD, None)
     if record is not None:
         return record.report
-    if not isinstance(model, nn.Module) or not any(isinstance(module, PreTrainedModel) for module in model.modules()):
-        raise ConfigError(
-            f"patch takes a model of transformers, or a module that holds one, got {type(model).__name__}"
-        )
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"patch takes a torch.nn.Module, got {type(model).__name__}")
     if hasattr(model, "_orig_mod"):
         raise ConfigError("patch the model before torch.compile: a compiled model does not change any more")
     report = PatchReport(type(model).__name__)
-    record = Record(report)
-    options = rules.Options(loss, embedding)
-    planned: list[tuple[nn.Module, ModulePlan]] = []
+    PreTrainedModel, rules = _transformers_of(model)
+    record = Record(report, plain=rules is None)
+    options = plain.Options(loss, embedding)
+    planned: list[tuple[nn.Module, plain.ModulePlan]] = []
     models: dict[str, Any] = {}  # by the path of a module: the innermost transformers model that contains it
     for name, module in model.named_modules():
         models[name] = module if isinstance(module, PreTrainedModel) else models.get(name.rpartition(".")[0])
-        kind = type(module).__name__
-        plan = rules.plan_module(module, models[name], options)
+        kind, inside = type(module).__name__, models[name]
+        plan: plain.ModulePlan | str | None
+        plan = plain.plan_module(module, options) if inside is None else rules.plan_module(module, inside, options)
         if isinstance(plan, str):
             report.left.append(LeftAlone(name, kind, plan))
         elif plan is not None:
@@ -82,7 +85,8 @@ def patch(model: nn.Module, *, loss: bool = True, padding: str = "exact", embedd
             planned.append((module, plan))
     if not report.changed:
         warnings.warn(_why_nothing(report), UserWarning, stacklevel=2)
-    rules.register_attention()
+    if rules is not None:
+        rules.register_attention()
     for module, plan in planned:
         mark = record.mark(module, padding)
         mark.attention = mark.attention or plan.attention
@@ -100,14 +104,15 @@ def patch(model: nn.Module, *, loss: bool = True, padding: str = "exact", embedd
     return report
 
 
+optimize = patch
+
+
 def unpatch(model: nn.Module) -> None:
     """Undo patch: the model computes bit for bit what it did before. An unpatched model is not changed.
 
     Raises:
-        MissingDependency: transformers is not installed.
         ConfigError: another library has replaced a patched forward since; nothing was changed.
     """
-    _require_transformers()
     record: Record | None = getattr(model, RECORD, None)
     if record is None:
         return
@@ -123,23 +128,20 @@ def _why_nothing(report: PatchReport) -> str:
     return f"accelerant.nn.patch changed nothing in {report.model}{why}"
 
 
-def _require_transformers() -> tuple[Any, Any]:
-    """Return transformers' PreTrainedModel and our module of rules, which needs transformers."""
-    try:
-        transformers = importlib.import_module("transformers")
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        raise MissingDependency("transformers", "huggingface", "accelerant.nn.patch") from None
+def _transformers_of(model: nn.Module) -> tuple[Any, Any]:
+    """Return transformers' PreTrainedModel and our module of rules for it; ((), None) if the model contains none."""
+    kind: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())  # none without a model
+    if not any(isinstance(module, kind) for module in model.modules()):
+        return (), None
     try:
         rules = importlib.import_module("accelerant.nn._patch.rules")
     except ImportError as error:
-        found = getattr(transformers, "__version__", "of an unknown version")
+        found = getattr(sys.modules.get("transformers"), "__version__", "of an unknown version")
         raise ConfigError(
             f"accelerant.nn.patch needs transformers 5.17 or newer, found {found} ({error}): "
             "pip install --upgrade transformers"
         ) from error
-    return transformers.PreTrainedModel, rules
+    return kind, rules
 
 
 def _refuse_replica() -> None:

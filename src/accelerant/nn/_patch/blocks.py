@@ -23,6 +23,7 @@ from transformers.utils.generic import can_return_tuple
 
 from accelerant import ops
 from accelerant.nn._patch.attention import Pattern, known_pattern
+from accelerant.nn._patch.plain import gelu_forward, keeps_dtype, layer_norm_forward, silu_forward
 from accelerant.nn._patch.record import ATTENTION_NAME, MARK, Forward, has_hooks, is_bare, runs_forward
 from accelerant.ops._library import autocast_dtype, is_ordinary, is_plain
 from accelerant.ops.transformer.block import BlockSpec, fused_block
@@ -30,50 +31,35 @@ from accelerant.ops.transformer.decoder import DecoderSpec, fused_decoder_layer
 
 __all__ = [
     "bert_layer_forward", "bert_output_forward", "checkpointed", "checkpoints", "clip_layer_forward",
-    "decoder_layer_forward", "embedding_forward", "gated_mlp_forward", "gelu_forward", "gelu_mlp_forward",
-    "gpt2_block_forward", "keyword_decoder_layer_forward", "layer_norm_forward", "layer_norm_scale_forward",
-    "offset_rms_norm_forward", "packed_gated_mlp_forward", "rebound", "rms_norm_forward", "rotary", "silu_forward",
-    "vit_layer_forward",
+    "decoder_layer_forward", "gated_mlp_forward", "gelu_mlp_forward", "gpt2_block_forward",
+    "keyword_decoder_layer_forward", "layer_norm_scale_forward", "offset_rms_norm_forward", "packed_gated_mlp_forward",
+    "rebound", "rms_norm_forward", "rotary", "vit_layer_forward",
 ]  # fmt: skip
 
 _HALF_TABLES = "_accelerant_half_tables"
 """Attribute of a rotary cos table: both tables as our rope takes them."""
 
 
-# --- norms, activations, embeddings ----------------------------------------------------------------------------------
-
-
-def _keeps_dtype(x: Tensor, weight: Tensor) -> bool:
-    """Return whether torch's norm returns the dtype of x, as ours does: equal dtypes, no low-precision autocast."""
-    if x.dtype is not weight.dtype:
-        return False
-    return x.dtype in (torch.float32, torch.float64) or autocast_dtype(x.device.type) is None
-
-
-def layer_norm_forward(self: Any, input: Tensor) -> Any:
-    """Run nn.LayerNorm."""
-    if not _keeps_dtype(input, self.weight):
-        return type(self).forward(self, input)
-    return ops.layer_norm(input, self.weight, self.bias, eps=self.eps)
+# --- norms ----------------------------------------------------------------------------------
 
 
 def layer_norm_scale_forward(self: Any, hidden_states: Tensor) -> Any:
     """Run a layer norm without a bias (Cohere)."""
-    if not _keeps_dtype(hidden_states, self.weight):
+    if not keeps_dtype(hidden_states, self.weight):
         return type(self).forward(self, hidden_states)
     return ops.layer_norm(hidden_states, self.weight, eps=self.variance_epsilon)
 
 
 def rms_norm_forward(self: Any, hidden_states: Tensor) -> Any:
     """Run the RMSNorm of Llama, T5 and most others."""
-    if not _keeps_dtype(hidden_states, self.weight):
+    if not keeps_dtype(hidden_states, self.weight):
         return type(self).forward(self, hidden_states)
     return ops.rms_norm(hidden_states, self.weight, eps=self.variance_epsilon)
 
 
 def offset_rms_norm_forward(self: Any, x: Tensor) -> Any:
     """Run the RMSNorm of Gemma, which scales by 1 + weight, in float32 for low-precision weights."""
-    if not _keeps_dtype(x, self.weight):
+    if not keeps_dtype(x, self.weight):
         return type(self).forward(self, x)
     return ops.rms_norm(x, _offset(self.weight), eps=self.eps)
 
@@ -89,7 +75,7 @@ def _add_norm(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
         x.dtype is residual.dtype
         and x.shape == residual.shape
         and hasattr(norm, "weight")
-        and _keeps_dtype(x, norm.weight)
+        and keeps_dtype(x, norm.weight)
     ):
         if is_bare(norm, nn.LayerNorm, layer_norm_forward):
             return ops.add_layer_norm(x, residual, norm.weight, norm.bias, eps=norm.eps)
@@ -99,21 +85,6 @@ def _add_norm(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
             return ops.add_rms_norm(x, residual, _offset(norm.weight), eps=norm.eps)
     total = x + residual
     return norm(total), total
-
-
-def gelu_forward(self: Any, input: Tensor) -> Tensor:
-    """Run a GELU module of transformers; the mark holds its approximation."""
-    return ops.gelu(input, approximate=getattr(self, MARK).options["approximate"])
-
-
-def silu_forward(self: Any, input: Tensor) -> Tensor:
-    """Run nn.SiLU or the SiLU module of transformers."""
-    return ops.silu(input)
-
-
-def embedding_forward(self: Any, input: Tensor) -> Tensor:
-    """Run nn.Embedding."""
-    return ops.embedding(input, self.weight, padding_idx=self.padding_idx)
 
 
 # --- MLPs ------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """The record of what patch did to a model: the user's report, and what unpatch needs to restore the model.
 
 A forward method is replaced on a single module: a bound method in the module's `__dict__` hides the class's. A deep
-copy of the model is patched too, each method bound to its own copy. Pickle would lose that binding, so pickling raises.
+copy of the model is patched too, each method bound to its own copy. A patched model of torch.nn's layers can be
+pickled; one with a model of transformers cannot, since some of its forwards are made at run time.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Changed:
     Attributes:
         name: its path in the model; "" for the model itself.
         module: its class.
-        kind: "attention", "rope", "norm", "activation", "mlp", "residual", "block", "embedding" or "loss".
+        kind: "attention", "rope", "norm", "activation", "mlp", "residual", "block", "embedding", "softmax", "dropout"
+            or "loss".
         now: the op it calls.
     """
 
@@ -133,10 +135,24 @@ class PatchReport:
 # --- the record ------------------------------------------------------------------------------------------------------
 
 
-class _Unpicklable:
-    """Base of objects that can be deep-copied but not pickled."""
+class _Bound:
+    """A function bound to a module as a method is, which pickle restores."""
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __init__(self, function: Forward, module: nn.Module) -> None:
+        self.__func__, self.__self__ = function, module
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.__func__(self.__self__, *args, **options)
+
+
+class _Picklable:
+    """Base of objects that can be deep-copied, and pickled if they are of torch.nn's layers alone."""
+
+    plain: bool
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.plain:
+            return super().__reduce_ex__(protocol)
         raise ConfigError(
             "a patched model cannot be pickled: save its state_dict() or use save_pretrained(), whose keys and files "
             "are those of the unpatched model; or call accelerant.nn.unpatch(model) first"
@@ -150,7 +166,7 @@ class _Unpicklable:
 
 
 @dataclass(eq=False)
-class Mark(_Unpicklable):
+class Mark(_Picklable):
     """Settings that the replaced methods of a module read.
 
     Attributes:
@@ -158,16 +174,18 @@ class Mark(_Unpicklable):
         attention: whether attention goes to our op.
         padding: how attention treats padded positions; see patch.
         options: settings of the module's kind, such as its activation.
+        plain: see Record.
     """
 
     report: PatchReport
     attention: bool = False
     padding: str = "exact"
     options: dict[str, Any] = field(default_factory=dict)
+    plain: bool = False
 
 
 @dataclass(eq=False)
-class Record(_Unpicklable):
+class Record(_Picklable):
     """All changes to a model.
 
     Attributes:
@@ -175,6 +193,7 @@ class Record(_Unpicklable):
         forwards: modules and the functions that replace their forward.
         losses: models and the functions that replace their loss_function.
         configs: configs whose attention was switched from "sdpa".
+        plain: whether the model contains no model of transformers.
     """
 
     report: PatchReport
@@ -182,19 +201,20 @@ class Record(_Unpicklable):
     forwards: list[tuple[nn.Module, Forward]] = field(default_factory=list)
     losses: list[tuple[Any, Forward]] = field(default_factory=list)
     configs: list[Any] = field(default_factory=list)
+    plain: bool = False
 
     def mark(self, module: nn.Module, padding: str) -> Mark:
         """Return the module's mark, created if absent."""
         mark: Mark | None = module.__dict__.get(MARK)
         if mark is None:
-            mark = Mark(self.report, padding=padding)
+            mark = Mark(self.report, padding=padding, plain=self.plain)
             module.__dict__[MARK] = mark
             self.marked.append(module)
         return mark
 
     def replace_forward(self, module: nn.Module, forward: Forward) -> None:
         """Replace a module's forward by a function that takes the module as its first argument."""
-        module.__dict__["forward"] = types.MethodType(forward, module)
+        module.__dict__["forward"] = (_Bound if self.plain else types.MethodType)(forward, module)
         self.forwards.append((module, forward))
 
     def replace_loss(self, model: Any, function: Forward) -> None:

@@ -25,38 +25,18 @@ from transformers.pytorch_utils import Conv1D
 from accelerant.nn._patch import blocks, loss
 from accelerant.nn._patch.attention import register as register_attention
 from accelerant.nn._patch.fingerprints import differs, form_of
+from accelerant.nn._patch.plain import (
+    LEAVES,
+    ModulePlan,
+    Options,
+    gelu_forward,
+    plan_embedding,
+    plan_layer_norm,
+    plan_silu,
+)
 from accelerant.nn._patch.record import MARK, Forward
 
-__all__ = ["RULES", "ModulePlan", "Options", "Rule", "plan_module", "register_attention"]
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of patch that decide which modules change."""
-
-    loss: bool
-    embedding: bool
-
-
-@dataclass(slots=True)
-class ModulePlan:
-    """The changes to a module.
-
-    Attributes:
-        changes: (kind, op called from now on) for each change.
-        forward: the new forward; None to keep the old one.
-        loss_function: the new loss_function of a model; None to keep the old one.
-        attention: whether attention goes through the interface.
-        options: settings for the module's mark.
-        notes: for the report.
-    """
-
-    changes: list[tuple[str, str]]
-    forward: Forward | None = None
-    loss_function: Forward | None = None
-    attention: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+__all__ = ["RULES", "Rule", "plan_module", "register_attention"]
 
 
 Planner = Callable[[Any, Any, Options], ModulePlan | str]
@@ -82,11 +62,8 @@ def plan_module(module: nn.Module, model: Any, options: Options) -> ModulePlan |
     """Return the changes to a module, the reason against any, or None for a container without a rule of its own.
 
     Args:
-        model: the innermost transformers model that contains the module; None outside of one.
+        model: the innermost transformers model that contains the module.
     """
-    leaf = next(module.children(), None) is None
-    if model is None:
-        return "is in no model of transformers" if leaf else None
     kind: Any = type(module)
     rule = _rule_of(kind, kind.forward)
     if rule is None:
@@ -144,7 +121,7 @@ def _why_unchanged(module: nn.Module) -> str | None:
     layers = any(isinstance(child, (nn.Linear, Conv1D)) for child in children)
     if name.endswith("RMSNorm") or (layers and name.endswith(("Attention", "MLP"))):
         return _UNKNOWN
-    return None if children else _LEAVES.get(name, "there is no replacement for it")
+    return None if children else LEAVES.get(name, "there is no replacement for it")
 
 
 def _names(forward: Any) -> tuple[str, ...]:
@@ -154,12 +131,6 @@ def _names(forward: Any) -> tuple[str, ...]:
 
 
 # --- norms, activations, embeddings ----------------------------------------------------------------------------------
-
-
-def _layer_norm(module: Any, model: Any, options: Options) -> ModulePlan | str:
-    if len(module.normalized_shape) != 1 or module.weight is None:
-        return f"normalises over {tuple(module.normalized_shape)}{' without weights' * (module.weight is None)}"
-    return ModulePlan([("norm", "ops.layer_norm")], blocks.layer_norm_forward)
 
 
 def _row_norm(op: str, forward: Forward, parts: dict[str, str] | None = None) -> Rule:
@@ -202,22 +173,12 @@ def _gelu(module: Any, model: Any, options: Options) -> ModulePlan | str:
     if approximate is None:
         return f"calls {getattr(module, 'act', None)!r}, or its forward is another than ours computes"
     changes = [("activation", f"ops.gelu({approximate!r})")]
-    return ModulePlan(changes, blocks.gelu_forward, options={"approximate": approximate})
+    return ModulePlan(changes, gelu_forward, options={"approximate": approximate})
 
 
-def _silu(module: Any, model: Any, options: Options) -> ModulePlan | str:
-    if getattr(module, "inplace", False):
-        return "writes over its input"
-    return ModulePlan([("activation", "ops.silu")], blocks.silu_forward)
-
-
-def _embedding(module: Any, model: Any, options: Options) -> ModulePlan | str:
-    if not options.embedding:
-        return "patch(model, embedding=False)"
-    for name in ("max_norm", "scale_grad_by_freq", "sparse"):
-        if getattr(module, name):
-            return f"has {name}={getattr(module, name)}"
-    return ModulePlan([("embedding", "ops.embedding")], blocks.embedding_forward)
+def _of_torch(plan: Callable[[Any, Options], ModulePlan | str]) -> Rule:
+    """Return the rule of one of torch's layers, which is the same outside of transformers' models."""
+    return Rule(lambda module, model, options: plan(module, options))
 
 
 # --- MLPs and blocks -------------------------------------------------------------------------------------------------
@@ -425,16 +386,16 @@ def _any_loss(module: Any, model: Any, options: Options) -> ModulePlan | str:
 _LOSS, _ATTENTION = Rule(_any_loss), Rule(_attention)
 
 _TORCH: dict[type[nn.Module], Rule] = {
-    nn.LayerNorm: Rule(_layer_norm),
-    nn.Embedding: Rule(_embedding),
+    nn.LayerNorm: _of_torch(plan_layer_norm),
+    nn.Embedding: _of_torch(plan_embedding),
     nn.GELU: Rule(_gelu),
-    nn.SiLU: Rule(_silu),
+    nn.SiLU: _of_torch(plan_silu),
     **dict.fromkeys(_GELUS, Rule(_gelu)),
 }
 """Rules of exactly these classes; the forms of GELUs are checked with their settings."""
 
 RULES: dict[str, Rule] = {
-    "silu": Rule(_silu),
+    "silu": _of_torch(plan_silu),
     "rms_norm": _row_norm("ops.rms_norm", blocks.rms_norm_forward),
     "rms_norm_offset": _row_norm(
         "ops.rms_norm", blocks.offset_rms_norm_forward, {"_norm": "rms_norm_offset._norm"}
@@ -471,12 +432,3 @@ RULES: dict[str, Rule] = {
     "masked_lm_bert": Rule(_masked_lm),
 }  # fmt: skip
 """Form of a class's forward -> its rule."""
-
-_LEAVES = {
-    "Linear": "its product is the vendor library's, which Accelerant uses too",
-    "Conv1D": "its product is the vendor library's, which Accelerant uses too",
-    "Conv2d": "the convolution is cuDNN's, which Accelerant uses too",
-    "Dropout": "ours draws other random numbers",
-    "Identity": "does nothing",
-}
-"""Why modules without a rule are left alone."""

@@ -1,0 +1,433 @@
+"""The rules and forward methods of torch.nn's own layers, outside of transformers' models; transformers is not needed.
+
+A layer is recognised by its class, exactly: a subclass may have another forward. A container whose layers are fused
+(Sequential, TransformerEncoderLayer) looks at each of them when it runs, and calls those that have hooks, adapters or
+another class. Each forward falls back to its class's own for arguments that our op does not take.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from accelerant import ops
+from accelerant.nn._patch.record import MARK, Forward, has_hooks, is_bare
+from accelerant.ops._library import autocast_dtype
+
+__all__ = [
+    "LEAVES", "ModulePlan", "Options", "embedding_forward", "gelu_forward", "keeps_dtype", "layer_norm_forward",
+    "plan_embedding", "plan_layer_norm", "plan_module", "plan_silu", "silu_forward",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of patch that decide which modules change."""
+
+    loss: bool
+    embedding: bool
+
+
+@dataclass(slots=True)
+class ModulePlan:
+    """The changes to a module.
+
+    Attributes:
+        changes: (kind, op called from now on) for each change.
+        forward: the new forward; None to keep the old one.
+        loss_function: the new loss_function of a model; None to keep the old one.
+        attention: whether attention goes through transformers' interface.
+        options: settings for the module's mark.
+        notes: for the report.
+    """
+
+    changes: list[tuple[str, str]]
+    forward: Forward | None = None
+    loss_function: Forward | None = None
+    attention: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+LEAVES = {
+    "Linear": "its product is the vendor library's, which Accelerant uses too",
+    "NonDynamicallyQuantizableLinear": "its product is the vendor library's, which Accelerant uses too",
+    "Conv1D": "its product is the vendor library's, which Accelerant uses too",
+    "Conv2d": "the convolution is cuDNN's, which Accelerant uses too",
+    "Dropout": "ours draws other random numbers",
+    "Identity": "does nothing",
+}
+"""Why modules without a rule are left alone."""
+
+
+def plan_module(module: nn.Module, options: Options) -> ModulePlan | str | None:
+    """Return the changes to a module, the reason against any, or None for a container without a rule of its own."""
+    kind = type(module)
+    if MARK in module.__dict__:
+        return "is patched already"
+    rule = _RULES.get(kind)
+    if kind is nn.Sequential and not _pairs(module):
+        return None
+    if rule is None:
+        if hasattr(module, "parametrizations"):
+            return "has parametrizations"
+        base = next((base for base in kind.__mro__[1:] if base in _RULES and base is not nn.Sequential), None)
+        if base is not None:
+            return f"is a subclass of {base.__name__}, whose forward may be another"
+        leaf = next(module.children(), None) is None
+        return LEAVES.get(kind.__name__, "there is no replacement for it") if leaf else None
+    if "forward" in module.__dict__:
+        return "its forward was replaced by another library"
+    if has_hooks(module):
+        return "has hooks, which may need what torch's forward gives"
+    return rule(module, options)
+
+
+# --- forward methods -------------------------------------------------------------------------------------------------
+
+
+def keeps_dtype(x: Tensor, weight: Tensor) -> bool:
+    """Return whether torch's norm returns the dtype of x, as ours does: equal dtypes, no low-precision autocast."""
+    return x.dtype is weight.dtype and _is_wide(x)
+
+
+def _is_wide(x: Tensor) -> bool:
+    """Return whether autocast would not widen x, as it does for norms and softmax."""
+    return x.dtype in (torch.float32, torch.float64) or autocast_dtype(x.device.type) is None
+
+
+def layer_norm_forward(self: Any, input: Tensor) -> Any:
+    """Run nn.LayerNorm."""
+    if not keeps_dtype(input, self.weight):
+        return type(self).forward(self, input)
+    return ops.layer_norm(input, self.weight, self.bias, eps=self.eps)
+
+
+def _rms_norm_forward(self: Any, x: Tensor) -> Any:
+    if not keeps_dtype(x, self.weight):
+        return type(self).forward(self, x)
+    return ops.rms_norm(x, self.weight, torch.finfo(x.dtype).eps if self.eps is None else self.eps)
+
+
+def _softmax_forward(self: Any, input: Tensor) -> Any:
+    if not input.is_floating_point() or not _is_wide(input):
+        return type(self).forward(self, input)
+    return (ops.softmax if type(self) is nn.Softmax else ops.log_softmax)(input, self.dim)
+
+
+def gelu_forward(self: Any, input: Tensor) -> Tensor:
+    """Run a GELU module; the mark holds its approximation."""
+    return ops.gelu(input, approximate=getattr(self, MARK).options["approximate"])
+
+
+def silu_forward(self: Any, input: Tensor) -> Tensor:
+    """Run nn.SiLU or the SiLU module of transformers."""
+    return ops.silu(input)
+
+
+def embedding_forward(self: Any, input: Tensor) -> Tensor:
+    """Run nn.Embedding."""
+    return ops.embedding(input, self.weight, padding_idx=self.padding_idx)
+
+
+def _dropout_forward(self: Any, input: Tensor) -> Tensor:
+    return ops.dropout(input, self.p, self.training)
+
+
+def _cross_entropy_forward(self: Any, input: Tensor, target: Tensor) -> Any:
+    if target.dtype != torch.int64 or input.dim() > 2 or target.shape != input.shape[:-1]:
+        return type(self).forward(self, input, target)
+    options = {"ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing}
+    return ops.cross_entropy(input, target, reduction=self.reduction, **options)
+
+
+def _pair_loss_forward(self: Any, input: Tensor, target: Tensor) -> Any:
+    """Run MSELoss, L1Loss, BCELoss or BCEWithLogitsLoss."""
+    if input.shape != target.shape or input.dtype is not target.dtype or not input.is_floating_point():
+        return type(self).forward(self, input, target)
+    weights = {name: getattr(self, name) for name in ("weight", "pos_weight") if getattr(self, name, None) is not None}
+    if any(each.dtype is not input.dtype for each in weights.values()):
+        return type(self).forward(self, input, target)
+    loss = getattr(ops, _PAIR_LOSSES[type(self)])
+    return loss(input, target, reduction=self.reduction, **weights)
+
+
+def _is_gelu(module: Any) -> bool:
+    return is_bare(module, nn.GELU) or is_bare(module, nn.GELU, gelu_forward)
+
+
+def _pairs(module: nn.Module) -> bool:
+    """Return whether a Sequential has a linear layer that a GELU follows."""
+    children = list(module.children())
+    return any(type(a) is nn.Linear and type(b) is nn.GELU for a, b in itertools.pairwise(children))
+
+
+def _sequential_forward(self: Any, input: Any) -> Any:
+    layers = list(self)
+    at = 0
+    while at < len(layers):
+        layer, after = layers[at], layers[at + 1] if at + 1 < len(layers) else None
+        if after is not None and _is_gelu(after) and is_bare(layer, nn.Linear):
+            input = ops.linear_gelu(input, layer.weight, layer.bias, after.approximate)
+            at += 2
+        else:
+            input = layer(input)
+            at += 1
+    return input
+
+
+# --- attention and transformer layers --------------------------------------------------------------------------------
+
+
+def _refuses_attention(
+    self: Any, qkv: Sequence[Tensor], masks: Sequence[Tensor | None], need_weights: bool, is_causal: bool
+) -> str | None:
+    """Return why a call goes to torch; None if our op serves it."""
+    if need_weights:
+        return "need_weights=True: torch's alone returns the weights"
+    if self.training and self.dropout:
+        return f"dropout of the attention weights (p = {self.dropout})"
+    if any(x.dim() != 3 or x.is_nested for x in qkv):
+        return "inputs that are nested or not of three dimensions"
+    if is_causal and masks[0] is None:
+        return "is_causal without attn_mask"
+    query = qkv[0]
+    if any(mask is not None and mask.dtype not in (torch.bool, query.dtype, torch.float32) for mask in masks):
+        return "a mask of another dtype than the inputs'"
+    return None
+
+
+def _joined(mask: Tensor | None, padding: Tensor | None, heads: tuple[int, int]) -> Tensor | None:
+    """Return torch's two masks, whose True hides, as one for our op, whose True shows."""
+    parts = []
+    if mask is not None:
+        mask = mask.unflatten(0, heads) if mask.dim() == 3 else mask[None, None]
+        parts.append(~mask if mask.dtype == torch.bool else mask)
+    if padding is not None:
+        parts.append((~padding if padding.dtype == torch.bool else padding)[:, None, None])
+    if len(parts) < 2 or all(part.dtype == torch.bool for part in parts):
+        return parts[0] & parts[1] if len(parts) == 2 else parts[0] if parts else None
+    bools, numbers = sorted(parts, key=lambda part: part.dtype != torch.bool)
+    return numbers.masked_fill(~bools, float("-inf")) if bools.dtype == torch.bool else bools + numbers
+
+
+def _attention_forward(
+    self: Any, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None = None,
+    need_weights: bool = True, attn_mask: Tensor | None = None, average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> Any:  # fmt: skip
+    reason = _refuses_attention(self, (query, key, value), (attn_mask, key_padding_mask), need_weights, is_causal)
+    if reason is not None:
+        if not torch.compiler.is_compiling():
+            getattr(self, MARK).report.fallbacks[reason] += 1
+        return type(self).forward(
+            self, query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+        )
+    weight, bias, E = self.in_proj_weight, self.in_proj_bias, self.embed_dim
+    if query is key and key is value:
+        q, k, v = F.linear(query, weight, bias).chunk(3, -1)
+    else:
+        biases = (None, None, None) if bias is None else bias.split(E)
+        q, k, v = (F.linear(x, w, b) for x, w, b in zip((query, key, value), weight.split(E), biases, strict=True))
+    batch, time = (0, 1) if self.batch_first else (1, 0)
+    B, H, T = query.shape[batch], self.num_heads, query.shape[time]
+    q, k, v = (x.unflatten(-1, (H, E // H)).permute(batch, 2, time, 3) for x in (q, k, v))
+    causal = is_causal and key_padding_mask is None and k.shape[2] == T
+    o = ops.attention(q, k, v, causal, mask=None if causal else _joined(attn_mask, key_padding_mask, (B, H)))
+    assert isinstance(o, Tensor)  # without the log-sum-exp
+    joined = o.permute(0, 2, 1, 3) if self.batch_first else o.permute(2, 0, 1, 3)
+    return F.linear(joined.flatten(-2), self.out_proj.weight, self.out_proj.bias), None
+
+
+def _feed_forward(self: Any, x: Tensor) -> Tensor:
+    """Run linear2(activation(linear1(x))) of a transformer layer, without its last dropout."""
+    act: Any = self.activation
+    exact = act is F.gelu
+    if is_bare(self.linear1, nn.Linear) and (exact or (isinstance(act, nn.Module) and _is_gelu(act))):
+        approximate = "none" if exact else act.approximate
+        h = ops.linear_gelu(x, self.linear1.weight, self.linear1.bias, approximate)
+    else:
+        h = act(self.linear1(x))
+    y: Tensor = self.linear2(self.dropout(h))
+    return y
+
+
+def _add_norm(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
+    """Return norm(x + residual) and the sum, in one pass if the norm runs on our op."""
+    fits = x.dtype is residual.dtype and x.shape == residual.shape
+    if fits and is_bare(norm, nn.LayerNorm, layer_norm_forward) and keeps_dtype(x, norm.weight):
+        return ops.add_layer_norm(x, residual, norm.weight, norm.bias, eps=norm.eps)
+    total = x + residual
+    return norm(total), total
+
+
+def _branches(self: Any, x: Tensor, branches: Sequence[tuple[Any, Callable[[Tensor], Tensor]]]) -> Tensor:
+    """Add each branch to x, with its norm before it or after the sum."""
+    if not self.norm_first:
+        for norm, branch in branches:
+            x = _add_norm(branch(x), x, norm)[0]
+        return x
+    h = branches[0][0](x)
+    for at, (_, branch) in enumerate(branches):
+        y = branch(h)
+        if at + 1 < len(branches):
+            h, x = _add_norm(y, x, branches[at + 1][0])
+        else:
+            x = x + y
+    return x
+
+
+def _encoder_layer_forward(
+    self: Any, src: Tensor, src_mask: Tensor | None = None, src_key_padding_mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Any:  # fmt: skip
+    if src.is_nested or src.dim() != 3:
+        return type(self).forward(self, src, src_mask, src_key_padding_mask, is_causal)
+
+    def attend(x: Tensor) -> Tensor:
+        y = self.self_attn(
+            x, x, x, attn_mask=src_mask, key_padding_mask=src_key_padding_mask, need_weights=False, is_causal=is_causal
+        )[0]
+        dropped: Tensor = self.dropout1(y)
+        return dropped
+
+    return _branches(self, src, [(self.norm1, attend), (self.norm2, lambda x: self.dropout2(_feed_forward(self, x)))])
+
+
+def _decoder_layer_forward(
+    self: Any, tgt: Tensor, memory: Tensor, tgt_mask: Tensor | None = None, memory_mask: Tensor | None = None,
+    tgt_key_padding_mask: Tensor | None = None, memory_key_padding_mask: Tensor | None = None,
+    tgt_is_causal: bool = False, memory_is_causal: bool = False,
+) -> Any:  # fmt: skip
+    def attend(x: Tensor) -> Tensor:
+        options = {"attn_mask": tgt_mask, "key_padding_mask": tgt_key_padding_mask, "is_causal": tgt_is_causal}
+        y: Tensor = self.dropout1(self.self_attn(x, x, x, need_weights=False, **options)[0])
+        return y
+
+    def attend_memory(x: Tensor) -> Tensor:
+        options = {"attn_mask": memory_mask, "key_padding_mask": memory_key_padding_mask, "is_causal": memory_is_causal}
+        y: Tensor = self.dropout2(self.multihead_attn(x, memory, memory, need_weights=False, **options)[0])
+        return y
+
+    rest = (self.norm3, lambda x: self.dropout3(_feed_forward(self, x)))
+    return _branches(self, tgt, [(self.norm1, attend), (self.norm2, attend_memory), rest])
+
+
+# --- rules -----------------------------------------------------------------------------------------------------------
+
+_Rule = Callable[[Any, Options], ModulePlan | str]
+
+
+def plan_layer_norm(module: Any, options: Options) -> ModulePlan | str:
+    """Return the plan of an nn.LayerNorm."""
+    if len(module.normalized_shape) != 1 or module.weight is None:
+        return f"normalises over {tuple(module.normalized_shape)}{' without weights' * (module.weight is None)}"
+    return ModulePlan([("norm", "ops.layer_norm")], layer_norm_forward)
+
+
+def _rms_norm(module: Any, options: Options) -> ModulePlan | str:
+    if len(module.normalized_shape) != 1 or module.weight is None:
+        return f"normalises over {tuple(module.normalized_shape)}{' without weights' * (module.weight is None)}"
+    return ModulePlan([("norm", "ops.rms_norm")], _rms_norm_forward)
+
+
+def _softmax(module: Any, options: Options) -> ModulePlan | str:
+    if module.dim is None:
+        return "has no dim"
+    name = "softmax" if type(module) is nn.Softmax else "log_softmax"
+    return ModulePlan([("softmax", f"ops.{name}")], _softmax_forward)
+
+
+def _gelu(module: Any, options: Options) -> ModulePlan | str:
+    changes = [("activation", f"ops.gelu({module.approximate!r})")]
+    return ModulePlan(changes, gelu_forward, options={"approximate": str(module.approximate)})
+
+
+def plan_silu(module: Any, options: Options) -> ModulePlan | str:
+    """Return the plan of a SiLU."""
+    if getattr(module, "inplace", False):
+        return "writes over its input"
+    return ModulePlan([("activation", "ops.silu")], silu_forward)
+
+
+def plan_embedding(module: Any, options: Options) -> ModulePlan | str:
+    """Return the plan of an nn.Embedding."""
+    if not options.embedding:
+        return "patch(model, embedding=False)"
+    for name in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, name):
+            return f"has {name}={getattr(module, name)}"
+    return ModulePlan([("embedding", "ops.embedding")], embedding_forward)
+
+
+def _dropout(module: Any, options: Options) -> ModulePlan | str:
+    if module.inplace:
+        return "writes over its input"
+    notes = ("dropout draws other random numbers than torch's, and keeps no mask on a GPU",) if module.p else ()
+    return ModulePlan([("dropout", "ops.dropout")], _dropout_forward, notes=notes)
+
+
+_PAIR_LOSSES: dict[type[nn.Module], str] = {
+    nn.MSELoss: "mse_loss", nn.L1Loss: "l1_loss", nn.BCELoss: "binary_cross_entropy",
+    nn.BCEWithLogitsLoss: "binary_cross_entropy_with_logits",
+}  # fmt: skip
+
+
+def _loss(module: Any, options: Options) -> ModulePlan | str:
+    if not options.loss:
+        return "patch(model, loss=False)"
+    if type(module) is nn.CrossEntropyLoss:
+        if module.weight is not None:
+            return "has weights of classes"
+        return ModulePlan([("loss", "ops.cross_entropy")], _cross_entropy_forward)
+    return ModulePlan([("loss", f"ops.{_PAIR_LOSSES[type(module)]}")], _pair_loss_forward)
+
+
+def _sequential(module: Any, options: Options) -> ModulePlan | str:
+    return ModulePlan([("mlp", "ops.linear_gelu")], _sequential_forward)
+
+
+def _attention(module: Any, options: Options) -> ModulePlan | str:
+    if not module._qkv_same_embed_dim or module.bias_k is not None or module.add_zero_attn:
+        return "has keys or values of another width, bias_kv or add_zero_attn"
+    if hasattr(module.out_proj, "parametrizations") or has_hooks(module.out_proj):
+        return "its out_proj has hooks or parametrizations"
+    return ModulePlan([("attention", "ops.attention")], _attention_forward)
+
+
+def _transformer_layer(forward: Forward, norms: tuple[str, ...]) -> _Rule:
+    def plan(module: Any, options: Options) -> ModulePlan | str:
+        for name in norms:
+            if type(getattr(module, name)) is not nn.LayerNorm:
+                return f"its {name} is a {type(getattr(module, name)).__name__}"
+        act = module.activation
+        changes = [("residual", "ops.add_layer_norm")]
+        if act is F.gelu or type(act) is nn.GELU:
+            changes.append(("mlp", "ops.linear_gelu"))
+        return ModulePlan(changes, forward)
+
+    return plan
+
+
+_RULES: dict[type[nn.Module], _Rule] = {
+    nn.LayerNorm: plan_layer_norm,
+    nn.RMSNorm: _rms_norm,
+    nn.Softmax: _softmax,
+    nn.LogSoftmax: _softmax,
+    nn.GELU: _gelu,
+    nn.SiLU: plan_silu,
+    nn.Embedding: plan_embedding,
+    nn.Dropout: _dropout,
+    nn.CrossEntropyLoss: _loss,
+    **dict.fromkeys(_PAIR_LOSSES, _loss),
+    nn.Sequential: _sequential,
+    nn.MultiheadAttention: _attention,
+    nn.TransformerEncoderLayer: _transformer_layer(_encoder_layer_forward, ("norm1", "norm2")),
+    nn.TransformerDecoderLayer: _transformer_layer(_decoder_layer_forward, ("norm1", "norm2", "norm3")),
+}
