@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from accelerant.errors import ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.inspect import LIMITS, inspect_cuda, known_targets, occupancy, read_messages
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, KernelSource
+from requirements import require
 
 pytest.importorskip("cuda.bindings", reason="cuda-bindings is for Linux and Windows")
 
@@ -113,6 +115,40 @@ def test_host_code_is_listed_with_its_lines(accelerant_cli):
     assert status == 1
     for what in ("int main()", "<<<", "cudaDeviceSynchronize"):
         assert f"host.cu:2: error: {what} is code for the host: take it out" in errors
+
+
+PORTABLE = """ACL_KERNEL void divide(ACL_GLOBAL float *x) {
+    x[acl_global_id()] = x[acl_global_id()] / VALUE;
+}
+"""
+
+
+def test_portable_c_compiles_for_amd(accelerant_cli):
+    if not any(map(shutil.which, ("amdclang", "clang", "clang-19"))):
+        require("clang is not installed; scripts/ci-setup installs it from Debian")
+    Path("mine.c").write_text(PORTABLE)
+    common = ("mine.c", "--arch", "gfx90a", "-D", "VALUE=x[0]")
+    status, found = report(accelerant_cli, *common)
+    (target,) = found["targets"]
+    (entry,) = target["entries"]
+    assert (status, target["target"], entry["name"], entry["spill_bytes"]) == (0, "gfx90a", "divide", 0)
+    assert 0 < entry["registers"] <= 16
+    assert entry["occupancy"] is None
+    _, precise, _ = accelerant_cli("compile", *common, "--ptx")
+    _, fast, _ = accelerant_cli("compile", *common, "--ptx", "--fast-math")
+    assert "v_div_fixup_f32" in precise
+    assert "v_div_fixup_f32" not in fast
+    status, _, errors = accelerant_cli("compile", "mine.c", "--arch", "gfx90a")
+    assert status == 1
+    assert errors.startswith("mine.c:2: error: use of undeclared identifier 'VALUE'\n")
+    status, _, errors = accelerant_cli("compile", *common, "--prec-div", "--no-prec-sqrt")
+    assert (status, errors) == (
+        1,
+        "mine.c: error: prec_div, prec_sqrt: for AMD they are one option; state them alike\n",
+    )
+    Path("mine.cu").write_text(KERNEL)
+    assert accelerant_cli("compile", "mine.cu", "--arch", "gfx90a")[2].count("portable C is compiled (ACL_KERNEL)") == 1
+    assert "does not compile for 'gfx9'" in accelerant_cli("compile", *common[:1], "--arch", "gfx9")[2]
 
 
 def test_ptx_is_printed_alone(accelerant_cli):

@@ -259,7 +259,7 @@ def test_cores_share_the_blocks(data):
         acl.kernel(MIX, device="cpu")(2000, 100, np.resize(data, 200_000), y, 3, 200_000)
     finally:
         del pool.submit
-    assert len(shares) == min(cpu.cores, 200_000 // 16384) - 1
+    assert len(shares) == min(cpu.cores, 200_000 // 4096) - 1
     assert y[:1000].tolist() == y[199_000:].tolist()
 
 

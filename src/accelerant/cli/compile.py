@@ -52,7 +52,9 @@ def compile_file(
     ] = None,
     arch: Annotated[
         list[str] | None,
-        typer.Option(help="sm_90, sm_90a, ...; may be repeated. all: every one that Accelerant's ops support."),
+        typer.Option(
+            help="sm_90, sm_90a, ..., or gfx90a, ... (portable C); may be repeated. all: every sm_ of our ops."
+        ),
     ] = None,
     block: Annotated[int | None, typer.Option(help="Threads a block, for occupancy.")] = None,
     shared: Annotated[int, typer.Option(help="Bytes of dynamic shared memory a block, for occupancy.")] = 0,
@@ -126,8 +128,11 @@ def compile_file(
         defines=tuple((name, value if eq else "1") for name, eq, value in (x.partition("=") for x in define or ())),
         include=include or (), nvrtc=nvrtc or (), ptxas=ptxas or (),
     )  # fmt: skip
-    targets = known_targets_of(arch or ["all"])
-    from accelerant.runtime.compilation.inspect import CompilerMessage, inspect_cuda, read_messages
+    folders = [file.resolve().parent]
+    names = arch or ["all"]
+    known = known_targets_of([each for each in names if not each.startswith("gfx")])
+    targets = [*known, *(each for each in dict.fromkeys(names) if each.startswith("gfx"))]
+    from accelerant.runtime.compilation.inspect import CompilerMessage, inspect_amd, inspect_cuda, read_messages
 
     name = str(file)
     done: list[Inspection] = []
@@ -135,14 +140,16 @@ def compile_file(
     for target in targets:
         try:
             done.append(
-                inspect_cuda(
-                    text, target, name=name, include=[file.resolve().parent], options=options, entries=entry or (),
-                    block=block, dynamic_shared_bytes=shared,
+                inspect_amd(text, target, name=name, include=folders, options=options)
+                if target.startswith("gfx")
+                else inspect_cuda(
+                    text, target, name=name, include=folders, options=options, entries=entry or (), block=block,
+                    dynamic_shared_bytes=shared,
                 )
             )  # fmt: skip
         except CompileError as error:
             errors = [message for message in read_messages(error.log, name) if message.severity == "error"]
-            failed[target] = error.log, errors or [CompilerMessage("error", name, None, error.log)]
+            failed[target] = error.log, errors or [CompilerMessage("error", name, None, error.log or str(error))]
     if json_output:
         print(json.dumps(_to_dict(name, targets, done, failed, ptx), indent=1))
     else:
@@ -176,7 +183,7 @@ def known_targets_of(names: list[str]) -> list[str]:
     from accelerant.runtime.compilation.inspect import known_targets
     from accelerant.runtime.compilation.kernel import CUDA_TARGETS
 
-    known = known_targets()
+    known = known_targets() if names else ()
     targets: list[str] = []
     for name in names:
         plain, suffix = (name[:-1], name[-1]) if name[-1:] in ("a", "f") else (name, "")
@@ -255,7 +262,7 @@ def _cells(entry: EntryPoint, dynamic_bytes: int) -> tuple[str | Text, ...]:
 
 
 def _to_dict(file: str, targets: list[str], done: list[Inspection], failed: _Failed, ptx: bool) -> dict[str, Any]:
-    from accelerant.runtime.compilation.inspect import nvrtc_version
+    from accelerant.runtime.compilation.inspect import amd_compiler, nvrtc_version
 
     rows: list[dict[str, Any]] = [
         {
@@ -273,4 +280,5 @@ def _to_dict(file: str, targets: list[str], done: list[Inspection], failed: _Fai
         for target, (log, messages) in failed.items()
     ]
     rows.sort(key=lambda row: targets.index(row["target"]))
-    return {"file": file, "compiler": nvrtc_version(), "targets": rows}
+    compiler = amd_compiler() if all(target.startswith("gfx") for target in targets) else nvrtc_version()
+    return {"file": file, "compiler": compiler, "targets": rows}

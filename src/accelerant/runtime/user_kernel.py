@@ -183,7 +183,9 @@ class UserKernel:
                     buffer = provider.copy_to_device(array.host, device.index)
                     staged[array.pointer, array.size_bytes] = buffer
         passed = [
-            staged.get((value.pointer, value.size_bytes), value) if isinstance(value, _Array) else value
+            staged.get((value.pointer, value.size_bytes), value)
+            if isinstance(value, _Array) and value.host is not None
+            else value
             for value in values
         ]
         self._check_alignment(passed)
@@ -266,7 +268,8 @@ class UserKernel:
             if written and not arg.flags.writeable:
                 raise LaunchError(f"{where}: the kernel may write it, and the array is read-only; pass a copy")
             native = arg.dtype.isnative and arg.flags.aligned
-            self._check_dtype(where, parameter, arg.dtype.name if native else f"unaligned or swapped {arg.dtype}")
+            dtype = arg.dtype.name if native else f"unaligned or swapped {arg.dtype}"
+            self._check_dtype(where, parameter, "object" if arg.dtype.hasobject else dtype)
             self._check_layout(where, arg.flags.c_contiguous, arg.shape)
             return _Array(arg.ctypes.data, arg.nbytes, arg, arg.reshape(-1).view(np.uint8))
         if type(arg).__module__.partition(".")[0] == "cupy":
@@ -301,7 +304,7 @@ class UserKernel:
 
     def _check_dtype(self, where: str, parameter: Parameter, dtype: str) -> None:
         base = parameter.kind[1:].partition("x")[0]
-        if base != "void" and _DTYPES.get(base, base) != dtype:
+        if dtype == "object" or (base != "void" and _DTYPES.get(base, base) != dtype):
             raise UnsupportedDtype(f"{where}: wanted an array of {_DTYPES.get(base, base)}, got {dtype}")
 
     def _check_layout(self, where: str, contiguous: bool, shape: Sequence[int]) -> None:
@@ -395,7 +398,7 @@ class UserKernel:
             if parameter.constant or not isinstance(value, _Array):
                 continue
             buffer = staged.get((value.pointer, value.size_bytes))
-            if buffer is not None and value.host is not None:
+            if value.host is not None and buffer is not None:
                 value.host[:] = provider.copy_to_host(buffer, np.uint8, value.host.shape)
             if value.result is not None:
                 given = value.owner[0]

@@ -325,12 +325,12 @@ def slow_but(chosen, *values):
     return pytest.param(*values, marks=marks, id="-".join(values))
 
 
-OWN_PROGRAMS = {("opencl", name) for name in ("goldilocks", "babybear", "bn254_fq")}
+OWN_PROGRAMS = {("opencl", name) for name in ("goldilocks", "babybear", "bn254_fq")} | {("cpu", "goldilocks")}
 
 
 @pytest.mark.parametrize(
     ("provider", "name"),
-    [slow_but(OWN_PROGRAMS, backend, name) for backend in ("opencl", "cuda") for name in FIELDS],
+    [slow_but(OWN_PROGRAMS, backend, name) for backend in ("cpu", "opencl", "cuda") for name in FIELDS],
     indirect=["provider"],
 )
 @pytest.mark.sample(3)

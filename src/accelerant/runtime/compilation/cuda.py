@@ -135,7 +135,8 @@ def run_nvrtc(
     encoded = [argument.encode() for argument in arguments]
     standard = _standard_headers(any(Path(folder, "cuda", "std").is_dir() for folder in folders))
     if portable:
-        text = f'{portable_header()}\n#line 1 "{name}"\n{text}'
+        quiet = f"#pragma nv_diag_suppress 177\n{portable_header()}\n#pragma nv_diag_default 177"  # unused functions
+        text = f'{quiet}\n#line 1 "{name}"\n{text}'
     _, program = nvrtc.nvrtcCreateProgram(
         text.encode(), name.encode(), len(standard), [*map(str.encode, standard.values())], [*map(str.encode, standard)]
     )

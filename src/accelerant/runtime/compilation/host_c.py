@@ -20,6 +20,7 @@ import functools
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from accelerant.runtime.compilation.kernel import Binary, KernelSource, Resource
 from accelerant.runtime.compilation.options import header_hashes
 from accelerant.runtime.compilation.signatures import find_kernels, without_comments
 
-__all__ = ["c_compiler", "c_key", "compile_c", "load_c"]
+__all__ = ["c_compiler", "c_key", "compile_c", "load_c", "run_compiler"]
 
 _TIMEOUT_S = 300
 _FLAGS = ("-std=gnu11", "-fPIC", "-shared", "-fno-strict-aliasing", "-fvisibility=hidden")
@@ -67,16 +68,18 @@ _LOOP = """\
 
 
 @functools.cache
-def c_compiler() -> tuple[str, str]:
-    """Return the path of the C compiler (the variable CC, or cc, gcc, clang) and its version; CompileError without."""
-    names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
+def c_compiler() -> tuple[tuple[str, ...], str]:
+    """Return the command of the C compiler (CC, or cc, gcc, clang) and its version, or raise CompileError."""
+    stated = shlex.split(os.environ.get("CC", ""))
+    names = stated[:1] or ["cc", "gcc", "clang"]
     path = next(filter(None, map(shutil.which, names)), None)
     if path is None or sys.platform == "win32":
         raise CompileError(
             f"portable C on the CPU needs a C compiler, on Linux or macOS; found none of {', '.join(names)}: install "
             "gcc or clang, or choose another device"
         )
-    return path, _run([path, "--version"]).stdout.strip().splitlines()[0]
+    command = (path, *stated[1:])
+    return command, (run_compiler([*command, "--version"]).stdout.strip().splitlines() or ["unknown"])[0]
 
 
 def c_key(source: KernelSource, program: str) -> dict[str, Any]:
@@ -99,7 +102,7 @@ _SOURCES = (
 
 def compile_c(source: KernelSource, program: str) -> Binary:
     """Compile a portable program for this processor; raise CompileError with the compiler's log."""
-    path, _ = c_compiler()
+    command, _ = c_compiler()
     text, has_barriers = _unit(source, program)
     native = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
     with tempfile.TemporaryDirectory(prefix="accelerant-cc-") as folder:
@@ -107,10 +110,10 @@ def compile_c(source: KernelSource, program: str) -> Binary:
         unit.write_text(text, encoding="utf-8")
         units = [str(unit)] + [str(Path(__file__).parent / "host_block.c")] * has_barriers
         options = [*source.compile_options.for_cc(), *source.raw_options, *[_FRAME] * has_barriers]
-        done = _run([path, *_FLAGS, native, *options, *units, "-o", str(library), "-lm"])
+        done = run_compiler([*command, *_FLAGS, native, *options, *units, "-o", str(library), "-lm"])
         if done.returncode or not library.is_file():
-            log = done.stderr.replace(f"{folder}/", "").strip() or f"{path} ended with status {done.returncode}"
-            raise CompileError(f"kernel {source.name!r} does not compile for the CPU by {path}", log)
+            log = done.stderr.replace(f"{folder}/", "").strip() or f"{command[0]} ended with status {done.returncode}"
+            raise CompileError(f"kernel {source.name!r} does not compile for the CPU by {command[0]}", log)
         code = library.read_bytes()
     symbols = {entry: f"acl_run_{entry}" for entry in source.entries}
     return Binary(code, symbols, {entry: Resources() for entry in symbols}, {"blocks": True}, done.stderr.strip())
@@ -187,11 +190,12 @@ def _quoted(name: str) -> str:
     return re.sub(r'[\\"\n]', "_", name)
 
 
-def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+def run_compiler(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a compiler with a text as its input, its messages in English; raise CompileError if it does not run."""
     try:
         return subprocess.run(
-            list(command), capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False,
-            stdin=subprocess.DEVNULL, env={**os.environ, "LC_ALL": "C"},
+            list(command), input=text, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S,
+            env={**os.environ, "LC_ALL": "C"}, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CompileError(f"the C compiler {command[0]} does not run: {error}") from None

@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -32,13 +33,14 @@ from accelerant.runtime.compilation.cuda import (
     read_resources,
     run_nvrtc,
 )
-from accelerant.runtime.compilation.kernel import Resources
+from accelerant.runtime.compilation.host_c import run_compiler
+from accelerant.runtime.compilation.kernel import Resources, portable_header
 from accelerant.runtime.compilation.options import CompileOptions
 from accelerant.runtime.files import JsonRecord
 
 __all__ = [
     "DEFAULT_BLOCK", "LIMITS", "CompilerMessage", "EntryPoint", "Inspection", "MultiprocessorLimits", "Occupancy",
-    "inspect_cuda", "known_targets", "nvrtc_version", "occupancy", "read_messages",
+    "amd_compiler", "inspect_amd", "inspect_cuda", "known_targets", "nvrtc_version", "occupancy", "read_messages",
 ]  # fmt: skip
 
 DEFAULT_BLOCK = 256
@@ -263,6 +265,61 @@ def inspect_cuda(
         found.append(EntryPoint(_demangle(symbol), symbol, resources, barriers, threads, fits))
     warnings = tuple(message for message in read_messages(result.log, name) if message.severity == "warning")
     return Inspection(target, tuple(found), warnings, result.cubin, result.ptx, took_ms)
+
+
+def amd_compiler() -> str:
+    """Return the path of a clang, ROCm's first; raise ConfigError without one."""
+    names = ("amdclang", "clang", *(f"clang-{version}" for version in range(24, 16, -1)))
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        raise ConfigError("AMD's architectures need clang 17 or newer (amdclang of ROCm, or clang)")
+    return path
+
+
+_FOR_AMD = (
+    "-x", "hip", "--cuda-device-only", "--no-gpu-bundle-output", "-nogpuinc", "-nogpulib", "-fno-color-diagnostics",
+    "-fno-diagnostics-show-line-numbers",
+)  # fmt: skip
+
+
+def inspect_amd(
+    text: str,
+    target: str,
+    *,
+    name: str,
+    include: Sequence[Path] = (),
+    options: CompileOptions = CompileOptions(),  # noqa: B008  frozen
+) -> Inspection:
+    """Compile text in the portable dialect for an AMD architecture ("gfx90a") by clang, without ROCm.
+
+    Arguments and errors are those of inspect_cuda. Registers are the vector registers of a thread. `ptx` has the
+    assembly, and `cubin` nothing.
+    """
+    if not re.search(r"\bACL_KERNEL\b", text):
+        raise ConfigError(f"{name}: for {target} portable C is compiled (ACL_KERNEL), not CUDA C++")
+    folders = (f"-I{folder}" for folder in include)
+    command = [amd_compiler(), *_FOR_AMD, f"--offload-arch={target}", *options.for_hip(), *folders]
+    began = time.perf_counter()
+    source = f'{portable_header()}\n#line 1 "{name}"\n{text}'
+    done = run_compiler([*command, "-S", "-", "-o", "-"], source)
+    took_ms = (time.perf_counter() - began) * 1e3
+    if "invalid target ID" in done.stderr:
+        raise ConfigError(f"{command[0]} does not compile for {target!r}")
+    log = re.sub(r"^(.+?):(\d+):\d+: ((?:fatal )?)(error|warning):", r"\1(\2): \4:", done.stderr, flags=re.MULTILINE)
+    if done.returncode:
+        raise CompileError(
+            f"{name} does not compile for {target}", re.sub(r"^\d+ errors? generated.*", "", log, flags=re.M)
+        )
+    found = []
+    for notes in done.stdout.partition("amdhsa.kernels:")[2].split("\n  - .")[1:]:
+        fields = dict(re.findall(r"^ {0,4}\.(\w+): +(\S+)$", notes, re.MULTILINE))
+        words = ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size", "group_segment_fixed_size")
+        registers, spills, stack, shared = (int(fields[word]) for word in words)
+        resources = Resources(registers, 4 * spills, stack, shared)
+        threads = int(fields["max_flat_workgroup_size"])
+        found.append(EntryPoint(_demangle(fields["name"]), fields["name"], resources, 0, threads, None))
+    warnings = tuple(message for message in read_messages(log, name) if message.severity == "warning")
+    return Inspection(target, tuple(found), warnings, b"", done.stdout, took_ms)
 
 
 # --- the compiler's output -------------------------------------------------------------------------------------------

@@ -2,13 +2,13 @@
 
     CompileOptions(fast_math=True, defines={"WIDTH": 8}, include=["src"], ptxas=["--maxrregcount=64"])
 
-| option | NVRTC | OpenCL | C compiler of the CPU |
-|---|---|---|---|
-| optimize=0 to 3 | ptxas -O | 0: -cl-opt-disable; else the driver's default | -O, 3 by default |
-| fast_math | --use_fast_math | -cl-fast-relaxed-math | -fassociative-math and the like; NaN and infinity stay |
-| ftz | --ftz | true: -cl-denorms-are-zero | true is refused: the C compiler keeps subnormals |
-| prec_div, prec_sqrt | --prec-div, --prec-sqrt | true: -cl-fp32-correctly-rounded-divide-sqrt | precise |
-| fmad | --fmad | -cl-mad-enable, FP_CONTRACT OFF | -ffp-contract |
+| option | NVRTC | OpenCL | C compiler of the CPU | clang for AMD |
+|---|---|---|---|---|
+| optimize=0 to 3 | ptxas -O | 0: -cl-opt-disable | -O, 3 by default | the same |
+| fast_math | --use_fast_math | -cl-fast-relaxed-math | _FAST_C below | the same, and ftz, prec_div, prec_sqrt |
+| ftz | --ftz | true: -cl-denorms-are-zero | true is refused | -fgpu-flush-denormals-to-zero |
+| prec_div, prec_sqrt | --prec-div, --prec-sqrt | true: _PRECISE below | precise | one option for both |
+| fmad | --fmad | -cl-mad-enable, FP_CONTRACT OFF | -ffp-contract | -ffp-contract |
 
 A part that is stated overrides fast_math; where a compiler cannot do that, it is refused. `nvrtc`, `ptxas`, `opencl`
 and `cc` are for the compiler of that name alone.
@@ -133,12 +133,28 @@ class CompileOptions:
         """Return the options of the CPU's C compiler."""
         if self.ftz:
             raise CompileError("ftz=True: on the CPU, a C compiler keeps subnormal numbers; leave out ftz")
-        options = [f"-O{3 if self.optimize is None else self.optimize}"]
-        options += _FAST_C if self.fast_math else ()
-        options += ["-fno-reciprocal-math"] if self.prec_div else []
+        return [*self._for_clang(), *["-fno-reciprocal-math"] * bool(self.prec_div), *self.cc]
+
+    def for_hip(self) -> list[str]:
+        """Return clang's options for AMD."""
+        if None not in (self.prec_div, self.prec_sqrt) and self.prec_div != self.prec_sqrt:
+            raise CompileError("prec_div, prec_sqrt: for AMD they are one option; state them alike")
+        stated = self.prec_sqrt if self.prec_div is None else self.prec_div
+        rounds = not self.fast_math if stated is None else stated
+        flushes = self.fast_math if self.ftz is None else self.ftz
+        return [
+            *self._for_clang(),
+            *["-fno-reciprocal-math"] * rounds,
+            f"-f{'' if rounds else 'no-'}hip-fp32-correctly-rounded-divide-sqrt",
+            f"-f{'' if flushes else 'no-'}gpu-flush-denormals-to-zero",
+        ]
+
+    def _for_clang(self) -> list[str]:
+        """Return the options that gcc and clang share."""
+        options = [f"-O{3 if self.optimize is None else self.optimize}", *(_FAST_C if self.fast_math else ())]
         options += [f"-ffp-contract={'off' if self.fmad is False else 'fast'}"]
         options += [f"-D{name}={value}" for name, value in self.macros.items()]
-        return [*options, *(f"-I{folder}" for folder in self.folders), *self.cc]
+        return [*options, *(f"-I{folder}" for folder in self.folders)]
 
 
 def _define(name: object, value: object) -> tuple[str, str]:
@@ -151,7 +167,7 @@ def _define(name: object, value: object) -> tuple[str, str]:
 
 
 _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include(?:_next)?\b[ \t]*(.*)|__has_include\w*[ \t]*\(([^)]*)\)", re.MULTILINE)
-_COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*|(\"(?:\\.|[^\"\\\n])*\")", re.DOTALL)
+_COMMENT = re.compile(r"/\*.*?(?:\*/|\Z)|//[^\n]*|(\"(?:\\.|[^\"\\\n])*\")", re.DOTALL)
 
 
 def header_hashes(text: str, folders: Iterable[Path]) -> list[tuple[str, str]]:

@@ -20,7 +20,7 @@ from accelerant.errors import CompileError
 __all__ = ["KernelSignature", "Parameter", "dialect_of", "entry_of", "find_kernels", "host_code", "without_comments"]
 
 _MARKS = {"cuda": "__global__", "opencl": "__kernel|kernel", "portable": "ACL_KERNEL"}
-_STRINGS = re.compile(r"/\*.*?\*/|//[^\n]*|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])+'", re.DOTALL)
+_STRINGS = re.compile(r"/\*.*?(?:\*/|\Z)|//[^\n]*|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])+'", re.DOTALL)
 _ATTRIBUTES = re.compile(r"(__\w+|ACL_BLOCK|alignas|decltype)\Z")
 _QUALIFIERS = {
     "__restrict__", "__restrict", "restrict", "volatile", "__grid_constant__", "ACL_GLOBAL", "__global", "global",
@@ -107,14 +107,15 @@ def dialect_of(text: str, name: str = "") -> str:
 def find_kernels(text: str, dialect: str) -> list[KernelSignature]:
     """Return the kernels that the text defines, in its order."""
     plain = re.sub(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", _blank, without_comments(text), flags=re.MULTILINE)
-    namespaces = _namespaces(plain) if dialect == "cuda" else []
+    closing_of = _brackets(plain)
+    namespaces = _namespaces(plain, closing_of) if dialect == "cuda" else []
     found = []
     for mark in re.finditer(rf"\b(?:{_MARKS[dialect]})\b", plain):
-        head = _name_after(plain, mark.end())
+        head = _name_after(plain, mark.end(), closing_of)
         if head is None:
             continue
         name, opening = head
-        closing = _closing(plain, opening)
+        closing = closing_of[opening]
         rest = re.compile(r"\s*(?:__\w+\s*\(\(.*?\)\)\s*)*\{", re.DOTALL).match(plain, closing)
         if rest is None:  # a declaration
             continue
@@ -124,7 +125,7 @@ def find_kernels(text: str, dialect: str) -> list[KernelSignature]:
                 name="::".join([*scopes, name]),
                 parameters=tuple(_split(plain[opening + 1 : closing - 1])),
                 templates=_template(plain, mark.start()) if dialect == "cuda" else (),
-                body=(rest.end() - 1, _closing(plain, rest.end() - 1)),
+                body=(rest.end() - 1, closing_of[rest.end() - 1]),
                 line=plain.count("\n", 0, mark.start()) + 1,
             )
         )
@@ -203,7 +204,7 @@ _HOST_HEADERS = {
 # --- parts of a declaration ------------------------------------------------------------------------------------------
 
 
-def _name_after(plain: str, start: int) -> tuple[str, int] | None:
+def _name_after(plain: str, start: int, closing_of: Mapping[int, int]) -> tuple[str, int] | None:
     """Return the function's name after a mark, and the position of its parenthesis; None where none follows."""
     position = start
     while True:
@@ -214,18 +215,21 @@ def _name_after(plain: str, start: int) -> tuple[str, int] | None:
         if token[2]:
             if not _ATTRIBUTES.match(token[1]):
                 return token[1], position - 1
-            position = _closing(plain, position - 1)
+            position = closing_of[position - 1]
 
 
-def _closing(plain: str, opening: int) -> int:
-    """Return the position after the bracket that closes the one at a position; the text's end if none does."""
-    pair = {"(": ")", "{": "}", "[": "]", "<": ">"}[plain[opening]]
-    depth = 0
-    for match in re.compile(rf"[{re.escape(plain[opening] + pair)}]").finditer(plain, opening):
-        depth += 1 if match[0] != pair else -1
-        if not depth:
-            return match.end()
-    return len(plain)
+def _brackets(plain: str) -> dict[int, int]:
+    """Return for each opening bracket the position after the one that closes it; the text's end if none does."""
+    found: dict[int, int] = {}
+    open_at: dict[str, list[int]] = {"(": [], "{": []}
+    for match in re.finditer(r"[(){}]", plain):
+        waiting = open_at["(" if match[0] in "()" else "{"]
+        if match[0] in "({":
+            found[match.start()] = len(plain)
+            waiting.append(match.start())
+        elif waiting:
+            found[waiting.pop()] = match.end()
+    return found
 
 
 def _split(text: str) -> list[str]:
@@ -247,9 +251,8 @@ def _template(plain: str, mark: int) -> tuple[tuple[str, str, str], ...]:
     head = re.search(r"\btemplate\s*<", plain[start:mark])
     if head is None:
         return ()
-    opening = start + head.end() - 1
     parameters = []
-    for part in _split(plain[opening + 1 : _closing(plain, opening) - 1]):
+    for part in _split(_angle(plain[start + head.end() : mark])):
         declared, _, default = part.partition("=")
         words = re.findall(r"\w+|\.\.\.", declared)
         kind = "pack" if "..." in words else words[0] if words else ""
@@ -257,10 +260,20 @@ def _template(plain: str, mark: int) -> tuple[tuple[str, str, str], ...]:
     return tuple(parameters)
 
 
-def _namespaces(plain: str) -> list[tuple[int, int, str]]:
+def _angle(text: str) -> str:
+    """Return the text before the > that closes an angle bracket."""
+    depth = 1
+    for match in re.finditer("[<>]", text):
+        depth += 1 if match[0] == "<" else -1
+        if not depth:
+            return text[: match.start()]
+    return text
+
+
+def _namespaces(plain: str, closing_of: Mapping[int, int]) -> list[tuple[int, int, str]]:
     """Return the start, end and name of each namespace's braces."""
     heads = re.finditer(r"\bnamespace\s+([\w:]+)\s*(?=\{)", plain)
-    return [(head.end(), _closing(plain, head.end()), head[1]) for head in heads]
+    return [(head.end(), closing_of[head.end()], head[1]) for head in heads]
 
 
 def _aliases(plain: str) -> dict[str, str]:
@@ -279,7 +292,7 @@ def _words(text: str, aliases: Mapping[str, str], depth: int = 0) -> Iterator[st
     """Yield the words and symbols of a type, names of types replaced by what they stand for."""
     for word in re.findall(r"(?:::)?[A-Za-z_][\w]*(?:::\w+)*|[^\w\s]|\d+", text):
         plain = re.sub(r"^(?:::)?(?:cuda::)?(?:std::)?", "", word)
-        if plain in aliases and depth < 16 and plain not in aliases[plain].split():
+        if plain in aliases and depth < 8 and plain not in aliases[plain].split():
             yield from _words(aliases[plain], aliases, depth + 1)
         else:
             yield plain

@@ -187,7 +187,7 @@ class CpuProvider(ComputeProvider):
         if dialect == "portable":
             return self.describe(
                 source, entry, binary, self._cpu, began_s=began, from_cache=from_cache,
-                handle=load_c(binary, entry, types), least_share=_LEAST_SHARE,
+                handle=load_c(binary, entry, types), least_share=_LEAST_SHARE // 4,
             )  # fmt: skip
         address, library = self._load(binary, entry)
         function = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, *types)(address)
