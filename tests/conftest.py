@@ -78,6 +78,13 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture
+def quick_opencl(monkeypatch):
+    """PoCL compiles without its optimiser, in a third of the time; test_msm_device.py and the soak have it."""
+    if "SOAK_MINUTES" not in os.environ:
+        monkeypatch.setenv("POCL_EXTRA_BUILD_FLAGS", "-cl-opt-disable")
+
+
 def pytest_unconfigure():
     gc.unfreeze()  # or C extensions report what is frozen as leaks
     if _CACHE:

@@ -11,7 +11,7 @@ from accelerant.zk.groth16 import Proof, VerificationKey
 VECTORS = Path(__file__).parents[2] / "vectors"
 
 
-@pytest.fixture(params=["poseidon", "range"])
+@pytest.fixture(params=["range", "poseidon"])
 def circuit(request):
     """The folder of a circuit with snarkjs's key, witness, and proof."""
     return VECTORS / "groth16" / request.param
