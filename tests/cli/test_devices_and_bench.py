@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
 
 from accelerant.bench import Record
 from accelerant.cli.app import build_app, main
+from accelerant.runtime import registry
+from accelerant.runtime.provider import ComputeDevice
+from accelerant.testing import FakeProvider
 
 
 def run(*arguments):
@@ -18,6 +22,50 @@ def test_devices_for_people_and_programs():
     found = json.loads(run("devices", "--json").output)
     assert {entry["backend"] for entry in found} >= {"cuda", "cpu"}
     assert all(entry["available"] or entry["reason"] for entry in found)
+
+
+class Hidden(FakeProvider):
+    """A backend that has a device which this process does not see, and whose memory cannot be asked for."""
+
+    name = "hidden"
+
+    def hidden_devices(self):
+        return [
+            ComputeDevice("hidden", -1, "H200 MIG 1g.18gb", available=False, reason="another's", memory_bytes=18 << 30)
+        ]
+
+    def memory(self, device=0):
+        raise OSError("the bus is gone")
+
+
+def test_devices_of_another_package_take_no_rows_away():
+    registry.register(Hidden)
+    try:
+        text = run("devices").output
+        found = [entry for entry in json.loads(run("devices", "--json").output) if entry["backend"] == "hidden"]
+    finally:
+        registry.unregister("hidden")
+    assert re.search(r"hidden:0 +fake device 0 +- \(OSError\)", text)
+    assert re.search(r"hidden +H200 MIG 1g.18gb +18 GiB +absent: another's", text)
+    assert [entry["available"] for entry in found] == [True, False]
+    assert "automatic choice" in text
+
+
+def test_devices_have_their_specification():
+    (cpu,) = [entry for entry in json.loads(run("devices", "--json").output) if entry["backend"] == "cpu"]
+    assert cpu["properties"]["cores"] >= 1
+    if "dtypes" in cpu["properties"]:  # Linux
+        assert cpu["properties"]["dtypes"][:2] == ["float64", "float32"]
+
+
+@pytest.mark.parametrize(
+    "arguments", [("bench", "runtime", "--device", "vulkan"), ("cache", "warm", "--device", "Vulkan")]
+)
+def test_vulkan_is_webgpu(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    assert ended.value.code == 2
+    assert "backend 'webgpu' is not available" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -142,3 +142,10 @@ def test_the_gpu_is_among_the_devices(capsys):
     assert gpu["power_w"] > 0
     assert gpu["temperature_c"] > 0
     assert gpu["memory_total_bytes"] > 0
+
+
+def test_a_slowed_device_and_failing_memory_are_shown():
+    text = shown(Sample("cuda:0", "Some GPU", 0.0, slow_down=("power", "thermal"), ecc_uncorrected=2))
+    assert "cuda:0 slowed down: power, thermal" in text
+    assert "cuda:0 memory errors: 2" in text
+    assert "slowed" not in shown(Sample("cuda:0", "Some GPU", 0.0, slow_down=(), ecc_uncorrected=0))

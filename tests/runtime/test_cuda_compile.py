@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import os
 import re
 from contextlib import nullcontext
 from dataclasses import replace
@@ -278,6 +279,23 @@ def test_a_triton_kernel_that_does_not_compile_is_not_compiled_again_for_other_s
     with pytest.raises(CompileError):
         kernel._prepare((32,), (32,), (torch.ones(16), 32), {"BLOCK": 128}, 4, 3)
     assert len(compiled) == 2
+
+
+def test_triton_gets_a_temporary_cache_where_its_own_cannot_be_written(monkeypatch, tmp_path, caplog):
+    pytest.importorskip("triton")
+    (tmp_path / "file").touch()
+    triton._require_cache.cache_clear()
+    try:
+        for folder, replaced in ((tmp_path / "file" / "cache", True), (tmp_path / "cache", False)):
+            monkeypatch.setenv("TRITON_CACHE_DIR", str(folder))
+            triton._require_cache.cache_clear()
+            triton._require_cache()
+            assert (os.environ["TRITON_CACHE_DIR"] != str(folder)) == replaced
+            assert os.path.isdir(os.environ["TRITON_CACHE_DIR"])
+    finally:
+        triton._require_cache.cache_clear()
+    (record,) = [record for record in caplog.records if record.name == "accelerant.cache"]
+    assert "cannot be written (Not a directory)" in record.getMessage()
 
 
 def test_a_lack_of_memory_while_loading_is_tried_again(monkeypatch):

@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, explain_quietly, operations
 from accelerant.runtime.provider import ComputeDevice, ComputeProvider
 from accelerant.runtime.providers import cuda
-from accelerant.runtime.providers.torch_devices import TorchProvider, torch_provider
+from accelerant.runtime.providers.torch_devices import TorchProvider, rocm_description, torch_provider
 from accelerant.runtime.registry import find_device
 from accelerant.testing import FakeProvider
 
@@ -311,12 +312,33 @@ def test_such_a_provider_holds_memory_and_refuses_kernels():
     assert [device.torch_device for device in provider.devices()] == ["cpu"]
     buffer = provider.copy_to_device(np.arange(5))
     assert provider.copy_to_host(buffer, np.int64, (5,)).tolist() == [0, 1, 2, 3, 4]
+    for shape in ((2, 3), 6, (4, 0), ()):
+        for made, expected in ((provider.zeros, np.zeros(shape)), (provider.ones, np.ones(shape))):
+            found = provider.copy_to_host(made(shape, np.float64), np.float64, expected.shape)
+            np.testing.assert_array_equal(found, expected)
+    assert not provider.has_custom_kernels()
     provider.synchronize()
     assert provider.record_event() is None
     with pytest.raises(CompileError, match="'k': Accelerant has no kernels for another"):
         provider.compile(KernelSource("k", {"cuda": ""}, {"k": ()}))
     with pytest.raises(BackendUnavailable, match="no provider serves such tensors"):
         torch_provider("vulkan")
+
+
+def test_an_amd_device_is_described_from_torchs_properties():
+    """The attributes that torch 2.13 declares, with figures of an MI300X."""
+    info = SimpleNamespace(
+        multi_processor_count=304, warp_size=64, clock_rate=2_100_000, memory_clock_rate=1_300_000,
+        memory_bus_width=8192, L2_cache_size=4 << 20, max_threads_per_multi_processor=2048,
+        shared_memory_per_block=64 << 10,
+        gcnArchName="gfx942:sramecc+:xnack-", pci_bus_id=0x1B, pci_device_id=0, pci_domain_id=0, uuid="ab-cd",
+    )  # fmt: skip
+    found = rocm_description(info)
+    assert found["architecture"] == "gfx942"
+    facts = found["properties"]
+    assert (facts["clock_mhz"], facts["memory_bus_bits"], facts["warp_size"]) == (2100, 8192, 64)
+    assert (facts["pci_address"], facts["uuid"]) == ("0000:1b:00.0", "ab-cd")
+    assert rocm_description(object())["architecture"] == ""
 
 
 def test_devices_print_as_a_table():

@@ -43,13 +43,19 @@ def devices(json_output: Annotated[bool, typer.Option("--json", help="Print a JS
     chosen = registry.choose()
     for device in listed:
         if not device.available:
-            rows.append((device.backend, "-", "", f"absent: {device.reason}"))
+            size = f"{device.memory_bytes / 2**30:.0f} GiB" if device.memory_bytes else ""
+            rows.append((device.backend, device.name or "-", size, f"absent: {device.reason}"))
             continue
         remarks = [device.architecture, *["automatic choice"] * (device == chosen)]
         if near := peers.get((device.backend, device.index)):
             remarks.append(f"reads the memory of {', '.join(map(str, near))}")
-        total, free = free_memory(device)
-        memory = f"{free / 2**30:.0f} / {total / 2**30:.0f} GiB"
+        try:
+            total, free = free_memory(device)
+            memory = f"{free / 2**30:.0f} / {total / 2**30:.0f} GiB"
+        except Exception as error:
+            if device.backend in registry.BACKENDS:
+                raise
+            memory = f"- ({type(error).__name__})"  # another package's provider takes the others' rows not away
         rows.append((device.label, device.name, memory, ", ".join(filter(None, remarks))))
     print_table(("backend", "device", "free / total", "architecture"), rows, right=("free / total",), prose=True)
 

@@ -150,6 +150,10 @@ def _view(samples: list[Sample], width: int, sort: str = "memory", *, keys: bool
         if item.core_percents:
             cores = f"{item.device} cores: " + " ".join(f"{busy:.0f}%" for busy in item.core_percents)
             lines += [Text(), *map(Text, wrapped(cores, width))]
+        if item.slow_down:
+            lines += [Text(), *map(Text, wrapped(f"{item.device} slowed down: {', '.join(item.slow_down)}", width))]
+        if item.ecc_uncorrected:
+            lines += [Text(), *map(Text, wrapped(f"{item.device} memory errors: {item.ecc_uncorrected}", width))]
         if item.processes:
             lines += [Text(), Text(f"{item.device} processes", style="bold"), *_processes(item, sort)]
     reasons = [Text(part, style="dim") for item in samples for line in _reasons(item) for part in wrapped(line, width)]

@@ -27,7 +27,7 @@ from accelerant.runtime.provider import (
     out_of_memory,
 )
 
-__all__ = ["AppleProvider", "RocmProvider", "TorchProvider", "torch_provider"]
+__all__ = ["AppleProvider", "RocmProvider", "TorchProvider", "rocm_description", "torch_provider"]
 
 
 class TorchProvider(ComputeProvider):
@@ -54,9 +54,14 @@ class TorchProvider(ComputeProvider):
                 name=str(name_of(index)),
                 memory_bytes=self.memory(index).total_bytes,
                 torch_type=self.torch_type,
+                **self._described(index),
             )
             for index in range(self._count)
         ]
+
+    def _described(self, index: int) -> dict[str, Any]:
+        """Return the architecture and properties of a device, as ComputeDevice has them."""
+        return {}
 
     def allocate(self, size_bytes: int, device: int = 0) -> Buffer:
         check_device(self.name, device, self._count)
@@ -71,9 +76,10 @@ class TorchProvider(ComputeProvider):
         one = np.full(1, value, dtype).view(np.uint8)
         if one.size == 0 or np.min(shape, initial=0) < 0:
             return super()._filled(value, shape, dtype, device)
-        buffer = self.allocate(int(np.prod(shape, dtype=object)) * one.size, device)
+        size_bytes = int(np.prod(shape, dtype=object)) * one.size
+        buffer = self.allocate(size_bytes, device)
         storage = check_owner(buffer, torch.Tensor, self.name, "out")
-        storage.view(-1, one.size).copy_(torch.from_numpy(one))
+        storage.view(size_bytes // one.size, one.size).copy_(torch.from_numpy(one))
         return buffer
 
     def _write(self, buffer: Buffer, content: npt.NDArray[np.uint8]) -> None:
@@ -139,6 +145,33 @@ class RocmProvider(TorchProvider):
         if torch.version.hip is None:
             return f"torch {torch.__version__} is built without ROCm"
         return super().probe()
+
+    def _described(self, index: int) -> dict[str, Any]:
+        return rocm_description(self._module.get_device_properties(index))
+
+
+_ROCM_PROPERTIES = {
+    "multi_processor_count": ("multiprocessors", 1), "warp_size": ("warp_size", 1), "clock_rate": ("clock_mhz", 1000),
+    "memory_clock_rate": ("memory_clock_mhz", 1000), "memory_bus_width": ("memory_bus_bits", 1),
+    "max_threads_per_multi_processor": ("threads_per_multiprocessor", 1), "L2_cache_size": ("l2_bytes", 1),
+    "shared_memory_per_block": ("shared_bytes_per_block", 1),
+}  # fmt: skip
+"""Attribute of torch's properties of a device -> ours, and the divisor to our unit."""
+
+
+def rocm_description(info: Any) -> dict[str, Any]:
+    """Return the architecture and properties from torch's for an AMD device, as far as this torch has them."""
+    found: dict[str, Any] = {
+        ours: int(getattr(info, theirs)) // divisor
+        for theirs, (ours, divisor) in _ROCM_PROPERTIES.items()
+        if hasattr(info, theirs)
+    }
+    if hasattr(info, "uuid"):
+        found["uuid"] = str(info.uuid)
+    if hasattr(info, "pci_bus_id") and hasattr(info, "pci_domain_id"):
+        found["pci_address"] = f"{info.pci_domain_id:04x}:{info.pci_bus_id:02x}:{info.pci_device_id:02x}.0"
+    found["rocm"] = torch.version.hip
+    return {"architecture": str(getattr(info, "gcnArchName", "")).partition(":")[0], "properties": found}
 
 
 class AppleProvider(TorchProvider):
