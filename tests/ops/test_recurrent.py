@@ -158,6 +158,22 @@ def test_the_ledger_counts_them():
     assert "multiple of 32, got 4" in str(row["refused"])
 
 
+def chosen(cell, **sizes):
+    x, states, weights = arguments(cell, dtype=torch.float32, **sizes)
+    ledger().reset()
+    recurrent(cell, x, states, weights, **OPTIONS)
+    (row,) = ledger().to_dict()["ops"]
+    return row["implementation"], str(row["refused"])
+
+
+def test_what_torch_computes_faster_is_left_to_it():
+    assert chosen("gru", T=16)[0] == chosen("lstm", T=16)[0] == "llvm"
+    assert "15 steps do not repay" in chosen("gru", T=15)[1]
+    with torch.no_grad():
+        assert chosen("gru", B=1, T=16)[0] == chosen("lstm", B=16, T=32)[0] == "llvm"
+        assert "below 512 rows of inputs; these are 48" in chosen("lstm", B=3, T=16)[1]
+
+
 @pytest.mark.gpu
 @cells
 @pytest.mark.parametrize(

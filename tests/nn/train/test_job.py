@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from accelerant.config import override
 from accelerant.errors import ConfigError, DivergenceError, FormatError, MissingDependency
-from accelerant.nn import GPT, GPTConfig
+from accelerant.nn import GPT, CharRNN, GPTConfig
 from accelerant.nn.train import (
     RunConfig,
     load_checkpoint,
@@ -102,6 +102,38 @@ def test_the_validation_loss_is_that_of_the_saved_model(train, run, text):
     expected = model.loss(rows[:, :-1], rows[:, 1:]).item()
     assert outcome.summary["validation_loss"] == pytest.approx(expected, abs=1e-4)
     assert outcome.summary["validation_tokens"] == count * 16
+
+
+RNN = {"model": "rnn", "width": 32, "heads": 1}
+
+
+@pytest.mark.slow
+def test_a_recurrent_run_continues_exactly(train, watcher, cpu):
+    _, straight = train("straight", **RNN)
+    _, out = train("run", watch=watcher(7, stop), **RNN)
+    outcome = resume_training(out, cpu, progress=watcher(), ledger=lambda: NO_CALLS)
+    assert outcome.summary["status"] == "done"
+    assert losses(out) == losses(straight)
+    assert (out / "sample.txt").read_bytes() == (straight / "sample.txt").read_bytes()
+    model, _ = load_run(out)
+    assert (type(model), model.config.cell) == (CharRNN, "lstm")
+    assert model.parameter_count() == json.loads((out / "config.json").read_text())["parameters"]
+
+
+def test_a_recurrent_run_refuses_what_is_for_blocks(train):
+    for changes, option in (({"precision": "fp8"}, "--precision fp8"), ({"recompute": ("blocks.*",)}, "--recompute")):
+        with pytest.raises(ConfigError, match=f"{option} is for the blocks of a GPT, and micro is a recurrent model"):
+            train("run", **RNN, **changes)
+
+
+@pytest.mark.slow
+def test_the_preset_rnn_beats_a_bigram_model(train):
+    tenth = {"steps": 60, "validation_tokens": 4096, "predict_memory": False}  # of the preset's steps
+    run = preset("rnn").replaced(**tenth)
+    fields = {name: getattr(run, name) for name in ("model", "layers", "heads", "width", "tokenizer", "vocab_size")}
+    more = {name: getattr(run.training, name) for name in ("context", "batch_size", "learning_rate")}
+    outcome, _ = train("run", **tenth, **fields, **more, micro_batch=run.training.batch_size)
+    assert outcome.summary["beats_bigram"]
 
 
 @pytest.mark.slow

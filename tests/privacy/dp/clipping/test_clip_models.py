@@ -3,7 +3,7 @@ import torch
 from clip_checks import MODES, check
 from torch import nn
 
-from accelerant.nn import GPT, GPTConfig, Llama, LlamaConfig
+from accelerant.nn import GPT, CharRNN, CharRNNConfig, GPTConfig, Llama, LlamaConfig
 
 modes = pytest.mark.parametrize("norms", MODES)
 V = 13
@@ -54,6 +54,13 @@ def test_gpt_with_a_frozen_part(frozen):
 def test_llama(tied, loss, norms):
     config = LlamaConfig(vocab_size=V, context=8, layers=2, heads=2, kv_heads=1, width=8, hidden=12, tied=tied)
     check(Llama(config), tokens(4, 4), loss, norms=norms)
+
+
+@modes
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_char_rnn(cell, norms):
+    config = CharRNNConfig(vocab_size=V, context=6, layers=2, width=8, cell=cell)
+    check(CharRNN(config), tokens(4, 5), by_method, norms=norms)
 
 
 @modes
