@@ -66,12 +66,12 @@ class RecurrentSuite(Suite):
     def cases(self, run: SuiteRun) -> list[SuiteCase]:
         """Return a case for each cell, dtype and size."""
         dtypes = self.dtypes or (("bf16", "fp32") if run.gpu else ("fp32",))
-        sizes = [list(map(int, given)) for given in (self.hidden, self.batch, self.steps)]
+        hidden, batch, steps = (tuple(map(int, given)) for given in (self.hidden, self.batch, self.steps))
         return [
             SuiteCase(
                 f"{cell} {B}x{T}x{H} {dtype}", functools.partial(_measure, self.budget_s, cell, _DTYPES[dtype], B, T, H)
             )
-            for cell, dtype, H, B, T in itertools.product(self.cell, dtypes, *sizes)
+            for cell, dtype, H, B, T in itertools.product(self.cell, dtypes, hidden, batch, steps)
         ]
 
 

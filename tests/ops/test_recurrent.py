@@ -170,8 +170,16 @@ def test_what_torch_computes_faster_is_left_to_it():
     assert chosen("gru", T=16)[0] == chosen("lstm", T=16)[0] == "llvm"
     assert "15 steps do not repay" in chosen("gru", T=15)[1]
     with torch.no_grad():
-        assert chosen("gru", B=1, T=16)[0] == chosen("lstm", B=16, T=32)[0] == "llvm"
-        assert "below 512 rows of inputs; these are 48" in chosen("lstm", B=3, T=16)[1]
+        assert chosen("gru", B=1, T=16)[0] == "llvm"
+        assert "oneDNN's LSTM is as fast without a gradient" in chosen("lstm", T=16)[1]
+    assert "more than 2048 states; these are 2080" in chosen("lstm", B=65, T=16)[1]
+
+
+@pytest.mark.parametrize(("capability", "implementation"), [("AVX2", "llvm"), ("AVX512", "torch")])
+def test_wider_vectors_than_ours_are_torchs(capability, implementation, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert chosen("gru", B=65, T=16)[0] == implementation
+    assert chosen("gru", B=64, T=16)[0] == "llvm"
 
 
 @pytest.mark.gpu

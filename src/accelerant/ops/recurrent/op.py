@@ -187,12 +187,14 @@ def _launch_llvm(backward: bool, cell: str, gates: Tensor, w_hh: Tensor, y: Tens
 _LLVM = (functools.partial(_launch_llvm, False), functools.partial(_launch_llvm, True))
 
 
-_LEAST_STEPS, _LEAST_ROWS = 16, 512
-"""From here on the CPU's kernels are faster than torch's (`python -m benchmarks.recurrent`, one Zen 3 core, float32).
+_LEAST_STEPS, _FEW_STATES = 16, 2048
+"""Steps from which on, and states of the whole batch up to which, the CPU's kernels are faster than torch's functions.
 
-With 32 steps, hidden sizes of 64 to 512 and batches of 1 to 64, forward and backward together: GRU 1.2 to 5 times, RNN
-1.2 to 2.8 times, LSTM 0.98 to 1.3 times; forward alone GRU 0.97 to 2.6 and RNN 0.92 to 1.8. With 4 steps GRU and RNN
-took up to twice as long as torch's, and an LSTM's forward pass of one row and 32 steps up to 1.3 times.
+Measured on one Zen 3 core (`python -m benchmarks.recurrent`), float32, 32 steps, hidden sizes of 64 to 512, batches of
+1 to 64. Forward and backward GRU was 1.2 to 5 times as fast as torch's, RNN 1.2 to 2.8 times. LSTM, which torch
+computes by oneDNN, 1.0 to 1.3 times up to 2048 states and as fast beyond; its forward pass alone 0.76 to 1.2 times.
+With 4 steps GRU and RNN took up to twice as long as torch's. Beyond 2048 states the time is the products', and those of
+AVX-512, which our vectors of 32 bytes do not use, were not measured.
 """
 
 _TRACED = "torch must see every operation: tracing, a transform, a subclass or autocast"
@@ -214,8 +216,13 @@ def _refuses_llvm(case: Case) -> str | None:
         return None
     if T < _LEAST_STEPS:
         return f"{T} steps do not repay the packing of the weights, {_LEAST_STEPS} do"
-    if cell == "lstm" and not learns and B * T < _LEAST_ROWS:
-        return f"without a gradient oneDNN's LSTM is faster below {_LEAST_ROWS} rows of inputs; these are {B * T}"
+    states = B * hidden
+    if cell == "lstm" and not (learns and states <= _FEW_STATES):
+        return (
+            f"oneDNN's LSTM is as fast without a gradient, or with more than {_FEW_STATES} states; these are {states}"
+        )
+    if states > _FEW_STATES and torch.backends.cpu.get_cpu_capability() == "AVX512":
+        return f"with more than {_FEW_STATES} states torch's products use AVX-512; these are {states}"
     return None
 
 
@@ -266,7 +273,8 @@ def _refuses_triton(case: Case) -> str | None:
         return reason
     itemsize, most = case.dtype.itemsize, 99 << 10
     if case.device.type == "cuda":
-        most = torch.cuda.get_device_properties(case.device).shared_memory_per_block_optin  # type: ignore[attr-defined]  # not annotated
+        found: Any = torch.cuda.get_device_properties(case.device)  # torch does not annotate these, nor has all on ROCm
+        most = getattr(found, "shared_memory_per_block_optin", most)
         if torch.cuda.get_device_capability(case.device) < (8, 0):
             itemsize = 4  # Triton has no matrix units there, and computes in float32
     size = GATES[cell] * max(16, next_power_of_2(hidden)) ** 2 * itemsize
