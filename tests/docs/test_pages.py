@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import re
 from pathlib import Path
 
@@ -23,6 +24,21 @@ def registries(monkeypatch):
     """Curves and fields that a page registers are gone after it."""
     for module, name in ((curves, "CURVES"), (fields, "FIELDS")):
         monkeypatch.setattr(module, name, dict(getattr(module, name)))
+
+
+PUBLIC = (
+    "", "accelerator.batch", "runtime.compilation.inspect", "runtime.memory.batch_size", "runtime.memory.limits",
+    "runtime.memory.owners", "runtime.monitoring.events", "runtime.monitoring.monitor", "runtime.streams.graphs",
+    "runtime.streams.stream", "runtime.streams.transfer", "runtime.time_limit",
+)  # fmt: skip
+"""Modules whose every name is for users."""
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_name_stands_in_a_page(module):
+    words = set(re.findall(r"\w+", "".join(page.read_text(encoding="utf-8") for page in (README, *DOCS.glob("*.md")))))
+    names = importlib.import_module(f"accelerant.{module}".rstrip(".")).__all__
+    assert not [name for name in names if name not in words]
 
 
 LONG_PAGES = ("differential-privacy.md", "training.md", "ntt.md", "zk.md", "manager.md", "models.md")
