@@ -49,17 +49,18 @@ FAMILY = {
 ELEMENT_LOADS = ("losses_total",)  # 512 numbers
 
 
-def _compilation(name: str, kind: str, *, weighted: bool, **constants: bool) -> Compilation:
+def _compilation(way: str, name: str, kind: str, *, weighted: bool, **constants: bool) -> Compilation:
     types = {"*": kind, "factor": "fp32", "w_ptr": kind if weighted else None, "p_ptr": kind if weighted else None}
     if constants.get("SUM"):
         types["y_ptr"] = "*fp32"
-    return specialised(_KERNELS[name], types, {**constants, "BLOCK": STREAM.block}, STREAM.num_warps)
+    fixed = {"KIND": name, **constants, "BLOCK": STREAM.block}
+    return specialised(_KERNELS[way], types, fixed, STREAM.num_warps)
 
 
 KERNELS = (
-    Compilation(_KERNELS["losses_total"], {"part_ptr": "*fp32", "*": "*bf16", "factor": "fp32"}, {"PARTS": PARTS}, 4),
+    Compilation(_KERNELS["total"], {"part_ptr": "*fp32", "*": "*bf16", "factor": "fp32"}, {"PARTS": PARTS}, 4),
     *(
-        _compilation(f"{name}_{way}", kind, weighted=weighted, **{flag: reduced})
+        _compilation(way, name, kind, weighted=weighted, **{flag: reduced})
         for name in FAMILY
         for way, flag in (("fwd", "SUM"), ("bwd", "SCALAR"))
         for kind, weighted, reduced in (("*bf16", False, True), ("*fp32", "logits" in name, False))

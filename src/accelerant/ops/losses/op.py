@@ -25,10 +25,8 @@ __all__ = [
 ]  # fmt: skip
 
 REDUCTIONS = ("mean", "sum", "none")
-NAMES = ("mse_loss", "l1_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
 KERNELS = {
-    name: TritonKernel("accelerant.ops.losses.triton_kernels", name)
-    for name in ("losses_total", *(f"{op}_{way}" for op in NAMES for way in ("fwd", "bwd")))
+    way: TritonKernel("accelerant.ops.losses.triton_kernels", f"losses_{way}") for way in ("fwd", "bwd", "total")
 }
 
 PARTS = 512
@@ -158,10 +156,10 @@ def _launch_forward(
     parts = torch.empty(PARTS, dtype=torch.float32, device=input.device) if total and programs > 1 else None
     out = y if parts is None else parts
     args = (input, target, w, p, out, n, w_n, p_n, factor if parts is None else 1.0)
-    fixed = {"SUM": total, "BLOCK": STREAM.block}
-    KERNELS[f"{name}_fwd"].launch((programs,), args, fixed, num_warps=STREAM.num_warps)
+    fixed = {"KIND": name, "SUM": total, "BLOCK": STREAM.block}
+    KERNELS["fwd"].launch((programs,), args, fixed, num_warps=STREAM.num_warps)
     if parts is not None:
-        KERNELS["losses_total"].launch((1,), (parts, y, programs, factor), {"PARTS": PARTS}, num_warps=4)
+        KERNELS["total"].launch((1,), (parts, y, programs, factor), {"PARTS": PARTS}, num_warps=4)
     return y
 
 
@@ -178,9 +176,9 @@ def _launch_backward(
         (w, w_n), (p, p_n) = _repeated(weight, input), _repeated(pos_weight, input)
         factor = 1.0 / n if reduction == "mean" else 1.0
         args = (dy.contiguous(), input, target, w, p, dx, dt, n, w_n, p_n, factor)
-        fixed = {"SCALAR": reduction != "none", "BLOCK": STREAM.block}
+        fixed = {"KIND": name, "SCALAR": reduction != "none", "BLOCK": STREAM.block}
         grid = (ceil_div(n, STREAM.block),)
-        KERNELS[f"{name}_bwd"].launch(grid, args, fixed, num_warps=STREAM.num_warps)
+        KERNELS["bwd"].launch(grid, args, fixed, num_warps=STREAM.num_warps)
     return dx, dt
 
 

@@ -27,45 +27,11 @@ def _log1p(e):
 
 
 @triton.jit
-def _mse(x, t, p):
-    return (x - t) * (x - t)
-
-
-@triton.jit
-def _mse_slopes(x, t, p):
-    return 2.0 * (x - t), 2.0 * (t - x)
-
-
-@triton.jit
-def _l1(x, t, p):
-    return tl.abs(x - t)
-
-
-@triton.jit
-def _l1_slopes(x, t, p):
-    d = x - t
-    s = tl.where(d > 0.0, 1.0, tl.where(d < 0.0, -1.0, d))  # 0 for 0, NaN for NaN
-    return s, -s
-
-
-@triton.jit
 def _logs(x):
     """Return log x and log(1 - x), at least -100; NaN outside of [0, 1]."""
     valid = tl.where((x >= 0.0) & (x <= 1.0), 0.0, float("nan"))
     log_x = tl.where(x > 0.0, tl.maximum(tl.log(tl.where(x > 0.0, x, 1.0)), -100.0), -100.0)
     return log_x + valid, tl.where(x < 1.0, _log1p(-x), -100.0) + valid
-
-
-@triton.jit
-def _bce(x, t, p):
-    log_x, log_y = _logs(x)
-    return -t * log_x - (1.0 - t) * log_y
-
-
-@triton.jit
-def _bce_slopes(x, t, p):
-    log_x, log_y = _logs(x)
-    return (x - t) / tl.maximum(x * (1.0 - x), 1e-12), log_y - log_x
 
 
 @triton.jit
@@ -76,16 +42,40 @@ def _softpluses(x):
 
 
 @triton.jit
-def _bce_logits(x, t, p):
-    above, below = _softpluses(x)
-    return (1.0 - t) * above + p * t * below
+def _loss(x, t, p, KIND: tl.constexpr):
+    if KIND == "mse_loss":
+        loss = (x - t) * (x - t)
+    elif KIND == "l1_loss":
+        loss = tl.abs(x - t)
+    elif KIND == "binary_cross_entropy":
+        log_x, log_y = _logs(x)
+        loss = -t * log_x - (1.0 - t) * log_y
+    else:
+        above, below = _softpluses(x)
+        loss = (1.0 - t) * above + p * t * below
+    return loss
 
 
 @triton.jit
-def _bce_logits_slopes(x, t, p):
-    above, below = _softpluses(x)
-    e = tl.exp(-tl.abs(x))
-    return ((1.0 - t) * tl.where(x > 0.0, 1.0, e) - p * t * tl.where(x > 0.0, e, 1.0)) / (1.0 + e), p * below - above
+def _slopes(x, t, p, KIND: tl.constexpr):
+    """Return dl/dx and dl/dt."""
+    if KIND == "mse_loss":
+        dx = 2.0 * (x - t)
+        dt = -dx
+    elif KIND == "l1_loss":
+        d = x - t
+        dx = tl.where(d > 0.0, 1.0, tl.where(d < 0.0, -1.0, d))  # 0 for 0, NaN for NaN
+        dt = -dx
+    elif KIND == "binary_cross_entropy":
+        log_x, log_y = _logs(x)
+        dx = (x - t) / tl.maximum(x * (1.0 - x), 1e-12)
+        dt = log_y - log_x
+    else:
+        above, below = _softpluses(x)
+        e = tl.exp(-tl.abs(x))
+        dx = ((1.0 - t) * tl.where(x > 0.0, 1.0, e) - p * t * tl.where(x > 0.0, e, 1.0)) / (1.0 + e)
+        dt = p * below - above
+    return dx, dt
 
 
 @triton.jit
@@ -97,7 +87,7 @@ def _weight(w_ptr, at, w_n):
 
 
 @triton.jit
-def _weighted(x_ptr, t_ptr, w_ptr, p_ptr, start, n, w_n, p_n, LOSS: tl.constexpr, BLOCK: tl.constexpr):
+def _weighted(x_ptr, t_ptr, w_ptr, p_ptr, start, n, w_n, p_n, KIND: tl.constexpr, BLOCK: tl.constexpr):
     at = start + tl.arange(0, BLOCK)
     if start + BLOCK <= n:  # without a mask, so that accesses are 16 bytes wide whatever n is
         x = tl.load(x_ptr + at).to(tl.float32)
@@ -105,30 +95,30 @@ def _weighted(x_ptr, t_ptr, w_ptr, p_ptr, start, n, w_n, p_n, LOSS: tl.constexpr
     else:
         x = tl.load(x_ptr + at, mask=at < n, other=0.0).to(tl.float32)
         t = tl.load(t_ptr + at, mask=at < n, other=0.0).to(tl.float32)
-    loss = LOSS(x, t, _weight(p_ptr, at, p_n)) * _weight(w_ptr, at, w_n)
+    loss = _loss(x, t, _weight(p_ptr, at, p_n), KIND) * _weight(w_ptr, at, w_n)
     return tl.where(at < n, loss, 0.0)
 
 
 @triton.jit
-def _forward(
-    x_ptr, t_ptr, w_ptr, p_ptr, y_ptr, n, w_n, p_n, factor, LOSS: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr
+def losses_fwd(
+    x_ptr, t_ptr, w_ptr, p_ptr, y_ptr, n, w_n, p_n, factor, KIND: tl.constexpr, SUM: tl.constexpr, BLOCK: tl.constexpr
 ):
     first = tl.program_id(0).to(tl.int64) * BLOCK
     if SUM:
         total = tl.zeros([BLOCK], dtype=tl.float32)
         for start in range(first, n, tl.num_programs(0).to(tl.int64) * BLOCK):
-            total += _weighted(x_ptr, t_ptr, w_ptr, p_ptr, start, n, w_n, p_n, LOSS, BLOCK)
+            total += _weighted(x_ptr, t_ptr, w_ptr, p_ptr, start, n, w_n, p_n, KIND, BLOCK)
         tl.store(y_ptr + tl.program_id(0), (tl.sum(total, 0) * factor).to(y_ptr.dtype.element_ty))
     else:
-        loss = _weighted(x_ptr, t_ptr, w_ptr, p_ptr, first, n, w_n, p_n, LOSS, BLOCK)
+        loss = _weighted(x_ptr, t_ptr, w_ptr, p_ptr, first, n, w_n, p_n, KIND, BLOCK)
         at = first + tl.arange(0, BLOCK)
         tl.store(y_ptr + at, loss.to(y_ptr.dtype.element_ty), mask=at < n)
 
 
 @triton.jit
-def _backward(
+def losses_bwd(
     dy_ptr, x_ptr, t_ptr, w_ptr, p_ptr, dx_ptr, dt_ptr, n, w_n, p_n, factor,
-    SLOPES: tl.constexpr, SCALAR: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, SCALAR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * BLOCK
     at = start + tl.arange(0, BLOCK)
@@ -143,7 +133,7 @@ def _backward(
     else:
         c = tl.load(dy_ptr + at, mask=at < n, other=0.0).to(tl.float32)
     c = c * _weight(w_ptr, at, w_n)
-    dx, dt = SLOPES(x, t, _weight(p_ptr, at, p_n))
+    dx, dt = _slopes(x, t, _weight(p_ptr, at, p_n), KIND)
     if dx_ptr is not None:
         tl.store(dx_ptr + at, (c * dx).to(dx_ptr.dtype.element_ty), mask=at < n)
     if dt_ptr is not None:
@@ -155,57 +145,3 @@ def losses_total(part_ptr, y_ptr, parts, factor, PARTS: tl.constexpr):
     at = tl.arange(0, PARTS)
     total = tl.sum(tl.load(part_ptr + at, mask=at < parts, other=0.0), 0)
     tl.store(y_ptr, (total * factor).to(y_ptr.dtype.element_ty))
-
-
-@triton.jit
-def mse_loss_fwd(x_ptr, t_ptr, w_ptr, p_ptr, y_ptr, n, w_n, p_n, factor, SUM: tl.constexpr, BLOCK: tl.constexpr):
-    _forward(x_ptr, t_ptr, w_ptr, p_ptr, y_ptr, n, w_n, p_n, factor, _mse, SUM, BLOCK)
-
-
-@triton.jit
-def mse_loss_bwd(
-    dy_ptr, x_ptr, t_ptr, w_ptr, p_ptr, dx_ptr, dt_ptr, n, w_n, p_n, factor, SCALAR: tl.constexpr, BLOCK: tl.constexpr
-):
-    _backward(dy_ptr, x_ptr, t_ptr, w_ptr, p_ptr, dx_ptr, dt_ptr, n, w_n, p_n, factor, _mse_slopes, SCALAR, BLOCK)
-
-
-@triton.jit
-def l1_loss_fwd(x_ptr, t_ptr, w_ptr, p_ptr, y_ptr, n, w_n, p_n, factor, SUM: tl.constexpr, BLOCK: tl.constexpr):
-    _forward(x_ptr, t_ptr, w_ptr, p_ptr, y_ptr, n, w_n, p_n, factor, _l1, SUM, BLOCK)
-
-
-@triton.jit
-def l1_loss_bwd(
-    dy_ptr, x_ptr, t_ptr, w_ptr, p_ptr, dx_ptr, dt_ptr, n, w_n, p_n, factor, SCALAR: tl.constexpr, BLOCK: tl.constexpr
-):
-    _backward(dy_ptr, x_ptr, t_ptr, w_ptr, p_ptr, dx_ptr, dt_ptr, n, w_n, p_n, factor, _l1_slopes, SCALAR, BLOCK)
-
-
-@triton.jit
-def binary_cross_entropy_fwd(
-    x_ptr, t_ptr, w_ptr, p_ptr, y_ptr, n, w_n, p_n, factor, SUM: tl.constexpr, BLOCK: tl.constexpr
-):
-    _forward(x_ptr, t_ptr, w_ptr, p_ptr, y_ptr, n, w_n, p_n, factor, _bce, SUM, BLOCK)
-
-
-@triton.jit
-def binary_cross_entropy_bwd(
-    dy_ptr, x_ptr, t_ptr, w_ptr, p_ptr, dx_ptr, dt_ptr, n, w_n, p_n, factor, SCALAR: tl.constexpr, BLOCK: tl.constexpr
-):
-    _backward(dy_ptr, x_ptr, t_ptr, w_ptr, p_ptr, dx_ptr, dt_ptr, n, w_n, p_n, factor, _bce_slopes, SCALAR, BLOCK)
-
-
-@triton.jit
-def binary_cross_entropy_with_logits_fwd(
-    x_ptr, t_ptr, w_ptr, p_ptr, y_ptr, n, w_n, p_n, factor, SUM: tl.constexpr, BLOCK: tl.constexpr
-):
-    _forward(x_ptr, t_ptr, w_ptr, p_ptr, y_ptr, n, w_n, p_n, factor, _bce_logits, SUM, BLOCK)
-
-
-@triton.jit
-def binary_cross_entropy_with_logits_bwd(
-    dy_ptr, x_ptr, t_ptr, w_ptr, p_ptr, dx_ptr, dt_ptr, n, w_n, p_n, factor, SCALAR: tl.constexpr, BLOCK: tl.constexpr
-):
-    _backward(
-        dy_ptr, x_ptr, t_ptr, w_ptr, p_ptr, dx_ptr, dt_ptr, n, w_n, p_n, factor, _bce_logits_slopes, SCALAR, BLOCK
-    )
