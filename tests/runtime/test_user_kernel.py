@@ -471,6 +471,20 @@ def test_what_cannot_be_called_is_refused_by_name(name, match):
         entry_of(CUDA, "cuda", name)
 
 
+def test_pointers_to_anything_and_to_vectors():
+    text = "ACL_KERNEL void k(ACL_GLOBAL void *p, ACL_GLOBAL const float4 *v) {}"
+    kernel = acl.kernel(text, device="cpu")
+    assert [each.kind for each in kernel.parameters] == ["*void", "*f32x4"]
+    with pytest.raises(UnsupportedDtype, match=r"argument 0 \(p\): wanted an array of numbers, got object"):
+        kernel(1, 1, np.array([object()]), X)
+    with pytest.raises(UnsupportedDtype, match=r"argument 1 \(v\): wanted an array of float32, got int32"):
+        kernel(1, 1, X, np.zeros(4, np.int32))
+    crooked = np.frombuffer(bytearray(64), np.float32)[1:5]
+    kernel._kernels["cpu:0", False] = (registry.choose("cpu"), registry.create("cpu"), None)  # float4 is CUDA's type
+    with pytest.raises(LaunchError, match=r"argument 1 \(v\): its address must be a multiple of 16 bytes"):
+        kernel(1, 1, X, crooked)
+
+
 def test_stated_types_serve_where_the_text_does_not_say():
     text = "#define MAKE(name) ACL_KERNEL void name(ACL_GLOBAL u32 *x) { x[acl_global_id()] = 5; }\nMAKE(five)"
     x = np.zeros(4, np.uint32)

@@ -10,6 +10,7 @@ them, back. Portable C runs on the CPU without copies.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import logging
 import operator
@@ -46,6 +47,7 @@ _DTYPES = {
 
 _LANGUAGES = {"cuda": "CUDA C++", "opencl": "OpenCL C", "portable": "portable C"}
 _log = logging.getLogger("accelerant")
+_IMMUTABLE = ("jax", "jaxlib")
 _LARGEST_F32 = float(np.finfo(np.float32).max)
 
 
@@ -101,24 +103,32 @@ class _Array:
     """An array of a launch.
 
     Attributes:
-        host: its bytes, in memory of the host; None on a device.
-        device: label of its device; empty on the host.
         pointer: address on the device or host.
-        owner: keeps the memory alive.
-        result: the array that JAX gets for one that the kernel writes, as a tensor.
+        owner: the array of NumPy or CuPy; or the array given, and the tensor that shares its memory.
+        device: label of its device; empty on the host.
+        result: the tensor of one that the kernel may write; JAX gets it as a new array.
         stream: of CuPy, on which the array is valid.
     """
 
     pointer: int
     size_bytes: int
     owner: Any
-    host: npt.NDArray[np.uint8] | None = None
     device: str = ""
     result: Any = None
     stream: int | None = None
 
     def data_ptr(self) -> int:
         return self.pointer
+
+    def host_bytes(self) -> npt.NDArray[np.uint8]:
+        """Return the bytes of an array of the host, which shares them."""
+        if isinstance(self.owner, np.ndarray):
+            return self.owner.reshape(-1).view(np.uint8)
+        import torch
+
+        tensor: torch.Tensor = self.owner[1]
+        shared: npt.NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+        return shared
 
 
 class UserKernel:
@@ -138,6 +148,15 @@ class UserKernel:
         self.parameters = parameters
         self._source = source
         self._device = device
+        self._defaults: dict[str, ComputeDevice] = {}
+        bases = [each.kind.removeprefix("*").partition("x") for each in parameters]
+        self._dtypes = [_DTYPES.get(base, base) for base, _, _ in bases]
+        self._alignments = {
+            i: min(16, int(lanes) * np.dtype(_DTYPES[base]).itemsize)
+            for i, (base, _, lanes) in enumerate(bases)
+            if lanes in ("2", "4", "8", "16")
+        }
+        """Position of a pointer to vectors -> the bytes that its address must be a multiple of."""
         self._kernels: dict[tuple[str, bool], tuple[ComputeDevice, ComputeProvider, Kernel]] = {}
 
     def __repr__(self) -> str:
@@ -179,12 +198,12 @@ class UserKernel:
         if device.backend != "cpu":
             self._refuse_overlaps(values)
             for array in arrays:
-                if array.host is not None and (array.pointer, array.size_bytes) not in staged:
-                    buffer = provider.copy_to_device(array.host, device.index)
+                if not array.device and (array.pointer, array.size_bytes) not in staged:
+                    buffer = provider.copy_to_device(array.host_bytes(), device.index)
                     staged[array.pointer, array.size_bytes] = buffer
         passed = [
             staged.get((value.pointer, value.size_bytes), value)
-            if isinstance(value, _Array) and value.host is not None
+            if isinstance(value, _Array) and not value.device
             else value
             for value in values
         ]
@@ -261,66 +280,65 @@ class UserKernel:
 
     def _array(self, position: int, parameter: Parameter, arg: Any) -> _Array:
         """Return what a launch needs of an array, after its checks."""
-        where, written = self._where(position), not parameter.constant
-        refuse_masked(arg, where)
+        written = not parameter.constant
         torch: Any = sys.modules.get("torch")  # NumPy's arrays do not need it
         if isinstance(arg, np.ndarray):
+            if type(arg) is not np.ndarray:
+                refuse_masked(arg, self._where(position))
             if written and not arg.flags.writeable:
-                raise LaunchError(f"{where}: the kernel may write it, and the array is read-only; pass a copy")
-            native = arg.dtype.isnative and arg.flags.aligned
-            dtype = arg.dtype.name if native else f"unaligned or swapped {arg.dtype}"
-            self._check_dtype(where, parameter, "object" if arg.dtype.hasobject else dtype)
-            self._check_layout(where, arg.flags.c_contiguous, arg.shape)
-            return _Array(arg.ctypes.data, arg.nbytes, arg, arg.reshape(-1).view(np.uint8))
-        if type(arg).__module__.partition(".")[0] == "cupy":
-            self._check_dtype(where, parameter, arg.dtype.name)
-            self._check_layout(where, arg.flags.c_contiguous, arg.shape)
+                raise self._refused(position, "the kernel may write it, and the array is read-only; pass a copy")
+            if arg.dtype != self._dtypes[position] or not arg.flags.aligned:
+                native = arg.dtype.isnative and arg.flags.aligned
+                dtype = arg.dtype.name if native else f"unaligned or swapped {arg.dtype}"
+                self._check_dtype(position, "object" if arg.dtype.hasobject else dtype)
+            self._check_layout(position, arg.flags.c_contiguous, arg.shape)
+            return _Array(arg.ctypes.data, arg.nbytes, arg)
+        library = type(arg).__module__.partition(".")[0]
+        if library == "cupy":
+            self._check_dtype(position, arg.dtype.name)
+            self._check_layout(position, arg.flags.c_contiguous, arg.shape)
             stream = sys.modules["cupy"].cuda.get_current_stream().ptr
             return _Array(arg.data.ptr, arg.nbytes, arg, device=f"cuda:{arg.device.id}", stream=stream)
-        tensor, is_jax = arg, type(arg).__module__.partition(".")[0] in ("jax", "jaxlib")
+        tensor = arg
         if torch is None or not isinstance(arg, torch.Tensor):
             if not hasattr(arg, "__dlpack__"):
-                raise LaunchError(f"{where}: wanted an array ({parameter.kind}), got {_shown(arg)}")
+                raise self._refused(position, f"wanted an array ({parameter.kind}), got {_shown(arg)}")
             torch = importlib.import_module("torch")
             try:
                 tensor = torch.utils.dlpack.from_dlpack(arg)
-            except (TypeError, ValueError, BufferError, RuntimeError) as error:
-                raise UnsupportedDtype(f"{where}: cannot take this array: {error}") from None
-        self._check_dtype(where, parameter, str(tensor.dtype).removeprefix("torch."))
-        self._check_layout(where, tensor.layout == torch.strided and tensor.is_contiguous(), tensor.shape)
+            except (AttributeError, TypeError, ValueError, BufferError, RuntimeError) as error:
+                raise UnsupportedDtype(f"{self._where(position)}: cannot take this array: {error}") from None
+        self._check_dtype(position, _name_of(tensor.dtype))
+        self._check_layout(position, tensor.layout == torch.strided and tensor.is_contiguous(), tensor.shape)
         if written and tensor.requires_grad and torch.is_grad_enabled():
-            raise LaunchError(f"{where}: the kernel may write it, and it requires a gradient; pass x.detach()")
-        if tensor.device.type == "meta":
-            raise LaunchError(f"{where}: the tensor has no memory (device meta)")
-        if is_jax and written:
+            raise self._refused(position, "the kernel may write it, and it requires a gradient; pass x.detach()")
+        if tensor.is_meta:
+            raise self._refused(position, "the tensor has no memory (device meta)")
+        if library in _IMMUTABLE and written:
             tensor = tensor.clone()
-        result = tensor if written else None
-        size = tensor.numel() * tensor.element_size()
-        if tensor.device.type == "cpu":
-            host: npt.NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-            return _Array(tensor.data_ptr(), size, (arg, tensor), host, result=result)
-        label = f"{registry.provider_of(tensor.device).name}:{tensor.device.index or 0}"
-        return _Array(tensor.data_ptr(), size, (arg, tensor), device=label, result=result)
+        label = "" if tensor.is_cpu else _label_of(tensor.device)
+        return _Array(tensor.data_ptr(), tensor.nbytes, (arg, tensor), label, tensor if written else None)
 
-    def _check_dtype(self, where: str, parameter: Parameter, dtype: str) -> None:
-        base = parameter.kind[1:].partition("x")[0]
-        if dtype == "object" or (base != "void" and _DTYPES.get(base, base) != dtype):
-            raise UnsupportedDtype(f"{where}: wanted an array of {_DTYPES.get(base, base)}, got {dtype}")
+    def _refused(self, position: int, reason: str) -> LaunchError:
+        return LaunchError(f"{self._where(position)}: {reason}")
 
-    def _check_layout(self, where: str, contiguous: bool, shape: Sequence[int]) -> None:
+    def _check_dtype(self, position: int, dtype: str) -> None:
+        wanted = self._dtypes[position]
+        if dtype == "object" or (wanted != "void" and wanted != dtype):
+            shown = "numbers" if wanted == "void" else wanted
+            raise UnsupportedDtype(f"{self._where(position)}: wanted an array of {shown}, got {dtype}")
+
+    def _check_layout(self, position: int, contiguous: bool, shape: Sequence[int]) -> None:
         if not contiguous:
-            raise LaunchError(f"{where}: wanted a contiguous array, in C order; one of shape {tuple(shape)} is not")
+            shown = tuple(shape)
+            raise self._refused(position, f"wanted a contiguous array, in C order; one of shape {shown} is not")
 
     def _check_alignment(self, passed: Sequence[Any]) -> None:
         """Refuse addresses that the loads of vectors (float4) do not take."""
-        for position, (parameter, value) in enumerate(zip(self.parameters, passed, strict=True)):
-            base, _, lanes = parameter.kind[1:].partition("x")
-            if lanes in ("2", "4", "8", "16") and isinstance(value, _Array):
-                size = min(16, int(lanes) * np.dtype(_DTYPES[base]).itemsize)
-                if value.pointer % size:
-                    raise LaunchError(
-                        f"{self._where(position)}: its address must be a multiple of {size} bytes; copy it"
-                    )
+        for position, size in self._alignments.items():
+            value = passed[position]
+            if isinstance(value, _Array) and value.pointer % size:
+                raise self._refused(position, f"its address must be a multiple of {size} bytes; copy it")
 
     def _device_of(self, arrays: Sequence[_Array]) -> ComputeDevice:
         labels = sorted({array.device for array in arrays if array.device})
@@ -330,10 +348,16 @@ class UserKernel:
             )
         if labels and self._device is not None and labels[0] != self._device.label:
             raise LaunchError(f"kernel {self.name!r} is for {self._device.label}; its arrays are on {labels[0]}")
-        return registry.choose(labels[0]) if labels else self._device or self._default()
+        return _device_named(labels[0]) if labels else self._device or self._default()
 
     def _default(self) -> ComputeDevice:
         """Return the device for arrays of the host."""
+        setting = settings().backend
+        if setting not in self._defaults:
+            self._defaults[setting] = self._first_device()
+        return self._defaults[setting]
+
+    def _first_device(self) -> ComputeDevice:
         preferred = registry.choose()
         for name in (preferred.backend, *registry.BACKENDS):
             if not registry.reason_absent(name) and self.dialect in registry.create(name).dialects:
@@ -378,7 +402,7 @@ class UserKernel:
 
     def _refuse_overlaps(self, values: Sequence[Any]) -> None:
         """Refuse arrays of the host that share memory without being the same: their copies would not."""
-        hosts = [(i, value) for i, value in enumerate(values) if isinstance(value, _Array) and value.host is not None]
+        hosts = [(i, value) for i, value in enumerate(values) if isinstance(value, _Array) and not value.device]
         for i, one in hosts:
             for j, other in hosts:
                 same = (one.pointer, one.size_bytes) == (other.pointer, other.size_bytes)
@@ -398,8 +422,9 @@ class UserKernel:
             if parameter.constant or not isinstance(value, _Array):
                 continue
             buffer = staged.get((value.pointer, value.size_bytes))
-            if value.host is not None and buffer is not None:
-                value.host[:] = provider.copy_to_host(buffer, np.uint8, value.host.shape)
+            if buffer is not None and not value.device:
+                host = value.host_bytes()
+                host[:] = provider.copy_to_host(buffer, np.uint8, host.shape)
             if value.result is not None:
                 given = value.owner[0]
                 if given is value.result:
@@ -407,7 +432,7 @@ class UserKernel:
 
                     if not given.is_inference():
                         torch.autograd.graph.increment_version(given)
-                elif type(given).__module__.partition(".")[0] in ("jax", "jaxlib"):
+                elif type(given).__module__.partition(".")[0] in _IMMUTABLE:
                     results.append(sys.modules["jax"].dlpack.from_dlpack(value.result))
         return None if not results else results[0] if len(results) == 1 else tuple(results)
 
@@ -425,6 +450,23 @@ def _tensor_of(array: _Array) -> Any:
         if isinstance(array.owner, np.ndarray)
         else torch.utils.dlpack.from_dlpack(array.owner)
     )
+
+
+@functools.cache
+def _name_of(dtype: object) -> str:
+    """Return the name of a torch.dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.cache
+def _label_of(device: Any) -> str:
+    """Return the label of the device of tensors on a torch.device."""
+    return f"{registry.provider_of(device).name}:{device.index or 0}"
+
+
+@functools.cache
+def _device_named(label: str) -> ComputeDevice:
+    return registry.choose(label)
 
 
 def _shown(arg: object) -> str:
