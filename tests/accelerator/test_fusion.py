@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 
 import accelerant as acl
-from accelerant.accelerator.fusion import code
+from accelerant.accelerator.fusion import code, function
 from accelerant.accelerator.fusion.graph import gradient_of
 from accelerant.accelerator.fusion.recorder import FUNCTIONS
-from accelerant.errors import ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
+from accelerant.errors import CompileError, ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
+from accelerant.runtime.compilation.host_c import c_compiler
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS
 from accelerant.runtime.dispatch import operations
 from accelerant.runtime.ledger import ledger
@@ -92,11 +93,10 @@ def tupled(y):
     return y if isinstance(y, tuple) else (y,)
 
 
-def check(name, args, tolerance, function=None):
+def check(name, args, tolerance):
     """Compare results and gradients with torch's in float64."""
-    function = function or acl.fuse(CASES[name])
     wide = [x.detach().double().requires_grad_() for x in args]
-    results, expected = tupled(function(*args)), tupled(CASES[name](*wide))
+    results, expected = tupled(acl.fuse(CASES[name])(*args)), tupled(CASES[name](*wide))
     rtol, atol = tolerance
     for y, wanted in zip(results, expected, strict=True):
         assert y.shape == wanted.shape
@@ -129,6 +129,38 @@ def test_torch_runs_the_same_graph(name, uninterpreted):
         assert {row["implementation"] for row in ledger().to_dict()["ops"]} == {"torch"}
 
 
+@pytest.fixture
+def by_the_c_compiler(uninterpreted, monkeypatch):
+    try:
+        c_compiler()
+    except CompileError as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(function, "_LEAST", 0)
+    monkeypatch.setattr(function, "_SCALAR", set())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_portable_c_on_the_cpu(name, by_the_c_compiler):
+    check(name, arguments(name, dtype=torch.float32), TOLERANCES[torch.float32])
+    ran = {row["implementation"] for row in ledger().to_dict()["ops"]}
+    assert ran == {"torch" if name == "casts" else "portable"}
+
+
+def test_portable_c_is_chosen_on_the_cpu(by_the_c_compiler, monkeypatch):
+    x = torch.tensor([[math.nan, 1.0], [math.inf, -0.5], [-math.inf, -math.inf], [100.0, -200.0], [1e-30, 88.8]])
+    softmax, others = acl.fuse(lambda x: (torch.softmax(x, -1), x.exp() + torch.erf(x) + x.tanh() + x.amax(-1, True)))(
+        x
+    )
+    torch.testing.assert_close(softmax, torch.softmax(x, -1), equal_nan=True)
+    torch.testing.assert_close(others, x.exp() + torch.erf(x) + x.tanh() + x.amax(-1, True), equal_nan=True)
+    (row,) = ledger().to_dict()["ops"]
+    assert row["implementation"] == "portable"
+    monkeypatch.setattr(function, "_LEAST", 20)
+    (decision,) = acl.explain(acl.fuse(torch.square), x).decisions
+    assert ("portable", "fewer than 20 elements: torch's calls take less than ours") in decision.refused
+
+
 def test_every_function_has_a_case():
     tested = set().union(*(case.__code__.co_names for case in CASES.values()), UNARY)
     operators = {"add", "sub", "mul", "div", "pow", "lt", "le", "gt", "ge", "eq", "ne", "pos", "neg"}
@@ -144,8 +176,6 @@ def test_odd_sizes(shape):
 
 
 def test_long_rows_are_looped_over(monkeypatch):
-    from accelerant.accelerator.fusion import function
-
     monkeypatch.setattr(function, "_WHOLE_ROW", 4)
     monkeypatch.setattr(function, "_BLOCK", 4)
     for name in ("softmax", "sums"):
@@ -190,8 +220,8 @@ def test_nan_and_infinity_are_kept(interpret, monkeypatch):
 def test_broadcasting_of_leading_dimensions():
     x, y, r = torch.randn(2, 3, 5), torch.randn(3, 1), torch.randn(1, 1, 5)
     args = [each.requires_grad_() for each in (x, y, r)]
-    function = acl.fuse(lambda x, y, r: torch.softmax(x * y, -1) + r)
-    got, wanted = function(*args), torch.softmax(x * y, -1) + r
+    fused = acl.fuse(lambda x, y, r: torch.softmax(x * y, -1) + r)
+    got, wanted = fused(*args), torch.softmax(x * y, -1) + r
     torch.testing.assert_close(got, wanted)
     for dx, expected in zip(*(torch.autograd.grad(each.square().sum(), args) for each in (got, wanted)), strict=True):
         torch.testing.assert_close(dx, expected, rtol=1e-4, atol=1e-5)
@@ -201,11 +231,11 @@ def test_broadcasting_of_leading_dimensions():
 
 def test_second_derivatives_are_torchs():
     args = [x.detach().requires_grad_() for x in arguments("gated", 2, 3)]
-    function = acl.fuse(CASES["gated"])
+    fused = acl.fuse(CASES["gated"])
     for own, torchs in zip(
         *(
             torch.autograd.grad(torch.autograd.grad(f(*args).sum(), args[0], create_graph=True)[0].sum(), args)
-            for f in (function, CASES["gated"])
+            for f in (fused, CASES["gated"])
         ),
         strict=True,
     ):
@@ -216,32 +246,32 @@ def test_the_function_runs_once_for_each_class_of_shapes():
     runs = []
 
     @acl.fuse
-    def function(x, y, scale=2.0):
+    def fused(x, y, scale=2.0):
         """Scale."""
         runs.append(1)
         return x * scale + y
 
-    assert function.__doc__ == "Scale."
+    assert fused.__doc__ == "Scale."
     for rows in (2, 3, 4):
-        function(torch.ones(rows, 5), torch.ones(5))
+        fused(torch.ones(rows, 5), torch.ones(5))
     assert len(runs) == 1
-    function(torch.ones(2, 5), torch.ones(2, 1))
+    fused(torch.ones(2, 5), torch.ones(2, 1))
     assert len(runs) == 2
-    assert function(torch.ones(2, 5), torch.ones(2, 1), scale=3.0)[0, 0] == 4
-    assert function(torch.ones(2, 5, dtype=torch.float16), torch.ones(5)).dtype == torch.float32
+    assert fused(torch.ones(2, 5), torch.ones(2, 1), scale=3.0)[0, 0] == 4
+    assert fused(torch.ones(2, 5, dtype=torch.float16), torch.ones(5)).dtype == torch.float32
     assert len(runs) == 4
 
 
 def test_a_shape_that_is_read_is_part_of_the_key():
-    function = acl.fuse(lambda x: x.sum(-1) / x.shape[-1] + len(x) + x.size(0) - x.size()[0])
+    fused = acl.fuse(lambda x: x.sum(-1) / x.shape[-1] + len(x) + x.size(0) - x.size()[0])
     for shape in ((2, 3), (4, 5)):
-        torch.testing.assert_close(function(torch.ones(shape)), torch.full(shape[:1], 1.0 + shape[0]))
+        torch.testing.assert_close(fused(torch.ones(shape)), torch.full(shape[:1], 1.0 + shape[0]))
 
 
 def test_arrays_of_numpy_and_functions_of_numpy():
-    function = acl.fuse(lambda x, y: np.exp(x - np.max(x, axis=-1, keepdims=True)) * y + np.add(x, 1) / np.sqrt(y))
+    fused = acl.fuse(lambda x, y: np.exp(x - np.max(x, axis=-1, keepdims=True)) * y + np.add(x, 1) / np.sqrt(y))
     x, y = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32), np.float32([1, 2, 3, 4])
-    got = function(x, y)
+    got = fused(x, y)
     assert type(got) is np.ndarray
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, np.exp(x - x.max(-1, keepdims=True)) * y + (x + 1) / np.sqrt(y), rtol=2e-6)
@@ -304,9 +334,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_recorded_is_refused_by_name(name):
-    function, sentence = REFUSED[name]
+    refused, sentence = REFUSED[name]
     with pytest.raises((UnsupportedCase, TypeError), match=sentence):
-        acl.fuse(function)(torch.ones(2, 3))
+        acl.fuse(refused)(torch.ones(2, 3))
 
 
 def test_bad_arguments_are_refused():
@@ -363,6 +393,8 @@ def test_opencl_takes_numpy_alone():
     require_backend("opencl")
     with pytest.raises(UnsupportedDtype, match="takes NumPy arrays of float32 and bool, got a float64 array of numpy"):
         acl.fuse(lambda x: x, device="opencl")(np.ones(3))
+    with pytest.raises(UnsupportedCase, match="on opencl: portable C computes with float32 and bool alone"):
+        acl.fuse(lambda x: x.astype(np.float16) * 2, device="opencl")(np.ones(3, np.float32))
 
 
 _TYPES = {torch.float32: "*fp32", torch.bool: "*i1"}

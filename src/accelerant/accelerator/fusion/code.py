@@ -22,6 +22,7 @@ import torch
 
 from accelerant.accelerator.fusion.graph import OPERATIONS, Node, Program
 from accelerant.runtime.compilation.kernel import KernelSource
+from accelerant.runtime.compilation.options import CompileOptions
 from accelerant.runtime.compilation.triton import TritonKernel
 
 __all__ = ["Schedule", "portable_source", "triton_kernel", "triton_text"]
@@ -289,6 +290,11 @@ def triton_kernel(program: Program, schedule: Schedule) -> TritonKernel:
 
 
 class _CWriter(_Writer):
+    def __init__(self, program: Program, schedule: Schedule) -> None:
+        super().__init__(program, schedule)
+        self._sums: list[int] = []
+        self._largest: list[int] = []
+
     def text(self) -> str:
         program = self.program
         arrays = [
@@ -318,7 +324,7 @@ class _CWriter(_Writer):
                 return (
                     f"{node.value!r}f" if "." in repr(node.value) or "e" in repr(node.value) else f"{node.value!r}.0f"
                 )
-            return "NAN" if math.isnan(node.value) else f"({'-' * (node.value < 0)}INFINITY)"
+            return "ACL_NAN" if math.isnan(node.value) else f"({'-' * (node.value < 0)}ACL_INFINITY)"
         if node.op == "input":
             stream = self.schedule == "stream"
             row, column = ("at / N", "at % N") if stream else ("row", "column")
@@ -336,46 +342,68 @@ class _CWriter(_Writer):
         self.line(f"y{number}[{where}] = {value};")
 
     def open_loop(self) -> None:
+        if self._largest:  # clang's maximum of a loop begins with the least finite number
+            self.lines.append("#if !defined(__clang__)")
+        sums = [f"v{i}" for i in self._sums] + [f"nans{i}" for i in self._largest]
+        clauses = [f" reduction(+:{', '.join(sums)})"] * bool(sums)
+        clauses += [f" reduction(max:{', '.join(f'v{i}' for i in self._largest)})"] * bool(self._largest)
+        self.lines.append(f"#pragma omp simd{''.join(clauses)}")
+        if self._largest:
+            self.lines.append("#endif")
         self.line("for (i64 column = 0; column < N; column++) {")
         self.depth += 1
 
     def close_loop(self) -> None:
         super().close_loop()
         self.line("}")
+        self._sums, self._largest = [], []
 
     def begin(self, index: int, op: str) -> None:
-        self.line(f"float v{index} = {'0.0f' if op == 'sum' else '-INFINITY'};")
+        (self._sums if op == "sum" else self._largest).append(index)
+        self.line(f"float v{index} = 0.0f;" if op == "sum" else f"float v{index} = -ACL_INFINITY; int nans{index} = 0;")
 
     def accumulate(self, index: int, op: str, value: str) -> None:
         if op == "sum":
             self.line(f"v{index} += {value};")
         else:
-            self.line(f"v{index} = ({value} > v{index} || {value} != {value}) ? {value} : v{index};")
+            self.line(f"nans{index} += {value} != {value};")
+            self.line(f"v{index} = {value} > v{index} ? {value} : v{index};")
 
-    def end(self, index: int, op: str) -> None: ...
+    def end(self, index: int, op: str) -> None:
+        if op == "max":
+            self.line(f"v{index} = nans{index} ? ACL_NAN : v{index};")
 
 
 _C_HEAD = """\
-#if !defined(__OPENCL_VERSION__)
-#define exp expf
-#define expm1 expm1f
-#define log logf
-#define log1p log1pf
-#define sqrt sqrtf
-#define sin sinf
-#define cos cosf
-#define tanh tanhf
-#define erf erff
-#define floor floorf
-#define ceil ceilf
-#define fabs fabsf
+#if defined(__OPENCL_VERSION__)
+#define ACL_MATH(name) name
+#define ACL_INFINITY INFINITY
+#define ACL_NAN NAN
+#else
+#define ACL_MATH(name) __builtin_##name##f
+#define ACL_INFINITY __builtin_inff()
+#define ACL_NAN __builtin_nanf("")
 #endif
+ACL_DEVICE float fused_tanh(float x) {
+    float size = x < 0.0f ? -x : x, z = x * x, p = -0.005893945302802656f;
+    p = p * z + 0.020794617709806007f;
+    p = p * z - 0.053783293000263965f;
+    p = p * z + 0.13331915298814714f;
+    p = p * z - 0.3333329751012878f;
+    float large = 1.0f - 2.0f / (acl_exp_f32(size * 2.0f) + 1.0f);
+    return z < 0.36f ? x + x * (z * p) : (x < 0.0f ? -large : large);
+}
 """
 
 
 @lru_cache(maxsize=1024)
-def portable_source(program: Program) -> KernelSource:
-    """Return the kernel of a program of float32 arrays and conditions: `fused(inputs, results, M, N)`."""
-    text = _CWriter(program, "looped" if program.reduces else "stream").text()
+def portable_source(program: Program, *, host: bool) -> KernelSource:
+    """Return the kernel of a program of float32 arrays and conditions, `fused(inputs, results, M, N)`.
+
+    A thread computes a row; on a device, without reductions, an element. On the host the compiler may reassociate sums,
+    so that a row's loop becomes vectors.
+    """
+    text = _CWriter(program, "looped" if program.reduces or host else "stream").text()
     pointers = tuple("*" for _ in range(len(used_inputs(program)) + len(program.results)))
-    return KernelSource(f"fused_{program.digest[:32]}", {"portable": text}, {"fused": (*pointers, "i64", "i64")})
+    options = CompileOptions(fast_math=True, cc=("-fopenmp-simd",)) if host else ()
+    return KernelSource(kernel_name(program), {"portable": text}, {"fused": (*pointers, "i64", "i64")}, options=options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar, overload
@@ -12,14 +13,16 @@ import torch
 from torch import Tensor
 
 from accelerant.accelerator.fusion.code import portable_source, triton_kernel, used_inputs
-from accelerant.accelerator.fusion.graph import Input, Program, gradient_of
+from accelerant.accelerator.fusion.graph import Input, Program, Result, gradient_of
 from accelerant.accelerator.fusion.recorder import Domain, Recording, Returned
 from accelerant.accelerator.methods import ArrayOrigin, kind_of, to_torch
-from accelerant.errors import ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
+from accelerant.errors import CompileError, ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.ops._launch import ceil_div, multiprocessors, next_power_of_2
 from accelerant.ops._library import is_plain, name_of
 from accelerant.ops._refusals import FLOATING, refuses_triton_kernel
 from accelerant.runtime import registry
+from accelerant.runtime.compilation.host_c import c_compiler
+from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.dispatch import Case, Implementation, Operation
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.provider import ComputeDevice
@@ -61,15 +64,79 @@ def _triton(program: Program, M: int, N: int, *tensors: Tensor) -> tuple[Tensor,
     else:
         block = _BLOCK
     outputs = []
-    for _, layout, dtype in program.results:
-        parts = layout.endswith("sum") and schedule == "whole"
+    for result in program.results:
+        parts = result.layout.endswith("sum") and schedule == "whole"
         height = programs if parts else M
-        kept = torch.float32 if layout.endswith("sum") else dtype
-        outputs.append(torch.empty((height, N if layout in ("full", "row sum") else 1), dtype=kept, device=device))
+        columns = N if result.layout in ("full", "row sum") else 1
+        outputs.append(torch.empty((height, columns), dtype=_kept(result), device=device))
     inputs = [tensors[i] for i in used_inputs(program)]
     constants = {"BLOCK": block} if schedule == "stream" else {"ROWS": rows, "BLOCK": block}
     kernel = triton_kernel(program, schedule)
     kernel.launch((programs,), (*inputs, *outputs, M, N), constants, num_warps=num_warps)
+    return _summed(program, outputs)
+
+
+_SCALAR = {"log", "log1p", "expm1", "softplus", "sin", "cos"}
+"""Functions that the C compiler makes no vectors of."""
+
+_LEAST = 65536
+_CHUNK = 4096
+"""Elements of a row that is cut from an array without rows, and elements of a block at least."""
+
+
+def _refused_by_c(program: Program) -> str | None:
+    dtypes = {x.dtype for x in program.inputs} | {y.dtype for y in program.results}
+    dtypes |= {node.value for node in program.nodes if node.op == "cast"}
+    return None if dtypes <= _NUMPY.keys() else "portable C computes with float32 and bool alone"
+
+
+def _refuses_portable(case: Case) -> str | None:
+    program: Program = case.options[0]
+    if case.device.type != "cpu":
+        return f"no portable C on {case.device.type}"
+    if math.prod(case.shape) < _LEAST:
+        return f"fewer than {_LEAST} elements: torch's calls take less than ours"
+    if reason := _refused_by_c(program):
+        return reason
+    slow = sorted({node.op for node in program.nodes if node.op in _SCALAR and node.by_column})
+    if slow:
+        return f"torch has vector functions for {', '.join(slow)}"
+    try:
+        c_compiler()
+    except CompileError as error:
+        return str(error)
+    return None
+
+
+def _portable(program: Program, M: int, N: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Run the program's portable C on the CPU; arguments and results as Program.run_torch."""
+    if not M * N:
+        return program.run_torch(N, *tensors)
+    whole = not program.reduces and all(x.by_row == x.by_column for x in program.inputs)
+    rows, columns = (M * N // _CHUNK, _CHUNK) if whole and M * N % _CHUNK == 0 else (M, N)
+    outputs = [
+        torch.empty((M, N if result.layout in ("full", "row sum") else 1), dtype=_kept(result))
+        for result in program.results
+    ]
+    kernel = _host_kernel(program)
+    threads = min(1024, max(1, _CHUNK // columns))
+    arrays = [tensors[i] for i in used_inputs(program)]
+    registry.create("cpu").launch(kernel, (ceil_div(rows, threads),), (threads,), (*arrays, *outputs, rows, columns))
+    return _summed(program, outputs)
+
+
+@functools.lru_cache(maxsize=1024)
+def _host_kernel(program: Program) -> Kernel:
+    return registry.create("cpu").compile(portable_source(program, host=True), entry="fused", device=0)
+
+
+def _kept(result: Result) -> torch.dtype:
+    """Return the dtype of a result before it is summed over the rows."""
+    return torch.float32 if result.layout.endswith("sum") else result.dtype
+
+
+def _summed(program: Program, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the results, parts of sums over the rows added up."""
     return tuple(
         y.sum(0, keepdim=True).to(result.dtype) if result.layout.endswith("sum") else y
         for y, result in zip(outputs, program.results, strict=True)
@@ -87,6 +154,7 @@ def _operation(name: str) -> Operation:
         name,
         (
             Implementation("triton", _triton, refuses=refuses_triton_kernel, own=True),
+            Implementation("portable", _portable, refuses=_refuses_portable, own=True),
             Implementation("torch", _torch, differentiable=True),
         ),
         cost=lambda case: case.options[0].cost(*case.shape),
@@ -314,6 +382,8 @@ class FusedFunction:
         host = [torch.from_numpy(np.ascontiguousarray(x)) for x in arrays]
         plan = self._plan(host, values, places, names)
         program, (M, N) = plan.program, (plan.domain.M, plan.domain.N)
+        if reason := _refused_by_c(program):
+            raise UnsupportedCase(f"{self._name[6:]} on {device.backend}: {reason}")
         cost = program.cost(M, N)
         record = sole_record(
             f"{self._name}_fwd", "portable", device.backend, device.label, f"{M}x{N} float32 {program}",
@@ -325,7 +395,7 @@ class FusedFunction:
                 (x if wide is None else x.expand(wide)).reshape(shape).contiguous().numpy()
                 for x, shape, wide in zip(host, plan.shapes, plan.wide, strict=True)
             ]
-            kernel = provider.compile(portable_source(program), entry="fused", device=device.index)
+            kernel = provider.compile(portable_source(program, host=False), entry="fused", device=device.index)
             sources = [provider.copy_to_device(flat[i], device.index) for i in used_inputs(program)]
             targets = [provider.allocate(y.nbytes, device.index) for y in results]
             threads = M if program.reduces else M * N
@@ -373,8 +443,8 @@ def fuse(function: Callable[..., Any] | None = None, *, device: str | None = Non
 
     The function runs once for each combination of dtypes and kinds of shape, on values that record what it does with
     them: operators, methods, and functions of torch and NumPy that work element by element or on the last dimension.
-    The record becomes a Triton kernel on CUDA and ROCm and portable C on OpenCL; elsewhere torch runs it, operation by
-    operation, as the ledger and `explain` say.
+    The record becomes a Triton kernel on CUDA and ROCm, and portable C on OpenCL and, for large arrays of float32, on
+    the CPU; elsewhere torch runs it, operation by operation, as the ledger and `explain` say.
 
     Args:
         function: of arrays of torch, NumPy, CuPy or JAX, and of hashable constants (numbers, strings, None), whose

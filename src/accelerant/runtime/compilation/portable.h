@@ -51,7 +51,30 @@ typedef long long i64;
 #define acl_mul_high_u32(a, b) ((u32)(((u64)(u32)(a) * (u32)(b)) >> 32))
 #define acl_mul_high_u64(a, b) ((u64)(((unsigned __int128)(u64)(a) * (u64)(b)) >> 64))
 #define acl_atomic_add_u32(p, v) __atomic_fetch_add((p), (u32)(v), __ATOMIC_RELAXED)
-#define acl_exp_f32(x) __builtin_expf(x)
+/* Cephes' expf, which a compiler turns into vectors: e^x = 2^k e^r, |r| <= ln(2) / 2. NaN stays NaN. */
+static inline float acl_exp_f32(float x) {
+    float t = x * 1.44269504f;
+    t = t > 160.0f ? 160.0f : (t < -160.0f ? -160.0f : t);
+    float k = __builtin_rintf(t);
+    float r = __builtin_fmaf(k, 2.12194440e-4f, __builtin_fmaf(k, -0.693359375f, x));
+    float s = 1.9875691500e-4f;
+    s = s * r + 1.3981999507e-3f;
+    s = s * r + 8.3334519073e-3f;
+    s = s * r + 4.1665795894e-2f;
+    s = s * r + 1.6666665459e-1f;
+    s = s * r + 5.0000001201e-1f;
+    s = s * (r * r) + r + 1.0f;
+    int n = (int)k, half = n / 2; /* 2^k in two factors: it may be subnormal */
+    union {
+        u32 bits;
+        float number;
+    } a, b;
+    a.bits = (u32)(half + 127) << 23;
+    b.bits = (u32)(n - half + 127) << 23;
+    s = s * a.number * b.number;
+    s = k >= 160.0f ? __builtin_inff() : (k <= -160.0f ? 0.0f : s);
+    return x == x ? s : x;
+}
 #elif defined(__HIP__)
 #define ACL_KERNEL extern "C" __attribute__((global))
 #define ACL_BLOCK(threads) __attribute__((amdgpu_flat_work_group_size(1, threads)))
