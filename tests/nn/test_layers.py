@@ -287,3 +287,21 @@ def test_parameters_are_those_of_a_gpt_block_by_default():
     assert {name.rsplit(".", 1)[0] for name in more} == {
         "norm_context", "cross_attention.query", "cross_attention.key_value", "cross_attention.projection"
     }  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
+def test_blocks_on_a_gpu_are_those_of_the_cpu(norm_first):
+    torch.manual_seed(0)
+    block = TransformerBlock(128, 2, d_ff=192, norm_first=norm_first, causal=False, context_width=128)
+    whole = TransformerBlock(128, 2, norm_first=norm_first, causal=False)
+    x, context = torch.randn(2, 7, 128), torch.randn(2, 7, 128)
+    calls = (
+        lambda device: block.to(device)(x.to(device), context.to(device), context_padding_mask=PADDING.to(device)),
+        lambda device: whole.to(device)(x.to(device), key_padding_mask=PADDING.to(device)),
+        lambda device: whole.to(device)(x.to(device)),
+    )
+    for call in calls:
+        torch.testing.assert_close(call("cuda").cpu(), call("cpu"), rtol=1e-3, atol=1e-4)
+    ran = {(row["op"], row["implementation"]) for row in ledger().to_dict()["ops"]}
+    assert ("attention_masked_fwd", "triton") in ran

@@ -159,6 +159,10 @@ _OWN: dict[str, Subject] = {
     "embedding": Subject(F.embedding, shared=(1,)),
     "dropout": Subject(lambda x, p=0.5, seed=None: F.dropout(x, p), random=True),
     "cross_entropy": Subject(_cross_entropy, odd=_reduced),
+    **{
+        name: Subject(_torch_function(name), constants=(1,), odd=_reduced)
+        for name in ("mse_loss", "l1_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
+    },
     "linear_cross_entropy": Subject(
         _linear_cross_entropy,
         flops=lambda inputs, _: 2 * inputs[0].numel() * inputs[1].shape[0],

@@ -199,3 +199,11 @@ def test_each_phase_has_its_table_and_the_time_that_is_not_attributed():
     ):
         assert text in tags.text
     assert "<script" not in html
+
+
+def test_the_loss_scale_of_float16_is_a_fact():
+    text = page(summary=SUMMARY | {"loss_scale": "32,768, 2 steps skipped"})
+    assert "Loss scale" in text
+    assert "32,768" in text
+    assert "2 steps skipped" in text
+    assert "Loss scale" not in page()

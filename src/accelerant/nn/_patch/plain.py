@@ -195,7 +195,7 @@ def _refuses_attention(
         return f"dropout of the attention weights (p = {self.dropout})"
     if any(x.dim() != 3 or x.is_nested for x in qkv):
         return "inputs that are nested or not of three dimensions"
-    if is_causal and masks[0] is None:
+    if masks[0] is None and is_causal:
         return "is_causal without attn_mask"
     query = qkv[0]
     if any(mask is not None and mask.dtype not in (torch.bool, query.dtype, torch.float32) for mask in masks):
@@ -238,7 +238,7 @@ def _attention_forward(
     batch, time = (0, 1) if self.batch_first else (1, 0)
     B, H, T = query.shape[batch], self.num_heads, query.shape[time]
     q, k, v = (x.unflatten(-1, (H, E // H)).permute(batch, 2, time, 3) for x in (q, k, v))
-    causal = is_causal and key_padding_mask is None and k.shape[2] == T
+    causal = is_causal is True and key_padding_mask is None and k.shape[2] == T  # torch.compile's is a symbol
     o = ops.attention(q, k, v, causal, mask=None if causal else _joined(attn_mask, key_padding_mask, (B, H)))
     assert isinstance(o, Tensor)  # without the log-sum-exp
     joined = o.permute(0, 2, 1, 3) if self.batch_first else o.permute(2, 0, 1, 3)

@@ -97,9 +97,19 @@ attention_bwd = Operation(
 )
 
 
+def _why_torch(case: Case) -> str:
+    """Return the ledger's reason for a call that the caller gives to torch."""
+    if "dropout" in case.options:
+        return "does not drop attention weights"
+    return "not chosen for a layer: torch's autograd costs less here"
+
+
 sdpa_fwd = Operation(
     "sdpa_fwd",
-    (Implementation("torch", functional.scaled_dot_product_attention, differentiable=True),),
+    (
+        Implementation("triton", launch_forward, refuses=_why_torch, own=True),
+        Implementation("torch", functional.scaled_dot_product_attention, differentiable=True),
+    ),
     cost=lambda case: _cost(case, products=2, tensors=2),
 )
 
@@ -415,7 +425,10 @@ _masked = DifferentiableOp(
 
 attention_mask_gradient = Operation(
     "attention_mask_gradient",
-    (Implementation("torch", _masked_composite, differentiable=True),),
+    (
+        Implementation("triton", launch_forward, refuses=lambda case: "gives a mask no gradient", own=True),
+        Implementation("torch", _masked_composite, differentiable=True),
+    ),
     cost=partial(_cost, products=2, tensors=2),
 )
 
