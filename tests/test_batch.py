@@ -11,6 +11,7 @@ from accelerant import Accelerator, AcceleratorConfig, zk
 from accelerant.accelerator.batch import Batch
 from accelerant.accelerator.methods import METHODS
 from accelerant.errors import AccelerantError, ConfigError, FormatError, OutOfMemory, ShapeError, UnsupportedCase
+from requirements import require_backend
 
 SIZES = (1, 7, 64, 33, 100, 16, 5)
 
@@ -261,7 +262,7 @@ def test_a_recorded_call_costs_few_python_calls(acc):
 
     def calls_of(xs):
         count[0] = 0
-        gc.collect()
+        gc.disable()
         sys.setprofile(traced)
         try:
             with acc.batch() as batch:
@@ -270,6 +271,7 @@ def test_a_recorded_call_costs_few_python_calls(acc):
                 answer.result()
         finally:
             sys.setprofile(None)
+            gc.enable()
         return count[0]
 
     calls_of(xs)
@@ -283,6 +285,18 @@ def test_every_elementwise_and_row_operation_merges():
     losses |= {"binary_cross_entropy", "binary_cross_entropy_with_logits"}
     assert unmerged == {"dropout", *losses, "attention_varlen"}
     assert Batch.gelu is Accelerator.gelu
+
+
+@pytest.mark.slow
+def test_a_batch_on_a_device_without_tensors_merges_too():
+    require_backend("opencl")
+    xs = [np.linspace(-3, 3, n, dtype=np.float32) for n in (5, 64, 7)]
+    with Accelerator("opencl", fallback=False) as acc:
+        with acc.batch() as batch:
+            answers = [batch.gelu(x) for x in xs]
+        assert batch.launches == 1
+        for answer, x in zip(answers, xs, strict=True):
+            np.testing.assert_array_equal(answer.result(), acc.gelu(x))
 
 
 @pytest.mark.gpu

@@ -9,8 +9,9 @@ Small calls of the same operation with the same options become one call on joine
 of a later one. A call that fails does not affect the others, except those that need its result: all run, and then the
 end of the block raises the first error. result() raises that of its own call.
 
-Results have the bits of single calls, except where sums depend on the shape of a call: matrix products, convolutions
-and attention. Batches record no gradients.
+Results have the bits of single calls, except where sums depend on the shape of a call (matrix products, convolutions
+and attention), and where a GPU's measured choices take another implementation for the joined size than for a single
+call's (see docs/choices.md). Batches record no gradients.
 """
 
 from __future__ import annotations
@@ -301,6 +302,9 @@ def _join(
     shape, shared = firsts[0].shape, calls[0][count:]
     columns = list(zip(*calls, strict=True))[:count]
     if [x.shape for x in firsts].count(shape) == len(firsts):
+        if merge == "elements" and shape and not shared:  # flat: measured choices depend on the shape
+            flat = tuple([torch.cat(column).view(-1) for column in columns])
+            return flat, lambda y: y.view(len(calls), *shape).unbind(0)
         if merge == "stack" or len(shape) < 2:
             return (*map(torch.stack, columns), *shared), lambda y: y.unbind(0)
         joined = (*map(torch.cat, columns), *shared)

@@ -377,7 +377,7 @@ class Accelerator(Operations):
         >>> ys = [answer.result() for answer in answers]
         """
         self._check_open()
-        kind = self._torch_device.type
+        kind = self._torch_device.type if self.device.torch_device else self.device.backend
         return Batch(self._batched_check, self._batched_run, kind, self.config.memory_limit_bytes)
 
     def _batched_check(
