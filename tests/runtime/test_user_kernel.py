@@ -286,10 +286,10 @@ def test_a_frame_too_large_for_a_waiting_thread_does_not_compile(tmp_path):
 
 
 def test_compile_errors_name_the_users_line(tmp_path):
-    (tmp_path / "mine.c").write_text("\nACL_KERNEL void k(ACL_GLOBAL float *x) { x[0] = undeclared; }\n")
+    (tmp_path / 'my "own.c').write_text("\nACL_KERNEL void k(ACL_GLOBAL float *x) { x[0] = undeclared; }\n")
     with pytest.raises(CompileError, match="does not compile") as caught:
-        acl.kernel(tmp_path / "mine.c", device="cpu").compile()
-    assert "mine.c:2" in caught.value.log
+        acl.kernel(tmp_path / 'my "own.c', device="cpu").compile()
+    assert "my _own.c:2" in caught.value.log
     assert "undeclared" in caught.value.log
 
 

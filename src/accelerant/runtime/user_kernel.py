@@ -77,8 +77,7 @@ def kernel(
         ConfigError: the file cannot be read, or an argument of this function that cannot be.
     """
     text, path = _read(source)
-    label = str(path) if path is not None else "kernel"
-    dialect = dialect_of(text, label)
+    dialect = dialect_of(text, str(path or "the text"))
     chosen = options or CompileOptions()
     if not isinstance(chosen, CompileOptions):
         raise ConfigError(f"options must be CompileOptions, got {options!r}")
@@ -92,9 +91,8 @@ def kernel(
         raise ConfigError("arguments= are those of a kernel: name it")
     else:
         entry, parameters = name, tuple(_stated(i, each) for i, each in enumerate(arguments))
-    made = KernelSource(
-        label, {dialect: text}, {entry: tuple(each.kind for each in parameters)}, (), chosen, shared_bytes
-    )
+    kinds = tuple(each.kind for each in parameters)
+    made = KernelSource(str(path or entry), {dialect: text}, {entry: kinds}, (), chosen, shared_bytes)
     return UserKernel(made, dialect, parameters, None if device == "auto" else registry.find_device(device))
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant.errors import BoundsError
-from accelerant.runtime.compilation.kernel import KernelSource
+from accelerant.runtime.compilation.kernel import KernelSource, first_line
 from accelerant.runtime.compilation.signatures import Parameter, find_kernels, without_comments
 
 __all__ = ["REPORT_BYTES", "checked_source", "raise_if_out_of_bounds"]
@@ -70,8 +70,7 @@ def checked_source(source: KernelSource, dialect: str, parameters: Sequence[Para
     for position, addition in sorted(inserted, reverse=True):
         text = text[:position] + addition + text[position:]
     check = _CHECK.format(head=head, report=report, word=word, add=add)
-    name = re.sub(r'[\\"\n]', "_", source.name)
-    line = "#line 1\n" if dialect == "opencl" else f'#line 1 "{name}"\n'
+    line = "#line 1\n" if dialect == "opencl" else f"{first_line(source.name)}\n"
     kinds = (*kinds, *("i64" for _ in pointers), "*u32")
     program = f"typedef {wide} acl_wide;\n{check}\n{line}{text}"
     return replace(source, name=f"{source.name} (checked)", dialects={dialect: program}, entries={entry: kinds})

@@ -15,7 +15,7 @@ from typing import Any
 
 from accelerant.errors import CompileError
 from accelerant.runtime.compilation.cache import kernel_key
-from accelerant.runtime.compilation.kernel import Binary, Builder, KernelSource, Resources, portable_header
+from accelerant.runtime.compilation.kernel import Binary, Builder, KernelSource, Resources, first_line, portable_header
 from accelerant.runtime.compilation.options import header_hashes
 from accelerant.runtime.compilation.signatures import host_code
 
@@ -136,7 +136,7 @@ def run_nvrtc(
     standard = _standard_headers(any(Path(folder, "cuda", "std").is_dir() for folder in folders))
     if portable:
         quiet = f"#pragma nv_diag_suppress 177\n{portable_header()}\n#pragma nv_diag_default 177"  # unused functions
-        text = f'{quiet}\n#line 1 "{name}"\n{text}'
+        text = f"{quiet}\n{first_line(name)}\n{text}"
     _, program = nvrtc.nvrtcCreateProgram(
         text.encode(), name.encode(), len(standard), [*map(str.encode, standard.values())], [*map(str.encode, standard)]
     )

@@ -30,7 +30,14 @@ from pathlib import Path
 from typing import Any
 
 from accelerant.errors import CompileError, OutOfMemory
-from accelerant.runtime.compilation.kernel import Binary, KernelSource, Resources, portable_header, sources_hash
+from accelerant.runtime.compilation.kernel import (
+    Binary,
+    KernelSource,
+    Resources,
+    first_line,
+    portable_header,
+    sources_hash,
+)
 from accelerant.runtime.compilation.options import header_hashes
 from accelerant.runtime.compilation.signatures import find_kernels, without_comments
 
@@ -158,7 +165,7 @@ def _unit(source: KernelSource, program: str) -> tuple[str, bool]:
     lines = [_HEAD, f"{'extern' if has_barriers else 'static'} __thread acl_item acl_here;"]
     hidden = [] if shared else list(source.entries)
     lines += [f"#define {entry}(...) {entry}(const acl_item acl_here, __VA_ARGS__)" for entry in hidden]
-    lines += [portable_header(), f'#line 1 "{_quoted(source.name)}"', program, '#line 1 "accelerant"']
+    lines += [portable_header(), first_line(source.name), program, first_line("accelerant")]
     lines += [f"#undef {entry}" for entry in hidden]
     lines += [_runner(entry, kinds, shared, waits[entry]) for entry, kinds in source.entries.items()]
     return "\n".join(lines), has_barriers
@@ -184,10 +191,6 @@ def _runner(entry: str, kinds: Sequence[str], shared: bool, waits: bool) -> str:
     if shared:
         here = "acl_here.group = group % grid, acl_here.local = local, acl_here.size = width;"
     return head + _LOOP.format(body=f"{here}\n                {body}") + "}"
-
-
-def _quoted(name: str) -> str:
-    return re.sub(r'[\\"\n]', "_", name)
 
 
 def run_compiler(command: Sequence[str], text: str = "") -> subprocess.CompletedProcess[str]:

@@ -34,7 +34,7 @@ from accelerant.runtime.compilation.cuda import (
     run_nvrtc,
 )
 from accelerant.runtime.compilation.host_c import run_compiler
-from accelerant.runtime.compilation.kernel import Resources, portable_header
+from accelerant.runtime.compilation.kernel import Resources, first_line, portable_header
 from accelerant.runtime.compilation.options import CompileOptions
 from accelerant.runtime.files import JsonRecord
 
@@ -300,7 +300,7 @@ def inspect_amd(
     folders = (f"-I{folder}" for folder in include)
     command = [amd_compiler(), *_FOR_AMD, f"--offload-arch={target}", *options.for_hip(), *folders]
     began = time.perf_counter()
-    source = f'{portable_header()}\n#line 1 "{name}"\n{text}'
+    source = f"{portable_header()}\n{first_line(name)}\n{text}"
     done = run_compiler([*command, "-S", "-", "-o", "-"], source)
     took_ms = (time.perf_counter() - began) * 1e3
     if "invalid target ID" in done.stderr:

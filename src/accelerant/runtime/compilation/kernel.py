@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +28,7 @@ from accelerant.runtime.files import JsonRecord
 
 __all__ = [
     "CUDA_TARGETS", "Binary", "Builder", "Kernel", "KernelSource", "LazyDialects", "LlvmProgram", "Resources",
-    "builder_key", "portable_header", "sources_hash",
+    "builder_key", "first_line", "portable_header", "sources_hash",
 ]  # fmt: skip
 
 CUDA_TARGETS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -174,6 +175,11 @@ class Kernel:
 def portable_header() -> str:
     """Return the text of portable.h, which precedes every kernel in the portable dialect."""
     return (Path(__file__).parent / "portable.h").read_text(encoding="utf-8")
+
+
+def first_line(name: str) -> str:
+    """Return the directive after which the compiler's messages name a file and count its lines."""
+    return '#line 1 "{}"'.format(re.sub(r'[\\"\n]', "_", name))
 
 
 _PACKAGE = Path(__file__).parents[2]

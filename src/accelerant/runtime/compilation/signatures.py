@@ -90,7 +90,7 @@ def _blank(match: re.Match[str]) -> str:
     return re.sub(r"[^\n]", " ", match[0])
 
 
-def dialect_of(text: str, name: str = "") -> str:
+def dialect_of(text: str, name: str = "the text") -> str:
     """Return the dialect of a text, by its kernels or its file's name (.cl); raise CompileError without one."""
     plain = without_comments(text)
     for dialect in ("portable", "cuda", "opencl"):
@@ -99,8 +99,7 @@ def dialect_of(text: str, name: str = "") -> str:
     if name.endswith(".cl"):
         return "opencl"
     raise CompileError(
-        f"{name or 'the text'} has no kernel: mark one with __global__ (CUDA C++), __kernel (OpenCL) or ACL_KERNEL "
-        "(portable C)"
+        f"{name} has no kernel: mark one with __global__ (CUDA C++), __kernel (OpenCL) or ACL_KERNEL (portable C)"
     )
 
 
