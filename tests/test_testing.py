@@ -33,6 +33,17 @@ def test_the_same_calls_take_the_same_time_and_are_counted():
         assert second.counts == counts
 
 
+def test_a_later_block_has_kernels_of_its_own():
+    counts = []
+    for _ in range(2):
+        with fake_provider() as fake:
+            assert fake.field_mul([2], [3]).tolist() == [6]
+            assert fake.gelu(np.zeros(3, np.float32)).tolist() == [0, 0, 0]
+            counts.append({name: fake.counts[name] for name in ("compile", "launch", "allocate")})
+    assert counts[0] == counts[1]
+    assert counts[0]["compile"] == counts[0]["launch"] == 2
+
+
 def test_it_is_a_backend_only_inside_its_block():
     with fake_provider(devices=2, memory_bytes=4096) as fake:
         assert [device.label for device in acl.devices() if device.backend == "fake"] == ["fake:0", "fake:1"]

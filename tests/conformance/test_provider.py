@@ -17,6 +17,7 @@ from accelerant.config import override, settings
 from accelerant.errors import BackendUnavailable, CompileError, ConfigError, LaunchError, OutOfMemory, ShapeError
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import KernelSource
+from accelerant.zk.elliptic_curve import curve
 
 P = field_of("goldilocks").modulus
 EDGES = [0, 1, 2**32 - 1, 2**32, 2**63, P - 2, P - 1]
@@ -106,6 +107,15 @@ def test_a_kernel_by_its_source_and_an_operation_by_its_name(provider):
         provider.execute_kernel("field_add", x, x, grid=(1,))
     with pytest.raises(AttributeError, match="no operation 'abacus'"):
         _ = provider.abacus
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_opencl")
+def test_transforms_and_sums_of_points_are_methods(provider):
+    assert provider.ntt(provider.ntt([1, 2, 3, 4]), inverse=True).tolist() == [1, 2, 3, 4]
+    group = curve("bn254_g1")
+    points = group.mul(group.generator, [1, 2, 3])
+    np.testing.assert_array_equal(provider.msm([1, 2, 3], points), group.mul(group.generator, [14])[0])
 
 
 def test_shutdown_refuses_every_use_and_start_ends_it(provider):
