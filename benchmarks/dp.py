@@ -15,13 +15,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 
 from accelerant.bench.record import Row, failure_note
-from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, option
+from accelerant.bench.suite import CpuColumn, Suite, SuiteCase, SuiteRun, option
 from accelerant.bench.suites.noise import measure_noise
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
@@ -42,7 +43,7 @@ from benchmarks.dp_steps import (
     run_in_turns,
     step_without_privacy,
 )
-from benchmarks.gpt_steps import TokenBatches, step_flops
+from benchmarks.gpt_steps import Step, TokenBatches, cpu_step_ms, step_flops
 
 __all__ = ["DpSuite"]
 
@@ -130,7 +131,8 @@ class DpSuite(Suite):
             peers = self.against if in_turns and not case.config.tied else ()
             parts = "" if case.part is None else f", in parts of {case.part} too"
             key = case.text(", ".join((f"ours{parts}", *peers)), precision)
-            cases.append(SuiteCase(key, functools.partial(_measure_ours, case, self.budget_s, peers)))
+            measure = functools.partial(_measure_ours, case, self.budget_s, peers)
+            cases.append(SuiteCase(key, measure, on_cpu=functools.partial(_on_cpu, case)))
         for case in parsed.values():
             for peer in () if case.config.tied or in_turns else self.against:
                 measure = functools.partial(_measure_peer, peer, case, self.budget_s)
@@ -151,6 +153,24 @@ class DpSuite(Suite):
             opacus = any(row.runner.startswith("opacus") for row in run.record.rows)
             if opacus and _OPACUS_NOTE not in run.record.notes:
                 run.record.notes.append(_OPACUS_NOTE)
+
+
+def _on_cpu(case: PrivateCase, run: SuiteRun) -> CpuColumn:
+    """Return the CPU's times of a step without privacy and of private ones, extrapolated from few tokens."""
+    where, column = run.torch_device, dict[tuple[str, str], tuple[float, str]]()
+    kinds = (None, PrivateKind(secure=True), PrivateKind(secure=False))
+    for kind in kinds:
+        with ExitStack() as stack:
+
+            def step_of(config: GPTConfig, kind: PrivateKind | None = kind, stack: ExitStack = stack) -> Step:
+                small = replace(case, batch=1, config=config, part=None)
+                made = step_without_privacy(small, where) if kind is None else private_step(small, kind, where)
+                return stack.enter_context(made)[0]
+
+            found = cpu_step_ms(step_of, case.config, case.batch)
+        op, variant = ("gpt step", "not private") if kind is None else ("private gpt step", kind.noise)
+        column[op, case.text(variant, torch.bfloat16)] = found
+    return column
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------

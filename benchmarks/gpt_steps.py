@@ -7,13 +7,16 @@ AdamW of the same numbers; parameters are float32, computed with under autocast.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from accelerant.bench.ceilings import threads_text
 from accelerant.bench.suites.model import TokenBatches, step_flops, step_times
+from accelerant.errors import AccelerantError
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.optim import AdamW
 from accelerant.nn.train.step import TrainStep
@@ -26,6 +29,7 @@ __all__ = [
     "PlainGPT",
     "Step",
     "TokenBatches",
+    "cpu_step_ms",
     "own_step",
     "parameter_groups",
     "plain_step",
@@ -39,6 +43,32 @@ WARM_UP = 6
 RATE, BETAS, WEIGHT_DECAY, _CLIP = 6e-4, (0.9, 0.95), 0.1, 1.0
 
 Step = Callable[[Tensor, Tensor], Tensor]
+
+
+_FEW, _MORE = 64, 256
+"""Tokens of the two steps from which the CPU column of a large step is extrapolated."""
+
+
+def cpu_step_ms(step_of: Callable[[GPTConfig], Step], config: GPTConfig, batch: int) -> tuple[float, str]:
+    """Return the milliseconds of a step on the CPU, extrapolated from steps of few tokens, and a note that says so.
+
+    A step takes a time for the update and one for each token; two lengths give both. Attention's share, which grows
+    with the square of the length, is left out. `step_of` returns a step of a model with another context.
+
+    Raises:
+        AccelerantError: the longer step was not slower, on a machine that does other work.
+    """
+    where, times = torch.device("cpu"), []
+    for length in (_FEW, _MORE):
+        small = replace(config, context=length)
+        step, data = step_of(small), TokenBatches.drawn(small, 1, where, contiguous=True)
+        step(*data.batch(0))
+        times.append(min(step_times(step, data, where, 0.0)))  # other work on the machine only adds
+    if times[1] <= times[0]:
+        raise AccelerantError(f"steps of {_FEW} and {_MORE} tokens took {times[0]:.3g} and {times[1]:.3g} ms")
+    each = (times[1] - times[0]) / (_MORE - _FEW)
+    note = f"float32, {threads_text()}, extrapolated from {_FEW} and {_MORE} tokens"
+    return times[1] + each * (batch * config.context - _MORE), note
 
 
 class PlainGPT(nn.Module):

@@ -31,6 +31,7 @@ from typing import Any, Self
 
 from accelerant.algebra.field.llvm_kernels import host_form
 from accelerant.algebra.field.parameters import field_of
+from accelerant.bench.ceilings import threads_text
 from accelerant.bench.record import Row
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, check_names, option
 from accelerant.bench.timer import Timing
@@ -118,7 +119,7 @@ class Groth16Suite(Suite):
     def _measure(self, constraints: int, run: SuiteRun, *, first: bool) -> None:
         peer = find_snarkjs(self.snarkjs) if "snarkjs" in self.against else None
         with tempfile.TemporaryDirectory() as folder:
-            _measure_circuit(_CircuitRun(constraints, first, run, Path(folder), self.runs, peer))
+            _measure_circuit(_CircuitRun(constraints, first, run, Path(folder), self.runs, peer, self.cpu and run.gpu))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,7 @@ class _CircuitRun:
         root: a folder for files.
         runs: proofs and processes behind each figure.
         peer: None where snarkjs was not requested.
+        cpu: add the CPU column.
     """
 
     constraints: int
@@ -138,6 +140,7 @@ class _CircuitRun:
     root: Path
     runs: int
     peer: Snarkjs | None
+    cpu: bool = False
 
     @property
     def name(self) -> str:
@@ -242,6 +245,8 @@ def _measure_warm(this: _CircuitRun, processes: _Processes) -> None:
         stages.append(timings)
         spans.append({name: s * 1e3 for name, s in prover.spans.items()})
     row = _timed(this.row("proof", ", key warm, wall"), wall)
+    if this.cpu:
+        row = replace(row, cpu_ms=_cpu_proof_ms(this), cpu_note=f"key warm, {threads_text()}")
     run.add(row, *processes.peer_rows(row, "wall"))
     target = _WARM_MS.get(this.constraints) if run.is_model("H200") else None
     apart = [ms - stage.get("verification", 0.0) for ms, stage in zip(wall, stages, strict=True)]
@@ -263,6 +268,19 @@ def _measure_warm(this: _CircuitRun, processes: _Processes) -> None:
     for proof in proofs:
         this.check(proof, prover.verification_key)
     run.add(_timed(this.row("many", ", for each proof", note=f"{len(witnesses)} witnesses"), [took]))
+
+
+def _cpu_proof_ms(this: _CircuitRun) -> float:
+    """Return the milliseconds of a proof of the same circuit on the CPU, the key warm."""
+    this.progress("a proof on the CPU")
+    prover, times = Prover(this.zkey, device="cpu"), []
+    prover.prove(this.witness(0))
+    for i in (1, 2):
+        began = time.perf_counter()
+        proof = prover.prove(this.witness(i))
+        times.append((time.perf_counter() - began) * 1e3)
+        this.check(proof, prover.verification_key)
+    return statistics.median(times)
 
 
 def _timed(row: Row, samples: Sequence[float]) -> Row:

@@ -20,14 +20,23 @@ from typing import Self
 import torch
 
 from accelerant.bench.record import Row, failure_note
-from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, check_names, option
+from accelerant.bench.suite import CpuColumn, Suite, SuiteCase, SuiteRun, check_names, option
 from accelerant.bench.timer import Timing
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError
 from accelerant.nn import GPT, GPTConfig
 from accelerant.ops.linear_fp8.op import refuses_device
 from accelerant.runtime.provider import ComputeDevice
-from benchmarks.gpt_steps import WARM_UP, PlainGPT, TokenBatches, own_step, plain_step, step_flops, step_times
+from benchmarks.gpt_steps import (
+    WARM_UP,
+    PlainGPT,
+    TokenBatches,
+    cpu_step_ms,
+    own_step,
+    plain_step,
+    step_flops,
+    step_times,
+)
 
 __all__ = ["GPT2", "PEERS", "TrainingSuite"]
 
@@ -73,7 +82,16 @@ class TrainingSuite(Suite):
     def cases(self, run: SuiteRun) -> list[SuiteCase]:
         """Return a case for each batch size."""
         runners = ", ".join((_OURS, *self.against))
-        return [SuiteCase(f"batch of {n}, {runners}", functools.partial(self._measure, n)) for n in self.batch]
+        cases = {n: functools.partial(self._measure, n) for n in self.batch}
+        return [
+            SuiteCase(f"batch of {n}, {runners}", measure, on_cpu=functools.partial(self._on_cpu, n))
+            for n, measure in cases.items()
+        ]
+
+    def _on_cpu(self, batch: int, run: SuiteRun) -> CpuColumn:
+        assert self.config is not None  # for the type checker: a resolved suite has one
+        row = _row(_OURS, self.config, batch, run)
+        return {(row.op, row.case): cpu_step_ms(lambda small: own_step(GPT(small), precision=None), self.config, batch)}
 
     def covers(self, row: Row) -> bool:
         """Return whether a baseline's row is of one of the batch sizes."""

@@ -39,8 +39,10 @@ from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.field.program import kernel_source
 from accelerant.algebra.ntt.reference import bit_reversed, ntt_reference
+from accelerant.bench.ceilings import threads_text
 from accelerant.bench.record import NAIVE, Row
-from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, option
+from accelerant.bench.suite import CpuColumn, Suite, SuiteCase, SuiteRun, option
+from accelerant.bench.suites.neural_plan import parse_sizes
 from accelerant.bench.timer import time_ms
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
@@ -60,6 +62,9 @@ _COLD_MS, _WARM_MS = 3000.0, 20.0
 """Targets of first calls: with an empty cache, and in a process after it."""
 
 _FIRST_CALL_LIMIT_S = 300
+_COLUMN_LOG_N = 18
+"""Most elements or points of the CPU column, as a power of two; more are scaled from these."""
+
 _BOUND_BY_MEMORY = ("goldilocks", "babybear")
 """Fields whose transforms memory bounds."""
 
@@ -148,17 +153,27 @@ class ZkSuite(Suite):
     """Measure field products, number-theoretic transforms, multi-scalar multiplications, pairings, and first calls."""
 
     name = "zk"
-    examples = ("", "--only msm --only ntt", '--only "bn254_g1 2^20" --json', "--device cpu --list")
+    examples = (
+        "", "--only msm --only ntt", '--only "bn254_g1 2^20" --json', "--only msm --size 2^10..2^16",
+        "--device cpu --list",
+    )  # fmt: skip
 
     only: tuple[str, ...] = option((), "Only cases with this text in their names; may be repeated.", metavar="TEXT")
+    size: tuple[str, ...] = option(
+        (), "Elements or points instead of the cases' own, powers of two: 2^16, or 2^10..2^16; may be repeated.",
+        flags=("--size", "--sizes"), metavar="SIZE",
+    )  # fmt: skip
     budget_s: float = option(0.3, "Seconds of calls behind each figure.", min=0.0, same=True)
 
     def resolve(self, device: ComputeDevice) -> Self:
         """Return the suite.
 
         Raises:
-            ConfigError: no case has one of the texts; lists the cases.
+            ConfigError: no case has one of the texts, which lists the cases; or a size is no power of two.
         """
+        for size in parse_sizes(self.size):
+            if len(size) != 1 or size[0] & (size[0] - 1) or size[0] < 2:
+                raise ConfigError(f"--size: wanted powers of two from 2^1 on, got {'x'.join(map(str, size))}")
         cases = _cases_on(device.torch_device.startswith("cuda"))
         for text in self.only:
             if not any(text.lower() in case.key.lower() for case in cases):
@@ -170,7 +185,11 @@ class ZkSuite(Suite):
     def chosen(self, gpu: bool) -> list[ZkCase]:
         """Return the cases of a device that have one of the texts in their keys, in any letter case."""
         texts = [text.lower() for text in self.only]
-        return [case for case in _cases_on(gpu) if not texts or any(text in case.key.lower() for text in texts)]
+        cases = [case for case in _cases_on(gpu) if not texts or any(text in case.key.lower() for text in texts)]
+        if not self.size:
+            return cases
+        kinds = dict.fromkeys((case.op, case.of) for case in cases if case.log_n)
+        return [ZkCase(*kind, size.bit_length() - 1) for kind in kinds for (size,) in parse_sizes(self.size)]
 
     def prepare(self, run: SuiteRun) -> None:
         """Measure the copy rate and, on an NVIDIA GPU, the multiplier's rates."""
@@ -180,7 +199,13 @@ class ZkSuite(Suite):
 
     def cases(self, run: SuiteRun) -> list[SuiteCase]:
         """Return the chosen cases."""
-        return [SuiteCase(case.key, functools.partial(self._measure, case)) for case in self.chosen(run.gpu)]
+        return [
+            SuiteCase(
+                case.key, functools.partial(self._measure, case),
+                on_cpu=None if case.op == "first call" else functools.partial(_on_cpu, case),
+            )
+            for case in self.chosen(run.gpu)
+        ]  # fmt: skip
 
     def _measure(self, case: ZkCase, run: SuiteRun) -> None:
         _MEASURES[case.op](_ZkRun(case, run, self.budget_s))
@@ -195,13 +220,25 @@ def _cases_on(gpu: bool) -> tuple[ZkCase, ...]:
     return GPU_CASES if gpu else CPU_CASES
 
 
+def _on_cpu(case: ZkCase, run: SuiteRun) -> CpuColumn:
+    """Return the CPU's times for the rows of a case, scaled from fewer elements or points where it has many."""
+    few = replace(case, log_n=min(case.log_n, _COLUMN_LOG_N))
+    _MEASURES[case.op](_ZkRun(few, run, 0.0, column=True))
+    note = threads_text() + (f", scaled from 2^{few.log_n}" if few.log_n < case.log_n else "")
+    return {
+        (row.op, row.case.replace(few.name, case.name, 1)): ((row.p50 or 0.0) * 2 ** (case.log_n - few.log_n), note)
+        for row in run.record.rows
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class _ZkRun:
-    """A case being measured."""
+    """A case being measured; `column` leaves out what only the CPU's own rows have."""
 
     case: ZkCase
     run: SuiteRun
     budget_s: float
+    column: bool = False
 
     @property
     def device_name(self) -> str:
@@ -238,7 +275,7 @@ class _ZkRun:
         else:
             share = ""
         apart = f"measured apart: {self.case.peers}" if self.case.peers else ""
-        return replace(row, note="; ".join(filter(None, (row.note, share, apart))))
+        return replace(row, operations=products, note="; ".join(filter(None, (row.note, share, apart))))
 
     def progress(self, text: str = "") -> None:
         self.run.progress(f"zk: {self.case.key}{text}")
@@ -269,7 +306,7 @@ def _field_mul(this: _ZkRun) -> None:
     target = this.target_ms if run.gpu else None
     row = this.timed(this.row(bytes=size, ceiling="copy" if run.gpu else "", target=target), lambda: x * y)
     run.add(this.noted(row, 0, n))
-    if not run.gpu:
+    if not run.gpu and not this.column:
         alone = this.row(case=f"{case.name}, kernel alone", bytes=size)
         run.add(this.noted(this.timed(alone, _kernel_alone(x, y, z)), 0, n))
         left, right = x.ints(), y.ints()
@@ -330,7 +367,7 @@ def _ntt(this: _ZkRun) -> None:
     row = this.timed(row, lambda: ntt(x, order=_ORDERS[0]))
     multiplies = 0 if memory else ntt_multiplies(field.parameters, case.log_n)
     run.add(this.noted(row, multiplies, (case.log_n << case.log_n) // 2))
-    if not run.gpu:
+    if not run.gpu and not this.column:
         values = x.ints()
         peer = replace(row, runner=NAIVE, implementation="integers", target=None, note="")
         run.add(this.timed(peer, lambda: ntt_reference(values, field=case.of, order=_ORDERS[0])))

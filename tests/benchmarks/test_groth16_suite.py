@@ -229,6 +229,7 @@ def test_the_first_proof_compiles(monkeypatch, tmp_path):
     record = Record(Environment.of(device))
     case = suite._CircuitRun(3, True, SuiteRun(device, record), tmp_path, 2, None)
     suite._write_files(case)
+    assert suite._cpu_proof_ms(case) > 0  # of the CPU column, on the same files
     suite._measure_first_proof(case)
     assert [row.case for row in record.rows] == [f"3 constraints, empty cache, {what}" for what in ("wall", "CPU time")]
     assert record.rows[0].target == suite._FIRST_MS

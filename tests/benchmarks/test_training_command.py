@@ -1,11 +1,18 @@
 """`python -m benchmarks.training` on a CPU: its output and exit statuses."""
 
 import json
+import time
 
 import pytest
 
+from accelerant.bench.record import Environment, Record
+from accelerant.bench.suite import SuiteRun
 from accelerant.cli.bench import run_command
-from benchmarks import step_kernels
+from accelerant.errors import AccelerantError
+from accelerant.nn import GPTConfig
+from accelerant.runtime import registry
+from benchmarks import dp, gpt_steps, step_kernels
+from benchmarks.dp_steps import PrivateCase
 from benchmarks.training import TrainingSuite
 
 
@@ -67,3 +74,39 @@ def test_a_folder_that_a_run_goes_on_from(tmp_path, capsys):
     assert "--budget-s" in capsys.readouterr().err
     assert status("--resume") == 2
     assert "--out must name the folder" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_cpu_column_is_extrapolated_from_two_lengths():
+    config, lengths = GPTConfig(64, 512, 1, 2, 16), []
+
+    def step_of(small):
+        lengths.append(small.context)
+        return lambda tokens, targets: time.sleep(1e-3 * (10 + tokens.numel() / 10))
+
+    ms, note = gpt_steps.cpu_step_ms(step_of, config, 4)
+    assert lengths == [64, 256]
+    assert ms == pytest.approx(10 + 204.8, rel=0.2)
+    assert note.endswith("extrapolated from 64 and 256 tokens")
+    with pytest.raises(AccelerantError, match="steps of 64 and 256 tokens took"):
+        gpt_steps.cpu_step_ms(lambda small: lambda x, y: time.sleep(1e-3 * (300 - small.context)), config, 4)
+
+
+@pytest.mark.slow
+def test_the_cpu_columns_of_training_and_private_training_name_the_rows_of_a_gpu():
+    device = registry.choose("cpu")
+    config = GPTConfig(256, 256, 2, 4, 128, tied=False)
+
+    def column(case):
+        return case.on_cpu(SuiteRun(device, Record(Environment.of(device))))
+
+    run = SuiteRun(device, Record(Environment.of(device)))
+    (training,) = TrainingSuite(batch=(4,), config=config).cases(run)
+    assert list(column(training)) == [("gpt step", "4x256 2 layers of 128 bf16 autocast")]
+    private = dp._on_cpu(PrivateCase(4, config), SuiteRun(device, Record(Environment.of(device))))
+    name = "4x256 2 layers of 128, untied, bf16 autocast"
+    assert list(private) == [
+        ("gpt step", f"{name}, not private"), ("private gpt step", f"{name}, secure"),
+        ("private gpt step", f"{name}, Philox"),
+    ]  # fmt: skip
+    assert all(ms > 0 for ms, _ in private.values())

@@ -340,3 +340,29 @@ def test_the_rates_are_those_of_a_gpu():
     rates = zk_multiplier.measure_multiplier(registry.choose("cuda"), budget_s=0.05)
     assert set(rates) == {zk_multiplier.WIDE, zk_multiplier.CARRY}
     assert rates[zk_multiplier.WIDE] >= 0.9 * rates[zk_multiplier.CARRY] > 0
+
+
+# --- sizes, and the CPU column ---------------------------------------------------------------------------------------
+
+
+def test_sizes_replace_those_of_the_chosen_cases(cpu):
+    chosen = ZkSuite(only=("msm", "goldilocks"), size=("2^4..2^5",)).resolve(cpu).chosen(False)
+    assert [case.key for case in chosen] == [
+        "ntt goldilocks 2^4", "ntt goldilocks 2^5", "msm bn254_g1 2^4", "msm bn254_g1 2^5",
+    ]  # fmt: skip
+    assert all(case.target_ms is None and not case.peers for case in chosen)
+    for size in ("3", "2^4x2", "1"):
+        with pytest.raises(ConfigError, match="wanted powers of two from"):
+            ZkSuite(size=(size,)).resolve(cpu)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in SMALL if case.op != "pairing"], ids=lambda case: case.op)
+def test_the_cpu_column_is_scaled_from_fewer_and_names_the_rows_of_the_device(case, cpu, monkeypatch):
+    monkeypatch.setattr(suite, "_COLUMN_LOG_N", 5)
+    column = suite._on_cpu(case, SuiteRun(cpu, Record(Environment.of(cpu))))
+    assert (case.op, case.name) in column
+    assert all(ms > 0 and note.endswith(", scaled from 2^5") for ms, note in column.values())
+    run = SuiteRun(cpu, Record(Environment.of(cpu)))
+    suite._MEASURES[case.op](suite._ZkRun(case, run, 0.0, column=True))
+    assert all(row.runner == "accelerant" and row.operations > 0 and row.gop_s > 0 for row in run.record.rows)
