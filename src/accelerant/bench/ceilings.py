@@ -70,7 +70,7 @@ def cpu_time_ms(
 
 
 def cpu_timing(
-    make: Callable[[int], Callable[[], object]], rows: int, *, budget_s: float = 0.3
+    make: Callable[[int], Callable[[], object]], rows: int, *, budget_s: float = 0.3, most_s: float = _TOO_LONG_S
 ) -> tuple[Timing | None, str]:
     """Time a case on this machine's CPU, with fewer rows where all of them would take too long.
 
@@ -79,12 +79,13 @@ def cpu_timing(
 
     Returns:
         The times for all rows, scaled from those measured, and a note that says so, "" where all rows were measured;
-        None and the reason where even the smallest share would take more than 2 s.
+        None and the reason where even the smallest share would take more than `most_s`.
     """
     least = math.ceil(rows / _SHARES[-1])
     once_s = second_call_s(make(least))
-    if once_s * _CALLS > _TOO_LONG_S:
-        return None, f"skipped: {once_s * _CALLS:.1f} s for 1/{_SHARES[-1]} of the rows"
+    if once_s * _CALLS > most_s:
+        share = "all" if least == rows else f"1/{_SHARES[-1]} of the"
+        return None, f"skipped: {once_s * _CALLS:.1f} s for {share} rows"
     for share in _SHARES:
         some = math.ceil(rows / share)
         if some == least or once_s * some / least < _ENOUGH_S:

@@ -256,6 +256,7 @@ def measure_cases(suite: str, cases: Sequence[SuiteCase], run: SuiteRun, *, cpu:
     failed: Exception | None = None if run.journal is None else _recorded_failure(run.record.rows)
     if run.journal is not None:
         run.journal.begin(run.record)
+    without_column: list[str] = []
     left, began, spent, measured = run.left(cases), time.monotonic(), dict[str, float](), 0
     for i, case in enumerate(left):
         if run.until is not None and time.monotonic() > run.until:
@@ -270,6 +271,8 @@ def measure_cases(suite: str, cases: Sequence[SuiteCase], run: SuiteRun, *, cpu:
                 if cpu and case.on_cpu is not None:
                     with here.clock.measure("the CPU column"):
                         _add_cpu_column(case.on_cpu, case.key, here, rows)
+                elif cpu and not any(row.cpu_ms or row.cpu_note for row in run.record.rows[rows:]):
+                    without_column.append(case.key)
         except Exception as raised:  # noqa: BLE001 - the other cases are still worth measuring
             failed, error = failed or raised, raised
             if not isinstance(raised, CaseFailedError):
@@ -284,6 +287,8 @@ def measure_cases(suite: str, cases: Sequence[SuiteCase], run: SuiteRun, *, cpu:
             if left[i + 1 :]:
                 _note_missing(run.record, "the loss of the device", left[i + 1 :], len(cases))
             raise lost from error
+    if without_column:
+        run.record.notes.append(f"no CPU column: {'; '.join(without_column)}")
     if len(spent) > 1:
         parts = [f"{s:.1f} s {activity}" for activity, s in sorted(spent.items(), key=lambda pair: -pair[1])]
         run.record.notes.append(f"{measured} cases took {sum(spent.values()):.1f} s: {', '.join(parts)}")

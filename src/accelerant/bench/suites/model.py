@@ -49,7 +49,7 @@ MODELS = {
 16 heads of 128 (Brown et al. 2020, arXiv:2005.14165, table 2.1).
 """
 
-_OURS, _RATE, _CLIP = "accelerant", 6e-4, 1.0
+_OURS, _RATE, _CLIP = "accelerant", 1e-4, 1.0
 _WARM_UP, _LEAST, _MOST = 3, 3, 100
 _NEAR = 0.05
 """Allowed distance of the first losses of two devices, whose precisions may differ."""

@@ -68,6 +68,7 @@ from accelerant.runtime.dispatch import force, operations
 from accelerant.runtime.dispatch.plan import Decision, explain_quietly
 from accelerant.runtime.memory.limits import available_bytes, size_text
 from accelerant.runtime.memory.live_set import LiveSet
+from accelerant.runtime.files import plain
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = ["PEERS", "NeuralSuite", "calls", "compiling", "own_kernels", "runners_of"]
@@ -89,6 +90,9 @@ BASELINES = {"unfused": UNFUSED, "numpy": NUMPY, "naive": NAIVE}
 
 _RUNNERS = {"compile": "torch.compile", **BASELINES}
 """Runner of a peer, where it differs from the peer's name."""
+
+_HOST_S = 20.0
+"""Seconds that the calls of a baseline on the host may take."""
 
 _COPIES = 4
 """Least copies of the arguments that a case holds at a time: themselves, gradients, and those of a check."""
@@ -301,15 +305,13 @@ def _host_row(name: str, one: PlannedCase, ours: Row, budget_s: float) -> Row:
     try:
         few = OpCase(one.op, "", shrunk(one.op, tensors, 2), dict(sample.options), one.benchmark, False)
         error, wrong = Oracle(few).wrong(on_tensors, "forward")
-        first = tensors[0]
-        timing, note = (
-            (None, wrong) if wrong else cpu_timing(call, len(first) if first is not None else 1, budget_s=budget_s)
-        )
+        rows = 1 if tensors[0] is None else len(tensors[0])
+        timing, note = (None, wrong) if wrong else cpu_timing(call, rows, budget_s=budget_s, most_s=_HOST_S)
     except AccelerantError as refused:
         return replace(row, implementation="", note=str(refused))
     if timing is None:
         return replace(row, error=error, note=note)
-    faster = f"ours: {timing.p50_ms / ours.p50:.3g}x its speed" if ours.p50 else ""
+    faster = f"ours: {plain(timing.p50_ms / ours.p50, 3)}x its speed" if ours.p50 else ""
     where = "one core" if name == "naive" else threads_text()
     return replace(row.timed(timing), error=error, note=", ".join(filter(None, ("float32", where, note, faster))))
 
