@@ -230,6 +230,19 @@ def test_a_size_is_measured_whole_with_labelled_baselines():
     assert record.rows[0].speedup == pytest.approx(others[0].p50 / ours.p50)
 
 
+@pytest.mark.gpu
+def test_scores_in_memory_take_more_of_it_than_fused_attention():
+    gpu = registry.choose("cuda")
+    suite = NeuralSuite(op=("attention",), size=("1x4x1024x64",), budget_s=0.01, cpu=True).resolve(gpu)
+    record = Record(Environment.of(gpu), {"matmul TFLOP/s": 1.0, "copy GB/s": 1.0})
+    suite.measure(SuiteRun(gpu, record))
+    rows = {row.runner: row for row in record.rows if row.case.endswith(" forward")}
+    assert set(rows) >= {"accelerant", "torch", UNFUSED, NUMPY}
+    assert rows[UNFUSED].peak_bytes > 10 * rows["accelerant"].peak_bytes
+    assert rows["accelerant"].cpu_ms > 0
+    assert "one core" not in rows[NUMPY].note
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -261,6 +261,21 @@ def test_each_suite_has_a_cpu_column_where_the_device_is_another(monkeypatch):
     assert (failed.p50, failed.cpu_ms, failed.cpu_note) == (2.0, None, "RuntimeError: no memory")
 
 
+@pytest.mark.gpu
+def test_a_gpus_copies_and_launches_have_a_cpu_column():
+    gpu = registry.choose("cuda")
+    for suite in (BandwidthSuite(sizes=("4MiB",), budget_s=0.01, cpu=True), RuntimeSuite(budget_s=0.01, cpu=True)):
+        run = SuiteRun(gpu, Record(Environment.of(gpu)))
+        suite.resolve(gpu).measure(run)
+        assert any(row.cpu_ms for row in run.record.rows if row.runner == "accelerant"), suite.name
+
+
+def test_a_case_without_a_cpu_column_is_named(cpu):
+    run = SuiteRun(cpu, Record(Environment.of(cpu)))
+    measure_cases("x", [SuiteCase("llama", lambda run: None)], run, cpu=True)
+    assert run.record.notes == ["no CPU column: llama"]
+
+
 def test_the_cpu_column_of_runtime_and_bandwidth_is_measured(cpu):
     run = SuiteRun(cpu, Record(Environment.of(cpu)))
     columns = {

@@ -84,8 +84,8 @@ def cpu_timing(
     least = math.ceil(rows / _SHARES[-1])
     once_s = second_call_s(make(least))
     if once_s * _CALLS > most_s:
-        share = "all" if least == rows else f"1/{_SHARES[-1]} of the"
-        return None, f"skipped: {once_s * _CALLS:.1f} s for {share} rows"
+        part = "all" if least == rows else f"1/{_SHARES[-1]} of the"
+        return None, f"skipped: {once_s * _CALLS:.1f} s for {part} rows"
     for share in _SHARES:
         some = math.ceil(rows / share)
         if some == least or once_s * some / least < _ENOUGH_S:

@@ -66,9 +66,9 @@ from accelerant.ops._cases import Benchmark
 from accelerant.runtime import registry
 from accelerant.runtime.dispatch import force, operations
 from accelerant.runtime.dispatch.plan import Decision, explain_quietly
+from accelerant.runtime.files import plain
 from accelerant.runtime.memory.limits import available_bytes, size_text
 from accelerant.runtime.memory.live_set import LiveSet
-from accelerant.runtime.files import plain
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = ["PEERS", "NeuralSuite", "calls", "compiling", "own_kernels", "runners_of"]
