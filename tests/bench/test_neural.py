@@ -174,6 +174,9 @@ def test_every_op_without_stated_positions_takes_a_size():
         rank = len(plan.sized(op, (2,) if len(first_shape(op)) <= 2 else first_shape(op)).sample.shapes[0])
         assert rank == len(first_shape(op))
     assert plan.sized("cross_entropy", (4, 8)).sample.arguments[1].high == 8
+    probabilities, targets = plan.sized("binary_cross_entropy", (4, 8)).sample.tensors(torch.float32)
+    assert 0 < float(probabilities.min())
+    assert float(targets.max()) < 1
     for op in stated:
         with pytest.raises(ConfigError, match="state positions of its rows"):
             plan.sized(op, (4,))

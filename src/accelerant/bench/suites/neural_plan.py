@@ -22,7 +22,7 @@ from accelerant.bench.baselines import COMPOSITIONS, NOT_BY_ROWS, unfused
 from accelerant.bench.subjects import OPS
 from accelerant.bench.suites.neural_cases import benchmarks_of, cases_of
 from accelerant.errors import ConfigError
-from accelerant.ops._cases import Benchmark, Indices, Sample, Stated
+from accelerant.ops._cases import Benchmark, Fractions, Indices, Sample, Stated
 
 __all__ = ["Libraries", "Maker", "PlannedCase", "for_cpu", "parse_sizes", "plan", "sized", "sweep_sizes"]
 
@@ -226,7 +226,7 @@ def _with_fewer_rows(op: str, sample: Sample) -> Sample:
         along = shape is not None and i not in shared and shape[:1] == first[:1] and shape[1:] in ((), first[1:])
         if argument is None or shape is None or not along:
             arguments.append(argument)
-        elif isinstance(argument, Indices):
+        elif isinstance(argument, (Fractions, Indices)):
             arguments.append(replace(argument, shape=(rows, *shape[1:])))
         else:
             arguments.append((rows, *shape[1:]))
@@ -301,6 +301,8 @@ def sized(op: str, size: Sequence[int]) -> Benchmark:
         resized = tuple(itertools.islice(left, len(shape or ())))
         if argument is None:
             arguments.append(None)
+        elif isinstance(argument, Fractions):
+            arguments.append(Fractions(resized))
         elif isinstance(argument, Indices):
             classes = [name for name in free if old[name] == argument.high]
             high = new[classes[-1]] if classes and argument.dtype == torch.int64 else argument.high
@@ -360,6 +362,8 @@ def _resized(benchmark: Benchmark, size: int) -> Benchmark | None:
             arguments.append(replace(argument, shape=(shape[0], *argument.shape[1:]), high=high))
         elif argument == first:
             arguments.append(shape)
+        elif isinstance(argument, Fractions) and argument.shape == first:
+            arguments.append(Fractions(shape))
         elif argument is not None and argument == (columns,):
             arguments.append((shape[1],))
         else:
