@@ -175,7 +175,7 @@ def test_every_op_without_stated_positions_takes_a_size():
         assert rank == len(first_shape(op))
     assert plan.sized("cross_entropy", (4, 8)).sample.arguments[1].high == 8
     probabilities, targets = plan.sized("binary_cross_entropy", (4, 8)).sample.tensors(torch.float32)
-    assert 0 < float(probabilities.min())
+    assert float(probabilities.min()) > 0
     assert float(targets.max()) < 1
     for op in stated:
         with pytest.raises(ConfigError, match="state positions of its rows"):
