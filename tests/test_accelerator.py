@@ -20,7 +20,7 @@ from accelerant import Accelerator, AcceleratorConfig, ops
 from accelerant.accelerator import facade, methods
 from accelerant.accelerator.methods import METHODS, sizes_of
 from accelerant.algebra.field.parameters import field_of
-from accelerant.config import override
+from accelerant.config import override, settings
 from accelerant.errors import (
     AccelerantError,
     BackendUnavailable,
@@ -578,6 +578,22 @@ def test_the_time_limit_holds_for_calls_in_one_piece(call, monkeypatch):
 def test_limits_without_meaning_are_refused(name, value):
     with pytest.raises(ConfigError, match=f"{name} must be above 0"):
         AcceleratorConfig(**{name: value})
+
+
+def test_a_call_runs_under_the_policy_of_its_accelerator(monkeypatch):
+    seen, run = [], METHODS["relu"].run
+
+    def seeing(*tensors, **options):
+        seen.append(settings().fallback)
+        return run(*tensors, **options)
+
+    monkeypatch.setitem(METHODS, "relu", replace(METHODS["relu"], run=seeing))
+    with Accelerator("cpu", fallback="forbid") as strict, Accelerator("cpu", fallback="warn") as warned:
+        for policy in ("allow", "forbid"):
+            with override(fallback=policy):
+                strict.relu([1.0])
+                warned.relu([1.0])
+    assert seen == ["forbid", "warn"] * 2
 
 
 def test_an_absent_backend_raises_or_falls_back_with_a_warning():

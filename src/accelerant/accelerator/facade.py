@@ -12,6 +12,7 @@ import threading
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
@@ -391,7 +392,7 @@ class Accelerator(Operations):
         self._check_open()
         self._metrics.add(name, calls=abs(calls))
         try:
-            with override(fallback=self._policy), time_limit(self.config.timeout_s, name):
+            with self._own_policy(), time_limit(self.config.timeout_s, name):
                 moved, _ = self._move_or_fall_back(name, tensors)
                 return self._run_or_fall_back(name, moved, options, calls)
         except BaseException:
@@ -420,7 +421,7 @@ class Accelerator(Operations):
         self._check_open()
         self._metrics.add(name, calls=1)
         try:
-            with override(fallback=self._policy), time_limit(self.config.timeout_s, name):
+            with self._own_policy(), time_limit(self.config.timeout_s, name):
                 arrays = self._prepared(name, arrays, options)
                 self._check_memory(name, arrays, options)
                 shared = self._run_shared(name, arrays, options) if len(self._devices) > 1 else None
@@ -459,6 +460,10 @@ class Accelerator(Operations):
         self._metrics.add(name, bytes=size + sum(y.nbytes for y in made), flops=flops)
         check_time("at its end", self._wait)
         return result, origin
+
+    def _own_policy(self) -> AbstractContextManager[object]:
+        """Return a context with this Accelerator's fallback policy; changing settings takes a third of a small call."""
+        return nullcontext() if settings().fallback == self._policy else override(fallback=self._policy)
 
     def _move_or_fall_back(self, name: str, arrays: tuple[Any, ...]) -> tuple[Tensors, ArrayOrigin]:
         """Move arrays to the device; to the CPU if they do not fit."""
