@@ -18,10 +18,11 @@ from accelerant.errors import ConfigError, UnsupportedCase, UnsupportedDtype
 from accelerant.ops.gelu.op import gelu_reference
 from accelerant.ops.gelu.portable import gelu_on
 from accelerant.ops.gelu.portable import source as gelu_source
+from accelerant.privacy.random.device import keystream_source
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, portable_header
 from accelerant.runtime.ledger import ledger
-from requirements import require
+from requirements import require, require_backend
 
 SOURCES = {"field_add": field_add_source, "gelu": gelu_source}
 REGISTERS = {"field_add": 16, "gelu_none": 24, "gelu_tanh": 24}
@@ -214,3 +215,34 @@ def test_a_backend_without_portable_c_says_so(monkeypatch):
     monkeypatch.setattr(type(registry.create("cpu")), "dialects", ("llvm",))
     with pytest.raises(UnsupportedCase, match="the cpu backend compiles no portable C"):
         gelu_on(registry.choose("cpu"), np.ones(3, np.float32))
+
+
+def keystream(provider):
+    """Words of ChaCha20: no barrier."""
+    source = keystream_source()
+    kernel = provider.compile(dataclasses.replace(source, dialects={"portable": source.dialects["portable"]}))
+    state, first = (provider.copy_to_device(x) for x in (np.arange(10, dtype=np.uint32), np.array([7], np.uint64)))
+    words = provider.copy_to_device(np.zeros(4090, np.uint32))
+    provider.launch(kernel, (2,), (128,), (state, first, words, 4090, 1))
+    return provider.copy_to_host(words, np.uint32, (4090,)).tolist()
+
+
+def sums(provider):
+    """Sums in a field, of chunks of 1,000: barriers and local memory."""
+    source = kernel_source(FIELDS["goldilocks"], "field_sum")
+    kernel = provider.compile(dataclasses.replace(source, dialects={"portable": source.dialects["portable"]}))
+    x = provider.copy_to_device(np.arange(2**62, 2**62 + 5000, dtype=np.uint64))
+    partial = provider.copy_to_device(np.zeros(5, np.uint64))
+    provider.launch(kernel, (5,), (256,), (x, partial, 5000, 1000))
+    return provider.copy_to_host(partial, np.uint64, (5,)).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run_on", [keystream, sums])
+def test_the_c_compiler_of_the_cpu_gives_the_integers_of_opencl(run_on):
+    """The fields' other functions: tests/algebra/field/test_field_kernels.py."""
+    found = run_on(registry.create("cpu"))
+    assert found == run_on(registry.create(require_backend("opencl")))
+    if run_on is sums:
+        p = FIELDS["goldilocks"].modulus
+        assert found == [sum(range(2**62 + first, 2**62 + first + 1000)) % p for first in range(0, 5000, 1000)]
