@@ -110,6 +110,7 @@ def test_the_text_of_cuda_compiles():
     assert compile_cuda(made, "sm_90").code
 
 
+@pytest.mark.slow
 def test_the_text_of_opencl_runs():
     require_backend("opencl")
     pick = acl.kernel(OPENCL, device="opencl")

@@ -224,16 +224,17 @@ class UserKernel:
         from accelerant.runtime.dispatch.debug import checked
 
         arrays = [value for value in values if isinstance(value, _Array)]
-        report = provider.copy_to_device(np.zeros(REPORT_BYTES, np.uint8), device.index)
+        report, instead = (provider.copy_to_device(np.zeros(REPORT_BYTES, np.uint8), device.index) for _ in range(2))
         if len(compiled.arguments) > len(values):
-            empty = _Array(report.data_ptr() + REPORT_BYTES // 2, 0, report)
-            none = device.backend in ("cpu", "cuda")  # an OpenCL buffer has no address to count from
-            passed = [empty if none and isinstance(x, _Array) and not x.size_bytes else x for x in passed]
+            pairs = zip(values, passed, strict=True)  # an array without elements has no memory for an index of 0
+            passed = [instead if isinstance(x, _Array) and not x.size_bytes else given for x, given in pairs]
             passed = [*passed, *(array.size_bytes for array in arrays), report]
 
         def launch(*_: Any) -> Any:
+            provider.synchronize(device.index)  # the stream may be CuPy's
             with RecordedLaunch(record, provider, device.index):
                 provider.launch(compiled, *sizes, passed, stream)
+            provider.synchronize(device.index)
             found = provider.copy_to_host(report, np.uint8, (REPORT_BYTES,))
             result = self._finish(values, staged, provider)
             raise_if_out_of_bounds(found, self.name, self.parameters)

@@ -22,7 +22,7 @@ from accelerant.runtime.compilation.signatures import Parameter, find_kernels, w
 __all__ = ["REPORT_BYTES", "checked_source", "raise_if_out_of_bounds"]
 
 REPORT_BYTES = 256
-"""Bytes of the report; its second half stands for an array without elements."""
+"""Bytes of the report, and of the memory of an array without elements."""
 
 _CHECK = (
     "{head} acl_wide acl_checked(acl_wide index, acl_wide length, int argument, int line, {report} *report) {{ "
