@@ -125,10 +125,11 @@ def hidden_slices(visible: set[str]) -> list[ComputeDevice]:
     try:
         nvml: Any = importlib.import_module("pynvml")
         nvml.nvmlInit()
+        count = nvml.nvmlDeviceGetCount()
     except Exception:  # noqa: BLE001 - not installed, or no driver: no slice can be listed
         return []
     found: list[ComputeDevice] = []
-    for index in range(nvml.nvmlDeviceGetCount()):
+    for index in range(count):
         with contextlib.suppress(nvml.NVMLError):  # a GPU without MIG, or of which a container has only a part
             parent = nvml.nvmlDeviceGetHandleByIndex(index)
             if nvml.nvmlDeviceGetMigMode(parent)[0] != nvml.NVML_DEVICE_MIG_ENABLE:

@@ -7,6 +7,7 @@ code without a compiler (compilation/cuda.py). Launches go to torch's current st
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import importlib.util
@@ -287,13 +288,13 @@ def _specification(index: int) -> dict[str, Any]:
     """Return the properties of a device, which ComputeDevice explains, from the driver; makes no context."""
     from cuda.bindings import driver
 
+    driver.cuInit(0)
     _, handle = driver.cuDeviceGet(index)
 
     def attribute(name: str) -> int:
-        _, value = driver.cuDeviceGetAttribute(
-            getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}"), handle
-        )
-        return int(value)
+        kind = getattr(driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        code, value = driver.cuDeviceGetAttribute(kind, handle)
+        return int(value) if code == driver.CUresult.CUDA_SUCCESS else 0  # as on a slice or a virtual GPU
 
     info = torch.cuda.get_device_properties(index)
     found: dict[str, Any] = {key: attribute(name) for key, name in _ATTRIBUTES.items()}
@@ -301,7 +302,9 @@ def _specification(index: int) -> dict[str, Any]:
     profile = profile_of(info.name)
     _, address = driver.cuDeviceGetPCIBusId(16, handle)
     _, version = driver.cuDriverGetVersion()
-    cudnn = torch.backends.cudnn.version()
+    cudnn = None
+    with contextlib.suppress(RuntimeError):  # another cuDNN is loaded than torch was built for
+        cudnn = torch.backends.cudnn.version()
     return found | {
         "clock_mhz": clock_khz // 1000,
         "memory_clock_mhz": memory_khz // 1000,
