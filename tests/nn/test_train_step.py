@@ -72,6 +72,7 @@ def test_an_optimizer_that_clips_by_itself_is_left_to_it():
         TrainStep(one, optimizer, one.loss, max_grad_norm=1.0)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("own", [True, False], ids=["our optimiser", "torch's"])
 def test_losses_fall_in_float16_with_a_scale_that_starts_too_high(own, fused):
     one = model()

@@ -301,6 +301,7 @@ def test_grad_scale_and_found_inf(implementation):
     assert all(counter == 1 for counter in scaled.counters)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.usefixtures("chosen")
 @EACH
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
