@@ -47,3 +47,16 @@ def test_refuses():
         with pytest.raises(UnsupportedCase, match="no format of Hugging Face's"):
             call()
     assert json.loads(json.dumps(model.config.to_dict())) == model.config.to_dict()
+
+
+@pytest.mark.gpu
+@cells
+def test_on_a_gpu_a_token_is_a_graph_and_a_step_runs_under_autocast(cell):
+    model = made(cell, width=64, context=32).cuda().double()
+    idx = torch.randint(11, (3, 5), device="cuda")
+    assert torch.equal(model.generate(idx, 40, temperature=0), model.generate(idx, 40, temperature=0, use_cache=False))
+    model = model.float()
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = model.loss(idx, idx)
+    loss.backward()
+    assert all(one.grad.isfinite().all() for one in model.parameters())
