@@ -142,6 +142,14 @@ def test_large_and_undefined_numbers():
         assert y[3, 1].isnan().all()
 
 
+def test_strides_and_dtypes_of_the_weights():
+    x, states, weights = arguments("gru", T=16, dtype=torch.float32)
+    strided = [weights[0], weights[1].detach().t().contiguous().t(), *weights[2:]]
+    assert torch.equal(run("gru", x, states, strided, "llvm")[0], run("gru", x, states, weights, "llvm")[0])
+    with pytest.raises((RuntimeError, ValueError), match=r"dtype|type"):  # torch's own error, before memory is read
+        recurrent("gru", x, states, [weights[0], weights[1].double(), *weights[2:]], **OPTIONS)
+
+
 def test_no_rows():
     x, states, weights = arguments("gru", B=0)
     y, last = run("gru", x, states, weights, "llvm")

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accelerant.ops._launch import ceil_div, next_power_of_2
-from accelerant.ops._library import is_plain
+from accelerant.ops._library import is_ordinary, is_plain
 from accelerant.ops._refusals import refuses_triton_kernel
 from accelerant.ops.attention.launch import triton_capability
 from accelerant.ops.recurrent.llvm_kernels import GATES, RecurrentKernel, lanes, vectors
@@ -76,7 +76,7 @@ def layer_reference(
 
 
 class _Layer(torch.autograd.Function):
-    """layer_reference, with the recurrence by a pair of launches: see launch_forward and launch_backward."""
+    """layer_reference, with the recurrence by a pair of launches, forward and backward; see llvm_kernels.py."""
 
     @staticmethod
     def forward(ctx: Any, launches: Any, cell: str, x: Tensor, h: Tensor, c: Tensor | None, *weights: Any) -> Any:
@@ -175,9 +175,9 @@ def _launch_llvm(backward: bool, cell: str, gates: Tensor, w_hh: Tensor, y: Tens
         return
     G, V, L = (*vectors(cell, backward), lanes(_real(y.dtype)))
     if backward:
-        packed = w_hh.view(GATES[cell] * H, H // (V * L), V * L).transpose(0, 1)
+        packed = w_hh.reshape(GATES[cell] * H, H // (V * L), V * L).transpose(0, 1)
     else:
-        packed = w_hh.view(G, H // (V * L), V * L, H).permute(1, 3, 0, 2)
+        packed = w_hh.reshape(G, H // (V * L), V * L, H).permute(1, 3, 0, 2)
     provider, kernel = _compiled(RecurrentKernel(cell, backward, _real(y.dtype)))
     share = ceil_div(B, min(B, torch.get_num_threads()))
     args = (gates, packed.contiguous(), y, *others, T, H, B, share)
@@ -185,7 +185,6 @@ def _launch_llvm(backward: bool, cell: str, gates: Tensor, w_hh: Tensor, y: Tens
 
 
 _LLVM = (functools.partial(_launch_llvm, False), functools.partial(_launch_llvm, True))
-
 
 _LEAST_STEPS, _FEW_STATES = 16, 2048
 """Steps from which on, and states of the whole batch up to which, the CPU's kernels are faster than torch's functions.
@@ -197,7 +196,7 @@ With 4 steps GRU and RNN took up to twice as long as torch's. Beyond 2048 states
 AVX-512, which our vectors of 32 bytes do not use, were not measured.
 """
 
-_TRACED = "torch must see every operation: tracing, a transform, a subclass or autocast"
+_TRACED = "torch must see every operation: tracing, a transform, a subclass, autocast or mixed dtypes"
 
 
 def _refuses_llvm(case: Case) -> str | None:
@@ -333,8 +332,10 @@ def recurrent(
         y (B, T, outputs), and the states after the last step, like `states`.
     """
     hidden = states[0].shape[-1]
-    traced = torch.compiler.is_compiling() or not is_plain(x) or torch.is_autocast_enabled(x.device.type)
-    learns = torch.is_grad_enabled() and any(one.requires_grad for one in (x, *states, *weights))
+    others = (*states, *weights)
+    traced = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type) or not is_plain(x)
+    traced = traced or not all(is_ordinary(one) and one.dtype == x.dtype for one in others)
+    learns = torch.is_grad_enabled() and any(one.requires_grad for one in (x, *others))
     size = sum(weight.numel() for weight in weights)
     case = Case(x.device, x.dtype, x.shape, (size, hidden * (2 if bidirectional else 1), cell, hidden, traced, learns))
     results: tuple[Tensor, ...] = _OPERATIONS[cell](
