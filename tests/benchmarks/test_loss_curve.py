@@ -143,7 +143,9 @@ def test_fp8_beside_bfloat16(text, tmp_path, monkeypatch):
     monkeypatch.setattr(layers, "FUSED", {"cuda", "cpu"})
     for module in (curve, step_module):
         monkeypatch.setattr(module, "require_float8", lambda _device: None)
-    record = run(settings(text, precisions=("bf16", "fp8"), noises=("reseeded",)), cpu(), tmp_path / "out", Quiet())
+    record = run(
+        settings(text, steps=30, precisions=("bf16", "fp8"), noises=("reseeded",)), cpu(), tmp_path / "out", Quiet()
+    )
     assert record.settings.reference == "bf16"
     plain, bf16, fp8, _ = record.curves
     assert (plain.name, bf16.name, fp8.name) == ("torch", "accelerant, bf16", "accelerant, fp8")

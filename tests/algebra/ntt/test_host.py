@@ -71,10 +71,9 @@ def expected(field, x, log_n, **options):
 SIZES = [(1, 1), (2, 3), (3, 8), (4, 16), (5, 16), (6, 1), (7, 2), (8, 1)]
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(7)
 @pytest.mark.slow
 @pytest.mark.parametrize(("arithmetic", "order"), cases(ORDERS), indirect=["arithmetic"])
-@pytest.mark.sample(3)
 def test_every_direction_coset_and_size(arithmetic, order):
     field, form = arithmetic
     for (log_n, batch), inverse, coset in itertools.product(SIZES, (False, True), (1, field.modulus - 2)):
@@ -84,7 +83,7 @@ def test_every_direction_coset_and_size(arithmetic, order):
         assert found == expected(field, x, log_n, **options), (log_n, batch, inverse, coset)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(7)
 @pytest.mark.slow
 @pytest.mark.parametrize(("arithmetic", "order"), cases(ORDERS), indirect=["arithmetic"])
 def test_three_passes_and_split_twiddles(arithmetic, order, monkeypatch):

@@ -629,9 +629,9 @@ def test_a_draw_makes_one_step():
 def test_a_target_holds_beside_other_trainings_in_the_ledger():
     data = points()
     ledger = dp.Ledger()
-    with private(mlp(), 0.1, target_epsilon=3.0, steps=8, ledger=ledger) as first:
+    with private(mlp(), 1.0, target_epsilon=3.0, steps=8, ledger=ledger) as first:
         drawn_steps(first, data, classify, steps=2)
-        with private(mlp(), 0.1, noise_multiplier=2.0, ledger=ledger) as second:
+        with private(mlp(), 1.0, noise_multiplier=10.0, ledger=ledger) as second:
             drawn_steps(second, data, classify, steps=20)
         with pytest.raises(BudgetExceeded, match="budget is epsilon 3"):
             drawn_steps(first, data, classify, steps=6)

@@ -162,7 +162,7 @@ def test_a_private_training_is_not_pickled_and_its_model_is():
 def test_a_ledger_of_others_keeps_the_training_to_its_own_target():
     data, model = points(), mlp()
     ledger = dp.Ledger(budget=dp.Budget(50.0, 1e-5))
-    with private(model, 0.1, target_epsilon=2.0, steps=3, ledger=ledger) as training:
+    with private(model, 1.0, target_epsilon=2.0, steps=3, ledger=ledger) as training:  # a rate of 1 is soon accounted
         for batch in training.batches(data):
             classify(model, *batch.tensors).backward()
             training.step()
@@ -202,7 +202,7 @@ def test_layers_that_mix_examples_are_refused_by_name():
 def test_the_noise_for_a_target_is_enough_and_no_more(tmp_path):
     data, model = points(), mlp()
     options = {"target_epsilon": 3.0, "steps": 12, "ledger": tmp_path / "spent.jsonl"}
-    with private(model, 0.1, **options) as training:
+    with private(model, 1.0, **options) as training:  # a rate of 1 is soon accounted
         train(training, data)  # the planned steps
         assert training.optimizer.steps == 12
         assert 2.95 < training.epsilon() <= 3.0
@@ -212,14 +212,14 @@ def test_the_noise_for_a_target_is_enough_and_no_more(tmp_path):
     # The same data again, for more: what was spent counts, so the noise is more.
     options["target_epsilon"] = 3.5
     with pytest.raises(ConfigError, match=r"has the budget epsilon 3 at delta 1e-05, and epsilon 3.5 .* is looser"):
-        private(mlp(), 0.1, **options)
+        private(mlp(), 1.0, **options)
     dp.Ledger(options["ledger"], budget=dp.Budget(3.5, 1e-5), loosen_budget=True).close()
-    with private(mlp(), 0.1, **options) as training:
+    with private(mlp(), 1.0, **options) as training:
         assert training.noise_multiplier > 1.05 * first
         train(training, data)
         assert 3.4 < training.epsilon() <= 3.5
     with pytest.raises(BudgetExceeded, match="holds epsilon"):
-        private(mlp(), 0.1, **{**options, "target_epsilon": 2.0})
+        private(mlp(), 1.0, **{**options, "target_epsilon": 2.0})
 
 
 def test_the_expected_batch_size_is_that_of_the_data():
