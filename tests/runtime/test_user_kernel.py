@@ -285,6 +285,15 @@ def test_a_frame_too_large_for_a_waiting_thread_does_not_compile(tmp_path):
     assert not list(tmp_path.rglob("code"))
 
 
+def test_files_of_windows_are_read(tmp_path):
+    (tmp_path / "k.c").write_bytes(
+        b"\xef\xbb\xbf#define T u32\r\nACL_KERNEL void k(ACL_GLOBAL T *x) {\r\n x[0] = 3;\r\n}\r\n"
+    )
+    x = np.zeros(1, np.uint32)
+    acl.kernel(tmp_path / "k.c", device="cpu")(1, 1, x)
+    assert x[0] == 3
+
+
 def test_compile_errors_name_the_users_line(tmp_path):
     (tmp_path / 'my "own.c').write_text("\nACL_KERNEL void k(ACL_GLOBAL float *x) { x[0] = undeclared; }\n")
     with pytest.raises(CompileError, match="does not compile") as caught:

@@ -494,7 +494,7 @@ def _read(source: str | os.PathLike[str]) -> tuple[str, Path | None]:
         raise ConfigError(f"wanted a kernel's text or the path of a file, got {_shown(source)}")
     path = Path(source)
     try:
-        return read_regular(path).decode(), path
+        return read_regular(path).decode("utf-8-sig").replace("\r\n", "\n"), path
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not text in UTF-8") from None
     except (OSError, ValueError) as error:
