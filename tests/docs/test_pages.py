@@ -84,6 +84,13 @@ def test_every_page_is_on_the_site():
         assert f": {page.name}\n" in site, f"mkdocs.yml has no {page.name} in its nav"
 
 
+def test_every_test_of_the_features_page_exists():
+    named = re.findall(r"`(tests/\S+\.py)::(\w+)`", (DOCS / "features.md").read_text(encoding="utf-8"))
+    assert len(named) >= 40
+    for path, name in named:
+        assert f"def {name}(" in (DOCS.parent / path).read_text(encoding="utf-8"), f"{path}::{name}"
+
+
 def test_every_error_of_the_troubleshooting_page_exists():
     table = (DOCS / "troubleshooting.md").read_text(encoding="utf-8").partition("## Errors")[2].partition("\n## ")[0]
     named = set(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE))
