@@ -253,9 +253,33 @@ def test_neural_lists_its_cases_without_measuring(monkeypatch, capsys):
     assert rest == [case for case in cases if " s  softmax 16384x4096" not in case]
 
 
+def test_an_op_is_a_command_with_sizes_of_its_own(capsys):
+    arguments = [
+        "matmul",
+        "--device",
+        "cpu",
+        "--sizes",
+        "8..16,4x8",
+        "--dtypes",
+        "float32,bfloat16",
+        "--list",
+        "--json",
+    ]
+    assert status(*arguments) == 0
+    cases = [case["case"] for case in json.loads(capsys.readouterr().out)]
+    assert [case.rpartition(" ")[0] for case in cases] == [
+        f"size matmul {shape} {dtype}"
+        for shape in ("8x8@8x8", "16x16@16x16", "4x8@8x8")
+        for dtype in ("float32", "bfloat16")
+    ]
+    assert all(case.endswith(" torch+unfused+numpy+naive") for case in cases)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["matmul", "--device", "cpu", "--size", "4x"], "--size: wanted sizes like 4096x4096"),
+        (["check", "/nowhere.toml", "--device", "cpu"], "/nowhere.toml is not a file of floors"),
         (["neural", "--device", "cpu", "--resume"], "--resume: --out must name the folder"),
         (
             ["neural", "--device", "cpu", "--dtypes", "bf16,int4"],

@@ -166,7 +166,10 @@ def floors_text(records: Sequence[Record], margin: float) -> str:
             elif not any(other.peer and other.case_key == row.case_key for other in record.rows):
                 floors[f"{row.op} {row.case}"] = f"{{ ms = {float(f'{(row.p80 or row.p50) / margin:.3g}'):g} }}"
         floors |= {key: f"{math.floor(100 * margin * speed) / 100:g}" for key, speed in speeds.items()}
-    lines = [f"margin = {margin:g}"]
+    lines = [
+        "# Made from records by `accelerant bench check FLOORS.toml RECORD.json ... --write`.",
+        f"margin = {margin:g}",
+    ]
     for device, floors in tables.items():
         lines += ["", f'["{device}"]', *(f'"{key}" = {floors[key]}' for key in sorted(floors))]
     return "\n".join([*lines, ""])
