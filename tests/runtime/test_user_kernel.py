@@ -352,6 +352,28 @@ def test_defines_and_headers_reach_the_compiler_and_the_key(backend, tmp_path):
         assert len(list((tmp_path / "cache").rglob("code"))) == 3
 
 
+@pytest.mark.parametrize("where", ["header", "define"])
+def test_indices_and_barriers_are_seen_in_headers_and_defines(where, tmp_path):
+    (tmp_path / "own.h").write_text(
+        "ACL_DEVICE i64 mine(void) { return acl_global_id(); }\n#define WAIT acl_barrier()\n"
+    )
+    text = """
+    ACL_KERNEL void k(ACL_GLOBAL i64 *x) {
+        ACL_LOCAL i64 seen[4];
+        seen[acl_local_id()] = mine();
+        WAIT;
+        x[mine()] = seen[3 - acl_local_id()];
+    }"""
+    options = acl.CompileOptions(include=[tmp_path])
+    if where == "header":
+        text = f'#include "own.h"\n{text}'
+    else:
+        options = acl.CompileOptions(defines={"WAIT": "acl_barrier()", "mine": "acl_global_id"})
+    x = np.zeros(8, np.int64)
+    acl.kernel(text, device="cpu", options=options)(2, 4, x)
+    assert x.tolist() == [3, 2, 1, 0, 7, 6, 5, 4]
+
+
 def test_the_key_of_cuda_has_options_headers_and_shared_memory(tmp_path):
     pytest.importorskip("cuda.bindings", reason="cuda-bindings is for Linux and Windows")
     (tmp_path / "some.h").write_text("1")

@@ -40,11 +40,19 @@ from accelerant.runtime.compilation.kernel import (
 )
 from accelerant.runtime.compilation.options import header_hashes
 from accelerant.runtime.compilation.signatures import find_kernels, without_comments
+from accelerant.runtime.files import read_regular
 
 __all__ = ["c_compiler", "c_key", "compile_c", "load_c", "run_compiler"]
 
 _TIMEOUT_S = 300
-_FLAGS = ("-std=gnu11", "-fPIC", "-shared", "-fno-strict-aliasing", "-fvisibility=hidden")
+_FLAGS = (
+    "-std=gnu11",
+    "-Werror=implicit-function-declaration",
+    "-fPIC",
+    "-shared",
+    "-fno-strict-aliasing",
+    "-fvisibility=hidden",
+)
 _FRAME = "-Werror=frame-larger-than=65536"
 """For kernels with barriers, whose threads have stacks of 256 KiB."""
 _INDICES = re.compile(r"\bacl_(?:global|local|group)_id\b|\bacl_local_size\b|\bacl_barrier\b")
@@ -59,7 +67,6 @@ typedef struct {
     long long group;
     int local, size;
 } acl_item;
-void acl_host_barrier(void);
 int acl_run_blocks(void (*)(void *const *), void *const *, long long, long long, long long, int, int);
 """
 _LOOP = """\
@@ -155,20 +162,31 @@ def _unit(source: KernelSource, program: str) -> tuple[str, bool]:
     rest = plain
     for body in sorted(bodies.values(), key=len, reverse=True):
         rest = rest.replace(body, " ")
+    options = source.compile_options
+    headers = (path for path, digest in header_hashes(program, options.folders) if digest)
+    rest = "\n".join([rest, *options.macros.values(), *options.cc, *source.raw_options, *map(_content, headers)])
     missing = not bodies.keys() >= source.entries.keys()  # a macro writes them
-    has_barriers = "acl_barrier" in plain
+    has_barriers = "acl_barrier" in plain + rest
     shared = bool(_INDICES.search(rest)) or missing or has_barriers or not all(source.entries.values())
     waits = {
         entry: "acl_barrier" in rest or (missing and has_barriers) or "acl_barrier" in bodies.get(entry, "")
         for entry in source.entries
     }
-    lines = [_HEAD, f"{'extern' if has_barriers else 'static'} __thread acl_item acl_here;"]
+    lines = [_HEAD]
+    if has_barriers:
+        lines.append("extern __thread acl_item acl_here;\nvoid acl_host_barrier(void);")
+    elif shared:
+        lines.append("static __thread acl_item acl_here;")
     hidden = [] if shared else list(source.entries)
     lines += [f"#define {entry}(...) {entry}(const acl_item acl_here, __VA_ARGS__)" for entry in hidden]
     lines += [portable_header(), first_line(source.name), program, first_line("accelerant")]
     lines += [f"#undef {entry}" for entry in hidden]
     lines += [_runner(entry, kinds, shared, waits[entry]) for entry, kinds in source.entries.items()]
     return "\n".join(lines), has_barriers
+
+
+def _content(path: str) -> str:
+    return without_comments(read_regular(Path(path)).decode(errors="replace"))
 
 
 def _runner(entry: str, kinds: Sequence[str], shared: bool, waits: bool) -> str:
