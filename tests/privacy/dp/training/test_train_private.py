@@ -385,7 +385,7 @@ def accelerant(capsys, tmp_path, monkeypatch):
 def test_the_command(accelerant, run):
     given = ("train", "--private", "--data", run.data[0], "--steps", 3, "--device", "cpu", "--out", "out")
     more = ("--batch-size", 24, "--micro-batch", 6)
-    status, output, _ = accelerant(*given, *more, "--target-epsilon", 20, "--delta", "1e-5", "--insecure-noise")
+    status, output, _ = accelerant(*given, *more, "--target-epsilon", 2, "--delta", "1e-5", "--insecure-noise")
     assert status == 0
     private = json.loads(Path("out/summary.json").read_text())["private"]
     assert private["sample_rate"] == 24 / private["windows"]
