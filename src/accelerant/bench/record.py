@@ -174,7 +174,7 @@ class Row:
         timing: how the times were taken, where not one by one with a cold cache.
         target_bytes: the peak_bytes to stay within.
         reason: on our rows, why dispatch chose the implementation.
-        cold_ms: milliseconds of the first call in this process: compiling, loading and races included.
+        cold_ms: milliseconds of the first call of the case in this process, with what it compiles and loads.
         operations: field or curve operations of a call; 0 where it has none.
         level: whether one of our rows is slower than the fastest peer by less than the samples' spread: its 20th
             percentile is at most that peer's median, or its median at most that peer's 80th percentile.

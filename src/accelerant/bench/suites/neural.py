@@ -397,12 +397,13 @@ def _compiled(case: OpCase, part: str) -> Callable[..., Any]:
 def _rows(case: OpCase, one: PlannedCase, run: SuiteRun) -> Iterator[Row]:
     """Yield each runner's rows as they are measured."""
     runners = runners_of(case, one)
+    first_ms = _first_ms(call_of(getattr(ops, case.name), case, "both" if case.together else "forward"), case.device)
     works = work_of(case)
     this = _CaseRun(one, case, Oracle(case, works[0].flops), run)
     for work in works:
         base = Row(
             "neural", case.name, f"{case.label} {work.direction}", "", "", bytes=work.bytes, flops=work.flops,
-            ceiling="matmul" if work.flops else "copy", part=one.part,
+            ceiling="matmul" if work.flops else "copy", part=one.part, cold_ms=first_ms if work is works[0] else None,
         )  # fmt: skip
         if case.aims:
             benchmark = case.benchmark
@@ -428,6 +429,14 @@ def _rows(case: OpCase, one: PlannedCase, run: SuiteRun) -> Iterator[Row]:
                 yield from _forced(chosen, make, ready, work, this)
             else:
                 yield _timed(_checked(_without_targets(row), make, work, this), work, this)
+
+
+def _first_ms(call: Callable[[], Any], device: torch.device) -> float:
+    """Return the milliseconds of a call and of what it starts on the device."""
+    began = time.perf_counter()
+    call()
+    synchronize(device)
+    return (time.perf_counter() - began) * 1e3
 
 
 def _in_turns(base: Row, runners: Mapping[str, Maker], work: CaseWork, this: _CaseRun) -> Iterator[Row]:
@@ -495,12 +504,9 @@ def _checked(row: Row, make: Maker, work: CaseWork, this: _CaseRun, *, ours: boo
             call = call_of(fn, case, work.direction)
             if ours:
                 explained = explain_quietly(call)  # runs the race, if there is one
-                decisions, cold_ms = explained.decisions, explained.total_ms
+                decisions, cold_ms = explained.decisions, row.cold_ms or explained.total_ms
             else:
-                began = time.perf_counter()
-                call()
-                synchronize(case.device)
-                cold_ms = (time.perf_counter() - began) * 1e3
+                cold_ms = _first_ms(call, case.device)
         names = dict.fromkeys(f"{one.implementation} ({'own' if one.own else 'library'})" for one in decisions)
         reasons = "; ".join(dict.fromkeys(f"{one.op}: {one.reason}" for one in decisions if one.reason))
         implementation = (" + ".join(names) or "autograd alone") if ours else row.runner
