@@ -55,7 +55,8 @@ def test_all_runs_every_suite_and_leaves_record_page_and_progress(tmp_path, smal
     assert {"gelu", "field_add", "launch", "stream overlap", "batch gain", "device copy"} <= {row.op for row in rows}
     assert all(row.p50 for row in rows)
     assert page.read_text().startswith("<!doctype html>")
-    assert [line.split()[1] for line in said.err.splitlines()] == ["neural", "algebra", "runtime", "bandwidth"]
+    names = ["neural", "algebra", "runtime", "bandwidth"]  # a suite that takes longer has more lines
+    assert list(dict.fromkeys(word for word in said.err.split() if word in names)) == names
 
 
 @pytest.mark.slow
