@@ -79,6 +79,7 @@ def arrays_of(x):
     return tuple(map(np.asarray, x)) if isinstance(x, tuple) else np.asarray(x)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", OPS)
 def test_every_op_takes_arrays_and_gives_what_it_gives_for_tensors(acc, name):
     """On each sample of the op, by position and by name, alone and in a batch; with the exact bytes of the result."""

@@ -23,6 +23,7 @@ def verdict(before, now):
     return compare(record(before), record(now)).changes[0].verdict
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("before", "now", "expected"),
     [

@@ -102,6 +102,7 @@ def test_a_missing_row_is_a_regression_and_one_not_asked_for_is_not(tmp_path, sm
     assert "1 of the baseline not asked for" in said
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("suite", ["neural", "algebra", "runtime", "bandwidth", "all"])
 @pytest.mark.parametrize("damage", ["text", "device", "figure", "absent"])
 def test_a_bad_baseline_ends_with_2_before_anything_is_measured(suite, damage, tmp_path, monkeypatch, capsys):
@@ -302,6 +303,7 @@ def test_wrong_usage_is_one_clear_line_and_exit_2(arguments, message, capsys):
     assert len(said.splitlines()) == 1
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("option", ["--out", "--report"])
 @pytest.mark.parametrize("suite", ["neural", "algebra", "runtime", "bandwidth", "all"])
 def test_a_path_that_cannot_be_written_ends_with_2_before_anything_is_measured(

@@ -52,6 +52,7 @@ def commands(path):
     ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "path", ["pipe", "/dev/zero", "/dev/full", "/proc", "/proc/self/mem", "/proc/self/environ", "/sys/kernel", "absent"]
 )

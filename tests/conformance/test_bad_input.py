@@ -153,6 +153,7 @@ def test_a_cache_that_cannot_be_written_is_bypassed_with_one_warning(provider, t
     assert str(tmp_path / "kernels") in message
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "damage", ["torn code", "no code", "code is a folder", "torn report", "empty report", "entry is a file"]
 )
@@ -296,6 +297,7 @@ def test_a_program_that_is_declared_with_another_entry_is_another_kernel(provide
 _OPTION = {"cuda": "--ptxas-options=-O1", "opencl": "-DUNUSED=1", "cpu": "-DUNUSED=1", "fake": "-DUNUSED=1"}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("part", ["program", "options", "entries"])
 def test_a_kernel_that_differs_in_one_part_has_an_entry_of_its_own(provider, tmp_path, part):
     plain, both = of_two("one"), of_two("one", "two")

@@ -78,6 +78,7 @@ def stack_of(field, entry):
     return INVERSES * field.size_bytes if entry.startswith("field_inv") else 0
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("target", CUDA_TARGETS)
 @pytest.mark.parametrize("name", SOURCES)
 def test_nvrtc_compiles_it_for_each_target(name, target):
@@ -168,6 +169,7 @@ def device(provider):
     return provider.devices()[0]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("shape", [(1,), (255,), (257,), (3, 5, 7), (100_003,)], ids=str)
 def test_gelu_is_the_references(device, shape, approximate):

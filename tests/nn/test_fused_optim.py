@@ -83,6 +83,7 @@ def op_of(ours):
     return "adamw_step" if ours is AdamW else "sgd_step"
 
 
+@pytest.mark.sample(3)
 @EACH
 def test_is_torchs(pair, implementation):
     ours, torchs, options = pair
@@ -149,6 +150,7 @@ def test_state_dtype(state_dtype):
     torch.testing.assert_close(parameter.float(), torch.full((5,), 0.97), rtol=1e-3, atol=0)
 
 
+@pytest.mark.sample(3)
 @EACH
 def test_parameters_without_gradients(pair):
     """Some never have one, some have one now and then: counters go their own ways."""

@@ -25,6 +25,7 @@ def tokens(*shape):
     return torch.randint(CONFIG.vocab_size, shape, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("prompt", [1, 5, 8, 13])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_cache_changes_nothing(model, prompt, batch):

@@ -79,6 +79,7 @@ def model():
 # --- parity ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @KINDS
 def test_logits_and_gradients_are_transformers(changes):
     other = theirs(**changes)
@@ -100,6 +101,7 @@ def test_logits_and_gradients_are_transformers(changes):
         )
 
 
+@pytest.mark.sample(3)
 @KINDS
 def test_folders_go_both_ways(changes, tmp_path):
     other = theirs(**changes)
@@ -194,6 +196,7 @@ def test_a_head_that_is_not_the_embedding_is_refused(tmp_path):
 # --- generation ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @KINDS
 def test_greedy_tokens_are_transformers(changes):
     other = theirs(**changes)

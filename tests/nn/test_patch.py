@@ -25,6 +25,7 @@ TIGHT = {"rtol": 2e-5, "atol": 2e-6}
 # --- parity ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_and_gradients_stay(family):
     model, inputs = make(family), batch(family)

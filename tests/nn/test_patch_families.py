@@ -28,6 +28,7 @@ GENERATES = ("gemma2", "gemma3", "phi3", "mixtral", "t5", "whisper")
 TOKENS = ("gemma2", "gemma3", "phi3", "mixtral", "roberta", "modernbert", "t5")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", BY_FORM)
 def test_outputs_and_gradients_stay(family):
     model, inputs = make(family), batch(family)

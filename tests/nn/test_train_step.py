@@ -46,6 +46,7 @@ def plain(count, accumulate, clip):
     return one, found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("own", [True, False], ids=["our optimiser", "torch's"])
 @pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (1, 0.5), (3, 0.5)])
 def test_a_step_is_plain_pytorchs(own, accumulate, clip, fused):

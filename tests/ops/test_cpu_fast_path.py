@@ -357,6 +357,7 @@ def differentiated(function, args, options):
     return [*ys, *(torch.autograd.grad(loss, wanted, allow_unused=True) if wanted else ())]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", CALLS)
 def test_a_fast_call_gives_what_the_function_gives(name, entered):
     function, args, options = CALLS[name]
@@ -384,6 +385,7 @@ def test_what_torch_does_in_another_way_is_not_its(name, entered):
             assert entered
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", [name for name in CALLS if not name.startswith("attention")])
 def test_a_checkpoint_may_run_the_fast_path_once_and_once_not(name):
     """It ends the second run by an error of its own, and compares what the two keep."""
@@ -557,6 +559,7 @@ def test_gradient_is_torchs_and_the_ledger_says_so(name):
     assert min(row["ms_first"], backward["ms_first"]) > 0
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", AUTOGRAD_CALLS)
 def test_it_is_what_the_own_way_gives(name, dtype):
@@ -657,6 +660,7 @@ def test_a_loss_of_many_logits_makes_its_gradient_itself(dtype):
     assert {row["implementation"] for row in ledger().to_dict()["ops"]} == {"torch"}
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", AUTOGRAD_CALLS)
 def test_under_autocast_as_the_own_way(name, dtype):

@@ -55,6 +55,7 @@ def test_tanh_is_as_exact_for_small_numbers_as_for_large(interpreted):
     assert ((ops.tanh(x) - exact).abs() / exact.abs()).max() < 4e-7
 
 
+@pytest.mark.sample(3)
 @EACH
 @pytest.mark.parametrize("n", [1023, 1024, 1025, 3 * 1024 + 1])
 def test_around_a_block(op, n, interpreted):

@@ -26,6 +26,7 @@ def summed(dy, indices, V, padding_idx=-1):
     return found
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("index", [torch.int64, torch.int32])
 def test_copies_exactly(dtype, index, interpreted):

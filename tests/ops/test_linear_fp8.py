@@ -86,6 +86,7 @@ def same(found, expected):
         assert torch.equal(found[1].isnan(), ~finite)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("shape", cases.MATRICES, ids=str)
 def test_rows(shape, dtype, interpreted):

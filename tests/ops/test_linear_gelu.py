@@ -50,6 +50,7 @@ def test_any_plan_gives_the_same(plan, M, K, N, approximate, interpreted):
     torch.testing.assert_close(again, theirs(x, weight, None, approximate), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sample(3)
 @APPROXIMATE
 @pytest.mark.parametrize(("M", "N"), [(1, 1), (300, 130), (17, 257)])
 def test_bias_gradient_over_many_parts(M, N, approximate, interpreted, monkeypatch):

@@ -74,6 +74,7 @@ def test_any_plan_gives_the_same_gradient(plan, M, K, N, interpreted):
     close(launch.launch_dx(dy, weight, scale, plan), dy.double() @ (weight * scale.double()[:, None]), 1e-6)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("parts", [1, 2, 5, 99])
 @pytest.mark.parametrize(("M", "K", "N"), [(1, 40, 70), (16, 33, 160), (3, 16, 5), (2, 8, 0)])
 def test_any_parts_give_the_same_gradient(parts, M, K, N, interpreted):
@@ -174,6 +175,7 @@ def test_largest_sums_are_exact(implementation, interpreted):
     assert torch.equal(_integer_product(x.to(torch.int8), weight), sums)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("M", "K", "N"), [(1, 33, 5), (40, 64, 48), (3, 0, 4), (0, 4, 5), (4, 3, 0)])
 def test_dynamic_by_both_implementations(M, K, N, dtype, interpreted):

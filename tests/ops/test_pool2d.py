@@ -68,6 +68,7 @@ def test_any_layout(op):
     against_torch(op, torch.randn(1, 3, 6, 5).expand(2, 3, 6, 5), 2)
 
 
+@pytest.mark.sample(3)
 @BOTH
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_not_a_number_as_torch(op, value):

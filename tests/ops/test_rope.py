@@ -84,6 +84,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sample(3)
 @PAIRS
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout(layout, interleaved, interpreted):

@@ -25,6 +25,7 @@ SHAPES = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sample(3)
 @SHAPES
 def test_sums_to_1(shape, dim, interpreted):
     y = ops.softmax(torch.randn(shape) * 5, dim)
@@ -32,12 +33,14 @@ def test_sums_to_1(shape, dim, interpreted):
     assert (y >= 0).all()
 
 
+@pytest.mark.sample(3)
 @SHAPES
 def test_shift_changes_nothing(shape, dim, interpreted):
     x = torch.randint(-8, 9, shape).float()  # exact after the shift
     assert torch.equal(ops.softmax(x, dim), ops.softmax(x + 1000, dim))
 
 
+@pytest.mark.sample(3)
 @SHAPES
 def test_large_values_do_not_overflow(shape, dim, interpreted):
     x = torch.randn(shape) * 1e30
@@ -46,6 +49,7 @@ def test_large_values_do_not_overflow(shape, dim, interpreted):
     torch.testing.assert_close(y.amax(dim), torch.ones_like(y.amax(dim)))
 
 
+@pytest.mark.sample(3)
 @SHAPES
 def test_gradient_sums_to_0(shape, dim, interpreted):
     x = torch.randn(shape, requires_grad=True)
@@ -53,6 +57,7 @@ def test_gradient_sums_to_0(shape, dim, interpreted):
     torch.testing.assert_close(x.grad.sum(dim), torch.zeros_like(x.grad.sum(dim)), rtol=0, atol=1e-5)
 
 
+@pytest.mark.sample(3)
 @SHAPES
 def test_masked_elements_get_0(shape, dim, interpreted):
     x = torch.randn(shape)
@@ -62,6 +67,7 @@ def test_masked_elements_get_0(shape, dim, interpreted):
     torch.testing.assert_close(y, torch.softmax(x, dim))
 
 
+@pytest.mark.sample(3)
 @SHAPES
 def test_not_a_number_as_torch(shape, dim, interpreted):
     for value in (-math.inf, math.nan, math.inf):
@@ -99,6 +105,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dim", [0, -1])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout(layout, dim, interpreted):
@@ -133,6 +140,7 @@ def test_refuses_integers():
 # --- log_softmax -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @SHAPES
 def test_log_is_softmaxs(shape, dim, interpreted):
     x = torch.randn(shape) * 5
@@ -141,6 +149,7 @@ def test_log_is_softmaxs(shape, dim, interpreted):
     torch.testing.assert_close(y.logsumexp(dim), torch.zeros_like(y.logsumexp(dim)), rtol=0, atol=1e-5)
 
 
+@pytest.mark.sample(3)
 @SHAPES
 def test_log_keeps_what_softmax_loses(shape, dim, interpreted):
     """exp(-400) is 0 in float32; its logarithm is not."""
@@ -150,6 +159,7 @@ def test_log_keeps_what_softmax_loses(shape, dim, interpreted):
     torch.testing.assert_close(y.select(dim, 0), torch.full_like(y.select(dim, 0), -400 - math.log(shape[dim] - 1)))
 
 
+@pytest.mark.sample(3)
 @SHAPES
 def test_log_gradient_sums_to_0(shape, dim, interpreted):
     x = torch.randn(shape, requires_grad=True)
@@ -157,6 +167,7 @@ def test_log_gradient_sums_to_0(shape, dim, interpreted):
     torch.testing.assert_close(x.grad.sum(dim), torch.zeros_like(x.grad.sum(dim)), rtol=0, atol=2e-4)
 
 
+@pytest.mark.sample(3)
 @SHAPES
 def test_log_not_a_number_as_torch(shape, dim, interpreted):
     for value in (-math.inf, math.nan, math.inf):
@@ -170,6 +181,7 @@ def test_log_not_a_number_as_torch(shape, dim, interpreted):
         torch.testing.assert_close(ops.log_softmax(x, dim), expected, equal_nan=True)
 
 
+@pytest.mark.sample(3)
 @SHAPES
 def test_log_masked_elements_as_torch(shape, dim, interpreted):
     x = torch.randn(shape)

@@ -29,6 +29,7 @@ def against_torch(*tensors):
         torch.testing.assert_close(one.grad, other.grad, rtol=4e-6, atol=2e-6, equal_nan=True)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("n", [127, 128, 1023, 1024, 1025, 3000])
 def test_around_a_block(n, interpreted):
     against_torch(torch.randn(n), torch.randn(n))

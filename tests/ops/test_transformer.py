@@ -61,6 +61,7 @@ def ran(name):
 # --- pieces ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(5)
 @BOTH
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 @pytest.mark.parametrize("shape", cases.MATRICES, ids=str)
@@ -79,6 +80,7 @@ def test_column_sums_of_a_matrix_with_gaps(interpreted):
 EACH = pytest.mark.parametrize(("examples", "T", "N"), [(1, 1, 5), (3, 7, 24), (2, 260, 130), (4, 33, 768), (0, 3, 8)])
 
 
+@pytest.mark.sample(5)
 @BOTH
 @EACH
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -367,6 +369,7 @@ def functions():
     }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", list(functions()))
 def test_gradcheck(name, uninterpreted):
     run, inputs = functions()[name]

@@ -350,6 +350,7 @@ def test_a_loss_over_its_logits_is_not_repeated_to_be_timed(interpreted, folder)
 WIDTHS = (*range(1, 300), *range(500, 8193, 4), 8192)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [name for name in TUNED if name.split("_")[-2:] != ["fwd", "wide"] and "norm" in name])
 def test_a_bucket_of_norms_has_one_set_of_plans(name):
     """So that what was measured for some columns can be launched for others."""

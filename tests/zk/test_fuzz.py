@@ -275,6 +275,7 @@ def point_bytes(draw, curve, layout):
     return bytes(draw(st.sampled_from([0, 0x40, 0x80, 0xC0, 0xA0, 0xFF])) for _ in range(1)) + bytes(len(good) - 1)
 
 
+@pytest.mark.sample(3)
 @each("name", CURVES, ["bn254_g1", "bls12_381_g1", "bn254_g2"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @fuzzed

@@ -124,6 +124,7 @@ def test_sums_are_those_of_the_reference(form):
     assert found == msm_sum(curve, scalars, points) == msm_buckets(curve, scalars, points)
 
 
+@pytest.mark.sample(5)
 @each_form
 @pytest.mark.parametrize("bits", [4, 5, 8, 13])
 @pytest.mark.parametrize(("parts", "group"), [(1, 1), (3, 1), (1, 3), (2, 100)])
@@ -156,6 +157,7 @@ def skewed(kind, r, n):
 KINDS = ("equal points", "equal scalars", "ones", "r - 1", "bits", "opposites", "all one", "mostly zero")
 
 
+@pytest.mark.sample(3)
 @each_form
 @pytest.mark.parametrize("kind", KINDS)
 def test_skewed_sums(form, kind):

@@ -96,6 +96,7 @@ def test_one_point_of_small_order_among_many_is_named(name):
         assert np.flatnonzero(launch.off(HOST, curve_of(name), "off_subgroup", points)).tolist() == [at]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("parts", ["one", "opposites", "threes", "all", "all but one", "a hundred"])
 def test_parts_of_order_three_are_found_each_time(parts):
     """They vanish in every third combination with random coefficients, and where all of a threesome are summed."""

@@ -53,6 +53,7 @@ def run_pass(step, x, p):
     return y
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("coset", [1, 31])

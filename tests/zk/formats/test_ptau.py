@@ -116,6 +116,7 @@ def test_what_no_header_has(altered, data, family):
         altered(edited(data, HEADER, 4, bytes(size)))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("number", [*range(HEADER, CONTRIBUTIONS + 1), *LAGRANGE])
 @pytest.mark.parametrize("change", [-1, 1, 64, -64])
 def test_sections_longer_or_shorter_than_the_power_says(altered, data, number, change):

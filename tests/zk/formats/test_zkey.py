@@ -145,6 +145,7 @@ def test_headers_that_no_key_has(altered, data, family):
             altered(edited(data, HEADER, counts + 8, struct.pack("<I", 1 << 29)))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("number", range(1, 11))
 @pytest.mark.parametrize("change", [-1, 1, 64, -64])
 def test_sections_longer_or_shorter_than_the_counts_say(altered, data, number, change):

@@ -360,6 +360,7 @@ ELEMENTS = [
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("new", "match"), ELEMENTS)
 @pytest.mark.parametrize("path", [("pi_a", 0), ("pi_a", 1), ("pi_b", 1, 0), ("pi_c", 1)])
 def test_elements_of_a_proof(parts, path, new, match):

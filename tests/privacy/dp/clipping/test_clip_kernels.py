@@ -42,6 +42,7 @@ def drawn(*shape, dtype=torch.float32):
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
+@pytest.mark.sample(3)
 @dtypes
 @pytest.mark.parametrize("shape", [(3, 7), (2, 128), (2, 5, 60), (1, 1), (4, 0), (0, 3)])
 def test_squares(shape, dtype):
@@ -53,6 +54,7 @@ def test_squares(shape, dtype):
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.sample(3)
 @dtypes
 @pytest.mark.parametrize("shape", [(3, 7), (9, 300), (17, 5, 13), (1, 1), (2, 0), (0, 3)])
 def test_weighted_sum(shape, dtype):
@@ -76,6 +78,7 @@ def test_weighted_sum(shape, dtype):
     torch.testing.assert_close(into.double(), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.sample(3)
 @dtypes
 @pytest.mark.parametrize("shape", [(3, 7), (4, 6, 40), (1, 1), (2, 0)])
 def test_scaled_and_cleared(shape, dtype):
@@ -98,6 +101,7 @@ def test_scaled_and_cleared(shape, dtype):
     assert served("clip_clear") == "triton"
 
 
+@pytest.mark.sample(3)
 @dtypes
 @pytest.mark.parametrize(("B", "T", "K", "N"), [(2, 2, 3, 5), (3, 17, 70, 20), (2, 40, 33, 65), (1, 130, 8, 8)])
 def test_ghost(B, T, K, N, dtype):

@@ -21,6 +21,7 @@ def _seed():
     torch.manual_seed(0)
 
 
+@pytest.mark.sample(3)
 @dtypes
 @modes
 @given(B=few, T=few, K=few, N=few, bias=st.booleans(), ours=st.booleans())
@@ -58,6 +59,7 @@ def test_a_batch_of_no_examples_adds_nothing(norms):
     assert all(float(each.grad.abs().sum()) == 0 for each in model.parameters())
 
 
+@pytest.mark.sample(3)
 @dtypes
 @modes
 @given(B=few, T=few, V=few, D=few, padding=st.booleans())
@@ -94,6 +96,7 @@ def test_a_token_for_each_example(norms):
     check(Chain(nn.Embedding(5, 3)), [torch.tensor([4, 1, 1, 3])], loss_of, norms=norms)
 
 
+@pytest.mark.sample(5)
 @dtypes
 @modes
 @pytest.mark.parametrize(
@@ -131,6 +134,7 @@ convolution_options = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dimensions", [1, 2])
 @modes
 @given(B=few, options=convolution_options, mode=st.sampled_from(["zeros", "reflect", "circular"]))
@@ -166,6 +170,7 @@ def test_what_follows_a_layer_may_change_it_in_place(norms):
     check(model, [torch.randn(3, 3, 6, 6)], loss_of, norms=norms)
 
 
+@pytest.mark.sample(3)
 @modes
 @pytest.mark.parametrize(
     "layer",

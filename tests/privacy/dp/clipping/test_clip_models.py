@@ -26,6 +26,7 @@ def by_logits(model, idx, targets):
     return nn.functional.cross_entropy(model(idx).flatten(0, 1), targets.flatten())
 
 
+@pytest.mark.sample(3)
 @modes
 @pytest.mark.parametrize("T", [3, 4, 5])  # of 4 examples: as many positions as examples, too
 @pytest.mark.parametrize("loss", [by_method, by_logits])
@@ -48,6 +49,7 @@ def test_gpt_with_a_frozen_part(frozen):
     check(model, tokens(4, 4), by_method)
 
 
+@pytest.mark.sample(3)
 @modes
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("loss", [by_method, by_logits])
@@ -117,6 +119,7 @@ def of_transformers(name):
     return kind(config)
 
 
+@pytest.mark.sample(3)
 @modes
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 def test_language_models_of_transformers(name, norms):

@@ -38,6 +38,7 @@ def one_by_one(model, idx, targets):
     return sums
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("bias", "tied"), [(True, True), (False, True), (True, False)])
 @pytest.mark.parametrize(
     "T", [8, 40]

@@ -81,6 +81,7 @@ def values(n):
     return x
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("terms", BY_TERMS)
 @pytest.mark.parametrize("whole", [True, False])
 def test_llvm_draws_equal_the_reference(terms, whole):
