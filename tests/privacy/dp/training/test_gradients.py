@@ -295,3 +295,14 @@ def test_sums_are_checked_before_anything_is_recorded():
         privatizer.step([np.zeros((2, 3)), np.zeros((3, 3))])
     assert not privatizer.ledger.events
     assert privatizer.made == 0
+
+
+@pytest.mark.gpu
+def test_gradients_on_a_gpu_stay_there():
+    privatizer = planned()
+    named = {name: each.cuda() for name, each in gradients().items()}
+    assert {each.device.type for each in privatizer.step(named).values()} == {"cuda"}
+    assert privatizer.release_sum(named["bias"].sum(0), sensitivity=1.0).device.type == "cuda"
+    with pytest.raises(ConfigError, match=r"on one device, got .*'bias': 'cpu'"):
+        privatizer.step({**named, "bias": gradients()["bias"]})
+    assert privatizer.made == 2
