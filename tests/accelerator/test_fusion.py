@@ -146,6 +146,7 @@ def by_the_c_compiler(uninterpreted, monkeypatch):
     monkeypatch.setattr(function, "_SCALAR", set())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_portable_c_on_the_cpu(name, by_the_c_compiler):
