@@ -177,7 +177,7 @@ def _unit(source: KernelSource, program: str) -> tuple[str, bool]:
         lines.append("extern __thread acl_item acl_here;\nvoid acl_host_barrier(void);")
     elif shared:
         lines.append("static __thread acl_item acl_here;")
-    hidden = [] if shared else list(source.entries)
+    hidden = [] if shared else list(bodies)  # kernels that are no entries use the indices, too
     lines += [f"#define {entry}(...) {entry}(const acl_item acl_here, __VA_ARGS__)" for entry in hidden]
     lines += [portable_header(), first_line(source.name), program, first_line("accelerant")]
     lines += [f"#undef {entry}" for entry in hidden]
