@@ -224,11 +224,11 @@ def test_an_absent_backend_has_no_sample():
 def test_a_region_has_its_time_and_memory_and_prints_as_a_table():
     held = []
     with acl.measure("cpu") as found:
-        held.append(np.ones(32 << 20, np.uint8))
+        held.append(np.ones(64 << 20, np.uint8))  # so much is new pages, never those that were freed before
         acl.ops.softmax(torch.randn(3, 5))
     assert found.seconds > 0
     if "peak_bytes" not in found.reasons:
-        assert 30 << 20 < found.peak_growth_bytes <= found.peak_bytes
+        assert 48 << 20 < found.peak_growth_bytes <= found.peak_bytes
     text = str(found)
     assert re.search(r"^time +[\d.e-]+ s$", text, re.MULTILINE)
     assert re.search(r"^softmax_fwd +torch +3x5 float32 +1 ", text, re.MULTILINE)
