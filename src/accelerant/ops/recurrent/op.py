@@ -189,11 +189,10 @@ _LLVM = (functools.partial(_launch_llvm, False), functools.partial(_launch_llvm,
 _LEAST_STEPS, _FEW_STATES = 16, 2048
 """Steps from which on, and states of the whole batch up to which, the CPU's kernels are faster than torch's functions.
 
-Measured on one Zen 3 core (`python -m benchmarks.recurrent`), float32, 32 steps, hidden sizes of 64 to 512, batches of
-1 to 64. Forward and backward GRU was 1.2 to 5 times as fast as torch's, RNN 1.2 to 2.8 times. LSTM, which torch
-computes by oneDNN, 1.0 to 1.3 times up to 2048 states and as fast beyond; its forward pass alone 0.76 to 1.2 times.
-With 4 steps GRU and RNN took up to twice as long as torch's. Beyond 2048 states the time is the products', and those of
-AVX-512, which our vectors of 32 bytes do not use, were not measured.
+From runs on a busy Zen 3 core, float32, one thread; `benchmarks.recurrent` measures it. GRU and RNN were faster
+than torch in every case of 32 steps, and slower in some of 4. LSTM, which torch computes by oneDNN, was faster with its
+backward pass up to 2048 states. With several threads oneDNN may be faster below that, too. AVX-512, which our vectors
+of 32 bytes do not use, was not measured.
 """
 
 _TRACED = "torch must see every operation: tracing, a transform, a subclass, autocast or mixed dtypes"
