@@ -14,6 +14,7 @@ from __future__ import annotations
 import linecache
 import math
 import sys
+from abc import ABC, abstractmethod
 from functools import lru_cache
 from types import ModuleType
 from typing import Literal
@@ -32,7 +33,7 @@ Schedule = Literal["stream", "whole", "looped"]
 _TRITON_TYPES = {torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16", torch.float32: "tl.float32"}
 
 
-class _Writer:
+class _Writer(ABC):
     """Writes a program; subclasses have the words of a language."""
 
     def __init__(self, program: Program, schedule: Schedule) -> None:
@@ -59,11 +60,11 @@ class _Writer:
             self.assign(f"v{index}", text, node)
         return self.known[index]
 
-    def text_of(self, node: Node, args: list[str]) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def text_of(self, node: Node, args: list[str]) -> str: ...
 
-    def assign(self, name: str, text: str, node: Node) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def assign(self, name: str, text: str, node: Node) -> None: ...
 
     def needed(self, targets: list[int]) -> list[int]:
         """Return the values that lead to some, without those already known, in order."""
@@ -116,20 +117,20 @@ class _Writer:
             self.end(i, nodes[i].op)
             self.known[i] = f"v{i}"
 
-    def begin(self, index: int, op: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def begin(self, index: int, op: str) -> None: ...
 
-    def accumulate(self, index: int, op: str, value: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def accumulate(self, index: int, op: str, value: str) -> None: ...
 
-    def end(self, index: int, op: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def end(self, index: int, op: str) -> None: ...
 
-    def store(self, number: int, value: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def store(self, number: int, value: str) -> None: ...
 
-    def open_loop(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def open_loop(self) -> None: ...
 
     def close_loop(self) -> None:
         self.depth -= 1

@@ -371,7 +371,7 @@ class FusedFunction:
     ) -> Any:
         """Run portable C on NumPy arrays, on a device that torch does not know; copies there and back."""
         device = self.device
-        assert device is not None
+        assert device is not None  # for the type checker: the caller's device is one without tensors
         provider = registry.create(device.backend)
         for x in arrays:
             if not isinstance(x, np.ndarray) or x.dtype not in (np.float32, np.bool_):
