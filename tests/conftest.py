@@ -78,6 +78,14 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(autouse=HAS_GPU)
+def _memory_for_other_processes(request):
+    """Give unused memory back to the GPU, which the workers of xdist share."""
+    yield
+    if "gpu" in request.keywords:
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def quick_opencl(monkeypatch):
     """PoCL compiles without its optimiser, in a third of the time; test_msm_device.py and the soak have it."""

@@ -151,7 +151,8 @@ def test_the_specification_of_a_gpu():
     assert 100 < facts["memory_bandwidth_gb_s"] < 20_000
     assert facts["pci_address"].count(":") == 2
     assert facts["uuid"].startswith(("GPU-", "MIG-"))
-    assert facts["driver_version"] >= facts["minimum_driver"]
+    driver, least = ([int(part) for part in facts[name].split(".")] for name in ("driver_version", "minimum_driver"))
+    assert driver >= least
     assert "bfloat16" in facts["dtypes"]
     assert all(not hidden.available for hidden in registry.create("cuda").hidden_devices())
     assert 0.01 <= registry.create("cuda").free_fraction(device) <= 0.95

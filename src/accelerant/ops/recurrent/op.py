@@ -191,7 +191,7 @@ _LEAST_STEPS, _FEW_STATES = 16, 2048
 
 From runs on a busy Zen 3 core, float32, one thread; `benchmarks.recurrent` measures it. GRU and RNN were faster
 than torch in every case of 32 steps, and slower in some of 4. LSTM, which torch computes by oneDNN, was faster with its
-backward pass up to 2048 states. With several threads oneDNN may be faster below that, too. AVX-512, which our vectors
+backward pass up to 2048 states, and with two threads slower at 1024 (0.87 times the speed). AVX-512, which our vectors
 of 32 bytes do not use, was not measured.
 """
 
@@ -203,7 +203,7 @@ def _refuses_llvm(case: Case) -> str | None:
         return f"is for a CPU, not {case.device.type}"
     if case.dtype not in (torch.float32, torch.float64):
         return "computes float32 and float64"
-    cell, hidden, traced, learns = case.options[2:]
+    cell, hidden, traced, learns, threads = case.options[2:]
     if traced:
         return _TRACED
     multiple = 4 * lanes(_real(case.dtype))
@@ -215,9 +215,10 @@ def _refuses_llvm(case: Case) -> str | None:
     if T < _LEAST_STEPS:
         return f"{T} steps do not repay the packing of the weights, {_LEAST_STEPS} do"
     states = B * hidden
-    if cell == "lstm" and not (learns and states <= _FEW_STATES):
+    if cell == "lstm" and not (learns and states <= _FEW_STATES and threads == 1):
         return (
-            f"oneDNN's LSTM is as fast without a gradient, or with more than {_FEW_STATES} states; these are {states}"
+            f"oneDNN's LSTM is as fast without a gradient, by several threads, or with more than {_FEW_STATES} states; "
+            f"these are {states}, by {threads} threads"
         )
     if states > _FEW_STATES and torch.backends.cpu.get_cpu_capability() == "AVX512":
         return f"with more than {_FEW_STATES} states torch's products use AVX-512; these are {states}"
@@ -264,7 +265,7 @@ _TRITON = (functools.partial(_launch_triton, "fwd"), functools.partial(_launch_t
 
 
 def _refuses_triton(case: Case) -> str | None:
-    cell, hidden, traced, _ = case.options[2:]
+    cell, hidden, traced = case.options[2:5]
     if traced:
         return _TRACED
     if (reason := refuses_triton_kernel(case)) is not None:
@@ -336,7 +337,9 @@ def recurrent(
     traced = traced or not all(is_ordinary(one) and one.dtype == x.dtype for one in others)
     learns = torch.is_grad_enabled() and any(one.requires_grad for one in (x, *others))
     size = sum(weight.numel() for weight in weights)
-    case = Case(x.device, x.dtype, x.shape, (size, hidden * (2 if bidirectional else 1), cell, hidden, traced, learns))
+    threads = torch.get_num_threads() if x.device.type == "cpu" else 0
+    options = (size, hidden * (2 if bidirectional else 1), cell, hidden, traced, learns, threads)
+    case = Case(x.device, x.dtype, x.shape, options)
     results: tuple[Tensor, ...] = _OPERATIONS[cell](
         case, cell, x, states, weights, bias, layers, dropout, training, bidirectional
     )
