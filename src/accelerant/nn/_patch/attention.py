@@ -213,7 +213,7 @@ def _refuses(
         return "a bias of the scores by position"
     if kwargs.get("output_attentions"):
         return "output_attentions (only attn_implementation='eager' gives the weights)"
-    if kwargs.keys() & _NEW_OPTIONS:
+    if any(option in _NEW_OPTIONS for option in kwargs):  # torch.compile cannot trace an intersection of keys
         return "an option that this version of transformers added"
     groups = max(1, getattr(module, "num_key_value_groups", 1))
     if any(x.dim() != 4 for x in qkv) or key.shape != value.shape or query.shape[1] != key.shape[1] * groups:

@@ -47,7 +47,8 @@ def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     options = getattr(self, MARK).options
     given = dict(zip(options["names"], args, strict=False))
     labels = given.get("labels", kwargs.get("labels"))
-    if labels is None or len(given) < len(args) or given.keys() & kwargs.keys() or "_loss_function" in self.__dict__:
+    twice = any(name in kwargs for name in given)
+    if labels is None or len(given) < len(args) or twice or "_loss_function" in self.__dict__:
         return type(self).forward(self, *args, **kwargs)
     kwargs |= given
     del kwargs["labels"]
