@@ -12,7 +12,7 @@ from torch import nn
 
 from accelerant.errors import ConfigError
 from accelerant.nn._patch import plain
-from accelerant.nn._patch.record import ATTENTION_NAME, RECORD, Changed, LeftAlone, PatchReport, Record
+from accelerant.nn._patch.record import ATTENTION_NAME, RECORD, Changed, LeftAlone, PatchReport, Record, signed
 
 __all__ = ["optimize", "patch", "unpatch"]
 
@@ -22,7 +22,9 @@ _REPLICATE = "_replicate_for_data_parallel"
 """The method that nn.DataParallel calls to copy a module: the copy's forward would be bound to the original."""
 
 
-def patch(model: nn.Module, *, loss: bool = True, padding: str = "exact", embedding: bool = True) -> PatchReport:
+def patch(
+    model: nn.Module, *, loss: bool = True, padding: str = "exact", embedding: bool = True, graph: bool = False
+) -> PatchReport:  # fmt: skip
     """Put a model onto Accelerant's ops, in place: one of Hugging Face, of torch.nn's layers, or both.
 
     In a model of transformers it replaces attention (through transformers' AttentionInterface), norms with the residual
@@ -46,6 +48,9 @@ def patch(model: nn.Module, *, loss: bool = True, padding: str = "exact", embedd
             positions. "skip": they stay on our kernels; tokens do not attend to padding, and results at padded
             positions are undefined (as with FlashAttention in transformers).
         embedding: whether to replace token and position embeddings.
+        graph: whether calls in training run from CUDA graphs: the forward pass as one, the backward pass as another,
+            captured after a few eager calls with arguments of the same shapes. Calls that cannot be captured run
+            eagerly; the report counts them by reason.
 
     Returns:
         a report of all modules that changed or were left alone, with reasons; it counts attention fallbacks later on.
@@ -99,6 +104,8 @@ def patch(model: nn.Module, *, loss: bool = True, padding: str = "exact", embedd
             config: Any = module.config
             record.configs.append(config)
             config._attn_implementation_internal = ATTENTION_NAME
+    if graph:
+        _add_graphs(model, record)
     model.__dict__[RECORD] = record
     model.__dict__[_REPLICATE] = _refuse_replica
     return report
@@ -119,6 +126,17 @@ def unpatch(model: nn.Module) -> None:
     record.check()
     record.undo()
     del model.__dict__[RECORD], model.__dict__[_REPLICATE]
+
+
+def _add_graphs(model: nn.Module, record: Record) -> None:
+    """Let the model's forward, replaced or not, run from CUDA graphs."""
+    graphs = importlib.import_module("accelerant.nn._patch.graphs")
+    inner = next((forward for module, forward in record.forwards if module is model), type(model).forward)
+    record.forwards = [pair for pair in record.forwards if pair[0] is not model]
+    record.graphs = graphs.Graphs(inner, record.report, asked=True)
+    record.replace_forward(
+        model, graphs.graphed_forward if record.plain else signed(graphs.graphed_forward, type(model))
+    )
 
 
 def _why_nothing(report: PatchReport) -> str:

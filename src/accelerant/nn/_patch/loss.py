@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -21,25 +19,13 @@ from torch import Tensor, nn
 from accelerant import ops
 from accelerant.errors import UnsupportedCase
 from accelerant.nn._patch.attention import causal_mask
-from accelerant.nn._patch.record import ATTENTION_NAME, MARK, Forward, is_bare
+from accelerant.nn._patch.record import ATTENTION_NAME, MARK, PARTS, is_bare, signed
 from accelerant.ops._library import autocast_dtype
 
 __all__ = ["CrossEntropyLoss", "causal_lm_forward", "causal_loss", "masked_lm_forward", "masked_loss", "signed"]
 
 _LONGEST_MASK = 4096  # tokens, for which we build a mask: its memory is quadratic, 16 MiB here
 _BIAS_COLUMNS = 8  # appended to a weight for its bias, all but one zero: rows stay multiples of 16 bytes
-
-
-@functools.cache
-def signed(forward: Forward, kind: Any) -> Forward:
-    """Return a copy of `forward` with the signature of the class's own, which generate() and Trainer inspect."""
-    assert isinstance(forward, types.FunctionType)  # for the type checker: a function of this module
-    copied = types.FunctionType(
-        forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    copied.__doc__ = forward.__doc__
-    copied.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
-    return copied
 
 
 def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -217,7 +203,12 @@ def _training_output(kind: Any, loss: Tensor, others: dict[str, Any], head: nn.M
 
     output = _lazy_class(kind)(loss=loss, **others)
     output.set_source(compute, low_dtype is not None)
+    output.__dict__[PARTS] = functools.partial(_remade, kind, head), {"loss": loss, "others": others, "hidden": hidden}
     return output
+
+
+def _remade(kind: Any, head: nn.Module, parts: dict[str, Any]) -> Any:
+    return _training_output(kind, parts["loss"], parts["others"], head, parts["hidden"])
 
 
 _OUTPUTS: dict[int, weakref.ref[Any]] = {}

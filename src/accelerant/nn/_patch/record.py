@@ -7,6 +7,8 @@ pickled; one with a model of transformers cannot, since some of its forwards are
 
 from __future__ import annotations
 
+import functools
+import inspect
 import types
 from collections import Counter
 from collections.abc import Callable
@@ -22,8 +24,8 @@ from accelerant.errors import ConfigError
 from accelerant.runtime.html_page import table, text_table
 
 __all__ = [
-    "ATTENTION_NAME", "MARK", "RECORD", "Changed", "Forward", "LeftAlone", "Mark", "PatchReport", "Record", "has_hooks",
-    "is_bare", "runs_forward",
+    "ATTENTION_NAME", "MARK", "PARTS", "RECORD", "Changed", "Forward", "LeftAlone", "Mark", "PatchReport", "Record",
+    "has_hooks", "is_bare", "runs_forward", "signed",
 ]  # fmt: skip
 
 ATTENTION_NAME = "accelerant"
@@ -34,6 +36,9 @@ MARK = "_accelerant"
 
 RECORD = "_accelerant_patch"
 """Attribute of a patched model: its Record."""
+
+PARTS = "_accelerant_parts"
+"""Attribute of an output with lazy logits: the function that makes it, and the tensors that it takes as one tree."""
 
 Forward = Callable[..., Any]
 
@@ -79,6 +84,8 @@ class PatchReport:
         notes: facts that a user of the model must know, such as when logits are computed.
         fallbacks: number of later attention calls that torch served, by reason; updated while the model runs. Calls
             inside graphs of torch.compile are not counted.
+        graphs: with patch(graph=True), number of training calls by outcome: "replayed" from a CUDA graph, or "eager: "
+            and the reason; and that of captures.
     """
 
     model: str
@@ -86,6 +93,7 @@ class PatchReport:
     left: list[LeftAlone] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     fallbacks: Counter[str] = field(default_factory=Counter)
+    graphs: Counter[str] = field(default_factory=Counter)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -97,7 +105,7 @@ class PatchReport:
         return {
             "model": self.model, "counts": self.counts, "changed": [asdict(change) for change in self.changed],
             "left": [asdict(module) for module in self.left], "notes": list(self.notes),
-            "fallbacks": dict(self.fallbacks),
+            "fallbacks": dict(self.fallbacks), "graphs": dict(self.graphs),
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -111,6 +119,7 @@ class PatchReport:
             lines += text_table(left, indent=2)
         lines += [f"note: {note}" for note in self.notes]
         lines += [f"attention by torch, {count} times: {reason}" for reason, count in self.fallbacks.most_common()]
+        lines += [f"CUDA graphs, calls {outcome}: {count}" for outcome, count in self.graphs.most_common()]
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -194,6 +203,7 @@ class Record(_Picklable):
         losses: models and the functions that replace their loss_function.
         configs: configs whose attention was switched from "sdpa".
         plain: whether the model contains no model of transformers.
+        graphs: the Graphs of patch(graph=True).
     """
 
     report: PatchReport
@@ -202,6 +212,7 @@ class Record(_Picklable):
     losses: list[tuple[Any, Forward]] = field(default_factory=list)
     configs: list[Any] = field(default_factory=list)
     plain: bool = False
+    graphs: Any = None
 
     def mark(self, module: nn.Module, padding: str) -> Mark:
         """Return the module's mark, created if absent."""
@@ -243,6 +254,18 @@ class Record(_Picklable):
         for config in self.configs:
             if config._attn_implementation == ATTENTION_NAME:  # otherwise another was chosen since
                 config._attn_implementation_internal = "sdpa"
+
+
+@functools.cache
+def signed(forward: Forward, kind: Any) -> Forward:
+    """Return a copy of `forward` with the signature of the class's own, which generate() and Trainer inspect."""
+    assert isinstance(forward, types.FunctionType)  # for the type checker: a function of this package
+    copied = types.FunctionType(
+        forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    copied.__doc__ = forward.__doc__
+    copied.__signature__ = inspect.signature(kind.forward)  # type: ignore[attr-defined]
+    return copied
 
 
 def runs_forward(module: nn.Module, forward: Forward) -> bool:

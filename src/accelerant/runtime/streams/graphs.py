@@ -62,6 +62,16 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
+def _end_drawing() -> None:
+    """Return the random number generator to normal use after a failed capture, by a capture that succeeds.
+
+    The generator otherwise counts as being captured, and each later draw fails: "Offset increment outside graph capture
+    encountered unexpectedly" (torch 2.11).
+    """
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        torch.zeros(1, device="cuda")
+
+
 class Graph:
     """A CUDA graph with a name in the `graphs` of a ledger, the process's by default."""
 
@@ -70,12 +80,13 @@ class Graph:
         self._ledger = ledger() if book is None else book
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def capture(self, fn: Callable[..., Any], *args: Any, warm_up: int = 3, **kwargs: Any) -> Any:
+    def capture(self, fn: Callable[..., Any], *args: Any, warm_up: int = 3, pool: Any = None, **kwargs: Any) -> Any:
         """Capture the device work of fn, and return its result, in memory that each replay overwrites.
 
         fn is first called warm_up times (0 if it is known to be ready) on a stream of its own, so that compilation,
         races and lazy initialisation, none of which may happen in a capture, are over. Its arguments are in memory that
-        stays, and it may not wait for the device or read from it. A second capture raises LaunchError.
+        stays, and it may not wait for the device or read from it. `pool` is that of a graph which is always replayed
+        before this one, and whose memory this one may use. A second capture raises LaunchError.
         """
         if self._graph is not None:
             raise LaunchError(f"graph {self.name!r} is captured already; make another Graph")
@@ -89,15 +100,23 @@ class Graph:
         with counting() as calls, _without_collection():
             try:
                 # Other threads may do what a capture forbids, such as pinning memory for the next batch.
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                     result = fn(*args, **kwargs)
             except BaseException:
                 self._ledger.release(self._ledger.captured(self.name, calls))
+                _end_drawing()
                 raise
         manifest = self._ledger.captured(self.name, calls)
         weakref.finalize(self, self._ledger.release, manifest)
         self._graph, self._manifest = graph, manifest
         return result
+
+    @property
+    def pool(self) -> Any:
+        """The memory pool of a captured graph."""
+        if self._graph is None:
+            raise LaunchError(f"graph {self.name!r} has no pool before its capture")
+        return self._graph.pool()
 
     def replay(self) -> None:
         """Run it on the current stream; raise LaunchError before a capture."""
