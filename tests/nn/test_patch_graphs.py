@@ -73,7 +73,7 @@ def ids(seed=0, length=16):
 
 
 def trained(model, steps=8, accumulate=1, amp=False, logits=False, set_to_none=True):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(steps):
         for part in range(accumulate):
