@@ -318,25 +318,34 @@ class PerExampleClipper:
 
     # --- trial passes ------------------------------------------------------------------------------------------------
 
-    def trial(self, forward: Callable[[], Any]) -> dict[str, Tensor]:
-        """Return each example's norm in each layer, in a pass with random output gradients that leaves no trace here.
+    def trial(
+        self, forward: Callable[[], Any], mask: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
+        """Run a pass with random output gradients that leaves no trace here.
 
         Args:
             forward: runs the model; the tensors in its result get gradients, a scalar the gradient 1.
+            mask: (B,) bool, the examples in the sums; None: all.
+
+        Returns:
+            Of each layer, the norms of the examples' gradients (B,), and the sums of the gradients by parameter.
         """
-        kept, layers = dict(vars(self)), _groups(self.parameters, "per_layer")
+        kept, layers, sums = dict(vars(self)), _groups(self.parameters, "per_layer"), dict[int, Tensor]()
         for layer in layers:
             layer.limit.fill_(math.inf)
         vars(self).update(
-            mask=None, loss_scale=1.0, nonfinite=None, _layer_norms={}, on_begin=None, on_backward=None,
-            _plan=replace(self._plan, groups=layers, sums={}), _pass=None, _expected={}, _announced={},
+            mask=mask, loss_scale=1.0, nonfinite=None, _layer_norms={}, on_begin=None, on_backward=None,
+            _plan=replace(self._plan, groups=layers, sums=sums), _pass=None, _expected={}, _announced={},
         )  # fmt: skip
         try:
             results = [each for each in _tensors(forward()) if each.requires_grad]
             with torch.autocast(self.parameters[0][1].device.type, enabled=False):
                 if results:
                     torch.autograd.backward(results, [_random_like(each) for each in results])
-            return self._layer_norms
+            names = {layer.name: layer.parameters.values() for layer in layers}
+            return self._layer_norms, {
+                name: [sums[id(each)] for each in names[name] if id(each) in sums] for name in self._layer_norms
+            }
         finally:
             vars(self).update(kept)
 

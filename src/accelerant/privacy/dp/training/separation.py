@@ -3,9 +3,9 @@
 Clipping bounds what example i adds to the sum if entry i of dimension 0 is that example in every layer. A shape does
 not show it: in a layer with T positions for a batch of T examples, transposed rows pass, and so do permuted ones. So
 the first batch is passed through the model several more times. Each time about half of its rows are replaced by others,
-and no other row's gradient may change, in any layer. The replaced rows are chosen such that for every two rows some
-pass replaces the first and keeps the second (Sperner 1928): 6 passes for 20 rows, 8 for 70, 12 for 924, and 2 without a
-replaced row.
+and no other row's gradient may change, in any layer: not its norm, and not the sum of those that were kept, which shows
+a change of sign. The replaced rows are chosen such that for every two rows some pass replaces the first and keeps the
+second (Sperner 1928): 6 pairs of passes for 20 rows, 8 for 70, 12 for 924.
 
 The seeds, the shapes and the random output gradients are the same in each pass, so that dropout does not matter. The
 generators of random numbers, and the buffers and attributes of the modules, are restored after each.
@@ -38,7 +38,7 @@ from accelerant.privacy.dp.clipping.rules import model_methods
 __all__ = ["SeparationCheck"]
 
 _TOLERANCE = 1e-4
-"""Largest change of a norm that counts as none, relative to the layer's largest norm; rounding changes it by less."""
+"""Largest change of a norm that counts as none, relative to the layer's largest; rounding changes it by less."""
 
 _RANDOM = 1e-2
 """Change between two equal passes from which on a model is random in a way that the seeds do not determine."""
@@ -52,6 +52,34 @@ class _Mode:
     forwards: int = 0
     next: int = 1
     done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradients:
+    """A layer's gradients in one pass: the norms of the examples (B,), and the sums over those that were not masked."""
+
+    norms: Tensor
+    sums: list[Tensor]
+
+    @classmethod
+    def of(cls, norms: Tensor, sums: list[Tensor]) -> _Gradients:
+        return cls(norms.double().nan_to_num(-1.0, -1.0).cpu(), sums)
+
+    def moved(self, other: _Gradients) -> Tensor:
+        """Return by how much the norms differ."""
+        return (self.norms - other.norms).abs()
+
+    def distance(self, other: _Gradients) -> float:
+        """Return the norm of the difference of the sums; of sums that are not finite, 0."""
+        pairs = zip(self.sums, other.sums, strict=True)
+        found = math.hypot(*(float((one.double() - two.double()).norm()) for one, two in pairs))
+        return found if math.isfinite(found) else 0.0
+
+    def tolerance(self, scale: float) -> float:
+        """Return the change of the sums that counts as none, for a largest norm of an example."""
+        eps = max((torch.finfo(each.dtype).eps for each in self.sums), default=0.0)
+        largest = math.hypot(*(float(each.double().norm()) for each in self.sums))
+        return (_TOLERANCE + 4 * eps) * max(scale, largest if math.isfinite(largest) else 0.0)
 
 
 class SeparationCheck:
@@ -126,15 +154,15 @@ class SeparationCheck:
 
         buffers: list[dict[str, Tensor]] = []
 
-        def norms(replaced: Tensor, shared: Container[int] = ()) -> dict[str, Tensor]:
-            found = trial(torch.where(replaced, other, torch.arange(rows)), shared)
-            return {name: each.double().nan_to_num(-1.0, -1.0).cpu() for name, each in found.items()}
+        def passed(replaced: Tensor, shared: Container[int] = (), mask: Tensor | None = None) -> dict[str, _Gradients]:
+            norms, sums = trial(torch.where(replaced, other, torch.arange(rows)), shared, mask)
+            return {name: _Gradients.of(norms[name], sums[name]) for name in norms}
 
-        def trial(index: Tensor, shared: Container[int]) -> dict[str, Tensor]:
+        def trial(index: Tensor, shared: Container[int], mask: Tensor | None = None) -> Any:
             args, kwargs = _mapped(inputs, lambda each: _detached(each, rows, None if id(each) in shared else index))
             # The hooks keep these passes from those of a checkpoint that the model is called in.
             with _restored(model), torch.autograd.graph.saved_tensors_hooks(_same, _same):
-                found = self._clipper.trial(lambda: model(*args, **kwargs))
+                found = self._clipper.trial(lambda: model(*args, **kwargs), mask)
                 if len(index) == rows:
                     buffers.append(_stored(model))
             return found
@@ -150,10 +178,12 @@ class SeparationCheck:
             return True
 
         none = torch.zeros(rows, dtype=torch.bool)
-        before, again = norms(none), norms(none)
-        scale = {name: float(each.abs().max()) for name, each in before.items()}
-        noise = {name: float((before[name] - again[name]).abs().max()) for name in before}
-        if not before or any(noise[name] > _RANDOM * scale[name] for name in before):
+        before, again = passed(none), passed(none)
+        scale = {name: float(each.norms.abs().max()) for name, each in before.items()}
+        noise = {
+            name: (float(before[name].moved(again[name]).max()), before[name].distance(again[name])) for name in before
+        }
+        if not before or any(noise[name][0] > _RANDOM * scale[name] for name in before):
             self._warn("two equal passes of the model differ" if before else "the model returned no tensors")
             return set(), set()
 
@@ -161,9 +191,12 @@ class SeparationCheck:
             """Return the layers where gradients of rows that were kept changed, and those where any did."""
             mixed, changed = set(), set()
             for replaced in _patterns(rows):
-                for name, after in norms(replaced, shared).items():
-                    moved = (after - before[name]).abs() > 4 * noise[name] + _TOLERANCE * scale[name]
-                    if bool(moved[~replaced].any()):
+                alone, after = passed(none, shared, ~replaced), passed(replaced, shared, ~replaced)
+                for name in after:
+                    moved = before[name].moved(after[name]) > 4 * noise[name][0] + _TOLERANCE * scale[name]
+                    # A norm does not show a change of sign, a sum does.
+                    most = 4 * noise[name][1] + alone[name].tolerance(scale[name])
+                    if bool(moved[~replaced].any()) or alone[name].distance(after[name]) > most:
                         mixed.add(name)
                     if bool(moved.any()):
                         changed.add(name)
