@@ -34,8 +34,8 @@ from accelerant.runtime.ledger import quantile
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = [
-    "DETERMINISTIC", "DEVICE", "NAIVE", "NUMPY", "OUT_OF_MEMORY", "OWN", "UNFUSED", "Environment", "Record", "Row",
-    "aligned", "environment_variable", "failure_note", "installed_version",
+    "COMPILED", "DETERMINISTIC", "DEVICE", "GRAPH", "NAIVE", "NUMPY", "OUT_OF_MEMORY", "OWN", "STEP", "UNFUSED",
+    "Environment", "Record", "Row", "aligned", "environment_variable", "failure_note", "installed_version",
 ]  # fmt: skip
 
 DEVICE = "device"
@@ -46,6 +46,9 @@ OWN = "accelerant, own kernel"
 
 DETERMINISTIC = "accelerant, deterministic"
 """Runner of rows measured with the setting `deterministic`, for ops that it may slow down."""
+
+COMPILED, GRAPH, STEP = "accelerant, compiled", "accelerant, graph=True", "accelerant, TrainStep"
+"""Runners of patched models: under torch.compile, with `patch(graph=True)`, and trained by TrainStep."""
 
 OUT_OF_MEMORY = "out of memory: "
 """Prefix of the note of a row without a time because the device lacked memory."""
@@ -176,6 +179,8 @@ class Row:
         reason: on our rows, why dispatch chose the implementation.
         cold_ms: milliseconds of the first call of the case in this process, with what it compiles and loads.
         operations: field or curve operations of a call; 0 where it has none.
+        wall_ms: milliseconds of the plain call with the host, from an idle device to an idle one, before any race.
+        back_to_back_ms: the same of one of several calls without a pause.
         level: whether one of our rows is slower than the fastest peer by less than the samples' spread: its 20th
             percentile is at most that peer's median, or its median at most that peer's 80th percentile.
     """
@@ -210,6 +215,8 @@ class Row:
     level: bool = False
     cold_ms: float | None = None
     operations: int = 0
+    wall_ms: float | None = None
+    back_to_back_ms: float | None = None
 
     @property
     def p95(self) -> float | None:
@@ -279,7 +286,12 @@ class Row:
     @property
     def compared(self) -> bool:
         """True if it is compared with a baseline: our rows and the device's, not the peers'."""
-        return self.runner in (_OURS, OWN, DETERMINISTIC, DEVICE)
+        return self.ours or self.runner in (OWN, DETERMINISTIC, DEVICE)
+
+    @property
+    def ours(self) -> bool:
+        """True if a user's call runs it: with dispatch's choice, or a patched model."""
+        return self.runner in (_OURS, COMPILED, GRAPH, STEP)
 
     @property
     def peer(self) -> bool:
@@ -308,7 +320,10 @@ class Row:
 
     def timed(self, timing: Timing) -> Row:
         """Return the row with the quantiles and samples of a timing."""
-        return replace(self, p20=timing.p20_ms, p50=timing.p50_ms, p80=timing.p80_ms, samples=timing.samples)
+        return replace(
+            self, p20=timing.p20_ms, p50=timing.p50_ms, p80=timing.p80_ms, samples=timing.samples,
+            wall_ms=self.wall_ms or timing.wall_ms, back_to_back_ms=self.back_to_back_ms or timing.back_to_back_ms,
+        )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         """Return the identity, the quantiles, and other fields that differ from their defaults, for JSON.
@@ -357,7 +372,7 @@ class Record:
         def concluded(row: Row) -> Row:
             if row.p50 is None:
                 return row
-            peer = best.get(row.case_key) if row.runner in (_OURS, OWN) else None
+            peer = best.get(row.case_key) if row.ours or row.runner == OWN else None
             speedup = peer.p50 / row.p50 if peer is not None and peer.p50 and row.p50 else None
             level = False
             if peer is not None and peer.p50 and speedup is not None and speedup < 1:
@@ -373,11 +388,15 @@ class Record:
         return 100 * row.rate_gb_s / ceiling if ceiling and row.rate_gb_s else None
 
     def ordered(self) -> list[Row]:
-        """Return the rows case by case: cases without a time of ours, then those a peer won, the worst first."""
+        """Return the rows case by case: cases without a time of ours, then those lost, the worst first.
+
+        A case is lost if a peer was faster or, without a peer, if its target in time was missed.
+        """
         worst: dict[tuple[str, ...], float] = {}
         for row in self.rows:
-            if row.runner == _OURS and (row.speedup is not None or row.p50 is None):
-                worst[row.case_key] = 0.0 if row.p50 is None else row.speedup or 0.0
+            reached = row.speedup or (row.target / row.p50 if row.target and row.p50 else None)
+            if row.ours and (reached is not None or row.p50 is None):
+                worst[row.case_key] = min(reached or 0.0, worst.get(row.case_key, math.inf))
         order = {key: i for i, key in enumerate(dict.fromkeys(row.case_key for row in self.rows))}
         lost = {key: speedup for key, speedup in worst.items() if speedup < 1.0}
 
@@ -439,7 +458,20 @@ class Record:
         """Return the table's cells, the header first; columns without a value are left out."""
         shown = self.ordered()
         head = ["op", "case", "runner", "ran", "p50", "to reach", "p20-p80", "% of ceiling", "speedup"]
-        head += ["p95", "p99", "first call", "GB/s", "GFLOP/s", "GOp/s", "peak MiB", "CPU", "over CPU", "note"]
+        head += [
+            "wall ms",
+            "back to back ms",
+            "p95",
+            "p99",
+            "first call",
+            "GB/s",
+            "GFLOP/s",
+            "GOp/s",
+            "peak MiB",
+            "CPU",
+            "over CPU",
+            "note",
+        ]
         lines = [head, *(_cells(row) for row in shown)]
         filled = [i for i in range(len(head)) if i < 9 or any(line[i] not in ("", "-") for line in lines[1:])]
         return [[line[i] for i in filled] for line in lines]
@@ -455,7 +487,7 @@ class Record:
 
     def verdict(self) -> str:
         """Return in how many cases we are as fast as the fastest peer that ran, level, or slower; "" where none ran."""
-        ours = [row for row in self.rows if row.runner == _OURS and row.speedup is not None]
+        ours = [row for row in self.rows if row.ours and row.speedup is not None]
         if not ours:
             return ""
         level, slower = sum(row.level for row in ours), sum(row.slower for row in ours)
@@ -474,7 +506,7 @@ def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
 def _cells(row: Row) -> list[str]:
     if row.p50 is None:
         reason = "wrong result" if row.wrong else "out of memory" if row.lacked_memory else "did not run"
-        return [row.op, row.case, row.runner, reason, "-", *[""] * 13, row.note]
+        return [row.op, row.case, row.runner, reason, "-", *[""] * 15, row.note]
     targets = [
         plain(row.target) if row.target else "",
         f"{row.target_x:.2f}x the best" if row.target_x else "",
@@ -486,10 +518,12 @@ def _cells(row: Row) -> list[str]:
         row.runner,
         row.implementation,
         f"{plain(row.p50)} {row.unit}",
-        " ".join(filter(None, targets)) if row.runner in (_OURS, OWN) else "",
+        " ".join(filter(None, targets)) if row.compared else "",
         f"{plain(row.p20)}-{plain(row.p80)}",
         "" if row.percent_of_ceiling is None else f"{row.percent_of_ceiling:.0f}% of {row.ceiling}",
         "" if row.speedup is None else f"{row.speedup:.2f}x" + " (level)" * row.level,
+        "" if row.wall_ms is None else plain(row.wall_ms),
+        "" if row.back_to_back_ms is None else plain(row.back_to_back_ms),
         "-" if row.p95 is None else plain(row.p95),
         "-" if row.p99 is None else plain(row.p99),
         "" if row.cold_ms is None else f"{plain(row.cold_ms)} ms",

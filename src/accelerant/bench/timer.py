@@ -19,13 +19,13 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 __all__ = [
-    "Timing", "covers", "host_time_us", "rotated_ms", "second_call_s", "synchronize", "time_in_turns", "time_ms",
-    "wall_ms",
+    "Timing", "back_to_back_ms", "covers", "first_ms", "host_time_us", "plain_ms", "rotated_ms", "second_call_s",
+    "synchronize", "time_in_turns", "time_ms", "wall_ms",
 ]  # fmt: skip
 
 _FLUSH_BYTES = 2**30
@@ -38,13 +38,18 @@ _SLOW_REPEATS = 3
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Quantiles of repeated calls, in milliseconds, and the single times to four digits."""
+    """Quantiles of repeated calls, in milliseconds, and the single times to four digits.
+
+    `wall_ms` and `back_to_back_ms` are those of plain_ms where the others are the device's; else None.
+    """
 
     p20_ms: float
     p50_ms: float
     p80_ms: float
     repeats: int
     samples: tuple[float, ...] = ()
+    wall_ms: float | None = None
+    back_to_back_ms: float | None = None
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> Timing:
@@ -59,11 +64,14 @@ class Timing:
 
 
 def time_ms(fn: Callable[[], object], device: torch.device, *, budget_s: float = 0.3, reads: bool = False) -> Timing:
-    """Return the device time of a call; `reads` if it writes next to nothing.
+    """Return the device time of a call, and on a GPU its plain_ms; `reads` if it writes next to nothing.
 
     The timed calls take `budget_s` seconds; at least 10 are made, or 3 of those that take above 50 ms.
     """
-    return Timing.of(_device_samples(fn, budget_s, reads) if device.type == "cuda" else _host_samples(fn, budget_s))
+    if device.type != "cuda":
+        return Timing.of(_host_samples(fn, budget_s))
+    wall, back_to_back = plain_ms(fn, device, budget_s=budget_s / 2)
+    return replace(Timing.of(_device_samples(fn, budget_s, reads)), wall_ms=wall, back_to_back_ms=back_to_back)
 
 
 _TURN_S = 2e-4
@@ -120,7 +128,9 @@ def rotated_ms(
     repeats = _repeats(time.perf_counter() - began, budget_s)
     # memory.sum reads: what a write leaves in the L2 would go to memory in the calls' time
     samples = _event_samples(run, memory.sum, repeats)
-    return Timing.of([sample / len(calls) for sample in samples]), f"{count}, {len(calls)} {how}"
+    wall, back_to_back = plain_ms(calls[0], device, budget_s=budget_s / 2)
+    timing = Timing.of([sample / len(calls) for sample in samples])
+    return replace(timing, wall_ms=wall, back_to_back_ms=back_to_back), f"{count}, {len(calls)} {how}"
 
 
 def _captured(calls: Sequence[Callable[[], object]]) -> tuple[Callable[[], object], str]:
@@ -154,6 +164,38 @@ def wall_ms(
 
     timed()
     return Timing.of([timed() * 1e3 for _ in range(_repeats(timed(), budget_s, least))])
+
+
+_IN_A_ROW = 20
+"""Calls back to back: too few to fill the launch queue."""
+
+
+def back_to_back_ms(
+    fn: Callable[[], object], device: torch.device, *, calls: int = _IN_A_ROW, budget_s: float = 0.3
+) -> Timing:
+    """Return the wall time of a call among several without a pause, host and device overlapping as in a program."""
+
+    def several() -> None:
+        for _ in range(calls):
+            fn()
+
+    timing = wall_ms(several, device, budget_s=budget_s, least=3)
+    return Timing.of([sample / calls for sample in timing.samples])
+
+
+def plain_ms(fn: Callable[[], object], device: torch.device, *, budget_s: float = 0.05) -> tuple[float, float]:
+    """Return the median wall times of a plain call: alone, from an idle device to an idle one, and back to back."""
+    alone = wall_ms(fn, device, budget_s=budget_s, least=3).p50_ms
+    calls = max(2, min(_IN_A_ROW, int(1e3 * budget_s / alone)))
+    return alone, back_to_back_ms(fn, device, calls=calls, budget_s=budget_s).p50_ms
+
+
+def first_ms(call: Callable[[], object], device: torch.device) -> float:
+    """Return the milliseconds of one call and of what it starts on the device."""
+    began = time.perf_counter()
+    call()
+    synchronize(device)
+    return (time.perf_counter() - began) * 1e3
 
 
 def synchronize(device: torch.device) -> None:

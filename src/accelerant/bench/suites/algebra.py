@@ -19,8 +19,9 @@ from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, option
 from accelerant.bench.timer import time_ms
 from accelerant.errors import AccelerantError
 from accelerant.runtime import registry
+from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["AlgebraSuite", "first_wrong", "operands"]
+__all__ = ["AlgebraSuite", "first_wrong", "kernel_launch", "operands"]
 
 _P = prime_field("goldilocks").modulus
 _SIGN = -(2**63)
@@ -85,15 +86,19 @@ class AlgebraSuite(Suite):
             yield replace(base, runner="torch.compile", implementation="int64 ops"), lambda: fused(signed, other)
         if not run.gpu:
             yield replace(base, runner="numpy", implementation="uint64 ops"), lambda: _numpy_add(x, y)
-        provider = registry.create(device.backend)
-        kernel = provider.compile(field_add_source(), device=device.index)
-        z = torch.empty_like(a)
+        yield replace(ours, op="field_add kernel", implementation="kernel (own)"), kernel_launch(device, a, b)
 
-        def launch() -> Tensor:
-            provider.launch(kernel, (-(-n // 256),), (256,), (a, b, z, n))
-            return z
 
-        yield replace(ours, op="field_add kernel", implementation="kernel (own)"), launch
+def kernel_launch(device: ComputeDevice, a: Tensor, b: Tensor) -> Callable[[], Tensor]:
+    """Return the launch alone of the addition of two tensors of elements."""
+    provider, z, n = registry.create(device.backend), torch.empty_like(a), a.numel()
+    kernel = provider.compile(field_add_source(), device=device.index)
+
+    def launch() -> Tensor:
+        provider.launch(kernel, (-(-n // 256),), (256,), (a, b, z, n))
+        return z
+
+    return launch
 
 
 def operands(n: int) -> tuple[Any, Any]:

@@ -59,7 +59,7 @@ from accelerant.bench.suites.neural_plan import (
     sized,
     sweep_sizes,
 )
-from accelerant.bench.timer import rotated_ms, synchronize, time_in_turns, time_ms
+from accelerant.bench.timer import first_ms, plain_ms, rotated_ms, time_in_turns, time_ms
 from accelerant.config import override
 from accelerant.errors import AccelerantError, ConfigError, OutOfMemory
 from accelerant.ops._cases import Benchmark
@@ -397,13 +397,17 @@ def _compiled(case: OpCase, part: str) -> Callable[..., Any]:
 def _rows(case: OpCase, one: PlannedCase, run: SuiteRun) -> Iterator[Row]:
     """Yield each runner's rows as they are measured."""
     runners = runners_of(case, one)
-    first_ms = _first_ms(call_of(getattr(ops, case.name), case, "both" if case.together else "forward"), case.device)
+
+    def plain(direction: str) -> Callable[[], Any]:
+        return call_of(getattr(ops, case.name), case, direction)
+
+    cold_ms = first_ms(plain("both" if case.together else "forward"), case.device)
     works = work_of(case)
     this = _CaseRun(one, case, Oracle(case, works[0].flops), run)
     for work in works:
         base = Row(
             "neural", case.name, f"{case.label} {work.direction}", "", "", bytes=work.bytes, flops=work.flops,
-            ceiling="matmul" if work.flops else "copy", part=one.part, cold_ms=first_ms if work is works[0] else None,
+            ceiling="matmul" if work.flops else "copy", part=one.part, cold_ms=cold_ms if work is works[0] else None,
         )  # fmt: skip
         if case.aims:
             benchmark = case.benchmark
@@ -421,22 +425,16 @@ def _rows(case: OpCase, one: PlannedCase, run: SuiteRun) -> Iterator[Row]:
             run.progress(f"{base.op} {base.case}: {runner}")
             row = replace(base, runner=runner)
             if runner == "accelerant":
-                races = one.race and case.device.type == "cuda"
-                with override(race="first_use") if races else contextlib.nullcontext():
+                if one.race:  # as a user's call is, before the race
+                    wall, back_to_back = plain_ms(plain(work.direction), case.device, budget_s=one.budget_s / 2)
+                    row = replace(row, wall_ms=wall, back_to_back_ms=back_to_back)
+                with override(race="first_use") if one.race else contextlib.nullcontext():
                     ready = _checked(row, make, work, this, ours=True)
                     chosen = _timed(ready, work, this)
                 yield chosen
                 yield from _forced(chosen, make, ready, work, this)
             else:
                 yield _timed(_checked(_without_targets(row), make, work, this), work, this)
-
-
-def _first_ms(call: Callable[[], Any], device: torch.device) -> float:
-    """Return the milliseconds of a call and of what it starts on the device."""
-    began = time.perf_counter()
-    call()
-    synchronize(device)
-    return (time.perf_counter() - began) * 1e3
 
 
 def _in_turns(base: Row, runners: Mapping[str, Maker], work: CaseWork, this: _CaseRun) -> Iterator[Row]:
@@ -462,7 +460,7 @@ def _forced(chosen: Row, make: Maker, ready: _Runner, work: CaseWork, this: _Cas
     """Yield our own kernel where a library's was chosen, and the deterministic setting where it may cost something."""
     blank = replace(
         _without_targets(chosen), p20=None, p50=None, p80=None, note="", samples=(), peak_bytes=None, error=None,
-        cold_ms=None,
+        cold_ms=None, wall_ms=None, back_to_back_ms=None,
     )  # fmt: skip
     forced = own_kernels(ready.decisions)
     if forced and this.planned.part == "":
@@ -506,7 +504,7 @@ def _checked(row: Row, make: Maker, work: CaseWork, this: _CaseRun, *, ours: boo
                 explained = explain_quietly(call)  # runs the race, if there is one
                 decisions, cold_ms = explained.decisions, row.cold_ms or explained.total_ms
             else:
-                cold_ms = _first_ms(call, case.device)
+                cold_ms = first_ms(call, case.device)
         names = dict.fromkeys(f"{one.implementation} ({'own' if one.own else 'library'})" for one in decisions)
         reasons = "; ".join(dict.fromkeys(f"{one.op}: {one.reason}" for one in decisions if one.reason))
         implementation = (" + ".join(names) or "autograd alone") if ours else row.runner
