@@ -83,7 +83,7 @@ def _measure(budget_s: float, cell: str, dtype: torch.dtype, B: int, T: int, H: 
     states = [torch.zeros(1, B, H, device=where, dtype=dtype) for _ in range(2 if cell == "lstm" else 1)]
     weights = layer._flat_weights
     size = sum(weight.numel() for weight in weights)
-    case = Case(where, dtype, x.shape, (size, H, cell, H, False, True))
+    case = Case(where, dtype, x.shape, (size, H, cell, H, False, True, torch.get_num_threads()))
     inputs = [x, *weights]
     wide = [one.detach().double().cpu().requires_grad_() for one in inputs]
     reference = _both(operation.named("torch").run, cell, wide, [state.double().cpu() for state in states])

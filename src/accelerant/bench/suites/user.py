@@ -38,6 +38,7 @@ from accelerant.errors import AccelerantError, ConfigError, MissingDependency
 from accelerant.nn.optim import AdamW
 from accelerant.nn.train.step import TrainStep
 from accelerant.ops._cases import Benchmark, Indices, Sample
+from accelerant.runtime.host import python_child
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = ["MODELS", "ModelShape", "UserSuite", "built_model"]
@@ -530,16 +531,15 @@ def _measure_first(this: _UserRun) -> None:
     row = this.row("msm bn254_g1 2^12, warm cache", target=_FIRST_MS)
     times: list[Sequence[float]] = []
     for _ in range(1 + _PROCESSES):
-        try:
-            done = subprocess.run(
-                [sys.executable, "-P", "-c", _FIRST_CALL, this.place], capture_output=True, text=True,
-                timeout=_PROCESS_S, check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise AccelerantError(f"first call: its process took longer than {_PROCESS_S:.0f} s") from None
-        if done.returncode:
-            raise AccelerantError(f"first call: {(done.stderr.strip().splitlines() or ['its process ended'])[-1]}")
-        times.append(json.loads(done.stdout))
+        with python_child(_FIRST_CALL, this.place, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+            try:
+                output, errors = child.communicate(timeout=_PROCESS_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                raise AccelerantError(f"first call: its process took longer than {_PROCESS_S:.0f} s") from None
+        if child.returncode:
+            raise AccelerantError(f"first call: {(errors.strip().splitlines() or ['its process ended'])[-1]}")
+        times.append(json.loads(output))
     low, middle, high = sorted(first for first, _ in times[1:])
     note = f"second call {min(second for _, second in times):.3g} ms"
     timing = f"each in a process of its own, {_PROCESSES} times"
