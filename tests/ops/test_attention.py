@@ -15,6 +15,7 @@ from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops.attention import backends, composite, launch
 from accelerant.ops.attention.reference import attention_reference
+from accelerant.runtime import registry
 from accelerant.runtime.dispatch import Case, operations
 from accelerant.runtime.ledger import ledger
 
@@ -270,7 +271,7 @@ HOPPER_REFUSALS = [
     ("flash", case(1, 2, 2, 80, 64, 64, options=("causal",)), "queries that see no key"),
     ("flash", case(1, 2, 2, 0, 64, 64), "empty"),
     ("efficient", case(1, 2, 2, 64, 64, 64, dtype=torch.float32), None),
-    ("efficient", case(1, 4, 2, 64, 64, 64), "as many heads"),
+    ("efficient", case(1, 4, 2, 64, 64, 64), None),
     ("efficient", case(1, 2, 2, 64, 80, 64, options=("causal",)), "top left corner"),
     ("flash_attn_4", case(1, 2, 2, 64, 64, 72), "64, 96 or 128 wide, not 72"),
     ("hopper", case(1, 2, 2, 64, 64, 64, options=("window 3",)), "no window"),
@@ -289,6 +290,19 @@ def test_libraries_say_what_they_refuse(name, case, reason, monkeypatch):
         (one,) = (each for each in operations()[operation].implementations if each.name == name)
         found = one.refuses(case)
         assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)], ids=str)
+def test_float32_goes_to_torch_where_our_kernels_are_slower(capability, monkeypatch):
+    """By the order of preference; a deterministic backward pass is ours alone."""
+    monkeypatch.setattr(backends, "nvidia_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(registry, "reason_without_kernels", lambda _: None)
+    for sizes in ((8, 12, 12, 2048, 2048, 64), (2, 8, 8, 4096, 4096, 128), (1, 8, 2, 100, 100, 20)):
+        for options in ((), ("causal",)):
+            for operation in ("attention_fwd", "attention_bwd"):
+                found = operations()[operation].candidates(case(*sizes, dtype=torch.float32, options=options))
+                assert [each.name for each in found] == ["efficient", "triton", "torch"]
 
 
 def test_sm_75_has_no_room_for_the_widest_heads_in_float32(monkeypatch):
@@ -493,7 +507,8 @@ def test_any_forward_pass_goes_with_any_backward_pass(sizes, options, dtype):
     slopes = exact(attention_reference, q, k, v, do, **options)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     if window < 0:
-        theirs = F.scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+        repeated = [x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in leaves]
+        theirs = F.scaled_dot_product_attention(*repeated, is_causal=causal)
     else:
         theirs = attention_reference(*leaves, **options)
     exactly = (expected, *slopes)

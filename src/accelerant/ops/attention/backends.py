@@ -262,8 +262,8 @@ def _refuses_efficient(case: Case) -> str | None:
         return f"takes float32 and float16, and bfloat16 from sm_80 on, not {case.dtype}"
     if D % (8 if case.dtype in _HALF else 4):
         return f"takes heads of a multiple of 8 (float32: 4), not {D}"
-    if Hq != Hkv:
-        return f"takes as many heads of keys as of queries, not {Hkv} and {Hq}"
+    if not Hkv or Hq % Hkv:
+        return "takes no empty tensor"
     if _has_window(case):
         return "is not used for windows"
     if _is_causal(case) and Skv != S:
@@ -288,9 +288,15 @@ def _folds(*tensors: Tensor) -> bool:
     return B * H <= _MAX_BATCHES and all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in tensors)
 
 
+def _repeated(x: Tensor, group: int) -> Tensor:
+    """Return keys or values with each head repeated for the query heads that share it."""
+    return x if group == 1 else x.repeat_interleave(group, 1)
+
+
 def _efficient_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
+    k, v = (_repeated(x, q.shape[1] // x.shape[1]) for x in (k, v))
     folds = _folds(q, k, v)
     inputs = [_heads_as_batches(x) if folds else _aligned(x) for x in (q, k, v)]
     o, lse, *_ = aten._scaled_dot_product_efficient_attention(*inputs, None, True, 0.0, causal, scale=scale)
@@ -301,6 +307,8 @@ def _efficient_forward(
 def _efficient_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float, window: int
 ) -> tuple[Tensor, ...]:
+    group = q.shape[1] // k.shape[1]
+    given, k, v = (q, k, v), _repeated(k, group), _repeated(v, group)
     beyond = -q.shape[2] % _EFFICIENT_ROWS
     lse = torch.nn.functional.pad(lse, (0, beyond), value=math.inf)
     folds = _folds(q, k, v, o)
@@ -315,7 +323,9 @@ def _efficient_backward(
     )[:3]
     if folds:
         gradients = [x.reshape(like.shape) for x, like in zip(gradients, (q, k, v), strict=True)]
-    return with_layouts_of((q, k, v), tuple(gradients))
+    if group > 1:
+        gradients = [gradients[0], *(x.unflatten(1, (-1, group)).sum(2) for x in gradients[1:])]
+    return with_layouts_of(given, tuple(gradients))
 
 
 # --- implementations of the forward and backward pass ----------------------------------------------------------------
