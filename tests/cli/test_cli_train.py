@@ -94,6 +94,22 @@ def test_json_is_one_object_and_nothing_else(accelerant, text, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_begins_with_the_model_of_another_and_resumes_for_more_epochs(accelerant, text):
+    first = json.loads(accelerant("train", text, "--steps", 40, "--device", "cpu", "--json", "--out", "first")[1])
+    options = (text, "--device", "cpu", "--json", "--precision", "float16")
+    status, output, errors = accelerant("train", *options, "--init-from", "first", "--epochs", 0.5, "--out", "second")
+    assert (status, errors) == (0, "")
+    summary = json.loads(output)
+    assert summary["epochs"] == pytest.approx(0.5, abs=0.1)
+    assert summary["loss_scale"] == 65536
+    assert summary["validation_loss"] < first["validation_loss"]
+    recipe = json.loads(Path("second/config.json").read_text())["run"]["recipe"]
+    assert (recipe["init_from"], recipe["learning_rate"]) == (str(Path("first").absolute()), 2e-4)
+    status, output, _ = accelerant("train", "--resume", "second", "--epochs", 1, "--json")
+    assert json.loads(output)["steps"] == 2 * summary["steps"]
+
+
+@pytest.mark.slow
 def test_determinism_can_be_chosen(accelerant, text):
     for option, expected in (("--no-deterministic", False), ("--deterministic", True)):
         assert accelerant("train", "--data", text, "--steps", 1, "--device", "cpu", "--json", option)[0] == 0
@@ -175,6 +191,15 @@ def test_the_windows_of_a_step_and_of_its_parts(accelerant, text):
         (["--resume", ""], "--resume must not be empty: name a folder"),
         (["--resume", "absent"], "absent holds no run: there is no config.json"),
         (["--resume", "absent", "--steps", "0"], "steps must be above 0, got 0"),
+        (["--epochs", "2", "--steps", "5"], "--steps 5 and --epochs 2 exclude each other: give one of them"),
+        (["--epochs", "-1"], "epochs must be above 0, got -1.0"),
+        (["--data", "text.txt", "--epochs", "1e300"], r"epochs must be fewer: 1e\+300 are .* steps"),
+        (["--init-from", ""], "--init-from must not be empty: name a folder"),
+        (["--init-from", "absent"], "--init-from needs the folder of a run or of a GPT-2 model, got '.*absent'"),
+        (["--init-from", "."], "config.json: no such file"),
+        (["--resume", "absent", "--init-from", "x"], "leave out --init-from"),
+        (["--learning-rate", "0"], "learning_rate must be above 0, got 0.0"),
+        (["--private", "--noise-multiplier", "1", "--precision", "float16"], "does not go with --precision float16"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(accelerant, text, arguments, message):

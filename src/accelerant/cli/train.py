@@ -25,7 +25,8 @@ __all__ = ["choose_device", "register", "train"]
 _EXAMPLES = """\
 accelerant train
 accelerant train notes.txt --out runs/notes
-accelerant train ~/books --preset small --out runs/books
+accelerant train ~/books --preset small --epochs 3 --out runs/books
+accelerant train notes.txt --init-from ./gpt2 --epochs 2 --out runs/notes
 accelerant train --resume runs/books"""
 
 _PROFILED_STEPS = 5
@@ -43,6 +44,20 @@ _Data = Annotated[
 ]
 _Steps = Annotated[
     int | None, typer.Option(help="Optimiser steps. Default: the preset's. With --resume: steps in all, to train on.")
+]
+_Epochs = Annotated[
+    float | None, typer.Option(help="Passes over the text, instead of --steps. With --resume: passes in all.")
+]
+_Init = Annotated[
+    str | None,
+    typer.Option(
+        "--init-from",
+        metavar="DIR",
+        help="Start from the model and tokenizer in this folder: GPT-2 of Hugging Face, or an earlier run.",
+    ),
+]
+_Rate = Annotated[
+    float | None, typer.Option(help="Peak learning rate. Default: the preset's; with --init-from a tenth of it.")
 ]
 _Device = Annotated[str | None, typer.Option(help="auto, cuda or cpu. Default: auto; with --resume, the run's.")]
 _Out = Annotated[
@@ -180,6 +195,9 @@ def train(
     preset: _Preset = None,
     data: _Data = None,
     steps: _Steps = None,
+    epochs: _Epochs = None,
+    init_from: _Init = None,
+    learning_rate: _Rate = None,
     device: _Device = None,
     out: _Out = None,
     resume: _Resume = None,
@@ -211,7 +229,8 @@ def train(
         "--preset": preset, "--data": sources or None, "--out": out, "--overwrite": overwrite or None, "--seed": seed,
         "--batch-size": batch_size, "--micro-batch": micro_batch, "--threads": threads,
         "--deterministic": deterministic, "--recompute": recompute or None, "--profile": profile or None,
-        "--log": log, "--precision": precision, "--private": private or None,
+        "--log": log, "--precision": precision, "--private": private or None, "--init-from": init_from,
+        "--learning-rate": learning_rate,
     }  # fmt: skip
     dp_options: dict[str, Any] = {
         "--target-epsilon": target_epsilon, "--delta": delta, "--max-grad-norm": max_grad_norm,
@@ -219,9 +238,12 @@ def train(
     }  # fmt: skip
     if not private and (alone := [name for name, value in dp_options.items() if value is not None]):
         raise ConfigError(f"{alone[0]} goes with --private")
-    for name, values in {"--data": sources, "--out": [out], "--resume": [resume], "--ledger": [ledger]}.items():
+    if steps is not None and epochs is not None:
+        raise ConfigError(f"--steps {steps} and --epochs {epochs:g} exclude each other: give one of them")
+    folders = {"--out": [out], "--resume": [resume], "--init-from": [init_from]}
+    for name, values in {"--data": sources, **folders, "--ledger": [ledger]}.items():
         if "" in values:  # an unset shell variable; as a path it would be the current folder
-            kind = "folder" if name in ("--out", "--resume") else "path"
+            kind = "folder" if name in folders else "path"
             raise ConfigError(f"{name} must not be empty: name a {kind}")
     # Must be set before torch is loaded: threads that spin while they wait occupy cores that others need.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -231,7 +253,7 @@ def train(
             raise ConfigError(f"--resume continues a run as it was: leave out {given[0]}")
         if steps is not None and steps < 1:
             raise ConfigError(f"steps must be above 0, got {steps}")
-        _run(Path(resume), None, device, json_output, extension=_resumed(Path(resume)), steps=steps)
+        _run(Path(resume), None, device, json_output, extension=_resumed(Path(resume)), steps=steps, epochs=epochs)
         return
     import torch
 
@@ -242,7 +264,12 @@ def train(
         raise ConfigError(f"threads must be above 0, got {threads}")
     if threads is None and "OMP_NUM_THREADS" in os.environ:
         threads = torch.get_num_threads()
-    changes = {"steps": steps, "seed": seed, "log": log, "precision": precision, "cpu_threads": threads}
+    if init_from is not None and learning_rate is None:
+        learning_rate = run.training.learning_rate / 10
+    changes = {
+        "steps": steps, "seed": seed, "log": log, "precision": precision, "cpu_threads": threads,
+        "learning_rate": learning_rate, "init_from": init_from and os.path.abspath(os.path.expanduser(init_from)),
+    }  # fmt: skip
     run = run.replaced(
         data=_sources(sources or ["stdlib"]),
         recompute=("blocks.*",) if recompute else (),
@@ -251,7 +278,7 @@ def train(
     )
     folder = Path(run.training.folder if out is None else out)
     extension = _extension(folder, dp_options) if private else None
-    _run(folder, run, device, json_output, deterministic, extension, overwrite=overwrite)
+    _run(folder, run, device, json_output, deterministic, extension, overwrite=overwrite, epochs=epochs)
 
 
 def _extension(folder: Path, options: dict[str, Any]) -> Extension:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from accelerant.config import override
-from accelerant.errors import ConfigError, DivergenceError, FormatError, MissingDependency
+from accelerant.errors import ConfigError, DivergenceError, FormatError, MissingDependency, UnsupportedCase
 from accelerant.nn import GPT, CharRNN, GPTConfig
 from accelerant.nn.train import (
     RunConfig,
@@ -531,6 +531,62 @@ def test_a_bpe_run_resumes_with_its_own_tokenizer(train, watcher, cpu, tmp_path)
     assert losses(out) == losses(straight)
     assert (out / "tokenizer.json").is_file()
     assert outcome.summary["validation_nats_per_byte"] < outcome.summary["validation_loss"]
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_a_model_of_hugging_face(train, watcher, cpu, tmp_path):
+    """One step with a tiny rate leaves the model as it was; an interrupted run resumes without the folder."""
+    with override(cache_dir=tmp_path / "cache"):
+        _, first = train("first", tokenizer="bpe", vocab_size=280)
+    folder = tmp_path / "hub"
+    size = load_run(first)[1].vocab_size + 3  # more tokens than the tokenizer has, as in padded models
+    torch.manual_seed(1)
+    given = GPT(GPTConfig(vocab_size=size, context=24, layers=2, heads=2, width=16, eps=1e-6, tied=False)).half()
+    given.save_pretrained(folder)
+    shutil.copy(first / "tokenizer.json", folder)
+    begin = {"init_from": str(folder), "learning_rate": 1e-12, "weight_decay": 0.0}
+    _, straight = train("straight", **begin)
+    _, out = train("run", watch=watcher(5, stop), **begin)
+    shutil.rmtree(folder)
+    resume_training(out, cpu, progress=watcher(), ledger=lambda: NO_CALLS)
+    assert losses(out) == losses(straight)
+    model, tokenizer = load_run(out)
+    assert (model.config, tokenizer.vocab_size) == (given.config, size - 3)
+    for name, value in given.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value.float(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def initial(tmp_path):
+    """The folder of a model of bytes, as its author or someone else left it."""
+    folder = tmp_path / "hub"
+    GPT(GPTConfig(vocab_size=256, context=24, layers=1, heads=2, width=16)).save_pretrained(folder)
+    return folder
+
+
+def test_bad_folders_to_begin_with_leave_no_folder(train, initial, tmp_path):
+    config = json.loads((initial / "config.json").read_text())
+    for change, error, message in (
+        ({}, FormatError, "cannot read the tokenizer .*tokenizer.json"),
+        ({"model_type": "llama"}, UnsupportedCase, "model_type must be 'gpt2', got 'llama'"),
+        ({"n_layer": 10**9}, FormatError, "too few for the 1000000000 layers of its config"),
+        ({"n_embd": 32}, FormatError, "must be"),
+    ):
+        (initial / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(error, match=message):
+            train("run", init_from=str(initial))
+        assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match=r"--init-from and --out are both .*hub"):
+        train("hub", init_from=str(initial))
+
+
+def test_epochs_become_steps(run, tmp_path, cpu, watcher, text):
+    started = {"progress": watcher(), "ledger": lambda: NO_CALLS}
+    outcome = run_training(run, tmp_path / "run", cpu, epochs=0.05, **started)
+    tokens = json.loads((tmp_path / "run" / "config.json").read_text())["corpus"]["train_tokens"]
+    assert outcome.summary["steps"] == -(-tokens // (20 * 4 * 16))
+    assert outcome.summary["epochs"] == pytest.approx(0.05, abs=0.01)
+    assert resume_training(tmp_path / "run", cpu, epochs=0.05, **started).already_finished
 
 
 def test_torchs_global_settings_are_put_back(train):

@@ -205,6 +205,8 @@ class RunConfig:
         cpu_threads: number of threads on the CPU, at most one per usable core; 0 for torch's, which follows
             OMP_NUM_THREADS.
         data: ("stdlib",), or absolute paths of files and folders.
+        init_from: folder of the model and tokenizer that the training begins with, which give layers, heads, width,
+            vocab_size, tokenizer and model; "" for random weights.
     """
 
     name: str
@@ -221,6 +223,7 @@ class RunConfig:
     cpu_threads: int = 0
     model: ModelName = "gpt"
     data: tuple[str, ...] = (STDLIB,)
+    init_from: str = ""
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self)).items():
@@ -246,6 +249,13 @@ class RunConfig:
         if self.model == "rnn":  # four gates of inputs and states; tables of inputs and outputs
             return (8 * self.layers * self.width + 2 * vocab_size) * self.width
         return (12 * self.layers * self.width + vocab_size + self.training.context) * self.width
+
+    def epoch_steps(self, epochs: float, tokens: int) -> int:
+        """Return the steps of so many passes over the training tokens; ConfigError for no positive finite number."""
+        _check_field("epochs", epochs, float)
+        if (steps := epochs * tokens / self.tokens_per_step) >= 2**53:
+            raise ConfigError(f"epochs must be fewer: {epochs:g} are {steps:g} steps")
+        return max(1, math.ceil(steps))
 
     def step_flops(self, vocab_size: int) -> float:
         """Return the operations of a step, forward and backward, with a vocabulary of this size.
@@ -320,7 +330,9 @@ class RunConfig:
             return ""
         training, known = self.training, PRESETS[self.name].training
         words = ["accelerant", "train", "--preset", self.name, "--data", *self.data, "--device", backend]
-        for name in ("steps", "batch_size", "micro_batch"):
+        if self.init_from:
+            words += ["--init-from", self.init_from]
+        for name in ("steps", "batch_size", "micro_batch", "learning_rate"):
             if getattr(training, name) != getattr(known, name):
                 words += [f"--{name.replace('_', '-')}", str(getattr(training, name))]
         if self.cpu_threads != PRESETS[self.name].cpu_threads:
@@ -369,7 +381,7 @@ _RECIPE = (
     "name", "tokenizer", "vocab_size", "context", "layers", "heads", "width", "batch_size", "micro_batch", "steps",
     "learning_rate", "warmup", "final_lr_ratio", "weight_decay", "beta1", "beta2", "clip", "validations",
     "validation_tokens", "sample_tokens", "side_share", "checkpoint_every_s", "cpu_threads",
-    "model",
+    "model", "init_from",
 )  # fmt: skip
 _OPTIONS = ("seed", "deterministic", "log", "profile", "precision")
 """Fields of a run's "recipe" in config.json (the first 11 without a default), and those next to it."""

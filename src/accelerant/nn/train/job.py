@@ -26,6 +26,7 @@ import torch
 from accelerant._version import __version__
 from accelerant.errors import ConfigError, FormatError, OutOfMemory
 from accelerant.nn.layers import require_float8
+from accelerant.nn.models import hugging_face
 from accelerant.nn.models.char_rnn import CharRNN, CharRNNConfig
 from accelerant.nn.models.gpt import GPT, GPTConfig
 from accelerant.nn.models.language_model import LanguageModel
@@ -39,7 +40,7 @@ from accelerant.nn.train.checkpoint import (
     write_tensors,
 )
 from accelerant.nn.train.config import RunConfig, TrainConfig, preset
-from accelerant.nn.train.corpus import TokenizedText, Watcher, tokenize
+from accelerant.nn.train.corpus import TokenizedText, Watcher, tokenize, tokenizer_hash
 from accelerant.nn.train.data import Source, TokenSource
 from accelerant.nn.train.environment import numerics
 from accelerant.nn.train.folder import RunFolder, RunLock
@@ -93,26 +94,33 @@ class Outcome:
 
 def run_training(
     run: RunConfig, out: Path, device: torch.device, *, progress: Progress, ledger: Callable[[], Mapping[str, Any]],
-    extension: Extension | None = None, overwrite: bool = False,
+    extension: Extension | None = None, overwrite: bool = False, epochs: float | None = None,
 ) -> Outcome:  # fmt: skip
-    """Train from the beginning and write everything to a folder.
+    """Train from the beginning, or from the model in `run.init_from`, and write everything to a folder.
 
     Args:
         out: the folder; created if absent. An earlier run in it is moved to a subfolder.
         ledger: returns the ledger's dictionary, for the report.
         extension: replaces batches or steps; closed at the end.
         overwrite: whether an earlier run in the folder is removed instead, except its privacy ledger.
+        epochs: passes over the training tokens, in place of the run's steps.
 
     Returns:
         The outcome; after SIGINT or SIGTERM with a checkpoint written.
 
     Raises:
-        ConfigError: the data or the folder cannot be used, another run uses the folder, or the device or the model has
+        ConfigError: the data or a folder cannot be used, another run uses the folder, or the device or the model has
             no fp8.
+        FormatError, UnsupportedCase: the folder to begin with has no model, a damaged one, or one of another kind.
         MissingDependency: the run logs to TensorBoard, which is not installed.
         OutOfMemory: a micro-batch does not fit the device.
         DivergenceError: a loss or gradient is not finite.
     """
+    if epochs is not None:
+        run.epoch_steps(epochs, 1)  # raises for a bad value before anything is read
+    initial, tokenizer = None, None
+    if run.init_from:
+        run, initial, tokenizer = _initial(run, out)
     if run.model == "rnn" and (run.training.precision == "fp8" or run.training.recompute):
         option = "--recompute" if run.training.recompute else "--precision fp8"
         raise ConfigError(f"{option} is for the blocks of a GPT, and {run.name} is a recurrent model: leave it out")
@@ -125,7 +133,11 @@ def run_training(
     if run.training.log == "tensorboard":
         TensorBoard(out)  # raises if it is not installed, before an earlier run is removed
     with RunLock(out) as lock, closing(extension):
-        text = tokenize(run, progress, tokenizer_from=None)
+        text = tokenize(run, progress, tokenizer_from=tokenizer and RunFolder(Path(run.init_from)).tokenizer)
+        if tokenizer is not None and tokenizer_hash(text.tokenizer) != tokenizer_hash(tokenizer):
+            raise ConfigError(f"{run.data[0]} has the tokens of another tokenizer than the model in {run.init_from}")
+        if epochs is not None:
+            run = run.replaced(steps=run.epoch_steps(epochs, len(text.train)))
         config = extension.configured(_config(run, out, device))
         source = extension.source(text.train, config, text.sha256)
         require_space(out, run.parameter_count(text.tokenizer.vocab_size))
@@ -137,7 +149,7 @@ def run_training(
         with numerics(deterministic=config.deterministic, cpu_threads=run.cpu_threads):
             if device.type == "cpu" and (note := duration_note(run, cpu_flops_per_s)):
                 progress.note(note)
-            session = _TextRun(run, config, folder, text, progress, ledger, extension, source)
+            session = _TextRun(run, config, folder, text, progress, ledger, extension, source, model=initial)
             folder.write_config(session.description())
             tokenizer_json = text.tokenizer.to_json()
             if tokenizer_json is not None:
@@ -147,7 +159,7 @@ def run_training(
 
 def resume_training(
     out: Path, device: torch.device, *, progress: Progress, ledger: Callable[[], Mapping[str, Any]],
-    extension: Extension | None = None, steps: int | None = None,
+    extension: Extension | None = None, steps: int | None = None, epochs: float | None = None,
 ) -> Outcome:  # fmt: skip
     """Continue an interrupted run from its last checkpoint.
 
@@ -156,6 +168,7 @@ def resume_training(
     Args:
         out: the run's folder; the rest as for `run_training`.
         steps: a new number of steps in all, which extends a finished run; None for the run's.
+        epochs: the same in passes over the training tokens.
 
     Raises:
         ConfigError: the run has another extension, its data cannot be read, another process uses its folder, or it has
@@ -165,6 +178,15 @@ def resume_training(
         DivergenceError: a loss or gradient is not finite.
     """
     folder = RunFolder(out)
+    if epochs is not None:
+        values = folder.read_config()
+        try:
+            tokens = typed(
+                int, typed(dict[str, Any], values.get("corpus"), "corpus").get("train_tokens"), "train_tokens"
+            )
+        except ValueError as error:
+            raise FormatError(f"{folder.config} does not say how long the text is: {error}") from None
+        steps = RunConfig.from_dict(values.get("run", {})).epoch_steps(epochs, tokens)
     if (finished := _finished(folder, steps)) is not None:  # without a lock: the folder may be read-only
         return finished
     with RunLock(out), closing(extension or Extension()) as chosen:
@@ -179,7 +201,8 @@ def resume_training(
             command = run.command(str(out), device.type, chosen.words(out))
             advice = f": start again with: {command}" if command else ": start it again"
             raise FormatError(f"no checkpoint {folder.checkpoint}: none was written yet{advice}")
-        _require_stored(run, Checkpoints(out))
+        shape = _stored_shape(folder, values) if run.init_from else None
+        _require_stored(run, Checkpoints(out), shape)
         changed = steps is not None and steps != run.training.steps
         if changed:
             chosen.require_extensible()
@@ -189,7 +212,7 @@ def resume_training(
         source = chosen.source(text.train, config, text.sha256)
         require_space(out, run.parameter_count(text.tokenizer.vocab_size))
         with numerics(deterministic=config.deterministic, cpu_threads=run.cpu_threads):
-            session = _TextRun(run, config, folder, text, progress, ledger, chosen, source)
+            session = _TextRun(run, config, folder, text, progress, ledger, chosen, source, shape=shape)
             return session.execute(resume=True, config={**values, "run": run.to_dict()} if changed else None)
 
 
@@ -218,13 +241,7 @@ def load_run(out: str | os.PathLike[str], device: torch.device | str | None = No
         FormatError: there is no model, or a file is damaged or of another shape.
     """
     folder = RunFolder(Path(out))
-    config = folder.read_config()
-    try:
-        fields = config.get("model")
-        recurrent = isinstance(fields, dict) and "cell" in fields
-        shape: GPTConfig | CharRNNConfig = typed(CharRNNConfig if recurrent else GPTConfig, fields, "model")
-    except (ValueError, ConfigError) as error:
-        raise FormatError(f"{folder.config} has no model: {error}") from None
+    shape = _stored_shape(folder, folder.read_config())
     tokenizer: Tokenizer = load_bpe(folder.tokenizer) if folder.tokenizer.is_file() else ByteTokenizer()
     if Checkpoints(folder.path).exist and not folder.finished:
         path, saved = folder.checkpoint, Checkpoints(folder.path).load()[0]
@@ -233,13 +250,53 @@ def load_run(out: str | os.PathLike[str], device: torch.device | str | None = No
         path, tensors = folder.model, read_tensors(folder.model)
     else:
         raise FormatError(f"{folder.path} has no model yet: its first checkpoint was not written")
-    if shape.vocab_size != tokenizer.vocab_size or shape.layers > len(tensors):
+    if not _covers(shape, tokenizer) or shape.layers > len(tensors):
         raise FormatError(f"{path} is of another model than {folder.config}")
     with torch.device("meta"):
         model = _built(shape)
     require_same_shapes(path, tensors, model.state_dict())
     model.load_state_dict({name: value.to(device) for name, value in tensors.items()}, assign=True)
     return model.eval(), tokenizer
+
+
+def _stored_shape(folder: RunFolder, config: Mapping[str, Any]) -> GPTConfig | CharRNNConfig:
+    """Return the shape of the model that a run's config.json describes; raise FormatError if it has none."""
+    try:
+        fields = config.get("model")
+        recurrent = isinstance(fields, dict) and "cell" in fields
+        return typed(CharRNNConfig if recurrent else GPTConfig, fields, "model")
+    except (ValueError, ConfigError) as error:
+        raise FormatError(f"{folder.config} has no model: {error}") from None
+
+
+def _covers(shape: GPTConfig | CharRNNConfig, tokenizer: Tokenizer) -> bool:
+    """Return whether a model has every token; Hugging Face's models may have some more than their BPE."""
+    exact = isinstance(tokenizer, ByteTokenizer)
+    return shape.vocab_size == tokenizer.vocab_size or (shape.vocab_size > tokenizer.vocab_size and not exact)
+
+
+def _initial(run: RunConfig, out: Path) -> tuple[RunConfig, LanguageModel, Tokenizer]:
+    """Return the run with the sizes of the model that it begins with, the model in float32, and its tokenizer."""
+    folder = RunFolder(Path(run.init_from))
+    if not folder.path.is_dir():
+        raise ConfigError(f"--init-from needs the folder of a run or of a GPT-2 model, got {run.init_from!r}")
+    if out.resolve() == folder.path.resolve():
+        raise ConfigError(f"--init-from and --out are both {out}: give --out another folder, or --resume to continue")
+    if "format" in hugging_face.read_object(folder.config):
+        model, tokenizer = load_run(folder.path)
+    else:
+        model, tokenizer = GPT.from_pretrained(folder.path, dtype=torch.float32), load_bpe(folder.tokenizer)
+    shape = model.config
+    if not _covers(shape, tokenizer):
+        raise FormatError(
+            f"the tokenizer in {folder.path} has {tokenizer.vocab_size:,} tokens, its model {shape.vocab_size:,}"
+        )
+    sized = run.replaced(
+        model="rnn" if isinstance(model, CharRNN) else "gpt", layers=shape.layers, width=shape.width,
+        heads=getattr(shape, "heads", 1), vocab_size=shape.vocab_size, context=min(run.training.context, shape.context),
+        tokenizer="bytes" if isinstance(tokenizer, ByteTokenizer) else "bpe",
+    )  # fmt: skip
+    return sized, model.train(), tokenizer
 
 
 _PROBE_S = 0.1
@@ -287,10 +344,17 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.0f} seconds"
 
 
-def _require_stored(run: RunConfig, checkpoints: Checkpoints) -> None:
-    """Raise FormatError if a checkpoint is too small for its run's model, before that is allocated."""
+def _require_stored(run: RunConfig, checkpoints: Checkpoints, shape: GPTConfig | CharRNNConfig | None) -> None:
+    """Raise FormatError if a checkpoint is too small for its run's model, before that is allocated.
+
+    `shape` is that of a model that the run began with, else None: the run's.
+    """
+    vocab_size = 0
+    if shape is not None:
+        vocab_size, sizes = shape.vocab_size, {"layers": shape.layers, "width": shape.width, "context": shape.context}
+        run = run.replaced(**sizes, model="rnn" if isinstance(shape, CharRNNConfig) else "gpt")
     layers, width = run.layers, run.width
-    least = 2 * run.parameter_count(0)  # bytes, of the matrices in 16 bits
+    least = 2 * run.parameter_count(vocab_size)  # bytes, of the matrices in 16 bits
     size = max(path.stat().st_size for path in (checkpoints.path, checkpoints.previous) if path.is_file())
     if least > size:
         sizes = f"{layers:,} layers of width {width:,}, {run.training.context:,} tokens"
@@ -347,6 +411,7 @@ class _TextRun:
     def __init__(
         self, run: RunConfig, config: TrainConfig, folder: RunFolder, text: TokenizedText, progress: Progress,
         ledger: Callable[[], Mapping[str, Any]], extension: Extension, source: Source | None,
+        model: LanguageModel | None = None, shape: GPTConfig | CharRNNConfig | None = None,
     ) -> None:  # fmt: skip
         self._run, self._folder, self._text = run, folder, text
         self._progress, self._ledger, self._extension = progress, ledger, extension
@@ -364,16 +429,20 @@ class _TextRun:
             "layers": run.layers,
             "width": run.width,
         }
-        self._shape = CharRNNConfig(**sizes) if run.model == "rnn" else GPTConfig(**sizes, heads=run.heads)
-        self._model = _built(self._shape)  # initialised on the host: the same weights for every device
-        if isinstance(self._model, GPT):
+        if model is not None:
+            shape = model.config
+        if shape is None:
+            shape = CharRNNConfig(**sizes) if run.model == "rnn" else GPTConfig(**sizes, heads=run.heads)
+        self._shape = shape
+        self._model = model or _built(shape)  # initialised on the host: the same weights for every device
+        if model is None and isinstance(self._model, GPT):
             # Outputs of layers begin as large as in GPT-2. With its deviations a width of 128 learns half as fast.
             self._model.reset_parameters(0.02 * math.sqrt(_GPT2_WIDTH / run.width))
         self._events = _ProgressCallback(progress, self._device_name)
         self._trainer = Trainer(self._model, config, callbacks=[self._events, extension])
         self._training = self._source(text.train, "training") if source is None else source
         if isinstance(self._training, TokenSource):
-            self._training.vocab_size = vocab_size
+            self._training.vocab_size = shape.vocab_size
         self._trainer.step = extension.attach(self._trainer)
 
     def description(self) -> dict[str, Any]:
@@ -456,6 +525,7 @@ class _TextRun:
             "status": "done", "preset": run.name, "device": self._device_name,
             "parameters": self._model.parameter_count(), "steps": history.steps,
             "tokens": history.steps * run.tokens_per_step,
+            "epochs": round(history.steps * run.tokens_per_step / len(self._text.train), 3),
             "train_loss": round(float(np.mean([r.loss for r in records[-20:]])), 4) if records else None,
             "validation_loss": round(validation.loss, 4),
             "validation_nats_per_byte": round(nats_per_byte, 4),

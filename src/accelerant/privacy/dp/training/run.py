@@ -126,7 +126,7 @@ class PrivateRun(Extension):
             )
         if run.training.recompute:
             raise ConfigError("--private does not go with --recompute: lower --micro-batch to save memory")
-        if run.tokenizer == "bpe" and not any(is_token_file(Path(name)) for name in run.data):
+        if run.tokenizer == "bpe" and not run.init_from and not any(is_token_file(Path(name)) for name in run.data):
             raise ConfigError(
                 "a tokenizer trained on the text reveals some of it, and epsilon would not cover that: make a token "
                 "file with a tokenizer from elsewhere (accelerant data prepare --tokenizer PATH) and give it as --data"
