@@ -101,12 +101,12 @@ def test_a_run_begins_with_the_model_of_another_and_resumes_for_more_epochs(acce
     assert (status, errors) == (0, "")
     summary = json.loads(output)
     assert summary["epochs"] == pytest.approx(0.5, abs=0.1)
-    assert summary["loss_scale"] == 65536
+    assert summary["loss_scale"] == "65,536, 0 steps skipped"
     assert summary["validation_loss"] < first["validation_loss"]
     recipe = json.loads(Path("second/config.json").read_text())["run"]["recipe"]
     assert (recipe["init_from"], recipe["learning_rate"]) == (str(Path("first").absolute()), 2e-4)
     status, output, _ = accelerant("train", "--resume", "second", "--epochs", 1, "--json")
-    assert json.loads(output)["steps"] == 2 * summary["steps"]
+    assert json.loads(output)["steps"] == 2 * summary["steps"] - 1  # half of an odd number, rounded up
 
 
 @pytest.mark.slow

@@ -133,7 +133,9 @@ def run_training(
     if run.training.log == "tensorboard":
         TensorBoard(out)  # raises if it is not installed, before an earlier run is removed
     with RunLock(out) as lock, closing(extension):
-        text = tokenize(run, progress, tokenizer_from=tokenizer and RunFolder(Path(run.init_from)).tokenizer)
+        text = tokenize(
+            run, progress, tokenizer_from=None if tokenizer is None else RunFolder(Path(run.init_from)).tokenizer
+        )
         if tokenizer is not None and tokenizer_hash(text.tokenizer) != tokenizer_hash(tokenizer):
             raise ConfigError(f"{run.data[0]} has the tokens of another tokenizer than the model in {run.init_from}")
         if epochs is not None:
@@ -264,9 +266,10 @@ def _stored_shape(folder: RunFolder, config: Mapping[str, Any]) -> GPTConfig | C
     try:
         fields = config.get("model")
         recurrent = isinstance(fields, dict) and "cell" in fields
-        return typed(CharRNNConfig if recurrent else GPTConfig, fields, "model")
+        shape: GPTConfig | CharRNNConfig = typed(CharRNNConfig if recurrent else GPTConfig, fields, "model")
     except (ValueError, ConfigError) as error:
         raise FormatError(f"{folder.config} has no model: {error}") from None
+    return shape
 
 
 def _covers(shape: GPTConfig | CharRNNConfig, tokenizer: Tokenizer) -> bool:
@@ -351,8 +354,8 @@ def _require_stored(run: RunConfig, checkpoints: Checkpoints, shape: GPTConfig |
     """
     vocab_size = 0
     if shape is not None:
-        vocab_size, sizes = shape.vocab_size, {"layers": shape.layers, "width": shape.width, "context": shape.context}
-        run = run.replaced(**sizes, model="rnn" if isinstance(shape, CharRNNConfig) else "gpt")
+        vocab_size, model = shape.vocab_size, "rnn" if isinstance(shape, CharRNNConfig) else "gpt"
+        run = run.replaced(model=model, layers=shape.layers, width=shape.width, context=shape.context)
     layers, width = run.layers, run.width
     least = 2 * run.parameter_count(vocab_size)  # bytes, of the matrices in 16 bits
     size = max(path.stat().st_size for path in (checkpoints.path, checkpoints.previous) if path.is_file())
