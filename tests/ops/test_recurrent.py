@@ -7,7 +7,7 @@ from accelerant.ops.recurrent.op import layer_reference, recurrent
 from accelerant.runtime.dispatch import force
 from accelerant.runtime.ledger import ledger
 
-OPTIONS = {"bias": True, "layers": 1, "dropout": 0.0, "training": False, "bidirectional": False}
+OPTIONS = {"bias": True, "layers": 1, "dropout": 0.0, "training": True, "bidirectional": False}
 OP = {"lstm": "lstm_fwd", "gru": "gru_fwd", "tanh": "rnn_fwd", "relu": "rnn_fwd"}
 GATES = {"lstm": 4, "gru": 3, "tanh": 1, "relu": 1}
 DATA_CENTRE = ((8, 0), (9, 0), (10, 0))

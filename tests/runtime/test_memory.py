@@ -687,6 +687,19 @@ def test_bad_searches_are_refused(arguments, error, text):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_prediction_leaves_no_fake_tensor_in_a_cache(device):
+    """Kernels keep counters and tables for later launches; a fake one has no address."""
+    with predicting():
+        q = torch.empty(1, 2, 128, 64, dtype=torch.bfloat16, device=device).requires_grad_()
+        table = torch.empty(64, 64, device=device).requires_grad_()
+        ops.attention(q, q, q, causal=True).sum().backward()
+        ops.cross_entropy(table, torch.zeros(64, dtype=torch.int64, device=device)).backward()
+    del q, table
+    gc.collect()
+    assert not [one for one in gc.get_objects() if type(one) is FakeTensor]
+
+
 def test_modes_come_back_when_the_model_fails():
     class Fails(nn.Module):
         def __init__(self):

@@ -23,6 +23,7 @@ from torch import Tensor
 from accelerant.errors import UnsupportedCase
 from accelerant.ops.attention.composite import torch_backward, torch_forward, with_layout_of, with_layouts_of
 from accelerant.runtime.dispatch import Case, Implementation
+from accelerant.runtime.memory.live_set import ordinary_tensors
 
 __all__ = ["CUDNN", "EFFICIENT", "FLASH", "FLASH_4", "TORCH", "VARLEN_FLASH", "nvidia_capability"]
 
@@ -75,7 +76,8 @@ def _aligned(x: Tensor) -> Tensor:
 @functools.cache
 def _seed(device: torch.device) -> Tensor:
     """Return a placeholder for the random generator's state, which nothing reads without dropout."""
-    return torch.zeros((), dtype=torch.int64, device=device)
+    with ordinary_tensors():
+        return torch.zeros((), dtype=torch.int64, device=device)
 
 
 # --- cuDNN -----------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from accelerant.ops._launch import ceil_div, multiprocessors
 from accelerant.ops.attention.launch import like
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.host import fork_safe
+from accelerant.runtime.memory.live_set import ordinary_tensors
 from accelerant.runtime.providers.cuda_launch import PackedLaunch
 from accelerant.runtime.streams.stream import capturing
 
@@ -141,7 +142,8 @@ def _take_ticket(device: int) -> Tensor:
 
 @functools.cache
 def _stream_ticket(device: int, stream: int) -> Tensor:
-    return _take_ticket(device)
+    with ordinary_tensors():
+        return _take_ticket(device)
 
 
 _launches: LaunchCache[PackedLaunch] = LaunchCache()

@@ -29,6 +29,7 @@ from accelerant.ops.linear_fp8 import launch, reference
 from accelerant.ops.linear_gelu.launch import launch_join
 from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.memory.live_set import ordinary_tensors
 
 __all__ = [
     "MULTIPLE", "Float8Weight", "Float8Weights", "flattened", "gelu_linear", "linear", "linear_dx", "linear_dz",
@@ -134,7 +135,8 @@ def _ones(count: int, device: torch.device) -> Tensor:
     """Return `count` ones, a view of a cached tensor that grows."""
     kept = _kept_ones.get(device)
     if kept is None or kept.numel() < count:
-        kept = _kept_ones[device] = torch.ones(max(count, launch.LONGEST), dtype=torch.float32, device=device)
+        with ordinary_tensors():
+            kept = _kept_ones[device] = torch.ones(max(count, launch.LONGEST), dtype=torch.float32, device=device)
     return kept[:count]
 
 

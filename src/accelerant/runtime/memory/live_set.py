@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from accelerant.errors import OutOfMemory
 
 __all__ = [
-    "CUDA_GRANULARITY", "LiveSet", "count", "has_fakes", "only_counts", "predicting", "predictions", "predicts_here",
-    "storage_bytes", "uncounted",
+    "CUDA_GRANULARITY", "LiveSet", "count", "has_fakes", "only_counts", "ordinary_tensors", "predicting", "predictions",
+    "predicts_here", "storage_bytes", "uncounted",
 ]  # fmt: skip
 
 CUDA_GRANULARITY = 512
@@ -83,6 +83,13 @@ def predicting() -> Iterator[FakeTensorMode]:
         _thread.fakes -= 1
         _thread.modes -= 1
         predictions.remove(fake)
+
+
+@contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Make tensors inside the block that outlive it real, in a prediction too, and no inference tensors."""
+    with _disable_current_modes(), torch.inference_mode(False):
+        yield
 
 
 @contextmanager
