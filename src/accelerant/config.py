@@ -10,7 +10,8 @@ The file is `$ACCELERANT_CONFIG`, or `config.toml` in the user's configuration f
     memory_fraction = 1.0     # ACCELERANT_MEMORY_FRACTION   share of each device's memory for this process; "auto":
                               #                        95 % of what other processes leave when the backend starts
     log = "warning"           # ACCELERANT_LOG         debug, info, warning, error
-    race = "off"              # ACCELERANT_RACE        off, first_use: time implementations, choose the fastest
+    race = "auto"             # ACCELERANT_RACE        first_use: time implementations, choose the fastest; off; auto:
+                              #                        first_use on models of GPU that no shipped table serves
     tune = "off"              # ACCELERANT_TUNE        off, first_use: the same for launch parameters
     deterministic = false     # ACCELERANT_DETERMINISTIC   refuse implementations whose results may vary between runs
     debug = false             # ACCELERANT_DEBUG       check results for NaN, and accesses of user kernels
@@ -51,6 +52,7 @@ __all__ = ["FallbackPolicy", "Settings", "When", "carried", "override", "policy_
 
 FallbackPolicy = Literal["allow", "warn", "forbid"]
 When = Literal["off", "first_use"]
+Race = Literal["auto", "off", "first_use"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -75,14 +77,14 @@ class Settings:
     cache_dir: Path = field(default_factory=lambda: _user_folder("cache"))
     memory_fraction: float | Literal["auto"] = 1.0
     log: LogLevel = "warning"
-    race: When = "off"
+    race: Race = "auto"
     tune: When = "off"
     deterministic: bool = False
     implementation: tuple[tuple[str, str], ...] = ()
     debug: bool = False
 
     def __post_init__(self) -> None:
-        for name, allowed in (("fallback", FallbackPolicy), ("log", LogLevel), ("race", When), ("tune", When)):
+        for name, allowed in (("fallback", FallbackPolicy), ("log", LogLevel), ("race", Race), ("tune", When)):
             self._require(name, getattr(self, name) in get_args(allowed), " | ".join(get_args(allowed)))
         share = self.memory_fraction
         self._require("memory_fraction", share == "auto" or 0.0 < share <= 1.0, "auto, or a number in (0, 1]")

@@ -153,6 +153,72 @@ def test_a_shipped_table_serves_until_there_is_a_local_result(racing, book, monk
         assert decided(op).implementation == "own"
 
 
+@pytest.fixture
+def untabled(book, tmp_path, monkeypatch):
+    """A device whose model no table serves, next to one with a table, under the default settings."""
+    entries = {
+        choices.key_of("probe", torch.float32, (rows, 8, "none")): {"ms": ms, "case": f"{rows}x8 float32"}
+        for rows, ms in {64: {"own": 1.0, "torch": 2.0}, 8192: {"own": 2.0, "torch": 1.0}}.items()
+    }
+    body = {"format": 1, "device": "Card", "serves": ["Card"], "entries": entries}
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "card.json").write_text(json.dumps(body))
+    monkeypatch.setitem(
+        choices._stores, tmp_path / "choices", choices.Choices(tmp_path / "choices", tmp_path / "tables")
+    )
+    monkeypatch.setattr(dispatch, "_TABLED", frozenset({"cpu"}))
+    monkeypatch.setattr(dispatch, "_race_s", 0.0)
+    with override(cache_dir=tmp_path):
+        yield tmp_path / "choices"
+
+
+def test_without_a_table_the_first_use_is_raced_for_a_limited_time(untabled, monkeypatch):
+    op, own, _ = contest()
+    assert decided(op).reason.startswith("raced")
+    (path,) = untabled.glob("*.json")
+    assert "probe float32 4 8" in path.read_text()
+    assert dispatch._race_s > 4e-3
+    monkeypatch.setattr(dispatch, "_race_s", dispatch.RACES_S)
+    calls = own.calls
+    assert decided(op).reason.startswith("raced")  # as kept
+    decision = decided(op, Case(CPU, torch.float32, (16, 8)))
+    assert (decision.implementation, decision.reason) == ("torch", "no table serves this GPU: libraries first")
+    assert own.calls == calls
+
+
+def test_a_race_by_default_ends_after_its_time(untabled, monkeypatch):
+    monkeypatch.setattr(dispatch, "RACE_S", 0.0)
+    op, own, other = contest()
+    assert op(CASE) == "torch"
+    assert (own.calls, other.calls) == (3, 4)  # no turn; torch ran the call
+
+
+@pytest.mark.parametrize(("rows", "implementation"), [(1, "own"), (100, "own"), (4096, "torch")])
+def test_without_a_race_an_own_kernel_is_first_where_it_won_on_the_nearest_model(untabled, rows, implementation):
+    op, *_ = contest()
+    with override(race="off"):
+        decision = decided(op, Case(CPU, torch.float32, (rows, 8), ("none",)))
+        assert decision.implementation == implementation
+        if implementation == "own":
+            assert decision.reason == "no table serves this GPU; the fastest on Card (64x8 float32)"
+        for case in (Case(CPU, torch.float64, (rows, 8), ("none",)), Case(CPU, torch.float32, (rows, 8), ("tanh",))):
+            assert op(case) == "torch"
+
+
+@pytest.mark.gpu
+def test_a_gpu_without_a_table_races_by_default(tmp_path, monkeypatch):
+    store = choices.Choices(tmp_path / "choices", tmp_path / "tables")
+    monkeypatch.setitem(choices._stores, tmp_path / "choices", store)
+    monkeypatch.setattr(dispatch, "_race_s", 0.0)
+    x = torch.randn(1 << 20, device="cuda", dtype=torch.bfloat16)
+    with override(cache_dir=tmp_path):
+        (decision,) = explain_quietly(ops.gelu, x).decisions
+        assert dict(decision.raced).keys() == {"triton", "torch"}
+        (decision,) = explain_quietly(ops.gelu, x).decisions
+        assert decision.reason.endswith("this device)")
+    assert 0 < dispatch._race_s < dispatch.RACES_S
+
+
 def test_who_wins_may_refuse_a_case_of_the_bucket(racing, book):
     fast = Implementation("fast", Runs("fast"), refuses=lambda case: None if case.shape[0] == 4 else "4 rows only")
     op = operation(fast, Implementation("slow", Runs("slow", 4e-3)), Implementation("mid", Runs("mid", 4e-4)))

@@ -112,11 +112,12 @@ torch_wants_determinism: Callable[[], bool] = getattr(
 class Rules(NamedTuple):
     """The settings that a choice depends on besides its case.
 
-    `race` and `tune` measure candidates without a result when they are first met. `deterministic` holds if it is set,
-    or requested by torch.use_deterministic_algorithms. `forced` has pairs of an op and its implementation.
+    `race` and `tune` measure candidates without a result when they are first met; `race` is None for "auto", where no
+    shipped table serves the device. `deterministic` holds if it is set, or requested by
+    torch.use_deterministic_algorithms. `forced` has pairs of an op and its implementation.
     """
 
-    race: bool
+    race: bool | None
     tune: bool
     deterministic: bool
     debug: bool
@@ -134,7 +135,7 @@ def rules() -> Rules:
     if latest is not None and latest[0] is current and latest[1] is by_torch:
         return latest[2]
     result = Rules(
-        race=current.race == "first_use",
+        race=None if current.race == "auto" else current.race == "first_use",
         tune=current.tune == "first_use",
         deterministic=current.deterministic or by_torch,
         debug=current.debug,

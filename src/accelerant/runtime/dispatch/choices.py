@@ -19,6 +19,7 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import math
 import os
 import re
 import sys
@@ -41,6 +42,7 @@ __all__ = ["Choices", "Measurement", "Sources", "choices", "key_of", "model_of",
 _FORMAT = 1
 _VERSIONS_KEPT = 4
 _LOCK_WAIT_S = 2.0
+_ANY = "any model"
 TABLES = Path(__file__).parent / "tables"
 
 _log = logging.getLogger("accelerant.choices")
@@ -242,6 +244,26 @@ class Choices:
                 return local
             return self._shipped[model].get(key)
 
+    def serves(self, device: torch.device) -> bool:
+        """Return whether a shipped table serves a device's model."""
+        with self._lock:
+            self._load(device)
+            return bool(self._shipped[model_of(device)])
+
+    def nearest(self, key: str) -> Measurement | None:
+        """Return the shipped measurement of the same op, dtype and options with the most similar sizes, or None.
+
+        It is for models that no table serves. All shipped tables are of one architecture, Hopper's.
+        """
+        words, found = key.split(), []
+        with self._lock:
+            table = self._shipped.get(_ANY) or self._shipped.setdefault(_ANY, self._read_tables())
+        for other, measured in table.items():
+            pairs = [pair for pair in zip(words, other.split(), strict=False) if pair[0] != pair[1]]
+            if len(other.split()) == len(words) and all(a.isdecimal() and b.isdecimal() for a, b in pairs):
+                found.append((sum(abs(math.log2(max(int(a), 1) / max(int(b), 1))) for a, b in pairs), other, measured))
+        return min(found)[2] if found else None
+
     def keep(self, device: torch.device, key: str, measured: Measurement) -> None:
         """Store a measurement, also on disk if that can be written.
 
@@ -340,12 +362,12 @@ class Choices:
         except OSError as error:  # a full or read-only disk costs the next process a race, not this one
             _log.warning("choices cannot be kept in %s: %s", path, error)
 
-    def _read_tables(self, model: str) -> dict[str, Measurement]:
-        """Return the shipped table that serves a model. A slice of a device is another device."""
+    def _read_tables(self, model: str | None = None) -> dict[str, Measurement]:
+        """Return the shipped table that serves a model, by default the first. A slice of a device is another device."""
         for path in sorted(self._tables.glob("*.json")):
             try:
                 body = decode_json(path.read_bytes())
-                if body["format"] == _FORMAT and any(_serves(name, model) for name in body["serves"]):
+                if body["format"] == _FORMAT and (not model or any(_serves(name, model) for name in body["serves"])):
                     return _measurements(body["entries"], str(body["device"]))
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 _log.warning("shipped table %s cannot be read: %s", path, error)

@@ -12,7 +12,9 @@ depend on) and the arguments. The first call of a case makes a plan; later calls
 
 Of the implementations that serve a case, the forced one runs; otherwise the fastest by the times measured on this model
 of device, a local race before a shipped table; otherwise the first. Where the setting `race` asks for it and no local
-result covers the case, the race is run on the arguments of the call.
+result covers the case, the race is run on the arguments of the call. By default it does so on models of GPU that no
+table serves, for a limited time per process. Without a race on those, an own kernel comes before a library only where
+it was faster on the nearest model that has a table.
 
 An implementation that fails before it wrote anything (compilation, a refused launch, allocation) is followed by the
 next ones from the same inputs, as the fallback policy allows: ops are functional, so nothing is half-written. One that
@@ -29,7 +31,9 @@ import contextlib
 import copy
 import functools
 import importlib
+import math
 import pkgutil
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -82,8 +86,20 @@ def _is_transient(error: BaseException) -> bool:
     return isinstance(error, (OutOfMemory, torch.OutOfMemoryError)) or lacks_host_memory(error)
 
 
+RACES_S, RACE_S = 60.0, 2.0
+"""Seconds of a process after which none begins the races that the setting "auto" asks for, and those after which such a
+race times no further calls. Compilation counts."""
+
+_race_s = 0.0
+_TABLED = frozenset({"cuda"})
+"""Types of torch device whose models have tables."""
+
 _ledger = ledger()
 _operations: dict[str, Operation] = {}
+
+
+def _has_no_table(device: torch.device) -> bool:
+    return device.type in _TABLED and not choices().serves(device)
 
 
 def operations() -> dict[str, Operation]:
@@ -267,7 +283,11 @@ class Operation:
                 _ledger.begin(plan.record, plan.provider, plan.device_index)
                 _ledger.failed(plan.record)
                 raise
-            chosen, reason, raced, failed_before = _by_times(measured, serving, str(case))
+            timed = measured is not None and any(candidate.name in measured.ms for candidate in serving)
+            if not timed and _has_no_table(case.device):
+                chosen, reason = self._by_nearest(case, serving)
+            else:
+                chosen, reason, raced, failed_before = _by_times(measured, serving, str(case))
             refusals = self.refusals(case)  # with what failed in a race just now
         broken = self._broken.get(case, {})
         order = [candidate.name for candidate in self.implementations]
@@ -300,16 +320,20 @@ class Operation:
         self, case: Case, serving: Sequence[Implementation], args: tuple[Any, ...]
     ) -> tuple[Measurement | None, bool]:
         """Return the times to choose by, raced now if the rules ask for it, and whether the choice is to be kept."""
+        global _race_s
         current = rules()
         key = key_of(self.name, case.dtype, self._bucket(case))
         known = choices().find(case.device, key, self._sources)
         covered = known is not None and not known.table and all(known.covers(candidate.name) for candidate in serving)
-        if not current.race or current.deterministic or covered:
+        by_default = current.race is None and _race_s < RACES_S and _has_no_table(case.device)
+        if not (current.race or by_default) or current.deterministic or covered:
             return known, True
         if obstacle(case.device, args) is not None:
             return known, False
         runs = [(candidate.name, partial(candidate.run, *args)) for candidate in serving]
-        outcome = race(runs, case.device, lost=registry.provider_of(case.device).lost)
+        began, most_s = time.monotonic(), RACE_S if by_default else math.inf
+        outcome = race(runs, case.device, most_s=most_s, lost=registry.provider_of(case.device).lost)
+        _race_s += by_default * (time.monotonic() - began)
         if outcome is None or not outcome.ms:  # another thread is racing; or all failed, and the call raises the error
             return known, False
         failed = {name: reason_of(error) for name, error in outcome.failed.items()}
@@ -319,7 +343,17 @@ class Operation:
             choices().keep(case.device, key, measured)
             self.plans.forget()  # other cases of the bucket, and those under other rules, are chosen anew
         self._leave_out(case, outcome.failed)
-        return measured, lasting
+        return measured, lasting or by_default  # else each call would race again while memory lacks
+
+    def _by_nearest(self, case: Case, serving: Sequence[Implementation]) -> tuple[Implementation, str]:
+        """Return the implementation on a GPU that no table serves, where nothing was raced, and the reason."""
+        near = choices().nearest(key_of(self.name, case.dtype, self._bucket(case)))
+        name = fastest(near.ms, [candidate.name for candidate in serving]) if near is not None else None
+        winner = next((candidate for candidate in serving if candidate.name == name and candidate.own), None)
+        if winner is not None and near is not None:
+            return winner, f"no table serves this GPU; the fastest on {near.table} ({near.case})"
+        library = next((candidate for candidate in serving if not candidate.own), serving[0])
+        return library, "no table serves this GPU: libraries first"
 
     def _plan(
         self, case: Case, chosen: Implementation, reason: str, refused: tuple[tuple[str, str], ...],

@@ -16,6 +16,7 @@ Results are dropped call by call, and random number generators are restored.
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import threading
 import time
@@ -65,26 +66,26 @@ class Outcome:
 
 def race(
     runs: Sequence[tuple[str, Callable[[], object]]], device: torch.device, *, budget_s: float = 0.03,
-    lost: Callable[[Exception], DeviceLost | None] = lambda error: None,
+    most_s: float = math.inf, lost: Callable[[Exception], DeviceLost | None] = lambda error: None,
 ) -> Outcome | None:  # fmt: skip
     """Time each candidate; return None at once where another thread is racing, since the two would disturb each other.
 
     Candidates are names and functions without side effects, whose results are dropped, the preferred first. Of the
     device ("cuda" or "cpu") only the current stream is waited for. `budget_s` are seconds of timed calls for each
-    candidate, besides compilation. `lost` returns the DeviceLost to raise for an error after which the device cannot be
-    used, else None.
+    candidate, besides compilation; after `most_s` in all, the first calls included, no further turn begins. `lost`
+    returns the DeviceLost to raise for an error after which the device cannot be used, else None.
     """
     if not _turn.acquire(blocking=False):
         return None
     try:
         with torch.no_grad(), _clock(device) as clock:
-            return _race(runs, clock, budget_s, lost)
+            return _race(runs, clock, budget_s, time.monotonic() + most_s, lost)
     finally:
         _turn.release()
 
 
 def _race(
-    runs: Sequence[tuple[str, Callable[[], object]]], clock: _HostClock | _DeviceClock, budget_s: float,
+    runs: Sequence[tuple[str, Callable[[], object]]], clock: _HostClock | _DeviceClock, budget_s: float, until: float,
     lost: Callable[[Exception], DeviceLost | None],
 ) -> Outcome:  # fmt: skip
     ms: dict[str, float] = {}
@@ -99,6 +100,8 @@ def _race(
     going = {name: run for name, run in runs if name in ms and ms[name] <= limit}
     samples: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in going}
     for turn in range(_TURNS):
+        if time.monotonic() > until:
+            break
         first = turn % max(len(going), 1)
         candidates = list(going.items())
         for name, run in candidates[first:] + candidates[:first]:
