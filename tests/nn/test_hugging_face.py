@@ -1,6 +1,9 @@
 """GPT-2 weights to and from transformers, and what is refused of a checkpoint."""
 
+import functools
+import itertools
 import json
+import os
 
 import pytest
 import torch
@@ -263,6 +266,51 @@ def test_a_pickle_is_never_read(folder):
     torch.save(Trap(), folder / "pytorch_model.bin")
     with pytest.raises(FormatError, match=r"pytorch_model\.bin: a pickle may execute arbitrary code and is not read"):
         GPT.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("shard_bytes", [8000, 1 << 30])
+def test_a_save_that_ends_half_way_leaves_the_model_of_before(folder, shard_bytes, monkeypatch):
+    """As if killed at each call that changes the disk; then there is the old model, the new one, or an error."""
+    before, after = GPT.from_pretrained(folder), GPT.from_pretrained(folder)
+    with torch.no_grad():
+        for weight in after.parameters():
+            weight += 1.0
+    before.save_pretrained(folder, max_shard_bytes=shard_bytes)
+    found = []
+    for calls in itertools.count():
+        left = iter(range(calls))
+
+        def changes(change, *args, left=left):
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return change(*args)
+
+        with monkeypatch.context() as patch:
+            for name in ("replace", "unlink", "fsync"):
+                patch.setattr(os, name, functools.partial(changes, getattr(os, name)))
+            try:
+                after.save_pretrained(folder, max_shard_bytes=shard_bytes)
+            except KeyboardInterrupt:
+                pass
+            else:
+                break
+        try:
+            loaded = GPT.from_pretrained(folder)
+        except (ConfigError, FormatError):
+            found.append("refused")
+        else:
+            shifts = {
+                float((new - old).detach().mean().round())
+                for new, old in zip(loaded.parameters(), before.parameters(), strict=True)
+            }
+            assert len(shifts) == 1
+            found.append(shifts.pop())
+        before.save_pretrained(folder, max_shard_bytes=shard_bytes)
+        for leftover in folder.glob(".*.tmp"):  # else removed at some of the calls that are counted
+            leftover.unlink()
+    assert found == sorted(found, key=[0.0, "refused", 1.0].index)
+    assert found[0] == 0.0
+    assert ("refused" in found) == (shard_bytes == 8000)
 
 
 def test_shards_are_checked(folder):

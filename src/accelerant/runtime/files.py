@@ -21,7 +21,7 @@ import stat
 import time
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from decimal import ROUND_CEILING, Context, Decimal
 from pathlib import Path
@@ -29,8 +29,9 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 __all__ = [
-    "MAX_DEPTH", "AtomicFile", "JsonRecord", "clipped", "decode_json", "escaped", "is_virtual", "open_regular", "plain",
-    "read_regular", "remove_folder_of", "remove_leftovers", "temporary_path", "typed", "write_atomic",
+    "MAX_DEPTH", "AtomicFile", "Content", "JsonRecord", "clipped", "decode_json", "escaped", "is_virtual",
+    "open_regular", "plain", "read_regular", "remove_folder_of", "remove_leftovers", "temporary_path", "typed",
+    "write_atomic", "write_together",
 ]  # fmt: skip
 
 MAX_DEPTH = 100
@@ -112,6 +113,12 @@ class AtomicFile:
             raise self._named(error) from None
         _lock(descriptor)
         self.file: BinaryIO = os.fdopen(descriptor, "wb")
+
+    def flush(self) -> None:
+        """Wait until what was written is on the disk."""
+        self.file.flush()
+        with open(open_regular(self.temporary, os.O_RDWR), "rb+") as written:  # another writer may have replaced it
+            os.fsync(written.fileno())
 
     def commit(self) -> None:
         """Flush the file to disk and rename it to `path`."""
@@ -201,20 +208,37 @@ def remove_folder_of(pid: int, folder: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_atomic(path: Path, content: bytes | Callable[[Path], None]) -> None:
+Content = bytes | Callable[[Path], None]
+"""What a file is to have, or a function that writes the file whose path it is given."""
+
+
+def write_atomic(path: Path, content: Content) -> None:
     """Write a file under a temporary name in its existing folder, flush it to disk, then rename it.
 
-    The content is the bytes, or a function that writes the file whose path it is given. If the folder cannot be written
-    or the disk is full, OSError is raised, and `path` is as it was.
+    If the folder cannot be written or the disk is full, OSError is raised, and `path` is as it was.
     """
-    atomic = AtomicFile(path)
-    with atomic as file:
-        if not callable(content):
-            file.write(content)
-            return
-        mode = atomic.temporary.stat().st_mode  # follows the umask; safetensors makes its files private
-        content(atomic.temporary)
-        atomic.temporary.chmod(mode)
+    write_together({path: content})
+
+
+def write_together(contents: Mapping[Path, Content], remove: Iterable[Path] = ()) -> None:
+    """Write several files as write_atomic does; replace old ones, in order, when all the new ones are on the disk.
+
+    `remove` has files that are deleted before the first is replaced: an index, so that none lists old and new files.
+    """
+    with contextlib.ExitStack() as stack:  # which commits the last first
+        for path, content in reversed(list(contents.items())):
+            atomic = AtomicFile(path)
+            file = stack.enter_context(atomic)
+            if callable(content):
+                mode = atomic.temporary.stat().st_mode  # follows the umask; safetensors makes its files private
+                content(atomic.temporary)
+                atomic.temporary.chmod(mode)
+            else:
+                file.write(content)
+            if len(contents) > 1:
+                atomic.flush()
+        for path in remove:
+            path.unlink(missing_ok=True)
 
 
 class JsonRecord:

@@ -10,6 +10,7 @@ dtypes are checked before the model is built. Only safetensors are read: a pickl
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase
-from accelerant.runtime.files import clipped, decode_json, open_regular, read_regular, write_atomic
+from accelerant.runtime.files import Content, clipped, decode_json, open_regular, read_regular, write_together
 
 __all__ = ["Fields", "Layout", "Part", "load", "read_object", "save"]
 
@@ -320,7 +321,8 @@ def _concatenated(
 def save(model: nn.Module, config: C, path: str | os.PathLike[str], layout: Layout[C], *, max_shard_bytes: int) -> None:
     """Write a model in the format of transformers; see LanguageModel.save_pretrained.
 
-    Each file is complete or absent. A tensor larger than max_shard_bytes gets a file of its own.
+    Weights of an earlier model stay until all files are on the disk. A tensor larger than max_shard_bytes gets a file
+    of its own.
     """
     if max_shard_bytes < 1:
         raise ConfigError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
@@ -343,10 +345,9 @@ def save(model: nn.Module, config: C, path: str | os.PathLike[str], layout: Layo
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     before = {file.name for file in folder.iterdir() if _WEIGHTS.fullmatch(file.name) and file.is_file()}
-    written = _write_weights(folder, tensors, max_shard_bytes)
-    _write_json(folder / _CONFIG, fields)
-    for name in before - written:  # another model's: an old model.safetensors would be read instead of the shards
-        (folder / name).unlink()
+    files: dict[str, Content] = {**_weights(tensors, max_shard_bytes), _CONFIG: _json(fields)}
+    old = (before - files.keys()) | {_INDEX}  # an old model.safetensors would be read instead of the shards
+    write_together({folder / name: content for name, content in files.items()}, [folder / name for name in old])
 
 
 def _split(tensor: Tensor, parts: tuple[Part, ...]) -> list[Tensor]:
@@ -354,8 +355,8 @@ def _split(tensor: Tensor, parts: tuple[Part, ...]) -> list[Tensor]:
     return [x.t() if part.transposed else x for part, x in zip(parts, tensor.detach().split(rows), strict=True)]
 
 
-def _write_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes: int) -> set[str]:
-    """Write one file, or several and an index; return their names."""
+def _weights(tensors: Mapping[str, Tensor], max_shard_bytes: int) -> dict[str, Content]:
+    """Return the contents of one file, or of several and an index, by name."""
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
@@ -364,23 +365,20 @@ def _write_weights(folder: Path, tensors: Mapping[str, Tensor], max_shard_bytes:
         shards[-1][name] = tensor
         size += tensor.nbytes
     if len(shards) == 1:
-        _write_shard(folder / _SINGLE, shards[0])
-        return {_SINGLE}
+        return {_SINGLE: functools.partial(_write_shard, shards[0])}
     files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    for file, shard in zip(files, shards, strict=True):
-        _write_shard(folder / file, shard)
     weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
     total = sum(tensor.nbytes for tensor in tensors.values())
-    _write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    return {*files, _INDEX}
+    index = _json({"metadata": {"total_size": total}, "weight_map": weight_map})
+    written = {file: functools.partial(_write_shard, shard) for file, shard in zip(files, shards, strict=True)}
+    return {**written, _INDEX: index}
 
 
-def _write_shard(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def _write_shard(tensors: Mapping[str, Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
-    ready = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    write_atomic(path, lambda temporary: save_file(ready, temporary, metadata={"format": "pt"}))
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    write_atomic(path, (json.dumps(value, indent=2, sort_keys=True) + "\n").encode())
+def _json(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
