@@ -5,13 +5,14 @@ Without a GPU a graph's replay runs the captured function again, and writes its 
 
 import contextlib
 import copy
+import pickle
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import accelerant as acl
-from accelerant.errors import FallbackWarning
+from accelerant.errors import FallbackWarning, LaunchError
 from accelerant.nn._patch import graphs
 
 BEFORE = graphs.EAGER_CALLS
@@ -20,13 +21,15 @@ BEFORE = graphs.EAGER_CALLS
 class Rerun:
     """The interface of Graph on a CPU; results stay in the same memory as those of a graph do."""
 
-    pool = leaves = None
+    leaves = None
 
     def __init__(self, name):
-        self.name = name
+        self.name, self.pool, self.following = name, self, None
 
     def capture(self, fn, *, warm_up, pool=None):
         captured, results = fn.__self__, fn()
+        if pool is not None:
+            pool.following = self
         self.fn, self.captured = fn, captured
         self.memory = [None if x is None else x.detach() for x in results]
         self.needed = [self.leaves.get(x, x) for x in captured._needed]  # the model's own parameters
@@ -34,6 +37,9 @@ class Rerun:
 
     def replay(self):
         self.captured._needed = self.needed
+        for shared in () if self.following is None else self.following.memory:
+            if shared is not None:  # one pool: what the backward pass left may lie where this pass writes
+                shared.fill_(float("nan"))
         with torch.enable_grad():
             results = self.fn()
         with torch.no_grad():
@@ -44,18 +50,17 @@ class Rerun:
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
-    own_leaves = graphs._own_leaves
+    capturable = graphs._capturable
 
     @contextlib.contextmanager
-    def noted(model):
-        with own_leaves(model) as leaves:
+    def noted(*args):
+        with capturable(*args) as leaves:
             monkeypatch.setattr(Rerun, "leaves", leaves)
             yield leaves
 
     monkeypatch.setattr(graphs, "Graph", Rerun)
     monkeypatch.setattr(graphs, "_DEVICE", "cpu")
-    monkeypatch.setattr(graphs, "_own_leaves", noted)
-    monkeypatch.setattr(graphs, "_synchronisations", lambda: contextlib.nullcontext([]))
+    monkeypatch.setattr(graphs, "_capturable", noted)
 
 
 @pytest.fixture
@@ -105,20 +110,261 @@ def test_training_from_graphs_is_training_without(model, options):
     assert report.graphs == {"captured": 1, "replayed": calls - BEFORE, "eager: before the capture": BEFORE}
 
 
-def test_gradients_that_the_user_keeps_are_not_overwritten(model):
-    acl.nn.patch(model, graph=True)
-    trained(model, BEFORE + 1)
-    found = []
-    for seed in (1, 2):
-        model.zero_grad()
-        model(input_ids=ids(seed), labels=ids(seed)).loss.backward()
-        found.append([param.grad for param in model.parameters()])
-    acl.nn.unpatch(model)
-    for seed, grads in zip((1, 2), found, strict=True):
-        model.zero_grad()
-        model(input_ids=ids(seed), labels=ids(seed)).loss.backward()
-        for grad, param in zip(grads, model.parameters(), strict=True):
-            torch.testing.assert_close(grad, param.grad, rtol=1e-4, atol=1e-5)  # unpatched: other kernels
+class Net(torch.nn.Module):
+    """A norm, a branch that only the second output depends on, and options that users change."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head, self.other = torch.nn.LayerNorm(4), torch.nn.Linear(4, 3), torch.nn.Linear(4, 2)
+        self.register_buffer("shift", torch.zeros(4))
+        self.scale, self.options, self.trick = 1.0, {"power": 1}, None
+
+    def forward(self, x, factor=1.0):
+        if self.trick is not None:
+            self.trick(x)
+        y = self.norm(x + self.shift) * self.scale * factor
+        return self.head(y ** self.options["power"]), self.other(y)
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    found = Net().train()
+    found.report = acl.nn.patch(found, graph=True)
+    return found
+
+
+def rows(seed=0, count=5):
+    return torch.randn(count, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def warmed(net, calls=BEFORE + 1, **options):
+    for call in range(calls):
+        net(rows(call), **options)[0].sum().backward()
+    net.zero_grad()
+    return net
+
+
+def gradients(net, x, plain=False):
+    """Gradients of a call, from the graphs or by the class's own forward."""
+    net.zero_grad()
+    outputs = Net.forward(net, x) if plain else net(x)
+    (outputs[0].square().sum() + outputs[1].sum()).backward()
+    return [param.grad for param in net.parameters()]
+
+
+def assert_right(net, x):
+    replayed = net.report.graphs["replayed"]
+    for one, two in zip(gradients(net, x), gradients(net, x, plain=True), strict=True):
+        torch.testing.assert_close(one, two)
+    assert net.report.graphs["replayed"] == replayed + 1
+
+
+def test_an_output_without_gradient_leaves_its_parameters_without(net):
+    net.requires_grad_(True)
+    warmed(net)
+    net(rows(9))[0].sum().backward()
+    assert net.report.graphs["replayed"] == 2
+    assert net.other.weight.grad is None
+    assert net.head.weight.grad is not None
+    assert_right(net, rows(10))
+    assert net.other.weight.grad is not None
+
+
+def test_outputs_and_gradients_that_the_user_keeps_are_not_overwritten(net):
+    warmed(net)
+    first = [out.detach() for out in net(rows(1))]
+    values, grads = [out.clone() for out in first], gradients(net, rows(2))
+    copies = [grad.clone() for grad in grads]
+    net(rows(3))
+    gradients(net, rows(4))
+    assert all(map(torch.equal, first, values))
+    assert all(map(torch.equal, grads, copies))
+
+
+def change_attribute(net):
+    net.scale = 3.0
+
+
+def change_options(net):
+    net.options["power"] = 2
+
+
+def change_buffer(net):
+    net.shift = torch.ones(4)
+
+
+def change_memory(net):
+    net.head.weight.data = torch.randn(3, 4)
+
+
+def change_module(net):
+    net.other = torch.nn.Linear(4, 2, bias=False)
+
+
+def freeze(net):
+    net.norm.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "change", [change_attribute, change_options, change_buffer, change_memory, change_module, freeze]
+)
+@pytest.mark.filterwarnings("ignore::accelerant.errors.FallbackWarning")
+def test_a_changed_model_is_captured_again(net, change):
+    warmed(net)
+    change(net)
+    warmed(net, BEFORE + 2)
+    frozen = change is freeze
+    assert net.report.graphs["captured"] == 2
+    if frozen:
+        assert all(param.grad is None for param in net.norm.parameters())
+        net.norm.requires_grad_(True)
+        warmed(net, BEFORE + 2)
+    assert_right(net, rows(7))
+
+
+def test_values_changed_in_place_are_seen_without_a_capture(net):
+    warmed(net)
+    with torch.no_grad():
+        net.shift.add_(1)
+    net.load_state_dict({name: value * 2 for name, value in net.state_dict().items()})
+    assert_right(net, rows(7))
+    assert net.report.graphs["captured"] == 1
+
+
+def draw(x):
+    torch.rand([])
+
+
+def write(x):
+    x.add_(1)
+
+
+def bump(net):
+    net.scale += 1
+
+
+@pytest.mark.parametrize(
+    ("trick", "reason"),
+    [(draw, "random numbers on the host"), (write, "writes into its arguments"), (bump, "changes modules or their")],
+)
+def test_a_forward_that_a_replay_would_not_repeat_runs_eagerly(net, trick, reason):
+    net.trick = (lambda x: bump(net)) if trick is bump else trick
+    with pytest.warns(FallbackWarning, match=reason):
+        warmed(net)
+    assert not net.report.graphs["captured"]
+
+
+def test_parameters_changed_before_the_backward_pass_raise(net):
+    warmed(net)
+    y = net(rows())[0].sum()
+    with torch.no_grad():
+        net.head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+    del y
+    y = net(rows())[0].sum()
+    net.head.weight.data = net.head.weight.data.clone()
+    with pytest.raises(LaunchError, match="moved between"):
+        y.backward()
+
+
+def test_a_second_backward_pass_and_a_derivative_of_it_raise(net):
+    warmed(net)
+    y = net(rows())[0].sum()
+    y.backward(retain_graph=True)
+    with pytest.raises(LaunchError, match=r"runs once .* patch\(model, graph=False\)"):
+        y.backward()
+    y = net(rows())[0].sum()
+    y.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward()
+    y = net(rows())[0].sum()
+    with pytest.raises(LaunchError, match="create_graph"):
+        torch.autograd.grad(y, net.head.weight, create_graph=True)
+    del y
+    assert_right(net, rows(5))  # usable after each
+
+
+def test_a_few_shapes_have_graphs_and_others_run_eagerly(net):
+    for count in range(1, graphs.MOST_GRAPHS + 1):
+        for _ in range(BEFORE + 1):
+            net(rows(count=count))[0].sum().backward()
+    other = rows(count=9)
+    for _ in range(BEFORE):
+        net(other)[0].sum().backward()
+    with pytest.warns(FallbackWarning, match="4 other shapes or values of arguments have graphs"):
+        net(other)[0].sum().backward()
+    for _ in range(graphs._IDLE_CALLS):  # the others are no longer called
+        net(other)
+    assert net.report.graphs["captured"] == graphs.MOST_GRAPHS + 1
+    assert_right(net, other)
+    assert_right(net, rows(count=3))
+
+
+def test_arguments_that_differ_in_each_call_are_reported(net):
+    for step in range(graphs._MOST_KEYS):
+        net(rows(), factor=step / 100)
+    with pytest.warns(FallbackWarning, match="more than 64 shapes and values"):
+        net(rows(), factor=2.0)
+    assert len(net.__dict__["_accelerant_patch"].graphs._eager) <= graphs._MOST_KEYS
+
+
+def test_evaluation_and_generation_run_eagerly_and_are_no_fallback(net):
+    warmed(net)
+    with torch.no_grad():
+        expected = net(rows())
+    net.eval()
+    assert all(map(torch.equal, net(rows()), expected))
+    net.train()
+    assert_right(net, rows())
+    assert set(net.report.graphs) == {"captured", "replayed", "eager: before the capture"}
+
+
+def test_a_checkpoint_around_the_model_runs_eagerly(net):
+    warmed(net)
+    with pytest.warns(FallbackWarning, match="saved tensors have hooks"):
+        y = torch.utils.checkpoint.checkpoint(net, rows(), use_reentrant=False)
+    y[0].sum().backward()
+
+
+def test_a_failed_capture_is_reported_and_the_model_goes_on(net, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(Rerun, "capture", fail)
+    with pytest.warns(FallbackWarning, match="the capture failed with RuntimeError: operation not permitted when str"):
+        warmed(net)
+    replayed = net.report.graphs["replayed"]
+    net(rows())[0].sum().backward()
+    assert not replayed
+    assert net.head.weight.grad is not None
+    with acl.config.override(fallback="forbid"), pytest.raises(LaunchError, match="cannot be a CUDA graph"):
+        net(rows())
+
+
+def test_hooks_of_parameters_and_of_the_model_itself_are_called(net):
+    warmed(net)
+    seen = []
+    net.head.weight.register_hook(lambda grad: seen.append("gradient"))
+    net.head.weight.register_post_accumulate_grad_hook(lambda param: seen.append("accumulated"))
+    net.register_forward_hook(lambda *_: seen.append("forward"))
+    for _ in range(BEFORE + 2):
+        seen.clear()
+        net(rows())[0].sum().backward()
+    assert (seen[0], seen[-1], seen.count("accumulated")) == ("forward", "accumulated", 1)
+    assert net.report.graphs["replayed"] >= 1
+
+
+def test_copies_and_pickles_have_graphs_of_their_own(net):
+    warmed(net)
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        with torch.no_grad():
+            other.head.weight.mul_(3)
+        warmed(other)
+        assert_right(other, rows())
+        assert other.__dict__["_accelerant_patch"].graphs._captured
+    assert_right(net, rows())
 
 
 def test_a_call_before_the_backward_pass_of_another_runs_eagerly(model):
@@ -135,7 +381,8 @@ def test_replaced_parameters_are_captured_anew(model):
     report = acl.nn.patch(model, graph=True)
     trained(model, BEFORE + 1)
     model.transformer.wte.weight = model.lm_head.weight = torch.nn.Parameter(torch.randn(64, 32))
-    trained(model, BEFORE + 1)
+    with pytest.warns(FallbackWarning, match="keep changing"):
+        trained(model, BEFORE + 2)
     assert report.graphs["captured"] == 2
     assert model.lm_head.weight.grad is None  # zeroed, and not left to a parameter that is gone
 

@@ -133,10 +133,9 @@ def _add_graphs(model: nn.Module, record: Record) -> None:
     graphs = importlib.import_module("accelerant.nn._patch.graphs")
     inner = next((forward for module, forward in record.forwards if module is model), type(model).forward)
     record.forwards = [pair for pair in record.forwards if pair[0] is not model]
-    record.graphs = graphs.Graphs(inner, record.report, asked=True)
-    record.replace_forward(
-        model, graphs.graphed_forward if record.plain else signed(graphs.graphed_forward, type(model))
-    )
+    record.graphs = graphs.Graphs(inner, record.report)
+    kind: Any = type(model)
+    record.replace_forward(model, graphs.graphed_forward if record.plain else signed(graphs.graphed_forward, kind))
 
 
 def _why_nothing(report: PatchReport) -> str:

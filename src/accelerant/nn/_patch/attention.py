@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from accelerant import ops
-from accelerant.nn._patch.record import ATTENTION_NAME, MARK
+from accelerant.nn._patch.record import ATTENTION_NAME, MARK, Capture
 
 __all__ = ["Pattern", "causal_mask", "known_pattern", "register"]
 
@@ -126,7 +126,7 @@ def _pattern_of_arguments(
     if attention_mask is not None:
         if attention_mask.shape[-1] < kv_offset + kv_length:  # transformers treats keys beyond it as padding
             return None
-        if not bool(attention_mask.all()):
+        if not (bool(attention_mask.all()) if Capture.full_masks is None else Capture.full_masks):
             padding = attention_mask
     return Pattern(causal, window, padding)
 

@@ -1,50 +1,58 @@
 """A patched model's forward and backward pass as two CUDA graphs, for loops that call the model themselves.
 
-A call in training mode is identified by its key: shapes, dtypes and values of the arguments, and autocast. The first
-calls of a key run eagerly, because they compile kernels; the next one captures the forward pass, and with it the
+A call in training mode is identified by its key: shapes, dtypes and values of the arguments, and torch's settings. The
+first calls of a key run eagerly, because they compile kernels; the next one captures the forward pass, and with it the
 backward pass of all outputs. From then on a call is one autograd function whose forward replays the first graph and
 whose backward replays the second. The parameters are inputs of that function, so that autograd accumulates `.grad`,
-and calls hooks of parameters and DDP's, as it does otherwise.
+and calls hooks of parameters and DDP's, as it does otherwise. Outputs and gradients are copied out of the memory of the
+graphs: the next forward pass writes there.
 
-A graph is only correct while the model is as it was at the capture. Each call compares the model's fingerprint: its
-modules, parameters, buffers, their memory, and attributes. Whatever cannot be captured runs eagerly, and the report
-counts it with its reason.
+A graph is only correct while the model is as it was at the capture. Each call compares the model's modules, attributes,
+parameters, buffers and their memory. Whatever cannot be captured runs eagerly, and is counted with its reason.
 """
 
 from __future__ import annotations
 
+import random
 import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from operator import is_
+from typing import Any
 
+import numpy as np
 import torch
+import torch.utils.checkpoint as checkpointing
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from accelerant.config import settings
-from accelerant.errors import AccelerantError, FallbackWarning, LaunchError, UnsupportedCase
-from accelerant.nn._patch.record import PARTS, RECORD, Forward, PatchReport, has_hooks
+from accelerant.errors import FallbackWarning, LaunchError, UnsupportedCase
+from accelerant.nn._patch.record import MARK, PARTS, RECORD, Capture, Forward, PatchReport, has_hooks
 from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.streams.graphs import Graph
 
 __all__ = ["EAGER_CALLS", "MOST_GRAPHS", "Graphs", "graphed_forward"]
 
 EAGER_CALLS = 3
-"""Calls of a key before its capture: the first compiles kernels, the last is watched for synchronisation."""
+"""Calls of a key before its capture, which compile kernels; they are watched for what a replay would not do."""
 
 MOST_GRAPHS = 4
 """Keys with graphs at one time; each has memory of its own for activations and gradients."""
 
+_IDLE_CALLS = 64
+"""Calls without a replay after which another key may take the place of a captured one."""
+
 _MOST_KEYS = 64
-"""Keys whose calls are counted; beyond it, the one used longest ago is forgotten."""
+"""Keys whose calls are counted."""
 
 _DEVICE = "cuda"
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
+
+_TENSORS = (Tensor, nn.Parameter)
 
 
 def graphed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -59,171 +67,143 @@ class _Reason(UnsupportedCase):
 # --- one captured call -----------------------------------------------------------------------------------------------
 
 
-class _Call:
-    """A call of the autograd function; alive as long as its outputs may be differentiated."""
-
-    done = False
-
-
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, captured: _Captured, call: _Call, *_: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, captured: _Captured, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.captured, ctx.call = captured, call
+        ctx.captured, ctx.done = captured, False
+        captured.pending = weakref.ref(ctx)
+        ctx.save_for_backward(*tensors[len(captured.inputs) :])
         outputs = captured.forward()
-        ctx.mark_non_differentiable(
-            *[out for out, grad in zip(outputs, captured.out_grads, strict=True) if grad is None]
-        )
+        ctx.mark_non_differentiable(*[out for out, to in zip(outputs, captured.out_grads, strict=True) if to is None])
         return outputs
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if ctx.call.done:
+        params = ctx.saved_tensors  # raises if one was changed in place, and after a backward pass that kept no graph
+        if torch.is_grad_enabled() or ctx.done:
             raise LaunchError(
-                "a CUDA graph's backward pass runs once for a forward pass: patch(model, graph=False) allows "
-                "backward(retain_graph=True) to be followed by another"
+                "the backward pass of a CUDA graph runs once for a forward pass, and has no derivative: a second "
+                "backward(), after retain_graph=True, and create_graph=True need patch(model, graph=False)"
             )
-        ctx.call.done = True
-        return None, None, *ctx.captured.backward(grads)
+        if [param.data_ptr() for param in params] != ctx.captured.addresses:
+            raise LaunchError("parameters were moved between the forward and the backward pass of a CUDA graph")
+        ctx.done = True
+        return None, *ctx.captured.backward(grads)
 
 
 class _Captured:
     """The two graphs of one key, and the tensors that they read and write."""
 
-    def __init__(self, model: nn.Module, run: Forward, args: list[Any], names: tuple[str, ...], state: Any) -> None:
-        self.state = state
-        self._run, self._args, self._names = run, list(args), names
+    def __init__(self, model: nn.Module, run: Forward, values: list[Any], key: tuple[Any, ...], draws: bool) -> None:
+        self.last = 0
+        self._run, self._names = run, key[0]
         self._live: list[Tensor] = []
-        self._call: weakref.ref[_Call] | None = None
-        self._dirty: list[bool] = []
-        places = [place for place, value in enumerate(args) if isinstance(value, Tensor)]
-        for place in places:
-            source = self._args[place]
-            self._args[place] = source.detach().clone().requires_grad_(source.requires_grad)
-        self.inputs: list[Tensor] = [self._args[place] for place in places]
-        self._places = places
-        self._capture(model)
-
-    def _capture(self, model: nn.Module) -> None:
-        cached = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)  # copies made in a capture must not outlive it, nor enter it
-        try:
-            with _own_leaves(model) as leaves:
-                self._needed = [x for x in (*self.inputs, *leaves) if x.requires_grad]
-                self._forward_graph, self._backward_graph = Graph("patch: forward"), Graph("patch: backward")
-                self.outputs = [out.detach() for out in self._forward_graph.capture(self._run_forward, warm_up=0)]
-                self.out_grads = [torch.zeros_like(out) if out.requires_grad else None for out in self._live]
-                if not any(grad is not None for grad in self.out_grads):
-                    raise _Reason("no output requires a gradient")
-                pool = self._forward_graph.pool
-                grads = self._backward_graph.capture(self._run_backward, warm_up=0, pool=pool)
-        finally:
-            torch.set_autocast_cache_enabled(cached)
-        self._dirty = [False] * len(self.out_grads)
-        by_leaf = {id(leaf): grad for leaf, grad in zip(self._needed, grads, strict=True)}
+        self.pending: Callable[[], Any] = lambda: None  # the autograd node of the last call, while it is alive
+        self._values = [
+            x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in values
+        ]
+        self.inputs: list[Tensor] = [x for x in self._values if isinstance(x, Tensor)]
+        with _capturable(model, draws, key[-1]) as leaves:
+            self._needed = [x for x in (*self.inputs, *leaves) if x.requires_grad]
+            self._forward_graph, self._backward_graph = Graph("patch: forward"), Graph("patch: backward")
+            self.outputs = [out.detach() for out in self._forward_graph.capture(self._run_forward, warm_up=0)]
+            self.out_grads = [torch.zeros_like(out) if out.requires_grad else None for out in self._live]
+            if all(grad is None for grad in self.out_grads):
+                raise _Reason("no output requires a gradient")
+            pool = self._forward_graph.pool
+            grads = self._backward_graph.capture(self._run_backward, warm_up=0, pool=pool)
+        by_leaf = dict(zip(map(id, self._needed), grads, strict=True))
         # What got no gradient is no input: its .grad stays None, and DDP counts it as unused.
-        self.params = [param for leaf, param in leaves.items() if by_leaf.get(id(leaf)) is not None]
-        self._grads = [by_leaf.get(id(x)) for x in self.inputs]
-        self._grads += [grad for leaf in leaves if (grad := by_leaf.get(id(leaf))) is not None]
+        used = [leaf for leaf in leaves if by_leaf.get(id(leaf)) is not None]
+        self.params = [leaves[leaf] for leaf in used]
+        self.addresses = [param.data_ptr() for param in self.params]
+        self._grads = [by_leaf.get(id(x)) for x in (*self.inputs, *used)]
+        self._dirty = [False] * len(self.out_grads)
+        reached = [_leaves_of(out) for out in self._live]
+        self._reached = [{i for i, x in enumerate((*self.inputs, *used)) if id(x) in ids} for ids in reached]
         self._live, self._needed = [], []
-        self._storages = [None if grad is None else grad.untyped_storage() for grad in self._grads]
-        self._uses = [_uses(storage) for storage in self._storages]
 
     def _run_forward(self) -> list[Tensor]:
-        split = len(self._args) - len(self._names)
-        result = self._run(*self._args[:split], **dict(zip(self._names, self._args[split:], strict=True)))
-        self._live, self._rebuild = _flattened(result)
+        split = len(self._values) - len(self._names)
+        options = dict(zip(self._names, self._values[split:], strict=True))
+        self._live, self._rebuild = _flattened(self._run(*self._values[:split], **options))
         return self._live
 
     def _run_backward(self) -> list[Tensor | None]:
         pairs = [(out, grad) for out, grad in zip(self._live, self.out_grads, strict=True) if grad is not None]
         outputs, out_grads = zip(*pairs, strict=True)
         found = torch.autograd.grad(outputs, self._needed, out_grads, allow_unused=True)
-        # Autograd takes a gradient as .grad without a copy if it is laid out as its parameter; none may be shared.
-        taken = {grad.data_ptr() for _, grad in pairs} | {x.data_ptr() for x in (*self.inputs, *self.outputs)}
-        grads: list[Tensor | None] = []
-        for leaf, grad in zip(self._needed, found, strict=True):
-            if grad is not None and (grad.stride() != leaf.stride() or grad.data_ptr() in taken):
-                grad = torch.empty_like(leaf).copy_(grad)
-            if grad is not None:
-                taken.add(grad.data_ptr())
-            grads.append(grad)
-        return grads
+        # Laid out as its parameter, the copy of a gradient becomes .grad without another.
+        return [
+            torch.empty_like(x).copy_(grad) if grad is not None and grad.stride() != x.stride() else grad
+            for x, grad in zip(self._needed, found, strict=True)
+        ]
 
-    # --- replays -----------------------------------------------------------------------------------------------------
-
-    @property
-    def busy(self) -> bool:
-        """Whether the backward pass of the last call may still come: its activations must stay."""
-        call = None if self._call is None else self._call()
-        return call is not None and not call.done
-
-    def __call__(self, args: Sequence[Any]) -> Any:
+    def __call__(self, values: Sequence[Any]) -> Any:
         """Replay the forward pass of new arguments of the same key."""
-        call = _Call()
-        self._call = weakref.ref(call)
-        given = [args[place] for place in self._places]
+        given = [x for x in values if isinstance(x, Tensor)]
         with torch.no_grad():
             for static, value in zip(self.inputs, given, strict=True):
-                if static.data_ptr() != value.data_ptr():
-                    static.copy_(value, non_blocking=True)
-        return self._rebuild(_Replay.apply(self, call, *given, *self.params))
+                static.copy_(value, non_blocking=True)
+        outputs: tuple[Tensor, ...] = _Replay.apply(self, *given, *self.params)  # type: ignore[no-untyped-call]
+        return self._rebuild(outputs)
 
     def forward(self) -> tuple[Tensor, ...]:
-        """Replay the forward pass; return its outputs in new memory."""
+        """Replay the forward pass; return copies of its outputs."""
         self._forward_graph.replay()
         return tuple([out.clone() for out in self.outputs])
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Replay the backward pass for gradients of the outputs; return those of the inputs and parameters.
-
-        They are the graph's own memory, which a parameter's .grad then names. If anyone still has what an earlier
-        replay left there (accumulated gradients), it keeps it, and the results are copies.
-        """
+        """Replay the backward pass for gradients of the outputs; return copies of those of inputs and parameters."""
         for place, (static, grad) in enumerate(zip(self.out_grads, grads, strict=True)):
-            if static is None:
-                continue
-            if grad is not None:
+            if grad is not None and static is not None:
                 static.copy_(grad)
-            elif self._dirty[place]:
+            elif static is not None and self._dirty[place]:
                 static.zero_()
             self._dirty[place] = grad is not None
-        kept = [
-            grad for grad, storage, uses in zip(self._grads, self._storages, self._uses, strict=True)
-            if grad is not None and _uses(storage) > uses
-        ]  # fmt: skip
-        saved = [grad.clone() for grad in kept]
         self._backward_graph.replay()
-        if not kept:
-            return [None if grad is None else grad.detach() for grad in self._grads]
-        fresh = {id(grad): grad.clone() for grad in kept}
-        torch._foreach_copy_(kept, saved)
-        return [None if grad is None else fresh.get(id(grad), grad.detach()) for grad in self._grads]
+        # A zero that flows from an output without gradient is none: it must not reach an optimizer's weight decay.
+        reached = [places for places, grad in zip(self._reached, grads, strict=True) if grad is not None]
+        wanted = [grad for i, grad in enumerate(self._grads) if grad is not None and any(i in each for each in reached)]
+        copies: dict[int, Tensor] = {}
+        for dtype in {grad.dtype for grad in wanted}:  # those of one dtype in few launches
+            same = [grad for grad in wanted if grad.dtype == dtype]
+            copies |= zip(map(id, same), torch._foreach_mul(same, 1.0), strict=True)
+        return [copies.get(id(grad)) for grad in self._grads]
 
 
-def _uses(storage: torch.UntypedStorage | None) -> int:
-    return 0 if storage is None else int(torch._C._storage_Use_Count(storage._cdata))
+def _leaves_of(out: Tensor) -> set[int]:
+    """Return the identities of the leaves that a tensor depends on."""
+    found, seen, todo = {id(out)}, set(), [out.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found.add(id(getattr(node, "variable", None)))
+            todo += [following for following, _ in node.next_functions]
+    return found
 
 
 @contextmanager
-def _own_leaves(model: nn.Module) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
-    """Give the model other parameters over the same memory inside the block; return {substitute: parameter}.
+def _capturable(model: nn.Module, draws: bool, full_masks: bool | None) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
+    """Give the model other parameters over the same memory inside the block; yield {substitute: parameter}.
 
     The node that accumulates a parameter's gradient belongs to the stream of its first use. That is not the capture's
     stream while a graph of autograd from before is alive, and a capture must not wait for another stream.
     """
-    by_id: dict[int, nn.Parameter] = {}
-    leaves: dict[nn.Parameter, nn.Parameter] = {}
-    replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
-    for module in model.modules():
-        for name, param in module._parameters.items():
-            if param is None:
-                continue
-            if id(param) not in by_id:
-                leaf = nn.Parameter(param.detach(), requires_grad=param.requires_grad)
-                by_id[id(param)], leaves[leaf] = leaf, param
-            replaced.append((module._parameters, name, param))
+    replaced = [(m._parameters, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
+    by_id = {id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for _, _, p in replaced}
+    leaves = {by_id[id(p)]: p for _, _, p in replaced}
+
+    def no_states(*_: Any) -> tuple[list[int], list[Tensor]]:
+        if draws:
+            raise _Reason("it recomputes activations with dropout, whose random state a capture cannot read")
+        return [], []
+
+    cached, states = torch.is_autocast_cache_enabled(), checkpointing.get_device_states
+    torch.set_autocast_cache_enabled(False)  # copies made in a capture must not outlive it, nor enter it
+    checkpointing.get_device_states, Capture.full_masks = no_states, bool(full_masks)
     try:
         for table, name, param in replaced:
             table[name] = by_id[id(param)]
@@ -231,6 +211,8 @@ def _own_leaves(model: nn.Module) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
     finally:
         for table, name, param in replaced:
             table[name] = param
+        checkpointing.get_device_states, Capture.full_masks = states, None
+        torch.set_autocast_cache_enabled(cached)
 
 
 def _flattened(result: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], Any]]:
@@ -240,26 +222,105 @@ def _flattened(result: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], 
     for leaf in leaves:
         if not isinstance(leaf, Tensor | bool | int | float | str | None):
             raise _Reason(f"its output contains a {type(leaf).__name__} (use_cache=False leaves out a cache)")
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def rebuild(tensors: Sequence[Tensor]) -> Any:
-        values: list[Any] = list(constants)
-        for place, tensor in zip(places, tensors, strict=True):
-            values[place] = tensor
-        made = pytree.tree_unflatten(values, spec)
+        remaining = iter(tensors)
+        made = pytree.tree_unflatten(
+            [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in constants], spec
+        )
         return made if make is None else make(made)
 
-    return [leaves[place] for place in places], rebuild
+    constants = [torch.empty(0) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)], rebuild
+
+
+# --- what a captured call depends on ---------------------------------------------------------------------------------
+
+
+def _key(values: Sequence[Any], names: tuple[str, ...]) -> tuple[Any, ...]:
+    """Return the key of a call's arguments; raise _Reason for one that no graph can take."""
+    parts: list[Any] = []
+    full_masks = None
+    for place, value in enumerate(values):
+        name = names[place - len(values)] if place >= len(values) - len(names) else f"number {place}"
+        if isinstance(value, Tensor):
+            if (
+                type(value) not in (Tensor, nn.Parameter)
+                or value.device.type != _DEVICE
+                or value.layout != torch.strided
+            ):
+                raise _Reason(f"an argument is a {type(value).__name__} on {value.device}")
+            parts.append((value.shape, value.dtype, value.requires_grad))
+            if name.endswith("attention_mask") and value.dim() == 2:  # waits for the device, as the model itself does
+                full_masks = full_masks is not False and bool(value.all())
+        elif isinstance(value, _PLAIN):
+            parts.append((type(value), value))
+        else:
+            raise _Reason(f"argument {name} is a {type(value).__name__}")
+    low = torch.get_autocast_dtype(_DEVICE) if torch.is_autocast_enabled(_DEVICE) else None
+    chosen = settings().deterministic, settings().implementation, torch.are_deterministic_algorithms_enabled()
+    numerics = torch.backends.cuda.matmul.fp32_precision, *chosen
+    return names, tuple(parts), low, numerics, full_masks
+
+
+class _State:
+    """A model's modules, attributes, hooks and tensors at one time."""
+
+    _NAMES = frozenset(f"_{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre"))
+    _INTERNAL = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules, self._params = list(model.modules()), list(model.parameters())
+        self._hooks: list[Any] = [vars(torch.nn.modules.module)[f"_global{name}"] for name in self._NAMES]
+        self._views: list[tuple[Any, tuple[Any, ...]]] = []
+        for module in self._modules:
+            if module is not model:  # its own hooks run outside of its forward
+                self._hooks += [vars(module)[name] for name in self._NAMES]
+            inside = [x for name, x in vars(module).items() if name not in self._INTERNAL and name != MARK]
+            for each in (vars(module), *inside):
+                if hasattr(each, "__dict__") and not callable(each) and not isinstance(each, Tensor):
+                    each = vars(each)  # of a config
+                if isinstance(each, dict | list):
+                    now = each.values() if isinstance(each, dict) else each
+                    self._views.append((now, tuple(now)))
+        held = {id(x): x for _, values in self._views for x in values if isinstance(x, Tensor)}
+        self._tensors = [x for x in held.values() if type(x) in _TENSORS and x.layout is torch.strided]
+        self._facts = self._of_tensors()
+
+    def _of_tensors(self) -> list[Any]:
+        return [(x.data_ptr(), x.shape, x.stride(), x.dtype, x.requires_grad) for x in self._tensors]
+
+    def holds(self) -> bool:
+        """Return whether the model is still as it was."""
+        same = all(len(now) == len(then) and all(map(is_, now, then)) for now, then in self._views)
+        return same and self._of_tensors() == self._facts
+
+    def obstacle(self) -> str | None:
+        """Return why no call of the model can be captured at present, or None."""
+        here = torch.device(_DEVICE, torch.cuda.current_device()) if _DEVICE == "cuda" else torch.device(_DEVICE)
+        odd = [p for p in self._params if type(p) not in _TENSORS or p.device != here]
+        if odd or torch.version.hip is not None:
+            return f"a parameter is a {type(odd[0]).__name__} on {odd[0].device}, and graphs are on {here}"
+        hooked = any(self._hooks) and [x for x in self._modules[1:] if has_hooks(x, ignore_captures=True)]
+        if hooked:
+            return f"a {type(hooked[0]).__name__} has hooks"
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            return "saved tensors have hooks (a checkpoint around the model, or save_on_cpu)"
+        return None
+
+
+def _random_states() -> tuple[Any, Any]:
+    """Return the states of the random number generators of the host, and of the device."""
+    _, keys, place, *_ = np.random.get_state(legacy=True)
+    host = random.getstate(), torch.get_rng_state().tolist(), np.asarray(keys).tolist(), place
+    return host, torch.cuda.get_rng_state().tolist() if _DEVICE == "cuda" else None
+
+
+def _versions(values: Sequence[Any]) -> list[int]:
+    return [x._version for x in values if isinstance(x, Tensor) and not x.is_inference()]
 
 
 # --- all calls of a model --------------------------------------------------------------------------------------------
-
-
-class _Key(NamedTuple):
-    names: tuple[str, ...]
-    values: tuple[Any, ...]
-    autocast: tuple[Any, ...]
 
 
 class Graphs:
@@ -268,155 +329,108 @@ class Graphs:
     Args:
         forward: the model's forward without graphs, called with the model first.
         report: counts calls by outcome.
-        asked: whether the user asked for graphs: an obstacle then warns once.
     """
 
-    def __init__(self, forward: Forward, report: PatchReport, *, asked: bool) -> None:
-        self._forward, self._report, self._asked = forward, report, asked
-        self._captured: OrderedDict[_Key, _Captured] = OrderedDict()
-        self._calls: OrderedDict[_Key, int] = OrderedDict()
-        self._refused: dict[_Key, str] = {}
-        self._modules: list[nn.Module] = []
-        self._evicted = 0
+    def __init__(self, forward: Forward, report: PatchReport) -> None:
+        self._forward, self._report = forward, report
+        self._captured: dict[Any, _Captured] = {}
+        self._eager: dict[Any, int] = {}
+        self._refused: dict[Any, str] = {}
+        self._state: _State | None = None
+        self._draws = False
+        self._count = 0
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
-        """Return the same without captured calls: a copy of the model has other parameters."""
-        return Graphs(self._forward, memo.get(id(self._report), self._report), asked=self._asked)
+    def __getstate__(self) -> Any:
+        return self._forward, self._report  # a copy of the model has other parameters
 
-    def __reduce__(self) -> Any:
-        return _unpickled, (self._forward, self._report, self._asked)
+    def __setstate__(self, state: Any) -> None:
+        self.__init__(*state)  # type: ignore[misc]
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model: from its graphs, or eagerly."""
         if not model.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self._forward(model, *args, **kwargs)  # evaluation, generation: not a fallback
         try:
-            return self._run(model, args, kwargs)
+            values = [*args, *kwargs.values()]
+            key = _key(values, tuple(kwargs))
+            captured = self._ready(model, key, values)
         except _Reason as reason:
             self._refuse(model, str(reason))
-        return self._forward(model, *args, **kwargs)
+            return self._forward(model, *args, **kwargs)
+        if captured is None:
+            return self._warm_up(model, args, kwargs, key, values)
+        self._report.graphs["replayed"] += 1
+        captured.last = self._count
+        return captured(values)
 
-    def _run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        values = [*args, *kwargs.values()]
-        key = _key(values, tuple(kwargs))
-        if key in self._refused:
-            raise _Reason(self._refused[key])
-        state = self._fingerprint(model)
+    def _ready(self, model: nn.Module, key: Any, values: list[Any]) -> _Captured | None:
+        """Return the graphs of a key, captured now if it is time; None before that."""
+        self._count += 1
+        if self._state is not None and not self._state.holds():
+            recent = self._count < _IDLE_CALLS
+            self.__init__(self._forward, self._report)  # type: ignore[misc]
+            if recent:
+                raise _Reason("modules, parameters or attributes of the model keep changing")
+        state = self._state = _State(model) if self._state is None else self._state
+        reason = state.obstacle() or self._refused.get(key)
         captured = self._captured.get(key)
-        if captured is not None and captured.state == state:
-            if captured.busy:
-                raise _Reason("the backward pass of an earlier call is still to come")
-            self._captured.move_to_end(key)
-            self._report.graphs["replayed"] += 1
-            return captured(values)
-        if captured is not None:  # modules, parameters or their memory were replaced
-            del self._captured[key]
-            self._calls[key] = 0
-        calls = self._calls[key] = self._calls.get(key, 0) + 1
-        self._calls.move_to_end(key)
-        if len(self._calls) > _MOST_KEYS:
-            self._calls.popitem(last=False)
-        if calls <= EAGER_CALLS:
-            return self._warm_up(model, args, kwargs, key, state, watched=calls == EAGER_CALLS)
-        return self._capture(model, key, values, state)(values)
+        if captured is not None and not getattr(captured.pending(), "done", True):  # it needs the activations
+            reason = "the backward pass of an earlier call is still to come"
+        if captured is None and key not in self._eager and len(self._eager) >= _MOST_KEYS:
+            del self._eager[next(iter(self._eager))]
+            reason = f"more than {_MOST_KEYS} shapes and values of arguments"
+        if reason is not None:
+            raise _Reason(reason)
+        if captured is None and self._eager.get(key, 0) >= EAGER_CALLS:
+            return self._capture(model, key, values)
+        return captured
 
     def _warm_up(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], key: _Key, state: Any, *, watched: bool
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any, values: list[Any]
     ) -> Any:  # fmt: skip
-        """Run a call eagerly; note what a capture would fail on."""
+        """Run a call eagerly; note what a replay would not do."""
         self._report.graphs["eager: before the capture"] += 1
-        if not watched:
-            return self._forward(model, *args, **kwargs)
-        with _synchronisations() as found:
-            result = self._forward(model, *args, **kwargs)
-        if found:
-            self._refused[key] = "its forward waits for the device"
-        elif self._fingerprint(model) != state:
+        calls = self._eager[key] = self._eager.get(key, 0) + 1
+        state, (host, device), versions = _State(model), _random_states(), _versions(values)
+        result = self._forward(model, *args, **kwargs)
+        host_after, device_after = _random_states()
+        self._draws |= device_after != device
+        if host_after != host:
+            self._refused[key] = "its forward draws random numbers on the host (layers left out at random)"
+        elif _versions(values) != versions:
+            self._refused[key] = "its forward writes into its arguments"
+        elif calls == EAGER_CALLS and not state.holds():  # the first calls may create buffers and attributes
             self._refused[key] = "its forward changes modules or their attributes"
+        if not self._captured:  # else the next call finds the change
+            self._state = _State(model)
         return result
 
-    def _capture(self, model: nn.Module, key: _Key, values: list[Any], state: Any) -> _Captured:
-        while len(self._captured) >= MOST_GRAPHS:
-            self._captured.popitem(last=False)
+    def _capture(self, model: nn.Module, key: Any, values: list[Any]) -> _Captured:
+        if len(self._captured) >= MOST_GRAPHS:
+            idle = min(self._captured, key=lambda each: self._captured[each].last)
+            if self._count - self._captured[idle].last < _IDLE_CALLS:
+                raise _Reason(f"{MOST_GRAPHS} other shapes or values of arguments have graphs")
+            del self._captured[idle]
         try:
-            captured = _Captured(model, partial(self._forward, model), values, key.names, state)
-        except _Reason as reason:
-            self._refused[key] = str(reason)
-            raise
-        except (RuntimeError, AccelerantError) as raised:
-            error: Exception = raised
-            while isinstance(error.__context__, RuntimeError | AccelerantError):  # the capture's end raises another
+            captured = _Captured(model, partial(self._forward, model), values, key, self._draws)
+        except Exception as raised:  # noqa: BLE001  whatever it is, the eager call that follows decides
+            error: BaseException = raised
+            while error.__context__ is not None:  # the capture's end raises another
                 error = error.__context__
-            self._refused[key] = f"the capture failed with {type(error).__name__}: {str(error).splitlines()[0]}"
+            failed = f"the capture failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            self._refused[key] = str(error) if isinstance(error, _Reason) else failed
             raise _Reason(self._refused[key]) from None
         self._captured[key] = captured
         self._report.graphs["captured"] += 1
-        self._report.graphs["replayed"] += 1
         return captured
 
-    def _fingerprint(self, model: nn.Module) -> Any:
-        """Return what a captured call depends on besides its key; raise _Reason if that rules out a capture."""
-        modules = list(model.modules())
-        params = [p for module in modules for p in module._parameters.values() if p is not None]
-        if not params or any(p.device.type != _DEVICE for p in params) or torch.version.hip is not None:
-            raise _Reason(f"parameters are on {params[0].device if params else 'no device'}: graphs are CUDA's")
-        for module in modules:
-            if has_hooks(module, ignore_captures=True):
-                raise _Reason(f"a {type(module).__name__} has hooks")
-        return (
-            [id(module) for module in modules], [module.training for module in modules],
-            [(id(p), p.data_ptr(), p.requires_grad) for p in params],
-        )  # fmt: skip
-
     def _refuse(self, model: nn.Module, reason: str) -> None:
-        """Count a call that runs eagerly; report its reason, or raise if the fallback policy says so."""
+        """Count a call that runs eagerly with its reason; raise if the fallback policy says so."""
         self._report.graphs[f"eager: {reason}"] += 1
-        if not self._asked:
-            return
         if settings().fallback == "forbid":
             raise LaunchError(f"a call of {type(model).__name__} cannot be a CUDA graph: {reason}")
         new = ledger().fallback(FallbackRecord("patch", type(model).__name__, "graph", "eager", reason))
         if new or settings().fallback == "warn":
             warnings.warn(
-                f"{type(model).__name__}: no CUDA graph, runs eagerly: {reason}", FallbackWarning, stacklevel=6
+                f"{type(model).__name__}: no CUDA graph, runs eagerly: {reason}", FallbackWarning, stacklevel=5
             )
-
-
-def _unpickled(forward: Forward, report: PatchReport, asked: bool) -> Graphs:
-    return Graphs(forward, report, asked=asked)
-
-
-def _key(values: Sequence[Any], names: tuple[str, ...]) -> _Key:
-    """Return the key of a call's arguments; raise _Reason for one that no graph can take."""
-    parts: list[Any] = []
-    for place, value in enumerate(values):
-        if isinstance(value, Tensor):
-            if type(value) not in (Tensor, nn.Parameter) or value.device.type != _DEVICE:
-                raise _Reason(f"an argument is a {type(value).__name__} on {value.device}")
-            parts.append((value.shape, value.dtype, value.requires_grad))
-        elif isinstance(value, _PLAIN):
-            parts.append((type(value), value))
-        else:
-            name = names[place - len(values)] if place >= len(values) - len(names) else f"number {place}"
-            raise _Reason(f"argument {name} is a {type(value).__name__}")
-    low = torch.get_autocast_dtype(_DEVICE) if torch.is_autocast_enabled(_DEVICE) else None
-    return _Key(names, tuple(parts), (low,))
-
-
-@contextmanager
-def _synchronisations() -> Iterator[list[str]]:
-    """Yield a list that gets the places where the block waits for the device."""
-    before = torch.cuda.get_sync_debug_mode()
-    found: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield found
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-    for each in caught:
-        if "synchronizing CUDA operation" in str(each.message):
-            found.append(f"{each.filename}:{each.lineno}")
-        else:
-            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)

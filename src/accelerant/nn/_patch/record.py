@@ -24,8 +24,8 @@ from accelerant.errors import ConfigError
 from accelerant.runtime.html_page import table, text_table
 
 __all__ = [
-    "ATTENTION_NAME", "MARK", "PARTS", "RECORD", "Changed", "Forward", "LeftAlone", "Mark", "PatchReport", "Record",
-    "has_hooks", "is_bare", "runs_forward", "signed",
+    "ATTENTION_NAME", "MARK", "PARTS", "RECORD", "Capture", "Changed", "Forward", "LeftAlone", "Mark", "PatchReport",
+    "Record", "has_hooks", "is_bare", "runs_forward", "signed",
 ]  # fmt: skip
 
 ATTENTION_NAME = "accelerant"
@@ -139,6 +139,16 @@ class PatchReport:
         more = [*self.notes, *(f"attention by torch, {n} times: {why}" for why, n in self.fallbacks.most_common())]
         notes = "".join(f"<p>{escape(text)}</p>" for text in more)
         return f"<h4>{escape(self.model)}</h4>{table(('modules', 'kind', 'now'), rows)}{notes}"
+
+
+class Capture:
+    """Facts about a call that is being captured as a CUDA graph, which cannot be read from the device then.
+
+    Attributes:
+        full_masks: whether its attention masks have no padding; None outside of a capture.
+    """
+
+    full_masks: bool | None = None
 
 
 # --- the record ------------------------------------------------------------------------------------------------------
