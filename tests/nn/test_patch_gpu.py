@@ -8,6 +8,7 @@ from patch_models import FAMILIES, batch, make, outcome
 
 import accelerant as acl
 from accelerant.config import override
+from accelerant.runtime.streams.graphs import ahead_of_capture
 
 pytestmark = pytest.mark.gpu
 
@@ -57,6 +58,35 @@ def test_no_further_from_the_truth_than_unpatched(family):
         patched = outcome(model, inputs_of(family))
     assert not report.fallbacks
     assert_no_worse(patched, plain, truth)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_under_autocast(family):
+    """Each runs as one function, in the dtypes of the model unpatched, and no further from the truth."""
+    model = wide(family)
+    truth = outcome(model.double(), inputs_of(family, torch.float64))
+    model.float()
+    with torch.autocast("cuda", torch.bfloat16):
+        plain = outcome(model, inputs_of(family, torch.float32))
+        report = acl.nn.patch(model)
+        patched = outcome(model, inputs_of(family, torch.float32))
+    assert not report.fallbacks  # of attention that is called apart
+    assert [each.dtype for each in patched[:2]] == [each.dtype for each in plain[:2]]
+    assert_no_worse(patched, plain, truth)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_small_layers_are_torchs_unless_captured(family):
+    """Dropout of attention prevents fused blocks; their layers then cost the host more than torch's."""
+    name = {"gpt2": "attn_pdrop", "qwen3": "attention_dropout"}[family]
+    model, inputs = make(family, **{name: 0.1}).cuda(), inputs_of(family)
+    acl.nn.patch(model, loss=False)
+    before = calls_by_op()
+    outcome(model, inputs)
+    assert not calls_by_op() - before
+    with ahead_of_capture():
+        outcome(model, inputs)
+    assert sum((calls_by_op() - before).values()) >= 8
 
 
 def calls_by_op():

@@ -254,9 +254,29 @@ def test_normalises_the_rounded_sum(op, width, dtype, interpreted):
     x, residual, weight = torch.randn(4, width).to(dtype), torch.randn(4, width).to(dtype), torch.randn(width)
     centre, narrow = op == "layer_norm", width <= launch.WIDE_FORWARD
     plan = launch.forward_plan(width, centre, True) if narrow else None
-    y, s = launch.launch_forward(centre, x, weight, None, 1e-5, False, residual, plan)[:2]
+    y, s = launch.launch_forward(centre, x, weight, None, 1e-5, False, residual, plan=plan)[:2]
     torch.testing.assert_close(s, x + residual)  # the interpreter cuts bfloat16
     assert torch.equal(y, launch.launch_forward(centre, s, weight, None, 1e-5, False, plan=plan)[0])
+
+
+@ADDS
+@pytest.mark.parametrize("width", [40, pytest.param(20000, marks=pytest.mark.slow)])
+def test_a_wide_stream_and_narrow_branches(op, width, interpreted):
+    """As under autocast: the residual is float32, and so are the sum and its gradient."""
+    centre, low = op == "layer_norm", torch.float16
+    x, residual, weight = torch.randn(4, width).to(low), torch.randn(4, width), torch.randn(width)
+    y, s, statistics = launch.launch_forward(centre, x, weight, None, 1e-5, True, residual, low)
+    assert (y.dtype, s.dtype) == (low, torch.float32)
+    torch.testing.assert_close(s, x + residual)
+    expected, kept = launch.launch_forward(centre, s, weight, None, 1e-5)
+    assert torch.equal(statistics, kept)
+    assert torch.equal(y, expected.to(low))
+    dy, ds = torch.randn(4, width).to(low), torch.randn(4, width)
+    arguments = (s, weight, None, statistics, 1e-5, (True, True, False), ds)
+    found, wide = (launch.launch_backward(centre, each, *arguments) for each in (dy, dy.float()))
+    assert found[0].dtype == torch.float32
+    assert torch.equal(found[0], wide[0])
+    assert torch.equal(found[1], wide[1])
 
 
 @pytest.mark.sample(5)

@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from accelerant import ops
+from accelerant.nn._patch.plain import SMALL_REASON, is_small
 from accelerant.nn._patch.record import ATTENTION_NAME, MARK, Capture
 
 __all__ = ["Pattern", "causal_mask", "known_pattern", "register"]
@@ -85,6 +86,11 @@ def register() -> None:
 
 def attention_mask(**arguments: Any) -> Tensor | None:
     """Return transformers' mask for torch's attention, with its Pattern attached if that is known."""
+    if (
+        torch.compiler.is_compiling() and arguments.get("attention_mask") is None
+        and arguments.get("mask_function") is _bidirectional and arguments.get("allow_is_bidirectional_skip")
+    ):  # fmt: skip
+        return None  # as transformers does where nothing is traced
     mask: Tensor | None = sdpa_mask(**arguments)
     # transformers 4 passes positions in place of lengths
     if mask is not None and "q_length" in arguments and not torch.compiler.is_compiling():
@@ -99,8 +105,11 @@ def causal_mask(S: int, device: torch.device) -> Tensor:
     """Return the causal mask of S consecutive tokens, (1, 1, S, S), which transformers accepts as it is.
 
     To build the mask itself, transformers reads on the host whether positions restart (packed sequences), which
-    synchronises with the device once a forward pass.
+    synchronises with the device once a forward pass. Under torch.compile it builds one in any case, and no attributes
+    can be attached: an empty mask then stands for the causal one.
     """
+    if torch.compiler.is_compiling():
+        return torch.ones(1, 1, 0, 0, dtype=torch.bool, device=device)
     mask = torch.ones(S, S, dtype=torch.bool, device=device).tril_()[None, None]
     setattr(mask, _PATTERN, Pattern(True, implied=True, version=_version(mask)))
     return mask
@@ -150,8 +159,8 @@ def known_pattern(mask: Tensor | None, causal: bool, lengths: tuple[int, int]) -
 
     None if it is unknown, or the mask is of other lengths or was written to since it was made.
     """
-    if mask is None:
-        return Pattern(causal)
+    if mask is None or mask.shape[-2:] == (0, 0):  # see causal_mask
+        return Pattern(causal, implied=True)
     pattern: Pattern | None = getattr(mask, _PATTERN, None)
     if pattern is None or mask.shape[-2:] != lengths or _version(mask) != pattern.version:
         return None
@@ -205,6 +214,8 @@ def _refuses(
 ) -> str | None:  # fmt: skip
     """Return why a call goes to torch; None if our op serves it."""
     query, key, value = qkv
+    if is_small(query):
+        return SMALL_REASON
     if query.shape[2] == 1:
         return "one query a sequence (decoding), where torch's own costs the host less"
     if dropout > 0.0:

@@ -5,15 +5,16 @@ another dtype, or for arguments that it does not support (cross attention, rotar
 with hooks or adapters is called; its weights are never used directly.
 
 In plain training a block runs as one autograd function: gradients are required, all tensors have one dtype, there is no
-autocast, cache or dropout, no submodule has hooks or adapters, and our attention supports the mask. Otherwise the block
-calls its modules one by one, with a residual sum and the norm that follows it in one op.
+cache or dropout, no submodule has hooks or adapters, and our attention supports the mask. Otherwise the block calls its
+modules one by one, with a residual sum and the norm that follows it in one op. Under autocast the function computes as
+torch does: products and attention of cast weights in the low dtype, norms and the residual stream in that of the model.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from transformers.utils.generic import can_return_tuple
 
 from accelerant import ops
 from accelerant.nn._patch.attention import Pattern, known_pattern
-from accelerant.nn._patch.plain import gelu_forward, keeps_dtype, layer_norm_forward, silu_forward
+from accelerant.nn._patch.plain import gelu_forward, is_small, keeps_dtype, layer_norm_forward, leaves, silu_forward
 from accelerant.nn._patch.record import ATTENTION_NAME, MARK, Forward, has_hooks, is_bare, runs_forward
 from accelerant.ops._library import autocast_dtype, is_ordinary, is_plain
 from accelerant.ops.transformer.block import BlockSpec, fused_block
@@ -45,21 +46,21 @@ _HALF_TABLES = "_accelerant_half_tables"
 
 def layer_norm_scale_forward(self: Any, hidden_states: Tensor) -> Any:
     """Run a layer norm without a bias (Cohere)."""
-    if not keeps_dtype(hidden_states, self.weight):
+    if leaves(hidden_states, composed=True) or not keeps_dtype(hidden_states, self.weight):
         return type(self).forward(self, hidden_states)
     return ops.layer_norm(hidden_states, self.weight, eps=self.variance_epsilon)
 
 
 def rms_norm_forward(self: Any, hidden_states: Tensor) -> Any:
     """Run the RMSNorm of Llama, T5 and most others."""
-    if not keeps_dtype(hidden_states, self.weight):
+    if leaves(hidden_states, composed=True) or not keeps_dtype(hidden_states, self.weight):
         return type(self).forward(self, hidden_states)
     return ops.rms_norm(hidden_states, self.weight, eps=self.variance_epsilon)
 
 
 def offset_rms_norm_forward(self: Any, x: Tensor) -> Any:
     """Run the RMSNorm of Gemma, which scales by 1 + weight, in float32 for low-precision weights."""
-    if not keeps_dtype(x, self.weight):
+    if leaves(x, composed=True) or not keeps_dtype(x, self.weight):
         return type(self).forward(self, x)
     return ops.rms_norm(x, _offset(self.weight), eps=self.eps)
 
@@ -74,6 +75,7 @@ def _add_norm(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
     if (
         x.dtype is residual.dtype
         and x.shape == residual.shape
+        and not leaves(x, composed=kind is not nn.LayerNorm)
         and hasattr(norm, "weight")
         and keeps_dtype(x, norm.weight)
     ):
@@ -93,7 +95,7 @@ def _add_norm(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
 def _linear_gelu(module: Any, layer: Any, activation: Any, x: Tensor) -> Any:
     """Return activation(layer(x)), by one op unless the modules have to be called."""
     options = getattr(module, MARK).options
-    if is_bare(activation, options["activation"], gelu_forward):
+    if not is_small(x) and is_bare(activation, options["activation"], gelu_forward):
         if is_bare(layer, nn.Linear):
             return ops.linear_gelu(x, layer.weight, layer.bias, options["approximate"])
         if is_bare(layer, Conv1D):  # its weight is stored as (in, out)
@@ -110,21 +112,24 @@ def gelu_mlp_forward(self: Any, hidden_states: Tensor) -> Any:
     return hidden_states
 
 
-def bert_output_forward(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+def bert_output_forward(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Any:
     """Run BertSelfOutput or BertOutput."""
+    if torch.compiler.is_compiling():
+        return type(self).forward(self, hidden_states, input_tensor)
     return _add_norm(self.dropout(self.dense(hidden_states)), input_tensor, self.LayerNorm)[0]
 
 
 def gated_mlp_forward(self: Any, x: Tensor) -> Any:
     """Run the gated MLP of Llama and most others."""
-    if not is_bare(self.act_fn, getattr(self, MARK).options["activation"], silu_forward):
+    if leaves(x) or not is_bare(self.act_fn, getattr(self, MARK).options["activation"], silu_forward):
         return type(self).forward(self, x)
     return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x)))
 
 
 def packed_gated_mlp_forward(self: Any, hidden_states: Tensor) -> Any:
     """Run the gated MLP of Phi-3, whose gate and up projection are one layer."""
-    if not is_bare(self.activation_fn, getattr(self, MARK).options["activation"], silu_forward):
+    activation = getattr(self, MARK).options["activation"]
+    if leaves(hidden_states) or not is_bare(self.activation_fn, activation, silu_forward):
         return type(self).forward(self, hidden_states)
     return self.down_proj(ops.swiglu(self.gate_up_proj(hidden_states)))
 
@@ -169,7 +174,8 @@ def rotary(apply: Any, *, partial: bool) -> Forward:
         D, width = q.shape[-1], cos.shape[-1]
         fits = width == D or (partial and width < D and width % 2 == 0)
         if (
-            args or kwargs or not fits or unsqueeze_dim not in (1, 2) or q.dim() != 4 or cos.dim() != 3
+            leaves(q, composed=True) or args or kwargs or not fits
+            or unsqueeze_dim not in (1, 2) or q.dim() != 4 or cos.dim() != 3
             or k.shape[-1] != D or k.dtype is not q.dtype or cos.dtype not in (q.dtype, torch.float32)
         ):  # fmt: skip
             return apply(q, k, cos, sin, *args, unsqueeze_dim=unsqueeze_dim, **kwargs)
@@ -237,7 +243,7 @@ def gpt2_block_forward(
     use_cache: bool | None = False, **kwargs: Any,
 ) -> Any:  # fmt: skip
     """Run GPT2Block."""
-    if encoder_hidden_states is not None:
+    if encoder_hidden_states is not None or torch.compiler.is_compiling():
         return type(self).forward(
             self, hidden_states, past_key_values, attention_mask, encoder_hidden_states, encoder_attention_mask,
             use_cache, **kwargs,
@@ -266,6 +272,8 @@ def _fused_gpt2_block(self: Any, x: Tensor, attention_mask: Tensor | None, kwarg
 
 def vit_layer_forward(self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
     """Run ViTLayer."""
+    if torch.compiler.is_compiling():
+        return type(self).forward(self, hidden_states, attention_mask, **kwargs)
     y = _fused_vit_layer(self, hidden_states, attention_mask, kwargs)
     if y is not None:
         return y
@@ -292,7 +300,8 @@ def bert_layer_forward(
     encoder_attention_mask: Tensor | None = None, past_key_values: Any = None, **kwargs: Any,
 ) -> Any:  # fmt: skip
     """Run BertLayer."""
-    if encoder_hidden_states is None and past_key_values is None and not self.chunk_size_feed_forward:
+    whole = encoder_hidden_states is None and past_key_values is None and not self.chunk_size_feed_forward
+    if whole and not torch.compiler.is_compiling():
         y = _fused_bert_layer(self, hidden_states, attention_mask, kwargs)
         if y is not None:
             return y
@@ -376,7 +385,8 @@ def _fused_block(
     weights: list[Tensor | None] = []
     for module in (*norms, *layers):
         weights += (module.weight, module.bias)
-    if not _qualifies(x, weights):
+    dtype = _computes_in(x, weights)
+    if dtype is None or (post_norm and autocast_dtype(x.device.type) is x.dtype):  # whose norms give float32
         return None
     if kind is Conv1D:  # stored as (in, out)
         qkv, *others = ((layer.weight.t(), layer.bias) for layer in layers)
@@ -389,23 +399,25 @@ def _fused_block(
     window = -1 if pattern.window is None else pattern.window
     eps = (norms[0].eps, norms[1].eps)
     spec = BlockSpec(heads, eps, pattern.causal, window, attention.scaling, approximate, post_norm, joined=True)
-    y, _ = fused_block(x, None, spec, None, None, *n1, *qkv, *o, *n2, *up, *down)
+    casts = _casts((*qkv, *o, *up, *down), x.dtype, dtype)
+    y, _ = fused_block(x, None, spec, None, None, *n1, *qkv, *o, *n2, *up, *down, *casts)
     return y
 
 
-def clip_layer_forward(self: Any, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
+def clip_layer_forward(self: Any, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Any:
     """Run the encoder layer of CLIP and SigLIP."""
+    if torch.compiler.is_compiling():
+        return type(self).forward(self, hidden_states, attention_mask, **kwargs)
     attended, _ = self.self_attn(hidden_states=self.layer_norm1(hidden_states), attention_mask=attention_mask, **kwargs)
     normed, residual = _add_norm(attended, hidden_states, self.layer_norm2)
-    y: Tensor = residual + self.mlp(normed)
-    return y
+    return residual + self.mlp(normed)
 
 
 def decoder_layer_forward(
     self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
     past_key_values: Any = None, use_cache: bool | None = False,
     position_embeddings: tuple[Tensor, Tensor] | None = None, **kwargs: Any,
-) -> Tensor:  # fmt: skip
+) -> Any:  # fmt: skip
     """Run the decoder layer of Llama, Qwen, Mistral, Phi-3 and others."""
     return _decoder_layer(
         self, hidden_states, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
@@ -417,7 +429,7 @@ def keyword_decoder_layer_forward(
     self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None,
     attention_mask: Tensor | None = None, position_ids: Tensor | None = None, past_key_values: Any = None,
     **kwargs: Any,
-) -> Tensor:  # fmt: skip
+) -> Any:  # fmt: skip
     """Run the decoder layer of Mixtral, Gemma 2 and Gemma 3, whose arguments have another order."""
     return _decoder_layer(
         self, hidden_states, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
@@ -425,7 +437,9 @@ def keyword_decoder_layer_forward(
     )  # fmt: skip
 
 
-def _decoder_layer(self: Any, hidden_states: Tensor, **arguments: Any) -> Tensor:
+def _decoder_layer(self: Any, hidden_states: Tensor, **arguments: Any) -> Any:
+    if torch.compiler.is_compiling():
+        return type(self).forward(self, hidden_states, **arguments)
     options = getattr(self, MARK).options
     norm, after = options["norm"], options["after"]
 
@@ -478,28 +492,40 @@ def _fused_decoder_layer(
     eps = norms[0].variance_epsilon
     if any(norm.variance_epsilon != eps for norm in head_norms):
         return None
-    q, k, v, *others = ((layer.weight, layer.bias) for layer in layers)
+    linears = [each for layer in layers for each in (layer.weight, layer.bias)]
     head_weights = tuple(norm.weight for norm in head_norms) or (None, None)
-    weights = (norms[0].weight, norms[1].weight, *q, *k, *v, *head_weights, *(t for pair in others for t in pair))
-    if not _qualifies(x, weights):
+    weights = (norms[0].weight, norms[1].weight, *linears[:6], *head_weights, *linears[6:])
+    dtype = _computes_in(x, weights)
+    if dtype is None:
         return None
     window = -1 if pattern.window is None else pattern.window
-    heads = (q[0].shape[0] // D, k[0].shape[0] // D)
+    heads = (linears[0].shape[0] // D, linears[2].shape[0] // D)
     both_eps = (eps, norms[1].variance_epsilon)
     spec = DecoderSpec(both_eps, heads, pattern.causal, window, attention.scaling, by_modules)
-    return fused_decoder_layer(spec, x, *_half_tables(cos, sin), *weights)
+    return fused_decoder_layer(spec, x, *_half_tables(cos, sin), *weights, *_casts(linears, x.dtype, dtype))
 
 
-def _qualifies(x: Tensor, weights: Any) -> bool:
-    """Return whether a block's function supports x (B, S, N) and weights: plain tensors of one dtype with gradients."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or autocast_dtype(x.device.type) is not None:
-        return False
-    if not is_plain(x) or x.dim() != 3:
-        return False
-    dtype, requires_grad = x.dtype, x.requires_grad
+def _computes_in(x: Tensor, weights: Any) -> torch.dtype | None:
+    """Return the dtype of the products of a block's function of x (B, S, N) and weights; None if it does not take them.
+
+    It takes plain tensors of one dtype, some with gradients; under autocast of float32 or of the low dtype.
+    """
+    if not torch.is_grad_enabled() or not is_plain(x) or x.dim() != 3:
+        return None
+    dtype, low, requires_grad = x.dtype, autocast_dtype(x.device.type), x.requires_grad
+    if low is not None and dtype not in (low, torch.float32):
+        return None
     for weight in weights:
         if weight is not None:
             if weight.dtype is not dtype or not is_ordinary(weight):
-                return False
+                return None
             requires_grad = requires_grad or weight.requires_grad
-    return requires_grad
+    return (low or dtype) if requires_grad else None
+
+
+def _casts(tensors: Sequence[Tensor | None], dtype: torch.dtype, low: torch.dtype) -> list[Tensor | None]:
+    """Return tensors of a dtype in a lower one, without gradients; none if it is the same."""
+    if low is dtype:
+        return []
+    with torch.no_grad():
+        return [None if x is None else x.to(low) for x in tensors]

@@ -32,7 +32,7 @@ from accelerant.config import settings
 from accelerant.errors import FallbackWarning, LaunchError, UnsupportedCase
 from accelerant.nn._patch.record import MARK, PARTS, RECORD, Capture, Forward, PatchReport, has_hooks
 from accelerant.runtime.ledger import FallbackRecord, ledger
-from accelerant.runtime.streams.graphs import Graph
+from accelerant.runtime.streams.graphs import Graph, ahead_of_capture
 
 __all__ = ["EAGER_CALLS", "MOST_GRAPHS", "Graphs", "graphed_forward"]
 
@@ -392,7 +392,8 @@ class Graphs:
         self._report.graphs["eager: before the capture"] += 1
         calls = self._eager[key] = self._eager.get(key, 0) + 1
         state, (host, device), versions = _State(model), _random_states(), _versions(values)
-        result = self._forward(model, *args, **kwargs)
+        with ahead_of_capture():
+            result = self._forward(model, *args, **kwargs)
         host_after, device_after = _random_states()
         self._draws |= device_after != device
         if host_after != host:
@@ -412,7 +413,8 @@ class Graphs:
                 raise _Reason(f"{MOST_GRAPHS} other shapes or values of arguments have graphs")
             del self._captured[idle]
         try:
-            captured = _Captured(model, partial(self._forward, model), values, key, self._draws)
+            with ahead_of_capture():
+                captured = _Captured(model, partial(self._forward, model), values, key, self._draws)
         except Exception as raised:  # noqa: BLE001  whatever it is, the eager call that follows decides
             error: BaseException = raised
             while error.__context__ is not None:  # the capture's end raises another

@@ -86,7 +86,7 @@ def _needs_no_cache(kwargs: dict[str, Any]) -> bool:
 
 def _needs_own_mask(config: Any, kwargs: dict[str, Any]) -> bool:
     """Return whether the model has to build its attention mask itself."""
-    if torch.compiler.is_compiling() or config._attn_implementation != ATTENTION_NAME:
+    if config._attn_implementation != ATTENTION_NAME:
         return True
     if not getattr(config, "is_causal", True) or getattr(config, "sliding_window", None) is not None:
         return True

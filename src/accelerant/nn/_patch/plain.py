@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from accelerant import ops
 from accelerant.nn._patch.record import MARK, Forward, has_hooks, is_bare
 from accelerant.ops._library import autocast_dtype
+from accelerant.runtime.streams.graphs import captures_ahead
 
 __all__ = [
-    "LEAVES", "ModulePlan", "Options", "embedding_forward", "gelu_forward", "keeps_dtype", "layer_norm_forward",
-    "plan_embedding", "plan_layer_norm", "plan_module", "plan_silu", "silu_forward",
+    "LEAVES", "SMALL", "SMALL_REASON", "ModulePlan", "Options", "embedding_forward", "gelu_forward", "is_small",
+    "keeps_dtype", "layer_norm_forward", "leaves", "plan_embedding", "plan_layer_norm", "plan_module", "plan_silu",
+    "silu_forward",
 ]  # fmt: skip
 
 
@@ -89,6 +91,36 @@ def plan_module(module: nn.Module, options: Options) -> ModulePlan | str | None:
     return rule(module, options)
 
 
+# --- what torch does better ------------------------------------------------------------------------------------------
+
+SMALL = 2**22
+"""Elements of a layer's input on a GPU below which torch's function serves it.
+
+H200: a training step of fewer elements waits for the host, of which our ops need twice torch's (forward and backward of
+layer_norm 0.35 for 0.16 ms, of attention 0.46 for 0.31 ms); beyond, the device is busy anyway. Under a capture the host
+does not count. A block that runs as one function needs less of it than its modules, and is not left to torch.
+"""
+
+SMALL_REASON = f"fewer than {SMALL} elements, for which torch's function costs the host less"
+
+
+def is_small(x: Tensor, width: int = 1) -> bool:
+    """Return whether torch's functions serve x, rows of `width` elements each, in less time, which is the host's."""
+    return x.is_cuda and x.numel() * width < SMALL and not captures_ahead()
+
+
+def leaves(x: Tensor, width: int = 1, *, composed: bool = False) -> bool:
+    """Return whether a module leaves its input to its class: small ones, and torch.compile's.
+
+    The compiler fuses such a layer with its neighbours, which it could not do with an op of ours.
+
+    Args:
+        composed: whether the class's forward is several functions of torch, slower than ours where none is
+            differentiated.
+    """
+    return torch.compiler.is_compiling() or (is_small(x, width) and not (composed and not torch.is_grad_enabled()))
+
+
 # --- forward methods -------------------------------------------------------------------------------------------------
 
 
@@ -104,44 +136,52 @@ def _is_wide(x: Tensor) -> bool:
 
 def layer_norm_forward(self: Any, input: Tensor) -> Any:
     """Run nn.LayerNorm."""
-    if not keeps_dtype(input, self.weight):
+    if leaves(input) or not keeps_dtype(input, self.weight):
         return type(self).forward(self, input)
     return ops.layer_norm(input, self.weight, self.bias, eps=self.eps)
 
 
 def _rms_norm_forward(self: Any, x: Tensor) -> Any:
-    if not keeps_dtype(x, self.weight):
+    if leaves(x) or not keeps_dtype(x, self.weight):
         return type(self).forward(self, x)
     return ops.rms_norm(x, self.weight, torch.finfo(x.dtype).eps if self.eps is None else self.eps)
 
 
 def _softmax_forward(self: Any, input: Tensor) -> Any:
-    if not input.is_floating_point() or not _is_wide(input):
+    if leaves(input) or not input.is_floating_point() or not _is_wide(input):
         return type(self).forward(self, input)
     return (ops.softmax if type(self) is nn.Softmax else ops.log_softmax)(input, self.dim)
 
 
-def gelu_forward(self: Any, input: Tensor) -> Tensor:
+def gelu_forward(self: Any, input: Tensor) -> Any:
     """Run a GELU module; the mark holds its approximation."""
+    if leaves(input):
+        return type(self).forward(self, input)
     return ops.gelu(input, approximate=getattr(self, MARK).options["approximate"])
 
 
-def silu_forward(self: Any, input: Tensor) -> Tensor:
+def silu_forward(self: Any, input: Tensor) -> Any:
     """Run nn.SiLU or the SiLU module of transformers."""
+    if leaves(input):
+        return type(self).forward(self, input)
     return ops.silu(input)
 
 
-def embedding_forward(self: Any, input: Tensor) -> Tensor:
+def embedding_forward(self: Any, input: Tensor) -> Any:
     """Run nn.Embedding."""
+    if leaves(input, self.embedding_dim):
+        return type(self).forward(self, input)
     return ops.embedding(input, self.weight, padding_idx=self.padding_idx)
 
 
-def _dropout_forward(self: Any, input: Tensor) -> Tensor:
+def _dropout_forward(self: Any, input: Tensor) -> Any:
+    if leaves(input):
+        return type(self).forward(self, input)
     return ops.dropout(input, self.p, self.training)
 
 
 def _cross_entropy_forward(self: Any, input: Tensor, target: Tensor) -> Any:
-    if target.dtype != torch.int64 or input.dim() > 2 or target.shape != input.shape[:-1]:
+    if leaves(input) or target.dtype != torch.int64 or input.dim() > 2 or target.shape != input.shape[:-1]:
         return type(self).forward(self, input, target)
     options = {"ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing}
     return ops.cross_entropy(input, target, reduction=self.reduction, **options)
@@ -149,7 +189,8 @@ def _cross_entropy_forward(self: Any, input: Tensor, target: Tensor) -> Any:
 
 def _pair_loss_forward(self: Any, input: Tensor, target: Tensor) -> Any:
     """Run MSELoss, L1Loss, BCELoss or BCEWithLogitsLoss."""
-    if input.shape != target.shape or input.dtype is not target.dtype or not input.is_floating_point():
+    same = input.shape == target.shape and input.dtype is target.dtype and input.is_floating_point()
+    if not same or leaves(input):
         return type(self).forward(self, input, target)
     weights = {name: getattr(self, name) for name in ("weight", "pos_weight") if getattr(self, name, None) is not None}
     if any(each.dtype is not input.dtype for each in weights.values()):
@@ -173,7 +214,7 @@ def _sequential_forward(self: Any, input: Any) -> Any:
     at = 0
     while at < len(layers):
         layer, after = layers[at], layers[at + 1] if at + 1 < len(layers) else None
-        if after is not None and _is_gelu(after) and is_bare(layer, nn.Linear):
+        if after is not None and not is_small(input) and _is_gelu(after) and is_bare(layer, nn.Linear):
             input = ops.linear_gelu(input, layer.weight, layer.bias, after.approximate)
             at += 2
         else:
@@ -198,6 +239,8 @@ def _refuses_attention(
     if masks[0] is None and is_causal:
         return "is_causal without attn_mask"
     query = qkv[0]
+    if is_small(query):
+        return SMALL_REASON
     if any(mask is not None and mask.dtype not in (torch.bool, query.dtype, torch.float32) for mask in masks):
         return "a mask of another dtype than the inputs'"
     return None
@@ -249,7 +292,11 @@ def _feed_forward(self: Any, x: Tensor) -> Tensor:
     """Run linear2(activation(linear1(x))) of a transformer layer, without its last dropout."""
     act: Any = self.activation
     exact = act is F.gelu
-    if is_bare(self.linear1, nn.Linear) and (exact or (isinstance(act, nn.Module) and _is_gelu(act))):
+    if (
+        not is_small(x)
+        and is_bare(self.linear1, nn.Linear)
+        and (exact or (isinstance(act, nn.Module) and _is_gelu(act)))
+    ):
         approximate = "none" if exact else act.approximate
         h = ops.linear_gelu(x, self.linear1.weight, self.linear1.bias, approximate)
     else:
@@ -260,8 +307,8 @@ def _feed_forward(self: Any, x: Tensor) -> Tensor:
 
 def _add_norm(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
     """Return norm(x + residual) and the sum, in one pass if the norm runs on our op."""
-    fits = x.dtype is residual.dtype and x.shape == residual.shape
-    if fits and is_bare(norm, nn.LayerNorm, layer_norm_forward) and keeps_dtype(x, norm.weight):
+    fits = x.dtype is residual.dtype and x.shape == residual.shape and not torch.compiler.is_compiling()
+    if fits and not is_small(x) and is_bare(norm, nn.LayerNorm, layer_norm_forward) and keeps_dtype(x, norm.weight):
         return ops.add_layer_norm(x, residual, norm.weight, norm.bias, eps=norm.eps)
     total = x + residual
     return norm(total), total

@@ -30,7 +30,7 @@ from accelerant.nn.layers import DRAW_NOTHING, float8_weights, require_float8
 from accelerant.nn.optim import MultiTensorOptimizer, clip_grad_norm_
 from accelerant.nn.train.data import Batch
 from accelerant.runtime.ledger import FallbackRecord, ledger
-from accelerant.runtime.streams.graphs import Graph
+from accelerant.runtime.streams.graphs import Graph, ahead_of_capture
 
 __all__ = [
     "EAGER_STEPS", "GraphedStep", "LossScale", "Same", "StepResult", "TrainStep", "recomputed", "require_scalar",
@@ -122,7 +122,7 @@ class GraphedStep:
             self._stream = torch.cuda.Stream(self._device)
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), ahead_of_capture():
             result = run()
         current.wait_stream(self._stream)
         return result
@@ -463,7 +463,8 @@ class TrainStep(GraphedStep):
         graph = Graph("train_step")
 
         def capture() -> None:
-            self._output = graph.capture(self._run, self._inputs, warm_up=0)
+            with ahead_of_capture():
+                self._output = graph.capture(self._run, self._inputs, warm_up=0)
 
         # A failed capture leaves gradients in uninitialised memory.
         if not self._recorded(capture, undo=lambda: self.optimizer.zero_grad(set_to_none=True)):

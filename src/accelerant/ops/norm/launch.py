@@ -172,18 +172,19 @@ def backward_constants(
 
 def launch_forward(
     centre: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, statistics: bool = True,
-    residual: Tensor | None = None, plan: RowPlan | None = None,
+    residual: Tensor | None = None, dtype: torch.dtype | None = None, plan: RowPlan | None = None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Normalise rows.
 
     Returns:
-        y, contiguous; with a residual s = x + residual, contiguous; and if `statistics` those of each row, float32:
-        (M, 2), mean and 1 / standard deviation, or without centring (M, 1), 1 / root mean square.
+        y, contiguous, in `dtype` or that of x; with a residual s = x + residual, contiguous, in the residual's dtype;
+        and if `statistics` those of each row, float32: (M, 2), mean and 1 / standard deviation, or without centring
+        (M, 1), 1 / root mean square.
     """
     N = x.shape[-1]
     M = x.numel() // N if N else x.shape[:-1].numel()
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    s = None if residual is None else torch.empty_like(y)
+    y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    s = None if residual is None else torch.empty_like(residual, memory_format=torch.contiguous_format)
     kept = torch.empty((M, 1 + centre), dtype=torch.float32, device=x.device) if statistics else None
     if M and N:
         key, pointers = None, []
@@ -209,7 +210,7 @@ def launch_forward(
                 x.device,
                 x.dtype,
                 (M, N),
-                lambda plan: launch_forward(centre, x, weight, bias, eps, statistics, residual, plan),
+                lambda plan: launch_forward(centre, x, weight, bias, eps, statistics, residual, dtype, plan),
             )
         rows, stride = as_rows(x, N)
         others, residual_stride = (None, stride) if residual is None else as_rows(residual, N)

@@ -305,9 +305,11 @@ def _norm(name: str, centre: bool, cpu: CpuFastPath) -> DifferentiableOp:
 def _add_norm(name: str, centre: bool, norm: DifferentiableOp, cpu: CpuFastPath) -> DifferentiableOp:
     """Return an op on x + residual; `norm` is the same without the residual."""
 
-    def with_residual(kernel: Callable[..., Any], x: Tensor, residual: Tensor, *args: Any) -> Any:
-        weight, bias, eps, statistics = (*args, True)[:4]
-        return kernel(centre, x, weight, bias, eps, statistics, residual)
+    def with_residual(
+        kernel: Callable[..., Any], x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float,
+        statistics: bool = True, dtype: torch.dtype | None = None,
+    ) -> Any:  # fmt: skip
+        return kernel(centre, x, weight, bias, eps, statistics, residual, dtype)
 
     def with_ds(kernel: Callable[..., Any], dy: Tensor | None, ds: Tensor | None, s: Tensor, *args: Any) -> Any:
         if dy is not None:
@@ -341,7 +343,7 @@ def _add_norm(name: str, centre: bool, norm: DifferentiableOp, cpu: CpuFastPath)
         f"{name}(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps) "
         "-> (Tensor y, Tensor s, Tensor statistics)",
         operation=fwd,
-        case=lambda x, residual, weight, bias, eps: _case(x, weight, bias),
+        case=lambda x, residual, weight, bias, *_: _case(x, weight, bias),
         infer_args=(False,),
         backward=lambda dy, ds, s, weight, bias, *rest: bwd(_case(s, weight, bias), dy, ds, s, weight, bias, *rest),
         saves=("s", "weight", "bias", "statistics"),

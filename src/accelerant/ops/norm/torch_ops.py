@@ -12,7 +12,7 @@ __all__ = ["torch_backward", "torch_composite", "torch_forward"]
 
 def torch_forward(
     centre: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, statistics: bool = True,
-    residual: Tensor | None = None,
+    residual: Tensor | None = None, dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Normalise as launch_forward does; statistics may be returned unasked, where torch computes them anyway.
 
@@ -27,6 +27,7 @@ def torch_forward(
             y = torch_composite(centre, s, weight, bias, eps)
         y = y if y.is_contiguous() else y.contiguous()
         return (y,) if residual is None else (y, s.contiguous())
+    dtype = x.dtype if dtype is None else dtype
     if residual is not None:
         x = x + residual
     wide, inner, weight, bias = _widened(x, centre, weight, bias)
@@ -38,7 +39,7 @@ def torch_forward(
         kept = rstd.reshape(-1, 1)
         if bias is not None:
             y = y + bias
-    y = y.to(x.dtype).contiguous()
+    y = y.to(dtype).contiguous()
     kept = kept.to(wide)
     return (y, kept) if residual is None else (y, x.contiguous(), kept)
 

@@ -202,7 +202,7 @@ def norm_fwd_wide(
     CENTRE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    dtype: tl.constexpr = y_ptr.dtype.element_ty if s_ptr is None else s_ptr.dtype.element_ty
     x_ptr += row * x_stride
     y_ptr += row * N
     if residual_ptr is not None:
@@ -230,7 +230,7 @@ def norm_fwd_wide(
             y *= tl.load(weight_ptr + at, mask=at < N, other=0.0).to(tl.float32)
         if bias_ptr is not None:
             y += tl.load(bias_ptr + at, mask=at < N, other=0.0).to(tl.float32)
-        tl.store(y_ptr + at, y.to(dtype), mask=at < N)
+        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < N)
     if statistics_ptr is not None:
         if CENTRE:
             tl.store(statistics_ptr + row * 2, mean)

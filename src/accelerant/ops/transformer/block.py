@@ -231,8 +231,10 @@ def _mlp_backward(
 
 
 def _add_linear_dx(total: Tensor, dy: Tensor, weight: _Weight) -> Tensor:
-    """Add dy weight to `total` in place, in the product's epilogue."""
-    return total.add_(op.linear_dx(dy, weight)) if isinstance(weight, Float8Weight) else total.addmm_(dy, weight)
+    """Add dy weight to `total` in place, in the product's epilogue if it has that dtype."""
+    if isinstance(weight, Float8Weight) or total.dtype is not dy.dtype:
+        return total.add_(op.linear_dx(dy, weight))
+    return total.addmm_(dy, weight)
 
 
 class FusedMLP(torch.autograd.Function):
@@ -296,9 +298,10 @@ class Block(torch.autograd.Function):
     Takes x; residual, or None for zeros, always None in post-norm; the spec; the ColumnSums shared with the preceding
     and with the following block, or None; weight and bias of norm_1, qkv, projection, norm_2, up and down; and weight
     and bias of the four linear layers once more in the dtype of x (weights all as tensors or all as Float8Weight),
-    absent if the parameters have that dtype.
+    absent if the parameters have that dtype. Without a residual those tensors may have a narrower dtype than x, as
+    under autocast: products and attention then compute in it, norms and sums in that of x.
 
-    Returns what block_reference does.
+    Returns what block_reference does, in the dtype of x.
     """
 
     @staticmethod
@@ -311,10 +314,11 @@ class Block(torch.autograd.Function):
         linears = casts or (*params[2:6], *params[8:])
         qkv_weight, qkv_bias, projection, projection_bias, up, up_bias, down, down_bias = linears
         B, T, W = x.shape
+        dtype = qkv_weight.dtype if isinstance(qkv_weight, Tensor) else x.dtype
         if spec.post_norm:
-            y1 = x
+            y1 = x.to(dtype)
         elif residual is None:
-            y1, t1 = _layer_norm.forward(x, n1, c1, spec.eps[0])
+            y1, t1 = _layer_norm.forward(x, n1, c1, spec.eps[0], True, None, dtype)
             s1 = x
         else:
             y1, s1, t1 = _add_layer_norm.forward(x, residual, n1, c1, spec.eps[0])
@@ -323,16 +327,17 @@ class Block(torch.autograd.Function):
         o, lse = op.attend(qkv, spec.causal, spec.window, spec.scale)
         p = linear(o.transpose(1, 2).reshape(-1, W), projection, projection_bias).view(B, T, W)
         if spec.post_norm:
-            y2, s1, t1 = _add_layer_norm.forward(p, x, n1, c1, spec.eps[0])
+            stream, s1, t1 = _add_layer_norm.forward(p, x, n1, c1, spec.eps[0], True, x.dtype)
+            y2 = stream.to(dtype)
         else:
-            y2, s2, t2 = _add_layer_norm.forward(p, s1, n2, c2, spec.eps[1])
+            y2, s2, t2 = _add_layer_norm.forward(p, s1, n2, c2, spec.eps[1], True, dtype)
         keep = any(ctx.needs_input_grad)
         m, z = _mlp_forward(y2.reshape(-1, W), up, up_bias, down, down_bias, spec.approximate, keep)
         y, s = m.view(B, T, W), None
         if spec.post_norm:
-            y, s2, t2 = _add_layer_norm.forward(y, y2, n2, c2, spec.eps[1])
+            y, s2, t2 = _add_layer_norm.forward(y, stream, n2, c2, spec.eps[1], True, x.dtype)
         elif spec.joined:
-            y = y.add_(s2)
+            y = y.add_(s2) if dtype is x.dtype else s2 + y
         else:
             s = s2
         weights = flattened(casts[::2]) if casts else ()
@@ -380,7 +385,7 @@ class Block(torch.autograd.Function):
         elif spec.joined:
             ds = dy = dy.contiguous()
         dy2, mlp = _mlp_backward(
-            dy.reshape(-1, W), y2.reshape(-1, W), z, weights[2:], mlp_params, needs[8:], examples,
+            dy.to(y2.dtype).reshape(-1, W), y2.reshape(-1, W), z, weights[2:], mlp_params, needs[8:], examples,
             approximate=spec.approximate, sums=sums, add_to=add_to,
         )  # fmt: skip
         last = params[5] if needs[5] else None
@@ -393,13 +398,14 @@ class Block(torch.autograd.Function):
                 dy2.view_as(s2), ds, s2, norm_2, t2, spec.eps[1], needs[6:8], last, examples
             )
         linear_dx: Callable[..., Tensor] = torch.mm if isinstance(weights[0], Tensor) else op.linear_dx
-        rows, o_rows = g.reshape(-1, W), o.transpose(1, 2).reshape(-1, W)
+        total = g.reshape(-1, W)
+        rows, o_rows = total.to(o.dtype), o.transpose(1, 2).reshape(-1, W)
         dprojection = _linear_gradients(rows, o_rows, params[4], params[5], needs[4:6], examples, sums)
         do = _split_heads(linear_dx(rows, weights[1]), qkv)
         dqkv = op.attend_backward(do, qkv, o, lse, spec.causal, spec.window, spec.scale).view(rows.shape[0], -1)
         dqkv_params = _linear_gradients(dqkv, y1.reshape(-1, W), params[2], params[3], needs[2:4], examples)
         if spec.post_norm:
-            add_to = rows if examples is None else rows.clone()
+            add_to = total if examples is None else total.clone()
             dx = _add_linear_dx(add_to, dqkv, weights[0]).view_as(s1)
         else:
             dy1 = linear_dx(dqkv, weights[0]).view_as(s1)

@@ -19,7 +19,7 @@ from accelerant.ops.norm.op import _add_rms_norm, _rms_norm
 from accelerant.ops.rope.op import _rope
 from accelerant.ops.swiglu.op import swiglu_bwd, swiglu_fwd
 from accelerant.ops.transformer.block import Gradients, gradients_of
-from accelerant.ops.transformer.op import column_sums
+from accelerant.ops.transformer.op import column_sums, linear_dw
 from accelerant.runtime.dispatch import Case
 
 __all__ = ["DecoderLayer", "DecoderSpec", "fused_decoder_layer"]
@@ -48,15 +48,19 @@ class DecoderLayer(torch.autograd.Function):
 
     Takes (spec, x (B, S, N), cos, sin (S or B S, D / 2), weights): the weights of both norms, weight and bias of q, k
     and v, the weights of the heads' norms of q and k, weight and bias of o, gate, up and down; None for absent ones.
-    All tensors have one dtype.
+    All tensors have one dtype; or, as under autocast, weights and biases of the seven linear layers follow once more in
+    a narrower one: products and attention then compute in it, norms and the residual stream in that of x.
     """
 
     @staticmethod
     def forward(ctx: Any, spec: DecoderSpec, x: Tensor, cos: Tensor, sin: Tensor, *weights: Any) -> Tensor:
         """Return the layer's result (B, S, N)."""
-        w1, w2, wq, bq, wk, bk, wv, bv, nq, nk, wo, bo, wg, bg, wu, bu, wd, bd = weights
+        weights, casts = weights[:18], weights[18:]
+        w1, w2, nq, nk = *weights[:2], *weights[8:10]
+        wq, bq, wk, bk, wv, bv, wo, bo, wg, bg, wu, bu, wd, bd = casts or (*weights[2:8], *weights[10:])
+        dtype = wq.dtype
         B, S, N = x.shape
-        h, statistics1 = _rms_norm.forward(x, w1, None, spec.eps[0])
+        h, statistics1 = _rms_norm.forward(x, w1, None, spec.eps[0], True, None, dtype)
         rows = h.view(-1, N)
         q, k, v = (
             _linear(rows, weight, bias).view(B, S, heads, -1)
@@ -73,15 +77,17 @@ class DecoderLayer(torch.autograd.Function):
         v = v.transpose(1, 2)
         o, lse = attention_fwd(_attention_case(q, k, spec), q, k, v, spec.causal, spec.scale, spec.window)
         a = _linear(_rows(o), wo, bo).view(B, S, N)
-        y, s, statistics2 = _add_rms_norm.forward(a, x, w2, None, spec.eps[1])
+        y, s, statistics2 = _add_rms_norm.forward(a, x, w2, None, spec.eps[1], True, dtype)
         rows2 = y.view(-1, N)
         gate, up = _linear(rows2, wg, bg), _linear(rows2, wu, bu)
         m = swiglu_fwd(Case(gate.device, gate.dtype, gate.shape), gate, up)
-        out = _linear(m, wd, bd).view(B, S, N).add_(s)
+        out = _linear(m, wd, bd).view(B, S, N)
+        out = out.add_(s) if dtype is x.dtype else s + out
         ctx.spec = spec
         ctx.save_for_backward(
-            x, cos, sin, *weights, statistics1, rows, *saved_heads, q, k, v, o, lse, s, statistics2, rows2, gate, up, m
-        )
+            x, cos, sin, *weights, statistics1, rows, *saved_heads, q, k, v, o, lse, s, statistics2, rows2, gate, up, m,
+            *casts[::2],
+        )  # fmt: skip
         return out
 
     @staticmethod
@@ -92,10 +98,13 @@ class DecoderLayer(torch.autograd.Function):
         weights, rest = rest[:18], rest[18:]
         if torch.is_grad_enabled():
             inputs = (None, x, None, None, *weights)
-            return gradients_of(ctx.spec.recompute(x), inputs, ctx.needs_input_grad, dout)
+            found = gradients_of(ctx.spec.recompute(x), inputs, ctx.needs_input_grad[:22], dout)
+            return *found, *(None,) * (len(ctx.needs_input_grad) - 22)
         w1, w2, wq, bq, wk, bk, wv, bv, nq, nk, wo, bo, wg, bg, wu, bu, wd, bd = weights
         statistics1, rows, q_in, k_in, statistics_q, statistics_k, *rest = rest
-        q, k, v, o, lse, s, statistics2, rows2, gate, up, m = rest
+        q, k, v, o, lse, s, statistics2, rows2, gate, up, m, *casts = rest
+        cq, ck, cv, co, cg, cu, cd = casts or (wq, wk, wv, wo, wg, wu, wd)
+        dtype = m.dtype
         spec: DecoderSpec = ctx.spec
         need = ctx.needs_input_grad[4:]
         B, S, N = x.shape
@@ -104,13 +113,13 @@ class DecoderLayer(torch.autograd.Function):
         dq: Any
         dk: Any
         dout = dout.contiguous()
-        dm, d_down = _linear_gradients([dout.view(-1, N)], m, (wd, bd), need[16:18])
+        dm, d_down = _linear_gradients([dout.to(dtype).view(-1, N)], m, (cd,), (wd, bd), need[16:18])
         dgate, dup = swiglu_bwd(Case(gate.device, gate.dtype, gate.shape), dm, gate, up)
-        dy, d_gates = _linear_gradients([dgate, dup], rows2, (wg, bg, wu, bu), need[12:16])
+        dy, d_gates = _linear_gradients([dgate, dup], rows2, (cg, cu), (wg, bg, wu, bu), need[12:16])
         da, dw2, _ = _add_rms_norm.backward(
             dy.view(B, S, N), dout, s, w2, None, statistics2, spec.eps[1], (True, need[1], False)
         )
-        do, d_o = _linear_gradients([da.view(-1, N)], _rows(o), (wo, bo), need[10:12])
+        do, d_o = _linear_gradients([da.to(dtype).view(-1, N)], _rows(o), (co,), (wo, bo), need[10:12])
         do = do.view(B, S, spec.heads[0], -1).transpose(1, 2)
         dq, dk, dv = attention_bwd(
             _attention_case(q, k, spec), do, q, k, v, o, lse, spec.causal, spec.scale, spec.window
@@ -127,11 +136,12 @@ class DecoderLayer(torch.autograd.Function):
             dqkv = [dq.view(rows.shape[0], -1), dk.view(rows.shape[0], -1), _rows(dv)]
         else:
             dqkv = [_rows(dq), _rows(dk), _rows(dv)]
-        dh, d_qkv = _linear_gradients(dqkv, rows, (wq, bq, wk, bk, wv, bv), need[2:8])
+        dh, d_qkv = _linear_gradients(dqkv, rows, (cq, ck, cv), (wq, bq, wk, bk, wv, bv), need[2:8])
         dx, dw1, _ = _add_rms_norm.backward(
             dh.view(B, S, N), da, x, w1, None, statistics1, spec.eps[0], (True, need[0], False)
         )
-        return (None, dx, None, None, dw1, dw2, *d_qkv, dnq, dnk, *d_o, *d_gates, *d_down)
+        absent = (None,) * (len(ctx.needs_input_grad) - 22)
+        return (None, dx, None, None, dw1, dw2, *d_qkv, dnq, dnk, *d_o, *d_gates, *d_down, *absent)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -139,16 +149,24 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _linear_gradients(
-    dys: Sequence[Tensor], x: Tensor, params: Sequence[Any], needs: Sequence[bool]
+    dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], params: Sequence[Any], needs: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Return the gradient of the input x that layers share, and those of their weights and biases in turn."""
-    dx = torch.mm(dys[0], params[0])
+    """Return the gradient of the input x that layers share, and those of their weights and biases in turn.
+
+    Args:
+        weights: in the dtype of x.
+        params: weight and bias of each layer, whose gradients have their dtypes.
+    """
+    dx = torch.mm(dys[0], weights[0])
     gradients: list[Tensor | None] = []
     for i, dy in enumerate(dys):
+        weight, bias = params[2 * i : 2 * i + 2]
         if i:
-            dx.addmm_(dy, params[2 * i])
-        gradients.append(torch.mm(dy.t(), x) if needs[2 * i] else None)
-        gradients.append(column_sums(dy, dy.dtype) if needs[2 * i + 1] else None)
+            dx.addmm_(dy, weights[i])
+        dw = None
+        if needs[2 * i]:
+            dw = torch.mm(dy.t(), x) if weight.dtype is dy.dtype else linear_dw(dy, x, weight.dtype)
+        gradients += (dw, column_sums(dy, bias.dtype) if needs[2 * i + 1] else None)
     return dx, gradients
 
 

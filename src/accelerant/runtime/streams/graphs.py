@@ -12,17 +12,40 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from accelerant.errors import LaunchError
 from accelerant.runtime.dispatch.plan import Decision, observers
 from accelerant.runtime.ledger import Ledger, OpKey, ledger
 from accelerant.runtime.streams.stream import capturing
 
-__all__ = ["Graph", "counting"]
+__all__ = ["Graph", "ahead_of_capture", "captures_ahead", "counting"]
+
+_ahead = 0
+_autograd_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+@contextmanager
+def ahead_of_capture() -> Iterator[None]:
+    """Make captures_ahead() true inside the block: calls before a capture, and the capture if it has no warm-up."""
+    global _ahead  # not a thread's own: backward passes run on others
+    _ahead += 1
+    try:
+        yield
+    finally:
+        _ahead -= 1
+
+
+def captures_ahead() -> bool:
+    """Return whether calls are captured now or soon, so that what they cost the host does not count.
+
+    False under a checkpoint, whose second run may come after the context of the first, and has to do the same.
+    """
+    return _ahead > 0 and (is_compiling() or _autograd_hooks(False) is None)
 
 
 @contextmanager
@@ -92,12 +115,12 @@ class Graph:
             raise LaunchError(f"graph {self.name!r} is captured already; make another Graph")
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(current)
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), ahead_of_capture():
             for _ in range(warm_up):
                 fn(*args, **kwargs)
         current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with counting() as calls, _without_collection():
+        with counting() as calls, _without_collection(), ahead_of_capture() if warm_up else nullcontext():
             try:
                 # Other threads may do what a capture forbids, such as pinning memory for the next batch.
                 with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
