@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from accelerant.bench.record import Row, failure_note
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, check_names, option
-from accelerant.bench.timer import Timing, synchronize
+from accelerant.bench.timer import Timing, first_ms
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.nn import LinearInt8, Llama, LlamaConfig, quantize
@@ -197,13 +198,10 @@ def _timed(advance: Callable[[], object], where: torch.device, budget_s: float) 
     samples: list[float] = []
     began = time.perf_counter()
     while len(samples) < 5 or (time.perf_counter() - began < budget_s and len(samples) < 40):
-        synchronize(where)
-        start = time.perf_counter()
-        for _ in range(_TOGETHER):
-            advance()
-        synchronize(where)
-        samples.append((time.perf_counter() - start) / _TOGETHER * 1e3)
-    return Timing.of(samples)
+        samples.append(first_ms(lambda: [advance() for _ in range(_TOGETHER)], where) / _TOGETHER)
+    timing = Timing.of(samples)
+    alone = statistics.median(first_ms(advance, where) for _ in range(5))
+    return replace(timing, wall_ms=alone, back_to_back_ms=timing.p50_ms)
 
 
 class _OwnStep:

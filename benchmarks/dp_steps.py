@@ -293,9 +293,9 @@ def run_alone(make: StepMaker, case: PrivateCase, where: torch.device, budget_s:
     with make() as (step, describe):
         data = TokenBatches.drawn(case.config, case.batch, where, contiguous=True)
         losses = [step(*data.batch(i)) for i in range(WARM_UP)]
-        times = step_times(step, data, where, budget_s)
+        timing = step_times(step, data, where, budget_s)
         peak = torch.cuda.max_memory_allocated(where)
-        return StepResult(Timing.of(times), tuple(times), peak, [float(loss) for loss in losses], describe())
+        return StepResult(timing, timing.samples, peak, [float(loss) for loss in losses], describe())
 
 
 def run_in_turns(

@@ -285,8 +285,7 @@ def _cpu_proof_ms(this: _CircuitRun) -> float:
 
 def _timed(row: Row, samples: Sequence[float]) -> Row:
     """Return the row with the quantiles of its samples, all the same for a single one."""
-    timing = Timing.of(list(samples) * (2 if len(samples) == 1 else 1))
-    return replace(row.timed(timing), samples=tuple(samples))
+    return replace(row.timed(Timing.of(samples, wall=row.case.endswith("wall"))), samples=tuple(samples))
 
 
 # --- processes -------------------------------------------------------------------------------------------------------

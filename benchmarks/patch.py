@@ -17,9 +17,7 @@ import contextlib
 import functools
 import gc
 import importlib
-import math
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -29,7 +27,7 @@ from torch import Tensor, nn
 
 from accelerant.bench.record import Row
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, check_names, option
-from accelerant.bench.timer import Timing, synchronize
+from accelerant.bench.timer import Timing, back_to_back_ms
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, MissingDependency, UnsupportedCase
 from accelerant.nn import patch
@@ -44,9 +42,6 @@ PEERS = ("compile", "liger")
 
 _OVER_EAGER, _OVER_PEERS = 1.2, 1.0
 """Targets on an H200, as multiples of the speed of eager and of the fastest peer."""
-
-_SAMPLE_S, _LEAST, _MOST = 0.2, 3, 50
-"""Seconds of steps between two synchronizations, and the least and most number of such samples."""
 
 _LOSS_TOLERANCE, _NORM_TOLERANCE = 5e-3, 3e-2
 """Relative, in bfloat16: of the loss, and of the norm of all gradients."""
@@ -286,30 +281,8 @@ class _WarmStep:
 
     def measure(self, budget_s: float) -> _StepFigures:
         """Measure the calls' times, several back to back as in training, and their peaks."""
-        times, peaks = zip(
-            *((self._paced(call, budget_s), _peak(call, self.where)) for call in self.calls), strict=True
-        )
-        return _StepFigures(self.loss, self.norm, times, peaks)
-
-    def _paced(self, call: Callable[[], object], budget_s: float) -> Timing:
-        """Return a step's time on the host's clock; the host queues the next step while the device works."""
-
-        def took(steps: int) -> float:
-            synchronize(self.where)
-            began = time.perf_counter()
-            for _ in range(steps):
-                call()
-            synchronize(self.where)
-            return time.perf_counter() - began
-
-        call()
-        steps = max(1, math.ceil(_SAMPLE_S / took(1)))
-        samples: list[float] = []
-        spent = 0.0
-        while len(samples) < _LEAST or (spent < budget_s and len(samples) < _MOST):
-            spent += (seconds := took(steps))
-            samples.append(seconds / steps * 1e3)
-        return Timing.of(samples)
+        times = tuple(back_to_back_ms(call, self.where, budget_s=budget_s) for call in self.calls)
+        return _StepFigures(self.loss, self.norm, times, tuple(_peak(call, self.where) for call in self.calls))
 
 
 @contextlib.contextmanager

@@ -21,7 +21,6 @@ import torch
 
 from accelerant.bench.record import Row, failure_note
 from accelerant.bench.suite import CpuColumn, Suite, SuiteCase, SuiteRun, check_names, option
-from accelerant.bench.timer import Timing
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError
 from accelerant.nn import GPT, GPTConfig
@@ -136,9 +135,9 @@ def _measure_step(
     del model
     data = TokenBatches.drawn(config, batch, where)
     warm_up = [step(*data.batch(i)) for i in range(WARM_UP)]
-    times = step_times(step, data, where, budget_s)
-    row = replace(_row(runner, config, batch, run, float8=float8).timed(Timing.of(times)), samples=tuple(times))
-    note = f"{1e3 * batch * config.context / (row.p50 or math.nan):,.0f} tokens/s"
+    timing = step_times(step, data, where, budget_s)
+    row = _row(runner, config, batch, run, float8=float8).timed(timing)
+    note = f"{1e3 * batch * config.context / timing.p50_ms:,.0f} tokens/s"
     if run.gpu:
         note += f", {torch.cuda.max_memory_reserved(where) / 2**30:.2f} GiB reserved"
     losses = [float(loss) for loss in warm_up]

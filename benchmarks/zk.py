@@ -43,7 +43,7 @@ from accelerant.bench.ceilings import threads_text
 from accelerant.bench.record import NAIVE, Row
 from accelerant.bench.suite import CpuColumn, Suite, SuiteCase, SuiteRun, option
 from accelerant.bench.suites.neural_plan import parse_sizes
-from accelerant.bench.timer import time_ms
+from accelerant.bench.timer import Timing, back_to_back_ms, time_ms
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime.provider import ComputeDevice
@@ -256,9 +256,19 @@ class _ZkRun:
         base = Row("zk", self.case.op, self.case.name, "accelerant", "own kernels", target=self.target_ms)
         return replace(base, **values)
 
-    def timed(self, row: Row, call: Callable[[], object]) -> Row:
-        """Return the row with the times of a call."""
-        return row.timed(time_ms(call, self.run.torch_device, budget_s=self.budget_s))
+    def timed(self, row: Row, call: Callable[[], object], plain: Timing | None = None) -> Row:
+        """Return the row with the times of a call, and the wall times of a user's plain one, if that is another."""
+        timing = time_ms(call, self.run.torch_device, budget_s=self.budget_s)
+        return row.timed(timing if plain is None else timing.beside(plain))
+
+    def plain(self, call: Callable[[], object]) -> Timing | None:
+        """Return the wall times of a user's plain call: default arguments, canonical words, nothing prepared."""
+        return None if self.column else back_to_back_ms(call, self.run.torch_device, budget_s=self.budget_s / 2)
+
+    def words(self, x: zk.FieldArray) -> Any:
+        """Return canonical words: an array, on a GPU a tensor there."""
+        words = x.canonical()
+        return torch.from_numpy(words).to(self.run.torch_device) if self.run.gpu else words
 
     def noted(self, row: Row, multiplies: int, products: int) -> Row:
         """Return the row with a note on its bound and on the peers.
@@ -304,14 +314,16 @@ def _field_mul(this: _ZkRun) -> None:
     this.progress()
     size = 3 * n * field.parameters.size_bytes
     target = this.target_ms if run.gpu else None
-    row = this.timed(this.row(bytes=size, ceiling="copy" if run.gpu else "", target=target), lambda: x * y)
+    left, right = this.words(x), this.words(y)
+    row = this.row(bytes=size, ceiling="copy" if run.gpu else "", target=target)
+    row = this.timed(row, lambda: x * y, this.plain(lambda: field.mul(left, right)))
     run.add(this.noted(row, 0, n))
     if not run.gpu and not this.column:
         alone = this.row(case=f"{case.name}, kernel alone", bytes=size)
         run.add(this.noted(this.timed(alone, _kernel_alone(x, y, z)), 0, n))
-        left, right = x.ints(), y.ints()
-        peer = replace(row, runner=NAIVE, implementation="integers", target=None, note="")
-        run.add(this.timed(peer, lambda: [u * v % p for u, v in zip(left, right, strict=True)]))
+        ints = list(zip(x.ints(), y.ints(), strict=True))
+        peer = this.row(case=case.name, runner=NAIVE, implementation="integers", bytes=size, target=None)
+        run.add(this.timed(peer, lambda: [u * v % p for u, v in ints]))
 
 
 def _kernel_alone(x: zk.FieldArray, y: zk.FieldArray, z: zk.FieldArray) -> Callable[[], object]:
@@ -364,12 +376,13 @@ def _ntt(this: _ZkRun) -> None:
     this.progress()
     memory = case.of in _BOUND_BY_MEMORY
     row = this.row(bytes=2 * n * field.parameters.size_bytes, ceiling="copy" if run.gpu and memory else "")
-    row = this.timed(row, lambda: ntt(x, order=_ORDERS[0]))
+    words = this.words(x)
+    row = this.timed(row, lambda: ntt(x, order=_ORDERS[0]), this.plain(lambda: ntt(words, field=case.of)))
     multiplies = 0 if memory else ntt_multiplies(field.parameters, case.log_n)
     run.add(this.noted(row, multiplies, (case.log_n << case.log_n) // 2))
     if not run.gpu and not this.column:
         values = x.ints()
-        peer = replace(row, runner=NAIVE, implementation="integers", target=None, note="")
+        peer = this.row(runner=NAIVE, implementation="integers", bytes=row.bytes, target=None)
         run.add(this.timed(peer, lambda: ntt_reference(values, field=case.of, order=_ORDERS[0])))
 
 
@@ -394,11 +407,12 @@ def _msm(this: _ZkRun) -> None:
         if result != exact:
             raise this.wrong(f"the sum{variant} is {result}, not {exact}")
         size = n * (32 + 2 * curve.field.parameters.size_bytes)
-        row = this.timed(this.row(case=case.name + variant, bytes=size, **values), call)
+        row = this.timed(this.row(case=case.name + variant, bytes=size, **values), call, plain)
         counted = {"precomputed": variant == _WITH_MULTIPLES}
         multiplies = msm_multiplies(curve.parameters, n, **counted)
         run.add(this.noted(row, multiplies, sum(msm_products(curve.parameters, n, **counted))))
 
+    plain = this.plain(lambda: msm(scalars, points, case.of))
     measure("", lambda: msm(scalars, points, case.of, check=False))
     for variant, multiples in ((_PREPARED, False), (_WITH_MULTIPLES, True)):
         this.progress(variant)

@@ -17,7 +17,7 @@ from accelerant.bench.suites import neural, neural_cases
 from accelerant.bench.suites import neural_plan as plan
 from accelerant.bench.suites.neural import NeuralSuite
 from accelerant.bench.suites.neural_cases import CaseWork, OpCase, Oracle, _relative, _upstream, leaves_of
-from accelerant.bench.suites.precompile import precompile
+from accelerant.bench.suites.precompile import groups_of, precompile
 from accelerant.bench.timer import rotated_ms, time_in_turns
 from accelerant.errors import AccelerantError, ConfigError, FormatError, UnsupportedCase
 from accelerant.ops._cases import Benchmark, Indices, Sample
@@ -579,7 +579,7 @@ def test_progress_counts_the_cases():
 @pytest.mark.slow
 def test_cases_are_compiled_ahead_in_processes(tmp_path):
     said = []
-    cases = [small("relu", (4, 32)), small("tanh", (4, 32))]
+    cases = groups_of([small("relu", (4, 32)), small("tanh", (4, 32))])
     assert precompile(cases, registry.choose("cpu"), 1, limit_s=120.0, progress=said.append) == ""
     assert said[-1] == "precompiled: 2 of 2 groups of cases"
     late = precompile(cases, registry.choose("cpu"), 1, limit_s=0.0)

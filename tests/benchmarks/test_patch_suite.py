@@ -21,12 +21,6 @@ from benchmarks import patch as suite
 from benchmarks.patch import PatchSuite
 
 
-@pytest.fixture(autouse=True)
-def few_steps(monkeypatch):
-    monkeypatch.setattr(suite, "_SAMPLE_S", 1e-9)
-    monkeypatch.setattr(suite, "_LEAST", 2)
-
-
 @pytest.mark.parametrize("name", suite.MODELS)
 @pytest.mark.sample(4)
 def test_every_model_is_measured_and_right(name):

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from accelerant.bench.record import Record, Row, aligned
+from accelerant.bench.record import Record, Row
 from accelerant.errors import FormatError
 from accelerant.runtime.files import plain
+from accelerant.runtime.html_page import text_table
 
 __all__ = ["Change", "Comparison", "check_comparable", "compare"]
 
@@ -80,7 +81,7 @@ class Comparison:
             summary += f", {self.added} not in the baseline"
         if self.not_asked:
             summary += f", {self.not_asked} of the baseline not asked for"
-        return "\n".join([*aligned(lines), summary])
+        return "\n".join([*text_table(lines, width=1 << 20), summary])
 
 
 def check_comparable(old: Record, device: str) -> None:

@@ -19,9 +19,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerant.bench.record import Record, Row, aligned
+from accelerant.bench.record import Record, Row
 from accelerant.errors import FormatError
 from accelerant.runtime.files import plain, read_regular
+from accelerant.runtime.html_page import text_table
 
 __all__ = ["Floor", "FloorCheck", "check_floors", "floors_text", "read_floors"]
 
@@ -83,7 +84,7 @@ class FloorCheck:
         lines += [(one.key, one.case, one.needed, one.reached, one.why) for one in self.missed]
         counts = f"{self.held} of {self.held + len(self.missed)} figures reach their floors"
         absent = f"{len(self.unmeasured)} floors need a record: {', '.join(self.unmeasured)}" if self.unmeasured else ""
-        return "\n".join(filter(None, [*(aligned(lines) if lines else ()), counts, absent]))
+        return "\n".join(filter(None, [*text_table(lines, width=1 << 20), counts, absent]))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result for JSON."""

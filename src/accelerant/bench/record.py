@@ -18,7 +18,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,16 +30,17 @@ from accelerant._version import __version__
 from accelerant.bench.timer import Timing
 from accelerant.errors import FormatError
 from accelerant.runtime.files import decode_json, plain, read_regular, typed, write_atomic
+from accelerant.runtime.html_page import text_table
 from accelerant.runtime.ledger import quantile
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = [
-    "COMPILED", "DETERMINISTIC", "DEVICE", "GRAPH", "NAIVE", "NUMPY", "OUT_OF_MEMORY", "OWN", "STEP", "UNFUSED",
-    "Environment", "Record", "Row", "aligned", "environment_variable", "failure_note", "installed_version",
+    "COMPILED", "DETERMINISTIC", "DEVICE", "GRAPH", "NAIVE", "NUMPY", "OURS", "OUT_OF_MEMORY", "OWN", "STEP", "UNFUSED",
+    "Environment", "Record", "Row", "environment_variable", "failure_note", "installed_version",
 ]  # fmt: skip
 
-DEVICE = "device"
-"""Runner of rows that measure the device itself."""
+DEVICE, OURS = "device", "accelerant"
+"""Runners of rows that measure the device itself, and of those that a user's call runs, with dispatch's choice."""
 
 OWN = "accelerant, own kernel"
 """Runner of rows in which our own kernel was forced because dispatch had chosen a library."""
@@ -53,22 +54,14 @@ COMPILED, GRAPH, STEP = "accelerant, compiled", "accelerant, graph=True", "accel
 OUT_OF_MEMORY = "out of memory: "
 """Prefix of the note of a row without a time because the device lacked memory."""
 
-NAIVE = "python (naive)"
-"""Runner of rows of plain Python numbers, which show what kernels gain over code not written for speed."""
-
-NUMPY = "numpy (baseline)"
-"""Runner of rows of NumPy on the host's CPU."""
-
-UNFUSED = "unfused (baseline)"
-"""Runner of rows that compute an op as a user of NumPy or CuPy writes it: a kernel for each arithmetic operation."""
-
-_BASELINES = (NAIVE, NUMPY, UNFUSED)
-"""Runners that are no peers: they are left out where our speed is compared with the fastest library's."""
+NAIVE, NUMPY, UNFUSED = _BASELINES = "python (naive)", "numpy (baseline)", "unfused (baseline)"
+"""Runners that are no peers, left out where our speed is compared with the fastest library's: plain Python numbers,
+NumPy on the host's CPU, and a kernel for each arithmetic operation, as a user of NumPy or CuPy writes an op.
+"""
 
 _P95_SAMPLES, _P99_SAMPLES = 20, 100
 """Samples without which a 95th or 99th percentile would be the slowest call, whatever its share."""
 
-_OURS = "accelerant"
 _PACKAGES = (
     "torch", "triton", "cuda-core", "numpy", "llvmlite", "transformers", "liger-kernel", "quack-kernels",
     "flash-attn-4", "opacus", "dp-accounting",
@@ -179,8 +172,10 @@ class Row:
         reason: on our rows, why dispatch chose the implementation.
         cold_ms: milliseconds of the first call of the case in this process, with what it compiles and loads.
         operations: field or curve operations of a call; 0 where it has none.
-        wall_ms: milliseconds of the plain call with the host, from an idle device to an idle one, before any race.
+        wall_ms: milliseconds of the user's plain call, host included, from an idle device to an idle one: nothing is
+            raced, prepared or flushed before it.
         back_to_back_ms: the same of one of several calls without a pause.
+        device_ms: the device's part, where the quantiles are wall times.
         level: whether one of our rows is slower than the fastest peer by less than the samples' spread: its 20th
             percentile is at most that peer's median, or its median at most that peer's 80th percentile.
     """
@@ -217,6 +212,7 @@ class Row:
     operations: int = 0
     wall_ms: float | None = None
     back_to_back_ms: float | None = None
+    device_ms: float | None = None
 
     @property
     def p95(self) -> float | None:
@@ -251,13 +247,17 @@ class Row:
     @property
     def tflop_s(self) -> float | None:
         """The same in TFLOP/s."""
-        rate = self.gflop_s
-        return None if rate is None else rate / 1e3
+        return self.gflop_s and self.gflop_s / 1e3
 
     @property
     def gop_s(self) -> float | None:
         """Field or curve operations over the median, in 10^9 a second."""
         return self._per_ns(self.operations)
+
+    @property
+    def rate_gb_s(self) -> float | None:
+        """Least bytes over the median, in GB/s."""
+        return self._per_ns(self.bytes)
 
     @property
     def reached(self) -> bool | None:
@@ -273,11 +273,6 @@ class Row:
         )
 
     @property
-    def rate_gb_s(self) -> float | None:
-        """Least bytes over the median, in GB/s."""
-        return self._per_ns(self.bytes)
-
-    @property
     def over_cpu(self) -> float | None:
         """Speed over the CPU's."""
         unit_ms = {"ms": 1.0, "us": 1e-3}.get(self.unit)
@@ -291,7 +286,7 @@ class Row:
     @property
     def ours(self) -> bool:
         """True if a user's call runs it: with dispatch's choice, or a patched model."""
-        return self.runner in (_OURS, COMPILED, GRAPH, STEP)
+        return self.runner in (OURS, COMPILED, GRAPH, STEP)
 
     @property
     def peer(self) -> bool:
@@ -331,10 +326,8 @@ class Row:
         Rates and the percentiles of many samples, which follow from the fields, are added for other readers.
         """
         always = ("suite", "op", "case", "runner", "implementation", "unit", "p20", "p50", "p80")
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
-        values = {
-            one.name: values[one.name] for one in fields(self) if one.name in always or values[one.name] != one.default
-        }
+        pairs = [(one, getattr(self, one.name)) for one in fields(self)]
+        values = {one.name: value for one, value in pairs if one.name in always or value != one.default}
         values |= {name: value for name in _DERIVED if (value := getattr(self, name)) is not None}
         return {  # to the resolution of the clocks
             name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in values.items()
@@ -407,8 +400,7 @@ class Record:
 
     def save_csv(self, path: Path) -> None:
         """Write the rows without their samples as comma-separated values; whole or not at all."""
-        names = [one.name for one in fields(Row) if one.name != "samples"]
-        names += [*_DERIVED, "tflop_s"]
+        names = [*(one.name for one in fields(Row) if one.name != "samples"), *_DERIVED, "tflop_s"]
         text = io.StringIO()
         writer = csv.writer(text)
         writer.writerow(names)
@@ -456,24 +448,8 @@ class Record:
 
     def cells(self) -> list[list[str]]:
         """Return the table's cells, the header first; columns without a value are left out."""
-        shown = self.ordered()
-        head = ["op", "case", "runner", "ran", "p50", "to reach", "p20-p80", "% of ceiling", "speedup"]
-        head += [
-            "wall ms",
-            "back to back ms",
-            "p95",
-            "p99",
-            "first call",
-            "GB/s",
-            "GFLOP/s",
-            "GOp/s",
-            "peak MiB",
-            "CPU",
-            "over CPU",
-            "note",
-        ]
-        lines = [head, *(_cells(row) for row in shown)]
-        filled = [i for i in range(len(head)) if i < 9 or any(line[i] not in ("", "-") for line in lines[1:])]
+        lines = [list(_HEAD), *map(_cells, self.ordered())]
+        filled = [i for i in range(len(_HEAD)) if i < 10 or any(line[i] not in ("", "-") for line in lines[1:])]
         return [[line[i] for i in filled] for line in lines]
 
     def table(self) -> str:
@@ -482,7 +458,11 @@ class Record:
             f"{name} {version}" for name, version in self.environment.packages.items()
         )
         ceilings = ", ".join(f"{name} {plain(value)}" for name, value in self.ceilings.items())
-        top = [where, f"ceilings measured in this run: {ceilings}" if ceilings else "", *aligned(self.cells())]
+        top = [
+            where,
+            f"ceilings measured in this run: {ceilings}" if ceilings else "",
+            *text_table(self.cells(), width=_WIDE),
+        ]
         return "\n".join([*top, *filter(None, [self.verdict()]), *(f"note: {note}" for note in self.notes)])
 
     def verdict(self) -> str:
@@ -496,45 +476,41 @@ class Record:
         return text + (f", slower in {slower}" if slower else "")
 
 
-def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a text table whose columns are as wide as their longest cell."""
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+_WIDE = 1 << 20
+"""Width of text tables, whose rows are lines."""
+
+_HEAD = (
+    "op", "case", "runner", "ran", "p50", "to reach", "p20-p80", "% of ceiling", "speedup", "wall ms", "reached",
+    "back to back ms", "device ms", "p95", "p99", "first call", "GB/s", "GFLOP/s", "GOp/s", "peak MiB", "CPU",
+    "over CPU", "note",
+)  # fmt: skip
 
 
 def _cells(row: Row) -> list[str]:
     if row.p50 is None:
         reason = "wrong result" if row.wrong else "out of memory" if row.lacked_memory else "did not run"
-        return [row.op, row.case, row.runner, reason, "-", *[""] * 15, row.note]
+        return [row.op, row.case, row.runner, reason, "-", *[""] * (len(_HEAD) - 6), row.note]
     targets = [
         plain(row.target) if row.target else "",
         f"{row.target_x:.2f}x the best" if row.target_x else "",
         f"{plain(row.target_bytes / 2**20)} MiB" if row.target_bytes else "",
     ]
+    high = ["-" if one is None else plain(one) for one in (row.p95, row.p99)]
+    rates = (row.rate_gb_s, row.gflop_s, row.gop_s, row.peak_bytes and row.peak_bytes / 2**20)
     return [
-        row.op,
-        row.case,
-        row.runner,
-        row.implementation,
-        f"{plain(row.p50)} {row.unit}",
-        " ".join(filter(None, targets)) if row.compared else "",
-        f"{plain(row.p20)}-{plain(row.p80)}",
+        row.op, row.case, row.runner, row.implementation, f"{plain(row.p50)} {row.unit}",
+        " ".join(filter(None, targets)) if row.compared else "", f"{plain(row.p20)}-{plain(row.p80)}",
         "" if row.percent_of_ceiling is None else f"{row.percent_of_ceiling:.0f}% of {row.ceiling}",
-        "" if row.speedup is None else f"{row.speedup:.2f}x" + " (level)" * row.level,
-        "" if row.wall_ms is None else plain(row.wall_ms),
-        "" if row.back_to_back_ms is None else plain(row.back_to_back_ms),
-        "-" if row.p95 is None else plain(row.p95),
-        "-" if row.p99 is None else plain(row.p99),
-        "" if row.cold_ms is None else f"{plain(row.cold_ms)} ms",
-        "" if row.rate_gb_s is None else plain(row.rate_gb_s),
-        "" if row.gflop_s is None else plain(row.gflop_s),
-        "" if row.gop_s is None else plain(row.gop_s),
-        "" if row.peak_bytes is None else plain(row.peak_bytes / 2**20),
+        "" if row.speedup is None else f"{row.speedup:.2f}x" + " (level)" * row.level, _shown(row.wall_ms),
+        {True: "yes", False: "no", None: ""}[row.reached if row.compared else None],
+        _shown(row.back_to_back_ms), _shown(row.device_ms), *high, _shown(row.cold_ms, " ms"), *map(_shown, rates),
         f"{plain(row.cpu_ms)} ms ({row.cpu_note})" if row.cpu_ms else row.cpu_note,
-        "" if row.over_cpu is None else f"{row.over_cpu:.0f}x",
-        "; ".join(filter(None, (row.timing, row.note))),
-    ]
+        "" if row.over_cpu is None else f"{row.over_cpu:.0f}x", "; ".join(filter(None, (row.timing, row.note))),
+    ]  # fmt: skip
+
+
+def _shown(value: float | None, unit: str = "") -> str:
+    return "" if value is None else plain(value) + unit
 
 
 def failure_note(error: BaseException, most: int = 160) -> str:

@@ -15,7 +15,7 @@ from html import escape
 from pathlib import Path
 
 from accelerant.bench.compare import Comparison
-from accelerant.bench.record import DETERMINISTIC, OWN, Record, Row
+from accelerant.bench.record import DETERMINISTIC, OURS, OWN, Record, Row
 from accelerant.runtime.files import plain, write_atomic
 from accelerant.runtime.html_page import Bar, Line, bars, card, document, facts, line_chart, table
 
@@ -31,8 +31,8 @@ pre { overflow-x: auto; }
 """
 
 _NUMBERS = (
-    "p50", "to reach", "p20-p80", "% of ceiling", "speedup", "p95", "p99", "first call", "GB/s", "GFLOP/s", "GOp/s",
-    "peak MiB", "CPU", "over CPU",
+    "p50", "to reach", "p20-p80", "% of ceiling", "speedup", "wall ms", "back to back ms", "device ms", "p95", "p99",
+    "first call", "GB/s", "GFLOP/s", "GOp/s", "peak MiB", "CPU", "over CPU",
 )  # fmt: skip
 
 Cases = dict[tuple[str, ...], list[Row]]
@@ -55,13 +55,11 @@ def build_report(record: Record, comparison: Comparison | None = None) -> str:
     cases = _cases(record.ordered())
     title = f"Benchmark: {env.device}"
     head, *lines = record.cells()
-    compared = rooflined = ""
+    compared, drawn = "", roofline(record)
     if comparison is not None:
         style = "warn" if comparison.regressions else ""
         compared = card("Compared with the baseline", f"<pre>{escape(comparison.table())}</pre>", style)
-    if drawn := roofline(record):
-        remark = _remark("Filled: ours; hollow: the peers. Each dot has its case as a tooltip.")
-        rooflined = card("Roofline", remark + drawn)
+    remark = _remark("Filled: ours; hollow: the peers. Each dot has its case as a tooltip.")
     body = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="lead">Accelerant {escape(env.accelerant)} on {escape(env.system)}, {escape(env.time)}</p>',
@@ -72,7 +70,7 @@ def build_report(record: Record, comparison: Comparison | None = None) -> str:
         _sweep_losses(swept),
         *(_suite(suite, cases) for suite in dict.fromkeys(key[0] for key in cases)),
         _links(record),
-        rooflined,
+        card("Roofline", remark + drawn) if drawn else "",
         _sweep_rates(swept),
         _ceilings(record),
         _cpu(record),
@@ -93,7 +91,7 @@ def _cases(rows: Iterable[Row]) -> Cases:
 
 def _lost(rows: Sequence[Row]) -> bool:
     """Return whether dispatch's choice was slower than a peer, or has no time where a peer has one."""
-    ours = [row for row in rows if row.runner == "accelerant"]
+    ours = [row for row in rows if row.runner == OURS]
     if any(row.slower for row in ours):
         return True
     return any(row.p50 is None for row in ours) and any(row.p50 is not None and row.peer for row in rows)
@@ -107,15 +105,14 @@ def _remark(text: str) -> str:
 
 
 def _facts(record: Record, cases: Cases) -> str:
-    contested = [row for row in record.rows if row.speedup is not None and row.runner == "accelerant"]
+    contested = [row for row in record.rows if row.speedup is not None and row.runner == OURS]
     items = []
     if contested:
         won, level = sum((row.speedup or 0) >= 1 for row in contested), sum(row.level for row in contested)
         also = f", {level} more level with it" if level else ""
         mean = math.exp(sum(math.log(row.speedup or 1) for row in contested) / len(contested))
-        items.append(
-            ("Against peers", f"{won} of {len(contested)}", f"cases at least as fast as the fastest peer{also}")
-        )
+        about = f"cases at least as fast as the fastest peer{also}"
+        items.append(("Against peers", f"{won} of {len(contested)}", about))
         items.append(("Speed-up", f"{mean:.2f}x", "over the fastest peer, geometric mean"))
     aimed = [row for row in record.rows if row.aims and row.compared]
     if aimed:
@@ -161,52 +158,51 @@ def _key() -> str:
 
 def _suite(suite: str, cases: Cases) -> str:
     """Return a suite's cases that have a peer and were not lost."""
-    shown = [
-        rows
-        for key, rows in cases.items()
-        if key[0] == suite and not _lost(rows) and any(row.speedup is not None for row in rows)
-    ]
+    ours = [rows for key, rows in cases.items() if key[0] == suite and not _lost(rows)]
+    shown = [rows for rows in ours if any(row.speedup is not None for row in rows)]
     return card(f"{suite.capitalize()}: compared with the peers", _key() + "".join(map(_case, shown))) if shown else ""
 
 
 def _case(rows: Sequence[Row]) -> str:
     """Return the bars of a case's runners, on a scale of their own."""
     ran = [row for row in rows if row.p50 is not None]
-    ours = next((row for row in rows if row.runner == "accelerant"), None)
+    ours = next((row for row in rows if row.runner == OURS), None)
     aside = f"{ours.speedup:.3g}x the fastest peer's speed" if ours is not None and ours.speedup is not None else ""
     aside = f"ours has no time: {ours.note}" if ours is not None and ours.p50 is None else aside
 
     def style(row: Row) -> str:
-        if row.runner not in ("accelerant", OWN, DETERMINISTIC):
+        if row.runner not in (OURS, OWN, DETERMINISTIC):
             return "peer"
         return "lost" if row.slower else "ours"
 
     shown = [
         Bar(
             row.runner if row.implementation in ("", row.runner) else f"{row.runner}: {row.implementation}",
-            row.p50 or 0.0, f"{plain(row.p50)} {row.unit}", style(row), row.p20 or 0.0, row.p80 or 0.0,
+            row.p50 or 0.0, f"{plain(row.p50)} {row.unit}{_wall(row)}", style(row), row.p20 or 0.0, row.p80 or 0.0,
         )
         for row in ran
     ]  # fmt: skip
     return bars(f"{ran[0].op} {ran[0].case}", shown, aside=aside)
 
 
+def _wall(row: Row) -> str:
+    """Return the wall time of the plain call as text, where it is another figure."""
+    return "" if row.wall_ms in (None, row.p50) else f", wall {plain(row.wall_ms)} ms"
+
+
 def _ceilings(record: Record) -> str:
+    rows = [row for row in record.rows if row.runner == OURS and row.percent_of_ceiling is not None]
     shown = [
         Bar(f"{row.op} {row.case}", min(percent, 150.0), f"{percent:.0f}% of {row.ceiling}", "ours")
-        for row in sorted(record.rows, key=lambda row: row.percent_of_ceiling or 0.0)
-        if row.runner == "accelerant" and (percent := row.percent_of_ceiling) is not None
+        for percent, row in sorted(((row.percent_of_ceiling or 0.0, row) for row in rows), key=lambda pair: pair[0])
     ]
     text = _remark("Ours; the dashed line is the ceiling, bars end at 150%.")
     return card("Share of the measured ceiling", text + bars("", shown, limit=100.0)) if shown else ""
 
 
 def _cpu(record: Record) -> str:
-    shown = [
-        Bar(f"{row.op} {row.case}", math.log10(max(row.over_cpu or 1.0, 1.0)), f"{row.over_cpu:,.0f}x", "ours")
-        for row in sorted(record.rows, key=lambda row: row.over_cpu or 0.0)
-        if row.over_cpu is not None
-    ]
+    rows = sorted((row.over_cpu, f"{row.op} {row.case}") for row in record.rows if row.over_cpu is not None)
+    shown = [Bar(name, math.log10(max(over, 1.0)), f"{over:,.0f}x", "ours") for over, name in rows]
     text = _remark("Bars on a logarithmic scale; the table says how the CPU was measured.")
     return card("Over this machine's CPU", text + bars("", shown)) if shown else ""
 
@@ -214,35 +210,45 @@ def _cpu(record: Record) -> str:
 # --- rates by size ---------------------------------------------------------------------------------------------------
 
 
+_STYLES = {OURS: "s0", "torch": "s4", "torch.compile": "s2"}
+
+
+def _charts(rows: Iterable[tuple[str, str, float, float]], x_label: str) -> list[tuple[str, str]]:
+    """Return titles and charts of (title, line, x, GB/s)."""
+    series: dict[str, dict[str, Points]] = {}
+    for title, line, x, rate in rows:
+        series.setdefault(title, {}).setdefault(line, []).append((x, rate))
+    charts = []
+    for title, lines in series.items():
+        drawn = [
+            Line(name, sorted(points), _STYLES.get(name, f"s{i % 6}"), dots=True)
+            for i, (name, points) in enumerate(sorted(lines.items(), key=lambda pair: pair[0] not in _STYLES))
+        ]
+        charts.append((title, line_chart(drawn, x_label=x_label, y_label="GB/s", zero=True)))
+    return charts
+
+
 def _sweep_rates(record: Record) -> str:
     """Return charts of GB/s by log2 of the elements, one for each op and direction; round numbers of elements only."""
-    series: dict[str, dict[str, Points]] = {}
+    rows = []
     for row in record.rows:
         size = re.match(r"(\d+)x(\d+)\b", row.case)
         if row.rate_gb_s and size and (elements := int(size[1]) * int(size[2])) % 2 == 0:
-            runners = series.setdefault(f"{row.op} {row.case.split()[-1]}", {})
-            runners.setdefault(row.runner, []).append((math.log2(elements), row.rate_gb_s))
-    styles = {"accelerant": "s0", "torch": "s4", "torch.compile": "s2"}
-    charts = []
-    for name, runners in series.items():
-        lines = [
-            Line(runner, sorted(points), styles.get(runner, "s5"), dots=True)
-            for runner, points in sorted(runners.items(), key=lambda pair: list(styles).index(pair[0]))
-        ]
-        chart = line_chart(lines, x_label="log2 of the elements", y_label="GB/s", zero=True)
-        charts.append(f"<div><b>{escape(name)}</b>{chart}</div>")
+            rows.append((f"{row.op} {row.case.split()[-1]}", row.runner, math.log2(elements), row.rate_gb_s))
+    charts = "".join(
+        f"<div><b>{escape(name)}</b>{chart}</div>" for name, chart in _charts(rows, "log2 of the elements")
+    )
     text = _remark("Least bytes over the median; only the record has odd numbers of elements.")
-    return card("Rate by size", f'{text}<div class="row">{"".join(charts)}</div>') if charts else ""
+    return card("Rate by size", f'{text}<div class="row">{charts}</div>') if charts else ""
 
 
 def _sweep_losses(record: Record) -> str:
     """Return a table of the sizes at which torch or torch.compile was faster."""
     lost = [
         (row, min((peer for peer in rows if peer.peer and peer.p50), key=lambda peer: peer.p50 or 0.0))
-        for rows in _cases(record.rows).values()
-        if _lost(rows)
+        for rows in filter(_lost, _cases(record.rows).values())
         for row in rows
-        if row.runner == "accelerant"
+        if row.runner == OURS
     ]
     if not lost:
         return ""
@@ -254,7 +260,7 @@ def _sweep_losses(record: Record) -> str:
         )
         for row, peer in lost
     )  # fmt: skip
-    count = len({row.case_key for row in record.rows if row.runner == "accelerant"})
+    count = len({row.case_key for row in record.rows if row.runner == OURS})
     text = _remark(f"{len(lost)} of {count} sizes, the worst first; times in ms.")
     head = ("op", "case", "ran", "p50", "faster", "p50", "speedup")
     return card("Lost in the sweep", text + table(head, rows), "warn")
@@ -262,20 +268,15 @@ def _sweep_losses(record: Record) -> str:
 
 def _links(record: Record) -> str:
     """Return charts of copy rates by size, one each for the link's directions and the device."""
-    series: dict[str, dict[str, Points]] = {}
+    rows = []
     for row in record.rows:
         size = re.match(r"(\d+) (B|KiB|MiB|GiB)\b", row.case)
-        if row.suite != "bandwidth" or size is None or row.rate_gb_s is None:
-            continue
-        mib = int(size[1]) * {"B": 2**-20, "KiB": 2**-10, "MiB": 1, "GiB": 2**10}[size[2]]
-        name = f"{row.case[size.end() :].strip()}, {row.implementation}".removeprefix(", ")
-        series.setdefault(row.op, {}).setdefault(name, []).append((math.log2(mib), row.rate_gb_s))
-    charts = []
-    for op, lines in series.items():
-        drawn = [Line(name, sorted(points), f"s{i % 6}", dots=True) for i, (name, points) in enumerate(lines.items())]
-        chart = line_chart(drawn, x_label="log2 of the size in MiB", y_label="GB/s", zero=True)
-        charts.append(card(f"{op[:1].upper()}{op[1:]}", chart))
-    return f'<div class="row">{"".join(charts)}</div>' if charts else ""
+        if row.suite == "bandwidth" and size is not None and row.rate_gb_s is not None:
+            mib = int(size[1]) * {"B": 2**-20, "KiB": 2**-10, "MiB": 1, "GiB": 2**10}[size[2]]
+            name = f"{row.case[size.end() :].strip()}, {row.implementation}".removeprefix(", ")
+            rows.append((f"{row.op[:1].upper()}{row.op[1:]}", name, math.log2(mib), row.rate_gb_s))
+    charts = "".join(card(title, chart) for title, chart in _charts(rows, "log2 of the size in MiB"))
+    return f'<div class="row">{charts}</div>' if charts else ""
 
 
 # --- the roofline ----------------------------------------------------------------------------------------------------

@@ -1,16 +1,18 @@
-"""Timers of calls: warm-up, a cold cache, many repeats, quantiles.
+"""Timers of calls: warm-up, a cold cache, many repeats, quantiles; and beside them the wall time of the plain call.
 
 On a GPU a call is timed by two events, after a write that is much larger than the L2 cache. The write empties the
 cache and keeps the device busy (about 0.2 ms on an H200; repeated for a slow host) while the host queues the call, so
-that host time is not part of the figure; `host_time_us` measures that. What the write leaves in the L2 goes to memory
-during the call, as what the call writes does after it: for a call that reads and writes the two are even. A call that
-writes next to nothing would pay for the flush (50 MB, 11 us on an H200), so for it the cache is emptied by reading
-(`reads=True`). On the CPU the clock is read around the call.
+that host time is not part of the figure. What the write leaves in the L2 goes to memory during the call, as what the
+call writes does after it: for a call that reads and writes the two are even. A call that writes next to nothing would
+pay for the flush (50 MB, 11 us on an H200), so for it the cache is emptied by reading (`reads=True`).
+
+Every timing also has the wall time, which includes the host: `wall_ms`, of a call from an idle device to an idle
+device, and `back_to_back_ms`, of one of several calls without a pause. No flush precedes either. On the CPU the clock
+is read around the call, and the two kinds of time are one.
 
 `rotated_ms` times calls that a program makes one after the other on other memory each time, as the layers of a model
-do: a single call of some 20 us also shows what starting it costs. `wall_ms` includes the host, from an idle device to
-an idle device. `time_in_turns` compares calls on a CPU, whose speed changes from one second to the next, by
-alternating them.
+do: a single call of some 20 us also shows what starting it costs. `host_time_us` is the host's part alone.
+`time_in_turns` compares calls on a CPU, whose speed changes from one second to the next, by alternating them.
 """
 
 from __future__ import annotations
@@ -24,24 +26,19 @@ from dataclasses import dataclass, replace
 import torch
 
 __all__ = [
-    "Timing", "back_to_back_ms", "covers", "first_ms", "host_time_us", "plain_ms", "rotated_ms", "second_call_s",
-    "synchronize", "time_in_turns", "time_ms", "wall_ms",
+    "Timing", "back_to_back_ms", "covers", "first_ms", "host_time_us", "rotated_ms", "second_call_s", "synchronize",
+    "time_in_turns", "time_ms", "wall_ms",
 ]  # fmt: skip
 
 _FLUSH_BYTES = 2**30
-_MIN_REPEATS = 10
-_MAX_REPEATS = 200
-_SLOW_S = 0.05
-_SLOW_REPEATS = 3
+_MIN_REPEATS, _MAX_REPEATS = 10, 200
+_SLOW_S, _SLOW_REPEATS = 0.05, 3
 """Least repeats of calls that take more than _SLOW_S seconds; their medians hardly move."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Quantiles of repeated calls, in milliseconds, and the single times to four digits.
-
-    `wall_ms` and `back_to_back_ms` are those of plain_ms where the others are the device's; else None.
-    """
+    """Quantiles of repeated calls, in milliseconds, the single times to four digits, and medians of wall times."""
 
     p20_ms: float
     p50_ms: float
@@ -52,26 +49,31 @@ class Timing:
     back_to_back_ms: float | None = None
 
     @classmethod
-    def of(cls, samples: Sequence[float]) -> Timing:
-        """Return the quantiles of at least two samples, in milliseconds."""
-        cuts = statistics.quantiles(samples, n=10, method="inclusive")
+    def of(cls, samples: Sequence[float], *, wall: bool = False) -> Timing:
+        """Return the quantiles of samples in milliseconds; `wall` if they are wall times. One sample is all of them."""
+        several = samples if len(samples) > 1 else [*samples] * 2
+        cuts, middle = statistics.quantiles(several, n=10, method="inclusive"), statistics.median(samples)
         kept = tuple(float(f"{sample:.4g}") for sample in samples)
-        return cls(cuts[1], statistics.median(samples), cuts[7], len(samples), kept)
+        return cls(cuts[1], middle, cuts[7], len(samples), kept, middle if wall else None)
 
     def over(self, other: Timing) -> Timing:
         """Return the ratio of this timing to another one, its spread from the extremes of both."""
         return Timing(self.p20_ms / other.p80_ms, self.p50_ms / other.p50_ms, self.p80_ms / other.p20_ms, 1)
 
+    def beside(self, plain: Timing) -> Timing:
+        """Return the timing with the wall times of another one, which is of the plain call."""
+        return replace(self, wall_ms=plain.wall_ms, back_to_back_ms=plain.back_to_back_ms)
+
 
 def time_ms(fn: Callable[[], object], device: torch.device, *, budget_s: float = 0.3, reads: bool = False) -> Timing:
-    """Return the device time of a call, and on a GPU its plain_ms; `reads` if it writes next to nothing.
+    """Return the device time of a call, and beside it its wall times; `reads` if it writes next to nothing.
 
     The timed calls take `budget_s` seconds; at least 10 are made, or 3 of those that take above 50 ms.
     """
     if device.type != "cuda":
-        return Timing.of(_host_samples(fn, budget_s))
-    wall, back_to_back = plain_ms(fn, device, budget_s=budget_s / 2)
-    return replace(Timing.of(_device_samples(fn, budget_s, reads)), wall_ms=wall, back_to_back_ms=back_to_back)
+        return wall_ms(fn, device, budget_s=budget_s)
+    plain = back_to_back_ms(fn, device, budget_s=budget_s / 2)
+    return Timing.of(_device_samples(fn, budget_s, reads)).beside(plain)
 
 
 _TURN_S = 2e-4
@@ -95,7 +97,7 @@ def time_in_turns(calls: Sequence[Callable[[], object]], *, budget_s: float = 0.
             for _ in range(count):
                 call()
             samples[at].append((time.perf_counter() - began) / count * 1e3)
-    return [Timing.of(times) for times in samples]
+    return [Timing.of(times, wall=True) for times in samples]
 
 
 _ROTATED_CALLS = 64
@@ -113,24 +115,19 @@ def rotated_ms(
     """
     count = f"{len(calls)} copies in turn"
     if device.type != "cuda":
-        samples = [sample / len(calls) for sample in _host_samples(lambda: [call() for call in calls], budget_s)]
-        return Timing.of(samples), count
+        together = wall_ms(lambda: [call() for call in calls], device, budget_s=budget_s)
+        return Timing.of([sample / len(calls) for sample in together.samples], wall=True), count
     for call in calls[:3]:
         call()
     calls = [*calls] * -(-_ROTATED_CALLS // len(calls))
     run, how = _captured(calls)
     run()
-    torch.cuda.synchronize(device)
     memory = torch.zeros(_FLUSH_BYTES // 4, dtype=torch.float32, device=device)
-    began = time.perf_counter()
-    run()
-    torch.cuda.synchronize(device)
-    repeats = _repeats(time.perf_counter() - began, budget_s)
+    repeats = _repeats(first_ms(run, device) / 1e3, budget_s)
     # memory.sum reads: what a write leaves in the L2 would go to memory in the calls' time
     samples = _event_samples(run, memory.sum, repeats)
-    wall, back_to_back = plain_ms(calls[0], device, budget_s=budget_s / 2)
     timing = Timing.of([sample / len(calls) for sample in samples])
-    return replace(timing, wall_ms=wall, back_to_back_ms=back_to_back), f"{count}, {len(calls)} {how}"
+    return timing.beside(back_to_back_ms(calls[0], device, budget_s=budget_s / 2)), f"{count}, {len(calls)} {how}"
 
 
 def _captured(calls: Sequence[Callable[[], object]]) -> tuple[Callable[[], object], str]:
@@ -148,22 +145,15 @@ def _captured(calls: Sequence[Callable[[], object]]) -> tuple[Callable[[], objec
 
 
 def wall_ms(
-    fn: Callable[[], object], device: torch.device, *, budget_s: float = 0.3, least: int = _MIN_REPEATS
+    fn: Callable[[], object], device: torch.device, *, budget_s: float = 0.3, least: int | None = None
 ) -> Timing:
-    """Return the host's time of a call and of all that it starts on the device, which is synchronized before and after.
+    """Return the host's time of a call and of all that it starts on the device, which is idle before and after.
 
-    The timed calls take `budget_s` seconds; at least `least`, two or more, are made.
+    The timed calls take `budget_s` seconds; at least `least` are made, by default as by time_ms.
     """
-
-    def timed() -> float:
-        synchronize(device)
-        began = time.perf_counter()
-        fn()
-        synchronize(device)
-        return time.perf_counter() - began
-
-    timed()
-    return Timing.of([timed() * 1e3 for _ in range(_repeats(timed(), budget_s, least))])
+    fn()
+    repeats = _repeats(first_ms(fn, device) / 1e3, budget_s, least)
+    return Timing.of([first_ms(fn, device) for _ in range(repeats)], wall=True)
 
 
 _IN_A_ROW = 20
@@ -173,29 +163,35 @@ _IN_A_ROW = 20
 def back_to_back_ms(
     fn: Callable[[], object], device: torch.device, *, calls: int = _IN_A_ROW, budget_s: float = 0.3
 ) -> Timing:
-    """Return the wall time of a call among several without a pause, host and device overlapping as in a program."""
+    """Return the wall time of one of several calls without a pause, host and device overlapping as in a program.
+
+    A third of the `budget_s` seconds goes to calls from an idle device to an idle device; `wall_ms` is theirs.
+    """
+    alone = wall_ms(fn, device, budget_s=budget_s / 3, least=_SLOW_REPEATS)
+    count = max(2, min(calls, int(1e3 * budget_s / 6 / alone.p50_ms)))
 
     def several() -> None:
-        for _ in range(calls):
+        for _ in range(count):
             fn()
 
-    timing = wall_ms(several, device, budget_s=budget_s, least=3)
-    return Timing.of([sample / calls for sample in timing.samples])
-
-
-def plain_ms(fn: Callable[[], object], device: torch.device, *, budget_s: float = 0.05) -> tuple[float, float]:
-    """Return the median wall times of a plain call: alone, from an idle device to an idle one, and back to back."""
-    alone = wall_ms(fn, device, budget_s=budget_s, least=3).p50_ms
-    calls = max(2, min(_IN_A_ROW, int(1e3 * budget_s / alone)))
-    return alone, back_to_back_ms(fn, device, calls=calls, budget_s=budget_s).p50_ms
+    row = wall_ms(several, device, budget_s=budget_s * 2 / 3, least=_SLOW_REPEATS)
+    timing = Timing.of([sample / count for sample in row.samples])
+    return replace(timing, wall_ms=alone.p50_ms, back_to_back_ms=timing.p50_ms)
 
 
 def first_ms(call: Callable[[], object], device: torch.device) -> float:
-    """Return the milliseconds of one call and of what it starts on the device."""
+    """Return the milliseconds of one call and of what it starts on the device, which is idle before."""
+    synchronize(device)
     began = time.perf_counter()
     call()
     synchronize(device)
     return (time.perf_counter() - began) * 1e3
+
+
+def second_call_s(fn: Callable[[], object]) -> float:
+    """Call twice on the CPU and return the seconds of the second call."""
+    fn()
+    return first_ms(fn, torch.device("cpu")) / 1e3
 
 
 def synchronize(device: torch.device) -> None:
@@ -274,20 +270,3 @@ _MOST_FLUSHES = 8
 def covers(host_s: float, flush_s: float) -> int:
     """Return how many flushes keep the device busy for twice the time that the host takes to queue a call."""
     return max(1, min(_MOST_FLUSHES, math.ceil(2 * host_s / flush_s)))
-
-
-def _host_samples(fn: Callable[[], object], budget_s: float) -> list[float]:
-    repeats = _repeats(second_call_s(fn), budget_s)
-    return [_call_s(fn) * 1e3 for _ in range(repeats)]
-
-
-def second_call_s(fn: Callable[[], object]) -> float:
-    """Call twice and return the seconds of the second call."""
-    fn()
-    return _call_s(fn)
-
-
-def _call_s(fn: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    fn()
-    return time.perf_counter() - began

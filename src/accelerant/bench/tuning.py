@@ -17,7 +17,7 @@ from accelerant.bench.subjects import OPS
 from accelerant.bench.suites import neural
 from accelerant.bench.suites.neural_cases import benchmarks_of, leaves_of
 from accelerant.bench.suites.neural_plan import plan
-from accelerant.bench.suites.precompile import precompile
+from accelerant.bench.suites.precompile import groups_of, precompile
 from accelerant.config import override
 from accelerant.errors import AccelerantError, ConfigError, DeviceLost
 from accelerant.runtime.dispatch.plan import Decision, explain_quietly
@@ -68,7 +68,7 @@ def tune_ops(
     if jobs > 1:
         planned = plan(names, dtypes=dtypes, against=(), budget_s=0.0, gpu=where.type == "cuda")
         most_s = _COMPILE_S if until is None else min(_COMPILE_S, _COMPILE_SHARE * (until - time.monotonic()))
-        precompile(planned, device, jobs, limit_s=most_s, progress=progress)
+        precompile(groups_of(planned), device, jobs, limit_s=most_s, progress=progress)
     began, done, count = time.monotonic(), 0, count_calls(names, dtypes)
     for name in names or OPS:
         for dtype in dtypes:

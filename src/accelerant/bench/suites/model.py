@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from accelerant.bench.ceilings import threads_text
-from accelerant.bench.record import OUT_OF_MEMORY, Row
+from accelerant.bench.record import OURS, OUT_OF_MEMORY, Row
 from accelerant.bench.suite import CpuColumn, Suite, SuiteCase, SuiteRun, check_names, option
-from accelerant.bench.timer import Timing
+from accelerant.bench.timer import Timing, back_to_back_ms, first_ms, wall_ms
 from accelerant.errors import AccelerantError
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.optim import AdamW
@@ -49,7 +49,7 @@ MODELS = {
 16 heads of 128 (Brown et al. 2020, arXiv:2005.14165, table 2.1).
 """
 
-_OURS, _RATE, _CLIP = "accelerant", 1e-4, 1.0
+_RATE, _CLIP = 1e-4, 1.0
 _WARM_UP, _LEAST, _MOST = 3, 3, 100
 _NEAR = 0.05
 """Allowed distance of the first losses of two devices, whose precisions may differ."""
@@ -84,28 +84,24 @@ class TokenBatches:
 
 def step_times(
     step: Callable[[Tensor, Tensor], object], data: TokenBatches, where: torch.device, budget_s: float
-) -> list[float]:
-    """Return the milliseconds of consecutive steps, measured by events on a GPU."""
+) -> Timing:
+    """Return the times of consecutive steps, on a GPU by events, and their wall times."""
+    turns = itertools.cycle(data.pairs)
+
+    def call() -> object:
+        return step(*next(turns))
+
     if where.type != "cuda":
-        times: list[float] = []
-        began = time.perf_counter()
-        while len(times) < _LEAST or (time.perf_counter() - began < budget_s and len(times) < _MOST):
-            start = time.perf_counter()
-            step(*data.batch(len(times)))
-            times.append(1e3 * (time.perf_counter() - start))
-        return times
-    torch.cuda.synchronize(where)
-    began = time.perf_counter()
-    step(*data.batch(0))
-    torch.cuda.synchronize(where)
-    count = max(10, min(500, math.ceil(budget_s / (time.perf_counter() - began))))
+        return wall_ms(call, where, budget_s=budget_s, least=_LEAST)
+    wall = back_to_back_ms(call, where, budget_s=budget_s / 4)
+    count = max(10, min(500, math.ceil(1e3 * budget_s / first_ms(call, where))))
     events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     events[0].record()
-    for i in range(count):
-        step(*data.batch(i))
-        events[i + 1].record()
+    for event in events[1:]:
+        call()
+        event.record()
     torch.cuda.synchronize(where)
-    return [before.elapsed_time(after) for before, after in itertools.pairwise(events)]
+    return Timing.of([before.elapsed_time(after) for before, after in itertools.pairwise(events)]).beside(wall)
 
 
 def step_flops(config: GPTConfig, tokens: int) -> int:
@@ -128,44 +124,29 @@ class _Steps:
         self.model = GPT(config).to(where)
         self.data = TokenBatches.drawn(config, batch, where)
 
-    def phases(self, budget_s: float) -> dict[str, list[float]]:
-        """Return the milliseconds of forward passes, backward passes and updates."""
-        model, optimizer, cuda = self.model, _optimizer(list(self.model.parameters())), self.where.type == "cuda"
-        marks: list[list[torch.cuda.Event | float]] = []
+    def phases(self, budget_s: float) -> dict[str, Timing]:
+        """Return the wall times of forward passes, backward passes and updates, with the device idle between them."""
+        optimizer, loss, turns = _optimizer(list(self.model.parameters())), Tensor(), itertools.cycle(self.data.pairs)
 
-        def mark() -> torch.cuda.Event | float:
-            if not cuda:
-                return time.perf_counter()
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            return event
-
-        began = time.perf_counter()
-        while len(marks) < _WARM_UP + _LEAST or (time.perf_counter() - began < budget_s and len(marks) < _MOST):
-            if len(marks) == _WARM_UP:
-                began = time.perf_counter()
-            times = [mark()]
+        def forward() -> None:
+            nonlocal loss
             with torch.autocast(self.where.type, torch.bfloat16, enabled=self.precision is not None):
-                loss = model.loss(*self.data.batch(len(marks)))
-            times.append(mark())
-            loss.backward()
-            times.append(mark())
+                loss = self.model.loss(*next(turns))
+
+        def update() -> None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            marks.append([*times, mark()])
-            if cuda:
-                torch.cuda.synchronize(self.where)
-        found: dict[str, list[float]] = {"forward": [], "backward": [], "update": []}
-        for times in marks[_WARM_UP:]:
-            for name, (start, end) in zip(found, itertools.pairwise(times), strict=True):
-                if isinstance(start, float) and isinstance(end, float):
-                    found[name].append(1e3 * (end - start))
-                elif isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-                    found[name].append(start.elapsed_time(end))
-        return found
 
-    def whole(self, budget_s: float) -> tuple[list[float], list[float]]:
-        """Return the milliseconds of whole steps, and the losses of those before them."""
+        phases = {"forward": forward, "backward": lambda: loss.backward(), "update": update}
+        rounds: list[list[float]] = []
+        began = time.perf_counter()
+        while len(rounds) < _WARM_UP + _LEAST or (time.perf_counter() - began < budget_s and len(rounds) < _MOST):
+            rounds.append([first_ms(phase, self.where) for phase in phases.values()])
+        columns = zip(*rounds[_WARM_UP:], strict=True)
+        return {name: Timing.of(times, wall=True) for name, times in zip(phases, columns, strict=True)}
+
+    def whole(self, budget_s: float) -> tuple[Timing, list[float]]:
+        """Return the times of whole steps, and the losses of those before them."""
         own = TrainStep(
             self.model, _optimizer(list(self.model.parameters())), self.model.loss, max_grad_norm=_CLIP,
             precision=self.precision,
@@ -249,7 +230,7 @@ class ModelSuite(Suite):
         tokens, flops = batch * config.context, step_flops(config, batch * config.context)
         precision = "bf16 autocast" if run.gpu else "float32"
         shape = f"{batch}x{config.context} {config.layers} layers of {config.width} {precision}"
-        row = Row("model", f"gpt {name}", f"{shape} step", _OURS, "TrainStep", flops=flops, ceiling="matmul")
+        row = Row("model", f"gpt {name}", f"{shape} step", OURS, "TrainStep", flops=flops, ceiling="matmul")
         run.progress(f"gpt {name}: predicting its memory")
         predicted, room = predict_model(config, batch, where), available_bytes(run.device)
         if predicted.total > room:
@@ -259,23 +240,23 @@ class ModelSuite(Suite):
         _released(run)
         run.progress(f"gpt {name}: forward, backward, update")
         steps = _Steps(config, batch, where)
-        for phase, times in steps.phases(self.budget_s).items():
+        for phase, timing in steps.phases(self.budget_s).items():
             share = {"forward": flops // 3, "backward": flops - flops // 3}.get(phase, 0)
             part = replace(row, case=f"{shape} {phase}", implementation="eager", flops=share)
-            run.add(replace(part.timed(Timing.of(times)), ceiling="matmul" if share else ""))
+            run.add(replace(part.timed(timing), ceiling="matmul" if share else ""))
         run.progress(f"gpt {name}: its memory")
         step = ModelStep(steps.model, GPT.loss, True)
         peak = measure_step(step, steps.data.batch(0), where, _optimizer) if not run.gpu else None
         if run.gpu:
             torch.cuda.reset_peak_memory_stats(where)
         run.progress(f"gpt {name}: whole steps")
-        times, losses = steps.whole(self.budget_s)
+        timing, losses = steps.whole(self.budget_s)
         if run.gpu:
             peak = torch.cuda.max_memory_allocated(where)
-        count, p50 = steps.model.parameter_count(), Timing.of(times).p50_ms
-        note = f"{count:,} parameters, {1e3 * tokens / p50:,.0f} tokens/s, predicted {size_text(predicted.total)}"
+        note = f"{steps.model.parameter_count():,} parameters, {1e3 * tokens / timing.p50_ms:,.0f} tokens/s"
+        note += f", predicted {size_text(predicted.total)}"
         note += f", first losses {' '.join(f'{loss:.4f}' for loss in losses)}"
-        run.add(replace(row.timed(Timing.of(times)), peak_bytes=peak, note=note))
+        run.add(replace(row.timed(timing), peak_bytes=peak, note=note))
 
 
 # --- bench train -----------------------------------------------------------------------------------------------------
@@ -325,12 +306,11 @@ class TrainSuite(Suite):
         shape = f"{batch}x{config.context} {config.layers} layers of {config.width} step"
         with _threads(0 if run.gpu else known.cpu_threads):
             threads = "" if run.gpu else f", {threads_text()}"
-            times, losses = _Steps(config, batch, run.torch_device).whole(self.budget_s)
+            timing, losses = _Steps(config, batch, run.torch_device).whole(self.budget_s)
         name = f"{'bf16 autocast' if run.gpu else 'float32'} on {run.device.name}{threads}"
-        row = Row("train", f"train {self.preset}", shape, _OURS, name, flops=step_flops(config, tokens))
-        row = row.timed(Timing.of(times))
-        note = f"{1e3 * tokens / (row.p50 or math.nan):,.0f} tokens/s, losses {losses[0]:.4f} to {losses[-1]:.4f}"
-        return replace(row, note=note), losses
+        row = Row("train", f"train {self.preset}", shape, OURS, name, flops=step_flops(config, tokens))
+        note = f"{1e3 * tokens / timing.p50_ms:,.0f} tokens/s, losses {losses[0]:.4f} to {losses[-1]:.4f}"
+        return replace(row.timed(timing), note=note), losses
 
     def _measure(self, run: SuiteRun) -> None:
         run.progress(f"train {self.preset}: {run.device.name}")

@@ -59,7 +59,7 @@ from accelerant.bench.suites.neural_plan import (
     sized,
     sweep_sizes,
 )
-from accelerant.bench.timer import first_ms, plain_ms, rotated_ms, time_in_turns, time_ms
+from accelerant.bench.timer import back_to_back_ms, first_ms, rotated_ms, time_in_turns, time_ms
 from accelerant.config import override
 from accelerant.errors import AccelerantError, ConfigError, OutOfMemory
 from accelerant.ops._cases import Benchmark
@@ -218,13 +218,13 @@ class NeuralSuite(Suite):
         several = run.gpu and "compile" in (self.against or ())
         jobs = self.jobs or (max(1, min(14, cores - 2)) if several else 1)
         if jobs > 1:
-            from accelerant.bench.suites.precompile import precompile, share_caches
+            from accelerant.bench.suites.precompile import groups_of, precompile, share_caches
 
             share_caches()
             keys = {case.key for case in run.left(cases)}
             left = [one for one in self.planned(run.gpu) if one.key in keys]
             limit_s = _COMPILE_S if run.until is None else min(_COMPILE_S, (run.until - time.monotonic()) / 3)
-            note = precompile(left, run.device, jobs, limit_s=limit_s, progress=run.progress)
+            note = precompile(groups_of(left), run.device, jobs, limit_s=limit_s, progress=run.progress)
             run.record.notes += [note] if note else []
         with compiling():
             measure_cases(self.name, cases, run)
@@ -426,8 +426,8 @@ def _rows(case: OpCase, one: PlannedCase, run: SuiteRun) -> Iterator[Row]:
             row = replace(base, runner=runner)
             if runner == "accelerant":
                 if one.race:  # as a user's call is, before the race
-                    wall, back_to_back = plain_ms(plain(work.direction), case.device, budget_s=one.budget_s / 2)
-                    row = replace(row, wall_ms=wall, back_to_back_ms=back_to_back)
+                    wall = back_to_back_ms(plain(work.direction), case.device, budget_s=one.budget_s / 2)
+                    row = replace(row, wall_ms=wall.wall_ms, back_to_back_ms=wall.back_to_back_ms)
                 with override(race="first_use") if one.race else contextlib.nullcontext():
                     ready = _checked(row, make, work, this, ours=True)
                     chosen = _timed(ready, work, this)

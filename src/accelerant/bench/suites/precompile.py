@@ -1,14 +1,15 @@
 """Compilation of a run's kernels in several processes that share the device, before anything is timed.
 
-A figure takes milliseconds, and compiling a peer seconds of one core. Each process calls what will be timed, forward
-and backward, on the same arguments; the results stay in the disk caches of torch.compile, Triton, the libraries and
-Accelerant. Nothing is timed or raced here, since the other processes disturb both. What fails here fails again in the
-run, and is reported there.
+A figure takes milliseconds, and compiling a peer seconds of one core. Each process calls what will be timed on the same
+arguments; the results stay in the disk caches of torch.compile, Triton, the libraries and Accelerant. Nothing is raced
+and no time is kept, since the other processes disturb both. What fails here fails again in the run, and is reported
+there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import multiprocessing
 import os
@@ -30,7 +31,10 @@ from accelerant.runtime.dispatch import force
 from accelerant.runtime.dispatch.plan import explain_quietly
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["precompile", "share_caches"]
+__all__ = ["Task", "groups_of", "precompile", "share_caches"]
+
+Task = Callable[[ComputeDevice], None]
+"""Compiles something for a device; it can be pickled."""
 
 _MEMORY_SHARE, _MEMORY_ALL = 0.2, 0.9
 """Limits of the device's memory for one process and for all; a case that needs more is compiled in the run."""
@@ -51,13 +55,18 @@ def share_caches() -> None:
 
 
 def precompile(
-    planned: Sequence[PlannedCase], device: ComputeDevice, jobs: int, *, limit_s: float,
-    progress: Callable[[str], None] = lambda _: None,
+    groups: Sequence[Sequence[Task]], device: ComputeDevice, jobs: int, *, limit_s: float,
+    progress: Callable[[str], None] = lambda _: None, share: float | None = None,
 ) -> str:  # fmt: skip
-    """Compile what planned cases need, and return a note on what is left to the run after `limit_s` seconds."""
-    groups, count, until = _groups(planned), 0, time.monotonic() + limit_s
+    """Run groups of tasks, each in one process, and return a note on what is left to the run after `limit_s` seconds.
+
+    `share` is the most of the device's memory for one process, by default what all can have at the same time.
+    """
+    count, until = 0, time.monotonic() + limit_s
+    jobs = max(1, min(jobs, len(groups)))
+    share = share or min(_MEMORY_SHARE, _MEMORY_ALL / jobs)
     for method in _START_METHODS:
-        count = _compile_in(method, groups, device, jobs, until=until, progress=progress)
+        count = _compile_in(method, groups, device, jobs, share, until, progress)
         if count or time.monotonic() > until:
             break  # else each process ended at once, because its server process had initialized the driver
     missing = len(groups) - count
@@ -65,7 +74,7 @@ def precompile(
 
 
 def _compile_in(
-    method: str, groups: list[list[PlannedCase]], device: ComputeDevice, jobs: int, *, until: float,
+    method: str, groups: Sequence[Sequence[Task]], device: ComputeDevice, jobs: int, share: float, until: float,
     progress: Callable[[str], None],
 ) -> int:  # fmt: skip
     """Return how many groups the processes of a start method compiled in time."""
@@ -76,9 +85,7 @@ def _compile_in(
     done: Any = context.Queue()
     for group in groups:
         tasks.put(group)
-    processes = min(jobs, len(groups))
-    share = min(_MEMORY_SHARE, _MEMORY_ALL / max(processes, 1))
-    workers = [context.Process(target=_work, args=(tasks, done, device, share), daemon=True) for _ in range(processes)]
+    workers = [context.Process(target=_work, args=(tasks, done, device, share), daemon=True) for _ in range(jobs)]
     for worker in workers:
         worker.start()
     count = 0
@@ -98,7 +105,7 @@ def _compile_in(
     return count
 
 
-def _groups(planned: Sequence[PlannedCase]) -> list[list[PlannedCase]]:
+def groups_of(planned: Sequence[PlannedCase]) -> list[list[Task]]:
     """Group cases that one process compiles one after the other: a sweep's sizes of an op share what is compiled."""
     single = [[one] for one in planned if one.part != "sweep"]
     single.sort(key=lambda group: (not group[0].deterministic, -group[0].compile_s))  # the tables' first dtype first
@@ -106,7 +113,8 @@ def _groups(planned: Sequence[PlannedCase]) -> list[list[PlannedCase]]:
     # sorted() keeps the order of an op's sizes, on which torch.compile's result depends.
     sweeps = [list(group) for _, group in itertools.groupby(swept, key=lambda one: one.op)]
     first = sum(group[0].deterministic for group in single)
-    return [*single[:first], *sweeps, *single[first:]]
+    ordered = [*single[:first], *sweeps, *single[first:]]
+    return [[functools.partial(_compile, one) for one in group] for group in ordered]
 
 
 def _work(tasks: Any, done: Any, device: ComputeDevice, share: float) -> None:
@@ -127,7 +135,7 @@ def _work(tasks: Any, done: Any, device: ComputeDevice, share: float) -> None:
         with compiling():
             for one in group:
                 with contextlib.suppress(Exception):
-                    _compile(one, device)
+                    one(device)
         if device.torch_device.startswith("cuda"):
             with contextlib.suppress(Exception):
                 torch.cuda.empty_cache()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from accelerant.algebra.field.program import field_add_source
 from accelerant.bench.record import Row, environment_variable
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, option, same_on_cpu
 from accelerant.bench.suites.bandwidth import size_name
-from accelerant.bench.timer import Timing, host_time_us, wall_ms
+from accelerant.bench.timer import Timing, back_to_back_ms, first_ms, host_time_us, wall_ms
 from accelerant.config import override
 from accelerant.errors import AccelerantError
 from accelerant.runtime import registry
@@ -77,8 +76,13 @@ def _target(row: Row) -> float | None:
     return _CALL_US if row.case.startswith("eager call") else None
 
 
-def _host_row(op: str, case: str, runner: str, implementation: str, fn: Callable[[], Any]) -> Row:
-    return Row("runtime", op, case, runner, implementation, "us").timed(host_time_us(fn))
+_WALL_S = 0.05
+"""Seconds of calls behind a wall time beside the host's."""
+
+
+def _host_row(run: SuiteRun, op: str, case: str, runner: str, implementation: str, fn: Callable[[], Any]) -> Row:
+    timing = host_time_us(fn).beside(back_to_back_ms(fn, run.torch_device, budget_s=_WALL_S))
+    return Row("runtime", op, case, runner, implementation, "us").timed(timing)
 
 
 def _launches(run: SuiteRun) -> list[Row]:
@@ -101,7 +105,7 @@ def _launches(run: SuiteRun) -> list[Row]:
         )
     y = torch.zeros(256, device=run.torch_device)
     calls.append(("torch", "add_", lambda: y.add_(1.0)))
-    return [_host_row("launch", "host time", runner, name, call) for runner, name, call in calls]
+    return [_host_row(run, "launch", "host time", runner, name, call) for runner, name, call in calls]
 
 
 def _calls(run: SuiteRun) -> list[Row]:
@@ -120,7 +124,7 @@ def _calls(run: SuiteRun) -> list[Row]:
         ("matmul", "no gradient", lambda: ops.matmul(x, x.T), lambda: torch.matmul(x, x.T)),
     ]
     return [
-        _host_row(op, f"eager call, host time, {mode}", runner, "eager", call)
+        _host_row(run, op, f"eager call, host time, {mode}", runner, "eager", call)
         for op, mode, ours, torch_call in cases
         for runner, call in (("accelerant", ours), ("torch", torch_call))
     ]
@@ -146,13 +150,10 @@ def _compiles(device: ComputeDevice) -> list[Row]:
                 ):
                     if case == "warm":
                         provider.compile(source, device=device.index)
-                    began = time.perf_counter()
-                    provider.compile(source, device=device.index)
-                    samples.append((time.perf_counter() - began) * 1e3)
-            low, middle, high = sorted(samples)
-            rows.append(
-                Row("runtime", "compile", f"{name}, {case} cache", "accelerant", provider.name, "ms", low, middle, high)
-            )
+                    compile_ = functools.partial(provider.compile, source, device=device.index)
+                    samples.append(first_ms(compile_, torch.device("cpu")))
+            row = Row("runtime", "compile", f"{name}, {case} cache", "accelerant", provider.name)
+            rows.append(row.timed(Timing.of(samples, wall=True)))
     return rows
 
 

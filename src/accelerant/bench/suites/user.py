@@ -1,9 +1,9 @@
 """The cost of plain calls to a user: wall time, host included, of public names with default arguments.
 
-Nothing is raced, captured or converted before a call; only a first call, which compiles and loads, precedes the timed
-ones and has a column of its own. Results are compared with torch's, float64 references or integers before anything is
-timed. Three kinds of time are taken, as the rows say: of a call from an idle device to an idle device; on the host
-alone, of calls back to back; and of training steps back to back.
+Nothing is raced, captured or converted before a call; only a first call, which loads what other processes have
+compiled, precedes the timed ones and has a column of its own. Results are compared with torch's, float64 references or
+integers before anything is timed. The quantiles are, as the rows say: of calls from an idle device to an idle device;
+of the host alone, calls back to back; or of training steps back to back.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import gc
 import importlib
 import inspect
 import json
-import math
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -27,13 +28,14 @@ from torch import Tensor, nn
 
 from accelerant import nn as own_nn
 from accelerant import ops
-from accelerant.bench.record import COMPILED, GRAPH, STEP, Row, failure_note
+from accelerant.bench.record import COMPILED, GRAPH, OURS, STEP, Environment, Record, Row, failure_note
 from accelerant.bench.subjects import OPS
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, check_names, option
 from accelerant.bench.suites import algebra
 from accelerant.bench.suites.neural import compiling
 from accelerant.bench.suites.neural_cases import OpCase, Oracle, as_tuple, call_of, leaves_of
-from accelerant.bench.timer import back_to_back_ms, first_ms, host_time_us, time_ms, wall_ms
+from accelerant.bench.suites.neural_plan import for_cpu
+from accelerant.bench.timer import Timing, back_to_back_ms, first_ms, host_time_us, time_ms, wall_ms
 from accelerant.errors import AccelerantError, ConfigError, MissingDependency
 from accelerant.nn.optim import AdamW
 from accelerant.nn.train.step import TrainStep
@@ -41,9 +43,8 @@ from accelerant.ops._cases import Benchmark, Indices, Sample
 from accelerant.runtime.host import python_child
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["MODELS", "ModelShape", "UserSuite", "built_model"]
+__all__ = ["MODELS", "UserSuite"]
 
-_OURS = "accelerant"
 _PEERS = {"torch": "torch", "compile": "torch.compile", "liger": "liger"}
 """Runners by their names in --against."""
 
@@ -51,6 +52,9 @@ _MSM_MS, _FIRST_MS, _HOST_MS, _RATE = 10.0, 10.0, 0.03, 0.8
 """Targets on an H200: of a sum and of its first call in a process; the host's part of a transform; the share of the
 kernel's rate that an addition of many words reaches.
 """
+
+_COMPILE_S, _SHARE = 90.0, 0.2
+"""Seconds that compiling in other processes may take, and the share of the device's memory that one of them may."""
 
 
 @dataclass(frozen=True)
@@ -68,40 +72,63 @@ class UserSuite(Suite):
     against: tuple[str, ...] | None = option(
         None, "torch, compile, liger, or none; by default all, on a CPU torch.", metavar="LIST", comma=True, same=True
     )
-    budget_s: float = option(0.3, "Seconds of calls behind each figure.", min=0.0, same=True)
+    budget_s: float = option(0.2, "Seconds of calls behind each figure.", min=0.0, same=True)
+    jobs: int | None = option(None, "Processes that compile first; by default all cores but two, on a CPU 1.", min=1)
 
     def resolve(self, device: ComputeDevice) -> Self:
-        """Return the suite with the device's peers; ConfigError for an unknown peer, op or text."""
+        """Return the suite with the device's peers and processes; ConfigError for an unknown peer, op or text."""
         check_names("--against", "peer", self.against or (), tuple(_PEERS))
         gpu = device.torch_device.startswith("cuda")
-        keys = [(op, key) for op, key, _ in _cases(gpu)]
-        check_names("--op", "op", self.op, tuple(dict.fromkeys(op for op, _ in keys)))
+        names = [(op, key) for op, key, _ in _cases(gpu)]
+        check_names("--op", "op", self.op, tuple(dict.fromkeys(op for op, _ in names)))
         for text in self.case:
-            if not any(text.lower() in key.lower() for _, key in keys):
-                raise ConfigError(f"--case: no case has {text!r}; there are {', '.join(key for _, key in keys)}")
+            if not any(text.lower() in key.lower() for _, key in names):
+                raise ConfigError(f"--case: no case has {text!r}; there are {', '.join(key for _, key in names)}")
         against = self.against if self.against is not None else tuple(_PEERS) if gpu else ("torch",)
-        return replace(self, against=against)
+        jobs = self.jobs or (max(1, min(14, (os.cpu_count() or 1) - 2)) if gpu else 1)
+        return replace(self, against=against, jobs=jobs)
+
+    def _wants(self, op: str, key: str) -> bool:
+        chosen = not self.case or any(text.lower() in key.lower() for text in self.case)
+        return chosen and (not self.op or op in self.op)
 
     def cases(self, run: SuiteRun) -> list[SuiteCase]:
         """Return the chosen cases."""
-        texts = [text.lower() for text in self.case]
         return [
-            SuiteCase(key, functools.partial(self._measure, op, measure))
+            SuiteCase(key, functools.partial(_measure, self, op, measure))
             for op, key, measure in _cases(run.gpu)
-            if (not self.op or op in self.op) and (not texts or any(text in key.lower() for text in texts))
+            if self._wants(op, key)
         ]
 
     def covers(self, row: Row) -> bool:
         """Return whether a baseline's row is of a chosen op; texts of cases choose among all rows."""
-        texts = [text.lower() for text in self.case]
-        key = f"{row.op} {row.case}".lower()
-        return row.suite == self.name and (not self.op or row.op in self.op) and (
-            not texts or any(text in key for text in texts)
-        )  # fmt: skip
+        return row.suite == self.name and self._wants(row.op, f"{row.op} {row.case}")
 
-    def _measure(self, op: str, measure: Measure, run: SuiteRun) -> None:
-        with compiling():
-            measure(_UserRun(self, op, run))
+    def measure(self, run: SuiteRun) -> None:
+        """Compile in several processes, then measure all cases."""
+        left = [case.key for case in run.left(self.cases(run))]
+        if (self.jobs or 1) > 1 and left:
+            from accelerant.bench.suites.precompile import precompile, share_caches
+
+            share_caches()
+            own = tuple(name for name in self.against or () if name == "compile")
+            quick = replace(self, budget_s=0.0, against=own, op=(), case=())
+            groups = [[functools.partial(_warm, quick, key)] for key in reversed(left)]  # models take the longest
+            limit_s = _COMPILE_S if run.until is None else min(_COMPILE_S, (run.until - time.monotonic()) / 2)
+            note = precompile(groups, run.device, self.jobs or 1, limit_s=limit_s, progress=run.progress, share=_SHARE)
+            run.record.notes += [note] if note else []
+        with compiling() if "compile" in (self.against or ()) else contextlib.nullcontext():
+            super().measure(run)
+
+
+def _measure(suite: UserSuite, op: str, measure: Callable[[_UserRun], None], run: SuiteRun) -> None:
+    measure(_UserRun(suite, op, run))
+
+
+def _warm(suite: UserSuite, key: str, device: ComputeDevice) -> None:
+    """Measure a case and forget it: what it compiled stays in the disk caches."""
+    run = SuiteRun(device, Record(Environment.of(device)))
+    next(case for case in suite.cases(run) if case.key == key).measure(run)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,126 +143,110 @@ class _UserRun:
     def where(self) -> torch.device:
         return self.run.torch_device
 
-    @property
-    def place(self) -> str:
-        """The device as functions of fields and curves name it."""
-        return str(self.where)
-
-    def row(self, case: str, runner: str = _OURS, **values: Any) -> Row:
+    def row(self, case: str, runner: str = OURS, **values: Any) -> Row:
         """Return a row without times; its target in milliseconds holds on an H200 alone."""
         if not self.run.is_model("H200"):
             values.pop("target", None)
         self.run.progress(f"{self.op} {case}: {runner}")
         return Row("user", self.op, case, runner, runner, **values)
 
-    def add_call(self, row: Row, call: Callable[[], object]) -> None:
-        """Time a call from an idle device to an idle one and back to back; on a GPU also by the device's events."""
+    def add_exact(
+        self, row: Row, call: Callable[[], Any], wrong: Callable[[Any], str], *, host_ms: float = 0.0
+    ) -> None:
+        """Make a first call, check its result, which raises AccelerantError, and add the call's row."""
+        row = replace(row, cold_ms=first_ms(call, self.where))
+        if text := wrong(call()):
+            raise AccelerantError(f"{row.op} {row.case}: {text}")
+        self.add_call(row, call, host_ms)
+
+    def add_call(self, row: Row, call: Callable[[], Any], host_ms: float = 0.0) -> None:
+        """Time a call from an idle device to an idle one; on a GPU also by the device's events.
+
+        With `host_ms` the target is the device's time and so many milliseconds more.
+        """
         budget_s = self.suite.budget_s
         row = row.timed(wall_ms(call, self.where, budget_s=budget_s))
-        apart = ""
         if self.run.gpu:
             kernel = time_ms(call, self.where, budget_s=budget_s)
-            apart = f"{kernel.p50_ms:.4g} ms of it on the device"
-            row = replace(row, back_to_back_ms=kernel.back_to_back_ms)
-        self.run.add(replace(row, timing="wall", note="; ".join(filter(None, (apart, row.note)))))
+            row = replace(row, device_ms=kernel.p50_ms, back_to_back_ms=kernel.back_to_back_ms)
+            if host_ms and self.run.is_model("H200"):
+                row = replace(row, target=kernel.p50_ms + host_ms)
+        self.run.add(replace(row, timing="wall"))
 
     def peers(self, *names: str) -> list[str]:
-        """Return the requested peers of those named."""
-        return [name for name in names if name in (self.suite.against or ())]
+        """Return the runners of those named that were requested."""
+        return [_PEERS[name] for name in names if name in (self.suite.against or ())]
 
 
-Measure = Callable[[_UserRun], None]
-
-
-def _cases(gpu: bool) -> Iterator[tuple[str, str, Measure]]:
-    """Yield op, key and measurement of each case."""
-    for call in _OP_CALLS:
-        shape = (call.gpu if gpu else call.cpu).shapes[0] or ()
-        yield call.op, f"{call.op} {'x'.join(map(str, shape))} {call.kind}", functools.partial(_measure_op, call)
-    for name, model in MODELS.items():
-        for batch, tokens in model.sizes if gpu else ((2, 16),):
-            text = f"{name} {batch}x{tokens}"
-            yield name, text, functools.partial(_measure_model, model, batch, tokens, f"{batch}x{tokens}")
+def _cases(gpu: bool) -> Iterator[tuple[str, str, Callable[[_UserRun], None]]]:
+    """Yield op, key and measurement of each case, those of whole models last: they take the most time."""
+    for op, sample, host in _OP_CASES:
+        shape, kind = "x".join(map(str, sample.shapes[0] or ())), "forward + backward, host time" if host else "float32"
+        yield op, f"{op} {shape} {kind}", functools.partial(_measure_op, op, sample, host)
     log_n = 20 if gpu else 10
     yield "msm", f"msm bls12_381_g1 2^{log_n}", functools.partial(_measure_msm, log_n)
-    for field in ("goldilocks", "bn254_fr", "babybear"):
-        yield "ntt", f"ntt {field} 2^{log_n}", functools.partial(_measure_ntt, field, log_n)
+    for name in ("goldilocks", "bn254_fr", "babybear"):
+        yield "ntt", f"ntt {name} 2^{log_n}", functools.partial(_measure_ntt, name, log_n)
     for n in (1 << 20, 1 << 25) if gpu else (1 << 14,):
         yield "field_add", f"field_add goldilocks {n:,}", functools.partial(_measure_add, n)
     yield "first call", "first call msm", _measure_first
+    for case in _MODEL_CASES:
+        if gpu or case.tokens < 1024:  # on a CPU all have the same few tokens
+            one = case if gpu else replace(case, batch=2, tokens=16)
+            yield one.name, f"{one.name} {one.text}", functools.partial(_measure_model, one)
 
 
 # --- ops -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _OpCall:
-    """An op's call, smaller on a CPU; `host` measures the host's time of forward and backward in bfloat16."""
-
-    op: str
-    gpu: Sample
-    cpu: Sample
-    host: bool = True
-
-    @property
-    def kind(self) -> str:
-        return "forward + backward, host time" if self.host else "float32"
+def _case(op: str, *arguments: Any, host: bool = True, **options: Any) -> tuple[str, Sample, bool]:
+    """Return a case of an op; `host` for the host's time of forward and backward in bfloat16, else in float32."""
+    return op, Sample("plain", arguments, options), host
 
 
-def _small(op: str, *arguments: Any, **options: Any) -> _OpCall:
-    sample = Sample("small", arguments, options)
-    return _OpCall(op, sample, sample)
+_X, _W = (64, 1024), (1024,)
 
-
-def _attention(*shape: int, causal: bool) -> _OpCall:
-    options = {"causal": causal}
-    gpu, cpu = (Sample("", (each,) * 3, options) for each in (shape, (1, 2, 128, shape[3])))
-    return _OpCall("attention", gpu, cpu, host=False)
-
-
-_ROWS, _WIDTH = 64, 1024
-_X, _W = (_ROWS, _WIDTH), (_WIDTH,)
-
-_OP_CALLS = (
-    _attention(8, 12, 2048, 64, causal=False),
-    _attention(2, 8, 4096, 128, causal=True),
-    _small("gelu", _X),
-    _small("layer_norm", _X, _W, _W),
-    _small("rms_norm", _X, _W),
-    _small("attention", *[(2, 4, 128, 64)] * 3, causal=True),
-    _small("cross_entropy", _X, Indices((_ROWS,), _WIDTH)),
-    _small("linear_gelu", _X, (_WIDTH, _WIDTH), _W),
+_OP_CASES = (
+    _case("attention", *[(8, 12, 2048, 64)] * 3, host=False),
+    _case("attention", *[(2, 8, 4096, 128)] * 3, host=False, causal=True),
+    _case("gelu", _X),
+    _case("layer_norm", _X, _W, _W),
+    _case("rms_norm", _X, _W),
+    _case("attention", *[(2, 4, 128, 64)] * 3, causal=True),
+    _case("cross_entropy", _X, Indices((64,), 1024)),
+    _case("linear_gelu", _X, (1024, 1024), _W),
 )
 
 
-def _measure_op(one: _OpCall, this: _UserRun) -> None:
+def _measure_op(op: str, sample: Sample, host: bool, this: _UserRun) -> None:
     """Measure our op and torch's function, eager and compiled, checked against the float64 reference."""
-    gpu = this.run.gpu
-    dtype = torch.bfloat16 if gpu and one.host else torch.float32
-    sample = one.gpu if gpu else one.cpu
-    case = OpCase.of(one.op, Benchmark(sample, dtype), this.run.device, dtype, whole=True)
-    oracle, theirs = Oracle(case), OPS[one.op].theirs
-    makers: dict[str, Callable[[], Callable[..., Any]]] = {_OURS: lambda: getattr(ops, one.op)}
-    makers |= {_PEERS[peer]: lambda: theirs for peer in this.peers("torch")}
-    makers |= {_PEERS[peer]: lambda: torch.compile(theirs, dynamic=False) for peer in this.peers("compile")}
+    dtype = torch.bfloat16 if this.run.gpu and host else torch.float32
+    benchmark = Benchmark(sample, dtype) if this.run.gpu else for_cpu(op, Benchmark(sample, dtype))
+    case = OpCase.of(op, benchmark, this.run.device, dtype, whole=True)
+    oracle, theirs = Oracle(case), OPS[op].theirs
+    makers: dict[str, Callable[[], Callable[..., Any]]] = {OURS: lambda: getattr(ops, op)}
+    makers |= dict.fromkeys(this.peers("torch"), lambda: theirs)
+    makers |= dict.fromkeys(this.peers("compile"), lambda: torch.compile(theirs, dynamic=False))
     for runner, make in makers.items():
-        for direction in ("forward + backward",) if one.host else ("forward", "backward"):
-            label = f"{case.label} {direction}" + ", host time" * one.host
-            row = this.row(label, runner, target_x=1.0 if runner == _OURS else None, unit="us" if one.host else "ms")
+        for direction in ("forward + backward, host time",) if host else ("forward", "backward"):
+            label = f"{case.label} {direction}"
+            row = this.row(label, runner, target_x=1.0 if runner == OURS else None, unit="us" if host else "ms")
             try:
                 fn = make()
-                call = _both(fn, case) if one.host else call_of(fn, case, direction)
+                call = _both(fn, case) if host else call_of(fn, case, direction)
                 row = replace(row, cold_ms=first_ms(call, this.where))
-                checks = [oracle.wrong(fn, part) for part in (("forward", "backward") if one.host else (direction,))]
+                checks = [oracle.wrong(fn, part) for part in (("forward", "backward") if host else (direction,))]
                 row = replace(row, error=max(error or 0.0 for error, _ in checks))
                 if wrong := next((text for _, text in checks if text), ""):
                     raise AccelerantError(f"{row.op} {row.case}: {wrong}")
-                if one.host:
-                    this.run.add(replace(row.timed(host_time_us(call)), timing="host, back to back"))
+                if host:
+                    plain = back_to_back_ms(call, this.where, budget_s=this.suite.budget_s)
+                    row = replace(row.timed(host_time_us(call).beside(plain)), timing="host, back to back")
+                    this.run.add(row)
                 else:
                     this.add_call(row, call)
             except Exception as error:
-                if runner == _OURS:
+                if runner == OURS:
                     raise
                 this.run.add(replace(row, note=failure_note(error)))
 
@@ -251,22 +262,7 @@ def _both(fn: Callable[..., Any], case: OpCase) -> Callable[[], object]:
 # --- models of Hugging Face ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """A model of transformers: class, arguments of its config, batches x tokens; and a tiny config for a CPU."""
-
-    kind: str
-    config: Mapping[str, Any]
-    sizes: tuple[tuple[int, int], ...]
-    tiny: Mapping[str, Any]
-
-    @property
-    def family(self) -> str:
-        """The model's type, as Liger names it."""
-        return self.kind.partition("For")[0].removesuffix("LMHeadModel").lower()
-
-
-def _decoder(vocab: int, width: int, inner: int, layers: int, heads: int, shared: int, **more: Any) -> dict[str, Any]:
+def _config(vocab: int, width: int, inner: int, layers: int, heads: int, shared: int, **more: Any) -> dict[str, Any]:
     return {
         "vocab_size": vocab, "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": shared, "max_position_embeddings": 4096,
@@ -274,34 +270,55 @@ def _decoder(vocab: int, width: int, inner: int, layers: int, heads: int, shared
     }  # fmt: skip
 
 
-_TINY = _decoder(512, 64, 128, 1, 4, 2, head_dim=16)
-_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "qwen3": ("Qwen3ForCausalLM", _config(151936, 1024, 3072, 12, 16, 8, head_dim=128)),
+    "llama": ("LlamaForCausalLM", _config(128256, 2048, 8192, 8, 32, 8)),
+    "bert": ("BertForMaskedLM", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
+}
+"""Class and config in transformers of GPT-2 124M, Qwen3 0.6B with 12 layers, Llama 1B with 8, and BERT base; without
+dropout, so that losses compare.
+"""
 
-MODELS: dict[str, ModelShape] = {
-    "gpt2": ModelShape(
-        "GPT2LMHeadModel", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, ((4, 512),),
-        {"vocab_size": 512, "n_embd": 64, "n_layer": 1, "n_head": 4},
-    ),
-    "qwen3": ModelShape(
-        "Qwen3ForCausalLM", _decoder(151936, 1024, 3072, 12, 16, 8, head_dim=128), ((1, 512), (4, 1024)), _TINY
-    ),
-    "llama": ModelShape("LlamaForCausalLM", _decoder(128256, 2048, 8192, 8, 32, 8), ((2, 512),), _TINY),
-    "bert": ModelShape(
-        "BertForMaskedLM", _NO_DROPOUT, ((8, 128),),
-        {name: _TINY[name] for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-                                        "num_attention_heads")},
-    ),
-}  # fmt: skip
-"""GPT-2 124M, Qwen3 0.6B with 12 layers, Llama 1B with 8, and BERT base; without dropout, so that losses compare."""
+_TINY = _config(512, 64, 128, 1, 4, 2, head_dim=16)
+"""What a CPU's models have instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelCase:
+    """Sequences and tokens of a model, under autocast or with weights in bfloat16; compiled after patching, or not."""
+
+    name: str
+    batch: int
+    tokens: int
+    bfloat16: bool = False
+    compiled: bool = False
+
+    @property
+    def label(self) -> str:
+        kind = "weights" if self.bfloat16 else "autocast"
+        return f"{self.batch}x{self.tokens} bf16 {kind}, AdamW, clipping"
+
+    @property
+    def text(self) -> str:
+        return self.label + ", patched and compiled" * self.compiled
+
+
+_GPT2, _QWEN3 = _ModelCase("gpt2", 4, 512), _ModelCase("qwen3", 1, 512)
+_MODEL_CASES = (
+    _GPT2, _QWEN3, _ModelCase("bert", 8, 128), _ModelCase("llama", 2, 512), _ModelCase("qwen3", 4, 1024),
+    *(replace(case, compiled=True) for case in (_GPT2, _QWEN3)),
+    *(replace(case, bfloat16=True) for case in (_GPT2, _QWEN3)),
+)  # fmt: skip
 
 _CLIP, _LEARNING_RATE, _LOSS_TOLERANCE = 1.0, 1e-5, 5e-3
-_STEPS, _LEAST_SAMPLES = 10, 5
-"""Steps between two synchronizations, and samples of so many at least."""
+_WARM_UP, _STEPS = 4, 5
+"""Steps after the first and before the timed ones, as graphs are captured in them; and between two synchronizations."""
 
 Step = Callable[[], Tensor]
 
 
-def _measure_model(model: ModelShape, batch: int, tokens: int, size: str, this: _UserRun) -> None:
+def _measure_model(case: _ModelCase, this: _UserRun) -> None:
     """Measure a training step of each runner from the same weights on the same batch; the first losses must agree.
 
     Raises:
@@ -310,28 +327,31 @@ def _measure_model(model: ModelShape, batch: int, tokens: int, size: str, this: 
     """
     if importlib.util.find_spec("transformers") is None:
         raise MissingDependency("transformers", "huggingface", "bench user")
-    case = f"{size} bf16 autocast, AdamW, clipping"
-    graph = "graph" in inspect.signature(own_nn.patch).parameters
-    ours = [_OURS, *([COMPILED] if this.peers("compile") else []), *([GRAPH] if graph else []), STEP]
+    graph = this.run.gpu and inspect.signature(own_nn.patch).parameters["graph"].default is False
+    ours = [COMPILED] if case.compiled else [OURS, *[GRAPH] * graph, *[STEP] * (not case.bfloat16)]
+    if case.compiled and not this.peers("compile"):
+        return
     expected: float | None = None
-    for runner in ("torch", *(_PEERS[one] for one in this.peers("compile", "liger")), *ours):
-        row = this.row(case, runner, target_x=1.0 if runner in ours else None)
+    for runner in ("torch", *(this.peers("compile", "liger") if not case.compiled else ()), *ours):
+        row = this.row(case.label, runner, target_x=1.0 if runner in ours else None)
         try:
-            with _step(model, runner, batch, tokens, this.where) as step:
-                losses: list[Tensor] = []
-                row = replace(row, cold_ms=first_ms(functools.partial(_kept, step, losses), this.where))
-                loss = float(losses[0])
+            with _step(case, runner, this.where) as step:
+                began = time.perf_counter()
+                loss = float(step())
+                row = replace(row, cold_ms=1e3 * (time.perf_counter() - began), timing="steps back to back")
                 expected = loss if expected is None else expected
                 if not abs(loss - expected) <= _LOSS_TOLERANCE * abs(expected):
                     raise AccelerantError(f"the loss is {loss:.5g}, that of the model as it was {expected:.5g}")
-                alone = wall_ms(step, this.where, budget_s=this.suite.budget_s, least=_LEAST_SAMPLES)
-                paced = back_to_back_ms(step, this.where, calls=_STEPS, budget_s=this.suite.budget_s)
-                row = replace(row.timed(paced), wall_ms=alone.p50_ms, back_to_back_ms=paced.p50_ms)
-            rate = 1e3 * batch * tokens / (row.p50 or math.nan)
-            row = replace(row, timing="steps back to back", note=f"{rate:,.0f} tokens/s, first loss {loss:.5f}")
+                if runner == "torch" and case.compiled:
+                    continue  # it has its row in the case without compiling
+                for _ in range(_WARM_UP):
+                    step()
+                timing = back_to_back_ms(step, this.where, calls=_STEPS, budget_s=2 * this.suite.budget_s)
+            rate = 1e3 * case.batch * case.tokens / timing.p50_ms
+            row = replace(row.timed(timing), note=f"{rate:,.0f} tokens/s, first loss {loss:.5f}")
         except Exception as error:
-            if runner in ("torch", _OURS):
-                raise AccelerantError(f"{this.op} {size}, {runner}: {failure_note(error)}") from error
+            if runner in ("torch", OURS):
+                raise AccelerantError(f"{case.name} {case.text}, {runner}: {failure_note(error)}") from error
             row = replace(row, note=failure_note(error))
         this.run.add(row)
         gc.collect()
@@ -339,68 +359,48 @@ def _measure_model(model: ModelShape, batch: int, tokens: int, size: str, this: 
             torch.cuda.empty_cache()
 
 
-def _kept(step: Step, losses: list[Tensor]) -> None:
-    losses.append(step())
-
-
 @contextlib.contextmanager
-def built_model(kind: str, config: Mapping[str, Any], where: torch.device) -> Iterator[nn.Module]:
-    """Yield a model of transformers with random weights, the same each time, in training mode; then restore its module.
+def _step(case: _ModelCase, runner: str, where: torch.device) -> Iterator[Step]:
+    """Yield a runner's training step, as a user writes it, from the same weights each time; it returns the loss.
 
-    Liger replaces classes of the module that the model's class is in.
+    Liger replaces classes of the module that the model's class is in; they are restored afterwards.
     """
     import transformers
     from transformers.utils import logging
 
     logging.set_verbosity_error()
+    kind, config = MODELS[case.name]
     model_class = getattr(transformers, kind)
     module_of = sys.modules[model_class.__module__]
     before = dict(vars(module_of))
     torch.manual_seed(0)
     with torch.device(where):
-        model = model_class(model_class.config_class(**config))
-    model = model.to(where).train()
+        model = model_class(model_class.config_class(**config, **({} if where.type == "cuda" else _TINY)))
+    model = model.to(where, torch.bfloat16 if case.bfloat16 else torch.float32).train()
     model.config.use_cache = False
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(model.config.vocab_size, (case.batch, case.tokens), generator=generator).to(where)
+    parameters, called = list(model.parameters()), model
     try:
-        yield model
-    finally:
-        vars(module_of).update(before)
-
-
-@contextlib.contextmanager
-def _step(shape: ModelShape, runner: str, batch: int, tokens: int, where: torch.device) -> Iterator[Step]:
-    """Yield a runner's training step, as a user writes it; it returns the loss."""
-    config = shape.config if where.type == "cuda" else {**shape.config, **shape.tiny}
-    if runner == "liger":  # before the model is built, as its documentation shows
-        liger = importlib.import_module("liger_kernel.transformers")
-    with built_model(shape.kind, config, where) as model:
-        generator = torch.Generator().manual_seed(1)
-        ids = torch.randint(getattr(model.config, "vocab_size", 2), (batch, tokens), generator=generator).to(where)
         if runner == "liger":
-            getattr(liger, f"apply_liger_kernel_to_{shape.family}")(model=model)
-        elif runner.startswith(_OURS):
-            options: dict[str, Any] = {"graph": True} if runner == GRAPH else {}
-            own_nn.patch(model, **options)
-        parameters = list(model.parameters())
-
-        def loss_of(ids: Tensor, labels: Tensor) -> Tensor:
-            loss: Tensor = model(input_ids=ids, labels=labels).loss
-            return loss
-
+            liger = importlib.import_module("liger_kernel.transformers")
+            getattr(liger, f"apply_liger_kernel_to_{case.name}")(model=model)
+        elif runner.startswith(OURS):
+            own_nn.patch(model, graph=True) if runner == GRAPH else own_nn.patch(model)
         if runner == STEP:
             captured = TrainStep(
-                model, AdamW(parameters, lr=_LEARNING_RATE), loss_of, max_grad_norm=_CLIP, precision=torch.bfloat16
-            )
-            yield lambda: captured([(ids, ids)], _LEARNING_RATE).loss
+                model, AdamW(parameters, lr=_LEARNING_RATE), lambda ids: model(input_ids=ids, labels=ids).loss,
+                max_grad_norm=_CLIP, precision=torch.bfloat16,
+            )  # fmt: skip
+            yield lambda: captured([(ids,)], _LEARNING_RATE).loss
             return
-        called: nn.Module = model
         if runner in ("torch.compile", COMPILED):
             torch.compiler.reset()
-            called = torch.compile(model)  # type: ignore[assignment]  # a module, by its documentation
+            called = torch.compile(model)
         optimizer = torch.optim.AdamW(parameters, lr=_LEARNING_RATE, fused=True)
 
         def step() -> Tensor:
-            with torch.autocast(where.type, torch.bfloat16):
+            with torch.autocast(where.type, torch.bfloat16, enabled=not case.bfloat16):
                 loss: Tensor = called(input_ids=ids, labels=ids).loss
             loss.backward()
             nn.utils.clip_grad_norm_(parameters, _CLIP)
@@ -409,20 +409,20 @@ def _step(shape: ModelShape, runner: str, batch: int, tokens: int, where: torch.
             return loss.detach()
 
         yield step
+    finally:
+        vars(module_of).update(before)
 
 
 # --- exact arithmetic ------------------------------------------------------------------------------------------------
 
 
-def _words(modulus: int, limbs: int, n: int, dtype: Any) -> Any:
-    """Return n random elements below a modulus, (n, limbs) or (n,) canonical words."""
+def _words(modulus: int, zero: Any, n: int) -> Any:
+    """Return n random elements below a modulus as canonical words, of the shape and dtype of an encoded zero."""
+    bits, limbs = 8 * zero.dtype.itemsize, zero.shape[-1] if zero.ndim > 1 else 1
     rng = np.random.default_rng(5)
-    bits = 8 * np.dtype(dtype).itemsize
-    words = rng.integers(0, 1 << bits, (n, limbs), dtype=dtype, endpoint=False) if limbs > 1 else None
-    if words is None:
-        return rng.integers(0, modulus, n, dtype=dtype)
-    words[:, -1] = rng.integers(0, modulus >> bits * (limbs - 1), n, dtype=dtype)
-    return words
+    words = rng.integers(0, 1 << bits, (n, limbs), dtype=zero.dtype)
+    words[:, -1] = rng.integers(0, modulus >> bits * (limbs - 1), n, dtype=zero.dtype)
+    return words if limbs > 1 else words[:, 0]
 
 
 def _measure_msm(log_n: int, this: _UserRun) -> None:
@@ -430,54 +430,41 @@ def _measure_msm(log_n: int, this: _UserRun) -> None:
     from accelerant import zk
     from accelerant.algebra.curve.reference import multiply
 
-    curve, n = zk.curve("bls12_381_g1"), 1 << log_n
-    parameters, row_length = curve.parameters, 1 << log_n // 2
-    rows, columns = range(0, n, row_length), range(row_length)
-    starts = torch.from_numpy(curve.mul(curve.generator, [n + i for i in rows], check=False)).to(this.where)
-    table = torch.from_numpy(curve.mul(curve.generator, [int(i) for i in columns], check=False)).to(this.where)
+    curve, n, width = zk.curve("bls12_381_g1"), 1 << log_n, 1 << log_n // 2
     index = torch.arange(n, device=this.where)
-    of_row, of_column = (
-        words.view(torch.int64)[at].view(torch.uint64)
-        for words, at in ((starts, index // row_length), (table, index % row_length))
+    rows, columns = (
+        torch.from_numpy(curve.mul(curve.generator, factors, check=False)).to(this.where).view(torch.int64)
+        for factors in ([n + i for i in range(0, n, width)], list(range(width)))
     )
-    points = curve.add(of_row, of_column, check=False)
-    words = _words(parameters.order, 4, n, np.uint64)
+    halves = (words[at].view(torch.uint64) for words, at in ((rows, index // width), (columns, index % width)))
+    points = curve.add(*halves, check=False)
+    words = _words(curve.parameters.order, np.zeros((1, 4), np.uint64), n)
     factors = np.arange(n, 2 * n, dtype=np.uint64)[:, None]
     sums = (words.view("<u2").astype(np.uint64) * factors).sum(0)  # below 2^(16 + 21 + 20)
-    exact = multiply(parameters, sum(int(s) << 16 * j for j, s in enumerate(sums)) % parameters.order,
-                     parameters.generator)  # fmt: skip
+    total = sum(int(s) << 16 * j for j, s in enumerate(sums)) % curve.parameters.order
+    exact = multiply(curve.parameters, total, curve.parameters.generator)
     scalars = torch.from_numpy(words).to(this.where)
-    row = this.row(f"bls12_381_g1 2^{log_n}, default arguments", target=_MSM_MS)
-
-    def call() -> Any:
-        return zk.msm(scalars, points, "bls12_381_g1")
-
-    row = replace(row, cold_ms=first_ms(call, this.where))
-    if curve.decode(call()) != exact:
-        raise AccelerantError(f"msm 2^{log_n}: another sum than Python's integers")
-    this.add_call(row, call)
+    this.add_exact(
+        this.row(f"bls12_381_g1 2^{log_n}, default arguments", target=_MSM_MS),
+        lambda: zk.msm(scalars, points, "bls12_381_g1"),
+        lambda found: "" if curve.decode(found) == exact else "another sum than Python's integers",
+    )
 
 
 def _measure_ntt(name: str, log_n: int, this: _UserRun) -> None:
     """Measure ntt of a plain tensor of canonical words in natural order."""
     from accelerant import zk
 
-    field, n = zk.field(name), 1 << log_n
-    zero = field.encode([0])
-    x = torch.from_numpy(_words(field.modulus, zero.shape[-1] if zero.ndim > 1 else 1, n, zero.dtype)).to(this.where)
+    field = zk.field(name)
+    x = torch.from_numpy(_words(field.modulus, field.encode([0]), 1 << log_n)).to(this.where)
+
+    def wrong(y: Any) -> str:
+        right = field.decode(y[:1])[0] == sum(field.decode(x)) % field.modulus
+        back = zk.ntt(y, field=name, inverse=True)
+        return "" if right and torch.equal(back.cpu(), x.cpu()) else "the first output is no sum, or no way leads back"
+
     row = this.row(f"{name} 2^{log_n}, plain tensor")
-
-    def call() -> Any:
-        return zk.ntt(x, field=name)
-
-    row = replace(row, cold_ms=first_ms(call, this.where))
-    y = call()
-    back = zk.ntt(y, field=name, inverse=True)
-    if field.decode(y[:1])[0] != sum(field.decode(x)) % field.modulus or not torch.equal(back.cpu(), x.cpu()):
-        raise AccelerantError(f"ntt {name} 2^{log_n}: the first output is no sum of the inputs, or no way leads back")
-    if this.run.is_model("H200"):
-        row = replace(row, target=time_ms(call, this.where, budget_s=this.suite.budget_s).p50_ms + _HOST_MS)
-    this.add_call(row, call)
+    this.add_exact(row, lambda: zk.ntt(x, field=name), wrong, host_ms=_HOST_MS)
 
 
 def _measure_add(n: int, this: _UserRun) -> None:
@@ -486,18 +473,12 @@ def _measure_add(n: int, this: _UserRun) -> None:
 
     x, y = algebra.operands(n)
     a, b = (torch.from_numpy(words).to(this.where) for words in (x, y))
-    field, kernel = zk.field("goldilocks"), algebra.kernel_launch(this.run.device, a, b)
-    row = this.row(f"goldilocks {n:,} words")
-
-    def call() -> Any:
-        return field.add(a, b)
-
-    row = replace(row, cold_ms=first_ms(call, this.where), bytes=24 * n)
-    if wrong := algebra.first_wrong(x, y, call()):
-        raise AccelerantError(f"field_add {n:,}: {wrong}")
+    kernel = algebra.kernel_launch(this.run.device, a, b)
     alone = time_ms(kernel, this.where, budget_s=this.suite.budget_s).p50_ms
-    target = alone / _RATE if n > 1 << 20 and this.run.is_model("H200") else None
-    this.add_call(replace(row, target=target, note=f"its kernel alone {alone:.4g} ms"), call)
+    target = alone / _RATE if n > 1 << 20 else None
+    row = this.row(f"goldilocks {n:,} words", target=target, bytes=24 * n, note=f"its kernel alone {alone:.4g} ms")
+    add = zk.field("goldilocks").add
+    this.add_exact(row, lambda: add(a, b), lambda z: algebra.first_wrong(x, y, z))
 
 
 _FIRST_CALL = """
@@ -509,15 +490,12 @@ scalars = np.arange(4 * n, dtype=np.uint64).reshape(n, 4)
 points, scalars = (torch.from_numpy(words).to(device) for words in (points, scalars))
 wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
 wait()
-times = []
-for _ in range(2):
-    began = time.perf_counter()
-    zk.msm(scalars, points)
-    wait()
-    times.append((time.perf_counter() - began) * 1e3)
-print(json.dumps(times))
+began = time.perf_counter()
+zk.msm(scalars, points)
+wait()
+print(json.dumps((time.perf_counter() - began) * 1e3))
 """
-"""A process that has used the device, but not this op: prints the milliseconds of its first two calls."""
+"""A process that has used the device, but not this op: prints the milliseconds of its first call."""
 
 _PROCESSES, _PROCESS_S = 3, 300.0
 
@@ -529,9 +507,9 @@ def _measure_first(this: _UserRun) -> None:
         AccelerantError: a process failed.
     """
     row = this.row("msm bn254_g1 2^12, warm cache", target=_FIRST_MS)
-    times: list[Sequence[float]] = []
+    times: list[float] = []
     for _ in range(1 + _PROCESSES):
-        with python_child(_FIRST_CALL, this.place, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        with python_child(_FIRST_CALL, str(this.where), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
             try:
                 output, errors = child.communicate(timeout=_PROCESS_S)
             except subprocess.TimeoutExpired:
@@ -539,8 +517,6 @@ def _measure_first(this: _UserRun) -> None:
                 raise AccelerantError(f"first call: its process took longer than {_PROCESS_S:.0f} s") from None
         if child.returncode:
             raise AccelerantError(f"first call: {(errors.strip().splitlines() or ['its process ended'])[-1]}")
-        times.append(json.loads(output))
-    low, middle, high = sorted(first for first, _ in times[1:])
-    note = f"second call {min(second for _, second in times):.3g} ms"
+        times.append(float(json.loads(output)))
     timing = f"each in a process of its own, {_PROCESSES} times"
-    this.run.add(replace(row, p20=low, p50=middle, p80=high, timing=timing, note=note))
+    this.run.add(replace(row.timed(Timing.of(times[1:], wall=True)), timing=timing))
