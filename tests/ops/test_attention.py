@@ -75,6 +75,68 @@ def test_error_is_at_most_twice_that_of_torch(kind, causal, dtype, interpreted):
     assert {row["implementation"] for row in ledger().to_dict()["ops"]} == {"triton"}
 
 
+def apart(x, by, dim=-1):
+    """Numbers whose scales spread over four orders of magnitude between columns, or rows."""
+    steps = torch.linspace(-by, by, x.shape[dim], device=x.device)
+    return x * 100**steps if dim == -1 else x * 100 ** steps[torch.randperm(len(steps))][:, None]
+
+
+SCALES = {
+    "random": lambda q, k, v, do: (q, k, v, do),
+    "large queries": lambda q, k, v, do: (q * 1e25, k * 1e-25, v, do),
+    "large values": lambda q, k, v, do: (q, k, v * 1e20, do * 1e-18),
+    "rows apart": lambda q, k, v, do: (q, k, apart(v, 1, -2), apart(do, 1, -2)),
+    "columns apart": lambda q, k, v, do: (apart(q, 1), apart(k, -1), apart(v, 1), apart(do, -1)),
+    "cancelling": lambda q, k, v, do: (q, torch.cat([k, k[:, :, 1:]], 2), torch.cat([v, -v[:, :, 1:]], 2), do),
+}
+
+
+def errors_of(inputs, *functions, causal=False):
+    """The errors of o, dq, dk and dv by each function, in the norm."""
+    *leaves, do = (x.double().requires_grad_() for x in inputs)
+    o = attention_reference(*leaves, causal=causal)
+    exactly = (o.detach(), *torch.autograd.grad(o, leaves, do.detach()))
+    return [
+        [(one.detach().double() - of).norm() / of.norm() for one, of in zip(function(*inputs), exactly, strict=True)]
+        for function in functions
+    ]
+
+
+def launched(split, causal=False):
+    def run(q, k, v, do):
+        args = causal, q.shape[-1] ** -0.5, -1
+        o, lse = launch.launch_forward(q, k, v, *args, split=split)
+        return (o, *launch.launch_backward(do, q, k, v, o, lse, *args, split=split))
+
+    return run
+
+
+@pytest.mark.parametrize("kind", SCALES)
+def test_split_products_are_as_exact_as_float32(kind, interpreted):
+    inputs = SCALES[kind](*tensors(Hq=1, S=24), torch.randn(1, 1, 24, 16))
+    split, whole = errors_of(inputs, launched(True), launched(False))
+    for ours, theirs in zip(split, whole, strict=True):
+        assert ours <= 2 * theirs + 1e-7, (split, whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("kind", SCALES)
+def test_error_in_float32_is_at_most_that_of_torch(kind, causal):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("products are split on sm_90")
+
+    def torch_run(q, k, v, do):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        o = F.scaled_dot_product_attention(*leaves, is_causal=causal)
+        return (o, *torch.autograd.grad(o, leaves, do))
+
+    drawn = (torch.randn(2, 3, 700, 64, device="cuda") for _ in range(4))
+    inputs = SCALES[kind](*drawn) if kind != "cancelling" or not causal else tuple(drawn)
+    ours, theirs = errors_of(inputs, launched(True, causal), torch_run, causal=causal)
+    assert all(one <= other for one, other in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
 @pytest.mark.parametrize("S", [1, 2, 31, 32, 33])
 def test_causal_is_that_of_torch_for_as_many_keys_as_queries(S, interpreted):
     q, k, v = tensors(S=S)
@@ -293,8 +355,10 @@ def test_libraries_say_what_they_refuse(name, case, reason, monkeypatch):
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0)], ids=str)
-def test_float32_goes_to_torch_where_our_kernels_are_slower(capability, monkeypatch):
-    """By the order of preference; a deterministic backward pass is ours alone."""
+def test_float32_goes_to_torch_where_ours_was_not_measured_faster(capability, monkeypatch):
+    monkeypatch.setattr(
+        importlib.import_module("accelerant.ops.attention.op"), "nvidia_capability", lambda _: capability
+    )
     monkeypatch.setattr(backends, "nvidia_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(registry, "reason_without_kernels", lambda _: None)
@@ -302,7 +366,8 @@ def test_float32_goes_to_torch_where_our_kernels_are_slower(capability, monkeypa
         for options in ((), ("causal",)):
             for operation in ("attention_fwd", "attention_bwd"):
                 found = operations()[operation].candidates(case(*sizes, dtype=torch.float32, options=options))
-                assert [each.name for each in found] == ["efficient", "triton", "torch"]
+                split = ["triton_fp16x3"] * (capability == (9, 0))
+                assert [each.name for each in found] == [*split, "efficient", "triton", "torch"]
 
 
 def test_sm_75_has_no_room_for_the_widest_heads_in_float32(monkeypatch):
@@ -314,7 +379,7 @@ def test_sm_75_has_no_room_for_the_widest_heads_in_float32(monkeypatch):
 
 def test_only_ours_and_the_formulas_have_a_deterministic_backward_pass():
     fixed = {each.name: each.deterministic for each in operations()["attention_bwd"].implementations}
-    assert {name for name, same in fixed.items() if same} == {"hopper", "triton", "torch"}
+    assert {name for name, same in fixed.items() if same} == {"hopper", "triton_fp16x3", "triton", "torch"}
 
 
 def test_formulas_of_the_dense_backward_pass():

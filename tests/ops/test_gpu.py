@@ -59,7 +59,9 @@ def test_own_kernels_run(op):
 
 
 def _own_implementation(operation):
-    return next(candidate.name for candidate in operations()[operation].implementations if candidate.own)
+    """The first of our own that is not for float32 alone."""
+    own = [each.name for each in operations()[operation].implementations if each.own]
+    return next(name for name in own if name != "triton_fp16x3")
 
 
 @pytest.mark.parametrize("op", DIFFERENTIABLE)

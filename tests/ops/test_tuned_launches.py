@@ -378,7 +378,7 @@ def test_a_bucket_of_long_losses_has_one_set_of_plans():
         assert sets.setdefault(TUNED["cross_entropy_fwd_wide"]._bucket(64, N, 1, 1), known) == known, N
 
 
-@pytest.mark.parametrize("family", range(4))
+@pytest.mark.parametrize("family", range(5))
 @pytest.mark.parametrize("kernel", attention.TUNED)
 def test_attention_offers_what_fits(kernel, family):
     for width in (20, 64, 128, 256):

@@ -101,14 +101,15 @@ FAMILY = {"attention": _ATTENTION, "attention_varlen": _VARLEN}
 
 def compilation(
     kernel: str, kind: str, width: int, capability: tuple[int, int], *, causal: bool = True, window: int = -1,
-    packed: bool = False, mask: str | None = None,
+    packed: bool = False, mask: str | None = None, split: bool = False,
 ) -> Compilation:  # fmt: skip
     """Return a kernel's specialisation as a device of this compute capability launches it."""
     dtype = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}[kind]
-    plan = plan_for(kernel, width, dtype, capability)
+    plan = plan_for(kernel, width, dtype, capability, split)
     types = {"*": kind, "lse_ptr": "*fp32", "delta_ptr": "*fp32", "scale": "fp32"}
     cu = dict.fromkeys(("cu_q_ptr", "cu_k_ptr"), "*i32" if packed else None)
-    fixed = constants(plan, width, causal, window, upcast=dtype == torch.bfloat16 and capability < (8, 0))
+    upcast, precision = dtype == torch.bfloat16 and capability < (8, 0), "fp16x3" if split else "ieee"
+    fixed = constants(plan, width, causal, window, upcast=upcast, precision=precision)
     return specialised(_KERNELS[kernel], {**types, **cu, "mask_ptr": mask}, fixed, plan.num_warps, plan.num_stages)
 
 
@@ -122,6 +123,7 @@ KERNELS = tuple(
         compilation(kernel, "*bf16", 128, (9, 0), causal=False, window=64, packed=True),
         compilation(kernel, "*bf16", 256, (9, 0)),
         compilation(kernel, "*fp32", 64, (9, 0)),
+        compilation(kernel, "*fp32", 128, (9, 0), causal=False, split=True),
         compilation(kernel, "*bf16", 64, (9, 0), causal=False, mask="*u8"),
         compilation(kernel, "*bf16", 128, (9, 0), mask="*bf16"),
     )

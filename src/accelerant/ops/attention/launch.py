@@ -51,6 +51,10 @@ _WIDE_TYPE = {  # float32, and every dtype on devices whose tensor cores Triton 
     128: (AttentionPlan(32, 32, 8, 1), AttentionPlan(16, 16, 8, 1), AttentionPlan(16, 32, 8, 1)),
     256: (AttentionPlan(16, 16, 4, 1), AttentionPlan(16, 16, 8, 1), AttentionPlan(16, 16, 8, 1)),
 }
+_SPLIT = {  # float32 as two numbers of float16, on sm_90
+    64: (AttentionPlan(128, 64, 8, 2), AttentionPlan(64, 64, 4, 1), AttentionPlan(64, 64, 4, 1)),
+    128: (AttentionPlan(128, 64, 8, 1), AttentionPlan(64, 32, 4, 1), AttentionPlan(32, 64, 4, 1)),
+}
 _INTERPRETED = {256: (AttentionPlan(32, 16, 4, 1), AttentionPlan(16, 32, 4, 1), AttentionPlan(16, 32, 4, 1))}
 
 _TILES = {
@@ -65,21 +69,25 @@ CANDIDATES = {
 """Candidates of the autotuner."""
 
 
-_TABLES = (_INTERPRETED, _WIDE_TYPE, _AMPERE, _HOPPER)
-_SHARED_KIB = (64, 64, 96, 227)
+_TABLES = (_INTERPRETED, _WIDE_TYPE, _AMPERE, _HOPPER, _SPLIT)
+_SHARED_KIB = (64, 64, 96, 227, 227)
 
 
 @functools.cache
-def plan_for(kernel: str, width: int, dtype: torch.dtype, capability: tuple[int, int] | None) -> AttentionPlan:
+def plan_for(
+    kernel: str, width: int, dtype: torch.dtype, capability: tuple[int, int] | None, split: bool = False
+) -> AttentionPlan:
     """Return the default plan of kernel "fwd", "bwd_q" or "bwd_kv"; capability None is the interpreter."""
-    return _usual(kernel, width, _family(dtype, capability))
+    return _usual(kernel, width, _family(dtype, capability, split))
 
 
 @functools.cache
-def _family(dtype: torch.dtype, capability: tuple[int, int] | None) -> int:
+def _family(dtype: torch.dtype, capability: tuple[int, int] | None, split: bool) -> int:
     """Return the index into _TABLES."""
     if capability is None:
         return 0
+    if split:
+        return 4
     if dtype == torch.float32 or capability < (8, 0):
         return 1
     return 3 if capability == (9, 0) else 2
@@ -98,9 +106,12 @@ def plans_for(kernel: str, width: int, family: int) -> tuple[AttentionPlan, ...]
         return AttentionPlan(16, 16, 4, 1), AttentionPlan(32, 32, 4, 1)
     if family == 1:
         plans = [AttentionPlan(m, n, warps, 1) for m, n, warps in ((64, 32, 8), (32, 32, 8), (32, 32, 4), (16, 32, 4))]
+    elif family == 4:
+        tiles = ((128, 64, 8), (128, 32, 8), (64, 64, 4), (64, 32, 4), (32, 64, 4))
+        plans = [AttentionPlan(m, n, warps, stages) for m, n, warps in tiles for stages in (1, 2)]
     else:
         plans = [plan for plan in CANDIDATES[kernel] if plan.num_stages in (2, 3)]
-    row_bytes = max(16, next_power_of_2(width)) * (4 if family == 1 else 2)
+    row_bytes = max(16, next_power_of_2(width)) * (4 if family in (1, 4) else 2)
 
     def shared_bytes(plan: AttentionPlan) -> int:
         resident, streamed = (plan.block_n, plan.block_m) if kernel == "bwd_kv" else (plan.block_m, plan.block_n)
@@ -146,12 +157,11 @@ def triton_capability(device: torch.device) -> tuple[int, int] | None:
 @functools.cache
 def _constants(
     plan: AttentionPlan, width: int, dtype: torch.dtype, capability: tuple[int, int] | None, causal: bool,
-    windowed: bool, tf32: bool,
+    windowed: bool, precision: str,
 ) -> dict[str, int | bool | str]:  # fmt: skip
     """Return `constants` of a launch; cached, since building them is part of a call's host time."""
     # Products in float32 where the device has none in bfloat16 (the interpreter's are wrong).
     upcast = dtype == torch.bfloat16 and (capability is None or capability < (8, 0))
-    precision = "tf32" if tf32 else "ieee"
     return constants(plan, width, causal, 0 if windowed else -1, precision=precision, upcast=upcast)
 
 
@@ -165,6 +175,7 @@ class _Problem(NamedTuple):
         lse_strides: of lse and delta: batch, head.
         window: -1 for none.
         mask: bool or numbers that broadcast to (batch, heads, queries, keys), of four dimensions; None for none.
+        split: split float32 into two numbers of float16 for the products.
     """
 
     cu: tuple[Tensor, Tensor] | tuple[None, None]
@@ -181,6 +192,7 @@ class _Problem(NamedTuple):
     scale: float
     window: int
     mask: Tensor | None = None
+    split: bool = False
 
     def strides(self, *tensors: Tensor) -> tuple[int, ...]:
         """Return the strides of batch, head and row of each tensor."""
@@ -206,11 +218,12 @@ class _Problem(NamedTuple):
             sizes = [next_power_of_2(max(1, size)) for size in (heads * self.batch, queries, keys)]
             masks = int(self.causal), int(window >= 0), int(self.cu[0] is not None), *(() if mask is None else (1,))
             plan = TUNED[kernel](
-                device, dtype, (_family(dtype, capability), *sizes, self.width, *masks),
+                device, dtype, (_family(dtype, capability, self.split), *sizes, self.width, *masks),
                 lambda plan: self.launch(kernel, tensors, strides, plan),
             )  # fmt: skip
         tf32 = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-        fixed = _constants(plan, self.width, dtype, capability, self.causal, window >= 0, tf32)
+        precision = "fp16x3" if self.split else "tf32" if tf32 else "ieee"
+        fixed = _constants(plan, self.width, dtype, capability, self.causal, window >= 0, precision)
         blocks = ceil_div(keys, plan.block_n) if by_keys else ceil_div(queries, plan.block_m)
         group = self.heads // self.kv_heads
         KERNELS[kernel].launch(
@@ -226,21 +239,25 @@ class _Problem(NamedTuple):
 
 
 def _dense_problem(
-    q: Tensor, k: Tensor, causal: bool, scale: float, window: int, mask: Tensor | None = None
+    q: Tensor, k: Tensor, causal: bool, scale: float, window: int, mask: Tensor | None, split: bool
 ) -> _Problem:
     (B, Hq, S, D), (_, Hkv, Skv, _) = q.shape, k.shape
     lse_strides = (Hq * S, S)
-    return _Problem((None, None), S, Skv, B, Hq, Hkv, lse_strides, D, q.dtype, q.device, causal, scale, window, mask)
+    return _Problem(
+        (None, None), S, Skv, B, Hq, Hkv, lse_strides, D, q.dtype, q.device, causal, scale, window, mask, split
+    )
 
 
 def _packed_problem(
-    q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, causal: bool, scale: float, window: int
-) -> _Problem:
+    q: Tensor, k: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, causal: bool, scale: float, window: int,
+    split: bool,
+) -> _Problem:  # fmt: skip
     total, Hq, D = q.shape
     batch, lse_strides = cu_q.shape[0] - 1, (0, total)
     return _Problem(
-        (cu_q, cu_k), max_q, max_k, batch, Hq, k.shape[1], lse_strides, D, q.dtype, q.device, causal, scale, window
-    )
+        (cu_q, cu_k), max_q, max_k, batch, Hq, k.shape[1], lse_strides, D, q.dtype, q.device, causal, scale, window,
+        None, split,
+    )  # fmt: skip
 
 
 # --- layouts ---------------------------------------------------------------------------------------------------------
@@ -267,20 +284,21 @@ def as_laid(x: Tensor, y: Tensor) -> Tensor:
 
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int, plan: AttentionPlan | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | None = None, split: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return o in q's layout, and lse (B, Hq, S) float32, contiguous."""
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    return _forward(_dense_problem(q, k, causal, scale, window, mask), q, k, v, lse, plan)
+    return _forward(_dense_problem(q, k, causal, scale, window, mask, split), q, k, v, lse, plan)
 
 
 def launch_varlen_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, causal: bool, scale: float,
-    window: int,
+    window: int, *, split: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return o in q's layout, and lse (Hq, total) float32, contiguous."""
     lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
-    return _forward(_packed_problem(q, k, cu_q, cu_k, max_q, max_k, causal, scale, window), q, k, v, lse)
+    problem = _packed_problem(q, k, cu_q, cu_k, max_q, max_k, causal, scale, window, split)
+    return _forward(problem, q, k, v, lse)
 
 
 def _forward(
@@ -297,17 +315,18 @@ def _forward(
 def launch_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float, window: int,
     plans: tuple[AttentionPlan | None, AttentionPlan | None] = (None, None), mask: Tensor | None = None,
+    split: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq, dk and dv, in the layouts of q, k and v; deterministic."""
-    return _backward(_dense_problem(q, k, causal, scale, window, mask), do, q, k, v, o, lse, plans)
+    return _backward(_dense_problem(q, k, causal, scale, window, mask, split), do, q, k, v, o, lse, plans)
 
 
 def launch_varlen_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int,
-    max_k: int, causal: bool, scale: float, window: int,
+    max_k: int, causal: bool, scale: float, window: int, *, split: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return dq, dk and dv, in the layouts of q, k and v; deterministic."""
-    problem = _packed_problem(q, k, cu_q, cu_k, max_q, max_k, causal, scale, window)
+    problem = _packed_problem(q, k, cu_q, cu_k, max_q, max_k, causal, scale, window, split)
     return _backward(problem, do, q, k, v, o, lse)
 
 

@@ -47,6 +47,25 @@ def refuses_triton_backward(case: Case) -> str | None:
     return refuses_triton_kernels(case)
 
 
+def refuses_split(case: Case) -> str | None:
+    """Return why the Triton kernels do not split float32 for tensor cores in a case, or None."""
+    if case.dtype != torch.float32:
+        return f"splits float32, not {name_of(case.dtype)}"
+    if nvidia_capability(case.device) != (9, 0):
+        return "was measured faster than torch's kernels on sm_90 only"
+    if case.shape[-1] > 128:
+        return f"takes heads up to 128 wide, not {case.shape[-1]}"
+    return refuses_triton_kernels(case)
+
+
+def split_products(run: Callable[..., Any]) -> Implementation:
+    """Return the implementation that splits float32 into two numbers of float16 for its products.
+
+    Its error is that of products in float32, and it takes a third of their time on Hopper's tensor cores.
+    """
+    return Implementation("triton_fp16x3", partial(run, split=True), refuses=refuses_split, own=True)
+
+
 def _hopper_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,6 +95,7 @@ attention_fwd = Operation(
         CUDNN[0],
         FLASH_4[0],
         FLASH[0],
+        split_products(launch_forward),
         EFFICIENT[0],
         Implementation("triton", launch_forward, refuses=refuses_triton_kernels, own=True),
         TORCH[0],
@@ -89,6 +109,7 @@ attention_bwd = Operation(
         FLASH_4[1],
         CUDNN[1],
         FLASH[1],
+        split_products(launch_backward),
         EFFICIENT[1],
         Implementation("triton", launch_backward, refuses=refuses_triton_backward, own=True),
         TORCH[1],
@@ -371,9 +392,9 @@ def _masked_case(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, causal: bool, sc
 def _by_keyword(run: Callable[..., Any]) -> Callable[..., Any]:
     """Return an implementation that takes the mask after its tensors."""
 
-    def masked(*args: Any) -> Any:
+    def masked(*args: Any, **options: Any) -> Any:
         *tensors, mask, causal, scale, window = args
-        return run(*tensors, causal, scale, window, mask=mask)
+        return run(*tensors, causal, scale, window, mask=mask, **options)
 
     return masked
 
@@ -382,6 +403,7 @@ attention_masked_fwd, attention_masked_bwd = (
     Operation(
         f"attention_masked_{way}",
         (
+            split_products(_by_keyword(own)),
             Implementation("triton", _by_keyword(own), refuses=refuses, own=True),
             Implementation("torch", _by_keyword(library)),
         ),

@@ -20,7 +20,8 @@ Layout: q, o, do, dq, k, v, dk, dv with strides (batch, head, row) and a contigu
 Grid:   fwd, bwd_q: one program per BLOCK_M queries of a head, the longest rows first if CAUSAL. bwd_kv: one program per
         BLOCK_N keys of a key head, for all its query heads. bwd_q also computes delta, so it runs before bwd_kv.
 Bound:  tensor cores, and exp2 at small D: 4 D flops per visible pair forward, 10 D (14 D executed) backward; float32 by
-        the floating-point units.
+        the floating-point units. With PRECISION "fp16x3" a product in float32 is three in float16 on tensor cores
+        (Ootomo and Yokota 2022, arXiv:2203.03341), so that it is bound by these and by splitting the tiles.
 """
 
 import triton
@@ -31,25 +32,68 @@ _LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def _parts(x, AXIS: tl.constexpr, PRECISION: tl.constexpr):
+    """Return x as `_dot` takes it; AXIS is that of the columns.
+
+    For "fp16x3" that is (high, low, factor) with x = (high + low / 2048) factor: two float16 numbers, and a power of
+    two for each row, whose largest number becomes 2^14 to 2^15. The rows differ in scale as much as float32 allows.
+    """
+    if PRECISION == "fp16x3":
+        exponent = tl.maximum(tl.max(tl.abs(x), AXIS).to(tl.int32, bitcast=True) >> 23, 15)
+        x *= tl.expand_dims(((268 - exponent) << 23).to(tl.float32, bitcast=True), AXIS)
+        high = x.to(tl.float16)
+        low = ((x - high.to(tl.float32)) * 2048.0).to(tl.float16)
+        return high, low, ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    else:
+        return x
+
+
+@triton.jit
+def _turned(x, PRECISION: tl.constexpr):
+    """Return the transpose of what `_parts` returned."""
+    if PRECISION == "fp16x3":
+        return tl.trans(x[0]), tl.trans(x[1]), x[2]
+    else:
+        return tl.trans(x)
+
+
+@triton.jit
+def _dot_scaled(a, b):
+    """Return a b without their factors; low times low is below the last bit of float32."""
+    part = tl.dot(a[1], b[0])
+    part = tl.dot(a[0], b[1], part)
+    return tl.dot(a[0], b[0], part * (1.0 / 2048.0))
+
+
+@triton.jit
 def _dot(a, b, sums, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """Return sums + a b; UPCAST: in float32, since no tensor core has the dtype (or the interpreter is wrong)."""
-    if UPCAST:
+    if PRECISION == "fp16x3":
+        part = _dot_scaled(a, b) * a[2][:, None]
+        return tl.fma(part, tl.broadcast_to(b[2][None, :], part.shape), sums)
+    elif UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), sums, input_precision="ieee")
     else:
         return tl.dot(a, b, sums, input_precision=PRECISION)
 
 
 @triton.jit
-def _dot_apart(a, b, sums, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    """Return sums + a b; in float32 with a chain of additions per tile, since rounding errors grow with the chain.
+def _dot_rows(weights, x, sums, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """Return sums + weights x; in float32 with a chain of additions per tile: rounding errors grow with the chain.
 
     The fma prevents the compiler from merging sums + dot into one chain.
     """
-    if PRECISION == "ieee" and a.dtype == tl.float32 and not UPCAST:
-        part = tl.dot(a, b, input_precision="ieee")
+    if PRECISION == "fp16x3":
+        weights = _parts(weights * x[2][None, :], 1, PRECISION)
+        part = _dot_scaled(weights, x)
+        return tl.fma(part, tl.broadcast_to(weights[2][:, None], part.shape), sums)
+    elif PRECISION == "ieee" and x.dtype == tl.float32 and not UPCAST:
+        part = tl.dot(weights, x, input_precision="ieee")
         return tl.fma(part, tl.full(part.shape, 1.0, tl.float32), sums)
+    elif UPCAST:
+        return _dot(weights, x, sums, PRECISION, UPCAST)
     else:
-        return _dot(a, b, sums, PRECISION, UPCAST)
+        return _dot(weights.to(x.dtype), x, sums, PRECISION, UPCAST)
 
 
 @triton.jit
@@ -139,8 +183,8 @@ def _accumulate(
     v_at = lanes[:, None] * v_row + width[None, :]
     for start in range(low, high, BLOCK_N):
         columns = start + lanes
-        k = _load(k_ptr + k_at, columns[None, :] < keys, width[:, None] < D, CHECK, EXACT)
-        s = _dot(q, k, tl.zeros([q.shape[0], BLOCK_N], tl.float32), PRECISION, UPCAST) * scale_2
+        k = _parts(_load(k_ptr + k_at, columns[None, :] < keys, width[:, None] < D, CHECK, EXACT), 0, PRECISION)
+        s = _dot(q, k, tl.zeros([rows.shape[0], BLOCK_N], tl.float32), PRECISION, UPCAST) * scale_2
         s = _masked(s, mask_ptr, rows[:, None], columns[None, :], S, keys, m_row, m_col)
         if CHECK:
             s = tl.where(
@@ -154,10 +198,8 @@ def _accumulate(
         shrink = tl.exp2(peak - shift)
         total = total * shrink + tl.sum(p, 1)
         sums = sums * shrink[:, None]
-        v = _load(v_ptr + v_at, columns[:, None] < keys, width[None, :] < D, CHECK, EXACT)
-        if not UPCAST:
-            p = p.to(v.dtype)
-        sums = _dot_apart(p, v, sums, PRECISION, UPCAST)
+        v = _parts(_load(v_ptr + v_at, columns[:, None] < keys, width[None, :] < D, CHECK, EXACT), 1, PRECISION)
+        sums = _dot_rows(p, v, sums, PRECISION, UPCAST)
         peak = larger
         k_ptr += BLOCK_N * k_row
         v_ptr += BLOCK_N * v_row
@@ -194,7 +236,7 @@ def attention_fwd(
     v_ptr += b * v_batch + h // group * v_head + tl.cast(first_k, tl.int64) * v_row
     if mask_ptr is not None:
         mask_ptr += b * m_batch + h * m_head
-    q = _load(q_ptr + lanes * q_row + width[None, :], in_rows, in_width, True, EXACT)
+    q = _parts(_load(q_ptr + lanes * q_row + width[None, :], in_rows, in_width, True, EXACT), 1, PRECISION)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -239,18 +281,16 @@ def _accumulate_dq(
     v_at = lanes[None, :] * v_row + width[:, None]
     for start in range(low, high, BLOCK_N):
         columns = start + lanes
-        k = _load(k_ptr + k_at, columns[None, :] < keys, width[:, None] < D, CHECK, EXACT)
-        v = _load(v_ptr + v_at, columns[None, :] < keys, width[:, None] < D, CHECK, EXACT)
-        nought = tl.zeros([q.shape[0], BLOCK_N], tl.float32)
+        k = _parts(_load(k_ptr + k_at, columns[None, :] < keys, width[:, None] < D, CHECK, EXACT), 0, PRECISION)
+        v = _parts(_load(v_ptr + v_at, columns[None, :] < keys, width[:, None] < D, CHECK, EXACT), 0, PRECISION)
+        nought = tl.zeros([rows.shape[0], BLOCK_N], tl.float32)
         s = _dot(q, k, nought, PRECISION, UPCAST) * scale_2
         s = _masked(s, mask_ptr, rows[:, None], columns[None, :], S, keys, m_row, m_col)
         p = tl.exp2(s - lse_2[:, None])
         if CHECK:
             p = tl.where(_visible(rows[:, None], columns[None, :], offset, keys, window, CAUSAL, WINDOW), p, 0.0)
         ds = p * (_dot(do, v, nought, PRECISION, UPCAST) - delta[:, None])
-        if not UPCAST:
-            ds = ds.to(k.dtype)
-        dq = _dot_apart(ds, tl.trans(k), dq, PRECISION, UPCAST)
+        dq = _dot_rows(ds, _turned(k, PRECISION), dq, PRECISION, UPCAST)
         k_ptr += BLOCK_N * k_row
         v_ptr += BLOCK_N * v_row
     return dq
@@ -295,7 +335,8 @@ def attention_bwd_q(
     o = _load(o_ptr + lanes * o_row + width[None, :], in_rows, in_width, True, EXACT)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     tl.store(delta_ptr + of_row, delta, mask=rows < S)
-    q = _load(q_ptr + lanes * q_row + width[None, :], in_rows, in_width, True, EXACT)
+    q = _parts(_load(q_ptr + lanes * q_row + width[None, :], in_rows, in_width, True, EXACT), 1, PRECISION)
+    do = _parts(do, 1, PRECISION)
     lse_2 = _exponent(lse_ptr + of_row, rows, S)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     offset = keys - S
@@ -351,24 +392,19 @@ def _accumulate_dkv(
     do_at = lanes[:, None] * do_row + width[None, :]
     for start in range(low, high, BLOCK_M):
         rows = start + lanes
-        q = _load(q_ptr + q_at, rows[None, :] < S, width[:, None] < D, CHECK, EXACT)
+        q = _parts(_load(q_ptr + q_at, rows[None, :] < S, width[:, None] < D, CHECK, EXACT), 0, PRECISION)
         lse_2 = _exponent(lse_ptr + rows, rows, S)
-        nought = tl.zeros([k.shape[0], BLOCK_M], tl.float32)
+        nought = tl.zeros([columns.shape[0], BLOCK_M], tl.float32)
         s = _dot(k, q, nought, PRECISION, UPCAST) * scale_2
         s = _masked(s, mask_ptr, rows[None, :], columns[:, None], S, keys, m_row, m_col)
         p = tl.exp2(s - lse_2[None, :])
         if CHECK:
             p = tl.where(_visible(rows[None, :], columns[:, None], offset, keys, window, CAUSAL, WINDOW), p, 0.0)
-        do = _load(do_ptr + do_at, rows[:, None] < S, width[None, :] < D, CHECK, EXACT)
+        do = _parts(_load(do_ptr + do_at, rows[:, None] < S, width[None, :] < D, CHECK, EXACT), 1, PRECISION)
         delta = tl.load(delta_ptr + rows, mask=rows < S, other=0.0)
-        weights = p
-        if not UPCAST:
-            weights = p.to(do.dtype)
-        dv = _dot_apart(weights, do, dv, PRECISION, UPCAST)
-        ds = p * (_dot(v, tl.trans(do), nought, PRECISION, UPCAST) - delta[None, :])
-        if not UPCAST:
-            ds = ds.to(q.dtype)
-        dk = _dot_apart(ds, tl.trans(q), dk, PRECISION, UPCAST)
+        dv = _dot_rows(p, do, dv, PRECISION, UPCAST)
+        ds = p * (_dot(v, _turned(do, PRECISION), nought, PRECISION, UPCAST) - delta[None, :])
+        dk = _dot_rows(ds, _turned(q, PRECISION), dk, PRECISION, UPCAST)
         q_ptr += BLOCK_M * q_row
         do_ptr += BLOCK_M * do_row
     return dk, dv
@@ -402,8 +438,8 @@ def attention_bwd_kv(
     v_ptr += b * v_batch + h * v_head + at * v_row
     dk_ptr += b * dk_batch + h * dk_head + at * dk_row
     dv_ptr += b * dv_batch + h * dv_head + at * dv_row
-    k = _load(k_ptr + lanes * k_row + width[None, :], in_keys, in_width, True, EXACT)
-    v = _load(v_ptr + lanes * v_row + width[None, :], in_keys, in_width, True, EXACT)
+    k = _parts(_load(k_ptr + lanes * k_row + width[None, :], in_keys, in_width, True, EXACT), 1, PRECISION)
+    v = _parts(_load(v_ptr + lanes * v_row + width[None, :], in_keys, in_width, True, EXACT), 1, PRECISION)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     offset = keys - S

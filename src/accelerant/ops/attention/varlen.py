@@ -24,6 +24,7 @@ from accelerant.ops.attention.op import (
     refuses_triton_backward,
     refuses_triton_kernels,
     shapes_of,
+    split_products,
 )
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
@@ -81,6 +82,7 @@ def _cost(case: Case, *, products: int, tensors: int) -> Cost:
 attention_varlen_fwd = Operation(
     "attention_varlen_fwd",
     (
+        split_products(launch_varlen_forward),
         Implementation("triton", launch_varlen_forward, refuses=refuses_triton_kernels, own=True),
         VARLEN_FLASH[0],
         Implementation("torch", _torch_forward),
@@ -90,6 +92,7 @@ attention_varlen_fwd = Operation(
 attention_varlen_bwd = Operation(
     "attention_varlen_bwd",
     (
+        split_products(launch_varlen_backward),
         Implementation("triton", launch_varlen_backward, refuses=refuses_triton_backward, own=True),
         VARLEN_FLASH[1],
         Implementation("torch", _torch_backward),
