@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from accelerant.accelerator.methods import METHODS, Operations
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime.dispatch import force, operations
 from accelerant.runtime.dispatch.plan import explain_quietly
-from accelerant.runtime.files import plain
+from accelerant.runtime.files import JsonRecord, plain
 from accelerant.runtime.html_page import text_table
 from accelerant.runtime.ledger import Decision, quantile
 
@@ -37,7 +37,6 @@ class OpTiming:
         p50_ms, p95_ms, p99_ms: percentiles of the calls in milliseconds; None where it did not run, or for p95 of fewer
             than 20 calls, for p99 of fewer than 100.
         first_ms: the first call in this process, with what it compiles and loads.
-        calls: number of timed calls.
         note: why it is chosen, or why it did not run.
     """
 
@@ -53,7 +52,7 @@ class OpTiming:
 
 
 @dataclass(frozen=True, slots=True)
-class OpBenchmark:
+class OpBenchmark(JsonRecord):
     """The times of an operation on the user's arrays. It prints as a table.
 
     Attributes:
@@ -69,10 +68,6 @@ class OpBenchmark:
     timings: tuple[OpTiming, ...]
     size_bytes: int
     flops: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result for JSON."""
-        return asdict(self)
 
     def __str__(self) -> str:
         unit = "GFLOP/s" if METHODS[self.op].is_op else "GOp/s"
@@ -100,11 +95,9 @@ class _Recorder(Operations):
 def named_call(
     op: object, arrays: Sequence[Any], options: dict[str, Any]
 ) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """Return name, arrays and options of a call, of an operation by name or a function of `accelerant.ops`.
+    """Return name, arrays and options of a call of an operation, by its name or as a function of `accelerant.ops`.
 
-    Raises:
-        ConfigError: there is no such operation.
-        TypeError: the operation does not take these arguments.
+    ConfigError for an unknown operation, TypeError for arguments that it does not take.
     """
     name = op if isinstance(op, str) else getattr(op, "__name__", "")
     if name not in METHODS:

@@ -257,12 +257,8 @@ def _op(
 ) -> Method:  # fmt: skip
     """Return the Method of a public op.
 
-    Args:
-        name: of the op.
-        flops: as Method has it, or the operations for each element of the first result.
-        arguments: of an example with a number of rows, as in the op's samples.
-        merge, joined: as Method has them.
-        options: of the example.
+    `arguments` has an example's arguments for a number of rows, as in the op's samples, and `options` its options.
+    `flops` may be the operations for each element of the first result.
     """
     function = getattr(ops, name)
     declared = inspect.signature(function).parameters.values()

@@ -124,14 +124,9 @@ def work_s(name: str, tensors: Tensors, options: Mapping[str, Any]) -> float:
 
 
 def devices_worth_using(seconds: float, size_bytes: int, rows: int, most: int, *, on_host: bool) -> int:
-    """Return the number of devices with which a call ends first, 1 to `most`.
+    """Return the number of devices, 1 to `most`, with which a call of `seconds` on one of them ends first.
 
-    Args:
-        seconds: of the work on one device.
-        size_bytes: of arguments and result.
-        rows: that can be divided.
-        most: devices there are.
-        on_host: whether arguments come from the host, over a link of each device, instead of from the first device.
+    Arguments and result, of `size_bytes`, travel from the host over a link of each device, or from the first device.
     """
 
     def total_s(count: int) -> float:

@@ -21,7 +21,7 @@ from typing import Literal
 
 import torch
 
-from accelerant.accelerator.fusion.graph import OPERATIONS, Node, Program
+from accelerant.accelerator.fusion.graph import OPERATIONS, Node, Program, leading_to
 from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.compilation.options import CompileOptions
 from accelerant.runtime.compilation.triton import TritonKernel
@@ -66,16 +66,6 @@ class _Writer(ABC):
     @abstractmethod
     def assign(self, name: str, text: str, node: Node) -> None: ...
 
-    def needed(self, targets: list[int]) -> list[int]:
-        """Return the values that lead to some, without those already known, in order."""
-        found, waiting = set[int](), list(targets)
-        while waiting:
-            index = waiting.pop()
-            if index not in found and index not in self.known:
-                found.add(index)
-                waiting += self.program.nodes[index].args
-        return sorted(found)
-
     def loops(self) -> None:
         """Write a loop over the columns for each level of reductions, and one for the results."""
         nodes = self.program.nodes
@@ -98,7 +88,7 @@ class _Writer(ABC):
 
     def before_loop(self, targets: list[int]) -> None:
         """Write what a loop needs and does not change in it."""
-        for index in self.needed(targets):
+        for index in leading_to(self.program.nodes, targets, self.known):
             if not self.program.nodes[index].by_column:
                 self.value(index)
 

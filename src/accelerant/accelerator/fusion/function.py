@@ -201,7 +201,6 @@ class _Plan(NamedTuple):
 
     Attributes:
         shapes: of the inputs as (M or 1, N or 1), after they are expanded to `wide` where that is not None.
-        results: shapes of the results.
         single: the function returns one array, not a tuple.
     """
 
@@ -212,13 +211,16 @@ class _Plan(NamedTuple):
     results: tuple[tuple[int, ...], ...]
     single: bool
 
+    def flat(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the arguments as the program's inputs."""
+        return [
+            (x if wide is None else x.expand(wide)).reshape(shape).contiguous()
+            for x, shape, wide in zip(tensors, self.shapes, self.wide, strict=True)
+        ]
+
 
 class FusedFunction:
-    """A function of arrays that runs as one kernel; see `fuse`.
-
-    Attributes:
-        device: where the arrays are moved to; None: where they are.
-    """
+    """A function of arrays that runs as one kernel; see `fuse`."""
 
     def __init__(self, function: Callable[..., Any], device: ComputeDevice | None) -> None:
         functools.update_wrapper(self, function)
@@ -259,10 +261,7 @@ class FusedFunction:
         return self._plan(self._tensors([values[i] for i in places])[0], values, places, tuple(options)).program
 
     def _compute(self, plan: _Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        flat = []
-        for x, shape, wide in zip(tensors, plan.shapes, plan.wide, strict=True):
-            flat.append((x if wide is None else x.expand(wide)).reshape(shape).contiguous())
-        program, M, N = plan.program, plan.domain.M, plan.domain.N
+        flat, program, M, N = plan.flat(tensors), plan.program, plan.domain.M, plan.domain.N
         if not all(map(is_plain, flat)):
             return program.run_torch(N, *flat)
         if torch.is_grad_enabled() and any(x.requires_grad for x in flat):
@@ -391,10 +390,7 @@ class FusedFunction:
         )  # fmt: skip
         results = [np.empty((M, N if each.layout == "full" else 1), _NUMPY[each.dtype]) for each in program.results]
         if M * N:
-            flat = [
-                (x if wide is None else x.expand(wide)).reshape(shape).contiguous().numpy()
-                for x, shape, wide in zip(host, plan.shapes, plan.wide, strict=True)
-            ]
+            flat = [x.numpy() for x in plan.flat(host)]
             kernel = provider.compile(portable_source(program, host=False), entry="fused", device=device.index)
             sources = [provider.copy_to_device(flat[i], device.index) for i in used_inputs(program)]
             targets = [provider.allocate(y.nbytes, device.index) for y in results]

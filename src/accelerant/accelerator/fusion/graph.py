@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple
@@ -21,7 +21,9 @@ from torch import Tensor
 
 from accelerant.runtime.dispatch import Cost
 
-__all__ = ["OPERATIONS", "Expr", "Graph", "Input", "Node", "Program", "Result", "gradient_of", "sized", "where"]
+__all__ = [
+    "OPERATIONS", "Expr", "Graph", "Input", "Node", "Program", "Result", "gradient_of", "leading_to", "sized", "where",
+]  # fmt: skip
 
 Layout = Literal["full", "column", "row sum", "sum"]
 """A result's numbers: one for each element; for each row, (M, 1); for each column, summed over the rows; one sum."""
@@ -281,6 +283,17 @@ _TAKES_TENSORS = ("where", "maximum")
 # --- programs --------------------------------------------------------------------------------------------------------
 
 
+def leading_to(nodes: Sequence[Node], targets: list[int], known: Collection[int] = ()) -> list[int]:
+    """Return the indices of the nodes that lead to some, in order, without known ones and what leads only to these."""
+    found, waiting = set[int](), list(targets)
+    while waiting:
+        index = waiting.pop()
+        if index not in found and index not in known:
+            found.add(index)
+            waiting += nodes[index].args
+    return sorted(found)
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """A graph with its inputs and results; equal if the same kernel computes them.
@@ -296,15 +309,9 @@ class Program:
     @classmethod
     def of(cls, graph: Graph, inputs: Sequence[Input], results: Sequence[Result]) -> Program:
         """Return the program of some results of a graph, without what they do not need."""
-        needed = set[int]()
-        waiting = [result.node for result in results]
-        while waiting:
-            index = waiting.pop()
-            if index not in needed:
-                needed.add(index)
-                waiting += graph.nodes[index].args
-        number = {old: new for new, old in enumerate(sorted(needed))}
-        nodes = [graph.nodes[old] for old in sorted(needed)]
+        needed = leading_to(graph.nodes, [result.node for result in results])
+        number = {old: new for new, old in enumerate(needed)}
+        nodes = [graph.nodes[old] for old in needed]
         kept = tuple(node._replace(args=tuple(number[arg] for arg in node.args)) for node in nodes)
         return cls(kept, tuple(inputs), tuple(each._replace(node=number[each.node]) for each in results))
 
@@ -352,12 +359,7 @@ class Program:
     def run_torch(self, N: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Compute by torch's functions, which autograd can record.
 
-        Args:
-            N: number of columns.
-            tensors: the inputs as (M or 1, N or 1).
-
-        Returns:
-            the results, (M, N), (M, 1), (1, N) or (1, 1).
+        The inputs are (M or 1, N or 1), the results (M, N), (M, 1), (1, N) or (1, 1).
         """
         M = max((x.shape[0] for x, each in zip(tensors, self.inputs, strict=True) if each.by_row), default=1)
         values: list[Any] = []
@@ -408,7 +410,10 @@ def gradient_of(program: Program, wanted: tuple[int, ...]) -> tuple[Program | No
         else:
             given = Input(True, program.nodes[index].by_column, torch.float32)
         inputs.append(given)
-    differs = _depends_on(program.nodes, wanted)
+    differs: list[bool] = []  # numbers that depend on the wanted inputs
+    for node in program.nodes:
+        itself = node.op == "input" and node.value in wanted
+        differs.append(not node.boolean and (itself or any(differs[arg] for arg in node.args)))
     for index in reversed(range(len(program.nodes))):
         node = program.nodes[index]
         if index not in gradients or not node.args or not differs[index]:
@@ -435,12 +440,3 @@ def gradient_of(program: Program, wanted: tuple[int, ...]) -> tuple[Program | No
             )
             found.append(node.value)
     return (Program.of(graph, inputs, results) if results else None), tuple(found)
-
-
-def _depends_on(nodes: Sequence[Node], wanted: tuple[int, ...]) -> list[bool]:
-    """Return which nodes are numbers that depend on the inputs of these indices."""
-    known: list[bool] = []
-    for node in nodes:
-        itself = node.op == "input" and node.value in wanted
-        known.append(not node.boolean and (itself or any(known[arg] for arg in node.args)))
-    return known

@@ -6,6 +6,7 @@ is not there is refused by that name, with the line of the user's code.
 
 from __future__ import annotations
 
+import functools
 import linecache
 import math
 import os
@@ -285,10 +286,6 @@ def _where(condition: Any, x: Any, y: Any) -> Traced:
     return _like(expr, _dtype_of(x, y) if _traced(x, y) else torch.float32, condition, x, y)
 
 
-def _masked_fill(x: Traced, mask: Any, value: float) -> Traced:
-    return _like(_where(mask, value, x).expr, x.dtype, x, mask)
-
-
 def _power(x: Any, y: Any) -> Traced:
     if isinstance(x, Traced) and isinstance(y, Traced):
         raise TypeError("a power of two arrays")
@@ -341,10 +338,6 @@ def _to(x: Traced, *args: Any, **options: Any) -> Traced:
     if dtype == torch.float64 and not any(each.dtype == torch.float64 for each in x.recording.inputs):
         raise TypeError("a conversion to float64 of narrower inputs: convert them outside")
     return _like(x.expr.do("cast", value=dtype) if dtype != x.dtype else x.expr, dtype, x)
-
-
-def _converts(dtype: torch.dtype) -> Callable[..., Traced]:
-    return lambda x: _to(x, dtype)
 
 
 # --- reductions ------------------------------------------------------------------------------------------------------
@@ -504,18 +497,6 @@ def _activation(build: Callable[[Expr], Expr]) -> Callable[..., Traced]:
     return function
 
 
-def _relu(x: Expr) -> Expr:
-    return where(x <= 0.0, 0.0, x)
-
-
-def _sign(x: Expr) -> Expr:
-    return where(x > 0.0, 1.0, where(x < 0.0, -1.0, 0.0))
-
-
-def _is_nan(x: Expr) -> Expr:
-    return x.do("ne", x)
-
-
 def _unsqueeze(x: Traced, dim: int) -> Traced:
     if not x.dropped or dim not in (-1, x.ndim):
         raise TypeError(f"unsqueeze({dim}) of another value than a row reduced without keepdim")
@@ -552,7 +533,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "square": _unary(lambda x: x * x),
     "reciprocal": _unary(lambda x: 1.0 / x),
     "erfc": _unary(lambda x: 1.0 - x.do("erf")),
-    "sign": _unary(_sign),
+    "sign": _unary(lambda x: where(x > 0.0, 1.0, where(x < 0.0, -1.0, 0.0))),
     "pos": lambda x: x,
     "contiguous": lambda x: x,
     "clone": lambda x: x,
@@ -570,17 +551,17 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "bitwise_and": _condition("and"),
     "bitwise_or": _condition("or"),
     "bitwise_not": _invert,
-    "isnan": _test(_is_nan),
+    "isnan": _test(lambda x: x.do("ne", x)),
     "isinf": _test(lambda x: x.do("abs").equals(math.inf)),
     "isfinite": _test(lambda x: x.do("abs") < math.inf),
     "where": _where,
-    "masked_fill": _masked_fill,
+    "masked_fill": lambda x, mask, value: _like(_where(mask, value, x).expr, x.dtype, x, mask),
     "clamp": _clamp,
     "to": _to,
-    "float": _converts(torch.float32),
-    "half": _converts(torch.float16),
-    "bfloat16": _converts(torch.bfloat16),
-    "double": _converts(torch.float64),
+    "float": functools.partial(_to, dtype=torch.float32),
+    "half": functools.partial(_to, dtype=torch.float16),
+    "bfloat16": functools.partial(_to, dtype=torch.bfloat16),
+    "double": functools.partial(_to, dtype=torch.float64),
     "sum": _reduction(lambda x: x.over_row("sum")),
     "mean": _reduction(_mean),
     "amax": _reduction(lambda x: x.over_row("max")),
@@ -595,7 +576,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
     "gelu": _gelu,
-    "relu": _activation(_relu),
+    "relu": _activation(lambda x: where(x <= 0.0, 0.0, x)),
     "silu": _activation(lambda x: x * x.do("sigmoid")),
     "softplus": _activation(lambda x: x.do("softplus")),
     "logsigmoid": _activation(lambda x: -(-x).do("softplus")),
