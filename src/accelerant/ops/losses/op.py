@@ -57,33 +57,28 @@ def _bce_logits_slopes(x: Tensor, t: Tensor, p: Tensor | None) -> tuple[Tensor, 
 
 
 class _Loss(NamedTuple):
-    """A loss: of each element, of (x, t, pos_weight); dl/dx and dl/dt of the same; and torch's whole function."""
+    """A loss of each element, of (x, t, pos_weight), and dl/dx and dl/dt of the same. Its name is torch's function."""
 
     each: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     slopes: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-    whole: Callable[..., Tensor]
 
 
 _LOSSES = {
     "mse_loss": _Loss(
         lambda x, t, p: (x - t).square(),
         lambda x, t, p: (2.0 * (x - t), 2.0 * (t - x)),
-        lambda x, t, w, p, reduction: F.mse_loss(x, t, reduction=reduction),
     ),
     "l1_loss": _Loss(
         lambda x, t, p: (x - t).abs(),
         lambda x, t, p: (torch.sign(x - t), torch.sign(t - x)),
-        lambda x, t, w, p, reduction: F.l1_loss(x, t, reduction=reduction),
     ),
     "binary_cross_entropy": _Loss(
         _bce,
         lambda x, t, p: ((x - t) / (x * (1.0 - x)).clamp(min=1e-12), -torch.logit(x).clamp(-100.0, 100.0)),
-        lambda x, t, w, p, reduction: F.binary_cross_entropy(x, t, w, reduction=reduction),
     ),
     "binary_cross_entropy_with_logits": _Loss(
         _bce_logits,
         _bce_logits_slopes,
-        lambda x, t, w, p, reduction: F.binary_cross_entropy_with_logits(x, t, w, reduction=reduction, pos_weight=p),
     ),
 }
 
@@ -189,8 +184,11 @@ def _torch_forward(
     name: str, input: Tensor, target: Tensor, weight: Tensor | None, pos_weight: Tensor | None, reduction: str,
     wide: bool,
 ) -> Tensor:  # fmt: skip
-    args = [None if x is None else x.float() if _low(x) else x for x in (input, target, weight, pos_weight)]
-    return _LOSSES[name].whole(*args, reduction).to(torch.float32 if wide else input.dtype)
+    x, t = (x.float() if _low(x) else x for x in (input, target))
+    weights = {"weight": weight, "pos_weight": pos_weight}
+    given = {key: w.float() if _low(w) else w for key, w in weights.items() if w is not None}
+    loss: Tensor = getattr(F, name)(x, t, reduction=reduction, **given)
+    return loss.to(torch.float32 if wide else input.dtype)
 
 
 def _torch_backward(
@@ -264,14 +262,7 @@ def _serves(input: Tensor, target: Tensor, *_: object, **options: object) -> boo
     return not _low(input) and target.shape == input.shape
 
 
-_cpu = {name: CpuFastPath(function, serves=_serves) for name, function in (
-    ("mse_loss", lambda input, target, *, reduction="mean": F.mse_loss(input, target, reduction=reduction)),
-    ("l1_loss", lambda input, target, *, reduction="mean": F.l1_loss(input, target, reduction=reduction)),
-    ("binary_cross_entropy", lambda input, target, weight=None, *, reduction="mean": F.binary_cross_entropy(
-        input, target, weight, reduction=reduction)),
-    ("binary_cross_entropy_with_logits", lambda input, target, weight=None, *, pos_weight=None, reduction="mean":
-        F.binary_cross_entropy_with_logits(input, target, weight, reduction=reduction, pos_weight=pos_weight)),
-)}  # fmt: skip
+_cpu = {name: CpuFastPath(getattr(F, name), serves=_serves) for name in _LOSSES}
 _ops = {name: _declared(name, cpu) for name, cpu in _cpu.items()}
 
 
