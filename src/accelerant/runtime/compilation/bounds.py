@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from accelerant.errors import BoundsError
 from accelerant.runtime.compilation.kernel import KernelSource, first_line
-from accelerant.runtime.compilation.signatures import Parameter, find_kernels, without_comments
+from accelerant.runtime.compilation.signatures import Parameter, closing_at, find_kernels, without_comments
 
 __all__ = ["REPORT_BYTES", "checked_source", "raise_if_out_of_bounds"]
 
@@ -66,7 +66,7 @@ def checked_source(source: KernelSource, dialect: str, parameters: Sequence[Para
         for access in re.compile(rf"(?<![\w.>]){name}\s*\[").finditer(plain, start, end):
             inserted.append((access.end(), "acl_checked((acl_wide)("))
             rest = f"), acl_bytes_{i} / (acl_wide){size}, {i}, __LINE__, acl_report)"
-            inserted.append((_bracket_after(plain, access.end()), rest))
+            inserted.append((closing_at(plain, access.end(), "[]"), rest))
     for position, addition in sorted(inserted, reverse=True):
         text = text[:position] + addition + text[position:]
     check = _CHECK.format(head=head, report=report, word=word, add=add)
@@ -74,16 +74,6 @@ def checked_source(source: KernelSource, dialect: str, parameters: Sequence[Para
     kinds = (*kinds, *("i64" for _ in pointers), "*u32")
     program = f"typedef {wide} acl_wide;\n{check}\n{line}{text}"
     return replace(source, name=f"{source.name} (checked)", dialects={dialect: program}, entries={entry: kinds})
-
-
-def _bracket_after(plain: str, position: int) -> int:
-    """Return the position of the bracket that closes the one before a position."""
-    depth = 1
-    for match in re.compile(r"[\[\]]").finditer(plain, position):
-        depth += 1 if match[0] == "[" else -1
-        if not depth:
-            return match.start()
-    return len(plain)
 
 
 def raise_if_out_of_bounds(report: npt.NDArray[np.uint8], kernel: str, parameters: Sequence[Parameter]) -> None:

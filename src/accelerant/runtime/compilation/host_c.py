@@ -163,8 +163,9 @@ def _unit(source: KernelSource, program: str) -> tuple[str, bool]:
     for body in sorted(bodies.values(), key=len, reverse=True):
         rest = rest.replace(body, " ")
     options = source.compile_options
-    headers = (path for path, digest in header_hashes(program, options.folders) if digest)
-    rest = "\n".join([rest, *options.macros.values(), *options.cc, *source.raw_options, *map(_content, headers)])
+    paths = (Path(path) for path, digest in header_hashes(program, options.folders) if digest)
+    headers = (without_comments(read_regular(path).decode(errors="replace")) for path in paths)
+    rest = "\n".join([rest, *options.macros.values(), *options.cc, *source.raw_options, *headers])
     missing = not bodies.keys() >= source.entries.keys()  # a macro writes them
     has_barriers = "acl_barrier" in plain + rest
     shared = bool(_INDICES.search(rest)) or missing or has_barriers or not all(source.entries.values())
@@ -183,10 +184,6 @@ def _unit(source: KernelSource, program: str) -> tuple[str, bool]:
     lines += [f"#undef {entry}" for entry in hidden]
     lines += [_runner(entry, kinds, shared, waits[entry]) for entry, kinds in source.entries.items()]
     return "\n".join(lines), has_barriers
-
-
-def _content(path: str) -> str:
-    return without_comments(read_regular(Path(path)).decode(errors="replace"))
 
 
 def _runner(entry: str, kinds: Sequence[str], shared: bool, waits: bool) -> str:

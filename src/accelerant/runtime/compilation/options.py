@@ -176,8 +176,7 @@ def header_hashes(text: str, folders: Iterable[Path]) -> list[tuple[str, str]]:
     Conditions are not evaluated, so there may be more than the compiler reads. Names that no folder has belong to the
     compiler, or do not exist; they count with an empty hash, since such a file may appear.
 
-    Raises:
-        CompileError: an include of a macro, whose file only the compiler knows, or a header that cannot be read.
+    Raises CompileError for an include of a macro, whose file only the compiler knows, or a header that cannot be read.
     """
     folders = list(folders)
     if not folders:

@@ -17,7 +17,10 @@ from dataclasses import dataclass, field
 
 from accelerant.errors import CompileError
 
-__all__ = ["KernelSignature", "Parameter", "dialect_of", "entry_of", "find_kernels", "host_code", "without_comments"]
+__all__ = [
+    "KernelSignature", "Parameter", "closing_at", "dialect_of", "entry_of", "find_kernels", "host_code",
+    "without_comments",
+]  # fmt: skip
 
 _MARKS = {"cuda": "__global__", "opencl": "__kernel|kernel", "portable": "ACL_KERNEL"}
 _STRINGS = re.compile(r"/\*.*?(?:\*/|\Z)|//[^\n]*|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])+'", re.DOTALL)
@@ -90,6 +93,16 @@ def _blank(match: re.Match[str]) -> str:
     return re.sub(r"[^\n]", " ", match[0])
 
 
+def closing_at(plain: str, start: int, pair: str, end: int = sys.maxsize) -> int:
+    """Return the position of the bracket that closes the one before `start`; the end if none does."""
+    depth = 1
+    for match in re.compile(f"[{re.escape(pair)}]").finditer(plain, start, end):
+        depth += 1 if match[0] == pair[0] else -1
+        if not depth:
+            return match.start()
+    return min(end, len(plain))
+
+
 def dialect_of(text: str, name: str = "the text") -> str:
     """Return the dialect of a text, by its kernels or its file's name (.cl); raise CompileError without one."""
     plain = without_comments(text)
@@ -107,7 +120,8 @@ def find_kernels(text: str, dialect: str) -> list[KernelSignature]:
     """Return the kernels that the text defines, in its order."""
     plain = re.sub(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*", _blank, without_comments(text), flags=re.MULTILINE)
     closing_of = _brackets(plain)
-    namespaces = _namespaces(plain, closing_of) if dialect == "cuda" else []
+    heads = re.finditer(r"\bnamespace\s+([\w:]+)\s*(?=\{)", plain) if dialect == "cuda" else ()
+    namespaces = [(head.end(), closing_of[head.end()], head[1]) for head in heads]
     found = []
     for mark in re.finditer(rf"\b(?:{_MARKS[dialect]})\b", plain):
         head = _name_after(plain, mark.end(), closing_of)
@@ -168,7 +182,9 @@ def entry_of(
     for i, (kind, parameter, default) in enumerate(found.templates):
         value = given[i] if i < len(given) else default
         if not value:
-            raise CompileError(f"kernel {found} is a template: name it with its arguments, like '{_example(found)}'")
+            values = ["float" if kind in ("typename", "class") else "4" for kind, _, _ in found.templates]
+            example = f"{found.name}<{', '.join(values)}>"
+            raise CompileError(f"kernel {found} is a template: name it with its arguments, like '{example}'")
         if kind in ("typename", "class"):
             aliases[parameter] = value
     parameters = tuple(_parameter(found, i, each, aliases, dialect) for i, each in enumerate(found.parameters))
@@ -251,28 +267,12 @@ def _template(plain: str, mark: int) -> tuple[tuple[str, str, str], ...]:
     if head is None:
         return ()
     parameters = []
-    for part in _split(_angle(plain[start + head.end() : mark])):
+    for part in _split(plain[start + head.end() : closing_at(plain, start + head.end(), "<>", mark)]):
         declared, _, default = part.partition("=")
         words = re.findall(r"\w+|\.\.\.", declared)
         kind = "pack" if "..." in words else words[0] if words else ""
         parameters.append((kind, words[-1] if len(words) > 1 else "", default.strip()))
     return tuple(parameters)
-
-
-def _angle(text: str) -> str:
-    """Return the text before the > that closes an angle bracket."""
-    depth = 1
-    for match in re.finditer("[<>]", text):
-        depth += 1 if match[0] == "<" else -1
-        if not depth:
-            return text[: match.start()]
-    return text
-
-
-def _namespaces(plain: str, closing_of: Mapping[int, int]) -> list[tuple[int, int, str]]:
-    """Return the start, end and name of each namespace's braces."""
-    heads = re.finditer(r"\bnamespace\s+([\w:]+)\s*(?=\{)", plain)
-    return [(head.end(), closing_of[head.end()], head[1]) for head in heads]
 
 
 def _aliases(plain: str) -> dict[str, str]:
@@ -350,8 +350,3 @@ def _kind(words: list[str], dialect: str) -> str | None:
     if words[0] == "ulong":
         return f"u{long}"
     return _WORDS.get(words[0])
-
-
-def _example(kernel: KernelSignature) -> str:
-    values = ["float" if kind in ("typename", "class") else "4" for kind, _, _ in kernel.templates]
-    return f"{kernel.name}<{', '.join(values)}>"
