@@ -31,8 +31,6 @@ _MOST_BYTES = 1 << 26  # of a source file
 TEMPLATES = ("matmul", "relu", "attention")
 """Example kernels in the folder templates."""
 
-_CODE = "Code"
-
 _EXAMPLES = """\
 accelerant compile --template matmul --out mine.cu
 accelerant compile mine.cu
@@ -44,6 +42,11 @@ accelerant compile mine.cu --arch sm_80 --ptx"""
 def register(app: typer.Typer) -> None:
     """Add the command."""
     app.command("compile", epilog=_EXAMPLES, rich_help_panel="Kernels")(compile_file)
+
+
+def _code(text: str, *names: str, metavar: str | None = None) -> Any:
+    """Return an option of the group "Code"; without names, those that typer makes of the parameter's."""
+    return typer.Option(*names, metavar=metavar, help=text, rich_help_panel="Code")
 
 
 def compile_file(
@@ -64,39 +67,17 @@ def compile_file(
     entry: Annotated[
         list[str] | None, typer.Option(help="A template to instantiate, like 'scale<float, 4>'; may be repeated.")
     ] = None,
-    optimize: Annotated[
-        int | None, typer.Option("--optimize", "-O", help="Level of the assembler, 0 to 3.", rich_help_panel=_CODE)
-    ] = None,
-    fast_math: Annotated[
-        bool, typer.Option("--fast-math", help="Faster, less precise arithmetic in float32.", rich_help_panel=_CODE)
-    ] = False,
-    ftz: Annotated[
-        bool | None, typer.Option("--ftz/--no-ftz", help="Flush subnormal numbers to zero.", rich_help_panel=_CODE)
-    ] = None,
-    prec_div: Annotated[
-        bool | None,
-        typer.Option("--prec-div/--no-prec-div", help="Correctly rounded division.", rich_help_panel=_CODE),
-    ] = None,
-    prec_sqrt: Annotated[
-        bool | None,
-        typer.Option("--prec-sqrt/--no-prec-sqrt", help="Correctly rounded square root.", rich_help_panel=_CODE),
-    ] = None,
-    fmad: Annotated[
-        bool | None,
-        typer.Option("--fmad/--no-fmad", help="Contract a * b + c to one operation.", rich_help_panel=_CODE),
-    ] = None,
+    optimize: Annotated[int | None, _code("Level of the assembler, 0 to 3.", "--optimize", "-O")] = None,
+    fast_math: Annotated[bool, _code("Faster, less precise arithmetic in float32.", "--fast-math")] = False,
+    ftz: Annotated[bool | None, _code("Flush subnormal numbers to zero.")] = None,
+    prec_div: Annotated[bool | None, _code("Correctly rounded division.")] = None,
+    prec_sqrt: Annotated[bool | None, _code("Correctly rounded square root.")] = None,
+    fmad: Annotated[bool | None, _code("Contract a * b + c to one operation.")] = None,
     define: Annotated[
-        list[str] | None,
-        typer.Option("--define", "-D", metavar="NAME=VALUE", help="A macro; may be repeated.", rich_help_panel=_CODE),
+        list[str] | None, _code("A macro; may be repeated.", "--define", "-D", metavar="NAME=VALUE")
     ] = None,
-    nvrtc: Annotated[
-        list[str] | None,
-        typer.Option(metavar="OPTION", help="Any option of NVRTC; may be repeated.", rich_help_panel=_CODE),
-    ] = None,
-    ptxas: Annotated[
-        list[str] | None,
-        typer.Option(metavar="OPTION", help="Any option of ptxas; may be repeated.", rich_help_panel=_CODE),
-    ] = None,
+    nvrtc: Annotated[list[str] | None, _code("Any option of NVRTC; may be repeated.", metavar="OPTION")] = None,
+    ptxas: Annotated[list[str] | None, _code("Any option of ptxas; may be repeated.", metavar="OPTION")] = None,
     ptx: Annotated[bool, typer.Option("--ptx", help="Print the PTX instead of the report.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     template: Annotated[str | None, typer.Option(help=f"Print an example kernel: {', '.join(TEMPLATES)}.")] = None,
