@@ -69,10 +69,7 @@ class RecurrentKernel:
     the gradients of the last state, replaced by those of the first; dgates (B, T, G, H), of the states' part; dn
     (B, T, H), of the inputs' part of n. What a cell lacks is not read.
 
-    Attributes:
-        cell: "lstm", "gru", "tanh" or "relu".
-        backward: which pass.
-        real: "float" or "double".
+    `cell` is "lstm", "gru", "tanh" or "relu", `real` "float" or "double".
     """
 
     cell: str

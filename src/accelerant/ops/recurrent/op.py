@@ -36,7 +36,7 @@ from accelerant.runtime.dispatch.case import rules
 from accelerant.runtime.provider import ComputeProvider
 
 __all__ = [
-    "KERNELS", "constants", "gru_fwd", "layer_reference", "lstm_fwd", "num_warps", "recurrent", "rnn_fwd",
+    "KERNELS", "constants", "gru_fwd", "layer_reference", "lstm_fwd", "num_warps", "recurrent", "rnn_fwd", "run_layers",
 ]  # fmt: skip
 
 
@@ -132,26 +132,40 @@ class _Layer(torch.autograd.Function):
 _run_layer: Callable[..., tuple[Tensor, ...]] = _Layer.apply
 
 
+def run_layers(
+    run: Callable[[Tensor, int, int], Sequence[Tensor]], x: Tensor, layers: int, dropout: float, training: bool,
+    bidirectional: bool,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Run all layers and directions; return y and the final states, (layers directions, B, H) each.
+
+    `run` takes the input of a layer, its number and the direction; it returns the output and the final states.
+    """
+    ends: list[tuple[Tensor, ...]] = []
+    for layer in range(layers):
+        outputs = []
+        for direction in range(2 if bidirectional else 1):
+            y, *last = run(x.flip(1) if direction else x, layer, direction)
+            outputs.append(y.flip(1) if direction else y)
+            ends.append(tuple(last))
+        x = torch.cat(outputs, -1) if bidirectional else outputs[0]
+        if dropout and layer + 1 < layers:
+            x = F.dropout(x, dropout, training)
+    return (x, *(torch.stack(end) for end in zip(*ends, strict=True)))
+
+
 def _stack(
     launches: Any, cell: str, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], bias: bool, layers: int,
     dropout: float, training: bool, bidirectional: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Run all layers and directions; return y and the final states, (layers directions, B, H) each."""
-    directions, each = 2 if bidirectional else 1, 4 if bias else 2
-    ends: list[tuple[Tensor, ...]] = []
-    for layer in range(layers):
-        outputs = []
-        for direction in range(directions):
-            at = layer * directions + direction
-            own = [*weights[at * each : (at + 1) * each], *(() if bias else (None, None))]
-            h, c = (*(state[at].contiguous() for state in states), None)[:2]
-            y, *last = _run_layer(launches, cell, x.flip(1) if direction else x, h, c, *own)
-            outputs.append(y.flip(1) if direction else y)
-            ends.append(tuple(last))
-        x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
-        if dropout and layer + 1 < layers:
-            x = F.dropout(x, dropout, training)
-    return (x, *(torch.stack(end) for end in zip(*ends, strict=True)))
+    each = 4 if bias else 2
+
+    def run(x: Tensor, layer: int, direction: int) -> tuple[Tensor, ...]:
+        at = layer * (2 if bidirectional else 1) + direction
+        own = [*weights[at * each : (at + 1) * each], *(() if bias else (None, None))]
+        h, c = (*(state[at].contiguous() for state in states), None)[:2]
+        return _run_layer(launches, cell, x, h, c, *own)
+
+    return run_layers(run, x, layers, dropout, training, bidirectional)
 
 
 # --- on a CPU --------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import operator
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,7 +43,8 @@ from accelerant.runtime.memory.live_set import CUDA_GRANULARITY, LiveSet, predic
 
 __all__ = [
     "ModelStep", "OptimizerLike", "PeakComparison", "PeakPrediction", "bind_forward", "compare_peak", "device_of",
-    "measure_step", "predict_peak", "predict_step", "restored_state", "run_step", "shadow_parameters", "with_batch",
+    "measure_step", "modules_restored", "predict_peak", "predict_step", "restored_state", "run_step",
+    "shadow_parameters", "with_batch",
 ]  # fmt: skip
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -483,34 +485,48 @@ def with_batch(sample: Any, rows: int, device: torch.device | None = None) -> An
 
 
 @contextmanager
-def restored_state(step: ModelStep, device: torch.device) -> Iterator[None]:
-    """Restore at the end what a step on shadow parameters may change; see the module's docstring.
+def modules_restored(model: nn.Module | None) -> Iterator[None]:
+    """Restore the random state of Python and NumPy at the end, and the attributes of a model's modules.
 
-    The content of modules' lists, dicts and sets is restored one level deep. The device is "meta" if nothing runs on
-    one.
+    The content of their lists, dicts and sets is restored one level deep.
     """
-    modules = list(step.target.modules()) if isinstance(step.target, nn.Module) else []
-    attributes = [(module, dict(vars(module))) for module in modules]
-    containers = [
-        value for _, before in attributes for value in before.values() if isinstance(value, (list, dict, set))
-    ]
-    contents = [container.copy() for container in containers]
-    python, numpy_state, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    cuda = device.type == "cuda"
-    device_state = torch.cuda.get_rng_state(device) if cuda else None
-    held = torch.cuda.memory_allocated(device) if cuda else 0
+    modules = [] if model is None else model.modules()
+    plain = [vars(module) for module in modules if not isinstance(module, torch.jit.ScriptModule)]
+    inner = [each for own in plain for each in own.values() if isinstance(each, (list, dict, set))]
+    containers = [(each, copy.copy(each)) for each in (*inner, *plain)]
+    states = random.getstate(), np.random.get_state()
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy_state)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        for container, before in containers:
+            if not _holds(container, before):  # hooks may be being iterated
+                container.clear()
+                (container.extend if isinstance(container, list) else container.update)(before)
+
+
+def _holds(container: Any, items: Any) -> bool:
+    """Return whether a container has the same objects as its copy had."""
+    if isinstance(container, dict):
+        return container.keys() == items.keys() and all(container[key] is items[key] for key in items)
+    return len(container) == len(items) and all(map(operator.is_, container, items))
+
+
+@contextmanager
+def restored_state(step: ModelStep, device: torch.device) -> Iterator[None]:
+    """Restore at the end what a step on shadow parameters may change; see the module's docstring.
+
+    The device is "meta" if nothing runs on one.
+    """
+    host, cuda = torch.get_rng_state(), device.type == "cuda"
+    device_state = torch.cuda.get_rng_state(device) if cuda else None
+    held = torch.cuda.memory_allocated(device) if cuda else 0
+    try:
+        with modules_restored(step.target if isinstance(step.target, nn.Module) else None):
+            yield
+    finally:
         torch.set_rng_state(host)
-        for module, before in attributes:
-            vars(module).clear()
-            vars(module).update(before)
-        for container, content in zip(containers, contents, strict=True):
-            container.clear()
-            container.extend(content) if isinstance(container, list) else container.update(content)
         if device_state is not None:
             torch.cuda.set_rng_state(device_state, device)
             if torch.cuda.memory_allocated(device) > held:

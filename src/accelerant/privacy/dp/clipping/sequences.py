@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from accelerant import nn as our
 from accelerant.errors import ShapeError, UnsupportedCase
 from accelerant.ops._per_example import PerExampleSink
+from accelerant.ops.recurrent.op import run_layers
 from accelerant.privacy.dp.clipping.layers import expanded, linear, require_first_visit
 from accelerant.privacy.dp.clipping.rules import LayerRule, register
 
@@ -160,23 +161,16 @@ class _RecurrentRule(LayerRule):
         for state in states:
             if state.shape != shape:
                 raise ShapeError(f"the state of {type(module).__name__} must be {shape}, got {tuple(state.shape)}")
-        ends: list[tuple[Tensor, ...]] = []
-        run = _run_lstm if lstm else _run_gru
-        for layer in range(module.num_layers):
-            outputs = []
-            for direction in range(directions):
-                names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-                weights = [getattr(module, f"{name}_l{layer}{'_reverse' * direction}", None) for name in names]
-                begin = [state[layer * directions + direction].to(x.dtype) for state in states]
-                with torch.autocast(x.device.type, enabled=False):  # the backward pass repeats it in this dtype
-                    y, *last = run(x.flip(1) if direction else x, *begin, self.sink, *weights)
-                outputs.append(y.flip(1) if direction else y)
-                ends.append(tuple(last))
-            x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
-            if module.dropout and layer + 1 < module.num_layers:
-                x = F.dropout(x, module.dropout, module.training)
-        final = tuple(torch.stack(end) for end in zip(*ends, strict=True))
-        return x, final if lstm else final[0]
+
+        def run(x: Tensor, layer: int, direction: int) -> tuple[Tensor, ...]:
+            names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+            weights = [getattr(module, f"{name}_l{layer}{'_reverse' * direction}", None) for name in names]
+            begin = [state[layer * directions + direction].to(x.dtype) for state in states]
+            with torch.autocast(x.device.type, enabled=False):  # the backward pass repeats it in this dtype
+                return (_run_lstm if lstm else _run_gru)(x, *begin, self.sink, *weights)
+
+        y, *final = run_layers(run, x, module.num_layers, module.dropout, module.training, module.bidirectional)
+        return y, tuple(final) if lstm else final[0]
 
 
 @register

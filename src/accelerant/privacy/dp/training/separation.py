@@ -16,8 +16,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import operator
-import random
 import sys
 import threading
 import warnings
@@ -26,7 +24,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -34,6 +31,7 @@ from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.privacy.dp.clipping import PerExampleClipper
 from accelerant.privacy.dp.clipping.clipper import batch_size
 from accelerant.privacy.dp.clipping.rules import model_methods
+from accelerant.runtime.memory.peak import modules_restored
 
 __all__ = ["SeparationCheck"]
 
@@ -105,14 +103,15 @@ class SeparationCheck:
     def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Check the rows of a forward pass that is about to begin, if they can show anything new.
 
-        Raises:
-            UnsupportedCase: in some layer the gradient of an example depends on other rows.
+        Raises UnsupportedCase if in some layer the gradient of an example depends on other rows.
         """
         self._called = True
         rows = batch_size((*args, *kwargs.values()))
         if rows is None:
             self._warn("its input has no tensor with dimensions in tuples, lists or mappings")
-        if rows is None or rows < 2 or torch._C._current_graph_task_id() != -1 or _capturing():
+        if rows is None or rows < 2 or torch._C._current_graph_task_id() != -1:
+            return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
         mode = self._modes[self._clipper.model.training]
         mode.forwards += 1
@@ -130,8 +129,7 @@ class SeparationCheck:
     def before_backward(self) -> None:
         """Check, before the first backward pass over several rows, how the loss adds them up, where that can be seen.
 
-        Raises:
-            ConfigError: the loss is a sum and make_private was given "mean", or the other way round.
+        Raises ConfigError if the loss is a sum and make_private was given "mean", or the other way round.
         """
         if self._knows_loss or self._clipper.examples == 1:
             return
@@ -369,37 +367,16 @@ def _may_be_shares(node: Any) -> bool:
     return False
 
 
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
 @contextmanager
 def _restored(model: nn.Module) -> Generator[None]:
     """Restore random generators, and the modules' attributes, lists, mappings, sets and buffers, at the end."""
-    plain = [vars(module) for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
-    inner = [each for own in plain for each in own.values() if isinstance(each, (list, dict, set))]
-    containers = [(each, copy.copy(each)) for each in (*inner, *plain)]
     buffers = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
     devices = {param.get_device() for param in model.parameters() if param.is_cuda}
-    states = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(list(devices)):
+        with modules_restored(model), torch.random.fork_rng(list(devices)):
             yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        for container, before in containers:
-            if not _holds(container, before):  # hooks are being iterated
-                container.clear()
-                (container.extend if isinstance(container, list) else container.update)(before)
         with torch.no_grad():
             for buffer, version, value in buffers:
                 if buffer._version != version:
                     buffer.copy_(value)
-
-
-def _holds(container: Any, items: Any) -> bool:
-    """Return whether a container has the same objects as its copy had."""
-    if isinstance(container, dict):
-        return container.keys() == items.keys() and all(container[key] is items[key] for key in items)
-    return len(container) == len(items) and all(map(operator.is_, container, items))
