@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import platform
 import re
@@ -99,15 +100,16 @@ _MATRIX_FLAGS = {
 """Flags of /proc/cpuinfo, of x86 and ARM, and the operands of the dot or matrix products that they stand for."""
 
 
-def processor_facts(root: Path = Path("/")) -> dict[str, Any]:
+@functools.cache
+def processor_facts() -> dict[str, Any]:
     """Return the processor's highest clock, last cache, vectors and dtypes, as ComputeDevice.properties has them.
 
-    Linux only; a figure that the system does not state is left out. `root` has /proc and /sys, for tests.
+    Linux only; a figure that the system does not state is left out.
     """
 
     def text(path: str) -> str:
         try:
-            return (root / path).read_text(encoding="utf-8", errors="replace")
+            return Path("/", path).read_text(encoding="utf-8", errors="replace")
         except OSError:
             return ""
 

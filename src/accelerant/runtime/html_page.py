@@ -127,7 +127,6 @@ def text_table(
         numbers: names of columns to align on the right.
         width: of the lines; the cells of the widest columns wrap to fit. None for the terminal's, or no limit where
             the standard output is none.
-        indent: columns to leave empty on the left.
     """
     whole = [tuple(row) for row in rows]
     if not whole:

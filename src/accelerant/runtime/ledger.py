@@ -34,6 +34,8 @@ __all__ = [
 OpKey = tuple[str, str, str, str]
 """Op, implementation, device and case of a record."""
 
+_KEY = ("op", "implementation", "device", "case")
+
 SAMPLE_EVERY = 64
 """One call in 64 is timed, and each of the first four, so that short runs have figures too."""
 
@@ -174,8 +176,7 @@ class Manifest:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the manifest for JSON."""
-        names = ("op", "implementation", "device", "case")
-        ops = [{**dict(zip(names, key, strict=True)), "calls": count} for key, count in self.calls.items()]
+        ops = [{**dict(zip(_KEY, key, strict=True)), "calls": count} for key, count in self.calls.items()]
         return {"graph": self.name, "replays": self.replays, "ops": ops}
 
 
@@ -414,10 +415,9 @@ class Ledger:
         return {"ops": ops, "fallbacks": fallbacks, "graphs": graphs, "phases": phases}
 
     def _phase_to_dict(self, name: str, phase: _Phase) -> dict[str, Any]:
-        names = ("op", "implementation", "device", "case")
         ops = [
             {
-                **dict(zip(names, key, strict=True)),
+                **dict(zip(_KEY, key, strict=True)),
                 "calls": calls,
                 "ms_total": self._records[key].total_ms(calls, first=key in phase.first),
             }
@@ -537,14 +537,13 @@ class Section:
 
 def sections(exported: Mapping[str, Any]) -> list[Section]:
     """Return the result of `Ledger.to_dict()` by phase; what ran outside of phases is the last section."""
-    names = ("op", "implementation", "device", "case")
-    known = {tuple(row.get(name) for name in names): row for row in exported.get("ops", ())}
+    known = {tuple(row.get(name) for name in _KEY): row for row in exported.get("ops", ())}
     outside = {key: (row["calls"], row.get("ms_total") or 0.0) for key, row in known.items()}
     found = []
     for phase in exported.get("phases", ()):
         rows = []
         for part in phase["ops"]:
-            key = tuple(part[name] for name in names)
+            key = tuple(part[name] for name in _KEY)
             rows.append({**known.get(key, {}), **part})
             calls, ms = outside.get(key, (0, 0.0))
             outside[key] = calls - part["calls"], ms - (part["ms_total"] or 0.0)
@@ -567,7 +566,7 @@ def row_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     """Return op, implementation, device, case, calls, time of a call, total time and share as texts."""
     ms, total = row.get("ms_p50"), row.get("ms_total")
     first = "-" if row.get("ms_first") is None else f"{_plain(row['ms_first'])}*"
-    names = tuple(str(row.get(name)) for name in ("op", "implementation", "device", "case"))
+    names = tuple(str(row.get(name)) for name in _KEY)
     each, whole = first if ms is None else _plain(ms), _plain(total) if total else "-"
     return (*names, f"{row['calls']:,}", each, whole, f"{row.get('share', 0):.1%}")
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import itertools
 import logging
 import operator
 import os
@@ -402,17 +403,11 @@ class UserKernel:
     def _refuse_overlaps(self, values: Sequence[Any]) -> None:
         """Refuse arrays of the host that share memory without being the same: their copies would not."""
         hosts = [(i, value) for i, value in enumerate(values) if isinstance(value, _Array) and not value.device]
-        for i, one in hosts:
-            for j, other in hosts:
-                same = (one.pointer, one.size_bytes) == (other.pointer, other.size_bytes)
-                apart = one.pointer + one.size_bytes <= other.pointer or other.pointer + other.size_bytes <= one.pointer
-                if (
-                    i < j
-                    and not same
-                    and not apart
-                    and not (self.parameters[i].constant and self.parameters[j].constant)
-                ):
-                    raise LaunchError(f"{self._where(i)} shares memory with argument {j}, and is copied; pass a copy")
+        for (i, one), (j, other) in itertools.combinations(hosts, 2):
+            same = (one.pointer, one.size_bytes) == (other.pointer, other.size_bytes)
+            apart = one.pointer + one.size_bytes <= other.pointer or other.pointer + other.size_bytes <= one.pointer
+            if not (same or apart or (self.parameters[i].constant and self.parameters[j].constant)):
+                raise LaunchError(f"{self._where(i)} shares memory with argument {j}, and is copied; pass a copy")
 
     def _finish(self, values: Sequence[Any], staged: dict[tuple[int, int], Buffer], provider: ComputeProvider) -> Any:
         """Copy arrays that the kernel may have written back to the host; return JAX's."""

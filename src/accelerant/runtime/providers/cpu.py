@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import itertools
 import os
 import platform
@@ -140,7 +139,7 @@ class CpuProvider(ComputeProvider):
             name=processor_name(),
             memory_bytes=host_memory().get("MemTotal", 0),
             architecture=platform.machine(),
-            properties={"cores": self.cores, "system": platform.platform(terse=True), **_processor_facts()},
+            properties={"cores": self.cores, "system": platform.platform(terse=True), **processor_facts()},
             torch_type=self.torch_type,
         )
         return [device]
@@ -399,11 +398,6 @@ def _value(kernel: Kernel, position: int, arg: Any, memory_type: type[CountedMem
     elif getattr(arg, "is_cpu", True) is False:
         raise LaunchError(f"{where}: the tensor is on {getattr(arg, 'device', 'a device')}, not on the cpu")
     return arg.data_ptr()
-
-
-@functools.cache
-def _processor_facts() -> dict[str, Any]:
-    return processor_facts()
 
 
 def _has_few(program: str | Builder) -> bool:
