@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from typing import TYPE_CHECKING, NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn
 
 from accelerant._version import __version__
 from accelerant.cli.terminal import prepare_streams
@@ -152,14 +152,10 @@ def _fail(error: Exception | str, status: int) -> NoReturn:
 def _end(status: int) -> NoReturn:
     """End the process. Output that cannot be written is dropped: the interpreter's last flush would end it with 120."""
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # it was closed before the start
-            _drop_unwritable(stream)
+        try:
+            if stream is not None:  # it was closed before the start
+                stream.flush()
+        except OSError:
+            with suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     sys.exit(status)
-
-
-def _drop_unwritable(stream: TextIO) -> None:
-    try:
-        stream.flush()
-    except OSError:
-        with suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerant.cli.app import write
-from accelerant.cli.terminal import COMPILING, is_live
+from accelerant.cli.terminal import COMPILING, ProgressLine
 from accelerant.errors import ConfigError
 from accelerant.runtime.files import AtomicFile, escaped, read_regular
 
@@ -140,7 +141,7 @@ class StageDisplay:
     """The current stage, on one line of stderr if it is a terminal."""
 
     def __init__(self, quiet: bool) -> None:
-        self._live = not quiet and is_live(sys.stderr)
+        self._show: Callable[[str], None] = (lambda text: None) if quiet else ProgressLine(every_s=math.inf)
         self._stage = ""
         self.kernels = "loading kernels"
 
@@ -154,10 +155,6 @@ class StageDisplay:
         if begins:
             self.kernels = COMPILING
         self._show(COMPILING if begins else self._stage)
-
-    def _show(self, text: str) -> None:
-        if self._live:
-            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
     def __enter__(self) -> StageDisplay:
         return self

@@ -273,7 +273,9 @@ class MultiHeadAttention(nn.Module):
         self.width = width
         self.heads = heads
         self.causal = causal
-        self.dropout = _checked_dropout(dropout)
+        if not 0.0 <= dropout < 1.0:
+            raise ConfigError(f"dropout must be at least 0 and below 1, got {dropout}")
+        self.dropout = float(dropout)
         self.context_width = context_width
         if context_width is None:
             self.qkv = Linear(width, 3 * width, bias=bias)
@@ -333,12 +335,6 @@ class MultiHeadAttention(nn.Module):
             mixed = ops.attention(q, k, v, causal, mask=seen)  # type: ignore[assignment]  # no log-sum-exp
         y = self.projection(mixed.transpose(1, 2).reshape(batch, time, self.width))
         return y
-
-
-def _checked_dropout(p: float) -> float:
-    if not 0.0 <= p < 1.0:
-        raise ConfigError(f"dropout must be at least 0 and below 1, got {p}")
-    return float(p)
 
 
 def _with_padding(mask: Tensor | None, padding: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
@@ -504,8 +500,7 @@ def require_float8(device: torch.device) -> None:
 def float8_weights(model: nn.Module) -> list[Tensor]:
     """Return the weights of the linear layers in a model's blocks, each once, without embeddings and output layers.
 
-    Raises:
-        ConfigError: there is none, or a dimension of one is not a multiple of 16.
+    Raises ConfigError if there is none, or a dimension of one is not a multiple of 16.
     """
     weights: dict[int, Tensor] = {}
     for path, block in model.named_modules():

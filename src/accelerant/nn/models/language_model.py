@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -14,12 +13,13 @@ from accelerant.errors import ConfigError, ShapeError
 from accelerant.nn.layers import modes_kept
 from accelerant.nn.models import hugging_face
 from accelerant.nn.models.generation import STOP_INTERVAL, Decodable, Decoding, Sampling, require_tokens
+from accelerant.runtime.files import JsonRecord
 from accelerant.runtime.ledger import ledger
 
 __all__ = ["LanguageModel", "ModelConfig"]
 
 
-class ModelConfig:
+class ModelConfig(JsonRecord):
     """Base class of the frozen dataclasses that describe a model."""
 
     __slots__ = ()
@@ -29,10 +29,6 @@ class ModelConfig:
         for name in names:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{type(self).__name__}.{name} must be at least 1, got {getattr(self, name)}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return asdict(cast("Any", self))
 
 
 class LanguageModel(nn.Module):
