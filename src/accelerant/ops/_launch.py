@@ -54,12 +54,9 @@ def accesses(count: int, flops: int) -> Callable[[Case], Cost]:
 
 
 def product_cost(case: Case, results: int = 1, operations: int = 0) -> Cost:
-    """Return the cost of a matrix product.
+    """Return the cost of a product of M x K by K x N, a case of shape (M, N, K), and `operations` on each result.
 
-    Args:
-        case: of shape (M, N, K): M x K by K x N.
-        results: number of M x N tensors read or written.
-        operations: number of operations on each element of the product.
+    `results` is the number of M x N tensors read or written.
     """
     M, N, K = case.shape
     return Cost((M * K + K * N + results * M * N) * case.dtype.itemsize, 2 * M * N * K + operations * M * N)

@@ -32,11 +32,7 @@ def check_dtype(op: str, x: Tensor, name: str = "x") -> None:
 
 
 def check_matches(op: str, x: Tensor, name: str = "x", **others: Tensor | None) -> None:
-    """Check that tensors have the dtype and device of x; None is skipped.
-
-    Raises:
-        UnsupportedDtype, ShapeError, TypeError: another dtype, another device, no tensor.
-    """
+    """Raise UnsupportedDtype, ShapeError or TypeError for another dtype or device than x's, or no tensor; skip None."""
     for other_name, other in others.items():
         if other is None:
             continue
@@ -54,11 +50,7 @@ def check_matches(op: str, x: Tensor, name: str = "x", **others: Tensor | None) 
 
 
 def check_or_float32(name: str, other: Tensor, x: Tensor) -> None:
-    """Check that a tensor has the dtype of x, or float32 with a narrower x, and is on its device.
-
-    Raises:
-        UnsupportedDtype, ShapeError: another dtype, another device.
-    """
+    """Raise UnsupportedDtype unless a tensor has x's dtype, or float32 with a narrower x; ShapeError off its device."""
     if other.dtype != x.dtype and (other.dtype != torch.float32 or x.dtype == torch.float64):
         allowed = name_of(x.dtype) + ("" if x.dtype in (torch.float32, torch.float64) else " or float32")
         raise UnsupportedDtype(f"{name} must be {allowed} for x of {name_of(x.dtype)}, got {name_of(other.dtype)}")

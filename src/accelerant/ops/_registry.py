@@ -97,9 +97,5 @@ def public_ops() -> dict[str, PublicOp]:
 
 
 def public_op(name: str) -> PublicOp:
-    """Return the public op of a name.
-
-    Raises:
-        KeyError: there is none.
-    """
+    """Return the public op of a name; KeyError if there is none."""
     return public_ops()[name]

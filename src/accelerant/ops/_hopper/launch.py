@@ -72,11 +72,7 @@ class LaunchCache(dict[tuple[Hashable, ...], T]):
 def pack(
     program: HopperProgram, kinds: tuple[str, ...], grid: int, args: Sequence[Any], device: int, together: bool = False
 ) -> PackedLaunch:
-    """Prepare a launch of `grid` blocks; `together` as in LoadedKernel.pack.
-
-    Raises:
-        CompileError, LaunchError: see LoadedKernel.
-    """
+    """Prepare a launch of `grid` blocks; `together` and errors as in LoadedKernel.pack."""
     launch: PackedLaunch = load(program, kinds, device).handle.pack((grid, 1, 1), args, device, together)
     return launch
 

@@ -78,14 +78,9 @@ def _text(path: Path) -> str:
 def hopper_program(
     path: Path, element: str, mmas: Sequence[Mma], constants: Mapping[str, int | str], headers: Sequence[str] = ()
 ) -> str:
-    """Return the program text for NVRTC.
+    """Return the text for NVRTC of the kernel in a file, with wrappers of the matrix products that it calls.
 
-    Args:
-        path: the kernel's file.
-        element: of ELEMENTS.
-        mmas: the wrappers that the kernel calls.
-        constants: macro -> value.
-        headers: files of this folder that the kernel needs in addition to the primitives.
+    `element` is of ELEMENTS, `constants` are macros; `headers` are files of this folder besides the primitives.
     """
     macros = [f'#define ELEMENT "{element}"', *(f"#define {name} {value}" for name, value in constants.items())]
     shared = [_text(_FOLDER / "primitives.h"), *(mma.text() for mma in mmas)]
@@ -98,10 +93,8 @@ class HopperProgram:
     """A kernel's text and launch parameters; a Builder of runtime/compilation/kernel.py.
 
     Attributes:
-        name: entry point.
         text: from hopper_program.
-        threads: threads per block.
-        shared_bytes: dynamic shared memory per block.
+        threads, shared_bytes: of a block; the memory is dynamic.
         overlaps: see LoadedKernel.
     """
 

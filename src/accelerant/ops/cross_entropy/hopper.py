@@ -36,8 +36,7 @@ class SharedRowPlan:
     """A variant of the kernel.
 
     Attributes:
-        threads: threads per block.
-        blocks: blocks per multiprocessor.
+        threads, blocks: of a block, and of a multiprocessor.
         cluster: blocks that share a row.
     """
 

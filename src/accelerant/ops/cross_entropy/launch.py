@@ -220,10 +220,8 @@ def launch_forward(
 
     Args:
         logits: (M, N).
-        targets, ignore_index, smoothing, reduction: as the op's.
         wide: return the loss in float32.
         inplace: write the gradient over the logits if they are contiguous.
-        gradient: compute the gradient too.
         run_rows, empty_gradient: the kernel of the rows, and the allocation of its gradient.
     """
     M, N = logits.shape

@@ -57,11 +57,7 @@ def refuses_half() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Kernel:
-    """A Builder (see runtime/compilation/kernel.py) for one dtype.
-
-    Attributes:
-        dtype: of both tensors.
-    """
+    """A Builder (see runtime/compilation/kernel.py) for tensors of one dtype."""
 
     dtype: torch.dtype
 
@@ -84,12 +80,8 @@ class _Kernel:
     ) -> None:
         """Append y = x scale where `keep` is set, else 0 x, for the elements from `first` on.
 
-        Args:
-            code: a function with the arguments `ptr %x` and `ptr %y`.
-            first: index of the first element.
-            keep: a bit an element.
-            scales: the factor in every lane.
-            inside: writes the mask of the elements to load and store; None: all.
+        `keep` has a bit an element, `scales` the factor in every lane; `inside` writes the mask of the elements to load
+        and store. The function has the arguments `ptr %x` and `ptr %y`.
         """
         element, size, lanes = _IN_MEMORY[self.dtype], self.dtype.itemsize, int(keep.type[1:].split(" ")[0])
         kind = vector(element, lanes)

@@ -124,8 +124,7 @@ class Workspace:
     def to_device(self, values: np.ndarray[Any, Any]) -> Tensor:
         """Copy integers to the device asynchronously; under capture from memory that the graph's replays read again.
 
-        Raises:
-            ConfigError: a capture without reserved memory, since no step preceded it.
+        Raises ConfigError for a capture without reserved memory, since no step preceded it.
         """
         flat = torch.from_numpy(np.ascontiguousarray(values).reshape(-1))
         if self.device.type != "cuda":
@@ -288,13 +287,7 @@ def _chunk_map(device: torch.device, members: tuple[int, ...], numels: tuple[int
 
 
 def check(tensors: Tensors) -> None:
-    """Check that gradients match their parameters.
-
-    Raises:
-        ConfigError: a sparse gradient.
-        ShapeError: a gradient of another shape or on another device.
-        UnsupportedDtype: other than float16, bfloat16, float32, float64.
-    """
+    """Check gradients: ConfigError for a sparse one, ShapeError and UnsupportedDtype if one does not match."""
     for i, (param, grad) in enumerate(zip(tensors.params or tensors.grads, tensors.grads, strict=True)):
         if grad.layout != torch.strided:
             raise ConfigError(f"gradient {i} is {grad.layout}: use torch.optim.SparseAdam, or dense gradients")
@@ -355,8 +348,7 @@ class GroupValues:
     def refresh(self, rows: tuple[tuple[float, ...], ...]) -> Tensor:
         """Return (groups, 8) int64 on the device: seven float64 as bits, and the address of a learning rate or 0.
 
-        Raises:
-            ConfigError: the values changed while the stream is being captured.
+        Raises ConfigError if the values changed while the stream is being captured.
         """
         if self._memory is not None and rows == self._known:
             return self._memory
@@ -424,9 +416,6 @@ class Update:
     """The arguments of adamw_step and of sgd_step.
 
     Attributes:
-        tensors: parameters, gradients and state.
-        groups: hyperparameters of the parameter groups.
-        workspace: the device's.
         table: the tensors' table; None if no Triton kernel runs.
         max_norm: clip the gradients to this norm on the fly, without changing them; the norm goes to workspace.norm.
         grad_scale: factor by which the gradients are too large (a loss scale).

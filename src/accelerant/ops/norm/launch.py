@@ -241,8 +241,6 @@ def launch_backward(
 
     Args:
         centre: whether this is layer_norm.
-        dy: gradient of y.
-        x: the normalised tensor.
         weight, bias: as forward; of bias only the dtype matters.
         statistics: of launch_forward, which include eps.
         needs: of x, weight and bias; dx is computed in any case.

@@ -109,12 +109,8 @@ def launch_forward(
     """Return y and the positions of the maxima, both (B, C, *size) in torch's memory format.
 
     Args:
-        x: (B, C, H, W).
-        size: height and width of y.
-        window: the windows.
         divisor: of sums; None: their number of elements.
         positions: uint8 or int64, see triton_kernels.py; None: no positions.
-        plan: None for plan_of's.
     """
     layout = layout_of(x)
     last = layout == torch.channels_last
@@ -141,11 +137,8 @@ def launch_backward(
     """Return dx, in torch's memory format.
 
     Args:
-        dy: (B, C, OH, OW).
-        x: (B, C, H, W); only its shape and layout are used.
-        window, divisor: as in launch_forward.
+        x: only its shape and layout are used.
         positions: of the maxima, from launch_forward; None for averages.
-        plan: None for plan_of's.
         pairs: whether a thread computes two neighbouring columns; None: for stride 2 with the channels first.
     """
     layout = layout_of(x)

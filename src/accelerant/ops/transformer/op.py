@@ -287,13 +287,11 @@ def linear_dz(
 ) -> _GeluGradient:  # fmt: skip
     """Return the gradient of z (M, N) through linear(gelu(z)), gelu(z), and the gradient's column sums.
 
+    dy is (M, K), weight (K, N); z is contiguous.
+
     Args:
-        dy: (M, K), the gradient of the result.
-        weight: (K, N).
-        z: contiguous.
         sums: dtype of the column sums; None for none.
         examples: number of examples to sum separately, (examples, N) in float32 or better; None for one sum.
-        approximate: form of GELU, "tanh" or "none".
     """
     case = Case(dy.device, dy.dtype, (*z.shape, weight.shape[0]), (approximate, "" if sums is None else "sums"))
     gradient: _GeluGradient = _linear_dz(case, dy, weight, z, sums, examples, approximate)

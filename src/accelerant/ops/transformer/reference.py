@@ -17,7 +17,6 @@ class BlockSpec(NamedTuple):
     """The configuration of a transformer block.
 
     Attributes:
-        heads: number of attention heads; divides the width.
         eps: added to the variance in the first and in the second norm.
         causal: whether a position attends to no later one.
         window: how many positions back attention reaches; -1 for all.
@@ -62,7 +61,6 @@ def block_reference(x: Tensor, spec: BlockSpec, params: Sequence[Tensor | None])
 
     Args:
         x: (B, T, W).
-        spec: the block's configuration.
         params: weight and bias of norm_1, qkv, projection, norm_2, up and down, in any dtype; a bias may be None.
 
     Returns:
