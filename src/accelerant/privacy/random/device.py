@@ -82,11 +82,9 @@ def index_of(device: torch.device) -> int:
 
 
 class Taken(NamedTuple):
-    """Counters of a keystream that are reserved for the caller.
+    """Counters of a keystream that are reserved for the caller: the first one, (1,) int64.
 
-    Attributes:
-        state: (12,) int32: key and nonce; a secret.
-        first: (1,) int64: the first counter.
+    `state`, (12,) int32, has key and nonce; a secret.
     """
 
     state: Tensor

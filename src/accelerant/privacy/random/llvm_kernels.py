@@ -29,7 +29,6 @@ class Vectors:
     """The vectors that kernels use.
 
     Attributes:
-        lanes: words of 32 bits in a vector; divides 32.
         wide_permutes: whether the processor permutes the words of two registers (AVX-512).
     """
 
@@ -54,13 +53,7 @@ def lanes() -> int:
 
 
 class KeystreamBlocks:
-    """Vectors of blocks of a keystream, for a function with the arguments `ptr %state` and `ptr %first`.
-
-    Attributes:
-        code: the function.
-        vectors: their lanes are the blocks.
-        first: the counter of the launch's first block.
-    """
+    """Vectors of blocks of a keystream, for a function with the arguments `ptr %state` and `ptr %first`."""
 
     def __init__(self, code: FunctionBuilder, vectors: Vectors) -> None:
         self.code, self.vectors, self.lanes = code, vectors, vectors.lanes

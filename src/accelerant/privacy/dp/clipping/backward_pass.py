@@ -22,10 +22,8 @@ class Group:
     """Parameters that are clipped by one norm.
 
     Attributes:
-        name: of the layer; empty for the whole model.
         parameters: by identity, in the model's order: sums over them have the same bits in each run.
         bound: the norm that each example's gradient is clipped to.
-        limit: the same on the device, where CUDA graphs read it at each replay.
     """
 
     name: str
@@ -39,12 +37,9 @@ class ClippingPlan:
     """The settings that all passes of a clipper share.
 
     Attributes:
-        names: of the parameters, by identity.
-        groups: each parameter is in one.
         norms: "auto", "ghost" or "instantiate".
         mean: whether the loss is the mean over examples.
         sums: the sums of clipped gradients by their parameter's identity; None: they are the parameters' .grad.
-        group_of: the group of each parameter, by identity.
     """
 
     names: Mapping[int, str]
@@ -78,11 +73,7 @@ class BackwardPass:
     """Collects contributions; computes norms and adds the weighted sums to the gradients when all are there.
 
     Args:
-        task: autograd's number of the pass.
-        plan: of the clipper.
-        expected: contributions that each parameter is to get; more may come.
         mask: (B,) bool, examples that count; None for all.
-        scale: factor of the loss.
 
     Attributes:
         clipped: by group name, once it is summed.
@@ -260,8 +251,7 @@ def _bundled(shares: dict[int, _Share]) -> list[tuple[Dense, list[int]]]:
 def makes_gradient(parameter: Tensor) -> bool:
     """Return whether the running backward pass makes a parameter's gradient, and not only that of other tensors.
 
-    Raises:
-        UnsupportedCase: the pass is to be differentiated, or runs within another one.
+    Raises UnsupportedCase if the pass is to be differentiated, or runs within another one.
     """
     if torch.is_grad_enabled():
         raise UnsupportedCase(

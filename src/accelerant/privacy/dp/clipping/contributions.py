@@ -74,9 +74,7 @@ class Contribution(ABC):
         """Return the sum over examples of weights[i] times its gradient, in float32 or better.
 
         Args:
-            weights: (B,), 0 where drop is true.
             drop: (B,) bool: examples that add exactly 0, even if they hold NaN; None for none.
-            shape: of the parameter.
         """
 
     def add_to(self, grad: Tensor, weights: Tensor, drop: Tensor | None) -> None:
@@ -190,9 +188,7 @@ class Dense(Contribution):
     """Formed per-example gradients, (B, ...), and their squared norms where these are known.
 
     Attributes:
-        each: the gradients, yet to be multiplied by `factor`.
         known: (B,), yet to be multiplied by the square of `factor`.
-        factor: a scalar; None for 1.
     """
 
     each: Tensor

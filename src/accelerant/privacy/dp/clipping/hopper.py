@@ -59,18 +59,10 @@ _launches: hopper.LaunchCache[PackedLaunch] = hopper.LaunchCache()
 
 
 def launch_form(a: Tensor, g: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Form each g_i^T a_i on the current stream.
+    """Form each g_i^T a_i on the current stream, in `out` if it is given.
 
-    Args:
-        a: (B, T, K), bfloat16 or float16.
-        g: (B, T, N), in its dtype.
-        out: contiguous memory for the first result; None for new.
-
-    Returns:
-        (B, N, K) in their dtype; (B, P) float32, whose sums over P are the squared norms of these.
-
-    Raises:
-        CompileError, LaunchError: see LoadedKernel.
+    a (B, T, K) is bfloat16 or float16, g (B, T, N) of its dtype. Returns (B, N, K) in that dtype, and (B, P) float32,
+    whose sums over P are the squared norms. CompileError and LaunchError: see LoadedKernel.
     """
     a, g = hopper.readable(a), hopper.readable(g)
     (B, _, K), N = a.shape, g.shape[2]

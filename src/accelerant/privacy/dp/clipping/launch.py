@@ -165,16 +165,13 @@ def squares(x: Tensor) -> Tensor:
     return torch_squares(x) if _direct(x) else _run(_squares, x)
 
 
-def _float32_products_are_exact(x: Tensor) -> bool:
-    return x.device.type == "cpu" and factor_roundoff(torch.float32, x.device) == 2.0**-24
-
-
 def _torch_ghost(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     (B, T, K), N = a.shape, g.shape[2]
     if T == 1:
         mass = _lengths(a).mul_(_lengths(g))
         return mass.square(), mass
-    exact = T * T * (K + N) <= _EXACT or a.dtype == torch.float64 or not _float32_products_are_exact(a)
+    float32_is_exact = a.device.type == "cpu" and factor_roundoff(torch.float32, a.device) == 2.0**-24
+    exact = T * T * (K + N) <= _EXACT or a.dtype == torch.float64 or not float32_is_exact
     dtype = torch.float64 if exact else torch.float32
     squares, masses = torch.empty(2, B, 1, dtype=dtype, device=a.device)
     for part in chunks(B, 4 * T * T + 2 * T * (K + N)):
@@ -212,9 +209,7 @@ _ghost = triton_operation("clip_ghost", _triton_ghost, _torch_ghost, cost=_ghost
 def ghost_terms(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Return terms of the squared norm of each g_i^T a_i, (B, ...), and of its mass, without forming it.
 
-    Args:
-        a: (B, T, K) inputs.
-        g: (B, T, N) gradients of the outputs.
+    a (B, T, K) are inputs, g (B, T, N) gradients of outputs.
     """
     if _direct(a) or a.shape[1] == 1:
         return _torch_ghost(a, g)
@@ -244,7 +239,6 @@ def bounded(squares: Tensor, masses: Tensor, shape: tuple[int, int, int], roundo
     """Return squares of upper bounds of norms, (B,), from terms of squared norms and masses; see the module.
 
     Args:
-        squares, masses: (B, ...) terms, in float32 or better.
         shape: T, K and N.
         roundoff: of the factors in the weighted sum.
     """
@@ -283,12 +277,8 @@ _form = Operation(
 def form(a: Tensor, g: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return each g_i^T a_i, (B, N, K) in the factors' dtype, and the squared norms of these rounded values, (B,).
 
+    a (B, T, K) are inputs, g (B, T, N) gradients of outputs; the products go to `out`, contiguous, if it is given.
     All at once: to form a part and take its norm while it is in a cache of 50 MiB made a step 1% slower on an H200.
-
-    Args:
-        a: (B, T, K) inputs.
-        g: (B, T, N) gradients of the outputs.
-        out: contiguous memory for the products; None for new.
     """
     if _direct(a):
         return _torch_form(a, g, out)
@@ -330,8 +320,6 @@ def weighted_sum(x: Tensor, weights: Tensor, drop: Tensor | None, into: Tensor |
     """Return the sum over i of weights[i] x[i], (B, ...) to (...), in the dtype of weights.
 
     Args:
-        x: per-example gradients.
-        weights: (B,), float32 or better; 0 where drop is true.
         drop: (B,) bool: examples that add exactly 0, even if they hold NaN; None for none.
         into: dense, float32, of as many elements as each example: the sum is added to it, and it is returned.
     """

@@ -51,9 +51,6 @@ class LayerRule(ABC):
         layers: the classes it covers, or "package.module:Class" for packages that may be absent. A subclass of a
             covered class is covered unless it has its own `forward`; a class named by its path is covered exactly.
         covers_children: whether the layer's forward uses parameters of its submodules, too.
-        module: the layer.
-        sink: takes the contributions to per-example gradients.
-        plain: the layer's own forward.
     """
 
     layers: ClassVar[tuple[type[nn.Module] | str, ...]] = ()
@@ -80,8 +77,7 @@ class LayerRule(ABC):
     def examples_first(self, x: Tensor, least: int = 2) -> tuple[Tensor, int]:
         """Return a layer's input with the examples in dimension 0, and their number.
 
-        Raises:
-            ShapeError: fewer than `least` dimensions, or the first is not that of the model's input.
+        ShapeError for fewer than `least` dimensions, or a first one that is not that of the model's input.
         """
         examples = self.sink.batch
         if x.dim() < least:
@@ -124,8 +120,6 @@ class Survey:
     """The clipped part of a model.
 
     Attributes:
-        parameters: with names, each once.
-        layers: modules and their rules.
         models: modules that use parameters of their layers directly, with their method replacements.
         frozen: BatchNorm in eval mode, with names: exact while it stays so.
     """

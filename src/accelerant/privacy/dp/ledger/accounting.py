@@ -51,7 +51,6 @@ class Spent(NamedTuple):
     """The cost of events.
 
     Attributes:
-        epsilon: may be infinite.
         charged: part of delta that the events' charged deltas take.
         reason: why epsilon is infinite; empty for a finite one.
     """
@@ -125,9 +124,7 @@ def most_within(cost: Callable[[int, str], float], limit: float, method: str) ->
 def last_within(cost: Callable[[int], float], limit: float, start: int = 0) -> int:
     """Return the largest n in [0, 10^9] with cost(n) <= limit, for a nondecreasing cost; 0 where there is none.
 
-    Args:
-        cost: may be slow: the crossing is interpolated, assuming that cost grows about as a square root.
-        start: a guess.
+    cost may be slow: from the guess `start` the crossing is interpolated, as if cost grew about as a square root.
     """
     low, high, step = -1, _MAX_STEPS + 1, max(1, start // 8)
     cost_low, cost_high = 0.0, math.inf

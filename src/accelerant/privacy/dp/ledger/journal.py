@@ -48,8 +48,6 @@ class Contents(NamedTuple):
     """The contents of a file.
 
     Attributes:
-        records: in order.
-        chain: the last one.
         size_bytes: of the records' lines; the rest of the file is a torn line.
         unguarded: why lines could have been cut off at the end unnoticed; empty if they could not.
     """
@@ -68,7 +66,6 @@ class Journal:
 
     Attributes:
         torn_bytes: length of a last line that a crash cut short, and that was dropped. `append` never returned from it.
-        unguarded: as in Contents, when the file was opened.
 
     Raises:
         ConfigError: another process writes to it, or it cannot be opened or locked.
@@ -173,12 +170,7 @@ class Journal:
 
 
 def read_journal(path: Path) -> Contents:
-    """Return the contents of a file.
-
-    Raises:
-        FormatError: a line was edited, is missing or is no record; the message names it.
-        OSError: the file cannot be read.
-    """
+    """Return the contents of a file; FormatError names a line that was edited, is missing or is no record."""
     head_path, unguarded = _head_path(path), ""
     try:  # before the file: another process may be writing
         head, head_chain = read_regular(head_path).decode("ascii").split()

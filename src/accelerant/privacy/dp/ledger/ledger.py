@@ -335,8 +335,7 @@ class Ledger:
     def statement(self, delta: float | None = None) -> Statement:
         """Return the ledger's statement for a reviewer: epsilon at delta, events, sampling, noise, assumptions.
 
-        Args:
-            delta: by default the budget's, or that of the last run that had one, or else 1e-5.
+        delta is by default the budget's, or that of the last run that had one, or else 1e-5.
         """
         return make_statement(self, delta)
 

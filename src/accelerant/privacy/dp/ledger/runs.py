@@ -49,8 +49,6 @@ class Run:
 
     Attributes:
         facts: of its first record: time, dataset, budget, versions.
-        id: random.
-        used: events known to have happened.
         reserved: further events that may have happened.
         closed: whether it ended with a record of the events that happened.
     """
@@ -73,7 +71,6 @@ class History:
 
     Attributes:
         facts: of the first record: unit, neighbouring, dataset. Empty for an empty file.
-        runs: in order.
         merged: events of other runs by their ids, from checkpoints, without those that `runs` has.
     """
 
@@ -188,8 +185,6 @@ class RunWriter:
     """Writes one run: its first record, reservations before events, and the exact counts at the end.
 
     Args:
-        journal: of the ledger's file.
-        run: the run's number, from 1.
         facts: for its first record: id, dataset, budget, and what else the module's docstring has.
     """
 

@@ -203,7 +203,6 @@ class GaussianPlan:
 
     Attributes:
         sigma: its deviation in grid steps, exact.
-        factors: 1, k_1, ... k_m.
         log_ratio: tau of the module's docstring, a bound on |ln(P(Z = n) / ideal)| with the ideal base sampler.
     """
 

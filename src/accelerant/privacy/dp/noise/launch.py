@@ -218,13 +218,9 @@ def _launch_rows(
 
 
 def noted(op: str, tensors: Sequence[Tensor], kernel: Kernel, elements: int, *, accesses: int) -> RecordedLaunch:
-    """Record the block as a call of op in the runtime's ledger.
+    """Record the block, a launch of a kernel over tensors of one dtype and device, as a call of op in the ledger.
 
-    Args:
-        tensors: of one dtype and device.
-        kernel: the kernel that is launched.
-        elements: in all tensors.
-        accesses: reads and writes of each element.
+    `elements` are those of all tensors, `accesses` the reads and writes of each.
     """
     x = tensors[0]
     case = f"{elements} {name_of(x.dtype)}"

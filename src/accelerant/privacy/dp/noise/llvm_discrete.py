@@ -131,8 +131,6 @@ class GaussianKernel(VectorKernel):
     """A Builder of gaussian_steps or gaussian_add; arguments as kernel.c has them.
 
     Attributes:
-        terms: base samples of a draw.
-        adds: gaussian_add instead of gaussian_steps.
         trigger: a word with all of these bits set takes its sample from the pool.
     """
 

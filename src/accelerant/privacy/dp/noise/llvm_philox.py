@@ -98,11 +98,7 @@ def _interleaved(code: FunctionBuilder, z: list[Value], count: int) -> Value:
 
 @dataclass(frozen=True, slots=True)
 class PhiloxKernel(VectorKernel):
-    """A Builder of philox_add(begin, end, x, keys, first, stream, n, width, outward).
-
-    Attributes:
-        laplace: draw from the Laplace distribution instead of the normal one.
-    """
+    """A Builder of philox_add(begin, end, x, keys, first, stream, n, width, outward); normal or Laplace variates."""
 
     laplace: bool = False
 

@@ -65,7 +65,6 @@ class NoisySum:
     """Releases sums of vectors that one example changes by at most a sensitivity.
 
     Args:
-        source: of the noise.
         noise_multiplier: scale of the noise over sensitivity; 0: no noise, and no privacy.
         dimensions: elements of all tensors of a release together.
         kind: "gaussian" (sensitivity in L2, scale the standard deviation) or "laplace" (in L1, scale b).

@@ -43,7 +43,6 @@ class NoiseSource(ABC):
 
     Attributes:
         secure: whether a privacy proof holds for the noise, drawn on a grid from a cryptographic generator.
-        name: in the ledger.
     """
 
     secure: bool

@@ -60,13 +60,7 @@ class AdaptiveClipping:
 
 
 class AdaptiveNorm:
-    """The clipping norm of a training, and the noisy counts that move it.
-
-    Args:
-        settings: of the user.
-        source: of the count's noise.
-        noise_multiplier: of the whole mechanism.
-    """
+    """The clipping norm of a training, and the noisy counts that move it."""
 
     def __init__(self, settings: AdaptiveClipping, source: NoiseSource, noise_multiplier: float) -> None:
         self.settings = settings

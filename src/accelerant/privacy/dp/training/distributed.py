@@ -36,11 +36,7 @@ _LONGEST: Final = 500  # characters of an error that another process repeats
 
 
 class Processes:
-    """The processes that train together; one if torch.distributed is not initialised.
-
-    Attributes:
-        rank, size: of this process, and their number.
-    """
+    """The processes that train together; one if torch.distributed is not initialised."""
 
     def __init__(self) -> None:
         self.rank, self.size = 0, 1

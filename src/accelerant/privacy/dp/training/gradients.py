@@ -281,12 +281,8 @@ class Privatizer(GradientPrivatizer):
 def least_noise(target: Budget, sample_rate: float, steps: int, ledger: Ledger, charged: float) -> float:
     """Return the least noise multiplier with which `steps` more events of a ledger end within a target.
 
-    Args:
-        charged: delta of each event.
-
-    Raises:
-        BudgetExceeded: the ledger's events alone pass the target.
-        UnsupportedCase: as `calibrate`.
+    Each event charges `charged` of delta. BudgetExceeded if the ledger's events alone pass the target; other errors
+    are those of `calibrate`.
     """
     if ledger.events and (before := ledger.epsilon(target.delta)) >= target.epsilon:
         raise BudgetExceeded(

@@ -115,11 +115,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     Attributes:
         stepped: whether the last call of `step` made one.
-        steps: made so far.
-        expected_batch_size: divisor of the sum.
-        inner: the wrapped optimizer.
-        clipper, ledger, processes: as given.
-        tracker: of the draws.
         separation: checks the first batch's examples.
         grouped: whether the ledger's unit has several rows: then only batches of our sampler may be stepped.
         precision: of `PrivateStep`'s autocast; None without one.
@@ -255,7 +250,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         agreed: dict[str, object] = {}
         with self.processes.agreed(agreed):  # rank 0's noise must cover the sums of all
             expected = self._checked()
-            plan, sampling = self._plan(expected), self._sampling()
+            plan = self._plan(expected)
+            sampling: Sampling = "poisson" if self.tracker.sampled else "unknown"
             agreed["clipping norm"] = max(self._bound, self.clipper.sensitivity)
             agreed["sampling"], agreed["expected batch size"] = sampling, expected
             agreed["noise"], agreed["precision"] = plan, f"{self.precision or self._params[0].dtype}"
@@ -295,9 +291,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
                     "frozen or not there when make_private was called; call it again after detach()"
                 )
         return self.expected_batch_size
-
-    def _sampling(self) -> Sampling:
-        return "poisson" if self.tracker.sampled else "unknown"
 
     def update(self, plan: NoisePlan) -> None:
         """Run the device's part of a step: noise, division, the wrapped step. `.grad` is the noisy mean afterwards.
