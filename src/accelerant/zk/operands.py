@@ -61,11 +61,9 @@ class Operand:
 
 
 def array_operand(x: Any, field: Field, name: str, tail: Shape) -> Operand:
-    """Return an array of a field's words whose last axes are `tail`.
+    """Return an array of a field's words whose last axes are `tail`, or raise UnsupportedDtype or ShapeError.
 
-    Raises:
-        UnsupportedDtype, ShapeError: something else.
-        ConfigError: a tensor on a device without a backend.
+    ConfigError for a tensor on a device without a backend.
     """
     tensor = x if is_tensor(x) else None
     refuse_masked(x, name)
@@ -113,9 +111,7 @@ def point_operand(curve: Curve[Any], x: Any, name: str) -> Operand:
 def encoded_points(curve: Curve[Any], points: Any, name: str, single: str = "") -> npt.NDArray[np.uint64]:
     """Return the canonical words of (x, y) or None, or of a list of them; messages call one point `single`.
 
-    Raises:
-        UnsupportedDtype: not points; names the index.
-        FormatError: a coordinate is not from 0 to below the modulus.
+    UnsupportedDtype names the index of what is no point; FormatError: a coordinate is not from 0 to below the modulus.
     """
     alone = not isinstance(points, list)
     listed = [points] if alone else points
@@ -157,9 +153,7 @@ def points_inward(curve: Curve[Any], operand: Operand, space: MemorySpace, name:
     """Return points in Montgomery form in a memory space, (n, *shape), checked.
 
     On a curve of even order the kernels add points of the subgroup only, so "curve" also checks the subgroup.
-
-    Raises:
-        FormatError: a point fails check; names the first one's flattened index.
+    FormatError names the flattened index of the first point that fails.
     """
     words = montgomery_points(curve, operand, space)
     if check == "curve" and curve.cofactor % 2 == 0:

@@ -57,16 +57,10 @@ def encode_points(curve: Curve[E], points: Sequence[Affine[E]]) -> U64:
 
 
 def decode_points(curve: Curve[E], array: U64, *, check: bool = True) -> list[Affine[E]]:
-    """Return the points of canonical limbs.
+    """Return the points of canonical limbs, (n, *curve.shape), uint64.
 
-    Args:
-        array: (n, *curve.shape), uint64.
-        check: refuse points off the curve or out of the subgroup.
-
-    Raises:
-        ShapeError: another shape.
-        UnsupportedDtype: not uint64.
-        FormatError: a coefficient that is not reduced, or a point that check refuses; names its index and value.
+    ShapeError and UnsupportedDtype for another array. FormatError names the index and value of a coefficient that is
+    not reduced, or with `check` of a point off the curve or out of the subgroup.
     """
     if array.dtype != np.uint64:
         raise UnsupportedDtype(f"points must be uint64, got {array.dtype}")

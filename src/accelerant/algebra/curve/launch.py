@@ -162,10 +162,8 @@ def _all_in_subgroup(curve: Curve[Any], x: _Points) -> bool:
 def _subset_sums(curve: Curve[Any], x: _Points, digits: npt.NDArray[np.uint16], bits: int) -> _Points:
     """Return the sums of the points whose digits have bit b - 1, ..., 0, of each row of digits (rows, n).
 
-    Points with equal digits in a row are added. Halving the 2^b sums of a row then gives the sums of its subsets.
-
-    Returns:
-        (bits * rows, *shape).
+    Points with equal digits in a row are added. Halving the 2^b sums of a row then gives the sums of its subsets,
+    (bits * rows, *shape).
     """
     rows = len(digits)
     buckets = (digits + (np.arange(rows) << bits)[:, None]).reshape(-1)

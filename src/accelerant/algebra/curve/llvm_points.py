@@ -67,7 +67,6 @@ class Packs:
     those of the odd lanes; unpacking them gives a register for each word.
 
     Attributes:
-        packed: the arithmetic.
         mask: LLVM's type of a mask.
         numbers: LLVM's type of a 64-bit number for each lane.
     """
@@ -181,9 +180,6 @@ class Elements:
     """Arithmetic and memory of coordinates, as instructions appended to a function.
 
     Attributes:
-        code: the function.
-        packed: the arithmetic of Fq.
-        packs: masks and memory.
         degree: over Fq, 1 or 2.
         size: bytes of an element in memory.
         zero, one: the neutral elements, one as 1 L.
@@ -576,7 +572,6 @@ def batch_add(k: Elements, count: str, pair: Callable[[str], Pair], scratch: Scr
     Only a pack with a special case pays for it, by a branch: the time depends on the points.
 
     Args:
-        count: an i64.
         pair: returns the pack of an index, an i64. The sums are written from the last pack to the first.
         scratch: memory for `count` packs.
         unit: the factor of coordinates in the points' memory, x unit. Slopes are x L, so products keep the unit, except

@@ -212,19 +212,7 @@ def register_curve(
 ) -> Curve[int]:
     """Register the curve y^2 = x^3 + b over a prime field for this process.
 
-    The cofactor is derived from the orders of the fields.
-
-    Args:
-        name: an identifier.
-        field: name of the field of the coordinates, Fq, with an even number of 64-bit limbs.
-        scalar_field: name of the field of r elements, r the odd prime order of the generator, with 4 limbs.
-        b: constant of the equation, not 0.
-        generator: (x, y), affine.
-        a: must be 0; other curves have no kernels.
-
-    Raises:
-        ConfigError: another curve has the name, a parameter violates these limits, or the generator is not on the curve
-            or not of order r.
+    The cofactor is derived from the orders of the fields. Arguments and errors are those of zk.register_curve.
     """
     if not (name.isidentifier() and name.isascii()):
         raise ConfigError(f"a curve's name must be an identifier, got {name!r}")

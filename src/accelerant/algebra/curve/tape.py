@@ -267,9 +267,7 @@ class Tape:
         code: int32, runs one after another: operation, count, and for each instruction the offsets of the result and of
             the operands, in words from the first register.
         schedule: (m, 2), int64: first and end of the parts of the code, in the order of execution.
-        registers: number of registers.
         constants: values of the first registers; the first one is 0.
-        products: number of products.
     """
 
     field: Field

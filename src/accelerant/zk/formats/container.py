@@ -75,11 +75,7 @@ class Section:
 
 
 def regular_file(path: FilePath) -> Path:
-    """Return path as a Path after checking that it names a regular file.
-
-    Raises:
-        FormatError: the file does not exist, or is a directory, a pipe or a device.
-    """
+    """Return path as a Path; FormatError if the file does not exist, or is a directory, a pipe or a device."""
     file = Path(path)
     try:
         mode = file.stat().st_mode

@@ -41,15 +41,7 @@ def _field(family: Family, which: Which) -> Field:
 
 
 def read_family(cursor: Cursor, which: Which) -> Family:
-    """Read a prime (u32 n8, then n8 bytes) and return the curve family it belongs to.
-
-    Args:
-        cursor: positioned at the prime.
-        which: "q", the base field modulus, or "r", the order of the groups.
-
-    Raises:
-        FormatError: the prime is of no supported family.
-    """
+    """Read a prime (u32 n8, then n8 bytes), "q" or "r", and return its curve family; FormatError if it is of none."""
     at = cursor.at
     size = cursor.number(f"the size of {which}")
     sizes = sorted({_field(family, which).size_bytes for family in FAMILIES.values()})
@@ -103,12 +95,7 @@ def why_forgeable(gamma2: U64, delta2: U64) -> str | None:
 
 
 def words_of(value: Any, width: int, count: int | None, name: str) -> U64:
-    """Return value as a contiguous array of words, (count, width), or (width,) if count is None.
-
-    Raises:
-        UnsupportedDtype: not uint64.
-        ShapeError: another shape.
-    """
+    """Return value, a uint64 array, as contiguous words, (count, width), or (width,) if count is None."""
     array = np.asarray(value)
     if array.dtype != np.uint64:
         raise UnsupportedDtype(f"{name} must be uint64, got {array.dtype}")
@@ -152,14 +139,9 @@ def _chunks(words: U64) -> list[slice]:
 
 
 def check_below(file: MappedFile, number: int, field: Field, words: U64, start: int = 0) -> None:
-    """Check that all elements of section `number` are below the modulus.
+    """Check that all elements of section `number` are below the modulus; FormatError names the first one's offset.
 
-    Args:
-        words: rows of the section, each a whole number of elements.
-        start: byte offset of the first row in the payload.
-
-    Raises:
-        FormatError: names the offset of the first invalid element.
+    `words` are rows of the section, each a whole number of elements, from byte `start` of the payload on.
     """
     for chunk in _chunks(words):
         at = start + chunk.start * words.shape[1] * words.itemsize
@@ -171,13 +153,8 @@ def check_points(
 ) -> None:
     """Check that the points of section `number` have reduced coordinates and are on the curve and in the subgroup.
 
-    Args:
-        words: (n, words per point), rows of the section.
-        start: byte offset of the first point in the payload.
-        subgroup: also check membership in the subgroup of order r, which contains infinity.
-
-    Raises:
-        FormatError: names the offset and the index of the first invalid point.
+    `words`, (n, words per point), are rows of the section from byte `start` of the payload on. FormatError names the
+    offset and the index of the first invalid point. The subgroup of order r contains infinity.
     """
     check_below(file, number, curve.coordinates.base, words, start)
     tests: tuple[tuple[launch.Test, str], ...] = (
@@ -225,11 +202,7 @@ class Label:
 
 
 def read_label(cursor: Cursor) -> Label:
-    """Read a label.
-
-    Raises:
-        FormatError: unknown kind or parameter, parameters out of order or truncated.
-    """
+    """Read a label; FormatError for an unknown kind or parameter, or parameters out of order or truncated."""
     at = cursor.at
     kind = cursor.number("a contribution's kind")
     if kind not in KINDS:

@@ -127,9 +127,7 @@ class ProvingKey(Protocol):
 def spaces_of(device: Devices, domain_size: int) -> tuple[MemorySpace, ...]:
     """Return the memory spaces of one device, or of several that share the work; `device` is as for Prover.
 
-    Raises:
-        ConfigError: unknown backend or device number; an empty list; the CPU among several devices.
-        BackendUnavailable: the backend is unavailable; says why.
+    ConfigError for an unknown backend or device number, an empty list, or the CPU among several devices.
     """
     if isinstance(device, str | ComputeDevice):
         return (_automatic(domain_size) if device == "auto" else space_at(device),)

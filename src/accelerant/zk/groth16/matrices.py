@@ -90,8 +90,7 @@ class SparseMatrix:
     ) -> SparseMatrix:
         """Sort n entries by row: rows (n,), columns (n,) below 2^32, and values (n, 4), any words.
 
-        Raises:
-            ShapeError: a row is not below n_rows: kernels would write out of bounds.
+        Raises ShapeError for a row that is not below n_rows: kernels would write out of bounds.
         """
         if len(rows) and int(rows.max()) >= n_rows:
             raise ShapeError(f"an entry is in row {int(rows.max())} of {n_rows}")

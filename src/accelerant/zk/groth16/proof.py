@@ -122,11 +122,9 @@ class Proof:
 
 
 def check_inputs(public: Sequence[int], family: Family, name: str) -> list[int]:
-    """Return public inputs as a list after checking that they are Python integers below r.
+    """Return a sequence of public inputs as a list.
 
-    Raises:
-        UnsupportedDtype: not a sequence, or not of Python integers; names the index.
-        FormatError: an input is not from 0 to below r; names the index.
+    UnsupportedDtype names the index of one that is no Python integer, FormatError of one not from 0 to below r.
     """
     try:
         values = list(public)
@@ -150,9 +148,7 @@ def _word(value: int) -> str:
 def parse_groth16(text: str | bytes, what: str) -> tuple[Mapping[str, Any], Family]:
     """Parse a JSON object of Groth16 and return it with its curve's family.
 
-    Raises:
-        FormatError: not JSON, not an object, another protocol, or an unknown curve; names `what`.
-        UnsupportedDtype: not text.
+    FormatError, which names `what`, if it is none, or of another protocol or curve; UnsupportedDtype if it is no text.
     """
     value = _parse(text, what)
     if not isinstance(value, dict):
@@ -191,8 +187,7 @@ def _number(value: object, below: int, what: str) -> int:
 def point_from_json(value: object, curve: Curve[Any], what: str) -> Any:
     """Read an affine point, None for infinity; it may be outside the subgroup.
 
-    Raises:
-        FormatError: not three coordinates, not reduced, or off the curve; names `what`.
+    FormatError, which names `what`, if it is not three coordinates, not reduced, or off the curve.
     """
     k = curve.coordinates
     x, y, z = (_coordinate(row, curve, f"{what}[{i}]") for i, row in enumerate(_list(value, 3, what)))
