@@ -95,11 +95,16 @@ def trained(model, steps=8, accumulate=1, amp=False, logits=False, set_to_none=T
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"accumulate": 2}, {"amp": True}, {"logits": True}, {"set_to_none": False}],
-    ids=["plain", "accumulation", "autocast", "logits", "zeroed"],
-)
-def test_training_from_graphs_is_training_without(model, options):
+    ("options", "checkpointing"),
+    [
+        ({}, False), ({"accumulate": 2}, False), ({"amp": True}, False), ({"logits": True}, False),
+        ({"set_to_none": False}, False), ({"accumulate": 2}, True),
+    ],
+    ids=["plain", "accumulation", "autocast", "logits", "zeroed", "checkpointing"],
+)  # fmt: skip
+def test_training_from_graphs_is_training_without(model, options, checkpointing):
+    if checkpointing:
+        model.gradient_checkpointing_enable()
     other = copy.deepcopy(model)
     acl.nn.patch(model)
     report = acl.nn.patch(other, graph=True)

@@ -260,7 +260,8 @@ def _key(values: Sequence[Any], names: tuple[str, ...]) -> tuple[Any, ...]:
     low = torch.get_autocast_dtype(_DEVICE) if torch.is_autocast_enabled(_DEVICE) else None
     chosen = settings().deterministic, settings().implementation, torch.are_deterministic_algorithms_enabled()
     numerics = torch.backends.cuda.matmul.fp32_precision, *chosen
-    return names, tuple(parts), low, numerics, full_masks
+    stream = torch.cuda.current_stream() if _DEVICE == "cuda" else None  # memory is only reused in a stream's order
+    return names, tuple(parts), low, numerics, stream, full_masks
 
 
 class _State:
@@ -309,6 +310,10 @@ class _State:
         return None
 
 
+def _in_capture() -> bool:
+    return _DEVICE == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def _random_states() -> tuple[Any, Any]:
     """Return the states of the random number generators of the host, and of the device."""
     _, keys, place, *_ = np.random.get_state(legacy=True)
@@ -348,8 +353,8 @@ class Graphs:
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model: from its graphs, or eagerly."""
-        if not model.training or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return self._forward(model, *args, **kwargs)  # evaluation, generation: not a fallback
+        if not model.training or not torch.is_grad_enabled() or torch.compiler.is_compiling() or _in_capture():
+            return self._forward(model, *args, **kwargs)  # evaluation, generation, TrainStep: not a fallback
         try:
             values = [*args, *kwargs.values()]
             key = _key(values, tuple(kwargs))

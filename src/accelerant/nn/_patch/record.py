@@ -287,8 +287,8 @@ def has_hooks(module: nn.Module, *, ignore_captures: bool = False) -> bool:
     """Return whether calling a module calls hooks, its own or torch's global ones.
 
     Args:
-        ignore_captures: whether to ignore the hooks that transformers leaves on layers and attention once hidden states
-            were requested; they read attention weights, which ours does not return.
+        ignore_captures: whether to ignore two hooks of transformers: those on layers and attention since hidden states
+            were requested, which read attention weights, and those on embeddings under gradient checkpointing.
     """
     hooks = torch.nn.modules.module
     return bool(
@@ -304,9 +304,9 @@ def has_hooks(module: nn.Module, *, ignore_captures: bool = False) -> bool:
 
 
 def _is_capture(hook: Any) -> bool:
-    return (
-        getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
-        and getattr(hook, "__name__", None) == "output_capturing_hook"
+    return (getattr(hook, "__module__", None), getattr(hook, "__name__", None)) in (
+        ("transformers.utils.output_capturing", "output_capturing_hook"),
+        ("transformers.modeling_utils", "make_inputs_require_grads"),
     )
 
 

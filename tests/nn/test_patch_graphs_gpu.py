@@ -1,0 +1,262 @@
+"""patch(graph=True) on a GPU: what ordinary loops do gives what it gives without graphs."""
+
+import contextlib
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from patch_models import make, transformers
+
+import accelerant as acl
+from accelerant.errors import FallbackWarning
+from accelerant.nn._patch import graphs
+from accelerant.nn.train.step import TrainStep
+
+pytestmark = pytest.mark.gpu
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+SETTINGS = {
+    "gpt2": {"n_embd": 256, "n_head": 4, "n_positions": 256},
+    "bert": WIDE,
+    "qwen3": WIDE | {"max_position_embeddings": 256, "num_key_value_heads": 2, "head_dim": 64},
+}
+
+
+def wide(family="gpt2", **more):
+    torch.manual_seed(0)
+    return make(family, **SETTINGS[family], **more).cuda().train()
+
+
+def ids(seed=0, rows=2, length=64):
+    return torch.randint(3, 90, (rows, length), generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+def trained(model, steps=10, accumulate=1, amp=True, logits=False, set_to_none=True, mask=None, clip=True):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(steps):
+        for part in range(accumulate):
+            x = ids(step * accumulate + part)
+            more = {}
+            if mask is not None:
+                more["attention_mask"] = torch.ones_like(x)
+                if mask == "padded" or (mask == "both" and step % 2):
+                    more["attention_mask"][0, 40:] = 0
+            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=amp):
+                output = model(input_ids=x, labels=x, **more)
+                loss = output.loss + output.logits.float().square().mean() if logits else output.loss
+            loss.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        losses.append(loss.item())
+    return losses
+
+
+def assert_same_training(one, other, **options):
+    """By SGD, whose steps follow the gradients; sums in any order (attention, embedding) leave the last bits open."""
+    begun = torch.nn.utils.parameters_to_vector(one.parameters()).detach().clone()
+    torch.testing.assert_close(trained(other, **options), trained(one, **options), rtol=2e-3, atol=2e-3)
+    a, b = (torch.nn.utils.parameters_to_vector(each.parameters()).detach() for each in (other, one))
+    assert float((a - b).norm()) < 0.02 * float((b - begun).norm())
+
+
+OPTIONS = [
+    {}, {"accumulate": 3}, {"set_to_none": False}, {"accumulate": 2, "set_to_none": False}, {"amp": False},
+    {"logits": True}, {"mask": "full"}, {"mask": "padded"}, {"mask": "both", "steps": 16},
+]  # fmt: skip
+
+
+CASES = [("gpt2", options) for options in OPTIONS]
+CASES += [(family, OPTIONS[i]) for family in ("bert", "qwen3") for i in (0, 1, -1)]
+
+
+@pytest.mark.parametrize(("family", "options"), CASES, ids=str)
+def test_training_from_graphs_is_training_without(family, options):
+    model = wide(family)
+    other = copy.deepcopy(model)
+    acl.nn.patch(model)
+    report = acl.nn.patch(other, graph=True)
+    assert_same_training(model, other, **options)
+    captured = 2 if options.get("mask") == "both" else 1
+    assert (report.graphs["captured"], set(report.graphs)) == (
+        captured, {"captured", "replayed", "eager: before the capture"}
+    )  # fmt: skip
+    assert report.graphs["replayed"] >= 7
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3"])
+def test_activation_checkpointing_is_captured(family):
+    model = wide(family)
+    other = copy.deepcopy(model)
+    for each in (model, other):
+        each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    acl.nn.patch(model)
+    report = acl.nn.patch(other, graph=True)
+    assert_same_training(model, other)
+    assert report.graphs["replayed"] == 7
+
+
+def test_checkpointing_with_dropout_runs_eagerly():
+    model = wide(resid_pdrop=0.1)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    report = acl.nn.patch(model, graph=True)
+    with pytest.warns(FallbackWarning, match="recomputes activations with dropout"):
+        trained(model, 5)
+    assert not report.graphs["replayed"]
+    assert torch.dropout(torch.ones(1000, device="cuda"), 0.5, True).mean().isfinite()
+
+
+class Dropped(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.drop = torch.nn.LayerNorm(256), torch.nn.Dropout(0.5)
+        self.weight = torch.nn.Parameter(torch.ones(256))
+        self.waits = False
+
+    def forward(self, x):
+        if self.waits:
+            x.sum().item()
+        return self.drop(self.norm(x).detach() * self.weight) + 0 * self.norm(x)
+
+
+def test_dropout_is_fresh_in_each_replay_and_follows_the_seed():
+    net = Dropped().cuda().train()
+    report = acl.nn.patch(net, graph=True)
+    x = torch.randn(64, 256, device="cuda")
+    masks = []
+    for _ in range(8):
+        net.zero_grad()
+        y = net(x)
+        y.sum().backward()
+        torch.testing.assert_close(net.weight.grad, y.detach().sum(0))  # the backward pass has the forward's mask
+        masks.append((y.detach() == 0).float())
+    assert report.graphs["replayed"] == 5
+    assert all(0.45 < float(mask.mean()) < 0.55 for mask in masks)
+    assert all(not torch.equal(a, b) for a, b in itertools.pairwise(masks))
+    found = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        found.append(net(x).detach())
+    assert torch.equal(*found)
+
+
+def test_gradients_outlive_the_next_forward_pass():
+    """Both graphs share a memory pool."""
+    model = wide()
+    acl.nn.patch(model, graph=True)
+    trained(model, 5)
+    loss = model(input_ids=ids(1), labels=ids(1)).loss
+    model(input_ids=ids(1), labels=ids(1))
+    for _ in range(graphs.EAGER_CALLS + 1):
+        loss = model(input_ids=ids(1), labels=ids(1)).loss
+        loss.backward()
+        model.zero_grad()
+    output = model(input_ids=ids(1), labels=ids(1))
+    output.loss.backward()
+    value, kept = output.loss.item(), [param.grad.clone() for param in model.parameters()]
+    for seed in (2, 3):
+        model(input_ids=ids(seed), labels=ids(seed))
+    assert output.loss.item() == value
+    assert all(torch.equal(param.grad, grad) for param, grad in zip(model.parameters(), kept, strict=True))
+
+
+def test_a_failed_capture_leaves_everything_usable():
+    net, model = Dropped().cuda().train(), wide()
+    report, other = acl.nn.patch(net, graph=True), acl.nn.patch(model, graph=True)
+    trained(model, 5)
+    net.waits = True
+    x = torch.randn(64, 256, device="cuda")
+    for _ in range(graphs.EAGER_CALLS):
+        net(x).sum().backward()
+    with pytest.warns(FallbackWarning, match="the capture failed with"):
+        net(x).sum().backward()
+    assert report.graphs["captured"] == 0
+    torch.cuda.empty_cache()
+    assert 0.4 < float((net(x) == 0).float().mean()) < 0.6  # eager draws
+    trained(model, 3)  # an earlier graph
+    assert other.graphs["replayed"] == 5
+    net.waits = False
+    for _ in range(6):
+        net(x).sum().backward()
+    assert report.graphs["replayed"] >= 1
+
+
+def test_replaced_and_moved_parameters_and_evaluation_between():
+    model = wide()
+    other = copy.deepcopy(model)
+    acl.nn.patch(model)
+    report = acl.nn.patch(other, graph=True)
+    for each in (model, other):
+        torch.manual_seed(1)
+        trained(each, 5)
+        each.eval()
+        each.generate(ids(length=4), max_new_tokens=3, do_sample=False, pad_token_id=0)
+        each.train()
+        each.load_state_dict({name: value * 1.01 for name, value in each.state_dict().items()})
+        trained(each, 2)
+        each.cpu().cuda()
+        each.transformer.h[0].requires_grad_(False)
+    assert_same_training(model, other, steps=8)
+    assert report.graphs["captured"] == 2
+    assert all(param.grad is None for param in other.transformer.h[0].parameters())
+
+
+def test_under_distributed_data_parallel(tmp_path):
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = wide()
+        other = copy.deepcopy(model)
+        acl.nn.patch(model)
+        report = acl.nn.patch(other, graph=True)
+        for view in (False, True):
+            wrapped = torch.nn.parallel.DistributedDataParallel(other, gradient_as_bucket_view=view)
+            assert_same_training(model, wrapped, accumulate=2)
+        assert report.graphs["replayed"] >= 30
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_trainer_and_accelerate_run_graphs(tmp_path, checkpointing):
+    pytest.importorskip("accelerate")
+    data = [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in ids(rows=48).cpu()]
+    losses = []
+    for graph in (False, True):
+        model = wide("qwen3")
+        report = acl.nn.patch(model, graph=graph)
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=6,
+            learning_rate=1e-3, logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, bf16=True,
+            gradient_checkpointing=checkpointing,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert report.graphs == {"eager: before the capture": 3, "captured": 1, "replayed": 9}
+    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
+
+
+def test_a_step_captured_as_a_whole_contains_no_graphs_of_the_model():
+    model = wide()
+    report = acl.nn.patch(model, graph=True)
+    optimizer = acl.nn.optim.AdamW(model.parameters(), lr=1e-3)
+    step = TrainStep(model, optimizer, lambda x: model(input_ids=x, labels=x).loss, precision=torch.bfloat16)
+    losses = [float(step([(ids(),)], 1e-3).loss) for _ in range(8)]
+    assert step.captured
+    assert losses[-1] < losses[0] - 0.1
+    assert not report.graphs["replayed"]
+
+
+def test_two_streams_have_graphs_of_their_own():
+    model = wide()
+    report = acl.nn.patch(model, graph=True)
+    side = torch.cuda.Stream()
+    for stream in (contextlib.nullcontext(), torch.cuda.stream(side)):
+        torch.cuda.synchronize()
+        with stream:
+            trained(model, 5)
+    assert report.graphs["captured"] == 2
