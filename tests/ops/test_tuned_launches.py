@@ -60,7 +60,7 @@ def norms(way, centre, adds):
         bias = randn(N) if centre else None
 
         def forward(plan=None):
-            return norm.launch_forward(centre, x, weight, bias, 1e-5, True, other, plan)
+            return norm.launch_forward(centre, x, weight, bias, 1e-5, True, other, plan=plan)
 
         statistics = forward(norm.RowPlan(1, 4096, 4))[-1]
 

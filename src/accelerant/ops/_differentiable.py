@@ -457,7 +457,8 @@ class DifferentiableOp:
             needs = (*needs[:entry], needs[entry] or ctx.needs_input_grad[position], *needs[entry + 1 :])
         args = (*dys, *ctx.saved_tensors, *ctx.options, needs)
         results: Sequence[Tensor | None]
-        if not is_plain(first):
+        watched = active_modes() or forward_ad._current_level >= 0 or transforming()
+        if watched or not (ordinary_keys.get(keys_of(first).raw_repr()) or is_ordinary(first)):
             traced = self._op_backward(*args[:-1], list(needs))
             results = traced if isinstance(traced, (tuple, list)) else (traced,)
         elif torch.is_grad_enabled():

@@ -6,22 +6,29 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from accelerant.config import choice_overrides
 from accelerant.ops._refusals import refuses_triton_kernel
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.dispatch.case import torch_wants_determinism
 from accelerant.runtime.dispatch.tuning import Tuned
+from accelerant.runtime.memory.live_set import predictions
+
+if TYPE_CHECKING:
+    from accelerant.runtime.providers.cuda_launch import PreparedLaunch
 
 __all__ = [
     "SHORT", "STREAM", "STREAMS", "Elementwise", "RowPlan", "StreamKernel", "accesses", "as_rows", "ceil_div",
-    "dense_pair", "eviction", "launch_map", "multiprocessors", "next_power_of_2", "product_cost", "split_rows",
+    "eviction", "launch_map", "multiprocessors", "next_power_of_2", "product_cost", "split_rows",
     "triton_operation", "whole_rows",
 ]  # fmt: skip
 
+_KNOWN_LIMIT = 4096
 _INTERPRETED_MULTIPROCESSORS = 2  # so that persistent loops run more than once in the interpreter, too
 
 
@@ -187,14 +194,9 @@ class StreamKernel(TritonKernel):
         super().__init__(module, name, widths=widths)
         self.usual = usual
         self.plan: Tuned[Elementwise] = Tuned(name, default=lambda n: usual, candidates=lambda n: STREAMS)
-
-
-def dense_pair(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x, copied if its memory has holes or overlaps, and an empty tensor of the same layout."""
-    y = torch.empty_like(x)
-    if y.stride() != x.stride():  # empty_like keeps the strides of dense memory, permuted or not, and only those
-        x = torch.empty_like(y).copy_(x)
-    return x, y
+        # Launches that lack only their pointers, by everything else; dropped with the plans.
+        self.known: dict[tuple[object, ...], PreparedLaunch] = {}
+        self.plan.plans.add_dependent(self.known)
 
 
 def launch_map(
@@ -213,18 +215,32 @@ def launch_map(
     Returns:
         the result, in the layout of x.
     """
-    x, y = dense_pair(x)
-    n = x.numel()
-    if n:
-        inputs: tuple[Tensor, ...] = (x,)
-        if dy is not None:
-            if dy.stride() != x.stride():
-                dy = torch.empty_like(x).copy_(dy)
-            inputs = (dy, x)
-        if plan is None:
-            plan = kernel.plan(x.device, x.dtype, (n,), lambda plan: launch_map(kernel, x, constants, plan, dy))
-        fixed = {**constants, "BLOCK": plan.block, "EVICTION": eviction(x, len(inputs) + 1)}
-        kernel.launch(plan.grid(n), (*inputs, y, n), fixed, num_warps=plan.num_warps)
+    y, n = torch.empty_like(x), x.numel()
+    if not n:
+        return y
+    key: tuple[object, ...] = ()
+    aligned = False
+    if y.stride() != x.stride():  # empty_like keeps the strides of dense memory, permuted or not, and only those
+        x = torch.empty_like(y).copy_(x)
+    if dy is not None and dy.stride() != x.stride():
+        dy = torch.empty_like(x).copy_(dy)
+    if plan is None and not predictions and not choice_overrides and not torch_wants_determinism():
+        pointers = (x.data_ptr(), y.data_ptr()) if dy is None else (dy.data_ptr(), x.data_ptr(), y.data_ptr())
+        aligned = not (pointers[0] | pointers[1] | pointers[-1]) & 15
+        key = (n, x.dtype, x.get_device(), None if dy is None else dy.dtype, *constants.values())
+        known = kernel.known.get(key) if aligned else None
+        if known is not None:
+            known.start(pointers)
+            return y
+    if plan is None:
+        plan = kernel.plan(x.device, x.dtype, (n,), lambda plan: launch_map(kernel, x, constants, plan, dy))
+    inputs = (x,) if dy is None else (dy, x)
+    fixed = {**constants, "BLOCK": plan.block, "EVICTION": eviction(x, len(inputs) + 1)}
+    launched = kernel.launch(plan.grid(n), (*inputs, y, n), fixed, num_warps=plan.num_warps)
+    if launched and key and aligned:
+        if len(kernel.known) >= _KNOWN_LIMIT:
+            kernel.known.clear()
+        kernel.known[key] = launched
     return y
 
 
