@@ -427,7 +427,7 @@ class DifferentiableOp:
 
     def _needs(self, ctx: Any) -> tuple[bool, ...]:
         needed = ctx.needs_input_grad
-        return tuple([needed[position] for position in self._positions])
+        return tuple(map(needed.__getitem__, self._positions))  # a comprehension is a call
 
     def _save(self, ctx: Any, args: tuple[Any, ...], results: Any, shown: int) -> Any:
         outputs = results if isinstance(results, tuple) else (results,)
@@ -449,7 +449,7 @@ class DifferentiableOp:
 
     def _gradients(self, ctx: Any, dys: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         gradients: list[Tensor | None] = [None] * self._width
-        first = next((dy for dy in dys if dy is not None), None)
+        first = dys[0] if dys[0] is not None else next((dy for dy in dys if dy is not None), None)
         if first is None:
             return tuple(gradients)
         needs = self._needs(ctx)
