@@ -6,9 +6,11 @@ Without a GPU a graph's replay runs the captured function again, and writes its 
 import contextlib
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import accelerant as acl
@@ -324,6 +326,31 @@ def test_evaluation_and_generation_run_eagerly_and_are_no_fallback(net):
     net.train()
     assert_right(net, rows())
     assert set(net.report.graphs) == {"captured", "replayed", "eager: before the capture"}
+
+
+def test_modes_and_transforms_see_each_operation(net):
+    warmed(net)
+    with FlopCounterMode(display=False) as counter, pytest.warns(FallbackWarning, match="mode or a transform"):
+        net(rows())
+    assert counter.get_total_flops() == 2 * 5 * 4 * (3 + 2)
+    weights = {name: param.detach() for name, param in net.named_parameters()}
+    with warnings.catch_warnings(action="ignore"):
+        found = torch.func.grad(lambda w: torch.func.functional_call(net, w, (rows(),))[0].sum())(weights)
+    net(rows())[0].sum().backward()
+    torch.testing.assert_close(found["head.weight"], net.head.weight.grad)
+
+
+def test_a_patched_model_on_another_device_runs_eagerly(net, monkeypatch):
+    monkeypatch.setattr(graphs, "_DEVICE", "cuda")
+    with pytest.warns(FallbackWarning, match="parameters are on cpu: graphs take plain ones on the current CUDA"):
+        net(rows())
+
+
+@pytest.mark.slow
+def test_under_torch_compile_there_is_no_graph_break(model):
+    report = acl.nn.patch(model, graph=True)
+    torch.compile(model, backend="eager", fullgraph=True)(input_ids=ids(), labels=ids()).loss.backward()
+    assert not report.graphs
 
 
 def test_a_checkpoint_around_the_model_runs_eagerly(net):

@@ -49,8 +49,8 @@ def patch(
             positions are undefined (as with FlashAttention in transformers).
         embedding: whether to replace token and position embeddings.
         graph: whether calls in training run from CUDA graphs: the forward pass as one, the backward pass as another,
-            captured after a few eager calls with arguments of the same shapes. Calls that cannot be captured run
-            eagerly; the report counts them by reason.
+            captured after three eager calls with arguments of the same shapes. Calls that cannot be captured run
+            eagerly; the report counts them by reason. The page on Hugging Face models lists what else differs.
 
     Returns:
         a report of all modules that changed or were left alone, with reasons; it counts attention fallbacks later on.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import random
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -31,6 +32,7 @@ from torch.utils import _pytree as pytree
 from accelerant.config import settings
 from accelerant.errors import FallbackWarning, LaunchError, UnsupportedCase
 from accelerant.nn._patch.record import MARK, PARTS, RECORD, Capture, Forward, PatchReport, has_hooks
+from accelerant.ops._library import is_watched
 from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.streams.graphs import Graph, ahead_of_capture
 
@@ -74,7 +76,8 @@ class _Replay(torch.autograd.Function):
         ctx.captured, ctx.done = captured, False
         captured.pending = weakref.ref(ctx)
         ctx.save_for_backward(*tensors[len(captured.inputs) :])
-        outputs = captured.forward()
+        captured.forward_graph.replay()
+        outputs = tuple([out.clone() for out in captured.outputs])
         ctx.mark_non_differentiable(*[out for out, to in zip(outputs, captured.out_grads, strict=True) if to is None])
         return outputs
 
@@ -106,12 +109,12 @@ class _Captured:
         self.inputs: list[Tensor] = [x for x in self._values if isinstance(x, Tensor)]
         with _capturable(model, draws, key[-1]) as leaves:
             self._needed = [x for x in (*self.inputs, *leaves) if x.requires_grad]
-            self._forward_graph, self._backward_graph = Graph("patch: forward"), Graph("patch: backward")
-            self.outputs = [out.detach() for out in self._forward_graph.capture(self._run_forward, warm_up=0)]
+            self.forward_graph, self._backward_graph = Graph("patch: forward"), Graph("patch: backward")
+            self.outputs = [out.detach() for out in self.forward_graph.capture(self._run_forward, warm_up=0)]
             self.out_grads = [torch.zeros_like(out) if out.requires_grad else None for out in self._live]
             if all(grad is None for grad in self.out_grads):
                 raise _Reason("no output requires a gradient")
-            pool = self._forward_graph.pool
+            pool = self.forward_graph.pool
             grads = self._backward_graph.capture(self._run_backward, warm_up=0, pool=pool)
         by_leaf = dict(zip(map(id, self._needed), grads, strict=True))
         # What got no gradient is no input: its .grad stays None, and DDP counts it as unused.
@@ -148,11 +151,6 @@ class _Captured:
                 static.copy_(value, non_blocking=True)
         outputs: tuple[Tensor, ...] = _Replay.apply(self, *given, *self.params)  # type: ignore[no-untyped-call]
         return self._rebuild(outputs)
-
-    def forward(self) -> tuple[Tensor, ...]:
-        """Replay the forward pass; return copies of its outputs."""
-        self._forward_graph.replay()
-        return tuple([out.clone() for out in self.outputs])
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Replay the backward pass for gradients of the outputs; return copies of those of inputs and parameters."""
@@ -201,6 +199,8 @@ def _capturable(model: nn.Module, draws: bool, full_masks: bool | None) -> Itera
             raise _Reason("it recomputes activations with dropout, whose random state a capture cannot read")
         return [], []
 
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):  # it may make another mask itself
+        full_masks = False
     cached, states = torch.is_autocast_cache_enabled(), checkpointing.get_device_states
     torch.set_autocast_cache_enabled(False)  # copies made in a capture must not outlive it, nor enter it
     checkpointing.get_device_states, Capture.full_masks = no_states, bool(full_masks)
@@ -267,26 +267,28 @@ def _key(values: Sequence[Any], names: tuple[str, ...]) -> tuple[Any, ...]:
 class _State:
     """A model's modules, attributes, hooks and tensors at one time."""
 
-    _NAMES = frozenset(f"_{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre"))
-    _INTERNAL = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"}
+    _HOOKS = frozenset(f"_{kind}_hooks" for kind in ("forward", "forward_pre", "backward", "backward_pre"))
+    _INTERNAL = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"} | {MARK}
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules, self._params = list(model.modules()), list(model.parameters())
-        self._hooks: list[Any] = [vars(torch.nn.modules.module)[f"_global{name}"] for name in self._NAMES]
+        self._modules, params = list(model.modules()), list(model.parameters())
+        self._hooks: list[Any] = [vars(torch.nn.modules.module)[f"_global{name}"] for name in self._HOOKS]
         self._views: list[tuple[Any, tuple[Any, ...]]] = []
         for module in self._modules:
             if module is not model:  # its own hooks run outside of its forward
-                self._hooks += [vars(module)[name] for name in self._NAMES]
-            inside = [x for name, x in vars(module).items() if name not in self._INTERNAL and name != MARK]
-            for each in (vars(module), *inside):
+                self._hooks += [getattr(module, name) for name in self._HOOKS]
+            for each in (vars(module), *[x for name, x in vars(module).items() if name not in self._INTERNAL]):
                 if hasattr(each, "__dict__") and not callable(each) and not isinstance(each, Tensor):
                     each = vars(each)  # of a config
-                if isinstance(each, dict | list):
+                if isinstance(each, dict | list | set | deque):
                     now = each.values() if isinstance(each, dict) else each
                     self._views.append((now, tuple(now)))
         held = {id(x): x for _, values in self._views for x in values if isinstance(x, Tensor)}
         self._tensors = [x for x in held.values() if type(x) in _TENSORS and x.layout is torch.strided]
         self._facts = self._of_tensors()
+        kinds, self._devices = {type(x) for x in params}, {x.device for x in params}
+        usual = kinds <= {Tensor, nn.Parameter} and len(self._devices) == 1 and torch.version.hip is None
+        self._usual = usual and all(device.type == _DEVICE for device in self._devices)
 
     def _of_tensors(self) -> list[Any]:
         return [(x.data_ptr(), x.shape, x.stride(), x.dtype, x.requires_grad) for x in self._tensors]
@@ -298,10 +300,9 @@ class _State:
 
     def obstacle(self) -> str | None:
         """Return why no call of the model can be captured at present, or None."""
-        here = torch.device(_DEVICE, torch.cuda.current_device()) if _DEVICE == "cuda" else torch.device(_DEVICE)
-        odd = [p for p in self._params if type(p) not in _TENSORS or p.device != here]
-        if odd or torch.version.hip is not None:
-            return f"a parameter is a {type(odd[0]).__name__} on {odd[0].device}, and graphs are on {here}"
+        if not self._usual or (_DEVICE == "cuda" and {torch.cuda.current_device()} != {x.index for x in self._devices}):
+            found = ", ".join(sorted(map(str, self._devices))) or "no device"
+            return f"parameters are on {found}: graphs take plain ones on the current CUDA device"
         hooked = any(self._hooks) and [x for x in self._modules[1:] if has_hooks(x, ignore_captures=True)]
         if hooked:
             return f"a {type(hooked[0]).__name__} has hooks"
@@ -356,6 +357,7 @@ class Graphs:
         if not model.training or not torch.is_grad_enabled() or torch.compiler.is_compiling() or _in_capture():
             return self._forward(model, *args, **kwargs)  # evaluation, generation, TrainStep: not a fallback
         try:
+            self._check(model)
             values = [*args, *kwargs.values()]
             key = _key(values, tuple(kwargs))
             captured = self._ready(model, key, values)
@@ -368,17 +370,23 @@ class Graphs:
         captured.last = self._count
         return captured(values)
 
-    def _ready(self, model: nn.Module, key: Any, values: list[Any]) -> _Captured | None:
-        """Return the graphs of a key, captured now if it is time; None before that."""
+    def _check(self, model: nn.Module) -> None:
+        """Raise _Reason if no call can be captured at present; discard captured calls of a model that has changed."""
         self._count += 1
+        if is_watched():
+            raise _Reason("a mode or a transform of torch is active, which has to see each operation")
         if self._state is not None and not self._state.holds():
             recent = self._count < _IDLE_CALLS
             self.__init__(self._forward, self._report)  # type: ignore[misc]
             if recent:
                 raise _Reason("modules, parameters or attributes of the model keep changing")
         state = self._state = _State(model) if self._state is None else self._state
-        reason = state.obstacle() or self._refused.get(key)
-        captured = self._captured.get(key)
+        if reason := state.obstacle():
+            raise _Reason(reason)
+
+    def _ready(self, model: nn.Module, key: Any, values: list[Any]) -> _Captured | None:
+        """Return the graphs of a key, captured now if it is time; None before that."""
+        reason, captured = self._refused.get(key), self._captured.get(key)
         if captured is not None and not getattr(captured.pending(), "done", True):  # it needs the activations
             reason = "the backward pass of an earlier call is still to come"
         if captured is None and key not in self._eager and len(self._eager) >= _MOST_KEYS:
