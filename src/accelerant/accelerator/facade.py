@@ -333,13 +333,13 @@ class Accelerator(Operations):
         with override(fallback="forbid"):
             arrays = self._prepared(name, arrays, options)
             self._check_memory(name, arrays, options)
-            tensors, origin = self._move(name, arrays)
+            tensors, origin = to_tensors(name, arrays, self._torch_device)
 
             def run() -> Results:
                 return self._run(name, tensors, options)
 
             def whole() -> Any:
-                return origin.wrap(self._run(name, self._move(name, arrays)[0], options))
+                return origin.wrap(self._run(name, to_tensors(name, arrays, self._torch_device)[0], options))
 
             timings = time_implementations(name, run, whole, self.synchronize, iterations, self.backend)
             made = tensors_of(run())
@@ -468,10 +468,10 @@ class Accelerator(Operations):
     def _move_or_fall_back(self, name: str, arrays: tuple[Any, ...]) -> tuple[Tensors, ArrayOrigin]:
         """Move arrays to the device; to the CPU if they do not fit."""
         try:
-            return self._move(name, arrays)
+            return to_tensors(name, arrays, self._torch_device)
         except Exception as error:  # noqa: BLE001 - sorted by _fall_back_or_raise
             self._fall_back_or_raise(name, error)
-            return self._move(name, arrays, torch.device("cpu"))
+            return to_tensors(name, arrays, torch.device("cpu"))
 
     def _run_or_fall_back(self, name: str, tensors: Tensors, options: dict[str, Any], calls: int = 1) -> Results:
         """Run on the device of the tensors, or on the CPU after a failure that wrote nothing.
@@ -512,9 +512,6 @@ class Accelerator(Operations):
         if prepare is None:
             return arrays
         return tuple(prepare(x, argument, options) for x, argument in zip(arrays, ("x", "y"), strict=False))
-
-    def _move(self, name: str, arrays: tuple[Any, ...], to: torch.device | None = None) -> tuple[Tensors, ArrayOrigin]:
-        return to_tensors(name, arrays, to or self._torch_device)
 
     def _run(self, name: str, tensors: Tensors, options: dict[str, Any], each: int = 0) -> Results:
         if self.device.torch_device:

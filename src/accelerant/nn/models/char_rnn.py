@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from accelerant import ops
 from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.nn.layers import Linear, has_hooks
-from accelerant.nn.models.generation import Cache, CacheShape, require_tokens
+from accelerant.nn.models.generation import Cache, require_tokens
 from accelerant.nn.models.language_model import LanguageModel, ModelConfig
 from accelerant.nn.recurrent import GRU, LSTM
 
@@ -93,8 +93,8 @@ class CharRNN(LanguageModel):
     def can_cache(self) -> bool:
         return not any(map(has_hooks, (self.wte, self.rnn, self.head))) and type(self.rnn) in _CELLS.values()
 
-    def cache_shape(self) -> CacheShape:
-        return CacheShape(self.config.layers, 1, self.config.width)
+    def cache_shape(self) -> tuple[int, int, int]:
+        return self.config.layers, 1, self.config.width
 
     def activation_dtype(self) -> torch.dtype:
         return self.wte.weight.dtype

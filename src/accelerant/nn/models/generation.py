@@ -20,7 +20,7 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.runtime.streams.graphs import Graph
 
 __all__ = [
-    "STOP_INTERVAL", "Cache", "CacheShape", "Decodable", "Decoding", "Sampling", "cache_capacity",
+    "STOP_INTERVAL", "Cache", "Decodable", "Decoding", "Sampling", "cache_capacity",
     "padded_prompt_length", "require_tokens",
 ]  # fmt: skip
 
@@ -31,15 +31,6 @@ _LENGTH_MULTIPLE = 64  # capacities and prompts in tokens are rounded up to it, 
 _EAGER_STEPS = 2  # before the capture: kernels are compiled and libraries initialised
 _MIN_CAPTURED_TOKENS = 8
 _ARGMAX_BLOCK = 256  # logits of a row that the first of two argmax stages reduces
-
-
-@dataclass(frozen=True, slots=True)
-class CacheShape:
-    """The dimensions of a key-value cache: layers x kv_heads x width keys for each token, and as many values."""
-
-    layers: int
-    kv_heads: int
-    width: int
 
 
 @dataclass(slots=True)
@@ -56,9 +47,12 @@ class Cache:
     lengths: Tensor
 
     @classmethod
-    def empty(cls, shape: CacheShape, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> Cache:
-        """Allocate a cache for at least `tokens` tokens of each sequence."""
-        size = (shape.layers, batch, shape.kv_heads, cache_capacity(tokens), shape.width)
+    def empty(
+        cls, shape: tuple[int, int, int], batch: int, tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> Cache:
+        """Allocate a cache for at least `tokens` tokens of each sequence; `shape` as of Decodable.cache_shape."""
+        layers, kv_heads, width = shape
+        size = (layers, batch, kv_heads, cache_capacity(tokens), width)
         k, v = (torch.zeros(size, dtype=dtype, device=device).unbind(0) for _ in range(2))
         return cls(list(k), list(v), torch.zeros(batch, dtype=torch.int32, device=device))
 
@@ -81,8 +75,8 @@ class Decodable(Protocol):
     def can_cache(self) -> bool:
         """Return whether `decode` computes what the model does, which replaced modules or hooks prevent."""
 
-    def cache_shape(self) -> CacheShape:
-        """Return the dimensions of the cache."""
+    def cache_shape(self) -> tuple[int, int, int]:
+        """Return layers, kv_heads and width: the cache has so many keys for each token, and as many values."""
 
     def activation_dtype(self) -> torch.dtype:
         """Return the dtype of activations and of the cache: the parameters' or autocast's."""

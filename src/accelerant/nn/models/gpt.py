@@ -31,7 +31,7 @@ from accelerant.nn.layers import (
     has_hooks,
     is_fusable,
 )
-from accelerant.nn.models.generation import Cache, CacheShape, padded_prompt_length, require_tokens
+from accelerant.nn.models.generation import Cache, padded_prompt_length, require_tokens
 from accelerant.nn.models.hugging_face import Fields, Layout, Part
 from accelerant.nn.models.language_model import LanguageModel, ModelConfig
 from accelerant.ops._per_example import sink_of
@@ -268,8 +268,8 @@ class GPT(LanguageModel):
         called = (self.wte, self.wpe, *self.blocks, *(block.attention for block in self.blocks))
         return not any(map(has_hooks, called))
 
-    def cache_shape(self) -> CacheShape:
-        return CacheShape(self.config.layers, self.config.heads, self.config.width // self.config.heads)
+    def cache_shape(self) -> tuple[int, int, int]:
+        return self.config.layers, self.config.heads, self.config.width // self.config.heads
 
     def activation_dtype(self) -> torch.dtype:
         return compute_dtype(self.wte.weight)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from accelerant import ops
 from accelerant.errors import ConfigError
 from accelerant.nn.layers import Linear, RMSNorm, compute_dtype, has_hooks
-from accelerant.nn.models.generation import Cache, CacheShape, cache_capacity, padded_prompt_length, require_tokens
+from accelerant.nn.models.generation import Cache, cache_capacity, padded_prompt_length, require_tokens
 from accelerant.nn.models.hugging_face import Fields, Layout, Part
 from accelerant.nn.models.language_model import LanguageModel, ModelConfig
 from accelerant.nn.quantization import LinearInt8
@@ -274,8 +274,8 @@ class Llama(LanguageModel):
         )
         return unmodified and not any(has_hooks(module) for module in self.modules() if module is not self)
 
-    def cache_shape(self) -> CacheShape:
-        return CacheShape(self.config.layers, self.config.kv_heads, self.config.head_size)
+    def cache_shape(self) -> tuple[int, int, int]:
+        return self.config.layers, self.config.kv_heads, self.config.head_size
 
     def activation_dtype(self) -> torch.dtype:
         return compute_dtype(self.embed.weight)
