@@ -1,5 +1,7 @@
 """patch: blocks as one autograd function, and when they are not."""
 
+import copy
+
 import pytest
 import torch
 from patch_models import CAUSAL, FAMILIES, assert_same, batch, make, outcome
@@ -278,6 +280,32 @@ def test_hooks_on_all_modules_are_heard(family, fused):
     finally:
         handle.remove()
     assert not fused
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+def test_hooks_and_exchanged_parts_come_and_go(family, fused):
+    """Whether a block may be one function is found again after each change, not at each call."""
+    model, inputs = make(family), batch(family)
+    acl.nn.patch(model)
+    block = blocks_of(model)[0]
+    place, name = {"gpt2": ("mlp", "c_proj"), "bert": ("output", "dense")}.get(family, ("mlp", "down_proj"))
+    holder = getattr(block, place)
+    part, found = getattr(holder, name), []
+    for change in ("none", "hook", "none", "all hooks", "none", "exchanged", "none", "class", "none", "copied"):
+        handle = None
+        if change == "hook":
+            handle = part.register_forward_pre_hook(lambda *_: None)
+        elif change == "all hooks":
+            handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+        setattr(holder, name, nn.Sequential(part) if change == "exchanged" else part)
+        part.__class__ = type("Other", (type(part),), {}) if change == "class" else type(part)
+        fused.clear()
+        outcome(copy.deepcopy(model) if change == "copied" else model, inputs)
+        found.append(len(fused))
+        part.__class__ = type(part).__mro__[1] if change == "class" else type(part)
+        if handle is not None:
+            handle.remove()
+    assert found == [2, 1, 2, 0, 2, 1, 2, 1, 2, 2]
 
 
 def test_two_backward_passes(fused):

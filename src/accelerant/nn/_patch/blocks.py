@@ -112,10 +112,8 @@ def gelu_mlp_forward(self: Any, hidden_states: Tensor) -> Any:
     return hidden_states
 
 
-def bert_output_forward(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Any:
+def bert_output_forward(self: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
     """Run BertSelfOutput or BertOutput."""
-    if torch.compiler.is_compiling():
-        return type(self).forward(self, hidden_states, input_tensor)
     return _add_norm(self.dropout(self.dense(hidden_states)), input_tensor, self.LayerNorm)[0]
 
 
@@ -128,8 +126,8 @@ def gated_mlp_forward(self: Any, x: Tensor) -> Any:
 
 def packed_gated_mlp_forward(self: Any, hidden_states: Tensor) -> Any:
     """Run the gated MLP of Phi-3, whose gate and up projection are one layer."""
-    activation = getattr(self, MARK).options["activation"]
-    if leaves(hidden_states) or not is_bare(self.activation_fn, activation, silu_forward):
+    bare = is_bare(self.activation_fn, getattr(self, MARK).options["activation"], silu_forward)
+    if leaves(hidden_states) or not bare:
         return type(self).forward(self, hidden_states)
     return self.down_proj(ops.swiglu(self.gate_up_proj(hidden_states)))
 
@@ -194,14 +192,12 @@ def _rotate(x: Tensor, tables: tuple[Tensor, Tensor], width: int, *, heads_last:
 
 def _half_tables(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first halves of rotary tables (B or 1, S, D), whose halves are equal; computed once a forward pass."""
-    tracing = torch.compiler.is_compiling()
-    tables: tuple[Tensor, Tensor] | None = None if tracing else getattr(cos, _HALF_TABLES, None)
+    tables: tuple[Tensor, Tensor] | None = getattr(cos, _HALF_TABLES, None)
     if tables is None:
         half = cos.shape[-1] // 2
         first, second = (table[0, :, :half] if table.shape[0] == 1 else table[..., :half] for table in (cos, sin))
         tables = first.contiguous(), second.contiguous()
-        if not tracing:
-            setattr(cos, _HALF_TABLES, tables)
+        setattr(cos, _HALF_TABLES, tables)
     return tables
 
 
@@ -243,13 +239,13 @@ def gpt2_block_forward(
     use_cache: bool | None = False, **kwargs: Any,
 ) -> Any:  # fmt: skip
     """Run GPT2Block."""
-    if encoder_hidden_states is not None or torch.compiler.is_compiling():
+    if encoder_hidden_states is not None:
         return type(self).forward(
             self, hidden_states, past_key_values, attention_mask, encoder_hidden_states, encoder_attention_mask,
             use_cache, **kwargs,
         )  # fmt: skip
     if past_key_values is None:
-        y = _fused_gpt2_block(self, hidden_states, attention_mask, kwargs)
+        y = _fused_block(self, _gpt2_parts, hidden_states, attention_mask, kwargs)
         if y is not None:
             return y
     attended, _ = self.attn(
@@ -260,21 +256,18 @@ def gpt2_block_forward(
     return residual + self.mlp(normed)
 
 
-def _fused_gpt2_block(self: Any, x: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> Tensor | None:
+def _gpt2_parts(self: Any) -> tuple[Any, ...] | None:
     attention, mlp = self.attn, self.mlp
-    pattern = _attention_pattern(attention, x, attention_mask, kwargs, "attention_gpt2")
-    if pattern is None or (approximate := _approximation(mlp, "act")) is None:
+    if not _is_usual(attention, "attention_gpt2") or (approximate := _approximation(mlp, "act")) is None:
         return None
     norms, layers = (self.ln_1, self.ln_2), (attention.c_attn, attention.c_proj, mlp.c_fc, mlp.c_proj)
     dropouts = (attention.attn_dropout, attention.resid_dropout, mlp.dropout)
-    return _fused_block(x, attention, attention.num_heads, pattern, approximate, norms, layers, dropouts)
+    return _bare_parts(attention, attention.num_heads, approximate, norms, layers, dropouts)
 
 
 def vit_layer_forward(self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
     """Run ViTLayer."""
-    if torch.compiler.is_compiling():
-        return type(self).forward(self, hidden_states, attention_mask, **kwargs)
-    y = _fused_vit_layer(self, hidden_states, attention_mask, kwargs)
+    y = _fused_block(self, _vit_parts, hidden_states, attention_mask, kwargs)
     if y is not None:
         return y
     attended, _ = self.attention(self.layernorm_before(hidden_states), attention_mask, **kwargs)
@@ -282,17 +275,13 @@ def vit_layer_forward(self: Any, hidden_states: Tensor, attention_mask: Tensor |
     return self.dropout(self.mlp(normed)) + residual
 
 
-def _fused_vit_layer(self: Any, x: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> Tensor | None:
+def _vit_parts(self: Any) -> tuple[Any, ...] | None:
     attention, mlp = self.attention, self.mlp
-    pattern = _attention_pattern(attention, x, attention_mask, kwargs, "attention_vit")
-    if pattern is None or (approximate := _approximation(mlp, "activation_fn")) is None:
-        return None
-    if attention.training and attention.attention_dropout:
+    if not _is_usual(attention, "attention_vit") or (approximate := _approximation(mlp, "activation_fn")) is None:
         return None
     norms = (self.layernorm_before, self.layernorm_after)
     layers = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, mlp.fc1, mlp.fc2)
-    heads = attention.num_attention_heads
-    return _fused_block(x, attention, heads, pattern, approximate, norms, layers, (self.dropout,))
+    return _bare_parts(attention, attention.num_attention_heads, approximate, norms, layers, (self.dropout,))
 
 
 def bert_layer_forward(
@@ -300,9 +289,9 @@ def bert_layer_forward(
     encoder_attention_mask: Tensor | None = None, past_key_values: Any = None, **kwargs: Any,
 ) -> Any:  # fmt: skip
     """Run BertLayer."""
-    whole = encoder_hidden_states is None and past_key_values is None and not self.chunk_size_feed_forward
-    if whole and not torch.compiler.is_compiling():
-        y = _fused_bert_layer(self, hidden_states, attention_mask, kwargs)
+    whole = not self.chunk_size_feed_forward and "feed_forward_chunk" not in self.__dict__
+    if whole and encoder_hidden_states is None and past_key_values is None:
+        y = _fused_block(self, _bert_parts, hidden_states, attention_mask, kwargs, post_norm=True)
         if y is not None:
             return y
     return type(self).forward(
@@ -311,23 +300,19 @@ def bert_layer_forward(
     )  # fmt: skip
 
 
-def _fused_bert_layer(self: Any, x: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> Tensor | None:
+def _bert_parts(self: Any) -> tuple[Any, ...] | None:
     outer, inner, last = self.attention, self.intermediate, self.output
     if not is_bare(outer, getattr(self, MARK).options["attention"]):
         return None
-    attention, first = outer.self, outer.output
-    pattern = _attention_pattern(attention, x, attention_mask, kwargs, "attention_bert")
-    if pattern is None or "feed_forward_chunk" in self.__dict__:
-        return None
-    if (approximate := _approximation(inner, "intermediate_act_fn")) is None:
+    attention, first, approximate = outer.self, outer.output, _approximation(inner, "intermediate_act_fn")
+    if not _is_usual(attention, "attention_bert") or approximate is None:
         return None
     if not all(is_bare(output, type(output), bert_output_forward) for output in (first, last)):
         return None
     norms = (first.LayerNorm, last.LayerNorm)
     layers = (attention.query, attention.key, attention.value, first.dense, inner.dense, last.dense)
     dropouts = (attention.dropout, first.dropout, last.dropout)
-    heads = attention.num_attention_heads
-    return _fused_block(x, attention, heads, pattern, approximate, norms, layers, dropouts, post_norm=True)
+    return _bare_parts(attention, attention.num_attention_heads, approximate, norms, layers, dropouts)
 
 
 def _approximation(mlp: Any, activation: str) -> str | None:
@@ -341,58 +326,92 @@ def _approximation(mlp: Any, activation: str) -> str | None:
     return str(options["approximate"]) if bare else None
 
 
-def _attention_pattern(
-    module: Any, x: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any], *forms: str
-) -> Pattern | None:
-    """Return the pattern of the self-attention of x; None if the module has to be called, or is of another form."""
+def _is_usual(module: Any, *forms: str) -> bool:
+    """Return whether an attention module need not be called, having one of these forms."""
     mark = getattr(module, MARK, None)
-    if mark is None or not mark.attention or module.config._attn_implementation != ATTENTION_NAME or x.shape[1] == 1:
-        return None
+    if mark is None or not mark.attention or mark.options["form"] not in forms:
+        return False
     forward = mark.options["forward"]
     usual = "forward" not in module.__dict__ if forward is None else runs_forward(module, forward)
-    if mark.options["form"] not in forms or not usual or has_hooks(module, ignore_captures=True):
+    return usual and not has_hooks(module, ignore_captures=True)
+
+
+def _pattern(module: Any, x: Tensor, attention_mask: Tensor | None, kwargs: dict[str, Any]) -> Pattern | None:
+    """Return the pattern of the self-attention of x; None if the module has to be called."""
+    S = x.shape[1]
+    if S == 1 or module.config._attn_implementation != ATTENTION_NAME:
+        return None
+    if module.training and module.__dict__.get("attention_dropout"):
         return None
     if kwargs.get("output_attentions") or kwargs.get("is_causal") is not None or "position_bias" in kwargs:
         return None
-    S = x.shape[1]
     pattern = known_pattern(attention_mask, module.is_causal, (S, S))
     return pattern if pattern is not None and pattern.padding is None else None
 
 
-def _fused_block(
-    x: Tensor, attention: Any, heads: int, pattern: Pattern, approximate: str, norms: tuple[Any, Any],
-    layers: tuple[Any, ...], dropouts: tuple[Any, ...], *, post_norm: bool = False,
-) -> Tensor | None:  # fmt: skip
-    """Run a block of GPT-2, BERT or ViT as one autograd function; None if a submodule has to be called.
+_GLOBAL_HOOKS = [table for name, table in vars(nn.modules.module).items() if name.startswith("_global") and table == {}]
 
-    Args:
-        norms: in the order of their use.
-        layers: the linear layers: q, k and v, or one for all three; the projection; the MLP's two.
-    """
-    projection, up, down = layers[-3:]
-    kind = nn.Linear if len(layers) == 6 else Conv1D
-    if not (
-        all(is_bare(norm, nn.LayerNorm, layer_norm_forward) for norm in norms)
-        and all(is_bare(layer, kind) for layer in layers)
-        and all(
-            is_bare(drop, nn.Dropout) and not (drop.p and (drop.training or attention.training)) for drop in dropouts
-        )
-        and (kind is Conv1D or (layers[0].bias is None) == (layers[1].bias is None) == (layers[2].bias is None))
-        and x.is_contiguous()
-        and x.shape[-1] % heads == 0  # Hugging Face rounds the heads' size down: the attention is narrower than x
-    ):
+
+def _facts(module: nn.Module) -> tuple[Any, ...]:
+    """Return what decides whether a module has to be called."""
+    own = vars(module)
+    hooks = (own["_forward_hooks"], own["_forward_pre_hooks"], own["_backward_hooks"], own["_backward_pre_hooks"])
+    hooked = any(hooks) and [tuple(each.values()) for each in hooks]
+    return type(module), own.get("forward"), tuple(own["_modules"].values()), hooked
+
+
+def _parts(self: Any, find: Callable[[Any], tuple[Any, ...] | None]) -> tuple[Any, ...] | None:
+    """Return find(self), the parts of a block that runs as one function, or None; found again if modules changed."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
+    options, hooked = getattr(self, MARK).options, any(_GLOBAL_HOOKS)
+    parts, seen = options.get("parts", (None, None))
+    if hooked or seen is None or any(_facts(module) != facts for module, facts in seen):
+        parts = find(self)
+        options["parts"] = parts, None if hooked else [(module, _facts(module)) for module in self.modules()]
+    return parts  # type: ignore[no-any-return]
+
+
+def _bare_parts(
+    attention: Any, heads: int, approximate: str, norms: tuple[Any, Any], layers: tuple[Any, ...],
+    dropouts: tuple[Any, ...],
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """Return the arguments, the parts of a block with a GELU in the order of use; None if one has to be called."""
+    bare = (
+        all(is_bare(norm, nn.LayerNorm, layer_norm_forward) for norm in norms)
+        and all(is_bare(layer, nn.Linear if len(layers) == 6 else Conv1D) for layer in layers)
+        and all(is_bare(drop, nn.Dropout) for drop in dropouts)
+    )
+    return (attention, heads, approximate, norms, layers, dropouts) if bare else None
+
+
+def _fused_block(
+    self: Any, find: Callable[[Any], tuple[Any, ...] | None], x: Tensor, attention_mask: Tensor | None,
+    kwargs: dict[str, Any], *, post_norm: bool = False,
+) -> Tensor | None:  # fmt: skip
+    """Run a block of GPT-2, BERT or ViT as one autograd function; None if a submodule has to be called."""
+    if (parts := _parts(self, find)) is None:
+        return None
+    attention, heads, approximate, norms, layers, dropouts = parts
+    if any(drop.p and (drop.training or attention.training) for drop in dropouts) or not x.is_contiguous():
+        return None
+    pattern = _pattern(attention, x, attention_mask, kwargs)
+    if pattern is None or x.shape[-1] % heads:  # Hugging Face rounds down: the attention is narrower than x
+        return None
+    projection, up, down = layers[-3:]
     weights: list[Tensor | None] = []
     for module in (*norms, *layers):
         weights += (module.weight, module.bias)
     dtype = _computes_in(x, weights)
     if dtype is None or (post_norm and autocast_dtype(x.device.type) is x.dtype):  # whose norms give float32
         return None
-    if kind is Conv1D:  # stored as (in, out)
+    if len(layers) == 4:  # Conv1D's, stored as (in, out)
         qkv, *others = ((layer.weight.t(), layer.bias) for layer in layers)
     else:
         # One product: concatenating costs a copy of a few MiB and saves four products of the backward pass.
         biases = [layer.bias for layer in layers[:3]]
+        if any((bias is None) != (biases[0] is None) for bias in biases):
+            return None
         qkv = torch.cat([layer.weight for layer in layers[:3]]), None if biases[0] is None else torch.cat(biases)
         others = [(layer.weight, layer.bias) for layer in (projection, up, down)]
     (n1, n2), (o, up, down) = ((norm.weight, norm.bias) for norm in norms), others
@@ -404,20 +423,19 @@ def _fused_block(
     return y
 
 
-def clip_layer_forward(self: Any, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Any:
+def clip_layer_forward(self: Any, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Tensor:
     """Run the encoder layer of CLIP and SigLIP."""
-    if torch.compiler.is_compiling():
-        return type(self).forward(self, hidden_states, attention_mask, **kwargs)
     attended, _ = self.self_attn(hidden_states=self.layer_norm1(hidden_states), attention_mask=attention_mask, **kwargs)
     normed, residual = _add_norm(attended, hidden_states, self.layer_norm2)
-    return residual + self.mlp(normed)
+    y: Tensor = residual + self.mlp(normed)
+    return y
 
 
 def decoder_layer_forward(
     self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
     past_key_values: Any = None, use_cache: bool | None = False,
     position_embeddings: tuple[Tensor, Tensor] | None = None, **kwargs: Any,
-) -> Any:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Run the decoder layer of Llama, Qwen, Mistral, Phi-3 and others."""
     return _decoder_layer(
         self, hidden_states, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
@@ -429,7 +447,7 @@ def keyword_decoder_layer_forward(
     self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor] | None = None,
     attention_mask: Tensor | None = None, position_ids: Tensor | None = None, past_key_values: Any = None,
     **kwargs: Any,
-) -> Any:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Run the decoder layer of Mixtral, Gemma 2 and Gemma 3, whose arguments have another order."""
     return _decoder_layer(
         self, hidden_states, attention_mask=attention_mask, position_ids=position_ids, past_key_values=past_key_values,
@@ -437,9 +455,7 @@ def keyword_decoder_layer_forward(
     )  # fmt: skip
 
 
-def _decoder_layer(self: Any, hidden_states: Tensor, **arguments: Any) -> Any:
-    if torch.compiler.is_compiling():
-        return type(self).forward(self, hidden_states, **arguments)
+def _decoder_layer(self: Any, hidden_states: Tensor, **arguments: Any) -> Tensor:
     options = getattr(self, MARK).options
     norm, after = options["norm"], options["after"]
 
@@ -461,29 +477,35 @@ def _decoder_layer(self: Any, hidden_states: Tensor, **arguments: Any) -> Any:
     return by_modules(hidden_states)
 
 
-def _fused_decoder_layer(
-    self: Any, x: Tensor, arguments: dict[str, Any], by_modules: Callable[[Tensor], Tensor]
-) -> Tensor | None:
+def _decoder_parts(self: Any) -> tuple[Any, ...] | None:
     attention, mlp, norms = self.self_attn, self.mlp, (self.input_layernorm, self.post_attention_layernorm)
-    pattern = _attention_pattern(
-        attention, x, arguments["attention_mask"], arguments, "attention_llama", "attention_qk_norm"
-    )
-    if pattern is None or not is_bare(mlp, type(mlp), gated_mlp_forward):
+    if not _is_usual(attention, "attention_llama", "attention_qk_norm") or not is_bare(
+        mlp, type(mlp), gated_mlp_forward
+    ):
         return None
     options = getattr(attention, MARK).options
-    if options["forward"] is None:  # its rope is not ours
-        return None
     head_norms = (attention.q_norm, attention.k_norm) if options["form"] == "attention_qk_norm" else ()
     layers = (
         attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj,
         mlp.gate_proj, mlp.up_proj, mlp.down_proj,
     )  # fmt: skip
-    if not (
-        is_bare(mlp.act_fn, getattr(mlp, MARK).options["activation"], silu_forward)
+    bare = (
+        options["forward"] is not None  # otherwise its rope is not ours
+        and is_bare(mlp.act_fn, getattr(mlp, MARK).options["activation"], silu_forward)
         and all(is_bare(layer, nn.Linear) for layer in layers)
         and all(is_bare(norm, type(norm), rms_norm_forward) for norm in (*norms, *head_norms))
-        and not (attention.training and attention.attention_dropout)
-    ):
+    )
+    return (attention, norms, head_norms, layers) if bare else None
+
+
+def _fused_decoder_layer(
+    self: Any, x: Tensor, arguments: dict[str, Any], by_modules: Callable[[Tensor], Tensor]
+) -> Tensor | None:
+    if (parts := _parts(self, _decoder_parts)) is None:
+        return None
+    attention, norms, head_norms, layers = parts
+    pattern = _pattern(attention, x, arguments["attention_mask"], arguments)
+    if pattern is None:
         return None
     cos, sin = arguments["position_embeddings"]
     D = attention.head_dim
@@ -510,22 +532,24 @@ def _computes_in(x: Tensor, weights: Any) -> torch.dtype | None:
 
     It takes plain tensors of one dtype, some with gradients; under autocast of float32 or of the low dtype.
     """
-    if not torch.is_grad_enabled() or not is_plain(x) or x.dim() != 3:
+    if not is_plain(x) or x.dim() != 3:
         return None
     dtype, low, requires_grad = x.dtype, autocast_dtype(x.device.type), x.requires_grad
     if low is not None and dtype not in (low, torch.float32):
         return None
     for weight in weights:
         if weight is not None:
-            if weight.dtype is not dtype or not is_ordinary(weight):
+            if weight.dtype is not dtype or not (type(weight) is nn.Parameter or is_ordinary(weight)):
                 return None
             requires_grad = requires_grad or weight.requires_grad
     return (low or dtype) if requires_grad else None
 
 
 def _casts(tensors: Sequence[Tensor | None], dtype: torch.dtype, low: torch.dtype) -> list[Tensor | None]:
-    """Return tensors of a dtype in a lower one, without gradients; none if it is the same."""
+    """Return tensors of a dtype in a lower one, without gradients, in one launch; none if it is the same."""
     if low is dtype:
         return []
     with torch.no_grad():
-        return [None if x is None else x.to(low) for x in tensors]
+        casts = [None if x is None else torch.empty_like(x, dtype=low) for x in tensors]
+        torch._foreach_copy_([x for x in casts if x is not None], [x for x in tensors if x is not None])
+    return casts

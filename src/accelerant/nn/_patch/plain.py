@@ -110,13 +110,9 @@ def is_small(x: Tensor, width: int = 1) -> bool:
 
 
 def leaves(x: Tensor, width: int = 1, *, composed: bool = False) -> bool:
-    """Return whether a module leaves its input to its class: small ones, and torch.compile's.
+    """Return whether a module leaves its input to its class: a small one, or torch.compile's, which fuses the layer.
 
-    The compiler fuses such a layer with its neighbours, which it could not do with an op of ours.
-
-    Args:
-        composed: whether the class's forward is several functions of torch, slower than ours where none is
-            differentiated.
+    A `composed` forward, of several functions of torch, is slower than our op where none is differentiated.
     """
     return torch.compiler.is_compiling() or (is_small(x, width) and not (composed and not torch.is_grad_enabled()))
 
@@ -307,8 +303,8 @@ def _feed_forward(self: Any, x: Tensor) -> Tensor:
 
 def _add_norm(x: Tensor, residual: Tensor, norm: Any) -> tuple[Tensor, Tensor]:
     """Return norm(x + residual) and the sum, in one pass if the norm runs on our op."""
-    fits = x.dtype is residual.dtype and x.shape == residual.shape and not torch.compiler.is_compiling()
-    if fits and not is_small(x) and is_bare(norm, nn.LayerNorm, layer_norm_forward) and keeps_dtype(x, norm.weight):
+    fits = x.dtype is residual.dtype and x.shape == residual.shape and not leaves(x)
+    if fits and is_bare(norm, nn.LayerNorm, layer_norm_forward) and keeps_dtype(x, norm.weight):
         return ops.add_layer_norm(x, residual, norm.weight, norm.bias, eps=norm.eps)
     total = x + residual
     return norm(total), total

@@ -292,7 +292,7 @@ def has_hooks(module: nn.Module, *, ignore_captures: bool = False) -> bool:
     """
     hooks = torch.nn.modules.module
     return bool(
-        any(not (ignore_captures and _is_capture(hook)) for hook in module._forward_hooks.values())
+        (module._forward_hooks and not (ignore_captures and all(map(_is_capture, module._forward_hooks.values()))))
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks

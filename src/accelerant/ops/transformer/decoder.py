@@ -151,12 +151,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _linear_gradients(
     dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor], params: Sequence[Any], needs: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Return the gradient of the input x that layers share, and those of their weights and biases in turn.
-
-    Args:
-        weights: in the dtype of x.
-        params: weight and bias of each layer, whose gradients have their dtypes.
-    """
+    """Return the gradients of the input x that layers share and, in turn, of their params: weights and biases."""
     dx = torch.mm(dys[0], weights[0])
     gradients: list[Tensor | None] = []
     for i, dy in enumerate(dys):
