@@ -56,7 +56,8 @@ _ATTENTION = OpCases(
         Benchmark(_sample(16, 12, 2048, 64, causal=True), torch.bfloat16, forward_x=1.1, backward_x=1.0),
         Benchmark(_sample(1, 16, 16384, 64), torch.bfloat16, forward_x=1.0, backward_x=1.0),
         Benchmark(_sample(2, 16, 8192, 128, causal=True), torch.bfloat16, forward_x=1.0, backward_x=1.0),
-        Benchmark(_sample(8, 12, 2048, 64), torch.float32, peak_mib=52.0),
+        Benchmark(_sample(8, 12, 2048, 64), torch.float32, forward_x=1.5, backward_x=1.5, peak_mib=52.0),
+        Benchmark(_sample(2, 8, 4096, 128, causal=True), torch.float32, forward_x=1.5, backward_x=1.5),
     ),
     # o is a weighted mean of unit normal values, rounded once, with weights rounded to its dtype; gradients add two
     # more products. float32: sums of up to 2000 products.

@@ -59,10 +59,7 @@ def refuses_split(case: Case) -> str | None:
 
 
 def split_products(run: Callable[..., Any]) -> Implementation:
-    """Return the implementation that splits float32 into two numbers of float16 for its products.
-
-    Its error is that of products in float32, and it takes a third of their time on Hopper's tensor cores.
-    """
+    """Return the implementation that splits float32 into two numbers of float16; its error is that of float32."""
     return Implementation("triton_fp16x3", partial(run, split=True), refuses=refuses_split, own=True)
 
 
