@@ -179,36 +179,27 @@ def naive(op: str, inputs: Sequence[Tensor | None], options: Mapping[str, Any]) 
     return call
 
 
-class _PlainRow(list[Any]):
-    """A row of numbers with elementwise arithmetic, by loops over Python's floats."""
+def _elementwise(function: Callable[[Any, Any], Any], swapped: bool = False) -> Callable[[_PlainRow, Any], _PlainRow]:
+    """Return arithmetic of a row with another or with a number, by a loop over Python's floats."""
 
-    def _with(self, function: Callable[[Any, Any], Any], other: Any) -> _PlainRow:
+    def call(self: _PlainRow, other: Any) -> _PlainRow:
         others = other if isinstance(other, list) else itertools.repeat(other)
-        return _PlainRow([function(a, b) for a, b in zip(self, others, strict=False)])
+        return _PlainRow([function(b, a) if swapped else function(a, b) for a, b in zip(self, others, strict=False)])
 
-    def __add__(self, other: Any) -> Any:
-        return self._with(operator.add, other)
+    return call
 
-    def __sub__(self, other: Any) -> Any:
-        return self._with(operator.sub, other)
 
-    def __mul__(self, other: Any) -> Any:
-        return self._with(operator.mul, other)
+class _PlainRow(list[Any]):
+    """A row of numbers with elementwise arithmetic."""
 
-    def __truediv__(self, other: Any) -> Any:
-        return self._with(operator.truediv, other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._with(operator.gt, other)
+    __add__ = __radd__ = _elementwise(operator.add)  # type: ignore[assignment]  # not a list's concatenation
+    __mul__ = __rmul__ = _elementwise(operator.mul)  # type: ignore[assignment]  # nor its repetition
+    __gt__ = _elementwise(operator.gt)  # type: ignore[assignment]  # nor its order
+    __sub__, __truediv__ = _elementwise(operator.sub), _elementwise(operator.truediv)
+    __rsub__, __rtruediv__ = _elementwise(operator.sub, True), _elementwise(operator.truediv, True)
 
     def __neg__(self) -> _PlainRow:
-        return self._with(operator.mul, -1.0)
-
-    def __rtruediv__(self, other: float) -> _PlainRow:
-        return _PlainRow([other / a for a in self])
-
-    __radd__ = __add__
-    __rmul__ = __mul__
+        return self * -1.0
 
 
 def _mapped(function: Callable[[float], float]) -> Callable[[Any], Any]:
@@ -225,25 +216,9 @@ class _Plain:
     exp = staticmethod(_mapped(_bounded_exp))
     tanh, erf, log, sqrt = (staticmethod(_mapped(one)) for one in (math.tanh, math.erf, math.log, math.sqrt))
 
-    @staticmethod
-    def amax(x: _PlainRow, **_: Any) -> float:
-        """Return the largest number."""
-        return float(max(x))
-
-    @staticmethod
-    def sum(x: _PlainRow, **_: Any) -> float:
-        """Return the sum."""
-        return float(sum(x))
-
-    @staticmethod
-    def mean(x: _PlainRow, **_: Any) -> float:
-        """Return the mean."""
-        return float(sum(x)) / len(x)
-
-    @staticmethod
-    def swapaxes(x: list[Any], *_: int) -> list[Any]:
-        """Return a transposed matrix."""
-        return [list(column) for column in zip(*x, strict=True)]
+    amax, sum = (staticmethod(lambda x, _each=one, **_: float(_each(x))) for one in (max, sum))
+    mean = staticmethod(lambda x, **_: float(sum(x)) / len(x))
+    swapaxes = staticmethod(lambda x, *_: [list(column) for column in zip(*x, strict=True)])
 
     @staticmethod
     def matmul(x: _PlainRow, y: list[Any]) -> _PlainRow:

@@ -37,7 +37,7 @@ from accelerant.config import settings
 from accelerant.errors import ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.cache import KernelCache
-from accelerant.runtime.compilation.kernel import Builder, Kernel
+from accelerant.runtime.compilation.kernel import Builder
 from accelerant.runtime.files import JsonRecord
 from accelerant.runtime.monitoring.monitor import Sample, sample
 from accelerant.runtime.monitoring.nvidia import driver_version, minimum_driver, visible_devices_problem
@@ -152,9 +152,8 @@ def _driver() -> Iterator[Check]:
         devices = registry.create("cuda").devices()
         version, supported = driver_version(), devices[0].properties["driver"]
         needed = minimum_driver(str(torch.version.cuda))
-        found = (
-            f"{version or 'version unknown'}, CUDA up to {supported}; torch's CUDA {torch.version.cuda} needs {needed}"
-        )
+        cuda = torch.version.cuda
+        found = f"{version or 'version unknown'}, CUDA up to {supported}; torch's CUDA {cuda} needs {needed}"
         old = bool(version and needed) and _numbers(version) < _numbers(needed)
         advice = f"install driver {needed} or newer, unless CUDA's compatibility package is here" if old else ""
         yield Check("NVIDIA driver", "warning" if old else "ok", found, advice)
@@ -164,9 +163,8 @@ def _driver() -> Iterator[Check]:
         yield Check("NVIDIA driver", "failed", f"{version}: {reason}" if version else reason, advice)
     if problem := visible_devices_problem(os.environ.get("CUDA_VISIBLE_DEVICES")):
         hidden = reason and not _nvidia_is_there()  # on a machine without NVIDIA's devices the variable changes nothing
-        yield Check(
-            "CUDA_VISIBLE_DEVICES", "ok" if hidden else "warning", problem, "" if hidden else "change or unset it"
-        )
+        advice = "" if hidden else "change or unset it"
+        yield Check("CUDA_VISIBLE_DEVICES", "warning" if advice else "ok", problem, advice)
 
 
 def _numbers(version: str) -> list[int]:
@@ -226,9 +224,7 @@ def _nvrtc() -> Iterator[Check]:
     from accelerant.runtime.compilation.cuda import compile_cuda
     from accelerant.runtime.compilation.inspect import nvrtc_version
 
-    began = time.perf_counter()
-    binary = compile_cuda(field_add_source(), "sm_90")
-    took = (time.perf_counter() - began) * 1e3
+    binary, took = _timed(lambda: compile_cuda(field_add_source(), "sm_90"))
     bindings = installed_version("cuda-bindings")
     found = f"field_add for sm_90 in {took:.0f} ms, {binary.resources['field_add'].registers} registers"
     advice = ""
@@ -254,13 +250,17 @@ def _triton() -> Iterator[Check]:
     program = kernel.dialects["triton"]
     assert isinstance(program, Builder)  # for the type checker: a Triton kernel always has one
     with environment_variable("TRITON_ALWAYS_COMPILE", "1"):  # bypasses Triton's own cache
-        began = time.perf_counter()
-        binary = program.build("sm_90")
-        took = (time.perf_counter() - began) * 1e3
+        binary, took = _timed(lambda: program.build("sm_90"))
     if isinstance(binary, str):
         yield Check(name, "failed", f"{kernel.name} became text, not code", "reinstall triton")
         return
     yield Check(name, "ok", f"{version}: {kernel.name} for sm_90 in {took:.0f} ms, {len(binary.code)} bytes")
+
+
+def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    """Return a call's result and its milliseconds."""
+    began = time.perf_counter()
+    return call(), (time.perf_counter() - began) * 1e3
 
 
 _PROBE = "#include <Python.h>\nint probe(void) { return PY_MAJOR_VERSION; }\n"
@@ -276,9 +276,8 @@ def _c_compiler() -> Iterator[Check]:
         yield Check("compiler C", "warning", f"no {'C' if c is None else 'C++'} compiler", advice)
         return
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "probe.c"
+        source, headers = Path(folder) / "probe.c", sysconfig.get_path("include")
         source.write_text(_PROBE)
-        headers = sysconfig.get_path("include")
         command = [*c.split(), "-shared", "-fPIC", f"-I{headers}", str(source), "-o", f"{source}.so"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
@@ -319,20 +318,16 @@ def _cache() -> Iterator[Check]:
         yield Check("disk cache", "warning", text, "new " * bool(there) + advice)
         return
     found = cache.entries()
-    damaged = sum(bool(entry.damage) for entry in found)
-    foreign = [entry for entry in found if not entry.trusted]
-    size = sum(entry.size_bytes for entry in found)
-    free = shutil.disk_usage(root).free
+    damaged, foreign = sum(bool(entry.damage) for entry in found), [entry for entry in found if not entry.trusted]
+    size, free = sum(entry.size_bytes for entry in found), shutil.disk_usage(root).free
     text = f"{root}: {len(found)} entries, {size / 2**20:.1f} MiB, {free / 2**30:.0f} GiB free"
+    status: Status = "failed" if foreign else "warning" if damaged or free < 2**28 else "ok"
+    advice = f"delete {root}" if foreign else "the disk is nearly full" if free < 2**28 else ""
     if foreign:
         text = f"{text}, {len(foreign)} not used: {foreign[0].key[:12]}: {foreign[0].damage}"
-        yield Check("disk cache", "failed", text, f"delete {root}")
     elif damaged:
-        yield Check("disk cache", "warning", f"{text}, {damaged} damaged", "accelerant cache clear --yes")
-    elif free < 2**28:
-        yield Check("disk cache", "warning", text, "the disk is nearly full")
-    else:
-        yield Check("disk cache", "ok", text)
+        text, advice = f"{text}, {damaged} damaged", "accelerant cache clear --yes"
+    yield Check("disk cache", status, text, advice)
 
 
 def _extras() -> Iterator[Check]:
@@ -353,11 +348,9 @@ def _declared_extras() -> dict[str, list[str]]:
         declared = tomllib.loads(project.read_text(encoding="utf-8"))["project"].get("optional-dependencies", {})
         lines = [(extra, line) for extra, needs in declared.items() for line in needs]
     else:
-        lines = [
-            (marker[1], line)
-            for line in importlib.metadata.requires("accelerant") or ()
-            if (marker := re.search(r"""extra\s*==\s*['"]([\w-]+)['"]""", line))
-        ]
+        marked = ((re.search(r"""extra\s*==\s*['"]([\w-]+)['"]""", line), line)
+                  for line in importlib.metadata.requires("accelerant") or ())  # fmt: skip
+        lines = [(marker[1], line) for marker, line in marked if marker]
     found: dict[str, list[str]] = {}
     for extra, line in lines:
         name = re.match(r"[\w.-]+", line)
@@ -376,19 +369,12 @@ _NEEDED_BYTES = 4 << 30
 
 @dataclass(slots=True)
 class _FieldAddLaunch:
-    """The field_add kernel on a device with its operands."""
+    """The field_add kernel on a device: its launch, a copy of the sums to the host, and its buffers, the sums' last."""
 
-    provider: ComputeProvider
-    device: ComputeDevice
-    kernel: Kernel
-    buffers: tuple[Buffer, Buffer, Buffer]
+    start: Callable[[], None]
+    sums: Callable[[], Any]
     n: int
-
-    def start(self) -> None:
-        self.provider.launch(self.kernel, (-(-self.n // 256),), (256,), (*self.buffers, self.n))
-
-    def sums(self) -> Any:
-        return self.provider.copy_to_host(self.buffers[2], np.uint64, (self.n,))
+    buffers: list[Buffer]
 
 
 def prove(device: ComputeDevice) -> Iterator[Check]:
@@ -416,37 +402,38 @@ def prove(device: ComputeDevice) -> Iterator[Check]:
     took = f"{best:.3f} ms by events ({24 * launch.n / best / 1e6:,.0f} GB/s)"
     yield Check(label, "ok", f"field_add of {launch.n:,} elements: {took}, result exact")
     if before is not None:
-        yield _observed(launch, before, best)
+        yield _observed(launch, provider, device, before, best)
 
 
 def _prepare(provider: ComputeProvider, device: ComputeDevice) -> tuple[_FieldAddLaunch, Any, Any]:
     """Prepare operands, edge values first, and an output with a value that no sum has."""
     roomy = device.backend == "cuda" and provider.memory(device.index).free_bytes > _NEEDED_BYTES
-    n = _MANY if roomy else _FEW
-    x, y = operands(n)
+    x, y = operands(n := _MANY if roomy else _FEW)
     kernel = provider.compile(field_add_source(), device=device.index)
-    z = provider.copy_to_device(np.full(n, 2**64 - 1, np.uint64), device.index)
-    buffers = (provider.copy_to_device(x, device.index), provider.copy_to_device(y, device.index), z)
-    return _FieldAddLaunch(provider, device, kernel, buffers, n), x, y
+    buffers = [provider.copy_to_device(each, device.index) for each in (x, y, np.full(n, 2**64 - 1, np.uint64))]
+    start = functools.partial(provider.launch, kernel, (-(-n // 256),), (256,), (*buffers, n))
+    sums = functools.partial(provider.copy_to_host, buffers[2], np.uint64, (n,))
+    return _FieldAddLaunch(start, sums, n, buffers), x, y
 
 
-def _observed(launch: _FieldAddLaunch, before: Sample, one_ms: float) -> Check:
+def _observed(
+    launch: _FieldAddLaunch, provider: ComputeProvider, device: ComputeDevice, before: Sample, one_ms: float
+) -> Check:
     """Keep the device busy until NVML shows it."""
     label = f"seen by NVML {before.device}"
     if missing := nvml_missing():
         return Check(label, "warning", missing, "pip install 'accelerant[monitor]' to see the device from outside")
-    held = sum(buffer.size_bytes for buffer in launch.buffers)
     seen, peak = before, 0.0
     until = time.perf_counter() + _BUSY_S
     while time.perf_counter() < until:
         for _ in range(max(1, int(200 / one_ms))):  # 0.2 s of work, so that reading takes little of the time
             launch.start()
-        launch.provider.synchronize(launch.device.index)
-        seen = sample(launch.device)
+        provider.synchronize(device.index)
+        seen = sample(device)
         peak = max(peak, seen.utilisation_percent or 0.0)
         if peak >= 50.0:
             break
-    memory = _memory_seen(before, seen, held)
+    memory = _memory_seen(before, seen, sum(buffer.size_bytes for buffer in launch.buffers))
     if seen.utilisation_percent is None:
         return Check(label, "warning", f"{memory}; utilisation: {seen.reasons['utilisation_percent']}")
     found = f"{peak:.0f} % busy, {memory}"

@@ -19,14 +19,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerant.bench.record import Record, Row
+from accelerant.bench.record import OURS, Record, Row
 from accelerant.errors import FormatError
 from accelerant.runtime.files import plain, read_regular
 from accelerant.runtime.html_page import text_table
 
 __all__ = ["Floor", "FloorCheck", "check_floors", "floors_text", "read_floors"]
 
-_OURS = "accelerant"
 _DIRECTIONS = ("forward", "backward", "both")
 _FIELDS = {"times", "peer", "ms"}
 
@@ -56,7 +55,7 @@ class Floor:
 
 
 def _checked(row: Row) -> bool:
-    return row.runner == _OURS and row.part in ("", "size") and row.unit == "ms"
+    return row.runner == OURS and row.part in ("", "size") and row.unit == "ms"
 
 
 @dataclass(frozen=True, slots=True)

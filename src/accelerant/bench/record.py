@@ -230,9 +230,14 @@ class Row:
         return self.note.startswith("wrong: ")
 
     @property
-    def aims(self) -> bool:
-        """True if the row has a target."""
-        return bool(self.target or self.target_x or self.target_bytes)
+    def aims(self) -> str:
+        """The row's targets as text; "" without any."""
+        texts = (
+            f"{plain(self.target)} {self.unit}" if self.target else "",
+            f"{self.target_x:.2f}x the best" if self.target_x else "",
+            f"{plain(self.target_bytes / 2**20)} MiB" if self.target_bytes else "",
+        )
+        return " ".join(filter(None, texts))
 
     def _per_ns(self, amount: int) -> float | None:
         """Return an amount over the median: bytes as GB/s, operations as 10^9 a second."""
@@ -490,16 +495,11 @@ def _cells(row: Row) -> list[str]:
     if row.p50 is None:
         reason = "wrong result" if row.wrong else "out of memory" if row.lacked_memory else "did not run"
         return [row.op, row.case, row.runner, reason, "-", *[""] * (len(_HEAD) - 6), row.note]
-    targets = [
-        plain(row.target) if row.target else "",
-        f"{row.target_x:.2f}x the best" if row.target_x else "",
-        f"{plain(row.target_bytes / 2**20)} MiB" if row.target_bytes else "",
-    ]
     high = ["-" if one is None else plain(one) for one in (row.p95, row.p99)]
     rates = (row.rate_gb_s, row.gflop_s, row.gop_s, row.peak_bytes and row.peak_bytes / 2**20)
     return [
         row.op, row.case, row.runner, row.implementation, f"{plain(row.p50)} {row.unit}",
-        " ".join(filter(None, targets)) if row.compared else "", f"{plain(row.p20)}-{plain(row.p80)}",
+        row.aims if row.compared else "", f"{plain(row.p20)}-{plain(row.p80)}",
         "" if row.percent_of_ceiling is None else f"{row.percent_of_ceiling:.0f}% of {row.ceiling}",
         "" if row.speedup is None else f"{row.speedup:.2f}x" + " (level)" * row.level, _shown(row.wall_ms),
         {True: "yes", False: "no", None: ""}[row.reached if row.compared else None],

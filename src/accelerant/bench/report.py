@@ -312,12 +312,14 @@ def roofline(record: Record) -> str:
         return f'<circle class="{style}" {at} r="5"><title>{title}</title></circle>'
 
     parts = []
-    for value in (10**power for power in range(math.ceil(x_low), math.floor(x_high) + 1)):
-        parts.append(f'<line class="grid" x1="{x(value)}" x2="{x(value)}" y1="{_TOP}" y2="{base}"/>')
-        parts.append(f'<text x="{x(value)}" y="{base + 16}" text-anchor="middle">{value:g}</text>')
-    for value in (10**power for power in range(math.ceil(y_low), math.floor(y_high) + 1)):
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y(value)}" y2="{y(value)}"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{y(value) + 4}" text-anchor="end">{value:g}</text>')
+    for power in range(math.ceil(x_low), math.floor(x_high) + 1):
+        at = x(10**power)
+        parts.append(f'<line class="grid" x1="{at}" x2="{at}" y1="{_TOP}" y2="{base}"/>')
+        parts.append(f'<text x="{at}" y="{base + 16}" text-anchor="middle">{10**power:g}</text>')
+    for power in range(math.ceil(y_low), math.floor(y_high) + 1):
+        at = y(10**power)
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{at}" y2="{at}"/>')
+        parts.append(f'<text x="{_LEFT - 8}" y="{at + 4}" text-anchor="end">{10**power:g}</text>')
     start = 10**x_low
     roof = f"{x(start)},{y(copy * start / 1e3)} {x(ridge)},{y(matrix)} {x(10**x_high)},{y(matrix)}"
     parts += [
@@ -353,13 +355,10 @@ def _targets(record: Record) -> str:
         if not met and row.reached:
             reached += ", a peer did not run"
         own = next((other for other in cases[row.case_key] if other.runner == OWN), None)
-        target = [f"{plain(row.target)} {row.unit}" if row.target else ""]
-        target.append(f"{row.target_x:.2f}x the fastest peer" if row.target_x else "")
-        target.append(f"{plain(row.target_bytes / 2**20)} MiB" if row.target_bytes else "")
         rows.append(
             (
                 ("word", row.op), ("wide", row.case), ("wide", row.implementation),
-                ("number", ", ".join(filter(None, target))), ("number", reached),
+                ("number", row.aims), ("number", reached),
                 ("number", "the same" if own is None else _figure(own)),
                 ("good", "reached") if met else ("bad", "unmet"),
             )

@@ -31,7 +31,7 @@ import torch
 
 from accelerant.bench.ceilings import measure_copy, measure_link, measure_matmul, threads_text
 from accelerant.bench.journal import Journal
-from accelerant.bench.record import Environment, Record, Row, failure_note
+from accelerant.bench.record import OURS, Environment, Record, Row, failure_note
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
@@ -102,7 +102,7 @@ def same_on_cpu(measure: Callable[[SuiteRun], None]) -> Callable[[SuiteRun], Cpu
         return {
             (row.op, row.case): (row.p50 * unit_ms[row.unit], threads_text())
             for row in run.record.rows
-            if row.runner == "accelerant" and row.p50 and row.unit in unit_ms
+            if row.runner == OURS and row.p50 and row.unit in unit_ms
         }
 
     return column
@@ -147,13 +147,9 @@ class Suite(ABC):
             declared = one.metadata.get("option", {})
             if declared.get("same"):
                 flag = (declared["flags"] or (f"--{one.name.replace('_', '-')}",))[-1]
-                match getattr(self, one.name):
-                    case None:
-                        found[flag] = "default"
-                    case tuple() as values:
-                        found[flag] = ",".join(map(str, values)) or "none"
-                    case value:
-                        found[flag] = f"{value:g}" if isinstance(value, float) else str(value)
+                value = getattr(self, one.name)
+                text = ",".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
+                found[flag] = "default" if value is None else f"{value:g}" if isinstance(value, float) else text
         return found
 
 
@@ -276,7 +272,7 @@ def measure_cases(suite: str, cases: Sequence[SuiteCase], run: SuiteRun, *, cpu:
         except Exception as raised:  # noqa: BLE001 - the other cases are still worth measuring
             failed, error = failed or raised, raised
             if not isinstance(raised, CaseFailedError):
-                run.add(Row(suite, case.key, _FAILED, "accelerant", "", note=failure_note(raised)))
+                run.add(Row(suite, case.key, _FAILED, OURS, "", note=failure_note(raised)))
         measured += 1
         for activity, seconds in here.clock.seconds.items():
             spent[activity] = spent.get(activity, 0.0) + seconds
@@ -305,7 +301,7 @@ def _add_cpu_column(on_cpu: Callable[[SuiteRun], CpuColumn], key: str, run: Suit
     except Exception as error:  # noqa: BLE001 - the column is an addition to rows that are measured
         failed = failure_note(error)
     for i, row in enumerate(run.record.rows[first:], first):
-        if row.runner == "accelerant" and row.p50 is not None and row.cpu_ms is None:
+        if row.runner == OURS and row.p50 is not None and row.cpu_ms is None:
             taken, note = found.get((row.op, row.case), (None, failed))
             run.record.rows[i] = replace(row, cpu_ms=taken, cpu_note=note)
 
@@ -374,7 +370,7 @@ def collect(suites: Sequence[Suite], run: SuiteRun, *, begin: Progress = _silent
             found.failures[suite.name] = error
             note = failure_note(error)
             if not any(row.suite == suite.name and row.case == _FAILED for row in record.rows):
-                run.add(Row(suite.name, f"{suite.name} suite", "after the rows above", "accelerant", "", note=note))
+                run.add(Row(suite.name, f"{suite.name} suite", "after the rows above", OURS, "", note=note))
             record.notes.append(f"the {suite.name} suite failed: {note}")
     record.conclude()
     return found

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from accelerant.bench.ceilings import measure_link
-from accelerant.bench.record import DEVICE, Row
+from accelerant.bench.record import DEVICE, OURS, Row
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, option, same_on_cpu
 from accelerant.bench.timer import time_ms, wall_ms
 from accelerant.errors import AccelerantError, ConfigError
@@ -107,66 +107,39 @@ class BandwidthSuite(Suite):
 
 
 def _measure(size: int, budget_s: float, run: SuiteRun) -> None:
-    run.progress(f"bandwidth: {size_name(size)}")
-    copies = _Copies(run, size, budget_s)
-    for rows in (copies.into, copies.back, copies.on_device):
-        run.add(*rows())
+    """Add the rows of one size; AccelerantError for a copy that brings other bytes."""
+    where, name, index = run.torch_device, size_name(size), run.device.index
+    run.progress(f"bandwidth: {name}")
+    pageable = torch.arange(_PERIOD, dtype=torch.uint8).repeat(size // _PERIOD + 1)[:size]
+    there = pageable.to(where)
+    other, provider = torch.zeros_like(there), registry.create(run.device.backend)
 
-
-class _Copies:
-    """The buffers and copies of one size."""
-
-    def __init__(self, run: SuiteRun, size: int, budget_s: float) -> None:
-        self.device, self.where, self.size, self.budget_s = run.device, run.torch_device, size, budget_s
-        self.pageable = torch.arange(_PERIOD, dtype=torch.uint8).repeat(size // _PERIOD + 1)[:size]
-        self.hosts = [("pageable", self.pageable)]
-        if run.gpu:
-            self.hosts.insert(0, ("pinned", self.pageable.pin_memory()))
-        self.there = self.pageable.to(self.where)
-        self.other = torch.zeros_like(self.there)
-
-    def into(self) -> list[Row]:
-        """Measure copies to the device from each kind of host memory."""
-        rows = []
-        for kind, host in self.hosts:
-            case = f"{size_name(self.size)} {kind}"
-            base = Row("bandwidth", _INTO, case, DEVICE, "torch copy_", bytes=self.size, ceiling=_INTO)
-            self.other.zero_()
-            send = functools.partial(self.other.copy_, host, non_blocking=True)
-            rows.append(self._timed(base, kind == "pinned", send))
-            self._check(self.other, base)
-            ours = replace(base, runner="accelerant", implementation="copy_async")
-            rows.append(self._timed(ours, kind == "pinned", functools.partial(copy_async, host, self.device)))
-            self._check(copy_async(host, self.device).result(), ours)
-        return rows
-
-    def back(self) -> list[Row]:
-        """Measure copies to the host, to each kind of host memory and by the provider."""
-        rows = []
-        for kind, host in self.hosts:
-            case = f"{size_name(self.size)} {kind}"
-            base = Row("bandwidth", _BACK, case, DEVICE, "torch copy_", bytes=self.size, ceiling=_BACK)
-            target = torch.empty_like(host, pin_memory=kind == "pinned")
-            receive = functools.partial(target.copy_, self.there, non_blocking=target.is_pinned())
-            rows.append(self._timed(base, kind == "pinned", receive))
-            self._check(target, base)
-        provider = registry.create(self.device.backend)
-        buffer = provider.copy_to_device(self.pageable.numpy(), self.device.index)
-        ours = replace(base, runner="accelerant", implementation="provider.copy_to_host")
-        rows.append(self._timed(ours, False, lambda: provider.copy_to_host(buffer, np.uint8, (self.size,))))
-        self._check(torch.from_numpy(provider.copy_to_host(buffer, np.uint8, (self.size,))), ours)
-        return rows
-
-    def on_device(self) -> list[Row]:
-        """Measure a copy on the device; bytes read and bytes written both count."""
-        base = Row(
-            "bandwidth", _COPY, size_name(self.size), DEVICE, "torch copy_", bytes=2 * self.size, ceiling="copy"
-        )  # fmt: skip
-        return [self._timed(base, True, lambda: self.other.copy_(self.there))]
-
-    def _timed(self, row: Row, by_events: bool, call: Callable[[], Any]) -> Row:
-        return row.timed((time_ms if by_events else wall_ms)(call, self.where, budget_s=self.budget_s))
-
-    def _check(self, got: Tensor, row: Row) -> None:
-        if not torch.equal(got.to("cpu"), self.pageable):
+    def add(row: Row, by_events: bool, call: Callable[[], Any], result: Callable[[], Tensor] | None = None) -> None:
+        """Add a row of a copy, whose bytes are those of `result`."""
+        row = row.timed((time_ms if by_events else wall_ms)(call, where, budget_s=budget_s))
+        if result is not None and not torch.equal(result().to("cpu"), pageable):
             raise AccelerantError(f"{row.op} {row.case} by {row.implementation}: other bytes came than were sent")
+        run.add(row)
+
+    base = Row("bandwidth", "", name, DEVICE, "torch copy_", bytes=size)
+    hosts = [("pageable", pageable)]
+    if run.gpu:
+        hosts.insert(0, ("pinned", pageable.pin_memory()))
+    for kind, host in hosts:
+        row = replace(base, op=_INTO, ceiling=_INTO, case=f"{name} {kind}")
+        other.zero_()
+        add(row, kind == "pinned", functools.partial(other.copy_, host, non_blocking=True), lambda: other)
+        send = functools.partial(copy_async, host, run.device)
+        row = replace(row, runner=OURS, implementation="copy_async")
+        add(row, kind == "pinned", send, lambda send=send: send().result())
+    for kind, host in hosts:
+        row = replace(base, op=_BACK, ceiling=_BACK, case=f"{name} {kind}")
+        target = torch.empty_like(host, pin_memory=kind == "pinned")
+        receive = functools.partial(target.copy_, there, non_blocking=target.is_pinned())
+        add(row, kind == "pinned", receive, lambda target=target: target)
+    buffer = provider.copy_to_device(pageable.numpy(), index)
+    back = functools.partial(provider.copy_to_host, buffer, np.uint8, (size,))
+    row = replace(row, runner=OURS, implementation="provider.copy_to_host")
+    add(row, False, back, lambda: torch.from_numpy(back()))
+    # bytes read and bytes written both count
+    add(replace(base, op=_COPY, bytes=2 * size, ceiling="copy"), True, lambda: other.copy_(there))

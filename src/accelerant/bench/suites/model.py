@@ -161,12 +161,6 @@ class _Steps:
         return step_times(step, self.data, self.where, budget_s), losses
 
 
-def _released(run: SuiteRun) -> None:
-    gc.collect()
-    if run.gpu:
-        torch.cuda.empty_cache()
-
-
 # --- bench model -----------------------------------------------------------------------------------------------------
 
 
@@ -237,7 +231,9 @@ class ModelSuite(Suite):
             note = f"{OUT_OF_MEMORY}needs {size_text(predicted.total)} by prediction, {size_text(room)} are free"
             run.add(replace(row, note=note))
             return
-        _released(run)
+        gc.collect()
+        if run.gpu:
+            torch.cuda.empty_cache()
         run.progress(f"gpt {name}: forward, backward, update")
         steps = _Steps(config, batch, where)
         for phase, timing in steps.phases(self.budget_s).items():

@@ -14,7 +14,6 @@ import contextlib
 import functools
 import math
 import os
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -50,15 +49,7 @@ from accelerant.bench.suites.neural_cases import (
     shrunk,
     work_of,
 )
-from accelerant.bench.suites.neural_plan import (
-    Libraries,
-    Maker,
-    PlannedCase,
-    parse_sizes,
-    plan,
-    sized,
-    sweep_sizes,
-)
+from accelerant.bench.suites.neural_plan import Libraries, Maker, PlannedCase, parse_sizes, plan, sized, sweep_sizes
 from accelerant.bench.timer import back_to_back_ms, first_ms, rotated_ms, time_in_turns, time_ms
 from accelerant.config import override
 from accelerant.errors import AccelerantError, ConfigError, OutOfMemory
@@ -218,14 +209,12 @@ class NeuralSuite(Suite):
         several = run.gpu and "compile" in (self.against or ())
         jobs = self.jobs or (max(1, min(14, cores - 2)) if several else 1)
         if jobs > 1:
-            from accelerant.bench.suites.precompile import groups_of, precompile, share_caches
+            from accelerant.bench.suites.precompile import Task, compile_first, groups_of
 
-            share_caches()
-            keys = {case.key for case in run.left(cases)}
-            left = [one for one in self.planned(run.gpu) if one.key in keys]
-            limit_s = _COMPILE_S if run.until is None else min(_COMPILE_S, (run.until - time.monotonic()) / 3)
-            note = precompile(groups_of(left), run.device, jobs, limit_s=limit_s, progress=run.progress)
-            run.record.notes += [note] if note else []
+            def groups(keys: set[str]) -> list[list[Task]]:
+                return groups_of([one for one in self.planned(run.gpu) if one.key in keys])
+
+            compile_first(groups, cases, run, jobs, limit_s=_COMPILE_S)
         with compiling():
             measure_cases(self.name, cases, run)
 

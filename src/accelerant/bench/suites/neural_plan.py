@@ -35,10 +35,8 @@ Libraries = Mapping[str, Mapping[str, Maker]]
 _OTHER_DTYPE, _MANY_SIZES = 0.4, 0.1
 """Shares of the budget of each figure: in a further dtype; at odd sizes and in the sweep."""
 
-_SWEEP_PEERS = ("torch", "compile")
-_ODD_PEERS = ("torch",)
-_FLOAT32_PEERS = ("torch",)
-"""Peers in a further float32: the other libraries are for 16 bits."""
+_SWEEP_PEERS, _ODD_PEERS, _FLOAT32_PEERS = ("torch", "compile"), ("torch",), ("torch",)
+"""Peers of the sweep, at odd sizes, and in a further float32: the other libraries are for 16 bits."""
 
 _NOT_AGAIN = ("compile",)
 """Peers left out in a further dtype: torch.compile is as fast in float16 as in bfloat16, and compiles for seconds."""
@@ -168,17 +166,15 @@ def plan(
                 several = (resized.sample.shapes[0] or ())[0] > 1
                 peers = [name for name in against if name in _SWEEP_PEERS and (several or name != "compile")]
                 swept.append(case("sweep", op, resized, first, peers, few))
-    main = [*requested, *(by_dtype[0] if tables else [])]
-    others = [each for table in by_dtype[1:] for each in table]
+    main, others = [*requested, *itertools.chain(*by_dtype[:1])], list(itertools.chain(*by_dtype[1:]))
     aimed = [each for each in (*main, *others) if has_target(each.benchmark) and each.dtype == each.benchmark.dtype]
     return list({each.key: each for each in (*aimed, *main, *uneven, *others, *swept)}.values())
 
 
 def has_target(benchmark: Benchmark) -> bool:
     """Return whether a benchmark names a time, speed or memory to reach."""
-    times = (benchmark.forward_ms, benchmark.backward_ms, benchmark.both_ms)
-    targets = (*times, benchmark.forward_x, benchmark.backward_x, benchmark.peak_mib)
-    return any(target is not None for target in targets)
+    times = (benchmark.forward_ms, benchmark.backward_ms, benchmark.both_ms, benchmark.forward_x, benchmark.backward_x)
+    return any(target is not None for target in (*times, benchmark.peak_mib))
 
 
 _CPU_ELEMENTS = 2**20
@@ -221,16 +217,30 @@ def _with_fewer_rows(op: str, sample: Sample) -> Sample:
         if op == "conv2d":
             row_flops *= max(1, math.prod(first[2:]) // int(sample.options.get("stride", 1)) ** 2)
     rows = min(first[0], max(1, _CPU_ELEMENTS // max(1, math.prod(first[1:]))), max(1, _CPU_FLOPS // row_flops))
+    shapes = [
+        (rows, *shape[1:])
+        if shape is not None and i not in shared and shape[:1] == first[:1] and shape[1:] in ((), first[1:])
+        else shape
+        for i, shape in enumerate(sample.shapes)
+    ]
+    return _reshaped(sample, shapes, sample.name if rows == first[0] else f"{sample.name}, {rows} rows")
+
+
+def _reshaped(
+    sample: Sample,
+    shapes: Sequence[tuple[int, ...] | None],
+    name: str = "",
+    high: Callable[[Indices], int] | None = None,
+) -> Sample:
+    """Return a sample with arguments of other shapes, named after them by default; `high` gives the indices' limit."""
     arguments: list[Any] = []
-    for i, (argument, shape) in enumerate(zip(sample.arguments, sample.shapes, strict=True)):
-        along = shape is not None and i not in shared and shape[:1] == first[:1] and shape[1:] in ((), first[1:])
-        if argument is None or shape is None or not along:
-            arguments.append(argument)
-        elif isinstance(argument, (Fractions, Indices)):
-            arguments.append(replace(argument, shape=(rows, *shape[1:])))
-        else:
-            arguments.append((rows, *shape[1:]))
-    name = sample.name if rows == first[0] else f"{sample.name}, {rows} rows"
+    for argument, shape in zip(sample.arguments, shapes, strict=True):
+        if isinstance(argument, Indices):
+            argument = replace(argument, high=high(argument) if high else argument.high)
+        if isinstance(argument, (Fractions, Indices)) and shape is not None:
+            argument = replace(argument, shape=shape)
+        arguments.append(shape if isinstance(argument, tuple) else argument)
+    name = name or "@".join("x".join(map(str, shape)) for shape in shapes if shape)
     return Sample(name, tuple(arguments), sample.options)
 
 
@@ -296,21 +306,13 @@ def sized(op: str, size: Sequence[int]) -> Benchmark:
         half = 2 * old[name] == old[names[rank - 1]]  # rope's tables
         new[name] = new[same[-1]] if same else new[names[rank - 1]] // 2 if half else old[name]
     left: Iterator[int] = iter(new[name] for name in names)
-    arguments: list[Any] = []
-    for argument, shape in zip(sample.arguments, sample.shapes, strict=True):
-        resized = tuple(itertools.islice(left, len(shape or ())))
-        if argument is None:
-            arguments.append(None)
-        elif isinstance(argument, Fractions):
-            arguments.append(Fractions(resized))
-        elif isinstance(argument, Indices):
-            classes = [name for name in free if old[name] == argument.high]
-            high = new[classes[-1]] if classes and argument.dtype == torch.int64 else argument.high
-            arguments.append(replace(argument, shape=resized, high=high))
-        else:
-            arguments.append(resized)
-    text = "@".join("x".join(map(str, shape)) for shape in (getattr(x, "shape", x) for x in arguments) if shape)
-    return Benchmark(Sample(text, tuple(arguments), sample.options), benchmark.dtype)
+    shapes = [None if shape is None else tuple(itertools.islice(left, len(shape))) for shape in sample.shapes]
+
+    def high(argument: Indices) -> int:
+        classes = [name for name in free if old[name] == argument.high]
+        return new[classes[-1]] if classes and argument.dtype == torch.int64 else argument.high
+
+    return Benchmark(_reshaped(sample, shapes, high=high), benchmark.dtype)
 
 
 def _dimensions(sample: Sample) -> list[int]:
@@ -355,17 +357,15 @@ def _resized(benchmark: Benchmark, size: int) -> Benchmark | None:
     columns = first[1]
     is_round = size & (size - 1) == 0
     shape = (size // columns, columns) if is_round and size >= columns else (1, size)
-    arguments: list[Any] = []
-    for argument in benchmark.sample.arguments:
-        if isinstance(argument, Indices):
-            high = min(argument.high, shape[1])  # classes, as many as columns
-            arguments.append(replace(argument, shape=(shape[0], *argument.shape[1:]), high=high))
-        elif argument == first:
-            arguments.append(shape)
-        elif isinstance(argument, Fractions) and argument.shape == first:
-            arguments.append(Fractions(shape))
-        elif argument is not None and argument == (columns,):
-            arguments.append((shape[1],))
+    shapes: list[tuple[int, ...] | None] = []
+    for argument, old in zip(benchmark.sample.arguments, benchmark.sample.shapes, strict=True):
+        if isinstance(argument, Indices) and old is not None:
+            shapes.append((shape[0], *old[1:]))
+        elif old in (first, (columns,)):
+            shapes.append(shape if old == first else (shape[1],))
         else:
             return None
-    return Benchmark(Sample("x".join(map(str, shape)), tuple(arguments), benchmark.sample.options), benchmark.dtype)
+    sample = _reshaped(
+        benchmark.sample, shapes, high=lambda one: min(one.high, shape[1])
+    )  # classes, as many as columns
+    return Benchmark(replace(sample, name="x".join(map(str, shape))), benchmark.dtype)

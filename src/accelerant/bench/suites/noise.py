@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from accelerant.bench.ceilings import threads_text
-from accelerant.bench.record import DEVICE, Row
+from accelerant.bench.record import DEVICE, OURS, Row
 from accelerant.bench.suite import CpuColumn, Suite, SuiteCase, SuiteRun, option
 from accelerant.bench.timer import Timing, synchronize, time_ms
 from accelerant.errors import AccelerantError, ConfigError
@@ -28,7 +28,6 @@ from accelerant.runtime.provider import ComputeDevice
 
 __all__ = ["NoiseCall", "NoiseSuite", "check_noise", "measure_noise", "noise_calls", "noise_row"]
 
-_OURS = "accelerant"
 _NOISE_MS = {"secure": 8.0, "Philox": 0.30, "keystream": 2**30 / 1e9}
 """Targets of 2^28 draws on an H200; of the keystream 1.0 TB/s."""
 
@@ -76,7 +75,7 @@ class NoiseSuite(Suite):
             few = min(n, _CPU_DRAWS)
             measure_noise(few, self.budget_s, run, suite=self.name, variants=(variant,))
             note = threads_text() + (f", scaled from {_number(few)} draws" if few < n else "")
-            ours = [row for row in run.record.rows if row.runner == _OURS and row.p50]
+            ours = [row for row in run.record.rows if row.runner == OURS and row.p50]
             return {(row.op, f"{_number(n)} {variant}"): ((row.p50 or 0.0) * n / few, note) for row in ours}
 
         return [
@@ -140,17 +139,17 @@ def noise_calls(n: int, device: torch.device) -> Iterator[NoiseCall]:
     grid = choose_grid(_STD, _STD, n)
     secure, fast, stream = SecureSource(), FastSource(), SecureStream()
     steps = f"{_STD / grid:g} grid steps in a deviation"
-    yield NoiseCall("noise", "secure", _OURS, secure.name, lambda x: secure.add_gaussian_([x], _STD, grid=grid), 8 * n,
+    yield NoiseCall("noise", "secure", OURS, secure.name, lambda x: secure.add_gaussian_([x], _STD, grid=grid), 8 * n,
                     "secure", f"added to float32 in place, {steps}")  # fmt: skip
-    yield NoiseCall("noise", "Philox", _OURS, fast.name, lambda x: fast.add_gaussian_([x], _STD, grid=grid), 8 * n,
+    yield NoiseCall("noise", "Philox", OURS, fast.name, lambda x: fast.add_gaussian_([x], _STD, grid=grid), 8 * n,
                     note="added to float32 in place")  # fmt: skip
     yield NoiseCall("noise", "Philox", "torch", "torch.randn, add_", lambda x: x.add_(torch.randn_like(x)), 8 * n)
     alone = "Philox, drawn alone"
-    yield NoiseCall("noise", alone, _OURS, fast.name, lambda x: fast.fill_gaussian_([x], _STD), 4 * n, "Philox")
+    yield NoiseCall("noise", alone, OURS, fast.name, lambda x: fast.fill_gaussian_([x], _STD), 4 * n, "Philox")
     yield NoiseCall("noise", alone, "torch", "torch.normal_", lambda x: x.normal_(), 4 * n)
     yield NoiseCall("noise", "fill", DEVICE, "fill_", lambda x: x.fill_(1.0), 4 * n)
     yield NoiseCall(
-        "keystream", "words", _OURS, "chacha20", lambda x: stream.words(x.numel(), device), 4 * n, "keystream"
+        "keystream", "words", OURS, "chacha20", lambda x: stream.words(x.numel(), device), 4 * n, "keystream"
     )
 
 
@@ -167,7 +166,7 @@ def measure_noise(
         if one.variant not in variants:
             continue
         run.progress(f"{one.op}, {_number(n)}: {one.variant}, {one.runner}")
-        if one.op == "noise" and one.runner == _OURS:
+        if one.op == "noise" and one.runner == OURS:
             one.call(x.zero_())
             check_noise(x, _STD, one.implementation)
         if chunk == n:
@@ -192,8 +191,9 @@ def _streamed(one: NoiseCall, x: Tensor, n: int, run: SuiteRun) -> tuple[Timing,
             samples.append((time.perf_counter() - start) * 1e3 * n / chunk)
         run.progress(f"{one.op}, {_number(n)}: {one.variant}, {one.runner}, {100 * (done + size) // n}%")
     took = time.perf_counter() - began
-    samples = samples * 2 if len(samples) == 1 else samples
-    return Timing.of(samples), f"{-(-n // chunk)} chunks of {_number(chunk)} in {took:.3g} s, scaled from each"
+    return Timing.of(
+        samples, wall=True
+    ), f"{-(-n // chunk)} chunks of {_number(chunk)} in {took:.3g} s, scaled from each"
 
 
 def noise_row(one: NoiseCall, n: int, run: SuiteRun, timing: Timing, suite: str = "dp") -> Row:

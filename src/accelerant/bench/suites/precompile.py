@@ -23,6 +23,7 @@ import torch
 import torch._inductor.config
 
 from accelerant import ops
+from accelerant.bench.suite import SuiteCase, SuiteRun
 from accelerant.bench.suites.neural import compiling, own_kernels, runners_of
 from accelerant.bench.suites.neural_cases import OpCase, call_of
 from accelerant.bench.suites.neural_plan import PlannedCase
@@ -31,7 +32,7 @@ from accelerant.runtime.dispatch import force
 from accelerant.runtime.dispatch.plan import explain_quietly
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["Task", "groups_of", "precompile", "share_caches"]
+__all__ = ["Task", "compile_first", "groups_of", "precompile"]
 
 Task = Callable[[ComputeDevice], None]
 """Compiles something for a device; it can be pickled."""
@@ -48,10 +49,26 @@ _PRELOADED = ["accelerant.bench.suites.precompile", "torch._dynamo", "torch._ind
 """Imported once, in the server process that the others are forked from: 14 simultaneous imports take half a minute."""
 
 
-def share_caches() -> None:
-    """Enable the libraries' disk caches in this process and its children, before the libraries are loaded."""
+def compile_first(
+    groups: Callable[[set[str]], Sequence[Sequence[Task]]], cases: Sequence[SuiteCase], run: SuiteRun, jobs: int, *,
+    limit_s: float, share: float | None = None,
+) -> None:  # fmt: skip
+    """Compile what the cases that are left need, with a note in the record if `limit_s` seconds are too few.
+
+    The libraries' disk caches are enabled in this process and its children, before the libraries are loaded.
+
+    Args:
+        groups: returns the tasks of the cases with the given keys, see precompile.
+        limit_s: at most half of what is left of the run's own limit.
+    """
+    left = {case.key for case in run.left(cases)}
+    if not left:
+        return
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # the server process must not start the driver
+    limit_s = limit_s if run.until is None else min(limit_s, (run.until - time.monotonic()) / 2)
+    note = precompile(groups(left), run.device, jobs, limit_s=limit_s, progress=run.progress, share=share)
+    run.record.notes += [note] if note else []
 
 
 def precompile(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from accelerant import ops
 from accelerant.algebra.field.program import field_add_source
-from accelerant.bench.record import Row, environment_variable
+from accelerant.bench.record import OURS, Row, environment_variable
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, option, same_on_cpu
 from accelerant.bench.suites.bandwidth import size_name
 from accelerant.bench.timer import Timing, back_to_back_ms, first_ms, host_time_us, wall_ms
@@ -67,13 +67,9 @@ class RuntimeSuite(Suite):
 
 
 def _target(row: Row) -> float | None:
-    if row.runner != "accelerant":
-        return None
-    if row.op == "launch":
-        return _LAUNCH_US
-    if row.op == "compile":
-        return _WARM_MS if "warm" in row.case else None
-    return _CALL_US if row.case.startswith("eager call") else None
+    targets = {"launch": _LAUNCH_US, "compile": _WARM_MS if "warm" in row.case else None}
+    calls = _CALL_US if row.case.startswith("eager call") else None
+    return targets.get(row.op, calls) if row.runner == OURS else None
 
 
 _WALL_S = 0.05
@@ -93,7 +89,7 @@ def _launches(run: SuiteRun) -> list[Row]:
     x = torch.zeros(256, dtype=torch.uint64, device=run.torch_device)
     args = (x, x, x, 256)
     calls: list[tuple[str, str, Callable[[], Any]]] = [
-        ("accelerant", "provider.launch", lambda: provider.launch(kernel, (1,), (256,), args))
+        (OURS, "provider.launch", lambda: provider.launch(kernel, (1,), (256,), args))
     ]
     if device.backend == "cuda":
         from cuda.core import LaunchConfig, launch
@@ -126,7 +122,7 @@ def _calls(run: SuiteRun) -> list[Row]:
     return [
         _host_row(run, op, f"eager call, host time, {mode}", runner, "eager", call)
         for op, mode, ours, torch_call in cases
-        for runner, call in (("accelerant", ours), ("torch", torch_call))
+        for runner, call in ((OURS, ours), ("torch", torch_call))
     ]
 
 
@@ -152,7 +148,7 @@ def _compiles(device: ComputeDevice) -> list[Row]:
                         provider.compile(source, device=device.index)
                     compile_ = functools.partial(provider.compile, source, device=device.index)
                     samples.append(first_ms(compile_, torch.device("cpu")))
-            row = Row("runtime", "compile", f"{name}, {case} cache", "accelerant", provider.name)
+            row = Row("runtime", "compile", f"{name}, {case} cache", OURS, provider.name)
             rows.append(row.timed(Timing.of(samples, wall=True)))
     return rows
 
@@ -184,7 +180,7 @@ def _streaming(run: SuiteRun, budget_s: float) -> list[Row]:
         f"{name} {1e3 * statistics.median(getattr(run, field) for run in runs):.3g} ms"
         for name, field in (("in", "copy_in_s"), ("compute", "compute_s"), ("out", "copy_out_s"))
     )
-    ours = replace(base, runner="accelerant", implementation="stream_chunks")
+    ours = replace(base, runner=OURS, implementation="stream_chunks")
     overlap = replace(
         ours, op="stream overlap", unit="x", better="higher", bytes=0, ceiling="",
         note="1 is none, 3 is all three stages at once",
@@ -256,7 +252,7 @@ def _batches(run: SuiteRun, budget_s: float) -> list[Row]:
         torch.testing.assert_close(batched(), one_by_one(), rtol=1e-5, atol=1e-6, msg=differs)
         merged, single = (wall_ms(call, where, budget_s=budget_s) for call in (batched, one_by_one))
         plain = wall_ms(lambda: [F.gelu(x) for x in xs], where, budget_s=budget_s)
-    ours = replace(base, runner="accelerant", implementation="batch()")
+    ours = replace(base, runner=OURS, implementation="batch()")
     gain = replace(ours, op="batch gain", implementation="one by one / batch()", unit="x", better="higher")
     return [
         ours.timed(merged),

@@ -106,17 +106,17 @@ class UserSuite(Suite):
 
     def measure(self, run: SuiteRun) -> None:
         """Compile in several processes, then measure all cases."""
-        left = [case.key for case in run.left(self.cases(run))]
-        if (self.jobs or 1) > 1 and left:
-            from accelerant.bench.suites.precompile import precompile, share_caches
+        if (self.jobs or 1) > 1:
+            from accelerant.bench.suites.precompile import Task, compile_first
 
-            share_caches()
             own = tuple(name for name in self.against or () if name == "compile")
-            quick = replace(self, budget_s=0.0, against=own, op=(), case=())
-            groups = [[functools.partial(_warm, quick, key)] for key in reversed(left)]  # models take the longest
-            limit_s = _COMPILE_S if run.until is None else min(_COMPILE_S, (run.until - time.monotonic()) / 2)
-            note = precompile(groups, run.device, self.jobs or 1, limit_s=limit_s, progress=run.progress, share=_SHARE)
-            run.record.notes += [note] if note else []
+            quick, cases = replace(self, budget_s=0.0, against=own, op=(), case=()), self.cases(run)
+
+            def groups(keys: set[str]) -> list[list[Task]]:
+                left = [case.key for case in cases if case.key in keys]
+                return [[functools.partial(_warm, quick, key)] for key in reversed(left)]  # models take the longest
+
+            compile_first(groups, cases, run, self.jobs or 1, limit_s=_COMPILE_S, share=_SHARE)
         with compiling() if "compile" in (self.against or ()) else contextlib.nullcontext():
             super().measure(run)
 
