@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from accelerant.algebra.field.program import field_add_source
-from accelerant.bench import doctor
 from accelerant.bench.suites.algebra import first_wrong
+from accelerant.cli import doctor_checks as doctor
 from accelerant.cli.app import main
 from accelerant.config import override
 from accelerant.runtime import registry

@@ -1,4 +1,4 @@
-"""Benchmarks: timers, records, comparison with a baseline, suites and reports; and the checks of `doctor`."""
+"""Benchmarks: timers, records, comparison with a baseline, suites and reports."""
 
 from accelerant.bench.compare import Comparison, compare
 from accelerant.bench.record import Environment, Record, Row

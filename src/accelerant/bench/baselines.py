@@ -192,8 +192,8 @@ def _elementwise(function: Callable[[Any, Any], Any], swapped: bool = False) -> 
 class _PlainRow(list[Any]):
     """A row of numbers with elementwise arithmetic."""
 
-    __add__ = __radd__ = _elementwise(operator.add)  # type: ignore[assignment]  # not a list's concatenation
-    __mul__ = __rmul__ = _elementwise(operator.mul)  # type: ignore[assignment]  # nor its repetition
+    __add__ = __radd__ = _elementwise(operator.add)  # not a list's concatenation
+    __mul__ = __rmul__ = _elementwise(operator.mul)  # nor its repetition
     __gt__ = _elementwise(operator.gt)  # type: ignore[assignment]  # nor its order
     __sub__, __truediv__ = _elementwise(operator.sub), _elementwise(operator.truediv)
     __rsub__, __rtruediv__ = _elementwise(operator.sub, True), _elementwise(operator.truediv, True)

@@ -513,9 +513,9 @@ def _shown(value: float | None, unit: str = "") -> str:
     return "" if value is None else plain(value) + unit
 
 
-def failure_note(error: BaseException, most: int = 160) -> str:
-    """Return "Type: first line of the message" for a row's note."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:most]}"
+def failure_note(error: BaseException, most: int = 160, kind: str = "") -> str:
+    """Return "Type: first line of the message" for a row's note, or another kind instead of the error's type."""
+    return f"{kind or f'{type(error).__name__}: '}{(str(error).splitlines() or [''])[0][:most]}"
 
 
 def _check(row: Row) -> None:

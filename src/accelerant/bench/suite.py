@@ -98,12 +98,9 @@ def same_on_cpu(measure: Callable[[SuiteRun], None]) -> Callable[[SuiteRun], Cpu
 
     def column(run: SuiteRun) -> CpuColumn:
         measure(run)
-        unit_ms = {"ms": 1.0, "us": 1e-3}
-        return {
-            (row.op, row.case): (row.p50 * unit_ms[row.unit], threads_text())
-            for row in run.record.rows
-            if row.runner == OURS and row.p50 and row.unit in unit_ms
-        }
+        units = {"ms": 1.0, "us": 1e-3}
+        ours = [row for row in run.record.rows if row.runner == OURS and row.unit in units]
+        return {(row.op, row.case): (row.p50 * units[row.unit], threads_text()) for row in ours if row.p50}
 
     return column
 

@@ -11,7 +11,7 @@ import typer
 from accelerant.cli.terminal import ProgressLine, console
 
 if TYPE_CHECKING:
-    from accelerant.bench.doctor import Check
+    from accelerant.cli.doctor_checks import Check
 
 __all__ = ["doctor", "register"]
 
@@ -30,7 +30,7 @@ def doctor(json_output: Annotated[bool, typer.Option("--json", help="Print a JSO
 
     Each line is ok, warning or failed. Exit status 1 if something failed.
     """
-    from accelerant.bench.doctor import checks
+    from accelerant.cli.doctor_checks import checks
 
     show = ProgressLine(every_s=math.inf)  # on a terminal only
     results: list[Check] = []

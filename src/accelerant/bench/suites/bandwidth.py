@@ -79,8 +79,7 @@ class BandwidthSuite(Suite):
         room = min(available_bytes(device), available_bytes("cpu"))
         if self.sizes is None:
             gpu = device.torch_device.startswith("cuda")
-            fitting = (size for size in default_sizes(gpu) if _BUFFERS * size <= room)
-            return replace(self, sizes=tuple(f"{size}B" for size in fitting))
+            return replace(self, sizes=tuple(f"{size}B" for size in default_sizes(gpu) if _BUFFERS * size <= room))
         largest = max(parse_sizes(self.sizes), default=0)
         if _BUFFERS * largest > room:
             raise ConfigError(f"--sizes: {size_name(largest)} needs {_BUFFERS} buffers of it; {room:,} bytes are free")
@@ -131,15 +130,19 @@ def _measure(size: int, budget_s: float, run: SuiteRun) -> None:
         add(row, kind == "pinned", functools.partial(other.copy_, host, non_blocking=True), lambda: other)
         send = functools.partial(copy_async, host, run.device)
         row = replace(row, runner=OURS, implementation="copy_async")
-        add(row, kind == "pinned", send, lambda send=send: send().result())
+        add(row, kind == "pinned", send, functools.partial(_sent, send))
     for kind, host in hosts:
         row = replace(base, op=_BACK, ceiling=_BACK, case=f"{name} {kind}")
         target = torch.empty_like(host, pin_memory=kind == "pinned")
         receive = functools.partial(target.copy_, there, non_blocking=target.is_pinned())
-        add(row, kind == "pinned", receive, lambda target=target: target)
+        add(row, kind == "pinned", receive, target.clone)
     buffer = provider.copy_to_device(pageable.numpy(), index)
     back = functools.partial(provider.copy_to_host, buffer, np.uint8, (size,))
     row = replace(row, runner=OURS, implementation="provider.copy_to_host")
     add(row, False, back, lambda: torch.from_numpy(back()))
     # bytes read and bytes written both count
     add(replace(base, op=_COPY, bytes=2 * size, ceiling="copy"), True, lambda: other.copy_(there))
+
+
+def _sent(send: Callable[[], Any]) -> Any:
+    return send().result()

@@ -8,13 +8,12 @@ replays as a graph.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -258,16 +257,6 @@ class ModelSuite(Suite):
 # --- bench train -----------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 @dataclass(frozen=True)
 class TrainSuite(Suite):
     """Measure training steps of a preset on the device, and the same steps on this machine's CPU."""
@@ -300,9 +289,13 @@ class TrainSuite(Suite):
         batch = known.training.batch_size
         tokens = batch * config.context
         shape = f"{batch}x{config.context} {config.layers} layers of {config.width} step"
-        with _threads(0 if run.gpu else known.cpu_threads):
+        before = torch.get_num_threads()
+        torch.set_num_threads((not run.gpu and known.cpu_threads) or before)
+        try:
             threads = "" if run.gpu else f", {threads_text()}"
             timing, losses = _Steps(config, batch, run.torch_device).whole(self.budget_s)
+        finally:
+            torch.set_num_threads(before)
         name = f"{'bf16 autocast' if run.gpu else 'float32'} on {run.device.name}{threads}"
         row = Row("train", f"train {self.preset}", shape, OURS, name, flops=step_flops(config, tokens))
         note = f"{1e3 * tokens / timing.p50_ms:,.0f} tokens/s, losses {losses[0]:.4f} to {losses[-1]:.4f}"

@@ -29,6 +29,7 @@ from accelerant.bench.record import (
     DETERMINISTIC,
     NAIVE,
     NUMPY,
+    OURS,
     OUT_OF_MEMORY,
     OWN,
     UNFUSED,
@@ -255,7 +256,7 @@ def _measure_case(one: PlannedCase, run: SuiteRun, budget_s: float, cpu_column: 
         with run.clock.measure("arguments"):
             case = OpCase.of(one.op, one.benchmark, run.device, one.dtype, whole=one.part == "size")
         for row in _rows(case, one, run):
-            if cpu_column and run.gpu and row.runner == "accelerant":
+            if cpu_column and run.gpu and row.runner == OURS:
                 run.progress(f"{row.op} {row.case}: on the CPU")
                 row = _with_cpu(row, one.op, one.benchmark, budget_s)
             rows.append(row)
@@ -267,8 +268,8 @@ def _measure_case(one: PlannedCase, run: SuiteRun, budget_s: float, cpu_column: 
     except (torch.OutOfMemoryError, OutOfMemory) as error:
         # of the arguments, or of the forward pass that sizes the work
         label = f"{one.benchmark.sample.name} {str(one.dtype).removeprefix('torch.')}"
-        base = Row("neural", one.op, label, "", "", part=one.part, note=_memory_note(error))
-        names = ("accelerant", *(_RUNNERS.get(name, name) for name in one.peers))
+        base = Row("neural", one.op, label, "", "", part=one.part, note=failure_note(error, kind=OUT_OF_MEMORY))
+        names = (OURS, *(_RUNNERS.get(name, name) for name in one.peers))
         run.add(*(replace(base, runner=name) for name in names))
     for row in rows:
         if row.wrong and row.compared:
@@ -356,7 +357,7 @@ class _Runner:
 def runners_of(case: OpCase, one: PlannedCase) -> dict[str, Maker]:
     """Return the makers of the runners' functions by runner, ours first."""
     subject = OPS[case.name]
-    makers: dict[str, Maker] = {"accelerant": lambda: getattr(ops, case.name)}
+    makers: dict[str, Maker] = {OURS: lambda: getattr(ops, case.name)}
     for peer in one.peers:
         if peer == "torch":
             makers["torch"] = lambda: subject.theirs
@@ -413,7 +414,7 @@ def _rows(case: OpCase, one: PlannedCase, run: SuiteRun) -> Iterator[Row]:
         for runner, make in runners.items():
             run.progress(f"{base.op} {base.case}: {runner}")
             row = replace(base, runner=runner)
-            if runner == "accelerant":
+            if runner == OURS:
                 if one.race:  # as a user's call is, before the race
                     wall = back_to_back_ms(plain(work.direction), case.device, budget_s=one.budget_s / 2)
                     row = replace(row, wall_ms=wall.wall_ms, back_to_back_ms=wall.back_to_back_ms)
@@ -431,7 +432,7 @@ def _in_turns(base: Row, runners: Mapping[str, Maker], work: CaseWork, this: _Ca
     checked = []
     for runner, make in runners.items():
         this.run.progress(f"{base.op} {base.case}: {runner}")
-        row, is_ours = replace(base, runner=runner), runner == "accelerant"
+        row, is_ours = replace(base, runner=runner), runner == OURS
         checked.append(_checked(row if is_ours else _without_targets(row), make, work, this, ours=is_ours))
     callable_ = [one for one in checked if one.call is not None]
     with this.run.clock.measure("timed calls"):
@@ -442,7 +443,7 @@ def _in_turns(base: Row, runners: Mapping[str, Maker], work: CaseWork, this: _Ca
         if this.planned.part == "size" and one.call is not None:
             one.row = replace(one.row, peak_bytes=_peak_bytes(one.call, this.case.device))
     yield from (one.row for one in checked)
-    yield from _forced(checked[0].row, runners["accelerant"], checked[0], work, this)
+    yield from _forced(checked[0].row, runners[OURS], checked[0], work, this)
 
 
 def _forced(chosen: Row, make: Maker, ready: _Runner, work: CaseWork, this: _CaseRun) -> Iterator[Row]:
@@ -537,14 +538,10 @@ def _failed_row(row: Row, error: Exception, case: OpCase) -> Row:
     if isinstance(error, (torch.OutOfMemoryError, OutOfMemory)):
         if case.device.type == "cuda":
             torch.cuda.empty_cache()
-        return replace(row, note=_memory_note(error))
-    if row.runner == "accelerant":
+        return replace(row, note=failure_note(error, kind=OUT_OF_MEMORY))
+    if row.runner == OURS:
         raise error
     return replace(row, note=failure_note(error))
-
-
-def _memory_note(error: Exception) -> str:
-    return f"{OUT_OF_MEMORY}{(str(error).splitlines() or [''])[0][:160]}"
 
 
 def _copies(fn: Callable[..., Any], case: OpCase) -> list[Callable[[], Any]]:

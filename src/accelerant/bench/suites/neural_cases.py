@@ -25,7 +25,7 @@ from accelerant.runtime.memory.limits import available_bytes
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = [
-    "ALLOWED_ERROR", "CaseWork", "OpCase", "Oracle", "as_tuple", "benchmarks_of", "call_of", "cases_of", "first_rows",
+    "ALLOWED_ERROR", "CaseWork", "OpCase", "Oracle", "as_tuple", "benchmarks_of", "call_of", "first_rows",
     "leaves_of", "shapes_label", "shrunk", "work_of",
 ]  # fmt: skip
 
@@ -41,14 +41,9 @@ _WHOLE = frozenset({"attention_varlen", "attention_decode"})
 Inputs = tuple[Tensor | None, ...]
 
 
-def cases_of(name: str) -> Any:
-    """Return an op's cases.py, or its part of a family's: SAMPLES, LARGE, BENCHMARKS, ..."""
-    return public_op(name).cases
-
-
 def benchmarks_of(name: str) -> list[Benchmark]:
-    """Return the benchmarks that an op's cases.py declares."""
-    return list(cases_of(name).BENCHMARKS)
+    """Return the benchmarks that an op's cases.py, or its part of a family's, declares."""
+    return list(public_op(name).cases.BENCHMARKS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,9 +20,10 @@ import torch
 
 from accelerant.bench.baselines import COMPOSITIONS, NOT_BY_ROWS, unfused
 from accelerant.bench.subjects import OPS
-from accelerant.bench.suites.neural_cases import benchmarks_of, cases_of
+from accelerant.bench.suites.neural_cases import benchmarks_of
 from accelerant.errors import ConfigError
 from accelerant.ops._cases import Benchmark, Fractions, Indices, Sample, Stated
+from accelerant.ops._registry import public_op
 
 __all__ = ["Libraries", "Maker", "PlannedCase", "for_cpu", "parse_sizes", "plan", "sized", "sweep_sizes"]
 
@@ -157,7 +158,7 @@ def plan(
     uneven, swept = [], []
     for op in ops if odd else ():
         peers = [name for name in against if name in _ODD_PEERS]
-        for sample in filter(OPS[op].odd, cases_of(op).LARGE):
+        for sample in filter(OPS[op].odd, public_op(op).cases.LARGE):
             uneven.append(case("odd", op, Benchmark(sample, first or torch.bfloat16), first, peers, few))
     for op in ops:  # the largest first: torch.compile compiles for any number of rows with the largest in view
         for size in sorted(sweep, reverse=True):
@@ -197,7 +198,7 @@ def for_cpu(op: str, benchmark: Benchmark) -> Benchmark:
         q = (1, kept * heads // key_heads, min(length, _CPU_LENGTH), width)
         k = (1, kept, min(keys, _CPU_LENGTH), width)
         return replace(benchmark, sample=Sample("x".join(map(str, q)), (q, k, k), sample.options))
-    tested = min(filter(OPS[op].odd, cases_of(op).LARGE), key=_elements)
+    tested = min(filter(OPS[op].odd, public_op(op).cases.LARGE), key=_elements)
     if op.startswith("attention_"):  # other arguments hold the positions of their rows
         return replace(benchmark, sample=tested)
     fewer = [_with_fewer_rows(op, each) for each in (sample, tested)]
@@ -325,7 +326,7 @@ def _names(op: str, sample: Sample) -> list[int]:
     def form(one: Sample) -> list[int | None]:
         return [None if shape is None else len(shape) for shape in one.shapes]
 
-    cases = cases_of(op)
+    cases = public_op(op).cases
     others = [*cases.SAMPLES, *cases.LARGE, *(one.sample for one in cases.BENCHMARKS)]
     columns = list(zip(*(_dimensions(one) for one in others if form(one) == form(sample)), strict=True))
     return [columns.index(column) for column in columns]

@@ -72,12 +72,8 @@ def _target(row: Row) -> float | None:
     return targets.get(row.op, calls) if row.runner == OURS else None
 
 
-_WALL_S = 0.05
-"""Seconds of calls behind a wall time beside the host's."""
-
-
 def _host_row(run: SuiteRun, op: str, case: str, runner: str, implementation: str, fn: Callable[[], Any]) -> Row:
-    timing = host_time_us(fn).beside(back_to_back_ms(fn, run.torch_device, budget_s=_WALL_S))
+    timing = host_time_us(fn).beside(back_to_back_ms(fn, run.torch_device, budget_s=0.05))
     return Row("runtime", op, case, runner, implementation, "us").timed(timing)
 
 
