@@ -460,11 +460,10 @@ def _first_call(this: _ZkRun) -> None:
             for results in calls.values():
                 results.append(_in_new_process(op, this.device_name, folder))
     for (name, results), target in zip(calls.items(), (_COLD_MS, _WARM_MS), strict=True):
-        times = sorted(call.ms for call in results)
+        times = Timing.of(sorted(call.ms for call in results), wall=True)
         ready = statistics.median(call.ready_ms for call in results)
-        row = this.row(case=f"{op}, {name}", target=target, p20=times[0], p50=statistics.median(times), p80=times[-1])
         timing = f"each in a process of its own, {ready:.0f} ms after it turned to the device"
-        this.run.add(replace(row, samples=tuple(times), timing=timing))
+        this.run.add(this.row(case=f"{op}, {name}", target=target, timing=timing).timed(times))
 
 
 @dataclass(frozen=True, slots=True)

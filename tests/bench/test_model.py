@@ -51,7 +51,7 @@ def test_a_model_is_measured_by_phases_and_as_a_whole(cpu, small):
     suite = ModelSuite(parameters=("0.5M",), batch=2, budget_s=0.0).resolve(cpu)
     forward, backward, update, step = rows = run_suite(suite, cpu).rows
     assert [row.case.split()[-1] for row in rows] == ["forward", "backward", "update", "step"]
-    assert all(row.op == "gpt 0.5M" and row.p50 > 0 and suite.covers(row) for row in rows)
+    assert all(row.op == "gpt 0.5M" and row.wall_ms == row.p50 > 0 and suite.covers(row) for row in rows)
     assert forward.flops + backward.flops == step.flops
     assert step.peak_bytes > 0
     assert "parameters" in step.note
@@ -95,6 +95,7 @@ def test_a_models_memory_on_a_gpu_is_near_its_prediction():
     suite = ModelSuite(parameters=("14M",), batch=4, budget_s=0.1).resolve(gpu)
     *phases, step = run_suite(suite, gpu).rows
     assert [row.case.split()[-1] for row in phases] == ["forward", "backward", "update"]
+    assert all(row.wall_ms for row in (*phases, step))
     assert step.peak_bytes > 3 * 4 * 14e6
     predicted = predict_model(MODELS["14M"], 4, torch.device(gpu.torch_device)).total
     assert step.peak_bytes < 2 * predicted
@@ -147,7 +148,7 @@ def test_kinds_of_noise_are_cases_and_are_checked(cpu, monkeypatch):
     assert [(row.case, row.runner) for row in record.rows][:3] == [
         ("2^12 secure", "accelerant"), ("2^12 Philox", "accelerant"), ("2^12 Philox", "torch"),
     ]  # fmt: skip
-    assert all(suite.covers(row) for row in record.rows)
+    assert all(suite.covers(row) and row.wall_ms for row in record.rows)
     column = suite.cases(SuiteRun(cpu, record))[0].on_cpu(SuiteRun(cpu, Record(Environment.of(cpu))))
     assert column["noise", "2^12 secure"][0] > 0
     monkeypatch.setattr(noise, "_STD", 0.5)

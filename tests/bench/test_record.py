@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from accelerant.bench import Environment, Record, Row, host_time_us, time_ms, wall_ms
-from accelerant.bench.timer import covers
+from accelerant.bench.timer import Timing, back_to_back_ms, covers
 from accelerant.errors import FormatError
 from accelerant.runtime import registry
 
@@ -140,4 +140,9 @@ def test_timers_order_quick_and_slow():
     waited = wall_ms(lambda: large @ large, torch.device("cpu"), budget_s=0.0, least=2)
     assert waited.repeats == 2
     assert waited.p50_ms > quick.p50_ms
+    assert waited.wall_ms == waited.p50_ms
+    paced = back_to_back_ms(lambda: small @ small, torch.device("cpu"), calls=4, budget_s=0.001)
+    assert paced.back_to_back_ms == paced.p50_ms
+    assert paced.wall_ms > 0
+    assert Timing.of([2.0]).beside(paced).wall_ms == paced.wall_ms
     assert 0 < host_time_us(lambda: None, calls=100, rounds=3).p50_ms < 100

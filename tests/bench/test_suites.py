@@ -58,7 +58,7 @@ def test_bandwidth_has_every_direction_and_size(cpu):
             ("device copy", size, "device"),
         )
     }
-    assert all(row.p20 <= row.p50 <= row.p80 and row.percent_of_ceiling > 0 for row in record.rows)
+    assert all(row.p20 <= row.p50 <= row.p80 and row.percent_of_ceiling > 0 and row.wall_ms for row in record.rows)
     copy = next(row for row in record.rows if row.op == "device copy" and row.case == "1 MiB")
     assert copy.bytes == 2**21
     assert copy.rate_gb_s == pytest.approx(2**21 / copy.p50 / 1e6)
@@ -104,7 +104,8 @@ def test_algebra_stands_beside_numpy_and_torch(cpu, monkeypatch):
         ("field_add kernel", "accelerant"),
     ]
     assert record.rows[0].speedup > 0
-    assert all(row.percent_of_ceiling > 0 for row in record.rows)
+    assert all(row.percent_of_ceiling > 0 and row.wall_ms == row.p50 for row in record.rows)
+    assert "wall ms" in record.table()
 
 
 def test_the_peers_of_the_field_are_exact():
@@ -143,6 +144,7 @@ def test_streaming_is_measured_beside_the_same_chunks_in_sequence(cpu):
     ]
     assert 0 < rows[2].p50 <= 3
     assert rows[0].bytes == 2**22
+    assert [row.wall_ms == row.p50 for row in rows] == [True, True, False]  # a ratio has none
     assert "compute" in rows[0].note
 
 
@@ -268,6 +270,7 @@ def test_a_gpus_copies_and_launches_have_a_cpu_column():
         run = SuiteRun(gpu, Record(Environment.of(gpu)))
         suite.resolve(gpu).measure(run)
         assert any(row.cpu_ms for row in run.record.rows if row.runner == "accelerant"), suite.name
+        assert all(row.wall_ms for row in run.record.rows if row.unit != "x"), suite.name
 
 
 def test_a_case_without_a_cpu_column_is_named(cpu):
