@@ -24,7 +24,7 @@ import torch
 
 from accelerant.errors import BackendUnavailable, ConfigError
 from accelerant.runtime import registry
-from accelerant.runtime.files import JsonRecord
+from accelerant.runtime.files import JsonRecord, plain
 from accelerant.runtime.host import fork_safe, read_meminfo
 from accelerant.runtime.html_page import text_table
 from accelerant.runtime.ledger import OpRecord, label_text, ledger
@@ -262,12 +262,12 @@ class Measurement(JsonRecord):
         ]
         if self.ops:
             rows = [
-                (op.op, op.implementation, op.case, f"{op.calls:,}", _cell(op.time_ms), _cell(op.energy_j))
+                (op.op, op.implementation, op.case, f"{op.calls:,}", plain(op.time_ms), plain(op.energy_j))
                 for op in self.ops
             ]
             lines += ["", *text_table([("op", "implementation", "case", *_OP_NUMBERS), *rows], numbers=_OP_NUMBERS)]
         if self.kernels:
-            rows_ = [(kernel.name[:72], f"{kernel.calls:,}", _cell(kernel.time_ms)) for kernel in self.kernels]
+            rows_ = [(kernel.name[:72], f"{kernel.calls:,}", plain(kernel.time_ms)) for kernel in self.kernels]
             lines += ["", *text_table([("kernel", "calls", "ms"), *rows_], numbers=("calls", "ms"))]
         return "\n".join(lines)
 
@@ -275,10 +275,6 @@ class Measurement(JsonRecord):
 
 
 _OP_NUMBERS = ("calls", "ms", "J")
-
-
-def _cell(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
 
 
 _MEASURED = ("energy_j", "power_w", "temperature_c")
