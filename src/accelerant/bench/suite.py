@@ -50,10 +50,6 @@ _CEILINGS: dict[str, tuple[str, Callable[..., dict[str, float]]]] = {
 }
 
 
-def _silent(_: str) -> None:
-    """Report nothing."""
-
-
 # --- the protocol ----------------------------------------------------------------------------------------------------
 
 
@@ -197,7 +193,7 @@ class SuiteRun:
     record: Record
     journal: Journal | None = None
     until: float | None = None
-    progress: Progress = _silent
+    progress: Progress = field(default=lambda _: None)
     clock: Clock = field(default_factory=Clock)
     accelerator: Callable[[], Any] | None = None
 
@@ -332,7 +328,7 @@ def _counted(progress: Progress, i: int, left: Sequence[SuiteCase], began: float
     return lambda text: progress(f"[{i + 1}/{len(left)}, about {pace * sum(estimates[i:]):.0f} s left] {text}")
 
 
-def run_suite(suite: Suite, device: ComputeDevice, *, progress: Progress = _silent) -> Record:
+def run_suite(suite: Suite, device: ComputeDevice, *, progress: Progress = lambda _: None) -> Record:
     """Resolve and measure a suite into a record of its own."""
     run = SuiteRun(device, Record(Environment.of(device)), progress=progress)
     suite.resolve(device).measure(run)
@@ -348,7 +344,7 @@ class Collected:
     interrupted: bool = False
 
 
-def collect(suites: Sequence[Suite], run: SuiteRun, *, begin: Progress = _silent) -> Collected:
+def collect(suites: Sequence[Suite], run: SuiteRun, *, begin: Progress = lambda _: None) -> Collected:
     """Measure suites into one record and conclude it; a failure or Ctrl-C keeps the rows measured so far.
 
     `begin` is called with "[1/2] NAME" before each suite.

@@ -53,8 +53,10 @@ _MSM_MS, _FIRST_MS, _HOST_MS, _RATE = 10.0, 10.0, 0.03, 0.8
 kernel's rate that an addition of many words reaches.
 """
 
-_COMPILE_S, _SHARE = 90.0, 0.2
-"""Seconds that compiling in other processes may take, and the share of the device's memory that one of them may."""
+_LIMIT_S, _COMPILE_S, _SHARE = 200.0, 75.0, 0.2
+"""Seconds after which no case begins by default; seconds that compiling in other processes may take, and the share of
+the device's memory that one of them may.
+"""
 
 
 @dataclass(frozen=True)
@@ -62,17 +64,14 @@ class UserSuite(Suite):
     """Measure what plain calls cost a user, host included: ops, Hugging Face models in a loop, zk. Losses first."""
 
     name = "user"
-    examples: ClassVar[tuple[str, ...]] = (
-        "", "--op gelu --op attention", "--op gpt2 --against torch,compile", '--case "bert 8x128"', "--list",
-        "--out user.json --compare before.json",
-    )  # fmt: skip
+    examples: ClassVar[tuple[str, ...]] = ("", "--op gelu --op msm", '--case "bert 8x128"', "--out folder --resume")
 
     op: tuple[str, ...] = option((), "Only this op or model, as --list names them first; may be repeated.")
     case: tuple[str, ...] = option((), "Only cases with this text in their names; may be repeated.", metavar="TEXT")
     against: tuple[str, ...] | None = option(
         None, "torch, compile, liger, or none; by default all, on a CPU torch.", metavar="LIST", comma=True, same=True
     )
-    budget_s: float = option(0.2, "Seconds of calls behind each figure.", min=0.0, same=True)
+    budget_s: float = option(0.1, "Seconds of calls behind each figure.", min=0.0, same=True)
     jobs: int | None = option(None, "Processes that compile first; by default all cores but two, on a CPU 1.", min=1)
 
     def resolve(self, device: ComputeDevice) -> Self:
@@ -105,7 +104,8 @@ class UserSuite(Suite):
         return row.suite == self.name and self._wants(row.op, f"{row.op} {row.case}")
 
     def measure(self, run: SuiteRun) -> None:
-        """Compile in several processes, then measure all cases."""
+        """Compile in several processes, then measure all cases, on a GPU by default those that begin in 200 seconds."""
+        run = replace(run, until=time.monotonic() + _LIMIT_S) if run.gpu and run.until is None else run
         if (self.jobs or 1) > 1:
             from accelerant.bench.suites.precompile import Task, compile_first
 
@@ -179,7 +179,7 @@ class _UserRun:
 
 
 def _cases(gpu: bool) -> Iterator[tuple[str, str, Callable[[_UserRun], None]]]:
-    """Yield op, key and measurement of each case, those of whole models last: they take the most time."""
+    """Yield op, key and measurement of each case, those that a run may lack time for last."""
     for op, sample, host in _OP_CASES:
         shape, kind = "x".join(map(str, sample.shapes[0] or ())), "forward + backward, host time" if host else "float32"
         yield op, f"{op} {shape} {kind}", functools.partial(_measure_op, op, sample, host)
@@ -189,11 +189,13 @@ def _cases(gpu: bool) -> Iterator[tuple[str, str, Callable[[_UserRun], None]]]:
         yield "ntt", f"ntt {name} 2^{log_n}", functools.partial(_measure_ntt, name, log_n)
     for n in (1 << 20, 1 << 25) if gpu else (1 << 14,):
         yield "field_add", f"field_add goldilocks {n:,}", functools.partial(_measure_add, n)
+    models = _MODEL_CASES
+    if not gpu:  # all have the same few tokens
+        models = tuple(replace(case, batch=2, tokens=16) for case in models if case.tokens < 1024)
+    calls = [(case.name, f"{case.name} {case.text}", functools.partial(_measure_model, case)) for case in models]
+    yield from calls[:4]
     yield "first call", "first call msm", _measure_first
-    for case in _MODEL_CASES:
-        if gpu or case.tokens < 1024:  # on a CPU all have the same few tokens
-            one = case if gpu else replace(case, batch=2, tokens=16)
-            yield one.name, f"{one.name} {one.text}", functools.partial(_measure_model, one)
+    yield from calls[4:]
 
 
 # --- ops -------------------------------------------------------------------------------------------------------------
@@ -241,7 +243,7 @@ def _measure_op(op: str, sample: Sample, host: bool, this: _UserRun) -> None:
                     raise AccelerantError(f"{row.op} {row.case}: {wrong}")
                 if host:
                     plain = back_to_back_ms(call, this.where, budget_s=this.suite.budget_s)
-                    row = replace(row.timed(host_time_us(call).beside(plain)), timing="host, back to back")
+                    row = replace(row.timed(host_time_us(call, rounds=7).beside(plain)), timing="host, back to back")
                     this.run.add(row)
                 else:
                     this.add_call(row, call)
@@ -306,8 +308,8 @@ class _ModelCase:
 
 _GPT2, _QWEN3 = _ModelCase("gpt2", 4, 512), _ModelCase("qwen3", 1, 512)
 _MODEL_CASES = (
-    _GPT2, _QWEN3, _ModelCase("bert", 8, 128), _ModelCase("llama", 2, 512), _ModelCase("qwen3", 4, 1024),
-    *(replace(case, compiled=True) for case in (_GPT2, _QWEN3)),
+    _GPT2, _QWEN3, _ModelCase("bert", 8, 128), _ModelCase("llama", 2, 512),
+    *(replace(case, compiled=True) for case in (_GPT2, _QWEN3)), _ModelCase("qwen3", 4, 1024),
     *(replace(case, bfloat16=True) for case in (_GPT2, _QWEN3)),
 )  # fmt: skip
 
@@ -328,7 +330,9 @@ def _measure_model(case: _ModelCase, this: _UserRun) -> None:
     if importlib.util.find_spec("transformers") is None:
         raise MissingDependency("transformers", "huggingface", "bench user")
     graph = this.run.gpu and inspect.signature(own_nn.patch).parameters["graph"].default is False
-    ours = [COMPILED] if case.compiled else [OURS, *[GRAPH] * graph, *[STEP] * (not case.bfloat16)]
+    ours = (
+        [COMPILED] if case.compiled else [OURS, *[GRAPH] * graph, *[STEP] * (case.tokens <= 512 and not case.bfloat16)]
+    )
     if case.compiled and not this.peers("compile"):
         return
     expected: float | None = None
@@ -497,7 +501,7 @@ print(json.dumps((time.perf_counter() - began) * 1e3))
 """
 """A process that has used the device, but not this op: prints the milliseconds of its first call."""
 
-_PROCESSES, _PROCESS_S = 3, 300.0
+_PROCESSES, _PROCESS_S = 2, 300.0
 
 
 def _measure_first(this: _UserRun) -> None:
