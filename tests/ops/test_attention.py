@@ -516,7 +516,9 @@ from accelerant.ops.attention.cases import compilation
 for kernel in ("fwd", "bwd_q", "bwd_kv"):
     for target, kind, width in (part.split(":") for part in sys.argv[1:]):
         capability = divmod(int(target.removeprefix("sm_")), 10)
-        binary = compilation(kernel, kind, int(width), capability).source().dialects["triton"].build(target)
+        split, kind = kind == "split", kind.replace("split", "*fp32")
+        compiled = compilation(kernel, kind, int(width), capability, split=split)
+        binary = compiled.source().dialects["triton"].build(target)
         print(target, kernel, width, binary.resources["attention_" + kernel].shared_bytes)
 """
 
@@ -528,6 +530,7 @@ for kernel in ("fwd", "bwd_q", "bwd_kv"):
     "part",
     [
         "sm_90:*bf16:128",
+        "sm_90:split:128",
         "sm_75:*fp32:128",
         "sm_75:*fp16:256",
         "sm_86:*bf16:64",
