@@ -106,7 +106,7 @@ def compilation(
 ) -> Compilation:  # fmt: skip
     """Return a kernel's specialisation as a device of this compute capability launches it."""
     dtype = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}[kind]
-    plan = plan_for(kernel, width, dtype, capability, split)
+    plan = plan_for(kernel, width, dtype, capability, split, mask is not None)
     types = {"*": kind, "lse_ptr": "*fp32", "delta_ptr": "*fp32", "scale": "fp32"}
     cu = dict.fromkeys(("cu_q_ptr", "cu_k_ptr"), "*i32" if packed else None)
     upcast, precision = dtype == torch.bfloat16 and capability < (8, 0), "fp16x3" if split else "ieee"
@@ -124,9 +124,15 @@ KERNELS = tuple(
         compilation(kernel, "*bf16", 128, (9, 0), causal=False, window=64, packed=True),
         compilation(kernel, "*bf16", 256, (9, 0)),
         compilation(kernel, "*fp32", 64, (9, 0)),
-        # Split, bwd_kv spills loop constants, and is faster so than with smaller tiles.
-        *(() if kernel == "bwd_kv" else (compilation(kernel, "*fp32", 64, (9, 0), causal=False, split=True),)),
-        compilation(kernel, "*bf16", 64, (9, 0), causal=False, mask="*u8"),
-        compilation(kernel, "*bf16", 128, (9, 0), mask="*bf16"),
+    )
+    # Split or with a mask, bwd_kv spills loop constants; smaller tiles would not, but cost more.
+    + (
+        ()
+        if kernel == "bwd_kv"
+        else (
+            compilation(kernel, "*fp32", 64, (9, 0), causal=False, split=True),
+            compilation(kernel, "*bf16", 64, (9, 0), causal=False, mask="*u8"),
+            compilation(kernel, "*bf16", 128, (9, 0), mask="*bf16"),
+        )
     )
 )

@@ -75,10 +75,11 @@ _SHARED_KIB = (64, 64, 96, 227, 227)
 
 @functools.cache
 def plan_for(
-    kernel: str, width: int, dtype: torch.dtype, capability: tuple[int, int] | None, split: bool = False
-) -> AttentionPlan:
+    kernel: str, width: int, dtype: torch.dtype, capability: tuple[int, int] | None, split: bool = False,
+    masked: bool = False,
+) -> AttentionPlan:  # fmt: skip
     """Return the default plan of kernel "fwd", "bwd_q" or "bwd_kv"; capability None is the interpreter."""
-    return _usual(kernel, width, _family(dtype, capability, split))
+    return _usual(kernel, width, _family(dtype, capability, split), masked)
 
 
 @functools.cache
@@ -93,9 +94,11 @@ def _family(dtype: torch.dtype, capability: tuple[int, int] | None, split: bool)
     return 3 if capability == (9, 0) else 2
 
 
-def _usual(kernel: str, width: int, family: int) -> AttentionPlan:
+def _usual(kernel: str, width: int, family: int, masked: bool) -> AttentionPlan:
+    """Return the plan of a table; with a mask that of wider heads, since the mask's tile takes registers too."""
     table = _TABLES[family]
-    widest = next(limit for limit in table if width <= limit)
+    wider = masked and kernel != "bwd_kv"  # which spills a few loop constants only
+    widest = next(limit for limit in table if min(width << wider, max(table)) <= limit)
     return table[widest][_NAMES.index(kernel)]
 
 
@@ -126,7 +129,7 @@ def _tuned(kernel: str) -> Tuned[AttentionPlan]:
 
     return Tuned(
         f"attention_{kernel}",
-        default=lambda family, programs, queries, keys, width, *masks: _usual(kernel, width, family),
+        default=lambda family, programs, queries, keys, width, *masks: _usual(kernel, width, family, len(masks) > 3),
         candidates=lambda family, programs, queries, keys, width, *masks: plans_for(kernel, width, family),
         bucket=bucket,
     )
