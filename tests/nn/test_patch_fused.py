@@ -1,6 +1,8 @@
 """patch: blocks as one autograd function, and when they are not."""
 
 import copy
+import functools
+import sys
 
 import pytest
 import torch
@@ -306,6 +308,34 @@ def test_hooks_and_exchanged_parts_come_and_go(family, fused):
         if handle is not None:
             handle.remove()
     assert found == [2, 1, 2, 0, 2, 1, 2, 1, 2, 2]
+
+
+@pytest.mark.parametrize(("family", "most"), [("gpt2", 60), ("llama", 65), ("bert", 75), ("gpt2 with dropout", 25)])
+def test_python_functions_before_a_block_runs_or_is_refused(family, most, monkeypatch):
+    """Each costs about 0.3 us a call, in a step that waits for the host."""
+    family, _, dropout = family.partition(" with ")
+    model = make(family, **({"resid_pdrop": 0.1} if dropout else {}))
+    acl.nn.patch(model)
+    counted = []
+
+    def counting(*arguments, run, **options):
+        def count(frame, event, _):
+            if frame.f_code.co_name == "apply":
+                sys.setprofile(None)
+            counted[-1] += event == "call"
+
+        counted.append(0)
+        sys.setprofile(count)
+        try:
+            return run(*arguments, **options)
+        finally:
+            sys.setprofile(None)
+
+    for name in ("_fused_block", "_fused_decoder_layer"):
+        monkeypatch.setattr(blocks, name, functools.partial(counting, run=getattr(blocks, name)))
+    for _ in range(2):  # the first call looks at every module
+        model(**batch(family))
+    assert 0 < max(counted[2:]) <= most
 
 
 def test_two_backward_passes(fused):

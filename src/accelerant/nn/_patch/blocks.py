@@ -366,7 +366,7 @@ def _parts(self: Any, find: Callable[[Any], tuple[Any, ...] | None]) -> tuple[An
         return None
     options, hooked = getattr(self, MARK).options, any(_GLOBAL_HOOKS)
     parts, seen = options.get("parts", (None, None))
-    if hooked or seen is None or any(_facts(module) != facts for module, facts in seen):
+    if hooked or seen is None or seen != [(module, _facts(module)) for module, _ in seen]:
         parts = find(self)
         options["parts"] = parts, None if hooked else [(module, _facts(module)) for module in self.modules()]
     return parts  # type: ignore[no-any-return]
@@ -398,28 +398,26 @@ def _fused_block(
     pattern = _pattern(attention, x, attention_mask, kwargs)
     if pattern is None or x.shape[-1] % heads:  # Hugging Face rounds down: the attention is narrower than x
         return None
-    projection, up, down = layers[-3:]
-    weights: list[Tensor | None] = []
+    weights: list[Any] = []
     for module in (*norms, *layers):
         weights += (module.weight, module.bias)
     dtype = _computes_in(x, weights)
     if dtype is None or (post_norm and autocast_dtype(x.device.type) is x.dtype):  # whose norms give float32
         return None
+    n1, c1, n2, c2, *linears = weights
     if len(layers) == 4:  # Conv1D's, stored as (in, out)
-        qkv, *others = ((layer.weight.t(), layer.bias) for layer in layers)
+        linears[::2] = [weight.t() for weight in linears[::2]]
     else:
         # One product: concatenating costs a copy of a few MiB and saves four products of the backward pass.
-        biases = [layer.bias for layer in layers[:3]]
+        biases = linears[1:6:2]
         if any((bias is None) != (biases[0] is None) for bias in biases):
             return None
-        qkv = torch.cat([layer.weight for layer in layers[:3]]), None if biases[0] is None else torch.cat(biases)
-        others = [(layer.weight, layer.bias) for layer in (projection, up, down)]
-    (n1, n2), (o, up, down) = ((norm.weight, norm.bias) for norm in norms), others
+        linears[:6] = torch.cat(linears[:6:2]), None if biases[0] is None else torch.cat(biases)
     window = -1 if pattern.window is None else pattern.window
     eps = (norms[0].eps, norms[1].eps)
     spec = BlockSpec(heads, eps, pattern.causal, window, attention.scaling, approximate, post_norm, joined=True)
-    casts = _casts((*qkv, *o, *up, *down), x.dtype, dtype)
-    y, _ = fused_block(x, None, spec, None, None, *n1, *qkv, *o, *n2, *up, *down, *casts)
+    casts = _casts(linears, x.dtype, dtype)
+    y, _ = fused_block(x, None, spec, None, None, n1, c1, *linears[:4], n2, c2, *linears[4:], *casts)
     return y
 
 
