@@ -29,6 +29,7 @@ from accelerant.nn._patch.record import ATTENTION_NAME, MARK, Forward, has_hooks
 from accelerant.ops._library import autocast_dtype, is_ordinary, is_plain
 from accelerant.ops.transformer.block import BlockSpec, fused_block
 from accelerant.ops.transformer.decoder import DecoderSpec, fused_decoder_layer
+from accelerant.runtime.streams.graphs import ahead_of_capture
 
 __all__ = [
     "bert_layer_forward", "bert_output_forward", "checkpointed", "checkpoints", "clip_layer_forward",
@@ -520,8 +521,13 @@ def _fused_decoder_layer(
         return None
     window = -1 if pattern.window is None else pattern.window
     heads = (linears[0].shape[0] // D, linears[2].shape[0] // D)
+
+    def recomputed(x: Tensor) -> Tensor:
+        with ahead_of_capture():  # by our ops, whose gradients have derivatives
+            return by_modules(x)
+
     both_eps = (eps, norms[1].variance_epsilon)
-    spec = DecoderSpec(both_eps, heads, pattern.causal, window, attention.scaling, by_modules)
+    spec = DecoderSpec(both_eps, heads, pattern.causal, window, attention.scaling, recomputed)
     return fused_decoder_layer(spec, x, *_half_tables(cos, sin), *weights, *_casts(linears, x.dtype, dtype))
 
 

@@ -235,7 +235,7 @@ def _refuses_attention(
     if masks[0] is None and is_causal:
         return "is_causal without attn_mask"
     query = qkv[0]
-    if is_small(query):
+    if is_small(query) and not torch.compiler.is_compiling():  # torch's cannot be traced with some masks
         return SMALL_REASON
     if any(mask is not None and mask.dtype not in (torch.bool, query.dtype, torch.float32) for mask in masks):
         return "a mask of another dtype than the inputs'"
