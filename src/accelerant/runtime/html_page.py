@@ -77,14 +77,18 @@ footer { font-size: 13px; }
 
 
 def document(title: str, style: str, body: Sequence[str]) -> str:
-    """Return a page of the HTML of its parts, with its own style after that of all pages; empty parts are left out."""
+    r"""Return a page of the HTML of its parts, with its own style after that of all pages; empty parts are left out.
+
+    The page can be encoded: lone surrogates, which a name in a file may have, are written as \ud800.
+    """
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    return (
+    page = (
         f'<!doctype html>\n<html lang="en"><head>{head}<title>{escape(title)}</title>'
         f"<style>{_STYLE}{style}</style></head>\n<body><main>\n"
         + "\n".join(filter(None, body))
         + "\n</main></body></html>\n"
     )
+    return page.encode(errors="backslashreplace").decode()
 
 
 def card(title: str, content: str, style: str = "") -> str:

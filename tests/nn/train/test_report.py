@@ -5,7 +5,7 @@ import pytest
 
 from accelerant.nn.train.history import StepRecord
 from accelerant.nn.train.report import build_report
-from accelerant.runtime.html_page import Line, Reference, line_chart, smoothed, ticks
+from accelerant.runtime.html_page import Line, Reference, document, line_chart, smoothed, ticks
 
 EVIL = "<script>alert('x')</script>&\""
 SUMMARY = {
@@ -207,3 +207,7 @@ def test_the_loss_scale_of_float16_is_a_fact():
     assert "32,768" in text
     assert "2 steps skipped" in text
     assert "Loss scale" not in page()
+
+
+def test_a_page_with_a_lone_surrogate_can_be_written():
+    assert b"<p>a\\ud800b</p>" in document("a", "", ["<p>a\ud800b</p>"]).encode()
