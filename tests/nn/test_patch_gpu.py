@@ -79,7 +79,8 @@ def test_blocks_under_autocast(family):
 def test_small_layers_are_torchs_unless_captured(family):
     """Dropout of attention prevents fused blocks; their layers then cost the host more than torch's."""
     name = {"gpt2": "attn_pdrop", "qwen3": "attention_dropout"}[family]
-    model, inputs = make(family, **{name: 0.1}).cuda(), inputs_of(family)
+    model = make(family, **{name: 0.1}).cuda()
+    inputs = {key: value.cuda() for key, value in batch(family).items()}
     acl.nn.patch(model, loss=False)
     before = calls_by_op()
     outcome(model, inputs)

@@ -70,12 +70,16 @@ def counting(is_captured: Callable[[torch.device], bool] = capturing) -> Iterato
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Disable garbage collection inside the block.
+    """Collect garbage, then disable the collection inside the block.
+
+    A gradient's node belongs to the stream of its first use. One that a cycle keeps from an eager step would make the
+    capture wait for that stream: "dependency created on uncaptured work in another stream".
 
     Pinned memory that an earlier capture used is returned with an event on the capture's stream. If a collection
     returns it in the middle of another capture, that event belongs to the capture, and the next allocation of pinned
     memory, .item() included, fails when it queries the event: "invalid argument" (torch 2.11).
     """
+    gc.collect()
     was_on = gc.isenabled()
     gc.disable()
     try:
