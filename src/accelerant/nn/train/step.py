@@ -146,7 +146,8 @@ class GraphedStep:
     def _recorded(self, capture: Callable[[], object], undo: Callable[[], object] | None = None) -> bool:
         """Capture, and return whether it succeeded; if not, undo it and run steps eagerly from now on."""
         try:
-            capture()
+            with ahead_of_capture():
+                capture()
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, ConfigError, LaunchError) as raised:  # torch's errors of a capture are RuntimeErrors
@@ -463,8 +464,7 @@ class TrainStep(GraphedStep):
         graph = Graph("train_step")
 
         def capture() -> None:
-            with ahead_of_capture():
-                self._output = graph.capture(self._run, self._inputs, warm_up=0)
+            self._output = graph.capture(self._run, self._inputs, warm_up=0)
 
         # A failed capture leaves gradients in uninitialised memory.
         if not self._recorded(capture, undo=lambda: self.optimizer.zero_grad(set_to_none=True)):
