@@ -268,7 +268,7 @@ def _gpt2_parts(self: Any) -> tuple[Any, ...] | None:
 
 def vit_layer_forward(self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
     """Run ViTLayer."""
-    y = _fused_block(self, _vit_parts, hidden_states, attention_mask, kwargs)
+    y = None if is_small(hidden_states) else _fused_block(self, _vit_parts, hidden_states, attention_mask, kwargs)
     if y is not None:
         return y
     attended, _ = self.attention(self.layernorm_before(hidden_states), attention_mask, **kwargs)
@@ -291,7 +291,7 @@ def bert_layer_forward(
 ) -> Any:  # fmt: skip
     """Run BertLayer."""
     whole = not self.chunk_size_feed_forward and "feed_forward_chunk" not in self.__dict__
-    if whole and encoder_hidden_states is None and past_key_values is None:
+    if whole and encoder_hidden_states is None and past_key_values is None and not is_small(hidden_states):
         y = _fused_block(self, _bert_parts, hidden_states, attention_mask, kwargs, post_norm=True)
         if y is not None:
             return y
