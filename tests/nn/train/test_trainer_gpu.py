@@ -114,7 +114,9 @@ def test_recomputed_blocks_change_the_peak_and_no_loss(graph):
 
 def test_a_gpt_is_trained_predicted_measured_and_resumed(run, tmp_path, watcher):
     device = torch.device("cuda", torch.cuda.current_device())
-    run = run.replaced(context=64, width=64, batch_size=16, micro_batch=8, steps=60, deterministic=False)
+    run = run.replaced(
+        context=64, width=64, batch_size=16, micro_batch=8, steps=60, deterministic=False, predict_memory=True
+    )
     outcome = run_training(run, tmp_path / "run", device, progress=watcher(), ledger=dict)
     summary = outcome.summary
     assert summary["status"] == "done"
