@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -592,3 +593,55 @@ def test_words_as_tensors_of_a_device(one_of_each, monkeypatch):
     one_word_on = torch.cat([a.reshape(-1)[:1].view(torch.uint8), a.reshape(-1).view(torch.uint8)])
     one_word_on = one_word_on[a.element_size() :].view(a.dtype).reshape(a.shape)
     assert field.decode(field.neg(one_word_on)) == (-values % p).tolist()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_on_cuda_check_what_they_read(name):
+    """Errors name the element as on the CPU, the next call does not see them, and `out` keeps its content."""
+    field = field_of(name)
+    words, value = unreduced(field)
+    bad, n = torch.from_numpy(words).cuda(), 1 << 12
+    good = torch.from_numpy(field.encode([1, 2, 3])).cuda()
+    calls = (lambda x: field.add(x, good), lambda x: field.mul(x, x), field.square, field.neg, field.inv, field.sum)
+    for call in calls:
+        with pytest.raises(FormatError, match=rf"^x\[1\] \(flattened\) is {value}, not below"):
+            call(bad)
+        call(good)
+    with pytest.raises(FormatError, match=rf"^y\[1\] \(flattened\) is {value}"):
+        field.sub(good, bad)
+    assert field.decode(field.add(good, 1)) == [2, 3, 4]
+    assert field.decode(field.add(good[:0], good[:0])) == []
+    x = torch.from_numpy(field.random(n)).cuda()
+    expected = accelerant.zk.ntt(x.cpu().numpy(), name)
+    signed = torch.int64 if x.element_size() == 8 else torch.int32
+    for at in (0, n // 2, n - 1):
+        wrong, out = x.clone(), torch.empty_like(x)
+        wrong.view(signed)[at] = bad.view(signed)[1]
+        before = out.cpu().numpy()
+        for target in (None, out, wrong):
+            with pytest.raises(FormatError, match=rf"^x\[{at}\] \(flattened\) is {value}"):
+                accelerant.zk.ntt(wrong, name, out=target)
+        assert np.array_equal(out.cpu().numpy(), before)
+        assert np.array_equal(accelerant.zk.ntt(x, name).cpu().numpy(), expected)
+
+
+@pytest.mark.gpu
+def test_calls_on_streams_and_threads_are_judged_apart():
+    field = field_of("goldilocks")
+    good = torch.from_numpy(field.random(1 << 16)).cuda()
+    bad = good.clone()
+    bad.view(torch.int64)[4321] = -1
+    torch.cuda.synchronize()
+
+    def work(number):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for i in range(50):
+                if (i + number) % 2:
+                    with pytest.raises(FormatError, match=r"x\[4321\]"):
+                        field.neg(bad)
+                else:
+                    assert np.array_equal(field.neg(field.neg(good)).cpu().numpy(), good.cpu().numpy())
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))

@@ -9,9 +9,12 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +30,9 @@ from accelerant.algebra.ntt.reference import ntt_reference
 from accelerant.errors import FormatError
 from accelerant.zk.multi_scalar.op import FixedBase, msm
 from accelerant.zk.transform import ntt
+
+sys.path.append(str(Path(__file__).parents[1] / "algebra"))
+from small_orders import of_cofactor, of_small_orders, point_out_of_subgroup
 
 pytestmark = pytest.mark.search(5)
 
@@ -339,9 +345,75 @@ def test_words_of_points_are_refused_where_python_refuses_them(name, data):
     expected, refused = outcome(lambda: decode_points(curve, words))
     if refused:
         with pytest.raises(FormatError, match=rf"points\[{at // words[0].size}\]"):
-            msm([1] * len(multipliers), words, name)
+            msm([1] * len(multipliers), words, name, check=True)
         return
     total = None
     for point in expected:
         total = add(curve, total, point)
     assert group.decode(msm([1] * len(multipliers), words, name)) == total
+
+
+def curve_points(curve):
+    """Points that a stranger may send, by kind; each is on the curve but those "off"."""
+    k, outside = curve.coordinates, point_out_of_subgroup(curve) if curve.cofactor > 1 else curve.generator
+    x, y = curve.generator
+    found = {
+        "infinity": [None],
+        "subgroup": [
+            curve.generator,
+            negate(curve, curve.generator),
+            multiply(curve, curve.order // 3, curve.generator),
+        ],
+        "off": [(x, k.add(y, k.one)), (y, x), (k.zero, k.one), (k.one, k.zero), (k.neg(x), y)],
+    }
+    if curve.cofactor > 1:
+        small = of_small_orders(curve) or [of_cofactor(curve, 1)]
+        found |= {"outside": [outside], "cofactor": small, "mixed": [add(curve, curve.generator, p) for p in small]}
+    return {kind: points for kind, points in found.items() if points}
+
+
+SENT = functools.cache(lambda name: curve_points(curve_of(name)))
+
+
+@pytest.mark.slow
+@each("name", CURVES, ["bls12_381_g1"])
+@on_devices
+@fuzzed
+@given(data=st.data())
+def test_hostile_points_are_refused_and_the_others_summed(name, device, data):
+    """Each check refuses exactly what it says, wherever points enter; a sum that passes is the group law's."""
+    curve, group, sent = curve_of(name), zk.curve(name), SENT(name)
+    n, kinds = data.draw(st.sampled_from([1, 2, 7, 130])), list(sent)
+    some = data.draw(st.lists(st.sampled_from(kinds).flatmap(lambda kind: st.sampled_from(sent[kind])), max_size=7))
+    points = ([None, *sent["subgroup"]] * n)[:n]
+    for point in some[:n]:
+        points[data.draw(st.integers(0, n - 1))] = point
+    scalars = data.draw(st.lists(below(curve.order), min_size=n, max_size=n))
+    on = [curve.is_on_curve(point) for point in points]
+    inside = [each and in_subgroup(curve, point) for each, point in zip(on, points, strict=True)]
+    exact = functools.reduce(functools.partial(add, curve), map(functools.partial(multiply, curve), scalars, points))
+    # On a curve of even order the kernels add points of the subgroup only.
+    passed = {"curve": on if curve.cofactor % 2 else inside, "subgroup": inside}
+    words = group.encode(points)
+    if device == "cuda":
+        words = torch.from_numpy(words).cuda()
+
+    def summed(check):
+        if device in ("cpu", "cuda"):
+            yield lambda: msm(scalars, words, name, **({} if check == "curve" else {"check": check}))
+        options = {} if check == "subgroup" else {"check": check}
+        yield lambda: group.precompute(words, device=device, **options).msm(scalars)
+
+    for check, good in passed.items():
+        for call in summed(check):
+            total, refused = outcome(call)
+            wrong = on if False in on else good
+            if False in wrong:
+                what = "is not on" if False in on else "is out of the subgroup of"
+                assert refused.startswith(f"points[{wrong.index(False)}] (flattened) is ")
+                assert refused.endswith(f", which {what} {name}")
+            else:
+                assert group.decode(total) == exact
+    raw = points_to_bytes(curve, points, "uncompressed")
+    for call in (lambda: group.from_bytes(raw, "uncompressed"), lambda: group.mul(words, 1, device=device)):
+        assert bool(outcome(call)[1]) == (False in inside)

@@ -534,7 +534,7 @@ class Operations(ABC):
             )
         return self._call("ntt", (x,), {"field": field, "inverse": inverse, "coset": coset, "order": order})
 
-    def msm(self, scalars: Any, points: Any, *, curve: str = DEFAULT_CURVE, check: bool = True) -> Any:
+    def msm(self, scalars: Any, points: Any, *, curve: str = DEFAULT_CURVE, check: bool | str = "curve") -> Any:
         """Sum scalars[i] points[i], arguments as accelerant.zk.msm takes them; the result is of the scalars' kind."""
         return self._call("msm", (scalars, points), {"curve": curve, "check": check})
 

@@ -215,10 +215,10 @@ class EllipticCurve:
             words = launch.add(space, self.parameters, first, second)
         return operands.points_outward(self.parameters, words, space, (), operand)
 
-    def precompute(self, points: Any, *, check: bool = True, device: Device = None) -> FixedBase:
+    def precompute(self, points: Any, *, check: bool | str = True, device: Device = None) -> FixedBase:
         """Prepare points (n, *shape) for many multi-scalar multiplications, by .msm(scalars) of the result.
 
-        check: points must be on the curve and in the subgroup.
+        check: points must be on the curve and in the subgroup; "curve" omits the subgroup, False both.
         """
         return FixedBase(self.name, points, device, check=check)
 

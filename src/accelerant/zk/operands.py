@@ -26,13 +26,16 @@ from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedD
 from accelerant.runtime.host import refuse_masked
 
 __all__ = [
-    "Check", "Operand", "array_operand", "encoded_points", "montgomery_points", "moved", "plain_scalars",
+    "Check", "Operand", "array_operand", "check_of", "encoded_points", "montgomery_points", "moved", "plain_scalars",
     "point_operand", "points_inward", "points_outward", "scalar_operand", "scalar_words", "spread",
 ]  # fmt: skip
 
 Shape = tuple[int, ...]
 Check = Literal["", "curve", "subgroup"]
-"""Check of points, in addition to reduced coordinates: none, on the curve, or on the curve and in the subgroup."""
+"""Check of points, in addition to reduced coordinates: none, on the curve, or on the curve and in the subgroup.
+
+Functions that users call take it as bool | str: False is "", and True is "subgroup".
+"""
 
 _TESTS: dict[Check, tuple[launch.Test, ...]] = {
     "": (),
@@ -147,6 +150,15 @@ def montgomery_points(curve: Curve[Any], operand: Operand, space: MemorySpace) -
     """Return points in Montgomery form in a memory space, (n, *shape)."""
     words = space.reshape(moved(operand, space), (math.prod(operand.leading), *curve.shape))
     return launch.to_montgomery(space, curve, words)
+
+
+def check_of(check: bool | str) -> Check:
+    """Return the check that a user's argument requests; ConfigError for another value."""
+    if isinstance(check, bool):
+        return "subgroup" if check else ""
+    if check not in ("curve", "subgroup"):
+        raise ConfigError(f'check must be "curve", "subgroup", True (which is "subgroup") or False, got {check!r}')
+    return check  # type: ignore[return-value]  # mypy does not narrow a str to these
 
 
 def points_inward(curve: Curve[Any], operand: Operand, space: MemorySpace, name: str, check: Check) -> Any:

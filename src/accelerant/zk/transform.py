@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from accelerant.algebra.field import FieldArray, PrimeField, prime_field
-from accelerant.algebra.field.memory_space import MemorySpace, is_tensor, signed_view, space_at
+from accelerant.algebra.field.launch import cuda_space
+from accelerant.algebra.field.memory_space import MemorySpace, Verdict, is_tensor, signed_view, space_at
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.words import check_words, decode, element_shape
 from accelerant.algebra.ntt.launch import LOG_MOST, transform
@@ -79,6 +80,10 @@ def ntt(
     if field is None:
         raise ConfigError("ntt needs field=, the name of the elements' field: words do not say it")
     prime = field if isinstance(field, PrimeField) else prime_field(field)
+    if coset is None and out is None and device is None and not reduce:
+        y = _checked_at_once(prime.parameters, x, inverse, order)
+        if y is not None:
+            return y
     if not is_tensor(x) and (not isinstance(x, np.ndarray) or x.dtype == object):
         x = prime.encode(x, reduce=reduce)
     _check_points(prime.parameters, x.shape)
@@ -90,6 +95,17 @@ def ntt(
 
     answer = prime._each(run, (x,), device, reduce)
     return answer if out is None else out
+
+
+def _checked_at_once(field: Field, x: Any, inverse: bool, order: str) -> Any:
+    """Transform words on a CUDA device by kernels that also check them; None as in field.launch.checked_at_once."""
+    space = cuda_space(field, x)
+    if space is None or not x.numel():
+        return None
+    _check_points(field, x.shape)
+    verdict = Verdict.of(space)
+    y = transform(space, field, x, inverse=inverse, coset=1, order=order, verdict=verdict)
+    return None if verdict.is_set() else space.unsigned(y)
 
 
 def _check_points(field: Field, shape: Any) -> None:

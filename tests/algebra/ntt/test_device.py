@@ -147,6 +147,26 @@ def test_divisions_fit_every_device(field, log_n):
             assert tile.radix <= tile.rows == step.log_rows
 
 
+@pytest.mark.sample(5)
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_first_pass_that_checks_sees_elements_that_are_not_reduced(space, name, order):
+    """By its verdict alone: at both ends and between, in each row; the sums of others are those of the plain pass."""
+    field, log_n = FIELDS[name], 7
+    x = encode(field, field_elements(field, 2 << log_n, TRANSFORM_BASE))
+    plan = DeviceNttPlan(space, field, log_n, inverse=False, coset=1, order=order)
+    sums, last = [space.load(np.zeros_like(x)) for _ in range(2)], np.iinfo(x.dtype).max
+    plan.launch(0, space.load(x), sums[0], 2 << log_n)
+    for at in (None, 0, 77, 1 << log_n, (2 << log_n) - 1):
+        wrong, verdict = x.copy(), space.load(np.zeros(1, np.uint32))
+        if at is not None:
+            wrong[at] = last
+        plan.launch(0, space.load(wrong), sums[1], 2 << log_n, verdict)
+        assert space.store(verdict).tolist() == [int(at is not None)]
+        assert at is not None or np.array_equal(*map(space.store, sums))
+
+
 def test_a_plan_that_is_given_up_waits_for_the_device(monkeypatch):
     """On another stream its tables may still be read, and their memory is the allocator's next."""
     waits = []
@@ -198,10 +218,10 @@ def test_pointed_launches_have_what_others_have(monkeypatch):
     tables = Tables(*(torch.zeros(4, dtype=torch.int64) for _ in range(5)))
     monkeypatch.setattr(ntt_launch, "device_tables", lambda *args: tables)
     provider = SimpleNamespace(launch=launch, synchronize=lambda index: None)
-    space = SimpleNamespace(provider=provider, index=0, pointer=lambda words: words)
+    monkeypatch.setattr(ntt_launch, "_device_kernel", lambda *args: args[4].kernel)
 
     def made(kernel):
-        monkeypatch.setattr(ntt_launch, "_device_kernel", lambda *_: kernel)
+        space = SimpleNamespace(provider=provider, index=0, pointer=lambda words: words, kernel=kernel)
         return DeviceNttPlan(space, field, 13, inverse=True, coset=3, order="natural")
 
     plans = [made(SimpleNamespace(handle=None))]
@@ -331,7 +351,8 @@ def test_registers_on_nvidia(name, variant, architecture):
     if variant == LAST and division.resident_along is not None:
         resident = division.resident_along
     tile = Tile(8, division.tile - 8, division.radix, resident)
-    found = compile_cuda(kernel_source(field, variant, tile), architecture).resources["ntt_pass"]
+    source = kernel_source(field, variant, tile, checked=variant == FORWARD)
+    found = compile_cuda(source, architecture).resources["ntt_pass"]
     spills = name == "goldilocks" and variant == LAST
     assert found.spill_bytes <= (48 if spills else 0)
     assert found.registers <= (128 if name == "goldilocks" else 80)

@@ -171,11 +171,15 @@ class PrimeField:
         return self._each(launch.dotted, (x, y), device, reduce, "canonical")
 
     def _binary(self, op: str, x: Any, y: Any, device: Device, reduce: bool) -> Any:
+        if device is None and not reduce and (z := launch.checked_at_once(self.parameters, op, x, y)) is not None:
+            return z
         return self._each(
             lambda space, field, a, b: launch.binary(space, field, op, a, b, "canonical"), (x, y), device, reduce
         )
 
     def _unary(self, op: str, x: Any, device: Device, reduce: bool) -> Any:
+        if device is None and not reduce and (z := launch.checked_at_once(self.parameters, op, x)) is not None:
+            return z
         return self._each(lambda space, field, a: launch.unary(space, field, op, a, "canonical"), (x,), device, reduce)
 
     def _each(self, run: Callable[..., Any], arrays: Sequence[Any], device: Device, reduce: bool, *options: Any) -> Any:

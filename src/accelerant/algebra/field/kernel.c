@@ -9,22 +9,36 @@
  * field_pow and field_inv. No branch and no address depends on an element, except in field_unreduced, which searches for
  * errors of the caller; the time of field_pow depends on the exponent. */
 
+/* A "checked" program (program.py) has one more argument, which it sets to 1 where an element is not below p. */
+#if FIELD_CHECKED
+#define FIELD_VERDICT ACL_GLOBAL u32 *verdict,
+#define FIELD_JUDGE(reduced)                                                                           \
+    if (!(reduced)) {                                                                                  \
+        *verdict = 1;                                                                                  \
+    }
+#else
+#define FIELD_VERDICT
+#define FIELD_JUDGE(reduced)
+#endif
+
 #define FIELD_MAP(entry, value)                                                                        \
-    ACL_KERNEL void entry(ACL_GLOBAL const FIELD_WORD *x, ACL_GLOBAL FIELD_WORD *z, i64 n) {           \
+    ACL_KERNEL void entry(ACL_GLOBAL const FIELD_WORD *x, ACL_GLOBAL FIELD_WORD *z, FIELD_VERDICT i64 n) { \
         i64 i = acl_global_id();                                                                       \
         if (i < n) {                                                                                   \
             FIELD a = FIELD_load(x, i);                                                                \
+            FIELD_JUDGE(FIELD_is_reduced(a))                                                           \
             FIELD_store(z, i, value);                                                                  \
         }                                                                                              \
     }
 
 #define FIELD_MAP2(entry, value)                                                                       \
     ACL_KERNEL void entry(ACL_GLOBAL const FIELD_WORD *x, ACL_GLOBAL const FIELD_WORD *y,              \
-                          ACL_GLOBAL FIELD_WORD *z, i64 n) {                                           \
+                          ACL_GLOBAL FIELD_WORD *z, FIELD_VERDICT i64 n) {                             \
         i64 i = acl_global_id();                                                                       \
         if (i < n) {                                                                                   \
             FIELD a = FIELD_load(x, i);                                                                \
             FIELD b = FIELD_load(y, i);                                                                \
+            FIELD_JUDGE(FIELD_is_reduced(a) & FIELD_is_reduced(b))                                     \
             FIELD_store(z, i, value);                                                                  \
         }                                                                                              \
     }

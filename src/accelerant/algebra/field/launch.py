@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from accelerant.algebra.field.memory_space import MemorySpace
+from accelerant.algebra.field.memory_space import HOST, MemorySpace, Verdict, is_tensor, space_of
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.program import grid_and_block, kernel_source
 from accelerant.algebra.field.words import decode, dtype_of, element_shape, tail_of, unreduced
 from accelerant.errors import FormatError, ShapeError
 from accelerant.runtime.ledger import OpRecord
-from accelerant.runtime.recorded_launch import RecordedLaunch, launch, sole_record
+from accelerant.runtime.recorded_launch import RecordedLaunch, compiled, launch, sole_record
 
 __all__ = [
-    "Representation", "binary", "check_reduced", "dotted", "element", "first_unreduced", "inverse", "power", "summed",
-    "unary",
+    "Representation", "binary", "check_reduced", "checked_at_once", "cuda_space", "dotted", "element",
+    "first_unreduced", "inverse", "power", "summed", "unary",
 ]  # fmt: skip
 
 Representation = Literal["canonical", "montgomery"]
@@ -51,6 +51,53 @@ def unary(space: MemorySpace, field: Field, op: str, x: Words, form: Representat
     with _recorded(space, field, op, x.shape, form, 2, n):
         _launch(space, field, _entry(op, form), (x, z), (n,), n)
     return z
+
+
+def cuda_space(field: Field, *arrays: Any) -> MemorySpace | None:
+    """Return the memory space of a CUDA device's tensors that kernels can read as they are; None for other arrays.
+
+    They are words of the field of one shape, contiguous and aligned, but perhaps not below the modulus.
+    """
+    first = arrays[0]
+    for x in arrays:
+        if not (is_tensor(x) and x.is_cuda and x.is_contiguous() and x.data_ptr() % 16 == 0):
+            return None
+        if x.shape != first.shape or x.dtype != first.dtype or x.device != first.device:
+            return None
+    return space_of(first) if _are_words(field, first.dtype, first.shape[-1:]) else None
+
+
+@functools.lru_cache(maxsize=256)
+def _are_words(field: Field, dtype: Any, last: tuple[int, ...]) -> bool:
+    return str(dtype) == f"torch.{dtype_of(field)}" and (field.limbs == 1 or last == (field.limbs,))
+
+
+def checked_at_once(field: Field, op: str, *arrays: Any) -> Any:
+    """Apply "add", "sub", "mul", "square" or "neg" to canonical words by a kernel that also checks them.
+
+    None for arrays without a cuda_space, for empty ones, and if an element is not below the modulus: the caller then
+    checks before, which names the element.
+    """
+    space = cuda_space(field, *arrays)
+    if space is None or not arrays[0].numel():
+        return None
+    record, start = _checked(space, field, op, arrays[0].shape, len(arrays))
+    z, verdict = space.empty(arrays[0].shape, dtype_of(field)), Verdict.of(space)
+    with RecordedLaunch(record, space.provider, space.index):
+        start(*(each.data_ptr() for each in (*arrays, z, verdict)))
+    return None if verdict.is_set() else space.unsigned(z)
+
+
+@functools.lru_cache(maxsize=256)
+def _checked(
+    space: MemorySpace, field: Field, op: str, shape: Sequence[int], arrays: int
+) -> tuple[OpRecord, Callable[..., None]]:
+    entry, n = _entry(op, "canonical"), math.prod(element_shape(field, shape))
+    kernel = compiled(space, kernel_source(field, entry, checked=True), entry)
+    blocks, threads = grid_and_block(entry, n)
+    pointers = (HOST.pointer(np.empty(1)),) * (arrays + 2)  # replaced in each call
+    launched = kernel.handle.point((blocks, 1, 1), (*pointers, n), space.index, threads)
+    return _record(space, field, op, shape, "canonical", arrays + 1, n), launched.start
 
 
 def inverse(space: MemorySpace, field: Field, x: Words, form: Representation, name: str) -> Words:

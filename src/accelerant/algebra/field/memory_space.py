@@ -6,10 +6,11 @@ element has several. Arithmetic is the kernels'. On the host only NumPy is neede
 
 from __future__ import annotations
 
+import functools
 import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from accelerant.errors import ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.provider import Buffer, ComputeDevice, ComputeProvider, Pointer, out_of_memory
 
-__all__ = ["HOST", "MemorySpace", "in_kind", "is_tensor", "signed_view", "space_at", "space_of"]
+__all__ = ["HOST", "MemorySpace", "Verdict", "in_kind", "is_tensor", "signed_view", "space_at", "space_of"]
 
 Shape = tuple[int, ...]
 _ALIGNMENT = 16
@@ -157,6 +158,42 @@ HOST: MemorySpace = _Host()
 """The CPU's memory."""
 
 
+class Verdict:
+    """A word of the host's memory that kernels of a CUDA device set to 1 where they find an invalid argument.
+
+    It belongs to one call, from `of` to is_set(). The memory is pinned and never freed: kernels write it only where
+    something is wrong, and those of an interrupted call, whose verdict is not used again, may do so late.
+    """
+
+    _made: ClassVar[list[Verdict]] = []
+    _free: ClassVar[dict[MemorySpace, list[Verdict]]] = {}
+
+    def __init__(self, space: MemorySpace) -> None:
+        torch = sys.modules["torch"]
+        self._space, self._memory = space, torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._word, self._stream = self._memory.numpy(), torch.cuda.current_stream
+        self.data_ptr = self._memory.data_ptr  # the same address on the device
+        self._made.append(self)
+
+    @classmethod
+    def of(cls, space: MemorySpace) -> Verdict:
+        """Return one that no call uses, not set."""
+        try:
+            return cls._free[space].pop()
+        except LookupError:
+            return cls(space)
+
+    def is_set(self) -> bool:
+        """Wait for the current stream and return whether a kernel set it. DeviceLost: the device failed."""
+        try:
+            self._stream(self._space.index).synchronize()
+        except RuntimeError as error:
+            raise self._space.provider.lost(error) or error from None
+        found, self._word[0] = bool(self._word[0]), 0
+        self._free.setdefault(self._space, []).append(self)
+        return found
+
+
 @dataclass(frozen=True)
 class _Tensors(MemorySpace):
     """torch tensors of a device, as signed words: torch copies and orders unsigned ones on few devices."""
@@ -164,10 +201,14 @@ class _Tensors(MemorySpace):
     backend: str
     index: int = 0
 
+    @functools.cached_property
+    def _device(self) -> Any:
+        return sys.modules["torch"].device(self.label)
+
     def empty(self, shape: Shape, dtype: np.dtype[Any]) -> Any:
         torch = sys.modules["torch"]
         try:
-            return torch.empty(shape, dtype=_signed(dtype.itemsize), device=self.label)
+            return torch.empty(shape, dtype=_signed(dtype.itemsize), device=self._device)
         except torch.OutOfMemoryError:
             size = int(np.prod(shape, dtype=object)) * dtype.itemsize
             raise out_of_memory(size, self.label, self.provider.memory(self.index)) from None
@@ -207,9 +248,6 @@ class _Tensors(MemorySpace):
 
     def equal(self, x: Any, y: Any, limbs: int) -> Any:
         return (x == y).all(dim=-1) if limbs else x == y
-
-    def minimum(self, numbers: Any) -> int:
-        return int(numbers.min())
 
     def first_zero(self, words: Any, limbs: int) -> int | None:
         zeros = (words.reshape(-1, limbs) == 0).all(dim=-1).nonzero()
@@ -267,12 +305,16 @@ def _signed(size_bytes: int) -> Any:
 
 def space_of(tensor: Any) -> MemorySpace:
     """Return the memory space of a torch tensor; ConfigError if it is neither on the CPU nor on a CUDA device."""
-    kind = tensor.device.type
-    if kind == "cpu":
+    return _space_on(tensor.device)
+
+
+@functools.cache
+def _space_on(device: Any) -> MemorySpace:
+    if device.type == "cpu":
         return HOST
-    if kind not in _WITH_TENSORS:
-        raise ConfigError(f"field elements may be on cpu or {', '.join(_WITH_TENSORS)}; the tensor is on {kind}")
-    return _Tensors(kind, tensor.device.index or 0)
+    if device.type not in _WITH_TENSORS:
+        raise ConfigError(f"field elements may be on cpu or {', '.join(_WITH_TENSORS)}; the tensor is on {device.type}")
+    return _Tensors(device.type, device.index or 0)
 
 
 def space_at(device: str | ComputeDevice) -> MemorySpace:

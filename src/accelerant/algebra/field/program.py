@@ -83,23 +83,26 @@ def montgomery_radix(field: Field) -> int:
 
 
 @functools.cache
-def kernel_source(field: Field, entry: str | None = None) -> KernelSource:
+def kernel_source(field: Field, entry: str | None = None, checked: bool = False) -> KernelSource:
     """Return the field's functions on arrays in every dialect that it has, or only one of entries(field).
 
-    All of them take NVRTC seconds for several limbs. ConfigError for an unknown entry.
+    All of them take NVRTC seconds for several limbs. ConfigError for an unknown entry. `checked`, for elementwise
+    entries in C: a word follows the pointers, which is set to 1 where an element read is not below the modulus.
     """
     known = entries(field)
     if entry is not None and entry not in known:
         raise ConfigError(f"{field.name} has no entry {entry!r}; it has {', '.join(known)}")
-    makers: dict[str, Callable[[], str | Builder]] = {
-        "portable": lambda: _kernels(field, "portable", entry),
-        "llvm": lambda: field_kernels(field.name, entry or ""),
-    }
+    makers: dict[str, Callable[[], str | Builder]] = {"portable": lambda: _kernels(field, "portable", entry, checked)}
+    if not checked:
+        makers["llvm"] = lambda: field_kernels(field.name, entry or "")
     if field.limbs > 1:
-        write = functools.partial(_kernels, field, "cuda", entry)
-        makers["cuda"] = lambda: CudaProgram(f"{field} {entry}", (_FOLDER,), write)
+        write = functools.partial(_kernels, field, "cuda", entry, checked)
+        makers["cuda"] = lambda: CudaProgram(f"{field} {entry}{' checked' * checked}", (_FOLDER,), write)
     kept = known if entry is None else {entry: known[entry]}
-    return KernelSource(name=f"{entry or 'field'}_{field.name}", dialects=LazyDialects(**makers), entries=kept)
+    if checked:
+        kept = {name: (*kinds[:-1], "*u32", kinds[-1]) for name, kinds in kept.items()}
+    name = f"{entry or 'field'}{'_checked' * checked}_{field.name}"
+    return KernelSource(name=name, dialects=LazyDialects(**makers), entries=kept)
 
 
 @functools.cache
@@ -164,7 +167,7 @@ _ENTRY = re.compile(
 )
 
 
-def _kernels(field: Field, dialect: str, entry: str | None) -> str:
+def _kernels(field: Field, dialect: str, entry: str | None, checked: bool) -> str:
     """Return the field and its kernels, or one of them, under the field's name."""
 
     def select(match: re.Match[str]) -> str:
@@ -172,6 +175,7 @@ def _kernels(field: Field, dialect: str, entry: str | None) -> str:
 
     sizes: dict[str, int | str] = {
         "FIELD_BLOCK": BLOCK,
+        "FIELD_CHECKED": int(checked),
         "FIELD_INVERSES": INVERSES,
         "FIELD_BITS": field.bits,
         "FIELD_P_MINUS_2": _hexadecimal(field.words(field.modulus - 2, 64, -(-field.bits // 64)), "UL"),

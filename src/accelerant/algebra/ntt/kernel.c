@@ -87,6 +87,20 @@
         NTT_PART(value, plane) = tile[plane][at];                                                      \
     }
 
+/* With NTT_CHECKED, which is for first passes, there is one more argument, set to 1 where an element is not below p. */
+#if NTT_CHECKED
+#define NTT_VERDICT ACL_GLOBAL u32 *verdict,
+#define NTT_JUDGE(value) reduced &= F_is_reduced(value)
+#define NTT_SENTENCE()                                                                                 \
+    if (!reduced) {                                                                                    \
+        *verdict = 1;                                                                                  \
+    }
+#else
+#define NTT_VERDICT
+#define NTT_JUDGE(value)
+#define NTT_SENTENCE()
+#endif
+
 /* Reverse the NTT_LOG_ROWS lowest bits. */
 ACL_DEVICE i32 ntt_reversed(i32 index) {
     return (i32)(ntt_reverse_32((u32)index) >> (32 - NTT_LOG_ROWS));
@@ -133,9 +147,9 @@ ACL_DEVICE i64 ntt_begin(i64 column, i64 digit_0, i64 digit_1, i64 stride_0, i64
 }
 
 ACL_KERNEL NTT_BLOCK void ntt_pass(
-    ACL_GLOBAL const F_WORD *x, ACL_GLOBAL F_WORD *z, NTT_TABLE roots, NTT_TABLE before, NTT_TABLE after, NTT_TABLE low,
-    NTT_TABLE high, i64 count, i64 log_low, i64 digit_0, i64 digit_1, i64 read_0, i64 read_1, i64 read_2, i64 read_row,
-    i64 write_0, i64 write_1, i64 write_2, i64 write_row) {
+    ACL_GLOBAL const F_WORD *x, ACL_GLOBAL F_WORD *z, NTT_VERDICT NTT_TABLE roots, NTT_TABLE before, NTT_TABLE after,
+    NTT_TABLE low, NTT_TABLE high, i64 count, i64 log_low, i64 digit_0, i64 digit_1, i64 read_0, i64 read_1, i64 read_2,
+    i64 read_row, i64 write_0, i64 write_1, i64 write_2, i64 write_row) {
     NTT_ALIGNED(x);
     NTT_ALIGNED(z);
     NTT_ALIGNED(roots);
@@ -155,6 +169,9 @@ ACL_KERNEL NTT_BLOCK void ntt_pass(
 #endif
     i64 near = (first & (((i64)1 << digit_0) - 1)) + own;
     i64 begin = ntt_begin(first, digit_0, digit_1, read_0, read_1, read_2);
+#if NTT_CHECKED
+    u32 reduced = 1;
+#endif
     NTT_WAIT_FOR_PREVIOUS();
 
     /* In: a thread has rows group + k NTT_GROUPS of its column. */
@@ -164,8 +181,10 @@ ACL_KERNEL NTT_BLOCK void ntt_pass(
         i32 number = k * NTT_THREADS + thread;
         if (number >> NTT_LOG_ROWS < here) {
             v[k] = F_load(x, begin + NTT_ALONG(number, read_0));
+            NTT_JUDGE(v[k]);
         }
     }
+    NTT_SENTENCE();
 #pragma unroll
     for (i32 k = 0; k < NTT_RADIX; k++) {
         i32 number = k * NTT_THREADS + thread;
@@ -185,7 +204,9 @@ ACL_KERNEL NTT_BLOCK void ntt_pass(
 #pragma unroll
         for (i32 k = 0; k < NTT_RADIX; k++) {
             v[k] = F_load(x, NTT_POSITION_IN(k) * read_row);
+            NTT_JUDGE(v[k]);
         }
+        NTT_SENTENCE();
 #pragma unroll
         for (i32 k = 0; k < NTT_RADIX; k++) {
             v[k] = ntt_before(v[k], position, NTT_POSITION_IN(k), near, before, low, high, log_low, digit_0);

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accelerant.algebra.field.llvm_kernels import host_form, packed_field
-from accelerant.algebra.field.memory_space import HOST, MemorySpace
+from accelerant.algebra.field.memory_space import HOST, MemorySpace, Verdict
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.words import dtype_of, element_shape
 from accelerant.algebra.ntt.llvm_kernels import POINTERS, SCALARS, by_limbs, pass_kernel
@@ -41,8 +41,9 @@ _PLANS_LIMIT = 256
 
 
 def transform(
-    space: MemorySpace, field: Field, x: Any, *, inverse: bool, coset: int, order: str, out: Any = None
-) -> Any:
+    space: MemorySpace, field: Field, x: Any, *, inverse: bool, coset: int, order: str, out: Any = None,
+    verdict: Verdict | None = None,
+) -> Any:  # fmt: skip
     """Transform along the last axis of the elements' shape; see accelerant.zk.ntt.
 
     Args:
@@ -50,23 +51,25 @@ def transform(
         coset: g, not 0; 1 for none.
         order: one of plan.ORDERS.
         out: words for the result, which may be x; new ones by default.
+        verdict: set if an element of x is not below the modulus; on CUDA devices.
     """
-    shape = element_shape(field, x.shape)
-    n, batch = shape[-1], math.prod(shape[:-1])
+    record, n, batch = _case(space, field, tuple(x.shape), inverse, coset != 1, order)
     keep = out is not None and is_limited()
     out = space.empty(tuple(x.shape), dtype_of(field)) if out is None else out
     if not batch:
         return out
     plan = _plan(space, field, n.bit_length() - 1, math.gcd(batch, 16), inverse, coset, order)
-    record = _record(space, field, tuple(shape), inverse, coset != 1, order)
     with RecordedLaunch(record, space.provider, space.index):
-        run(plan, space, x, out, n * batch, keep=keep)
+        run(plan, space, x, out, n * batch, keep=keep, verdict=verdict)
     if plan.retired:  # another thread dropped it and may have waited for the device before these launches
         space.provider.synchronize(space.index)
     return out
 
 
-def run(plan: NttPlan, space: MemorySpace, x: Any, out: Any, elements: int, *, keep: bool = False) -> None:
+def run(
+    plan: NttPlan, space: MemorySpace, x: Any, out: Any, elements: int, *, keep: bool = False,
+    verdict: Verdict | None = None,
+) -> None:  # fmt: skip
     """Launch the passes of a plan; if the last one is not in place, those before it work in scratch memory.
 
     They do so to `keep` what `out` holds if a time limit passes, too.
@@ -75,20 +78,26 @@ def run(plan: NttPlan, space: MemorySpace, x: Any, out: Any, elements: int, *, k
     moves = not plan.passes[last].in_place or (keep and last > 0)
     work = space.empty(tuple(x.shape), dtype_of(plan.field)) if moves else out
     for number in range(last + 1):
-        plan.launch(number, x, out if moves and number == last else work, elements)
+        judges = () if verdict is None or number else (verdict,)
+        plan.launch(number, x, out if moves and number == last else work, elements, *judges)
         x = work
         if number < last:
             check_time(f"after {number + 1} of {last + 1} passes", lambda: space.provider.synchronize(space.index))
 
 
 @functools.lru_cache(maxsize=4096)
-def _record(space: MemorySpace, field: Field, shape: Sequence[int], inverse: bool, coset: bool, order: str) -> OpRecord:
+def _case(
+    space: MemorySpace, field: Field, words: Sequence[int], inverse: bool, coset: bool, order: str
+) -> tuple[OpRecord, int, int]:
+    """Return the record of a transform of words of a shape, its points, and the number of such in a batch."""
+    shape = element_shape(field, words)
     dialect = next(name for name in ("llvm", "cuda", "portable") if name in space.provider.dialects)
     case = f"{'x'.join(map(str, shape))} {field.name}" + " inverse" * inverse + " coset" * coset
     case += f" {order}" * (order != "natural")
-    size_bytes = 2 * math.prod(shape) * field.size_bytes
     operations = math.prod(shape) * (shape[-1].bit_length() - 1) // 2
-    return sole_record("ntt", dialect, space.backend, space.label, case, size_bytes=size_bytes, operations=operations)
+    sizes = {"size_bytes": 2 * math.prod(shape) * field.size_bytes, "operations": operations}
+    record = sole_record("ntt", dialect, space.backend, space.label, case, **sizes)
+    return record, shape[-1], math.prod(shape[:-1])
 
 
 class _Plans:
@@ -202,8 +211,8 @@ class HostNttPlan:
             self.size_bytes += sum(table.nbytes for table in arrays if table is not None)
             self._tables.append([arrays[0] if table is None else table for table in arrays])
 
-    def launch(self, number: int, x: Any, z: Any, elements: int) -> None:
-        """Launch one pass on so many elements, from x to z."""
+    def launch(self, number: int, x: Any, z: Any, elements: int, *verdict: Verdict) -> None:
+        """Launch one pass on so many elements, from x to z; there is no verdict on the CPU."""
         step, kernel = self.passes[number], self._kernels[number]
         pointers = map(HOST.pointer, (x, z, *self._tables[number]))
         HOST.provider.launch(kernel, (elements,), (1,), (*pointers, *scalars(step, elements)))
@@ -217,7 +226,7 @@ _THREADS = 8
 """Log2 of the most threads of a block: what every device supports."""
 
 _SIZES_LIMIT = 256
-"""Prepared launches that a plan keeps, one for each pass and number of elements."""
+"""Prepared launches that a plan keeps, for each pass and number of elements one with and one without a verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +276,10 @@ def division_of(field: Field) -> Division:
 
 
 @functools.cache
-def _device_kernel(field: Field, variant: Variant, tile: Tile, inverse: bool, space: MemorySpace) -> Kernel:
-    return space.provider.compile(kernel_source(field, variant, tile, inverse), device=space.index)
+def _device_kernel(
+    field: Field, variant: Variant, tile: Tile, inverse: bool, space: MemorySpace, checked: bool = False
+) -> Kernel:
+    return space.provider.compile(kernel_source(field, variant, tile, inverse, checked), device=space.index)
 
 
 class DeviceNttPlan:
@@ -283,13 +294,10 @@ class DeviceNttPlan:
         self.field, self.retired, self._space = field, False, space
         self.passes = make_passes(field, logs, inverse=inverse, coset=coset, order=order, log_table=table)
         self._tiles = [division.shape(step) for step in self.passes]
-        self._kernels = [
-            _device_kernel(field, step.variant, tile, inverse and field.name == "goldilocks", space)
-            for step, tile in zip(self.passes, self._tiles, strict=True)
-        ]
+        self._shifts = inverse and field.name == "goldilocks"
         self._tables: list[list[Any]] = []  # owns the memory that launches read
         self._pointers: list[tuple[Any, ...]] = []
-        self._starts: dict[tuple[int, int], Callable[[Any, Any], None]] = {}
+        self._starts: dict[tuple[int, int, int], Callable[..., None]] = {}
         self.size_bytes = 0
         for step, tile in zip(self.passes, self._tiles, strict=True):
             tables = device_tables(space, field, step, tile)
@@ -300,37 +308,38 @@ class DeviceNttPlan:
             self._pointers.append(tuple(map(space.pointer, self._tables[-1])))
         space.provider.synchronize(space.index)  # launches on other streams read the tables, too
 
-    def launch(self, number: int, x: Any, z: Any, elements: int) -> None:
-        """Launch one pass on so many elements, from x to z."""
-        start = self._starts.get((number, elements)) or self._prepare(number, x, z, elements)
-        start(x, z)
+    def launch(self, number: int, x: Any, z: Any, elements: int, *verdict: Verdict) -> None:
+        """Launch one pass on so many elements, from x to z; the first one may take a verdict (see transform)."""
+        start = self._starts.get((number, elements, len(verdict)))
+        (start or self._prepare(number, elements, x, z, *verdict))(x, z, *verdict)
 
-    def _prepare(self, number: int, x: Any, z: Any, elements: int) -> Callable[[Any, Any], None]:
-        """Return and cache a launch with all arguments but x and z: small transforms are bound by the host.
+    def _prepare(self, number: int, elements: int, *arrays: Any) -> Callable[..., None]:
+        """Return and cache a launch with all arguments but x, z and a verdict: small transforms are bound by the host.
 
         On CUDA the arguments are packed once. From Hopper on, a pass is launched while the preceding one ends, and its
         kernel waits for that (see kernel.c).
         """
-        kernel, tile, space, tables = self._kernels[number], self._tiles[number], self._space, self._pointers[number]
-        count, _, *rest = scalars(self.passes[number], elements)
+        step, tile, space, tables = self.passes[number], self._tiles[number], self._space, self._pointers[number]
+        kernel = _device_kernel(self.field, step.variant, tile, self._shifts, space, len(arrays) > 2)
+        count, _, *rest = scalars(step, elements)
         blocks, values = -(-count // (1 << tile.columns)), (count, *rest)
         if (point := getattr(kernel.handle, "point", None)) is not None:
             target = kernel.target
             overlaps = target.startswith("sm_") and int(target[3:].rstrip("af")) >= 90
-            ready = point((blocks, 1, 1), (x, z, *tables, *values), space.index, tile.threads, overlaps)
+            ready = point((blocks, 1, 1), (*arrays, *tables, *values), space.index, tile.threads, overlaps)
 
-            def start(x: Any, z: Any) -> None:
-                ready.start(x.data_ptr(), z.data_ptr())
+            def start(*arrays: Any) -> None:
+                ready.start(*(each.data_ptr() for each in arrays))
 
         else:
 
-            def start(x: Any, z: Any) -> None:
-                args = (space.pointer(x), space.pointer(z), *tables, *values)
+            def start(*arrays: Any) -> None:
+                args = (*map(space.pointer, arrays), *tables, *values)
                 space.provider.launch(kernel, (blocks,), (tile.threads,), args)
 
         if len(self._starts) >= _SIZES_LIMIT:
             self._starts.clear()
-        self._starts[number, elements] = start
+        self._starts[number, elements, len(arrays) - 2] = start
         return start
 
     def retire(self) -> None:

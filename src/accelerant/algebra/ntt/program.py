@@ -50,17 +50,20 @@ def has_quotients(field: Field) -> bool:
 
 
 @functools.cache
-def kernel_source(field: Field, variant: Variant, tile: Tile, inverse: bool = False) -> KernelSource:
+def kernel_source(
+    field: Field, variant: Variant, tile: Tile, inverse: bool = False, checked: bool = False
+) -> KernelSource:
     """Return ntt_pass in C: the arguments are those of llvm_kernels.py without log_rows, with tables.device_tables.
 
-    `inverse` matters only to Goldilocks, whose program contains roots. ConfigError if the radix is above 4.
+    `inverse` matters only to Goldilocks, whose program contains roots. `checked`: a word follows x and z, which is set
+    to 1 where an element of x is not below the modulus. ConfigError if the radix is above 4.
     """
     if tile.radix > _LOG_TURN:
         raise ConfigError(f"a pass takes a radix of at most {_LOG_TURN} (log2), got {tile.radix}")
-    types = (f"*u{field.word_bits}",) * len(POINTERS) + ("i64",) * (len(SCALARS) - 1)
-    dialects = _dialects(
-        field, f"{variant} {tile} {inverse}", lambda dialect: _pass_text(field, variant, tile, inverse, dialect)
-    )
+    words = (f"*u{field.word_bits}",) * len(POINTERS)
+    types = (*words[:2], *("*u32",) * checked, *words[2:], *("i64",) * (len(SCALARS) - 1))
+    text = functools.partial(_pass_text, field, variant, tile, inverse, checked)
+    dialects = _dialects(field, f"{variant} {tile} {inverse} {checked}", text)
     return KernelSource(f"ntt_{field.name}_{tile.rows}", dialects, {"ntt_pass": types})
 
 
@@ -97,7 +100,7 @@ def _files(*names: str) -> str:
     return read_files("algebra/ntt", *names)
 
 
-def _pass_text(field: Field, variant: Variant, tile: Tile, inverse: bool, dialect: str) -> str:
+def _pass_text(field: Field, variant: Variant, tile: Tile, inverse: bool, checked: bool, dialect: str) -> str:
     # All of a thread's levels come before the first exchange, since half of their products are by 1: BN254 saves 5%
     # of them at 2^20. Goldilocks multiplies between groups, so it has nothing to save, and fields of one word
     # are bound by memory: a number that leaves whole groups saves them a branch.
@@ -120,6 +123,7 @@ def _pass_text(field: Field, variant: Variant, tile: Tile, inverse: bool, dialec
         "TWIDDLE_BEFORE": variant.twiddle == "before",
         "TWIDDLE_AFTER": variant.twiddle == "after",
         "SPLIT": variant.split,
+        "CHECKED": checked,
     }
     constants = {f"NTT_{name}": int(value) for name, value in values.items()}
     levels = ["limbs.h" if has_quotients(field) else "levels.h"]

@@ -227,7 +227,7 @@ def verify_many(verification_key: VerificationKey, public: Sequence[Sequence[int
     with _named({"points": a_names}):
         a = group.mul(a, rho)
     with _named({"points": c_names}):
-        c = msm(rho, c, family.g1.name)
+        c = msm(rho, c, family.g1.name, check="subgroup")
     ends = [group.mul(key.alpha, total), _inputs_point(group, key, inputs, total), c]
     first = np.concatenate([a, _negated(group, ends)])
     second = np.concatenate([b, np.stack([key.beta, key.gamma, key.delta])])

@@ -37,7 +37,7 @@ _Check = Callable[[], FormatError | None]
 _SCALAR_LIMBS = 4
 
 
-def msm(scalars: Any, points: Any, curve: str = "bn254_g1", *, check: bool = True) -> Any:
+def msm(scalars: Any, points: Any, curve: str = "bn254_g1", *, check: bool | str = "curve") -> Any:
     """Return the sum of scalars[i] points[i], for each row of scalars.
 
     Args:
@@ -46,16 +46,18 @@ def msm(scalars: Any, points: Any, curve: str = "bn254_g1", *, check: bool = Tru
         points: (n, 2, limbs) uint64, canonical affine coordinates, x then y, infinity all zeros; (n, 2, 2, limbs) where
             coordinates are in Fq2, c0 first. A NumPy array or a torch tensor.
         curve: bn254_g1, bn254_g2, bls12_381_g1, bls12_381_g2, or a registered curve.
-        check: refuse points off the curve or outside its subgroup of order r, whose sums would be meaningless. Nearly
-            free on BN254 G1, where every point of the curve is in the subgroup. Elsewhere it takes half as long as the
-            sum for 1,000 points or more on the CPU, and two to five times as long for fewer and on devices; FixedBase
-            checks once for many sums.
+        check: "curve" refuses points off the curve, at a few percent of the sum's time. "subgroup" or True also refuses
+            points outside the subgroup of order r: the sum is right with them, but it is not in the subgroup, which
+            protocols assume. That takes half as long as the sum for 1,000 points or more on the CPU, and two to ten
+            times as long for fewer and on devices; nothing on BN254 G1, where every point of the curve is in the
+            subgroup. Where points enter (from_bytes, keys, FixedBase), "subgroup" is the default. False: no check;
+            sums with points off the curve are meaningless.
 
     Returns:
         One point, or (b, ...) of them, canonical, in the library and on the device of `points`.
 
     Raises:
-        ConfigError: unknown curve; a FieldArray of another field.
+        ConfigError: unknown curve or check; a FieldArray of another field.
         UnsupportedDtype: neither uint64 nor integers.
         ShapeError: other shapes, or different numbers of scalars and points.
         FormatError: a scalar is not below the order, a coordinate is not below the modulus, or a point fails check;
@@ -63,11 +65,11 @@ def msm(scalars: Any, points: Any, curve: str = "bn254_g1", *, check: bool = Tru
 
     Source: Pippenger's method as in Bernstein et al., eprint 2012/549.
     """
-    parameters = _curve(curve)
+    parameters, level = _curve(curve), operands.check_of(check)
     operand = operands.point_operand(parameters, points, "points")
     rows, leading, check_scalars = _scalar_rows(parameters, scalars, operand.space, _count(parameters, operand))
     # The check of the points comes last, since it takes longest. Only the returned function keeps their words alive.
-    start = starter_of(operand.space, parameters, _point_words(parameters, operand, operand.space, check))
+    start = starter_of(operand.space, parameters, _point_words(parameters, operand, operand.space, level))
     total = run_sums(operand.space, parameters, rows, start, check_scalars)
     return sums_outward(parameters, total, operand.space, leading, operand)
 
@@ -90,7 +92,7 @@ class FixedBase:
         points: Any,
         device: str | ComputeDevice | None = None,
         *,
-        check: bool = True,
+        check: bool | str = True,
         multiples: bool | None = None,
     ) -> None:
         """Check the points and convert them.
@@ -99,7 +101,7 @@ class FixedBase:
             curve: name of the curve.
             points: (n, *shape), as for msm.
             device: device of the sums; by default that of the points.
-            check: as for msm.
+            check: as for msm, but "subgroup" by default.
             multiples: also keep the points' multiples by 2^(c j), if they fit, so that all windows of the scalars share
                 one set of buckets: about 20 times the memory. By default yes on devices and no on the CPU, where sums
                 of 2^12 to 2^16 points become a tenth faster and the multiples take 20 us a point.
@@ -107,11 +109,11 @@ class FixedBase:
         Raises:
             As msm; BackendUnavailable: the device is unavailable.
         """
-        self._parameters = _curve(curve)
+        self._parameters, level = _curve(curve), operands.check_of(check)
         operand = operands.point_operand(self._parameters, points, "points")
         self.curve = curve
         self.space: MemorySpace = operand.space if device is None else space_at(device)
-        words = _point_words(self._parameters, operand, self.space, check)
+        words = _point_words(self._parameters, operand, self.space, level)
         self.n = int(words.shape[0])
         self._bases: Any
         if self.space is HOST:
@@ -252,10 +254,10 @@ def _curve(name: Any) -> Curve[Any]:
     return curve_of(name if isinstance(name, str) else repr(name))
 
 
-def _point_words(curve: Curve[Any], operand: Operand, space: MemorySpace, check: bool) -> Words:
+def _point_words(curve: Curve[Any], operand: Operand, space: MemorySpace, check: operands.Check) -> Words:
     """Return points in Montgomery form in a memory space, (n, words of a point)."""
     n = _count(curve, operand)
-    words = operands.points_inward(curve, operand, space, "points", "subgroup" if check else "")
+    words = operands.points_inward(curve, operand, space, "points", check)
     return space.reshape(words, (n, math.prod(curve.shape)))
 
 
