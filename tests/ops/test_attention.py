@@ -366,7 +366,7 @@ def test_float32_goes_to_torch_where_ours_was_not_measured_faster(capability, mo
         for options in ((), ("causal",)):
             for operation in ("attention_fwd", "attention_bwd"):
                 found = operations()[operation].candidates(case(*sizes, dtype=torch.float32, options=options))
-                split = ["triton_fp16x3"] * (capability == (9, 0))
+                split = ["triton_fp16x3"] * (capability == (9, 0) and sizes[-1] % 16 == 0)
                 assert [each.name for each in found] == [*split, "efficient", "triton", "torch"]
 
 

@@ -53,7 +53,7 @@ _WIDE_TYPE = {  # float32, and every dtype on devices whose tensor cores Triton 
 }
 _SPLIT = {  # float32 as two numbers of float16, on sm_90
     64: (AttentionPlan(128, 64, 8, 2), AttentionPlan(64, 64, 4, 1), AttentionPlan(64, 64, 4, 1)),
-    128: (AttentionPlan(128, 64, 8, 1), AttentionPlan(64, 32, 4, 1), AttentionPlan(32, 64, 4, 1)),
+    128: (AttentionPlan(128, 64, 8, 1), AttentionPlan(128, 64, 8, 1), AttentionPlan(32, 64, 4, 1)),
 }
 _INTERPRETED = {256: (AttentionPlan(32, 16, 4, 1), AttentionPlan(16, 32, 4, 1), AttentionPlan(16, 32, 4, 1))}
 
