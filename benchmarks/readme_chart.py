@@ -18,7 +18,7 @@ from pathlib import Path
 from accelerant._version import __version__
 from accelerant.bench.record import Record, Row
 from accelerant.errors import ConfigError
-from accelerant.runtime.files import write_atomic
+from accelerant.runtime.files import plain, write_atomic
 
 __all__ = ["Bar", "Panel", "draw", "files", "main", "panels", "slower_cases"]
 
@@ -209,6 +209,7 @@ def files() -> dict[Path, str]:
     for page, name, text in (
         (ROOT / "README.md", "chart", _readme_section(shown)),
         (ROOT / "docs" / "benchmarks.md", "figures", _figures_section(shown)),
+        (ROOT / "docs" / "benchmarks.md", "user", _user_section(_record("user-h200"))),
         (ROOT / "docs" / "benchmarks.md", "slower", _slower_section()),
     ):
         made[page] = _replaced(made.get(page) or page.read_text(encoding="utf-8"), name, text, page)
@@ -306,6 +307,36 @@ def _figures_section(shown: Sequence[Panel]) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in made.packages.items())
         about.append(f"- `{panel.record}`: {made.device}, {made.time[:10]}, Python {made.python}, {versions}.")
     return "\n".join([*lines, "", *about])
+
+
+_USER_PEERS = ("torch", "torch.compile", "liger")
+
+
+def _user_section(record: Record) -> str:
+    """Return the table of what plain calls cost: what is not reached first, then in the order of the record."""
+    by_case: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in record.rows:
+        by_case.setdefault(row.case_key, {})[row.runner] = row
+    lines = [
+        "| plain call | runner | ours | device | torch | torch.compile | Liger | to reach | reached |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted((row for row in record.ordered() if row.ours), key=lambda row: row.reached is not False):
+        case = re.sub(r"@[\dx@]+", "", row.case)  # the other arguments' sizes
+        peers = [_figure(by_case[row.case_key].get(name)) for name in _USER_PEERS]
+        device = "" if row.device_ms is None else f"{plain(row.device_ms)} ms"
+        reached = {True: "yes", False: "no", None: ""}[row.reached]
+        runner = row.runner.removeprefix("accelerant, ")
+        cells = (f"{row.op} {case}", runner, _figure(row), device, *peers, row.aims, reached)
+        lines.append(f"| {' | '.join(cells)} |")
+    notes = [f"- {note}" for note in record.notes]
+    return "\n".join([*lines, *([""] if notes else []), *notes])
+
+
+def _figure(row: Row | None) -> str:
+    if row is None:
+        return ""
+    return f"{plain(row.p50)} {row.unit}" if row.p50 is not None else "did not run"
 
 
 def _slower_section() -> str:
