@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 import statistics
 import threading
@@ -163,7 +164,7 @@ class Disturbed:
 
 def chosen(seed, **true_ms):
     runs = [(name, lambda name=name: name) for name in true_ms]
-    outcome = module._race(runs, Disturbed(seed, true_ms), 0.03, lambda error: None)
+    outcome = module._race(runs, Disturbed(seed, true_ms), 0.03, math.inf, lambda error: None)
     return fastest(outcome.ms, true_ms)
 
 
@@ -184,7 +185,9 @@ def test_another_begins_each_turn():
             order.append(run())
             return 1.0
 
-    module._race([(name, lambda name=name: name) for name in "abc"], Watch(0, dict.fromkeys("abc", 1.0)), 0.0, None)
+    module._race(
+        [(name, lambda name=name: name) for name in "abc"], Watch(0, dict.fromkeys("abc", 1.0)), 0.0, math.inf, None
+    )
     turns = order[6:]  # after two single calls of each
     assert ["".join(turns[i : i + 3]) for i in range(0, 12, 3)] == ["abc", "bca", "cab", "abc"]
 

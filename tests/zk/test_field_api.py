@@ -612,6 +612,8 @@ def test_kernels_on_cuda_check_what_they_read(name):
         field.sub(good, bad)
     assert field.decode(field.add(good, 1)) == [2, 3, 4]
     assert field.decode(field.add(good[:0], good[:0])) == []
+    if 1 << field.parameters.two_adicity < n:
+        return  # the field has no transform of this size
     x = torch.from_numpy(field.random(n)).cuda()
     expected = accelerant.zk.ntt(x.cpu().numpy(), name)
     signed = torch.int64 if x.element_size() == 8 else torch.int32

@@ -65,7 +65,8 @@ def _summary_text(summary: dict[str, Any]) -> str:
     if summary["validation_loss"] != summary["validation_nats_per_byte"]:
         per_byte += f" ({summary['validation_loss']:.3f} a token)"
     baselines = f"unigram {summary['unigram_nats_per_byte']:.3f}, bigram {summary['bigram_nats_per_byte']:.3f}"
-    speed = "not recorded" if summary["tokens_per_s"] is None else f"{summary['tokens_per_s']:,.0f} tokens/s"
+    rate = summary.get("tokens_per_s")
+    speed = "not recorded" if rate is None else f"{rate:,.0f} tokens/s"
     memory = f"{summary['peak_memory_bytes'] / 2**20:,.0f} MiB"
     memory += " allocated at most" if (reserved := summary.get("reserved_memory_bytes")) else " resident at most"
     if (step := summary.get("predicted_peak_bytes")) and (expected := summary.get("expected_peak_bytes")):

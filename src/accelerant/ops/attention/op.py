@@ -67,7 +67,7 @@ def _refuses_split_rows(case: Case) -> str | None:
 
 
 def split_products(run: Callable[..., Any], refuses: Callable[[Case], str | None] = refuses_split) -> Implementation:
-    """Return the implementation that splits float32 into two numbers of float16; its error is that of float32."""
+    """Return the implementation that splits float32 into two numbers of float16; its error is near that of float32."""
     return Implementation("triton_fp16x3", partial(run, split=True), refuses=refuses, own=True)
 
 

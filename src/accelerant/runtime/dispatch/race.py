@@ -72,20 +72,20 @@ def race(
 
     Candidates are names and functions without side effects, whose results are dropped, the preferred first. Of the
     device ("cuda" or "cpu") only the current stream is waited for. `budget_s` are seconds of timed calls for each
-    candidate, besides compilation; after `most_s` in all, the first calls included, no further turn begins. `lost`
+    candidate, besides compilation; `most_s` after the first calls, which compile, no further turn begins. `lost`
     returns the DeviceLost to raise for an error after which the device cannot be used, else None.
     """
     if not _turn.acquire(blocking=False):
         return None
     try:
         with torch.no_grad(), _clock(device) as clock:
-            return _race(runs, clock, budget_s, time.monotonic() + most_s, lost)
+            return _race(runs, clock, budget_s, most_s, lost)
     finally:
         _turn.release()
 
 
 def _race(
-    runs: Sequence[tuple[str, Callable[[], object]]], clock: _HostClock | _DeviceClock, budget_s: float, until: float,
+    runs: Sequence[tuple[str, Callable[[], object]]], clock: _HostClock | _DeviceClock, budget_s: float, most_s: float,
     lost: Callable[[Exception], DeviceLost | None],
 ) -> Outcome:  # fmt: skip
     ms: dict[str, float] = {}
@@ -96,6 +96,7 @@ def _race(
             ms[name] = min(clock.stream_ms(run, 1) for _ in range(2))
         except Exception as error:  # noqa: BLE001 - a candidate that raises is out, with its reason
             failed[name] = _without_frames(error, lost)
+    until = time.monotonic() + most_s
     limit = max(_FAR_BEHIND * min(ms.values(), default=0.0), _NOTICEABLE_MS)
     going = {name: run for name, run in runs if name in ms and ms[name] <= limit}
     samples: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in going}
