@@ -65,8 +65,7 @@ def _summary_text(summary: dict[str, Any]) -> str:
     if summary["validation_loss"] != summary["validation_nats_per_byte"]:
         per_byte += f" ({summary['validation_loss']:.3f} a token)"
     baselines = f"unigram {summary['unigram_nats_per_byte']:.3f}, bigram {summary['bigram_nats_per_byte']:.3f}"
-    rate = summary.get("tokens_per_s")
-    speed = "not recorded" if rate is None else f"{rate:,.0f} tokens/s"
+    speed = "not recorded" if summary["tokens_per_s"] is None else f"{summary['tokens_per_s']:,.0f} tokens/s"
     memory = f"{summary['peak_memory_bytes'] / 2**20:,.0f} MiB"
     memory += " allocated at most" if (reserved := summary.get("reserved_memory_bytes")) else " resident at most"
     if (step := summary.get("predicted_peak_bytes")) and (expected := summary.get("expected_peak_bytes")):
@@ -139,10 +138,13 @@ _PRIVATE: dict[str, Any] = {
 
 
 def _require_summary(summary: dict[str, Any]) -> None:
-    """Raise FormatError unless the summary of a folder, which may be another user's, has the fields that are shown."""
+    """Raise FormatError unless the summary of a folder, which may be another user's, has the fields that are shown.
+
+    Optional fields that it lacks become None.
+    """
     try:
         for name, kind in _FIELDS.items():
-            typed(kind, summary.get(name), name)
+            summary[name] = typed(kind, summary.get(name), name)
         for name, kind in _PRIVATE.items() if summary.get("private") else ():
             typed(kind, summary["private"].get(name), f"private.{name}")
     except ValueError as error:
