@@ -7,7 +7,7 @@ from torch.nn import functional
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops.linear_gelu import launch
-from accelerant.ops.linear_gelu.op import _refuses, _refuses_epilogue
+from accelerant.ops.linear_gelu.op import _refuses, _refuses_epilogue, _torch_forward
 from accelerant.runtime.dispatch import Case
 from accelerant.runtime.ledger import ledger
 
@@ -70,6 +70,14 @@ def test_writes_no_intermediate_without_gradient(interpreted):
     ops.linear_gelu(x, weight, bias)
     cases = [row["case"] for row in ledger().to_dict()["ops"]]
     assert cases == ["6x5x8 float32 none bias", "6x5x8 float32 none bias keep"]
+
+
+@pytest.mark.parametrize("needed", [False, True])
+def test_torchs_gelu_is_in_place_unless_autograd_keeps_its_input(needed):
+    x, weight = torch.randn(64, 32), torch.randn(256, 32, requires_grad=needed)
+    y, z = _torch_forward(x, weight, None, "none", keep=False)
+    assert (y.data_ptr() == z.data_ptr()) is not needed
+    torch.testing.assert_close(y, functional.gelu(functional.linear(x, weight)), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])

@@ -85,7 +85,15 @@ def _torch_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str, keep: bool = True
 ) -> tuple[Tensor, Tensor]:
     z = functional.linear(x, weight, bias)
-    return functional.gelu(z, approximate=approximate), z
+    return (functional.gelu(z, approximate=approximate) if keep else _gelu(z, approximate)), z
+
+
+def _gelu(z: Tensor, approximate: str) -> Tensor:
+    """Apply gelu, in place unless autograd keeps z: without a gradient a call needs no memory besides its result."""
+    if z.requires_grad:
+        return functional.gelu(z, approximate=approximate)
+    y: Tensor = torch.ops.aten.gelu_(z, approximate=approximate)
+    return y
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -143,7 +151,7 @@ linear_gelu_bwd = triton_operation("linear_gelu_bwd", _triton_backward, _torch_b
 
 def _torch_equivalent(x: Tensor, weight: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
     if x.dim() == 2:
-        return functional.gelu(functional.linear(x, weight, bias), approximate=approximate)
+        return _gelu(functional.linear(x, weight, bias), approximate)
     return _torch_equivalent(x.reshape(-1, x.shape[-1]), weight, bias, approximate).view(*x.shape[:-1], weight.shape[0])
 
 
