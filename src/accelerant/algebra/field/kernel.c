@@ -9,17 +9,8 @@
  * field_pow and field_inv. No branch and no address depends on an element, except in field_unreduced, which searches for
  * errors of the caller; the time of field_pow depends on the exponent. */
 
-/* A "checked" program (program.py) has one more argument, which it sets to 1 where an element is not below p. */
-#if FIELD_CHECKED
-#define FIELD_VERDICT ACL_GLOBAL u32 *verdict,
-#define FIELD_JUDGE(reduced)                                                                           \
-    if (!(reduced)) {                                                                                  \
-        *verdict = 1;                                                                                  \
-    }
-#else
-#define FIELD_VERDICT
-#define FIELD_JUDGE(reduced)
-#endif
+/* A "checked" program has one more argument, FIELD_VERDICT, which FIELD_JUDGE sets to 1 where an element is not below p;
+ * otherwise both are empty (program.py). */
 
 #define FIELD_MAP(entry, value)                                                                        \
     ACL_KERNEL void entry(ACL_GLOBAL const FIELD_WORD *x, ACL_GLOBAL FIELD_WORD *z, FIELD_VERDICT i64 n) { \

@@ -175,7 +175,8 @@ def _kernels(field: Field, dialect: str, entry: str | None, checked: bool) -> st
 
     sizes: dict[str, int | str] = {
         "FIELD_BLOCK": BLOCK,
-        "FIELD_CHECKED": int(checked),
+        "FIELD_VERDICT": "ACL_GLOBAL u32 *verdict," if checked else "",
+        "FIELD_JUDGE(reduced)": "if (!(reduced)) { *verdict = 1; }" if checked else "",
         "FIELD_INVERSES": INVERSES,
         "FIELD_BITS": field.bits,
         "FIELD_P_MINUS_2": _hexadecimal(field.words(field.modulus - 2, 64, -(-field.bits // 64)), "UL"),
