@@ -15,7 +15,7 @@ from accelerant.cli.app import main
 SCRIPT = """
 import sys, torch, accelerant as acl
 print("arguments", sys.argv[1:], __name__)
-x = torch.randn(64, 64)
+x = torch.randn(256, 256)
 for _ in range(3):
     acl.ops.gelu(x @ x)
 """
