@@ -350,7 +350,7 @@ def _pattern(module: Any, x: Tensor, attention_mask: Tensor | None, kwargs: dict
     return pattern if pattern is not None and pattern.padding is None else None
 
 
-_GLOBAL_HOOKS = [table for name, table in vars(nn.modules.module).items() if name.startswith("_global") and table == {}]
+_GLOBAL_HOOKS = [x for name, x in vars(nn.modules.module).items() if name.startswith("_global") and isinstance(x, dict)]
 
 
 def _facts(module: nn.Module) -> tuple[Any, ...]:

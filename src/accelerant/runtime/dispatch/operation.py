@@ -88,7 +88,7 @@ def _is_transient(error: BaseException) -> bool:
 
 RACES_S, RACE_S = 60.0, 2.0
 """Seconds of a process after which none begins the races that the setting "auto" asks for, and those after which such a
-race times no further calls. Compilation counts."""
+race times no further calls. Compilation counts as seconds of the process."""
 
 _race_s = 0.0
 _TABLED = frozenset({"cuda"})
