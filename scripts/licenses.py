@@ -21,10 +21,14 @@ ALLOWED = {
 NVIDIA = {"LicenseRef-NVIDIA-Proprietary", "LicenseRef-NVIDIA-SOFTWARE-LICENSE", "NVIDIA Proprietary Software"}
 """Licenses that only packages of NVIDIA may have: its run-time compiler, and the libraries of CUDA that torch needs."""
 
+BY_PACKAGE = {"gmpy2": {"LGPL-3.0-or-later"}, "phe": {"GPLv3"}}
+"""Licenses of single packages: gmpy2 is optional and linked at run time; phe is a peer that only tests and benchmarks
+run, and none of its code is in the package."""
+
 NAMES = {
-    "Apache": "Apache-2.0", "Apache 2.0": "Apache-2.0", "Apache 2.0 License": "Apache-2.0",
+    "3-Clause BSD License": "BSD-3-Clause", "Apache": "Apache-2.0", "Apache 2.0": "Apache-2.0", "Apache 2.0 License": "Apache-2.0",
     "Apache License 2.0": "Apache-2.0", "Apache Software License": "Apache-2.0", "BSD": "BSD-3-Clause",
-    "BSD 2-Clause License": "BSD-2-Clause", "BSD License": "BSD-3-Clause", "ISC License": "ISC",
+    "BSD 2-Clause License": "BSD-2-Clause", "BSD License": "BSD-3-Clause", "BSD, Public Domain": "BSD-2-Clause", "ISC License": "ISC",
     "ISC License (ISCL)": "ISC", "MIT License": "MIT", "Mozilla Public License 2.0 (MPL 2.0)": "MPL-2.0",
     "Python Software Foundation License": "PSF-2.0",
 }  # fmt: skip
@@ -44,7 +48,7 @@ def license_of(metadata: importlib.metadata.PackageMetadata) -> str:
 
 def is_allowed(package: str, license: str) -> bool:
     """Return whether every part of an expression is allowed; of alternatives (OR) one is enough."""
-    known = ALLOWED | (NVIDIA if package.startswith("nvidia-") else set())
+    known = ALLOWED | (NVIDIA if package.startswith("nvidia-") else BY_PACKAGE.get(package, set()))
     parts = license.replace("(", "").replace(")", "").split(" AND ")
     return all(any(choice.strip() in known for choice in part.split(" OR ")) for part in parts)
 
