@@ -26,11 +26,11 @@ BY_PACKAGE = {"gmpy2": {"LGPL-3.0-or-later"}, "phe": {"GPLv3"}}
 run, and none of its code is in the package."""
 
 NAMES = {
-    "3-Clause BSD License": "BSD-3-Clause", "Apache": "Apache-2.0", "Apache 2.0": "Apache-2.0", "Apache 2.0 License": "Apache-2.0",
-    "Apache License 2.0": "Apache-2.0", "Apache Software License": "Apache-2.0", "BSD": "BSD-3-Clause",
-    "BSD 2-Clause License": "BSD-2-Clause", "BSD License": "BSD-3-Clause", "BSD, Public Domain": "BSD-2-Clause", "ISC License": "ISC",
-    "ISC License (ISCL)": "ISC", "MIT License": "MIT", "Mozilla Public License 2.0 (MPL 2.0)": "MPL-2.0",
-    "Python Software Foundation License": "PSF-2.0",
+    "3-Clause BSD License": "BSD-3-Clause", "Apache": "Apache-2.0", "Apache 2.0": "Apache-2.0",
+    "Apache 2.0 License": "Apache-2.0", "Apache License 2.0": "Apache-2.0", "Apache Software License": "Apache-2.0",
+    "BSD": "BSD-3-Clause", "BSD 2-Clause License": "BSD-2-Clause", "BSD License": "BSD-3-Clause",
+    "BSD, Public Domain": "BSD-2-Clause", "ISC License": "ISC", "ISC License (ISCL)": "ISC", "MIT License": "MIT",
+    "Mozilla Public License 2.0 (MPL 2.0)": "MPL-2.0", "Python Software Foundation License": "PSF-2.0",
 }  # fmt: skip
 """Names in older metadata, and the identifiers of SPDX."""
 
