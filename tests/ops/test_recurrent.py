@@ -14,9 +14,9 @@ DATA_CENTRE = ((8, 0), (9, 0), (10, 0))
 cells = pytest.mark.parametrize("cell", OP)
 
 
-def arguments(cell, B=3, T=4, K=5, H=32, dtype=torch.float64, bias=True, device="cpu"):
+def arguments(cell, B=3, T=4, K=5, H=32, dtype=torch.float64, bias=True, device="cpu", seed=0):
     """x, the states, and the weights of a layer, all with gradients."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     G = GATES[cell]
     shapes = [(B, T, K), *[(1, B, H)] * (2 if cell == "lstm" else 1), (G * H, K), (G * H, H), *[(G * H,)] * 2 * bias]
     made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
@@ -210,10 +210,17 @@ def test_wider_vectors_than_ours_are_torchs(capability, implementation, monkeypa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sizes", [{"B": 33, "T": 9, "K": 5, "H": 64}, {"B": 16, "T": 5, "K": 5, "H": 128}], ids=str)
 def test_triton_is_as_accurate_as_cudnn(cell, dtype, sizes):
-    """float32 too, which both compute in TF32 by default."""
+    """float32 too, which both compute in TF32 by default.
+
+    Over several seeds: a relu's gradient in 16 bits has the error of the few signs that rounding changes.
+    """
     if sizes["H"] == 128 and (dtype == torch.float32 or torch.cuda.get_device_capability() not in DATA_CENTRE):
         pytest.skip("the weights do not fit shared memory")
-    ours, cudnn = (errors(cell, name, dtype, "cuda", **sizes) for name in ("triton", "torch"))
+    seeds = [
+        [torch.tensor(errors(cell, name, dtype, "cuda", seed=seed, **sizes)) for seed in range(8)]
+        for name in ("triton", "torch")
+    ]
+    ours, cudnn = (torch.stack(each).square().mean(0).sqrt().tolist() for each in seeds)
     assert all(one <= 1.5 * other + torch.finfo(dtype).eps for one, other in zip(ours, cudnn, strict=True))
 
 
