@@ -4,7 +4,7 @@ import sys
 import pytest
 
 import accelerant
-from accelerant.privacy import dp
+from accelerant.privacy import dp, mpc
 
 
 def test_every_name_is_there():
@@ -12,6 +12,8 @@ def test_every_name_is_there():
     for name in dp.__all__:
         assert getattr(dp, name).__name__.endswith(name)
     assert accelerant.privacy.dp is dp
+    assert sorted(mpc.__all__) == dir(mpc)
+    assert all(getattr(mpc, name) for name in mpc.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         dp.nothing  # noqa: B018  the look-up is the test
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
