@@ -54,7 +54,7 @@ gpu-test:        ## the GPU tests, from the source tree with the Python at hand:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:cacheprovider $(ARGS)
 
 MINUTES ?= 24
-RECORD  ?= $(if $(ARGS),,benchmarks/soak.json)
+RECORD  ?= $(if $(ARGS),,benchmarks/results/soak/record.json)
 
 soak: $(VENV)/.installed-dev     ## search for broken guarantees, and record it; of some: make soak MINUTES=5 ARGS="-k ledger"
 	SOAK_MINUTES=$(MINUTES) SOAK_RECORD=$(RECORD) $(PYTEST) --dist load --maxschedchunk 1 -m "search or soak" \
