@@ -20,7 +20,7 @@ from accelerant.privacy.dp.clipping import PerExampleClipper
 from accelerant.privacy.dp.ledger.events import check_number
 from accelerant.privacy.dp.noise import NoiseSource
 from accelerant.privacy.dp.noise.noisy_sum import NoisySum
-from accelerant.privacy.dp.training.distributed import Processes
+from accelerant.runtime.processes import Processes
 
 __all__ = ["AdaptiveClipping", "AdaptiveNorm"]
 

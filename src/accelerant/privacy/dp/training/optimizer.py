@@ -31,8 +31,8 @@ from accelerant.privacy.dp.ledger.ledger import Allowance, Budget
 from accelerant.privacy.dp.noise.noisy_sum import NoisePlan, NoisySum
 from accelerant.privacy.dp.sampling.batches import DrawTracker
 from accelerant.privacy.dp.training.adaptive import AdaptiveNorm
-from accelerant.privacy.dp.training.distributed import Processes
 from accelerant.privacy.dp.training.separation import SeparationCheck
+from accelerant.runtime.processes import Processes
 
 __all__ = ["PrivateOptimizer", "require_float32"]
 

@@ -36,9 +36,10 @@ from accelerant.privacy.dp.sampling import DrawnBatch, GroupedSampler, PoissonBa
 from accelerant.privacy.dp.sampling.batches import rows_of
 from accelerant.privacy.dp.sampling.poisson import Units, delta_remark, require_sampler
 from accelerant.privacy.dp.training.adaptive import AdaptiveClipping, AdaptiveNorm
-from accelerant.privacy.dp.training.distributed import Processes, require_unwrapped
+from accelerant.privacy.dp.training.distributed import require_unwrapped
 from accelerant.privacy.dp.training.gradients import least_noise
 from accelerant.privacy.dp.training.optimizer import PrivateOptimizer, require_float32
+from accelerant.runtime.processes import Processes
 
 __all__ = ["Clipping", "PrivateTraining", "make_private"]
 

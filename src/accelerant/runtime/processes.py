@@ -1,0 +1,142 @@
+"""The processes of torch.distributed that work together: exchanges of small values, and agreement before work begins.
+
+Collectives are torch's. Each exchange is one collective of 4 KiB. An error of one process in `agreed` and `on_first`,
+and a disagreement, is raised in all; one between them, in a forward pass for example, leaves the others waiting in the
+next exchange until the process ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor
+
+from accelerant import errors
+from accelerant.errors import ConfigError
+
+__all__ = ["Processes"]
+
+_T = TypeVar("_T")
+
+_EXCHANGED: Final = 4096
+_LONGEST: Final = 500  # characters of an error that another process repeats
+
+
+class Processes:
+    """The processes that train together; one if torch.distributed is not initialised."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 1
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self.rank, self.size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which alone writes files and, in private training, draws the noise."""
+        return self.rank == 0
+
+    def exchange(self, value: object) -> list[Any]:
+        """Return the value of each process, in the order of ranks: one collective of 4 KiB of JSON each."""
+        text = json.dumps(value, ensure_ascii=False).encode(errors="replace")  # a name of a file need not be UTF-8
+        if len(text) > _EXCHANGED:
+            raise ConfigError(f"processes exchange at most {_EXCHANGED} bytes, got {len(text)}")
+        row = torch.frombuffer(bytearray(text.ljust(_EXCHANGED)), dtype=torch.uint8)
+        if torch.distributed.get_backend() == "nccl":
+            row = row.cuda()
+        rows = [torch.empty_like(row) for _ in range(self.size)]
+        torch.distributed.all_gather(rows, row)
+        return [json.loads(each.cpu().numpy().tobytes()) for each in rows]
+
+    @contextlib.contextmanager
+    def agreed(self, settings: dict[str, object], hidden: Mapping[str, str] | None = None) -> Iterator[None]:
+        """Run a block in every process, then compare the settings that it leaves; one collective.
+
+        Args:
+            settings: numbers and texts, by the names that errors show; the block may fill it.
+            hidden: messages for settings whose values are secret.
+
+        Raises:
+            ConfigError: a setting differs, in every process, with its values.
+            Exception: of the block; elsewhere the same one with the rank where it failed, so that no process waits.
+        """
+        failed: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            if self.size == 1:
+                raise
+            failed = error
+        if self.size == 1:
+            return
+        shown = {name: _shortened(str(value)) for name, value in settings.items()}
+        found = self.exchange([_described(failed), {} if failed else shown])
+        if failed is not None:
+            raise failed
+        for rank, (described, _) in enumerate(found):
+            _raise_again(described, rank)
+        for name, value in shown.items():
+            for rank, (_, theirs) in enumerate(found):
+                if theirs.get(name) != found[0][1].get(name):
+                    if hidden and name in hidden:
+                        raise ConfigError(hidden[name])
+                    raise ConfigError(
+                        f"{name} must be the same in each process: {found[0][1].get(name)} in rank 0, "
+                        f"{theirs.get(name)} in rank {rank} (here {value})"
+                    )
+
+    def on_first(self, action: Callable[[], _T]) -> _T:
+        """Return an action's result (JSON) on rank 0, in every process; raise its error in each, so that none waits."""
+        if self.size == 1:
+            return action()
+        answer: Any = None
+        failed: Exception | None = None
+        if self.first:
+            try:
+                answer = action()
+            except Exception as error:  # noqa: BLE001  raised again below, here and in the others
+                failed = error
+        described, result = self.exchange([_described(failed), answer])[0]
+        if failed is not None:
+            raise failed
+        _raise_again(described, 0)
+        found: _T = result
+        return found
+
+    def sum_to_first_(self, tensors: Sequence[Tensor]) -> None:
+        """Sum each tensor over the processes into that of rank 0; elsewhere the values are undefined afterwards."""
+        self._all(torch.distributed.reduce, tensors)
+
+    def from_first_(self, tensors: Sequence[Tensor]) -> None:
+        """Copy rank 0's values into each tensor."""
+        self._all(torch.distributed.broadcast, tensors)
+
+    def _all(self, collective: Callable[..., Any], tensors: Sequence[Tensor]) -> None:
+        if self.size == 1:
+            return
+        whole = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
+        for work in [collective(tensor, 0, async_op=True) for tensor in whole]:
+            work.wait()
+        for tensor, sent in zip(tensors, whole, strict=True):
+            if sent is not tensor:
+                tensor.copy_(sent)
+
+
+def _described(error: Exception | None) -> list[str] | None:
+    return None if error is None else [type(error).__name__, str(error)[:_LONGEST]]
+
+
+def _raise_again(error: list[str] | None, rank: int) -> None:
+    """Raise an error of another process."""
+    if error is not None:
+        kind = getattr(errors, error[0], errors.ProtocolError)
+        raise kind.__new__(kind, f"rank {rank}: {error[1]}")  # without __init__, which may take other arguments
+
+
+def _shortened(text: str) -> str:
+    """Return a text of at most 100 characters, equal only for equal texts."""
+    return text if len(text) <= 100 else f"{text[:40]}... (SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:32]})"
