@@ -27,7 +27,7 @@ ALIKE = {"bn254_fr", "bls12_381_fr"}
 """Fields of four words as bn254_fq is: the same program with other constants, so they are among the slow tests."""
 
 CASES = [
-    pytest.param((name, form), id=f"{name}-{form}", marks=[pytest.mark.slow] if name in ALIKE else [])
+    pytest.param((name, form), id=f"{name}-{form}", marks=[pytest.mark.slow] if name in (*ALIKE, "mersenne61") else [])
     for name in FIELDS
     for form in FORMS
 ]

@@ -15,10 +15,12 @@ PUBLISHED = {
     "bls12_381_fr": 0x73EDA753299D7D483339D80809A1D80553BDA402FFFE5BFEFFFFFFFF00000001,
     "goldilocks": 18446744069414584321,
     "babybear": 2013265921,
+    "mersenne61": 2305843009213693951,
 }
 SIZES = {  # bits, words, bits of a word, two-adicity
     "goldilocks": (64, 1, 64, 32),
     "babybear": (31, 1, 32, 27),
+    "mersenne61": (61, 1, 64, 1),
     "bn254_fr": (254, 4, 64, 28),
     "bn254_fq": (254, 4, 64, 1),
     "bls12_381_fr": (255, 4, 64, 32),

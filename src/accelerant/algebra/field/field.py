@@ -235,7 +235,7 @@ class FieldArray:
     Attributes:
         field: the field of the elements.
         space: the memory space of the words.
-        words: Montgomery form x R mod p with R = 2^(bits of an element's words), below p; R = 1 for Goldilocks.
+        words: Montgomery form x R mod p with R = 2^(bits of an element's words), below p; R = 1 for two fields.
         home: the torch device of the original tensor, to which canonical() moves the words; None for NumPy arrays.
     """
 
@@ -453,7 +453,7 @@ def _broadcast(field: Field, space: MemorySpace, words: list[Any]) -> list[Any]:
 
 @functools.cache
 def prime_field(name: str) -> PrimeField:
-    """Return the field of a name: goldilocks, babybear, bn254_fr, bn254_fq, bls12_381_fr, bls12_381_fq, or registered.
+    """Return the field of a name: goldilocks, babybear, mersenne61, bn254_fr, _fq, bls12_381_fr, _fq, or registered.
 
     ConfigError for another name lists the known ones.
     """

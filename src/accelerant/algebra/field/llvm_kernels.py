@@ -30,7 +30,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from accelerant.algebra.field.llvm_ifma import PackedIfma
-from accelerant.algebra.field.llvm_packed import PackedBabyBear, PackedField, PackedGoldilocks, PackedLimbs
+from accelerant.algebra.field.llvm_packed import (
+    PackedBabyBear,
+    PackedField,
+    PackedGoldilocks,
+    PackedLimbs,
+    PackedMersenne61,
+)
 from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.errors import ConfigError
 from accelerant.runtime.compilation.kernel import LlvmProgram
@@ -68,6 +74,8 @@ def packed_field(field: Field, form: str) -> PackedField:
         raise ConfigError(f"unknown form {form!r}; known are {', '.join(FORMS)}")
     if field.name == "goldilocks":
         return PackedGoldilocks(field, 8 if form == "vector" else 1)
+    if field.name == "mersenne61":
+        return PackedMersenne61(field, 8 if form == "vector" else 1)
     if field.word_bits == 32:
         return PackedBabyBear(field, 16 if form == "vector" else 1)
     return PackedIfma(field) if form == "vector" else PackedLimbs(field)

@@ -5,6 +5,7 @@ A pack is `lanes` elements in registers. The implementations of PackedField are
     PackedLimbs        64-bit limbs, 128-bit products, one element; any processor      BN254, BLS12-381
     PackedIfma         52-bit limbs, eight elements; AVX512-IFMA (llvm_ifma.py)        BN254, BLS12-381
     PackedGoldilocks   one word per element, one element or a vector of eight          Goldilocks
+    PackedMersenne61   one word per element, one element or a vector of eight          2^61 - 1
     PackedBabyBear     one word per element, one element or a vector of sixteen        BabyBear
 
 Each defines these internal functions, always inlined, where FIELD is the field's name and T the type of a pack. None
@@ -48,7 +49,7 @@ from accelerant.runtime.compilation.llvm import (
     vector,
 )
 
-__all__ = ["ELEMENT", "PackedBabyBear", "PackedField", "PackedGoldilocks", "PackedLimbs", "hide"]
+__all__ = ["ELEMENT", "PackedBabyBear", "PackedField", "PackedGoldilocks", "PackedLimbs", "PackedMersenne61", "hide"]
 
 ELEMENT = ("ptr %x", "i64 %i", "i64 %stop")
 """Arguments of the functions that read or write elements of an array."""
@@ -307,6 +308,22 @@ class _PackedWords(PackedField):
     @abstractmethod
     def _product(self, code: FunctionBuilder, x: str, y: str) -> Value: ...
 
+    def _halves(self, code: FunctionBuilder, x: str, y: str) -> tuple[Value, Value]:
+        """Return the low and the high 64 bits of products of 64-bit words."""
+        if self.lanes == 1:
+            product = code.op("mul", code.convert("zext", x, "i128"), code.convert("zext", y, "i128"))
+            high = code.convert("trunc", code.op("lshr", product, 64), "i64")
+            return code.convert("trunc", product, "i64"), high
+        mask = 2**32 - 1
+        x0, y0 = (code.op("and", value, mask) for value in (x, y))
+        x1, y1 = (code.op("lshr", value, 32) for value in (x, y))
+        lowest = code.op("mul", x0, y0)
+        middle = code.op("add", code.op("mul", x0, y1), code.op("lshr", lowest, 32))
+        other = code.op("add", code.op("mul", x1, y0), code.op("and", middle, mask))
+        high = code.op("add", code.op("mul", x1, y1), code.op("lshr", middle, 32))
+        high = code.op("add", high, code.op("lshr", other, 32))
+        return code.op("or", code.op("shl", other, 32), code.op("and", lowest, mask)), high
+
     def _one_for_zero(self, code: FunctionBuilder) -> Operand:
         return code.op("or", "%x", self._where(code, "eq", "%x", 0, "%y"))
 
@@ -357,20 +374,30 @@ class PackedGoldilocks(_PackedWords):
         scaled = code.op("sub", code.op("shl", lower, 32), lower)
         return self._canonical(code, self._add_any(code, rest, scaled))
 
-    def _halves(self, code: FunctionBuilder, x: str, y: str) -> tuple[Value, Value]:
-        if self.lanes == 1:
-            product = code.op("mul", code.convert("zext", x, "i128"), code.convert("zext", y, "i128"))
-            high = code.convert("trunc", code.op("lshr", product, 64), "i64")
-            return code.convert("trunc", product, "i64"), high
-        mask = 2**32 - 1
-        x0, y0 = (code.op("and", value, mask) for value in (x, y))
-        x1, y1 = (code.op("lshr", value, 32) for value in (x, y))
-        lowest = code.op("mul", x0, y0)
-        middle = code.op("add", code.op("mul", x0, y1), code.op("lshr", lowest, 32))
-        other = code.op("add", code.op("mul", x1, y0), code.op("and", middle, mask))
-        high = code.op("add", code.op("mul", x1, y1), code.op("lshr", middle, 32))
-        high = code.op("add", high, code.op("lshr", other, 32))
-        return code.op("or", code.op("shl", other, 32), code.op("and", lowest, mask)), high
+
+class PackedMersenne61(_PackedWords):
+    """p = 2^61 - 1, no Montgomery form (L = R = 1); an operand of mul may be any 64-bit number.
+
+    2^61 = 1 mod p: numbers are reduced by adding the bits above the lowest 61 to those.
+    """
+
+    radix = memory_radix = 1
+
+    def _reduced(self, code: FunctionBuilder, x: Value) -> Value:
+        """Return x mod p; any x: the sum of its parts is at most p + 7."""
+        total = code.op("add", code.op("and", x, self._p), code.op("lshr", x, 61))
+        return code.op("sub", total, self._where(code, "uge", total, self._p, self._p))
+
+    def _add(self, code: FunctionBuilder, x: Operand = "%x", y: Operand = "%y") -> Value:
+        return self._reduced(code, code.op("add", x, y))
+
+    def _sub(self, code: FunctionBuilder, x: Operand = "%x", y: Operand = "%y") -> Value:
+        return code.op("add", code.op("sub", x, y), self._where(code, "ult", x, y, self._p))
+
+    def _product(self, code: FunctionBuilder, x: str, y: str) -> Value:
+        low, high = self._halves(code, x, y)
+        above = code.op("or", code.op("shl", high, 3), code.op("lshr", low, 61))  # below 2^64: x < 2^61
+        return self._reduced(code, code.op("add", self._reduced(code, above), code.op("and", low, self._p)))
 
 
 class PackedBabyBear(_PackedWords):

@@ -6,6 +6,7 @@ A field is checked when it is constructed.
 
     goldilocks      p = 2^64 - 2^32 + 1                            Hamburg 2015, eprint 2015/625, with phi = 2^32
     babybear        p = 15 2^27 + 1                                the largest prime below 2^31 with 2^27 | p - 1
+    mersenne61      p = 2^61 - 1                                   prime: Pervushin 1883
     bn254_fr, _fq   Barreto-Naehrig, x = 4965661367192848881       EIP-196
     bls12_381_*     Barreto-Lynn-Scott, x = -0xd201000000010000    EIP-2537
 """
@@ -115,6 +116,7 @@ FIELDS = {
         Field("bn254_fq", _BN254_FQ, 3),
         Field("bls12_381_fr", _BLS12_381_FR, 7),
         Field("bls12_381_fq", _BLS12_381_FQ, 2),
+        Field("mersenne61", 2**61 - 1, 37),
     )
 }
 """Field name -> Field. Generators are the least primitive roots. snarkjs takes 5 for bls12_381_fr: its transforms use

@@ -1,6 +1,6 @@
 """A field's programs, assembled from its constants and the C files of this folder.
 
-Two C dialects share the kernels (kernel.c) and the elements (limbs.h, goldilocks.h, babybear.h):
+Two C dialects share the kernels (kernel.c) and the elements (limbs.h, goldilocks.h, mersenne61.h, babybear.h):
 
     portable   arithmetic in C (limbs_c.h): CUDA, HIP and OpenCL
     cuda       for fields of several limbs: NVIDIA's carry chains behind the same names (limbs_ptx.h, ptx.py)
@@ -78,8 +78,8 @@ class CudaProgram:
 
 @functools.cache
 def montgomery_radix(field: Field) -> int:
-    """Return R of the Montgomery form x R mod p; 1 for Goldilocks, whose products need no such form."""
-    return 1 if _is_goldilocks(field) else 1 << field.limbs * field.word_bits
+    """Return R of the Montgomery form x R mod p; 1 for fields whose products need no such form."""
+    return 1 if _is_special(field) else 1 << field.limbs * field.word_bits
 
 
 @functools.cache
@@ -135,7 +135,7 @@ def field_text(field: Field, prefix: str, dialect: str) -> str:
         raise ConfigError(f"field_text knows the dialects portable and cuda, got {dialect!r}")
     macros = ""
     if field.limbs == 1:
-        files = ["goldilocks.h" if _is_goldilocks(field) else "babybear.h"]
+        files = [_SPECIAL.get(field.modulus, "babybear.h")]
     elif dialect == "cuda":
         files, macros = ["limbs.h", "limbs_ptx.h"], ptx_macros(field, prefix)
     else:
@@ -158,8 +158,12 @@ def defined(values: Mapping[str, int | str]) -> str:
     return "".join(f"#define {name} {value}\n" for name, value in values.items())
 
 
-def _is_goldilocks(field: Field) -> bool:
-    return field.modulus == 2**64 - 2**32 + 1
+_SPECIAL = {2**64 - 2**32 + 1: "goldilocks.h", 2**61 - 1: "mersenne61.h"}
+"""Moduli by whose form products are reduced, with the modulus in the file."""
+
+
+def _is_special(field: Field) -> bool:
+    return field.modulus in _SPECIAL
 
 
 _ENTRY = re.compile(
@@ -186,8 +190,8 @@ def _kernels(field: Field, dialect: str, entry: str | None, checked: bool) -> st
 
 
 def _constants(field: Field) -> str:
-    """Return the macros of the field's header; none for Goldilocks, whose modulus is in its reduction."""
-    if _is_goldilocks(field):
+    """Return the macros of the field's header; none where the modulus is in the reduction."""
+    if _is_special(field):
         return ""
     limbs = field.limbs * field.word_bits // 32
     if field.bits >= 32 * limbs or (limbs > 1 and limbs % 4):

@@ -45,7 +45,7 @@ from accelerant.privacy.random import SecureStream
 
 __all__ = ["FIELDS", "Share", "Sharing", "combine", "split"]
 
-FIELDS = ("goldilocks", "bn254_fr", "bls12_381_fr")
+FIELDS = ("goldilocks", "mersenne61", "bn254_fr", "bls12_381_fr")
 """Names of the fields; the position is the code in serialised shares."""
 
 _DTYPES = ("bytes", "int8", "int16", "int32", "int64", "uint8", "float16", "bfloat16", "float32", "float64")
