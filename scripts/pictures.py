@@ -29,6 +29,7 @@ CAPTIONS = {
     "accelerator": "any array library",
     "privacy": "private training",
     "zk": "MSM, Groth16",
+    "distributed": "split models",
     "nn": "layers, GPT, Llama, training, patch; no kernels",
     "ops": "one folder per tensor op",
     "algebra": "fields, NTT, curves",

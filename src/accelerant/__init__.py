@@ -19,7 +19,7 @@ TYPE_CHECKING = False  # of typing, whose import would take 30 ms in which Ctrl-
 if TYPE_CHECKING:
     from typing import Any
 
-    from accelerant import algebra, nn, ops, privacy, zk
+    from accelerant import algebra, distributed, nn, ops, privacy, zk
     from accelerant.accelerator import Accelerator, AcceleratorConfig
     from accelerant.accelerator.fusion import fuse
     from accelerant.nn._patch.api import optimize
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from accelerant.runtime.user_kernel import kernel
 
 __all__ = [
-    "Accelerator", "AcceleratorConfig", "CompileOptions", "__version__", "algebra", "devices", "errors", "explain",
-    "fuse", "kernel", "ledger", "measure", "nn", "ops", "optimal_batch_size", "optimize", "predict_peak", "privacy",
-    "watch_devices", "zk",
+    "Accelerator", "AcceleratorConfig", "CompileOptions", "__version__", "algebra", "devices", "distributed",
+    "errors", "explain", "fuse", "kernel", "ledger", "measure", "nn", "ops", "optimal_batch_size", "optimize",
+    "predict_peak", "privacy", "watch_devices", "zk",
 ]  # fmt: skip
 
-_SUBPACKAGES = ("algebra", "nn", "ops", "privacy", "zk")
+_SUBPACKAGES = ("algebra", "distributed", "nn", "ops", "privacy", "zk")
 _NAMES = {
     "Accelerator": "accelerant.accelerator",
     "AcceleratorConfig": "accelerant.accelerator",

@@ -223,9 +223,9 @@ class GPT(LanguageModel):
         """Return the sum of both embeddings in compute dtype, and the vocabulary matrix."""
         table = self.wte.weight
         dtype = compute_dtype(table)
-        if self._fuses_embeddings(idx):
+        if self.positions is None and self._fuses_embeddings(idx):
             return fused_embed(idx, table, self.wpe.weight, dtype)
-        positions = torch.arange(idx.shape[1], device=idx.device)
+        positions = torch.arange(idx.shape[1], device=idx.device) if self.positions is None else self.positions
         tokens, places = _looked_up(self.wte, idx), _looked_up(self.wpe, positions)
         return (tokens + places).to(dtype), table
 

@@ -39,6 +39,8 @@ class LanguageModel(nn.Module):
 
     _layout: ClassVar[hugging_face.Layout[Any]]
     config: Any
+    positions: Tensor | None = None
+    """Positions of the tokens, (T,) int64, in a process that has a part of a sequence; None for 0 to T - 1."""
 
     def parameter_count(self) -> int:
         """Return the number of trained values."""

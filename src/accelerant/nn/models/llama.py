@@ -307,7 +307,8 @@ class Llama(LanguageModel):
         require_tokens(idx, self.config.context)
         x = self.embed(idx)
         x = x.to(compute_dtype(x))
-        cos, sin = (table[: idx.shape[1]] for table in self._rope_tables(x))
+        rows = slice(idx.shape[1]) if self.positions is None else self.positions
+        cos, sin = (table[rows] for table in self._rope_tables(x))
         residual: Tensor | None = None
         for layer, block in enumerate(self.blocks):
             x, residual = block(x, residual, cos, sin, None if cache is None else (cache, layer))

@@ -1,0 +1,371 @@
+"""Context parallelism: each process holds a part of every sequence, and keys and values travel around a ring.
+
+In each of N steps a process attends with its queries to the keys and values at hand, while it sends them to the next
+process and receives those of the previous one. Results of two steps are merged by their log-sum-exp:
+
+    o = o + sigmoid(lse' - lse) (o' - o)        lse = log(exp lse + exp lse')
+
+The backward pass goes around the ring once more. The kernel of one step gets the merged o and lse, so that its
+probabilities are those of the whole softmax. dk and dv travel with the keys, in float32, and come home after N hops.
+
+A causal mask hides half of the scores. So that every process has the same share of the others, the sequence is cut
+into 2N chunks, and process r holds chunks r and 2N - 1 - r (a zigzag). Then every step but the first is half a block
+without a mask: all queries see the first half of an earlier process's keys; of a later process's keys, the second
+half of the queries sees all.
+
+Traffic of a process for a layer of S tokens in all, forward: 2 (N-1)/N B Hkv S D elements sent; backward: as many, and
+2 B Hkv S D in float32.
+
+Source: Liu, Zaharia and Abbeel 2023, arXiv:2310.01889, section 3; Brandon et al. 2023, arXiv:2311.09431, section 3 for
+causal balance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from accelerant import ops
+from accelerant.distributed.sharding import group_of
+from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
+from accelerant.nn.layers import MultiHeadAttention
+from accelerant.nn.models.gpt import GPT
+from accelerant.nn.models.language_model import LanguageModel
+from accelerant.nn.models.llama import Llama, LlamaAttention
+from accelerant.ops.attention.op import attention_bwd, check_heads, checked, options_of, shapes_of
+from accelerant.runtime.dispatch import Case
+
+__all__ = ["context_parallel", "context_parallel_attention", "join_sequence", "split_sequence"]
+
+M = TypeVar("M", bound=LanguageModel)
+
+
+# --- the split of a sequence -----------------------------------------------------------------------------------------
+
+
+def split_sequence(
+    x: Tensor, group: dist.ProcessGroup | DeviceMesh | None = None, *, dim: int = 1, causal: bool = True
+) -> Tensor:
+    """Return this process's part of a tensor that every process has.
+
+    Args:
+        x: any shape and dtype; tokens (B, S), or q, k and v with dim=2.
+        group: the N processes; None for all.
+        dim: dimension of the positions in the sequence, a multiple of 2N (of N without `causal`).
+        causal: return chunks r and 2N - 1 - r of 2N; False: chunk r of N.
+
+    Raises:
+        ShapeError: the sequence does not divide evenly.
+    """
+    group = group_of(group)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    chunks = 2 * size if causal else size
+    if not x.dim() or x.shape[dim] % chunks or not x.shape[dim]:
+        length = x.shape[dim] if x.dim() else "a scalar"
+        raise ShapeError(f"a sequence over {size} processes must be a multiple of {chunks} long, got {length}")
+    parts = x.chunk(chunks, dim)
+    return torch.cat((parts[rank], parts[-1 - rank]), dim) if causal else parts[rank].contiguous()
+
+
+def join_sequence(
+    x: Tensor, group: dist.ProcessGroup | DeviceMesh | None = None, *, dim: int = 1, causal: bool = True
+) -> Tensor:
+    """Return the whole of what `split_sequence` split, in every process; one all-gather, without a gradient."""
+    group = group_of(group)
+    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x.detach().contiguous(), group)
+    if not causal:
+        return torch.cat(parts, dim)
+    halves = [part.chunk(2, dim) for part in parts]
+    return torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], dim)
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+class _Ring:
+    """The processes of a group, each of which sends to the next rank and receives from the previous one."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self._to, self._from = (dist.get_global_rank(group, (self.rank + way) % self.size) for way in (1, -1))
+
+    def pass_on(self, x: Tensor) -> _Transfer:
+        """Send x and receive as much; x must not change before the result has been waited for."""
+        return _Transfer(self, x)
+
+
+class _Transfer:
+    """A tensor on its way to the next process, and the one that arrives."""
+
+    def __init__(self, ring: _Ring, x: Tensor) -> None:
+        self._sent, self._received, self._works = x, x, []
+        if ring.size > 1:
+            self._received = torch.empty_like(x)
+            sends, receives = dist.isend, dist.irecv
+            pair = (
+                dist.P2POp(sends, x, ring._to, ring.group),
+                dist.P2POp(receives, self._received, ring._from, ring.group),
+            )
+            self._works = dist.batch_isend_irecv(list(pair))
+
+    def wait(self) -> Tensor:
+        """Return what arrived; on a GPU the current stream waits, not the host."""
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+def _visible(ring: _Ring, step: int, rows: int, causal: bool) -> tuple[slice, slice, bool]:
+    """Return the queries that see keys of a step, those keys, and whether the causal mask applies within."""
+    everything = slice(0, rows)
+    if not causal or not step:
+        return everything, everything, causal
+    if (ring.rank - step) % ring.size < ring.rank:
+        return everything, slice(0, rows // 2), False
+    return slice(rows // 2, rows), everything, False
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring, causal: bool, scale: float) -> Tensor:
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        kv, S = torch.stack((k, v)), q.shape[2]
+        o = lse = q.new_empty(0)
+        for step in range(ring.size):
+            coming = ring.pass_on(kv) if step + 1 < ring.size else None
+            rows, keys, masked = _visible(ring, step, S, causal)
+            now = (q[:, :, rows].contiguous(), kv[0][:, :, keys], kv[1][:, :, keys])
+            o_step, lse_step = ops.attention(*now, masked, scale, return_lse=True)
+            if step:
+                before, after = lse[:, :, rows], torch.logaddexp(lse[:, :, rows], lse_step)
+                o[:, :, rows].lerp_(o_step.to(wide), (lse_step - before).sigmoid_().unsqueeze(-1))
+                before.copy_(after)
+            else:
+                o, lse = o_step.to(wide, memory_format=torch.contiguous_format, copy=True), lse_step.clone()
+            kv = kv if coming is None else coming.wait()
+        o = o.to(q.dtype)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.settings = ring, causal, scale
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse = ctx.saved_tensors
+        ring, causal, scale = ctx.settings
+        wide, S = lse.dtype, q.shape[2]
+        dq, kv = torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format), torch.stack((k, v))
+        dkv = torch.zeros_like(kv, dtype=wide)
+        homeward: _Transfer | None = None
+        for step in range(ring.size):
+            coming = ring.pass_on(kv) if step + 1 < ring.size else None
+            rows, keys, masked = _visible(ring, step, S, causal)
+            q_, do_, o_, lse_ = (x[:, :, rows].contiguous() for x in (q, do, o, lse))
+            k_, v_ = kv[0][:, :, keys], kv[1][:, :, keys]
+            case = Case(q.device, q.dtype, (*q.shape[:2], k.shape[1], q_.shape[2], k_.shape[2], q.shape[3]),
+                        options_of(masked, -1))  # fmt: skip
+            dq_step, dk_step, dv_step = attention_bwd(case, do_, q_, k_, v_, o_, lse_, masked, scale, -1)
+            dq[:, :, rows] += dq_step
+            if homeward is not None:
+                dkv = homeward.wait()
+            dkv[0][:, :, keys] += dk_step
+            dkv[1][:, :, keys] += dv_step
+            homeward = ring.pass_on(dkv)
+            kv = kv if coming is None else coming.wait()
+        assert homeward is not None  # for the type checker: a group has at least one process
+        dk, dv = homeward.wait().to(k.dtype)
+        return dq.to(q.dtype), dk, dv, None, None, None
+
+
+_attend: Callable[..., Tensor] = _RingAttention.apply
+
+
+def context_parallel_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, group: dist.ProcessGroup | DeviceMesh | None = None, causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Compute softmax attention over sequences of which each of N processes holds a part.
+
+    Every process calls it with tensors of the same shapes; `split_sequence` makes the parts.
+
+    Args:
+        q: (B, Hq, S, D), this process's queries; float16, bfloat16, float32 or float64.
+        k, v: (B, Hkv, S, D), its keys and values, dtype of q. Hkv divides Hq.
+        group: the processes, in the order of the parts; None for all. A DeviceMesh of one dimension will do.
+        causal: hide the keys after a query's position. The parts are chunks r and 2N - 1 - r then, and S is even.
+        scale: factor of the scores; None for 1 / sqrt(D).
+
+    Returns:
+        (B, Hq, S, D), dtype of q: the rows of accelerant.ops.attention over the whole sequence that belong to this
+        process's queries. Merged in float32 (float64 for float64). Differentiable once; gradients of q, k and v are
+        those of the whole, too.
+
+    Raises:
+        ShapeError: incompatible shapes, an empty part, or an odd S with `causal`.
+        UnsupportedDtype: a dtype not listed above, or several.
+        ConfigError: torch.distributed is not initialised, or a mesh of several dimensions.
+
+    Source: see the module.
+    """
+    q, k, v = checked(q, k, v, "context_parallel_attention")
+    if q.dim() != 4 or k.dim() != 4 or q.shape[2:] != k.shape[2:] or q.shape[0] != k.shape[0] or not q.numel():
+        raise ShapeError(f"context_parallel_attention takes q (B, Hq, S, D), k (B, Hkv, S, D), got {shapes_of(q, k)}")
+    check_heads(q.shape[1], k.shape[1])
+    if not isinstance(causal, bool):
+        raise ConfigError(f"context_parallel_attention: causal must be True or False, got {type(causal).__name__}")
+    if causal and q.shape[2] % 2:
+        raise ShapeError(f"with causal=True a process holds two chunks of one length, got {q.shape[2]} positions")
+    ring = _Ring(group_of(group))
+    return _attend(q, k, v, ring, causal, 1 / math.sqrt(q.shape[3]) if scale is None else float(scale))
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+class _Total(torch.autograd.Function):
+    """The sum over processes, whose gradient is N times this process's: gradients are averaged afterwards."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.size = dist.get_world_size(group)
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy * ctx.size, None
+
+
+_total: Callable[..., Tensor] = _Total.apply
+
+
+class _LlamaRing(LlamaAttention):
+    group: dist.ProcessGroup
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: object = None) -> Tensor:
+        heads = self.qkv(x).view(*x.shape[:2], self.heads + 2 * self.kv_heads, self.head_width).transpose(1, 2)
+        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        q, k = ops.rope(q, cos, sin), ops.rope(k, cos, sin)
+        o = context_parallel_attention(q, k, v, group=self.group, causal=True)
+        y: Tensor = self.projection(o.transpose(1, 2).reshape(*x.shape[:2], self.heads * self.head_width))
+        return y
+
+
+class _GptRing(MultiHeadAttention):
+    group: dist.ProcessGroup
+
+    def forward(self, x: Tensor, *_: object, **__: object) -> Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        o = context_parallel_attention(q, k, v, group=self.group, causal=True)
+        y: Tensor = self.projection(o.transpose(1, 2).reshape(x.shape))
+        return y
+
+
+class _ContextParallel(LanguageModel):
+    """A model whose `loss` and `forward` take whole sequences, of which this process computes its part."""
+
+    group: dist.ProcessGroup
+
+    def _output_rows(self) -> Tensor:
+        raise NotImplementedError
+
+    def _rows(self, idx: Tensor) -> Tensor:
+        if idx.shape[1] > self.config.context:
+            raise ShapeError(f"at most {self.config.context} tokens fit the context, got {idx.shape[1]}")
+        part = split_sequence(idx, self.group)
+        self.positions = split_sequence(torch.arange(idx.shape[1], device=idx.device), self.group, dim=0)
+        try:
+            return self.hidden(part)
+        finally:
+            self.positions = None
+
+    def forward(self, idx: Tensor) -> Tensor:
+        hidden = self._rows(idx)
+        logits = ops.matmul(hidden.flatten(0, 1), self._output_rows().to(hidden.dtype).t())
+        return logits.view(*hidden.shape[:2], -1)
+
+    def loss(self, idx: Tensor, targets: Tensor) -> Tensor:
+        self._require_targets(idx, targets)
+        rows, counted = self._rows(idx).flatten(0, 1), (targets != -100).sum()
+        mine = split_sequence(targets, self.group).flatten().long()
+        loss = ops.linear_cross_entropy(rows, self._output_rows().to(rows.dtype), mine, reduction="sum")
+        return _total(loss / counted, self.group)
+
+    def generate(self, *_: object, **__: object) -> Tensor:
+        raise UnsupportedCase(
+            "a context-parallel model does not generate: load its weights into a model of one process"
+        )
+
+
+class _ContextParallelLlama(_ContextParallel, Llama):
+    def _output_rows(self) -> Tensor:
+        weight = self._head().weight
+        assert isinstance(weight, Tensor)  # for the type checker
+        return weight
+
+
+class _ContextParallelGPT(_ContextParallel, GPT):
+    def _output_rows(self) -> Tensor:
+        return self._output_weight()[: self.config.vocab_size]
+
+
+def context_parallel(model: M, mesh: DeviceMesh) -> M:
+    """Make a model compute its part of every sequence; for training with sequences beyond one device's memory.
+
+    Every process calls `model.loss(idx, targets)` with the same whole sequences (B, T), T a multiple of twice the
+    number of processes. It computes T / N positions, with their rotary or learned embeddings, and gets the mean loss of
+    all tokens. `model(idx)` returns the logits of the process's positions, in the order of `split_sequence`.
+
+    Gradients are averaged over the mesh in the backward pass, parameter by parameter; averaging them once more, as
+    DistributedDataParallel does, changes nothing. Under accelerant.distributed.shard, called afterwards with the same
+    mesh, FSDP2 averages instead.
+
+    Args:
+        model: a Llama or GPT of accelerant.nn, with the same parameters in each process; modified in place.
+        mesh: of one dimension.
+
+    Returns:
+        the model.
+
+    Raises:
+        UnsupportedCase: another model, dropout, or one that is split already; from then on, in `generate`.
+        ConfigError: torch.distributed is not initialised, or a mesh of several dimensions.
+    """
+    group = group_of(mesh)
+    kinds: dict[type, tuple[type, type, type]] = {
+        Llama: (_ContextParallelLlama, LlamaAttention, _LlamaRing),
+        GPT: (_ContextParallelGPT, MultiHeadAttention, _GptRing),
+    }
+    if type(model) not in kinds:
+        raise UnsupportedCase(f"context_parallel splits sequences of nn.Llama and nn.GPT, got {type(model).__name__}")
+    whole, layer, ring = kinds[type(model)]
+    changed: Any = model
+    attentions: list[Any] = [block.attention for block in changed.blocks]
+    for number, attention in enumerate(attentions):
+        if type(attention) is not layer or getattr(attention, "dropout", False):
+            raise UnsupportedCase(
+                f"context_parallel needs {layer.__name__} without dropout, block {number} has {attention}"
+            )
+    for attention in attentions:
+        attention.__class__, attention.group = ring, group
+    changed.__class__, changed.group = whole, group
+
+    def averaged(gradient: Tensor) -> Tensor:
+        mean = gradient / dist.get_world_size(group)
+        dist.all_reduce(mean, group=group)
+        return mean
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(averaged)
+    return model

@@ -1,0 +1,42 @@
+"""Context parallelism over gloo, against one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accelerant.distributed import context_parallel_attention
+from accelerant.errors import ConfigError
+
+
+def test_without_processes_the_error_says_how_to_start_them():
+    x = torch.zeros(1, 1, 2, 2)
+    with pytest.raises(ConfigError, match="start with torchrun"):
+        context_parallel_attention(x, x, x)
+
+
+pytest.importorskip("torch.distributed", reason="torch without torch.distributed")
+if dist.is_available():
+    import context_checks
+    from processes import run
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    return run(context_checks.CHECKS, 2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def outcomes_of_four(tmp_path_factory):
+    return run(context_checks.OF_FOUR, 4, tmp_path_factory.mktemp("four"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", [check.__name__ for check in context_checks.CHECKS])
+def test_two_processes(outcomes, check):
+    assert outcomes[check] is None, outcomes[check]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", [check.__name__ for check in context_checks.OF_FOUR])
+def test_four_processes(outcomes_of_four, check):
+    assert outcomes_of_four[check] is None, outcomes_of_four[check]
