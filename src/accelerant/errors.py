@@ -13,6 +13,7 @@
     ├── UnsupportedCase         valid input that no implementation serves
     ├── FormatError             a malformed file or message                 (also ValueError)
     ├── ConfigError             an invalid setting or argument              (also ValueError)
+    ├── RangeError              a number beyond what its encoding holds     (also OverflowError)
     ├── DivergenceError         a loss, a gradient or, in debug mode, a result is not finite
     ├── ProtocolError           a multi-party protocol was not followed
     ├── TimeLimitExceeded       a call or a wait passed its time limit      (also TimeoutError)
@@ -27,7 +28,8 @@ from __future__ import annotations
 __all__ = [
     "AccelerantError", "BackendUnavailable", "BoundsError", "BudgetExceeded", "CompileError", "ConfigError",
     "DeviceLost", "DivergenceError", "FallbackWarning", "FormatError", "LaunchError", "MissingDependency",
-    "OutOfMemory", "ProtocolError", "ShapeError", "TimeLimitExceeded", "UnsupportedCase", "UnsupportedDtype",
+    "OutOfMemory", "ProtocolError", "RangeError", "ShapeError", "TimeLimitExceeded", "UnsupportedCase",
+    "UnsupportedDtype",
 ]  # fmt: skip
 
 
@@ -87,6 +89,10 @@ class UnsupportedDtype(AccelerantError, TypeError):
 
 class UnsupportedCase(AccelerantError):
     """Valid input that no implementation serves on this device."""
+
+
+class RangeError(AccelerantError, OverflowError):
+    """A number is, or may be, beyond what its encoding holds; nothing wraps around."""
 
 
 class DivergenceError(AccelerantError):

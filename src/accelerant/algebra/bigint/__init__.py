@@ -1,0 +1,8 @@
+"""Integers of thousands of bits modulo an odd number: products and powers.
+
+residues.py     vectors of residues, with gmpy2 on the host; powers of a fixed base
+"""
+
+from accelerant.algebra.bigint.residues import FixedBase, Residues, gmp, residues_of
+
+__all__ = ["FixedBase", "Residues", "gmp", "residues_of"]

@@ -1,0 +1,39 @@
+"""Homomorphic encryption: `paillier` adds encrypted tensors and multiplies them by plain numbers.
+
+>>> public, private = he.paillier.keygen()
+>>> encrypted = he.encrypt_batch(public, np.array([1.5, 2.5]))
+>>> he.decrypt_batch(private, encrypted * 2)
+array([3., 5.])
+
+None of this code has been audited.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accelerant.privacy.he import paillier
+
+__all__ = ["decrypt_batch", "encrypt_batch", "paillier"]
+
+
+def encrypt_batch(public: Any, array: Any, **options: Any) -> Any:
+    """Encrypt a NumPy, torch, CuPy or JAX array under a public key; options are those of the key's `encrypt`."""
+    return public.encrypt(array, **options)
+
+
+def decrypt_batch(private: Any, encrypted: Any, **options: Any) -> Any:
+    """Decrypt to an array of the library that was encrypted; options are those of the key's `decrypt`."""
+    return private.decrypt(encrypted, **options)
+
+
+if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none
+
+    def __getattr__(name: str) -> Any:
+        if name in __all__:
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,877 @@
+"""Paillier's additively homomorphic encryption of tensors: sums of ciphertexts, products with plain numbers.
+
+>>> public, private = keygen()
+>>> private.decrypt(public.encrypt(torch.tensor([1.5, -2.0])) * 2 + 1)
+tensor([ 4., -3.])
+
+Scheme, with g = n + 1: c = (1 + m n) r^n mod n^2, r uniform in Z*_n and fresh for each ciphertext; decryption modulo
+p^2 and q^2. Who has the private key reads everything; who has the public key learns nothing but what is listed next.
+
+Public: shape, dtype, the exponent and the bound of an EncryptedTensor. They follow from dtypes, the chosen precision
+and plain operands, never from encrypted values. Security: IND-CPA under the decisional composite residuosity
+assumption, 128 bits at 3072 bits of n. Malleable by design (no protection against chosen ciphertexts), not
+post-quantum, and a key shared by several clients protects none from a client that colludes with the server.
+
+Encoding: a number x is the integer round(x 16^-e), negative ones as n minus their magnitude; e is the tensor's
+exponent, which python-paillier (`phe`) has as well. A magnitude beyond n/3 is an overflow. Each tensor has a bound of
+its magnitudes, and an operation whose bound would pass n/3 raises RangeError: nothing wraps around.
+
+Not constant-time: conversion of values, plain operands and randomness to and from integers, GMP's reduction modulo
+p^2 and q^2 and recombination, r^n (secret base, public exponent n), look-ups of the mode `fast`, products with plain
+numbers. Exponents from the private key only occur in powers with `secret=True` (algebra/bigint/residues.py).
+None of this code has been audited.
+
+Sources: Paillier 1999, EUROCRYPT '99, LNCS 1592, scheme 1 and section 7; Damgard, Jurik and Nielsen 2010,
+International Journal of Information Security 9, section 4.2 (`fast`).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import operator
+import secrets
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from accelerant.algebra.bigint import FixedBase, Residues, gmp, residues_of
+from accelerant.algebra.field.memory_space import HOST, MemorySpace, space_at
+from accelerant.errors import (
+    ConfigError,
+    FormatError,
+    MissingDependency,
+    RangeError,
+    ShapeError,
+    UnsupportedCase,
+    UnsupportedDtype,
+)  # fmt: skip
+from accelerant.runtime.files import AtomicFile, read_regular
+from accelerant.runtime.host import refuse_masked
+
+__all__ = ["EncryptedTensor", "PrivateKey", "PublicKey", "keygen"]
+
+BITS_LEAST, BITS_MOST = 2048, 8192
+SLOT_BITS, SLOT_VALUE = 31, 2**23
+"""Bits of a slot of a packed plaintext, of which the value has 24 (sign included) and additions the others, and the
+largest magnitude of a value: 66 slots in 2048 bits, 99 in 3072, and 127 additions."""
+
+_FLOATS = {"float16": (-6, 16), "bfloat16": (-16, 128), "float32": (-16, 128), "float64": (-24, 1024)}
+"""Default exponent of each dtype, in powers of 16, and log2 of the largest magnitude. float16 is exact. float32 is
+within 2^-65, exact from 2^-41 on; float64 is within 2^-97, exact from 2^-44 on."""
+
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_DTYPES = (*_FLOATS, *_INTEGERS)
+_KINDS = ("torch", "numpy", "cupy", "jax")
+_MESSAGES, _VERSION = {"n": "public key", "s": "private key", "c": "ciphertexts"}, 1
+_EXPONENT_MOST, _DIMENSIONS_MOST = 1024, 32
+
+
+# --- keys ------------------------------------------------------------------------------------------------------------
+
+
+def keygen(bits: int = 3072, *, insecure: bool = False) -> tuple[PublicKey, PrivateKey]:
+    """Generate a key pair, with primes from cryptography's RSA keys.
+
+    The primes are 3 mod 4 with gcd(p - 1, q - 1) = 2, as the mode `fast` needs.
+
+    Args:
+        bits: of n, even, 2048 to 8192; 2048 for compatibility, 3072 for 128 bits of security.
+        insecure: allow 1024 bits or more, for tests.
+
+    Raises:
+        ConfigError: another number of bits.
+        MissingDependency: cryptography or gmpy2 is not installed (extra `privacy`).
+    """
+    _check_bits(bits, 1024 if insecure else BITS_LEAST)
+    gmpy2 = gmp()
+    try:
+        from cryptography.hazmat.primitives.asymmetric import rsa
+    except ImportError:
+        raise MissingDependency("cryptography", "privacy", "key generation") from None
+    kept: list[int] = []
+    while True:
+        numbers = rsa.generate_private_key(public_exponent=65537, key_size=bits).private_numbers()
+        for p in (numbers.p, numbers.q):
+            for q in kept if p % 4 == 3 else ():
+                apart = abs(p - q).bit_length() > bits // 2 - 100  # FIPS 186-5, A.1.1
+                if apart and (p * q).bit_length() == bits and gmpy2.gcd(p - 1, q - 1) == 2:
+                    private = PrivateKey(p, q, insecure=insecure)
+                    return private.public, private
+            if p % 4 == 3:
+                kept.append(p)
+
+
+def _check_bits(bits: int, least: int) -> None:
+    if bits % 2 or not least <= bits <= BITS_MOST:
+        raise ConfigError(f"a Paillier key has an even number of bits from {least} to {BITS_MOST}, got {bits}")
+
+
+class PublicKey:
+    """The public key n.
+
+    Attributes:
+        n: product of two primes.
+        blum: whether its maker states that both are 3 mod 4 with gcd(p - 1, q - 1) = 2, which the mode `fast` needs.
+        max_int: largest magnitude of an encoded number, n // 3 - 1, as in phe.
+        fingerprint: SHA-256 of n, 32 bytes, which ciphertexts carry.
+    """
+
+    def __init__(self, n: int, *, blum: bool = False, insecure: bool = False) -> None:
+        n = operator.index(n)
+        if n % 2 == 0 or n < 15 or (not insecure and not BITS_LEAST <= n.bit_length() <= BITS_MOST):
+            raise FormatError(f"n must be odd, of {BITS_LEAST} to {BITS_MOST} bits; got one of {n.bit_length()} bits")
+        if blum and n % 4 != 1:
+            raise FormatError("n is not 1 mod 4, so its primes are not both 3 mod 4")
+        self.n, self.blum, self.max_int = n, blum, n // 3 - 1
+        self.fingerprint = hashlib.sha256(self.n.to_bytes(self.n_bytes, "big")).digest()
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of n."""
+        return -(-self.n.bit_length() // 8)
+
+    @functools.cached_property
+    def n_square(self) -> Any:
+        """n^2, the modulus of ciphertexts."""
+        return gmp().mpz(self.n) ** 2
+
+    def __repr__(self) -> str:
+        return f"PublicKey({self.n.bit_length()} bits, {self.fingerprint[:4].hex()})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PublicKey) and self.n == other.n
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(PublicKey, blum=self.blum, insecure=True), (self.n,)
+
+    def to_bytes(self) -> bytes:
+        """Return the key as bytes, to be sent over a channel that authenticates them."""
+        return _header("n") + bytes([self.blum]) + self.n.to_bytes(self.n_bytes, "big")
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, insecure: bool = False) -> PublicKey:
+        """Return the key that to_bytes gave; FormatError for other bytes."""
+        reader = _Reader(data, "n")
+        blum, n = reader.number(1, 1), reader.rest()
+        if len(n) > BITS_MOST // 8:
+            raise FormatError(f"n has at most {BITS_MOST} bits, the message has {len(n)} bytes of it")
+        return cls(int.from_bytes(n, "big"), blum=bool(blum), insecure=insecure)
+
+    def encrypt(
+        self, x: Any, *, exponent: int | None = None, limit: float | None = None, pack: bool = False,
+        fast: bool = False, device: str | None = None,
+    ) -> EncryptedTensor:  # fmt: skip
+        """Encrypt an array, each element with fresh randomness of the operating system.
+
+        Args:
+            x: torch, NumPy, CuPy or JAX array of integers or floats, any shape; numbers and lists become NumPy's.
+            exponent: the precision is 16^exponent; 0 for integers, for floats -6 (float16), -16 (float32), -24.
+            limit: public bound of the magnitudes, by default the dtype's: a smaller one leaves room for more products.
+            pack: put several values of 24 bits into a ciphertext: 66 in 2048 bits. Packed tensors add up 128 times, and
+                take plain scalars that are integers; they have no indices, sums, matrix products, and phe cannot read
+                them. Floats need an exponent.
+            fast: use h^(n a), with a random exponent a of half of n's bits, instead of r^n, from a table of 16 MiB or
+                more that the first call computes; h = -x^2 mod n, and x is SHAKE-256 of n. Assumes that these powers
+                look like random n-th residues (Damgard, Jurik and Nielsen); the look-ups are not constant-time.
+            device: "cpu", "cuda", "opencl"; by default a CUDA tensor's own device and otherwise the CPU.
+
+        Raises:
+            UnsupportedDtype: neither integers nor floats.
+            RangeError: a value is not finite or beyond the limit; names its index, not the value.
+            ConfigError: `fast` with a key that does not offer it.
+        """
+        return self._encrypt(x, exponent, limit, pack, device, functools.partial(self._masks, fast=fast))
+
+    def _encrypt(
+        self, x: Any, exponent: int | None, limit: float | None, pack: bool, device: str | None,
+        masks: Callable[[int, MemorySpace], Residues],
+    ) -> EncryptedTensor:  # fmt: skip
+        array, origin = _host_array(x)
+        space = HOST
+        if device is not None or origin.device.startswith("cuda"):
+            space = space_at(device or origin.device)
+        exponent, bound = _scale(origin.dtype, exponent, limit, pack)
+        numbers = _encoded(array, exponent, bound)
+        if pack:
+            numbers = _packed(numbers, self.slots)
+        elif bound > self.max_int:
+            raise RangeError(f"{origin.dtype} at exponent {exponent} needs a larger key or a smaller limit")
+        return EncryptedTensor(
+            self, self._plain(numbers, space).times(masks(len(numbers), space)), tuple(array.shape), exponent, bound,
+            origin, packed=pack, fresh=True,
+        )  # fmt: skip
+
+    @property
+    def slots(self) -> int:
+        """Values of 24 bits in a packed ciphertext."""
+        return (self.n.bit_length() - 2) // SLOT_BITS
+
+    def _plain(self, numbers: Iterable[Any], space: MemorySpace) -> Residues:
+        """Return the ciphertexts (1 + m n) of numbers, without randomness."""
+        n = gmp().mpz(self.n)
+        return residues_of((1 + m % n * n for m in numbers), self.n_square, space)
+
+    def _masks(self, count: int, space: MemorySpace, fast: bool = False) -> Residues:
+        """Return fresh n-th residues mod n^2."""
+        if not fast:
+            values = [secrets.randbelow(self.n - 1) + 1 for _ in range(count)]
+            _check_units(values, self.n, "a random number")
+            return residues_of(values, self.n_square, space).power([self.n])
+        if not self.blum:
+            raise ConfigError("fast=True needs a key whose maker states that its primes are 3 mod 4, as keygen() does")
+        bits = -(-self.n.bit_length() // 2)
+        return self._base(space, bits).power_vartime([secrets.randbits(bits) for _ in range(count)])
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019 - keys are few, and a table belongs to its key
+    def _base(self, space: MemorySpace, bits: int) -> FixedBase:
+        drawn = hashlib.shake_256(b"accelerant Paillier h" + self.n.to_bytes(self.n_bytes, "big"))
+        x = int.from_bytes(drawn.digest(self.n_bytes + 16), "big")
+        return FixedBase(gmp().powmod(-x * x % self.n, self.n, self.n_square), self.n_square, bits, space)
+
+    def from_ints(
+        self, values: Any, *, exponent: int = 0, dtype: str | None = None, limit: float | None = None,
+        kind: str = "numpy", device: str = "cpu",
+    ) -> EncryptedTensor:  # fmt: skip
+        """Return ciphertexts of another program, such as `number.ciphertext()` of phe, as a tensor.
+
+        Args:
+            values: a ciphertext, or nested lists of them, from 1 to below n^2 and coprime to n.
+            exponent: of all; phe's `number.exponent`.
+            dtype: of the decrypted tensor: int64 where the exponent is 0, else float64.
+            limit: public bound of the magnitudes, by default the dtype's; the sender must have kept it.
+            kind: "torch" or "numpy", the library of the decrypted tensor.
+        """
+        array = np.array(values, dtype=object)
+        numbers = [_integer(value) for value in array.ravel().tolist()]
+        self._check_ciphertexts(numbers)
+        dtype = dtype or ("float64" if exponent else "int64")
+        origin = _Origin(kind, dtype)
+        exponent, bound = _scale(dtype, exponent, limit, False)
+        cipher = residues_of(numbers, self.n_square, space_at(device))
+        return EncryptedTensor(self, cipher, array.shape, exponent, min(bound, self.max_int), origin)
+
+    def _check_ciphertexts(self, numbers: Sequence[Any]) -> None:
+        for i, number in enumerate(numbers):
+            if not 0 < number < self.n_square:
+                raise FormatError(f"ciphertext {i} is not from 1 to below n^2")
+        _check_units(numbers, self.n, "a ciphertext")
+
+
+class PrivateKey:
+    """The private key: primes p and q. Neither repr nor errors show them, and it is not pickled or copied.
+
+    Args:
+        p, q: distinct primes, such as phe's `private.p` and `private.q`.
+        insecure: allow fewer than 2048 bits, for tests.
+
+    Raises:
+        FormatError: not such primes; says which condition fails.
+    """
+
+    def __init__(self, p: int, q: int, *, insecure: bool = False) -> None:
+        gmpy2 = gmp()
+        p, q = gmpy2.mpz(p), gmpy2.mpz(q)
+        balanced = insecure or p.bit_length() == q.bit_length()
+        if min(p, q) < 3 or p == q or not balanced or max(p, q).bit_length() > BITS_MOST // 2:
+            raise FormatError("a private key is two different odd primes of as many bits each")
+        if not (gmpy2.is_prime(p, 40) and gmpy2.is_prime(q, 40)):
+            raise FormatError("p or q of a private key is not a prime")
+        if gmpy2.gcd(p * q, (p - 1) * (q - 1)) != 1:
+            raise FormatError("the primes must not divide each other minus 1")
+        blum = p % 4 == q % 4 == 3 and gmpy2.gcd(p - 1, q - 1) == 2
+        self.public = PublicKey(int(p * q), blum=blum, insecure=insecure)
+        self.p, self.q = int(p), int(q)
+        self._squares = p * p, q * q
+        self._inverses = gmpy2.invert(-q, p), gmpy2.invert(-p, q)  # of L((1 + n)^(p - 1) mod p^2) = -q mod p
+        self._q_inverse, self._square_inverse = gmpy2.invert(q, p), gmpy2.invert(q * q, p * p)
+
+    def __repr__(self) -> str:
+        return f"PrivateKey({self.public!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PrivateKey) and {self.p, self.q} == {other.p, other.q}
+
+    def __hash__(self) -> int:
+        return hash(self.public)
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError("a private key is not pickled or copied: to_bytes(passphrase) or save(path, passphrase)")
+
+    def to_bytes(self, passphrase: str) -> bytes:
+        """Return the key encrypted with a passphrase: ChaCha20-Poly1305 under scrypt (2^16, 8, 1: 64 MiB)."""
+        salt, nonce = secrets.token_bytes(16), secrets.token_bytes(12)
+        head = _header("s") + salt + nonce
+        half = max(self.p, self.q).bit_length() // 8 + 1
+        plain = self.p.to_bytes(half, "big") + self.q.to_bytes(half, "big")
+        box: bytes = _cipher(passphrase, salt).encrypt(nonce, plain, head)
+        return head + box
+
+    @classmethod
+    def from_bytes(cls, data: bytes, passphrase: str, *, insecure: bool = False) -> PrivateKey:
+        """Return the key that to_bytes gave; FormatError for other bytes or another passphrase."""
+        reader = _Reader(data, "s")
+        salt, nonce, box = reader.take(16), reader.take(12), reader.rest()
+        if not 16 < len(box) <= 16 + BITS_MOST // 8 + 4:
+            raise FormatError(f"a private key's message of {len(data)} bytes is too short or too long")
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            plain = _cipher(passphrase, salt).decrypt(nonce, box, data[: -len(box)])
+        except InvalidTag:
+            raise FormatError("the private key does not open: wrong passphrase, or damaged bytes") from None
+        half = len(plain) // 2
+        return cls(int.from_bytes(plain[:half], "big"), int.from_bytes(plain[half:], "big"), insecure=insecure)
+
+    def save(self, path: str | Path, passphrase: str) -> None:
+        """Write to_bytes(passphrase) to a file that only its owner reads (mode 0600), whole or not at all."""
+        data = self.to_bytes(passphrase)
+        with AtomicFile(Path(path), mode=0o600) as file:
+            file.write(data)
+
+    @classmethod
+    def load(cls, path: str | Path, passphrase: str, *, insecure: bool = False) -> PrivateKey:
+        """Return the key of a file that `save` wrote; FormatError as from_bytes, OSError if it cannot be read."""
+        return cls.from_bytes(read_regular(path, 1 << 16), passphrase, insecure=insecure)
+
+    def encrypt(
+        self, x: Any, *, exponent: int | None = None, limit: float | None = None, pack: bool = False,
+        device: str | None = None,
+    ) -> EncryptedTensor:  # fmt: skip
+        """Encrypt as the public key does, with powers modulo p^2 and q^2: the key holder's faster way.
+
+        r^n mod p^2 of a uniform unit r is x^p mod p^2 of a uniform x in Z*_p, and independent of r^n mod q^2.
+        """
+        return self.public._encrypt(x, exponent, limit, pack, device, self._masks)
+
+    def _masks(self, count: int, space: MemorySpace) -> Residues:
+        (p2, q2), found = self._squares, []
+        for prime, square in ((self.p, p2), (self.q, q2)):
+            values = [secrets.randbelow(prime - 1) + 1 for _ in range(count)]
+            found.append(residues_of(values, square, space).power([prime], secret=True).ints())
+        values = [xq + q2 * ((xp - xq) * self._square_inverse % p2) for xp, xq in zip(*found, strict=True)]
+        return residues_of(values, self.public.n_square, space)
+
+    def decrypt(self, c: EncryptedTensor, *, dtype: str | torch.dtype | None = None) -> Any:
+        """Decrypt to an array of the library, and for torch of the device, that was encrypted.
+
+        Args:
+            dtype: of the result instead of the tensor's own, by name or torch's.
+
+        Raises:
+            FormatError: `c` was encrypted under another key.
+            RangeError: a decrypted number is beyond n/3 (an overflow elsewhere), or does not fit the dtype.
+        """
+        if c.public != self.public:
+            raise FormatError(f"the tensor was encrypted for {c.public!r}, the key is of {self.public!r}")
+        named = str(dtype or c.origin.dtype).removeprefix("torch.")
+        if named not in _DTYPES:
+            raise UnsupportedDtype(f"a decrypted tensor has one of the dtypes {', '.join(_DTYPES)}, got {named}")
+        numbers = self._signed(c.residues)
+        if c.packed:
+            numbers = _unpacked(numbers, self.public.slots, math.prod(c.shape))
+        return _decoded(numbers, c, replace(c.origin, dtype=named))
+
+    def _signed(self, cipher: Residues) -> list[int]:
+        """Return the plaintexts, those above n - n/3 as negative; RangeError for one beyond n/3."""
+        halves, values = [], cipher.ints()
+        for prime, square, inverse in zip((self.p, self.q), self._squares, self._inverses, strict=True):
+            powers = residues_of([c % square for c in values], square, cipher.space).power([prime - 1], secret=True)
+            halves.append([(x - 1) // prime * inverse % prime for x in powers.ints()])
+        n, most, found = self.public.n, self.public.max_int, []
+        for i, (mp, mq) in enumerate(zip(*halves, strict=True)):
+            m = int(mq + (mp - mq) * self._q_inverse % self.p * self.q)
+            m = m - n if m > n // 2 else m
+            if abs(m) > most:
+                raise RangeError(f"the decrypted number {i} is beyond n/3: a sum or product overflowed elsewhere")
+            found.append(m)
+        return found
+
+
+def _check_units(values: Sequence[Any], n: int, name: str) -> None:
+    """Raise FormatError unless all values are coprime to n."""
+    product, modulus = gmp().mpz(1), gmp().mpz(n)
+    for value in values:
+        product = product * value % modulus
+    if gmp().gcd(product, modulus) != 1:
+        raise FormatError(f"{name} is not coprime to n")
+
+
+def _integer(value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise UnsupportedDtype(f"a ciphertext must be an integer, got {type(value).__name__}") from None
+
+
+def _cipher(passphrase: str, salt: bytes) -> Any:
+    """Return the AEAD of a passphrase."""
+    if not isinstance(passphrase, str) or not passphrase:
+        raise ConfigError("a private key is saved with a passphrase: a string that is not empty")
+    try:
+        from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+        from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
+    except ImportError:
+        raise MissingDependency("cryptography", "privacy", "a passphrase") from None
+    return ChaCha20Poly1305(Scrypt(salt, length=32, n=2**16, r=8, p=1).derive(passphrase.encode()))
+
+
+def _header(kind: str) -> bytes:
+    return b"ACLPAI" + kind.encode() + bytes([_VERSION])
+
+
+class _Reader:
+    """Fields of a message of one kind; FormatError for another kind or version, or where bytes are missing."""
+
+    def __init__(self, data: bytes, kind: str) -> None:
+        self._data, self._at = bytes(data), 0
+        if self.take(7) != _header(kind)[:7]:
+            raise FormatError(f"not a message of Paillier's {_MESSAGES[kind]}: it begins with other bytes")
+        if (version := self.number(1, 255)) != _VERSION:
+            raise FormatError(f"the message has version {version}, this program reads version {_VERSION}")
+
+    def take(self, count: int) -> bytes:
+        """Return the next bytes."""
+        found = self._data[self._at : self._at + count]
+        if len(found) != count:
+            raise FormatError(f"the message is cut off: {count} bytes wanted at {self._at}, {len(found)} are there")
+        self._at += count
+        return found
+
+    def number(self, count: int, most: int) -> int:
+        """Return an unsigned number of some bytes, at most `most`."""
+        value = int.from_bytes(self.take(count), "big")
+        if value > most:
+            raise FormatError(f"the number at byte {self._at - count} of the message is larger than allowed")
+        return value
+
+    def rest(self) -> bytes:
+        """Return all bytes that are left."""
+        return self.take(len(self._data) - self._at)
+
+
+# --- encrypted tensors -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """The library, dtype and torch device of an array, to which decryption returns."""
+
+    kind: str
+    dtype: str
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncryptedTensor:
+    """An encrypted tensor; + - * / @ take tensors of the same key and plain arrays, with NumPy's broadcasting.
+
+    Attributes:
+        public: the key.
+        residues: ciphertexts in the order of C.
+        shape: of the values.
+        exponent: values are integers times 16^exponent.
+        bound: public bound of the integers' magnitudes; for packed tensors of those in a slot.
+        origin: library, dtype and device of the decrypted array.
+        packed: several values share a ciphertext.
+        fresh: whether each ciphertext has randomness of its own that no operation has touched.
+
+    A product with a plain number shows that number to who knows both ciphertexts: `rerandomize` results before they
+    leave. to_ints and to_bytes do it by themselves where `fresh` is False.
+    """
+
+    public: PublicKey
+    residues: Residues
+    shape: tuple[int, ...]
+    exponent: int
+    bound: int
+    origin: _Origin
+    packed: bool = False
+    fresh: bool = False
+    __array_ufunc__ = None  # NumPy's arrays leave + - * to the methods below
+
+    def __repr__(self) -> str:
+        packed = ", packed" * self.packed
+        return f"EncryptedTensor({self.shape}, {self.origin.dtype}, exponent {self.exponent}{packed}, {self.public!r})"
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype of the decrypted tensor."""
+        return self.origin.dtype
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise ShapeError("a tensor without dimensions has no length")
+        return self.shape[0]
+
+    def reshape(self, *shape: Any) -> EncryptedTensor:
+        """Return the values in another shape of as many elements; one size may be -1."""
+        sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        try:
+            return replace(self, shape=np.empty(self.shape, np.bool_).reshape(sizes).shape)
+        except (ValueError, TypeError) as error:
+            raise ShapeError(f"cannot reshape {self.shape} to {sizes}: {error}") from None
+
+    def __getitem__(self, key: Any) -> EncryptedTensor:
+        self._refuse_packed("indexed")
+        try:
+            index = self._index()[key]
+        except IndexError as error:
+            raise ShapeError(f"shape {self.shape}: {error}") from None
+        found = self._taken(np.asarray(index))
+        return replace(found, fresh=self.fresh and np.unique(index).size == len(found.residues))
+
+    def sum(self, axis: int | None = None) -> EncryptedTensor:
+        """Add up all values, or those along an axis; of integers as int64."""
+        self._refuse_packed("summed along an axis")
+        if axis is not None and not -len(self.shape) <= axis < len(self.shape):
+            raise ShapeError(f"shape {self.shape} has no axis {axis}")
+        index = self._index().reshape(-1) if axis is None else np.moveaxis(self._index(), axis, 0)
+        terms, shape = index.shape[0], index.shape[1:]
+        origin = self.origin if self.dtype in _FLOATS else replace(self.origin, dtype="int64")
+        if not terms:
+            raise ShapeError(f"shape {self.shape}: a sum needs at least one term")
+        bound = self._checked(self.bound * terms, "the sum")
+        cipher = self.residues.take(index.reshape(-1)).product(terms)
+        return replace(self, residues=cipher, shape=shape, bound=bound, origin=origin, fresh=False)
+
+    def __add__(self, other: Any) -> EncryptedTensor:
+        return self._plus(other if isinstance(other, EncryptedTensor) else self._plain(other, 1))
+
+    __radd__ = __add__
+
+    def __neg__(self) -> EncryptedTensor:
+        return replace(self, residues=self.residues.inverse(), fresh=False)
+
+    def __sub__(self, other: Any) -> EncryptedTensor:
+        return self._plus(-other if isinstance(other, EncryptedTensor) else self._plain(other, -1))
+
+    def __rsub__(self, other: Any) -> EncryptedTensor:
+        return (-self).__add__(other)
+
+    def _plain(self, other: Any, sign: int) -> EncryptedTensor:
+        """Return a plain summand, or its negative, as ciphertexts without randomness."""
+        numbers, exponent, shape, dtype = self._operand(other)
+        if exponent > self.exponent:
+            numbers, exponent = [number << 4 * (exponent - self.exponent) for number in numbers], self.exponent
+        bound = max(map(abs, numbers), default=0)
+        if self.packed:
+            if exponent != self.exponent:
+                raise UnsupportedCase(f"the plain operand is no multiple of 16^{self.exponent}, the packed exponent")
+            self._common_shape(shape)
+            index = np.broadcast_to(np.arange(len(numbers)).reshape(shape), self.shape).reshape(-1)
+            numbers, shape = _packed([numbers[i] for i in index.tolist()], self.public.slots), self.shape
+        self._checked(bound, "the plain operand")
+        plain = self.public._plain([sign * number for number in numbers], self.residues.space)
+        return EncryptedTensor(
+            self.public, plain, shape, exponent, bound, replace(self.origin, dtype=dtype), self.packed
+        )
+
+    def _plus(self, other: EncryptedTensor) -> EncryptedTensor:
+        if other.public != self.public:
+            raise FormatError(f"the tensors are encrypted for {self.public!r} and for {other.public!r}")
+        if self.packed != other.packed:
+            raise UnsupportedCase("a packed tensor is added to packed ones only")
+        low = min(self.exponent, other.exponent)
+        x, y = self._at_exponent(low), other._at_exponent(low)
+        shape = self._common_shape(other.shape)
+        bound = self._checked(x.bound + y.bound, "the sum")
+        cipher = x._spread(shape).times(y._spread(shape))
+        origin = replace(self.origin, dtype=_joint(self.dtype, other.dtype))
+        return replace(self, residues=cipher, shape=shape, exponent=low, bound=bound, origin=origin, fresh=False)
+
+    def __mul__(self, other: Any) -> EncryptedTensor:
+        if isinstance(other, EncryptedTensor):
+            raise UnsupportedCase("Paillier multiplies a ciphertext by plain numbers only; bfv multiplies ciphertexts")
+        numbers, exponent, shape, dtype = self._operand(other)
+        if self.packed and (len(numbers) != 1 or exponent):
+            raise UnsupportedCase("a packed tensor is multiplied by a plain integer only")
+        common = self._common_shape(shape)
+        bound = self._checked(self.bound * max(map(abs, numbers), default=1), "the product")
+        cipher = self._spread(common)
+        if len(numbers) != 1:
+            index = np.broadcast_to(np.arange(len(numbers)).reshape(shape), common).reshape(-1)
+            numbers = [numbers[i] for i in index.tolist()]
+        negative = [i for i, number in enumerate(numbers) if number < 0]
+        if negative and len(numbers) == 1:
+            cipher = cipher.inverse()
+        elif negative:
+            order = np.arange(len(cipher))
+            order[negative] = len(cipher) + np.arange(len(negative))
+            inverse: Any = cipher.take(np.array(negative)).inverse()
+            cipher = cipher.joined(inverse).take(order)
+        origin = replace(self.origin, dtype=dtype)
+        return replace(
+            self, residues=cipher.power([abs(number) for number in numbers]) if len(cipher) else cipher, shape=common,
+            exponent=self.exponent + exponent, bound=bound, origin=origin, fresh=False,
+        )  # fmt: skip
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: float) -> EncryptedTensor:
+        return self * (1.0 / other)
+
+    def __matmul__(self, other: Any) -> EncryptedTensor:
+        """Multiply (..., k) by a plain matrix (k, m) or vector (k,): a power for each of the ... k m products."""
+        array, _ = _host_array(other)
+        if not self.shape or array.ndim not in (1, 2) or array.shape[0] != self.shape[-1]:
+            raise ShapeError(f"{self.shape} @ {array.shape}: wanted (..., k) @ (k, m) or (k,)")
+        terms = self if array.ndim == 1 else self.reshape(*self.shape, 1)
+        product: EncryptedTensor = (terms * other).sum(-array.ndim)
+        return product
+
+    def rerandomize(self, *, fast: bool = False) -> EncryptedTensor:
+        """Return ciphertexts of the same values with fresh randomness; `fast` as for encrypt."""
+        masks = self.public._masks(len(self.residues), self.residues.space, fast)
+        return replace(self, residues=self.residues.times(masks), fresh=True)
+
+    def to_ints(self, *, rerandomize: bool | None = None) -> Any:
+        """Return the ciphertexts as a Python integer, or nested lists of them, for `phe.EncryptedNumber`.
+
+        Args:
+            rerandomize: by default where an operation has been applied since encryption.
+        """
+        self._refuse_packed("read by phe")
+        numbers = np.empty(len(self.residues), object)
+        numbers[:] = [int(number) for number in self._leaving(rerandomize).residues.ints()]
+        return numbers.reshape(self.shape).tolist()
+
+    def to_bytes(self, *, rerandomize: bool | None = None) -> bytes:
+        """Return the tensor as bytes, bound to the key by its fingerprint.
+
+        Args:
+            rerandomize: by default where an operation has been applied since encryption.
+        """
+        kind, dtype, width = _KINDS.index(self.origin.kind), _DTYPES.index(self.dtype), 2 * self.public.n_bytes
+        return b"".join([
+            _header("c"), self.public.fingerprint, bytes([self.packed, kind, dtype]),
+            self.exponent.to_bytes(4, "big", signed=True), self.bound.to_bytes(self.public.n_bytes, "big"),
+            bytes([len(self.shape)]), *(size.to_bytes(8, "big") for size in self.shape),
+            *(int(number).to_bytes(width, "big") for number in self._leaving(rerandomize).residues.ints()),
+        ])  # fmt: skip
+
+    @classmethod
+    def from_bytes(cls, data: bytes, public: PublicKey, *, device: str = "cpu") -> EncryptedTensor:
+        """Return the tensor that to_bytes gave, each ciphertext checked: from 1 to below n^2 and coprime to n.
+
+        Bound and exponent are the sender's. FormatError for other bytes, another key, or ciphertexts out of range.
+        """
+        reader = _Reader(data, "c")
+        if reader.take(32) != public.fingerprint:
+            raise FormatError(f"the ciphertexts are of another key than {public!r}")
+        packed, kind, dtype = (reader.number(1, most) for most in (1, len(_KINDS) - 1, len(_DTYPES) - 1))
+        exponent = int.from_bytes(reader.take(4), "big", signed=True)
+        bound = reader.number(public.n_bytes, 2 ** (SLOT_BITS - 1) - 1 if packed else public.max_int)
+        if abs(exponent) > _EXPONENT_MOST:
+            raise FormatError(f"an exponent is from {-_EXPONENT_MOST} to {_EXPONENT_MOST}, got {exponent}")
+        shape = tuple(reader.number(8, 2**48) for _ in range(reader.number(1, _DIMENSIONS_MOST)))
+        if math.prod(max(1, size) for size in shape) > 2**48:
+            raise FormatError(f"shape {shape} is too large")
+        count, width, body = math.prod(shape), 2 * public.n_bytes, reader.rest()
+        if packed:
+            count = -(-count // public.slots)
+        if len(body) != count * width:
+            raise FormatError(f"shape {shape} needs {count * width} bytes of ciphertexts, the message has {len(body)}")
+        numbers = [int.from_bytes(body[at : at + width], "big") for at in range(0, len(body), width)]
+        public._check_ciphertexts(numbers)
+        cipher = residues_of(numbers, public.n_square, space_at(device))
+        origin = _Origin(_KINDS[kind], _DTYPES[dtype])
+        return cls(public, cipher, shape, exponent, bound, origin, packed=bool(packed))
+
+    def to(self, device: str) -> EncryptedTensor:
+        """Return the ciphertexts on a device: "cpu", "cuda", "opencl"."""
+        return replace(self, residues=residues_of(self.residues.ints(), self.public.n_square, space_at(device)))
+
+    def _leaving(self, rerandomize: bool | None) -> EncryptedTensor:
+        wanted = not self.fresh if rerandomize is None else rerandomize
+        return self.rerandomize() if wanted else self
+
+    def _refuse_packed(self, what: str) -> None:
+        if self.packed:
+            raise UnsupportedCase(f"a packed tensor cannot be {what}: encrypt with pack=False")
+
+    def _checked(self, bound: int, what: str) -> int:
+        most = 2 ** (SLOT_BITS - 1) - 1 if self.packed else self.public.max_int
+        if bound > most:
+            raise RangeError(
+                f"{what} may have {bound.bit_length()} bits, more than the {most.bit_length()} of a "
+                f"{'slot' if self.packed else 'plaintext'}: encrypt with a smaller limit or a higher exponent"
+            )
+        return bound
+
+    def _index(self) -> npt.NDArray[np.int64]:
+        return np.arange(math.prod(self.shape)).reshape(self.shape)
+
+    def _taken(self, index: npt.NDArray[np.int64]) -> EncryptedTensor:
+        return replace(self, residues=self.residues.take(index.reshape(-1)), shape=index.shape)
+
+    def _common_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        try:
+            common = np.broadcast_shapes(self.shape, shape)
+        except ValueError:
+            raise ShapeError(f"shapes {self.shape} and {shape} do not broadcast") from None
+        if self.packed and common != self.shape:
+            raise UnsupportedCase(f"a packed tensor of shape {self.shape} is not broadcast with {shape}")
+        return common
+
+    def _spread(self, shape: tuple[int, ...]) -> Any:
+        return self.residues if shape == self.shape else self._taken(np.broadcast_to(self._index(), shape)).residues
+
+    def _at_exponent(self, exponent: int) -> EncryptedTensor:
+        """Return the same values at an exponent that is no higher."""
+        if exponent == self.exponent:
+            return self
+        factor = 16 ** (self.exponent - exponent)
+        bound = self._checked(self.bound * factor, f"the tensor at exponent {exponent}")
+        return replace(self, residues=self.residues.power([factor]), exponent=exponent, bound=bound, fresh=False)
+
+    def _operand(self, other: Any) -> tuple[list[int], int, tuple[int, ...], str]:
+        """Return integers, their exponent (the highest that is exact), shape and resulting dtype of a plain operand."""
+        if type(other) is int:  # of any size
+            return [other], 0, (), self.dtype
+        array, origin = _host_array(other)
+        exponent, _ = _scale(origin.dtype, None, None, False)
+        numbers = _encoded(array, exponent, None)
+        while exponent < 0 and not any(number % 16 for number in numbers):
+            numbers, exponent = [number // 16 for number in numbers], exponent + 1
+        scalar = isinstance(other, float) and self.dtype in _FLOATS
+        return numbers, exponent, tuple(array.shape), self.dtype if scalar else _joint(self.dtype, origin.dtype)
+
+
+# --- encoding --------------------------------------------------------------------------------------------------------
+
+
+def _host_array(x: Any) -> tuple[npt.NDArray[Any], _Origin]:
+    """Return an array of any library on the host, and its origin; UnsupportedDtype unless integers or floats."""
+    refuse_masked(x, "the array")
+    kind = type(x).__module__.partition(".")[0]
+    if isinstance(x, torch.Tensor):
+        dtype, device, x = str(x.dtype).removeprefix("torch."), str(x.device), x.detach().cpu()
+        origin = _Origin("torch", dtype, device)
+        array = (x.float() if dtype == "bfloat16" else x).numpy() if dtype in _DTYPES else np.empty(0, bool)
+    else:
+        array = x.get() if kind == "cupy" else np.asarray(x)
+        origin = _Origin({"jaxlib": "jax"}.get(kind, kind) if kind in ("cupy", "jax", "jaxlib") else "numpy", "")
+        origin = replace(origin, dtype=array.dtype.name)
+    if origin.dtype not in _DTYPES:
+        raise UnsupportedDtype(f"Paillier encrypts {', '.join(_DTYPES)}; got {origin.dtype}")
+    return (array.astype(np.float32) if array.dtype.name == "bfloat16" else array), origin
+
+
+def _scale(dtype: str, exponent: int | None, limit: float | None, pack: bool) -> tuple[int, int]:
+    """Return the exponent and the bound of encoded magnitudes."""
+    if dtype not in _DTYPES:
+        raise UnsupportedDtype(f"wanted a dtype of {', '.join(_DTYPES)}, got {dtype}")
+    if dtype in _FLOATS and pack and exponent is None:
+        raise ConfigError("packed floats need an exponent: values are multiples of 16^exponent, below 2^23 of them")
+    default, bits = _FLOATS[dtype] if dtype in _FLOATS else (0, np.iinfo(dtype).bits - (dtype[0] == "i"))
+    exponent = default if exponent is None else exponent
+    if type(exponent) is not int or not -_EXPONENT_MOST <= exponent <= (_EXPONENT_MOST if dtype in _FLOATS else 0):
+        raise ConfigError(
+            f"an exponent is from {-_EXPONENT_MOST} to {_EXPONENT_MOST}, of integers to 0; got {exponent!r}"
+        )
+    if limit is not None and not 0 <= limit < math.inf:
+        raise ConfigError(f"a limit is a finite number from 0 on, got {limit}")
+    if pack and limit is None:
+        return exponent, SLOT_VALUE
+    top = 2**bits if limit is None else math.ceil(limit)
+    bound = top << -4 * exponent if exponent <= 0 else -(-top >> 4 * exponent)
+    if pack and bound > SLOT_VALUE:
+        raise ConfigError(f"packed values have 24 bits: the limit divided by 16^exponent must be at most {SLOT_VALUE}")
+    return exponent, bound
+
+
+def _encoded(array: npt.NDArray[Any], exponent: int, bound: int | None) -> list[int]:
+    """Return round(x 16^-exponent), halves up; RangeError names the index of a value out of range."""
+    if array.dtype.kind in "iu":
+        numbers = [value << -4 * exponent for value in array.reshape(-1).tolist()]
+    else:
+        wide = array.reshape(-1).astype(np.float64)
+        finite = np.isfinite(wide)
+        if not finite.all():
+            raise RangeError(f"the value at flat index {int(finite.argmin())} is not finite")
+        mantissas, powers = np.frexp(wide)
+        wholes, shifts = (mantissas * 2.0**53).astype(np.int64).tolist(), (powers - 53 - 4 * exponent).tolist()
+        numbers = [
+            m << shift if shift >= 0 else (m + (1 << -shift - 1)) >> -shift
+            for m, shift in zip(wholes, shifts, strict=True)
+        ]
+    if bound is not None:
+        for i, number in enumerate(numbers):
+            if abs(number) > bound:
+                raise RangeError(f"the value at flat index {i} is beyond the limit, {bound} times 16^{exponent}")
+    return numbers
+
+
+def _packed(numbers: Sequence[int], slots: int) -> list[int]:
+    """Return the sums of `slots` numbers each, number i times 2^(31 i)."""
+    return [
+        sum(number << SLOT_BITS * i for i, number in enumerate(numbers[at : at + slots]))
+        for at in range(0, len(numbers), slots)
+    ]
+
+
+def _unpacked(packed: Sequence[int], slots: int, count: int) -> list[int]:
+    """Return the numbers of slots, magnitudes below 2^30."""
+    numbers, half = list[int](), 1 << SLOT_BITS - 1
+    offset = sum(half << SLOT_BITS * i for i in range(slots))
+    for one in packed:
+        shifted = one + offset  # no slot is negative
+        numbers += [(shifted >> SLOT_BITS * i & 2 * half - 1) - half for i in range(slots)]
+    return numbers[:count]
+
+
+def _decoded(numbers: Sequence[int], c: EncryptedTensor, origin: _Origin) -> Any:
+    """Return numbers times 16^exponent as an array of its origin; RangeError where one does not fit the dtype."""
+    down, up = 4 * max(0, -c.exponent), 4 * max(0, c.exponent)
+    real, dtype = origin.dtype in _FLOATS, origin.dtype
+    stored = np.dtype("float32" if dtype == "bfloat16" else dtype)
+    try:
+        if real:
+            values: list[Any] = [(number << up) / (1 << down) for number in numbers]  # rounded once
+        elif any(number & (1 << down) - 1 for number in numbers):
+            raise RangeError(f"a decrypted value is not an integer: decrypt with dtype='float64' instead of {dtype}")
+        else:
+            values = [number << up >> down for number in numbers]
+        with np.errstate(over="ignore"):
+            array = np.array(values, np.float64 if real else stored).astype(stored).reshape(c.shape)
+        if real and not np.isfinite(array).all():
+            raise OverflowError
+    except OverflowError as error:
+        if isinstance(error, RangeError):
+            raise
+        raise RangeError(f"a decrypted value does not fit {dtype}: decrypt with a wider dtype") from None
+    return _in_kind(array, origin)
+
+
+def _in_kind(array: npt.NDArray[Any], origin: _Origin) -> Any:
+    if origin.kind == "numpy" and origin.dtype != "bfloat16":
+        return array
+    if origin.kind == "torch":
+        return torch.from_numpy(array).to(origin.device, getattr(torch, origin.dtype))
+    if origin.kind == "cupy":
+        return sys.modules["cupy"].asarray(array)
+    jax = sys.modules["jax"]
+    if array.dtype.itemsize == 8 and not jax.config.jax_enable_x64:
+        raise UnsupportedDtype(f"JAX holds {origin.dtype} only after jax.config.update('jax_enable_x64', True)")
+    return jax.numpy.asarray(array, dtype=origin.dtype)
+
+
+def _joint(x: str, y: str) -> str:
+    """Return the dtype of a sum or product: of two integer dtypes int64, of two float dtypes the wider one."""
+    real = [dtype for dtype in (x, y) if dtype in _FLOATS]
+    if x == y or len(real) == 1:
+        return x if x == y else real[0]
+    return max(real, key=list(_FLOATS).index) if real and {x, y} != {"float16", "bfloat16"} else (
+        "float32" if real else "int64"
+    )  # fmt: skip

@@ -1,0 +1,554 @@
+"""Paillier against Python integers, phe, and plain arithmetic; its bounds, its messages, and what they do not tell."""
+
+import copy
+import io
+import math
+import operator
+import os
+import pickle
+import re
+import stat
+import types
+
+import numpy as np
+import pytest
+import torch
+
+import accelerant
+from accelerant.algebra.bigint import residues_of
+from accelerant.errors import (
+    AccelerantError,
+    ConfigError,
+    FormatError,
+    RangeError,
+    ShapeError,
+    UnsupportedCase,
+    UnsupportedDtype,
+)
+from accelerant.privacy import he
+from accelerant.privacy.he import paillier
+from accelerant.privacy.he.paillier import EncryptedTensor, PrivateKey, PublicKey, keygen
+from requirements import require_module
+
+
+@pytest.fixture(scope="module")
+def keys():
+    require_module("gmpy2", "privacy")
+    return keygen(1024, insecure=True)
+
+
+@pytest.fixture
+def public(keys):
+    return keys[0]
+
+
+@pytest.fixture
+def private(keys):
+    return keys[1]
+
+
+def assert_shows_nothing(text, private):
+    """No run of twelve digits, decimal or hexadecimal, of a private number."""
+    numbers = (private.p, private.q, (private.p - 1) * (private.q - 1))
+    secret = "".join(f"{n} {n:x} " for n in numbers)
+    for run in re.findall(r"[0-9a-fA-F]{12,}", text):
+        for at in range(len(run) - 11):
+            assert run[at : at + 12].lower() not in secret
+
+
+# --- the scheme ------------------------------------------------------------------------------------------------------
+
+
+def test_known_answer():
+    private = PrivateKey(1000003, 1000033, insecure=True)
+    public, m, r = private.public, 123456789, 987654321
+    c = public._plain([m], residues_of([r], public.n_square).space)
+    c = c.times(residues_of([r], public.n_square).power([public.n]))
+    assert c.ints() == [687491236425761097824740]
+    assert private.decrypt(public.from_ints(687491236425761097824740, limit=m)) == m
+
+
+def test_the_smallest_key_reads_every_plaintext():
+    private = PrivateKey(11, 17, insecure=True)
+    n = private.public.n
+    for m in range(-(n // 3) + 1, n // 3):
+        for r in (1, 2, n - 1):
+            c = (1 + m * n) * pow(r, n, n * n) % (n * n)
+            assert private.decrypt(private.public.from_ints(c)) == m
+    for m in (n // 3, n // 2, n - n // 3):
+        with pytest.raises(RangeError, match="beyond n/3"):
+            private.decrypt(private.public.from_ints((1 + m * n) % (n * n)))
+
+
+DTYPES = ["int8", "int16", "int32", "int64", "uint8", "float16", "bfloat16", "float32", "float64"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_values_come_back_exactly(keys, dtype):
+    public, private = keys
+    kind = getattr(torch, dtype)
+    info = torch.finfo(kind) if kind.is_floating_point else torch.iinfo(kind)
+    x = torch.tensor([[info.min, info.max, 0], [1, 2, 3]], dtype=kind)
+    if dtype == "float64":
+        x[0] = torch.tensor([-1e9 / 3, math.pi, -0.1])  # 2^1024 needs a key of 2048 bits
+    limit = 1e10 if dtype == "float64" else None
+    for c in (
+        public.encrypt(x, limit=limit),
+        private.encrypt(x, limit=limit),
+        public.encrypt(x, limit=limit, fast=True),
+    ):
+        y = private.decrypt(c)
+        assert y.dtype == kind
+        assert torch.equal(y, x)
+
+
+def test_small_floats_are_rounded_to_the_precision(keys):
+    public, private = keys
+    x = np.array([2.0**-70, -(2.0**-60), 1e-300, 1 + 2**-20], np.float32)
+    y = private.decrypt(public.encrypt(x))
+    assert np.abs(y - x).max() <= 2.0**-65
+    assert private.decrypt(public.encrypt(np.array([0.3, -0.3]), exponent=-1, limit=1)).tolist() == [0.3125, -0.3125]
+
+
+def test_two_encryptions_differ_and_modes_decrypt_alike(keys):
+    public, private = keys
+    x = torch.zeros(4)
+    ciphertexts = [
+        c
+        for _ in range(2)
+        for t in (public.encrypt(x), private.encrypt(x), public.encrypt(x, fast=True))
+        for c in t.to_ints()
+    ]
+    assert len(set(ciphertexts)) == 24
+
+
+def test_crt_encryption_gives_nth_residues_of_both_primes(keys):
+    """The masks have order dividing (p - 1)(q - 1), as r^n mod n^2 has, and none is 1."""
+    public, private = keys
+    masks = private._masks(4, paillier.HOST).ints()
+    assert all(pow(int(x), (private.p - 1) * (private.q - 1), public.n**2) == 1 for x in masks)
+    assert 1 not in masks
+
+
+@pytest.mark.slow
+def test_keygen_of_2048_bits():
+    public, private = keygen(2048)
+    assert public.n.bit_length() == 2048
+    assert private.p % 4 == private.q % 4 == 3
+    assert math.gcd(private.p - 1, private.q - 1) == 2
+    assert public.blum
+    x = torch.tensor([1e300, -1.5], dtype=torch.float64)
+    assert torch.equal(private.decrypt(public.encrypt(x)), x)
+    with pytest.raises(ConfigError, match="even number of bits"):
+        keygen(1024)
+
+
+@pytest.mark.parametrize("bits", [0, 1024, 2047, 2049, 8194])
+def test_other_sizes_of_keys_are_refused(bits):
+    with pytest.raises(ConfigError, match=f"from 2048 to 8192, got {bits}"):
+        keygen(bits)
+
+
+def test_primes_are_checked(private):
+    p, q = private.p, private.q
+    for bad, match in [
+        ((p, p), "different"), ((p, q + 2), "not a prime"), ((2, q), "different odd"), ((3, 7), "divide"),
+        ((-p, q), "odd"),
+    ]:  # fmt: skip
+        with pytest.raises(FormatError, match=match) as error:
+            PrivateKey(*bad, insecure=True)
+        assert_shows_nothing(str(error.value), private)
+    with pytest.raises(FormatError, match="of as many bits"):
+        PrivateKey(3, q)
+    with pytest.raises(FormatError, match="of 1024 bits"):
+        PrivateKey(p, q)
+    for n in (0, -5, 16, 2**64):
+        with pytest.raises(FormatError, match="n must be odd"):
+            PublicKey(n, insecure=True)
+
+
+# --- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_arithmetic_equals_plain_arithmetic(private, kind):
+    rng = np.random.default_rng(0)
+    x, y, w = rng.integers(-99, 99, (2, 3)), rng.integers(-99, 99, 3), rng.integers(-9, 9, (3, 2))
+    v = rng.integers(-9, 9, 3)
+    if kind == "torch":
+        x, y, w, v = map(torch.from_numpy, (x, y, w, v))
+    a, b = private.encrypt(x), private.encrypt(y)
+    for found, wanted in [
+        (a + b, x + y), (a - b, x - y), (b - a, y - x), (-a, -x), (a + 3, x + 3), (3 - a, 3 - x), (a - y, x - y),
+        (a * 5, x * 5), (-2 * a, -2 * x), (a * y, x * y), (a * 0, x * 0), (a * 0.5, x * 0.5), (a / 4, x / 4),
+        (a @ w, x @ w), (a @ v, x @ v), (a.sum(), x.sum()), (a.sum(0), x.sum(0)), (a.sum(-1), x.sum(1)), (a[1], x[1]),
+        (a[:, ::2], x[:, ::2]), (a.reshape(3, 2), x.reshape(3, 2)), (a.reshape(-1) * 2 + 1, x.reshape(-1) * 2 + 1),
+        (a * 2.5 + b * 0.125 - 7, x * 2.5 + y * 0.125 - 7),
+    ]:  # fmt: skip
+        answer = private.decrypt(found)
+        assert tuple(answer.shape) == tuple(wanted.shape)
+        assert (answer == wanted).all(), (found, answer, wanted)
+        assert not answer.shape or type(answer) is type(x)
+
+
+def test_the_other_operand_may_be_on_the_left_of_numpy_arrays(private):
+    x = np.arange(3)
+    assert private.decrypt(x + private.encrypt(x)).tolist() == [0, 2, 4]
+    assert private.decrypt(x * private.encrypt(x)).tolist() == [0, 1, 4]
+
+
+def test_exponents_are_aligned(keys):
+    public, private = keys
+    x, y = public.encrypt(np.array([1.5, -2.25]), exponent=-2, limit=10), public.encrypt(np.array([3, 4]))
+    assert ((x + y).exponent, (y - x).exponent) == (-2, -2)
+    assert private.decrypt(x + y).tolist() == [4.5, 1.75]
+    z = x * 0.5
+    assert z.exponent == -3
+    assert private.decrypt(z + x).tolist() == [2.25, -3.375]
+    assert (x * 16.0).exponent == -2  # the number's exponent is the highest that is exact
+
+
+def test_empty_and_single_tensors(keys):
+    public, private = keys
+    empty = public.encrypt(torch.zeros(0, 3))
+    assert private.decrypt(empty * 2 + empty).shape == (0, 3)
+    assert private.decrypt(EncryptedTensor.from_bytes(empty.to_bytes(), public)).shape == (0, 3)
+    with pytest.raises(ShapeError, match="at least one term"):
+        empty.sum(0)
+    assert private.decrypt(public.encrypt(2.5, limit=10)) == 2.5
+    with pytest.raises(ShapeError, match="no length"):
+        len(public.encrypt(1))
+    assert len(public.encrypt([1, 2])) == 2
+
+
+def test_an_overflow_is_an_error_and_never_wraps(keys):
+    public, private = keys
+    top = public.max_int
+    c = public.from_ints(public.encrypt(1).to_ints(), limit=top)
+    for operation in (
+        lambda: c + 1,
+        lambda: c + c,
+        lambda: c * 2,
+        lambda: c * 0.5 + 0.5,
+        lambda: public.encrypt([1, 1]) * 2**1000,
+    ):
+        with pytest.raises(RangeError, match="smaller limit"):
+            operation()
+    for m in (top, -top):
+        big = public._plain([m], paillier.HOST).ints()[0] % public.n**2
+        assert private._signed(residues_of([big], public.n_square)) == [m]
+        with pytest.raises(RangeError, match="does not fit int64"):
+            private.decrypt(public.from_ints(big))
+    hidden = public._plain([top + 1], paillier.HOST).ints()[0] % public.n**2
+    with pytest.raises(RangeError, match="overflowed elsewhere"):
+        private.decrypt(public.from_ints(hidden))
+    with pytest.raises(RangeError, match="does not fit int8"):
+        private.decrypt(public.encrypt(np.array([100], np.int8)) + np.array([100], np.int8))
+    with pytest.raises(RangeError, match="larger key"):
+        public.encrypt(np.array([1.0]))  # any float64, at 1024 bits
+    with pytest.raises(RangeError, match="does not fit float32"):
+        private.decrypt(public.encrypt(np.array([3e38], np.float32)) * 2)
+
+
+def test_values_that_cannot_be_encrypted(public):
+    for x, match in [([1.0, math.nan], "index 1 is not finite"), ([[1.0], [math.inf]], "index 1 is not finite")]:
+        with pytest.raises(RangeError, match=match):
+            public.encrypt(np.array(x), limit=2)
+    with pytest.raises(RangeError, match="flat index 2 is beyond the limit") as error:
+        public.encrypt(np.array([1, 2, 123456789]), limit=10)
+    assert "123456789" not in str(error.value)
+    for x in (True, np.zeros(1, complex), torch.zeros(1, dtype=torch.bool), "text", [None], np.ma.ones(2)):
+        with pytest.raises(UnsupportedDtype):
+            public.encrypt(x)
+    for options in ({"exponent": 1}, {"exponent": -2000}, {"limit": -1}, {"limit": math.nan}, {"exponent": 0.5}):
+        with pytest.raises(ConfigError):
+            public.encrypt([1], **options)
+
+
+def test_refused_operands(private):
+    other = PrivateKey(11, 17, insecure=True).public.from_ints(1)
+    c = private.encrypt(torch.ones(2, 3))
+    with pytest.raises(FormatError, match="encrypted for"):
+        c + other
+    with pytest.raises(FormatError, match="the key is of"):
+        private.decrypt(other)
+    with pytest.raises(UnsupportedCase, match="bfv multiplies ciphertexts"):
+        c * c
+    for operation in (
+        lambda: c + torch.ones(2),
+        lambda: c @ torch.ones(2, 2),
+        lambda: c.sum(2),
+        lambda: c[5],
+        lambda: c.reshape(4),
+    ):
+        with pytest.raises(ShapeError):
+            operation()
+    with pytest.raises(RangeError, match="not finite"):
+        c * math.nan
+    with pytest.raises(UnsupportedDtype):
+        private.decrypt(c, dtype="complex64")
+
+
+def test_results_are_rerandomised_before_they_leave(keys):
+    public, private = keys
+    c = public.encrypt([7, 8])
+    assert c.fresh
+    assert c.to_ints() == c.to_ints()
+    d = c * 1 + 0
+    assert not d.fresh
+    assert d.to_ints() != d.to_ints()
+    assert d.to_ints(rerandomize=False) == c.to_ints()
+    assert not c[[0, 0]].fresh  # one ciphertext twice
+    assert c[::-1].fresh
+    for one in (d.rerandomize(), d.rerandomize(fast=True), EncryptedTensor.from_bytes(d.to_bytes(), public)):
+        assert private.decrypt(one).tolist() == [7, 8]
+        assert not set(one.to_ints()) & set(c.to_ints())
+
+
+# --- packed ----------------------------------------------------------------------------------------------------------
+
+
+def test_packed(keys):
+    public, private = keys
+    slots = public.slots
+    assert PublicKey(2**2047 + 1).slots == 66
+    rng = np.random.default_rng(0)
+    x = rng.integers(-(2**23), 2**23, (3, slots), endpoint=True)
+    x[0, :2] = 2**23, -(2**23)
+    c = public.encrypt(x, pack=True)
+    assert len(c.residues) == 3
+    assert (private.decrypt(c) == x).all()
+    total = c
+    for _ in range(126):
+        total = total + c
+    assert (private.decrypt(total) == 127 * x).all()
+    with pytest.raises(RangeError, match="of a slot"):
+        total + c
+    assert (private.decrypt(c * -3 + 5 - x) == -4 * x + 5).all()
+    assert (private.decrypt(c.reshape(-1) - 1) == x.reshape(-1) - 1).all()
+    again = EncryptedTensor.from_bytes((-c).to_bytes(), public)
+    assert (private.decrypt(again) == -x).all()
+    small = public.encrypt(torch.tensor([0.5, -1.25]), pack=True, exponent=-2)
+    assert private.decrypt(small + 0.25).tolist() == [0.75, -1.0]
+
+
+def test_what_packed_tensors_refuse(public):
+    c = public.encrypt([1, 2, 3], pack=True)
+    for operation in (
+        lambda: c * [1, 2, 3], lambda: c * 0.5, lambda: c[0], c.sum, c.to_ints, lambda: c + public.encrypt([1, 2, 3]),
+        lambda: c @ [1, 2, 3], lambda: c + 0.5, lambda: c + np.ones((2, 3), int),
+    ):  # fmt: skip
+        with pytest.raises(UnsupportedCase, match=r"packed"):
+            operation()
+    with pytest.raises(RangeError, match="flat index 1"):
+        public.encrypt([1, 2**23 + 1], pack=True)
+    with pytest.raises(ConfigError, match="need an exponent"):
+        public.encrypt([0.5], pack=True)
+    with pytest.raises(ConfigError, match="24 bits"):
+        public.encrypt([1], pack=True, limit=2**24)
+
+
+# --- phe -------------------------------------------------------------------------------------------------------------
+
+
+def test_phe_reads_ours_and_the_reverse(keys):
+    require_module("phe")
+    import phe
+
+    public, private = keys
+    theirs = phe.PaillierPublicKey(public.n)
+    reader = phe.PaillierPrivateKey(theirs, private.p, private.q)
+    x = [1.5, -2.75, 1e-9]
+    c = public.encrypt(np.array(x, np.float32)) + np.float32(0.5)
+    for value, number in zip(c.to_ints(), x, strict=True):
+        assert reader.decrypt(phe.EncryptedNumber(theirs, value, c.exponent)) == pytest.approx(number + 0.5, rel=1e-7)
+    assert reader.raw_decrypt(public.encrypt(-5).to_ints()) == public.n - 5
+    for value in (3, -(2**40), 0.1, -1e-20):
+        number = theirs.encrypt(value)
+        ours = public.from_ints(number.ciphertext(), exponent=number.exponent, limit=2**41)
+        assert private.decrypt(ours) == value
+    again = PrivateKey(reader.p, reader.q, insecure=True)
+    assert again == private
+    foreign = PublicKey(theirs.n, insecure=True)
+    assert private.decrypt(foreign.encrypt(2)) == 2
+    with pytest.raises(ConfigError, match="fast=True needs a key"):
+        foreign.encrypt(2, fast=True)
+
+
+# --- other libraries -------------------------------------------------------------------------------------------------
+
+
+def test_batches_answer_in_kind(keys, monkeypatch):
+    public, private = keys
+    array = np.array([1.5, -2.0], np.float32)
+    for x in (array, torch.from_numpy(array)):
+        y = he.decrypt_batch(private, he.encrypt_batch(public, x, fast=True) * 2)
+        assert type(y) is type(x)
+        assert y.tolist() == [3.0, -4.0]
+    assert he.decrypt_batch(private, he.encrypt_batch(public, [1, 2])).tolist() == [1, 2]
+
+    class Foreign:  # CuPy is not here: an array of its interface
+        def __init__(self, values):
+            self.values = values
+
+        def get(self):
+            return self.values
+
+    Foreign.__module__ = "cupy.core"
+    monkeypatch.setitem(__import__("sys").modules, "cupy", types.SimpleNamespace(asarray=Foreign))
+    back = private.decrypt(public.encrypt(Foreign(array)))
+    assert isinstance(back, Foreign)
+    assert back.values.tolist() == array.tolist()
+
+
+def test_names():
+    assert accelerant.privacy.he is he
+    assert sorted(he.__all__) == dir(he)
+    assert all(getattr(he, name) for name in he.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        he.nothing  # noqa: B018  the look-up is the test
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+def test_messages_come_back(keys, tmp_path):
+    public, private = keys
+    again = PublicKey.from_bytes(public.to_bytes(), insecure=True)
+    assert (again, again.blum) == (public, True)
+    assert pickle.loads(pickle.dumps(public)) == public
+    c = public.encrypt(torch.tensor([[1.5, -2.5]]))
+    d = EncryptedTensor.from_bytes(c.to_bytes(), again)
+    assert (d.shape, d.exponent, d.bound, d.dtype, d.to_ints(rerandomize=False)) == (
+        c.shape, c.exponent, c.bound, c.dtype, c.to_ints(),
+    )  # fmt: skip
+    assert torch.equal(private.decrypt(d), torch.tensor([[1.5, -2.5]]))
+
+
+@pytest.mark.slow  # scrypt, four times
+def test_a_private_key_is_saved_for_its_owner_only(private, tmp_path):
+    path = tmp_path / "key"
+    private.save(path, "passphrase")
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    assert PrivateKey.load(path, "passphrase", insecure=True) == private
+    data = path.read_bytes()
+    for secret in (private.p, private.q):
+        for order in ("big", "little"):
+            assert secret.to_bytes(64, order)[8:20] not in data
+    for wrong, word in ((data, "other"), (data[:-1] + bytes([data[-1] ^ 1]), "passphrase")):
+        with pytest.raises(FormatError, match="wrong passphrase, or damaged") as error:
+            PrivateKey.from_bytes(wrong, word, insecure=True)
+        assert_shows_nothing(str(error.value), private)
+    with pytest.raises(ConfigError, match="passphrase"):
+        private.to_bytes("")
+    with pytest.raises(FormatError, match="of 1024 bits"):
+        PrivateKey.load(path, "passphrase")
+
+
+def test_private_numbers_show_nowhere(private):
+    for text in (repr(private), str(private), f"{private}", repr(private.public), repr(private.encrypt([1]))):
+        assert_shows_nothing(text, private)
+    for attempt in (pickle.dumps, copy.copy, copy.deepcopy, lambda key: torch.save(key, io.BytesIO())):
+        with pytest.raises(ConfigError, match="not pickled or copied") as error:
+            attempt(private)
+        assert_shows_nothing(str(error.value), private)
+
+
+def test_messages_of_another_key_version_or_size(keys):
+    public, private = keys
+    data = public.encrypt([1, 2]).to_bytes()
+    head = 8 + 32 + 3
+    other = PublicKey(public.n + 4, insecure=True)
+    with pytest.raises(FormatError, match="of another key"):
+        EncryptedTensor.from_bytes(data, other)
+    for changed, match in [
+        (data[:7] + b"\x02" + data[8:], "version 2"), (b"x" + data[1:], "begins with other bytes"), (b"", "cut off"),
+        (public.to_bytes(), "begins with other bytes"), (data[:-1], "bytes of ciphertexts"),
+        (data + b"\0", "bytes of ciphertexts"), (data[:head] + b"\x7f" + data[head + 1 :], "an exponent is from"),
+        (data[:-256] + bytes(256), "ciphertext 1 is not from 1"),
+        (data[:-256] + b"\xff" * 256, "ciphertext 1 is not from 1"),
+        (data[:-256] + public.n.to_bytes(256, "big"), "not coprime"),
+        (data[:41] + b"\x09" + data[42:], "larger than allowed"),
+    ]:  # fmt: skip
+        with pytest.raises(FormatError, match=match):
+            EncryptedTensor.from_bytes(changed, public)
+    size = data.index((2).to_bytes(8, "big"), head + 4 + public.n_bytes)
+    for claimed in (2**47, 2**63, 2**64 - 1, 3, 0):  # a negative size is a huge one
+        with pytest.raises(FormatError, match=r"bytes of ciphertexts|larger than allowed"):
+            EncryptedTensor.from_bytes(data[:size] + claimed.to_bytes(8, "big") + data[size + 8 :], public)
+    for value, match in [(0, "not from 1"), (public.n**2, "not from 1"), (-1, "not from 1"), (private.p, "coprime")]:
+        with pytest.raises(FormatError, match=match) as error:
+            public.from_ints([1, value])
+        assert_shows_nothing(str(error.value), private)
+    with pytest.raises(UnsupportedDtype, match="integer"):
+        public.from_ints(["1"])
+    for data in (b"ACLPAIn\x01", public.to_bytes()[:9], public.to_bytes() + b"1", b"ACLPAIn\x01\x00" + b"\xff" * 2000):
+        with pytest.raises(FormatError):
+            PublicKey.from_bytes(data)
+
+
+@pytest.mark.search(1)
+def test_damaged_messages_are_format_errors(keys, rng, record_property, monkeypatch):
+    """Cut, extended, flipped and spliced: a message is read as something valid, or is a FormatError."""
+    public, private = keys
+    monkeypatch.setattr(paillier, "_cipher", lambda word, salt: real(word, b"s" * 16))  # scrypt once
+    real_cipher, made = paillier._cipher, {}
+
+    def real(word, salt):
+        from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
+        return made.setdefault(word, ChaCha20Poly1305(b"k" * 32))
+
+    assert real_cipher
+    messages = [
+        (public.to_bytes(), lambda data: PublicKey.from_bytes(data, insecure=True)),
+        (private.to_bytes("word"), lambda data: PrivateKey.from_bytes(data, "word", insecure=True)),
+        (public.encrypt([[1, 2]]).to_bytes(), lambda data: EncryptedTensor.from_bytes(data, public)),
+        (public.encrypt([1, 2], pack=True).to_bytes(), lambda data: EncryptedTensor.from_bytes(data, public)),
+    ]
+    for _ in range(200):
+        data, read = rng.choice(messages)
+        damaged = bytearray(data)
+        for _ in range(rng.choice((1, 1, 2, 5))):
+            at = rng.randrange(min(len(damaged), rng.choice((60, len(damaged)))) or 1) if damaged else 0
+            damage = rng.choice(("cut", "extend", "flip", "splice"))
+            if damage == "cut":
+                del damaged[at:]
+            elif damage == "extend":
+                damaged += rng.randbytes(rng.randrange(300))
+            elif damage == "flip" and damaged:
+                damaged[at] = rng.randrange(256)
+            else:
+                other = rng.choice(messages)[0]
+                damaged[at : at + 8] = other[at : at + 8]
+        try:
+            found = read(bytes(damaged))
+            assert isinstance(found, (PublicKey, PrivateKey, EncryptedTensor))
+            record_property("read", 1)
+        except FormatError as error:
+            assert_shows_nothing(str(error), private)
+            record_property("refused", 1)
+
+
+@pytest.mark.search(1)
+def test_random_programs_equal_plain_arithmetic(private, rng, record_property):
+    """Chains of operations on integers equal NumPy's on Python integers, or end in RangeError."""
+    for _ in range(8):
+        shape = rng.choice([(3,), (2, 2), (1, 3)])
+        plain = np.array([rng.randrange(-(2**40), 2**40) for _ in range(math.prod(shape))], object).reshape(shape)
+        cipher = private.encrypt(plain.astype(np.int64))
+        for _ in range(rng.randrange(1, 6)):
+            op = rng.choice((operator.add, operator.sub, operator.mul))
+            other = rng.choice((rng.randrange(-(2**60), 2**60), np.array(rng.choices(range(-9, 9), k=shape[-1]))))
+            cipher, plain = (
+                op(cipher, other),
+                op(plain, other.astype(object) if isinstance(other, np.ndarray) else other),
+            )
+            record_property("operations", 1)
+        assert private._signed(cipher.residues) == plain.reshape(-1).tolist()
+        assert max(map(abs, plain.reshape(-1))) <= cipher.bound
+
+
+def test_errors_are_in_the_tree():
+    assert issubclass(RangeError, AccelerantError)
+    assert issubclass(RangeError, OverflowError)
