@@ -6,6 +6,7 @@ entry in the ledger, unless fallback is off. A lost device (DeviceLost) is never
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
@@ -413,6 +414,51 @@ class Accelerator(Operations):
         self._submitted.add(future)
         future.when_done(self._submitted.discard)
         return future
+
+    def map(
+        self, fn: Callable[[Any], T], items: Iterable[Any], *, engine: str | None = None, address: str | None = None,
+        workers: int | None = None,
+    ) -> list[T]:  # fmt: skip
+        """Call a function of each item in worker processes, and return the results in order.
+
+        >>> losses = acc.map(train_with, [0.5, 1.0, 2.0])
+
+        Workers are processes of this host, or actors on the nodes of a Ray cluster. Items are handed out as workers
+        become free. What a worker that dies had not answered is handed out again; an item that ends three is given up.
+
+        Args:
+            fn: a function of one item. It is pickled, as are items and results; functions of the main program and
+                lambdas need cloudpickle, which Ray includes. In a worker, "auto" and `Accelerator()` are this
+                Accelerator's backend; on a GPU a worker has one GPU, its device 0.
+            engine: "local", or "ray"; by default Ray where this process is connected to a cluster, else local.
+            address: of the Ray cluster; by default the one of RAY_ADDRESS, or the one on this host, or a new one of it.
+            workers: their number; by default one a GPU, or one a core, each with its share of the cores.
+
+        Raises:
+            Exception: what fn raised, with a note of the item's index, which is also its attribute `item_index`; items
+                that were not begun are left out.
+            AccelerantError: workers died with an item, or before they were ready.
+            ConfigError: something cannot be pickled; no cluster at the address; no such engine.
+            MissingDependency: Ray is not installed.
+        """
+        self._check_open()
+        from accelerant.runtime.jobs import engine_of, run_jobs
+
+        listed = list(items)
+        devices = sum(device.available and device.backend == self.device.backend for device in registry.devices())
+        results: list[Any] = [None] * len(listed)
+        jobs = run_jobs(
+            functools.partial(functools.partial, fn), listed, engine=engine_of(engine, address), address=address,
+            backend=self.device.backend, devices=devices, workers=workers,
+        )  # fmt: skip
+        with contextlib.closing(jobs):
+            for outcome in jobs:
+                if outcome.error is not None:
+                    outcome.error.add_note(f"of items[{outcome.index}]")
+                    outcome.error.item_index = outcome.index  # type: ignore[attr-defined]
+                    raise outcome.error
+                results[outcome.index] = outcome.value
+        return results
 
     # --- one call ------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ Importing a group's module loads only its `register(app)`; its commands import t
 their bodies, so that `--help` is quick.
 
 Exit status: 0 done, 1 failed, 2 wrong usage or unusable input, 128 + n ended by signal n (130 is Ctrl-C). The `zk`
-commands end with 1 only if a proof is invalid, and with 2 for every failure.
+commands end with 1 only if a proof is invalid, or some of many witnesses failed, and with 2 for every other failure.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 class InvalidProofError(Exception):
-    """The verdict of `zk verify` that ends the process with status 1."""
+    """The verdict of `zk verify`, and of `zk prove-many` on some witnesses, that ends the process with status 1."""
 
 
 @contextmanager

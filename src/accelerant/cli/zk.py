@@ -26,7 +26,7 @@ from accelerant.runtime.files import escaped
 if TYPE_CHECKING:
     from accelerant.zk.groth16 import Proof
 
-__all__ = ["calldata", "export_vk", "inspect", "prove", "register", "setup", "verify"]
+__all__ = ["calldata", "export_vk", "inspect", "prove", "prove_many", "register", "setup", "verify"]
 
 
 def _file(metavar: str, text: str) -> Any:
@@ -51,6 +51,8 @@ def register(app: typer.Typer) -> None:
     group = Application(name="zk", help="Zero-knowledge proofs: Groth16 with snarkjs's files.", no_args_is_help=True)
     commands: dict[Callable[..., None], str] = {
         prove: "zk prove circuit.zkey witness.wtns proof.json public.json",
+        prove_many: "zk prove-many circuit.zkey witnesses/*.wtns --out proofs\n"
+        "accelerant zk prove-many circuit.zkey witnesses/*.wtns --out proofs --ray 10.0.0.1:6379",
         verify: "zk verify verification_key.json public.json proof.json && echo accepted",
         inspect: "zk inspect circuit.zkey\naccelerant zk inspect circuit.r1cs --json\n"
         "accelerant zk inspect downloaded.zkey --check",
@@ -85,6 +87,36 @@ def prove(
     Nothing is written if the proof does not verify. Both files are on the disk before either takes its name.
     """
     prove_files(zkey, witness, proof, public, self_verify=self_verify, device=device, json_output=json_output)
+
+
+def prove_many(
+    zkey: _Zkey,
+    witnesses: Annotated[list[Path], _file("WITNESS.WTNS...", "Witnesses, .wtns files with different names.")],
+    out: Annotated[
+        Path, typer.Option(help="Folder for NAME.proof.json and NAME.public.json; made if absent.")
+    ] = Path(),
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Prove on a Ray cluster: HOST:PORT, ray://HOST:PORT, or auto."),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes; by default one a GPU, or one a host without GPUs.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or opencl. auto takes GPUs, if there are any.")] = "auto",
+    json_output: _Json = False,
+) -> None:
+    """Prove many witnesses with one key, on all GPUs of this host or of a Ray cluster.
+
+    Each proof is verified and written whole. Valid proofs in the folder are kept, so that a run which was interrupted
+    goes on when it is started again. A witness that fails is named with the reason, and the others are proved. What a
+    process or node that dies had not finished is proved by another one. On a cluster, key and witnesses must be in a
+    folder that all nodes share; proofs are written by this process.
+
+    Exit status 0 if all have a proof, 1 if some witness failed, 2 if nothing could be done.
+    """
+    from accelerant.cli.zk_prove_many import prove_many_files
+
+    prove_many_files(zkey, witnesses, out, ray=ray, workers=workers, device=device, json_output=json_output)
 
 
 def verify(key: _Key, public: _Public, proof: _Proof, json_output: _Json = False) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 __all__ = [
     "control_group_room", "fork_safe", "host_memory", "processor_facts", "processor_name", "python_child",
-    "read_meminfo", "refuse_masked", "usable_cores",
+    "read_meminfo", "refuse_masked", "set_usable_cores", "usable_cores",
 ]  # fmt: skip
 
 from accelerant.errors import UnsupportedDtype
@@ -24,12 +24,16 @@ LockT = TypeVar("LockT")
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 
+_cores_of_worker: int | None = None
+
 
 def usable_cores() -> int:
     """Return the number of cores this process may keep busy: its affinity, limited by its control group's quota.
 
     Python and torch see the machine's cores; in a container with a quota, a thread for each would only wait.
     """
+    if _cores_of_worker is not None:
+        return _cores_of_worker
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     try:
@@ -38,6 +42,12 @@ def usable_cores() -> int:
     except (OSError, ValueError):
         pass  # no quota ("max"), or not Linux
     return cores
+
+
+def set_usable_cores(count: int | None) -> None:
+    """Set the number that usable_cores returns, in one of several worker processes of a host; None for all cores."""
+    global _cores_of_worker
+    _cores_of_worker = count
 
 
 def control_group_room() -> int:

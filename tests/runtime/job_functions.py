@@ -1,0 +1,41 @@
+"""What workers run in test_jobs.py; a worker imports this module, which imports little."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from accelerant.errors import BackendUnavailable, ConfigError
+
+
+def square(x):
+    return x * x
+
+
+def odd(x):
+    """Return the argument, or go wrong in one of several ways."""
+    if x == 2:
+        raise ValueError("two")
+    if x == 3:
+        raise BackendUnavailable("cuda", "it cannot be pickled")
+    if x == 4:
+        return (value for value in "abc")
+    if x == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return x
+
+
+def dies_once(folder, x):
+    """End the first worker that has item 3."""
+    (Path(folder) / f"{x}.{os.getpid()}.{time.monotonic_ns()}").touch()
+    if x == 3 and len(list(Path(folder).glob("3.*"))) == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return x
+
+
+def refuse():
+    raise ConfigError("no such key")
+
+
+def end():
+    os._exit(7)
