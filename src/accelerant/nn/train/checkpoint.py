@@ -2,11 +2,13 @@
 
 A checkpoint is one safetensors file: named tensors, and in its header a JSON document and the SHA-256 of that document
 and of all tensors. Reading one never executes anything. `Checkpoints` keeps the last two of a folder; if the newer one
-is damaged, the older one is used.
+is damaged, the older one is used. Several processes write their tensors as shards (sharded_checkpoint.py), which the
+document lists.
 """
 
 from __future__ import annotations
 
+import copy
 import errno
 import hashlib
 import json
@@ -15,8 +17,9 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +32,10 @@ from accelerant.nn.train.optim import load_optimizer, optimizer_state, require_o
 from accelerant.nn.train.step import LossScale
 from accelerant.runtime.files import clipped, decode_json, open_regular, remove_leftovers, typed, write_atomic
 from accelerant.runtime.memory.limits import size_text
+from accelerant.runtime.processes import Processes
+
+if TYPE_CHECKING:
+    from accelerant.nn.train.sharded_checkpoint import Shards, ShardSaver
 
 __all__ = [
     "BestModel", "Checkpoints", "gathered", "is_full", "load_checkpoint", "read_tensors", "require_same_config",
@@ -61,7 +68,16 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read tensors, to the host, and document; raise FormatError if the file is missing, torn, altered, or another."""
+    """Read tensors, to the host, and document; raise FormatError if the file is missing, torn, altered, or another.
+
+    Of a checkpoint of several processes, tensors are whole, and random states those of rank 0.
+    """
+    tensors, document, shards = _checked(path)
+    return tensors if shards is None else _from_shards(path, document, shards, 0, {}), document
+
+
+def _checked(path: Path, rank: int = 0, size: int = 1) -> tuple[dict[str, Tensor], dict[str, Any], Shards | None]:
+    """Read a checkpoint's file, and verify this rank's share of its shards, if it has any."""
     if not path.is_file():
         raise FormatError(f"no checkpoint {path}")
     tensors, metadata = _read(path, "checkpoint")
@@ -74,7 +90,34 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         document: dict[str, Any] = typed(dict[str, Any], decode_json(text), "document")
     except ValueError as error:
         raise FormatError(f"{path} is not a checkpoint of this program: {error}") from None
-    return tensors, document
+    if "shards" not in document:
+        return tensors, document, None
+    from accelerant.nn.train.sharded_checkpoint import Shards
+
+    shards = Shards.of(path, document.pop("shards"))
+    shards.verify(path, rank, size)
+    return tensors, document, shards
+
+
+def _from_shards(
+    path: Path, document: dict[str, Any], shards: Shards, rank: int, like: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the tensors of verified shards, and the random states that this rank had, of which JSON is a part."""
+    from accelerant.nn.train.sharded_checkpoint import load_shards
+
+    own = f"rank{rank}."
+    names = {name: name for name in shards.tensors if not _OF_RANK.match(name)}
+    names |= {name.removeprefix(own): name for name in shards.tensors if name.startswith(own)}
+    tensors = load_shards(path, shards, names, like)
+    if (rest := tensors.pop("random.json", None)) is not None:
+        try:
+            document["random"] = decode_json(rest.numpy().tobytes())
+        except (ValueError, TypeError) as error:
+            raise FormatError(f"checkpoint {path} has the state of no random generator: {error}") from None
+    return tensors
+
+
+_OF_RANK = re.compile(r"rank\d+\.random\.")
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -82,13 +125,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return _read(path, "model")[0]
 
 
-def _read(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _read(path: Path, kind: str, *, tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
     from safetensors import SafetensorError, safe_open
 
     try:
         os.close(open_regular(path))  # safetensors would wait for a pipe
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+            names = file.keys() if tensors else ()
+            return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise FormatError(f"{kind} {path} is torn or not a {kind}: {str(error)[:300]}") from None
 
@@ -102,9 +146,28 @@ _DOCUMENT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read the checkpoint of a training; raise FormatError as `load_checkpoint`, and for values of another type."""
-    tensors, document = load_checkpoint(path)
+def _load_state(path: Path, like: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read the checkpoint of a training; raise FormatError as `load_checkpoint`, and for values of another type.
+
+    All processes read the same one, or raise.
+    """
+    processes, same = Processes(), dict[str, object]()
+    with processes.agreed(same):
+        tensors, document, shards = _checked(path, processes.rank, processes.size)
+        if shards is None and any(type(each) is not Tensor for each in like.values()):
+            from accelerant.nn.train.sharded_checkpoint import placed
+
+            tensors = placed(tensors, like)
+        same[f"checkpoint {path}"] = hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
+    with processes.agreed({}):
+        if shards is not None:
+            tensors = _from_shards(path, document, shards, processes.rank, like)
+        _require_types(path, document)
+    return tensors, document
+
+
+def _require_types(path: Path, document: dict[str, Any]) -> None:
+    """Replace a document's values by those of the types that they must have; raise FormatError for another."""
     try:
         document |= {name: typed(kind, document[name], name) for name, kind in _DOCUMENT.items() if name in document}
         numbers = {"step": typed(int, document.get("step"), "step"), **document.get("position", {})}
@@ -113,7 +176,6 @@ def _load_state(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
                 raise ValueError(f"{clipped(name)} must be 0 or more, got {number}")
     except ValueError as error:
         raise FormatError(f"checkpoint {path} is of another program: {error}") from None
-    return tensors, document
 
 
 def is_full(error: OSError) -> bool:
@@ -142,26 +204,76 @@ _RESULT_BYTES = 4 << 20  # the report, metrics, and other small files
 
 
 class Checkpoints:
-    """The last checkpoint of a folder, `path`, and the one before it, `previous`."""
+    """The last checkpoint of a folder, `path`, and the one before it, `previous`.
+
+    Of several processes each calls every method, in the same order.
+    """
 
     NAMES = ("checkpoint.safetensors", "checkpoint-previous.safetensors")
+    SHARDS = "checkpoint-shards-*"
 
     def __init__(self, folder: Path) -> None:
         self.path, self.previous = (folder / name for name in self.NAMES)
         self._fresh = folder / f".{self.NAMES[0]}.new"
+        self._processes = Processes()
+        self._saver: ShardSaver | None = None
+        self._written = False
 
     @property
     def exist(self) -> bool:
         """True if there is a checkpoint, intact or not."""
         return self.path.is_file() or self.previous.is_file()
 
+    @property
+    def size_bytes(self) -> int:
+        """The size of the larger checkpoint, with its shards; 0 without one."""
+        sizes = [0]
+        for path in filter(Path.is_file, (self.path, self.previous)):
+            shards = path.parent / (_shards_of(path) or "")
+            files = [] if shards == path.parent else [each.stat().st_size for each in shards.glob("*.safetensors")]
+            sizes.append(path.stat().st_size + sum(files))
+        return max(sizes)
+
     def save(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
         """Write a checkpoint; the last one becomes the previous one, or stays if OSError is raised.
 
-        On a full disk it takes the space of the previous one.
+        On a full disk it takes the space of the previous one. Several processes write in the background, until
+        `finished` returns True; random states are kept for each.
         """
+        if self._processes.size == 1:
+            self.make_room(lambda: self._commit(tensors, document))
+            self._written = True
+            return
+        from accelerant.nn.train.sharded_checkpoint import ShardSaver
+
+        if self._saver is None:
+            self._saver = ShardSaver(write_tensors, pinned=any(tensor.is_cuda for tensor in tensors.values()))
+        own = copy.deepcopy(dict(document))
+        rest = torch.frombuffer(bytearray(json.dumps(own.pop("random", {})).encode()), dtype=torch.uint8)
+        named = {**tensors, "random.json": rest}
+        prefix = f"rank{self._processes.rank}."
+        named = {f"{prefix * name.startswith('random.')}{name}": tensor for name, tensor in named.items()}
+
+        def commit(shards: Shards) -> None:
+            self._commit({}, {**own, "processes": self._processes.size, "shards": asdict(shards)})
+            self._remove_unlisted()
+
+        self._saver.start(self.path.parent / self.SHARDS.replace("*", str(own["step"])), named, commit)
+
+    def finished(self, *, wait: bool) -> bool:
+        """Return True once for each checkpoint that has been written; with `wait`, when it has.
+
+        Raises:
+            OSError: a process cannot write; the error names its rank.
+        """
+        if self._saver is not None:
+            return self._saver.finished(wait=wait)
+        written, self._written = self._written, False
+        return written
+
+    def _commit(self, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
         try:
-            self.make_room(lambda: save_checkpoint(self._fresh, tensors, document))
+            save_checkpoint(self._fresh, tensors, document)
         except OSError as error:
             if error.errno is None:
                 raise
@@ -169,6 +281,16 @@ class Checkpoints:
         if self.path.is_file():
             os.replace(self.path, self.previous)
         os.replace(self._fresh, self.path)  # a process killed before this line leaves the previous one
+
+    def _remove_unlisted(self) -> None:
+        """Remove shards of which there is no checkpoint, unless one cannot be read."""
+        try:
+            listed = {_shards_of(path) for path in (self.path, self.previous) if path.is_file()}
+        except FormatError:
+            return
+        for folder in self.path.parent.glob(self.SHARDS):
+            if folder.name not in listed and re.fullmatch(r"\d+", folder.name.rpartition("-")[2]):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def make_room(self, write: Callable[[], None]) -> None:
         """Call `write`, and on a full disk again without the previous checkpoint, if the last one is there."""
@@ -180,26 +302,41 @@ class Checkpoints:
             self.previous.unlink()
             write()
 
-    def load(self) -> tuple[dict[str, Tensor], dict[str, Any], str | None]:
-        """Return the newest intact checkpoint, and a note if it is not the last; raise FormatError without one."""
+    def load(self, like: Mapping[str, Tensor] | None = None) -> tuple[dict[str, Tensor], dict[str, Any], str | None]:
+        """Return the newest intact checkpoint, and a note if it is not the last; raise FormatError without one.
+
+        `like` is the model's state: tensors of its sharded parameters (DTensor), and their optimizer's, are returned
+        as this process's shards, whatever number of processes wrote them.
+        """
+        like = like or {}
         try:
-            return *_load_state(self.path), None
+            return *_load_state(self.path, like), None
         except FormatError as error:
-            if not self.previous.is_file():
-                raise
             try:
-                tensors, document = _load_state(self.previous)
+                tensors, document = _load_state(self.previous, like)
             except FormatError:
                 raise error from None
             return tensors, document, f"{error}; using the previous one, of step {document.get('step')}"
 
     def clean(self) -> None:
-        """Remove incomplete files of a process that was killed: of checkpoints, and of the run's other files."""
+        """Remove incomplete files of processes that were killed: of checkpoints, and of the run's other files."""
+        if not self._processes.first:
+            return
         remove_leftovers(self.path.parent)
         for path in self.path.parent.glob(".tmp??????"):  # of safetensors, which writes under a name of its own first
             if path.is_file():
                 path.unlink()
         self._fresh.unlink(missing_ok=True)
+        self._remove_unlisted()
+
+
+def _shards_of(path: Path) -> str | None:
+    """Return the name of the folder of a checkpoint's shards; None for one of a single process."""
+    try:
+        document = decode_json(_read(path, "checkpoint", tensors=False)[1].get("document", ""))
+        return typed(str, document["shards"]["folder"], "folder") if "shards" in document else None
+    except (ValueError, TypeError, KeyError) as error:
+        raise FormatError(f"checkpoint {path} is damaged: {error}") from None
 
 
 def require_same_shapes(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:

@@ -96,13 +96,14 @@ class RunFolder:
             write_atomic(self.path / ".accelerant-write-test", b"")
             (self.path / ".accelerant-write-test").unlink()
             old = [self.path / name for name in self.FILES if (self.path / name).is_file()]
+            shards = list(self.path.glob(Checkpoints.SHARDS))
             if not overwrite and (Checkpoints(self.path).exist or self.finished or self.model.is_file()):
-                note = self._move_aside([*old, *self.path.glob(f"{self.LEDGER}*"), *self._event_logs()])
+                note = self._move_aside([*old, *shards, *self.path.glob(f"{self.LEDGER}*"), *self._event_logs()])
             else:
                 for file in sorted(old, key=lambda file: file != self.summary):
                     file.unlink()  # the summary first: a partly removed run is not a finished one
-                for log in self._event_logs():
-                    shutil.rmtree(log)
+                for folder in (*shards, *self._event_logs()):
+                    shutil.rmtree(folder)
                 note = self._keep_ledger()
         except OSError as error:
             raise ConfigError(f"cannot write to {self.path}: {error.strerror or error}") from None

@@ -358,8 +358,7 @@ def _require_stored(run: RunConfig, checkpoints: Checkpoints, shape: GPTConfig |
         run = run.replaced(model=model, layers=shape.layers, width=shape.width, context=shape.context)
     layers, width = run.layers, run.width
     least = 2 * run.parameter_count(vocab_size)  # bytes, of the matrices in 16 bits
-    size = max(path.stat().st_size for path in (checkpoints.path, checkpoints.previous) if path.is_file())
-    if least > size:
+    if least > (size := checkpoints.size_bytes):
         sizes = f"{layers:,} layers of width {width:,}, {run.training.context:,} tokens"
         raise FormatError(f"checkpoint {checkpoints.path} has {size:,} bytes, too few for a model of {sizes}")
 

@@ -304,6 +304,7 @@ class _Run:
         self._evaluate_at = frozenset(evaluate_at)
         self._pending: list[PendingStep] = []
         self._saved: int | None = None  # step of the last checkpoint
+        self._saving: int | None = None  # of the one that is being written
         self._flushed_at = time.monotonic()
         self._peak = -math.inf, 0  # when it was read, and the bytes
 
@@ -408,6 +409,7 @@ class _Run:
             scale = None if trainer.loss_scale is None else trainer.loss_scale.value.clone()
             result = step(split(moved, self._source.micro_batch), rate)
             done += 1
+            self._settle()
             self._pending.append(PendingStep(done, result.loss, result.grad_norm, rate, timer.lap(), scale))
             evaluating = done in self._evaluate_at
             if evaluating:
@@ -429,9 +431,11 @@ class _Run:
             ):
                 self._flush()
             if out_of_time and done < total:
+                self._settle(wait=True)
                 raise out_of_time
             if stopping:
                 break
+        self._settle(wait=True)
         return done
 
     def _out_of_time(self, done: int) -> TimeLimitExceeded | None:
@@ -510,6 +514,7 @@ class _Run:
     def _save(self, step: int) -> None:
         if self._checkpoints is None:
             return
+        self._settle(wait=True)
         trainer, history = self._trainer, self.history
         tensors, values = gathered(trainer.model, trainer.optimizer, trainer.device, trainer.loss_scale)
         states = [(type(callback).__name__, dict(callback.state())) for callback in trainer.callbacks]
@@ -521,13 +526,23 @@ class _Run:
         }  # fmt: skip
         with ledger().phase("checkpoints"):
             self._checkpoints.save(tensors, document)
-        self._saved = step
-        self._diagnosis.saved(step)
-        trainer.notify("saved", self._checkpoints.path, step)
+        self._saving = step
+        self._settle()
+
+    def _settle(self, *, wait: bool = False) -> None:
+        """Report a checkpoint that has been written, or with `wait` await its end; raise its error."""
+        if self._checkpoints is None or self._saving is None:
+            return
+        with ledger().phase("checkpoints") if wait else nullcontext():
+            if not self._checkpoints.finished(wait=wait):
+                return
+        self._saved, self._saving = self._saving, None
+        self._diagnosis.saved(self._saved)
+        self._trainer.notify("saved", self._checkpoints.path, self._saved)
 
     def _restore(self, checkpoints: Checkpoints) -> dict[str, Any]:
         trainer, history = self._trainer, self.history
-        tensors, document, note = checkpoints.load()
+        tensors, document, note = checkpoints.load(trainer.model.state_dict())
         path = checkpoints.path if note is None else checkpoints.previous
         data = document.get("data", document.get("corpus_sha256"))  # the name in the first format
         if data != self._fingerprint:
