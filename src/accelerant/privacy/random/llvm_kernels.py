@@ -17,7 +17,15 @@ from functools import partial
 
 from accelerant.privacy.random.stream import BLOCK_WORDS, CONSTANTS, DOUBLE_ROUNDS, QUARTERS
 from accelerant.runtime.compilation.kernel import builder_key
-from accelerant.runtime.compilation.llvm import FunctionBuilder, Value, constant, lane_constants, program, vector
+from accelerant.runtime.compilation.llvm import (
+    FunctionBuilder,
+    Operand,
+    Value,
+    constant,
+    lane_constants,
+    program,
+    vector,
+)
 
 __all__ = ["KeystreamBlocks", "KeystreamKernel", "VectorKernel", "Vectors", "host_vectors", "lanes", "update_elements"]
 
@@ -53,17 +61,25 @@ def lanes() -> int:
 
 
 class KeystreamBlocks:
-    """Vectors of blocks of a keystream, for a function with the arguments `ptr %state` and `ptr %first`."""
+    """Vectors of blocks of a keystream, for a function with the arguments `ptr %state` and `ptr %first`.
 
-    def __init__(self, code: FunctionBuilder, vectors: Vectors) -> None:
+    A function of several keys has neither (`keyed` is False): it calls `rekey` before `generate`, and counts from 0.
+    """
+
+    def __init__(self, code: FunctionBuilder, vectors: Vectors, *, keyed: bool = True) -> None:
         self.code, self.vectors, self.lanes = code, vectors, vectors.lanes
         self._word = vector("i32", self.lanes)
         self._align = 4 * self.lanes
         self._start = code.stack(f"[12 x {self._word}]", align=self._align)
         self._words = code.stack(f"[{BLOCK_WORDS} x {self._word}]", align=self._align)
-        for j, word in [*((j, j) for j in range(8)), (10, 8), (11, 9)]:  # key and nonce; the counter is `generate`'s
-            self._set(j, code.broadcast(code.load("i32", "%state", word, align=4), self.lanes))
-        self.first = code.load("i64", "%first", align=8)
+        if keyed:
+            self.rekey("%state")
+        self.first = code.load("i64", "%first", align=8) if keyed else constant("i64", 0)
+
+    def rekey(self, state: Operand) -> None:
+        """Append loads of key and nonce from a pointer to them; the counter is `generate`'s."""
+        for j, word in [*((j, j) for j in range(8)), (10, 8), (11, 9)]:
+            self._set(j, self.code.broadcast(self.code.load("i32", state, word, align=4), self.lanes))
 
     def _set(self, j: int, value: Value) -> None:
         self.code.store(self._word, value, self._start, j, align=self._align)

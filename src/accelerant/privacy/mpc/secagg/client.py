@@ -1,0 +1,300 @@
+"""The client of secure aggregation: five messages of a round, and the checks that keep its update secret.
+
+Source: Bonawitz et al. 2017, eprint 2017/281, figure 4, with the parts for a malicious server; see setup.py for the
+graph. Deviations: every message is signed, not only keys and survivors; each of a pair's four keys (two directions of
+shares, the mask) is derived by HKDF-SHA256 with the round's context and both numbers, and used once.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
+
+import numpy as np
+import torch
+
+from accelerant.errors import ConfigError, ProtocolError
+from accelerant.privacy.mpc import shamir
+from accelerant.privacy.mpc.secagg import messages
+from accelerant.privacy.mpc.secagg.encoding import wrapped
+from accelerant.privacy.mpc.secagg.masks import SignedSeed, mask_sums
+from accelerant.privacy.mpc.secagg.messages import Reader, crypto
+from accelerant.runtime.files import read_regular, write_atomic
+
+if TYPE_CHECKING:
+    from accelerant.privacy.mpc.secagg.setup import SecureAggregation
+
+__all__ = [
+    "SECRET_BYTES", "SHARE_BYTES", "Client", "combined_shares", "derived", "mask_seed", "survivors_digest",
+]  # fmt: skip
+
+SECRET_BYTES = 35  # a secret of 32 in whole field elements of 7 bytes each
+SHARE_BYTES = 40  # 5 field elements
+_P = ParamSpec("_P")
+
+
+def derived(private: Any, public: bytes, context: bytes, purpose: bytes, first: int, second: int) -> bytes:
+    """Return 32 bytes that the owners of two X25519 keys have in common, for one purpose and one round."""
+    try:
+        shared = private.exchange(crypto("asymmetric.x25519").X25519PublicKey.from_public_bytes(public))
+    except ValueError:  # a point of small order
+        raise ProtocolError("a client's public key is no valid X25519 key") from None
+    info = b"accelerant secure aggregation " + purpose + first.to_bytes(4, "little") + second.to_bytes(4, "little")
+    hkdf = crypto("kdf.hkdf").HKDF(crypto("hashes").SHA256(), 32, salt=context, info=info)
+    result: bytes = hkdf.derive(shared)
+    return result
+
+
+def mask_seed(private: Any, public: bytes, context: bytes, own: int, other: int) -> SignedSeed:
+    """Return the seed of a pair's mask, and the sign with which client `own` adds it."""
+    return derived(private, public, context, b"mask", *sorted((own, other))), 1 if own < other else -1
+
+
+class _Round:
+    """A client's state in a round; most of it is secret."""
+
+    def __init__(self, context: bytes) -> None:
+        x25519 = crypto("asymmetric.x25519").X25519PrivateKey
+        self.context, self.stage = context, messages.ADVERTISE
+        self.share_key, self.mask_key = x25519.generate(), x25519.generate()
+        self.seed = os.urandom(32)
+        self.keys: dict[int, tuple[bytes, bytes]] = {}  # of the members: share and mask key
+        self.drawn: tuple[int, ...] = ()  # those that hold this client's shares, without itself
+        self.held: dict[int, tuple[bytes, bytes]] = {}  # shares of seed and mask key, by their owner
+        self.masked: frozenset[int] = frozenset()
+        self.survivors: tuple[int, ...] = ()
+
+    def aead(self, other: int, sender: int, receiver: int) -> Any:
+        key = derived(self.share_key, self.keys[other][0], self.context, b"shares", sender, receiver)
+        return crypto("ciphers.aead").ChaCha20Poly1305(key)
+
+
+def _step(
+    method: Callable[Concatenate[Client, _P], bytes],
+) -> Callable[Concatenate[Client, _P], bytes]:
+    """Abort the client if a step fails: its secrets of the round are forgotten, and the round is not resumed."""
+
+    @functools.wraps(method)
+    def step(self: Client, /, *args: _P.args, **kwargs: _P.kwargs) -> bytes:
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException:
+            self._round = None
+            raise
+
+    return step
+
+
+class Client:
+    """A participant of secure aggregation; `SecureAggregation.client` makes it and documents the arguments.
+
+    Each method takes the server's answer to the message before, and returns the next message. Any error, a
+    ProtocolError or FormatError for a message that is not as it must be, aborts the round: the round's secrets are
+    dropped (Python may leave copies in freed memory), and the client waits for a round of a higher number. It reveals
+    either its shares of a client's seed or those of its key, once, for survivors that `threshold` clients signed.
+
+    Keys are in memory only; neither repr nor errors show them. Not audited.
+    """
+
+    def __init__(
+        self, setup: SecureAggregation, identity: int, signing_key: Any, verification_keys: Sequence[bytes], *,
+        state_path: str | Path | None = None, device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
+        setup.context(0, verification_keys)
+        if not 0 <= identity < setup.clients:
+            raise ConfigError(f"identity must be 0 to {setup.clients - 1}, got {identity}")
+        if signing_key.public_key().public_bytes_raw() != verification_keys[identity]:
+            raise ConfigError(f"the signing key is not that of client {identity}'s verification key")
+        self.setup, self.identity, self.device = setup, identity, torch.device(device)
+        self._sign, self._verification_keys = signing_key.sign, tuple(map(bytes, verification_keys))
+        self._path = None if state_path is None else Path(state_path)
+        self._round: _Round | None = None
+        self.last_round = -1
+        if self._path is not None and self._path.exists():
+            text = read_regular(self._path, 32)
+            if not text.strip().isdigit():
+                raise ConfigError(f"{self._path} does not hold the number of the last round")
+            self.last_round = int(text)
+
+    def __repr__(self) -> str:
+        stage = "no round" if self._round is None else messages.STAGES[self._round.stage]
+        return f"Client({self.identity} of {self.setup.clients}, round {self.last_round}, {stage})"
+
+    def __reduce__(self) -> Any:
+        raise ConfigError("a client of secure aggregation is not copied: two of them would reveal both of its secrets")
+
+    @_step
+    def advertise(self, round_number: int) -> bytes:
+        """Begin a round and return the first message; ProtocolError if its number is not above the last one's."""
+        self._round = None
+        context = self.setup.context(round_number, self._verification_keys)
+        if round_number <= self.last_round:
+            raise ProtocolError(f"round {round_number} is not above the last one, {self.last_round}: none is repeated")
+        if self._path is not None:
+            write_atomic(self._path, str(round_number).encode())
+        self.last_round, self._round = round_number, _Round(context)
+        keys = self._round.share_key, self._round.mask_key
+        return self._message(b"".join(key.public_key().public_bytes_raw() for key in keys))
+
+    @_step
+    def share_keys(self, answer: bytes) -> bytes:
+        """Split this client's secrets among those that it draws from the members."""
+        state, body = self._next(answer, messages.SHARE)
+        members = body.pieces()
+        body.end()
+        self._check_enough(members, "members")
+        for each, message in members.items():
+            sender, own = messages.read_client(message, messages.ADVERTISE, state.context, self._verification_keys)
+            if sender != each or len(own) != 64:
+                raise ProtocolError(f"the keys of client {each} are not its own")
+            state.keys[each] = own[:32], own[32:]
+        mine = tuple(key.public_key().public_bytes_raw() for key in (state.share_key, state.mask_key))
+        if state.keys.get(self.identity) != mine:
+            raise ProtocolError("the members' keys do not have this client's own")
+        if len({key for pair in state.keys.values() for key in pair}) < 2 * len(members):
+            raise ProtocolError("two clients, or one twice, have the same key")
+        setup = self.setup
+        others = sorted(set(members) - {self.identity})
+        degree = setup.degree(len(members))
+        if not setup.is_safe(len(members)):
+            raise ProtocolError(f"a graph of {degree} neighbours is not safe with {len(members)} members only")
+        state.drawn = tuple(sorted(random.SystemRandom().sample(others, degree)))
+        holders = sorted((*state.drawn, self.identity))
+        threshold = setup.shares_needed(degree)
+        padding = bytes(SECRET_BYTES - 32)  # elements of the seed and elements of the key: one split, shares of each
+        both = b"".join((state.seed, padding, state.mask_key.private_bytes_raw(), padding))
+        sealed = {}
+        for holder, share in zip(holders, shamir.split(both, threshold=threshold, count=len(holders)), strict=True):
+            words = share.words.numpy().astype("<u8", copy=False).tobytes()
+            if holder == self.identity:
+                state.held[holder] = words[:SHARE_BYTES], words[SHARE_BYTES:]
+            else:
+                sealed[holder] = state.aead(holder, self.identity, holder).encrypt(bytes(12), words, None)
+        return self._message(messages.pack_pieces(sealed))
+
+    @_step
+    def masked_input(self, answer: bytes, update: Any, weight: int = 1) -> bytes:
+        """Return the message with the update, clipped, rounded, with noise and masked.
+
+        Args:
+            answer: of the server to `share_keys`.
+            update: tensor or array of setup.size elements.
+            weight: of the update in the sum, 1 to setup.max_weight.
+
+        Raises:
+            ProtocolError, FormatError: as for every step.
+            ShapeError, ConfigError, DivergenceError: update or weight is not valid; the round is aborted as well.
+        """
+        state, body = self._next(answer, messages.MASK)
+        listed, received = body.ids(), body.pieces()
+        body.end()
+        if not set(listed) <= set(state.drawn) or not set(received) <= set(state.keys) - {self.identity}:
+            raise ProtocolError("the server lists clients that this client did not draw, or that are no members")
+        if self.setup.neighbours is None:
+            listed = tuple(received)
+            self._check_enough({*received, self.identity}, "members that shared their keys")
+        for sender, ciphertext in received.items():
+            state.held[sender] = self._opened(sender, ciphertext)
+        state.masked = frozenset((*listed, *received))
+        seeds = [
+            mask_seed(state.mask_key, state.keys[other][1], state.context, self.identity, other)
+            for other in state.masked
+        ]
+        encoding = self.setup.encoding
+        value = encoding.encode(update, weight, self.device)
+        mask = mask_sums([[(state.seed, 1), *seeds]], encoding.words, self.device)[0]
+        masked = wrapped(value.to(torch.int64) + mask).cpu().numpy().astype("<i4", copy=False)
+        return self._message(np.ascontiguousarray(masked).tobytes())
+
+    @_step
+    def consistency(self, answer: bytes) -> bytes:
+        """Sign the survivors that the server states."""
+        state, body = self._next(answer, messages.CONSISTENCY)
+        survivors = body.ids()
+        body.end()
+        self._check_enough(survivors, "survivors")
+        if self.identity not in survivors or not set(survivors) <= set(state.keys):
+            raise ProtocolError("the survivors lack this client, or have one that is no member")
+        near = {each for each in state.drawn if each in survivors}
+        if not near <= state.masked:
+            raise ProtocolError("the server said of a survivor that it had left, so no mask with it was added")
+        if len(near) + 1 < self.setup.shares_needed(len(state.drawn)):
+            raise ProtocolError("too few of those that hold this client's shares are survivors")
+        state.survivors = survivors
+        return self._message(survivors_digest(survivors))
+
+    @_step
+    def unmask(self, answer: bytes) -> bytes:
+        """End the round with this client's shares: of survivors' seeds, of the keys of those that left; never both."""
+        state, body = self._next(answer, messages.UNMASK)
+        signatures = body.pieces()
+        body.end()
+        self._check_enough(signatures, "signatures of the survivors")
+        if not set(signatures) <= set(state.survivors):
+            raise ProtocolError("a signature of one that is no survivor")
+        digest = survivors_digest(state.survivors)
+        for each, signature in signatures.items():
+            signed = messages.signed_part(messages.CONSISTENCY, state.context, each, digest)
+            messages.check_signature(self._verification_keys, each, signed, signature)
+        alive = set(state.survivors)
+        seeds = {owner: shares[0] for owner, shares in state.held.items() if owner in alive}
+        keys = {owner: shares[1] for owner, shares in state.held.items() if owner not in alive}
+        message = self._message(messages.pack_pieces(seeds) + messages.pack_pieces(keys))
+        self._round = None
+        return message
+
+    def _next(self, answer: bytes, stage: int) -> tuple[_Round, Reader]:
+        state = self._round
+        if state is None:
+            raise ProtocolError(f"client {self.identity} is in no round: it was aborted, has ended, or not begun")
+        if state.stage != stage - 1:
+            raise ProtocolError(f"after stage {messages.STAGES[state.stage]} comes not {messages.STAGES[stage]}")
+        body = messages.read_server(answer, stage, state.context, self.identity)
+        state.stage = stage
+        return state, Reader(body, self.setup.clients)
+
+    def _message(self, body: bytes) -> bytes:
+        assert self._round is not None
+        return messages.pack_signed(self._round.stage, self._round.context, self.identity, body, self._sign)
+
+    def _check_enough(self, found: Sequence[int] | Mapping[int, Any] | set[int], what: str) -> None:
+        if len(found) < self.setup.threshold:
+            raise ProtocolError(f"{len(found)} {what}, the threshold is {self.setup.threshold}")
+
+    def _opened(self, sender: int, ciphertext: bytes) -> tuple[bytes, bytes]:
+        """Return the shares that a client sent. Each key encrypts one message, so the nonce is 0."""
+        from cryptography.exceptions import InvalidTag
+
+        assert self._round is not None
+        try:
+            text = self._round.aead(sender, sender, self.identity).decrypt(bytes(12), ciphertext, None)
+        except InvalidTag:
+            raise ProtocolError(f"the shares of client {sender} were changed, or are not for this client") from None
+        if len(text) != 2 * SHARE_BYTES:
+            raise ProtocolError(f"the shares of client {sender} have {len(text)} bytes, not {2 * SHARE_BYTES}")
+        return text[:SHARE_BYTES], text[SHARE_BYTES:]
+
+
+def combined_shares(
+    shares: Sequence[Sequence[bytes]], indices: Sequence[int], threshold: int, count: int
+) -> list[bytes]:
+    """Return secrets of 32 bytes; shares[i] are of all secrets at index indices[i]. Errors of shamir.combine."""
+    secrets = len(shares[0])
+    sharing = shamir.Sharing("goldilocks", threshold, count, "bytes", (secrets * SECRET_BYTES,), 0, bytes(16))
+    words = (np.frombuffer(b"".join(each), "<u8").astype(np.uint64) for each in shares)
+    held = [shamir.Share(sharing, i, torch.from_numpy(each)) for i, each in zip(indices, words, strict=True)]
+    data = shamir.combine(held)
+    parts = [data[at : at + SECRET_BYTES] for at in range(0, len(data), SECRET_BYTES)]
+    if any(part[32:].strip(b"\0") for part in parts):
+        raise ProtocolError("the shares are not of secrets of 32 bytes")
+    return [part[:32] for part in parts]
+
+
+def survivors_digest(survivors: Sequence[int]) -> bytes:
+    """Return what clients sign of the survivors, 32 bytes."""
+    return hashlib.sha256(messages.pack_ids(survivors)).digest()

@@ -1,0 +1,151 @@
+"""Messages of secure aggregation as bytes.
+
+    magic "AcSA" | version u8 | stage u8 | context 32 | party u32 | body                     from the server
+    the same, with the client's number as party, and then                   | signature 64   from a client
+
+Integers are little-endian. The context is the digest of settings, verification keys and round (setup.py), so a message
+of another round, or of parties that were set up otherwise, is refused by its first bytes. The signature, Ed25519, is of
+everything before it. Bodies are numbers, and byte strings of known length or with a length before them. Nothing is
+allocated by a number in a message: counts are compared with the number of clients, lengths with the rest of the bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from accelerant.errors import FormatError, MissingDependency, ProtocolError
+
+__all__ = [
+    "ADVERTISE", "CONSISTENCY", "MASK", "SHARE", "STAGES", "UNMASK", "Reader", "check_signature", "crypto",
+    "pack_ids", "pack_pieces", "pack_server", "pack_signed", "read_client", "read_server", "signed_part",
+]  # fmt: skip
+
+ADVERTISE, SHARE, MASK, CONSISTENCY, UNMASK = range(5)
+STAGES: Final = ("advertise", "share", "mask", "consistency", "unmask")
+"""The stages in order; each begins with messages of the clients and ends with the server's answers."""
+
+_HEAD = struct.Struct("<4sBB32sI")
+_MAGIC, _VERSION, _SIGNATURE = b"AcSA", 1, 64
+
+
+def crypto(module: str) -> Any:
+    """Return cryptography.hazmat.primitives.MODULE; MissingDependency without the package."""
+    import importlib
+
+    try:
+        return importlib.import_module(f"cryptography.hazmat.primitives.{module}")
+    except ImportError:
+        raise MissingDependency("cryptography", "privacy", "secure aggregation") from None
+
+
+class Reader:
+    """Reads the parts of a body in order; FormatError where it is too short, too long, or has a number out of range."""
+
+    def __init__(self, body: bytes, clients: int) -> None:
+        self._body, self._at, self._clients = memoryview(body), 0, clients
+
+    def take(self, size: int) -> bytes:
+        """Return the next `size` bytes."""
+        if size > len(self._body) - self._at:
+            raise FormatError(f"the message ends {size - len(self._body) + self._at} bytes too early")
+        self._at += size
+        return bytes(self._body[self._at - size : self._at])
+
+    def u32(self) -> int:
+        """Return the next number."""
+        return int.from_bytes(self.take(4), "little")
+
+    def ids(self) -> tuple[int, ...]:
+        """Return the next list of clients: ascending, none twice, at most all of them."""
+        count = self.u32()
+        if count > self._clients:
+            raise FormatError(f"a list of {count} clients, of {self._clients}")
+        found = struct.unpack(f"<{count}I", self.take(4 * count))
+        if any(a >= b for a, b in itertools.pairwise(found)) or (found and found[-1] >= self._clients):
+            raise FormatError(f"clients are not ascending numbers below {self._clients}")
+        return found
+
+    def pieces(self) -> dict[int, bytes]:
+        """Return the next byte strings by client."""
+        return {each: self.take(self.u32()) for each in self.ids()}
+
+    def end(self) -> None:
+        """Check that everything was read."""
+        if self._at != len(self._body):
+            raise FormatError(f"the message has {len(self._body) - self._at} bytes too many")
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Return a list of clients, in ascending order."""
+    ordered = sorted(ids)
+    return struct.pack(f"<{len(ordered) + 1}I", len(ordered), *ordered)
+
+
+def pack_pieces(pieces: Mapping[int, bytes]) -> bytes:
+    """Return byte strings by client."""
+    held = (len(pieces[each]).to_bytes(4, "little") + pieces[each] for each in sorted(pieces))
+    return pack_ids(pieces) + b"".join(held)
+
+
+def pack_server(stage: int, context: bytes, client: int, body: bytes) -> bytes:
+    """Return the server's message to a client."""
+    return _HEAD.pack(_MAGIC, _VERSION, stage, context, client) + body
+
+
+def signed_part(stage: int, context: bytes, client: int, body: bytes) -> bytes:
+    """Return what a client signs: its message without the signature."""
+    return _HEAD.pack(_MAGIC, _VERSION, stage, context, client) + body
+
+
+def pack_signed(stage: int, context: bytes, client: int, body: bytes, sign: Callable[[bytes], bytes]) -> bytes:
+    """Return a client's message."""
+    part = signed_part(stage, context, client, body)
+    return part + sign(part)
+
+
+def read_server(data: bytes, stage: int, context: bytes, client: int) -> bytes:
+    """Return the body of the server's message to a client; FormatError or ProtocolError if it is another message."""
+    party, body = _read(data, stage, context)
+    if party != client:
+        raise ProtocolError(f"the message is for client {party}, this is client {client}")
+    return body
+
+
+def read_client(data: bytes, stage: int, context: bytes, keys: Sequence[bytes]) -> tuple[int, bytes]:
+    """Return sender and body of a client's message after checking its signature; FormatError or ProtocolError."""
+    if len(data) < _HEAD.size + _SIGNATURE:
+        raise FormatError(f"a client's message has at least {_HEAD.size + _SIGNATURE} bytes, got {len(data)}")
+    sender, body = _read(data[:-_SIGNATURE], stage, context)
+    check_signature(keys, sender, data[:-_SIGNATURE], data[-_SIGNATURE:])
+    return sender, body
+
+
+def check_signature(keys: Sequence[bytes], sender: int, signed: bytes, signature: bytes) -> None:
+    """Check a client's signature; ProtocolError if it is another's or the client is unknown."""
+    from cryptography.exceptions import InvalidSignature
+
+    if sender >= len(keys):
+        raise ProtocolError(f"there is no client {sender}: the verification keys are of {len(keys)}")
+    try:
+        crypto("asymmetric.ed25519").Ed25519PublicKey.from_public_bytes(keys[sender]).verify(signature, signed)
+    except InvalidSignature:
+        raise ProtocolError(f"a message's signature is not client {sender}'s") from None
+
+
+def _read(data: bytes, stage: int, context: bytes) -> tuple[int, bytes]:
+    if len(data) < _HEAD.size:
+        raise FormatError(f"a message has at least {_HEAD.size} bytes, got {len(data)}")
+    magic, version, found, of, party = _HEAD.unpack_from(data)
+    if magic != _MAGIC:
+        raise FormatError("the bytes are no message of secure aggregation: they do not begin with AcSA")
+    if version != _VERSION:
+        raise FormatError(f"the message is of version {version}, this is version {_VERSION}")
+    if of != context:
+        raise ProtocolError("the message is of another round, or of parties with other settings or keys")
+    if found != stage:
+        name = STAGES[found] if found < len(STAGES) else str(found)
+        raise ProtocolError(f"the message is of stage {name}, this is stage {STAGES[stage]}")
+    return party, data[_HEAD.size :]

@@ -1,0 +1,332 @@
+"""Secure aggregation: exact sums under dropouts, and everything that parties refuse."""
+
+import copy
+import itertools
+import math
+import pickle
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from accelerant.errors import (
+    BudgetExceeded,
+    ConfigError,
+    DivergenceError,
+    FormatError,
+    ProtocolError,
+    ShapeError,
+)
+from accelerant.privacy import mpc
+from accelerant.privacy.dp import Budget, Ledger
+from accelerant.privacy.mpc.secagg.aggregate import run_round
+from accelerant.privacy.mpc.secagg.messages import STAGES
+from accelerant.privacy.mpc.secagg.setup import failure_log2, least_neighbours, local_threshold, make_identities
+
+CLIENTS, SIZE = 5, 33
+
+
+class Party:
+    """A setup with its clients and their updates, on a grid so that sums are exact."""
+
+    def __init__(self, clients=CLIENTS, threshold=4, size=SIZE, **settings):
+        self.setup = mpc.SecureAggregation(clients, threshold, size, **{"clip": 8.0, "step": 0.125, **settings})
+        self.signing, self.keys = make_identities(clients)
+        self.clients = [self.setup.client(i, key, self.keys) for i, key in enumerate(self.signing)]
+        draw = np.random.default_rng(1)
+        self.updates = [torch.from_numpy(draw.integers(-64, 65, size) * 0.125) for _ in range(clients)]
+
+    def server(self, number=0, **options):
+        return self.setup.server(number, self.keys, **options)
+
+    def run(self, number=0, leaving=None, **options):
+        server = self.server(number, **options)
+        return run_round(server, self.clients, lambda i: (self.updates[i], 1), number, leaving or {})
+
+    def sum(self, survivors):
+        return sum(self.updates[i] for i in survivors)
+
+    def upto(self, stage, number=0):
+        """The server, and its answers to which clients reply with their message of a stage."""
+        server, answers = self.server(number), dict.fromkeys(range(len(self.clients)), b"")
+        for name in STAGES[: STAGES.index(stage)]:
+            for i, answer in answers.items():
+                server.receive(self.step(name, i, answer, number))
+            answers = server.advance()
+        return server, answers
+
+    def step(self, stage, i, answer, number=0):
+        client = self.clients[i]
+        if stage == "advertise":
+            return client.advertise(number)
+        if stage == "mask":
+            return client.masked_input(answer, self.updates[i])
+        return {"share": client.share_keys, "consistency": client.consistency, "unmask": client.unmask}[stage](answer)
+
+
+@pytest.fixture
+def party():
+    return Party()
+
+
+@pytest.mark.parametrize("stage", [None, *STAGES])
+def test_sums_are_exact_whoever_leaves(party, stage):
+    result = party.run(leaving={stage: [2]} if stage else None)
+    survivors = tuple(i for i in range(CLIENTS) if i != 2 or stage in (None, "consistency", "unmask"))
+    assert result.survivors == survivors
+    assert result.weight == len(survivors)
+    assert torch.equal(result.sum, party.sum(survivors))
+    assert torch.equal(result.mean, party.sum(survivors) / len(survivors))
+
+
+def test_rounds_follow_each_other_with_other_masks(party):
+    first, second = party.run(0), party.run(7)
+    assert torch.equal(first.sum, second.sum)
+    assert party.clients[0].last_round == 7
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_too_few_clients_lose_the_round(party, stage):
+    with pytest.raises(ProtocolError, match=f"3 clients sent their message of stage {stage}, the threshold is 4"):
+        party.run(leaving={stage: [0, 3]})
+
+
+def test_a_sparse_graph_sums_exactly():
+    party = Party(24, 16, neighbours="auto", size=3)
+    result = party.run(leaving={"share": [1], "mask": [4]})
+    assert party.setup.neighbours < 20
+    assert torch.equal(result.sum, party.sum(set(range(24)) - {1, 4}))
+    assert result.stages["mask"].clients == 22
+
+
+def test_weights():
+    updates = [torch.full((2, 3), i + 1) for i in range(4)]
+    total, report = mpc.secure_aggregate(updates, threshold=3, weights=[5, 1, 2, 9], leaving={"mask": [3]})
+    assert torch.equal(total, torch.full((2, 3), 5 + 2 + 6))
+    assert report.weight == 8
+    assert total.dtype == torch.int64
+    assert {name: stage.clients for name, stage in report.stages.items()} == dict(
+        zip(STAGES, (4, 4, 3, 3, 3), strict=True)
+    )
+    assert all(stage.bytes_up > 0 for stage in report.stages.values())
+
+
+def test_floats_and_arrays_are_rounded_to_a_fine_step():
+    updates = [np.linspace(-1, 1, 7) * scale for scale in (1, 2, 3)]
+    total, report = mpc.secure_aggregate(updates, threshold=2)
+    assert np.allclose(total.numpy(), np.linspace(-1, 1, 7) * 6, atol=1e-7)
+    assert report.survivors == (0, 1, 2)
+
+
+def test_clipping_bounds_what_a_client_contributes():
+    """Sensitivity end to end: a client of any size changes the sum by at most max_norm and the rounding."""
+    setup = {"clip": None, "max_norm": 1.0, "step": 2.0**-10}
+    with_huge, without = Party(**setup), Party(**setup)
+    bound = 1.0 + 2.0**-10 * math.sqrt(SIZE) / 2
+    for huge in (torch.full((SIZE,), 1e30), torch.arange(SIZE) * 1e3, torch.eye(SIZE)[3] * -9, torch.randn(SIZE)):
+        with_huge.updates[4] = huge
+        number = with_huge.clients[0].last_round + 1
+        a, b = with_huge.run(number), without.run(number, leaving={"mask": [4]})
+        assert float((a.sum - b.sum).norm()) <= bound
+    clipped = Party(clip=1.0)
+    clipped.updates[0] = torch.full((SIZE,), 100.0)
+    assert torch.equal(clipped.run().sum, torch.ones(SIZE) + sum(x.clamp(-1, 1) for x in clipped.updates[1:]))
+
+
+def test_noise_and_its_charge():
+    size = 1000
+    party = Party(size=size, threshold=5, colluders=1, clip=None, step=None, max_norm=1.0, noise_multiplier=2.0)
+    party.updates = [torch.zeros(size)] * CLIENTS
+    ledger = Ledger(unit="client")
+    encoding = party.setup.encoding
+    noise = party.run(ledger=ledger).sum
+    assert encoding.least == 4
+    wanted = 2.0 * math.sqrt(CLIENTS / 4)  # five add noise, four of them are counted
+    assert abs(float(noise.std()) / wanted - 1) < 5 / math.sqrt(2 * size) + 1e-3
+    assert ledger.epsilon(1e-5) == pytest.approx(1.9931, abs=1e-3)  # of the Gaussian with noise multiplier 2
+    assert [event.mechanism for event in ledger.events] == ["discrete_gaussian"]
+    assert encoding.std > 1000 * encoding.step
+
+
+def test_a_budget_ends_the_round_before_anything_is_unmasked():
+    party = Party(clip=None, step=None, max_norm=1.0, noise_multiplier=1.0)
+    ledger = Ledger(unit="client", budget=Budget(epsilon=1.0, delta=1e-5))
+    with pytest.raises(BudgetExceeded):
+        party.run(ledger=ledger)
+    assert not ledger.events
+    with pytest.raises(ConfigError, match="add-or-remove-one"):
+        party.server(ledger=Ledger(unit="client", neighbouring="replace-one"))
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"clients": 1}, "clients must be .*2"),
+        ({"threshold": 2}, r"above \(clients \+ colluders\) / 2 = 2.5, got 2"),
+        ({"threshold": 4, "colluders": 3}, "/ 2 = 4, got 4"),
+        ({"threshold": 6}, "threshold must be 1 to 5, got 6"),
+        ({"size": 0}, "size"),
+        ({"clip": 0.0}, "clip"),
+        ({"clip": None}, "give clip"),
+        ({"step": 0.3}, "power of two"),
+        ({"clip": 2.0**40, "step": 1.0}, "do not fit 32 bits.*larger step"),
+        ({"step": 2.0**-40}, "do not fit 32 bits"),
+        ({"noise_multiplier": 1.0}, "max_norm"),
+        ({"noise_multiplier": 1.0, "max_norm": 1.0, "max_weight": 2}, "without weights"),
+        ({"noise_multiplier": 1e-3, "max_norm": 1.0, "step": 0.5}, "too narrow"),
+        ({"max_weight": 2**29, "clip": 8.0}, "max_weight must be"),
+        ({"neighbours": 3, "clients": 50, "threshold": 30}, "neighbours must be at least .* got 3"),
+    ],
+)
+def test_unsafe_settings_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        mpc.SecureAggregation(**{"clients": 5, "threshold": 4, "size": 8, "clip": 1.0, **settings})
+
+
+@pytest.mark.parametrize("total", [7, 12])
+def test_the_failure_bound_is_the_sum_of_its_docstring(total):
+    clients, threshold, colluders, k = total, total - 1, 1, total // 2
+
+    def tail(marked, least):
+        ways = sum(
+            math.comb(marked, i) * math.comb(clients - 1 - marked, k - i) for i in range(least, min(k, marked) + 1)
+        )
+        return Fraction(ways, math.comb(clients - 1, k))
+
+    needed = -(-(k + 1) * threshold // clients) - 1
+    assert local_threshold(clients, threshold, k) == needed + 1
+    wanted = sum(
+        math.comb(clients - colluders, s) * tail(s - 1 + colluders, needed) ** s
+        for s in range(1, (clients - colluders) // 2 + 1)
+    )
+    found = failure_log2(clients, clients, threshold, colluders, k)
+    assert found == pytest.approx(math.log2(wanted) if wanted else -math.inf)
+
+
+def test_sparse_graphs_of_many_clients_have_few_neighbours():
+    k = least_neighbours(1000, 800, 100)
+    assert 15 < k < 60
+    assert failure_log2(1000, 1000, 800, 100, k) <= -40
+    assert mpc.SecureAggregation(1000, 800, 10, clip=1.0, colluders=100, neighbours="auto").neighbours == k
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_a_round_is_never_used_twice(party, tmp_path):
+    party.run(3)
+    for number in (3, 2):
+        with pytest.raises(ProtocolError, match=f"round {number} is not above the last one, 3"):
+            party.clients[0].advertise(number)
+    path = tmp_path / "round"
+    party.setup.client(0, party.signing[0], party.keys, state_path=path).advertise(9)
+    again = party.setup.client(0, party.signing[0], party.keys, state_path=path)
+    with pytest.raises(ProtocolError, match="round 9 is not above"):
+        again.advertise(9)
+    path.write_text("nine")
+    with pytest.raises(ConfigError, match="does not hold"):
+        party.setup.client(0, party.signing[0], party.keys, state_path=path)
+
+
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_clients_abort_at_any_wrong_answer(stage):
+    """Cut, extended, altered, another client's, another stage's: the round of this client ends, without its secrets."""
+    party = Party(size=2)
+    for number, change in enumerate(
+        [
+            lambda answer, other: answer[:-1],
+            lambda answer, other: answer + b"\0",
+            lambda answer, other: b"",
+            lambda answer, other: answer[:4] + b"\2" + answer[5:],  # version
+            lambda answer, other: answer[:5] + bytes([answer[5] ^ 1]) + answer[6:],  # stage
+            lambda answer, other: answer[:6] + bytes(32) + answer[38:],  # round
+            lambda answer, other: other,
+            lambda answer, other: answer[:42] + b"\xff\xff\xff\x7f" + answer[46:],  # a claimed count
+        ]
+    ):
+        _, answers = party.upto(stage, number)
+        with pytest.raises((ProtocolError, FormatError)):
+            party.step(stage, 0, change(answers[0], answers[1]))
+        assert "no round" in repr(party.clients[0])
+        assert party.clients[0]._round is None
+        with pytest.raises(ProtocolError, match="in no round"):
+            party.step(stage, 0, answers[0])
+
+
+def test_the_server_refuses_messages_and_goes_on(party):
+    server, answers = party.upto("share")
+    messages = {i: party.step("share", i, answer) for i, answer in answers.items()}
+    good, other = messages[0], messages[1]
+    forged = good[:-1] + bytes([good[-1] ^ 1])
+    for bad in (b"", good[:50], forged, good[:-70] + good[-64:], good[:42] + other[42:], b"x" + good[1:]):
+        with pytest.raises((ProtocolError, FormatError)):
+            server.receive(bad)
+    for message in messages.values():
+        server.receive(message)
+    with pytest.raises(ProtocolError, match="client 0 has sent its message"):
+        server.receive(good)
+    answers = server.advance()
+    with pytest.raises(ProtocolError, match="of stage share, this is stage mask"):
+        server.receive(good)
+    for stage in STAGES[2:]:
+        for i, answer in answers.items():
+            server.receive(party.step(stage, i, answer))
+        answers = server.advance()
+    assert torch.equal(server.finish().sum, party.sum(range(CLIENTS)))
+    with pytest.raises(ProtocolError, match="failed"):
+        server.finish()
+
+
+def test_clients_of_other_settings_or_keys_are_refused(party):
+    other = Party(clip=4.0)
+    server = party.server()
+    with pytest.raises(ProtocolError, match="other settings or keys"):
+        server.receive(other.clients[0].advertise(0))
+    with pytest.raises(ShapeError, match="wanted 5 verification keys"):
+        party.setup.server(0, party.keys[:4])
+    with pytest.raises(ConfigError, match="not that of client 1"):
+        party.setup.client(1, party.signing[0], party.keys)
+
+
+def test_updates_are_checked_before_anything_is_sent(party):
+    for update, error in ((torch.zeros(SIZE + 1), ShapeError), (torch.full((SIZE,), math.nan), DivergenceError)):
+        _, answers = party.upto("mask", party.clients[0].last_round + 1)
+        with pytest.raises(error):
+            party.clients[0].masked_input(answers[0], update)
+        assert party.clients[0]._round is None
+
+
+def test_secrets_are_not_shown_or_copied(party):
+    server, answers = party.upto("unmask")
+    client = party.clients[0]
+    secrets = [
+        client._round.seed,
+        client._round.mask_key.private_bytes_raw(),
+        *itertools.chain(*client._round.held.values()),
+    ]
+    texts = [repr(client), repr(server), str(client), repr(party.setup)]
+    with pytest.raises(ProtocolError) as raised:
+        client.unmask(answers[1])
+    texts.append(str(raised.value))
+    assert not any(secret.hex()[:12] in text or str(secret[:4]) in text for secret in secrets for text in texts)
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(ConfigError, match="not copied"):
+            duplicate(client)
+
+
+def test_a_changed_share_is_seen(party):
+    """Of surplus shares all are on one polynomial; a key must give the public key that its owner signed."""
+    server, answers = party.upto("unmask")
+    for i, answer in answers.items():
+        server.receive(party.step("unmask", i, answer))
+    server.advance()
+    share = bytearray(server._received[1][2])
+    share[0] ^= 1
+    server._received[1][2] = bytes(share)
+    with pytest.raises(ProtocolError, match="do not fit together"):
+        server.finish()
+    assert server.stage == "failed"
