@@ -46,11 +46,41 @@ class Processes:
         if len(text) > _EXCHANGED:
             raise ConfigError(f"processes exchange at most {_EXCHANGED} bytes, got {len(text)}")
         row = torch.frombuffer(bytearray(text.ljust(_EXCHANGED)), dtype=torch.uint8)
-        if torch.distributed.get_backend() == "nccl":
-            row = row.cuda()
         rows = [torch.empty_like(row) for _ in range(self.size)]
-        torch.distributed.all_gather(rows, row)
-        return [json.loads(each.cpu().numpy().tobytes()) for each in rows]
+        torch.distributed.all_gather(rows, row, group=_host_group())
+        return [json.loads(each.numpy().tobytes()) for each in rows]
+
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """Return the largest of each process's numbers, for each of them; the device is not waited for."""
+        return self.start_largest(numbers)()
+
+    def start_largest(self, numbers: Sequence[int]) -> Callable[[], list[int]]:
+        """Start `largest`, and return a function that waits for its result."""
+        if self.size == 1:
+            return lambda: list(numbers)
+        found = torch.tensor(numbers, dtype=torch.int64)
+        work = torch.distributed.all_reduce(
+            found, torch.distributed.ReduceOp.MAX, group=_host_group(), async_op=True
+        )  # fmt: skip
+
+        def wait() -> list[int]:
+            work.wait()
+            return found.tolist()
+
+        return wait
+
+    def of_first(self, numbers: Sequence[int]) -> list[int]:
+        """Return rank 0's numbers; each process gives as many."""
+        found = torch.tensor(numbers, dtype=torch.int64)
+        if self.size > 1:
+            torch.distributed.broadcast(found, 0, group=_host_group())
+        return found.tolist()
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor over the processes into each; a device's stream waits, not the host."""
+        if self.size > 1:
+            torch.distributed.all_reduce(tensor)
+        return tensor
 
     @contextlib.contextmanager
     def agreed(self, settings: dict[str, object], hidden: Mapping[str, str] | None = None) -> Iterator[None]:
@@ -124,6 +154,19 @@ class Processes:
         for tensor, sent in zip(tensors, whole, strict=True):
             if sent is not tensor:
                 tensor.copy_(sent)
+
+
+_host: list[Any] = []  # the default group, and the one for its tensors on the host
+
+
+def _host_group() -> Any:
+    """Return a group for tensors of the host: the default one, or one of gloo, which all processes make together."""
+    default = torch.distributed.group.WORLD
+    if "cpu:" in torch.distributed.get_backend_config():
+        return default
+    if not _host or _host[0] is not default:
+        _host[:] = default, torch.distributed.new_group(backend="gloo")
+    return _host[1]
 
 
 def _described(error: Exception | None) -> list[str] | None:

@@ -366,7 +366,7 @@ def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
 _MAY_DIFFER = frozenset({
     "accumulate", "epochs", "steps", "device", "deterministic", "graph", "recompute",
     "evaluate_every", "evaluations", "patience", "min_delta", "keep_best",
-    "folder", "checkpoint_every", "checkpoint_every_s", "log", "profile", "predict_memory", "timeout_s",
+    "folder", "checkpoint_every", "checkpoint_every_s", "log", "profile", "predict_memory", "reduce_dtype", "timeout_s",
 })  # fmt: skip
 """Settings that change a step's result by rounding at most; the number of steps is compared separately."""
 

@@ -19,6 +19,7 @@ Schedule = Literal["cosine", "linear", "constant"]
 Precision = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
 GraphUse = Literal["auto", "on", "off"]
 Log = Literal["jsonl", "tensorboard"]
+ReduceDtype = Literal["float32", "bfloat16"]
 TokenizerName = Literal["bytes", "bpe"]
 ModelName = Literal["gpt", "rnn"]
 
@@ -65,8 +66,8 @@ def _require_type(name: str, value: object, kind: type) -> None:
 class TrainConfig:
     """The hyperparameters and options of a training.
 
-    A step updates the parameters once, from `batch_size` rows. A row is a sample of a tensor or dataset, or a window of
-    `context` tokens of a token file.
+    A step updates the parameters once, from `batch_size` rows, which several processes share equally. A row is a sample
+    of a tensor or dataset, or a window of `context` tokens of a token file.
 
     Attributes:
         epochs: passes over the data; steps = ceil(epochs * rows / batch_size). Ignored if `steps` is given.
@@ -74,6 +75,7 @@ class TrainConfig:
         batch_size: rows in a step; ignored for a DataLoader, which has its own.
         accumulate: number of micro-batches in a step; divides batch_size. Their gradients are accumulated, and only one
             micro-batch's activations are in memory at a time. For a DataLoader, the number of its batches in a step.
+            Of several processes each has as many micro-batches as its rows need, of at most batch_size / accumulate.
             With "cross_entropy" a micro-batch is weighted by its targets other than -100; with a custom loss or the
             model's own, all are weighted equally.
         context: tokens in a window of a token file.
@@ -109,6 +111,7 @@ class TrainConfig:
         log: "jsonl" (metrics.jsonl), or "tensorboard" in addition.
         profile: number of steps to profile after a few warm-up steps, into trace.json and kernels.txt; 0 for none.
         predict_memory: whether to predict the peak memory before the first step.
+        reduce_dtype: in which several processes add up their gradients: "float32", or "bfloat16" for half the traffic.
         timeout_s: seconds after which training ends with TimeLimitExceeded, after its step; 0 for no limit.
     """
 
@@ -146,6 +149,7 @@ class TrainConfig:
     log: Log = "jsonl"
     profile: int = 0
     predict_memory: bool = True
+    reduce_dtype: ReduceDtype = "float32"
     timeout_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -343,9 +347,9 @@ class RunConfig:
             words.append("--deterministic" if training.deterministic else "--no-deterministic")
         if training.recompute:
             words.append("--recompute")
-        for name, usual in (("log", "jsonl"), ("precision", "auto")):
+        for name, usual in (("log", "jsonl"), ("precision", "auto"), ("reduce_dtype", "float32")):
             if getattr(training, name) != usual:
-                words += [f"--{name}", getattr(training, name)]
+                words += [f"--{name.replace('_', '-')}", getattr(training, name)]
         return shlex.join([*words, *more, "--out", out])
 
     def to_dict(self) -> dict[str, Any]:
@@ -383,7 +387,7 @@ _RECIPE = (
     "validation_tokens", "sample_tokens", "side_share", "checkpoint_every_s", "cpu_threads",
     "model", "init_from",
 )  # fmt: skip
-_OPTIONS = ("seed", "deterministic", "log", "profile", "precision")
+_OPTIONS = ("seed", "deterministic", "log", "profile", "precision", "reduce_dtype")
 """Fields of a run's "recipe" in config.json (the first 11 without a default), and those next to it."""
 
 _GPT = TrainConfig(final_lr_ratio=0.02, weight_decay=0.1, beta2=0.95, graph="auto", deterministic=True)

@@ -3,7 +3,8 @@
 
 The batch of a step depends on (seed, step) alone if the rows of the data are numbered, so a resumed run needs no
 position other than the step. A DataLoader has its own order: it is restarted for each epoch with random states derived
-from (seed, epoch), and a resumed run skips the batches that were used.
+from (seed, epoch), and a resumed run skips the batches that were used. Of several processes each takes its rows of the
+same batches, so that the order does not depend on their number.
 
 A thread gathers batches some steps in advance. If the device is a GPU, the reading thread pins them, so that the copy
 to the device overlaps with computation. The gathering thread never calls CUDA: a call from another thread would
@@ -28,12 +29,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, default_collate
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.environment import forked_random
+from accelerant.nn.train.parallel import share_of
 from accelerant.nn.train.tokenfile import TokenFile, Tokens, require_tokens
+from accelerant.runtime.processes import Processes
 
 __all__ = [
     "Batch", "Data", "Source", "TokenSource", "even_starts", "gather", "halves", "make_source", "permutation",
@@ -72,18 +75,21 @@ def require_windows(tokens: Tokens, context: int, part: str) -> None:
         )
 
 
-def random_windows(tokens: Tokens, *, seed: int, step: int, count: int, context: int) -> NDArray[np.int64]:
+def random_windows(
+    tokens: Tokens, *, seed: int, step: int, count: int, context: int, share: slice = slice(None)
+) -> NDArray[np.int64]:
     """Return the `count` windows of one step, whose positions are drawn by the counter-based generator Philox.
 
     Args:
         tokens: at least context + 1.
         seed, step: the generator's key and the high word of its counter.
+        share: of the windows to return.
 
     Returns:
         (count, context + 1): inputs are all columns but the last, targets all but the first.
     """
     starts = _philox(seed, step).random_raw(count) % np.uint64(len(tokens) - context)
-    return gather(tokens, starts.astype(np.int64), context)
+    return gather(tokens, starts.astype(np.int64)[share], context)
 
 
 def even_starts(tokens: Tokens, *, count: int, context: int) -> NDArray[np.int64]:
@@ -157,8 +163,9 @@ class Source(ABC):
     Attributes:
         unit: of `size` and `per_step`.
         size: samples or tokens in the data.
-        per_step: samples or tokens in a step.
+        per_step: samples or tokens in a step of all processes.
         micro_batch: rows of the batches that the parts of a step are split into; None if they are not split.
+        accumulate: batches of a step in this process; 0 for the config's.
         fixed: whether the parts of every step have the same shapes.
     """
 
@@ -166,11 +173,26 @@ class Source(ABC):
     size: int
     per_step: int
     micro_batch: int | None
+    accumulate: int = 0
     fixed: bool = True
 
     def steps(self, epochs: float) -> int:
         """Return the number of steps in so many passes over the data."""
         return max(1, math.ceil(epochs * self.size / self.per_step))
+
+    def _divide(self, config: TrainConfig) -> None:
+        """Take this process's rows of a batch, and as many of them at a time as the config says, or fewer.
+
+        Raises:
+            ConfigError: the processes cannot have as many rows each.
+        """
+        processes = Processes()
+        self._share, self.micro_batch = share_of(config.batch_size, processes), config.micro_batch
+        if processes.size > 1:
+            rows = config.batch_size // processes.size
+            most = min(rows, config.micro_batch)
+            self.micro_batch = next(count for count in range(most, 0, -1) if rows % count == 0)
+            self.accumulate = rows // self.micro_batch
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -211,14 +233,14 @@ class _RowSource(Source):
             raise ConfigError("the data have no rows")
         self._seed = config.seed
         self.size, self.per_step = count, config.batch_size
-        self.micro_batch = config.micro_batch
+        self._divide(config)
         self._orders: dict[int, NDArray[np.int64]] = {}
 
     def rows(self) -> int | None:
         return self.size
 
     def numbers(self, step: int) -> NDArray[np.int64]:
-        """Return the numbers of a step's rows; a step that exceeds its epoch continues with the next."""
+        """Return the numbers of this process's rows of a step; one that exceeds its epoch continues with the next."""
         start, end = step * self.per_step, (step + 1) * self.per_step
         parts = []
         while start < end:
@@ -229,7 +251,7 @@ class _RowSource(Source):
                 self._orders[epoch] = permutation(self._seed, epoch, self.size)
             parts.append(self._orders[epoch][offset : offset + count])
             start += count
-        return np.concatenate(parts)
+        return np.concatenate(parts)[self._share]
 
 
 class _TensorSource(_RowSource):
@@ -309,6 +331,17 @@ class _LoaderSource(Source):
         self.per_step = (loader.batch_size or 1) * self._parts
         self.micro_batch = None
         self._position = {"epoch": 0, "used": 0}
+        self._processes = processes = Processes()
+        if processes.size > 1:
+            if isinstance(loader.sampler, DistributedSampler):
+                raise ConfigError(
+                    "the loader has a DistributedSampler: give one without; each process takes its rows of each batch"
+                )
+            size, count = loader.batch_size, self.rows()
+            if size is not None:
+                share_of(size, processes)
+                if count is not None and not loader.drop_last and count % size:
+                    self._mine((torch.empty(count % size),))
 
     def steps(self, epochs: float) -> int:
         try:
@@ -329,7 +362,7 @@ class _LoaderSource(Source):
     def batches(self, steps: range, position: dict[str, int], *, pin: bool) -> Generator[Sequence[Batch]]:
         stream = self._stream(position)
         for _ in steps:
-            yield [_pinned(next(stream), pin) for _ in range(self._parts)]
+            yield [_pinned(self._mine(next(stream)), pin) for _ in range(self._parts)]
 
     def in_order(self, rows: int) -> Generator[Batch]:
         with forked_random(self._seed):
@@ -342,6 +375,15 @@ class _LoaderSource(Source):
 
     def example(self) -> Batch:
         return next(self.in_order(1))
+
+    def _mine(self, batch: Batch) -> Batch:
+        """Return this process's rows of a batch."""
+        if len(batch[0]) % self._processes.size:
+            raise ConfigError(
+                f"the loader has a batch of {len(batch[0])} rows, which {self._processes.size} processes cannot share "
+                "equally: give it drop_last=True, or another batch size"
+            )
+        return tuple(tensor[share_of(len(tensor), self._processes)] for tensor in batch)
 
     def _stream(self, position: dict[str, int]) -> Iterator[Batch]:
         """Iterate the batches of all epochs from a position on, and keep the position."""
@@ -402,7 +444,7 @@ class TokenSource(Source):
         self._tokens, self._fingerprint, self._config, self._part = tokens, fingerprint, config, part
         self._evaluated = max(1, (evaluation_tokens or len(tokens)) // config.context)
         self.size, self.per_step = len(tokens), config.batch_size * config.context
-        self.micro_batch = config.micro_batch
+        self._divide(config)
 
     def fingerprint(self) -> str:
         return self._fingerprint
@@ -420,7 +462,8 @@ class TokenSource(Source):
         return len(self._starts())
 
     def example(self) -> Batch:
-        return self._windows(gather(self._tokens, np.zeros(self._config.micro_batch, np.int64), self._config.context))
+        rows = self.micro_batch or self._config.micro_batch
+        return self._windows(gather(self._tokens, np.zeros(rows, np.int64), self._config.context))
 
     def _starts(self) -> NDArray[np.int64]:
         return even_starts(self._tokens, count=self._evaluated, context=self._config.context)
@@ -428,8 +471,11 @@ class TokenSource(Source):
     def _batch(self, step: int) -> Batch:
         config = self._config
         return self._windows(
-            random_windows(self._tokens, seed=config.seed, step=step, count=config.batch_size, context=config.context)
-        )
+            random_windows(
+                self._tokens, seed=config.seed, step=step, count=config.batch_size, context=config.context,
+                share=self._share,
+            )
+        )  # fmt: skip
 
     def _windows(self, windows: NDArray[np.int64]) -> Batch:
         """Return the inputs and targets of windows whose tokens are in the vocabulary."""

@@ -22,6 +22,7 @@ from accelerant.errors import FormatError
 from accelerant.nn.train.checkpoint import Checkpoints, gathered, restored
 from accelerant.nn.train.data import Batch, Source, split
 from accelerant.nn.train.step import TrainStep
+from accelerant.runtime.processes import Processes
 
 if TYPE_CHECKING:
     from accelerant.nn.train.trainer import Trainer
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["NanDiagnosis", "NotFinite", "find_not_finite"]
 
 _CHECKED = ("cpu",)  # devices on which gradients are checked before the update, since nothing has to wait there
+_NOTHING = "computed again, every part is finite by itself: their sum overflows, or the step varies from run to run"
 _MAX_REPEATED_STEPS = 1000  # more steps are not repeated; the message says so
 
 
@@ -120,7 +122,12 @@ class NanDiagnosis:
             weights = self._trainer.objective.weigh(parts)
             if weights is not None:
                 parts = [part for part, weight in zip(parts, weights.tolist(), strict=True) if weight != 0]
-        return f"{find_not_finite(self._trainer.model, loss, parts)}; {self._last_good()}"
+        found, processes = find_not_finite(self._trainer.model, loss, parts), Processes()
+        if processes.size > 1:  # one of them may have the only part that is not finite
+            all_found = processes.exchange(found[:500])
+            rank = next((rank for rank, each in enumerate(all_found) if each != _NOTHING), 0)
+            found = all_found[rank] + (f" (rank {rank})" if all_found[rank] != _NOTHING else "")
+        return f"{found}; {self._last_good()}"
 
     def _check(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Raise NotFinite before an update on the CPU if the loss or a gradient is not finite.
@@ -133,9 +140,9 @@ class NanDiagnosis:
         norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
         parts, values = [batch for batch, _ in self._computed], [float(value) for _, value in self._computed]
         weights = self._trainer.objective.weigh(parts) if len(parts) > 1 else None
-        shares: list[float] = [1 / len(parts)] * len(parts) if weights is None else weights.tolist()
+        shares: list[float] = [1 / len(parts)] * len(parts) if weights is None else (weights / weights.sum()).tolist()
         loss = sum(value * share for value, share in zip(values, shares, strict=True) if share != 0)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        if any(Processes().largest([not (math.isfinite(loss) and math.isfinite(norm))])):
             raise NotFinite(self._step, loss, norm)
 
     def _return_to(self, step: TrainStep, failed: int) -> list[Batch] | None:
@@ -208,7 +215,7 @@ def find_not_finite(model: nn.Module, loss: Callable[..., Tensor], parts: Sequen
         model.zero_grad(set_to_none=True)
         if names:
             return f"first not finite: {names[0]}{where}"
-    return "computed again, every part is finite by itself: their sum overflows, or the step varies from run to run"
+    return _NOTHING
 
 
 def _finite(value: object) -> bool:

@@ -20,6 +20,7 @@ from accelerant.nn.layers import modes_kept
 from accelerant.nn.train.config import TrainConfig
 from accelerant.nn.train.data import Batch
 from accelerant.nn.train.step import require_scalar
+from accelerant.runtime.processes import Processes
 
 __all__ = ["Evaluation", "Loss", "Metric", "Objective", "accuracy", "autocast", "evaluate", "precision_of"]
 
@@ -126,13 +127,12 @@ class Objective:
         return _kept(batch[-1])
 
     def weigh(self, batches: Sequence[Sequence[Tensor]]) -> Tensor | None:
-        """Return the weight of each batch in the mean over a step's targets; None if batches count equally."""
+        """Return each batch's weight in the mean over a step's targets, their number; None for equal weights."""
         counts = [self.kept(*batch) for batch in batches]
         known = [count for count in counts if count is not None]
         if len(known) < len(counts):
             return None
-        totals = torch.stack(known)
-        return totals / totals.sum()
+        return torch.stack(known)
 
     def measure(self, model: nn.Module, *batch: Tensor) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor | None]]]:
         """Return the loss of a batch, and each metric with the number of targets it averages: None for all rows.
@@ -193,7 +193,8 @@ def evaluate(
     """Return the loss and the metrics of a model on batches, in eval mode; the mode is restored.
 
     Args:
-        batches: weighted by their rows; for cross entropy and accuracy by their targets other than -100.
+        batches: weighted by their rows; for cross entropy and accuracy by their targets other than -100. Of several
+            processes, which all call this with the same batches, each computes its share.
         step: number of completed steps, for the result.
         watch: receives the number of rows done after each batch.
 
@@ -201,26 +202,36 @@ def evaluate(
         ConfigError: there is no batch.
     """
     totals: Tensor | None = None  # sums and weights of the loss and of each metric
+    first: Batch | None = None
     names: list[str] = []
     rows = 0
+    processes = Processes()
+
+    def measured_sums(batch: Batch) -> Tensor:
+        moved = [tensor.to(device, non_blocking=True) for tensor in batch]
+        with autocast(device, precision):
+            loss, metrics = objective.measure(model, *moved)
+        names[:] = metrics
+        measured = [(loss, objective.kept(*moved)), *metrics.values()]
+        means = torch.stack([value.to(device).double().reshape(()) for value, _ in measured])
+        counts = [float(len(moved[0])) if kept is None else kept for _, kept in measured]
+        weight = torch.stack([torch.as_tensor(value, device=device).double() for value in counts])
+        sums = torch.where(weight == 0, 0.0, means * weight)  # a mean over no targets is NaN
+        return torch.stack((sums, weight))
+
     with modes_kept(model):
         model.eval()
-        for batch in batches:
-            moved = [tensor.to(device, non_blocking=True) for tensor in batch]
-            with autocast(device, precision):
-                loss, metrics = objective.measure(model, *moved)
-            count = len(moved[0])
-            names = list(metrics)
-            measured = [(loss, objective.kept(*moved)), *metrics.values()]
-            means = torch.stack([value.to(device).double().reshape(()) for value, _ in measured])
-            counts = [float(count) if kept is None else kept for _, kept in measured]
-            weight = torch.stack([torch.as_tensor(value, device=device).double() for value in counts])
-            sums = torch.where(weight == 0, 0.0, means * weight)  # a mean over no targets is NaN
-            both = torch.stack((sums, weight))
-            totals = both if totals is None else totals + both
-            rows += count
+        for number, batch in enumerate(batches):
+            first = batch if first is None else first
+            if number % processes.size == processes.rank:
+                both = measured_sums(batch)
+                totals = both if totals is None else totals + both
+            rows += len(batch[0])
             watch(rows)
-    if totals is None:
-        raise ConfigError("there are no rows to evaluate on")
+        if first is None:
+            raise ConfigError("there are no rows to evaluate on")
+        if totals is None:  # fewer batches than processes: this one takes part in the sum
+            totals = torch.zeros_like(measured_sums(first))
+    processes.sum_(totals)
     loss_mean, *others = (totals[0] / totals[1]).tolist()
     return Evaluation(step, loss_mean, rows, dict(zip(names, others, strict=True)))

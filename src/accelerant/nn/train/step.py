@@ -23,13 +23,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from accelerant._version import __version__
 from accelerant.config import settings
 from accelerant.errors import AccelerantError, ConfigError, FallbackWarning, LaunchError, ShapeError
 from accelerant.nn._precision import LowWeights
 from accelerant.nn.layers import DRAW_NOTHING, float8_weights, require_float8
 from accelerant.nn.optim import MultiTensorOptimizer, clip_grad_norm_
 from accelerant.nn.train.data import Batch
+from accelerant.nn.train.parallel import (
+    BUCKET_BYTES,
+    GradientReduction,
+    described,
+    is_reduced_elsewhere,
+    start_equal,
+)
 from accelerant.runtime.ledger import FallbackRecord, ledger
+from accelerant.runtime.processes import Processes
 from accelerant.runtime.streams.graphs import Graph, ahead_of_capture
 
 __all__ = [
@@ -179,7 +188,7 @@ class StepResult(NamedTuple):
     """The result of a step: float32 scalars on the device, in memory that no later step writes.
 
     Attributes:
-        loss: the mean over the batches of the step.
+        loss: the mean over the batches of the step, of all processes.
         grad_norm: Euclidean norm of all gradients, before clipping; not finite if the step was skipped (see LossScale).
     """
 
@@ -248,6 +257,10 @@ def require_scalar(loss: Any) -> Tensor:
 class TrainStep(GraphedStep):
     """Forward, backward, clipping and update of a model.
 
+    If torch.distributed is initialised with several processes, they do each step together: parameters and buffers begin
+    as rank 0's, and the gradient is that of the mean over the batches of all, summed in buckets while the backward pass
+    runs. The gradients of a DistributedDataParallel, and of parameters that FSDP2 shards, are left to these.
+
     Args:
         model: its parameters are the optimizer's.
         optimizer: those of accelerant.nn.optim clip and update in one launch. torch's work, too; for a graph they must
@@ -257,13 +270,17 @@ class TrainStep(GraphedStep):
         max_grad_norm: maximum norm of all gradients together; None for no clipping.
         accumulate: batches in a step; the gradient is that of the mean of their losses.
         weigh: called with a step's batches if there are several; returns the weights of their losses in that mean,
-            (accumulate,) on their device, 0 for one to ignore even if its loss is NaN; None for equal weights.
+            (accumulate,) on their device, 0 for one to ignore even if its loss is NaN; None for equal weights. They are
+            divided by their sum over all processes.
         precision: bfloat16 for autocast, with each matrix cast once per step; float16 for the same with a loss scale;
             float8_e4m3fn for bfloat16 with the linear products of accelerant.nn's blocks in 8 bits (forward, and the
             gradient of their input); None for the parameters' own dtype.
         loss_scale: for float16; None for a new one.
-        graph: True to capture the step, False not to, None to capture on a CUDA device in a process that trains alone.
-            If a capture is impossible, steps run eagerly and the ledger has the reason.
+        graph: True to capture the step, False not to, None to capture on a CUDA device; with several processes if
+            their collectives are NCCL's, which are captured, too, and not those of a DistributedDataParallel. If a
+            capture is impossible, steps run eagerly and the ledger has the reason.
+        reduce_dtype: of the gradients' sum over the processes: float32, or bfloat16 for half the traffic.
+        bucket_bytes: size of the parts in which gradients are summed.
 
     Attributes:
         captured: whether steps are replays by now.
@@ -271,7 +288,7 @@ class TrainStep(GraphedStep):
 
     Raises:
         ConfigError: an unsupported value; in float16 parameters of that dtype, or an optimizer that cannot skip a step
-            on the device (torch's can with fused=True).
+            on the device (torch's can with fused=True); in all processes, a value or a version that differs in one.
 
     While a graph is replayed, hooks and Python code of the model do not run, batches must keep their shapes (one of
     another shape runs eagerly), and `.grad` holds the gradients of the last step as usual. Call `reset` after a change
@@ -283,6 +300,7 @@ class TrainStep(GraphedStep):
         max_grad_norm: float | None = None, accumulate: int = 1,
         weigh: Callable[[Sequence[Sequence[Tensor]]], Tensor | None] | None = None,
         precision: torch.dtype | None = None, graph: bool | None = None, loss_scale: LossScale | None = None,
+        reduce_dtype: torch.dtype = torch.float32, bucket_bytes: int = BUCKET_BYTES,
     ) -> None:  # fmt: skip
         if accumulate < 1:
             raise ConfigError(f"accumulate must be at least 1, got {accumulate}")
@@ -292,7 +310,8 @@ class TrainStep(GraphedStep):
             raise ConfigError(f"precision must be bfloat16, float16, float8_e4m3fn, float32 or None, got {precision}")
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.accumulate = accumulate
-        self._weigh = weigh if accumulate > 1 else None
+        self._processes = processes = Processes()
+        self._weigh = weigh if accumulate > 1 or processes.size > 1 else None
         self._params = [param for group in optimizer.param_groups for param in group["params"]]
         if not self._params:
             raise ConfigError("the optimizer has no parameters")
@@ -312,6 +331,20 @@ class TrainStep(GraphedStep):
             low = LowWeights(precision)
         self.loss_scale = self._checked_scale(loss_scale, device) if precision == torch.float16 else None
         super().__init__("train_step", "training", model, optimizer, device, None if low is None else precision, low)
+        self._reduction: GradientReduction | None = None
+        self._averages = processes.size > 1 and is_reduced_elsewhere(model, self._params)
+        if processes.size > 1:
+            same: dict[str, object] = {
+                "accelerant": __version__, "torch": torch.__version__, "the parameters": described(self._params),
+                "accumulate": accumulate, "max_grad_norm": self._max_norm, "precision": precision, "graph": graph,
+                "reduce_dtype": reduce_dtype, "bucket_bytes": bucket_bytes,
+            }  # fmt: skip
+            with processes.agreed(same):
+                if not self._averages:
+                    self._reduction = GradientReduction(
+                        self._params, processes, dtype=reduce_dtype, bucket_bytes=bucket_bytes
+                    )
+            start_equal(model, processes)
         self._decide(graph, self._obstacle_of(automatic=graph is None))
         self.reset()
 
@@ -383,22 +416,35 @@ class TrainStep(GraphedStep):
 
     def _run(self, batches: Sequence[Sequence[Tensor]]) -> Tensor:
         """Run the whole step, eagerly or under capture; return the loss and the norm, (2,) float32."""
-        scale = self.loss_scale
+        scale, reduction, processes = self.loss_scale, self._reduction, self._processes.size
         self.optimizer.zero_grad(set_to_none=True)
         total: Tensor | None = None
         weights = None if self._weigh is None else self._weigh(batches)
+        losses = self.accumulate * (1 if self._averages else processes)
+        if weights is not None:
+            weights = weights / self._processes.sum_(weights.sum())
+            if self._averages:
+                weights = weights * processes
         with self._precision_context():
             for number, batch in enumerate(batches):
                 with self._autocast():
                     loss = require_scalar(self.loss(*batch))
                     if weights is not None:
                         loss = torch.where(weights[number] == 0, torch.zeros_like(loss), loss) * weights[number]
-                    elif self.accumulate > 1:
-                        loss = loss / self.accumulate
+                    elif losses > 1:
+                        loss = loss / losses
+                if reduction is not None and number == self.accumulate - 1:
+                    reduction.frozen = self._graph is not None  # others replay the captured step
+                    reduction.arm()
                 (loss if scale is None else loss.float() * scale.value).backward()
                 total = loss.detach() if total is None else total + loss.detach()
-        norm = self._update()
         assert total is not None  # for the type checker: there is at least one batch
+        if reduction is not None:
+            total = total.float()
+            reduction.finish(total)
+        elif processes > 1:
+            total = self._processes.sum_(total.float() / processes)
+        norm = self._update()
         if scale is not None:
             scale.update(norm)
         return torch.stack([total.float().reshape(()), norm.float().to(total.device)])
@@ -435,9 +481,10 @@ class TrainStep(GraphedStep):
             return known
         if any(param.device != self._device for param in self._params):
             return "parameters are on several devices"
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if automatic and distributed and torch.distributed.get_world_size() > 1:
-            return "processes train together: graph=True captures their collectives too"
+        if automatic and self._averages:
+            return "DistributedDataParallel or FSDP2 reduces the gradients: graph=True captures their collectives too"
+        if self._reduction is not None and "cuda:nccl" not in torch.distributed.get_backend_config():
+            return "processes train together, and their collectives on a GPU are not NCCL's"
         return None
 
     def _signature(self, batches: Sequence[Batch]) -> tuple[Any, ...]:
@@ -467,7 +514,11 @@ class TrainStep(GraphedStep):
             self._output = graph.capture(self._run, self._inputs, warm_up=0)
 
         # A failed capture leaves gradients in uninitialised memory.
-        if not self._recorded(capture, undo=lambda: self.optimizer.zero_grad(set_to_none=True)):
+        recorded = self._recorded(capture, undo=lambda: self.optimizer.zero_grad(set_to_none=True))
+        if any(self._processes.largest([not recorded])):  # some processes cannot replay while others exchange flags
+            self.optimizer.zero_grad(set_to_none=True)
+            if recorded:
+                self._refuse("the capture failed in another process")
             return False
         self._grads = [param.grad for param in self._params]
         self._graph = graph

@@ -12,9 +12,10 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import os
 import signal
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from accelerant._version import __version__
 from accelerant.errors import (
     AccelerantError,
     ConfigError,
@@ -54,12 +56,14 @@ from accelerant.nn.train.history import (
 from accelerant.nn.train.nan_diagnosis import NanDiagnosis, NotFinite
 from accelerant.nn.train.objective import Evaluation, Loss, Metric, Objective, autocast, evaluate, precision_of
 from accelerant.nn.train.optim import MakeOptimizer, learning_rate, make_optimizer
+from accelerant.nn.train.parallel import start_equal
 from accelerant.nn.train.step import LossScale, TrainStep, recomputed
 from accelerant.runtime import registry
 from accelerant.runtime.files import clipped
 from accelerant.runtime.ledger import ledger
 from accelerant.runtime.memory.limits import available_bytes, peak_recorded, size_text
 from accelerant.runtime.memory.peak import predict_peak
+from accelerant.runtime.processes import Processes
 from accelerant.runtime.time_limit import check_time, time_limit
 
 __all__ = ["Trainer", "fit"]
@@ -84,6 +88,9 @@ def fit(
 
 class Trainer:
     """Trains one module.
+
+    Several processes of torch.distributed train together: each makes the same Trainer and calls the same methods.
+    Rank 0 alone writes files, except checkpoints, which all may write. Callbacks run in each process.
 
     Args:
         model: moved to the config's device and trained in place.
@@ -114,6 +121,9 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
     ) -> None:  # fmt: skip
         self.config = config or TrainConfig()
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise ConfigError("give the module inside the DistributedDataParallel: processes train together without it")
+        self._first = Processes().first
         self.device = _device(self.config.device)
         if self.config.precision == "fp8":
             require_float8(self.device)
@@ -125,7 +135,7 @@ class Trainer:
         else:
             self.optimizer = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
         self.callbacks = list(callbacks)
-        if self.config.log == "tensorboard":
+        if self.config.log == "tensorboard" and self._first:
             self.callbacks.append(TensorBoard(Path(self.config.folder) / "tensorboard"))
         self.precision = precision_of(self.config, self.device)
         self.loss_scale = LossScale(self.device) if self.precision == torch.float16 else None
@@ -149,8 +159,8 @@ class Trainer:
             The history. The model is trained in place; its modules keep their training or eval mode.
 
         Raises:
-            ConfigError: data, targets and config do not fit together; the folder holds a run and resume is False, or
-                another process uses it.
+            ConfigError: data, targets and config do not fit together, or differ between processes that train together;
+                the folder holds a run and resume is False, or another process uses it.
             FormatError: the checkpoints are damaged or of another model.
             DivergenceError: a loss or gradient is not finite; names step, module and the last good checkpoint.
             OutOfMemory: a step does not fit the device.
@@ -158,6 +168,24 @@ class Trainer:
                 completed, and a checkpoint written if there is a folder.
             KeyboardInterrupt: Ctrl-C; the step was completed, and a checkpoint written if there is a folder.
         """
+        with Processes().agreed({}):
+            source, held_out = self._sources(data, targets, validation, resume=resume)
+        config = self.config
+        with numerics(deterministic=config.deterministic):
+            if config.folder:
+                history = self._fit_in_folder(Path(config.folder), source, held_out, resume)
+            else:
+                history = self.run(source, held_out)
+        if history.signal == signal.SIGINT:
+            raise KeyboardInterrupt(f"stopped after step {history.steps} of {history.total_steps}")
+        if history.signal is not None:
+            raise SystemExit(128 + history.signal)
+        return history
+
+    def _sources(
+        self, data: Data, targets: Data | None, validation: Any, *, resume: bool
+    ) -> tuple[Source, Source | None]:  # fmt: skip
+        """Return the sources of training and validation data; raise as `fit`."""
         config = self.config
         source = make_source(data, targets, config)
         if config.batch_size % config.accumulate and not isinstance(data, DataLoader):
@@ -170,30 +198,27 @@ class Trainer:
             raise ConfigError("patience and keep_best need held-out data: give validation")
         if resume and not config.folder:
             raise ConfigError("resume continues from a checkpoint: give the config a folder")
-        with numerics(deterministic=config.deterministic):
-            if config.folder:
-                history = self._fit_in_folder(Path(config.folder), source, held_out, resume)
-            else:
-                history = self.run(source, held_out)
-        if history.signal == signal.SIGINT:
-            raise KeyboardInterrupt(f"stopped after step {history.steps} of {history.total_steps}")
-        if history.signal is not None:
-            raise SystemExit(128 + history.signal)
-        return history
+        return source, held_out
 
     def _fit_in_folder(self, folder: Path, source: Source, held_out: Source | None, resume: bool) -> History:
         checkpoints = Checkpoints(folder)
-        with RunLock(folder) as lock:
-            if not resume and (checkpoints.exist or (folder / "metrics.jsonl").exists()):
-                raise ConfigError(f"{folder} holds a training: give resume=True to continue it, or another folder")
-            lock.take()
-            continuing = checkpoints.exist
-            if not continuing:
-                RunFolder.write_json(folder / "train.json", self.config.to_dict())
+        with ExitStack() as stack:
+            with Processes().agreed({}):
+                continuing = checkpoints.exist
+                if self._first:
+                    lock = stack.enter_context(RunLock(folder))
+                    if not resume and (continuing or (folder / "metrics.jsonl").exists()):
+                        raise ConfigError(
+                            f"{folder} holds a training: give resume=True to continue it, or another folder"
+                        )
+                    lock.take()
+                    if not continuing:
+                        RunFolder.write_json(folder / "train.json", self.config.to_dict())
             history = self.run(source, held_out, folder=folder, resume=continuing)
-            if continuing:  # not earlier: a config that differs from the checkpoint's is refused
-                RunFolder.write_json(folder / "train.json", self.config.to_dict())
-            RunFolder.write_json(folder / "history.json", history.to_dict())
+            if self._first:
+                if continuing:  # not earlier: a config that differs from the checkpoint's is refused
+                    RunFolder.write_json(folder / "train.json", self.config.to_dict())
+                RunFolder.write_json(folder / "history.json", history.to_dict())
         return history
 
     def run(
@@ -228,12 +253,14 @@ class Trainer:
         return run.history
 
     def evaluate(self, data: Data, targets: Data | None = None) -> Evaluation:
-        """Return the loss and the metrics on all rows of some data."""
+        """Return the loss and the metrics on all rows of some data; of several processes all call this."""
         return self.measure(make_source(data, targets, self.config), step=0)
 
     def measure(self, source: Source, *, step: int) -> Evaluation:
         """Return the loss and the metrics on all rows of a source, labelled with the number of completed steps."""
-        total = source.rows()
+        total, processes = source.rows(), Processes()
+        if processes.size > 1:  # those of a batch norm, for example
+            processes.from_first_([buffer.detach() for buffer in self.model.buffers()])
 
         def watch(rows: int) -> None:
             if total:
@@ -268,7 +295,11 @@ class Trainer:
 def _device(name: str) -> torch.device:
     """Return the torch device of a config's name; raise ConfigError or BackendUnavailable if there is none."""
     if ":" not in name:
-        return torch.device(registry.choose(name).torch_device)
+        device = torch.device(registry.choose(name).torch_device)
+        if device.type == "cuda" and Processes().size > 1:  # one GPU each, as torchrun numbers them
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
+            torch.cuda.set_device(device)
+        return device
     try:
         device = torch.device(name.lower())
     except RuntimeError as error:
@@ -286,7 +317,10 @@ class _Run:
     ) -> None:  # fmt: skip
         config = trainer.config
         self._trainer, self._source, self._held_out = trainer, source, held_out
-        self._folder, self._fingerprint = folder, fingerprint
+        self._processes = processes = Processes()
+        self._folder, self._fingerprint = folder if processes.first else None, fingerprint
+        self._flags: Callable[[], list[int]] | None = None
+        self._signal = 0  # that all processes know of
         self._checkpoints = None if folder is None else Checkpoints(folder)
         total = config.steps or source.steps(config.epochs)
         self.history = History(total_steps=total)
@@ -311,12 +345,14 @@ class _Run:
     def execute(self, *, resume: bool) -> None:
         """Train, from the newest intact checkpoint if `resume` is set; raise as `Trainer.fit`."""
         began, history, trainer, config = time.monotonic(), self.history, self._trainer, self._trainer.config
+        self._agree(resume)
         document: dict[str, Any] = {}
         if self._checkpoints is not None:
             if resume:
                 document = self._restore(self._checkpoints)
             self._checkpoints.clean()
         start = history.resumed_from
+        start_equal(trainer.model, self._processes)
         path = None if self._folder is None else self._folder / "metrics.jsonl"
         self._metrics = MetricsFile(path, keep_steps=start)
         history.records = self._metrics.records
@@ -333,15 +369,43 @@ class _Run:
                 trainer.stop(self._patience_reason)
             else:
                 self._train(start, document.get("position", {}), stop)
-            if stop:
-                history.status, history.signal = "interrupted", stop.signal
+            if number := stop.signal if self._processes.size == 1 else self._signal:
+                history.status, history.signal = "interrupted", number
             elif trainer.stopping:
                 history.status, history.reason = "stopped", trainer.stopping
         if config.keep_best and history.status != "interrupted":
             self._best.load_into(trainer.model, self._folder)
+            start_equal(trainer.model, self._processes)  # rank 0 has it in a file
         history.seconds = time.monotonic() - began
         history.peak_memory_bytes = peak_memory_bytes(trainer.device)
         history.reserved_memory_bytes = reserved_memory_bytes(trainer.device)
+
+    # --- several processes -------------------------------------------------------------------------------------------
+
+    def _agree(self, resume: bool) -> None:
+        """Raise ConfigError in each process if they do not run the same training."""
+        config = self._trainer.config.to_dict()
+        same: dict[str, object] = {
+            "accelerant": __version__, "torch": torch.__version__, "the data": self._fingerprint, "resume": resume,
+            "steps": self.history.total_steps, "precision": self._trainer.precision,
+        }  # fmt: skip
+        with self._processes.agreed(same):
+            same |= {
+                name: value for name, value in config.items() if name not in ("device", "folder", "profile", *same)
+            }
+
+    def _agreed(self, flags: list[int], *, wait: bool) -> list[int]:
+        """Return the largest flags of all processes, so that they do the same after the same step.
+
+        With `wait` these are the flags of now, else those of the step before: then nothing waits for another process.
+        """
+        if self._processes.size == 1:
+            return flags
+        previous, self._flags = self._flags, self._processes.start_largest(flags)
+        found = [0] * len(flags) if previous is None else previous()
+        if wait:
+            found, self._flags = list(map(max, found, self._flags())), None
+        return found
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -358,10 +422,11 @@ class _Run:
                 step = TrainStep(
                     trainer.model, trainer.optimizer,
                     self._diagnosis.recorded(functools.partial(trainer.objective, trainer.model)),
-                    max_grad_norm=config.clip or None, accumulate=config.accumulate, weigh=trainer.objective.weigh,
+                    max_grad_norm=config.clip or None, accumulate=source.accumulate or config.accumulate,
+                    weigh=trainer.objective.weigh,
                     precision=torch.float8_e4m3fn if config.precision == "fp8" else trainer.precision,
                     graph={"auto": None, "on": True, "off": False}[config.graph] if source.fixed else False,
-                    loss_scale=trainer.loss_scale,
+                    loss_scale=trainer.loss_scale, reduce_dtype=getattr(torch, config.reduce_dtype),
                 )  # fmt: skip
             pin = trainer.device.type == "cuda"
             batches = stack.enter_context(closing(source.batches(range(start, total), position, pin=pin)))
@@ -414,21 +479,29 @@ class _Run:
             evaluating = done in self._evaluate_at
             if evaluating:
                 self._flush(evaluate_after=done)
-            out_of_time = self._out_of_time(done)
-            stopping = bool(stop or trainer.stopping or out_of_time)
-            save_is_due = (every and done % every == 0) or time.monotonic() - saved_at > every_s
-            if stopping or done == total or save_is_due:
+            out_of_time, now = self._out_of_time(done), time.monotonic()
+            flags = [stop.signal or 0, bool(trainer.stopping), out_of_time is not None, False, False]
+            if self._processes.first:
+                flags[3:] = (
+                    now - saved_at > every_s,
+                    len(self._pending) >= _FLUSH_STEPS or now - self._flushed_at > _FLUSH_S,
+                )
+            self._signal, stopped, late, save_is_due, flush_is_due = self._agreed(
+                flags, wait=evaluating or done == total or device.type == "cpu"
+            )
+            if late and out_of_time is None:
+                out_of_time = TimeLimitExceeded(f"another process's time limit has passed after step {done:,}")
+            if stopped and not trainer.stopping:
+                trainer.stop("another process asked for it")
+            stopping = bool(self._signal or stopped or late)
+            if stopping or done == total or save_is_due or (every and done % every == 0):
                 self._flush()
                 self._save(done)
                 saved_at = time.monotonic()
                 timer.mark()
             elif evaluating:
                 timer.mark()
-            elif (
-                device.type == "cpu"
-                or len(self._pending) >= _FLUSH_STEPS
-                or time.monotonic() - self._flushed_at > _FLUSH_S
-            ):
+            elif device.type == "cpu" or flush_is_due:
                 self._flush()
             if out_of_time and done < total:
                 self._settle(wait=True)

@@ -1,0 +1,213 @@
+"""Data parallel training: gradients summed over the processes of torch.distributed while the backward pass runs.
+
+Each process computes its share of a batch, with losses weighted such that the sum of all gradients is that of the mean
+over the whole batch. The sums are torch's all_reduce, of buckets of gradients in the order in which the backward pass
+finishes them, so that all but the last one overlap it (Li et al. 2020, arXiv:2006.15704, section 4.2). They are used
+by TrainStep (step.py), and are captured inside its CUDA graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelerant.errors import ConfigError, UnsupportedCase
+from accelerant.runtime.processes import Processes
+
+__all__ = ["BUCKET_BYTES", "GradientReduction", "described", "is_reduced_elsewhere", "share_of", "start_equal"]
+
+BUCKET_BYTES = 25 << 20
+_FIRST_BYTES = 1 << 20  # a small first bucket: the network is busy from the first gradients on
+_ALIGNED = 64  # elements: gradients begin at multiples of 128 bytes or more, for vectorised kernels
+
+
+def share_of(rows: int, processes: Processes) -> slice:
+    """Return this process's rows of a batch; raise ConfigError if the processes cannot have as many each."""
+    if rows % processes.size:
+        raise ConfigError(f"batch_size must be a multiple of the {processes.size} processes, got {rows}")
+    count = rows // processes.size
+    return slice(processes.rank * count, (processes.rank + 1) * count)
+
+
+def is_reduced_elsewhere(model: nn.Module, params: Iterable[Tensor]) -> bool:
+    """Return whether something else averages the gradients: DistributedDataParallel, or FSDP2 with its DTensors."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return True
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(param, module.DTensor) for param in params)
+
+
+def start_equal(model: nn.Module, processes: Processes) -> None:
+    """Copy rank 0's parameters and buffers into those of the other processes."""
+    if processes.size > 1 and not is_reduced_elsewhere(model, model.parameters()):
+        processes.from_first_([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
+
+
+def described(params: Sequence[Tensor]) -> str:
+    """Return a text that differs for parameters of other shapes or dtypes, or in another order."""
+    kinds = "; ".join(f"{param.dtype} {tuple(param.shape)}" for param in params)
+    return f"{len(params)} tensors ({hashlib.sha256(kinds.encode()).hexdigest()[:16]})"
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Gradients that are summed by one collective.
+
+    Attributes:
+        indices: of the parameters.
+        offsets: of their gradients, in elements.
+        size: elements in all.
+    """
+
+    indices: list[int]
+    offsets: list[int]
+    size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class GradientReduction:
+    """Sums gradients over the processes, in buckets that overlap the backward pass.
+
+    Every process reduces every bucket in each step, in the same order. The first step's buckets follow the reversed
+    order of the parameters, later ones the order in which rank 0's backward pass finished them. A parameter that
+    some process did not use has a gradient of zeros there; `.grad` of one that none used stays None.
+
+    Args:
+        params: the same in each process; those with a gradient later need not be known now.
+        dtype: of the sums: float32 or bfloat16. float64 and complex gradients keep theirs.
+        bucket_bytes: size of a bucket, which one larger gradient exceeds.
+
+    Attributes:
+        frozen: whether which parameters are used no longer changes, as in a captured step, so that processes need not
+            tell each other.
+    """
+
+    def __init__(
+        self, params: Sequence[Tensor], processes: Processes, *, dtype: torch.dtype = torch.float32,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:  # fmt: skip
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ConfigError(f"reduce_dtype must be float32 or bfloat16, got {dtype}")
+        if bucket_bytes < 1:
+            raise ConfigError(f"bucket_bytes must be above 0, got {bucket_bytes}")
+        self._params, self._processes, self._dtype, self._bytes = list(params), processes, dtype, bucket_bytes
+        self.frozen = False
+        self._armed = self._ordered = False
+        self._used: list[int] = []
+        self._arrange(reversed(range(len(self._params))))
+        this = weakref.ref(self)  # hooks must not keep this object alive
+        hooks = [
+            param.register_post_accumulate_grad_hook(functools.partial(_ready, this, index))
+            for index, param in enumerate(self._params)
+            if param.requires_grad
+        ]
+        weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
+
+    def _arrange(self, order: Iterable[int]) -> None:
+        """Divide the parameters into buckets, in this order."""
+        self._buckets: list[_Bucket] = []
+        opened: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
+        for index in order:
+            param = self._params[index]
+            dtype = param.dtype if param.is_complex() or param.dtype == torch.float64 else self._dtype
+            bucket = opened.setdefault((dtype, param.device), _Bucket([], [], 0, dtype, param.device))
+            bucket.indices.append(index)
+            bucket.offsets.append(bucket.size)
+            bucket.size += -(-param.numel() // _ALIGNED) * _ALIGNED
+            if bucket.size * dtype.itemsize >= (self._bytes if self._buckets else min(_FIRST_BYTES, self._bytes)):
+                self._buckets.append(opened.pop((dtype, param.device)))
+        self._buckets += opened.values()
+        self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket.indices}
+        self._launched: list[tuple[Any, list[Tensor]]] = []
+
+    def arm(self) -> None:
+        """Begin to sum: the next backward pass is the last one of the step."""
+        self._left = [len(bucket.indices) for bucket in self._buckets]
+        self._launched, self._finished, self._has = [], list[int](), [0] * len(self._params)
+        self._armed = True
+
+    def ready(self, index: int) -> None:
+        """Note that a gradient is complete; start the sum of each bucket whose turn it is."""
+        if not self._armed:
+            return
+        if self._bucket_of[index] < len(self._launched) or not self._left[self._bucket_of[index]]:
+            raise UnsupportedCase(
+                f"a backward pass gave parameter {index} its gradient twice: processes that train together need "
+                "checkpoint(..., use_reentrant=False)"
+            )
+        self._finished.append(index)
+        self._left[self._bucket_of[index]] -= 1
+        while len(self._launched) < len(self._buckets) and not self._left[len(self._launched)]:
+            self._launch(self._buckets[len(self._launched)])
+
+    @torch.no_grad()
+    def _launch(self, bucket: _Bucket) -> None:
+        flat = torch.zeros(bucket.size, dtype=bucket.dtype, device=bucket.device)  # with the gaps between gradients
+        views, to, grads = [], [], []
+        for index, offset in zip(bucket.indices, bucket.offsets, strict=True):
+            param = self._params[index]
+            view = _laid_out(flat, param, offset)
+            views.append(view)
+            if param.grad is None:
+                continue
+            if param.grad.layout != torch.strided:
+                raise UnsupportedCase(
+                    "processes that train together need dense gradients: an embedding has sparse ones"
+                )
+            self._has[index] = 1
+            to.append(view)
+            grads.append(param.grad)
+            param.grad = None  # its memory is free after the copy
+        if to:
+            torch._foreach_copy_(to, grads)
+        work = torch.distributed.all_reduce(flat, async_op=True)
+        self._launched.append((work, views))
+
+    @torch.no_grad()
+    def finish(self, loss: Tensor) -> None:
+        """Start the sums that are left, also that of the loss, in place; put the others into `.grad`.
+
+        On a GPU the stream waits, not the host.
+        """
+        while len(self._launched) < len(self._buckets):
+            self._launch(self._buckets[len(self._launched)])
+        self._armed = False
+        summed = torch.distributed.all_reduce(loss, async_op=True)  # not earlier: all processes have one order
+        capturing = self._params[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        if not (self.frozen or capturing):
+            self._used = self._processes.largest(self._has)
+        summed.wait()
+        launched, self._launched = self._launched, []
+        for bucket, (work, views) in zip(self._buckets, launched, strict=True):
+            work.wait()
+            for index, view in zip(bucket.indices, views, strict=True):
+                param = self._params[index]
+                if self._used[index]:
+                    param.grad = view if view.dtype == param.dtype else view.to(param.dtype)
+        if not (self._ordered or capturing):
+            self._ordered = True
+            seen = set(self._finished)
+            order = [*self._finished, *(index for index in range(len(self._params)) if index not in seen)]
+            self._arrange(self._processes.of_first(order))
+
+
+def _ready(reduction: weakref.ref[GradientReduction], index: int, _: Tensor) -> None:
+    if (found := reduction()) is not None:
+        found.ready(index)
+
+
+def _laid_out(flat: Tensor, param: Tensor, offset: int) -> Tensor:
+    """Return the part of a bucket for a parameter's gradient, with its strides if they have no gaps."""
+    dense = 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+    if dense == param.numel():
+        return flat.as_strided(param.shape, param.stride(), offset)
+    return flat[offset : offset + param.numel()].view(param.shape)

@@ -1,0 +1,155 @@
+"""What each process of the tests of data parallel training does; apart, so that a fresh interpreter can import it."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import sys
+import traceback
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accelerant.nn.train import Callback, TrainConfig, fit
+from accelerant.nn.train.objective import Objective
+from accelerant.nn.train.step import TrainStep
+from accelerant.runtime.processes import Processes
+
+ROWS, CLASSES, IGNORED = 24, 5, -100
+
+
+def launch(target, folder, *args, processes=2):
+    """Run target(rank, *args) in processes that know each other through a file; return what each returned.
+
+    They are forked by a server that has imported the library once.
+    """
+    folder.mkdir(exist_ok=True)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "accelerant.nn.train", "parallel_workers"])
+    queue = context.Queue()
+    started = [
+        context.Process(target=_enter, args=(r, target, str(folder), processes, queue, args)) for r in range(processes)
+    ]
+    for each in started:
+        each.start()
+    try:
+        found = dict(queue.get(timeout=60) for _ in started)  # a limit for processes that hang, on a loaded machine
+    finally:
+        for each in started:
+            each.join(10)
+            each.kill()
+    return [found[rank] for rank in range(processes)]
+
+
+def _enter(rank, target, folder, processes, queue, args):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes,
+        timeout=datetime.timedelta(seconds=40),
+    )  # fmt: skip
+    try:
+        found = target(rank, *args)
+    except BaseException:
+        found = traceback.format_exc()
+        print(f"rank {rank}: {found}", file=sys.stderr, flush=True)
+    queue.put((rank, found))
+    queue.close()
+    queue.join_thread()
+    dist.destroy_process_group()
+
+
+class Net(nn.Module):
+    """A tied weight, a layer that only some rows use, one that none uses, and dropout on request."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.embedding, self.middle = nn.Embedding(CLASSES, 8), nn.Linear(8, 8)
+        self.norm, self.rare, self.unused = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("offset", torch.full((8,), 0.25))
+
+    def forward(self, x):
+        hidden = self.norm(torch.tanh(self.middle(self.embedding(x) + self.offset)))
+        if (x[:, 0] == 0).any():
+            hidden = hidden + self.rare(hidden) * (x[:, :1] == 0).unsqueeze(-1)
+        return self.dropout(hidden) @ self.embedding.weight.T
+
+
+def net(seed=0, dropout=0.0):
+    torch.manual_seed(seed)
+    return Net(dropout)
+
+
+def rows(count=ROWS, seed=1):
+    """Inputs and targets (count, 4), of which some are ignored; in the second half of the rows most are."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(0, CLASSES, (count, 4), generator=generator)
+    x[count // 2 :, 0] = 1  # the rare layer is not used there
+    y = torch.randint(0, CLASSES, (count, 4), generator=generator)
+    y[torch.rand(y.shape, generator=generator) < torch.linspace(0.1, 0.8, count)[:, None]] = IGNORED
+    return x, y
+
+
+def flat(model):
+    return torch.cat([parameter.detach().double().flatten() for parameter in model.parameters()]).tolist()
+
+
+def config(**changes):
+    values = {
+        "steps": 6, "batch_size": 8, "accumulate": 2, "learning_rate": 1e-2, "clip": 0.3, "device": "cpu",
+        "evaluations": 2, "predict_memory": False,
+    }  # fmt: skip
+    return TrainConfig(**{**values, **changes})
+
+
+def fitted(rank, dropout=0.0, stop_at=None, resume=False, **changes):
+    """Train with `fit`; every rank begins with other weights than rank 0's."""
+    model = net(seed=rank, dropout=dropout)
+    torch.manual_seed(5)
+    stop = [Stop(stop_at)] if stop_at else []
+    history = fit(model, *rows(), config(**changes), validation=rows(9, 5), callbacks=stop, resume=resume)
+    return {
+        "losses": history.losses, "norms": [record.grad_norm for record in history.records], "parameters": flat(model),
+        "evaluations": [(each.loss, each.rows, each.metrics["accuracy"]) for each in history.evaluations],
+        "status": history.status, "steps": history.steps,
+    }  # fmt: skip
+
+
+class Stop(Callback):
+    """Stops after a step, in rank 1 alone if there are two."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def before_step(self, trainer, step):
+        if step + 1 == self.step and Processes().rank == Processes().size - 1:
+            trainer.stop("enough")
+
+
+def stepped(rank, processes, accumulate, steps=4, weighed=False, **options):
+    """Do steps of a TrainStep on this process's share of each batch."""
+    model = net(seed=rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    objective = Objective(model, "cross_entropy", None)
+    step = TrainStep(
+        model, optimizer, lambda *batch: objective(model, *batch), max_grad_norm=0.3, accumulate=accumulate,
+        weigh=objective.weigh if weighed else None, **options,
+    )  # fmt: skip
+    x, y = rows()
+    if not weighed:
+        y = y.clamp(min=0)  # as many targets in each row
+    found = []
+    for number in range(steps):
+        x = x.roll(1, 0)  # so that the ranks use the rare layer at different times
+        y = y.roll(1, 0)
+        mine = slice(rank * len(x) // processes, (rank + 1) * len(x) // processes)
+        batches = list(zip(x[mine].chunk(accumulate), y[mine].chunk(accumulate), strict=True))
+        result = step(batches, 0.1 / (number + 1))
+        found.append((float(result.loss), float(result.grad_norm)))
+    return {
+        "results": found, "parameters": flat(model), "unused": model.unused.weight.grad is None,
+        "gradients": [None if p.grad is None else p.grad.double().flatten().tolist() for p in model.parameters()],
+    }  # fmt: skip
