@@ -17,7 +17,7 @@
     ├── DivergenceError         a loss, a gradient or, in debug mode, a result is not finite
     ├── ProtocolError           a multi-party protocol was not followed
     ├── TimeLimitExceeded       a call or a wait passed its time limit      (also TimeoutError)
-    └── BudgetExceeded          the privacy budget would be overspent
+    └── BudgetExceeded          a privacy budget would be overspent, or a noise budget is
 
 and one warning, FallbackWarning: another implementation or device ran than the preferred one.
 Messages state what was expected, what was given and what to do.
@@ -116,7 +116,7 @@ class TimeLimitExceeded(AccelerantError, TimeoutError):
 
 
 class BudgetExceeded(AccelerantError):
-    """The privacy budget would be overspent."""
+    """A privacy budget would be overspent, or the noise budget of a ciphertext is spent."""
 
 
 class FallbackWarning(UserWarning):

@@ -42,7 +42,7 @@ from accelerant.errors import ConfigError
 from accelerant.runtime.compilation.kernel import LlvmProgram
 from accelerant.runtime.compilation.llvm import NOINLINE, FunctionBuilder, program
 
-__all__ = ["ENTRIES", "FORMS", "SOURCES", "entry_functions", "field_kernels", "host_form", "packed_field"]
+__all__ = ["ENTRIES", "FORMS", "SOURCES", "entry_functions", "field_kernels", "host_form", "host_has", "packed_field"]
 
 FORMS = ("scalar", "vector")
 """One element at a time; or several, which needs AVX512-IFMA for fields of several limbs."""
@@ -57,11 +57,11 @@ take 64 KiB of stack if a pack is eight 512-bit registers."""
 
 def host_form(field: Field) -> str:
     """Return the faster form on this processor."""
-    return "vector" if _host_has("avx512ifma" if field.limbs > 1 else "avx512dq") else "scalar"
+    return "vector" if host_has("avx512ifma" if field.limbs > 1 else "avx512dq") else "scalar"
 
 
 @functools.cache
-def _host_has(feature: str) -> bool:
+def host_has(feature: str) -> bool:
     """Return whether this processor has a feature; asking takes 2 ms."""
     import llvmlite.binding as llvm
 

@@ -1,4 +1,4 @@
-"""Homomorphic encryption: `paillier` adds encrypted tensors and multiplies them by plain numbers.
+"""Homomorphic encryption: `paillier` adds encrypted tensors, `bfv` also multiplies encrypted integers.
 
 >>> public, private = he.paillier.keygen()
 >>> encrypted = he.encrypt_batch(public, np.array([1.5, 2.5]))
@@ -12,9 +12,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from accelerant.privacy.he import paillier
+    from accelerant.privacy.he import bfv, paillier
 
-__all__ = ["decrypt_batch", "encrypt_batch", "paillier"]
+__all__ = ["bfv", "decrypt_batch", "encrypt_batch", "paillier"]
 
 
 def encrypt_batch(public: Any, array: Any, **options: Any) -> Any:

@@ -1,0 +1,212 @@
+"""BFV against integers mod t, against polynomials of Python integers, and against TenSEAL (Microsoft SEAL)."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+
+from accelerant.errors import BudgetExceeded, ConfigError, RangeError, ShapeError, UnsupportedDtype
+from accelerant.privacy.he import bfv, bfv_scheme
+from requirements import require_backend
+
+T = 65537
+
+
+@pytest.fixture(scope="module")
+def small():
+    """Keys of 64 slots, which the table does not have: for tests that need speed and no security."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(bfv_scheme.MAX_LOG_Q[128], 64, 218)
+        yield bfv.keygen(64, rotations=True)
+
+
+def centered(x, t=T):
+    x = np.asarray(x, object) % t
+    return np.where(x > t // 2, x - t, x)
+
+
+def rows(rng, *shape):
+    x = rng.integers(-(T // 2), T // 2 + 1, shape)
+    x.reshape(-1)[:4] = 0, 1, T // 2, -(T // 2)
+    return x
+
+
+def test_operations(small):
+    public, private = small
+    rng = np.random.default_rng(0)
+    x, y = rows(rng, 2, 3, 64), rows(rng, 2, 3, 64)
+    a, b = public.encrypt(x), public.encrypt(y)
+    half = 32
+    cases = {
+        "fresh": (a, x), "sum": (a + b, x + y), "difference": (a - b, x - y), "negative": (-a, -x),
+        "plus plain": (a + y[0, 0], x + y[0, 0]), "from plain": (y - a, y - x), "product": (a * b, x * y),
+        "square": (a * a, x * x), "times plain": (a * y, x * y), "times number": (-3 * a, -3 * x),
+        "rotation": (a.rotate(5), np.concatenate([np.roll(h, -5, -1) for h in np.split(x, 2, -1)], -1)),
+        "rotation to the right": (a.rotate(-1), np.concatenate([np.roll(h, 1, -1) for h in np.split(x, 2, -1)], -1)),
+        "exchange": (a.swap_halves(), np.concatenate((x[..., half:], x[..., :half]), -1)),
+        "total": ((a * b).sum(), (x * y).sum(-1, keepdims=True)),
+        "polynomial": (a * b * a + b * 7 - a, x.astype(object) * y * x + y * 7 - x),
+    }  # fmt: skip
+    for name, (found, wanted) in cases.items():
+        assert (private.decrypt(found) == centered(wanted)).all(), name
+        # the estimate is no promise, but near
+        assert private.noise_budget(found) - 20 < found.budget_bits < private.noise_budget(found) + 3, name
+
+
+def test_shapes(small):
+    public, private = small
+    short = public.encrypt([5, -6])
+    assert private.decrypt(short).tolist() == [5, -6]
+    assert private.decrypt(short * [[1, 2], [3, 4]]).tolist() == [[5, -12], [15, -24]]
+    assert private.decrypt(short + public.encrypt([[1], [2]])).tolist() == [[6, -6], [7, -6]]
+    assert private.decrypt(short.rotate(1))[:2].tolist() == [-6, 0]
+    assert private.decrypt(public.encrypt(np.zeros((0, 3), int))).shape == (0, 3)
+    assert "5" not in repr(short).split("PublicKey")[0].replace("65537", "")
+
+
+def test_two_encryptions_differ(small):
+    public, _ = small
+    x, y = public.encrypt([1]), public.encrypt([1])
+    assert (x.data != y.data).mean() > 0.99
+
+
+def test_depth_ends_with_an_error(small):
+    """Squares are right as long as the budget lasts, and then an error, never a wrong number."""
+    public, private = small
+    x, c = np.arange(64), public.encrypt(np.arange(64))
+    for _ in range(12):
+        x, c = centered(x * x), c * c
+        if private.noise_budget(c) < 1:
+            break
+        assert (private.decrypt(c) == x).all()
+    else:
+        pytest.fail("the budget never ended")
+    with pytest.raises(BudgetExceeded, match="noise budget of a ciphertext is spent"):
+        private.decrypt(c)
+
+
+def test_products_as_integers(small):
+    """Each product is what integers give: t (c d) / Q rounded, before relinearisation, by Python's polynomials."""
+    public, private = small
+    scheme, n = public._scheme, 64
+    a, b = public.encrypt(np.arange(64)), public.encrypt(-np.arange(64))
+    q, t = scheme.q, scheme.t
+
+    def lifted(data):
+        shares = [q // p * pow(q // p, -1, p) for p in scheme.data]
+        return [[centered([sum(int(v) * s for v, s in zip(column, shares, strict=True))], q)[0] for column in part.T]
+                for part in data[0]]  # fmt: skip
+
+    def product(x, y):
+        out = [0] * n
+        for i, u in enumerate(x):
+            for j, v in enumerate(y):
+                out[(i + j) % n] += u * v if i + j < n else -u * v
+        return out
+
+    s = private._secret.tolist()
+    (a0, a1), (b0, b1) = lifted(a.data), lifted(b.data)
+    parts = [product(a0, b0), [u + v for u, v in zip(product(a0, b1), product(a1, b0), strict=True)], product(a1, b1)]
+    rounded = [[(2 * t * v + q) // (2 * q) for v in part] for part in parts]
+    square = product(s, s)
+    phase = [u + v + w for u, v, w in zip(rounded[0], product(rounded[1], s), product(rounded[2], square), strict=True)]
+    (c0, c1) = lifted((a * b).data)
+    found = [u + v for u, v in zip(c0, product(c1, s), strict=True)]
+    # roundings off by one in each part, and the errors of key switching
+    assert max(abs(v) for v in centered([u - v for u, v in zip(found, phase, strict=True)], q)) < 2**20
+
+
+@pytest.mark.parametrize("security", [128, 192, 256])
+def test_parameters_keep_to_the_table(security):
+    for n in (4096, 8192, 16384, 32768)[security > 128 :]:
+        parameters = bfv.Parameters(n, 786433 if n < 32768 else T, security)
+        data, special, auxiliary = parameters.primes
+        product = special
+        for p in data:
+            product *= p
+        assert product.bit_length() <= bfv_scheme.MAX_LOG_Q[security][n]
+        assert len({special, *data, *auxiliary, parameters.plain_modulus}) == len(data) + len(auxiliary) + 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((8192, T, 80), "security must be 128, 192, 256 bits, got 80"),
+        ((8000,), "n must be in the standard's table, 1024, 2048, .*; got 8000"),
+        ((8192, 65539), "prime below 2\\^30 that is 1 mod 16384, got 65539"),
+        ((8192, 16385), "prime below 2\\^30"),
+        ((1024, 12289), "at most 27 bits for n = 1024 and 128 bits"),
+        ((4096, T, 256), "at most 58 bits for n = 4096 and 256 bits of security"),
+    ],
+)
+def test_other_parameters_are_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        bfv.keygen(*arguments)
+
+
+def test_refusals(small):
+    public, private = small
+    with pytest.raises(UnsupportedDtype, match="encrypts integers, got float64"):
+        public.encrypt([1.5])
+    with pytest.raises(RangeError, match="between -32768 and 32768, got 0 to 32769"):
+        public.encrypt([0, 32769])
+    with pytest.raises(ShapeError, match="m from 1 to 64, got shape \\(65,\\)"):
+        public.encrypt(np.zeros(65, int))
+    with pytest.raises(ShapeError, match="do not broadcast"):
+        public.encrypt(np.zeros((2, 4), int)) + public.encrypt(np.zeros((3, 4), int))
+    other, _ = bfv.keygen(4096)
+    with pytest.raises(ConfigError, match="two keys"):
+        public.encrypt([1]) + other.encrypt([1])
+    with pytest.raises(ConfigError, match="another key"):
+        private.decrypt(other.encrypt([1]))
+    with pytest.raises(ConfigError, match="no key for this rotation"):
+        other.encrypt([1]).rotate(1)
+    with pytest.raises(ConfigError, match="not pickled"):
+        pickle.dumps(private)
+    assert repr(private) == "PrivateKey(n=64, plain_modulus=65537, security=128)"
+
+
+def test_errors_and_secrets():
+    from accelerant.privacy.random import SecureStream
+
+    stream = SecureStream(bytes(32))
+    secret, errors = bfv_scheme.ternary(stream, 30000), bfv_scheme.error_polynomials(stream, 30000)
+    assert [abs((secret == v).mean() - 1 / 3) < 0.01 for v in (-1, 0, 1)] == [True] * 3
+    assert abs(errors.std() - 10.5**0.5) < 0.05
+    assert abs(errors.mean()) < 0.07
+    assert abs(errors).max() <= 21
+    rows = bfv_scheme.uniform_rows(bytes(32), 1, (1032193, 12289), 4096)
+    assert (rows[0].max(-1) < [1032193, 12289]).all()
+    assert (abs(rows[0].mean(-1) / [1032193, 12289] - 0.5) < 0.02).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "opencl", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_devices(device):
+    if device != "cpu":
+        require_backend(device)
+    public, private = bfv.keygen(8192, rotations=[3], device=device)
+    x = rows(np.random.default_rng(1), 2, 8192)
+    a, b = public.encrypt(x), public.encrypt(x[:, ::-1])
+    wanted = np.concatenate([np.roll(h, -3, -1) for h in np.split(x * x[:, ::-1], 2, -1)], -1)
+    assert (private.decrypt((a * b).rotate(3) * 2 - 1) == centered(2 * wanted - 1)).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [4096, 8192])
+def test_same_results_as_tenseal(n):
+    tenseal = pytest.importorskip("tenseal", reason="TenSEAL is a dependency of development")
+    context = tenseal.context(tenseal.SCHEME_TYPE.BFV, poly_modulus_degree=n, plain_modulus=786433)
+    public, private = bfv.keygen(n, 786433)
+    rng = np.random.default_rng(2)
+    x, y = (rng.integers(-400, 400, 64) for _ in "xy")
+    theirs = [tenseal.bfv_vector(context, v.tolist()) for v in (x, y)]
+    ours = [public.encrypt(v) for v in (x, y)]
+    circuits = [
+        lambda a, b, plain: a + b, lambda a, b, plain: a - b, lambda a, b, plain: a * b, lambda a, b, plain: a * plain,
+        lambda a, b, plain: a * b + a, lambda a, b, plain: (a + plain) * b - plain,
+    ]  # fmt: skip
+    for circuit in circuits:
+        assert private.decrypt(circuit(*ours, y)).tolist() == circuit(*theirs, y.tolist()).decrypt()
