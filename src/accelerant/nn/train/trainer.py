@@ -65,12 +65,15 @@ from accelerant.runtime.memory.limits import available_bytes, peak_recorded, siz
 from accelerant.runtime.memory.peak import predict_peak
 from accelerant.runtime.processes import Processes
 from accelerant.runtime.time_limit import check_time, time_limit
+from accelerant.runtime.watch import Watch
 
 __all__ = ["Trainer", "fit"]
 
 _SHARED_BYTES = 1 << 20
 """A step on the CPU whose tensors take less runs on one thread: its operations, of microseconds, are too short for two.
 On a busy machine, where each waits for a core at its end, two threads take 20 times as long."""
+
+_CPU_MEMORY = "DefaultCPUAllocator"  # in torch's error of an allocation on the CPU, a RuntimeError
 
 _PEAK_EVERY_S = 0.1  # on the CPU, where reading the peak memory takes as long as a tenth of a small step
 _FLUSH_STEPS, _FLUSH_S = 50, 1.0  # on a GPU, losses are read back after that many steps or seconds
@@ -243,7 +246,7 @@ class Trainer:
         run = _Run(self, source, held_out, folder, fingerprint or source.fingerprint(), evaluate_at)
         self.history = run.history
         try:
-            with modes_kept(self.model), time_limit(self.config.timeout_s or None, "training"):
+            with modes_kept(self.model), time_limit(self.config.timeout_s or None, "training"), Watch():
                 run.execute(resume=resume)
         except BaseException as error:
             self.notify("failed", error)
@@ -443,7 +446,9 @@ class _Run:
                     raise
                 kept = f"{error.strerror}; step {self._saved:,} is kept in a checkpoint, to resume from with more space"
                 raise OSError(error.errno, kept, error.filename) from None
-            except torch.OutOfMemoryError as error:
+            except (RuntimeError, MemoryError) as error:
+                if not isinstance(error, torch.OutOfMemoryError | MemoryError) and _CPU_MEMORY not in str(error):
+                    raise
                 reason = str(error).split("\n", maxsplit=1)[0]
                 raise OutOfMemory(
                     f"{config.micro_batch} rows at a time do not fit the device: raise accumulate (now "
