@@ -27,6 +27,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, distributed
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -37,7 +38,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import zeros as distributed_zeros
 
@@ -66,7 +67,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor: dtype, shape, and its chunks."""
+    """A tensor and its chunks."""
 
     dtype: str
     shape: list[int]
@@ -139,27 +140,12 @@ def _key(name: str, offsets: list[int]) -> str:
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 
-class _Writer(StorageWriter):
+class _Writer(FileSystemWriter):
     """Writes one file for each process; `commit` gets the list of the shards on rank 0 when all have been written."""
 
     def __init__(self, folder: Path, write: Callable[..., None], commit: Callable[[Shards], None]) -> None:
+        super().__init__(folder)
         self._folder, self._write, self._commit = folder, write, commit
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: a writer is for one checkpoint."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: the folder is given to the constructor."""
-        return False
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Create the folder."""
-        self._folder.mkdir(exist_ok=True)
-        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Name the files after the ranks."""
@@ -256,35 +242,17 @@ class ShardSaver:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-class _Reader(StorageReader):
+class _Reader(FileSystemReader):
     """Reads the chunks that a plan asks for."""
 
     def __init__(self, path: Path, shards: Shards) -> None:
-        self._path, self._shards = path, shards
+        super().__init__(path.parent / shards.folder)
+        self._checkpoint, self._shards = path, shards
         self._files = {
             _key(name, chunk.offsets): (chunk.file, chunk.sizes)
             for name, entry in shards.tensors.items()
             for chunk in entry.chunks
         }
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: a reader is for one checkpoint."""
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: the path is given to the constructor."""
-        return False
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans."""
-        return plans
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return shapes and chunks as DCP describes them."""
@@ -298,7 +266,7 @@ class _Reader(StorageReader):
             )
             for name, entry in self._shards.tensors.items()
         }
-        return Metadata(state_dict_metadata=entries)
+        return Metadata(state_dict_metadata=entries, storage_data={})
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         """Copy the parts that the plan names into its tensors, file by file."""
@@ -309,18 +277,20 @@ class _Reader(StorageReader):
             key = _key(item.storage_index.fqn, list(item.storage_index.offset or ()))
             by_file.setdefault(self._files[key][0], []).append((key, item))
         for number, items in by_file.items():
-            file = self._path.parent / self._shards.folder / self._shards.files[number][0]
+            file = self._checkpoint.parent / self._shards.folder / self._shards.files[number][0]
             try:
                 with safe_open(file, framework="pt") as opened:
                     for key, item in items:
                         target = planner.resolve_tensor(item).detach()
                         parts = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
                         if list(opened.get_slice(key).get_shape()) != self._files[key][1]:
-                            raise FormatError(f"checkpoint {self._path} is damaged: {clipped(key)} has another shape")
+                            raise FormatError(
+                                f"checkpoint {self._checkpoint} is damaged: {clipped(key)} has another shape"
+                            )
                         target.copy_(opened.get_slice(key)[parts] if parts else opened.get_tensor(key))
                         planner.commit_tensor(item, target)
             except (SafetensorError, OSError) as error:
-                raise FormatError(f"checkpoint {self._path} is damaged: {file}: {str(error)[:300]}") from None
+                raise FormatError(f"checkpoint {self._checkpoint} is damaged: {file}: {str(error)[:300]}") from None
         done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done
