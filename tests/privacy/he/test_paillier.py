@@ -26,7 +26,7 @@ from accelerant.errors import (
     UnsupportedDtype,
 )
 from accelerant.privacy import he
-from accelerant.privacy.he import paillier
+from accelerant.privacy.he import messages, paillier
 from accelerant.privacy.he.paillier import EncryptedTensor, PrivateKey, PublicKey, keygen
 from requirements import require_module
 
@@ -491,8 +491,8 @@ def test_messages_of_another_key_version_or_size(keys):
 def test_damaged_messages_are_format_errors(keys, rng, record_property, monkeypatch):
     """Cut, extended, flipped and spliced: a message is read as something valid, or is a FormatError."""
     public, private = keys
-    monkeypatch.setattr(paillier, "_cipher", lambda word, salt: real(word, b"s" * 16))  # scrypt once
-    real_cipher, made = paillier._cipher, {}
+    monkeypatch.setattr(messages, "_cipher", lambda word, salt: real(word, b"s" * 16))  # scrypt once
+    real_cipher, made = messages._cipher, {}
 
     def real(word, salt):
         from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
@@ -500,14 +500,14 @@ def test_damaged_messages_are_format_errors(keys, rng, record_property, monkeypa
         return made.setdefault(word, ChaCha20Poly1305(b"k" * 32))
 
     assert real_cipher
-    messages = [
+    samples = [
         (public.to_bytes(), lambda data: PublicKey.from_bytes(data, insecure=True)),
         (private.to_bytes("word"), lambda data: PrivateKey.from_bytes(data, "word", insecure=True)),
         (public.encrypt([[1, 2]]).to_bytes(), lambda data: EncryptedTensor.from_bytes(data, public)),
         (public.encrypt([1, 2], pack=True).to_bytes(), lambda data: EncryptedTensor.from_bytes(data, public)),
     ]
     for _ in range(200):
-        data, read = rng.choice(messages)
+        data, read = rng.choice(samples)
         damaged = bytearray(data)
         for _ in range(rng.choice((1, 1, 2, 5))):
             at = rng.randrange(min(len(damaged), rng.choice((60, len(damaged)))) or 1) if damaged else 0
@@ -519,7 +519,7 @@ def test_damaged_messages_are_format_errors(keys, rng, record_property, monkeypa
             elif damage == "flip" and damaged:
                 damaged[at] = rng.randrange(256)
             else:
-                other = rng.choice(messages)[0]
+                other = rng.choice(samples)[0]
                 damaged[at : at + 8] = other[at : at + 8]
         try:
             found = read(bytes(damaged))

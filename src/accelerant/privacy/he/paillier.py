@@ -32,7 +32,6 @@ import hashlib
 import math
 import operator
 import secrets
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,8 +52,17 @@ from accelerant.errors import (
     UnsupportedCase,
     UnsupportedDtype,
 )  # fmt: skip
-from accelerant.runtime.files import AtomicFile, read_regular
-from accelerant.runtime.host import refuse_masked
+from accelerant.privacy.he.messages import (
+    KINDS,
+    Origin,
+    Reader,
+    host_array,
+    in_kind,
+    open_box,
+    sealed,
+    write_private,
+)  # fmt: skip
+from accelerant.runtime.files import read_regular
 
 __all__ = ["EncryptedTensor", "PrivateKey", "PublicKey", "keygen"]
 
@@ -69,7 +77,6 @@ within 2^-65, exact from 2^-41 on; float64 is within 2^-97, exact from 2^-44 on.
 
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 _DTYPES = (*_FLOATS, *_INTEGERS)
-_KINDS = ("torch", "numpy", "cupy", "jax")
 _MESSAGES, _VERSION = {"n": "public key", "s": "private key", "c": "ciphertexts"}, 1
 _EXPONENT_MOST, _DIMENSIONS_MOST = 1024, 32
 
@@ -162,7 +169,7 @@ class PublicKey:
     @classmethod
     def from_bytes(cls, data: bytes, *, insecure: bool = False) -> PublicKey:
         """Return the key that to_bytes gave; FormatError for other bytes."""
-        reader = _Reader(data, "n")
+        reader = _reader(data, "n")
         blum, n = reader.number(1, 1), reader.rest()
         if len(n) > BITS_MOST // 8:
             raise FormatError(f"n has at most {BITS_MOST} bits, the message has {len(n)} bytes of it")
@@ -197,7 +204,7 @@ class PublicKey:
         self, x: Any, exponent: int | None, limit: float | None, pack: bool, device: str | None,
         masks: Callable[[int, MemorySpace], Residues],
     ) -> EncryptedTensor:  # fmt: skip
-        array, origin = _host_array(x)
+        array, origin = host_array(x, _DTYPES, "Paillier")
         space = HOST
         if device is not None or origin.device.startswith("cuda"):
             space = space_at(device or origin.device)
@@ -256,7 +263,7 @@ class PublicKey:
         numbers = [_integer(value) for value in array.ravel().tolist()]
         self._check_ciphertexts(numbers)
         dtype = dtype or ("float64" if exponent else "int64")
-        origin = _Origin(kind, dtype)
+        origin = Origin(kind, dtype)
         exponent, bound = _scale(dtype, exponent, limit, False)
         cipher = residues_of(numbers, self.n_square, space_at(device))
         return EncryptedTensor(self, cipher, array.shape, exponent, min(bound, self.max_int), origin)
@@ -310,34 +317,19 @@ class PrivateKey:
 
     def to_bytes(self, passphrase: str) -> bytes:
         """Return the key encrypted with a passphrase: ChaCha20-Poly1305 under scrypt (2^16, 8, 1: 64 MiB)."""
-        salt, nonce = secrets.token_bytes(16), secrets.token_bytes(12)
-        head = _header("s") + salt + nonce
         half = max(self.p, self.q).bit_length() // 8 + 1
-        plain = self.p.to_bytes(half, "big") + self.q.to_bytes(half, "big")
-        box: bytes = _cipher(passphrase, salt).encrypt(nonce, plain, head)
-        return head + box
+        return sealed(_header("s"), self.p.to_bytes(half, "big") + self.q.to_bytes(half, "big"), passphrase)
 
     @classmethod
     def from_bytes(cls, data: bytes, passphrase: str, *, insecure: bool = False) -> PrivateKey:
         """Return the key that to_bytes gave; FormatError for other bytes or another passphrase."""
-        reader = _Reader(data, "s")
-        salt, nonce, box = reader.take(16), reader.take(12), reader.rest()
-        if not 16 < len(box) <= 16 + BITS_MOST // 8 + 4:
-            raise FormatError(f"a private key's message of {len(data)} bytes is too short or too long")
-        from cryptography.exceptions import InvalidTag
-
-        try:
-            plain = _cipher(passphrase, salt).decrypt(nonce, box, data[: -len(box)])
-        except InvalidTag:
-            raise FormatError("the private key does not open: wrong passphrase, or damaged bytes") from None
+        plain = open_box(_reader(data, "s"), data, passphrase, BITS_MOST // 8 + 4)
         half = len(plain) // 2
         return cls(int.from_bytes(plain[:half], "big"), int.from_bytes(plain[half:], "big"), insecure=insecure)
 
     def save(self, path: str | Path, passphrase: str) -> None:
         """Write to_bytes(passphrase) to a file that only its owner reads (mode 0600), whole or not at all."""
-        data = self.to_bytes(passphrase)
-        with AtomicFile(Path(path), mode=0o600) as file:
-            file.write(data)
+        write_private(path, self.to_bytes(passphrase))
 
     @classmethod
     def load(cls, path: str | Path, passphrase: str, *, insecure: bool = False) -> PrivateKey:
@@ -414,62 +406,15 @@ def _integer(value: Any) -> int:
         raise UnsupportedDtype(f"a ciphertext must be an integer, got {type(value).__name__}") from None
 
 
-def _cipher(passphrase: str, salt: bytes) -> Any:
-    """Return the AEAD of a passphrase."""
-    if not isinstance(passphrase, str) or not passphrase:
-        raise ConfigError("a private key is saved with a passphrase: a string that is not empty")
-    try:
-        from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
-        from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
-    except ImportError:
-        raise MissingDependency("cryptography", "privacy", "a passphrase") from None
-    return ChaCha20Poly1305(Scrypt(salt, length=32, n=2**16, r=8, p=1).derive(passphrase.encode()))
-
-
 def _header(kind: str) -> bytes:
     return b"ACLPAI" + kind.encode() + bytes([_VERSION])
 
 
-class _Reader:
-    """Fields of a message of one kind; FormatError for another kind or version, or where bytes are missing."""
-
-    def __init__(self, data: bytes, kind: str) -> None:
-        self._data, self._at = bytes(data), 0
-        if self.take(7) != _header(kind)[:7]:
-            raise FormatError(f"not a message of Paillier's {_MESSAGES[kind]}: it begins with other bytes")
-        if (version := self.number(1, 255)) != _VERSION:
-            raise FormatError(f"the message has version {version}, this program reads version {_VERSION}")
-
-    def take(self, count: int) -> bytes:
-        """Return the next bytes."""
-        found = self._data[self._at : self._at + count]
-        if len(found) != count:
-            raise FormatError(f"the message is cut off: {count} bytes wanted at {self._at}, {len(found)} are there")
-        self._at += count
-        return found
-
-    def number(self, count: int, most: int) -> int:
-        """Return an unsigned number of some bytes, at most `most`."""
-        value = int.from_bytes(self.take(count), "big")
-        if value > most:
-            raise FormatError(f"the number at byte {self._at - count} of the message is larger than allowed")
-        return value
-
-    def rest(self) -> bytes:
-        """Return all bytes that are left."""
-        return self.take(len(self._data) - self._at)
+def _reader(data: bytes, kind: str) -> Reader:
+    return Reader(data, _header(kind), f"Paillier's {_MESSAGES[kind]}")
 
 
 # --- encrypted tensors -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """The library, dtype and torch device of an array, to which decryption returns."""
-
-    kind: str
-    dtype: str
-    device: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -495,7 +440,7 @@ class EncryptedTensor:
     shape: tuple[int, ...]
     exponent: int
     bound: int
-    origin: _Origin
+    origin: Origin
     packed: bool = False
     fresh: bool = False
     __array_ufunc__ = None  # NumPy's arrays leave + - * to the methods below
@@ -623,7 +568,7 @@ class EncryptedTensor:
 
     def __matmul__(self, other: Any) -> EncryptedTensor:
         """Multiply (..., k) by a plain matrix (k, m) or vector (k,): a power for each of the ... k m products."""
-        array, _ = _host_array(other)
+        array, _ = host_array(other, _DTYPES, "Paillier")
         if not self.shape or array.ndim not in (1, 2) or array.shape[0] != self.shape[-1]:
             raise ShapeError(f"{self.shape} @ {array.shape}: wanted (..., k) @ (k, m) or (k,)")
         terms = self if array.ndim == 1 else self.reshape(*self.shape, 1)
@@ -652,7 +597,7 @@ class EncryptedTensor:
         Args:
             rerandomize: by default where an operation has been applied since encryption.
         """
-        kind, dtype, width = _KINDS.index(self.origin.kind), _DTYPES.index(self.dtype), 2 * self.public.n_bytes
+        kind, dtype, width = KINDS.index(self.origin.kind), _DTYPES.index(self.dtype), 2 * self.public.n_bytes
         return b"".join([
             _header("c"), self.public.fingerprint, bytes([self.packed, kind, dtype]),
             self.exponent.to_bytes(4, "big", signed=True), self.bound.to_bytes(self.public.n_bytes, "big"),
@@ -666,10 +611,10 @@ class EncryptedTensor:
 
         Bound and exponent are the sender's. FormatError for other bytes, another key, or ciphertexts out of range.
         """
-        reader = _Reader(data, "c")
+        reader = _reader(data, "c")
         if reader.take(32) != public.fingerprint:
             raise FormatError(f"the ciphertexts are of another key than {public!r}")
-        packed, kind, dtype = (reader.number(1, most) for most in (1, len(_KINDS) - 1, len(_DTYPES) - 1))
+        packed, kind, dtype = (reader.number(1, most) for most in (1, len(KINDS) - 1, len(_DTYPES) - 1))
         exponent = int.from_bytes(reader.take(4), "big", signed=True)
         bound = reader.number(public.n_bytes, 2 ** (SLOT_BITS - 1) - 1 if packed else public.max_int)
         if abs(exponent) > _EXPONENT_MOST:
@@ -685,7 +630,7 @@ class EncryptedTensor:
         numbers = [int.from_bytes(body[at : at + width], "big") for at in range(0, len(body), width)]
         public._check_ciphertexts(numbers)
         cipher = residues_of(numbers, public.n_square, space_at(device))
-        origin = _Origin(_KINDS[kind], _DTYPES[dtype])
+        origin = Origin(KINDS[kind], _DTYPES[dtype])
         return cls(public, cipher, shape, exponent, bound, origin, packed=bool(packed))
 
     def to(self, device: str) -> EncryptedTensor:
@@ -739,7 +684,7 @@ class EncryptedTensor:
         """Return integers, their exponent (the highest that is exact), shape and resulting dtype of a plain operand."""
         if type(other) is int:  # of any size
             return [other], 0, (), self.dtype
-        array, origin = _host_array(other)
+        array, origin = host_array(other, _DTYPES, "Paillier")
         exponent, _ = _scale(origin.dtype, None, None, False)
         numbers = _encoded(array, exponent, None)
         while exponent < 0 and not any(number % 16 for number in numbers):
@@ -749,23 +694,6 @@ class EncryptedTensor:
 
 
 # --- encoding --------------------------------------------------------------------------------------------------------
-
-
-def _host_array(x: Any) -> tuple[npt.NDArray[Any], _Origin]:
-    """Return an array of any library on the host, and its origin; UnsupportedDtype unless integers or floats."""
-    refuse_masked(x, "the array")
-    kind = type(x).__module__.partition(".")[0]
-    if isinstance(x, torch.Tensor):
-        dtype, device, x = str(x.dtype).removeprefix("torch."), str(x.device), x.detach().cpu()
-        origin = _Origin("torch", dtype, device)
-        array = (x.float() if dtype == "bfloat16" else x).numpy() if dtype in _DTYPES else np.empty(0, bool)
-    else:
-        array = x.get() if kind == "cupy" else np.asarray(x)
-        origin = _Origin({"jaxlib": "jax"}.get(kind, kind) if kind in ("cupy", "jax", "jaxlib") else "numpy", "")
-        origin = replace(origin, dtype=array.dtype.name)
-    if origin.dtype not in _DTYPES:
-        raise UnsupportedDtype(f"Paillier encrypts {', '.join(_DTYPES)}; got {origin.dtype}")
-    return (array.astype(np.float32) if array.dtype.name == "bfloat16" else array), origin
 
 
 def _scale(dtype: str, exponent: int | None, limit: float | None, pack: bool) -> tuple[int, int]:
@@ -831,7 +759,7 @@ def _unpacked(packed: Sequence[int], slots: int, count: int) -> list[int]:
     return numbers[:count]
 
 
-def _decoded(numbers: Sequence[int], c: EncryptedTensor, origin: _Origin) -> Any:
+def _decoded(numbers: Sequence[int], c: EncryptedTensor, origin: Origin) -> Any:
     """Return numbers times 16^exponent as an array of its origin; RangeError where one does not fit the dtype."""
     down, up = 4 * max(0, -c.exponent), 4 * max(0, c.exponent)
     real, dtype = origin.dtype in _FLOATS, origin.dtype
@@ -851,20 +779,7 @@ def _decoded(numbers: Sequence[int], c: EncryptedTensor, origin: _Origin) -> Any
         if isinstance(error, RangeError):
             raise
         raise RangeError(f"a decrypted value does not fit {dtype}: decrypt with a wider dtype") from None
-    return _in_kind(array, origin)
-
-
-def _in_kind(array: npt.NDArray[Any], origin: _Origin) -> Any:
-    if origin.kind == "numpy" and origin.dtype != "bfloat16":
-        return array
-    if origin.kind == "torch":
-        return torch.from_numpy(array).to(origin.device, getattr(torch, origin.dtype))
-    if origin.kind == "cupy":
-        return sys.modules["cupy"].asarray(array)
-    jax = sys.modules["jax"]
-    if array.dtype.itemsize == 8 and not jax.config.jax_enable_x64:
-        raise UnsupportedDtype(f"JAX holds {origin.dtype} only after jax.config.update('jax_enable_x64', True)")
-    return jax.numpy.asarray(array, dtype=origin.dtype)
+    return in_kind(array, origin)
 
 
 def _joint(x: str, y: str) -> str:

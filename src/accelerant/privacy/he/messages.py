@@ -1,0 +1,146 @@
+"""Shared by the schemes: fields of messages, private keys under a passphrase, and arrays of any library.
+
+A message begins with six letters for its scheme, one for its kind, and a version in one byte.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from accelerant.errors import ConfigError, FormatError, MissingDependency, UnsupportedDtype
+from accelerant.runtime.files import AtomicFile
+from accelerant.runtime.host import refuse_masked
+
+__all__ = ["KINDS", "Origin", "Reader", "host_array", "in_kind", "open_box", "sealed", "write_private"]
+
+KINDS = ("torch", "numpy", "cupy", "jax")
+"""Libraries of arrays."""
+
+
+class Reader:
+    """Fields of a message of one kind; FormatError for another kind or version, or where bytes are missing.
+
+    Args:
+        head: the first eight bytes of such messages.
+        name: of the kind, for errors.
+    """
+
+    def __init__(self, data: bytes, head: bytes, name: str) -> None:
+        self._data, self._at = bytes(data), 0
+        if self.take(7) != head[:7]:
+            raise FormatError(f"not a message of {name}: it begins with other bytes")
+        if (version := self.number(1, 255)) != head[7]:
+            raise FormatError(f"the message has version {version}, this program reads version {head[7]}")
+
+    @property
+    def left(self) -> int:
+        """Bytes that were not taken yet."""
+        return len(self._data) - self._at
+
+    def take(self, count: int) -> bytes:
+        """Return the next bytes."""
+        found = self._data[self._at : self._at + count]
+        if len(found) != count:
+            raise FormatError(f"the message is cut off: {count} bytes wanted at {self._at}, {len(found)} are there")
+        self._at += count
+        return found
+
+    def number(self, count: int, most: int) -> int:
+        """Return an unsigned number of some bytes, at most `most`."""
+        value = int.from_bytes(self.take(count), "big")
+        if value > most:
+            raise FormatError(f"the number at byte {self._at - count} of the message is larger than allowed")
+        return value
+
+    def rest(self) -> bytes:
+        """Return all bytes that are left."""
+        return self.take(self.left)
+
+
+def _cipher(passphrase: str, salt: bytes) -> Any:
+    """Return the AEAD of a passphrase."""
+    if not isinstance(passphrase, str) or not passphrase:
+        raise ConfigError("a private key is saved with a passphrase: a string that is not empty")
+    try:
+        from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+        from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
+    except ImportError:
+        raise MissingDependency("cryptography", "privacy", "a passphrase") from None
+    return ChaCha20Poly1305(Scrypt(salt, length=32, n=2**16, r=8, p=1).derive(passphrase.encode()))
+
+
+def sealed(head: bytes, plain: bytes, passphrase: str) -> bytes:
+    """Return a message with a private key: ChaCha20-Poly1305 under scrypt (2^16, 8, 1: 64 MiB); head is not secret."""
+    salt, nonce = secrets.token_bytes(16), secrets.token_bytes(12)
+    head += salt + nonce
+    box: bytes = _cipher(passphrase, salt).encrypt(nonce, plain, head)
+    return head + box
+
+
+def open_box(reader: Reader, data: bytes, passphrase: str, most: int) -> bytes:
+    """Return what `sealed` hid, at most so many bytes, of a message whose head is read; FormatError if it differs."""
+    salt, nonce, box = reader.take(16), reader.take(12), reader.rest()
+    if not 16 < len(box) <= 16 + most:
+        raise FormatError(f"a private key's message of {len(data)} bytes is too short or too long")
+    cipher = _cipher(passphrase, salt)
+    from cryptography.exceptions import InvalidTag
+
+    try:
+        plain: bytes = cipher.decrypt(nonce, box, bytes(data[: -len(box)]))
+    except InvalidTag:
+        raise FormatError("the private key does not open: wrong passphrase, or damaged bytes") from None
+    return plain
+
+
+def write_private(path: str | Path, data: bytes) -> None:
+    """Write a file that only its owner reads (mode 0600), whole or not at all."""
+    with AtomicFile(Path(path), mode=0o600) as file:
+        file.write(data)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The library, dtype and torch device of an array, to which decryption returns."""
+
+    kind: str
+    dtype: str
+    device: str = "cpu"
+
+
+def host_array(x: Any, dtypes: tuple[str, ...], scheme: str) -> tuple[npt.NDArray[Any], Origin]:
+    """Return an array of any library on the host, and its origin; UnsupportedDtype unless of one of the dtypes."""
+    refuse_masked(x, "the array")
+    kind = type(x).__module__.partition(".")[0]
+    if isinstance(x, torch.Tensor):
+        dtype, device, x = str(x.dtype).removeprefix("torch."), str(x.device), x.detach().cpu()
+        origin = Origin("torch", dtype, device)
+        array = (x.float() if dtype == "bfloat16" else x).numpy() if dtype in dtypes else np.empty(0, bool)
+    else:
+        array = x.get() if kind == "cupy" else np.asarray(x)
+        origin = Origin({"jaxlib": "jax"}.get(kind, kind) if kind in ("cupy", "jax", "jaxlib") else "numpy", "")
+        origin = replace(origin, dtype=array.dtype.name)
+    if origin.dtype not in dtypes:
+        raise UnsupportedDtype(f"{scheme} encrypts {', '.join(dtypes)}; got {origin.dtype}")
+    return (array.astype(np.float32) if array.dtype.name == "bfloat16" else array), origin
+
+
+def in_kind(array: npt.NDArray[Any], origin: Origin) -> Any:
+    """Return an array of the library, dtype and device of an origin."""
+    if origin.kind == "numpy" and origin.dtype != "bfloat16":
+        return array
+    if origin.kind == "torch":
+        return torch.from_numpy(array).to(origin.device, getattr(torch, origin.dtype))
+    if origin.kind == "cupy":
+        return sys.modules["cupy"].asarray(array)
+    jax = sys.modules["jax"]
+    if array.dtype.itemsize == 8 and not jax.config.jax_enable_x64:
+        raise UnsupportedDtype(f"JAX holds {origin.dtype} only after jax.config.update('jax_enable_x64', True)")
+    return jax.numpy.asarray(array, dtype=origin.dtype)
