@@ -518,6 +518,41 @@ def test_fixed_bases_give_the_same_sums(multiples):
         key.msm([1] * 299)
 
 
+@pytest.mark.parametrize("name", ["bn254_g1", "bls12_381_g2"])
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu", "cpu"], ["cpu"] * 3])
+def test_several_devices_share_a_sum(name, devices):
+    group, rng = accelerant.zk.curve(name), np.random.default_rng(5)
+    for n in (0, 1, 2, 150):
+        scalars = rng.integers(0, 2**60, (2, n, 4), dtype=np.uint64)
+        points = group.mul(group.generator, rng.integers(0, 2**60, (n, 4), dtype=np.uint64))
+        points[n // 2 :: 7] = 0
+        wanted = msm(scalars, points, name)
+        key = FixedBase(name, points, devices=devices)
+        assert (msm(scalars, points, name, devices=devices) == wanted).all()
+        assert (key.msm(torch.from_numpy(scalars)) == wanted).all()
+        assert (key.msm([int.from_bytes(row.tobytes(), "little") for row in scalars[1]]) == wanted[1]).all()
+        assert len(key) == n
+        assert len(key.explain().splitlines()) == len(devices)
+
+
+def test_what_several_devices_refuse():
+    group = accelerant.zk.curve("bn254_g1")
+    scalars = np.arange(20, dtype=np.uint64).reshape(5, 4)
+    points = group.mul(group.generator, scalars)
+    for wrong in ([], "cpu"):
+        with pytest.raises(ConfigError, match="devices must be a list of devices"):
+            msm(scalars, points, devices=wrong)
+    with pytest.raises(ConfigError, match=r"device not be given; got \['cpu'\], 'cpu'"):
+        FixedBase("bn254_g1", points, "cpu", devices=["cpu"])
+    off = points.copy()
+    off[3, 0, 0] ^= np.uint64(1)
+    with pytest.raises(FormatError, match=r"points\[2:5\]\[1\] \(flattened\) is .*, which is not on bn254_g1"):
+        msm(scalars, off, devices=["cpu", "cpu"])
+    scalars[4] = 2**64 - 1
+    with pytest.raises(FormatError, match=r"scalars\[4\] \(flattened\) is not below the order"):
+        msm(scalars, points, devices=["cpu", "cpu"])
+
+
 def test_fixed_bases_do_not_change_with_the_array():
     """The points are copied when they are checked."""
     points = generated("bn254_g1", 10).copy()

@@ -320,6 +320,26 @@ def test_sums_over_fixed_points_are_exact(space, name):
             assert bases.explain().startswith("the points' multiples" if kept else "chunks" if points else "no points")
 
 
+@pytest.mark.parametrize(("space", "name"), PLACES, indirect=["space"])
+@pytest.mark.sample(2)
+def test_several_devices_share_a_sum(space, name):
+    """This one twice, and the CPU, which may have no point."""
+    curve, others = curve_of(name), [space.label, "cpu", space.label]
+    for scalars, logarithms in cases(curve):
+        points = encode_points(curve, [point(curve, log) for log in logarithms])
+        words = words_of(scalars)
+        expected = msm(words, points, name)
+        assert (msm(words, points, name, devices=others) == expected).all()
+        assert (FixedBase(name, points, devices=others).msm(np.stack([words] * 2)) == expected).all()
+        if space.backend == "cuda":
+            import torch
+
+            on_gpu = [torch.from_numpy(each).cuda() for each in (words, points)]
+            shared = msm(*on_gpu, name, devices=others)
+            assert shared.device == on_gpu[1].device
+            assert (shared.cpu().numpy() == expected).all()
+
+
 KNOWN = [
     pytest.param(backend, name, id=f"{backend}-{name}", marks=[pytest.mark.gpu] if backend == "cuda" else SLOW[name])
     for backend, (name, k) in itertools.product(("opencl", "cuda"), vectors.MSM_ANSWERS)

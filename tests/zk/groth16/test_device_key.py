@@ -25,7 +25,7 @@ from accelerant.errors import BackendUnavailable, ConfigError, FormatError, Shap
 from accelerant.runtime.ledger import ledger
 from accelerant.zk.formats import TERM, Witness, Zkey, write_r1cs, write_wtns
 from accelerant.zk.groth16 import Prover, device_key, keys, verify
-from accelerant.zk.groth16.device_key import Budgets, DeviceKey, Queues, SectionPoints, SplitKey, budgets
+from accelerant.zk.groth16.device_key import Budgets, DeviceKey, Queues, SectionPoints, SplitKey, budgets, shares
 from accelerant.zk.groth16.keys import SECTIONS, Stages
 from accelerant.zk.groth16.matrices import (
     BLOCK,
@@ -284,6 +284,7 @@ def test_all_devices_add_up_one_copy_of_a_witness():
 
     key = SplitKey.__new__(SplitKey)
     key._keys, key._threads = [Part(), Part()], ThreadPoolExecutor(2)
+    key._witness, key._lock = np.zeros((2, 4), np.uint64), threading.Lock()
     values = np.arange(8, dtype=np.uint64).reshape(2, 4)
     key.begin(values, Stages())
     assert seen[0] is seen[1]
@@ -408,17 +409,32 @@ def test_points_without_infinity():
 
 
 def test_several_devices_share_a_proof(small, device):
-    """The same one three times: each adds up a third of the points."""
+    """The same one three times: two share B2."""
     expected = Prover(small / "circuit.zkey", device="cpu").prove(
         small / "witness.wtns", insecure_randomness_for_tests=KNOWN
     )
     prover = Prover(small / "circuit.zkey", device=[device, f"{device}:0", space_at(device).provider.devices()[0]])
     assert prover.prove(small / "witness.wtns", insecure_randomness_for_tests=KNOWN) == expected
     assert prover.device == "+".join([f"{device}:0"] * 3)
-    assert len(prover.explain().splitlines()) == 15
+    assert len(prover.explain().splitlines()) == 6
     with pytest.raises(FormatError, match="does not verify and is not returned"):
         prover.prove(small / "wrong.wtns")
     check_many(small, prover)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8, 20])
+def test_shares_are_all_sections(count):
+    """Two devices have whole sections, and no device has much more than its share."""
+    for points in (dict.fromkeys(SECTIONS, 1 << 20), {"A": 562, "B1": 543, "B2": 543, "C": 575, "H": 1024}):
+        taken = shares(points, count)
+        parts = sorted((name, *part) for each in taken for name, part in each.items())
+        numbers = {name: next(n for other, _, n in parts if other == name) for name in SECTIONS}
+        assert parts == sorted((name, i, n) for name, n in numbers.items() for i in range(n))
+        costs = {name: n * (3 if name == "B2" else 1) for name, n in points.items()}
+        load = [sum(costs[name] / n for name, (_, n) in each.items()) for each in taken]
+        assert max(load) <= (1.5 if count <= 4 else 2.1) * sum(costs.values()) / count
+        assert count > 2 or set(numbers.values()) == {1}
+    assert shares(dict.fromkeys(SECTIONS, 0), 9)[8] == {}
 
 
 def test_parts_are_all_points():

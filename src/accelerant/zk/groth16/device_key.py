@@ -11,6 +11,7 @@ Where the device has too little memory for all points, some sections stay on the
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,12 +40,14 @@ from accelerant.zk.multi_scalar.op import msm_record
 if TYPE_CHECKING:
     from accelerant.runtime.streams.stream import Event, Stream  # which import torch
 
-__all__ = ["Budgets", "DeviceKey", "Queues", "SectionPoints", "SplitKey", "budgets"]
+__all__ = ["Budgets", "DeviceKey", "Queues", "SectionPoints", "SplitKey", "budgets", "shares"]
 
 Words = Any
 Mark = Any
 """A point in a queue's work, a CUDA event; None where there is one queue."""
 Spans = dict[str, tuple[Mark, Mark]]
+Part = tuple[int, int]
+"""(i, n): the i-th of n equal parts."""
 
 _MEMORY_SHARE = 0.8
 """Largest share of the free memory that a key takes."""
@@ -62,6 +65,12 @@ _SCALAR_BYTES, _VECTORS = 32, 6
 _KEPT_FIRST = ("H", "A", "C", "B1", "B2")
 """Priority of sections where memory is short. A sum over G2 takes longest per byte and hides the copy of its points
 best, so B2 comes last."""
+
+_G2_COST = 3
+"""Time of a point of G2 in a sum, in those of G1."""
+
+_SLACK = 1.1
+"""How much more than its fair share a device may take for the sake of a whole section."""
 
 _STREAMED_CHUNKS = 3
 """Chunks of streamed points on the device: one in use, two being copied."""
@@ -81,7 +90,7 @@ class DeviceKey:
         space: MemorySpace,
         stages: Stages,
         *,
-        part: tuple[int, int] = (0, 1),
+        parts: Mapping[str, Part] | None = None,
         free_bytes: int | None = None,
         overlap: bool = True,
     ) -> None:
@@ -90,7 +99,8 @@ class DeviceKey:
         Args:
             space: not the host's.
             stages: times "key: constraints" and "key: points".
-            part: (i, n): take the i-th of n parts of each section's points, for n devices that share the sums.
+            parts: section -> (i, n): take the i-th of n parts of its points, and none of other sections, for devices
+                that share the sums; by default all points.
             free_bytes: device memory that may be taken; by default 0.8 of the free memory.
             overlap: use a queue for each sum instead of one for all.
 
@@ -103,25 +113,30 @@ class DeviceKey:
         self._field, self._n_public = snarkjs_scalar_field(family), zkey.n_public
         self._queues, self._lock = Queues(space, len(_LAUNCH_ORDER) + 1), fork_safe(threading.Lock())
         room = int(_MEMORY_SHARE * space.provider.memory(space.index).free_bytes) if free_bytes is None else free_bytes
+        parts = dict.fromkeys(SECTIONS, (0, 1)) if parts is None else parts
+        self._order = [name for name in _LAUNCH_ORDER if name in parts]
+        self._rows: DeviceMatrix | None = None
         with stages("key: constraints"):
-            rows = SparseMatrix.from_coefficients(self._field, zkey.domain_size, zkey.coefficients)
-            self._rows = DeviceMatrix(space, rows, functools.partial(self._queues.load, 0))
-            del rows
+            if "H" in parts:
+                rows = SparseMatrix.from_coefficients(self._field, zkey.domain_size, zkey.coefficients)
+                self._rows = DeviceMatrix(space, rows, functools.partial(self._queues.load, 0))
+                room -= self._rows.size_bytes
+                del rows
         with stages("key: points"):
             first, words = {"C": zkey.n_public + 1}, zkey.points
             points = {
                 name: SectionPoints(family.g2 if name == "B2" else family.g1, words[name], first.get(name, 0), part)
-                for name in SECTIONS
+                for name, part in parts.items()
             }
             vectors = _SCALAR_BYTES * _VECTORS * (zkey.domain_size + zkey.n_vars)
-            allowed = budgets(points, room - self._rows.size_bytes - vectors)
+            allowed = budgets(points, room - vectors)
             overlap = overlap and allowed.scratch is None  # where memory is short, sums run one after the other
             queues, self._input = (_QUEUES, _INPUT) if overlap else (dict.fromkeys(SECTIONS, 0), 0)
             # Allocated on the queue that reads it, so that its memory is not reused early if a proof is abandoned
             self._public = self._queues.load(self._input, np.arange(1, 1 + zkey.n_public, dtype=np.uint32))
             self._sections = {
                 name: _DeviceSection(self._queues, queues[name], self._field, points.pop(name), allowed, name)
-                for name in _LAUNCH_ORDER
+                for name in self._order
             }
             space.provider.synchronize(space.index)
 
@@ -131,64 +146,90 @@ class DeviceKey:
         with self._lock:  # queues and their scratch memory take one witness after the other
             with stages("witness"), queues.queue(self._input):
                 witness = queues.load(self._input, values)
+            in_use: list[Any] = [witness]  # kept alive until all queues have read them
             with stages("launches"):
                 copied = queues.mark(self._input)
                 pending = {
-                    name: self._sections[name].begin(witness, copied, spans) for name in _LAUNCH_ORDER if name != "H"
+                    name: self._sections[name].begin(witness, copied, spans) for name in self._order if name != "H"
                 }
                 with queues.queue(self._input):
                     unreduced = queues.fetch(self._input, unreduced_blocks(space, field, witness, len(values)))
                     inputs = gather(space, field, witness, self._public, self._n_public)
                     public = queues.fetch(self._input, inputs)
-                queues.wait(0, copied)
-                with queues.queue(0):
-                    start = queues.mark(0)
-                    scalars = self._rows.quotient(witness)
-                    spans["quotient"] = start, queues.mark(0)
-                pending["H"] = self._sections["H"].begin(scalars, spans["quotient"][1], spans)
+                if self._rows is not None:
+                    queues.wait(0, copied)
+                    with queues.queue(0):
+                        start = queues.mark(0)
+                        in_use.append(self._rows.quotient(witness))
+                        spans["quotient"] = start, queues.mark(0)
+                    pending["H"] = self._sections["H"].begin(in_use[-1], spans["quotient"][1], spans)
 
         def finish() -> KeySums:
             with stages("device"):
-                sums = {name: pending[name]() for name in SECTIONS}
+                sums = {name: pending[name]() for name in SECTIONS if name in pending}
                 if unreduced().any():
                     raise UnreducedError
             in_use.clear()
             times = {name: queues.span_s(*marks) for name, marks in spans.items()}
             return KeySums(sums, public(), {name: seconds for name, seconds in times.items() if seconds is not None})
 
-        in_use: list[Any] = [witness, scalars]  # kept alive until all queues have read them
         return finish
 
     def explain(self) -> str:
         """See ProvingKey."""
-        return "\n".join(f"{name}: {self._sections[name].explain()}" for name in SECTIONS)
+        return "\n".join(f"{name}: {self._sections[name].explain()}" for name in SECTIONS if name in self._sections)
+
+
+def shares(n_points: Mapping[str, int], count: int) -> list[dict[str, Part]]:
+    """Divide sections among devices; return for each its sections and the parts of their points.
+
+    A section stays whole where it costs no more than a device's fair share of all, since each part of a sum launches
+    as many kernels and combines as many buckets as the whole. The others are cut into the fewest equal parts that
+    do; then each part, the most expensive first, goes to the device that has least. The cost is the number of points.
+    """
+    costs = {name: n * (_G2_COST if name == "B2" else 1) for name, n in n_points.items()}
+    fair = max(1.0, sum(costs.values()) / count)
+    cuts = {name: min(count, max(1, math.ceil(cost / (_SLACK * fair)))) for name, cost in costs.items()}
+    pieces = sorted(((costs[name] / n, name, (i, n)) for name, n in cuts.items() for i in range(n)), reverse=True)
+    taken: list[dict[str, Part]] = [{} for _ in range(count)]
+    load = [0.0] * count
+    for cost, name, part in pieces:
+        device = min((i for i in range(count) if name not in taken[i]), key=load.__getitem__)
+        taken[device][name] = part
+        load[device] += cost
+    return taken
 
 
 class SplitKey:
-    """A ProvingKey on several devices: each sums its part of every section.
+    """A ProvingKey on several devices, each with some sections or parts of them: see `shares`.
 
-    Each device gets the whole witness and computes the whole quotient, a twentieth of a proof's work; copying it from
-    one device to the others would take longer.
+    Each device gets the whole witness. One that has points of H computes the whole quotient, a twentieth of a proof's
+    work; copying it from one device to the others would take longer.
     """
 
     def __init__(self, zkey: Zkey, spaces: Sequence[MemorySpace], stages: Stages) -> None:
         """Copy a part of the key to each device; arguments and errors as DeviceKey."""
         self._family = family_of(zkey.family)
-        self._keys = [DeviceKey(zkey, space, stages, part=(i, len(spaces))) for i, space in enumerate(spaces)]
-        self.label = "+".join(space.label for space in spaces)
-        self._threads = ThreadPoolExecutor(len(spaces), thread_name_prefix="accelerant-groth16")
+        parts = shares({name: len(words) for name, words in zkey.points.items()}, len(spaces))
+        used = [(space, part) for space, part in zip(spaces, parts, strict=True) if part]
+        self._keys = [DeviceKey(zkey, space, stages, parts=part) for space, part in used]
+        self._witness, self._lock = np.empty((zkey.n_vars, 4), np.uint64), fork_safe(threading.Lock())
+        self.label = "+".join(key.label for key in self._keys)
+        self._threads = ThreadPoolExecutor(len(used), thread_name_prefix="accelerant-groth16")
 
     def begin(self, values: U64, stages: Stages) -> Callable[[], KeySums]:
         """See ProvingKey; a thread per device copies and launches.
 
         All devices read one copy: if the file changed in between, r and s would not hide sums of parts of two
-        witnesses.
+        witnesses. Its memory is kept, since new pages cost more than the copy.
         """
-        with stages("witness"):
-            witness = np.array(values, np.uint64)
         own = [Stages() for _ in self._keys]
-        with stages("launches"):
-            pending = list(self._threads.map(lambda key, stages: key.begin(witness, stages), self._keys, own))
+        with self._lock:
+            with stages("witness"):
+                np.copyto(self._witness, values)
+            with stages("launches"):
+                begin = lambda key, stages: key.begin(self._witness, stages)  # noqa: E731
+                pending = list(self._threads.map(begin, self._keys, own))
         stages.compiled("launches", max(each.compile_s for each in own))
 
         def finish() -> KeySums:
@@ -197,7 +238,7 @@ class SplitKey:
                 sums = {}
                 for name in SECTIONS:
                     curve: Curve[Any] = self._family.g2 if name == "B2" else self._family.g1
-                    points = (part.sums[name].reshape(1, *curve.shape) for part in parts)
+                    points = (part.sums[name].reshape(1, *curve.shape) for part in parts if name in part.sums)
                     sums[name] = functools.reduce(functools.partial(launch.add, HOST, curve), points)
             spans = {
                 f"{key.label} {name}": seconds
@@ -286,7 +327,7 @@ def budgets(points: Mapping[str, SectionPoints], room: int) -> Budgets:
     scratch = max(section.scratch_bytes(section.chunk) for section in points.values())
     room -= scratch + _STREAMED_CHUNKS * device.STREAMED_BYTES
     stored: dict[str, int | None] = {}
-    for name in _KEPT_FIRST:
+    for name in filter(plain.__contains__, _KEPT_FIRST):
         stored[name] = 0 if plain[name] <= room else None
         room -= plain[name] if plain[name] <= room else 0
     return Budgets(stored, scratch)

@@ -6,19 +6,22 @@ the scalars, which other users of the same machine may be able to measure.
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.launch import first_unreduced
-from accelerant.algebra.field.memory_space import HOST, MemorySpace, in_kind, space_at
-from accelerant.errors import FormatError, ShapeError
+from accelerant.algebra.field.memory_space import HOST, MemorySpace, in_kind, is_tensor, space_at, space_of
+from accelerant.errors import ConfigError, FormatError, ShapeError
 from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
@@ -32,12 +35,15 @@ from accelerant.zk.operands import Operand, array_operand, moved, plain_scalars,
 __all__ = ["FixedBase", "msm", "msm_record", "run_sums", "scratch_bytes", "starter_of", "sums_outward"]
 
 Words = Any
+Devices = Sequence[str | ComputeDevice] | None
 _Check = Callable[[], FormatError | None]
 
 _SCALAR_LIMBS = 4
 
 
-def msm(scalars: Any, points: Any, curve: str = "bn254_g1", *, check: bool | str = "curve") -> Any:
+def msm(
+    scalars: Any, points: Any, curve: str = "bn254_g1", *, check: bool | str = "curve", devices: Devices = None
+) -> Any:
     """Return the sum of scalars[i] points[i], for each row of scalars.
 
     Args:
@@ -52,6 +58,7 @@ def msm(scalars: Any, points: Any, curve: str = "bn254_g1", *, check: bool | str
             times as long for fewer and on devices; nothing on BN254 G1, where every point of the curve is in the
             subgroup. Where points enter (from_bytes, keys, FixedBase), "subgroup" is the default. False: no check;
             sums with points off the curve are meaningless.
+        devices: several devices that share the sum, as for FixedBase; by default the one of the points.
 
     Returns:
         One point, or (b, ...) of them, canonical, in the library and on the device of `points`.
@@ -65,6 +72,8 @@ def msm(scalars: Any, points: Any, curve: str = "bn254_g1", *, check: bool | str
 
     Source: Pippenger's method as in Bernstein et al., eprint 2012/549.
     """
+    if devices is not None:
+        return FixedBase(curve, points, check=check, multiples=False, devices=devices).msm(scalars)
     parameters, level = _curve(curve), operands.check_of(check)
     operand = operands.point_operand(parameters, points, "points")
     rows, leading, check_scalars = _scalar_rows(parameters, scalars, operand.space, _count(parameters, operand))
@@ -94,6 +103,7 @@ class FixedBase:
         *,
         check: bool | str = True,
         multiples: bool | None = None,
+        devices: Devices = None,
     ) -> None:
         """Check the points and convert them.
 
@@ -105,44 +115,108 @@ class FixedBase:
             multiples: also keep the points' multiples by 2^(c j), if they fit, so that all windows of the scalars share
                 one set of buckets: about 20 times the memory. By default yes on devices and no on the CPU, where sums
                 of 2^12 to 2^16 points become a tenth faster and the multiples take 20 us a point.
+            devices: several devices, as in ["cuda:0", "cuda:1"], instead of one. Each keeps an equal part of the points
+                and sums it, launched by a thread of its own; the CPU adds the parts' sums. So the points need not fit
+                one device.
 
         Raises:
-            As msm; BackendUnavailable: the device is unavailable.
+            As msm; BackendUnavailable: a device is unavailable; ConfigError: no such devices.
         """
         self._parameters, level = _curve(curve), operands.check_of(check)
         operand = operands.point_operand(self._parameters, points, "points")
-        self.curve = curve
-        self.space: MemorySpace = operand.space if device is None else space_at(device)
-        words = _point_words(self._parameters, operand, self.space, level)
-        self.n = int(words.shape[0])
-        self._bases: Any
-        if self.space is HOST:
-            plan = shared_cpu_plan(self._parameters, self.n) if multiples else None
-            self._bases = CpuBases(self._parameters, words, shared=plan)
-            self._start = self._bases.msm
+        if devices is not None and (device is not None or isinstance(devices, str) or not devices):
+            raise ConfigError(
+                f"devices must be a list of devices, and device not be given; got {devices!r}, {device!r}"
+            )
+        if devices is None:
+            spaces = [operand.space if device is None else space_at(device)]
         else:
-            from accelerant.zk.multi_scalar.device import DeviceBases  # unused on the CPU
-
-            free_bytes = 0 if multiples is False else None
-            self._bases = DeviceBases(self.space, self._parameters, words, free_bytes=free_bytes)
-            self._start = self._bases.start
+            spaces = [space_at(each) for each in devices]
+        self.curve, self.n, self.space = curve, _count(self._parameters, operand), spaces[0]
+        bounds = [self.n * i // len(spaces) for i in range(len(spaces) + 1)]
+        self._parts = _in_threads(
+            lambda space, first, last: _Part.of(self._parameters, operand, space, level, multiples, first, last),
+            spaces, bounds[:-1], bounds[1:],
+        )  # fmt: skip
         self._kind = replace(operand, words=None, tensor=None if operand.tensor is None else operand.tensor[:0])
 
     def __repr__(self) -> str:
-        return f"FixedBase({self.curve!r}, {self.n} points, {self.space.label})"
+        return f"FixedBase({self.curve!r}, {self.n} points, {'+'.join(part.space.label for part in self._parts)})"
 
     def __len__(self) -> int:
         return self.n
 
     def msm(self, scalars: Any) -> Any:
         """Return the sum of scalars[i] times point i, for each row of scalars; arguments, result and errors as msm."""
-        rows, leading, check = _scalar_rows(self._parameters, scalars, self.space, self.n)
-        total = run_sums(self.space, self._parameters, rows, self._start, check)
-        return sums_outward(self._parameters, total, self.space, leading, self._kind)
+        curve, parts = self._parameters, self._parts
+        if len(parts) == 1:
+            rows, leading, check = _scalar_rows(curve, scalars, self.space, self.n)
+            total = run_sums(self.space, curve, rows, parts[0].start, check)
+            return sums_outward(curve, total, self.space, leading, self._kind)
+        home = space_of(scalars) if is_tensor(scalars) else HOST
+        rows, leading, check = _scalar_rows(curve, scalars, home, self.n)
+        if (error := check()) is not None:
+            raise error
+        shares = [[part.share(home, row) for row in rows] for part in parts]
+        if home is not HOST:
+            home.provider.synchronize(home.index)  # the threads' streams do not wait for the caller's
+        sums = _in_threads(lambda part, share: run_sums(part.space, curve, share, part.start), parts, shares)
+        total = functools.reduce(functools.partial(launch.add, HOST, curve), sums)
+        return sums_outward(curve, total, self.space, leading, self._kind)
 
     def explain(self) -> str:
-        """Describe where the points are and how sums are computed."""
-        return f"{self.n} points of {self.curve} on {self.space.label}, in Montgomery form; {self._bases.explain()}"
+        """Describe where the points are and how sums are computed, one line a device."""
+        return "\n".join(
+            f"{part.last - part.first} points of {self.curve} on {part.space.label}, in Montgomery form; "
+            f"{part.bases.explain()}"
+            for part in self._parts
+        )
+
+
+class _Part(NamedTuple):
+    """Points first to last - 1 of a FixedBase, on one device."""
+
+    first: int
+    last: int
+    space: MemorySpace
+    bases: Any
+    start: Callable[[Words], Words | Pending]
+
+    @classmethod
+    def of(
+        cls, curve: Curve[Any], operand: Operand, space: MemorySpace, check: operands.Check, multiples: bool | None,
+        first: int, last: int,
+    ) -> _Part:  # fmt: skip
+        """Check and convert these points."""
+        name = "points"
+        if last - first < operand.leading[0]:
+            name, words = f"points[{first}:{last}]", operand.space.getitem(operand.words, (slice(first, last),))
+            operand = replace(operand, words=words, leading=(last - first,))
+        words = _point_words(curve, operand, space, check, name)
+        if space is HOST:
+            plan = shared_cpu_plan(curve, last - first) if multiples else None
+            host = CpuBases(curve, words, shared=plan)
+            return cls(first, last, space, host, host.msm)
+        from accelerant.zk.multi_scalar.device import DeviceBases  # unused on the CPU
+
+        bases = DeviceBases(space, curve, words, free_bytes=0 if multiples is False else None)
+        return cls(first, last, space, bases, bases.start)
+
+    def share(self, home: MemorySpace, row: Words) -> Words:
+        """Return the part's scalars of a row in `home`: on its device, or NumPy's, which it copies itself."""
+        if home in (HOST, self.space) or home.backend != "cuda" or self.space.backend != "cuda":
+            words = home.getitem(row, (slice(self.first, self.last),))
+            return words if home == self.space else home.store(words)
+        return row[self.first : self.last].to(self.space.label)
+
+
+def _in_threads(call: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
+    """Return call(...) of each row of arguments, in a thread each, with the caller's settings; one in the caller's."""
+    if len(arguments[0]) == 1:
+        return [call(*each) for each in zip(*arguments, strict=True)]
+    with ThreadPoolExecutor(len(arguments[0]), "accelerant-msm") as threads:
+        tasks = [threads.submit(contextvars.copy_context().run, call, *each) for each in zip(*arguments, strict=True)]
+        return [task.result() for task in tasks]
 
 
 def scratch_bytes(curve: str, n: int, device: str | ComputeDevice) -> int:
@@ -254,10 +328,12 @@ def _curve(name: Any) -> Curve[Any]:
     return curve_of(name if isinstance(name, str) else repr(name))
 
 
-def _point_words(curve: Curve[Any], operand: Operand, space: MemorySpace, check: operands.Check) -> Words:
+def _point_words(
+    curve: Curve[Any], operand: Operand, space: MemorySpace, check: operands.Check, name: str = "points"
+) -> Words:
     """Return points in Montgomery form in a memory space, (n, words of a point)."""
     n = _count(curve, operand)
-    words = operands.points_inward(curve, operand, space, "points", check)
+    words = operands.points_inward(curve, operand, space, name, check)
     return space.reshape(words, (n, math.prod(curve.shape)))
 
 
