@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
+import struct
 
 import numpy as np
 import pytest
+import torch
 
-from accelerant.errors import BudgetExceeded, ConfigError, RangeError, ShapeError, UnsupportedDtype
-from accelerant.privacy.he import bfv, bfv_scheme
+from accelerant.errors import BudgetExceeded, ConfigError, FormatError, RangeError, ShapeError, UnsupportedDtype
+from accelerant.privacy import he
+from accelerant.privacy.he import bfv, bfv_scheme, messages
 from requirements import require_backend
 
 T = 65537
@@ -148,7 +152,7 @@ def test_other_parameters_are_refused(arguments, message):
 
 def test_refusals(small):
     public, private = small
-    with pytest.raises(UnsupportedDtype, match="encrypts integers, got float64"):
+    with pytest.raises(UnsupportedDtype, match=r"BFV encrypts int8, .*; got float64"):
         public.encrypt([1.5])
     with pytest.raises(RangeError, match="between -32768 and 32768, got 0 to 32769"):
         public.encrypt([0, 32769])
@@ -157,9 +161,9 @@ def test_refusals(small):
     with pytest.raises(ShapeError, match="do not broadcast"):
         public.encrypt(np.zeros((2, 4), int)) + public.encrypt(np.zeros((3, 4), int))
     other, _ = bfv.keygen(4096)
-    with pytest.raises(ConfigError, match="two keys"):
+    with pytest.raises(ConfigError, match="of two keys or on two devices"):
         public.encrypt([1]) + other.encrypt([1])
-    with pytest.raises(ConfigError, match="another key"):
+    with pytest.raises(ConfigError, match="of two keys"):
         private.decrypt(other.encrypt([1]))
     with pytest.raises(ConfigError, match="no key for this rotation"):
         other.encrypt([1]).rotate(1)
@@ -210,3 +214,138 @@ def test_same_results_as_tenseal(n):
     ]  # fmt: skip
     for circuit in circuits:
         assert private.decrypt(circuit(*ours, y)).tolist() == circuit(*theirs, y.tolist()).decrypt()
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick_cipher(monkeypatch):
+    """Passphrases without scrypt, which test_paillier.py tests."""
+    from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
+    monkeypatch.setattr(
+        messages, "_cipher", lambda word, salt: ChaCha20Poly1305(hashlib.sha256(word.encode() + salt).digest())
+    )
+
+
+def test_messages_come_back(small, tmp_path, quick_cipher):
+    public, private = small
+    x = np.arange(-6, 6).reshape(2, 6)
+    loaded = bfv.PublicKey.from_bytes(public.to_bytes())
+    own = bfv.PrivateKey.from_bytes(private.to_bytes("a word"), "a word", loaded)
+    private.save(tmp_path / "key", "a word")
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
+    assert (bfv.PrivateKey.load(tmp_path / "key", "a word", public)._secret == private._secret).all()
+    c = bfv.Ciphertext.from_bytes(public.encrypt(x).to_bytes(), loaded)
+    assert own.decrypt((c * c).rotate(1) + c).tolist() == private.decrypt((c * c).rotate(1) + c).tolist()
+    seeded = private.encrypt(x)
+    assert len(seeded.to_bytes()) < 0.6 * len(c.to_bytes())
+    assert len((seeded * 1).to_bytes()) == len((-seeded).to_bytes()) == len(c.to_bytes())
+    assert (own.decrypt(bfv.Ciphertext.from_bytes(seeded.to_bytes(), loaded)) == x).all()
+    assert private.noise_budget(seeded) > private.noise_budget(c)
+    sender = bfv.PublicKey.from_bytes(public.to_bytes(computing=False))
+    assert (private.decrypt(bfv.Ciphertext.from_bytes(sender.encrypt(x).to_bytes(), public)) == x).all()
+    with pytest.raises(ConfigError, match="no key for products"):
+        sender.encrypt(x) * sender.encrypt(x)
+
+
+def test_messages_of_another_key_version_or_size(small, quick_cipher):
+    public, private = small
+    message, other = public.encrypt([[1, 2], [3, 4]]).to_bytes(), bfv.keygen(4096)[0]
+    assert struct.unpack_from(">QQ", message, 45) == (2, 2)  # what the changes below change
+    for change, error in [
+        (lambda m: b"ACLPAI" + m[6:], "not a message of BFV's ciphertexts"),
+        (lambda m: m[:7] + b"\x02" + m[8:], "has version 2, this program reads version 1"),
+        (lambda m: m[:-1], "needs .* bytes"),
+        (lambda m: m + b"0", "needs .* bytes"),
+        (lambda m: m[:50], "cut off"),
+        (lambda m: m[:45] + struct.pack(">QQ", 2**40, 2) + m[61:], "needs .* bytes"),
+        (lambda m: m[:45] + struct.pack(">QQ", 2, 65) + m[61:], "m from 1 to 64"),
+        (lambda m: m[:45] + struct.pack(">QQ", 2**63, 2) + m[61:], "larger than allowed"),
+        (lambda m: m[:-4] + b"\xff" * 4, "not below its prime"),
+    ]:
+        with pytest.raises(FormatError, match=error):
+            bfv.Ciphertext.from_bytes(change(message), public)
+    with pytest.raises(FormatError, match="of another key"):
+        bfv.Ciphertext.from_bytes(message, other)
+    key = private.to_bytes("word")
+    for data, word, owner, error in [
+        (key, "other", public, "wrong passphrase"), (key[:-1], "word", public, "wrong passphrase"),
+        (key, "word", other, "is not that of PublicKey\\(n=4096"), (key[:60], "word", public, "cut off"),
+    ]:  # fmt: skip
+        with pytest.raises(FormatError, match=error):
+            bfv.PrivateKey.from_bytes(data, word, owner)
+    for parameters, error in [
+        ((100, T, 128), "refused: n must be in the standard's table"),
+        ((32768, T, 128), "cut off: 3670016 bytes wanted"),
+    ]:
+        with pytest.raises(FormatError, match=error):
+            bfv.PublicKey.from_bytes(public.to_bytes()[:8] + struct.pack(">IIH", *parameters) + bytes(2000))
+
+
+@pytest.mark.search(1)
+def test_damaged_messages_are_format_errors(small, rng, record_property, quick_cipher):
+    """Cut, extended, flipped and spliced: a message is read as something valid, or is a FormatError."""
+    public, private = small
+    samples = [
+        (public.to_bytes(computing=False), bfv.PublicKey.from_bytes),
+        (private.to_bytes("word"), lambda data: bfv.PrivateKey.from_bytes(data, "word", public)),
+        (public.encrypt([[1, 2]]).to_bytes(), lambda data: bfv.Ciphertext.from_bytes(data, public)),
+        (private.encrypt([1, 2]).to_bytes(), lambda data: bfv.Ciphertext.from_bytes(data, public)),
+    ]
+    for _ in range(200):
+        data, read = rng.choice(samples)
+        damaged, at = bytearray(data), rng.randrange(len(data)) if rng.random() < 0.5 else rng.randrange(70)
+        match rng.randrange(4):
+            case 0:
+                del damaged[at:]
+            case 1:
+                damaged[at] ^= 1 << rng.randrange(8)
+            case 2:
+                damaged[at:at] = rng.randbytes(rng.randrange(1, 9))
+            case _:
+                damaged[at : at + 40] = rng.choice(samples)[0][at : at + 40]
+        try:
+            read(bytes(damaged))
+        except FormatError:
+            record_property("refused", 1)
+        else:
+            record_property("read", 1)
+
+
+@pytest.mark.search(1)
+def test_random_circuits_equal_integers(small, rng, record_property):
+    public, private = small
+    for _ in range(10):
+        x = [centered([rng.randrange(T) for _ in range(64)]) for _ in range(3)]
+        encrypted = [(public if rng.random() < 0.5 else private).encrypt(v.astype(int)) for v in x]
+        for _ in range(8):
+            i, j = rng.randrange(3), rng.randrange(3)
+            number = rng.randrange(-(T // 2), T // 2)
+            match rng.randrange(6):
+                case 0:
+                    x[i], encrypted[i] = x[i] + x[j], encrypted[i] + encrypted[j]
+                case 1:
+                    x[i], encrypted[i] = x[i] - x[j], encrypted[i] - encrypted[j]
+                case 2 if encrypted[i].budget_bits > 50 and encrypted[j].budget_bits > 50:
+                    x[i], encrypted[i] = x[i] * x[j], encrypted[i] * encrypted[j]
+                case 3 if encrypted[j].budget_bits > 50:
+                    x[i], encrypted[i] = number * x[j], number * encrypted[j]
+                case 4:
+                    steps = rng.randrange(-40, 40)
+                    rotated = np.concatenate([np.roll(half, -steps) for half in np.split(x[j], 2)])
+                    x[i], encrypted[i] = rotated, encrypted[j].rotate(steps)
+                case _:
+                    x[i], encrypted[i] = np.roll(x[i], 32) - number, encrypted[i].swap_halves() - number
+            x[i] = centered(x[i])
+            record_property("operations", 1)
+        for v, c in zip(x, encrypted, strict=True):
+            assert (private.decrypt(c) == v).all()
+
+
+def test_arrays_of_torch_come_back(small):
+    public, private = small
+    x = torch.tensor([[1, -2], [3, 4]], dtype=torch.int16)
+    c = he.encrypt_batch(public, x)
+    assert torch.equal(he.decrypt_batch(private, c * torch.tensor([2, 3])), x.long() * torch.tensor([2, 3]))

@@ -21,16 +21,19 @@ depends on an element. Keys are in this process's memory. None of this code has 
 
 from __future__ import annotations
 
+import hashlib
 import math
+import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from accelerant.algebra.field.memory_space import HOST, MemorySpace, space_at
-from accelerant.errors import BudgetExceeded, ConfigError, RangeError, ShapeError, UnsupportedDtype
+from accelerant.errors import BudgetExceeded, ConfigError, FormatError, RangeError, ShapeError
 from accelerant.privacy.he.bfv_scheme import (
     Parameters,
     Scheme,
@@ -41,7 +44,18 @@ from accelerant.privacy.he.bfv_scheme import (
     ternary,
     uniform_rows,
 )
+from accelerant.privacy.he.messages import (
+    KINDS,
+    Origin,
+    Reader,
+    host_array,
+    in_kind,
+    open_box,
+    sealed,
+    write_private,
+)  # fmt: skip
 from accelerant.privacy.random import SecureStream
+from accelerant.runtime.files import read_regular
 
 __all__ = ["Ciphertext", "Parameters", "PrivateKey", "PublicKey", "keygen"]
 
@@ -59,9 +73,8 @@ def keygen(
         plain_modulus: t, a prime that is 1 mod 2 n, below 2^30; results are exact between -t/2 and t/2.
         security: bits against classical attacks, 128, 192 or 256.
         rotations: steps of `rotate` that get a key of their own; True for the powers of two, of which `rotate` composes
-            any
-            other, and the exchange of the halves, which `sum` needs, too.
-        device: where ciphertexts are computed with: "cpu", "cuda", "opencl".
+            the others, and for the exchange of the halves. `sum` needs all of these.
+        device: the device that computes: "cpu", "cuda", "opencl".
 
     Raises:
         ConfigError: parameters beyond the standard's table.
@@ -73,20 +86,15 @@ def keygen(
         steps = [operand % (n // 2) for operand in rotations or ()]
     elements = {pow(3, step, 2 * n) for step in steps} | ({2 * n - 1} if rotations is True else set())
     stream = SecureStream()
-    secret = ternary(stream, n)
-    private = PrivateKey(parameters, secret, space)
-    seed = _seed(stream)
-    scheme = Scheme.of(HOST, parameters)
-    errors = error_polynomials(stream, n)
+    secret, seed, scheme = ternary(stream, n), _seed(stream), Scheme.of(HOST, parameters)
     mask = uniform_rows(seed, 1, scheme.data, n)[0]
-    key = np.stack((_masked(scheme, 1, errors, mask, secret), mask))
-    squared = _automorphism(scheme, secret, 0)
-    switching = {0: _switching_key(scheme, stream, secret, squared)}
-    for element in sorted(elements - {1}):
-        switching[element] = _switching_key(scheme, stream, secret, _automorphism(scheme, secret, element))
-    public = PublicKey(parameters, key, switching, space)
-    private.public = public
-    return public, private
+    half = _masked(scheme, 1, error_polynomials(stream, n), mask, secret)
+    switching = {
+        element: _switching_key(scheme, stream, secret, _automorphism(scheme, secret, element))
+        for element in sorted({0} | elements - {1})
+    }
+    public = PublicKey(parameters, seed, half, switching, space)
+    return public, PrivateKey(public, secret)
 
 
 def _seed(stream: SecureStream) -> bytes:
@@ -138,16 +146,18 @@ class PublicKey:
     Attributes:
         parameters: n, plain modulus, security.
         space: the memory of the device that computes.
-        rotations: the steps that have a key of their own.
+        fingerprint: SHA-256 of parameters and key, 32 bytes, without the keys for products and rotations.
     """
 
     def __init__(
-        self, parameters: Parameters, key: Words, switching: Mapping[int, tuple[bytes, Words]], space: MemorySpace
-    ) -> None:
-        self.parameters, self.space, self._key, self._halves = parameters, space, key, dict(switching)
-        self._scheme = Scheme.of(space, parameters)
-        self._device_key = space.load(key)
+        self, parameters: Parameters, seed: bytes, half: Words, switching: Mapping[int, tuple[bytes, Words]],
+        space: MemorySpace,
+    ) -> None:  # fmt: skip
+        self.parameters, self.space, self._seed, self._half = parameters, space, seed, half
+        self._scheme, self._halves = Scheme.of(space, parameters), dict(switching)
+        self._key = space.load(np.stack((half, uniform_rows(seed, 1, self._scheme.data, parameters.n)[0])))
         self._switching: dict[int, Any] = {}
+        self.fingerprint = hashlib.sha256(_packed(parameters) + seed + _bytes(half)).digest()
 
     def __repr__(self) -> str:
         p = self.parameters
@@ -166,21 +176,51 @@ class PublicKey:
             ShapeError: more than n of them, or none.
             RangeError: one is out of range.
         """
-        scheme, (plain, shape) = self._scheme, _plain(self.parameters, values)
-        stream, batch, k, n = SecureStream(), len(plain), self._scheme.k, self.n
+        scheme, (plain, shape, origin) = self._scheme, _plain(self.parameters, values)
+        stream, batch, n = SecureStream(), len(plain), self.n
         mask = self.space.load(residues(ternary(stream, batch, n), scheme.data))
-        data = scheme.times_keys(mask, self._device_key)
-        added = residues(error_polynomials(stream, batch, 2, n), scheme.data).astype(np.uint64)
+        data = scheme.times_keys(mask, self._key)
+        added = self._with_errors(stream, plain, 2)
+        return Ciphertext(self, scheme.rns.add(data, added, 1, scheme.k), shape, scheme.fresh_bits, origin)
+
+    def _with_errors(self, stream: SecureStream, plain: npt.NDArray[np.int64], parts: int) -> Any:
+        """Return (batch, parts, k, n): errors, and in the first part the scaled plaintexts."""
+        scheme = self._scheme
+        added = residues(error_polynomials(stream, len(plain), parts, self.n), scheme.data).astype(np.uint64)
         added[:, 0] += scheme.scaled(scheme.encode(plain))
         added %= np.array(scheme.data, np.uint64)[:, None]
-        data = scheme.rns.add(data, self.space.load(added.astype(np.uint32)), 1, k)
-        return Ciphertext(self, data, shape, scheme.fresh_bits)
+        return self.space.load(added.astype(np.uint32))
+
+    def to_bytes(self, *, computing: bool = True) -> bytes:
+        """Return the key as bytes; without the keys for products and rotations unless `computing`."""
+        halves = self._halves if computing else {}
+        return b"".join([
+            _head("n"), _packed(self.parameters), self._seed, _bytes(self._half), len(halves).to_bytes(2, "big"),
+            *(element.to_bytes(4, "big") + seed + _bytes(half) for element, (seed, half) in halves.items()),
+        ])  # fmt: skip
+
+    @classmethod
+    def from_bytes(cls, data: bytes, *, device: str = "cpu") -> PublicKey:
+        """Return the key that to_bytes gave; FormatError for other bytes. Nothing tells whose key it is."""
+        reader = _reader(data, "n")
+        parameters = _parameters(reader)
+        data_primes, special, _ = parameters.primes
+        seed, half = reader.take(_SEED_BYTES), _words(reader, (), data_primes, parameters.n)
+        halves, primes = {}, (special, *data_primes)
+        for _ in range(reader.number(2, 2 * parameters.n)):
+            element = reader.number(4, 2 * parameters.n - 1)
+            if element in halves or (element and element % 2 == 0) or element == 1:
+                raise FormatError(f"the key has no automorphism or twice the same: X -> X^{element}")
+            halves[element] = reader.take(_SEED_BYTES), _words(reader, (len(data_primes),), primes, parameters.n)
+        _end(reader)
+        return cls(parameters, seed, half, halves, space_at(device))
 
     def switching(self, element: int) -> Any:
         """Return the key-switching key of an automorphism, or of s^2 for element 0, on the device."""
         if element not in self._switching:
             if element not in self._halves:
-                raise ConfigError("the public key has no key for this rotation: keygen(..., rotations=True)")
+                missing = "this rotation: keygen(..., rotations=True)" if element else "products: it was sent without"
+                raise ConfigError(f"the public key has no key for {missing}")
             scheme = self._scheme
             seed, halves = self._halves[element]
             primes = (scheme.special, *scheme.data)
@@ -192,14 +232,12 @@ class PublicKey:
 class PrivateKey:
     """A key that decrypts; neither shown by repr nor pickled or copied."""
 
-    public: PublicKey
-
-    def __init__(self, parameters: Parameters, secret: npt.NDArray[np.int64], space: MemorySpace) -> None:
-        self.parameters, self._secret = parameters, secret
-        scheme = Scheme.of(HOST, parameters)
-        rows = np.ones((2, scheme.k, parameters.n), np.uint32)
+    def __init__(self, public: PublicKey, secret: npt.NDArray[np.int64]) -> None:
+        self.public, self.parameters, self._secret = public, public.parameters, secret
+        scheme = Scheme.of(HOST, self.parameters)
+        rows = np.ones((2, scheme.k, self.parameters.n), np.uint32)
         rows[1] = _transformed(scheme, secret, 1, scheme.data)
-        self._rows, self.space = space.load(rows), space
+        self._rows = public.space.load(rows)
 
     def __repr__(self) -> str:
         p = self.parameters
@@ -208,35 +246,131 @@ class PrivateKey:
     def __reduce__(self) -> NoReturn:
         raise ConfigError("a private key is not pickled or copied: to_bytes(passphrase) or save(path, passphrase)")
 
-    def decrypt(self, c: Ciphertext) -> npt.NDArray[np.int64]:
-        """Return the integers, (..., m), between -t/2 and t/2.
+    def to_bytes(self, passphrase: str) -> bytes:
+        """Return the key encrypted with a passphrase: see messages.sealed."""
+        head = _head("s") + _packed(self.parameters) + self.public.fingerprint
+        return sealed(head, (self._secret + 1).astype(np.uint8).tobytes(), passphrase)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, passphrase: str, public: PublicKey) -> PrivateKey:
+        """Return the key that to_bytes gave; FormatError for other bytes, passphrase or public key."""
+        reader = _reader(data, "s")
+        if _parameters(reader) != public.parameters or reader.take(32) != public.fingerprint:
+            raise FormatError(f"the private key is not that of {public!r}")
+        secret = np.frombuffer(open_box(reader, data, passphrase, public.n), np.uint8)
+        if len(secret) != public.n or secret.max() > 2:
+            raise FormatError("the private key's polynomial has another degree, or other coefficients than -1, 0, 1")
+        return cls(public, secret.astype(np.int64) - 1)
+
+    def save(self, path: str | Path, passphrase: str) -> None:
+        """Write to_bytes(passphrase) to a file that only its owner reads (mode 0600), whole or not at all."""
+        write_private(path, self.to_bytes(passphrase))
+
+    @classmethod
+    def load(cls, path: str | Path, passphrase: str, public: PublicKey) -> PrivateKey:
+        """Return the key of a file that `save` wrote; FormatError as from_bytes, OSError if it cannot be read."""
+        return cls.from_bytes(read_regular(path, 1 << 20), passphrase, public)
+
+    def encrypt(self, values: Any) -> Ciphertext:
+        """Encrypt as PublicKey.encrypt, with less noise, and to messages of half the size until an operation."""
+        scheme, (plain, shape, origin) = self.public._scheme, _plain(self.parameters, values)
+        stream = SecureStream()
+        seed = _seed(stream)
+        zero = self.public.space.load(np.zeros((len(plain), 1, scheme.k, scheme.n), np.uint32))
+        mask = _with_mask(self.public, zero, seed)
+        parts = scheme.phase(mask, self._rows)  # a s
+        half = scheme.rns.add(self.public._with_errors(stream, plain, 1), parts, 1, scheme.k, subtract=True)
+        return Ciphertext(self.public, _with_mask(self.public, half, seed), shape, scheme.fresh_bits + 6, origin, seed)
+
+    def decrypt(self, c: Ciphertext) -> Any:
+        """Return the integers, (..., m), between -t/2 and t/2, as an array of the library that was encrypted.
+
+        They are int64, with JAX int32.
 
         Raises:
-            BudgetExceeded: the noise budget is spent, or the ciphertext is of another key. Never tell its sender.
+            ConfigError: the ciphertext is of another key.
+            BudgetExceeded: its noise budget is spent. Never tell its sender.
         """
         scheme, phase = self._phase(c)
-        if (scheme.noise_fraction(self.space.store(phase)) >= 0.25).any():
+        if (scheme.noise_fraction(self.public.space.store(phase)) >= 0.25).any():
             raise BudgetExceeded("the noise budget of a ciphertext is spent: fewer multiplications, or a larger n")
-        return scheme.decode(scheme.rounded(phase))[:, : c.shape[-1]].reshape(c.shape)
+        values = scheme.decode(scheme.rounded(phase))[:, : c.shape[-1]].reshape(c.shape)
+        return in_kind(values.astype(c.origin.dtype), c.origin)
 
     def noise_budget(self, c: Ciphertext) -> int:
         """Return the bits by which the noise may still grow, the least of a batch; decryption needs at least 1."""
         scheme, phase = self._phase(c)
-        worst = max(scheme.noise(self.space.store(phase)), default=0)
+        worst = max(scheme.noise(self.public.space.store(phase)), default=0)
         return max(0, scheme.q.bit_length() - 1 - max(1, 2 * worst).bit_length())
 
     def _phase(self, c: Ciphertext) -> tuple[Scheme, Any]:
-        if c.public is not self.public:
-            raise ConfigError(f"the ciphertext is of another key than {self!r}")
-        scheme = Scheme.of(self.space, self.parameters)
-        return scheme, scheme.phase(c.data, self._rows)
+        _same_key(self.public, c.public)
+        return self.public._scheme, self.public._scheme.phase(c.data, self._rows)
 
 
-def _plain(parameters: Parameters, values: Any) -> tuple[npt.NDArray[np.int64], tuple[int, ...]]:
-    """Return integers in all slots, (batch, n), and the shape that they had."""
-    array = np.asarray(values)
-    if array.dtype.kind not in "iu" and array.size:
-        raise UnsupportedDtype(f"BFV encrypts integers, got {array.dtype}")
+def _same_key(x: PublicKey, y: PublicKey) -> None:
+    if x.fingerprint != y.fingerprint or x.space is not y.space:
+        where = f"{x!r} on {x.space.label} and {y!r} on {y.space.label}"
+        raise ConfigError(f"the operands are of two keys or on two devices: {where}")
+
+
+def _with_mask(public: PublicKey, half: Any, seed: bytes) -> Any:
+    """Return (batch, 2, k, n) on the device, c0 with c1 from the seed; c0: (batch, 1, k, n)."""
+    half = public.space.store(half)
+    mask = uniform_rows(seed, len(half), public._scheme.data, public.n)
+    return public.space.load(np.concatenate((half, mask[:, None]), axis=1))
+
+
+# --- messages --------------------------------------------------------------------------------------------------------
+
+_NAMES = {"n": "public key", "s": "private key", "c": "ciphertexts"}
+_DIMENSIONS_MOST = 32
+
+
+def _head(kind: str) -> bytes:
+    return b"ACLBFV" + kind.encode() + b"\x01"
+
+
+def _reader(data: bytes, kind: str) -> Reader:
+    return Reader(data, _head(kind), f"BFV's {_NAMES[kind]}")
+
+
+def _end(reader: Reader) -> None:
+    if reader.left:
+        raise FormatError(f"the message has {reader.left} bytes too many")
+
+
+def _packed(parameters: Parameters) -> bytes:
+    return struct.pack(">IIH", parameters.n, parameters.plain_modulus, parameters.security)
+
+
+def _parameters(reader: Reader) -> Parameters:
+    try:
+        return Parameters(*struct.unpack(">IIH", reader.take(10)))
+    except ConfigError as error:
+        raise FormatError(f"the message has parameters that are refused: {error}") from None
+
+
+def _bytes(words: Words) -> bytes:
+    return words.astype("<u4").tobytes()
+
+
+def _words(reader: Reader, shape: tuple[int, ...], primes: tuple[int, ...], n: int) -> Words:
+    """Return (*shape, primes, n) words; FormatError unless all are there and below their primes."""
+    shape = (*shape, len(primes), n)
+    words = np.frombuffer(reader.take(4 * math.prod(shape)), "<u4").reshape(shape).astype(np.uint32)
+    if (words >= np.array(primes, np.uint32)[:, None]).any():
+        raise FormatError("a coefficient of the message is not below its prime")
+    return words
+
+
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+
+def _plain(parameters: Parameters, values: Any) -> tuple[npt.NDArray[np.int64], tuple[int, ...], Origin]:
+    """Return integers in all slots, (batch, n), the shape that they had, and the origin of results."""
+    array, origin = host_array(values, _INTEGERS, "BFV")
+    origin = replace(origin, dtype="int32" if origin.kind == "jax" else "int64")
     n, half = parameters.n, parameters.plain_modulus // 2
     if array.ndim == 0 or not 0 < array.shape[-1] <= n:
         raise ShapeError(f"wanted (..., m) integers with m from 1 to {n}, got shape {array.shape}")
@@ -244,7 +378,7 @@ def _plain(parameters: Parameters, values: Any) -> tuple[npt.NDArray[np.int64], 
         raise RangeError(f"integers must be between {-half} and {half}, got {array.min()} to {array.max()}")
     slots = np.zeros((math.prod(array.shape[:-1]), n), np.int64)
     slots[:, : array.shape[-1]] = array.reshape(len(slots), array.shape[-1])
-    return slots, array.shape
+    return slots, array.shape, origin
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -256,12 +390,16 @@ class Ciphertext:
         data: (batch, 2, k, n) words in the memory of public.space.
         shape: of the integers.
         budget_bits: an estimate of the noise budget, without the key: usually some bits too low.
+        origin: library, dtype and device of the decrypted array.
+        seed: public, of c1, in what PrivateKey.encrypt returns.
     """
 
     public: PublicKey
     data: Any
     shape: tuple[int, ...]
     budget_bits: float
+    origin: Origin
+    seed: bytes | None = None
     __array_ufunc__ = None  # NumPy's arrays leave + - * to the methods below
 
     def __repr__(self) -> str:
@@ -278,7 +416,7 @@ class Ciphertext:
     def __neg__(self) -> Ciphertext:
         scheme = self.public._scheme
         zero = scheme.space.load(np.zeros(tuple(self.data.shape), np.uint32))
-        return replace(self, data=scheme.rns.add(zero, self.data, 1, scheme.k, subtract=True))
+        return replace(self, data=scheme.rns.add(zero, self.data, 1, scheme.k, subtract=True), seed=None)
 
     def __rsub__(self, other: Any) -> Ciphertext:
         return (-self)._sum(other, subtract=False)
@@ -294,20 +432,21 @@ class Ciphertext:
             added[:, 0] = scheme.scaled(scheme.encode(plain))
             x, y, shape = self._broadcast(scheme.space.load(added), shape)
             budget = self.budget_bits - 0.1
-        return Ciphertext(self.public, scheme.rns.add(x, y, 1, scheme.k, subtract=subtract), shape, budget)
+        return Ciphertext(self.public, scheme.rns.add(x, y, 1, scheme.k, subtract=subtract), shape, budget, self.origin)
 
     def __mul__(self, other: Any) -> Ciphertext:
         scheme = self.public._scheme
         if isinstance(other, Ciphertext):
             x, y, shape = self._matched(other)
             data = scheme.multiply(x, y, self.public.switching(0))
-            return Ciphertext(self.public, data, shape, scheme.product_bits(self.budget_bits, other.budget_bits))
+            budget = scheme.product_bits(self.budget_bits, other.budget_bits)
+            return Ciphertext(self.public, data, shape, budget, self.origin)
         plain, shape = self._plain_operand(other)
         coefficients = centered(scheme.encode(plain), scheme.t)
         rows = scheme.space.load(residues(coefficients, scheme.data))
         x, rows, shape = self._broadcast(rows, shape)
         budget = self.budget_bits - scheme.plain_product_bits(coefficients)
-        return Ciphertext(self.public, scheme.times_plain(x, rows), shape, budget)
+        return Ciphertext(self.public, scheme.times_plain(x, rows), shape, budget, self.origin)
 
     __rmul__ = __mul__
 
@@ -339,11 +478,10 @@ class Ciphertext:
     def _moved(self, element: int) -> Ciphertext:
         scheme = self.public._scheme
         data = scheme.automorphism(self.data, element, self.public.switching(element))
-        return replace(self, data=data, budget_bits=min(self.budget_bits, scheme.switched_bits) - 0.5)
+        return replace(self, data=data, seed=None, budget_bits=min(self.budget_bits, scheme.switched_bits) - 0.5)
 
     def _matched(self, other: Ciphertext) -> tuple[Any, Any, tuple[int, ...]]:
-        if other.public is not self.public:
-            raise ConfigError(f"the ciphertexts are of two keys, {self.public!r} and {other.public!r}")
+        _same_key(self.public, other.public)
         return self._broadcast(other.data, other.shape)
 
     def _broadcast(self, data: Any, shape: tuple[int, ...]) -> tuple[Any, Any, tuple[int, ...]]:
@@ -362,5 +500,37 @@ class Ciphertext:
         return both[0], both[1], (*lead, max(self.shape[-1], shape[-1]))
 
     def _plain_operand(self, other: Any) -> tuple[npt.NDArray[np.int64], tuple[int, ...]]:
-        array = np.asarray(other)
-        return _plain(self.public.parameters, np.full(self.shape[-1], array) if array.ndim == 0 else array)
+        if np.ndim(other) == 0:
+            other = np.full(self.shape[-1], int(other))
+        return _plain(self.public.parameters, other)[:2]
+
+    def to_bytes(self) -> bytes:
+        """Return the ciphertexts as bytes, bound to the key by its fingerprint."""
+        words = self.public.space.store(self.data)
+        body = _bytes(words) if self.seed is None else self.seed + _bytes(words[:, 0])
+        return b"".join([
+            _head("c"), self.public.fingerprint, bytes([self.seed is not None, KINDS.index(self.origin.kind)]),
+            min(max(0, int(self.budget_bits)), 1023).to_bytes(2, "big"), bytes([len(self.shape)]),
+            *(size.to_bytes(8, "big") for size in self.shape), body,
+        ])  # fmt: skip
+
+    @classmethod
+    def from_bytes(cls, data: bytes, public: PublicKey) -> Ciphertext:
+        """Return the ciphertexts that to_bytes gave, on the key's device; FormatError for other bytes or another key.
+
+        Shape and estimated budget are the sender's.
+        """
+        reader, n, scheme = _reader(data, "c"), public.n, public._scheme
+        if reader.take(32) != public.fingerprint:
+            raise FormatError(f"the ciphertexts are of another key than {public!r}")
+        seeded, kind, budget = reader.number(1, 1), reader.number(1, len(KINDS) - 1), reader.number(2, 1023)
+        shape = tuple(reader.number(8, 2**48) for _ in range(reader.number(1, _DIMENSIONS_MOST)))
+        if not shape or not 0 < shape[-1] <= n or math.prod(max(1, size) for size in shape) > 2**48:
+            raise FormatError(f"ciphertexts have shapes (..., m) with m from 1 to {n}, the message has {shape}")
+        seed, batch, parts = reader.take(_SEED_BYTES) if seeded else None, math.prod(shape[:-1]), 2 - seeded
+        if reader.left != 4 * batch * parts * scheme.k * n:
+            raise FormatError(f"shape {shape} needs {4 * batch * parts * scheme.k * n} bytes, {reader.left} are there")
+        words = _words(reader, (batch, parts), scheme.data, n)
+        both = public.space.load(words) if seed is None else _with_mask(public, public.space.load(words), seed)
+        origin = Origin(KINDS[kind], "int32" if KINDS[kind] == "jax" else "int64")
+        return cls(public, both, shape, budget, origin, seed)
