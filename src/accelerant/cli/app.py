@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
             proof()
             sys.exit(0)
         groups = args[:1] if args and args[0] in GROUPS else GROUPS  # importing the others takes up to 0.1 s
-        build_app(groups)(args=args, prog_name="accelerant")
+        build_app(groups)(args=args, prog_name="accelerant", obj=args)  # the arguments, to start processes with
 
 
 class InvalidProofError(Exception):
@@ -144,6 +144,12 @@ def write(line: str, end: str = "\n") -> None:
 def _fail(error: Exception | str, status: int) -> NoReturn:
     """Print an error, which may quote an untrusted file, without control characters; bad input is one line."""
     lines = [str(error)] if isinstance(error, _BAD_INPUT) else str(error).splitlines()
+    rank = os.environ.get("RANK", "0") if os.environ.get("WORLD_SIZE", "1") != "1" else "0"
+    if rank != "0":
+        if getattr(error, "shared", False):  # rank 0 prints it
+            _end(status)
+        if not lines[0].startswith("rank "):
+            lines[0] = f"rank {rank}: {lines[0]}"
     with suppress(OSError):  # the error stream is closed or full
         print("accelerant: " + "\n".join(map(escaped, lines)), file=sys.stderr, flush=True)
     _end(status)

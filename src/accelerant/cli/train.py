@@ -9,8 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import click
 import typer
 
+from accelerant.cli.launch import joined, launch, own_device, rank, world_size
 from accelerant.config import settings
 from accelerant.errors import ConfigError
 
@@ -27,6 +29,7 @@ accelerant train
 accelerant train notes.txt --out runs/notes
 accelerant train ~/books --preset small --epochs 3 --out runs/books
 accelerant train notes.txt --init-from ./gpt2 --epochs 2 --out runs/notes
+accelerant train --preset gpt2 --gpus 8
 accelerant train --resume runs/books"""
 
 _PROFILED_STEPS = 5
@@ -125,6 +128,24 @@ _Log = Annotated[
     str | None,
     typer.Option(metavar="jsonl|tensorboard", help="Log of the steps. Default: jsonl.", rich_help_panel=_RESULTS),
 ]
+_Gpus = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Train on N GPUs of this machine, with a process for each; with --device cpu in N processes. For more "
+        "machines: torchrun. Default: 1.",
+        rich_help_panel=_SPEED,
+    ),
+]
+_ReduceDtype = Annotated[
+    str | None,
+    typer.Option(
+        "--reduce-dtype",
+        metavar="NAME",
+        help="In which several GPUs add up gradients: float32, or bfloat16 for half the traffic. Default: float32.",
+        rich_help_panel=_SPEED,
+    ),
+]
 _Precision = Annotated[
     str | None,
     typer.Option(
@@ -211,6 +232,8 @@ def train(
     profile: _Profile = False,
     log: _Log = None,
     precision: _Precision = None,
+    gpus: _Gpus = None,
+    reduce_dtype: _ReduceDtype = None,
     private: _Private = False,
     target_epsilon: _Target = None,
     delta: _Delta = None,
@@ -230,7 +253,7 @@ def train(
         "--batch-size": batch_size, "--micro-batch": micro_batch, "--threads": threads,
         "--deterministic": deterministic, "--recompute": recompute or None, "--profile": profile or None,
         "--log": log, "--precision": precision, "--private": private or None, "--init-from": init_from,
-        "--learning-rate": learning_rate,
+        "--learning-rate": learning_rate, "--reduce-dtype": reduce_dtype,
     }  # fmt: skip
     dp_options: dict[str, Any] = {
         "--target-epsilon": target_epsilon, "--delta": delta, "--max-grad-norm": max_grad_norm,
@@ -248,12 +271,15 @@ def train(
     # Must be set before torch is loaded: threads that spin while they wait occupy cores that others need.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # otherwise the library may use a single core
+    if gpus is not None and gpus < 1:
+        raise ConfigError(f"--gpus must be above 0, got {gpus}")
     if resume is not None:
         if given := [name for name, value in chosen.items() if value is not None]:
             raise ConfigError(f"--resume continues a run as it was: leave out {given[0]}")
         if steps is not None and steps < 1:
             raise ConfigError(f"steps must be above 0, got {steps}")
-        _run(Path(resume), None, device, json_output, extension=_resumed(Path(resume)), steps=steps, epochs=epochs)
+        again = _resumed(Path(resume))
+        _run(Path(resume), None, device, json_output, extension=again, gpus=gpus, steps=steps, epochs=epochs)
         return
     import torch
 
@@ -268,6 +294,7 @@ def train(
         learning_rate = run.training.learning_rate / 10
     changes = {
         "steps": steps, "seed": seed, "log": log, "precision": precision, "cpu_threads": threads,
+        "reduce_dtype": reduce_dtype,
         "learning_rate": learning_rate, "init_from": init_from and os.path.abspath(os.path.expanduser(init_from)),
     }  # fmt: skip
     run = run.replaced(
@@ -278,7 +305,7 @@ def train(
     )
     folder = Path(run.training.folder if out is None else out)
     extension = _extension(folder, dp_options) if private else None
-    _run(folder, run, device, json_output, deterministic, extension, overwrite=overwrite, epochs=epochs)
+    _run(folder, run, device, json_output, deterministic, extension, gpus, overwrite=overwrite, epochs=epochs)
 
 
 def _extension(folder: Path, options: dict[str, Any]) -> Extension:
@@ -317,9 +344,9 @@ def _sources(names: list[str]) -> tuple[str, ...]:
 
 def _run(
     out: Path, run: RunConfig | None, backend: str | None, as_json: bool, deterministic: bool | None = None,
-    extension: Extension | None = None, **options: Any,
+    extension: Extension | None = None, gpus: int | None = None, **options: Any,
 ) -> None:  # fmt: skip
-    """Start a run, or continue the one in `out` if `run` is None; then print the outcome.
+    """Start a run, or continue the one in `out` if `run` is None; then print the outcome. Rank 0 alone prints.
 
     `deterministic` is for a new run; by default it is true on the CPU only, where it costs nothing. `options` are those
     of run_training or resume_training.
@@ -328,7 +355,7 @@ def _run(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be set before CUDA starts
 
     import accelerant
-    from accelerant.cli.train_view import make_view
+    from accelerant.cli.train_view import SilentView, make_view
     from accelerant.nn.train.folder import RunFolder
     from accelerant.nn.train.job import resume_training, run_training
     from accelerant.runtime.compilation.cache import watch_compilation
@@ -337,20 +364,49 @@ def _run(
     if run is None and backend is None:  # the same device continues with the same losses
         folder = RunFolder(out)
         backend, origin = folder.read_config().get("backend"), f"the backend in {folder.config}"
-    device = choose_device(backend, origin)
+    if world_size() > 1:
+        if gpus not in (None, world_size()):
+            raise ConfigError(f"--gpus {gpus} starts processes itself: leave it out under torchrun, or give it alone")
+        if extension is not None:
+            raise ConfigError(
+                "--private trains in one process: for several, call make_private under torch.distributed in Python"
+            )
+    elif gpus is not None and gpus > 1:
+        if extension is not None:
+            raise ConfigError(f"--private trains in one process, got --gpus {gpus}")
+        launch(gpus, str(backend or ""), click.get_current_context().obj)
+    device = own_device(choose_device(backend, origin))
     if run is not None:
         run = run.replaced(deterministic=device.type == "cpu" if deterministic is None else deterministic)
-    with closing(make_view(quiet=as_json)) as view, watch_compilation(view.compiling):
+    first = rank() == 0
+    view = make_view(quiet=as_json) if first else SilentView()
+    with closing(view), watch_compilation(view.compiling), joined(device):
+        if run is not None and _restarted(out, run):
+            run = None
+            options = {}
         start = resume_training if run is None else partial(run_training, run)
         outcome = start(
             out, device, progress=view, ledger=lambda: accelerant.ledger().to_dict(), extension=extension, **options
         )  # fmt: skip
-    if as_json:
+    if not first:
+        pass
+    elif as_json:
         print(json.dumps(outcome.summary))
     else:
         view.outcome(outcome)
     if outcome.signal is not None:
         raise typer.Exit(128 + outcome.signal)
+
+
+def _restarted(out: Path, run: RunConfig) -> bool:
+    """Return whether torchrun started the processes again, and the folder has a checkpoint of this very run."""
+    from accelerant.nn.train.checkpoint import Checkpoints
+    from accelerant.nn.train.folder import RunFolder
+
+    folder = RunFolder(out)
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or folder.finished or not Checkpoints(out).exist:
+        return False
+    return bool(folder.read_config().get("run") == json.loads(json.dumps(run.to_dict())))
 
 
 def choose_device(backend: object, origin: str) -> torch.device:

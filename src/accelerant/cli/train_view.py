@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from accelerant.nn.train.history import StepRecord
     from accelerant.nn.train.job import Outcome
 
-__all__ = ["BarView", "LineView", "View", "make_view", "verdict"]
+__all__ = ["BarView", "LineView", "SilentView", "View", "make_view", "verdict"]
 
 _LINE_EVERY_S = 5.0
 
@@ -149,6 +149,12 @@ def _require_summary(summary: dict[str, Any]) -> None:
             typed(kind, summary["private"].get(name), f"private.{name}")
     except ValueError as error:
         raise FormatError(f"summary.json is not a run's of this program: {error}") from None
+
+
+class SilentView(View):
+    """Shows nothing: that of all processes but rank 0."""
+
+    def note(self, text: str) -> None: ...
 
 
 class _Phase:

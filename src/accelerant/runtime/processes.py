@@ -22,6 +22,7 @@ from accelerant.errors import ConfigError
 __all__ = ["Processes"]
 
 _T = TypeVar("_T")
+_E = TypeVar("_E", bound=BaseException)
 
 _EXCHANGED: Final = 4096
 _LONGEST: Final = 500  # characters of an error that another process repeats
@@ -93,6 +94,8 @@ class Processes:
         Raises:
             ConfigError: a setting differs, in every process, with its values.
             Exception: of the block; elsewhere the same one with the rank where it failed, so that no process waits.
+
+        Errors that all processes raise have the attribute `shared`, so that one can show them for all.
         """
         failed: Exception | None = None
         try:
@@ -106,17 +109,19 @@ class Processes:
         shown = {name: _shortened(str(value)) for name, value in settings.items()}
         found = self.exchange([_described(failed), {} if failed else shown])
         if failed is not None:
-            raise failed
+            raise _shared(failed)
         for rank, (described, _) in enumerate(found):
             _raise_again(described, rank)
         for name, value in shown.items():
             for rank, (_, theirs) in enumerate(found):
                 if theirs.get(name) != found[0][1].get(name):
                     if hidden and name in hidden:
-                        raise ConfigError(hidden[name])
-                    raise ConfigError(
-                        f"{name} must be the same in each process: {found[0][1].get(name)} in rank 0, "
-                        f"{theirs.get(name)} in rank {rank} (here {value})"
+                        raise _shared(ConfigError(hidden[name]))
+                    raise _shared(
+                        ConfigError(
+                            f"{name} must be the same in each process: {found[0][1].get(name)} in rank 0, "
+                            f"{theirs.get(name)} in rank {rank} (here {value})"
+                        )
                     )
 
     def on_first(self, action: Callable[[], _T]) -> _T:
@@ -173,11 +178,19 @@ def _described(error: Exception | None) -> list[str] | None:
     return None if error is None else [type(error).__name__, str(error)[:_LONGEST]]
 
 
+def _shared(error: _E) -> _E:
+    """Return an error that is raised in every process, marked as such."""
+    vars(error)["shared"] = True
+    return error
+
+
 def _raise_again(error: list[str] | None, rank: int) -> None:
     """Raise an error of another process."""
     if error is not None:
         kind = getattr(errors, error[0], errors.ProtocolError)
-        raise kind.__new__(kind, f"rank {rank}: {error[1]}")  # without __init__, which may take other arguments
+        raise _shared(
+            kind.__new__(kind, f"rank {rank}: {error[1]}")
+        )  # without __init__, which may take other arguments
 
 
 def _shortened(text: str) -> str:

@@ -14,7 +14,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,11 +46,13 @@ from accelerant.nn.train.environment import numerics
 from accelerant.nn.train.folder import RunFolder, RunLock
 from accelerant.nn.train.history import History, StepRecord
 from accelerant.nn.train.objective import autocast
+from accelerant.nn.train.parallel import share_of
 from accelerant.nn.train.report import build_report
 from accelerant.nn.train.tokenfile import Tokens
 from accelerant.nn.train.tokenizer import ByteTokenizer, Tokenizer, load_bpe
 from accelerant.nn.train.trainer import Trainer
 from accelerant.runtime.files import typed, write_atomic
+from accelerant.runtime.processes import Processes
 
 __all__ = [
     "Outcome", "Progress", "cpu_flops_per_s", "duration_note", "load_run", "prompt_of", "resume_training",
@@ -98,6 +100,8 @@ def run_training(
 ) -> Outcome:  # fmt: skip
     """Train from the beginning, or from the model in `run.init_from`, and write everything to a folder.
 
+    Several processes of torch.distributed call this together; rank 0 writes, the others help with checkpoints at most.
+
     Args:
         out: the folder; created if absent. An earlier run in it is moved to a subfolder.
         ledger: returns the ledger's dictionary, for the report.
@@ -110,53 +114,85 @@ def run_training(
 
     Raises:
         ConfigError: the data or a folder cannot be used, another run uses the folder, or the device or the model has
-            no fp8.
+            no fp8; of several processes one has other settings, versions or data.
         FormatError, UnsupportedCase: the folder to begin with has no model, a damaged one, or one of another kind.
         MissingDependency: the run logs to TensorBoard, which is not installed.
         OutOfMemory: a micro-batch does not fit the device.
         DivergenceError: a loss or gradient is not finite.
     """
-    if epochs is not None:
-        run.epoch_steps(epochs, 1)  # raises for a bad value before anything is read
-    initial, tokenizer = None, None
-    if run.init_from:
-        run, initial, tokenizer = _initial(run, out)
-    if run.model == "rnn" and (run.training.precision == "fp8" or run.training.recompute):
-        option = "--recompute" if run.training.recompute else "--precision fp8"
-        raise ConfigError(f"{option} is for the blocks of a GPT, and {run.name} is a recurrent model: leave it out")
-    if run.training.precision == "fp8":
-        require_float8(device)
-    extension = extension or Extension()
-    extension.require(run)
-    folder = RunFolder(out)
-    folder.require_usable()
-    if run.training.log == "tensorboard":
-        TensorBoard(out)  # raises if it is not installed, before an earlier run is removed
-    with RunLock(out) as lock, closing(extension):
-        text = tokenize(
-            run, progress, tokenizer_from=None if tokenizer is None else RunFolder(Path(run.init_from)).tokenizer
-        )
-        if tokenizer is not None and tokenizer_hash(text.tokenizer) != tokenizer_hash(tokenizer):
-            raise ConfigError(f"{run.data[0]} has the tokens of another tokenizer than the model in {run.init_from}")
-        if epochs is not None:
-            run = run.replaced(steps=run.epoch_steps(epochs, len(text.train)))
-        config = extension.configured(_config(run, out, device))
-        source = extension.source(text.train, config, text.sha256)
-        require_space(out, run.parameter_count(text.tokenizer.vocab_size))
-        lock.take()
-        folder.require_usable()  # another process may have written while the text was read
-        note = folder.start(overwrite=overwrite)
-        if note:
+    initial, tokenizer, folder, lock = None, None, RunFolder(out), RunLock(out)
+    extension, processes = extension or Extension(), Processes()
+    with ExitStack() as stack:
+        same = _settings(run, device)
+        with processes.agreed(same):
+            if epochs is not None:
+                run.epoch_steps(epochs, 1)  # raises for a bad value before anything is read
+            share_of(run.training.batch_size, processes)
+            if run.init_from:
+                run, initial, tokenizer = _initial(run, out)
+            if run.model == "rnn" and (run.training.precision == "fp8" or run.training.recompute):
+                option = "--recompute" if run.training.recompute else "--precision fp8"
+                raise ConfigError(
+                    f"{option} is for the blocks of a GPT, and {run.name} is a recurrent model: leave it out"
+                )
+            if run.training.precision == "fp8":
+                require_float8(device)
+            extension.require(run)
+            if processes.first:
+                folder.require_usable()
+                if run.training.log == "tensorboard":
+                    TensorBoard(out)  # raises if it is not installed, before an earlier run is removed
+                stack.enter_context(lock)
+            stack.enter_context(closing(extension))
+        text = _tokenized(run, progress, None if tokenizer is None else RunFolder(Path(run.init_from)).tokenizer)
+        with processes.agreed({}):
+            if tokenizer is not None and tokenizer_hash(text.tokenizer) != tokenizer_hash(tokenizer):
+                raise ConfigError(
+                    f"{run.data[0]} has the tokens of another tokenizer than the model in {run.init_from}"
+                )
+            if epochs is not None:
+                run = run.replaced(steps=run.epoch_steps(epochs, len(text.train)))
+            config = extension.configured(_config(run, out, device))
+            source = extension.source(text.train, config, text.sha256)
+            if processes.first:
+                require_space(out, run.parameter_count(text.tokenizer.vocab_size))
+                lock.take()
+                folder.require_usable()  # another process may have written while the text was read
+                note = folder.start(overwrite=overwrite)
+                if note:
+                    progress.note(note)
+        stack.enter_context(numerics(deterministic=config.deterministic, cpu_threads=run.cpu_threads))
+        if device.type == "cpu" and processes.first and (note := duration_note(run, cpu_flops_per_s)):
             progress.note(note)
-        with numerics(deterministic=config.deterministic, cpu_threads=run.cpu_threads):
-            if device.type == "cpu" and (note := duration_note(run, cpu_flops_per_s)):
-                progress.note(note)
+        with processes.agreed({}):
             session = _TextRun(run, config, folder, text, progress, ledger, extension, source, model=initial)
-            folder.write_config(session.description())
-            tokenizer_json = text.tokenizer.to_json()
-            if tokenizer_json is not None:
-                write_atomic(folder.tokenizer, tokenizer_json.encode())
-            return session.execute(resume=False)
+            if processes.first:
+                folder.write_config(session.description())
+                tokenizer_json = text.tokenizer.to_json()
+                if tokenizer_json is not None:
+                    write_atomic(folder.tokenizer, tokenizer_json.encode())
+        return session.execute(resume=False)
+
+
+def _settings(run: RunConfig, device: torch.device) -> dict[str, object]:
+    """Return what must be the same in all processes of a run."""
+    values = run.to_dict()
+    recipe = values.pop("recipe")
+    own = {"data", "init_from", "cpu_threads"}  # paths, whose content is compared; and what a machine's cores decide
+    settings = {name: value for name, value in {**recipe, **values}.items() if name not in own}
+    return {"accelerant": __version__, "torch": torch.__version__, "device": device.type, **settings}
+
+
+def _tokenized(run: RunConfig, progress: Progress, tokenizer_from: Path | None) -> TokenizedText:
+    """Return the text, the same in all processes: rank 0 reads it first, and the others find its tokenizer cached."""
+    processes, same = Processes(), dict[str, object]()
+    for turn in (True, False) if processes.size > 1 else (True,):
+        with processes.agreed(same):
+            if processes.first == turn:
+                text = tokenize(run, progress, tokenizer_from=tokenizer_from)
+            if not turn:
+                same |= {"the text": text.sha256, "its tokenizer": tokenizer_hash(text.tokenizer)}
+    return text
 
 
 def resume_training(
@@ -179,43 +215,52 @@ def resume_training(
         OutOfMemory: a micro-batch does not fit the device.
         DivergenceError: a loss or gradient is not finite.
     """
-    folder = RunFolder(out)
-    if epochs is not None:
-        values = folder.read_config()
-        try:
-            tokens = typed(
-                int, typed(dict[str, Any], values.get("corpus"), "corpus").get("train_tokens"), "train_tokens"
-            )
-        except ValueError as error:
-            raise FormatError(f"{folder.config} does not say how long the text is: {error}") from None
-        steps = RunConfig.from_dict(values.get("run", {})).epoch_steps(epochs, tokens)
-    if (finished := _finished(folder, steps)) is not None:  # without a lock: the folder may be read-only
-        return finished
-    with RunLock(out), closing(extension or Extension()) as chosen:
-        folder = RunFolder(out)
-        if (finished := _finished(folder, steps)) is not None:  # by another process before the lock was taken
-            return finished
-        values = folder.read_config()
-        if values.get("extension", Extension.name) != chosen.name:
-            raise ConfigError(f"the run in {out} is one of {values['extension']}: continue it with --resume")
-        run = RunConfig.from_dict(values.get("run", {}))
-        if not Checkpoints(out).exist:
-            command = run.command(str(out), device.type, chosen.words(out))
-            advice = f": start again with: {command}" if command else ": start it again"
-            raise FormatError(f"no checkpoint {folder.checkpoint}: none was written yet{advice}")
-        shape = _stored_shape(folder, values) if run.init_from else None
-        _require_stored(run, Checkpoints(out), shape)
-        changed = steps is not None and steps != run.training.steps
-        if changed:
-            chosen.require_extensible()
-            run = run.replaced(steps=steps)
-        text = tokenize(run, progress, tokenizer_from=folder.tokenizer)
-        config = chosen.configured(_config(run, out, device))
-        source = chosen.source(text.train, config, text.sha256)
-        require_space(out, run.parameter_count(text.tokenizer.vocab_size))
-        with numerics(deterministic=config.deterministic, cpu_threads=run.cpu_threads):
+    folder, processes, same = RunFolder(out), Processes(), dict[str, object]()
+    chosen = extension or Extension()
+    with ExitStack() as stack:
+        with processes.agreed(same):
+            if epochs is not None:
+                values = folder.read_config()
+                try:
+                    tokens = typed(
+                        int, typed(dict[str, Any], values.get("corpus"), "corpus").get("train_tokens"), "train_tokens"
+                    )
+                except ValueError as error:
+                    raise FormatError(f"{folder.config} does not say how long the text is: {error}") from None
+                steps = RunConfig.from_dict(values.get("run", {})).epoch_steps(epochs, tokens)
+            if (finished := _finished(folder, steps)) is not None:  # without a lock: the folder may be read-only
+                return finished
+            if processes.first:
+                stack.enter_context(RunLock(out))
+            stack.enter_context(closing(chosen))
+            if (finished := _finished(folder, steps)) is not None:  # by another process before the lock was taken
+                return finished
+            values = folder.read_config()
+            if values.get("extension", Extension.name) != chosen.name:
+                raise ConfigError(f"the run in {out} is one of {values['extension']}: continue it with --resume")
+            run = RunConfig.from_dict(values.get("run", {}))
+            if not Checkpoints(out).exist:
+                command = run.command(str(out), device.type, chosen.words(out))
+                advice = f": start again with: {command}" if command else ": start it again"
+                raise FormatError(f"no checkpoint {folder.checkpoint}: none was written yet{advice}")
+            share_of(run.training.batch_size, processes)
+            shape = _stored_shape(folder, values) if run.init_from else None
+            _require_stored(run, Checkpoints(out), shape)
+            changed = steps is not None and steps != run.training.steps
+            if changed:
+                chosen.require_extensible()
+                run = run.replaced(steps=steps)
+            same |= _settings(run, device)
+        text = _tokenized(run, progress, folder.tokenizer)
+        with processes.agreed({}):
+            config = chosen.configured(_config(run, out, device))
+            source = chosen.source(text.train, config, text.sha256)
+            if processes.first:
+                require_space(out, run.parameter_count(text.tokenizer.vocab_size))
+        stack.enter_context(numerics(deterministic=config.deterministic, cpu_threads=run.cpu_threads))
+        with processes.agreed({}):
             session = _TextRun(run, config, folder, text, progress, ledger, chosen, source, shape=shape)
-            return session.execute(resume=True, config={**values, "run": run.to_dict()} if changed else None)
+        return session.execute(resume=True, config={**values, "run": run.to_dict()} if changed else None)
 
 
 def _finished(folder: RunFolder, steps: int | None) -> Outcome | None:
@@ -408,7 +453,7 @@ def _built(shape: GPTConfig | CharRNNConfig) -> LanguageModel:
 
 
 class _TextRun:
-    """One process's part of a run: the Trainer of a language model, and what is written about it."""
+    """One process's part of a run: the Trainer of a language model, and, in rank 0, what is written about it."""
 
     def __init__(
         self, run: RunConfig, config: TrainConfig, folder: RunFolder, text: TokenizedText, progress: Progress,
@@ -423,6 +468,9 @@ class _TextRun:
         else:
             threads = torch.get_num_threads()
             self._device_name = f"{device} ({threads} thread{'s' * (threads != 1)})"
+        self._processes = processes = Processes()
+        if processes.size > 1:
+            self._device_name = f"{processes.size} processes on {self._device_name}"
         torch.manual_seed(config.seed)
         vocab_size = text.tokenizer.vocab_size
         sizes: dict[str, Any] = {
@@ -465,7 +513,7 @@ class _TextRun:
 
         `config`, if given, is written to config.json when the checkpoint is restored; the run is then unfinished.
         """
-        if config is not None:
+        if config is not None and self._processes.first:
             self._events.begun = partial(self._folder.reopen, config)
         began, run, steps = time.monotonic(), self._run, self._run.training.steps
         self._progress.phase("looking at the model")
@@ -479,7 +527,7 @@ class _TextRun:
             advice = f"start again with --micro-batch {rows // 2}" if rows > 1 else "use a smaller preset"
             raise OutOfMemory(f"a micro-batch of {rows} does not fit the device: {advice} ({error})") from None
         except OSError as error:
-            if is_full(error) and not Checkpoints(self._folder.path).exist:
+            if is_full(error) and self._processes.first and not Checkpoints(self._folder.path).exist:
                 self._write_model()  # a third of a checkpoint
                 kept = f"{error.strerror}; the weights so far are in {self._folder.model}"
                 raise OSError(error.errno, kept, error.filename) from None
@@ -512,6 +560,8 @@ class _TextRun:
         self._progress.phase("measuring the held-out loss")
         source = self._source(self._text.held_out, "held-out", run.validation_sizes[1])
         validation = self._trainer.measure(source, step=run.training.steps)
+        if not self._processes.first:
+            return {"status": "done"}
         tokens = validation.rows * run.training.context
         targets = (targets for _, targets in source.in_order(self._trainer.config.micro_batch))
         text_bytes = sum(int(tokenizer.byte_lengths[part.numpy()].sum()) for part in targets)
@@ -524,7 +574,7 @@ class _TextRun:
         self._progress.phase("writing a sample")
         prompt, sample = self._sample()
         summary = {
-            "status": "done", "preset": run.name, "device": self._device_name,
+            "status": "done", "preset": run.name, "device": self._device_name, "processes": self._processes.size,
             "parameters": self._model.parameter_count(), "steps": history.steps,
             "tokens": history.steps * run.tokens_per_step,
             "epochs": round(history.steps * run.tokens_per_step / len(self._text.train), 3),
