@@ -105,9 +105,27 @@ def recomputed_blocks_give_the_same_gradients():
         torch.testing.assert_close(parameter.grad, grad, rtol=0, atol=0)
 
 
+def steps_equal_one_process():
+    """TrainStep sums gradients of its processes itself; averaged ones are not counted twice."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    idx, targets = torch.randint(0, 96, (2, 2, 16)).unbind()
+    one = acl.nn.Llama(LLAMA).double()
+    models = [context_parallel(copy.deepcopy(one), mesh, average_gradients=average) for average in (True, False)]
+    results = []
+    for model in (one, *models):
+        optimizer = acl.nn.optim.AdamW(model.parameters())
+        step = acl.nn.train.TrainStep(model, optimizer, model.loss, max_grad_norm=0.5)
+        results.append(torch.stack([torch.stack(step([(idx, targets)], 1e-2)) for _ in range(3)]))
+    torch.testing.assert_close(results[1], results[0])
+    torch.testing.assert_close(results[2], results[0])
+    config = acl.nn.train.TrainConfig(steps=1, batch_size=2)
+    with pytest.raises(UnsupportedCase, match="compute the same ones: use TrainStep"):
+        acl.nn.train.fit(models[0], (idx, targets), config=config)
+
+
 CHECKS = [
     attention_equals_one_process, attention_takes_any_layout_and_large_scores, bad_input_is_refused,
-    models_equal_one_process, recomputed_blocks_give_the_same_gradients,
+    models_equal_one_process, recomputed_blocks_give_the_same_gradients, steps_equal_one_process,
 ]  # fmt: skip
 """For two processes."""
 

@@ -26,7 +26,7 @@ def run(checks, processes, folder):
         if any(child.exitcode for child in children):  # the others would wait for it
             for child in children:
                 child.terminate()
-    errors = sorted(Path(folder).glob("*.error"))
+    errors = sorted(Path(folder).glob("*.error"), key=lambda path: path.stat().st_mtime_ns)  # the cause first
     return {
         check.__name__: None
         if all((Path(folder) / f"{check.__name__}.{rank}.done").exists() for rank in range(processes))

@@ -4,30 +4,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("torch was built without gloo", allow_module_level=True)
+
+import context_checks
+from processes import run
+
 from accelerant.distributed import context_parallel_attention
 from accelerant.errors import ConfigError
-
-
-def test_without_processes_the_error_says_how_to_start_them():
-    x = torch.zeros(1, 1, 2, 2)
-    with pytest.raises(ConfigError, match="start with torchrun"):
-        context_parallel_attention(x, x, x)
-
-
-pytest.importorskip("torch.distributed", reason="torch without torch.distributed")
-if dist.is_available():
-    import context_checks
-    from processes import run
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     return run(context_checks.CHECKS, 2, tmp_path_factory.mktemp("two"))
-
-
-@pytest.fixture(scope="module")
-def outcomes_of_four(tmp_path_factory):
-    return run(context_checks.OF_FOUR, 4, tmp_path_factory.mktemp("four"))
 
 
 @pytest.mark.slow
@@ -37,6 +26,11 @@ def test_two_processes(outcomes, check):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", [check.__name__ for check in context_checks.OF_FOUR])
-def test_four_processes(outcomes_of_four, check):
-    assert outcomes_of_four[check] is None, outcomes_of_four[check]
+def test_four_processes(tmp_path):
+    assert run(context_checks.OF_FOUR, 4, tmp_path) == {check.__name__: None for check in context_checks.OF_FOUR}
+
+
+def test_without_processes_the_error_says_how_to_start_them():
+    x = torch.zeros(1, 1, 2, 2)
+    with pytest.raises(ConfigError, match="start with torchrun"):
+        context_parallel_attention(x, x, x)

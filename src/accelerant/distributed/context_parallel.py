@@ -275,6 +275,7 @@ class _ContextParallel(LanguageModel):
     """A model whose `loss` and `forward` take whole sequences, of which this process computes its part."""
 
     group: dist.ProcessGroup
+    needs_equal_batches = True
 
     def _output_rows(self) -> Tensor:
         raise NotImplementedError
@@ -319,20 +320,21 @@ class _ContextParallelGPT(_ContextParallel, GPT):
         return self._output_weight()[: self.config.vocab_size]
 
 
-def context_parallel(model: M, mesh: DeviceMesh) -> M:
+def context_parallel(model: M, mesh: DeviceMesh, *, average_gradients: bool = True) -> M:
     """Make a model compute its part of every sequence; for training with sequences beyond one device's memory.
 
     Every process calls `model.loss(idx, targets)` with the same whole sequences (B, T), T a multiple of twice the
     number of processes. It computes T / N positions, with their rotary or learned embeddings, and gets the mean loss of
     all tokens. `model(idx)` returns the logits of the process's positions, in the order of `split_sequence`.
 
-    Gradients are averaged over the mesh in the backward pass, parameter by parameter; averaging them once more, as
-    DistributedDataParallel does, changes nothing. Under accelerant.distributed.shard, called afterwards with the same
-    mesh, FSDP2 averages instead.
+    Gradients are averaged over the mesh in the backward pass, parameter by parameter. Averaging them once more changes
+    nothing, and under accelerant.distributed.shard, called afterwards with the same mesh, FSDP2 alone does.
 
     Args:
         model: a Llama or GPT of accelerant.nn, with the same parameters in each process; modified in place.
         mesh: of one dimension.
+        average_gradients: False leaves that to what trains the model over all processes of the mesh, and no others:
+            accelerant.nn.train.TrainStep, in buckets that overlap the backward pass.
 
     Returns:
         the model.
@@ -366,6 +368,6 @@ def context_parallel(model: M, mesh: DeviceMesh) -> M:
         return mean
 
     for parameter in model.parameters():
-        if parameter.requires_grad:
+        if average_gradients and parameter.requires_grad:
             parameter.register_hook(averaged)
     return model

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
-from accelerant.ops._library import is_ordinary, is_plain, name_of
+from accelerant.ops._library import is_distributed, is_ordinary, is_plain, name_of
 from accelerant.ops.multi_tensor.op import (
     AdamWGroup,
     SGDGroup,
@@ -55,7 +55,8 @@ class _DeviceParameters:
 
     Attributes:
         complete: whether each state has all tensors that its group needs.
-        ordinary: whether no parameter is a tensor subclass or on the meta device.
+        ordinary: whether no parameter, or no local part of one, is a tensor subclass or on the meta device.
+        distributed: whether a parameter is a DTensor, of which this process updates its part.
     """
 
     params: list[Tensor] = field(default_factory=list)
@@ -63,11 +64,12 @@ class _DeviceParameters:
     groups: list[int] = field(default_factory=list)
     complete: bool = False
     ordinary: bool = True
+    distributed: bool = False
 
     def subset(self, indices: list[int]) -> _DeviceParameters:
         """Return the parameters at these indices."""
         params, states, groups = ([field[i] for i in indices] for field in (self.params, self.states, self.groups))
-        return _DeviceParameters(params, states, groups, self.complete, self.ordinary)  # type: ignore[arg-type]
+        return _DeviceParameters(params, states, groups, self.complete, self.ordinary, self.distributed)  # type: ignore[arg-type]
 
 
 class MultiTensorOptimizer(torch.optim.Optimizer):
@@ -198,7 +200,8 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
                     owned.params.append(param)
                     owned.states.append(self.state.get(param, {}))
                     owned.groups.append(index)
-                    owned.ordinary = owned.ordinary and is_ordinary(param)
+                    owned.ordinary = owned.ordinary and is_ordinary(_local(param))
+                    owned.distributed = owned.distributed or is_distributed(param)
         if len(self._by_device) > 1 and self.defaults["max_grad_norm"] is not None:
             raise ConfigError(
                 f"max_grad_norm clips over one device; parameters are on {', '.join(map(str, self._by_device))}: "
@@ -221,6 +224,10 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
     def _update_on(self, device: torch.device, owned: _DeviceParameters, grads: list[Tensor]) -> None:
         new = self._complete(device, owned, grads)
         tensors = self._tensors(owned, grads, new)
+        if owned.distributed:
+            columns: dict[str, Any] = dict(zip(Tensors._fields[:6], tensors[:6], strict=True))
+            columns = {name: [None if x is None else _local(x) for x in each] for name, each in columns.items()}
+            tensors = tensors._replace(**columns)
         workspace = self._workspaces.get(device)
         if workspace is None:
             workspace = self._workspaces[device] = Workspace(device)
@@ -232,7 +239,9 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         update = Update(
             tensors, groups, workspace, max_norm=self.defaults["max_grad_norm"], grad_scale=scale, found_inf=found_inf
         )
-        if not owned.ordinary or not is_plain(owned.params[0]):
+        if owned.distributed and update.max_norm is not None:
+            _clip_over_processes(update, grads)
+        if not owned.ordinary or not is_plain(tensors.params[0]):
             (torch_adamw if self._op is adamw_step else torch_sgd)(update)
             return
         update.table = workspace.table(tensors)
@@ -397,6 +406,47 @@ class SGD(MultiTensorOptimizer):
 _clipping: dict[torch.device, Workspace] = {}
 
 
+def _local(x: Tensor) -> Tensor:
+    """Return this process's part of a DTensor, any other tensor itself."""
+    return x._local_tensor if is_distributed(x) else x  # type: ignore[attr-defined]  # a DTensor's
+
+
+def _norm_over_processes(grads: Iterable[Tensor]) -> Tensor:
+    """Return the norm of gradients of which each process may hold a part, the same in each.
+
+    One number is summed over the processes for each way in which parameters are split; repeated parts count once.
+    """
+    parts: dict[tuple[Any, ...], list[Tensor]] = {}
+    for grad in grads:
+        groups: tuple[Any, ...] = ()
+        if is_distributed(grad):
+            mesh, placements = grad.device_mesh, grad.placements  # type: ignore[attr-defined]  # a DTensor's
+            if any(placement.is_partial() for placement in placements):
+                raise ConfigError(f"gradients must be summed over the processes first, got placements {placements}")
+            groups = tuple(mesh.get_group(i) for i, each in enumerate(placements) if not each.is_replicate())
+        parts.setdefault(groups, []).append(_local(grad))
+    squares = []
+    for groups, local in parts.items():
+        square = torch_norm(local)[0].double().square()
+        for group in groups:
+            torch.distributed.all_reduce(square, group=group)
+        squares.append(square)
+    return torch.stack(squares).sum().sqrt()
+
+
+def _clip_over_processes(update: Update, grads: list[Tensor]) -> None:
+    """Clip an update of parts of parameters by the norm of the whole, in place of the kernels."""
+    norm = _norm_over_processes(grads)
+    if update.grad_scale is not None:
+        norm = norm / update.grad_scale
+        if update.found_inf is None:
+            update.found_inf = norm.isfinite().logical_not().float().reshape(())
+    update.workspace.norm.copy_(norm)
+    factor = ((norm + 1e-6) / cast(float, update.max_norm)).clamp(min=1.0).float()
+    update.grad_scale = factor if update.grad_scale is None else factor * update.grad_scale
+    update.max_norm = None
+
+
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, *, error_if_nonfinite: bool = False
@@ -428,6 +478,11 @@ def clip_grad_norm_(
     if not grads:
         return torch.tensor(0.0)
     norm: Tensor
+    if any(map(is_distributed, grads)):
+        norm = _norm_over_processes(grads).to(torch.promote_types(grads[0].dtype, torch.float32))
+        _require_finite(norm, error_if_nonfinite)
+        torch_clip([_local(grad) for grad in grads], (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
     if not is_plain(grads[0]) or not all(map(is_ordinary, grads)):
         norm, scale = torch_norm(grads, max_norm)
         _require_finite(norm, error_if_nonfinite)

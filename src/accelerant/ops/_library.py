@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 __all__ = [
-    "active_modes", "autocast_dtype", "below_autograd", "cast_for_autocast", "define", "is_ordinary", "is_plain",
-    "is_watched", "keys_of", "name_of", "ordinary_keys", "transforming",
+    "active_modes", "autocast_dtype", "below_autograd", "cast_for_autocast", "define", "is_distributed", "is_ordinary",
+    "is_plain", "is_watched", "keys_of", "name_of", "ordinary_keys", "transforming",
 ]  # fmt: skip
 
 library = torch.library.Library("accelerant", "DEF")
@@ -64,7 +64,7 @@ def define(
 
     def autograd(*args: Any) -> Any:
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        if transforming() or any(_has_tangent(x) or _is_distributed(x) for x in tensors):
+        if transforming() or any(_has_tangent(x) or is_distributed(x) for x in tensors):
             return composite(*args)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return differentiable(*args)
@@ -97,7 +97,7 @@ _composites: dict[str, Callable[..., Any]] = {}
 """Names and composites of ops that have no rule for DTensors yet."""
 
 
-def _is_distributed(x: object) -> bool:
+def is_distributed(x: object) -> bool:
     """Return whether x is a DTensor, which has rules of sharding for torch's operations alone.
 
     The first one gives every op the rule that its composite runs: inference mode skips the formulas of autograd.
@@ -129,7 +129,7 @@ def is_ordinary(x: Tensor) -> bool:
         if not is_watched():  # else the empty tensor may be a mode's own
             ordinary_keys[keys] = ordinary
     if not ordinary:
-        _is_distributed(x)  # gives the ops their rules
+        is_distributed(x)  # gives the ops their rules
     return ordinary
 
 

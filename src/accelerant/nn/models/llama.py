@@ -29,7 +29,7 @@ from accelerant.nn.quantization import LinearInt8
 from accelerant.ops.decode.op import append, linear
 from accelerant.ops.rope.tables import Llama3Scaling, rope_tables
 
-__all__ = ["Llama", "LlamaConfig"]
+__all__ = ["Llama", "LlamaConfig", "decode_linear"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,14 +294,18 @@ class Llama(LanguageModel):
         cos, sin = self._rope_tables(s)
         lengths = cache.lengths + 1
         for block, k, v in zip(self.blocks, cache.k, cache.v, strict=True):
-            qkv = _decode_linear(block.attention.qkv, s, norm=block.norm_1)
+            qkv = decode_linear(block.attention.qkv, s, norm=block.norm_1)
             q = append(qkv, cache.lengths, k, v, cos, sin)
             o = ops.attention_decode(q, k, v, lengths)
-            s = _decode_linear(block.attention.projection, o.flatten(1), residual=s)
-            h = _decode_linear(block.mlp.gate_up, s, norm=block.norm_2, gated=True)
-            s = _decode_linear(block.mlp.down, h, residual=s)
+            s = self._joined(block.attention.projection, o.flatten(1), s)
+            h = decode_linear(block.mlp.gate_up, s, norm=block.norm_2, gated=True)
+            s = self._joined(block.mlp.down, h, s)
         cache.lengths += 1
-        return _decode_linear(self._head(), s, norm=self.norm).float()
+        return decode_linear(self._head(), s, norm=self.norm).float()
+
+    def _joined(self, layer: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
+        """Apply a branch's last layer in a decoding step; return the residual stream with its result added."""
+        return decode_linear(layer, x, residual=residual)
 
     def _hidden(self, idx: Tensor, cache: Cache | None) -> Tensor:
         require_tokens(idx, self.config.context)
@@ -353,7 +357,7 @@ def _add_norm(x: Tensor, residual: Tensor | None, norm: RMSNorm) -> tuple[Tensor
     return ops.add_rms_norm(x, residual, norm.weight, eps=norm.eps)
 
 
-def _decode_linear(
+def decode_linear(
     layer: nn.Module, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None, gated: bool = False
 ) -> Tensor:
     """Apply a linear layer of a decoding step with its norm before and its SwiGLU or residual sum after.
@@ -361,7 +365,8 @@ def _decode_linear(
     One kernel does all of it, unless the layer is of another class, which may compute something else, or has a bias.
     """
     weight, scale = getattr(layer, "weight", None), None
-    fused = type(layer) in (Linear, LinearInt8) or isinstance(layer, nn.Embedding)
+    forward = type(layer).forward  # of a subclass that only holds its weight in another way, too
+    fused = forward in (Linear.forward, LinearInt8.forward) or isinstance(layer, nn.Embedding)
     fused = fused and getattr(layer, "bias", None) is None
     if isinstance(layer, LinearInt8):
         fused = fused and not layer.dynamic

@@ -42,7 +42,16 @@ def is_reduced_elsewhere(model: nn.Module, params: Iterable[Tensor]) -> bool:
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return True
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(isinstance(param, module.DTensor) for param in params)
+    if module is None:
+        return False
+    sizes = [param.device_mesh.size() for param in params if isinstance(param, module.DTensor)]
+    world = torch.distributed.get_world_size() if sizes else 0
+    if sizes and max(sizes) < world:
+        raise UnsupportedCase(
+            f"parameters are split over {max(sizes)} of {world} processes, and nothing sums gradients over the others: "
+            "shard them over another dimension of the mesh (accelerant.distributed.shard)"
+        )
+    return bool(sizes)
 
 
 def start_equal(model: nn.Module, processes: Processes) -> None:

@@ -37,6 +37,7 @@ from accelerant.nn.train.parallel import (
     is_reduced_elsewhere,
     start_equal,
 )
+from accelerant.ops._library import is_distributed
 from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.processes import Processes
 from accelerant.runtime.streams.graphs import Graph, ahead_of_capture
@@ -324,13 +325,17 @@ class TrainStep(GraphedStep):
                 optimizer.defaults["max_grad_norm"] = self._max_norm
             elif max_grad_norm is not None and current != max_grad_norm:
                 raise ConfigError(f"max_grad_norm is {max_grad_norm} here and {current} in the optimizer: give it once")
+        split = any(map(is_distributed, self._params))  # FSDP frees weights: copies of them must not stay
         if precision == torch.float8_e4m3fn:
             require_float8(device)
+            if split:
+                raise ConfigError("precision fp8 needs whole parameters, these are sharded: use bfloat16")
             precision, low = torch.bfloat16, LowWeights(torch.bfloat16, float8_weights(model))
         elif precision in (torch.bfloat16, torch.float16):
-            low = LowWeights(precision)
+            low = None if split else LowWeights(precision)
         self.loss_scale = self._checked_scale(loss_scale, device) if precision == torch.float16 else None
-        super().__init__("train_step", "training", model, optimizer, device, None if low is None else precision, low)
+        autocast = None if precision == torch.float32 else precision
+        super().__init__("train_step", "training", model, optimizer, device, autocast, low)
         self._reduction: GradientReduction | None = None
         self._averages = processes.size > 1 and is_reduced_elsewhere(model, self._params)
         if processes.size > 1:

@@ -387,7 +387,12 @@ class _Run:
 
     def _agree(self, resume: bool) -> None:
         """Raise ConfigError in each process if they do not run the same training."""
-        config = self._trainer.config.to_dict()
+        model, config = self._trainer.model, self._trainer.config.to_dict()
+        if self._processes.size > 1 and getattr(model, "needs_equal_batches", False):
+            raise UnsupportedCase(
+                f"a Trainer gives each process rows of its own, and the processes of a {type(model).__name__} compute the "
+                "same ones: use TrainStep"
+            )
         same: dict[str, object] = {
             "accelerant": __version__, "torch": torch.__version__, "the data": self._fingerprint, "resume": resume,
             "steps": self.history.total_steps, "precision": self._trainer.precision,

@@ -1,0 +1,340 @@
+"""Tensor parallelism for Llama: each of N processes holds and computes 1/N of every layer, for the same tokens.
+
+    attention   heads / N of the queries, kv_heads / N of keys and values: rows of qkv, columns of the projection
+    MLP         hidden / N: rows of gate and up, columns of down
+    vocabulary  vocab_size / N: rows of the embedding and of the output layer
+
+A block adds up partial results twice, and in the backward pass gradients twice: 4 all-reduces of B T width elements in
+a training step, 2 in a decoding step. Norms and the residual stream are computed by all. The layers are those of
+accelerant.nn on their local rows and columns, so the same kernels run. Parameters are DTensors, which checkpoints,
+FSDP2 and the optimisers of accelerant.nn understand.
+
+The loss exchanges the log-sum-exp and the target's logit of each token, never logits:
+
+    L_r = log sum_{j in r} exp x_j        L = m + log sum_r exp(L_r - m), m = max_r L_r        loss = L - x_target
+
+Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from accelerant import ops
+from accelerant.distributed.sharding import group_of
+from accelerant.errors import ConfigError, UnsupportedCase
+from accelerant.nn.layers import Linear, RMSNorm, has_hooks
+from accelerant.nn.models import hugging_face
+from accelerant.nn.models.generation import Cache
+from accelerant.nn.models.llama import GatedMLP, Llama, LlamaAttention, LlamaBlock, decode_linear
+from accelerant.ops.cross_entropy.op import check_loss, check_targets
+
+__all__ = ["tensor_parallel", "vocabulary_parallel_cross_entropy", "whole_state_dict"]
+
+
+# --- exchanges -------------------------------------------------------------------------------------------------------
+
+
+class _Enter(torch.autograd.Function):
+    """The identity, before layers that are split; gradients of the parts add up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return _summed(dy, ctx.group), None
+
+
+class _Leave(torch.autograd.Function):
+    """The sum of the processes' partial results; its gradient is everybody's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _summed(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
+
+
+class _Gather(torch.autograd.Function):
+    """The processes' columns next to each other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.rank, ctx.size = dist.get_rank(group), dist.get_world_size(group)
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ctx.size)]
+        dist.all_gather(parts, x.contiguous(), group)
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy.chunk(ctx.size, -1)[ctx.rank].contiguous(), None
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+_enter: Callable[[Tensor, dist.ProcessGroup], Tensor] = _Enter.apply
+_leave: Callable[[Tensor, dist.ProcessGroup], Tensor] = _Leave.apply
+_gather: Callable[[Tensor, dist.ProcessGroup], Tensor] = _Gather.apply
+
+
+def vocabulary_parallel_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, group: dist.ProcessGroup | DeviceMesh | None = None
+) -> Tensor:
+    """Return the mean cross entropy of the logits hidden W^T, of whose rows W each process holds an equal part.
+
+    Args:
+        hidden: (M, K), the same in each process; float16, bfloat16, float32 or float64.
+        weight: (V / N, K), rows r V / N and following in process r; dtype of hidden.
+        targets: (M,), int64 or int32, classes in [0, V), or -100 for a row that does not count.
+        group: the processes; None for all.
+
+    Returns:
+        a scalar, float32 (float64 for float64), the same in each process. Logits exist for a part of the rows at a
+        time (see accelerant.ops.linear_cross_entropy); 2 M numbers are summed over the processes and the maximum of M.
+
+    Raises:
+        ShapeError, UnsupportedDtype: as accelerant.ops.linear_cross_entropy.
+        ConfigError: on the CPU, a target out of [0, V).
+    """
+    group = group_of(group)
+    check_loss("vocabulary_parallel_cross_entropy", targets, hidden.shape[:-1], 0.0, "mean")
+    check_targets(targets, weight.shape[0] * dist.get_world_size(group), -100)
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    hidden = _enter(hidden, group)
+    # With label smoothing 1 the loss is L_r - mean x_j, without a target: our op gives L_r without materialised logits.
+    anything = torch.zeros_like(targets)
+    spread = ops.linear_cross_entropy(hidden, weight, anything, label_smoothing=1.0, reduction="none")
+    mine = spread.to(wide) + (hidden.to(wide) * weight.mean(0, dtype=wide)).sum(-1)
+    local = targets.long() - dist.get_rank(group) * weight.shape[0]
+    here = (local >= 0) & (local < weight.shape[0])
+    rows = ops.embedding(torch.where(here, local, 0), weight)
+    chosen = torch.where(here, (hidden.to(wide) * rows.to(wide)).sum(-1), 0.0)
+    largest = mine.detach().clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    total, logit = _leave(torch.stack(((mine - largest).exp(), chosen)), group).unbind()
+    counted = targets != -100
+    return torch.where(counted, largest + total.log() - logit, 0.0).sum() / counted.sum()
+
+
+# --- layers ----------------------------------------------------------------------------------------------------------
+
+
+class _Split:
+    """The part of a layer's weight that this process holds, as a plain tensor; the parameter is a DTensor."""
+
+    _parameters: dict[str, Any]
+    sections: tuple[int, ...] = ()
+    """Rows of the matrices that the whole weight consists of, each of which is split; empty for one matrix."""
+
+    @property
+    def weight(self) -> Tensor:
+        parameter: Tensor = self._parameters["weight"]
+        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1:  # two while FSDP2 has sharded it too
+            return parameter.to_local()
+        return parameter
+
+
+class _SplitLinear(_Split, Linear):  # type: ignore[misc]  # a property in place of the attribute
+    pass
+
+
+class _SplitEmbedding(_Split, nn.Embedding):  # type: ignore[override]  # as above
+    group: dist.ProcessGroup
+
+    def forward(self, idx: Tensor) -> Tensor:
+        rows = self.weight.shape[0]
+        if idx.device.type == "cpu" and idx.numel():
+            vocabulary, wrong = rows * dist.get_world_size(self.group), [int(x) for x in torch.aminmax(idx)]
+            if wrong[0] < 0 or wrong[1] >= vocabulary:
+                raise ConfigError(f"tokens must be in [0, {vocabulary}), got {wrong[0] if wrong[0] < 0 else wrong[1]}")
+        local = idx.long() - dist.get_rank(self.group) * rows
+        here = (local >= 0) & (local < rows)
+        found = ops.embedding(torch.where(here, local, 0), self.weight)
+        return _leave(found.masked_fill(~here.unsqueeze(-1), 0.0), self.group)
+
+
+class _SplitAttention(LlamaAttention):
+    group: dist.ProcessGroup
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: tuple[Cache, int] | None = None) -> Tensor:
+        return _leave(super().forward(_enter(x, self.group), cos, sin, cache), self.group)
+
+
+class _SplitMLP(GatedMLP):
+    group: dist.ProcessGroup
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _leave(super().forward(_enter(x, self.group)), self.group)
+
+
+class _TensorParallelLlama(Llama):
+    group: dist.ProcessGroup
+    needs_equal_batches = True
+
+    def loss(self, idx: Tensor, targets: Tensor) -> Tensor:
+        self._require_targets(idx, targets)
+        rows = self.hidden(idx).flatten(0, 1)
+        weight = self._head().weight
+        assert isinstance(weight, Tensor)  # for the type checker
+        return vocabulary_parallel_cross_entropy(rows, weight.to(rows.dtype), targets.flatten(), group=self.group)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        weight = self._head().weight
+        assert isinstance(weight, Tensor)  # for the type checker
+        rows = _enter(hidden, self.group).reshape(-1, self.config.width)
+        logits = ops.matmul(rows, weight.to(hidden.dtype).t())
+        return _gather(logits, self.group).view(*hidden.shape[:-1], self.config.vocab_size)
+
+    def can_cache(self) -> bool:
+        unmodified = type(self.norm) is RMSNorm and all(
+            type(block) is LlamaBlock
+            and type(block.attention) is _SplitAttention
+            and type(block.mlp) is _SplitMLP
+            and type(block.norm_1) is type(block.norm_2) is RMSNorm
+            for block in self.blocks
+        )
+        return unmodified and not any(has_hooks(module) for module in self.modules() if module is not self)
+
+    def cache_shape(self) -> tuple[int, int, int]:
+        layers, kv_heads, width = super().cache_shape()
+        return layers, kv_heads // dist.get_world_size(self.group), width
+
+    def decode(self, tokens: Tensor, cache: Cache) -> Tensor:
+        return _gather(super().decode(tokens, cache), self.group)
+
+    def _joined(self, layer: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
+        y = decode_linear(layer, x, residual=None if dist.get_rank(self.group) else residual)  # the sum has it once
+        dist.all_reduce(y, group=self.group)
+        return y
+
+    def generate(self, idx: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
+        if options.get("seed") is None and options.get("generator") is None and options.get("temperature", 1.0) != 0:
+            seed = torch.randint(2**62, (1,), device=idx.device)  # every process draws the same tokens
+            dist.broadcast(seed, dist.get_global_rank(self.group, 0), group=self.group)
+            options["seed"] = int(seed)
+        return super().generate(idx, max_new_tokens, **options)
+
+    def save_pretrained(self, path: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9) -> None:
+        """Write the whole model from the first process, as LanguageModel.save_pretrained; every process calls it."""
+        state = whole_state_dict(self)
+        if dist.get_rank(self.group) == 0 and state:
+            with torch.device("meta"):
+                whole = Llama(self.config)
+            whole.load_state_dict(state, assign=True)
+            hugging_face.save(whole, self.config, path, self._layout, max_shard_bytes=max_shard_bytes)
+        dist.barrier(self.group)
+
+
+# --- splitting and joining -------------------------------------------------------------------------------------------
+
+
+def tensor_parallel(model: Llama, mesh: DeviceMesh) -> Llama:
+    """Split a Llama's layers over processes that compute the same tokens together.
+
+    Every process calls it with the same weights, which may be on the CPU: only its part goes to the mesh's device. Then
+    `loss`, `generate` (each process has its heads' cache), `forward` and `save_pretrained` are called in every process
+    with the same arguments, and return the same. `accelerant.distributed.shard` may follow, with another dimension of
+    the mesh.
+
+    Args:
+        model: a Llama of accelerant.nn; modified in place.
+        mesh: of one dimension, of N processes.
+
+    Returns:
+        the model.
+
+    Raises:
+        UnsupportedCase: another model, layers of another class, or layers with biases.
+        ConfigError: N does not divide kv_heads, hidden and vocab_size; or as accelerant.distributed.shard.
+    """
+    group = group_of(mesh)
+    if type(model) is not Llama:
+        raise UnsupportedCase(f"tensor_parallel splits the layers of nn.Llama, got {type(model).__name__}")
+    config, size = model.config, dist.get_world_size(group)
+    for name in ("kv_heads", "hidden", "vocab_size"):
+        if getattr(config, name) % size:
+            raise ConfigError(f"{name} must be a multiple of the {size} processes, got {getattr(config, name)}")
+    for name, layer in _linears(model):
+        if type(layer) is not Linear or layer.bias is not None:
+            raise UnsupportedCase(f"tensor_parallel splits nn.Linear without a bias, {name} is {layer}")
+    q, kv = config.heads * config.head_size, config.kv_heads * config.head_size
+    kinds: dict[type, type] = {LlamaAttention: _SplitAttention, GatedMLP: _SplitMLP}
+    for block in model.blocks:
+        _split(block.attention.qkv, mesh, 0, (q, kv, kv))
+        _split(block.attention.projection, mesh, 1)
+        _split(block.mlp.gate_up, mesh, 0, (config.hidden, config.hidden))
+        _split(block.mlp.down, mesh, 1)
+        block.attention.heads, block.attention.kv_heads = config.heads // size, config.kv_heads // size
+        for layer in (block.attention, block.mlp):
+            layer.__class__, layer.group = kinds[type(layer)], group
+    changed: Any = model
+    _split(changed.embed, mesh, 0)
+    changed.embed.group = group
+    if model.lm_head is not None:
+        _split(model.lm_head, mesh, 0)
+    changed.__class__, changed.group = _TensorParallelLlama, group
+    return changed.to(mesh.device_type)  # type: ignore[no-any-return]
+
+
+def _linears(model: Llama) -> Iterator[tuple[str, Any]]:
+    for number, block in enumerate(model.blocks):
+        for name in ("attention.qkv", "attention.projection", "mlp.gate_up", "mlp.down"):
+            yield f"blocks.{number}.{name}", block.get_submodule(name)
+    if model.lm_head is not None:
+        yield "lm_head", model.lm_head
+
+
+def _split(layer: Any, mesh: DeviceMesh, dim: int, sections: tuple[int, ...] = ()) -> None:
+    """Keep this process's part of a layer's weight: of each section, if there are several."""
+    weight, rank, size = layer.weight, mesh.get_local_rank(), mesh.size()
+    matrices = weight.detach().split(sections or weight.shape[0])
+    local = torch.cat([matrix.chunk(size, dim)[rank] for matrix in matrices]).to(mesh.device_type, copy=True)
+    layer.__class__ = _SplitEmbedding if isinstance(layer, nn.Embedding) else _SplitLinear
+    layer.sections = sections
+    distributed = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
+    layer._parameters["weight"] = nn.Parameter(distributed, requires_grad=weight.requires_grad)
+    if isinstance(layer, nn.Embedding):
+        layer.num_embeddings = local.shape[0]
+    else:
+        layer.out_features, layer.in_features = local.shape
+
+
+def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Return the whole weights of a model that is split by `tensor_parallel`, `shard` or both, on the CPU.
+
+    Every process calls it; the first process of all gets the weights, others an empty dict. One parameter at a time is
+    whole on a device. The names and shapes are those of the model before it was split.
+    """
+    state: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        layer: Any = model.get_submodule(name.rpartition(".")[0])
+        sections = getattr(layer, "sections", ())
+        if sections:
+            size = dist.get_world_size(model.group)  # type: ignore[arg-type]  # set by tensor_parallel
+            parts = [part.split([rows // size for rows in sections]) for part in whole.chunk(size)]
+            whole = torch.cat([part[number] for number in range(len(sections)) for part in parts])
+        if dist.get_rank() == 0:
+            state[name] = whole.detach().cpu()
+    return state
