@@ -119,7 +119,7 @@ def steps_equal_one_process():
     torch.testing.assert_close(results[1], results[0])
     torch.testing.assert_close(results[2], results[0])
     config = acl.nn.train.TrainConfig(steps=1, batch_size=2)
-    with pytest.raises(UnsupportedCase, match="compute the same ones: use TrainStep"):
+    with pytest.raises(UnsupportedCase, match="compute the same rows: use TrainStep"):
         acl.nn.train.fit(models[0], (idx, targets), config=config)
 
 

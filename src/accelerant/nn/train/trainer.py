@@ -33,6 +33,7 @@ from accelerant.errors import (
     FormatError,
     OutOfMemory,
     TimeLimitExceeded,
+    UnsupportedCase,
 )
 from accelerant.nn.layers import float8_weights, modes_kept, require_float8
 from accelerant.nn.train.callbacks import Callback, Step, TensorBoard
@@ -390,8 +391,8 @@ class _Run:
         model, config = self._trainer.model, self._trainer.config.to_dict()
         if self._processes.size > 1 and getattr(model, "needs_equal_batches", False):
             raise UnsupportedCase(
-                f"a Trainer gives each process rows of its own, and the processes of a {type(model).__name__} compute the "
-                "same ones: use TrainStep"
+                f"a Trainer gives each process rows of its own; those of a {type(model).__name__} compute the same "
+                "rows: use TrainStep"
             )
         same: dict[str, object] = {
             "accelerant": __version__, "torch": torch.__version__, "the data": self._fingerprint, "resume": resume,
