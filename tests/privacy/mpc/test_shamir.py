@@ -9,9 +9,18 @@ import pytest
 import torch
 
 import accelerant
+from accelerant.algebra.curve import curve_of, reference
+from accelerant.algebra.curve.encoding import decode_points
 from accelerant.algebra.field import prime_field
-from accelerant.errors import AccelerantError, ConfigError, ProtocolError, ShapeError, UnsupportedDtype
-from accelerant.privacy.mpc import shamir
+from accelerant.errors import (
+    AccelerantError,
+    ConfigError,
+    FormatError,
+    ProtocolError,
+    ShapeError,
+    UnsupportedDtype,
+)
+from accelerant.privacy.mpc import pedersen, shamir
 from accelerant.privacy.random import SecureStream
 
 SECRET = 3_141_592_653_589_793
@@ -46,16 +55,15 @@ def test_the_published_example():
 @pytest.mark.parametrize("field", shamir.FIELDS)
 def test_shares_are_values_of_one_polynomial(field):
     """Interpolation on Python integers gives the secret and every other share."""
-    chosen, secret = prime_field(field), torch.tensor([[5, -7, 2**59], [0, 1, -1]])
+    chosen, secret = prime_field(field), torch.tensor([[5, -(2**59)], [0, 1]])
     shares = shamir.split(secret, threshold=3, count=5, field=field)
     values = np.array([chosen.decode(share.words) for share in shares], object)
     for points in ((1, 2, 3), (5, 1, 4)):
         for at, wanted in [(0, secret.numpy().astype(object) % chosen.modulus), *enumerate(values, 1)]:
             weights = shamir.lagrange_weights(points, at, chosen.modulus)
-            assert (
-                sum(w * values[x - 1] for w, x in zip(weights, points, strict=True)) % chosen.modulus == wanted
-            ).all()
-    for chosen_shares in itertools.permutations(shares, 3):
+            found = sum(w * values[x - 1] for w, x in zip(weights, points, strict=True)) % chosen.modulus
+            assert (found == wanted).all()
+    for chosen_shares in itertools.combinations(reversed(shares), 3):
         assert torch.equal(shamir.combine(chosen_shares), secret)
     assert torch.equal(shamir.combine(shares), secret)
 
@@ -131,14 +139,16 @@ def test_a_share_keeps_no_memory_of_the_others():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"threshold": 4}, "threshold must be 1 to count = 3, got 4"),
-        ({"threshold": 0}, "threshold must be 1 to count = 3, got 0"),
-        ({"threshold": True}, "threshold must be an integer, got bool"),
-        ({"count": 2.0}, "count must be an integer, got float"),
-        ({"count": 0}, "count must be 1 to 65535, got 0"),
-        ({"count": 2**16}, "count must be 1 to 65535, got 65536"),
+        ({"threshold": 4}, "threshold must be an integer from 1 to 3, got 4"),
+        ({"threshold": 0}, "threshold must be an integer from 1 to 3, got 0"),
+        ({"threshold": True}, "threshold must be an integer from 1 to 3, got True"),
+        ({"count": 2.0}, "count must be an integer from 1 to 65535, got 2.0"),
+        ({"count": 0}, "count must be an integer from 1 to 65535, got 0"),
+        ({"count": 2**16}, "count must be an integer from 1 to 65535, got 65536"),
         ({"field": "babybear"}, "unknown field 'babybear' for shares; known are goldilocks, "),
-        ({"fraction_bits": 63}, "fraction_bits must be 0 to 62, got 63"),
+        ({"verifiable": True, "curve": "bn254_g2"}, "unknown curve 'bn254_g2' for shares; known are bn254_g1, "),
+        ({"verifiable": True, "field": "goldilocks"}, "'goldilocks' for verifiable shares; known are bls12_381_fr"),
+        ({"fraction_bits": 63}, "fraction_bits must be an integer from 0 to 62, got 63"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, message):
@@ -168,9 +178,9 @@ def test_shares_that_do_not_belong_together_are_refused():
     for argument, name, value in (
         ({"threshold": 2}, "threshold", "2, not 3"),
         ({"count": 6}, "count", "6, not 5"),
-        ({"field": "bn254_fr"}, "field", "bn254_fr, not goldilocks"),
+        ({"field": "bn254_fr"}, "field", "'bn254_fr', not 'goldilocks'"),
         ({"secret": [SECRET]}, "shape", r"\(1,\), not \(\)"),
-        ({"secret": 1.5}, "dtype", "float32, not int64"),
+        ({"secret": 1.5}, "dtype", "'float32', not 'int64'"),
     ):
         other = shamir.split(**{"secret": SECRET, "threshold": 3, "count": 5} | argument)
         refused.append(([*shares[:2], other[2]], f"share 3 does not belong to share 1: it has {name} {value}"))
@@ -217,6 +227,257 @@ def test_neither_repr_nor_errors_show_a_secret():
     texts.append(str(refused.value))
     assert repr(shares[1]) == "Share(2 of 3, threshold 2, int64 (), goldilocks)"
     assert not [text for text in texts for each in digits if each in text]
+
+
+# --- arithmetic and refresh ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", shamir.FIELDS)
+def test_sums_and_public_factors(field):
+    a, b = torch.tensor([[3, -5, 1000], [0, 2**20, -7]]), torch.tensor([[1, 2, 3], [-4, -5, -6]])
+    x, y = (shamir.split(each, threshold=2, count=3, field=field) for each in (a, b))
+    row = torch.tensor([1, -2, 3])
+    for result, wanted in (
+        ([s + t for s, t in zip(x, y, strict=True)], a + b),
+        ([t - s for s, t in zip(x, y, strict=True)], b - a),
+        ([-s for s in x], -a),
+        ([s + 5 for s in x], a + 5),
+        ([row - s for s in x], row - a),
+        ([s - row.numpy() for s in x], a - row),
+        ([row.numpy() * s for s in x], row * a),
+        ([3 * (s * row) + t for s, t in zip(x, y, strict=True)], 3 * a * row + b),
+    ):
+        assert torch.equal(shamir.combine(result[1:]), wanted)
+        assert torch.equal(shamir.combine(result), wanted)
+
+
+def test_fractions_of_products():
+    a = torch.tensor([0.5, -1.25, 3.0])
+    shares = shamir.split(a, threshold=2, count=3)
+    assert torch.equal(shamir.combine([share * -3 for share in shares]), -3 * a)
+    halves = [share * 0.25 for share in shares]
+    assert halves[0].sharing.fraction_bits == 48
+    assert torch.equal(shamir.combine(halves), a / 4)
+    assert torch.equal(shamir.combine([share + 0.5 for share in halves]), a / 4 + 0.5)
+    with pytest.raises(ConfigError, match="a product has 48 \\+ 48 fraction bits; 62 are possible"):
+        halves[0] * 0.5
+    with pytest.raises(ConfigError, match="values must be finite and from -32768 to 32768 in goldilocks with 48"):
+        halves[0] + 1e5
+
+
+def test_arithmetic_that_is_not_possible():
+    x, y = (shamir.split(torch.arange(3), threshold=2, count=3) for _ in range(2))
+    wrong = shamir.split(torch.arange(4), threshold=2, count=3)[0]
+    for other in (y[1], wrong):
+        with pytest.raises(
+            ProtocolError, match=r"Share\(1 of 3.* and Share.* cannot be added: wanted one holder's, alike"
+        ):
+            x[0] + other
+    with pytest.raises(ShapeError, match=r"a public operand of shape \(2,\) for shares of shape \(3,\)"):
+        x[0] * torch.tensor([1, 2])
+    for share, operand in ((x[0], 1.5), (shamir.split(b"abc", 2, 2)[0], 1)):
+        for operate in (lambda s, c: s + c, lambda s, c: s * c):
+            with pytest.raises(ConfigError, match=f"shares of {share.sharing.dtype} take no public operand of torch"):
+                operate(share, operand)
+
+
+def test_shares_of_different_computations_do_not_combine():
+    x, y = (shamir.split(5, threshold=2, count=2) for _ in range(2))
+    for first, second in (
+        (x[0] * 2, x[1] * 3), (x[0] + 2, x[1] + 3), (x[0] + y[0], x[1]), (x[0] + y[0], x[1] - y[1]), (x[0] * 1, x[1]),
+    ):  # fmt: skip
+        with pytest.raises(ProtocolError, match="share 2 does not belong to share 1: it has another split"):
+            shamir.combine([first, second])
+    assert int(shamir.combine([x[0] + y[0], y[1] + x[1]])) == 10
+
+
+@pytest.mark.parametrize("secret", [torch.tensor([[1, -2], [3, 4]]), torch.tensor(0.5), b"a key of some bytes"])
+def test_refreshed_shares_replace_old_ones(secret):
+    old = shamir.split(secret, threshold=3, count=4)
+    new = shamir.refresh(old)
+    wanted = shamir.combine(old)
+    again = shamir.combine(shamir.refresh(new[:3]))
+    assert again == wanted if isinstance(secret, bytes) else torch.equal(again, wanted)
+    assert all(not torch.equal(s.words, t.words) for s, t in zip(old, new, strict=True))
+    for mixed in ([*old[:2], new[2]], [old[0], *new[1:]]):
+        with pytest.raises(ProtocolError, match="it has another split"):
+            shamir.combine(mixed)
+    with pytest.raises(ProtocolError, match="refreshing needs 3 shares, got 2"):
+        shamir.refresh(old[:2])
+
+
+def test_holders_refresh_without_a_dealer():
+    """Each deals shares of zero; what one of them misses makes its share foreign."""
+    old = shamir.split(12345, threshold=2, count=3, verifiable=True, curve="bn254_g1")
+    dealt = [shamir.zero_shares(old[0].sharing) for _ in old]
+    for updates in dealt:
+        assert all(update.verify(update.commitments) for update in updates)
+        assert not updates[0].commitments[0].any()
+    new = [share + sum((updates[i] for updates in dealt[1:]), dealt[0][i]) for i, share in enumerate(old)]
+    assert int(shamir.combine(new[1:])) == 12345
+    with pytest.raises(ProtocolError, match="another split"):
+        shamir.combine([new[0], old[1] + dealt[0][1]])
+
+
+# --- verifiable shares -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bn254_g1", pytest.param("bls12_381_g1", marks=pytest.mark.slow)])
+def test_commitments_are_pedersens(name):
+    """C_k = f_k g + f'_k h on Python integers, with f and f' interpolated from the shares."""
+    curve, secret = curve_of(name), torch.tensor([7, -9])
+    field = prime_field(curve.scalars.name)
+    shares = shamir.split(secret, threshold=2, count=3, verifiable=True, curve=name)
+    points = decode_points(curve, shares[0].commitments.numpy().reshape(-1, *curve.shape))
+    h, p = pedersen.second_generator(name), field.modulus
+    assert curve.is_on_curve(h)
+    assert reference.in_subgroup(curve, h)
+    values = np.array([field.decode(share.words) for share in shares[:2]], object)  # of f and f' at 1 and 2
+    slope = values[1] - values[0]
+    for k, coefficients in enumerate(((values[0] - slope) % p, slope % p)):
+        for i in range(2):
+            pairs = zip(coefficients[:, i], (curve.generator, h), strict=True)
+            terms = [reference.multiply(curve, int(scalar), point) for scalar, point in pairs]
+            assert points[2 * k + i] == reference.add(curve, *terms)
+    assert all(share.verify(shares[1].commitments) for share in shares)
+    assert torch.equal(shamir.combine(shares[1:]), secret)
+
+
+def test_a_changed_verifiable_share_is_named():
+    shares = shamir.split(b"a seed of 32 bytes and no more..", threshold=2, count=3, verifiable=True, curve="bn254_g1")
+    bad = shamir.Share(shares[1].sharing, 2, changed(shares[1]).words, shares[1].commitments)
+    blinded = shares[1].words.clone()
+    blinded[1] = blinded[0]
+    commitments = shares[0].commitments
+    assert not bad.verify(commitments)
+    for wrong in (
+        bad,
+        shamir.Share(bad.sharing, 2, blinded, commitments),
+        shamir.Share(bad.sharing, 2, shares[2].words),
+    ):
+        with pytest.raises(ProtocolError, match="share 2 does not match the commitments: it was changed"):
+            shamir.combine([shares[0], wrong])
+        with pytest.raises(ProtocolError, match="share 2 does not match the commitments: it was changed"):
+            shamir.combine([wrong, shares[0]], commitments)
+    foreign = shamir.split(b"a seed of 32 bytes and no more..", 2, 3, verifiable=True, curve="bn254_g1")[0].commitments
+    assert not shares[0].verify(foreign)
+    assert not shares[0].verify(commitments[:1])
+    with pytest.raises(ProtocolError, match="share 1 does not match the commitments"):
+        shamir.combine(shares, foreign)
+    with pytest.raises(ConfigError, match="a plain share cannot be verified: split with verifiable=True"):
+        shamir.split(1, 2, 3)[0].verify(commitments)
+
+
+def test_results_of_verifiable_shares_are_verifiable():
+    a, b = torch.tensor([3.5, -4.0]), torch.tensor([1.0, 2.0])
+    x, y = (shamir.split(each, threshold=2, count=3, verifiable=True, curve="bn254_g1") for each in (a, b))
+    result = [torch.tensor([2, -3]) * (s - t) + 0.5 for s, t in zip(x, y, strict=True)]
+    assert all(share.verify(result[0].commitments) for share in result)
+    assert torch.equal(shamir.combine(result), torch.tensor([2, -3]) * (a - b) + 0.5)
+    assert shamir.combine(shamir.split(torch.zeros(0), 2, 2, verifiable=True, curve="bn254_g1")).shape == (0,)
+
+
+# --- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def serialised():
+    yield from shamir.split(torch.tensor([[1.5, -2.0, 3.0]]), threshold=2, count=3, field="mersenne61")
+    yield shamir.split(b"some bytes", threshold=3, count=300)[299]
+    yield shamir.split(torch.zeros(0, 4), threshold=1, count=1, field="bn254_fr")[0]
+    yield shamir.split(-5, threshold=2, count=2, verifiable=True, curve="bn254_g1")[1]
+
+
+def test_shares_come_back_from_bytes():
+    for share in serialised():
+        back = shamir.Share.from_bytes(share.to_bytes())
+        assert back.sharing == share.sharing
+        assert back.index == share.index
+        assert torch.equal(back.words, share.words)
+        assert (back.commitments is None) == (share.commitments is None)
+        assert back.to_bytes() == share.to_bytes()
+    shares = [shamir.Share.from_bytes(share.to_bytes()) for share in shamir.split(b"abc", 2, 3)]
+    assert shamir.combine(shares) == b"abc"
+
+
+def test_the_layout_of_a_share():
+    """Version 1: magic, nine 16-bit numbers, the split's id, axes, words; little-endian."""
+    share = next(serialised())
+    data = share.to_bytes()
+    assert data[:8] == b"ACSHARE\0"
+    assert np.frombuffer(data[8:26], "<u2").tolist() == [1, 1, 8, 0, 2, 3, 1, 24, 2]
+    assert data[26:42] == share.sharing.split_id
+    assert np.frombuffer(data[42:], "<u8").tolist() == [1, 3, *share.words.reshape(-1).tolist()]
+
+
+def test_bytes_that_are_no_share_are_refused():
+    data, verifiable = next(serialised()).to_bytes(), [*serialised()][-1].to_bytes()
+
+    def patched(at, value, size=2, of=data):
+        return of[:at] + value.to_bytes(size, "little") + of[at + size :]
+
+    for wrong, message in (
+        (b"", "not a share: wanted .* got 0 bytes"),
+        (b"x" * 100, "not a share: wanted"),
+        (data[:41], "not a share: .* a header of 42 bytes, got 41 bytes"),
+        (patched(8, 2), "a share of version 2; this program reads version 1"),
+        (patched(10, 4), r"unknown codes of field, dtype and curve: \[4, 8, 0\]"),
+        (patched(12, 10), "unknown codes"),
+        (patched(14, 3), "unknown codes"),
+        (patched(14, 1), "a share of float32, .* mersenne61, bn254_g1"),
+        (patched(16, 4), "index 1, threshold 4, count 3 and 2 axes"),
+        (patched(16, 0), "index 1, threshold 0"),
+        (patched(20, 0), "index 0, threshold 2"),
+        (patched(20, 4), "index 4, threshold 2"),
+        (patched(22, 63), "63 fraction bits"),
+        (patched(12, 4), "a share of int64, 2 axes, 24 fraction bits"),
+        (patched(24, 17), "and 17 axes"),
+        (patched(24, 16), "and 16 axes"),
+        (patched(12, 0), "a share of bytes, 2 axes"),
+        (patched(42, 2**62, 8), "a share of float32, 2 axes"),
+        (patched(42, 2**40, 8), "whose 24 bytes are not the elements of its shape"),
+        (data + b"0", "whose 25 bytes"),
+        (data[:-1], "whose 23 bytes"),
+        (patched(66, 2**61 - 1, 8), r"element 1 \(flattened\) of a share is not below the modulus of mersenne61"),
+        (
+            patched(len(verifiable) - 8, 5, 8, verifiable),
+            r"commitments\[1\] \(flattened\) is not in the subgroup of bn254_g1",
+        ),
+        (
+            patched(len(verifiable) - 8, 2**64 - 1, 8, verifiable),
+            "coordinate 3 of the commitments is not below the modulus",
+        ),
+    ):
+        with pytest.raises(FormatError, match=message):
+            shamir.Share.from_bytes(wrong)
+
+
+@pytest.mark.search(1)
+def test_shares_of_strangers(rng, record_property):
+    """A damaged share is FormatError, or a share that serialises to the same bytes; no element is in the message."""
+    seeds = [share.to_bytes() for share in serialised()]
+    refused = 0
+    for _ in range(60):
+        data = rng.choice(seeds)
+        damaged = bytearray(data)
+        for _ in range(rng.randrange(1, 4)):
+            kind, at = rng.randrange(5), rng.randrange(len(damaged) + 1)
+            at = min(at, 58) if rng.random() < 0.7 else at  # the header more often
+            if kind == 0:
+                del damaged[at:]
+            elif kind == 1:
+                damaged[at:at] = rng.randbytes(rng.randrange(1, 9))
+            elif kind == 2:
+                del damaged[at : at + rng.randrange(1, 9)]
+            elif at < len(damaged):
+                damaged[at] = rng.choice((0, 1, 127, 255, rng.randrange(256)))
+        try:
+            assert shamir.Share.from_bytes(bytes(damaged)).to_bytes() == damaged
+        except FormatError as error:
+            refused += 1
+            message = str(error)
+            assert not re.search("[0-9a-f]{12}", message), message
+    record_property("shares", 60)
+    record_property("refused", refused)
 
 
 # --- randomness ------------------------------------------------------------------------------------------------------

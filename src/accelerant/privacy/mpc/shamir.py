@@ -16,8 +16,13 @@ shares are uniform whatever the secret is (Shamir 1979, "How to share a secret",
 Floats are rounded to multiples of 2^-fraction_bits, half to even, so the error is at most 2^-(fraction_bits + 1). Bytes
 fill elements with 7, or 31, bytes each. Arithmetic runs in the kernels of algebra/field on the tensor's device.
 
+Shares of sums: `x + y`, `x - y` and `-x` of shares at one index, and `x + c`, `x - c`, `c * x` for public c, are shares
+of the result. Each holder computes them alone; products of shares are in beaver.py. The field wraps: a result out of an
+element's range is wrong, unseen. A product of two floats has twice the fraction bits.
+
 Tampering: with exactly `threshold` plain shares a changed share gives another secret, and no one can tell. With more
-shares, combine checks that all are on one polynomial; it cannot say which was changed.
+shares, combine checks that all are on one polynomial; it cannot say which was changed. Verifiable shares (pedersen.py)
+are checked one by one. Refreshed shares do not combine with old ones.
 
 Trust: whoever splits and whoever combines sees the secret; holders see nothing while fewer than `threshold` of them
 collude. Elements and bytes do not reach repr or errors. Kernels do not branch on an element; combining is not meant to
@@ -27,30 +32,39 @@ hide its timing. Not audited.
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
-import operator
+import os
+import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from accelerant.algebra.curve import curve_of
 from accelerant.algebra.field import FieldArray, PrimeField, prime_field
-from accelerant.algebra.field.memory_space import signed_view
+from accelerant.algebra.field.launch import first_unreduced
+from accelerant.algebra.field.memory_space import HOST, signed_view
 from accelerant.algebra.field.parameters import Field
-from accelerant.errors import ConfigError, ProtocolError, ShapeError, UnsupportedDtype
+from accelerant.errors import ConfigError, FormatError, ProtocolError, ShapeError, UnsupportedDtype
+from accelerant.privacy.mpc import pedersen
 from accelerant.privacy.random import SecureStream
 
-__all__ = ["FIELDS", "Share", "Sharing", "combine", "split"]
+__all__ = ["FIELDS", "Share", "Sharing", "combine", "lagrange_weights", "polynomial_values", "refresh", "split",
+           "zero_shares"]  # fmt: skip
 
 FIELDS = ("goldilocks", "mersenne61", "bn254_fr", "bls12_381_fr")
 """Names of the fields; the position is the code in serialised shares."""
 
+_CURVES = ("", "bn254_g1", "bls12_381_g1")
 _DTYPES = ("bytes", "int8", "int16", "int32", "int64", "uint8", "float16", "bfloat16", "float32", "float64")
-_MOST_SHARES, _MOST_AXES, _MOST_FRACTION_BITS, _ID_BYTES = 2**16 - 1, 16, 62, 16
+_MOST_AXES, _MOST_FRACTION_BITS = 16, 62
 _SIGN = -(2**63)
+_HEAD, _MAGIC, _VERSION = struct.Struct("<8s9H16s"), b"ACSHARE\0", 1
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _stream = SecureStream()
 
 
@@ -61,10 +75,11 @@ class Sharing:
     Attributes:
         field: name of the field.
         threshold, count: shares needed, and dealt.
-        split_id: 16 random bytes; those of a result are derived from its operands'.
         dtype: of the secret's tensor, without "torch."; "bytes" for bytes.
         shape: of the secret's tensor; (length,) for bytes.
         fraction_bits: floats are multiples of 2^-fraction_bits; 0 for integers and bytes.
+        curve: of the commitments; "" for plain shares.
+        split_id: 16 random bytes; those of a result are derived from its operands'.
     """
 
     field: str
@@ -73,25 +88,14 @@ class Sharing:
     dtype: str
     shape: tuple[int, ...]
     fraction_bits: int
+    curve: str
     split_id: bytes
 
     @property
     def elements(self) -> tuple[int, ...]:
-        """The shape of the field elements: several bytes are one element."""
-        return (-(-self.shape[0] // _chunk(self.field)),) if self.dtype == "bytes" else self.shape
-
-    @property
-    def is_float(self) -> bool:
-        """Whether the secret is of floats."""
-        return "float" in self.dtype
-
-    def differing(self, other: Sharing) -> str:
-        """Return the first difference from another split in words, or ""."""
-        for row in fields(self):
-            mine, yours = getattr(self, row.name), getattr(other, row.name)
-            if mine != yours:
-                return "another split" if row.name == "split_id" else f"{row.name} {yours}, not {mine}"
-        return ""
+        """The shape of the field elements: several bytes are one, and verifiable shares have a blinding of each."""
+        inner = (-(-self.shape[0] // _chunk(self.field)),) if self.dtype == "bytes" else self.shape
+        return (2, *inner) if self.curve else inner
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -102,23 +106,148 @@ class Share:
         sharing: what the shares of this split have in common.
         index: 1 to sharing.count.
         words: canonical words of the elements, uint64, (*sharing.elements[, 4]); secret.
+        commitments: of verifiable shares, canonical points (threshold, *elements of the secret, 2, limbs); public.
     """
 
     sharing: Sharing
     index: int
     words: Tensor
+    commitments: Tensor | None = None
+    __array_ufunc__ = None  # array + share is the share's __radd__
 
     def __repr__(self) -> str:
         of = self.sharing
         return f"Share({self.index} of {of.count}, threshold {of.threshold}, {of.dtype} {of.shape}, {of.field})"
 
+    def verify(self, commitments: Tensor) -> bool:
+        """Return whether this share is the dealer's, by commitments that all holders have compared."""
+        if not self.sharing.curve:
+            raise ConfigError("a plain share cannot be verified: split with verifiable=True")
+        if self.commitments is None or commitments.shape != self.commitments.shape:
+            return False
+        own = pedersen.commit(self.sharing.curve, self.words)
+        return torch.equal(own, pedersen.evaluate(self.sharing.curve, commitments, self.index))
 
-# --- split and combine -----------------------------------------------------------------------------------------------
+    def to_bytes(self) -> bytes:
+        """Return the share as versioned bytes, little-endian, for from_bytes; they are as secret as the share."""
+        of = self.sharing
+        codes = (_VERSION, FIELDS.index(of.field), _DTYPES.index(of.dtype), _CURVES.index(of.curve))
+        sizes = (of.threshold, of.count, self.index, of.fraction_bits, len(of.shape))
+        arrays = [self.words] if self.commitments is None else [self.words, self.commitments]
+        data = b"".join(array.cpu().numpy().astype("<u8").tobytes() for array in arrays)
+        return _HEAD.pack(_MAGIC, *codes, *sizes, of.split_id) + struct.pack(f"<{len(of.shape)}Q", *of.shape) + data
+
+    @staticmethod
+    def from_bytes(data: bytes, device: str | torch.device = "cpu") -> Share:
+        """Return the share of to_bytes; FormatError for other bytes, which may be hostile, before it allocates."""
+        if len(data) < _HEAD.size or not data.startswith(_MAGIC):
+            raise FormatError(
+                f"not a share: wanted {_MAGIC!r} and a header of {_HEAD.size} bytes, got {len(data)} bytes"
+            )
+        _, version, *codes, threshold, count, index, bits, axes, split_id = _HEAD.unpack_from(data)
+        if version != _VERSION:
+            raise FormatError(f"a share of version {version}; this program reads version {_VERSION}")
+        start = _HEAD.size + 8 * axes
+        if any(code >= len(table) for code, table in zip(codes, (FIELDS, _DTYPES, _CURVES), strict=True)):
+            raise FormatError(f"a share with unknown codes of field, dtype and curve: {codes}")
+        if not 1 <= max(threshold, index) <= count or not threshold * index or axes > _MOST_AXES or len(data) < start:
+            raise FormatError(f"a share with index {index}, threshold {threshold}, count {count} and {axes} axes")
+        name, dtype, curve = FIELDS[codes[0]], _DTYPES[codes[1]], _CURVES[codes[2]]
+        shape = struct.unpack_from(f"<{axes}Q", data, _HEAD.size)
+        if (
+            (dtype == "bytes" and axes != 1) or bits > _MOST_FRACTION_BITS * ("float" in dtype)
+            or (curve and curve_of(curve).scalars.name != name) or math.prod(max(size, 1) for size in shape) > 2**48
+        ):  # fmt: skip
+            # Sizes are not shown: in a damaged share they may be words of the secret.
+            raise FormatError(f"a share of {dtype}, {axes} axes, {bits} fraction bits, {name}, {curve or 'no curve'}")
+        sharing, field = Sharing(name, threshold, count, dtype, shape, bits, curve, split_id), prime_field(name)
+        sizes = [(*sharing.elements, field.limbs)[: None if field.limbs > 1 else -1]]
+        if curve:
+            sizes.append((threshold, *sharing.elements[1:], *curve_of(curve).shape))
+        if len(data) - start != 8 * sum(map(math.prod, sizes)):
+            raise FormatError(f"a share whose {len(data) - start} bytes are not the elements of its shape")
+        raw = np.frombuffer(data, "<u8", offset=start).astype(np.uint64)
+        arrays = np.split(raw, [math.prod(sizes[0])])[: len(sizes)]
+        words, *points = (torch.from_numpy(array.reshape(size)) for array, size in zip(arrays, sizes, strict=True))
+        if (wrong := first_unreduced(HOST, field.parameters, words.numpy())) is not None:
+            raise FormatError(f"element {wrong} (flattened) of a share is not below the modulus of {name}")
+        for each in points:
+            pedersen.check_points(curve, each)
+        return Share(sharing, index, words.to(device), points[0].to(device) if curve else None)
+
+    # --- arithmetic --------------------------------------------------------------------------------------------------
+
+    def __add__(self, other: Any) -> Share:
+        of, field, points = self.sharing, prime_field(self.sharing.field), self.commitments
+        if isinstance(other, Share):
+            same = replace(other.sharing, split_id=of.split_id)
+            if other.index != self.index or same != of:
+                raise ProtocolError(f"{self} and {other} cannot be added: wanted one holder's, alike but for the split")
+            ids = sorted((of.split_id, other.sharing.split_id))
+            if points is not None and other.commitments is not None:
+                points = pedersen.add(of.curve, points, other.commitments)
+            return self._result("add", *ids, words=field.add(self.words, other.words), commitments=points)
+        public = self._public(other, of.fraction_bits)
+        if points is not None:
+            public = torch.stack([public, torch.zeros_like(public)])
+            first = pedersen.add(of.curve, points[0], pedersen.commit(of.curve, public))
+            points = torch.cat([first[None], points[1:]])
+        ids = [of.split_id, _digest(public)]
+        return self._result("add public", *ids, words=field.add(self.words, public), commitments=points)
+
+    def __mul__(self, other: Any) -> Share:
+        of, points = self.sharing, self.commitments
+        bits = of.fraction_bits if isinstance(other, float) or getattr(other, "dtype", None) in _FLOATS else 0
+        if of.fraction_bits + bits > _MOST_FRACTION_BITS:
+            raise ConfigError(
+                f"a product has {of.fraction_bits} + {bits} fraction bits; {_MOST_FRACTION_BITS} are possible"
+            )
+        public = self._public(other, bits)
+        if points is not None:
+            points = pedersen.scale(of.curve, points, public)
+        words = prime_field(of.field).mul(self.words, public)
+        result = self._result("multiply", of.split_id, _digest(public), words=words, commitments=points)
+        return replace(result, sharing=replace(result.sharing, fraction_bits=of.fraction_bits + bits))
+
+    def __neg__(self) -> Share:
+        return self * -1
+
+    def __sub__(self, other: Any) -> Share:
+        return self + other * -1 if isinstance(other, Share) else (self * -1 + other) * -1
+
+    def __rsub__(self, other: Any) -> Share:
+        result: Share = self * -1 + other
+        return result
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def _public(self, value: Any, fraction_bits: int) -> Tensor:
+        """Return canonical words of a public value, in the shape of the secret's elements."""
+        of = self.sharing
+        tensor = _tensor(value, "a public operand").to(self.words.device)
+        if of.dtype == "bytes" or ("float" in str(tensor.dtype) and "float" not in of.dtype):
+            raise ConfigError(f"shares of {of.dtype} take no public operand of {tensor.dtype}")
+        try:
+            tensor = tensor.expand(of.shape)
+        except RuntimeError:
+            raise ShapeError(
+                f"a public operand of shape {tuple(tensor.shape)} for shares of shape {of.shape}"
+            ) from None
+        words: Tensor = _elements_of(prime_field(of.field), tensor, fraction_bits).canonical()
+        return words
+
+    def _result(self, operation: str, *ids: bytes, words: Tensor, commitments: Tensor | None) -> Share:
+        split_id = hashlib.sha256(b"".join((operation.encode(), *ids))).digest()[:16]
+        return Share(replace(self.sharing, split_id=split_id), self.index, words, commitments)
+
+
+# --- split, combine, refresh -----------------------------------------------------------------------------------------
 
 
 def split(
-    secret: Any, threshold: int, count: int, *, field: str = "goldilocks", fraction_bits: int = 24
-) -> list[Share]:
+    secret: Any, threshold: int, count: int, *, field: str | None = None, fraction_bits: int = 24,
+    verifiable: bool = False, curve: str = "bls12_381_g1",
+) -> list[Share]:  # fmt: skip
     """Split a secret into `count` shares, of which any `threshold` give it and fewer tell nothing.
 
     Args:
@@ -126,62 +255,112 @@ def split(
             on its device, the CPU or a CUDA device.
         threshold: 1 to count; each share of threshold 1 is the secret.
         count: at most 65535.
-        field: one of FIELDS.
+        field: one of FIELDS, by default goldilocks; for verifiable shares the scalar field of the curve.
         fraction_bits: floats are rounded to multiples of 2^-fraction_bits; 0 to 62.
+        verifiable: add commitments (pedersen.py): `threshold` points for each element, for keys and short vectors.
+        curve: of the commitments: bls12_381_g1, or bn254_g1, whose logarithms take some 2^100 operations.
 
     Raises:
-        ConfigError: threshold, count, field or fraction_bits out of range; a value that the field cannot hold, NaN or
-            an infinity. Names the range, never a value.
+        ConfigError: an argument out of range; a value that the field cannot hold, NaN or an infinity. Names the range,
+            never a value.
         ShapeError: more than 16 axes.
         UnsupportedDtype: another dtype.
     """
-    chosen = _field(field)
-    threshold, count = (_integer(*pair) for pair in (("threshold", threshold), ("count", count)))
-    if not 1 <= count <= _MOST_SHARES:
-        raise ConfigError(f"count must be 1 to {_MOST_SHARES}, got {count}")
-    if not 1 <= threshold <= count:
-        raise ConfigError(f"threshold must be 1 to count = {count}, got {threshold}")
-    if not 0 <= _integer("fraction_bits", fraction_bits) <= _MOST_FRACTION_BITS:
-        raise ConfigError(f"fraction_bits must be 0 to {_MOST_FRACTION_BITS}, got {fraction_bits}")
+    if verifiable and curve not in _CURVES[1:]:
+        raise ConfigError(f"unknown curve {curve!r} for shares; known are {', '.join(_CURVES[1:])}")
+    wanted = curve_of(curve).scalars.name if verifiable else "goldilocks" if field is None else field
+    if wanted not in FIELDS or field not in (None, wanted):
+        known = wanted if verifiable else ", ".join(FIELDS)
+        raise ConfigError(f"unknown field {field!r} for {'verifiable ' * verifiable}shares; known are {known}")
+    limits = ("count", count, 1, 2**16 - 1), ("threshold", threshold, 1, count)
+    for name, value, least, most in (*limits, ("fraction_bits", fraction_bits, 0, _MOST_FRACTION_BITS)):
+        if not isinstance(value, int | np.integer) or isinstance(value, bool) or not least <= value <= most:
+            raise ConfigError(f"{name} must be an integer from {least} to {most}, got {value!r}")
+    chosen = prime_field(wanted)
     if isinstance(secret, (bytes, bytearray, memoryview)):
         data = bytes(secret)
-        dtype, values = "bytes", _bytes_elements(chosen, data)
+        dtype, bits, values = "bytes", 0, _bytes_elements(chosen, data)
         shape: tuple[int, ...] = (len(data),)
     else:
         tensor = _tensor(secret, "the secret")
         dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
         if len(shape) > _MOST_AXES:
             raise ShapeError(f"a secret has at most {_MOST_AXES} axes, got {len(shape)}")
-        values = _elements_of(chosen, tensor, fraction_bits if tensor.is_floating_point() else 0)
-    bits = fraction_bits if "float" in dtype else 0
-    sharing = Sharing(field, threshold, count, dtype, shape, bits, bytes(_random_bytes(_ID_BYTES)))
+        bits = int(fraction_bits) if tensor.is_floating_point() else 0
+        values = _elements_of(chosen, tensor, bits)
+    if verifiable:
+        blinding = _uniform(chosen.parameters, values.size, values.home).reshape(*values.shape, 4)
+        values = chosen.array(torch.stack([values.canonical(), blinding]))
+    sharing = Sharing(wanted, int(threshold), int(count), dtype, shape, bits, curve * verifiable, os.urandom(16))
     return _dealt(sharing, values)
 
 
-def combine(shares: Sequence[Share]) -> Any:
+def combine(shares: Sequence[Share], commitments: Tensor | None = None) -> Any:
     """Return the secret of at least `threshold` shares of one split: a tensor on their device, or bytes.
 
     All shares beyond the threshold are checked against the others.
 
+    Args:
+        commitments: what verifiable shares must match; by default their own, which must be equal.
+
     Raises:
         ConfigError: not shares.
         ProtocolError: too few, one index twice, shares of different splits, fields, shapes or thresholds, shares that
-            are not on one polynomial, or values that the dtype cannot hold.
+            do not match the commitments or are not on one polynomial, or values that the dtype cannot hold.
     """
+    words, sharing = _opened(shares, commitments)
+    field = prime_field(sharing.field)
+    secret = words[0] if sharing.curve else words
+    return _bytes_of(sharing, field, secret) if sharing.dtype == "bytes" else _values_of(sharing, field, secret)
+
+
+def zero_shares(sharing: Sharing, device: str | torch.device = "cpu") -> list[Share]:
+    """Deal shares of zero to the holders of a split; each adds what it gets: `share + update`.
+
+    If every holder deals, the new shares are unknown to whoever knew fewer than `threshold` old ones, and those do not
+    combine with new ones (Herzberg et al. 1995, CRYPTO '95, section 4). Of verifiable updates, check with `verify`, and
+    that the first commitments are all zeros: infinity, which commits to zero.
+    """
+    field = prime_field(sharing.field)
+    zeros = torch.zeros((*sharing.elements, field.limbs)[: None if field.limbs > 1 else -1], dtype=torch.int64)
+    constant = field.array(zeros.to(device).view(torch.uint64))
+    return _dealt(replace(sharing, split_id=os.urandom(16)), constant)
+
+
+def refresh(shares: Sequence[Share]) -> list[Share]:
+    """Return new shares of the same secret for the same holders, which do not combine with the old ones.
+
+    The caller, who sees the shares, is trusted; among holders who are not, each deals zero_shares. ProtocolError for
+    fewer than `threshold` shares, since those that are not refreshed are lost, or as combine.
+    """
+    listed = _of_one_split(shares)
+    if len(listed) < listed[0].sharing.threshold:
+        raise ProtocolError(f"refreshing needs {listed[0].sharing.threshold} shares, got {len(listed)}")
+    updates = zero_shares(listed[0].sharing, listed[0].words.device)
+    return [share + updates[share.index - 1] for share in listed]
+
+
+def _opened(shares: Sequence[Share], commitments: Tensor | None = None) -> tuple[Tensor, Sharing]:
+    """Return the words of a secret's elements, with their blindings, and what the shares have in common."""
     shares = _of_one_split(shares)
-    sharing, chosen = shares[0].sharing, _field(shares[0].sharing.field)
+    sharing, field = shares[0].sharing, prime_field(shares[0].sharing.field)
     if len(shares) < sharing.threshold:
         raise ProtocolError(f"combining needs {sharing.threshold} shares, got {len(shares)}")
+    reference = shares[0].commitments if commitments is None else commitments
+    for share in shares:
+        own = share.commitments
+        if reference is not None and (own is None or not torch.equal(own, reference) or not share.verify(reference)):
+            raise ProtocolError(f"share {share.index} does not match the commitments: it was changed")
     used, surplus = shares[: sharing.threshold], shares[sharing.threshold :]
-    points, stack = tuple(share.index for share in used), _stack(chosen, [share.words for share in used])
+    points = tuple(share.index for share in used)
+    stack = field.array(torch.stack([share.words for share in used]), reduce=True)  # an error would show an element
     for share in surplus:
-        if not bool((_interpolated(chosen, stack, points, share.index) == share.words).all()):
+        if not torch.equal(_interpolated(stack, points, share.index), share.words):
             raise ProtocolError(
                 f"share {share.index} is not on the polynomial of shares {', '.join(map(str, points))}: one of them "
                 "was changed"
             )
-    secret = _interpolated(chosen, stack, points, 0)
-    return _bytes_of(sharing, chosen, secret) if sharing.dtype == "bytes" else _values_of(sharing, chosen, secret)
+    return _interpolated(stack, points, 0), sharing
 
 
 def polynomial_values(coefficients: Sequence[int], points: Sequence[int], modulus: int) -> list[int]:
@@ -202,29 +381,27 @@ def lagrange_weights(points: tuple[int, ...], at: int, modulus: int) -> tuple[in
 
 def _dealt(sharing: Sharing, constant: FieldArray) -> list[Share]:
     """Return shares of polynomials with this constant term."""
-    field, n = constant.field, constant.size
-    secret = constant.reshape(1, n)
-    device = torch.device("cpu") if constant.home is None else constant.home
+    field, shape, n = constant.field, constant.words.shape, constant.size
+    device = constant.home
+    drawn = [field.array(_uniform(field.parameters, n, device)) for _ in range(sharing.threshold - 1)]
+    coefficients = [each.reshape(1, n) for each in (constant, *drawn)]
     points = field.array([[x] for x in range(1, sharing.count + 1)]).moved(constant.space)
-    values = field.array(_uniform(field.parameters, n, device)).reshape(1, n) if sharing.threshold > 1 else secret
-    for degree in range(sharing.threshold - 2, -1, -1):  # Horner, at all points at once
-        lower = field.array(_uniform(field.parameters, n, device)).reshape(1, n) if degree else secret
+    values = coefficients[-1]
+    for lower in reversed(coefficients[:-1]):  # Horner, at all points at once
         values = values * points + lower
     words = (values + field.array([[0]] * sharing.count).moved(constant.space)).canonical()
-    shape = (*sharing.elements, *words.shape[2:])
+    commitments = None
+    if sharing.curve:
+        scalars = torch.stack([each.canonical().reshape(shape) for each in coefficients], dim=1)
+        commitments = pedersen.commit(sharing.curve, scalars)
     # Copies, since a view would take the other shares' memory along when it is saved.
-    return [Share(sharing, i + 1, words[i].clone().reshape(shape)) for i in range(sharing.count)]
+    return [Share(sharing, i + 1, words[i].clone().reshape(shape), commitments) for i in range(sharing.count)]
 
 
-def _stack(field: PrimeField, words: Sequence[Tensor]) -> FieldArray:
-    return field.array(torch.stack(list(words)), reduce=True)  # reduced already: the error would show an element
-
-
-def _interpolated(field: PrimeField, stack: FieldArray, points: tuple[int, ...], at: int) -> Tensor:
+def _interpolated(stack: FieldArray, points: tuple[int, ...], at: int) -> Tensor:
     """Return the canonical words at `at` of the polynomials through the values at points."""
-    weights = field.array(list(lagrange_weights(points, at, field.modulus))).moved(stack.space)
-    column = weights.reshape(len(points), *(1 for _ in stack.shape[1:]))
-    result: Tensor = (stack * column).sum(axis=0).canonical()
+    weights = stack.field.array(list(lagrange_weights(points, at, stack.field.modulus))).moved(stack.space)
+    result: Tensor = (stack * weights.reshape(len(points), *(1 for _ in stack.shape[1:]))).sum(axis=0).canonical()
     return result
 
 
@@ -238,8 +415,11 @@ def _of_one_split(shares: Sequence[Share]) -> list[Share]:
         raise ProtocolError("no shares")
     first, seen = listed[0], set()
     for share in listed:
-        if difference := first.sharing.differing(share.sharing):
-            raise ProtocolError(f"share {share.index} does not belong to share {first.index}: it has {difference}")
+        for row in fields(Sharing):
+            mine, yours = getattr(first.sharing, row.name), getattr(share.sharing, row.name)
+            if mine != yours:
+                difference = "another split" if row.name == "split_id" else f"{row.name} {yours!r}, not {mine!r}"
+                raise ProtocolError(f"share {share.index} does not belong to share {first.index}: it has {difference}")
         if share.index in seen:
             raise ProtocolError(f"share {share.index} is there twice")
         if share.words.device != first.words.device:
@@ -249,21 +429,6 @@ def _of_one_split(shares: Sequence[Share]) -> list[Share]:
 
 
 # --- values as field elements ----------------------------------------------------------------------------------------
-
-
-def _field(name: str) -> PrimeField:
-    if name not in FIELDS:
-        raise ConfigError(f"unknown field {name!r} for shares; known are {', '.join(FIELDS)}")
-    return prime_field(name)
-
-
-def _integer(name: str, value: object) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError("a boolean")
-        return operator.index(value)  # type: ignore[arg-type]  # TypeError for anything else
-    except TypeError:
-        raise ConfigError(f"{name} must be an integer, got {type(value).__name__}") from None
 
 
 def _tensor(value: Any, name: str) -> Tensor:
@@ -316,7 +481,7 @@ def _values_of(sharing: Sharing, field: PrimeField, words: Tensor) -> Tensor:
     if field.limbs > 1:
         shifted, outside = shifted[..., 0], (shifted[..., 1:] != 0).any()
     values = shifted - (offset - 2**64 if offset >= 2**63 else offset)
-    if not sharing.is_float:
+    if "float" not in sharing.dtype:
         lowest, highest = torch.iinfo(dtype).min, torch.iinfo(dtype).max
         outside = outside | ((values < lowest) | (values > highest)).any()
     if bool(outside):
@@ -324,7 +489,7 @@ def _values_of(sharing: Sharing, field: PrimeField, words: Tensor) -> Tensor:
             f"the shares combine to values that {sharing.dtype} cannot hold: a result passed its range, or a share was "
             "changed"
         )
-    if sharing.is_float:
+    if "float" in sharing.dtype:
         values = values.to(torch.float64) * 2.0**-sharing.fraction_bits
     result: Tensor = values.to(dtype)
     return result
@@ -353,11 +518,11 @@ def _bytes_of(sharing: Sharing, field: PrimeField, words: Tensor) -> bytes:
     return data[:length]
 
 
+def _digest(words: Tensor) -> bytes:
+    return hashlib.sha256(words.cpu().numpy().tobytes()).digest()
+
+
 # --- randomness ------------------------------------------------------------------------------------------------------
-
-
-def _random_bytes(n: int) -> bytes:
-    return _stream.words(-(-n // 4)).numpy().tobytes()[:n]
 
 
 def _uniform(field: Field, n: int, device: torch.device) -> Tensor:
