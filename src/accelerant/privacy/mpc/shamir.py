@@ -78,8 +78,8 @@ class Sharing:
         dtype: of the secret's tensor, without "torch."; "bytes" for bytes.
         shape: of the secret's tensor; (length,) for bytes.
         fraction_bits: floats are multiples of 2^-fraction_bits; 0 for integers and bytes.
-        curve: of the commitments; "" for plain shares.
         split_id: 16 random bytes; those of a result are derived from its operands'.
+        curve: of the commitments; "" for plain shares.
     """
 
     field: str
@@ -88,8 +88,8 @@ class Sharing:
     dtype: str
     shape: tuple[int, ...]
     fraction_bits: int
-    curve: str
     split_id: bytes
+    curve: str = ""
 
     @property
     def elements(self) -> tuple[int, ...]:
@@ -160,7 +160,7 @@ class Share:
         ):  # fmt: skip
             # Sizes are not shown: in a damaged share they may be words of the secret.
             raise FormatError(f"a share of {dtype}, {axes} axes, {bits} fraction bits, {name}, {curve or 'no curve'}")
-        sharing, field = Sharing(name, threshold, count, dtype, shape, bits, curve, split_id), prime_field(name)
+        sharing, field = Sharing(name, threshold, count, dtype, shape, bits, split_id, curve), prime_field(name)
         sizes = [(*sharing.elements, field.limbs)[: None if field.limbs > 1 else -1]]
         if curve:
             sizes.append((threshold, *sharing.elements[1:], *curve_of(curve).shape))
@@ -291,7 +291,7 @@ def split(
     if verifiable:
         blinding = _uniform(chosen.parameters, values.size, values.home).reshape(*values.shape, 4)
         values = chosen.array(torch.stack([values.canonical(), blinding]))
-    sharing = Sharing(wanted, int(threshold), int(count), dtype, shape, bits, curve * verifiable, os.urandom(16))
+    sharing = Sharing(wanted, int(threshold), int(count), dtype, shape, bits, os.urandom(16), curve * verifiable)
     return _dealt(sharing, values)
 
 
