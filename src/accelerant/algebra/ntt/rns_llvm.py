@@ -45,7 +45,7 @@ Halves = tuple[Value, Value]
 def rns_program(entry: str) -> LlvmProgram:
     """Return the program of an entry point, for this processor's vectors."""
     lanes = 16 if host_has("avx512dq") else 8
-    share = 1 if entry in ("forward", "inverse") else 64 if entry == "convert" else 1024
+    share = 4 if entry in ("forward", "inverse") else 256 if entry == "convert" else 2048
     write = functools.partial(_text, entry, lanes)
     sources = ("algebra/ntt", "algebra/field/llvm_kernels.py", "runtime/compilation/llvm.py")
     return LlvmProgram(("rns", entry, lanes), sources, write, written_out=False, least_share=share)

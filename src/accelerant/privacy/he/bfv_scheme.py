@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +33,8 @@ from accelerant.algebra.field.memory_space import HOST, MemorySpace
 from accelerant.algebra.ntt.rns import RnsPrimes, is_prime, primes_below
 from accelerant.errors import ConfigError
 from accelerant.privacy.random import SecureStream
+from accelerant.runtime.ledger import OpRecord
+from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
 
 __all__ = ["MAX_LOG_Q", "Parameters", "Scheme", "centered", "error_polynomials", "residues", "ternary", "uniform_rows"]
 
@@ -45,6 +49,9 @@ attacks, secret uniform in {-1, 0, 1}, error of standard deviation 3.2."""
 
 _PRIME_BITS = (27, 30)
 """Fewest and most bits of a data prime: those of algebra.ntt.rns."""
+
+_SCRATCH_MOST_BYTES = 16 * 1024**2
+"""Size of the largest array that is kept for the next operation."""
 
 Words = npt.NDArray[np.uint32]
 Integers = npt.NDArray[np.int64]
@@ -178,6 +185,7 @@ class Scheme:
         self.data, self.special, self.auxiliary = parameters.primes
         self.k, self.extra = len(self.data), len(self.auxiliary)
         self.q = math.prod(self.data)
+        self._kept = threading.local()
         self.rns = rns = RnsPrimes(space, self.n, (self.special, *self.data, *self.auxiliary, self.t))
         data, special, auxiliary, t = self.data, (self.special,), self.auxiliary, self.t
         self._extend = rns.conversion(data, auxiliary)
@@ -267,15 +275,39 @@ class Scheme:
 
     def multiply(self, x: Any, y: Any, key: Any) -> Any:
         """Return the products of ciphertexts, relinearised by the key for s^2."""
+        factors = (x,) if x is y else (x, y)
+        return self._in_turn("bfv_multiply", self._multiply, key, *factors)
+
+    def _in_turn(self, name: str, operation: Callable[..., Any], key: Any, *operands: Any) -> Any:
+        """Return an operation's results, on the CPU one ciphertext after the other: the arrays of one fit in caches."""
+        space, batch = self.space, operands[0].shape[0]
+        with RecordedLaunch(_record(space, name, self.n, self.k, batch), space.provider, space.index):
+            if space is not HOST or batch < 2:
+                return operation(key, *operands)
+            return np.concatenate([operation(key, *(x[i : i + 1] for x in operands)) for i in range(batch)])
+
+    def _scratch(self, name: str, *rows: int) -> Any:
+        """Return undefined words: on the CPU the same each time, since the first access to new memory takes longer."""
+        size = math.prod(rows) * self.n * 4
+        if self.space is not HOST or size > _SCRATCH_MOST_BYTES:
+            return self.rns.empty(*rows)
+        kept: dict[Any, Any] = self._kept.__dict__
+        if (name, rows) not in kept:
+            kept[name, rows] = self.rns.empty(*rows)
+        return kept[name, rows]
+
+    def _multiply(self, key: Any, x: Any, y: Any = None) -> Any:
         rns, k, extra, batch = self.rns, self.k, self.extra, x.shape[0]
         rows = k + extra
         factors = []
-        for factor in (x,) if x is y else (x, y):
-            wide = rns.empty(batch, 2, rows)
+        for name, factor in ("x", x), ("y", y):
+            if factor is None:
+                continue
+            wide = self._scratch(name, batch, 2, rows)
             rns.convert(self._extend, factor, wide, x_at=(k, 0), z_at=(rows, k), keep=0)
             rns.transform(wide, 1, rows)
             factors.append(wide)
-        a, b, product = factors[0], factors[-1], rns.empty(batch, 3, rows)
+        a, b, product = factors[0], factors[-1], self._scratch("product", batch, 3, rows)
         for part, terms, x_0, y_0 in ((0, 1, 0, 0), (1, 2, 0, rows), (2, 1, rows, rows)):
             at: dict[str, Any] = {
                 "x_at": (x_0, 2 * rows, rows),
@@ -284,20 +316,23 @@ class Scheme:
             }
             rns.dot(a, b, product, 1, rows, batch=batch, terms=terms, **at)
         rns.transform(product, 1, rows, inverse=True, products=True)
-        scaled = rns.empty(batch, 3, extra)
+        scaled = self._scratch("scaled", batch, 3, extra)
         rns.convert(self._scale, product, scaled, x_at=(rows, 0), a=product, a_at=(rows, k), z_at=(extra, 0))
-        pair, square = rns.empty(batch, 2, k), rns.empty(batch, 1, k)
+        pair, square = self._scratch("pair", batch, 2, k), self._scratch("square", batch, 1, k)
         for part, z, z_at in ((0, pair, (2 * k, 0)), (1, pair, (2 * k, k)), (2, square, (k, 0))):
             rns.convert(self._back, scaled, z, x_at=(3 * extra, part * extra), z_at=z_at)
         return rns.add(pair, self.switched(square, (k, 0), key), 1, k)
 
     def automorphism(self, x: Any, element: int, key: Any) -> Any:
         """Return encryptions of m(X^element), by the key for s(X^element)."""
+        return self._in_turn("bfv_rotate", functools.partial(self._automorphism, element), key, x)
+
+    def _automorphism(self, element: int, key: Any, x: Any) -> Any:
         moved = self.rns.galois(x, element, 1, self.k)
         return self.rns.add(self.switched(moved, (2 * self.k, self.k), key), moved, 1, self.k, alternate=True)
 
     def switched(self, x: Any, x_at: tuple[int, int], key: Any) -> Any:
-        """Return (batch, 2, k, n), encryptions of polynomials of x times the secret of a key (k, 2, 1 + k, n).
+        """Return (batch, 2, k, n) scratch: encryptions of polynomials times the secret of a key (k, 2, 1 + k, n).
 
         Args:
             x_at: rows from one polynomial to the next, and the first row.
@@ -305,15 +340,15 @@ class Scheme:
         rns, k = self.rns, self.k
         rows = k + 1
         batch = math.prod(x.shape[:-1]) // x_at[0]
-        digits = rns.empty(batch, k, rows)
+        digits = self._scratch("digits", batch, k, rows)
         for i, digit in enumerate(self._digits):
             rns.convert(digit, x, digits, x_at=(x_at[0], x_at[1] + i), z_at=(k * rows, i * rows))
         rns.transform(digits, 0, rows)
-        total = rns.empty(batch, 2, rows)
+        total = self._scratch("total", batch, 2, rows)
         at: dict[str, Any] = {"x_at": (0, k * rows, rows), "y_at": (0, 0, rows, 2 * rows), "z_at": (0, 2 * rows, rows)}
         rns.dot(digits, key, total, 0, rows, batch=batch, terms=k, parts=2, **at)
         rns.transform(total, 0, rows, inverse=True, products=True)
-        z = rns.empty(batch, 2, k)
+        z = self._scratch("switched", batch, 2, k)
         return rns.convert(self._down, total, z, x_at=(rows, 0), a=total, a_at=(rows, 1), z_at=(k, 0))
 
     # --- with the secret ---------------------------------------------------------------------------------------------
@@ -352,6 +387,13 @@ class Scheme:
             total += phase[:, 0, i].astype(object) * (self.t * pow(share, -1, q) % q * share)
         total %= self.q
         return [int(max(row)) for row in np.minimum(total, self.q - total)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _record(space: MemorySpace, name: str, n: int, k: int, batch: int) -> OpRecord:
+    dialect = next(name for name in ("llvm", "portable") if name in space.provider.dialects)
+    case, size = f"{batch}x2x{k}x{n}", 3 * 8 * batch * k * n
+    return sole_record(name, dialect, space.backend, space.label, case, size_bytes=size)
 
 
 @functools.cache
