@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import pickle
 import struct
@@ -13,6 +14,7 @@ import torch
 from accelerant.errors import BudgetExceeded, ConfigError, FormatError, RangeError, ShapeError, UnsupportedDtype
 from accelerant.privacy import he
 from accelerant.privacy.he import bfv, bfv_scheme, messages
+from accelerant.runtime.ledger import ledger
 from requirements import require_backend
 
 T = 65537
@@ -80,8 +82,11 @@ def test_depth_ends_with_an_error(small):
     """Squares are right as long as the budget lasts, and then an error, never a wrong number."""
     public, private = small
     x, c = np.arange(64), public.encrypt(np.arange(64))
+    scheme = public._scheme
     for _ in range(12):
         x, c = centered(x * x), c * c
+        phase = scheme.phase(c.data, private._rows)
+        assert scheme.noise_fraction(phase)[0] == pytest.approx(scheme.noise(phase)[0] / scheme.q, abs=2**-28)
         if private.noise_budget(c) < 1:
             break
         assert (private.decrypt(c) == x).all()
@@ -154,7 +159,7 @@ def test_refusals(small):
     public, private = small
     with pytest.raises(UnsupportedDtype, match=r"BFV encrypts int8, .*; got float64"):
         public.encrypt([1.5])
-    with pytest.raises(RangeError, match="between -32768 and 32768, got 0 to 32769"):
+    with pytest.raises(RangeError, match="integers that are not between -32768 and 32768"):
         public.encrypt([0, 32769])
     with pytest.raises(ShapeError, match="m from 1 to 64, got shape \\(65,\\)"):
         public.encrypt(np.zeros(65, int))
@@ -342,6 +347,35 @@ def test_random_circuits_equal_integers(small, rng, record_property):
             record_property("operations", 1)
         for v, c in zip(x, encrypted, strict=True):
             assert (private.decrypt(c) == v).all()
+
+
+def test_secrets_are_not_shown(small):
+    public, private = small
+    values = [12345, -23456, 31999]
+    c = public.encrypt(values)
+    texts = [repr(public), repr(private), repr(c), repr(c * c), str(private)]
+    for call in (
+        lambda: public.encrypt([*values, 40000]),
+        lambda: c.rotate(1) + np.array([40001]),
+        lambda: c + np.zeros((2, 65), int),
+    ):
+        with pytest.raises((RangeError, ShapeError)) as error:
+            call()
+        texts.append(str(error.value))
+    assert not any(
+        word in text for text in texts for word in ("12345", "23456", "31999", "4000", "array(", "[-1", "[0,")
+    )
+    with pytest.raises(ConfigError):
+        copy.deepcopy(private)
+
+
+def test_operations_are_in_the_ledger(small):
+    public, _ = small
+    c = public.encrypt(np.ones((5, 1), int))
+    (c * c).rotate(1)
+    for op in ("bfv_multiply", "bfv_rotate"):
+        (record,) = [record for record in ledger().records() if record.op == op and record.case == "5x2x6x64"]
+        assert (record.implementation, record.calls) == ("llvm", 1)
 
 
 def test_arrays_of_torch_come_back(small):

@@ -375,7 +375,7 @@ def _plain(parameters: Parameters, values: Any) -> tuple[npt.NDArray[np.int64], 
     if array.ndim == 0 or not 0 < array.shape[-1] <= n:
         raise ShapeError(f"wanted (..., m) integers with m from 1 to {n}, got shape {array.shape}")
     if array.size and not -half <= int(array.min()) <= int(array.max()) <= half:
-        raise RangeError(f"integers must be between {-half} and {half}, got {array.min()} to {array.max()}")
+        raise RangeError(f"the array has integers that are not between {-half} and {half}, of which results are read")
     slots = np.zeros((math.prod(array.shape[:-1]), n), np.int64)
     slots[:, : array.shape[-1]] = array.reshape(len(slots), array.shape[-1])
     return slots, array.shape, origin

@@ -370,14 +370,13 @@ class Scheme:
         return words.reshape(-1, self.n)
 
     def noise_fraction(self, phase: Words) -> npt.NDArray[np.float64]:
-        """Return the largest |t phase mod Q| / Q of each polynomial's coefficients, to 2^-22: at most 1/2."""
+        """Return the largest |t phase mod Q| / Q of each polynomial's coefficients, to 2^-28: at most 1/2."""
         total = np.zeros((len(phase), self.n), np.uint64)
         for i, q in enumerate(self.data):
             c = self.t * pow(self.q // q, -1, q) % q
-            total += phase[:, 0, i].astype(np.uint64) * np.uint64(c) % np.uint64(q) * np.uint64((1 << 57) // q)
-        signed = (total << np.uint64(7)).view(np.int64)  # the fraction of 57 bits, as a signed one of 64
-        largest: npt.NDArray[np.float64] = np.abs(signed.astype(np.float64)).max(axis=-1) / 2.0**64
-        return largest
+            total += phase[:, 0, i] * np.uint64((c << 64) // q)  # modulo 2^64, which is the fraction modulo 1
+        signed = total.view(np.int64)
+        return np.maximum(signed.max(-1, initial=0), -signed.min(-1, initial=0).astype(np.float64)) / 2.0**64
 
     def noise(self, phase: Words) -> list[int]:
         """Return the largest |t phase mod Q| of each polynomial's coefficients, exactly."""
