@@ -18,6 +18,10 @@ SHOWN = {
     "private_training": ["Unit of privacy: example", "accuracy on 1,000 other rows: 9"],
     "groth16_proof": ["valid: True", "valid for another public value: False", "both at once: True", "reading: True"],
     "own_kernel": ["equal to NumPy: True", "sm_75: ", "sm_120: "],
+    "private_inference": [
+        "2 parties, any 2: same classes: True, below one unit in the last place: True",
+        "3 parties, any 2: same classes: True, below one unit in the last place: True",
+    ],
     "train_from_python": ["tokens", "training loss", "def "],
 }
 NEEDS = {"patch_hugging_face": "transformers", "private_training": "dp_accounting"}

@@ -499,7 +499,7 @@ def test_coefficients_are_uniform_by_rejection(field, fixed_shares, monkeypatch)
             return torch.from_numpy(first.copy()) if len(calls) == 1 else source.words(n, device)
 
     monkeypatch.setattr(shamir, "_stream", Stream())
-    values = prime_field(field).decode(shamir._uniform(parameters, 5, torch.device("cpu")))
+    values = prime_field(field).decode(shamir.uniform(parameters, 5, torch.device("cpu")))
     assert values[0] == p - 1
     assert values[3] == 0
     assert calls[1] == 3 * 2 * limbs

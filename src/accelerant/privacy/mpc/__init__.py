@@ -12,11 +12,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from accelerant.privacy.mpc import shamir
+    from accelerant.privacy.mpc import beaver, shamir
     from accelerant.privacy.mpc.secagg.aggregate import secure_aggregate
     from accelerant.privacy.mpc.secagg.setup import SecureAggregation
 
-__all__ = ["SecureAggregation", "secure_aggregate", "shamir"]
+__all__ = ["SecureAggregation", "beaver", "secure_aggregate", "shamir"]
 
 _MODULES = {"SecureAggregation": "secagg.setup", "secure_aggregate": "secagg.aggregate"}
 

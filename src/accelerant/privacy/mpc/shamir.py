@@ -53,8 +53,10 @@ from accelerant.errors import ConfigError, FormatError, ProtocolError, ShapeErro
 from accelerant.privacy.mpc import pedersen
 from accelerant.privacy.random import SecureStream
 
-__all__ = ["FIELDS", "Share", "Sharing", "combine", "lagrange_weights", "polynomial_values", "refresh", "split",
-           "zero_shares"]  # fmt: skip
+__all__ = [
+    "FIELDS", "Share", "Sharing", "combine", "deal", "lagrange_weights", "opened", "polynomial_values", "refresh",
+    "split", "uniform", "zero_shares",
+]  # fmt: skip
 
 FIELDS = ("goldilocks", "mersenne61", "bn254_fr", "bls12_381_fr")
 """Names of the fields; the position is the code in serialised shares."""
@@ -289,10 +291,10 @@ def split(
         bits = int(fraction_bits) if tensor.is_floating_point() else 0
         values = _elements_of(chosen, tensor, bits)
     if verifiable:
-        blinding = _uniform(chosen.parameters, values.size, values.home).reshape(*values.shape, 4)
+        blinding = uniform(chosen.parameters, values.size, values.home).reshape(*values.shape, 4)
         values = chosen.array(torch.stack([values.canonical(), blinding]))
     sharing = Sharing(wanted, int(threshold), int(count), dtype, shape, bits, os.urandom(16), curve * verifiable)
-    return _dealt(sharing, values)
+    return deal(sharing, values)
 
 
 def combine(shares: Sequence[Share], commitments: Tensor | None = None) -> Any:
@@ -308,7 +310,7 @@ def combine(shares: Sequence[Share], commitments: Tensor | None = None) -> Any:
         ProtocolError: too few, one index twice, shares of different splits, fields, shapes or thresholds, shares that
             do not match the commitments or are not on one polynomial, or values that the dtype cannot hold.
     """
-    words, sharing = _opened(shares, commitments)
+    words, sharing = opened(shares, commitments)
     field = prime_field(sharing.field)
     secret = words[0] if sharing.curve else words
     return _bytes_of(sharing, field, secret) if sharing.dtype == "bytes" else _values_of(sharing, field, secret)
@@ -324,7 +326,7 @@ def zero_shares(sharing: Sharing, device: str | torch.device = "cpu") -> list[Sh
     field = prime_field(sharing.field)
     zeros = torch.zeros((*sharing.elements, field.limbs)[: None if field.limbs > 1 else -1], dtype=torch.int64)
     constant = field.array(zeros.to(device).view(torch.uint64))
-    return _dealt(replace(sharing, split_id=os.urandom(16)), constant)
+    return deal(replace(sharing, split_id=os.urandom(16)), constant)
 
 
 def refresh(shares: Sequence[Share]) -> list[Share]:
@@ -340,7 +342,7 @@ def refresh(shares: Sequence[Share]) -> list[Share]:
     return [share + updates[share.index - 1] for share in listed]
 
 
-def _opened(shares: Sequence[Share], commitments: Tensor | None = None) -> tuple[Tensor, Sharing]:
+def opened(shares: Sequence[Share], commitments: Tensor | None = None) -> tuple[Tensor, Sharing]:
     """Return the words of a secret's elements, with their blindings, and what the shares have in common."""
     shares = _of_one_split(shares)
     sharing, field = shares[0].sharing, prime_field(shares[0].sharing.field)
@@ -379,11 +381,11 @@ def lagrange_weights(points: tuple[int, ...], at: int, modulus: int) -> tuple[in
     return tuple(weights)
 
 
-def _dealt(sharing: Sharing, constant: FieldArray) -> list[Share]:
+def deal(sharing: Sharing, constant: FieldArray) -> list[Share]:
     """Return shares of polynomials with this constant term."""
     field, shape, n = constant.field, constant.words.shape, constant.size
     device = constant.home
-    drawn = [field.array(_uniform(field.parameters, n, device)) for _ in range(sharing.threshold - 1)]
+    drawn = [field.array(uniform(field.parameters, n, device)) for _ in range(sharing.threshold - 1)]
     coefficients = [each.reshape(1, n) for each in (constant, *drawn)]
     points = field.array([[x] for x in range(1, sharing.count + 1)]).moved(constant.space)
     values = coefficients[-1]
@@ -525,7 +527,7 @@ def _digest(words: Tensor) -> bytes:
 # --- randomness ------------------------------------------------------------------------------------------------------
 
 
-def _uniform(field: Field, n: int, device: torch.device) -> Tensor:
+def uniform(field: Field, n: int, device: torch.device) -> Tensor:
     """Return canonical words of n uniform elements, by rejection of numbers that are not below p."""
     words = _drawn(field, n, device)
     while len(missing := _not_below(field, words).nonzero()[:, 0]):

@@ -1,0 +1,106 @@
+"""Products of shares and truncation, against integers."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from accelerant.algebra.field import prime_field
+from accelerant.errors import ConfigError, ProtocolError, ShapeError
+from accelerant.privacy.mpc import beaver, shamir
+from accelerant.privacy.random import SecureStream
+
+
+def product(x, y, matrix=False):
+    triples = beaver.deal_triples(x[0].sharing, y[0].sharing, matrix=matrix)
+    sent = [beaver.mask(*held) for held in zip(x, y, triples, strict=True)]
+    return [beaver.multiply(triple, sent) for triple in triples]
+
+
+def truncated(shares, bits):
+    masks = beaver.deal_truncations(shares[0].sharing, bits)
+    sent = [beaver.mask_truncation(*held) for held in zip(shares, masks, strict=True)]
+    return [beaver.truncate(*held, sent) for held in zip(shares, masks, strict=True)]
+
+
+@pytest.mark.parametrize(("threshold", "count"), [(2, 2), (2, 3), (3, 3)])
+@pytest.mark.parametrize("field", ["goldilocks", "bn254_fr"])
+def test_products_are_exact(field, threshold, count):
+    a, b = torch.tensor([[3, -5, 0], [2**20, 7, -1]]), torch.tensor([[-4, 5, 9], [2**20, 0, -1]])
+    x, y, z = (shamir.split(each, threshold, count, field=field) for each in (a, b, b.T.contiguous()))
+    assert torch.equal(shamir.combine(product(x, y)[-threshold:]), a * b)
+    assert torch.equal(shamir.combine(product(x, z, matrix=True)), a @ b.T)
+    twice = product(x, product(x, y))
+    assert torch.equal(shamir.combine([share + 1 for share in twice]), a * a * b + 1)
+    empty = shamir.split(torch.zeros(0, 2, dtype=torch.int64), threshold, count, field=field)
+    assert shamir.combine(product(empty, x, matrix=True)).shape == (0, 3)
+
+
+def test_truncation_is_within_one_unit():
+    """floor(v / 2^bits) or 1 more, which comes as often as the fraction that is cut off."""
+    v = torch.tensor([0, 1, -1, 2**16, -(2**16), 2**62, -(2**62), 2**63 - 1, -(2**63), 3 << 14]).repeat(60)
+    sharing = shamir.split(v, 2, 3, field="bn254_fr")
+    shares = [shamir.Share(replace(s.sharing, dtype="float64", fraction_bits=16), s.index, s.words) for s in sharing]
+    found = shamir.combine(truncated(shares, 16)).to(torch.int64)
+    ones = (found - (v >> 16)).reshape(60, 10)
+    assert ((ones == 0) | (ones == 1)).all()
+    assert not ones[:, [0, 3, 4, 5, 6, 8]].any()  # exact multiples
+    assert 30 <= int(ones[:, 9].sum()) <= 58  # 3/4 of 60: 4.5 standard deviations
+    assert int(ones[:, 2].sum()) >= 58
+
+
+def test_what_is_opened_is_masked(fixed_entropy, monkeypatch):
+    """The opened differences of two pairs of factors look alike: chi-square in 64 cells at level 1e-6."""
+    monkeypatch.setattr(shamir, "_stream", SecureStream())
+    n, p = 4000, prime_field("goldilocks").modulus
+    for value in (0, 2**59):
+        x = shamir.split(torch.full((n,), value), 2, 2)
+        sent = [beaver.mask(s, s, t) for s, t in zip(x, beaver.deal_triples(x[0].sharing, x[0].sharing), strict=True)]
+        d, e = (shamir.opened(shares)[0].tolist() for shares in zip(*sent, strict=True))
+        counts = np.bincount([8 * (8 * u // p) + 8 * v // p for u, v in zip(d, e, strict=True)], minlength=64)
+        assert ((counts - n / 64) ** 2 / (n / 64)).sum() < 133.6  # scipy.stats.chi2.isf(1e-6, 63)
+
+
+def test_dealt_shares_serve_one_operation():
+    x = shamir.split(torch.tensor([1.5]), 2, 2, field="bn254_fr")
+    triple = beaver.deal_triples(x[0].sharing, x[0].sharing)[0]
+    truncation = beaver.deal_truncations(x[0].sharing, 8)[0]
+    beaver.mask(x[0], x[0], triple)
+    beaver.mask_truncation(x[0], truncation)
+    with pytest.raises(ProtocolError, match="this Triple was used: the dealer deals one for each operation"):
+        beaver.mask(x[0], x[0], triple)
+    with pytest.raises(ProtocolError, match="this Truncation was used"):
+        beaver.mask_truncation(x[0], truncation)
+
+
+def test_operands_that_do_not_fit_are_refused():
+    x = shamir.split(torch.ones(2, 3), 2, 3)[0].sharing
+    for other in ({"threshold": 3}, {"count": 4}, {"field": "mersenne61"}, {"fraction_bits": 40}):
+        y = shamir.split(torch.ones(2, 3), **{"threshold": 2, "count": 3} | other)[0].sharing
+        with pytest.raises(
+            ConfigError, match="factors must be plain shares of numbers, alike in field, threshold, count"
+        ):
+            beaver.deal_triples(x, y)
+    text = shamir.split(b"abc", 2, 3)[0].sharing
+    with pytest.raises(ConfigError, match="got bytes, goldilocks and bytes"):
+        beaver.deal_triples(text, text)
+    with pytest.raises(ShapeError, match=r"no matrix product of shapes \(2, 3\) and \(2, 3\)"):
+        beaver.deal_triples(x, x, matrix=True)
+    with pytest.raises(ShapeError, match=r"no product of shapes \(2, 3\) and \(3,\)"):
+        beaver.deal_triples(x, shamir.split(torch.ones(3), 2, 3)[0].sharing)
+    with pytest.raises(
+        ConfigError, match=r"truncation by 8 bits: .* plain shares in bn254_fr or bls12_381_fr, got gold"
+    ):
+        beaver.deal_truncations(x, 8)
+    large = shamir.split(torch.ones(2), 2, 3, field="bls12_381_fr")[0].sharing
+    for bits in (0, 25):
+        with pytest.raises(ConfigError, match=f"truncation by {bits} bits: wanted 1 to the shares' 24 fraction bits"):
+            beaver.deal_truncations(large, bits)
+    x, y = (shamir.split(torch.ones(2), 2, 3) for _ in range(2))
+    triples = beaver.deal_triples(x[0].sharing, y[0].sharing)
+    sent = [beaver.mask(*held) for held in zip(x, y, triples, strict=True)]
+    with pytest.raises(ProtocolError, match="combining needs 2 shares, got 1"):
+        beaver.multiply(triples[0], sent[:1])
+    with pytest.raises(ProtocolError, match="share 3 is not on the polynomial of shares 1, 2"):
+        beaver.multiply(triples[0], [*sent[:2], (replace(sent[2][0], words=sent[1][0].words), sent[2][1])])
