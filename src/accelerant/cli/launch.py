@@ -105,6 +105,7 @@ def joined(device: torch.device) -> Iterator[None]:
         return
     import torch
     from torch import distributed
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import rendezvous
 
     from accelerant.runtime.host import usable_cores
@@ -114,6 +115,8 @@ def joined(device: torch.device) -> Iterator[None]:
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         store, number, size = next(rendezvous("env://", timeout=timedelta(seconds=_MEETING_S)))
+        # torchrun's agent keeps one store for all attempts (torch 2.13), with the addresses of processes that died.
+        store = PrefixStore(f"attempt-{_number('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         backend, own = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
         distributed.init_process_group(backend, store=store, rank=number, world_size=size, device_id=own)
     except (RuntimeError, ValueError) as error:

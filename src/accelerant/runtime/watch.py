@@ -51,7 +51,8 @@ class Watch:
     def __enter__(self) -> Watch:
         if self._processes.size > 1:
             store = _get_default_store().clone()  # type: ignore[attr-defined]  # that no wait of the main thread blocks
-            self._store = PrefixStore(f"accelerant-watch-{next(_watches)}", store)
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun keeps the store from one to the next
+            self._store = PrefixStore(f"accelerant-watch-{attempt}-{next(_watches)}", store)
             self._thread = threading.Thread(target=self._run, name="accelerant-watch", daemon=True)
             self._thread.start()
         return self

@@ -27,7 +27,7 @@ def launch(target, folder, *args, processes=2):
     """
     folder.mkdir(exist_ok=True)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "accelerant.nn.train", "parallel_workers"])
+    context.set_forkserver_preload(["accelerant.nn.train.sharded_checkpoint", "torch.distributed.launcher.api"])
     queue = context.Queue()
     started = [
         context.Process(target=_enter, args=(r, target, str(folder), processes, queue, args)) for r in range(processes)

@@ -569,7 +569,7 @@ class _Run:
         try:
             self._metrics.append(records)
         except OSError:
-            if failure is None:
+            if failure is None and self._processes.size == 1:
                 with suppress(OSError):  # the first error is raised
                     self._save(pending[-1].step)
             raise

@@ -1,0 +1,46 @@
+"""A training whose processes are killed; apart, so that a fresh interpreter can import it."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from problems import Dense, spiral
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from accelerant.cli.launch import joined
+from accelerant.nn.train import Callback, TrainConfig, fit
+
+
+class Slow(Callback):
+    """Gives the kills time to meet a step."""
+
+    def before_step(self, trainer, step):
+        time.sleep(0.02)
+
+
+def train(rank, folder, steps, callbacks=()):
+    torch.manual_seed(1 + rank)  # rank 0's parameters are everybody's
+    config = TrainConfig(
+        steps=steps, batch_size=12, learning_rate=0.05, folder=folder, checkpoint_every=4, device="cpu", seed=3
+    )
+    fit(Dense(dropout=0.2), *spiral(60, seed=4), config, callbacks=callbacks, resume=True)
+
+
+def elastic(folder, steps, processes, restarts):
+    """Train in processes of torchrun's agent, which starts them again when one dies."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    config = LaunchConfig(
+        1, 1, processes, run_id="killed", rdzv_backend="c10d", rdzv_endpoint="localhost:0", local_addr="localhost",
+        max_restarts=restarts, start_method="fork", monitor_interval=0.1,
+    )  # fmt: skip
+    elastic_launch(config, _elastic)(folder, steps)
+
+
+def _elastic(folder, steps):
+    torch.set_num_threads(1)
+    with joined(torch.device("cpu")):
+        Path(f"{folder}-{dist.get_rank()}.pid").write_text(str(os.getpid()))
+        train(dist.get_rank(), folder, steps, [Slow()])

@@ -1,0 +1,82 @@
+"""Processes of a training that are killed (SIGKILL) at random moments; torchrun starts all of them again."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from killed_worker import elastic, train
+from parallel_workers import launch
+
+import soak
+from accelerant.nn.train.checkpoint import load_checkpoint
+
+PROCESSES = 2
+KILLS, STEPS = (20, 200) if soak.MINUTES else (1, 40)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo"),
+]
+
+
+def started(folder):
+    """The agent of torchrun, as a forked process."""
+    context = multiprocessing.get_context("forkserver")
+    launcher = context.Process(target=elastic, args=(str(folder), STEPS, PROCESSES, 2 * KILLS))
+    launcher.start()
+    return launcher
+
+
+def lines(folder):
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def kill_one(launcher, folder, rng):
+    """Kill a process at any time from its start on, or while steps are made; return whether there was one."""
+    file = folder.parent / f"{folder.name}-{rng.randrange(PROCESSES)}.pid"
+    while launcher.is_alive() and not file.exists():
+        time.sleep(0.01)
+    if rng.random() < 0.3:
+        time.sleep(rng.random())
+    else:
+        before = lines(folder)
+        while launcher.is_alive() and lines(folder) in (before, 0):
+            time.sleep(0.005)
+        time.sleep(0.4 * rng.random())
+    if not launcher.is_alive():
+        return False
+    pid = int(file.read_text())
+    file.unlink()  # the next process writes it again
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+        return True
+    return False
+
+
+@pytest.mark.search(150)
+def test_training_goes_on_from_the_last_checkpoint_to_the_same_bits(tmp_path, rng, record_property):
+    straight, folder = tmp_path / "straight", tmp_path / "killed"
+    assert launch(train, tmp_path / "meeting", str(straight), STEPS) == [None] * PROCESSES
+    launcher = started(folder)
+    met = sum(kill_one(launcher, folder, rng) for _ in range(KILLS))
+    record_property("kills", met)
+    launcher.join(400)
+    assert launcher.exitcode == 0
+    records = [
+        [json.loads(line) for line in (each / "metrics.jsonl").read_text().splitlines()] for each in (straight, folder)
+    ]
+    assert [record["step"] for record in records[1]] == list(range(1, STEPS + 1))
+    assert [record["loss"] for record in records[1]] == [record["loss"] for record in records[0]]
+    found, wanted = (load_checkpoint(each / "checkpoint.safetensors")[0] for each in (folder, straight))
+    assert found.keys() == wanted.keys()
+    # A process's own random state, which no step uses after the last, is all that may differ.
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted if "random." not in name)
+    assert len(list(folder.glob("checkpoint-shards-*"))) == 2
+    assert not [path.name for path in folder.iterdir() if ".tmp" in path.name]
