@@ -69,7 +69,7 @@ def keygen(
     """Return a new pair of keys.
 
     Args:
-        n: number of slots: 2048, 4096, ..., 32768. More slots allow more multiplications in a row.
+        n: number of slots: 4096, 8192, 16384, 32768. More slots allow more multiplications in a row.
         plain_modulus: t, a prime that is 1 mod 2 n, below 2^30; results are exact between -t/2 and t/2.
         security: bits against classical attacks, 128, 192 or 256.
         rotations: steps of `rotate` that get a key of their own; True for the powers of two, of which `rotate` composes
@@ -83,7 +83,7 @@ def keygen(
     if rotations is True:
         steps = [1 << i for i in range(n.bit_length() - 2)]
     else:
-        steps = [operand % (n // 2) for operand in rotations or ()]
+        steps = [step % (n // 2) for step in rotations or ()]
     elements = {pow(3, step, 2 * n) for step in steps} | ({2 * n - 1} if rotations is True else set())
     stream = SecureStream()
     secret, seed, scheme = ternary(stream, n), _seed(stream), Scheme.of(HOST, parameters)
@@ -276,11 +276,12 @@ class PrivateKey:
         scheme, (plain, shape, origin) = self.public._scheme, _plain(self.parameters, values)
         stream = SecureStream()
         seed = _seed(stream)
-        zero = self.public.space.load(np.zeros((len(plain), 1, scheme.k, scheme.n), np.uint32))
-        mask = _with_mask(self.public, zero, seed)
+        rows = uniform_rows(seed, len(plain), scheme.data, scheme.n)
+        mask = self.public.space.load(np.stack((np.zeros_like(rows), rows), axis=1))
         parts = scheme.phase(mask, self._rows)  # a s
         half = scheme.rns.add(self.public._with_errors(stream, plain, 1), parts, 1, scheme.k, subtract=True)
-        return Ciphertext(self.public, _with_mask(self.public, half, seed), shape, scheme.fresh_bits + 6, origin, seed)
+        data = self.public.space.load(np.stack((self.public.space.store(half)[:, 0], rows), axis=1))
+        return Ciphertext(self.public, data, shape, scheme.fresh_bits + 6, origin, seed)
 
     def decrypt(self, c: Ciphertext) -> Any:
         """Return the integers, (..., m), between -t/2 and t/2, as an array of the library that was encrypted.
@@ -312,13 +313,6 @@ def _same_key(x: PublicKey, y: PublicKey) -> None:
     if x.fingerprint != y.fingerprint or x.space is not y.space:
         where = f"{x!r} on {x.space.label} and {y!r} on {y.space.label}"
         raise ConfigError(f"the operands are of two keys or on two devices: {where}")
-
-
-def _with_mask(public: PublicKey, half: Any, seed: bytes) -> Any:
-    """Return (batch, 2, k, n) on the device, c0 with c1 from the seed; c0: (batch, 1, k, n)."""
-    half = public.space.store(half)
-    mask = uniform_rows(seed, len(half), public._scheme.data, public.n)
-    return public.space.load(np.concatenate((half, mask[:, None]), axis=1))
 
 
 # --- messages --------------------------------------------------------------------------------------------------------
@@ -531,6 +525,7 @@ class Ciphertext:
         if reader.left != 4 * batch * parts * scheme.k * n:
             raise FormatError(f"shape {shape} needs {4 * batch * parts * scheme.k * n} bytes, {reader.left} are there")
         words = _words(reader, (batch, parts), scheme.data, n)
-        both = public.space.load(words) if seed is None else _with_mask(public, public.space.load(words), seed)
+        if seed is not None:
+            words = np.stack((words[:, 0], uniform_rows(seed, batch, scheme.data, n)), axis=1)
         origin = Origin(KINDS[kind], "int32" if KINDS[kind] == "jax" else "int64")
-        return cls(public, both, shape, budget, origin, seed)
+        return cls(public, public.space.load(words), shape, budget, origin, seed)

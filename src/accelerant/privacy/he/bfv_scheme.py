@@ -44,8 +44,8 @@ MAX_LOG_Q = {
     256: {1024: 14, 2048: 29, 4096: 58, 8192: 118, 16384: 237, 32768: 476},
 }
 """Security in bits, n -> the most bits of the modulus, that of key switching included: table 1 of the Homomorphic
-Encryption Security Standard, version 1.1 (Albrecht et al., HomomorphicEncryption.org, November 2018), classical
-attacks, secret uniform in {-1, 0, 1}, error of standard deviation 3.2."""
+Encryption Security Standard, version 1.1 (Albrecht et al., HomomorphicEncryption.org, November 2018), for classical
+attacks (BKZ.sieve), a secret uniform in {-1, 0, 1}, and errors of standard deviation 3.2."""
 
 _PRIME_BITS = (27, 30)
 """Fewest and most bits of a data prime: those of algebra.ntt.rns."""
@@ -147,8 +147,8 @@ _COIN_BITS = 21
 def error_polynomials(stream: SecureStream, *shape: int) -> Integers:
     """Draw from the centred binomial distribution of 2 x 21 bits, standard deviation 3.24; in constant time.
 
-    The standard (section 2.1.1) asks for a standard deviation of at least 8 / sqrt(2 pi) = 3.19, and leaves the sampler
-    open.
+    The standard's tables are for a discrete Gaussian of standard deviation 8 / sqrt(2 pi) = 3.19. Microsoft SEAL takes
+    this distribution for it, too.
     """
     words = stream.words(2 * math.prod(shape)).numpy().view(np.uint32) >> np.uint32(32 - _COIN_BITS)
     heads = np.bitwise_count(words).astype(np.int64)
@@ -376,7 +376,9 @@ class Scheme:
             c = self.t * pow(self.q // q, -1, q) % q
             total += phase[:, 0, i] * np.uint64((c << 64) // q)  # modulo 2^64, which is the fraction modulo 1
         signed = total.view(np.int64)
-        return np.maximum(signed.max(-1, initial=0), -signed.min(-1, initial=0).astype(np.float64)) / 2.0**64
+        ends = signed.max(-1, initial=0), -signed.min(-1, initial=0).astype(np.float64)
+        largest: npt.NDArray[np.float64] = np.maximum(*ends) / 2.0**64
+        return largest
 
     def noise(self, phase: Words) -> list[int]:
         """Return the largest |t phase mod Q| of each polynomial's coefficients, exactly."""
