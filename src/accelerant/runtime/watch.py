@@ -103,7 +103,7 @@ class Watch:
 
     def _explain(self, error: BaseException) -> None:
         """Tell the others of an error; raise that of another process if this one only waited for it."""
-        text = str(error)
+        text, first = str(error), self._processes.first
         waited = isinstance(error, DistError) or (
             isinstance(error, RuntimeError | OSError) and re.search(r"gloo|NCCL|by peer", text)
         )
@@ -111,6 +111,8 @@ class Watch:
             if not waited:
                 kind = type(error).__name__
                 self._fail(self._processes.rank, text if hasattr(errors, kind) else f"{kind}: {text}", kind)
+                if not first:
+                    vars(error)["shared"] = True  # rank 0 shows it, too
                 return
             ranks = range(self._processes.size)
             counts = [self._store.add(f"beat-{rank}", 0) for rank in ranks]
@@ -126,4 +128,7 @@ class Watch:
         if failed is not None:
             rank, name, message = failed
             cause = getattr(errors, name, errors.ProtocolError)
-            raise cause.__new__(cause, f"rank {rank}: {message}") from error  # without __init__ of other arguments
+            again = cause.__new__(cause, f"rank {rank}: {message}")  # without __init__, which takes other arguments
+            if not first and (rank or name != "ProtocolError"):  # rank 0 was not killed
+                vars(again)["shared"] = True
+            raise again from error

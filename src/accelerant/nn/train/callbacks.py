@@ -22,6 +22,7 @@ from accelerant.nn.train.objective import Evaluation
 from accelerant.nn.train.step import StepResult
 from accelerant.nn.train.tokenfile import Tokens
 from accelerant.runtime.html_page import Point
+from accelerant.runtime.processes import Processes
 
 if TYPE_CHECKING:
     from accelerant.nn.train.history import History
@@ -73,7 +74,7 @@ class Callback:
 
 
 class PrintProgress(Callback):
-    """Prints a line every few seconds to the standard error stream."""
+    """Prints a line every few seconds to the standard error stream; of several processes rank 0 does."""
 
     def __init__(self, every_s: float = 5.0) -> None:
         self._every_s = every_s
@@ -88,14 +89,18 @@ class PrintProgress(Callback):
         if records and (now - self._last >= self._every_s or records[-1].step == self._total):
             self._last = now
             last = records[-1]
-            print(f"step {last.step}/{self._total}  loss {last.loss:.4f}  {last.ms:.1f} ms", file=sys.stderr)
+            self._print(f"step {last.step}/{self._total}  loss {last.loss:.4f}  {last.ms:.1f} ms")
 
     def evaluated(self, trainer: Trainer, evaluation: Evaluation) -> None:
         metrics = "".join(f"  {name} {value:.4f}" for name, value in evaluation.metrics.items())
-        print(f"step {evaluation.step}  held out: loss {evaluation.loss:.4f}{metrics}", file=sys.stderr)
+        self._print(f"step {evaluation.step}  held out: loss {evaluation.loss:.4f}{metrics}")
 
     def note(self, trainer: Trainer, text: str) -> None:
-        print(text, file=sys.stderr)
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        if Processes().first:
+            print(text, file=sys.stderr)
 
 
 class TensorBoard(Callback):

@@ -1,0 +1,67 @@
+"""Command lines in processes that torchrun would start; apart, so that a fresh interpreter can import it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing
+import os
+import socket
+import sys
+
+import torch
+
+
+def small():
+    """Shorten the evaluation and the sample of the preset, most of the time of a run of few steps."""
+    from accelerant.nn.train.config import PRESETS
+
+    PRESETS["tiny"] = PRESETS["tiny"].replaced(validation_tokens=1024, sample_tokens=8)
+
+
+def commands(lines, change=None):
+    """Run a command line in each process; return status, output and errors of each. They are forked by one server."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "accelerant.nn.train.job", "accelerant.cli.train", __name__])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    queue = context.Queue()
+    started = [
+        context.Process(target=_enter, args=(rank, len(lines), port, list(map(str, line)), change, queue))
+        for rank, line in enumerate(lines)
+    ]
+    for each in started:
+        each.start()
+    try:
+        found = dict(queue.get(timeout=100) for _ in started)  # a limit for processes that hang, on a loaded machine
+    finally:
+        for each in started:
+            each.join(10)
+            each.kill()
+    return [found[rank] for rank in range(len(lines))]
+
+
+def _enter(rank, size, port, line, change, queue):
+    from accelerant.cli import main
+
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1",
+        GLOO_SOCKET_IFNAME="lo" if sys.platform == "linux" else "lo0",
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    small()
+    if change is not None and rank == 1:
+        change()
+    output, errors, status = io.StringIO(), io.StringIO(), None
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        try:
+            main(line)
+        except SystemExit as ended:
+            status = ended.code or 0
+    queue.put((rank, (status, output.getvalue(), errors.getvalue())))
+    queue.close()
+    queue.join_thread()
+    if torch.distributed.is_initialized():
+        os._exit(0)  # after an error: nobody is waited for
