@@ -28,7 +28,7 @@ from accelerant.errors import (
 from accelerant.privacy import he
 from accelerant.privacy.he import messages, paillier
 from accelerant.privacy.he.paillier import EncryptedTensor, PrivateKey, PublicKey, keygen
-from requirements import require_module
+from requirements import require_backend, require_module
 
 
 @pytest.fixture(scope="module")
@@ -552,3 +552,29 @@ def test_random_programs_equal_plain_arithmetic(private, rng, record_property):
 def test_errors_are_in_the_tree():
     assert issubclass(RangeError, AccelerantError)
     assert issubclass(RangeError, OverflowError)
+
+
+# --- devices ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "backend", [pytest.param("opencl", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+@pytest.mark.usefixtures("quick_opencl")
+def test_ciphertexts_on_a_device(backend):
+    require_module("gmpy2", "privacy")
+    device = require_backend(backend)
+    private = PrivateKey(2**127 + 123, 2**127 + 251, insecure=True)
+    public = private.public
+    x = torch.tensor([[1.5, -2.0], [0.25, 3.0]], device="cuda" if backend == "cuda" else "cpu")
+    for c in (public.encrypt(x, device=device), private.encrypt(x, device=device), public.encrypt(x).to(device)):
+        assert c.residues.space.backend == backend
+        for found, wanted in [
+            (c, x), (c + c, 2 * x), (c - 1, x - 1), (3 * c, 3 * x), (c.sum(0), x.sum(0)), (c[1], x[1]), (-c, -x),
+            (c @ x.T, x @ x.T), (c * x, x * x), (c.rerandomize(), x),
+            (EncryptedTensor.from_bytes(c.to_bytes(), public, device=device), x),
+        ]:  # fmt: skip
+            assert torch.equal(private.decrypt(found), wanted)
+        assert private.decrypt(c.to("cpu")[0, 0]) == 1.5
+    fast = public.encrypt(x[0], device=device, fast=True)
+    assert torch.equal(private.decrypt(fast), x[0])

@@ -1,8 +1,9 @@
 """Residues modulo a number of thousands of bits: products and powers, element by element.
 
-`Residues` is a vector of gmpy2's integers, whose powers use every core. With `secret=True` time and memory
-accesses of a power depend only on the sizes of modulus and exponent (GMP's mpz_powm_sec). All else takes a time that
-depends on the numbers. This code has not been audited.
+`Residues` is a vector of gmpy2's integers, whose powers use every core; `DeviceResidues` (launch.py) has words in a
+device's memory. With `secret=True` time and memory accesses of a power depend only on the sizes of modulus and
+exponent: GMP's mpz_powm_sec here, a full scan of the window's table on devices. All else takes a time that depends on
+the numbers. This code has not been audited.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant.algebra.field.memory_space import HOST, MemorySpace
-from accelerant.errors import MissingDependency, ShapeError, UnsupportedCase
+from accelerant.errors import MissingDependency, ShapeError
 from accelerant.runtime.host import usable_cores
 
 __all__ = ["FixedBase", "Residues", "gmp", "residues_of"]
@@ -128,7 +129,9 @@ def residues_of(values: Iterable[Any], modulus: Any, space: MemorySpace = HOST) 
     """Return numbers from 0 to below an odd modulus as residues in a memory space."""
     if space is HOST:
         return Residues(values, modulus)
-    raise UnsupportedCase(f"residues of large moduli are on the CPU, not on {space.label}")
+    from accelerant.algebra.bigint.launch import DeviceResidues
+
+    return DeviceResidues.load(values, modulus, space)
 
 
 class FixedBase:

@@ -1,0 +1,153 @@
+"""Residues of large moduli on the host and on devices, against Python's integers; what the kernels take on NVIDIA."""
+
+import random
+import sys
+
+import numpy as np
+import pytest
+
+from accelerant.algebra.bigint import FixedBase, launch, residues_of
+from accelerant.algebra.bigint.launch import kernel_source, lanes_of, limbs_of
+from accelerant.algebra.field.memory_space import space_at
+from accelerant.errors import ConfigError, MissingDependency, ShapeError
+from accelerant.runtime.compilation.cuda import compile_cuda
+from accelerant.runtime.compilation.kernel import CUDA_TARGETS
+from accelerant.runtime.ledger import ledger
+from requirements import require_backend, require_module
+
+pytestmark = pytest.mark.usefixtures("quick_opencl")
+SIZES = (64, 96, 128, 192)
+"""Limbs of p^2 and n^2 for keys of 2048 and 3072 bits."""
+
+
+@pytest.fixture(
+    params=["cpu", pytest.param("opencl", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def space(request):
+    require_module("gmpy2", "privacy")
+    return space_at(require_backend(request.param))
+
+
+def moduli(bits):
+    """Edges of carries: all words full, all empty but the ends, and a random one."""
+    return 2**bits - 1, 2 ** (bits - 1) + 1, random.Random(0).getrandbits(bits) | 1 | 1 << bits - 1
+
+
+def check(space, n, exponents=(0, 1, 2, 65537)):
+    rng = random.Random(1)
+    x = [0, 1, n - 1, n - 2, n >> 1, rng.randrange(n), rng.randrange(n)]
+    y = [n - 1, n - 1, n - 1, 2, n >> 1, rng.randrange(n), rng.randrange(n)]
+    a, b = residues_of(x, n, space), residues_of(y, n, space)
+    assert (a.ints(), len(a), a.modulus) == (x, 7, n)
+    assert a.times(b).ints() == [u * v % n for u, v in zip(x, y, strict=True)]
+    for e in exponents:
+        assert a.power([e]).ints() == [pow(u, e, n) for u in x]
+    each = [0, 1, 2, 15, 16, 2**64 - 1, 2**64]
+    assert a.power(each).ints() == [pow(u, e, n) for u, e in zip(x, each, strict=True)]
+    assert a.take(np.array([6, 0, 6])).joined(b.take(np.array([1]))).ints() == [x[6], x[0], x[6], y[1]]
+
+
+@pytest.mark.parametrize("bits", [8, 1023, 1024, 1025])
+def test_products_and_powers(space, bits):
+    for n in moduli(bits):
+        check(space, n)
+
+
+def test_secret_exponents_give_the_same(space):
+    n = moduli(1024)[2]
+    x, e = [1, 2, n - 1], random.Random(2).getrandbits(512)
+    assert residues_of(x, n, space).power([e], secret=True).ints() == [pow(u, e, n) for u in x]
+    with pytest.raises(ShapeError, match="take one exponent or as many, got 3"):
+        residues_of(x, n, space).power([1, 2, 3], secret=True)
+    with pytest.raises(ShapeError, match="got 2"):
+        residues_of(x, n, space).power([1, 2])
+
+
+@pytest.mark.parametrize("terms", [1, 2, 3, 5, 8])
+def test_products_of_rows_and_inverses(space, terms):
+    n = 2**64 - 59
+    x = [random.Random(3).randrange(1, n) for _ in range(3 * terms)]
+    wanted = [1, 1, 1]
+    for i, value in enumerate(x):
+        wanted[i % 3] = wanted[i % 3] * value % n
+    found = residues_of(x, n, space)
+    assert found.product(terms).ints() == wanted
+    assert found.inverse().ints() == [pow(value, -1, n) for value in x]
+    with pytest.raises(ZeroDivisionError):
+        residues_of([1, 0], n, space).inverse()
+
+
+def test_powers_of_a_fixed_base(space):
+    n, exponents = moduli(100)[2], [0, 1, 255, 256, 2**20 - 1, 2**20, 0xABCDE]
+    assert FixedBase(7, n, 21, space).power_vartime(exponents).ints() == [pow(7, e, n) for e in exponents]
+
+
+def test_no_numbers(space):
+    empty = residues_of([], 15, space)
+    assert empty.ints() == empty.times(empty).ints() == empty.power([3]).ints() == empty.inverse().ints() == []
+
+
+def test_moduli_that_kernels_do_not_take():
+    assert (limbs_of(3), limbs_of(2**1024 - 1), limbs_of(2**1024 + 1), limbs_of(2**16384 - 1)) == (32, 32, 64, 512)
+    for n in (16, 2**16384 + 1):
+        with pytest.raises(ConfigError, match="odd and has at most 16384 bits"):
+            limbs_of(n)
+
+
+def test_every_key_size_has_lanes_that_divide_a_warp():
+    for limbs in range(32, 513, 32):
+        lanes = lanes_of(limbs, "cuda")
+        assert 32 % lanes == 0 == limbs % lanes
+        assert 8 <= limbs // lanes <= 16
+        assert lanes_of(limbs, "opencl") == 1
+
+
+def test_without_gmpy2(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gmpy2", None)
+    from accelerant.algebra.bigint.residues import gmp
+
+    gmp.cache_clear()
+    with pytest.raises(MissingDependency, match=r"accelerant\[privacy\]"):
+        residues_of([1], 15)
+    gmp.cache_clear()
+
+
+@pytest.mark.slow
+def test_launches_are_in_the_ledger_and_large_batches_in_parts(monkeypatch):
+    require_module("gmpy2", "privacy")
+    space, n = space_at(require_backend("opencl")), 2**61 - 1
+    monkeypatch.setattr(launch, "_TABLE_BYTES", 4 * 16 * 32 * 3)  # three numbers a launch
+    x = list(range(1, 9))
+    assert residues_of(x, n, space).power([12345]).ints() == [pow(u, 12345, n) for u in x]
+    assert residues_of(x, n, space).power(x).ints() == [pow(u, u, n) for u in x]
+    assert any(record.op == "bigint_pow" for record in ledger().records())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("lanes", "bits"), [(2, 1024), pytest.param(4, 1000, marks=pytest.mark.soak)])
+def test_several_threads_a_number(monkeypatch, lanes, bits):
+    """NVIDIA's form of the kernel, its shuffles through local memory: PoCL takes long to compile the barriers."""
+    require_module("gmpy2", "privacy")
+    monkeypatch.setattr(launch, "lanes_of", lambda limbs, backend: lanes)
+    launch._modulus.cache_clear()
+    for n in moduli(bits):
+        check(space_at(require_backend("opencl")), n, (65537,))
+    launch._modulus.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "limbs"),
+    [
+        pytest.param(
+            target, limbs, marks=[] if (target, limbs) in (("sm_75", 64), ("sm_90", 128)) else [pytest.mark.soak]
+        )
+        for target in CUDA_TARGETS
+        for limbs in SIZES
+    ],
+)
+def test_kernels_compile_for_nvidia_in_registers(target, limbs):
+    binary = compile_cuda(kernel_source(limbs, lanes_of(limbs, "cuda")), target)
+    for resources in binary.resources.values():
+        assert resources.spill_bytes <= 8  # two registers around a call, not in the loops
+        assert resources.registers <= 128
