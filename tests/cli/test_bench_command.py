@@ -342,7 +342,7 @@ def test_what_was_measured_is_printed_where_it_cannot_be_written_afterwards(tmp_
 
 
 @pytest.mark.parametrize(
-    "command", ["all", "neural", "algebra", "runtime", "bandwidth", "model", "train", "noise", "check", "gelu"]
+    "command", ["all", "neural", "algebra", "runtime", "bandwidth", "model", "train", "noise", "he", "check", "gelu"]
 )
 def test_help_has_an_example(command, capsys):
     assert status(command, "--help") == 0

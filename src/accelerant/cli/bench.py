@@ -41,6 +41,7 @@ _SUITES = {
     "model": "accelerant.bench.suites.model:ModelSuite",
     "train": "accelerant.bench.suites.model:TrainSuite",
     "noise": "accelerant.bench.suites.noise:NoiseSuite",
+    "he": "accelerant.bench.suites.he:HeSuite",
     "user": "accelerant.bench.suites.user:UserSuite",
 }
 """Command -> module and class; a suite imports torch, so it is loaded when its command runs."""

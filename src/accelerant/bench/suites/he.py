@@ -1,0 +1,103 @@
+"""Homomorphic encryption with Paillier: encryption in each mode, sums, decryption; phe beside ours.
+
+Values are int64, a ciphertext each, never packed; rows are of 1000 values, scaled from fewer on a CPU. phe uses gmpy2
+where it is installed, on one core. Every result is decrypted and compared before it is timed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from accelerant.bench.record import OURS, Row
+from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, option
+from accelerant.bench.timer import time_ms
+from accelerant.errors import AccelerantError
+from accelerant.runtime.host import usable_cores
+
+__all__ = ["HeSuite"]
+
+_VALUES = 1000
+_H200_PER_S = {
+    (2048, "encrypt"): 50e3, (2048, "encrypt, fixed base"): 0.7e6, (2048, "add"): 100e6, (2048, "decrypt"): 200e3,
+    (3072, "encrypt"): 15e3, (3072, "decrypt"): 60e3,
+}  # fmt: skip
+"""Targets on an H200, values per second."""
+
+_Call = tuple[str, str, Callable[[], Any], Callable[[Any], list[int]]]
+"""Operation, runner, the call, and the integers in its result."""
+
+
+@dataclass(frozen=True)
+class HeSuite(Suite):
+    """Measure Paillier encryption, sums and decryption, compared with phe."""
+
+    name = "he"
+    examples: ClassVar[tuple[str, ...]] = ("", "--bits 2048 --device cpu --json")
+
+    bits: tuple[int, ...] = option((2048, 3072), "Sizes of keys, in bits.", comma=True)
+    values: int | None = option(None, "Values of a call: by default 32 on a CPU, 8192 on a GPU.", min=1)
+    budget_s: float = option(0.3, "Seconds of calls behind each figure.", min=0.0, same=True)
+
+    def cases(self, run: SuiteRun) -> list[SuiteCase]:
+        """Return a case for each size of keys."""
+        return [SuiteCase(f"{bits} bits", functools.partial(self._measure, bits)) for bits in self.bits]
+
+    def _measure(self, bits: int, run: SuiteRun) -> None:
+        count = self.values or (8192 if run.gpu else 32)
+        for op, runner, call, read in _calls(bits, count, run):
+            run.progress(f"{op}, {bits} bits: {runner}")
+            wanted = [2 * i if op == "add" else i for i in range(min(count, 32))]
+            if read(call())[: len(wanted)] != wanted:
+                raise AccelerantError(f"{op} of {runner} with {bits} bits: the decrypted result is wrong")
+            timing = time_ms(call, run.torch_device if runner == OURS else torch.device("cpu"), budget_s=self.budget_s)
+            scale, target = _VALUES / (count if runner == OURS else min(count, 32)), _H200_PER_S.get((bits, op))
+            each = tuple(scale * sample for sample in timing.samples)
+            timing = replace(timing, p20_ms=scale * timing.p20_ms, p50_ms=scale * timing.p50_ms,
+                             p80_ms=scale * timing.p80_ms, samples=each, wall_ms=None, back_to_back_ms=None)  # fmt: skip
+            cores = 1 if runner != OURS or op.startswith(("add", "encrypt, fixed")) else usable_cores()
+            note = f"{1e3 * _VALUES / timing.p50_ms:,.4g} values/s" + ("" if run.gpu else f", {cores} cores")
+            ours = runner == OURS
+            row = Row(
+                self.name, op, f"{bits} bits, {_VALUES} values", runner, "kernels" if ours and run.gpu else "gmpy2",
+                target=1e3 * _VALUES / target if ours and target and run.is_model("H200") else None, note=note,
+                target_x=1.0 if ours and not run.gpu else None,
+            )  # fmt: skip
+            run.add(row.timed(timing))
+        if importlib.util.find_spec("phe") is None:
+            run.record.notes.append("phe is not installed: pip install phe")
+
+
+def _calls(bits: int, count: int, run: SuiteRun) -> Iterator[_Call]:
+    """Yield the calls of a key size, phe's after ours."""
+    from accelerant.privacy.he import paillier
+
+    public, private = paillier.keygen(bits)
+    x = torch.arange(count, device=run.torch_device)
+    encrypted = public.encrypt(x)
+
+    def read(c: Any) -> list[int]:
+        found: list[int] = private.decrypt(c[:32]).tolist()
+        return found
+
+    yield "encrypt", OURS, lambda: public.encrypt(x), read
+    yield "encrypt, fixed base", OURS, lambda: public.encrypt(x, fast=True), read
+    yield "encrypt, private key", OURS, lambda: private.encrypt(x), read
+    yield "add", OURS, lambda: encrypted + encrypted, read
+    yield "decrypt", OURS, lambda: private.decrypt(encrypted), lambda plain: plain[:32].tolist()
+    if importlib.util.find_spec("phe") is None:
+        return
+    import phe
+
+    theirs = phe.PaillierPublicKey(public.n)
+    reader, numbers = phe.PaillierPrivateKey(theirs, private.p, private.q), range(min(count, 32))
+    listed = [theirs.encrypt(i) for i in numbers]
+    for op in ("encrypt", "encrypt, fixed base", "encrypt, private key"):  # phe has one mode
+        yield op, "phe", lambda: list(map(theirs.encrypt, numbers)), lambda all: list(map(reader.decrypt, all))
+    yield "add", "phe", lambda: [c + c for c in listed], lambda all: list(map(reader.decrypt, all))
+    yield "decrypt", "phe", lambda: list(map(reader.decrypt, listed)), list
