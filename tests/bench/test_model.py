@@ -10,13 +10,16 @@ import torch
 from accelerant.bench import Environment, Record
 from accelerant.bench.suite import SuiteRun, run_suite
 from accelerant.bench.suites import model, noise
+from accelerant.bench.suites.he import HeSuite
 from accelerant.bench.suites.model import MODELS, ModelSuite, TrainSuite, predict_model
 from accelerant.bench.suites.noise import NoiseSuite
 from accelerant.cli.app import main
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.nn import GPT, GPTConfig
+from accelerant.privacy.he import paillier
 from accelerant.runtime import registry
 from accelerant.runtime.memory.peak import ModelStep, PeakPrediction, measure_step
+from requirements import require_module
 
 
 @pytest.fixture
@@ -157,3 +160,27 @@ def test_kinds_of_noise_are_cases_and_are_checked(cpu, monkeypatch):
     ])  # fmt: skip
     with pytest.raises(AccelerantError, match="wide: 4096 draws of deviation"):
         noise.measure_noise(4096, 0.0, SuiteRun(cpu, record))
+
+
+# --- homomorphic encryption ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_paillier_is_checked_and_compared_with_phe(cpu, monkeypatch):
+    require_module("gmpy2", "privacy")
+    require_module("phe")
+    real = paillier.keygen
+    monkeypatch.setattr(paillier, "keygen", lambda bits: real(1024, insecure=True))
+    record = run_suite(HeSuite(bits=("2048",), values=2, budget_s=0.0), cpu)
+    ours = {row.op: row for row in record.rows if row.runner == "accelerant"}
+    assert set(ours) == {"encrypt", "encrypt, fixed base", "encrypt, private key", "add", "decrypt"}
+    assert all(row.p50 and row.speedup and row.target_x == 1.0 and "values/s" in row.note for row in ours.values())
+    monkeypatch.setattr(paillier.PrivateKey, "decrypt", lambda key, c: torch.zeros(c.shape))
+    with pytest.raises(AccelerantError, match="decrypted result is wrong"):
+        run_suite(HeSuite(bits=("2048",), values=2, budget_s=0.0), cpu)
+
+
+@pytest.mark.parametrize("bits", ["1024", "2049", "x", ""])
+def test_sizes_of_paillier_keys_are_checked(bits, cpu):
+    with pytest.raises(ConfigError, match="--bits: wanted even numbers"):
+        HeSuite(bits=(bits,)).resolve(cpu)

@@ -9,16 +9,17 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import torch
 
 from accelerant.bench.record import OURS, Row
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, option
-from accelerant.bench.timer import time_ms
-from accelerant.errors import AccelerantError
+from accelerant.bench.timer import Timing, time_ms
+from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime.host import usable_cores
+from accelerant.runtime.provider import ComputeDevice
 
 __all__ = ["HeSuite"]
 
@@ -40,13 +41,20 @@ class HeSuite(Suite):
     name = "he"
     examples: ClassVar[tuple[str, ...]] = ("", "--bits 2048 --device cpu --json")
 
-    bits: tuple[int, ...] = option((2048, 3072), "Sizes of keys, in bits.", comma=True)
+    bits: tuple[str, ...] = option(("2048", "3072"), "Sizes of keys, in bits.", comma=True, same=True)
     values: int | None = option(None, "Values of a call: by default 32 on a CPU, 8192 on a GPU.", min=1)
     budget_s: float = option(0.3, "Seconds of calls behind each figure.", min=0.0, same=True)
 
+    def resolve(self, device: ComputeDevice) -> Self:
+        """Return the suite; ConfigError for a size that keys do not have."""
+        for bits in self.bits:
+            if not bits.isdecimal() or int(bits) % 2 or not 2048 <= int(bits) <= 8192:
+                raise ConfigError(f"--bits: wanted even numbers from 2048 to 8192, got {bits!r}")
+        return self
+
     def cases(self, run: SuiteRun) -> list[SuiteCase]:
         """Return a case for each size of keys."""
-        return [SuiteCase(f"{bits} bits", functools.partial(self._measure, bits)) for bits in self.bits]
+        return [SuiteCase(f"{bits} bits", functools.partial(self._measure, int(bits))) for bits in self.bits]
 
     def _measure(self, bits: int, run: SuiteRun) -> None:
         count = self.values or (8192 if run.gpu else 32)
@@ -58,8 +66,8 @@ class HeSuite(Suite):
             timing = time_ms(call, run.torch_device if runner == OURS else torch.device("cpu"), budget_s=self.budget_s)
             scale, target = _VALUES / (count if runner == OURS else min(count, 32)), _H200_PER_S.get((bits, op))
             each = tuple(scale * sample for sample in timing.samples)
-            timing = replace(timing, p20_ms=scale * timing.p20_ms, p50_ms=scale * timing.p50_ms,
-                             p80_ms=scale * timing.p80_ms, samples=each, wall_ms=None, back_to_back_ms=None)  # fmt: skip
+            p20, p50, p80 = (scale * ms for ms in (timing.p20_ms, timing.p50_ms, timing.p80_ms))
+            timing = Timing(p20, p50, p80, timing.repeats, each)
             cores = 1 if runner != OURS or op.startswith(("add", "encrypt, fixed")) else usable_cores()
             note = f"{1e3 * _VALUES / timing.p50_ms:,.4g} values/s" + ("" if run.gpu else f", {cores} cores")
             ours = runner == OURS
