@@ -9,17 +9,29 @@ import numpy as np
 import pytest
 
 from accelerant.algebra.field.memory_space import HOST, space_at
+from accelerant.algebra.ntt import rns_llvm
 from accelerant.algebra.ntt.rns import ENTRIES, RnsPrimes, is_prime, primes_below, rns_source
 from accelerant.errors import ConfigError
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS
+from accelerant.runtime.recorded_launch import forget
 from requirements import require_backend
 
+PLACES = ["cpu", "other lanes", "opencl", "cuda"]
+MARKS = {"other lanes": [pytest.mark.slow], "opencl": [pytest.mark.slow], "cuda": [pytest.mark.gpu]}
 
-@pytest.fixture(
-    params=["cpu", pytest.param("opencl", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
-)
-def space(request):
-    return HOST if request.param == "cpu" else space_at(require_backend(request.param))
+
+@pytest.fixture(params=[pytest.param(place, marks=MARKS.get(place, [])) for place in PLACES])
+def space(request, monkeypatch):
+    if request.param != "other lanes":
+        yield HOST if request.param == "cpu" else space_at(require_backend(request.param))
+        return
+    widest = rns_llvm.host_has("avx512dq")  # the vectors of the other processors: LLVM divides or joins them
+    monkeypatch.setattr(rns_llvm, "host_has", lambda feature: not widest)
+    rns_source.cache_clear()
+    forget("cpu")
+    yield HOST
+    rns_source.cache_clear()
+    forget("cpu")
 
 
 def negacyclic(x, y, p):

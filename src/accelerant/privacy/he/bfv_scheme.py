@@ -151,7 +151,9 @@ def error_polynomials(stream: SecureStream, *shape: int) -> Integers:
     this distribution for it, too.
     """
     words = stream.words(2 * math.prod(shape)).numpy().view(np.uint32) >> np.uint32(32 - _COIN_BITS)
-    heads = np.bitwise_count(words).astype(np.int64)
+    words -= words >> 1 & 0x55555555  # their bits set; NumPy 1 has no bitwise_count
+    words = (words & 0x33333333) + (words >> 2 & 0x33333333)
+    heads = ((words + (words >> 4) & 0x0F0F0F0F) * np.uint32(0x01010101) >> 24).astype(np.int64)
     differences: Integers = heads[: len(heads) // 2] - heads[len(heads) // 2 :]
     return differences.reshape(shape)
 
@@ -374,7 +376,9 @@ class Scheme:
         total = np.zeros((len(phase), self.n), np.uint64)
         for i, q in enumerate(self.data):
             c = self.t * pow(self.q // q, -1, q) % q
-            total += phase[:, 0, i] * np.uint64((c << 64) // q)  # modulo 2^64, which is the fraction modulo 1
+            total += phase[:, 0, i].astype(np.uint64) * np.uint64(
+                (c << 64) // q
+            )  # modulo 2^64, which is the fraction modulo 1
         signed = total.view(np.int64)
         ends = signed.max(-1, initial=0), -signed.min(-1, initial=0).astype(np.float64)
         largest: npt.NDArray[np.float64] = np.maximum(*ends) / 2.0**64
