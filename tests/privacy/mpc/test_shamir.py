@@ -45,8 +45,9 @@ def changed(share, by=1):
 
 def test_the_published_example():
     """p = 1613, f = 1234 + 166 x + 94 x^2: Wikipedia, "Shamir's secret sharing"."""
-    values = shamir.polynomial_values([1234, 166, 94], range(1, 7), 1613)
+    values = [(1234 + 166 * x + 94 * x**2) % 1613 for x in range(1, 7)]
     assert values == [1494, 329, 965, 176, 1188, 775]
+    assert [sum(w * values[x] for x, w in enumerate(shamir.lagrange_weights((1, 2, 3), 4, 1613))) % 1613] == values[3:4]
     for points in itertools.combinations(range(1, 7), 3):
         weights = shamir.lagrange_weights(points, 0, 1613)
         assert sum(w * values[x - 1] for w, x in zip(weights, points, strict=True)) % 1613 == 1234
@@ -157,7 +158,7 @@ def test_wrong_arguments_are_refused(arguments, message):
 
 
 def test_secrets_of_other_kinds_are_refused():
-    with pytest.raises(UnsupportedDtype, match="the secret must be a tensor, an array, a number or bytes, got str"):
+    with pytest.raises(UnsupportedDtype, match="the secret must be a tensor, array, number or bytes, got str"):
         shamir.split("secret", 2, 3)
     for wrong in (torch.ones(2, dtype=torch.complex64), torch.ones(2, dtype=torch.bool)):
         with pytest.raises(UnsupportedDtype, match=f"the secret must be bytes, int8, .*, got {wrong.dtype}"):
@@ -188,6 +189,9 @@ def test_shares_that_do_not_belong_together_are_refused():
         with pytest.raises(ProtocolError, match=message) as caught:
             shamir.combine(wrong)
         assert str(SECRET)[:8] not in str(caught.value)
+    for index, words in ((0, shares[0].words), (6, shares[0].words), (3, shares[2].words[None])):
+        with pytest.raises(ProtocolError, match=rf"share {index} of 5 with words "):
+            shamir.combine([*shares[:2], shamir.Share(shares[0].sharing, index, words)])
     with pytest.raises(ConfigError, match="wanted shares, got int"):
         shamir.combine([*shares[:2], 3])
 
@@ -197,7 +201,9 @@ def test_a_changed_share_is_seen_with_a_surplus(secret):
     shares = shamir.split(secret, threshold=3, count=5)
     for which in range(5):
         tampered = [changed(share) if i == which else share for i, share in enumerate(shares)]
-        with pytest.raises(ProtocolError, match=r"share [45] is not on the polynomial of shares 1, 2, 3: one of them"):
+        with pytest.raises(
+            ProtocolError, match=r"share [45] is not on the polynomial of shares 1, 2, 3: one was changed"
+        ):
             shamir.combine(tampered)
     wrong = shamir.Share(shares[0].sharing, 4, shares[4].words)  # another holder's share
     with pytest.raises(ProtocolError, match="share 4 is not on the polynomial"):
@@ -211,7 +217,7 @@ def test_a_changed_share_is_not_seen_without_a_surplus():
     with pytest.raises(ProtocolError, match="do not combine to bytes: a share was changed"):
         shamir.combine([changed(text[0], 2**60), text[1]])
     small = shamir.split(torch.tensor([100], dtype=torch.int8), threshold=2, count=3)
-    with pytest.raises(ProtocolError, match="combine to values that int8 cannot hold"):
+    with pytest.raises(ProtocolError, match="shares of values that int8 cannot hold"):
         shamir.combine([changed(small[0], 40), small[1]])
 
 
@@ -418,7 +424,7 @@ def test_bytes_that_are_no_share_are_refused():
     for wrong, message in (
         (b"", "not a share: wanted .* got 0 bytes"),
         (b"x" * 100, "not a share: wanted"),
-        (data[:41], "not a share: .* a header of 42 bytes, got 41 bytes"),
+        (data[:41], "not a share: .* 42 bytes of header, got 41 bytes"),
         (patched(8, 2), "a share of version 2; this program reads version 1"),
         (patched(10, 4), r"unknown codes of field, dtype and curve: \[4, 8, 0\]"),
         (patched(12, 10), "unknown codes"),
@@ -532,7 +538,19 @@ def test_shares_stay_on_the_gpu(field):
     shares = shamir.split(secret, threshold=3, count=5, field=field)
     assert all(share.words.is_cuda for share in shares)
     assert torch.equal(shamir.combine(shares), secret)
-    moved = [shamir.Share(share.sharing, share.index, share.words.cpu()) for share in shares[1:4]]
+    assert torch.equal(shamir.combine(shamir.refresh([3 * share + secret - share for share in shares])), 3 * secret)
+    moved = [shamir.Share.from_bytes(share.to_bytes()) for share in shares[1:4]]
     assert torch.equal(shamir.combine(moved), secret.cpu())
     with pytest.raises(ShapeError, match="shares must be on one device, got cuda:0 and cpu"):
         shamir.combine([shares[0], *moved])
+
+
+@pytest.mark.gpu
+def test_verifiable_shares_on_the_gpu():
+    secret = torch.tensor([0.5, -3.0], device="cuda")
+    shares = [2 * share + 1 for share in shamir.split(secret, 2, 3, verifiable=True, curve="bn254_g1")]
+    assert all(share.verify(shares[0].commitments) for share in shares)
+    assert torch.equal(shamir.combine(shares[1:]), 2 * secret + 1)
+    bad = shamir.Share(shares[0].sharing, 1, shares[1].words, shares[0].commitments)
+    with pytest.raises(ProtocolError, match="share 1 does not match the commitments"):
+        shamir.combine([bad, *shares[1:]])

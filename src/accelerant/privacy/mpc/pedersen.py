@@ -68,7 +68,7 @@ def add(name: str, x: Tensor, y: Tensor) -> Tensor:
 def scale(name: str, points: Tensor, words: Tensor) -> Tensor:
     """Return canonical points (..., 2, limbs) times canonical scalars, which broadcast to (..., 4)."""
     curve = curve_of(name)
-    scalars = _raw(words.expand(*points.shape[:-2], 4).reshape(-1, 4))
+    scalars = _raw(signed_view(words).expand(*points.shape[:-2], 4).reshape(-1, 4))
     product = launch.multiply(space_of(points), curve, _montgomery(curve, points), scalars)
     return _canonical(curve, product, points[..., 0, :])
 
@@ -76,7 +76,7 @@ def scale(name: str, points: Tensor, words: Tensor) -> Tensor:
 def evaluate(name: str, commitments: Tensor, at: int) -> Tensor:
     """Return sum at^k C_k of commitments (k, ..., 2, limbs)."""
     scalar = torch.from_numpy(np.array([at, 0, 0, 0], np.uint64)).to(commitments.device)
-    return functools.reduce(lambda total, c: add(name, scale(name, total, scalar), c), commitments.flip(0).unbind(0))
+    return functools.reduce(lambda total, c: add(name, scale(name, total, scalar), c), commitments.unbind(0)[::-1])
 
 
 def check_points(name: str, points: Tensor) -> None:

@@ -54,8 +54,8 @@ from accelerant.privacy.mpc import pedersen
 from accelerant.privacy.random import SecureStream
 
 __all__ = [
-    "FIELDS", "Share", "Sharing", "combine", "deal", "lagrange_weights", "opened", "polynomial_values", "refresh",
-    "split", "uniform", "zero_shares",
+    "FIELDS", "Share", "Sharing", "combine", "deal", "lagrange_weights", "opened", "refresh", "split",
+    "uniform", "zero_shares",
 ]  # fmt: skip
 
 FIELDS = ("goldilocks", "mersenne61", "bn254_fr", "bls12_381_fr")
@@ -128,7 +128,7 @@ class Share:
         if self.commitments is None or commitments.shape != self.commitments.shape:
             return False
         own = pedersen.commit(self.sharing.curve, self.words)
-        return torch.equal(own, pedersen.evaluate(self.sharing.curve, commitments, self.index))
+        return _same(own, pedersen.evaluate(self.sharing.curve, commitments, self.index))
 
     def to_bytes(self) -> bytes:
         """Return the share as versioned bytes, little-endian, for from_bytes; they are as secret as the share."""
@@ -143,9 +143,7 @@ class Share:
     def from_bytes(data: bytes, device: str | torch.device = "cpu") -> Share:
         """Return the share of to_bytes; FormatError for other bytes, which may be hostile, before it allocates."""
         if len(data) < _HEAD.size or not data.startswith(_MAGIC):
-            raise FormatError(
-                f"not a share: wanted {_MAGIC!r} and a header of {_HEAD.size} bytes, got {len(data)} bytes"
-            )
+            raise FormatError(f"not a share: wanted {_MAGIC!r} and {_HEAD.size} bytes of header, got {len(data)} bytes")
         _, version, *codes, threshold, count, index, bits, axes, split_id = _HEAD.unpack_from(data)
         if version != _VERSION:
             raise FormatError(f"a share of version {version}; this program reads version {_VERSION}")
@@ -191,24 +189,21 @@ class Share:
             return self._result("add", *ids, words=field.add(self.words, other.words), commitments=points)
         public = self._public(other, of.fraction_bits)
         if points is not None:
-            public = torch.stack([public, torch.zeros_like(public)])
+            public = _stacked([public, torch.zeros_like(signed_view(public))])
             first = pedersen.add(of.curve, points[0], pedersen.commit(of.curve, public))
-            points = torch.cat([first[None], points[1:]])
-        ids = [of.split_id, _digest(public)]
-        return self._result("add public", *ids, words=field.add(self.words, public), commitments=points)
+            points = _stacked([first, *points[1:]])
+        return self._result("add public", of.split_id, public, words=field.add(self.words, public), commitments=points)
 
     def __mul__(self, other: Any) -> Share:
         of, points = self.sharing, self.commitments
         bits = of.fraction_bits if isinstance(other, float) or getattr(other, "dtype", None) in _FLOATS else 0
         if of.fraction_bits + bits > _MOST_FRACTION_BITS:
-            raise ConfigError(
-                f"a product has {of.fraction_bits} + {bits} fraction bits; {_MOST_FRACTION_BITS} are possible"
-            )
+            raise ConfigError(f"a product has {of.fraction_bits} + {bits} fraction bits; 62 are possible")
         public = self._public(other, bits)
         if points is not None:
             points = pedersen.scale(of.curve, points, public)
         words = prime_field(of.field).mul(self.words, public)
-        result = self._result("multiply", of.split_id, _digest(public), words=words, commitments=points)
+        result = self._result("multiply", of.split_id, public, words=words, commitments=points)
         return replace(result, sharing=replace(result.sharing, fraction_bits=of.fraction_bits + bits))
 
     def __neg__(self) -> Share:
@@ -232,14 +227,13 @@ class Share:
         try:
             tensor = tensor.expand(of.shape)
         except RuntimeError:
-            raise ShapeError(
-                f"a public operand of shape {tuple(tensor.shape)} for shares of shape {of.shape}"
-            ) from None
+            raise ShapeError(f"a public operand of shape {(*tensor.shape,)} for shares of shape {of.shape}") from None
         words: Tensor = _elements_of(prime_field(of.field), tensor, fraction_bits).canonical()
         return words
 
-    def _result(self, operation: str, *ids: bytes, words: Tensor, commitments: Tensor | None) -> Share:
-        split_id = hashlib.sha256(b"".join((operation.encode(), *ids))).digest()[:16]
+    def _result(self, operation: str, *ids: bytes | Tensor, words: Tensor, commitments: Tensor | None) -> Share:
+        parts = (part.cpu().numpy().tobytes() if isinstance(part, Tensor) else part for part in ids)
+        split_id = hashlib.sha256(b"".join((operation.encode(), *parts))).digest()[:16]
         return Share(replace(self.sharing, split_id=split_id), self.index, words, commitments)
 
 
@@ -263,10 +257,8 @@ def split(
         curve: of the commitments: bls12_381_g1, or bn254_g1, whose logarithms take some 2^100 operations.
 
     Raises:
-        ConfigError: an argument out of range; a value that the field cannot hold, NaN or an infinity. Names the range,
-            never a value.
-        ShapeError: more than 16 axes.
-        UnsupportedDtype: another dtype.
+        ConfigError: an argument out of range, or a value that the field cannot hold: names the range, never the value.
+        ShapeError, UnsupportedDtype: more than 16 axes, another dtype.
     """
     if verifiable and curve not in _CURVES[1:]:
         raise ConfigError(f"unknown curve {curve!r} for shares; known are {', '.join(_CURVES[1:])}")
@@ -292,7 +284,7 @@ def split(
         values = _elements_of(chosen, tensor, bits)
     if verifiable:
         blinding = uniform(chosen.parameters, values.size, values.home).reshape(*values.shape, 4)
-        values = chosen.array(torch.stack([values.canonical(), blinding]))
+        values = chosen.array(_stacked([values.canonical(), blinding]))
     sharing = Sharing(wanted, int(threshold), int(count), dtype, shape, bits, os.urandom(16), curve * verifiable)
     return deal(sharing, values)
 
@@ -306,9 +298,8 @@ def combine(shares: Sequence[Share], commitments: Tensor | None = None) -> Any:
         commitments: what verifiable shares must match; by default their own, which must be equal.
 
     Raises:
-        ConfigError: not shares.
-        ProtocolError: too few, one index twice, shares of different splits, fields, shapes or thresholds, shares that
-            do not match the commitments or are not on one polynomial, or values that the dtype cannot hold.
+        ProtocolError: too few, one index twice, shares of different splits, shares that do not match the commitments or
+            are not on one polynomial, or values that the dtype cannot hold.
     """
     words, sharing = opened(shares, commitments)
     field = prime_field(sharing.field)
@@ -351,23 +342,24 @@ def opened(shares: Sequence[Share], commitments: Tensor | None = None) -> tuple[
     reference = shares[0].commitments if commitments is None else commitments
     for share in shares:
         own = share.commitments
-        if reference is not None and (own is None or not torch.equal(own, reference) or not share.verify(reference)):
+        if reference is not None and (own is None or not _same(own, reference) or not share.verify(reference)):
             raise ProtocolError(f"share {share.index} does not match the commitments: it was changed")
     used, surplus = shares[: sharing.threshold], shares[sharing.threshold :]
     points = tuple(share.index for share in used)
-    stack = field.array(torch.stack([share.words for share in used]), reduce=True)  # an error would show an element
+    stack = field.array(_stacked([share.words for share in used]), reduce=True)  # an error would show an element
     for share in surplus:
-        if not torch.equal(_interpolated(stack, points, share.index), share.words):
-            raise ProtocolError(
-                f"share {share.index} is not on the polynomial of shares {', '.join(map(str, points))}: one of them "
-                "was changed"
-            )
+        if not _same(_interpolated(stack, points, share.index), share.words):
+            others = ", ".join(map(str, points))
+            raise ProtocolError(f"share {share.index} is not on the polynomial of shares {others}: one was changed")
     return _interpolated(stack, points, 0), sharing
 
 
-def polynomial_values(coefficients: Sequence[int], points: Sequence[int], modulus: int) -> list[int]:
-    """Return the values at points of the polynomial with these coefficients, the constant first: the reference."""
-    return [functools.reduce(lambda total, c: (total * x + c) % modulus, reversed(coefficients), 0) for x in points]
+def _stacked(words: Sequence[Tensor], dim: int = 0) -> Tensor:  # as signed ones: devices join few unsigned dtypes
+    return torch.stack([signed_view(each) for each in words], dim).view(torch.uint64)
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(signed_view(x), signed_view(y))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -384,8 +376,7 @@ def lagrange_weights(points: tuple[int, ...], at: int, modulus: int) -> tuple[in
 def deal(sharing: Sharing, constant: FieldArray) -> list[Share]:
     """Return shares of polynomials with this constant term."""
     field, shape, n = constant.field, constant.words.shape, constant.size
-    device = constant.home
-    drawn = [field.array(uniform(field.parameters, n, device)) for _ in range(sharing.threshold - 1)]
+    drawn = [field.array(uniform(field.parameters, n, constant.home)) for _ in range(sharing.threshold - 1)]
     coefficients = [each.reshape(1, n) for each in (constant, *drawn)]
     points = field.array([[x] for x in range(1, sharing.count + 1)]).moved(constant.space)
     values = coefficients[-1]
@@ -394,7 +385,7 @@ def deal(sharing: Sharing, constant: FieldArray) -> list[Share]:
     words = (values + field.array([[0]] * sharing.count).moved(constant.space)).canonical()
     commitments = None
     if sharing.curve:
-        scalars = torch.stack([each.canonical().reshape(shape) for each in coefficients], dim=1)
+        scalars = _stacked([each.canonical().reshape(shape) for each in coefficients], dim=1)
         commitments = pedersen.commit(sharing.curve, scalars)
     # Copies, since a view would take the other shares' memory along when it is saved.
     return [Share(sharing, i + 1, words[i].clone().reshape(shape), commitments) for i in range(sharing.count)]
@@ -410,9 +401,8 @@ def _interpolated(stack: FieldArray, points: tuple[int, ...], at: int) -> Tensor
 def _of_one_split(shares: Sequence[Share]) -> list[Share]:
     """Return shares as a list, or raise ConfigError or ProtocolError: of one split, at different indices."""
     listed = list(shares)
-    for share in listed:
-        if not isinstance(share, Share):
-            raise ConfigError(f"wanted shares, got {type(share).__name__}")
+    if wrong := [share for share in listed if not isinstance(share, Share)]:
+        raise ConfigError(f"wanted shares, got {type(wrong[0]).__name__}")
     if not listed:
         raise ProtocolError("no shares")
     first, seen = listed[0], set()
@@ -424,6 +414,8 @@ def _of_one_split(shares: Sequence[Share]) -> list[Share]:
                 raise ProtocolError(f"share {share.index} does not belong to share {first.index}: it has {difference}")
         if share.index in seen:
             raise ProtocolError(f"share {share.index} is there twice")
+        if not 1 <= share.index <= first.sharing.count or share.words.shape != first.words.shape:
+            raise ProtocolError(f"share {share.index} of {first.sharing.count} with words {tuple(share.words.shape)}")
         if share.words.device != first.words.device:
             raise ShapeError(f"shares must be on one device, got {first.words.device} and {share.words.device}")
         seen.add(share.index)
@@ -437,9 +429,7 @@ def _tensor(value: Any, name: str) -> Tensor:
     try:
         tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
-        raise UnsupportedDtype(
-            f"{name} must be a tensor, an array, a number or bytes, got {type(value).__name__}"
-        ) from None
+        raise UnsupportedDtype(f"{name} must be a tensor, array, number or bytes, got {type(value).__name__}") from None
     if str(tensor.dtype).removeprefix("torch.") not in _DTYPES:
         raise UnsupportedDtype(f"{name} must be {', '.join(_DTYPES)}, got {tensor.dtype}")
     return tensor
@@ -457,11 +447,9 @@ def _elements_of(field: PrimeField, tensor: Tensor, fraction_bits: int) -> Field
         scaled = (tensor.to(torch.float64) * 2.0**fraction_bits).round()
         bound = float(limit) if int(float(limit)) <= limit else math.nextafter(float(limit), 0)
         if not bool((scaled.abs() <= bound).all()):  # nor is NaN
+            held = f"{field.name} with {fraction_bits} fraction bits"
             most = math.ldexp(bound, -fraction_bits)
-            raise ConfigError(
-                f"values must be finite and from {-most:g} to {most:g} in {field.name} with "
-                f"{fraction_bits} fraction bits"
-            )
+            raise ConfigError(f"values must be finite and from {-most:g} to {most:g} in {held}")
         values = scaled.to(torch.int64)
     else:
         values = tensor.to(torch.int64)
@@ -487,10 +475,7 @@ def _values_of(sharing: Sharing, field: PrimeField, words: Tensor) -> Tensor:
         lowest, highest = torch.iinfo(dtype).min, torch.iinfo(dtype).max
         outside = outside | ((values < lowest) | (values > highest)).any()
     if bool(outside):
-        raise ProtocolError(
-            f"the shares combine to values that {sharing.dtype} cannot hold: a result passed its range, or a share was "
-            "changed"
-        )
+        raise ProtocolError(f"shares of values that {sharing.dtype} cannot hold: out of range, or a share was changed")
     if "float" in sharing.dtype:
         values = values.to(torch.float64) * 2.0**-sharing.fraction_bits
     result: Tensor = values.to(dtype)
@@ -520,34 +505,15 @@ def _bytes_of(sharing: Sharing, field: PrimeField, words: Tensor) -> bytes:
     return data[:length]
 
 
-def _digest(words: Tensor) -> bytes:
-    return hashlib.sha256(words.cpu().numpy().tobytes()).digest()
-
-
-# --- randomness ------------------------------------------------------------------------------------------------------
-
-
 def uniform(field: Field, n: int, device: torch.device) -> Tensor:
     """Return canonical words of n uniform elements, by rejection of numbers that are not below p."""
-    words = _drawn(field, n, device)
-    while len(missing := _not_below(field, words).nonzero()[:, 0]):
-        words[missing] = _drawn(field, len(missing), device)
-    return (words if field.limbs > 1 else words[:, 0].contiguous()).view(torch.uint64)
-
-
-def _drawn(field: Field, n: int, device: torch.device) -> Tensor:
-    """Return (n, limbs) int64, uniform numbers of as many bits as the modulus has."""
-    words = _stream.words(2 * field.limbs * n, device).view(torch.int64).reshape(n, field.limbs).clone()
-    top = field.bits - 64 * (field.limbs - 1)
-    if top < 64:
-        words[:, -1] &= 2**top - 1
-    return words
-
-
-def _not_below(field: Field, words: Tensor) -> Tensor:
-    """Return the mask of numbers (n, limbs) that are not below the modulus: unsigned, by limbs from the lowest."""
-    mask = torch.ones(len(words), dtype=torch.bool, device=words.device)
-    for column, limb in zip((words ^ _SIGN).T, field.words(field.modulus, 64, field.limbs), strict=True):
-        shifted = limb - 2**63
-        mask = (column > shifted) | ((column == shifted) & mask)
-    return mask
+    words = torch.empty((n, field.limbs), dtype=torch.int64, device=device)
+    top, missing = field.bits - 64 * (field.limbs - 1), torch.arange(n, device=device)
+    while len(missing):
+        drawn = _stream.words(2 * field.limbs * len(missing), device).view(torch.int64).reshape(-1, field.limbs).clone()
+        drawn[:, -1] &= 2**top - 1 if top < 64 else -1
+        words[missing], above = drawn, torch.ones(len(missing), dtype=torch.bool, device=device)
+        for column, limb in zip((drawn ^ _SIGN).T, field.words(field.modulus, 64, field.limbs), strict=True):
+            above = (column > limb + _SIGN) | ((column == limb + _SIGN) & above)  # unsigned, the lowest limb first
+        missing = missing[above]
+    return (words if field.limbs > 1 else words[:, 0]).view(torch.uint64)
