@@ -4,7 +4,7 @@ import sys
 import pytest
 
 import accelerant
-from accelerant.privacy import dp, mpc
+from accelerant.privacy import dp, federated, mpc
 
 
 def test_every_name_is_there():
@@ -14,6 +14,8 @@ def test_every_name_is_there():
     assert accelerant.privacy.dp is dp
     assert sorted(mpc.__all__) == dir(mpc)
     assert all(getattr(mpc, name) for name in mpc.__all__)
+    assert sorted(federated.__all__) == dir(federated)
+    assert all(getattr(federated, name) for name in federated.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         dp.nothing  # noqa: B018  the look-up is the test
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -42,6 +42,7 @@ _SUITES = {
     "train": "accelerant.bench.suites.model:TrainSuite",
     "noise": "accelerant.bench.suites.noise:NoiseSuite",
     "he": "accelerant.bench.suites.he:HeSuite",
+    "secagg": "accelerant.bench.suites.secagg:SecaggSuite",
     "user": "accelerant.bench.suites.user:UserSuite",
 }
 """Command -> module and class; a suite imports torch, so it is loaded when its command runs."""

@@ -155,6 +155,15 @@ _Precision = Annotated[
         rich_help_panel=_SPEED,
     ),
 ]
+_Federated = Annotated[
+    bool,
+    typer.Option(
+        "--federated",
+        help="Simulate ten clients that learn scikit-learn's digits by secure aggregation, without and with noise. "
+        "--steps: rounds.",
+        rich_help_panel=_PRIVACY,
+    ),
+]
 _Private = Annotated[
     bool,
     typer.Option(
@@ -235,6 +244,7 @@ def train(
     gpus: _Gpus = None,
     reduce_dtype: _ReduceDtype = None,
     private: _Private = False,
+    federated: _Federated = False,
     target_epsilon: _Target = None,
     delta: _Delta = None,
     max_grad_norm: _Norm = None,
@@ -259,6 +269,15 @@ def train(
         "--target-epsilon": target_epsilon, "--delta": delta, "--max-grad-norm": max_grad_norm,
         "--noise-multiplier": noise_multiplier, "--insecure-noise": insecure_noise or None, "--ledger": ledger,
     }  # fmt: skip
+    if federated:
+        used = {"--steps": steps, "--delta": delta, "--noise-multiplier": noise_multiplier, "--seed": seed}
+        every = {**chosen, **dp_options, "--resume": resume, "--device": device, "--epochs": epochs, "--gpus": gpus}
+        if given := [name for name, value in every.items() if value is not None and name not in used]:
+            raise ConfigError(f"--federated takes {', '.join(used)} and --json, not {given[0]}")
+        _federated(
+            {name[2:].replace("-", "_"): value for name, value in used.items() if value is not None}, json_output
+        )
+        return
     if not private and (alone := [name for name, value in dp_options.items() if value is not None]):
         raise ConfigError(f"{alone[0]} goes with --private")
     if steps is not None and epochs is not None:
@@ -306,6 +325,23 @@ def train(
     folder = Path(run.training.folder if out is None else out)
     extension = _extension(folder, dp_options) if private else None
     _run(folder, run, device, json_output, deterministic, extension, gpus, overwrite=overwrite, epochs=epochs)
+
+
+def _federated(options: dict[str, Any], json_output: bool) -> None:
+    """Run digits_demonstration and print its reports."""
+    from accelerant.privacy.federated.simulation import digits_demonstration
+
+    reports = digits_demonstration(**options)
+    if json_output:
+        print(json.dumps({name: report.to_dict() for name, report in reports.items()}))
+        return
+    for name, report in reports.items():
+        clients = "/".join(str(len(each)) for each in report.survivors)
+        print(f"{name}: accuracy {report.accuracies[-1]:.1%}, epsilon {report.epsilon:.4g} at delta {report.delta:g}")
+        print(f"  rounds of {clients} clients; client 3 leaves the second one after its keys are shared")
+        for stage, spent in report.stages.items():
+            traffic = f"{spent.bytes_up:>11,} bytes up {spent.bytes_down:>11,} down"
+            print(f"  {stage:12} {traffic}, clients {spent.clients_s:.2f} s, server {spent.server_s:.2f} s")
 
 
 def _extension(folder: Path, options: dict[str, Any]) -> Extension:

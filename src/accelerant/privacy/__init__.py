@@ -1,4 +1,4 @@
-"""Private computing: differential privacy (dp), homomorphic encryption (he), secret sharing (mpc).
+"""Private computing: differential privacy (dp), encryption (he), secret sharing (mpc), federated learning.
 
 >>> private = accelerant.privacy.dp.make_private(model, optimizer, noise_multiplier=1.1, delta=1e-5, max_grad_norm=1.0,
 ...                                              sample_rate=256 / 60000)
@@ -10,9 +10,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from accelerant.privacy import dp, he, mpc
+    from accelerant.privacy import dp, federated, he, mpc
 
-__all__ = ["dp", "he", "mpc"]
+__all__ = ["dp", "federated", "he", "mpc"]
 
 
 if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none

@@ -24,7 +24,7 @@ from accelerant.privacy.mpc.secagg import messages
 from accelerant.privacy.mpc.secagg.encoding import wrapped
 from accelerant.privacy.mpc.secagg.masks import SignedSeed, mask_sums
 from accelerant.privacy.mpc.secagg.messages import Reader, crypto
-from accelerant.runtime.files import read_regular, write_atomic
+from accelerant.runtime.files import read_regular, temporary_path, write_atomic
 
 if TYPE_CHECKING:
     from accelerant.privacy.mpc.secagg.setup import SecureAggregation
@@ -247,6 +247,54 @@ class Client:
         message = self._message(messages.pack_pieces(seeds) + messages.pack_pieces(keys))
         self._round = None
         return message
+
+    def suspend(self) -> None:
+        """Write the round's secrets to a file beside state_path, mode 0600, for `resume` in another process."""
+        state = self._round
+        if state is None or self._path is None:
+            raise ConfigError("suspending needs a round and a state_path")
+        keys = state.share_key.private_bytes_raw() + state.mask_key.private_bytes_raw()
+        parts = [state.context, bytes([state.stage]), keys, state.seed]
+        parts += [messages.pack_ids(ids) for ids in (state.drawn, state.masked, state.survivors)]
+        parts += [messages.pack_pieces({i: b"".join(pair) for i, pair in d.items()}) for d in (state.keys, state.held)]
+        path = temporary_path(self._path)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(b"".join(parts))
+        os.replace(path, self._suspended)
+        self._round = None
+
+    @_step
+    def resume(self) -> bytes:
+        """Take the round that was suspended, and remove the file: of two processes one gets it, the other an error."""
+        assert self._path is not None
+        path = temporary_path(self._path)
+        try:
+            os.rename(self._suspended, path)
+        except FileNotFoundError:
+            raise ProtocolError(f"client {self.identity} has no suspended round, or another process took it") from None
+        try:
+            body = Reader(read_regular(path), self.setup.clients)
+        finally:
+            path.unlink()
+        self._round = state = _Round(body.take(32))
+        state.stage = body.take(1)[0]
+        x25519 = crypto("asymmetric.x25519").X25519PrivateKey
+        state.share_key, state.mask_key = (x25519.from_private_bytes(body.take(32)) for _ in range(2))
+        state.seed, state.drawn, state.masked, state.survivors = (
+            body.take(32),
+            body.ids(),
+            frozenset(body.ids()),
+            body.ids(),
+        )
+        state.keys, state.held = (
+            {i: (pair[: len(pair) // 2], pair[len(pair) // 2 :]) for i, pair in body.pieces().items()} for _ in range(2)
+        )
+        return b""
+
+    @property
+    def _suspended(self) -> Path:
+        assert self._path is not None
+        return self._path.with_name(self._path.name + ".round")
 
     def _next(self, answer: bytes, stage: int) -> tuple[_Round, Reader]:
         state = self._round

@@ -96,9 +96,9 @@ def mask_sums(rows: Sequence[Sequence[SignedSeed]], n: int, device: torch.device
     """
     device = torch.device(device)
     states = np.zeros((sum(map(len, rows)), 12), np.uint32)
-    for state, (seed, sign) in zip(states, (one for row in rows for one in row), strict=True):
-        state[:8] = key_words(seed)
-        state[10] = sign & 0xFFFFFFFF
+    if len(states):
+        states[:, :8] = key_words(b"".join(seed for row in rows for seed, _ in row)).reshape(-1, 8)
+        states[:, 10] = [sign & 0xFFFFFFFF for row in rows for _, sign in row]
     starts = torch.tensor([0, *np.cumsum([len(row) for row in rows])], dtype=torch.int64).to(device)
     held = torch.from_numpy(states.view(np.int32)).to(device)
     blocks = -(-n // (BLOCK_WORDS * _PAD)) * _PAD

@@ -1,0 +1,139 @@
+"""Secure aggregation on Flower (flwr 1.41 or newer, the Message API): a client mod and a round of the ServerApp.
+
+    app = ClientApp(mods=[flower.secure_aggregation_mod(make_client)])        # train() as without the mod
+    arrays, report = flower.secure_round(grid, setup.server(number, keys), number, arrays)      # in the ServerApp
+
+The five stages are messages of type "train" with a ConfigRecord "secagg". Only that of the mask stage reaches the app's
+train function: the difference between the arrays that it returns and those that it got is the update, and everything
+else of its reply stays on the node. A SuperNode runs each message in a process of its own, so the client waits in a
+file between them (`Client.suspend`), which make_client names by state_path.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from accelerant.errors import ConfigError, FormatError, MissingDependency, ProtocolError
+from accelerant.privacy.mpc.secagg.messages import STAGES
+
+if TYPE_CHECKING:
+    from accelerant.privacy.mpc.secagg.client import Client
+    from accelerant.privacy.mpc.secagg.server import Aggregate, Server
+
+__all__ = ["secure_aggregation_mod", "secure_round"]
+
+_log = logging.getLogger(__name__)
+
+
+def secure_aggregation_mod(make_client: Callable[[Any], Client], *, weights: str | None = None) -> Any:
+    """Return a mod that sends the update of the app's train function masked.
+
+    Args:
+        make_client: returns the client of a flwr Context: SecureAggregation.client(..., state_path=...). Identity and
+            keys come from the node's own configuration, never from the server's message.
+        weights: name of a whole number in the reply's MetricRecord, such as "num-examples"; None: each weighs 1.
+    """
+    flwr = _flwr()
+
+    def mod(message: Any, context: Any, call_next: Callable[[Any, Any], Any]) -> Any:
+        asked = message.content.config_records.get("secagg")
+        if asked is None:
+            raise ProtocolError("the message is not of secure aggregation: this client sends nothing else")
+        stage, answer = asked["stage"], asked["answer"]
+        client = make_client(context)
+        if stage == STAGES[0]:
+            sent = client.advertise(asked["round"])
+        else:
+            client.resume()
+            if stage == "share":
+                sent = client.share_keys(answer)
+            elif stage == "mask":
+                reply = call_next(message, context)
+                update = _flat(_arrays(reply)) - _flat(_arrays(message))
+                weight = 1
+                if weights is not None:
+                    weight = int(next(iter(reply.content.metric_records.values()))[weights])
+                sent = client.masked_input(answer, update, weight)
+            elif stage in STAGES[3:]:
+                sent = client.consistency(answer) if stage == STAGES[3] else client.unmask(answer)
+            else:
+                raise ProtocolError("there is no such stage of secure aggregation")
+        if stage != STAGES[-1]:
+            client.suspend()
+        record = flwr.ConfigRecord({"message": sent})
+        return flwr.Message(flwr.RecordDict({"secagg": record}), reply_to=message)
+
+    return mod
+
+
+def secure_round(
+    grid: Any, server: Server, round_number: int, arrays: Any, *, config: Any = None, timeout_s: float = 600.0
+) -> tuple[Any, Aggregate]:
+    """Run a round on all nodes of a flwr Grid; return the arrays with the mean update added, and the round's report.
+
+    Args:
+        server: of SecureAggregation, for this round number.
+        arrays: ArrayRecord of floating-point arrays that the clients train from; size of the setup in all.
+        config: ConfigRecord for the app's train function.
+        timeout_s: for the replies of each stage; nodes that are later, or whose app raises, have left the round.
+
+    Raises:
+        ConfigError: the arrays do not have the setup's size.
+        ProtocolError: fewer nodes than the threshold stayed; the arrays are unchanged.
+    """
+    flwr = _flwr()
+    old = arrays.to_numpy_ndarrays()
+    if sum(each.size for each in old) != server.setup.size:
+        raise ConfigError(f"the arrays have {sum(each.size for each in old)} elements, the setup {server.setup.size}")
+    answers = dict.fromkeys(grid.get_node_ids(), b"")
+    for stage in STAGES:
+        requests = []
+        for node, answer in answers.items():
+            record = flwr.ConfigRecord({"stage": stage, "round": round_number, "answer": answer})
+            content = flwr.RecordDict({"secagg": record})
+            if stage == "mask":
+                content["arrays"] = arrays
+                if config is not None:
+                    content["config"] = config
+            requests.append(flwr.Message(content, node, "train", group_id=str(round_number)))
+        node_of = {}
+        for reply in grid.send_and_receive(requests, timeout=timeout_s):
+            node = reply.metadata.src_node_id
+            try:
+                if reply.has_error():
+                    raise ProtocolError(f"its app failed: {reply.error.reason}")
+                node_of[server.receive(reply.content["secagg"]["message"])] = node
+            except (ProtocolError, FormatError, KeyError) as error:
+                _log.warning("node %s leaves round %s in stage %s: %s", node, round_number, stage, error)
+        answers = {node_of[client]: answer for client, answer in server.advance().items()}
+    result = server.finish()
+    mean, new = result.mean.numpy(), []
+    for each in old:
+        new.append((each + mean[: each.size].reshape(each.shape)).astype(each.dtype))
+        mean = mean[each.size :]
+    return flwr.ArrayRecord(numpy_ndarrays=new), result
+
+
+def _flwr() -> Any:
+    try:
+        import flwr.app
+    except ImportError:
+        raise MissingDependency("flwr", "federated", "federated learning on Flower") from None
+    return flwr.app
+
+
+def _arrays(message: Any) -> list[NDArray[Any]]:
+    """Return the arrays of a message's one ArrayRecord."""
+    (record,) = message.content.array_records.values()
+    arrays: list[NDArray[Any]] = record.to_numpy_ndarrays()
+    return arrays
+
+
+def _flat(arrays: list[NDArray[Any]]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([np.asarray(each, np.float64).reshape(-1) for each in arrays]))

@@ -1,0 +1,180 @@
+"""Federated averaging with secure aggregation, all parties in one process.
+
+>>> model, report = federated.simulate(model, (images, labels), clients=100, rounds=5, test=(test_images, test_labels))
+>>> model, report = federated.simulate(model, data, clients=100, max_norm=1.0, noise_multiplier=1.0)     # private
+
+Source: McMahan et al. 2017, arXiv:1602.05629, algorithm 1, with every client in each round.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from accelerant.errors import ConfigError, MissingDependency, ShapeError
+from accelerant.privacy.dp.ledger import Ledger
+from accelerant.privacy.dp.ledger.events import check_number, check_whole
+from accelerant.privacy.mpc.secagg.aggregate import Leaving, run_round
+from accelerant.privacy.mpc.secagg.server import StageReport
+from accelerant.privacy.mpc.secagg.setup import SecureAggregation, make_identities
+
+__all__ = ["FederatedReport", "Simulation", "digits_demonstration", "simulate"]
+
+Data = tuple[Tensor, Tensor]
+
+
+@dataclass(slots=True)
+class FederatedReport:
+    """The course of a simulation.
+
+    Attributes:
+        losses: mean loss after each round; of the test data if there are any.
+        accuracies: share of correct predictions after each round.
+        epsilon: at delta, of the ledger after all rounds; infinite without noise.
+        survivors: clients in each round's mean.
+        stages: bytes and seconds by stage of the protocol, over all rounds.
+    """
+
+    epsilon: float = math.inf
+    delta: float = 1e-5
+    losses: list[float] = field(default_factory=list)
+    accuracies: list[float] = field(default_factory=list)
+    survivors: list[tuple[int, ...]] = field(default_factory=list)
+    stages: dict[str, StageReport] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields for JSON; an infinite epsilon is None."""
+        return {**asdict(self), "epsilon": self.epsilon if math.isfinite(self.epsilon) else None}
+
+
+class Simulation(NamedTuple):
+    """The trained model, and the report."""
+
+    model: nn.Module
+    report: FederatedReport
+
+
+def simulate(
+    model: nn.Module, data: Data, *, clients: int = 100, rounds: int = 3, threshold: int | None = None,
+    test: Data | None = None, local_epochs: int = 1, batch_size: int = 32, learning_rate: float = 0.1,
+    loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy, clip: float = 1.0, max_norm: float | None = None,
+    noise_multiplier: float = 0.0, colluders: int = 0, neighbours: Any = None,
+    leaving: Mapping[int, Leaving] | None = None, ledger: Ledger | None = None, delta: float = 1e-5, seed: int = 0,
+    progress: Callable[[int, FederatedReport], None] | None = None,
+) -> Simulation:  # fmt: skip
+    """Train a copy of a model by federated averaging, with the whole protocol of secure aggregation in each round.
+
+    Args:
+        model: its parameters are floating point; buffers are neither trained nor aggregated.
+        data: inputs and targets, n rows each, shuffled and divided evenly among the clients.
+        threshold: as for SecureAggregation; by default two thirds of the clients, or what colluders ask for.
+        test: for losses and accuracies; by default the training data.
+        local_epochs, batch_size, learning_rate: of plain SGD at each client.
+        loss: of outputs and targets.
+        clip, max_norm, noise_multiplier, colluders, neighbours: as for SecureAggregation, of a client's update.
+        leaving: by round, from 0, the clients that leave from a stage on: {1: {"consistency": [3]}}.
+        ledger: of the data; by default a new one. The unit of privacy is a client with all its rows.
+        seed: of shuffles. Keys and noise are the system's randomness.
+        progress: called after each round.
+
+    Returns:
+        model: on the data's device; report.
+
+    Raises:
+        ConfigError, ShapeError: an invalid argument, before training.
+        ProtocolError: fewer clients than the threshold stayed in a round.
+        BudgetExceeded: the ledger allows no further round.
+    """
+    inputs, targets = data
+    if len(inputs) != len(targets) or len(inputs) < clients:
+        raise ShapeError(f"{len(inputs)} inputs and {len(targets)} targets for {clients} clients: a row for each")
+    for name, value in (("rounds", rounds), ("local_epochs", local_epochs), ("batch_size", batch_size)):
+        check_whole(name, value, 1)
+    check_number("learning_rate", learning_rate)
+    if threshold is None:
+        threshold = max(-(-2 * clients // 3), (clients + colluders) // 2 + 1)
+    model, report = copy.deepcopy(model), FederatedReport(delta=delta)
+    vector = parameters_to_vector(model.parameters()).detach().clone()
+    if not vector.is_floating_point():
+        raise ConfigError("a model without floating-point parameters cannot be averaged")
+    setup = SecureAggregation(
+        clients=clients, threshold=threshold, size=vector.numel(), clip=clip, max_norm=max_norm, colluders=colluders,
+        noise_multiplier=noise_multiplier, neighbours=neighbours,
+    )  # fmt: skip
+    if ledger is None and noise_multiplier:
+        ledger = Ledger(unit="client")
+    signing, keys = make_identities(clients)
+    parties = [setup.client(i, key, keys, device=vector.device) for i, key in enumerate(signing)]
+    generator = torch.Generator().manual_seed(seed)
+    shards = torch.randperm(len(inputs), generator=generator).to(inputs.device).tensor_split(clients)
+
+    def update_of(i: int) -> tuple[Tensor, int]:
+        vector_to_parameters(vector.clone(), model.parameters())
+        optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
+        model.train()
+        for _ in range(local_epochs):
+            order = shards[i][torch.randperm(len(shards[i]), generator=generator).to(inputs.device)]
+            for rows in order.split(batch_size):
+                optimizer.zero_grad()
+                loss(model(inputs[rows]), targets[rows]).backward()
+                optimizer.step()
+        return parameters_to_vector(model.parameters()).detach() - vector, 1
+
+    for number in range(rounds):
+        server = setup.server(number, keys, ledger=ledger, device=vector.device)
+        result = run_round(server, parties, update_of, number, (leaving or {}).get(number, {}))
+        vector += result.mean.to(vector)
+        vector_to_parameters(vector.clone(), model.parameters())
+        model.eval()
+        with torch.no_grad():
+            outputs, wanted = model((test or data)[0]), (test or data)[1]
+            report.losses.append(float(loss(outputs, wanted)))
+            report.accuracies.append(float((outputs.argmax(-1) == wanted).double().mean()))
+        report.survivors.append(result.survivors)
+        for name, stage in result.stages.items():
+            total = report.stages.setdefault(name, StageReport())
+            for each, value in asdict(stage).items():
+                setattr(total, each, getattr(total, each) + value)
+        if noise_multiplier and ledger is not None:
+            report.epsilon = ledger.epsilon(delta)
+        if progress is not None:
+            progress(number, report)
+    return Simulation(model, report)
+
+
+def digits_demonstration(
+    *, steps: int = 10, noise_multiplier: float = 1.0, delta: float = 1e-3, seed: int = 0
+) -> dict[str, FederatedReport]:
+    """Return the reports of ten clients that learn scikit-learn's digits, without and with noise, by name.
+
+    Client 3 leaves in the middle of the second round, after its keys are shared. Epsilon is that of a client's data.
+    Raises MissingDependency without scikit-learn.
+    """
+    try:
+        load_digits = importlib.import_module("sklearn.datasets").load_digits
+    except ImportError:
+        raise MissingDependency("scikit-learn", "dev", "the digits") from None
+    images, labels = (torch.from_numpy(each) for each in load_digits(return_X_y=True))
+    images, split = images.float() / 16, torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    learn, test = split[:1440], split[1440:]
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
+    noise: dict[str, Any] = {"max_norm": 2.0, "noise_multiplier": noise_multiplier}
+    kinds = {"without noise": dict[str, Any](), f"noise {noise_multiplier:g}": noise}
+    return {
+        name: simulate(
+            model, (images[learn], labels[learn]), test=(images[test], labels[test]), clients=10, rounds=steps,
+            local_epochs=5, batch_size=16, learning_rate=0.2, leaving={1: {"mask": [3]}}, delta=delta, seed=seed,
+            **settings,
+        ).report
+        for name, settings in kinds.items()
+    }  # fmt: skip

@@ -1,0 +1,120 @@
+"""Federated averaging in one process."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from accelerant.cli.app import main
+from accelerant.errors import BudgetExceeded, ConfigError, ProtocolError, ShapeError
+from accelerant.privacy import federated, mpc
+from accelerant.privacy.dp import Budget, Ledger
+from accelerant.privacy.mpc.secagg.messages import STAGES
+from accelerant.privacy.mpc.secagg.setup import make_identities
+
+torch.manual_seed(0)
+INPUTS = torch.randn(120, 4)
+DATA = INPUTS, (INPUTS[:, 0] > INPUTS[:, 1]).long()
+
+
+def model():
+    torch.manual_seed(1)
+    return nn.Linear(4, 2)
+
+
+def test_a_round_is_the_mean_of_local_training():
+    """One full-batch step of every client: the same as one step on all rows, but for the rounding."""
+    start = model()
+    trained, report = federated.simulate(start, DATA, clients=4, rounds=1, batch_size=1000, learning_rate=0.5)
+    plain = model()
+    nn.functional.cross_entropy(plain(DATA[0]), DATA[1]).backward()
+    with torch.no_grad():
+        for p, q, r in zip(plain.parameters(), trained.parameters(), start.parameters(), strict=True):
+            assert torch.allclose(p - 0.5 * p.grad, q, atol=1e-6)
+            assert not torch.equal(q, r)
+    assert report.survivors == [(0, 1, 2, 3)]
+    assert report.epsilon == math.inf
+    assert json.loads(json.dumps(report.to_dict()))["epsilon"] is None
+
+
+def test_a_client_killed_in_a_round():
+    _, report = federated.simulate(
+        model(), DATA, clients=6, rounds=3, learning_rate=1.0, leaving={1: {"mask": [2]}, 2: {"unmask": [0]}}
+    )
+    assert report.survivors == [tuple(range(6)), (0, 1, 3, 4, 5), tuple(range(6))]
+    assert report.accuracies[-1] > 0.9
+    assert report.losses[-1] < report.losses[0]
+    assert report.stages["mask"].clients == 17
+    with pytest.raises(ProtocolError, match=r"3 clients .* mask"):
+        federated.simulate(model(), DATA, clients=6, rounds=1, leaving={0: {"mask": [1, 2, 3]}})
+
+
+def test_private_rounds_are_charged():
+    ledger = Ledger(unit="client")
+    _, report = federated.simulate(
+        model(), DATA, clients=4, rounds=2, max_norm=1.0, noise_multiplier=4.0, ledger=ledger, delta=1e-3
+    )
+    assert report.epsilon == ledger.epsilon(1e-3) < 2
+    assert sum(event.count for event in ledger.events) == 2
+    tight = Ledger(unit="client", budget=Budget(0.1, 1e-3))
+    with pytest.raises(BudgetExceeded):
+        federated.simulate(model(), DATA, clients=4, rounds=1, max_norm=1.0, noise_multiplier=4.0, ledger=tight)
+
+
+def test_bad_arguments():
+    with pytest.raises(ShapeError, match="a row for each"):
+        federated.simulate(model(), DATA, clients=121)
+    with pytest.raises(ConfigError, match="rounds"):
+        federated.simulate(model(), DATA, clients=4, rounds=0)
+    with pytest.raises(ConfigError, match="max_norm"):
+        federated.simulate(model(), DATA, clients=4, noise_multiplier=1.0)
+
+
+@pytest.mark.slow
+def test_the_command_trains_ten_clients_on_digits(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["train", "--federated", "--steps", "3", "--json"])
+    assert exit_.value.code == 0
+    plain, private = json.loads(capsys.readouterr().out).values()
+    assert plain["accuracies"][-1] > 0.85
+    assert plain["epsilon"] is None
+    assert 0 < private["epsilon"] < 10
+    assert [len(each) for each in private["survivors"]] == [10, 9, 10]
+    with pytest.raises(SystemExit) as exit_:
+        main(["train", "--federated", "--private"])
+    assert exit_.value.code == 2
+    assert "not --private" in capsys.readouterr().err
+
+
+def test_a_suspended_round_is_taken_once(tmp_path):
+    """Between messages a client of Flower waits in a file, which two processes never both get."""
+    setup = mpc.SecureAggregation(3, 2, 2, clip=1.0)
+    signing, keys = make_identities(3)
+
+    def party(i):
+        return setup.client(i, signing[i], keys, state_path=tmp_path / str(i))
+
+    server, answers = setup.server(0, keys), dict.fromkeys(range(3), b"")
+    for stage in STAGES:
+        for i, answer in answers.items():
+            client = party(i)
+            if stage == "advertise":
+                sent = client.advertise(0)
+            else:
+                client.resume()
+                assert not (tmp_path / f"{i}.round").exists()
+                with pytest.raises(ProtocolError, match="no suspended round"):
+                    party(i).resume()
+                update = (torch.ones(2),) if stage == "mask" else ()
+                step = {"share": "share_keys", "mask": "masked_input"}.get(stage, stage)
+                sent = getattr(client, step)(answer, *update)
+            if stage != "unmask":
+                client.suspend()
+                assert (tmp_path / f"{i}.round").stat().st_mode & 0o777 == 0o600
+            server.receive(sent)
+        answers = server.advance()
+    assert server.finish().sum.tolist() == [3.0, 3.0]
+    with pytest.raises(ConfigError, match="needs a round"):
+        party(0).suspend()
