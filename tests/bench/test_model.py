@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from accelerant.bench.suites.noise import NoiseSuite
 from accelerant.cli.app import main
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.nn import GPT, GPTConfig
-from accelerant.privacy.he import paillier
+from accelerant.privacy.he import bfv, paillier
 from accelerant.runtime import registry
 from accelerant.runtime.memory.peak import ModelStep, PeakPrediction, measure_step
 from requirements import require_module
@@ -171,16 +172,32 @@ def test_paillier_is_checked_and_compared_with_phe(cpu, monkeypatch):
     require_module("phe")
     real = paillier.keygen
     monkeypatch.setattr(paillier, "keygen", lambda bits: real(1024, insecure=True))
-    record = run_suite(HeSuite(bits=("2048",), values=2, budget_s=0.0), cpu)
+    record = run_suite(HeSuite(bits=("2048",), slots=(), values=2, budget_s=0.0), cpu)
     ours = {row.op: row for row in record.rows if row.runner == "accelerant"}
     assert set(ours) == {"encrypt", "encrypt, fixed base", "encrypt, private key", "add", "decrypt"}
     assert all(row.p50 and row.speedup and row.target_x == 1.0 and "values/s" in row.note for row in ours.values())
     monkeypatch.setattr(paillier.PrivateKey, "decrypt", lambda key, c: torch.zeros(c.shape))
     with pytest.raises(AccelerantError, match="decrypted result is wrong"):
-        run_suite(HeSuite(bits=("2048",), values=2, budget_s=0.0), cpu)
+        run_suite(HeSuite(bits=("2048",), slots=(), values=2, budget_s=0.0), cpu)
+
+
+@pytest.mark.slow
+def test_bfv_is_checked_and_compared_with_tenseal(cpu, monkeypatch):
+    require_module("tenseal")
+    suite = HeSuite(bits=(), slots=("4096",), budget_s=0.0)
+    ours = {row.op: row for row in run_suite(suite, cpu).rows if row.runner == "accelerant"}
+    assert set(ours) == {f"bfv {op}" for op in ("encrypt", "add", "multiply", "rotate", "decrypt")}
+    assert all(row.p50 and (row.speedup or op == "bfv rotate") for op, row in ours.items())
+    monkeypatch.setattr(bfv.PrivateKey, "decrypt", lambda key, c: np.zeros(c.shape, int))
+    with pytest.raises(
+        AccelerantError, match="bfv encrypt of accelerant with 4096 slots: the decrypted result is wrong"
+    ):
+        run_suite(suite, cpu)
 
 
 @pytest.mark.parametrize("bits", ["1024", "2049", "x", ""])
 def test_sizes_of_paillier_keys_are_checked(bits, cpu):
     with pytest.raises(ConfigError, match="--bits: wanted even numbers"):
         HeSuite(bits=(bits,)).resolve(cpu)
+    with pytest.raises(ConfigError, match="--slots: wanted 4096, 8192, 16384 or 32768, got"):
+        HeSuite(slots=(bits,)).resolve(cpu)
