@@ -62,9 +62,32 @@ def _ddp(rank, family):
             torch.testing.assert_close(parameter.grad, wanted[name], rtol=2e-5, atol=2e-6)
 
 
+def train_step(rank, family):
+    """A step of TrainStep with a patched model, which sums the gradients itself."""
+    from patch_models import make
+
+    import accelerant as acl
+
+    parts, wanted = _whole(family)
+    plain, model = make(family), make(family)
+    acl.nn.patch(model)
+    names = list(parts[rank])
+
+    def loss(*batch):
+        return model(**dict(zip(names, batch, strict=True)))["loss"]
+
+    step = acl.nn.train.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+    step([tuple(parts[rank].values())], 0.1)
+    for (name, here), before in zip(model.named_parameters(), plain.parameters(), strict=True):
+        update = 0.1 * wanted[name] if name in wanted else torch.zeros_like(before)
+        torch.testing.assert_close(here.detach(), before.detach() - update, rtol=2e-5, atol=2e-6, msg=name)
+
+
 def ddp_and_fsdp(rank, families, cases):
-    """Both, one after the other."""
+    """All three, one after the other."""
     ddp(rank, families)
+    for family in families:
+        train_step(rank, family)
     fsdp(rank, cases)
 
 

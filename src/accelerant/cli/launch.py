@@ -89,7 +89,6 @@ def own_device(device: torch.device) -> torch.device:
     if index >= present:
         gpus = f"{present} GPU{'s' * (present != 1)}"
         raise ConfigError(f"rank {rank()} is process {index} of this machine, counted from 0, which has {gpus}")
-    torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 

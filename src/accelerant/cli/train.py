@@ -411,7 +411,7 @@ def _run(
         if extension is not None:
             raise ConfigError(f"--private trains in one process, got --gpus {gpus}")
         launch(gpus, str(backend or ""), click.get_current_context().obj)
-    device = own_device(choose_device(backend, origin))
+    device = choose_device(backend, origin)
     if run is not None:
         run = run.replaced(deterministic=device.type == "cpu" if deterministic is None else deterministic)
     first = rank() == 0
@@ -446,7 +446,7 @@ def _restarted(out: Path, run: RunConfig) -> bool:
 
 
 def choose_device(backend: object, origin: str) -> torch.device:
-    """Return the torch device of a backend; None and "auto" mean the one in the settings. Errors name the origin."""
+    """Return this process's device of a backend; None and "auto" mean that in the settings. Errors name the origin."""
     import torch
 
     from accelerant.runtime import registry
@@ -459,7 +459,7 @@ def choose_device(backend: object, origin: str) -> torch.device:
     if not isinstance(backend, str) or backend.lower() not in ("auto", "cuda", "cpu"):
         advice = "" if origin == "--device" else ": training needs cuda or cpu, give --device to choose"
         raise ConfigError(f"{origin} must be auto, cuda or cpu, got {clipped(backend)}{advice}")
-    device = torch.device(registry.choose(backend).torch_device)
+    device = own_device(torch.device(registry.choose(backend).torch_device))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device

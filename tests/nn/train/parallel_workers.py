@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import multiprocessing
 import os
 import sys
@@ -12,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from accelerant.errors import DivergenceError
 from accelerant.nn.train import Callback, TrainConfig, fit
 from accelerant.nn.train.objective import Objective
-from accelerant.nn.train.step import TrainStep
+from accelerant.nn.train.step import LossScale, TrainStep
 from accelerant.runtime.processes import Processes
 
 ROWS, CLASSES, IGNORED = 24, 5, -100
@@ -118,6 +120,17 @@ def fitted(rank, dropout=0.0, stop_at=None, resume=False, **changes):
     }  # fmt: skip
 
 
+def diverged(rank):
+    """The message of a training with one row that is not finite, in the batch of one process."""
+    x = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(2))
+    x[7, 2] = math.nan
+    try:
+        fit(nn.Linear(4, 1), x, x[:, :1].nan_to_num(), config(steps=9, evaluations=1))
+    except DivergenceError as error:
+        return str(error)
+    return "it did not diverge"
+
+
 class Stop(Callback):
     """Stops after a step, in rank 1 alone if there are two."""
 
@@ -129,15 +142,21 @@ class Stop(Callback):
             trainer.stop("enough")
 
 
-def stepped(rank, processes, accumulate, steps=4, weighed=False, **options):
+def stepped(rank, processes, accumulate, steps=4, weighed=False, wrapped=False, **options):
     """Do steps of a TrainStep on this process's share of each batch."""
-    model = net(seed=rank)
+    model = whole = net(seed=rank)
+    if wrapped:
+        model = nn.parallel.DistributedDataParallel(whole, find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     objective = Objective(model, "cross_entropy", None)
     step = TrainStep(
         model, optimizer, lambda *batch: objective(model, *batch), max_grad_norm=0.3, accumulate=accumulate,
         weigh=objective.weigh if weighed else None, **options,
     )  # fmt: skip
+    early = []
+    if (reduction := step._reduction) is not None:
+        finish = reduction.finish
+        reduction.finish = lambda loss: (early.append(len(reduction._launched)), finish(loss))
     x, y = rows()
     if not weighed:
         y = y.clamp(min=0)  # as many targets in each row
@@ -150,6 +169,23 @@ def stepped(rank, processes, accumulate, steps=4, weighed=False, **options):
         result = step(batches, 0.1 / (number + 1))
         found.append((float(result.loss), float(result.grad_norm)))
     return {
-        "results": found, "parameters": flat(model), "unused": model.unused.weight.grad is None,
-        "gradients": [None if p.grad is None else p.grad.double().flatten().tolist() for p in model.parameters()],
+        "results": found, "parameters": flat(whole), "unused": whole.unused.weight.grad is None, "early": early,
+        "gradients": [None if p.grad is None else p.grad.double().flatten().tolist() for p in whole.parameters()],
     }  # fmt: skip
+
+
+def scaled(rank):
+    """Steps in float16 of which the second overflows, in the last rank alone."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
+    step = TrainStep(
+        model, optimizer, lambda x: model(x).square().mean(), precision=torch.float16,
+        loss_scale=LossScale(torch.device("cpu"), initial=16.0),
+    )  # fmt: skip
+    found = []
+    for number in range(3):
+        overflows = number == 1 and rank == Processes().size - 1
+        result = step([(torch.full((2, 4), 6e4 if overflows else 1.0),)], 0.01)
+        found.append([float(step.loss_scale.value), float(step.loss_scale.skipped), math.isfinite(result.grad_norm)])
+    return {"scales": found, "parameters": flat(model)}

@@ -1,9 +1,11 @@
 """Data parallel training: two processes over gloo do what one does with the same batches."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_workers import ROWS, fitted, flat, launch, net, rows, stepped
+from parallel_workers import ROWS, diverged, fitted, flat, launch, net, rows, scaled, stepped
 
 from accelerant.errors import ConfigError
 from accelerant.nn.train import TrainConfig
@@ -25,7 +27,10 @@ def every(rank, folder):
         "resumed": fitted(rank, dropout=0.1, folder=f"{folder}/stopped", resume=True),
         "step": stepped(rank, 2, 2),
         "weighed": stepped(rank, 2, 3, weighed=True, bucket_bytes=600),
+        "wrapped": stepped(rank, 2, 3, weighed=True, wrapped=True),
+        "scaled": scaled(rank),
         "seen": seen(rank),
+        "diverged": diverged(rank),
     }
 
 
@@ -102,6 +107,32 @@ def test_a_step_is_that_of_one_process(both, name, options):
             assert (here is None) == (there is None)
             if here is not None:
                 close([here], [there])
+    assert both[0]["weighed"]["early"][-1] > 1  # sums that began during the backward pass
+
+
+@two
+@pytest.mark.slow
+def test_a_ddp_model_is_reduced_once(both):
+    one = stepped(0, 1, 3, weighed=True)
+    for each in both:
+        close(each["wrapped"]["results"], one["results"])
+        close([each["wrapped"]["parameters"]], [one["parameters"]])
+
+
+@two
+@pytest.mark.slow
+def test_an_overflow_in_one_process_skips_the_step_in_all(both):
+    assert both[0]["scaled"] == both[1]["scaled"]
+    assert both[0]["scaled"]["scales"] == [[16.0, 0.0, True], [8.0, 1.0, False], [8.0, 1.0, True]]
+    assert scaled(0)["scales"] == both[0]["scaled"]["scales"]  # one process, which is also the last
+
+
+@two
+@pytest.mark.slow
+def test_a_divergence_of_one_process_is_found_by_all(both):
+    found = [each["diverged"] for each in both]
+    assert re.search(r"tensor 0 of the batch is not finite \(rank [01]\); there is no checkpoint", found[0]), found
+    assert found[0].partition(";")[2] == found[1].partition(";")[2]
 
 
 @two
