@@ -27,6 +27,11 @@ SECRET = 3_141_592_653_589_793
 """A number whose digits no message may contain."""
 
 
+EACH_FIELD = pytest.mark.parametrize(
+    "field", [pytest.param(name, marks=[pytest.mark.slow] * (name != "goldilocks")) for name in shamir.FIELDS]
+)
+
+
 @pytest.fixture
 def fixed_shares(fixed_entropy, monkeypatch):
     monkeypatch.setattr(shamir, "_stream", SecureStream())
@@ -53,7 +58,7 @@ def test_the_published_example():
         assert sum(w * values[x - 1] for w, x in zip(weights, points, strict=True)) % 1613 == 1234
 
 
-@pytest.mark.parametrize("field", shamir.FIELDS)
+@EACH_FIELD
 def test_shares_are_values_of_one_polynomial(field):
     """Interpolation on Python integers gives the secret and every other share."""
     chosen, secret = prime_field(field), torch.tensor([[5, -(2**59)], [0, 1]])
@@ -69,7 +74,7 @@ def test_shares_are_values_of_one_polynomial(field):
     assert torch.equal(shamir.combine(shares), secret)
 
 
-@pytest.mark.parametrize("field", shamir.FIELDS)
+@EACH_FIELD
 def test_integers_of_every_dtype_come_back(field):
     for dtype in (torch.int8, torch.int16, torch.int32, torch.uint8):
         info = torch.iinfo(dtype)
@@ -106,7 +111,7 @@ def test_floats_are_rounded_to_the_stated_precision():
     assert shamir.combine(shamir.split(np.float64(bound), 2, 2)) == bound
 
 
-@pytest.mark.parametrize("field", shamir.FIELDS)
+@EACH_FIELD
 def test_bytes_come_back(field):
     for length in (0, 1, 6, 7, 8, 31, 32, 64):
         secret = random.Random(length).randbytes(length)
@@ -238,7 +243,7 @@ def test_neither_repr_nor_errors_show_a_secret():
 # --- arithmetic and refresh ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("field", shamir.FIELDS)
+@EACH_FIELD
 def test_sums_and_public_factors(field):
     a, b = torch.tensor([[3, -5, 1000], [0, 2**20, -7]]), torch.tensor([[1, 2, 3], [-4, -5, -6]])
     x, y = (shamir.split(each, threshold=2, count=3, field=field) for each in (a, b))
@@ -312,6 +317,7 @@ def test_refreshed_shares_replace_old_ones(secret):
         shamir.refresh(old[:2])
 
 
+@pytest.mark.slow
 def test_holders_refresh_without_a_dealer():
     """Each deals shares of zero; what one of them misses makes its share foreign."""
     old = shamir.split(12345, threshold=2, count=3, verifiable=True, curve="bn254_g1")
@@ -489,7 +495,7 @@ def test_shares_of_strangers(rng, record_property):
 # --- randomness ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("field", shamir.FIELDS)
+@EACH_FIELD
 def test_coefficients_are_uniform_by_rejection(field, fixed_shares, monkeypatch):
     """Numbers at and above p are drawn again: a stream that begins with p - 1, p and the largest number."""
     parameters = prime_field(field).parameters
@@ -513,7 +519,7 @@ def test_coefficients_are_uniform_by_rejection(field, fixed_shares, monkeypatch)
     assert len(set(values)) == 5
 
 
-@pytest.mark.parametrize("field", ["goldilocks", "bn254_fr"])
+@pytest.mark.parametrize("field", ["goldilocks", pytest.param("bn254_fr", marks=pytest.mark.slow)])
 def test_fewer_shares_than_the_threshold_look_uniform(field, fixed_shares):
     """Chi-square of 4,000 splits of each of two secrets in 8 x 8 cells of two shares, at level 1e-6, 63 degrees."""
     p, n = prime_field(field).modulus, 4000
