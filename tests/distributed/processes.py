@@ -16,7 +16,7 @@ import torch.distributed as dist
 def run(checks, processes, folder):
     """Run the checks, in this order, in each process; return name -> None or the text of the first error."""
     context = multiprocessing.get_context("forkserver")  # its server imports torch once for all
-    context.set_forkserver_preload(["accelerant.distributed"])
+    context.set_forkserver_preload(["accelerant.distributed", "accelerant.nn.train", "torch._dynamo"])
     children = [context.Process(target=_enter, args=(rank, processes, checks, folder)) for rank in range(processes)]
     for child in children:
         child.start()

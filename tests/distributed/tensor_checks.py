@@ -72,13 +72,13 @@ def cross_entropy_of_a_split_vocabulary():
         (3 * expected).backward()
         part = weight.chunk(size)[rank].clone().requires_grad_()
         hidden.requires_grad_()
-        loss = vocabulary_parallel_cross_entropy(hidden, part, targets)
+        loss = vocabulary_parallel_cross_entropy(hidden, part, targets, mesh_of())
         (3 * loss).backward()
         torch.testing.assert_close(loss.to(dtype), expected, rtol=near, atol=near)
         torch.testing.assert_close(hidden.grad, x.grad, rtol=near, atol=near)
         torch.testing.assert_close(part.grad, w.grad.chunk(size)[rank], rtol=near, atol=near)
     with pytest.raises(ConfigError, match=r"targets must be in \[0, 24\) or ignore_index \(-100\), got 24"):
-        vocabulary_parallel_cross_entropy(hidden, part, targets + 1)
+        vocabulary_parallel_cross_entropy(hidden, part, targets + 1, mesh_of())
 
 
 def split_llama_trains_as_one_process():
@@ -216,7 +216,7 @@ def sharded_models_compute_in_low_precision():
     for make in (lambda: llama(torch.float32), lambda: acl.nn.GPT(GPT)):
         for fused in (set(), {"cpu"}):
             layers.FUSED = fused
-            for precision in (None, torch.bfloat16):
+            for precision in (None, torch.bfloat16) if fused else (torch.bfloat16,):
                 torch.manual_seed(3)
                 one = make()
                 model = distributed.shard(copy.deepcopy(one), mesh, precision=precision)
@@ -257,28 +257,15 @@ def split_sequences_of_a_sharded_model():
     same_weights(model, one)
 
 
-def patched_models_are_sharded_by_their_blocks():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(4)
-    config = transformers.GPT2Config(
-        vocab_size=96, n_positions=32, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
-    )
-    one = transformers.GPT2LMHeadModel(config)
-    model = copy.deepcopy(one)
-    acl.nn.patch(model)
-    distributed.shard(model, mesh_of())
-    assert isinstance(model.transformer.h[0], torch.distributed.fsdp.FSDPModule)
-    idx, _ = tokens()
-    losses = []
-    for each in (model, one):
-        optimizer = AdamW(each.parameters(), max_grad_norm=0.5)
-        for _ in range(2):
-            loss = each(input_ids=idx, labels=idx).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss)
-    torch.testing.assert_close(*losses, **NEAR)
+def fit_trains_sharded_models():
+    """The losses of data parallel training with whole parameters."""
+    idx, targets = tokens(rows=8)
+    config = acl.nn.train.TrainConfig(steps=3, batch_size=4, device="cpu")
+    models = llama(torch.float32), distributed.shard(llama(torch.float32), mesh_of())
+    records = [acl.nn.train.fit(model, idx, targets, config=config).records for model in models]
+    whole, sharded = ([(each.loss, each.grad_norm) for each in one] for one in records)
+    assert len(whole) == 3
+    torch.testing.assert_close(torch.tensor(sharded), torch.tensor(whole), rtol=1e-5, atol=1e-6)
 
 
 # --- both ------------------------------------------------------------------------------------------------------------
@@ -313,7 +300,7 @@ CHECKS = [
     cross_entropy_of_a_split_vocabulary, split_llama_trains_as_one_process, split_llama_generates_and_saves,
     bad_input_is_refused, sharded_models_train_as_one_process, other_optimizers_clip_by_the_norm_of_all,
     sharded_models_compute_in_low_precision, sharded_models_generate_and_evaluate, split_sequences_of_a_sharded_model,
-    patched_models_are_sharded_by_their_blocks,
+    fit_trains_sharded_models,
 ]  # fmt: skip
 """For two processes."""
 

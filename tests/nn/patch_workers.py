@@ -100,7 +100,7 @@ def fsdp(rank, cases):
 def _fsdp(rank, family, leaves):
     from patch_models import make
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FSDPModule, fully_shard
 
     import accelerant as acl
 
@@ -111,13 +111,16 @@ def _fsdp(rank, family, leaves):
     blocks = model.transformer.h if family == "gpt2" else model.bert.encoder.layer if family == "bert" else None
     if blocks is None:
         blocks = model.vit.layers if family == "vit" else model.model.layers
-    for block in blocks:
-        if leaves:
+    if leaves:
+        for block in blocks:
             for module in block.modules():
                 if next(module.children(), None) is None and next(module.parameters(), None) is not None:
                     fully_shard(module, mesh=mesh)
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        acl.distributed.shard(model, mesh)
+        assert all(isinstance(block, FSDPModule) for block in blocks)
     assert list(model.state_dict()) == list(plain.state_dict())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):  # what the second finds is sharded again

@@ -13,9 +13,6 @@ into 2N chunks, and process r holds chunks r and 2N - 1 - r (a zigzag). Then eve
 without a mask: all queries see the first half of an earlier process's keys; of a later process's keys, the second
 half of the queries sees all.
 
-Traffic of a process for a layer of S tokens in all, forward: 2 (N-1)/N B Hkv S D elements sent; backward: as many, and
-2 B Hkv S D in float32.
-
 Source: Liu, Zaharia and Abbeel 2023, arXiv:2310.01889, section 3; Brandon et al. 2023, arXiv:2311.09431, section 3 for
 causal balance.
 """
@@ -24,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -36,6 +33,7 @@ from accelerant import ops
 from accelerant.distributed.sharding import group_of
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.nn.layers import MultiHeadAttention
+from accelerant.nn.models.generation import require_tokens
 from accelerant.nn.models.gpt import GPT
 from accelerant.nn.models.language_model import LanguageModel
 from accelerant.nn.models.llama import Llama, LlamaAttention
@@ -97,30 +95,20 @@ class _Ring:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         self._to, self._from = (dist.get_global_rank(group, (self.rank + way) % self.size) for way in (1, -1))
 
-    def pass_on(self, x: Tensor) -> _Transfer:
-        """Send x and receive as much; x must not change before the result has been waited for."""
-        return _Transfer(self, x)
+    def pass_on(self, x: Tensor) -> Callable[[], Tensor]:
+        """Send x, which must not change before the result is called: that waits for as much from the previous one."""
+        if self.size == 1:
+            return lambda: x
+        received = torch.empty_like(x)
+        sent = dist.P2POp(dist.isend, x, self._to, self.group)
+        works = dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, received, self._from, self.group)])
 
+        def wait() -> Tensor:
+            for work in works:  # on a GPU the current stream waits, not the host
+                work.wait()
+            return received
 
-class _Transfer:
-    """A tensor on its way to the next process, and the one that arrives."""
-
-    def __init__(self, ring: _Ring, x: Tensor) -> None:
-        self._sent, self._received, self._works = x, x, []
-        if ring.size > 1:
-            self._received = torch.empty_like(x)
-            sends, receives = dist.isend, dist.irecv
-            pair = (
-                dist.P2POp(sends, x, ring._to, ring.group),
-                dist.P2POp(receives, self._received, ring._from, ring.group),
-            )
-            self._works = dist.batch_isend_irecv(list(pair))
-
-    def wait(self) -> Tensor:
-        """Return what arrived; on a GPU the current stream waits, not the host."""
-        for work in self._works:
-            work.wait()
-        return self._received
+        return wait
 
 
 def _visible(ring: _Ring, step: int, rows: int, causal: bool) -> tuple[slice, slice, bool]:
@@ -150,7 +138,7 @@ class _RingAttention(torch.autograd.Function):
                 before.copy_(after)
             else:
                 o, lse = o_step.to(wide, memory_format=torch.contiguous_format, copy=True), lse_step.clone()
-            kv = kv if coming is None else coming.wait()
+            kv = kv if coming is None else coming()
         o = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.settings = ring, causal, scale
@@ -164,7 +152,7 @@ class _RingAttention(torch.autograd.Function):
         wide, S = lse.dtype, q.shape[2]
         dq, kv = torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format), torch.stack((k, v))
         dkv = torch.zeros_like(kv, dtype=wide)
-        homeward: _Transfer | None = None
+        homeward: Callable[[], Tensor] | None = None
         for step in range(ring.size):
             coming = ring.pass_on(kv) if step + 1 < ring.size else None
             rows, keys, masked = _visible(ring, step, S, causal)
@@ -175,13 +163,13 @@ class _RingAttention(torch.autograd.Function):
             dq_step, dk_step, dv_step = attention_bwd(case, do_, q_, k_, v_, o_, lse_, masked, scale, -1)
             dq[:, :, rows] += dq_step
             if homeward is not None:
-                dkv = homeward.wait()
+                dkv = homeward()
             dkv[0][:, :, keys] += dk_step
             dkv[1][:, :, keys] += dv_step
             homeward = ring.pass_on(dkv)
-            kv = kv if coming is None else coming.wait()
+            kv = kv if coming is None else coming()
         assert homeward is not None  # for the type checker: a group has at least one process
-        dk, dv = homeward.wait().to(k.dtype)
+        dk, dv = homeward().to(k.dtype)
         return dq.to(q.dtype), dk, dv, None, None, None
 
 
@@ -276,48 +264,29 @@ class _ContextParallel(LanguageModel):
 
     group: dist.ProcessGroup
     needs_equal_batches = True
+    _output_weight: Callable[[], Tensor]
 
-    def _output_rows(self) -> Tensor:
-        raise NotImplementedError
-
-    def _rows(self, idx: Tensor) -> Tensor:
-        if idx.shape[1] > self.config.context:
-            raise ShapeError(f"at most {self.config.context} tokens fit the context, got {idx.shape[1]}")
+    def _on_part(self, run: Callable[[Tensor], Tensor], idx: Tensor) -> Tensor:
+        require_tokens(idx, self.config.context)
         part = split_sequence(idx, self.group)
         self.positions = split_sequence(torch.arange(idx.shape[1], device=idx.device), self.group, dim=0)
         try:
-            return self.hidden(part)
+            return run(part)
         finally:
             self.positions = None
 
     def forward(self, idx: Tensor) -> Tensor:
-        hidden = self._rows(idx)
-        logits = ops.matmul(hidden.flatten(0, 1), self._output_rows().to(hidden.dtype).t())
-        return logits.view(*hidden.shape[:2], -1)
+        return self._on_part(super().forward, idx)
 
     def loss(self, idx: Tensor, targets: Tensor) -> Tensor:
         self._require_targets(idx, targets)
-        rows, counted = self._rows(idx).flatten(0, 1), (targets != -100).sum()
+        rows, counted = self._on_part(self.hidden, idx).flatten(0, 1), (targets != -100).sum()
+        weight = self._output_weight()[: self.config.vocab_size].to(rows.dtype)  # that of a GPT is padded
         mine = split_sequence(targets, self.group).flatten().long()
-        loss = ops.linear_cross_entropy(rows, self._output_rows().to(rows.dtype), mine, reduction="sum")
-        return _total(loss / counted, self.group)
+        return _total(ops.linear_cross_entropy(rows, weight, mine, reduction="sum") / counted, self.group)
 
     def generate(self, *_: object, **__: object) -> Tensor:
-        raise UnsupportedCase(
-            "a context-parallel model does not generate: load its weights into a model of one process"
-        )
-
-
-class _ContextParallelLlama(_ContextParallel, Llama):
-    def _output_rows(self) -> Tensor:
-        weight = self._head().weight
-        assert isinstance(weight, Tensor)  # for the type checker
-        return weight
-
-
-class _ContextParallelGPT(_ContextParallel, GPT):
-    def _output_rows(self) -> Tensor:
-        return self._output_weight()[: self.config.vocab_size]
+        raise UnsupportedCase("a context-parallel model does not generate: give its weights to a model of one process")
 
 
 def context_parallel(model: M, mesh: DeviceMesh, *, average_gradients: bool = True) -> M:
@@ -344,23 +313,20 @@ def context_parallel(model: M, mesh: DeviceMesh, *, average_gradients: bool = Tr
         ConfigError: torch.distributed is not initialised, or a mesh of several dimensions.
     """
     group = group_of(mesh)
-    kinds: dict[type, tuple[type, type, type]] = {
-        Llama: (_ContextParallelLlama, LlamaAttention, _LlamaRing),
-        GPT: (_ContextParallelGPT, MultiHeadAttention, _GptRing),
-    }
-    if type(model) not in kinds:
-        raise UnsupportedCase(f"context_parallel splits sequences of nn.Llama and nn.GPT, got {type(model).__name__}")
-    whole, layer, ring = kinds[type(model)]
-    changed: Any = model
-    attentions: list[Any] = [block.attention for block in changed.blocks]
-    for number, attention in enumerate(attentions):
-        if type(attention) is not layer or getattr(attention, "dropout", False):
+    kind, changed = type(model), cast(Any, model)
+    rings: dict[type, tuple[type, type]] = {Llama: (LlamaAttention, _LlamaRing), GPT: (MultiHeadAttention, _GptRing)}
+    if kind not in rings:
+        raise UnsupportedCase(f"context_parallel splits sequences of nn.Llama and nn.GPT, got {kind.__name__}")
+    layer, ring = rings[kind]
+    for number, block in enumerate(changed.blocks):
+        if type(block.attention) is not layer or getattr(block.attention, "dropout", False):
             raise UnsupportedCase(
-                f"context_parallel needs {layer.__name__} without dropout, block {number} has {attention}"
+                f"context_parallel needs {layer.__name__} without dropout, block {number} has {block.attention}"
             )
-    for attention in attentions:
-        attention.__class__, attention.group = ring, group
-    changed.__class__, changed.group = whole, group
+    for block in changed.blocks:
+        block.attention.__class__, block.attention.group = ring, group
+    changed.__class__ = type(f"ContextParallel{kind.__name__}", (_ContextParallel, kind), {})
+    changed.group = group
 
     def averaged(gradient: Tensor) -> Tensor:
         mean = gradient / dist.get_world_size(group)

@@ -5,9 +5,6 @@ and scattered: torch's FSDP2. While a block computes, its parameters are plain t
 accelerant.nn and of patched models run as they do in one process. Between steps parameters are DTensors, which the
 optimisers of accelerant.nn update by their local parts, and whose norm they take over all processes.
 
-Traffic of a process in a step: twice (N-1)/N of the parameters received in `precision`, and as much of the gradients
-sent in float32; 1.5 times what data parallelism moves in one dtype.
-
 Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.3; Zhao et al. 2023, arXiv:2304.11277.
 """
 
@@ -59,7 +56,6 @@ def shard(model: M, mesh: DeviceMesh, *, precision: torch.dtype | None = None, r
         precision: dtype in which parameters are gathered and layers compute, bfloat16 or float16; gradients are reduced
             and parameters updated in their own dtype. None: their own. TrainStep(precision=) of the same dtype adds a
             loss in float32.
-        reshard_after_forward: free a block's parameters after its forward pass; False gathers them once a step.
 
     Returns:
         the model.
@@ -68,8 +64,7 @@ def shard(model: M, mesh: DeviceMesh, *, precision: torch.dtype | None = None, r
         ConfigError: torch.distributed is not initialised; a precision or number of dimensions not listed above.
         UnsupportedCase: the model is sharded already, or has no blocks.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        group_of(None)  # raises
+    group_of(None)  # raises without processes
     if mesh.ndim > 2:
         raise ConfigError(f"shard takes a mesh of one or two dimensions, got {mesh.mesh_dim_names}")
     if precision not in (None, torch.float32, torch.bfloat16, torch.float16):
@@ -86,7 +81,7 @@ def shard(model: M, mesh: DeviceMesh, *, precision: torch.dtype | None = None, r
     # A block's inputs have the right dtype already; the rotary tables among them stay in float32.
     inner = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=inner, reshard_after_forward=reshard_after_forward)
+        fully_shard(block, mesh=mesh, mp_policy=inner)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     changed: Any = model
     for name in ("loss", "prefill"):
@@ -96,7 +91,7 @@ def shard(model: M, mesh: DeviceMesh, *, precision: torch.dtype | None = None, r
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of the outermost lists of modules of one class, which have parameters."""
+    """Return the modules of the outermost lists of modules of one class, with parameters."""
     blocks: list[nn.Module] = []
     lists: list[str] = []
     for name, module in model.named_modules():

@@ -19,23 +19,21 @@ Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from accelerant import ops
 from accelerant.distributed.sharding import group_of
 from accelerant.errors import ConfigError, UnsupportedCase
-from accelerant.nn.layers import Linear, RMSNorm, has_hooks
+from accelerant.nn.layers import Linear
 from accelerant.nn.models import hugging_face
 from accelerant.nn.models.generation import Cache
-from accelerant.nn.models.llama import GatedMLP, Llama, LlamaAttention, LlamaBlock, decode_linear
+from accelerant.nn.models.llama import GatedMLP, Llama, LlamaAttention, decode_linear
 from accelerant.ops.cross_entropy.op import check_loss, check_targets
 
 __all__ = ["tensor_parallel", "vocabulary_parallel_cross_entropy", "whole_state_dict"]
@@ -44,84 +42,35 @@ __all__ = ["tensor_parallel", "vocabulary_parallel_cross_entropy", "whole_state_
 # --- exchanges -------------------------------------------------------------------------------------------------------
 
 
-class _Enter(torch.autograd.Function):
-    """The identity, before layers that are split; gradients of the parts add up."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return _summed(dy, ctx.group), None
+def _enter(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return x, before layers that are split; the gradients of the parts add up."""
+    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
-class _Leave(torch.autograd.Function):
-    """The sum of the processes' partial results; its gradient is everybody's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _summed(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy, None
+def _leave(x: Tensor, mesh: DeviceMesh, *, columns: bool = False) -> Tensor:
+    """Return the sum of the processes' partial results, or their `columns` side by side; gradients are the whole's."""
+    parts = DTensor.from_local(x, mesh, [Shard(x.dim() - 1) if columns else Partial()], run_check=False)
+    return parts.redistribute(placements=[Replicate()]).to_local()
 
 
-class _Gather(torch.autograd.Function):
-    """The processes' columns next to each other."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.rank, ctx.size = dist.get_rank(group), dist.get_world_size(group)
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(ctx.size)]
-        dist.all_gather(parts, x.contiguous(), group)
-        return torch.cat(parts, -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dy.chunk(ctx.size, -1)[ctx.rank].contiguous(), None
-
-
-def _summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
-
-
-_enter: Callable[[Tensor, dist.ProcessGroup], Tensor] = _Enter.apply
-_leave: Callable[[Tensor, dist.ProcessGroup], Tensor] = _Leave.apply
-_gather: Callable[[Tensor, dist.ProcessGroup], Tensor] = _Gather.apply
-
-
-def vocabulary_parallel_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, group: dist.ProcessGroup | DeviceMesh | None = None
-) -> Tensor:
+def vocabulary_parallel_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return the mean cross entropy of the logits hidden W^T, of whose rows W each process holds an equal part.
 
     Args:
         hidden: (M, K), the same in each process; float16, bfloat16, float32 or float64.
         weight: (V / N, K), rows r V / N and following in process r; dtype of hidden.
         targets: (M,), int64 or int32, classes in [0, V), or -100 for a row that does not count.
-        group: the processes; None for all.
+        mesh: the processes, of one dimension.
 
     Returns:
-        a scalar, float32 (float64 for float64), the same in each process. Logits exist for a part of the rows at a
-        time (see accelerant.ops.linear_cross_entropy); 2 M numbers are summed over the processes and the maximum of M.
-
-    Raises:
-        ShapeError, UnsupportedDtype: as accelerant.ops.linear_cross_entropy.
-        ConfigError: on the CPU, a target out of [0, V).
+        a scalar, float32 (float64 for float64), the same in each process. Raises as linear_cross_entropy, which finds
+        L_r without materialised logits. 2 M numbers are summed over the processes, and M maximised.
     """
-    group = group_of(group)
+    group = group_of(mesh)
     check_loss("vocabulary_parallel_cross_entropy", targets, hidden.shape[:-1], 0.0, "mean")
     check_targets(targets, weight.shape[0] * dist.get_world_size(group), -100)
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    hidden = _enter(hidden, group)
+    hidden = _enter(hidden, mesh)
     # With label smoothing 1 the loss is L_r - mean x_j, without a target: our op gives L_r without materialised logits.
     anything = torch.zeros_like(targets)
     spread = ops.linear_cross_entropy(hidden, weight, anything, label_smoothing=1.0, reduction="none")
@@ -132,7 +81,7 @@ def vocabulary_parallel_cross_entropy(
     chosen = torch.where(here, (hidden.to(wide) * rows.to(wide)).sum(-1), 0.0)
     largest = mine.detach().clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    total, logit = _leave(torch.stack(((mine - largest).exp(), chosen)), group).unbind()
+    total, logit = _leave(torch.stack(((mine - largest).exp(), chosen)), mesh).unbind()
     counted = targets != -100
     return torch.where(counted, largest + total.log() - logit, 0.0).sum() / counted.sum()
 
@@ -143,6 +92,7 @@ def vocabulary_parallel_cross_entropy(
 class _Split:
     """The part of a layer's weight that this process holds, as a plain tensor; the parameter is a DTensor."""
 
+    mesh: DeviceMesh
     _parameters: dict[str, Any]
     sections: tuple[int, ...] = ()
     """Rows of the matrices that the whole weight consists of, each of which is split; empty for one matrix."""
@@ -160,90 +110,77 @@ class _SplitLinear(_Split, Linear):  # type: ignore[misc]  # a property in place
 
 
 class _SplitEmbedding(_Split, nn.Embedding):  # type: ignore[override]  # as above
-    group: dist.ProcessGroup
-
     def forward(self, idx: Tensor) -> Tensor:
         rows = self.weight.shape[0]
         if idx.device.type == "cpu" and idx.numel():
-            vocabulary, wrong = rows * dist.get_world_size(self.group), [int(x) for x in torch.aminmax(idx)]
+            vocabulary, wrong = rows * self.mesh.size(), [int(x) for x in torch.aminmax(idx)]
             if wrong[0] < 0 or wrong[1] >= vocabulary:
                 raise ConfigError(f"tokens must be in [0, {vocabulary}), got {wrong[0] if wrong[0] < 0 else wrong[1]}")
-        local = idx.long() - dist.get_rank(self.group) * rows
+        local = idx.long() - self.mesh.get_local_rank() * rows
         here = (local >= 0) & (local < rows)
         found = ops.embedding(torch.where(here, local, 0), self.weight)
-        return _leave(found.masked_fill(~here.unsqueeze(-1), 0.0), self.group)
+        return _leave(found.masked_fill(~here.unsqueeze(-1), 0.0), self.mesh)
 
 
 class _SplitAttention(LlamaAttention):
-    group: dist.ProcessGroup
+    mesh: DeviceMesh
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: tuple[Cache, int] | None = None) -> Tensor:
-        return _leave(super().forward(_enter(x, self.group), cos, sin, cache), self.group)
+        return _leave(super().forward(_enter(x, self.mesh), cos, sin, cache), self.mesh)
 
 
 class _SplitMLP(GatedMLP):
-    group: dist.ProcessGroup
+    mesh: DeviceMesh
 
     def forward(self, x: Tensor) -> Tensor:
-        return _leave(super().forward(_enter(x, self.group)), self.group)
+        return _leave(super().forward(_enter(x, self.mesh)), self.mesh)
 
 
 class _TensorParallelLlama(Llama):
-    group: dist.ProcessGroup
+    mesh: DeviceMesh
     needs_equal_batches = True
+    _layers = (_SplitAttention, _SplitMLP)
 
     def loss(self, idx: Tensor, targets: Tensor) -> Tensor:
         self._require_targets(idx, targets)
         rows = self.hidden(idx).flatten(0, 1)
-        weight = self._head().weight
-        assert isinstance(weight, Tensor)  # for the type checker
-        return vocabulary_parallel_cross_entropy(rows, weight.to(rows.dtype), targets.flatten(), group=self.group)
+        return vocabulary_parallel_cross_entropy(
+            rows, self._output_weight().to(rows.dtype), targets.flatten(), self.mesh
+        )
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        weight = self._head().weight
-        assert isinstance(weight, Tensor)  # for the type checker
-        rows = _enter(hidden, self.group).reshape(-1, self.config.width)
-        logits = ops.matmul(rows, weight.to(hidden.dtype).t())
-        return _gather(logits, self.group).view(*hidden.shape[:-1], self.config.vocab_size)
-
-    def can_cache(self) -> bool:
-        unmodified = type(self.norm) is RMSNorm and all(
-            type(block) is LlamaBlock
-            and type(block.attention) is _SplitAttention
-            and type(block.mlp) is _SplitMLP
-            and type(block.norm_1) is type(block.norm_2) is RMSNorm
-            for block in self.blocks
-        )
-        return unmodified and not any(has_hooks(module) for module in self.modules() if module is not self)
+        rows = _enter(hidden, self.mesh).reshape(-1, self.config.width)
+        logits = ops.matmul(rows, self._output_weight().to(hidden.dtype).t())
+        return _leave(logits, self.mesh, columns=True).view(*hidden.shape[:-1], self.config.vocab_size)
 
     def cache_shape(self) -> tuple[int, int, int]:
         layers, kv_heads, width = super().cache_shape()
-        return layers, kv_heads // dist.get_world_size(self.group), width
+        return layers, kv_heads // self.mesh.size(), width
 
     def decode(self, tokens: Tensor, cache: Cache) -> Tensor:
-        return _gather(super().decode(tokens, cache), self.group)
+        return _leave(super().decode(tokens, cache), self.mesh, columns=True)
 
     def _joined(self, layer: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
-        y = decode_linear(layer, x, residual=None if dist.get_rank(self.group) else residual)  # the sum has it once
-        dist.all_reduce(y, group=self.group)
+        y = decode_linear(layer, x, residual=None if self.mesh.get_local_rank() else residual)  # in the sum once
+        dist.all_reduce(y, group=self.mesh.get_group())
         return y
 
     def generate(self, idx: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
         if options.get("seed") is None and options.get("generator") is None and options.get("temperature", 1.0) != 0:
             seed = torch.randint(2**62, (1,), device=idx.device)  # every process draws the same tokens
-            dist.broadcast(seed, dist.get_global_rank(self.group, 0), group=self.group)
+            dist.broadcast(seed, group=self.mesh.get_group(), group_src=0)
             options["seed"] = int(seed)
         return super().generate(idx, max_new_tokens, **options)
 
     def save_pretrained(self, path: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9) -> None:
         """Write the whole model from the first process, as LanguageModel.save_pretrained; every process calls it."""
         state = whole_state_dict(self)
-        if dist.get_rank(self.group) == 0 and state:
+        if state:
             with torch.device("meta"):
                 whole = Llama(self.config)
             whole.load_state_dict(state, assign=True)
             hugging_face.save(whole, self.config, path, self._layout, max_shard_bytes=max_shard_bytes)
-        dist.barrier(self.group)
+        dist.barrier()
 
 
 # --- splitting and joining -------------------------------------------------------------------------------------------
@@ -268,41 +205,34 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh) -> Llama:
         UnsupportedCase: another model, layers of another class, or layers with biases.
         ConfigError: N does not divide kv_heads, hidden and vocab_size; or as accelerant.distributed.shard.
     """
-    group = group_of(mesh)
+    group_of(mesh)
     if type(model) is not Llama:
         raise UnsupportedCase(f"tensor_parallel splits the layers of nn.Llama, got {type(model).__name__}")
-    config, size = model.config, dist.get_world_size(group)
+    changed: Any = model
+    config, size = model.config, mesh.size()
     for name in ("kv_heads", "hidden", "vocab_size"):
         if getattr(config, name) % size:
             raise ConfigError(f"{name} must be a multiple of the {size} processes, got {getattr(config, name)}")
-    for name, layer in _linears(model):
+    q, kv, hidden = config.heads * config.head_size, config.kv_heads * config.head_size, config.hidden
+    of_block: dict[str, tuple[int, tuple[int, ...]]] = {
+        "attention.qkv": (0, (q, kv, kv)), "attention.projection": (1, ()),
+        "mlp.gate_up": (0, (hidden, hidden)), "mlp.down": (1, ()),
+    }  # fmt: skip
+    splits = {f"blocks.{i}.{name}": each for i in range(config.layers) for name, each in of_block.items()}
+    if model.lm_head is not None:
+        splits["lm_head"] = (0, ())
+    for name in splits:
+        layer = model.get_submodule(name)
         if type(layer) is not Linear or layer.bias is not None:
             raise UnsupportedCase(f"tensor_parallel splits nn.Linear without a bias, {name} is {layer}")
-    q, kv = config.heads * config.head_size, config.kv_heads * config.head_size
-    kinds: dict[type, type] = {LlamaAttention: _SplitAttention, GatedMLP: _SplitMLP}
+    for name, (dim, sections) in {**splits, "embed": (0, ())}.items():
+        _split(model.get_submodule(name), mesh, dim, sections)
     for block in model.blocks:
-        _split(block.attention.qkv, mesh, 0, (q, kv, kv))
-        _split(block.attention.projection, mesh, 1)
-        _split(block.mlp.gate_up, mesh, 0, (config.hidden, config.hidden))
-        _split(block.mlp.down, mesh, 1)
         block.attention.heads, block.attention.kv_heads = config.heads // size, config.kv_heads // size
-        for layer in (block.attention, block.mlp):
-            layer.__class__, layer.group = kinds[type(layer)], group
-    changed: Any = model
-    _split(changed.embed, mesh, 0)
-    changed.embed.group = group
-    if model.lm_head is not None:
-        _split(model.lm_head, mesh, 0)
-    changed.__class__, changed.group = _TensorParallelLlama, group
+        block.attention.__class__, block.mlp.__class__ = _SplitAttention, _SplitMLP
+        block.attention.mesh = block.mlp.mesh = mesh
+    changed.__class__, changed.mesh = _TensorParallelLlama, mesh
     return changed.to(mesh.device_type)  # type: ignore[no-any-return]
-
-
-def _linears(model: Llama) -> Iterator[tuple[str, Any]]:
-    for number, block in enumerate(model.blocks):
-        for name in ("attention.qkv", "attention.projection", "mlp.gate_up", "mlp.down"):
-            yield f"blocks.{number}.{name}", block.get_submodule(name)
-    if model.lm_head is not None:
-        yield "lm_head", model.lm_head
 
 
 def _split(layer: Any, mesh: DeviceMesh, dim: int, sections: tuple[int, ...] = ()) -> None:
@@ -311,7 +241,7 @@ def _split(layer: Any, mesh: DeviceMesh, dim: int, sections: tuple[int, ...] = (
     matrices = weight.detach().split(sections or weight.shape[0])
     local = torch.cat([matrix.chunk(size, dim)[rank] for matrix in matrices]).to(mesh.device_type, copy=True)
     layer.__class__ = _SplitEmbedding if isinstance(layer, nn.Embedding) else _SplitLinear
-    layer.sections = sections
+    layer.sections, layer.mesh = sections, mesh
     distributed = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False)
     layer._parameters["weight"] = nn.Parameter(distributed, requires_grad=weight.requires_grad)
     if isinstance(layer, nn.Embedding):
@@ -332,7 +262,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
         layer: Any = model.get_submodule(name.rpartition(".")[0])
         sections = getattr(layer, "sections", ())
         if sections:
-            size = dist.get_world_size(model.group)  # type: ignore[arg-type]  # set by tensor_parallel
+            size = layer.mesh.size()
             parts = [part.split([rows // size for rows in sections]) for part in whole.chunk(size)]
             whole = torch.cat([part[number] for number in range(len(sections)) for part in parts])
         if dist.get_rank() == 0:

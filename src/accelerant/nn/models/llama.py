@@ -233,6 +233,7 @@ class Llama(LanguageModel):
     """A Llama language model; `lm_head` is None if it is tied to `embed`, the embedding (vocab_size, width)."""
 
     _layout = LAYOUT
+    _layers: ClassVar[tuple[type, type]] = (LlamaAttention, GatedMLP)  # of which `decode` computes the same
     config: LlamaConfig
     blocks: Any  # an nn.ModuleList of LlamaBlock
     lm_head: Linear | None
@@ -259,16 +260,14 @@ class Llama(LanguageModel):
         head: nn.Module = self._head()
         if isinstance(head, LinearInt8):  # its weight is an integer matrix
             return ops.cross_entropy(self._logits(rows), targets.flatten().long())
-        assert isinstance(head.weight, Tensor)  # for the type checker
-        return ops.linear_cross_entropy(rows, head.weight.to(rows.dtype), targets.flatten().long())
+        return ops.linear_cross_entropy(rows, self._output_weight().to(rows.dtype), targets.flatten().long())
 
     # --- decoding (accelerant.nn.models.generation) ------------------------------------------------------------------
 
     def can_cache(self) -> bool:
         unmodified = type(self.norm) is RMSNorm and all(
             type(block) is LlamaBlock
-            and type(block.attention) is LlamaAttention
-            and type(block.mlp) is GatedMLP
+            and (type(block.attention), type(block.mlp)) == self._layers
             and type(block.norm_1) is type(block.norm_2) is RMSNorm
             for block in self.blocks
         )
@@ -321,6 +320,10 @@ class Llama(LanguageModel):
     def _head(self) -> Linear | nn.Embedding:
         """Return the module that holds the output layer's weight."""
         return self.embed if self.lm_head is None else self.lm_head
+
+    def _output_weight(self) -> Tensor:
+        """Return the output layer's weight, (vocab_size, width)."""
+        return self._head().weight
 
     def _logits(self, hidden: Tensor) -> Tensor:
         if self.lm_head is not None:

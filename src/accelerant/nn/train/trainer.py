@@ -59,6 +59,7 @@ from accelerant.nn.train.objective import Evaluation, Loss, Metric, Objective, a
 from accelerant.nn.train.optim import MakeOptimizer, learning_rate, make_optimizer
 from accelerant.nn.train.parallel import start_equal
 from accelerant.nn.train.step import LossScale, TrainStep, recomputed
+from accelerant.ops._library import is_distributed
 from accelerant.runtime import registry
 from accelerant.runtime.files import clipped
 from accelerant.runtime.ledger import ledger
@@ -668,6 +669,8 @@ class _Run:
         trainer, logger = self._trainer, logging.getLogger("torch._subclasses.fake_tensor")
         disabled, logger.disabled = logger.disabled, True  # the note below reports the error in one line
         try:
+            if any(map(is_distributed, trainer.model.parameters())):
+                raise UnsupportedCase("parameters are sharded")  # FSDP2 would keep what has no values
             batch = tuple(tensor.to(trainer.device) for tensor in self._source.example())
             predicted = predict_peak(trainer.model, *batch, call=trainer.loss_of, optimizer=trainer.optimizer)
         except Exception as error:  # noqa: BLE001  a model may do anything with tensors that have no values
