@@ -280,6 +280,7 @@ class _Transform:
 
 
 def _convert(code: _Kernel) -> None:
+    """Mask what is loaded from the stack, so that LLVM knows factors of 32 bits: one instruction instead of ten."""
     parts = BLOCK // code.lanes
     scratch = code.stack(code.pairs, 2 * parts * 64, align=64)
     rounded = code.stack(code.pairs, 2 * parts, align=64)
@@ -314,7 +315,10 @@ def _convert(code: _Kernel) -> None:
             word = code.word(numbers, 0)
             p, wide_p = code.everywhere(word), code.same(word)
             inverse, fused, rounding = (code.same(code.word(numbers, k)) for k in (1, 2, 3))
-            starts = [code.op("mul", code.load(code.pairs, rounded, k), rounding[0]) for k in range(2 * parts)]
+            starts = [
+                code.op("mul", code.op("and", code.load(code.pairs, rounded, k), _MASK), rounding[0])
+                for k in range(2 * parts)
+            ]
             totals = [code.variable(code.pairs, start) for start in starts]
             with code.when(code.compare("ne", "%fused", 0)):
                 row = code.sum_of(code.op("mul", polynomial, "%a_rows"), "%a_from", target)
@@ -324,7 +328,7 @@ def _convert(code: _Kernel) -> None:
                 factor = code.same(code.word(numbers, code.op("add", s, 4)))[0]
                 base = code.op("mul", s, 2 * parts)
                 for k, total in enumerate(totals):
-                    share = code.load(code.pairs, scratch, code.op("add", base, k))
+                    share = code.op("and", code.load(code.pairs, scratch, code.op("add", base, k)), _MASK)
                     total.set(code.op("add", total.get(), code.op("mul", share, factor)))
                 _keep_sometimes(code, totals, wide_p, s, 4)
             row = code.sum_of(code.op("mul", polynomial, "%z_rows"), "%z_from", target)
