@@ -115,13 +115,13 @@ class DeviceResidues(Residues):
         """Return the numbers as gmpy2's integers, copied to the host."""
         data = np.ascontiguousarray(self.space.store(self._product(self._modulus.unit, 0)._words), "<u4").tobytes()
         size, mpz = 4 * self._modulus.limbs, gmp().mpz
-        return [mpz(int.from_bytes(data[at : at + size], "little")) for at in range(0, len(data), size)]
+        return [mpz.from_bytes(data[at : at + size], "little") for at in range(0, len(data), size)]
 
     def take(self, indices: npt.NDArray[np.int64]) -> DeviceResidues:
         """Return the numbers at indices, (m,)."""
         if not len(indices):
             return DeviceResidues(self.space.load(np.zeros((0, self._modulus.limbs), _U32)), self._modulus)
-        return DeviceResidues(self.space.getitem(self._words, (indices,)), self._modulus)
+        return DeviceResidues(self.space.getitem(self._words, (np.array(indices),)), self._modulus)
 
     def joined(self, other: Residues) -> DeviceResidues:
         """Append other numbers."""
@@ -165,5 +165,5 @@ class DeviceResidues(Residues):
 
 
 def _words(values: Iterable[Any], limbs: int) -> npt.NDArray[Any]:
-    data = b"".join(int(value).to_bytes(4 * limbs, "little") for value in values)
+    data = b"".join(value.to_bytes(4 * limbs, "little") for value in values)
     return np.frombuffer(data, "<u4").astype(np.uint32).reshape(-1, limbs)

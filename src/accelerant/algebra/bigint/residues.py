@@ -138,24 +138,23 @@ class FixedBase:
     """Powers of one base from a table of base^(d 256^i): one product for each byte of the exponent.
 
     Look-ups depend on the exponent (`power_vartime`): an observer of the processor's caches may learn of it. The table
-    has 256 numbers for each byte of the largest exponent: 16 MiB for 1024 bits and a modulus of 4096.
+    has 256 numbers for each byte of an exponent: 16 MiB for 1024 bits and a modulus of 4096. `bits` is a multiple of 8.
 
     Source: Brickell, Gordon, McCurley and Wilson 1992, EUROCRYPT '92, LNCS 658.
     """
 
     def __init__(self, base: int, modulus: int, bits: int, space: MemorySpace = HOST) -> None:
         n, table = gmp().mpz(modulus), list[Any]()
-        self._bytes, step = -(-bits // 8), gmp().mpz(base)
+        self._bytes, step = bits // 8, gmp().mpz(base)
         for _ in range(self._bytes):
             row = list(itertools.accumulate(itertools.repeat(step, 256), lambda a, b: a * b % n))
             table += [gmp().mpz(1), *row[:-1]]
             step = row[-1]
         self._table = residues_of(table, modulus, space)
 
-    def power_vartime(self, exponents: Sequence[int]) -> Residues:
-        """Return the base to each exponent, from 0 to below 2^bits."""
-        data = b"".join(int(each).to_bytes(self._bytes, "little") for each in exponents)
-        digits = np.frombuffer(data, np.uint8).reshape(len(exponents), self._bytes).astype(np.int64)
+    def power_vartime(self, exponents: bytes) -> Residues:
+        """Return the base to each exponent, which has bits / 8 bytes, the least significant first."""
+        digits = np.frombuffer(exponents, np.uint8).reshape(-1, self._bytes).astype(np.int64)
         found = self._table.take(digits[:, 0])
         for i in range(1, self._bytes):
             found = found.times(self._table.take(digits[:, i] + 256 * i))

@@ -45,7 +45,7 @@ class HeSuite(Suite):
 
     bits: tuple[str, ...] = option(("2048", "3072"), "Sizes of Paillier's keys, in bits.", comma=True, same=True)
     slots: tuple[str, ...] = option(("8192",), "Slots of BFV's ciphertexts.", comma=True, same=True)
-    values: int | None = option(None, "Values of a call: by default 32 on a CPU, 8192 on a GPU.", min=1)
+    values: int | None = option(None, "Values of a call: by default 32 on a CPU, 16384 on a GPU.", min=1)
     budget_s: float = option(0.3, "Seconds of calls behind each figure.", min=0.0, same=True)
 
     def resolve(self, device: ComputeDevice) -> Self:
@@ -65,7 +65,7 @@ class HeSuite(Suite):
         return paillier + bfv
 
     def _measure(self, bits: int, run: SuiteRun) -> None:
-        count = self.values or (8192 if run.gpu else 32)
+        count = self.values or (16384 if run.gpu else 32)
         for op, runner, call, read in _calls(bits, count, run):
             run.progress(f"{op}, {bits} bits: {runner}")
             wanted = [2 * i if op == "add" else i for i in range(min(count, 32))]

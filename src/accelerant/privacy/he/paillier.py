@@ -237,8 +237,8 @@ class PublicKey:
             return residues_of(values, self.n_square, space).power([self.n])
         if not self.blum:
             raise ConfigError("fast=True needs a key whose maker states that its primes are 3 mod 4, as keygen() does")
-        bits = -(-self.n.bit_length() // 2)
-        return self._base(space, bits).power_vartime([secrets.randbits(bits) for _ in range(count)])
+        size = -(-self.n.bit_length() // 16)
+        return self._base(space, 8 * size).power_vartime(secrets.token_bytes(size * count))
 
     @functools.lru_cache(maxsize=4)  # noqa: B019 - keys are few, and a table belongs to its key
     def _base(self, space: MemorySpace, bits: int) -> FixedBase:
