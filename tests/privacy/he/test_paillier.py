@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import stat
+import sys
 import types
 
 import numpy as np
@@ -395,10 +396,22 @@ def test_batches_answer_in_kind(keys, monkeypatch):
             return self.values
 
     Foreign.__module__ = "cupy.core"
-    monkeypatch.setitem(__import__("sys").modules, "cupy", types.SimpleNamespace(asarray=Foreign))
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(asarray=Foreign))
     back = private.decrypt(public.encrypt(Foreign(array)))
     assert isinstance(back, Foreign)
     assert back.values.tolist() == array.tolist()
+
+
+def test_a_message_may_name_a_library_that_is_not_here(keys, monkeypatch):
+    public, private = keys
+    data = public.encrypt(np.ones(2, np.float32)).to_bytes()
+    for kind, name in ((2, "cupy"), (3, "jax")):
+        monkeypatch.setitem(sys.modules, name, None)
+        received = EncryptedTensor.from_bytes(data[:41] + bytes([kind]) + data[42:], public)
+        with pytest.raises(UnsupportedCase, match=f"of {name}, which is not installed here"):
+            private.decrypt(received)
+    with pytest.raises(ConfigError, match="'torch' or 'numpy', got 'jax'"):
+        public.from_ints(1, kind="jax")
 
 
 def test_names():

@@ -5,8 +5,8 @@ A message begins with six letters for its scheme, one for its kind, and a versio
 
 from __future__ import annotations
 
+import importlib
 import secrets
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from accelerant.errors import ConfigError, FormatError, MissingDependency, UnsupportedDtype
+from accelerant.errors import ConfigError, FormatError, MissingDependency, UnsupportedCase, UnsupportedDtype
 from accelerant.runtime.files import AtomicFile
 from accelerant.runtime.host import refuse_masked
 
@@ -138,9 +138,12 @@ def in_kind(array: npt.NDArray[Any], origin: Origin) -> Any:
         return array
     if origin.kind == "torch":
         return torch.from_numpy(array).to(origin.device, getattr(torch, origin.dtype))
+    try:  # a message may name a library that this process has not loaded
+        library = importlib.import_module(origin.kind)
+    except ImportError:
+        raise UnsupportedCase(f"the tensor was an array of {origin.kind}, which is not installed here") from None
     if origin.kind == "cupy":
-        return sys.modules["cupy"].asarray(array)
-    jax = sys.modules["jax"]
-    if array.dtype.itemsize == 8 and not jax.config.jax_enable_x64:
+        return library.asarray(array)
+    if array.dtype.itemsize == 8 and not library.config.jax_enable_x64:
         raise UnsupportedDtype(f"JAX holds {origin.dtype} only after jax.config.update('jax_enable_x64', True)")
-    return jax.numpy.asarray(array, dtype=origin.dtype)
+    return library.numpy.asarray(array, dtype=origin.dtype)

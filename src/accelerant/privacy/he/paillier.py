@@ -51,7 +51,7 @@ from accelerant.errors import (
     ShapeError,
     UnsupportedCase,
     UnsupportedDtype,
-)  # fmt: skip
+)
 from accelerant.privacy.he.messages import (
     KINDS,
     Origin,
@@ -61,7 +61,7 @@ from accelerant.privacy.he.messages import (
     open_box,
     sealed,
     write_private,
-)  # fmt: skip
+)
 from accelerant.runtime.files import read_regular
 
 __all__ = ["EncryptedTensor", "PrivateKey", "PublicKey", "keygen"]
@@ -97,8 +97,9 @@ def keygen(bits: int = 3072, *, insecure: bool = False) -> tuple[PublicKey, Priv
         ConfigError: another number of bits.
         MissingDependency: cryptography or gmpy2 is not installed (extra `privacy`).
     """
-    _check_bits(bits, 1024 if insecure else BITS_LEAST)
-    gmpy2 = gmp()
+    least, gmpy2 = 1024 if insecure else BITS_LEAST, gmp()
+    if bits % 2 or not least <= bits <= BITS_MOST:
+        raise ConfigError(f"a Paillier key has an even number of bits from {least} to {BITS_MOST}, got {bits}")
     try:
         from cryptography.hazmat.primitives.asymmetric import rsa
     except ImportError:
@@ -114,11 +115,6 @@ def keygen(bits: int = 3072, *, insecure: bool = False) -> tuple[PublicKey, Priv
                     return private.public, private
             if p % 4 == 3:
                 kept.append(p)
-
-
-def _check_bits(bits: int, least: int) -> None:
-    if bits % 2 or not least <= bits <= BITS_MOST:
-        raise ConfigError(f"a Paillier key has an even number of bits from {least} to {BITS_MOST}, got {bits}")
 
 
 class PublicKey:
@@ -263,10 +259,11 @@ class PublicKey:
         numbers = [_integer(value) for value in array.ravel().tolist()]
         self._check_ciphertexts(numbers)
         dtype = dtype or ("float64" if exponent else "int64")
-        origin = Origin(kind, dtype)
+        if kind not in ("torch", "numpy"):
+            raise ConfigError(f"kind is 'torch' or 'numpy', got {kind!r}")
         exponent, bound = _scale(dtype, exponent, limit, False)
         cipher = residues_of(numbers, self.n_square, space_at(device))
-        return EncryptedTensor(self, cipher, array.shape, exponent, min(bound, self.max_int), origin)
+        return EncryptedTensor(self, cipher, array.shape, exponent, min(bound, self.max_int), Origin(kind, dtype))
 
     def _check_ciphertexts(self, numbers: Sequence[Any]) -> None:
         for i, number in enumerate(numbers):
