@@ -149,6 +149,13 @@ def test_noise_and_its_charge():
     assert encoding.std > 1000 * encoding.step
 
 
+def test_a_sparse_graph_charges_its_probability_to_fail():
+    setup = mpc.SecureAggregation(24, 16, 10, max_norm=1.0, noise_multiplier=1.0, neighbours="auto")
+    assert setup.encoding.least == 9
+    assert 2.0**-40 <= setup.encoding.delta <= 2.0**-39
+    assert mpc.SecureAggregation(24, 16, 10, max_norm=1.0, noise_multiplier=1.0).encoding.delta < 2.0**-40
+
+
 def test_a_budget_ends_the_round_before_anything_is_unmasked():
     party = Party(clip=None, step=None, max_norm=1.0, noise_multiplier=1.0)
     ledger = Ledger(unit="client", budget=Budget(epsilon=1.0, delta=1e-5))

@@ -30,11 +30,13 @@ if TYPE_CHECKING:
     from accelerant.privacy.mpc.secagg.setup import SecureAggregation
 
 __all__ = [
-    "SECRET_BYTES", "SHARE_BYTES", "Client", "combined_shares", "derived", "mask_seed", "survivors_digest",
+    "SEALED_BYTES", "SECRET_BYTES", "SHARE_BYTES", "Client", "combined_shares", "derived", "mask_seed",
+    "survivors_digest",
 ]  # fmt: skip
 
 SECRET_BYTES = 35  # a secret of 32 in whole field elements of 7 bytes each
 SHARE_BYTES = 40  # 5 field elements
+SEALED_BYTES = 2 * SHARE_BYTES + 16  # the shares that a client sends to another, encrypted
 _P = ParamSpec("_P")
 
 
@@ -239,7 +241,7 @@ class Client:
             raise ProtocolError("a signature of one that is no survivor")
         digest = survivors_digest(state.survivors)
         for each, signature in signatures.items():
-            signed = messages.signed_part(messages.CONSISTENCY, state.context, each, digest)
+            signed = messages.pack_message(messages.CONSISTENCY, state.context, each, digest)
             messages.check_signature(self._verification_keys, each, signed, signature)
         alive = set(state.survivors)
         seeds = {owner: shares[0] for owner, shares in state.held.items() if owner in alive}

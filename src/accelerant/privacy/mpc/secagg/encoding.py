@@ -117,10 +117,13 @@ def wrapped(x: Tensor) -> Tensor:
 
 
 def make_encoding(
-    clients: int, least: int, size: int, clip: float | None, max_norm: float | None, noise_multiplier: float,
-    step: float | None, max_weight: int,
+    clients: int, least: int, fails: float, size: int, clip: float | None, max_norm: float | None,
+    noise_multiplier: float, step: float | None, max_weight: int,
 ) -> Encoding:  # fmt: skip
-    """Return the encoding of SecureAggregation's settings; ConfigError where a sum may not fit."""
+    """Return the encoding of SecureAggregation's settings; ConfigError where a sum may not fit.
+
+    `fails` bounds the probability that a sum with the noise of fewer than `least` clients is unmasked: part of delta.
+    """
     bound = max_norm if clip is None else clip if max_norm is None else min(clip, max_norm)
     if bound is None:
         raise ConfigError("give clip, the largest magnitude of an element, or max_norm, the L2 norm of an update")
@@ -156,7 +159,7 @@ def make_encoding(
         raise ConfigError(f"noise of {std / step:.3g} steps for each client is too narrow: take a smaller step or clip")
     delta = 0.0
     if std:
-        delta = clients * charge(std, step, size).delta
+        delta = fails + clients * charge(std, step, size).delta
         delta += 2 * size * (clients - 1) * log_ratio(float(Fraction(std) / Fraction(step)) / math.sqrt(2))
         delta = min(1.0, 2.0 ** math.ceil(math.log2(delta))) if delta else 0.0
     return Encoding(size, bound, max_norm, step, std, least, float(noise_multiplier), delta, max_weight)

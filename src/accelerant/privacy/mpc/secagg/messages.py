@@ -20,7 +20,7 @@ from accelerant.errors import FormatError, MissingDependency, ProtocolError
 
 __all__ = [
     "ADVERTISE", "CONSISTENCY", "MASK", "SHARE", "STAGES", "UNMASK", "Reader", "check_signature", "crypto",
-    "pack_ids", "pack_pieces", "pack_server", "pack_signed", "read_client", "read_server", "signed_part",
+    "pack_ids", "pack_message", "pack_pieces", "pack_signed", "read_client", "read_server",
 ]  # fmt: skip
 
 ADVERTISE, SHARE, MASK, CONSISTENCY, UNMASK = range(5)
@@ -90,19 +90,14 @@ def pack_pieces(pieces: Mapping[int, bytes]) -> bytes:
     return pack_ids(pieces) + b"".join(held)
 
 
-def pack_server(stage: int, context: bytes, client: int, body: bytes) -> bytes:
-    """Return the server's message to a client."""
-    return _HEAD.pack(_MAGIC, _VERSION, stage, context, client) + body
-
-
-def signed_part(stage: int, context: bytes, client: int, body: bytes) -> bytes:
-    """Return what a client signs: its message without the signature."""
+def pack_message(stage: int, context: bytes, client: int, body: bytes) -> bytes:
+    """Return the server's message to a client, or a client's without its signature."""
     return _HEAD.pack(_MAGIC, _VERSION, stage, context, client) + body
 
 
 def pack_signed(stage: int, context: bytes, client: int, body: bytes, sign: Callable[[bytes], bytes]) -> bytes:
     """Return a client's message."""
-    part = signed_part(stage, context, client, body)
+    part = pack_message(stage, context, client, body)
     return part + sign(part)
 
 

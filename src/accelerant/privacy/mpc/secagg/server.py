@@ -14,7 +14,7 @@ from torch import Tensor
 from accelerant.errors import AccelerantError, ProtocolError
 from accelerant.privacy.dp.noise.noisy_sum import require_clipped_unit
 from accelerant.privacy.mpc.secagg import messages
-from accelerant.privacy.mpc.secagg.client import SHARE_BYTES, combined_shares, mask_seed, survivors_digest
+from accelerant.privacy.mpc.secagg.client import SEALED_BYTES, SHARE_BYTES, combined_shares, mask_seed, survivors_digest
 from accelerant.privacy.mpc.secagg.encoding import wrapped
 from accelerant.privacy.mpc.secagg.masks import SignedSeed, mask_sums
 from accelerant.privacy.mpc.secagg.messages import STAGES, Reader, crypto
@@ -145,7 +145,7 @@ class Server:
         self._stage += 1
         if self._stage < len(STAGES):
             self._received = {}
-        packed = {each: messages.pack_server(self._stage, self._context, each, body) for each, body in answers.items()}
+        packed = {each: messages.pack_message(self._stage, self._context, each, body) for each, body in answers.items()}
         report = self.stages[name]
         report.bytes_down += sum(map(len, packed.values()))
         report.server_s += time.perf_counter() - began
@@ -196,6 +196,8 @@ class Server:
             reader.end()
             if not set(sealed) <= set(self.alive) - {sender} or len(sealed) != self.setup.degree(len(self.alive)):
                 raise ProtocolError(f"client {sender} did not draw {self.setup.degree(len(self.alive))} other members")
+            if any(len(each) != SEALED_BYTES for each in sealed.values()):
+                raise ProtocolError(f"encrypted shares of client {sender} do not have {SEALED_BYTES} bytes")
             return sealed
         seeds, keys = reader.pieces(), reader.pieces()
         reader.end()

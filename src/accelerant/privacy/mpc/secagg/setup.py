@@ -135,8 +135,9 @@ class SecureAggregation:
     def encoding(self) -> Encoding:
         """The map between updates and integers modulo 2^32."""
         honest = self.threshold - self.colluders
+        fails = 0.0 if self.neighbours is None else 2.0**SECURITY
         return make_encoding(
-            self.clients, honest if self.neighbours is None else honest // 2 + 1, self.size, self.clip, self.max_norm,
+            self.clients, honest // 2 + 1 if fails else honest, fails, self.size, self.clip, self.max_norm,
             self.noise_multiplier, self.step, self.max_weight,
         )  # fmt: skip
 
