@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
 
 from accelerant.errors import AccelerantError, ConfigError, MissingDependency
-from accelerant.runtime.host import python_child, set_usable_cores, usable_cores
+from accelerant.runtime.host import fork_safe, python_child, set_usable_cores, usable_cores
 
 __all__ = ["Engine", "Outcome", "Prepare", "engine_of", "run_jobs"]
 
@@ -225,7 +225,7 @@ def _serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent ends this one
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what the function prints
-    lock = threading.Lock()
+    lock = fork_safe(threading.Lock())
 
     def send(reply: _Reply) -> None:
         with lock, contextlib.suppress(BrokenPipeError):  # the parent is gone
