@@ -11,6 +11,7 @@ from problems import Dense, spiral
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from accelerant.cli.launch import joined
+from accelerant.errors import OutOfMemory
 from accelerant.nn.train import Callback, TrainConfig, fit
 
 
@@ -44,3 +45,19 @@ def _elastic(folder, steps):
     with joined(torch.device("cpu")):
         Path(f"{folder}-{dist.get_rank()}.pid").write_text(str(os.getpid()))
         train(dist.get_rank(), folder, steps, [Slow()])
+
+
+class Full(Callback):
+    """Has no memory for step 3, in rank 1."""
+
+    def before_step(self, trainer, step):
+        if dist.get_rank() == 1 and step == 2:
+            raise MemoryError("none left")
+
+
+def out_of_memory(rank, folder):
+    """The error of each process when one of them is out of memory."""
+    try:
+        train(rank, folder, 9, [Full()])
+    except OutOfMemory as error:
+        return str(error)

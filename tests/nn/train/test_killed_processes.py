@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from killed_worker import elastic, train
+from killed_worker import elastic, out_of_memory, train
 from parallel_workers import launch
 
 import soak
@@ -63,7 +63,7 @@ def kill_one(launcher, folder, rng):
 @pytest.mark.search(150)
 def test_training_goes_on_from_the_last_checkpoint_to_the_same_bits(tmp_path, rng, record_property):
     straight, folder = tmp_path / "straight", tmp_path / "killed"
-    assert launch(train, tmp_path / "meeting", str(straight), STEPS) == [None] * PROCESSES
+    assert launch(train, tmp_path / "meeting", str(straight), STEPS, processes=PROCESSES) == [None] * PROCESSES
     launcher = started(folder)
     met = sum(kill_one(launcher, folder, rng) for _ in range(KILLS))
     record_property("kills", met)
@@ -80,3 +80,10 @@ def test_training_goes_on_from_the_last_checkpoint_to_the_same_bits(tmp_path, rn
     assert all(torch.equal(found[name], wanted[name]) for name in wanted if "random." not in name)
     assert len(list(folder.glob("checkpoint-shards-*"))) == 2
     assert not [path.name for path in folder.iterdir() if ".tmp" in path.name]
+
+
+def test_out_of_memory_in_one_process_is_the_error_of_all(tmp_path):
+    first, second = launch(out_of_memory, tmp_path / "meeting", str(tmp_path / "out"))
+    assert second.startswith("12 rows at a time do not fit the device: raise accumulate")
+    assert "none left" in second
+    assert first == f"rank 1: {second}"
