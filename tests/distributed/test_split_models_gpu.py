@@ -27,7 +27,7 @@ def mesh():
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_ring_attention_has_the_bits_of_the_op(mesh, causal):
+def test_ring_attention_equals_the_op(mesh, causal):
     q, k, v = (torch.randn(2, heads, 256, 64, device="cuda", dtype=torch.bfloat16) for heads in (8, 4, 4))
     results = []
     for attend in (
