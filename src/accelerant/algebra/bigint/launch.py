@@ -70,16 +70,18 @@ class _Modulus:
         numbers = (self.value, radix % self.value, radix * radix % self.value, gmp().mpz(1))
         self.words, self.one, self.square, self.unit = (space.load(_words([x], self.limbs)) for x in numbers)
 
+    def per_block(self, count: int) -> int:
+        """Return the groups of a block; those of several lanes fill whole warps, which their shuffles name."""
+        return min(BLOCK, count if self.lanes == 1 else -(-count * self.lanes // 32) * 32) // self.lanes
+
     def groups(self, count: int) -> int:
         """Return the groups of threads of a launch: at least one for each number."""
-        most = BLOCK // self.lanes
-        return count if count < most else -(-count // most) * most
+        return -(-count // self.per_block(count)) * self.per_block(count)
 
     def launch(self, entry: str, arrays: tuple[Any, ...], scalars: tuple[int, ...], count: int) -> None:
         """Launch an entry for some numbers, at least one."""
-        per_block = min(count, BLOCK // self.lanes)
-        blocks, source = self.groups(count) // per_block, kernel_source(self.limbs, self.lanes)
-        launch(self.space, source, entry, blocks, per_block * self.lanes, arrays, *scalars, count)
+        blocks, threads = self.groups(count) // self.per_block(count), self.per_block(count) * self.lanes
+        launch(self.space, kernel_source(self.limbs, self.lanes), entry, blocks, threads, arrays, *scalars, count)
 
     def record(self, op: str, count: int, products: int) -> OpRecord:
         case = f"{count} of {32 * self.limbs} bits"
