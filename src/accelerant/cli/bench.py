@@ -44,6 +44,7 @@ _SUITES = {
     "he": "accelerant.bench.suites.he:HeSuite",
     "secagg": "accelerant.bench.suites.secagg:SecaggSuite",
     "user": "accelerant.bench.suites.user:UserSuite",
+    "scale": "accelerant.bench.suites.scale:ScaleSuite",
 }
 """Command -> module and class; a suite imports torch, so it is loaded when its command runs."""
 
