@@ -69,7 +69,7 @@ def test_shapes(small):
     assert private.decrypt(short + public.encrypt([[1], [2]])).tolist() == [[6, -6], [7, -6]]
     assert private.decrypt(short.rotate(1))[:2].tolist() == [-6, 0]
     assert private.decrypt(public.encrypt(np.zeros((0, 3), int))).shape == (0, 3)
-    assert "5" not in repr(short).split("PublicKey")[0].replace("65537", "")
+    assert repr(short).startswith("Ciphertext((2,), about 15")
 
 
 def test_two_encryptions_differ(small):

@@ -207,7 +207,7 @@ class Scheme:
     @property
     def fresh_bits(self) -> float:
         """Return that of a new ciphertext: 7 standard deviations, each 3.24 sqrt(4 n / 3 + 1), of e0 u + e1 + e2 s."""
-        return math.log2(self.q / self.t) - 1 - math.log2(7 * 3.24 * math.sqrt(4 * self.n / 3 + 1) + self.t)
+        return math.log2(self.q / self.t) - 1 - math.log2(7 * 3.24 * math.sqrt(4 * self.n / 3 + 1))
 
     @property
     def switched_bits(self) -> float:
