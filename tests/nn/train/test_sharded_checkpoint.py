@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 import torch
@@ -9,7 +10,15 @@ import torch.distributed as dist
 from checkpoint_workers import CPU, both, launch, loading, made, saving
 
 from accelerant.errors import FormatError
-from accelerant.nn.train.checkpoint import Checkpoints, gathered, load_checkpoint, restored, save_checkpoint
+from accelerant.nn.train.checkpoint import (
+    Checkpoints,
+    gathered,
+    load_checkpoint,
+    restored,
+    save_checkpoint,
+    write_tensors,
+)
+from accelerant.nn.train.sharded_checkpoint import ShardSaver, load_shards
 
 pytestmark = [
     pytest.mark.slow,  # each process imports torch
@@ -128,3 +137,26 @@ def _metadata(path):
 
     with safe_open(path, framework="pt") as file:
         return file.metadata()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_is_written_is_what_was_there_at_the_start(tmp_path, device, monkeypatch):
+    """On a GPU through pinned memory, which the second checkpoint uses again."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        saver, listed = ShardSaver(write_tensors, pinned=device == "cuda"), []
+        tensors = {"model.w": torch.randn(300, 400, device=device), "model.tied": torch.ones(3, device=device)}
+        tensors["model.again"] = tensors["model.tied"]
+        for step in (1, 2):
+            kept = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
+            saver.start(tmp_path / f"checkpoint-shards-{step}", tensors, listed.append)
+            for tensor in tensors.values():
+                tensor.add_(1)
+            assert saver.finished(wait=True)
+            path = tmp_path / "checkpoint.safetensors"
+            listed[-1].verify(path)
+            found = load_shards(path, listed[-1], dict(zip(kept, kept, strict=True)), {})
+            assert all(torch.equal(found[name], tensor) for name, tensor in kept.items())
+    finally:
+        dist.destroy_process_group()

@@ -188,7 +188,8 @@ def require_space(folder: Path, parameters: int) -> None:
 
     They are three checkpoints, one of them being written, with two moments for each parameter. Those that exist count.
     """
-    present = sum(path.stat().st_size for name in Checkpoints.NAMES if (path := folder / name).is_file())
+    files = (*(folder / name for name in Checkpoints.NAMES), *folder.glob(f"{Checkpoints.SHARDS}/*"))
+    present = sum(path.stat().st_size for path in files if path.is_file())
     needed = 3 * 3 * 4 * parameters + _RESULT_BYTES - present
     nearest = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     disk = shutil.disk_usage(nearest)
