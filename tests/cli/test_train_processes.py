@@ -168,11 +168,33 @@ def test_a_restart_continues_the_same_run_alone(monkeypatch, tmp_path):
     assert not _restarted(tmp_path, run)
 
 
+def check_interrupted(out, output):
+    stopped = re.fullmatch(
+        r"Stopped after step (\d+) of 2400; a checkpoint is written\.\n"
+        rf"Continue with:  accelerant train --resume {out}\n",
+        output,
+    )
+    assert stopped, output
+    assert len(losses(out)) == int(stopped[1])
+    assert (out / "checkpoint.safetensors").is_file()
+    assert not (out / "checkpoint-previous.safetensors").exists()
+
+
 @gloo
 @pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="signals of a launcher")
+@pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_ctrl_c_writes_one_checkpoint_and_ends_with_130(text, tmp_path):
-    """Of the launcher, which passes it on."""
+    out = tmp_path / "run"
+    line = ["train", text, "--device", "cpu", "--out", out]
+    (first, output, errors), (second, *silent) = commands([line, line], interrupt=out / "metrics.jsonl")
+    assert (first, second, *silent) == (130, 130, "", ""), errors
+    check_interrupted(out, output)
+
+
+@gloo
+@pytest.mark.soak  # four times the CPU time of the one above
+@pytest.mark.skipif(os.name != "posix", reason="signals of a launcher")
+def test_the_launcher_passes_ctrl_c_on(text, tmp_path):
     out = tmp_path / "run"
     path = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
@@ -190,13 +212,5 @@ def test_ctrl_c_writes_one_checkpoint_and_ends_with_130(text, tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130, errors
-    stopped = re.fullmatch(
-        r"Stopped after step (\d+) of 2400; a checkpoint is written\.\n"
-        rf"Continue with:  accelerant train --resume {out}\n",
-        output,
-    )
-    assert stopped, output
-    assert len(losses(out)) == int(stopped[1])
-    assert (out / "checkpoint.safetensors").is_file()
-    assert not (out / "checkpoint-previous.safetensors").exists()
+    check_interrupted(out, output)
     assert "Traceback" not in errors

@@ -6,8 +6,10 @@ import contextlib
 import io
 import multiprocessing
 import os
+import signal
 import socket
 import sys
+import time
 
 import torch
 
@@ -19,8 +21,11 @@ def small():
     PRESETS["tiny"] = PRESETS["tiny"].replaced(validation_tokens=1024, sample_tokens=8)
 
 
-def commands(lines, change=None):
-    """Run a command line in each process; return status, output and errors of each. They are forked by one server."""
+def commands(lines, change=None, interrupt=None):
+    """Run a command line in each process; return status, output and errors of each. They are forked by one server.
+
+    Each gets SIGINT when the file `interrupt` has something in it.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "accelerant.nn.train.job", "accelerant.cli.train", __name__])
     with socket.socket() as free:
@@ -34,6 +39,13 @@ def commands(lines, change=None):
     for each in started:
         each.start()
     try:
+        until = time.monotonic() + 100
+        while interrupt is not None and time.monotonic() < until:
+            if interrupt.exists() and interrupt.stat().st_size:
+                for each in started:
+                    os.kill(each.pid, signal.SIGINT)
+                break
+            time.sleep(0.05)
         found = dict(queue.get(timeout=100) for _ in started)  # a limit for processes that hang, on a loaded machine
     finally:
         for each in started:
