@@ -220,9 +220,10 @@ def test_nan_and_infinity_are_kept(interpret, monkeypatch):
         args[0] = SPECIAL
         if name in POSITIVE:
             continue
-        expected, got = tupled(CASES[name](*args)), tupled(acl.fuse(CASES[name])(*args))
+        exact = [each.double() for each in args]  # gelu of oneDNN in float32 is nan at infinity
+        expected, got = tupled(CASES[name](*exact)), tupled(acl.fuse(CASES[name])(*args))
         for y, wanted in zip(got, expected, strict=True):
-            assert torch.allclose(y, wanted, rtol=2e-5, atol=1e-6, equal_nan=True), name
+            assert torch.allclose(y, wanted.float(), rtol=2e-5, atol=1e-6, equal_nan=True), name
 
 
 def test_broadcasting_of_leading_dimensions():

@@ -36,7 +36,7 @@ def test_ours_beside_plain_pytorch(tmp_path, capsys):
     ("arguments", "words"),
     [
         (["--against", "jax"], "no peer 'jax'; there are torch, compile"),
-        (["--batch", "0"], "equal to 1"),
+        (["--batch", "0"], "0 is not in the range x>=1"),
     ],
 )
 def test_wrong_usage(arguments, words, capsys):

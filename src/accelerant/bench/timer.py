@@ -54,7 +54,8 @@ class Timing:
         several = samples if len(samples) > 1 else [*samples] * 2
         cuts, middle = statistics.quantiles(several, n=10, method="inclusive"), statistics.median(samples)
         kept = tuple(float(f"{sample:.4g}") for sample in samples)
-        return cls(cuts[1], middle, cuts[7], len(samples), kept, middle if wall else None)
+        low, high = min(cuts[1], middle), max(cuts[7], middle)  # interpolation rounds
+        return cls(low, middle, high, len(samples), kept, middle if wall else None)
 
     def over(self, other: Timing) -> Timing:
         """Return the ratio of this timing to another one, its spread from the extremes of both."""

@@ -333,8 +333,9 @@ class Checkpoints:
 
 def _shards_of(path: Path) -> str | None:
     """Return the name of the folder of a checkpoint's shards; None for one of a single process."""
+    metadata = _read(path, "checkpoint", tensors=False)[1]
     try:
-        document = decode_json(_read(path, "checkpoint", tensors=False)[1].get("document", ""))
+        document = decode_json(metadata.get("document", ""))
         return typed(str, document["shards"]["folder"], "folder") if "shards" in document else None
     except (ValueError, TypeError, KeyError) as error:
         raise FormatError(f"checkpoint {path} is damaged: {error}") from None
