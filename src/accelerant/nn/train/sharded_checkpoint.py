@@ -189,6 +189,13 @@ class _Writer(FileSystemWriter):
         self._commit(Shards(self._folder.name, files, tensors))
 
 
+class _KeptStager(DefaultStager):
+    """A stager of many checkpoints: torch 2.11 closes the one that it was given after the first."""
+
+    def close(self) -> None:
+        """Keep the memory for the next checkpoint."""
+
+
 class ShardSaver:
     """Writes one checkpoint after the other in the background.
 
@@ -203,7 +210,7 @@ class ShardSaver:
     def __init__(self, write: Callable[..., None], *, pinned: bool) -> None:
         self._write = write
         self._group = distributed.new_group(backend="gloo")
-        self._stager = DefaultStager(
+        self._stager = _KeptStager(
             StagingOptions(
                 use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=pinned
             )
