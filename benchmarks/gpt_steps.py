@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from accelerant.bench.ceilings import threads_text
+from accelerant.bench.plain_models import PlainGPT
 from accelerant.bench.suites.model import TokenBatches, step_flops, step_times
 from accelerant.errors import AccelerantError
 from accelerant.nn import GPT, GPTConfig
@@ -69,75 +69,6 @@ def cpu_step_ms(step_of: Callable[[GPTConfig], Step], config: GPTConfig, batch: 
     each = (times[1] - times[0]) / (_MORE - _FEW)
     note = f"float32, {threads_text()}, extrapolated from {_FEW} and {_MORE} tokens"
     return times[1] + each * (batch * config.context - _MORE), note
-
-
-class PlainGPT(nn.Module):
-    """GPT-2 as one writes it in plain PyTorch.
-
-    Names and order of the parameters are those of nn.GPT, so that a state_dict fits both.
-
-    Args:
-        per_example: look positions up for each example, as Opacus requires; else once for the batch.
-    """
-
-    def __init__(self, config: GPTConfig, *, per_example: bool = False) -> None:
-        super().__init__()
-        self.config, self.per_example = config, per_example
-        width, bias = config.width, config.bias
-        self.wte = nn.Embedding(config.padded_vocab_size, width)
-        self.wpe = nn.Embedding(config.context, width)
-        self.blocks = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "norm_1": nn.LayerNorm(width, eps=config.eps, bias=bias),
-                    "attention": nn.ModuleDict(
-                        {"qkv": nn.Linear(width, 3 * width, bias), "projection": nn.Linear(width, width, bias)}
-                    ),
-                    "norm_2": nn.LayerNorm(width, eps=config.eps, bias=bias),
-                    "mlp": nn.ModuleDict(
-                        {"up": nn.Linear(width, 4 * width, bias), "down": nn.Linear(4 * width, width, bias)}
-                    ),
-                }
-            )
-            for _ in range(config.layers)
-        )
-        self.norm = nn.LayerNorm(width, eps=config.eps, bias=bias)
-        self.lm_head = None if config.tied else nn.Linear(width, config.padded_vocab_size, bias=False)
-
-    @classmethod
-    def like(cls, model: GPT, *, per_example: bool = False) -> PlainGPT:
-        """Return a plain model with the weights of one of ours, on its device."""
-        plain = cls(model.config, per_example=per_example).to(model.wte.weight.device)
-        with torch.no_grad():
-            for to, parameter in zip(plain.parameters(), model.parameters(), strict=True):
-                to.copy_(parameter)
-        return plain
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits (B, T, vocabulary) of tokens (B, T)."""
-        B, T = tokens.shape
-        positions = torch.arange(T, device=tokens.device)
-        x = self.wte(tokens) + self.wpe(positions.repeat(B, 1) if self.per_example else positions)
-        for block in self.blocks:
-            assert isinstance(block, nn.ModuleDict)  # for the type checker: ModuleList is untyped
-            attention, mlp = block["attention"], block["mlp"]
-            assert isinstance(attention, nn.ModuleDict) and isinstance(mlp, nn.ModuleDict)  # noqa: PT018  as above
-            qkv = attention["qkv"](block["norm_1"](x)).view(B, T, 3, self.config.heads, -1)
-            q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + attention["projection"](mixed.transpose(1, 2).reshape(B, T, -1))
-            hidden = functional.gelu(mlp["up"](block["norm_2"](x)), approximate="tanh")
-            x = x + mlp["down"](hidden)
-        x = self.norm(x)
-        y: Tensor = functional.linear(x, self.wte.weight) if self.lm_head is None else self.lm_head(x)
-        return y[..., : self.config.vocab_size]
-
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return the mean cross entropy of targets (B, T), or the logits without targets."""
-        logits = self.logits(tokens)
-        if targets is None:
-            return logits
-        return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def parameter_groups(model: nn.Module, decay: float = WEIGHT_DECAY) -> list[dict[str, Any]]:

@@ -1,15 +1,19 @@
-"""The cost model of several processes, on times that it must explain, and the suite on two real ones."""
+"""The cost model of several processes, on times that it must explain, and each case of the suite on two real ones."""
 
 import pytest
+import torch
+from scale_process import measured
 
-from accelerant.bench.suite import run_suite
-from accelerant.bench.suites.scale import Link, ScaleSuite, predicted_step_ms
+from accelerant.bench.record import Environment, Record, Row
+from accelerant.bench.suite import SuiteRun, run_suite
+from accelerant.bench.suites.scale import _ROWS, ScaleSuite, _Found
+from accelerant.bench.suites.scale_model import BESIDE, OPS, Costs, Link, outlook
 from accelerant.cli.app import main
 from accelerant.nn.train.parallel import BUCKET_BYTES
 from accelerant.runtime import registry
 
 
-@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "reduce_scatter", "send_recv"])
+@pytest.mark.parametrize("op", OPS)
 def test_latency_and_bandwidth_are_found(op):
     link = Link(op, 0.02, 3e5)
     sizes = [(p, size) for p in (2, 4, 8) for size in (2**10, 2**16, 2**24)]
@@ -28,13 +32,48 @@ def test_a_ring():
     assert Link.fitted("all_gather", only_large).latency_ms == 0.0
 
 
+def costs(ms_per_byte=0.0, *, latency=0.0, **values):
+    """Return costs of which every collective has this latency and time a byte."""
+    return Costs({op: Link(op, latency, 1 / ms_per_byte if ms_per_byte else float("inf")) for op in OPS}, **values)
+
+
 def test_what_the_backward_pass_does_not_hide():
-    link = Link("all_reduce", 0.0, BUCKET_BYTES / 6.0)  # a bucket takes 6 ms over two processes
-    assert predicted_step_ms(90.0, BUCKET_BYTES, 1, link) == (90.0, 0.0)
-    assert predicted_step_ms(90.0, 2 * BUCKET_BYTES, 2, link) == pytest.approx((96.0, 6.0))
-    assert predicted_step_ms(90.0, 2 * BUCKET_BYTES + BUCKET_BYTES // 2, 2, link) == pytest.approx((93.0, 3.0))
-    assert predicted_step_ms(9.0, 2 * BUCKET_BYTES, 2, link) == pytest.approx((15.0, 6.0))
-    assert predicted_step_ms(3.0, 2 * BUCKET_BYTES, 2, link) == pytest.approx((13.0, 10.0))
+    step = costs(6.0 / BUCKET_BYTES).data_parallel_ms  # a bucket takes 6 ms over two processes
+    assert step(90.0, BUCKET_BYTES, 1) == (90.0, 0.0)
+    assert step(90.0, 2 * BUCKET_BYTES, 2) == pytest.approx((96.0, 6.0))
+    assert step(90.0, 2 * BUCKET_BYTES + BUCKET_BYTES // 2, 2) == pytest.approx((93.0, 3.0))
+    assert step(9.0, 2 * BUCKET_BYTES, 2) == pytest.approx((15.0, 6.0))
+    assert step(3.0, 2 * BUCKET_BYTES, 2) == pytest.approx((13.0, 10.0))
+    slowed = costs(6.0 / BUCKET_BYTES, lost=0.5, copy_bytes_per_ms=3.0 * BUCKET_BYTES).data_parallel_ms
+    assert slowed(90.0, 2 * BUCKET_BYTES, 2) == pytest.approx((96.0 + 0.5 * 6 + 2, 6.0))
+
+
+def test_predictions_of_split_models():
+    free, slow = costs(), costs(latency=1.0)
+    assert free.sharded_ms(10.0, 100, 10, 2) == free.context_parallel_ms(20.0, 10, 5, 2) == pytest.approx(10.0)
+    assert free.tensor_parallel_ms(20.0, 4, 8, 16, 2) == pytest.approx(10.0)
+    assert slow.tensor_parallel_ms(20.0, 4, 8, 16, 2) == pytest.approx(10.0 + 9 * 2 + 1)
+    assert slow.sharded_ms(10.0, 100, 10, 2) == pytest.approx(10.0 + 2)  # the three of the blocks are hidden
+    assert slow.sharded_ms(2.0, 100, 10, 2) == pytest.approx(2.0 + 2 + 1)
+    assert slow.context_parallel_ms(20.0, 10, 5, 2) == pytest.approx(10.0)
+    assert slow.context_parallel_ms(1.0, 10, 5, 2) == pytest.approx(0.5 + 0.75)
+    assert costs(copy_bytes_per_ms=28.0).sharded_ms(99.0, 6, 2, 2) == pytest.approx(99.0 - 4)  # half of the update
+
+
+def test_costs_need_every_collective_of_a_record():
+    rows = [
+        Row("scale", op, f"{size} B, 2 processes", "device", "gloo", bytes=size, p50=size / 100)
+        for op in OPS
+        for size in (1000, 100000)
+    ]
+    rows.append(Row("scale", BESIDE, "lost part of its time, 2 processes", "device", "gloo", unit="x", p50=0.25))
+    found = Costs.of(rows, 2.0)
+    assert (found.lost, found.copy_bytes_per_ms) == (0.25, 2e6)
+    assert found.links["send_recv"].ms(2, 5000) == pytest.approx(50)
+    assert Costs.of(rows[2:], 2.0) is None
+    text = outlook(100.0, 4 * BUCKET_BYTES, found)
+    assert "2: " in text[0]
+    assert "from 2 processes on" in text[1]
 
 
 @pytest.mark.parametrize(
@@ -43,6 +82,8 @@ def test_what_the_backward_pass_does_not_hide():
         (["--processes", "0,2"], "--processes: wanted numbers from 1 to 64, got 0,2"),
         (["--processes", "two"], "got two"),
         (["--parameters", "7B"], "no size '7B'"),
+        (["--cases", "data,all"], "--cases: no case 'all'; there are collectives"),
+        (["--batch", "4,0"], "--batch: wanted numbers from 1 on, got 4,0"),
     ],
 )
 def test_refuses(options, message, capsys):
@@ -52,13 +93,69 @@ def test_refuses(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
+gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
+
+WANTED = {
+    "collectives": [*(op for op in OPS for _ in range(4)), BESIDE],
+    "data": ["step without communication", "step", "step"],
+    "sharded": ["unsharded step without communication", "sharded step", "sharded step"],
+    "tensor": ["decode on one device", "decode"],
+    "context": ["causal attention on one device", "causal attention"] * 2,
+}
+
+
+def run_on_cpu():
+    device = registry.choose("cpu")
+    return SuiteRun(device, Record(Environment.of(device)))
+
+
+@gloo
 @pytest.mark.slow
-@pytest.mark.soak
-def test_two_processes():
-    suite = ScaleSuite(processes=("2",), parameters="0.5M", batch=1, steps=3)
+@pytest.mark.parametrize("case", WANTED)
+def test_a_case_in_two_processes(case, tmp_path):
+    """Its processes compare their results themselves, and end with an error if they differ."""
+    suite = ScaleSuite(parameters="0.5M", batch=("1",), steps=3)
+    settings = {"case": case, "gpu": False, "steps": 3, "peer": True, "parameters": "0.5M", "batch": [1]}
+    rows = _ROWS[case](_Found(measured(settings, tmp_path), 2, run_on_cpu(), suite))
+    assert [row.op for row in rows] == WANTED[case]
+    assert all(row.p50 is not None and row.case.endswith(", 2 processes") for row in rows)
+    assert {row.runner for row in rows} >= ({"device"} if case == "collectives" else {"device", "accelerant"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "wanted"),
+    [
+        ("msm", ["msm on one device", "msm"]),
+        ("proof", ["proof on one device"]),
+        pytest.param("many", ["many proofs on one device", "many proofs"], marks=pytest.mark.soak),
+    ],
+)
+def test_sums_and_proofs(case, wanted):
+    suite = ScaleSuite(cases_=(case,), log_points=6, constraints=30, proofs=2, steps=3)
     record = run_suite(suite, registry.choose("cpu"))
-    assert all(row.p50 for row in record.rows)
-    assert [row.op for row in record.rows[16:]] == ["step without communication", "step", "step", "predicted step"]
-    assert [row.runner for row in record.rows[17:19]] == ["accelerant", "torch"]
-    assert "us a message" in record.notes[0]
+    assert [row.op for row in record.rows if row.p50] == wanted
+
+
+@gloo
+@pytest.mark.soak  # as the cases above, with launchers
+def test_the_launcher_and_the_predictions():
+    suite = ScaleSuite(cases_=("collectives", "data"), processes=("2",), parameters="0.5M", batch=("1",), steps=3)
+    record = run_suite(suite, registry.choose("cpu"))
+    predicted = next(row for row in record.rows if row.op == "predicted step")
+    assert "of the measured time" in predicted.note
+    assert any("us a message" in note for note in record.notes)
     assert "communication is more than half of a step" in record.notes[-1]
+
+
+@gloo
+@pytest.mark.soak
+def test_a_case_that_takes_too_long_keeps_the_rows_of_others(tmp_path):
+    out = tmp_path / "record.json"
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "scale", "--device", "cpu", "--cases", "context,msm", "--limit-each-s", "1", "--log-points",
+              "5", "--steps", "3", "--out", str(out)])  # fmt: skip
+    assert ended.value.code != 0
+    rows = Record.load(out).rows
+    assert any("did not end within 1 s" in row.note for row in rows)
+    assert any(row.op == "msm" and row.p50 for row in rows)

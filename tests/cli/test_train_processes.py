@@ -73,6 +73,23 @@ def test_two_processes_write_the_losses_of_one(accelerant, text, tmp_path):
     assert names - {"checkpoint-shards-5"} == {path.name for path in (tmp_path / "one").iterdir()}
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="a GPU for each of two processes")
+def test_two_gpus_write_the_losses_of_one(text, tmp_path):
+    """By the launcher; the step is a graph that contains the sums of gradients."""
+    for name, gpus in (("one", []), ("two", ["--gpus", "2"])):
+        line = ["train", text, "--preset", "tiny", "--steps", "12", "--device", "cuda", *gpus, "--out", tmp_path / name]
+        path = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
+        done = subprocess.run(
+            [sys.executable, "-m", "accelerant", *map(str, line)], capture_output=True, text=True, timeout=300,
+            env={**os.environ, "PYTHONPATH": path}, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    assert "tokens/s on 2 processes" in done.stdout
+    # bfloat16 products of half of the rows each
+    torch.testing.assert_close(*(torch.tensor(losses(tmp_path / name)) for name in ("two", "one")), rtol=5e-3, atol=0)
+
+
 def another_version():
     import accelerant.nn.train.job
 

@@ -1,206 +1,318 @@
-"""Several processes: collectives, training steps of a GPT, and what a cost model of these predicts for more processes.
+"""Several processes and devices: what training, decoding and proofs gain from them, beside the cost model.
 
-torch's elastic launcher starts each number of processes, which measure a step without communication, collectives by
-size, and the step with gradients summed over all, by ours and by torch's DistributedDataParallel.
-
-A collective over p processes, as a ring, sends `messages` one after the other and `share` of its bytes over each link:
-
-    all_reduce      messages 2 (p - 1)   share 2 (p - 1) / p
-    all_gather, reduce_scatter   p - 1   share (p - 1) / p      of the whole array
-    send_recv       messages 1           share 1
-
-    time = latency messages + bytes share / bandwidth
-
-(Thakur, Rabenseifner, Gropp 2005, section 4). Latency and bandwidth are fitted to this run. A step is then the step
-without communication, plus the sums of gradients that the backward pass, two thirds of it, does not hide; the last
-bucket's never is (Li et al. 2020, arXiv:2006.15704).
+torch's elastic launcher starts each number of processes for each case (scale_work.py); proofs have threads or workers
+of their own (scale_zk.py). Predictions come from the collectives measured in the same run (scale_model.py), so the case
+`collectives` comes first.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Self
 
-import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
 
 from accelerant.bench.record import DEVICE, OURS, Row
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, check_names, option
 from accelerant.bench.suites.bandwidth import size_name
-from accelerant.bench.suites.model import MODELS, TokenBatches
+from accelerant.bench.suites.model import MODELS
+from accelerant.bench.suites.scale_model import BESIDE, OPS, Costs, outlook
+from accelerant.bench.suites.scale_work import ATTENTION, DECODED, SHARDED
+from accelerant.bench.suites.scale_zk import Key, measure_many, measure_msm, measure_proof
 from accelerant.bench.timer import Timing
 from accelerant.errors import AccelerantError, ConfigError
-from accelerant.nn import GPT
-from accelerant.nn.optim import AdamW
-from accelerant.nn.train.parallel import BUCKET_BYTES
-from accelerant.nn.train.step import TrainStep
 from accelerant.runtime.host import usable_cores
+from accelerant.runtime.memory.limits import size_text
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["Link", "ScaleSuite", "predicted_step_ms", "work"]
+__all__ = ["CASES", "ScaleSuite"]
 
-_OPS = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
-_MOST = 1024
-_BACKWARD = 2 / 3
-_WARM_UP = 4
-_RATE = 1e-4
-_PATIENCE_S = 120.0
-"""Longest wait for another process in a collective, which then fails."""
+CASES = ("collectives", "data", "tensor", "context", "sharded", "proof", "many", "msm")
 
-_PROGRAM = "accelerant.bench.suites.scale"
+_PROGRAM = "accelerant.bench.suites.scale_work"
 
-
-# --- the cost model --------------------------------------------------------------------------------------------------
-
-
-class Link(NamedTuple):
-    """Latency of a message, and bandwidth, of a collective."""
-
-    op: str
-    latency_ms: float
-    bytes_per_ms: float
-
-    @classmethod
-    def fitted(cls, op: str, measured: Mapping[tuple[int, int], float]) -> Link:
-        """Fit times in ms by (processes, bytes), with equal weight of each time's relative error."""
-        rows = np.array([(*_ring(op, p), size) for p, size in measured], float)
-        times = np.array(list(measured.values()))
-        terms = np.stack([rows[:, 0], rows[:, 1] * rows[:, 2]], axis=1) / times[:, None]
-        latency, per_byte = np.linalg.lstsq(terms, np.ones(len(times)), rcond=None)[0]
-        if latency <= 0:  # none of the sizes is small enough to show it
-            latency, per_byte = 0.0, float(terms[:, 1].sum() / (terms[:, 1] ** 2).sum())
-        return cls(op, float(latency), float(1 / per_byte))
-
-    def ms(self, processes: int, size_bytes: float) -> float:
-        """Return the time of one call."""
-        messages, share = _ring(self.op, processes)
-        return self.latency_ms * messages + size_bytes * share / self.bytes_per_ms
-
-
-def _ring(op: str, p: int) -> tuple[float, float]:
-    """Return the messages that follow each other, and the share of the bytes that a link carries."""
-    messages, share = (p - 1, (p - 1) / p) if op != "send_recv" else (1, 1.0)
-    return (2 * messages, 2 * share) if op == "all_reduce" else (messages, share)
-
-
-def predicted_step_ms(alone_ms: float, gradient_bytes: int, processes: int, link: Link) -> tuple[float, float]:
-    """Return the predicted time of a step with summed gradients, and the part that is communication, not hidden."""
-    buckets = [BUCKET_BYTES] * (gradient_bytes // BUCKET_BYTES) + [gradient_bytes % BUCKET_BYTES]
-    times = [link.ms(processes, size) for size in buckets if size]
-    shown = max(times[-1], sum(times) - _BACKWARD * alone_ms) if processes > 1 else 0.0
-    return alone_ms + shown, shown
-
-
-# --- the suite -------------------------------------------------------------------------------------------------------
+_DATA_X = {32: 0.98, 4: 0.93}
+_SHARDED_X, _TENSOR_X, _CONTEXT_X = 1.1, 1.6, 1.85
+"""Targets on two H200: of the speed of one device alone by batch; of torch's sharded step; of one device."""
 
 
 @dataclass(frozen=True)
 class ScaleSuite(Suite):
-    """Measure collectives and training steps over several processes of this host, and predict those of up to 1,024."""
+    """Measure training, decoding, attention and proofs over several devices of this host; predict up to 1,024."""
 
     name = "scale"
-    examples: ClassVar[tuple[str, ...]] = ("", "--processes 1,2,4 --parameters 14M --device cpu")
+    examples: ClassVar[tuple[str, ...]] = (
+        "", "--cases collectives,data --batch 32,4", "--processes 1,2,4 --parameters 14M --device cpu",
+    )  # fmt: skip
 
+    cases_: tuple[str, ...] = option(CASES, f"Of {', '.join(CASES)}.", flags=("--cases",), metavar="LIST", comma=True)
     processes: tuple[str, ...] | None = option(
-        None, "Numbers of processes. By default 1, 2, 4, 8, as many as there are GPUs; on a CPU 1 and 2.",
+        None, "Numbers of processes. By default 2, 4, 8, as many as there are GPUs; on a CPU 2.",
         metavar="LIST", comma=True,
     )  # fmt: skip
-    parameters: str | None = option(None, f"Of {', '.join(MODELS)}. By default 124M; on a CPU 0.5M.", metavar="SIZE")
-    batch: int | None = option(None, "Sequences of each process. By default 32; on a CPU 4.", min=1)
-    steps: int = option(20, "Timed steps, and calls of each collective.", min=3)
+    parameters: str | None = option(
+        None, f"Of the GPT, of {', '.join(MODELS)}. By default 124M; on a CPU 0.5M.", metavar="SIZE"
+    )
+    batch: tuple[str, ...] | None = option(
+        None, "Sequences of each process of the GPT. By default 32 and 4; on a CPU 4.", metavar="LIST", comma=True
+    )
+    against: tuple[str, ...] = option(
+        ("torch",), "torch (DistributedDataParallel, FSDP2, compiled on a GPU), or none.", metavar="LIST", comma=True
+    )
+    log_points: int | None = option(None, "Log2 of msm's points. By default 26; on a CPU 10.", min=1, max=28)
+    constraints: int | None = option(None, "Of the proofs. By default 1048001; on a CPU 500.", min=1)
+    proofs: int | None = option(None, "Proofs of each worker. By default 150; on a CPU 4.", min=2)
+    steps: int = option(20, "Samples behind each figure.", min=3)
 
-    limit_each_s: float = option(600.0, "Seconds that each number of processes may take.", min=1.0)
+    limit_each_s: float = option(600.0, "Seconds that each case may take with a number of processes.", min=1.0)
 
     def resolve(self, device: ComputeDevice) -> Self:
-        """Return the suite with the device's defaults; ConfigError for an unknown size or too many processes."""
+        """Return the suite with the device's defaults; ConfigError for an unknown name or too many processes."""
+        check_names("--cases", "case", self.cases_, CASES)
+        check_names("--against", "peer", self.against, ("torch",))
         check_names("--parameters", "size", [self.parameters] if self.parameters else [], tuple(MODELS))
         gpu = device.torch_device.startswith("cuda")
         most = torch.cuda.device_count() if gpu else 64
-        given = self.processes or [str(n) for n in (1, 2, 4, 8) if n <= (most if gpu else 2)]
+        given = self.processes or [str(n) for n in (2, 4, 8) if n <= (most if gpu else 2)] or ["1"]
         if not all(text.isdecimal() and 1 <= int(text) <= most for text in given):
             raise ConfigError(f"--processes: wanted numbers from 1 to {most}, got {','.join(given)}")
+        batch = self.batch or (("32", "4") if gpu else ("4",))
+        if not all(text.isdecimal() and int(text) for text in batch):
+            raise ConfigError(f"--batch: wanted numbers from 1 on, got {','.join(batch)}")
         return replace(
-            self, processes=tuple(given), parameters=self.parameters or ("124M" if gpu else "0.5M"),
-            batch=self.batch or (32 if gpu else 4),
+            self, processes=tuple(given), parameters=self.parameters or ("124M" if gpu else "0.5M"), batch=batch,
+            log_points=self.log_points or (26 if gpu else 10), proofs=self.proofs or (150 if gpu else 4),
+            constraints=self.constraints or (1_048_001 if gpu else 500),
         )  # fmt: skip
 
+    def prepare(self, run: SuiteRun) -> None:
+        """Measure the copy rate."""
+        run.require_ceiling("copy")
+
     def cases(self, run: SuiteRun) -> list[SuiteCase]:
-        """Return one case: the predictions need the measurements."""
-        return [SuiteCase("all", functools.partial(_measure, self))]
+        """Return a case for each number of processes, collectives first: the predictions need them."""
+        counts = sorted({int(text) for text in self.processes or ()})
+        measures: dict[str, Callable[[int, SuiteRun], None]] = {
+            name: functools.partial(self._launch, name) for name in _ROWS
+        }
+        key = Key(self.constraints or 1)
+        measures |= {
+            "msm": functools.partial(measure_msm, self.log_points or 1, self.steps),
+            "proof": functools.partial(measure_proof, key, self.steps),
+            "many": functools.partial(measure_many, key, self.proofs or 2),
+        }
+        return [
+            SuiteCase(f"{name}, {count} processes", functools.partial(measures[name], count))
+            for name in CASES
+            for count in counts
+            if name in self.cases_ and not (name == "collectives" and count == 1)
+        ]
+
+    def measure(self, run: SuiteRun) -> None:
+        """Measure all cases; add the fitted costs and the outlook to 1,024 processes."""
+        try:
+            super().measure(run)
+        finally:
+            costs = _costs(run)
+            backend = "nccl" if run.gpu else "gloo"
+            if costs is not None:
+                run.record.notes += [
+                    f"{op} by {backend}: {link.latency_ms * 1e3:.1f} us a message, {link.bytes_per_ms / 1e6:.3g} GB/s"
+                    for op, link in costs.links.items()
+                ]
+                run.record.notes.append(f"a hidden all_reduce slows computation down by {costs.lost:.2f} of its time")
+                alone = [row for row in run.record.rows if row.op == "step without communication" and row.p50]
+                if alone:
+                    run.record.notes += outlook(alone[0].p50 or 0.0, alone[0].bytes, costs)
+
+    def _launch(self, name: str, count: int, run: SuiteRun) -> None:
+        """Measure a case in so many processes, and add its rows, also those before a failure."""
+        run.progress(f"scale: {name} in {count} processes")
+        settings: dict[str, Any] = {
+            "case": name, "gpu": run.gpu, "steps": self.steps, "peer": "torch" in self.against,
+            "parameters": self.parameters, "batch": [int(text) for text in self.batch or ()],
+        }  # fmt: skip
+        found, error = _launched(count, settings, self.limit_each_s)
+        run.add(*_ROWS[name](_Found(found, count, run, self)))
+        if error is not None:
+            raise error
 
 
-def _measure(suite: ScaleSuite, run: SuiteRun) -> None:
-    """Measure each number of processes, then add predictions and notes."""
-    backend = "nccl" if run.gpu else "gloo"
-    settings: dict[str, Any] = {name: getattr(suite, name) for name in ("parameters", "batch", "steps")}
-    settings |= {"gpu": run.gpu, "limit_s": suite.limit_each_s}
-    times: dict[str, dict[tuple[int, int], float]] = {op: {} for op in _OPS}
-    alone, bytes_of_gradients = dict[int, float](), 0
-    for p in sorted({int(text) for text in suite.processes or ()}):
-        run.progress(f"{p} processes")
-        found = _launched(p, settings)
-        config = MODELS[str(suite.parameters)]
-        case = f"GPT {suite.parameters} {suite.batch}x{config.context}, {p} processes"
-        alone[p], bytes_of_gradients = Timing.of(found["alone"]).p50_ms, found["gradient_bytes"]
-        for op, size, samples in found["collectives"]:
-            row = Row("scale", op, f"{size_name(size)}, {p} processes", DEVICE, backend, bytes=size)
-            run.add(row.timed(Timing.of(samples)))
-            times[op][p, size] = Timing.of(samples).p50_ms
-        step = Row("scale", "step without communication", case, DEVICE, "TrainStep")
-        run.add(step.timed(Timing.of(found["alone"])))
-        if p > 1:
-            note = f"{alone[p] / Timing.of(found['ours']).p50_ms:.3f} of the speed without communication"
-            step = replace(step, op="step", runner=OURS, note=note)
-            run.add(step.timed(Timing.of(found["ours"])))
-            run.add(
-                replace(step, runner="torch", implementation=found["peer"], note="").timed(Timing.of(found["torch"]))
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Results of a case, in the order in which rank 0 wrote them."""
+
+    results: list[dict[str, Any]]
+    count: int
+    run: SuiteRun
+    suite: ScaleSuite
+
+    def named(self, name: str, **values: Any) -> dict[str, Any] | None:
+        """Return the first result of a name with these values."""
+        for result in self.results:
+            if result["name"] == name and all(result.get(key) == value for key, value in values.items()):
+                return result
+        return None
+
+    def alone_ms(self, **values: Any) -> float:
+        """Return the time of one process without the others."""
+        alone = self.named("alone", **values)
+        return Timing.of(alone["samples"]).p50_ms if alone else 0.0
+
+    def target(self, value: float) -> float | None:
+        """Return a target, which holds on two H200."""
+        return value if self.count == 2 and self.run.is_model("H200") else None
+
+    def predicted(self, row: Row, predict: Callable[[Costs], float], measured_ms: float) -> list[Row]:
+        """Return the cost model's row beside a measured one; none without measured collectives."""
+        costs = _costs(self.run)
+        if costs is None or self.count == 1:
+            return []
+        ms = predict(costs)
+        note = f"{ms / measured_ms:.3f} of the measured time"
+        named = replace(row, op=f"predicted {row.op}", runner=DEVICE, implementation="cost model", note=note)
+        return [replace(named, p20=ms, p50=ms, p80=ms, target=None, target_x=None, peak_bytes=None, samples=())]
+
+
+def _costs(run: SuiteRun) -> Costs | None:
+    return Costs.of(run.record.rows, run.record.ceilings.get("copy GB/s"))
+
+
+# --- rows of each case -----------------------------------------------------------------------------------------------
+
+
+def _collective_rows(found: _Found) -> list[Row]:
+    backend, rows = "nccl" if found.run.gpu else "gloo", []
+    for result in found.results:
+        if result["name"] in OPS:
+            case = f"{size_name(result['bytes'])}, {found.count} processes"
+            row = Row("scale", result["name"], case, DEVICE, backend, bytes=result["bytes"])
+            rows.append(row.timed(Timing.of(result["samples"])))
+        elif result["name"] == "beside":
+            row = Row("scale", BESIDE, f"lost part of its time, {found.count} processes", DEVICE, backend, unit="x")
+            rows.append(row.timed(Timing.of(result["samples"])))
+    return rows
+
+
+def _data_rows(found: _Found) -> list[Row]:
+    rows, config = [], MODELS[str(found.suite.parameters)]
+    for result in found.results:
+        batch, timing = result["batch"], Timing.of(result["samples"])
+        case = f"GPT {found.suite.parameters} {batch}x{config.context}, {found.count} processes"
+        row = Row("scale", "step", case, OURS, "TrainStep")
+        alone = found.alone_ms(batch=batch)
+        if result["name"] == "alone":
+            gradients = result["gradient_bytes"]
+            named = replace(row, op="step without communication", runner=DEVICE, bytes=gradients)
+            rows.append(named.timed(timing))
+            continue
+        note = f"{alone / timing.p50_ms:.3f} of the speed without communication"
+        if result["name"] == "torch":
+            compiled = ", torch.compile" * found.run.gpu
+            row = replace(row, runner="torch", implementation=f"DistributedDataParallel{compiled}")
+            rows.append(replace(row.timed(timing), note=f"plain PyTorch; {note[:5]} of the speed of ours alone"))
+            continue
+        aim = _DATA_X.get(batch) if found.suite.parameters == "124M" else None
+        rows.append(replace(row.timed(timing), note=note, target=None if aim is None else found.target(alone / aim)))
+        rows += found.predicted(
+            row, lambda costs, alone=alone, size=gradients: costs.data_parallel_ms(alone, size, found.count)[0],  # type: ignore[misc]
+            timing.p50_ms,
+        )  # fmt: skip
+    return rows
+
+
+def _sharded_rows(found: _Found) -> list[Row]:
+    config, batch = SHARDED[found.run.gpu]
+    name = "Llama 1B" if found.run.gpu else "Llama, tiny"
+    base = Row("scale", "sharded step", f"{name} {batch}x{config.context}, {found.count} processes", OURS, "TrainStep")
+    rows, peer = [], found.named("torch") or {}
+    for result in found.results:
+        timing = Timing.of(result["samples"])
+        row = replace(base.timed(timing), peak_bytes=result.get("peak_bytes"))
+        note = f"{1e3 * result['tokens'] / timing.p50_ms:,.0f} tokens/s a process"
+        if row.peak_bytes:
+            note += f", {size_text(row.peak_bytes)} at the peak"
+        if result["name"] == "alone":
+            rows.append(replace(row, op="unsharded step without communication", runner=DEVICE, note=note))
+        elif result["name"] == "torch":
+            compiled = ", compiled blocks" * found.run.gpu
+            rows.append(replace(row, runner="torch", implementation=f"FSDP2{compiled}", note=note))
+        else:
+            aim = found.target(_SHARDED_X) if peer else None
+            rows.append(replace(row, note=note, target_x=aim, target_bytes=peer.get("peak_bytes")))
+            alone = found.named("alone") or {}
+            outer = alone.get("outer", 0)
+            rows += found.predicted(
+                base,
+                lambda costs, outer=outer, result=result: costs.sharded_ms(  # type: ignore[misc]
+                    found.alone_ms(), result["params"] - outer, outer, found.count
+                ),
+                timing.p50_ms,
             )
-            step = replace(step, op="predicted step", runner=DEVICE, implementation="cost model")
-            link = Link.fitted("all_reduce", times["all_reduce"])
-            predicted = predicted_step_ms(alone[p], bytes_of_gradients, p, link)[0]
-            note = f"{predicted / Timing.of(found['ours']).p50_ms:.2f} of the measured time"
-            run.add(replace(step, note=note, p20=predicted, p50=predicted, p80=predicted))
-    links = {op: Link.fitted(op, measured) for op, measured in times.items() if measured}
-    run.record.notes += [
-        f"{op} by {backend}: {link.latency_ms * 1e3:.1f} us a message, {link.bytes_per_ms / 1e6:.3g} GB/s"
-        for op, link in links.items()
-    ]
-    if links:
-        run.record.notes += _outlook(alone[max(alone)], bytes_of_gradients, links["all_reduce"])
+    return rows
 
 
-def _outlook(alone_ms: float, gradient_bytes: int, link: Link) -> list[str]:
-    """Return notes: predicted efficiencies to 1,024 processes, and where communication is half of a step."""
-    sizes = [2**k for k in range(1, _MOST.bit_length())]
-    steps = {p: predicted_step_ms(alone_ms, gradient_bytes, p, link) for p in sizes}
-    table = ", ".join(f"{p}: {step:.4g} ms ({alone_ms / step:.2f})" for p, (step, _) in steps.items())
-    half = next((p for p, (step, shown) in steps.items() if shown > step / 2), None)
-    where = f"from {half} processes on" if half else f"nowhere up to {_MOST} processes"
-    remedy = "a larger batch, accumulate, or reduce_dtype=bfloat16 change that"
-    return [
-        f"predicted step, and its speed to that without communication, by processes: {table}",
-        f"communication is more than half of a step {where}; {remedy}",
-    ]
+def _split_rows(found: _Found, op: str, case: str, aim: float, predict: Callable[[Costs, float], float]) -> list[Row]:
+    """Return the rows of one device, of all, and the prediction, of each result of a case."""
+    rows = []
+    for result in found.results:
+        timing, what = Timing.of(result["samples"]), result.get("what")
+        row = Row("scale", op, ", ".join(filter(None, (case, what, f"{found.count} processes"))), OURS, "split")
+        if result["name"] == "alone":
+            rows.append(replace(row, op=f"{op} on one device", runner=DEVICE, implementation="whole").timed(timing))
+            continue
+        alone = found.alone_ms(what=what) if what else found.alone_ms()
+        note = f"{alone / timing.p50_ms:.3f} of the speed on one device"
+        rows.append(replace(row.timed(timing), note=note, target=found.target(alone / aim), error=result.get("error")))
+        if what in (None, "forward"):
+            rows += found.predicted(row, lambda costs, alone=alone: predict(costs, alone), timing.p50_ms)  # type: ignore[misc]
+    return rows
 
 
-def _launched(processes: int, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what rank 0 of so many processes measured."""
+def _tensor_rows(found: _Found) -> list[Row]:
+    config, length = DECODED[found.run.gpu]
+    name = "Llama 8B" if found.run.gpu else "Llama, tiny"
+
+    def predict(costs: Costs, alone_ms: float) -> float:
+        return costs.tensor_parallel_ms(alone_ms, config.layers, 2 * config.width, config.vocab_size, found.count)
+
+    return _split_rows(found, "decode", f"{name}, 1 token after {length}, bfloat16", _TENSOR_X, predict)
+
+
+def _context_rows(found: _Found) -> list[Row]:
+    B, Hq, Hkv, T, D = ATTENTION[found.run.gpu]
+    size = B * T // found.count * D * (2 if found.run.gpu else 4)
+
+    def predict(costs: Costs, alone_ms: float) -> float:
+        return costs.context_parallel_ms(alone_ms, Hq * size, Hkv * size, found.count)
+
+    return _split_rows(found, "causal attention", f"{B}x{Hq}/{Hkv}x{T}x{D}", _CONTEXT_X, predict)
+
+
+_ROWS: dict[str, Callable[[_Found], list[Row]]] = {
+    "collectives": _collective_rows, "data": _data_rows, "sharded": _sharded_rows, "tensor": _tensor_rows,
+    "context": _context_rows,
+}  # fmt: skip
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+def _launched(
+    processes: int, settings: Mapping[str, Any], limit_s: float
+) -> tuple[list[dict[str, Any]], AccelerantError | None]:
+    """Return what rank 0 of so many processes measured, and the error that ended them."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "found.json"
+        out = Path(folder) / "found.jsonl"
         command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         package = str(Path(__file__).absolute().parents[4])
         paths = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -209,115 +321,20 @@ def _launched(processes: int, settings: Mapping[str, Any]) -> dict[str, Any]:
             [*command, "-m", _PROGRAM, json.dumps(settings), str(out)], text=True, start_new_session=True,
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env={**os.environ, **threads, "PYTHONPATH": paths},
         )  # fmt: skip
+        error = None
         try:
-            _, said = done.communicate(timeout=settings["limit_s"])
-        except BaseException as error:  # Ctrl-C, too, which does not reach another session
+            _, said = done.communicate(timeout=limit_s)
+        except BaseException as reason:  # Ctrl-C, too, which does not reach another session
             os.killpg(done.pid, signal.SIGTERM)  # the launcher ends its processes
             done.communicate()
-            if not isinstance(error, subprocess.TimeoutExpired):
+            if not isinstance(reason, subprocess.TimeoutExpired):
                 raise
-            raise AccelerantError(f"{processes} processes did not end within {settings['limit_s']:g} s") from None
-        if done.returncode or not out.exists():
-            lines = [line for line in said.splitlines() if "Error" in line] or said.splitlines()
-            raise AccelerantError(f"{processes} processes ended with status {done.returncode}: {' '.join(lines[:2])}")
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
-
-
-# --- in each process -------------------------------------------------------------------------------------------------
-
-
-def work(settings: Mapping[str, Any], out: Path) -> None:
-    """Measure one process's part; rank 0 writes the results."""
-    rank, where = int(os.environ["LOCAL_RANK"]), torch.device("cpu")
-    if settings["gpu"]:
-        where = torch.device("cuda", rank)
-        torch.cuda.set_device(where)
-    config, batches = MODELS[settings["parameters"]], itertools.count()
-    data = TokenBatches.drawn(config, settings["batch"], where)
-    models = [GPT(config).to(where) for _ in range(3)]
-    steps = {"alone": _own_step(models[0], where)}  # torch.distributed is not initialised yet
-    nccl = {"backend": "nccl", "device_id": where} if settings["gpu"] else {"backend": "gloo"}
-    dist.init_process_group(**nccl, timeout=timedelta(seconds=_PATIENCE_S))
-    found: dict[str, Any] = {"gradient_bytes": sum(4 * param.numel() for param in models[0].parameters())}
-    found["collectives"] = []
-    if dist.get_world_size() > 1:
-        sizes = (2**12, 2**20, 2**24, 2**26, 2**28) if settings["gpu"] else (2**10, 2**16, 2**20, 2**23)
-        for op, size in itertools.product(_OPS, sizes):
-            (samples,) = _in_turns([_collective(op, size, where)], where, settings["steps"])
-            found["collectives"].append((op, size, samples))
-        steps |= {"ours": _own_step(models[1], where), "torch": _torch_step(models[2], where)}
-        found["peer"] = "DistributedDataParallel" + ", torch.compile" * settings["gpu"]
-    calls = [lambda step=step: step(*data.batch(next(batches))) for step in steps.values()]
-    found |= zip(steps, _in_turns(calls, where, settings["steps"]), strict=True)
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, found["alone"])
-    found["alone"] = [max(each) for each in zip(*every, strict=True)]  # with communication all wait for the slowest
-    if rank == 0:
-        out.write_text(json.dumps(found))
-    dist.barrier()  # none ends while another one reads from it
-    dist.destroy_process_group()
-
-
-def _own_step(model: GPT, where: torch.device) -> Callable[[Tensor, Tensor], object]:
-    precision = torch.bfloat16 if where.type == "cuda" else None
-    step = TrainStep(
-        model, AdamW(list(model.parameters()), lr=_RATE), model.loss, max_grad_norm=1.0, precision=precision
-    )
-    return lambda tokens, targets: step([(tokens, targets)], _RATE)
-
-
-def _torch_step(model: GPT, where: torch.device) -> Callable[[Tensor, Tensor], object]:
-    """Return the usual loop of plain PyTorch around our model, with torch's loss, clipping and optimizer."""
-    parallel = nn.parallel.DistributedDataParallel(model, device_ids=[where.index] if where.type == "cuda" else None)
-    forward: Callable[..., Tensor] = torch.compile(parallel) if where.type == "cuda" else parallel
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, fused=True)
-
-    def step(tokens: Tensor, targets: Tensor) -> None:
-        with torch.autocast(where.type, torch.bfloat16, enabled=where.type == "cuda"):
-            logits = forward(tokens)
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
-
-
-def _collective(op: str, size: int, where: torch.device) -> Callable[[], object]:
-    """Return a call of a collective whose whole array has `size` bytes."""
-    rank, p = dist.get_rank(), dist.get_world_size()
-    whole, part = (torch.zeros(count, device=where) for count in (size // 4 // p * p, size // 4 // p))
-    if op == "all_reduce":
-        return functools.partial(dist.all_reduce, whole)
-    if op == "all_gather":
-        return functools.partial(dist.all_gather_into_tensor, whole, part)
-    if op == "reduce_scatter":
-        return functools.partial(dist.reduce_scatter_tensor, part, whole)
-    received = torch.empty_like(whole)
-
-    def exchange() -> None:
-        sends = [dist.P2POp(dist.isend, whole, (rank + 1) % p), dist.P2POp(dist.irecv, received, (rank - 1) % p)]
-        for request in dist.batch_isend_irecv(sends):
-            request.wait()
-
-    return exchange
-
-
-def _in_turns(calls: Sequence[Callable[[], object]], where: torch.device, count: int) -> list[list[float]]:
-    """Return for each call its wall times in ms; they take turns, as many in each process: collectives wait for all."""
-
-    def once(call: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        call()
-        if where.type == "cuda":
-            torch.cuda.synchronize(where)
-        return 1e3 * (time.perf_counter() - start)
-
-    rounds = [[once(call) for call in calls] for _ in range(_WARM_UP + count)]
-    return [list(times) for times in zip(*rounds[_WARM_UP:], strict=True)]
-
-
-if __name__ == "__main__":
-    work(json.loads(sys.argv[1]), Path(sys.argv[2]))
+            error = AccelerantError(f"{processes} processes did not end within {limit_s:g} s")
+        else:
+            if done.returncode:
+                lines = [line for line in said.splitlines() if "Error" in line] or said.splitlines()
+                error = AccelerantError(
+                    f"{processes} processes ended with status {done.returncode}: {' '.join(lines[:2])}"
+                )
+        lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
+        return [json.loads(line) for line in lines], error

@@ -1,0 +1,158 @@
+"""A cost model of several processes: collectives, and the steps that wait for them.
+
+A collective over p processes, as a ring, sends `messages` one after the other and `share` of its bytes over each link:
+
+    all_reduce      messages 2 (p - 1)   share 2 (p - 1) / p
+    all_gather, reduce_scatter   p - 1   share (p - 1) / p      of the whole array
+    send_recv       messages 1           share 1
+
+    time = latency messages + bytes share / bandwidth
+
+(Thakur, Rabenseifner, Gropp 2005, section 4). Latency and bandwidth are fitted to this run. A collective that runs
+beside computation slows it down by `lost` of the collective's time, which is measured too. Then
+
+    data parallel      alone + gradients into buckets (3 passes over memory) + sums that the backward pass, two thirds
+                       of the step, does not hide; the last bucket's never is (Li et al. 2020, arXiv:2006.15704)
+    sharded            alone + what hides nothing: the gather of the outer parameters, the scatter of their gradients
+                       - the update of the parameters that others hold
+    tensor parallel    alone / p + all collectives, as none is hidden
+    context parallel   alone / p + passes over memory that merge p parts + transfers that take longer than the work
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from accelerant.bench.record import Row
+from accelerant.nn.train.parallel import BUCKET_BYTES
+
+__all__ = ["BESIDE", "OPS", "Costs", "Link", "outlook"]
+
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
+BESIDE = "all_reduce beside a product"
+"""Op of the row that measures both at once; its p50 is the part of the collective's time that the product loses."""
+
+_MOST = 1024
+_BACKWARD = 2 / 3
+_ADAM_BYTES = 28
+"""Bytes of a parameter's update: weight, gradient and two moments in float32 read, three of them written."""
+
+
+class Link(NamedTuple):
+    """Latency of a message, and bandwidth, of a collective."""
+
+    op: str
+    latency_ms: float
+    bytes_per_ms: float
+
+    @classmethod
+    def fitted(cls, op: str, measured: Mapping[tuple[int, int], float]) -> Link:
+        """Fit times in ms by (processes, bytes), with equal weight of each time's relative error."""
+        rows = np.array([(*_ring(op, p), size) for p, size in measured], float)
+        times = np.array(list(measured.values()))
+        terms = np.stack([rows[:, 0], rows[:, 1] * rows[:, 2]], axis=1) / times[:, None]
+        latency, per_byte = np.linalg.lstsq(terms, np.ones(len(times)), rcond=None)[0]
+        if latency <= 0:  # none of the sizes is small enough to show it
+            latency, per_byte = 0.0, float(terms[:, 1].sum() / (terms[:, 1] ** 2).sum())
+        return cls(op, float(latency), float(1 / per_byte))
+
+    def ms(self, processes: int, size_bytes: float) -> float:
+        """Return the time of one call; 0 for one process."""
+        if processes == 1:
+            return 0.0
+        messages, share = _ring(self.op, processes)
+        return self.latency_ms * messages + size_bytes * share / self.bytes_per_ms
+
+
+def _ring(op: str, p: int) -> tuple[float, float]:
+    """Return the messages that follow each other, and the share of the bytes that a link carries."""
+    messages, share = (p - 1, (p - 1) / p) if op != "send_recv" else (1, 1.0)
+    return (2 * messages, 2 * share) if op == "all_reduce" else (messages, share)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Costs of a machine.
+
+    Attributes:
+        links: by collective.
+        copy_bytes_per_ms: of the device's memory, read and written bytes together; infinite where unknown.
+        lost: part of a hidden collective's time that the computation beside it loses.
+    """
+
+    links: Mapping[str, Link]
+    copy_bytes_per_ms: float = field(default=float("inf"))
+    lost: float = 0.0
+
+    @classmethod
+    def of(cls, rows: Iterable[Row], copy_gb_s: float | None) -> Costs | None:
+        """Return the costs that a record's rows of collectives show; None if one of them is missing."""
+        times: dict[str, dict[tuple[int, int], float]] = {op: {} for op in OPS}
+        lost = []
+        for row in rows:
+            if row.suite != "scale" or row.p50 is None:
+                continue
+            if row.op in times:
+                times[row.op][_processes_of(row), row.bytes] = row.p50
+            elif row.op == BESIDE:
+                lost.append(row.p50)
+        if not all(times.values()):
+            return None
+        links = {op: Link.fitted(op, measured) for op, measured in times.items()}
+        return cls(links, copy_gb_s * 1e6 if copy_gb_s else float("inf"), float(np.median(lost)) if lost else 0.0)
+
+    def data_parallel_ms(self, alone_ms: float, gradient_bytes: int, processes: int) -> tuple[float, float]:
+        """Return the time of a step with summed gradients, and the part that is communication, not hidden."""
+        if processes == 1:
+            return alone_ms, 0.0
+        buckets = [BUCKET_BYTES] * (gradient_bytes // BUCKET_BYTES) + [gradient_bytes % BUCKET_BYTES]
+        times = [self.links["all_reduce"].ms(processes, size) for size in buckets if size]
+        before, hiding = sum(times[:-1]), _BACKWARD * alone_ms
+        shown = times[-1] + max(0.0, before - hiding)
+        packing = 3 * gradient_bytes / self.copy_bytes_per_ms
+        return alone_ms + shown + packing + self.lost * min(before, hiding), shown
+
+    def sharded_ms(self, alone_ms: float, block_params: int, outer_params: int, processes: int) -> float:
+        """Return the time of a step whose parameters are gathered in bfloat16; gradients are scattered in float32."""
+        gather, scatter = self.links["all_gather"], self.links["reduce_scatter"]
+        shown = gather.ms(processes, 2 * outer_params) + scatter.ms(processes, 4 * outer_params)
+        hidden = 2 * gather.ms(processes, 2 * block_params) + scatter.ms(processes, 4 * block_params)
+        params = block_params + outer_params
+        update = _ADAM_BYTES * params * (1 - 1 / processes) / self.copy_bytes_per_ms
+        return alone_ms + shown + max(0.0, hidden - alone_ms) + self.lost * min(hidden, alone_ms) - update
+
+    def tensor_parallel_ms(self, alone_ms: float, layers: int, width_bytes: int, vocabulary: int, p: int) -> float:
+        """Return the time of decoding a token: two sums a layer and the embedding's, and the logits' gather."""
+        sums = (2 * layers + 1) * self.links["all_reduce"].ms(p, width_bytes)
+        return alone_ms / p + sums + self.links["all_gather"].ms(p, 4 * vocabulary)
+
+    def context_parallel_ms(self, alone_ms: float, q_bytes: int, kv_bytes: int, processes: int) -> float:
+        """Return the time of causal attention forward; `q_bytes` and `kv_bytes` are of a process's queries and keys."""
+        merged = (6 + 5.5 * (processes - 1)) * q_bytes + 4 * kv_bytes  # passes over memory, in bytes
+        transfer = (processes - 1) * self.links["send_recv"].ms(processes, 2 * kv_bytes)
+        work = alone_ms / processes
+        beside = work * (processes - 1) / processes  # the first block's keys are at hand, the last transfer is over
+        shown = max(0.0, transfer - beside)
+        return work + merged / self.copy_bytes_per_ms + shown + self.lost * min(transfer, beside)
+
+
+def _processes_of(row: Row) -> int:
+    return int(row.case.rpartition(", ")[2].split()[0])
+
+
+def outlook(alone_ms: float, gradient_bytes: int, costs: Costs) -> list[str]:
+    """Return notes: predicted efficiencies to 1,024 processes, and where communication is half of a step."""
+    sizes = [2**k for k in range(1, _MOST.bit_length())]
+    steps = {p: costs.data_parallel_ms(alone_ms, gradient_bytes, p) for p in sizes}
+    table = ", ".join(f"{p}: {step:.4g} ms ({alone_ms / step:.2f})" for p, (step, _) in steps.items())
+    half = next((p for p, (step, shown) in steps.items() if shown > step / 2), None)
+    where = f"from {half} processes on" if half else f"nowhere up to {_MOST} processes"
+    remedy = "a larger batch, accumulate, or reduce_dtype=bfloat16 change that"
+    return [
+        f"predicted step, and its speed to that without communication, by processes: {table}",
+        f"communication is more than half of a step {where}; {remedy}",
+    ]

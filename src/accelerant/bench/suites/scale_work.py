@@ -1,0 +1,467 @@
+"""The processes of the suite scale: each measures its part of a case; rank 0 appends the results to a file.
+
+Steps without communication are built before torch.distributed is initialised, so that nothing reduces their gradients,
+and run at the same time on all devices. Every result is compared with that of one process, or with plain PyTorch's,
+before its time counts.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from accelerant import distributed, ops
+from accelerant.bench.plain_models import PlainGPT, PlainLlama
+from accelerant.bench.suites.model import MODELS, TokenBatches
+from accelerant.bench.suites.scale_model import OPS
+from accelerant.errors import AccelerantError
+from accelerant.nn import GPT, GPTConfig, Llama, LlamaConfig
+from accelerant.nn.models.generation import Decoding, Sampling
+from accelerant.nn.optim import AdamW
+from accelerant.nn.train.step import TrainStep
+
+__all__ = ["ATTENTION", "DECODED", "SHARDED", "work"]
+
+SHARDED = {
+    True: (LlamaConfig(layers=16, width=2048, hidden=8192, tied=True, context=2048), 4),
+    False: (LlamaConfig(256, 64, 2, 4, 2, 64, 96, rope_scaling=None), 2),
+}
+"""Config and sequences a process of the sharded model, on a GPU Llama 3.2 1B, and on a CPU."""
+
+DECODED = {
+    True: (LlamaConfig(context=8192), 512),
+    False: (LlamaConfig(256, 256, 2, 8, 8, 64, 96, rope_scaling=None), 16),
+}
+"""Config and prompt of the decoded model, Llama 3.1 8B."""
+
+ATTENTION = {True: (1, 32, 8, 1 << 16, 128), False: (1, 4, 2, 512, 32)}
+"""(B, Hq, Hkv, T, D) of attention over split sequences."""
+
+_GptStep = Callable[[Tensor, Tensor], Tensor]
+
+_WARM_UP = 4
+_RATE = 1e-4
+_PATIENCE_S = 120.0
+"""Longest wait for another process in a collective, which then fails."""
+
+_LOSS_NEAR = 5e-3
+"""Allowed relative distance of two losses of the same rows, computed with bfloat16 products."""
+
+_LOGITS_NEAR = 2e-2
+"""Allowed root mean square of the distance of two results, over that of the results."""
+
+
+def work(settings: Mapping[str, Any], out: Path) -> None:
+    """Measure one process's part of the case `settings["case"]`."""
+    where = torch.device("cpu")
+    if settings["gpu"]:
+        where = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(where)
+    this = _Process(where, settings["steps"], settings["peer"], out)
+    cases: dict[str, Callable[[_Process], None]] = {
+        "collectives": _collectives, "sharded": _sharded, "tensor": _tensor, "context": _context,
+        "data": functools.partial(_data, parameters=settings["parameters"], batches=settings["batch"]),
+    }  # fmt: skip
+    cases[settings["case"]](this)
+    dist.barrier()  # none ends while another one reads from it
+    dist.destroy_process_group()
+
+
+class _Process:
+    """This process's device, and how it measures."""
+
+    def __init__(self, where: torch.device, steps: int, peer: bool, out: Path) -> None:
+        self.where, self.steps, self.peer, self.out = where, steps, peer, out
+        self.gpu = where.type == "cuda"
+        self.size = int(os.environ["WORLD_SIZE"])
+        self.precision = torch.bfloat16 if self.gpu else None
+
+    def meet(self) -> None:
+        """Initialise torch.distributed."""
+        backend = {"backend": "cpu:gloo,cuda:nccl", "device_id": self.where} if self.gpu else {"backend": "gloo"}
+        dist.init_process_group(**backend, timeout=timedelta(seconds=_PATIENCE_S))
+
+    @property
+    def mesh(self) -> Any:
+        return init_device_mesh(self.where.type, (self.size,))
+
+    def emit(self, name: str, samples: Sequence[float], **facts: Any) -> None:
+        """Append a result; in rank 0."""
+        if dist.get_rank() == 0:
+            with self.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"name": name, "samples": list(samples), **facts}) + "\n")
+
+    def mean(self, value: Tensor | float) -> float:
+        """Return the mean over the processes."""
+        total = torch.as_tensor(value, dtype=torch.float64, device=self.where).detach().clone().reshape(1)
+        dist.all_reduce(total)
+        return float(total) / self.size
+
+    def slowest(self, samples: Sequence[float]) -> list[float]:
+        """Return the largest of each sample over the processes: with communication all wait for the slowest."""
+        every: list[Any] = [None] * self.size
+        dist.all_gather_object(every, list(samples))
+        return [max(each) for each in zip(*every, strict=True)]
+
+    def free(self) -> None:
+        """Release what no object holds any more, and count the peak of memory anew."""
+        gc.collect()
+        if self.gpu:
+            torch.cuda.synchronize(self.where)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.where)
+
+    def peak(self) -> int | None:
+        """Return the largest peak of memory of a process since `free`."""
+        if not self.gpu:
+            return None
+        peak = torch.tensor([torch.cuda.max_memory_allocated(self.where)], device=self.where)
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        return int(peak)
+
+    def in_turns(self, calls: Sequence[Callable[[], object]], together: int = 1) -> list[list[float]]:
+        """Return for each call its wall times in ms, of `together` calls in a row; calls take turns.
+
+        Each process makes as many calls, since collectives wait for all.
+        """
+        together = together if self.gpu else 1
+
+        def once(call: Callable[[], object]) -> float:
+            start = time.perf_counter()
+            for _ in range(together):
+                call()
+            if self.gpu:
+                torch.cuda.synchronize(self.where)
+            return 1e3 * (time.perf_counter() - start) / together
+
+        for call in calls:  # each becomes a graph by itself
+            for _ in range(_WARM_UP + 1):
+                call()
+        rounds = [[once(call) for call in calls] for _ in range(1 + self.steps)]
+        return [list(times) for times in zip(*rounds[1:], strict=True)]
+
+
+def _require_near(what: str, found: float, wanted: float, near: float = _LOSS_NEAR) -> None:
+    if not abs(found - wanted) <= near * abs(wanted):
+        raise AccelerantError(f"{what} is {found:.6g}, wanted {wanted:.6g}")
+
+
+# --- collectives -----------------------------------------------------------------------------------------------------
+
+
+def _collectives(this: _Process) -> None:
+    """Measure each collective by size, and what a sum costs the product that hides it."""
+    this.meet()
+    sizes = (2**12, 2**20, 2**24, 2**26, 2**28) if this.gpu else (2**10, 2**16, 2**20, 2**23)
+    for op in OPS:
+        for size in sizes:
+            call = _collective(op, size, this.where)
+            (samples,) = this.in_turns([call], together=4)
+            this.emit(op, samples, bytes=size)
+    side, dtype = (8192, torch.bfloat16) if this.gpu else (1024, torch.float32)
+    x = torch.ones(side, side, dtype=dtype, device=this.where)
+    y = torch.empty_like(x)
+    bucket = torch.ones(sizes[-2] // 4, device=this.where)
+    dist.all_reduce(bucket)
+    if not torch.equal(bucket, torch.full_like(bucket, this.size)):
+        raise AccelerantError(f"all_reduce of ones over {this.size} processes is {bucket[0].item()}")
+    bucket.zero_()
+
+    def product() -> None:
+        torch.mm(x, x, out=y)
+
+    def both() -> None:
+        sums = dist.all_reduce(bucket, async_op=True)
+        product()
+        assert sums is not None  # for the type checker: async_op
+        sums.wait()
+
+    alone, together, sum_alone = this.in_turns([product, both, lambda: dist.all_reduce(bucket)])
+    lost = [
+        min(1.0, max(0.0, (b - a) / s))
+        for a, b, s in zip(map(this.mean, alone), map(this.mean, together), map(this.mean, sum_alone), strict=True)
+    ]
+    this.emit("beside", lost)
+
+
+def _collective(op: str, size: int, where: torch.device) -> Callable[[], object]:
+    """Return a call of a collective whose whole array has `size` bytes."""
+    rank, p = dist.get_rank(), dist.get_world_size()
+    whole, part = (torch.zeros(count, device=where) for count in (size // 4 // p * p, size // 4 // p))
+    if op == "all_reduce":
+        return functools.partial(dist.all_reduce, whole)
+    if op == "all_gather":
+        return functools.partial(dist.all_gather_into_tensor, whole, part)
+    if op == "reduce_scatter":
+        return functools.partial(dist.reduce_scatter_tensor, part, whole)
+    received = torch.empty_like(whole)
+
+    def exchange() -> None:
+        sends = [dist.P2POp(dist.isend, whole, (rank + 1) % p), dist.P2POp(dist.irecv, received, (rank - 1) % p)]
+        for request in dist.batch_isend_irecv(sends):
+            request.wait()
+
+    return exchange
+
+
+# --- data parallel ---------------------------------------------------------------------------------------------------
+
+
+def _data(this: _Process, parameters: str, batches: Sequence[int]) -> None:
+    """Measure a GPT's step without communication, with gradients summed, and plain PyTorch's, by batch."""
+    config = MODELS[parameters]
+    alone = {}
+    for batch in batches:  # before `meet`: nothing reduces these gradients
+        torch.manual_seed(0)
+        alone[batch] = _own_gpt_step(GPT(config).to(this.where), this)
+    this.meet()
+    for batch in batches:
+        _data_batch(this, config, batch, alone.pop(batch))
+        this.free()
+
+
+def _data_batch(this: _Process, config: GPTConfig, batch: int, alone: _GptStep) -> None:
+    data, turn = _own_rows(TokenBatches.drawn(config, batch * this.size, this.where), batch), itertools.count()
+    torch.manual_seed(0)  # the weights of `alone`
+    model = GPT(config).to(this.where)
+    peer = PlainGPT.like(model) if this.peer else None
+    ours = _own_gpt_step(model, this)
+    wanted, found = this.mean(alone(*data.batch(0))), float(ours(*data.batch(0)))  # which is the processes' mean
+    _require_near("the loss of all processes", found, wanted)
+
+    def timed(*steps: _GptStep) -> list[list[float]]:
+        calls = [functools.partial(lambda step: step(*data.batch(next(turn))), step) for step in steps]
+        return this.in_turns(calls, together=2)
+
+    before, after = timed(alone, ours)
+    sums = torch.stack([param.detach().double().sum() for param in model.parameters()])
+    largest = sums.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    if not torch.equal(sums, largest):
+        raise AccelerantError("the processes' parameters differ after steps with summed gradients")
+    size = sum(4 * param.numel() for param in model.parameters())
+    this.emit("alone", this.slowest(before), batch=batch, gradient_bytes=size)
+    this.emit("ours", after, batch=batch)
+    if peer is not None:
+        plain = _plain_gpt_step(peer, this)
+        _require_near("plain PyTorch's loss", this.mean(plain(*data.batch(0))), wanted)
+        this.emit("torch", timed(ours, plain)[1], batch=batch)  # in turns with ours: both see the same machine
+
+
+def _own_rows(data: TokenBatches, batch: int) -> TokenBatches:
+    mine = slice(dist.get_rank() * batch, (dist.get_rank() + 1) * batch)
+    return TokenBatches([(tokens[mine].contiguous(), targets[mine].contiguous()) for tokens, targets in data.pairs])
+
+
+def _own_gpt_step(model: GPT, this: _Process) -> _GptStep:
+    step = TrainStep(
+        model, AdamW(list(model.parameters()), lr=_RATE), model.loss, max_grad_norm=1.0, precision=this.precision
+    )
+    return lambda tokens, targets: step([(tokens, targets)], _RATE).loss
+
+
+def _plain_gpt_step(model: PlainGPT, this: _Process) -> _GptStep:
+    """Return the usual loop: DistributedDataParallel, torch.compile on a GPU, autocast, clipping, fused AdamW."""
+    parallel = nn.parallel.DistributedDataParallel(
+        model, device_ids=[this.where.index] if this.gpu else None, gradient_as_bucket_view=True
+    )
+    torch.compiler.reset()  # else a second batch size is compiled for any size, which is slower
+    forward: Callable[..., Tensor] = torch.compile(parallel) if this.gpu else parallel
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, fused=True)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(this.where.type, torch.bfloat16, enabled=this.gpu):
+            loss = forward(tokens, targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+# --- sharded ---------------------------------------------------------------------------------------------------------
+
+
+def _sharded(this: _Process) -> None:
+    """Measure a Llama's step with sharded parameters, and that of plain PyTorch's FSDP2 with compiled blocks."""
+    config, batch = SHARDED[this.gpu]
+    torch.manual_seed(0)
+    with this.where:
+        model = Llama(config)
+    facts = {"params": sum(param.numel() for param in model.parameters()), "tokens": batch * config.context}
+    alone_model = copy.deepcopy(model)
+    alone = _own_llama_step(alone_model, this)
+    this.meet()
+    drawn = torch.randint(
+        config.vocab_size, (4, batch * this.size, config.context + 1), generator=torch.Generator().manual_seed(0)
+    )[:, dist.get_rank() * batch :][:, :batch].to(this.where)
+    data = [(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in drawn]
+    turn = itertools.count()
+
+    def timed(step: Callable[[Tensor, Tensor], object]) -> list[float]:
+        return this.in_turns([lambda: step(*data[next(turn) % 4])], together=2)[0]
+
+    wanted = this.mean(alone(*data[0]))
+    this.emit("alone", this.slowest(timed(alone)), **facts, outer=config.vocab_size * config.width)
+    weights = {name: value.cpu() for name, value in model.state_dict().items()} if this.peer else {}
+    del alone, alone_model
+    this.free()
+    distributed.shard(model, this.mesh, precision=this.precision)
+    ours = _own_llama_step(model, this)
+    _require_near("the loss with sharded parameters", float(ours(*data[0])), wanted)
+    samples = timed(ours)
+    this.emit("ours", samples, **facts, peak_bytes=this.peak())
+    if not this.peer:
+        return
+    del ours, model  # the peer has the device to itself, as ours had
+    this.free()
+    peer = PlainLlama(config)
+    peer.load_state_dict(weights)
+    plain = _plain_llama_step(peer.to(this.where), this)
+    this.free()
+    _require_near("plain PyTorch's loss with sharded parameters", this.mean(plain(*data[0])), wanted)
+    samples = timed(plain)
+    this.emit("torch", samples, **facts, peak_bytes=this.peak())
+
+
+def _own_llama_step(model: Llama, this: _Process) -> Callable[[Tensor, Tensor], Tensor]:
+    step = TrainStep(
+        model, AdamW(list(model.parameters()), lr=_RATE), model.loss, max_grad_norm=1.0, precision=this.precision,
+        graph=False,
+    )  # fmt: skip
+    return lambda tokens, targets: step([(tokens, targets)], _RATE).loss
+
+
+def _plain_llama_step(model: PlainLlama, this: _Process) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return torch's own way: FSDP2 by compiled blocks, a compiled loss, clipping, fused AdamW."""
+    mesh = this.mesh
+    policy = MixedPrecisionPolicy(this.precision, torch.float32 if this.gpu else None)
+    inner = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
+    for block in model.blocks:
+        if this.gpu:
+            block.compile()
+        fully_shard(block, mesh=mesh, mp_policy=inner)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, fused=True)
+
+    def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    loss_of: Callable[..., Tensor] = torch.compile(cross_entropy) if this.gpu else cross_entropy
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = loss_of(model(tokens), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+# --- tensor parallel -------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _tensor(this: _Process) -> None:
+    """Measure decoding of one sequence on one device, and split over all."""
+    config, length = DECODED[this.gpu]
+    with torch.device("meta"):
+        model = Llama(config).to(torch.bfloat16)
+    model = model.to_empty(device=this.where).eval()
+    generator = torch.Generator(this.where).manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.fill_(1)
+        else:
+            parameter.normal_(0, 0.02, generator=generator)
+    prompt = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0)).to(this.where)
+    this.meet()
+    split = distributed.tensor_parallel(copy.deepcopy(model), this.mesh)
+    wanted, found = (_decoded_logits(each, prompt) for each in (model, split))
+    distance = float((found - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
+    if not distance <= _LOGITS_NEAR:
+        raise AccelerantError(f"the split model's logits are {distance:.3g} of their size from those of one device")
+    room = min(512, config.context - length)
+    runs = [Decoding(each, prompt, room, Sampling(temperature=0)) for each in (model, split)]
+    for run in runs:
+        run.advance()
+    # Few enough steps for the room: 8 together on a GPU.
+    this.steps = min(this.steps, 20)
+    alone, ours = this.in_turns([run.advance for run in runs], together=8)
+    this.emit("alone", this.slowest(alone))
+    this.emit("ours", ours, error=distance)
+
+
+def _decoded_logits(model: Llama, prompt: Tensor) -> Tensor:
+    run = Decoding(model, prompt[:, :-1], 8, Sampling(temperature=0))
+    run.advance()
+    assert run.cache is not None  # for the type checker: more than one token may come
+    return model.decode(prompt[:, -1], run.cache)
+
+
+# --- context parallel ------------------------------------------------------------------------------------------------
+
+
+def _context(this: _Process) -> None:
+    """Measure causal attention over a long sequence on one device, and split over all, forward and backward."""
+    B, Hq, Hkv, T, D = ATTENTION[this.gpu]
+    dtype = torch.bfloat16 if this.gpu else torch.float32
+    generator = torch.Generator(this.where).manual_seed(0)
+    q, k, v, do = (
+        torch.randn(B, heads, T, D, generator=generator, device=this.where, dtype=dtype) for heads in (Hq, Hkv, Hkv, Hq)
+    )
+    this.meet()
+    whole = [x.requires_grad_() for x in (q, k, v)]
+    parts = [distributed.split_sequence(x.detach(), dim=2).requires_grad_() for x in whole]
+    do_part = distributed.split_sequence(do, dim=2)
+
+    def forward(split: bool) -> Tensor:
+        if split:
+            q, k, v = parts
+            return distributed.context_parallel_attention(q, k, v, causal=True)
+        q, k, v = whole
+        o = ops.attention(q, k, v, causal=True)
+        assert isinstance(o, Tensor)  # for the type checker: no log-sum-exp was requested
+        return o
+
+    def both(split: bool) -> list[Tensor]:
+        o = forward(split)
+        return [o, *torch.autograd.grad(o, parts if split else whole, do_part if split else do)]
+
+    names = ("the output", "dq", "dk", "dv")
+    for name, found, wanted in zip(names, both(True), both(False), strict=True):
+        part = distributed.split_sequence(wanted.detach(), dim=2).float()
+        distance = float((found.float() - part).square().mean().sqrt() / part.square().mean().sqrt())
+        if not distance <= _LOGITS_NEAR:
+            raise AccelerantError(f"{name} of a split sequence is {distance:.3g} of its size from the whole one's")
+    with torch.no_grad():
+        alone, ours = this.in_turns([functools.partial(forward, split) for split in (False, True)])
+    this.emit("alone", this.slowest(alone), what="forward")
+    this.emit("ours", ours, what="forward")
+    alone, ours = this.in_turns([functools.partial(both, split) for split in (False, True)])
+    this.emit("alone", this.slowest(alone), what="forward and backward")
+    this.emit("ours", ours, what="forward and backward")
+
+
+if __name__ == "__main__":
+    work(json.loads(sys.argv[1]), Path(sys.argv[2]))
