@@ -1,6 +1,7 @@
 """Draw the README's chart from the committed records, and write the tables of its figures and of all slower cases.
 
-    python -m benchmarks.readme_chart    docs/pictures/chart-*.svg, and sections of README.md and docs/benchmarks.md
+    python -m benchmarks.readme_chart    docs/pictures/chart-*.svg, and sections of README.md, docs/benchmarks.md and
+                                         docs/scaling.md
 
 The pictures are for light and dark pages, and for wide and narrow ones; the badges have the values of pyproject.toml.
 tests/benchmarks/test_readme_chart.py compares all of them with the records.
@@ -16,7 +17,7 @@ from html import escape
 from pathlib import Path
 
 from accelerant._version import __version__
-from accelerant.bench.record import Record, Row
+from accelerant.bench.record import DEVICE, Record, Row
 from accelerant.errors import ConfigError
 from accelerant.runtime.files import plain, write_atomic
 
@@ -211,6 +212,7 @@ def files() -> dict[Path, str]:
         (ROOT / "docs" / "benchmarks.md", "figures", _figures_section(shown)),
         (ROOT / "docs" / "benchmarks.md", "user", _user_section(_record("user-h200"))),
         (ROOT / "docs" / "benchmarks.md", "slower", _slower_section()),
+        (ROOT / "docs" / "scaling.md", "scale", _scale_section(sorted(RESULTS.glob("scale-*.json"), reverse=True))),
     ):
         made[page] = _replaced(made.get(page) or page.read_text(encoding="utf-8"), name, text, page)
     return made
@@ -337,6 +339,34 @@ def _figure(row: Row | None) -> str:
     if row is None:
         return ""
     return f"{plain(row.p50)} {row.unit}" if row.p50 is not None else "did not run"
+
+
+def _scale_section(paths: Sequence[Path]) -> str:
+    """Return for each record of several devices the table of its cases, and its costs and predictions."""
+    parts = []
+    for path in paths:
+        record = Record.load(path)
+        by_case: dict[str, list[Row]] = {}
+        for row in record.rows:
+            by_case.setdefault(row.case, []).append(row)
+        lines = [
+            f"**{record.environment.device}**, `benchmarks/results/{path.name}`, commit {record.environment.commit}\n",
+            "| case | one device alone | all | of its speed | to reach | torch | predicted, to measured |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for ours in (row for row in record.rows if row.ours):
+            others = [row for row in by_case[ours.case] if row.runner == DEVICE]
+            alone = next((row for row in others if not row.op.startswith("predicted") and ours.op in row.op), None)
+            predicted = next((row for row in others if row.op == f"predicted {ours.op}"), None)
+            peer = next((row for row in by_case[ours.case] if row.runner == "torch"), None)
+            speed = f"{alone.p50 / ours.p50:.3f}" if alone and alone.p50 and ours.p50 else ""
+            ratio = f"{predicted.p50 / ours.p50:.3f}" if predicted and predicted.p50 and ours.p50 else ""
+            reached = {True: ", reached", False: ", not reached", None: ""}[ours.reached]
+            aims = f"{ours.aims}{reached}" if ours.aims else ""
+            figures = (_figure(alone), _figure(ours), speed, aims, _figure(peer), ratio)
+            lines.append(f"| {' | '.join((f'{ours.op}, {ours.case}', *figures))} |")
+        parts.append("\n".join([*lines, "", *(f"- {note}" for note in record.notes)]))
+    return "\n\n".join(parts)
 
 
 def _slower_section() -> str:

@@ -44,7 +44,7 @@ def test_what_the_backward_pass_does_not_hide():
     assert step(90.0, 2 * BUCKET_BYTES + BUCKET_BYTES // 2, 2) == pytest.approx((93.0, 3.0))
     assert step(9.0, 2 * BUCKET_BYTES, 2) == pytest.approx((15.0, 6.0))
     assert step(3.0, 2 * BUCKET_BYTES, 2) == pytest.approx((13.0, 10.0))
-    slowed = costs(6.0 / BUCKET_BYTES, lost=0.5, copy_bytes_per_ms=3.0 * BUCKET_BYTES).data_parallel_ms
+    slowed = costs(6.0 / BUCKET_BYTES, lost=0.5, copy_bytes_per_ms=2.0 * BUCKET_BYTES).data_parallel_ms
     assert slowed(90.0, 2 * BUCKET_BYTES, 2) == pytest.approx((96.0 + 0.5 * 6 + 2, 6.0))
 
 

@@ -11,7 +11,7 @@ A collective over p processes, as a ring, sends `messages` one after the other a
 (Thakur, Rabenseifner, Gropp 2005, section 4). Latency and bandwidth are fitted to this run. A collective that runs
 beside computation slows it down by `lost` of the collective's time, which is measured too. Then
 
-    data parallel      alone + gradients into buckets (3 passes over memory) + sums that the backward pass, two thirds
+    data parallel      alone + gradients into buckets (2 passes over memory) + sums that the backward pass, two thirds
                        of the step, does not hide; the last bucket's never is (Li et al. 2020, arXiv:2006.15704)
     sharded            alone + what hides nothing: the gather of the outer parameters, the scatter of their gradients
                        - the update of the parameters that others hold
@@ -113,7 +113,7 @@ class Costs:
         times = [self.links["all_reduce"].ms(processes, size) for size in buckets if size]
         before, hiding = sum(times[:-1]), _BACKWARD * alone_ms
         shown = times[-1] + max(0.0, before - hiding)
-        packing = 3 * gradient_bytes / self.copy_bytes_per_ms
+        packing = 2 * gradient_bytes / self.copy_bytes_per_ms
         return alone_ms + shown + packing + self.lost * min(before, hiding), shown
 
     def sharded_ms(self, alone_ms: float, block_params: int, outer_params: int, processes: int) -> float:

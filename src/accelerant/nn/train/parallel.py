@@ -160,7 +160,10 @@ class GradientReduction:
 
     @torch.no_grad()
     def _launch(self, bucket: _Bucket) -> None:
-        flat = torch.zeros(bucket.size, dtype=bucket.dtype, device=bucket.device)  # with the gaps between gradients
+        found = [self._params[index].grad for index in bucket.indices]
+        whole = bucket.size == sum(0 if grad is None else grad.numel() for grad in found)
+        allocate = torch.empty if whole else torch.zeros  # zeros in gaps between gradients, and for missing ones
+        flat = allocate(bucket.size, dtype=bucket.dtype, device=bucket.device)
         views, to, grads = [], [], []
         for index, offset in zip(bucket.indices, bucket.offsets, strict=True):
             param = self._params[index]
