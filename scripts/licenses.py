@@ -35,15 +35,19 @@ NAMES = {
 """Names in older metadata, and the identifiers of SPDX."""
 
 
-def license_of(metadata: importlib.metadata.PackageMetadata) -> str:
-    """Return the license that a package declares, as an expression of SPDX as far as that is known."""
+def license_of(metadata: importlib.metadata.PackageMetadata, text: str = "") -> str:
+    """Return the license that a package declares, as an expression of SPDX as far as that is known.
+
+    Without a declaration it is the first line of the license's text, in the metadata or in a file.
+    """
     if "License-Expression" in metadata:
         return str(metadata["License-Expression"])
     written = str(metadata.get("License", "") or "").strip()
     if written not in ("", "UNKNOWN") and "\n" not in written and len(written) < 64:
         return NAMES.get(written, written)
     classified = [line.split(" :: ")[-1] for line in metadata.get_all("Classifier") or () if line.startswith("License")]
-    return " AND ".join(NAMES.get(name, name) for name in classified) or "unknown"
+    heading = (written or text).strip().partition("\n")[0]
+    return " AND ".join(NAMES.get(name, name) for name in classified) or NAMES.get(heading, "unknown")
 
 
 def is_allowed(package: str, license: str) -> bool:
@@ -82,7 +86,7 @@ def main() -> int:
     """Print the table, or with --quiet only what is not allowed; return the exit status."""
     refused = 0
     for distribution in sorted(dependencies(), key=lambda found: found.name.lower()):
-        license = license_of(distribution.metadata)
+        license = license_of(distribution.metadata, distribution.read_text("licenses/LICENSE") or "")
         allowed = is_allowed(re.sub(r"[-_.]+", "-", distribution.name).lower(), license)
         refused += not allowed
         if not allowed or "--quiet" not in sys.argv:

@@ -10,8 +10,8 @@ import pytest
 from accelerant.runtime import registry
 
 SNARKJS = Path(__file__).parent / "interop" / "snarkjs" / "node_modules" / "snarkjs" / "build" / "cli.cjs"
-REQUIRED_BACKENDS = ("cpu", "opencl")
-"""Backends of every machine that runs CI; scripts/ci-setup installs PoCL."""
+REQUIRED_BACKENDS = ("cpu", "opencl", "webgpu")
+"""Backends of every machine that runs CI; scripts/ci-setup installs PoCL and lavapipe."""
 
 
 def require(reason):

@@ -53,7 +53,8 @@ def test_older_metadata_is_read():
     assert not licenses.is_allowed("a", licenses.license_of(metadata))
     metadata["License"] = "BSD"
     assert licenses.license_of(metadata) == "BSD-3-Clause"
-    assert licenses.license_of(Message()) == "unknown"
+    assert licenses.license_of(Message()) == licenses.license_of(Message(), "Some terms\n") == "unknown"
+    assert licenses.license_of(Message(), "BSD 2-Clause License\n\nCopyright") == "BSD-2-Clause"
 
 
 def test_build_requirements_are_exact():

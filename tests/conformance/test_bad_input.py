@@ -273,12 +273,22 @@ _TWO_PORTABLE = """
 ACL_KERNEL void one(ACL_GLOBAL u64 *x, i64 n) { if (acl_global_id() < n) x[acl_global_id()] = 1; }
 ACL_KERNEL void two(ACL_GLOBAL u64 *x, i64 n) { if (acl_global_id() < n) x[acl_global_id()] = 2; }
 """
+_TWO_WGSL = """
+@group(0) @binding(0) var<storage, read_write> x: array<vec2<u32>>;
+@group(0) @binding(1) var<uniform> n: i32;
+@compute @workgroup_size(1) fn one(@builtin(global_invocation_id) id: vec3<u32>) { x[id.x] = vec2<u32>(1u, 0u); }
+@compute @workgroup_size(1) fn two(@builtin(global_invocation_id) id: vec3<u32>) { x[id.x] = vec2<u32>(2u, 0u); }
+"""
 _ONE_LLVM = "define void @{}(i64 %begin, i64 %end, ptr %x, i64 %n) {{\n  store i64 {}, ptr %x\n  ret void\n}}\n"
 
 
 def of_two(*entries):
     """A program of two kernels, declared with some of its entries."""
-    texts = {"portable": _TWO_PORTABLE, "llvm": _ONE_LLVM.format("one", 1) + _ONE_LLVM.format("two", 2)}
+    texts = {
+        "portable": _TWO_PORTABLE,
+        "wgsl": _TWO_WGSL,
+        "llvm": _ONE_LLVM.format("one", 1) + _ONE_LLVM.format("two", 2),
+    }
     return KernelSource("two", texts, dict.fromkeys(entries, ("*u64", "i64")))
 
 
@@ -294,7 +304,7 @@ def test_a_program_that_is_declared_with_another_entry_is_another_kernel(provide
         assert provider.compile(of_two("one", "two"), entry="two").from_cache
 
 
-_OPTION = {"cuda": "--ptxas-options=-O1", "opencl": "-DUNUSED=1", "cpu": "-DUNUSED=1", "fake": "-DUNUSED=1"}
+_OPTION = {"cuda": "--ptxas-options=-O1"} | dict.fromkeys(("opencl", "webgpu", "cpu", "fake"), "-DUNUSED=1")
 
 
 @pytest.mark.sample(3)
@@ -302,7 +312,7 @@ _OPTION = {"cuda": "--ptxas-options=-O1", "opencl": "-DUNUSED=1", "cpu": "-DUNUS
 def test_a_kernel_that_differs_in_one_part_has_an_entry_of_its_own(provider, tmp_path, part):
     plain, both = of_two("one"), of_two("one", "two")
     if part == "options":  # LLVM IR takes none
-        plain = replace(plain, dialects={"portable": _TWO_PORTABLE})
+        plain = replace(plain, dialects={"portable": _TWO_PORTABLE, "wgsl": _TWO_WGSL})
     other = {
         "program": replace(plain, dialects={name: text + "\n\n" for name, text in plain.dialects.items()}),
         "options": replace(plain, options=(_OPTION[provider.name],)),
@@ -319,7 +329,7 @@ def test_a_kernel_that_differs_in_one_part_has_an_entry_of_its_own(provider, tmp
 def test_another_compiler_finds_no_entry_of_this_one(provider, tmp_path, monkeypatch):
     with override(cache_dir=tmp_path):
         provider.compile(of_two("one"))
-        if provider.name == "opencl":
+        if provider.name in ("opencl", "webgpu"):
             monkeypatch.setattr(provider._devices[0], "identity", "another driver")
         else:
             version = "compilation.cuda._nvrtc_version" if provider.name == "cuda" else "providers.cpu._llvm_version"

@@ -40,6 +40,7 @@ PROVIDERS: dict[str, tuple[str, str]] = {
     "rocm": ("accelerant.runtime.providers.torch_devices", "RocmProvider"),
     "apple": ("accelerant.runtime.providers.torch_devices", "AppleProvider"),
     "opencl": ("accelerant.runtime.providers.opencl", "OpenclProvider"),
+    "webgpu": ("accelerant.runtime.providers.webgpu", "WebgpuProvider"),
     "cpu": ("accelerant.runtime.providers.cpu", "CpuProvider"),
 }
 """Backend -> module and class of its provider; a new backend adds a line here. Entry points are added when needed."""

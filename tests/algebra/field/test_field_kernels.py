@@ -1,6 +1,7 @@
 """The field kernels, exactly: NVIDIA's carry chains by an emulator, everything where it can run, and what it takes.
 
-The CPU's and PoCL's kernels run in each test; NVIDIA's where there is a GPU. What takes long to compile is marked slow.
+The kernels of the CPU, PoCL and lavapipe run in each test; NVIDIA's where there is a GPU. What takes long to compile is
+marked slow.
 """
 
 import random
@@ -320,9 +321,15 @@ ALIKE = ("bn254_fr", "bls12_381_fr")
 """Fields of four words as bn254_fq is: the same programs with other constants."""
 
 
+OF_WEBGPU = ("goldilocks", "babybear", "bn254_fr")
+"""Fields whose kernels in WGSL are slow tests; the others are the same text with other constants."""
+
+
 def slow_but(chosen, *values):
     """A parameter, marked as slow where it is not one of the chosen, as soak where a field is alike, as a GPU's."""
-    repeats = [pytest.mark.soak] if values[1] in ALIKE else []
+    repeats = [pytest.mark.soak] if values[1] in ALIKE and values[0] != "webgpu" else []
+    if values[0] == "webgpu" and (values[1] not in OF_WEBGPU or values[1:3] == ("bn254_fr", "field_inv")):
+        repeats = [pytest.mark.soak]
     marks = [pytest.mark.gpu] if values[0] == "cuda" else [] if values in chosen else [pytest.mark.slow, *repeats]
     return pytest.param(*values, marks=marks, id="-".join(values))
 
@@ -422,6 +429,7 @@ def expected_of(entry, field, x, y, exponent):
 ENTRIES = list(entries(FIELDS["babybear"]))
 BY_CHUNK = ("field_sum", "field_dot", "field_dot_montgomery", "field_unreduced")
 QUICK = {("opencl", "babybear", entry) for entry in ("field_inv", "field_dot")}
+QUICK |= {("webgpu", "goldilocks", "field_mul"), ("webgpu", "babybear", "field_unreduced")}
 QUICK |= {
     ("cpu", "bn254_fq", entry) for entry in ("field_mul", "field_pow", "field_inv", "field_dot", "field_unreduced")
 }
@@ -431,7 +439,7 @@ QUICK |= {
 def each(wanted):
     return [
         slow_but(QUICK, backend, name, entry)
-        for backend in ("cpu", "opencl", "cuda")
+        for backend in ("cpu", "opencl", "cuda", "webgpu")
         for name in FIELDS
         for entry in ENTRIES
         if wanted(entry)
@@ -511,7 +519,8 @@ def test_the_first_unreduced_element_of_each_chunk_is_found(provider, name, entr
 
 
 CHECKED = ("field_add", "field_sub", "field_mul", "field_neg", "field_square")
-ON_DEVICES = each(lambda entry: entry in CHECKED)[len(CHECKED) * len(FIELDS) :]  # the CPU checks arguments before
+PER_BACKEND = len(CHECKED) * len(FIELDS)
+ON_DEVICES = each(lambda entry: entry in CHECKED)[PER_BACKEND:-PER_BACKEND]  # the CPU and WebGPU check arguments before
 
 
 @pytest.mark.sample(5)

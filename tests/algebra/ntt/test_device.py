@@ -31,7 +31,10 @@ pytestmark = pytest.mark.usefixtures("quick_opencl")
 NAMES = ("goldilocks", "babybear", "bn254_fr", "bls12_381_fr")
 
 
-@pytest.fixture(params=["opencl", pytest.param("cuda", marks=pytest.mark.gpu)])
+OF_WEBGPU = pytest.param("webgpu", marks=[pytest.mark.slow, pytest.mark.soak])  # lavapipe takes seconds a program
+
+
+@pytest.fixture(params=["opencl", OF_WEBGPU, pytest.param("cuda", marks=pytest.mark.gpu)])
 def space(request):
     return space_at(require_backend(request.param))
 
@@ -221,7 +224,7 @@ def test_pointed_launches_have_what_others_have(monkeypatch):
     monkeypatch.setattr(ntt_launch, "_device_kernel", lambda *args: args[4].kernel)
 
     def made(kernel):
-        space = SimpleNamespace(provider=provider, index=0, pointer=lambda words: words, kernel=kernel)
+        space = SimpleNamespace(provider=provider, backend="cuda", index=0, pointer=lambda words: words, kernel=kernel)
         return DeviceNttPlan(space, field, 13, inverse=True, coset=3, order="natural")
 
     plans = [made(SimpleNamespace(handle=None))]

@@ -222,7 +222,7 @@ def _recorded(
 def _record(
     space: MemorySpace, field: Field, op: str, shape: Sequence[int], form: Representation, arrays: int, operations: int
 ) -> OpRecord:
-    dialect, _ = kernel_source(field).pick(space.provider.dialects)
+    dialect, _ = kernel_source(field, "field_add").pick(space.provider.dialects)
     sizes = "x".join(map(str, element_shape(field, shape))) or "scalar"
     case = f"{sizes} {field.name}" + " montgomery" * (form == "montgomery")
     moved = arrays * math.prod(shape) * dtype_of(field).itemsize

@@ -20,6 +20,7 @@ from pathlib import Path
 from accelerant.algebra.field.llvm_kernels import ENTRIES, field_kernels
 from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.algebra.field.ptx import ptx_macros
+from accelerant.algebra.field.wgsl import kernel_wgsl
 from accelerant.errors import ConfigError
 from accelerant.runtime.compilation.kernel import Builder, KernelSource, LazyDialects, portable_header, sources_hash
 
@@ -86,6 +87,8 @@ def montgomery_radix(field: Field) -> int:
 def kernel_source(field: Field, entry: str | None = None, checked: bool = False) -> KernelSource:
     """Return the field's functions on arrays in every dialect that it has, or only one of entries(field).
 
+    Only the source of one entry has the dialect "wgsl".
+
     All of them take NVRTC seconds for several limbs. ConfigError for an unknown entry. `checked`, for elementwise
     entries in C: a word follows the pointers, which is set to 1 where an element read is not below the modulus.
     """
@@ -95,6 +98,9 @@ def kernel_source(field: Field, entry: str | None = None, checked: bool = False)
     makers: dict[str, Callable[[], str | Builder]] = {"portable": lambda: _kernels(field, "portable", entry, checked)}
     if not checked:
         makers["llvm"] = lambda: field_kernels(field.name, entry or "")
+    if not checked and entry is not None:
+        names, canonical = ENTRIES[entry.removeprefix("field_")][0], montgomery_radix(field) == 1
+        makers["wgsl"] = lambda: kernel_wgsl(field, canonical, entry, names, INVERSES)
     if field.limbs > 1:
         write = functools.partial(_kernels, field, "cuda", entry, checked)
         makers["cuda"] = lambda: CudaProgram(f"{field} {entry}{' checked' * checked}", (_FOLDER,), write)

@@ -91,7 +91,7 @@ def _case(
 ) -> tuple[OpRecord, int, int]:
     """Return the record of a transform of words of a shape, its points, and the number of such in a batch."""
     shape = element_shape(field, words)
-    dialect = next(name for name in ("llvm", "cuda", "portable") if name in space.provider.dialects)
+    dialect = next(name for name in ("llvm", "cuda", "portable", "wgsl") if name in space.provider.dialects)
     case = f"{'x'.join(map(str, shape))} {field.name}" + " inverse" * inverse + " coset" * coset
     case += f" {order}" * (order != "natural")
     operations = math.prod(shape) * (shape[-1].bit_length() - 1) // 2
@@ -185,7 +185,8 @@ def scratch_bytes(space: MemorySpace, field: Field, shape: Sequence[int], order:
     """Return the scratch memory of a transform of elements of a shape, besides tables, which plans keep."""
     log_n, batch = shape[-1].bit_length() - 1, math.prod(shape[:-1])
     on_host = space is HOST
-    logs = _host_division(field, log_n, math.gcd(batch, 16))[1] if on_host else division_of(field).logs(log_n)
+    division = division_of(field, space.backend)
+    logs = _host_division(field, log_n, math.gcd(batch, 16))[1] if on_host else division.logs(log_n)
     return math.prod(shape) * field.size_bytes if order == "natural" and len(logs) > 1 else 0
 
 
@@ -261,13 +262,15 @@ class Division:
         return Tile(rows, columns, radix, (self.resident_along or 0) if along else self.resident)
 
 
-def division_of(field: Field) -> Division:
+def division_of(field: Field, backend: str = "") -> Division:
     """Return the division of a field's transforms: the fastest of benchmarks/tune_zk.py on an H200.
 
     Milliseconds of 2^20 and 2^24 points there, the memory cold: bn254_fr 0.195 and 3.16. Goldilocks, radix 16 with
     shifts as inner factors, all twiddles in tables: 0.034 and 0.380 with registers for two blocks of 256 threads, 0.037
     and 0.36 for three. BabyBear 0.021, and 0.094 for 2^23.
     """
+    if backend == "webgpu":  # 16 KiB of workgroup memory is what every device has
+        return Division(rows=8, tile=9, radix=1, table=20)
     if field.limbs > 1:
         return Division(rows=8, tile=9, radix=2, table=24)
     if field.word_bits == 64:
@@ -289,7 +292,7 @@ class DeviceNttPlan:
         self, space: MemorySpace, field: Field, log_n: int, *, inverse: bool, coset: int, order: str,
         division: Division | None = None,
     ) -> None:  # fmt: skip
-        division = division or division_of(field)
+        division = division or division_of(field, space.backend)
         logs, table = division.logs(log_n), division.table
         self.field, self.retired, self._space = field, False, space
         self.passes = make_passes(field, logs, inverse=inverse, coset=coset, order=order, log_table=table)

@@ -1,17 +1,19 @@
-"""The C programs of transforms: a pass (kernel.c) for one field, variant and tile, and powers.c."""
+"""The programs of transforms in C and WGSL: a pass (kernel.c) for one field, variant and tile, and powers.c."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.program import BLOCK, CudaProgram, defined, field_text, montgomery_radix, read_files
+from accelerant.algebra.field.wgsl import accessors, field_wgsl
 from accelerant.algebra.ntt.llvm_kernels import POINTERS, SCALARS
 from accelerant.algebra.ntt.plan import Variant
 from accelerant.errors import ConfigError
 from accelerant.runtime.compilation.kernel import KernelSource, LazyDialects
+from accelerant.runtime.compilation.wgsl import bindings, constants
 
 __all__ = ["LADDER", "Tile", "has_quotients", "kernel_source", "powers_source"]
 
@@ -63,7 +65,8 @@ def kernel_source(
     words = (f"*u{field.word_bits}",) * len(POINTERS)
     types = (*words[:2], *("*u32",) * checked, *words[2:], *("i64",) * (len(SCALARS) - 1))
     text = functools.partial(_pass_text, field, variant, tile, inverse, checked)
-    dialects = _dialects(field, f"{variant} {tile} {inverse} {checked}", text)
+    wgsl = None if checked else functools.partial(_pass_wgsl, field, variant, tile)
+    dialects = _dialects(field, f"{variant} {tile} {inverse} {checked}", text, wgsl)
     return KernelSource(f"ntt_{field.name}_{tile.rows}", dialects, {"ntt_pass": types})
 
 
@@ -71,12 +74,15 @@ def kernel_source(
 def powers_source(field: Field) -> KernelSource:
     """Return ntt_powers, see powers.c: pointers z and ladder, then seven numbers."""
     sizes = defined({"POWERS_LADDER": LADDER, "POWERS_BLOCK": BLOCK, "NTT_RESIDENT": 0})
-    dialects = _dialects(field, "powers", lambda dialect: sizes + _files(_DEVICE[dialect], "powers.c"))
+    wgsl = functools.partial(_powers_wgsl, field)
+    dialects = _dialects(field, "powers", lambda dialect: sizes + _files(_DEVICE[dialect], "powers.c"), wgsl)
     types = (f"*u{field.word_bits}",) * 2 + ("i64",) * 7
     return KernelSource(f"ntt_powers_{field.name}", dialects, {"ntt_powers": types})
 
 
-def _dialects(field: Field, arguments: str, write: Callable[[str], str]) -> LazyDialects:
+def _dialects(
+    field: Field, arguments: str, write: Callable[[str], str], wgsl: Callable[[], str] | None
+) -> LazyDialects:
     """Return a program's dialects; beyond field and sources, the text of `write` depends on `arguments` only."""
 
     def text(dialect: str) -> str:
@@ -84,7 +90,8 @@ def _dialects(field: Field, arguments: str, write: Callable[[str], str]) -> Lazy
 
     folders = ("algebra/field", "algebra/ntt")
     cuda = CudaProgram(f"{field} {arguments}", folders, functools.partial(text, "cuda"))
-    return LazyDialects(portable=functools.partial(text, "portable"), cuda=lambda: cuda)
+    others = {} if wgsl is None else {"wgsl": wgsl}
+    return LazyDialects(portable=functools.partial(text, "portable"), cuda=lambda: cuda, **others)
 
 
 @functools.cache
@@ -98,6 +105,33 @@ _DEVICE = {"portable": "device_c.h", "cuda": "device_cuda.h"}
 
 def _files(*names: str) -> str:
     return read_files("algebra/ntt", *names)
+
+
+_POWERS = ("log_rows", "log_count", "log_steps", "log_unit", "by_bits", "by_row", "by_column")
+
+
+def _powers_wgsl(field: Field) -> str:
+    return _wgsl(field, ("z", "ladder"), _POWERS, {"LADDER": LADDER}) + _files("powers.wgsl")
+
+
+def _pass_wgsl(field: Field, variant: Variant, tile: Tile) -> str:
+    values: dict[str, int | bool] = {
+        "LOG_ROWS": tile.rows, "LOG_COLUMNS": tile.columns, "THREADS": tile.threads,
+        "ALONG_IN": variant.along_in, "ALONG_OUT": variant.along_out,
+        "REVERSED_IN": variant.reversed_in, "REVERSED_OUT": variant.reversed_out,
+        "BEFORE": variant.before, "AFTER": variant.after,
+        "TWIDDLE_BEFORE": variant.twiddle == "before", "TWIDDLE_AFTER": variant.twiddle == "after",
+        "SPLIT": variant.split,
+    }  # fmt: skip
+    text = _files("kernel.wgsl").replace("@workgroup_size(THREADS)", f"@workgroup_size({tile.threads})")
+    scalars = tuple(name for name in SCALARS if name != "log_rows")
+    return _wgsl(field, POINTERS, scalars, values) + text
+
+
+def _wgsl(field: Field, arrays: Sequence[str], scalars: Sequence[str], values: Mapping[str, int | bool]) -> str:
+    """Return declarations, the field, and functions on the elements of each array."""
+    declared = bindings(dict.fromkeys(arrays, "u32"), dict.fromkeys(scalars, "i64")) + constants(values)
+    return declared + field_wgsl(field, montgomery_radix(field) == 1) + "".join(map(accessors, arrays))
 
 
 def _pass_text(field: Field, variant: Variant, tile: Tile, inverse: bool, checked: bool, dialect: str) -> str:

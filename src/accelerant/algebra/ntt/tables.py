@@ -155,7 +155,7 @@ def device_tables(space: MemorySpace, field: Field, step: Pass, tile: Tile) -> T
             high = _device_powers(space, field, ones, base, log_inner - step.log_low, step.log_low)
     none = Powers(1, 1, 0)
     return Tables(
-        roots=space.load(roots_of(field, step, tile)),
+        roots=space.load(roots_of(field, step, tile, plain="wgsl" in space.provider.dialects)),
         before=None if step.before is None else _device_powers(space, field, step.before, none, 0, 0),
         after=None if step.after is None else _device_powers(space, field, step.after, none, 0, 0),
         low=low,
@@ -180,13 +180,14 @@ def _device_powers(space: MemorySpace, field: Field, start: Powers, base: Powers
     return table
 
 
-def roots_of(field: Field, step: Pass, tile: Tile) -> Words:
+def roots_of(field: Field, step: Pass, tile: Tile, *, plain: bool = False) -> Words:
     """Return the roots of a pass: rows / 2 factors w, in Montgomery form; if has_quotients, w and floor(w R / p).
 
-    For Goldilocks, [(radix + k) 2^done + block] is the factor of a thread's element k in a group of levels, with `done`
-    levels before it.
+    `plain` roots, for WGSL, have no quotients and the same order for every field. For Goldilocks in C,
+    [(radix + k) 2^done + block] is the factor of a thread's element k in a group of levels, with `done` levels before
+    it.
     """
-    if field.name == "goldilocks":
+    if field.name == "goldilocks" and not plain:
         all_roots = np.array(powers(1, step.root, step.rows, field.modulus), np.uint64)
         elements, by_level = np.arange(1 << tile.radix), np.ones(2 * step.rows, np.uint64)
         for done in range((step.log_rows - 1) % tile.radix + 1, step.log_rows, tile.radix):
@@ -195,9 +196,9 @@ def roots_of(field: Field, step: Pass, tile: Tile) -> Words:
         return by_level
     p, radix, count = field.modulus, montgomery_radix(field), max(1, step.rows // 2)
     roots = powers(1, step.root, count, p)
-    if has_quotients(field):
-        plain, quotients = _words_of(field, roots), _words_of(field, [(w * radix) // p for w in roots])
-        words = np.stack((plain, quotients), axis=1)
+    if has_quotients(field) and not plain:
+        factors, quotients = _words_of(field, roots), _words_of(field, [(w * radix) // p for w in roots])
+        words = np.stack((factors, quotients), axis=1)
     else:
         words = _words_of(field, [w * radix % p for w in roots])
     return words[_reversed(count.bit_length() - 1)]
