@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from accelerant.accelerator import Accelerator, AcceleratorConfig
     from accelerant.accelerator.fusion import fuse
     from accelerant.nn._patch.api import optimize
+    from accelerant.ops.aten.tensor import to
     from accelerant.runtime.compilation.options import CompileOptions
     from accelerant.runtime.dispatch import explain
     from accelerant.runtime.ledger import ledger
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Accelerator", "AcceleratorConfig", "CompileOptions", "__version__", "algebra", "devices", "distributed",
     "errors", "explain", "fuse", "kernel", "ledger", "measure", "nn", "ops", "optimal_batch_size", "optimize",
-    "predict_peak", "privacy", "watch_devices", "zk",
+    "predict_peak", "privacy", "to", "watch_devices", "zk",
 ]  # fmt: skip
 
 _SUBPACKAGES = ("algebra", "distributed", "nn", "ops", "privacy", "zk")
@@ -53,6 +54,7 @@ _NAMES = {
     "optimal_batch_size": "accelerant.runtime.memory.batch_size",
     "optimize": "accelerant.nn._patch.api",
     "predict_peak": "accelerant.runtime.memory.peak",
+    "to": "accelerant.ops.aten.tensor",
     "watch_devices": "accelerant.runtime.monitoring.events",
 }
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 __all__ = [
-    "active_modes", "autocast_dtype", "below_autograd", "cast_for_autocast", "define", "is_distributed", "is_ordinary",
-    "is_plain", "is_watched", "keys_of", "name_of", "ordinary_keys", "transforming",
+    "active_modes", "autocast_dtype", "below_autograd", "cast_for_autocast", "composed", "composite_of", "define",
+    "is_distributed", "is_ordinary", "is_plain", "is_watched", "keys_of", "name_of", "ordinary_keys", "transforming",
 ]  # fmt: skip
 
 library = torch.library.Library("accelerant", "DEF")
@@ -64,7 +64,7 @@ def define(
 
     def autograd(*args: Any) -> Any:
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        if transforming() or any(_has_tangent(x) or is_distributed(x) for x in tensors):
+        if transforming() or any(_has_tangent(x) or type(x) in composed or is_distributed(x) for x in tensors):
             return composite(*args)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return differentiable(*args)
@@ -74,7 +74,7 @@ def define(
     library.impl(name, kernel, "CompositeExplicitAutograd")
     library.impl(name, autograd, "Autograd")
     library.impl(name, composite, "FuncTorchBatched")
-    _composites[name] = composite
+    _composites[name] = composite_of[name] = composite
     torch.library.register_fake(f"accelerant::{name}", fake, lib=library)
     return op
 
@@ -92,6 +92,12 @@ def is_plain(x: Tensor) -> bool:
     """Return whether x is ordinary memory and no mode, subclass, transform or tangent must see the call."""
     return not is_watched() and is_ordinary(x)
 
+
+composed: set[type] = set()
+"""Subclasses of Tensor for which every op is its composite: their operations are torch's."""
+
+composite_of: dict[str, Callable[..., Any]] = {}
+"""Name of an op -> its composite."""
 
 _composites: dict[str, Callable[..., Any]] = {}
 """Names and composites of ops that have no rule for DTensors yet."""

@@ -1,0 +1,196 @@
+"""Aten operations that read or write elements at indices, on the kernels `gather` and `scatter` of TensorDevices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from accelerant.ops.aten.device import TensorDevice
+from accelerant.ops.aten.table import elementwise, operand, register, strided
+from accelerant.ops.aten.tensor import DeviceTensor
+
+__all__: list[str] = []
+
+
+def _along(index: DeviceTensor, dim: int, size: Sequence[int]) -> DeviceTensor:
+    """Return a vector of indices as a view of a shape, the same at each place of the other dimensions."""
+    step = index.stride(0) if index.dim() else 1
+    return strided(index, size, [step if at == dim else 0 for at in range(len(size))])
+
+
+def _vector(place: TensorDevice, index: Any) -> DeviceTensor:
+    """Return indices of any shape as a vector on the device."""
+    whole: DeviceTensor = index if isinstance(index, DeviceTensor) else place.upload(index)
+    if whole.dim() == 1:
+        return whole
+    whole = whole if whole.is_contiguous() else place.contiguous(whole)
+    return strided(whole, (whole.numel(),), (1,))
+
+
+@register("index_select.default")
+def _index_select(place: TensorDevice, x: Any, dim: int, index: Any) -> Any:
+    index = _vector(place, index)
+    if not x.dim():
+        return NotImplemented
+    dim = dim % x.dim()
+    size = [*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]]
+    out = place.empty(size, x.dtype)
+    if out.numel():
+        place.gather(out, x, dim, _along(index, dim, size))
+    return out
+
+
+@register("embedding.default")
+def _embedding(
+    place: TensorDevice, weight: Any, index: Any, padding_idx: int = -1, scale_grad: bool = False, sparse: bool = False
+) -> Any:
+    shape = (*index.shape, weight.shape[1])
+    out = _index_select(place, operand(place, weight), 0, index)
+    strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
+    return strided(out, shape, strides)
+
+
+@register("embedding_dense_backward.default")
+def _embedding_backward(
+    place: TensorDevice, dy: Any, index: Any, rows: int, padding_idx: int, scale_grad_by_freq: bool
+) -> Any:
+    if scale_grad_by_freq:
+        return NotImplemented
+    width = dy.shape[-1]
+    index, dy = _vector(place, index), operand(place, dy)
+    dweight = elementwise(place, "{0}", (0,), dy.dtype, out=place.empty((rows, width), dy.dtype))
+    flat = dy if dy.is_contiguous() else place.contiguous(dy)
+    flat = strided(flat, (index.numel(), width), (width, 1))
+    if padding_idx >= 0:
+        index = elementwise(place, "select({0}, {2}, {0} == {1})", (index, padding_idx, rows), index.dtype)
+    if flat.numel():
+        place.scatter(dweight, 0, _along(index, 0, flat.shape), flat, add=True)
+    return dweight
+
+
+@register("gather.default")
+def _gather(place: TensorDevice, x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
+    if not x.dim() or not index.dim():
+        return NotImplemented
+    index = place.upload(index) if not isinstance(index, DeviceTensor) else index
+    out = place.empty(index.shape, x.dtype)
+    if out.numel():
+        place.gather(out, operand(place, x), dim % x.dim(), index)
+    return out
+
+
+def _scattered(place: TensorDevice, out: DeviceTensor, dim: int, index: Any, source: Any, add: bool) -> Any:
+    if not out.dim() or not index.dim():
+        return NotImplemented
+    index = place.upload(index) if not isinstance(index, DeviceTensor) else index
+    source = operand(place, source)
+    if isinstance(source, DeviceTensor):
+        source = strided(source, index.shape, source.stride())
+    else:
+        source = elementwise(place, "{0}", (source,), out.dtype, out=place.empty(index.shape, out.dtype))
+    if index.numel():
+        place.scatter(out, dim % out.dim(), index, source, add=add)
+    return out
+
+
+@register("scatter_.src", "scatter_.value")
+def _scatter_(place: TensorDevice, x: Any, dim: int, index: Any, source: Any, *, out: DeviceTensor) -> Any:
+    return _scattered(place, x, dim, index, source, add=False)
+
+
+@register("scatter.src", "scatter.value")
+def _scatter(place: TensorDevice, x: Any, dim: int, index: Any, source: Any) -> Any:
+    return _scattered(place, place.contiguous(x), dim, index, source, add=False)
+
+
+@register("scatter_add_.default", "index_add_.default")
+def _scatter_add_(
+    place: TensorDevice, x: Any, dim: int, index: Any, source: Any, *, out: DeviceTensor, alpha: Any = 1
+) -> Any:
+    if alpha != 1:
+        return NotImplemented
+    if index.dim() == 1 and x.dim() > 1:  # index_add
+        index = _along(_vector(place, index), dim % x.dim(), source.shape)
+    return _scattered(place, x, dim, index, source, add=True)
+
+
+@register("scatter_add.default", "index_add.default")
+def _scatter_add(place: TensorDevice, x: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
+    copied = place.contiguous(x)
+    return _scatter_add_(place, copied, dim, index, source, out=copied, alpha=alpha)
+
+
+# --- x[i, j] ---------------------------------------------------------------------------------------------------------
+
+
+def _linear(place: TensorDevice, x: DeviceTensor, indices: Sequence[Any]) -> tuple[DeviceTensor, list[int], int] | None:
+    """Return adjacent index tensors as one of a flattened dimension, the shape of the result, and the dimension.
+
+    None where the kernels do not serve the indices.
+    """
+    at = [dim for dim, index in enumerate(indices) if index is not None]
+    if not at or at[-1] - at[0] + 1 != len(at) or any(indices[dim].dtype in (torch.bool, torch.uint8) for dim in at):
+        return None
+    linear: Any = None
+    for dim in at:
+        index = indices[dim]
+        index = place.upload(index) if not isinstance(index, DeviceTensor) else index
+        size = x.shape[dim]
+        wrapped = elementwise(place, "select({0}, {0} + {1}, {0} < 0)", (index, size), torch.int64)
+        if linear is not None:
+            wrapped = elementwise(place, "{0} * {1} + {2}", (linear, size, wrapped), torch.int64)
+        linear = wrapped
+    return linear, [*x.shape[: at[0]], *linear.shape, *x.shape[at[-1] + 1 :]], at[0]
+
+
+def _merged(x: DeviceTensor, dim: int, count: int) -> DeviceTensor | None:
+    """Return a view with `count` dimensions from `dim` on merged; None where the strides do not allow it."""
+    for at in range(dim, dim + count - 1):
+        if x.stride(at) != x.stride(at + 1) * x.shape[at + 1]:
+            return None
+    size = [*x.shape[:dim], math.prod(x.shape[dim : dim + count]), *x.shape[dim + count :]]
+    return strided(x, size, [*x.stride()[:dim], x.stride(dim + count - 1), *x.stride()[dim + count :]])
+
+
+@register("index.Tensor")
+def _index(place: TensorDevice, x: Any, indices: Sequence[Any]) -> Any:
+    x = operand(place, x)
+    found = _linear(place, x, indices)
+    if found is None:
+        return NotImplemented
+    linear, shape, dim = found
+    count = sum(index is not None for index in indices)
+    merged = _merged(x, dim, count)
+    if merged is None:
+        merged = _merged(place.contiguous(x), dim, count)
+    out = _index_select(place, merged, dim, linear)
+    return out if out is NotImplemented else strided(out, shape, place.empty(shape, torch.bool).stride())
+
+
+@register("index_put_.default", "_index_put_impl_.default")
+def _index_put_(
+    place: TensorDevice, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, unsafe: bool = False,
+    *, out: DeviceTensor | None = None,
+) -> Any:  # fmt: skip
+    found = _linear(place, x, indices)
+    if found is None:
+        return NotImplemented
+    linear, shape, dim = found
+    count = sum(index is not None for index in indices)
+    merged = _merged(x, dim, count)
+    if merged is None:
+        return NotImplemented
+    source = elementwise(place, "{0}", (values,), x.dtype, out=place.empty(shape, x.dtype))
+    flat = [*shape[:dim], linear.numel(), *x.shape[dim + count :]]
+    source = strided(source, flat, place.empty(flat, torch.bool).stride())
+    if source.numel():
+        place.scatter(merged, dim, _along(_vector(place, linear), dim, flat), source, add=accumulate)
+    return x
+
+
+@register("index_put.default", "_unsafe_index_put.default")
+def _index_put(place: TensorDevice, x: Any, indices: Sequence[Any], values: Any, accumulate: bool = False) -> Any:
+    return _index_put_(place, place.contiguous(x), indices, values, accumulate)

@@ -1,0 +1,426 @@
+"""Aten operations of neural networks on TensorDevices: products, activations, softmax, norms, attention, losses.
+
+None of them has a kernel of its own: softmax is two reductions and an elementwise expression, attention two batched
+products around it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from accelerant.ops.aten.device import TensorDevice
+from accelerant.ops.aten.table import dims_of, elementwise, operand, reduced, reduction, register, strided
+from accelerant.ops.aten.tensor import DeviceTensor
+
+__all__: list[str] = []
+
+
+# --- matrix products -------------------------------------------------------------------------------------------------
+
+
+def _batched(x: DeviceTensor) -> DeviceTensor:
+    return strided(x, (1, *x.shape), (0, *x.stride()))
+
+
+def _product(place: TensorDevice, a: Any, b: Any) -> DeviceTensor:
+    """Return the batched product; the sizes are checked."""
+    a, b = operand(place, a), operand(place, b)
+    if a.dtype != b.dtype:
+        raise RuntimeError(f"expected m1 and m2 to have the same dtype, but got: {a.dtype} != {b.dtype}")
+    if a.shape[2] != b.shape[1] or a.shape[0] != b.shape[0]:
+        raise RuntimeError(f"matrices of shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be multiplied")
+    out = place.empty((a.shape[0], a.shape[1], b.shape[2]), a.dtype)
+    if out.numel() and a.shape[2]:
+        place.matmul(out, a, b)
+    elif out.numel():
+        out.zero_()
+    return out
+
+
+def _matrix(out: DeviceTensor) -> DeviceTensor:
+    return strided(out, out.shape[1:], out.stride()[1:])
+
+
+def _two_dimensional(place: TensorDevice, a: Any, b: Any) -> tuple[DeviceTensor, DeviceTensor]:
+    a, b = operand(place, a), operand(place, b)
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
+        raise RuntimeError(f"mat1 and mat2 shapes cannot be multiplied ({tuple(a.shape)} and {tuple(b.shape)})")
+    return _batched(a), _batched(b)
+
+
+@register("mm.default")
+def _mm(place: TensorDevice, a: Any, b: Any) -> Any:
+    return _matrix(_product(place, *_two_dimensional(place, a, b)))
+
+
+@register("bmm.default")
+def _bmm(place: TensorDevice, a: Any, b: Any) -> Any:
+    return _product(place, a, b)
+
+
+def _added(place: TensorDevice, x: Any, product: DeviceTensor, beta: Any, alpha: Any) -> Any:
+    if beta == 0:
+        return product if alpha == 1 else elementwise(place, "{0} * {1}", (product, alpha), product.dtype, out=product)
+    if beta == alpha == 1:
+        return elementwise(place, "{0} + {1}", (product, x), product.dtype, out=product)
+    template = "{0} * {2} + {1} * {3}"
+    return elementwise(place, template, (product, x, alpha, beta), product.dtype, out=product)
+
+
+@register("addmm.default")
+def _addmm(place: TensorDevice, x: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    return _added(place, x, _mm(place, a, b), beta, alpha)
+
+
+@register("baddbmm.default")
+def _baddbmm(place: TensorDevice, x: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    return _added(place, x, _product(place, a, b), beta, alpha)
+
+
+@register("mv.default")
+def _mv(place: TensorDevice, a: Any, b: Any) -> Any:
+    b = operand(place, b)
+    out = _mm(place, a, strided(b, (b.shape[0], 1), (b.stride(0), 1)))
+    return strided(out, out.shape[:1], (1,))
+
+
+@register("dot.default")
+def _dot(place: TensorDevice, a: Any, b: Any) -> Any:
+    if a.shape != b.shape:
+        raise RuntimeError(f"dot: sizes differ, {tuple(a.shape)} and {tuple(b.shape)}")
+    return reduction(place, "sum", (operand(place, a), operand(place, b)), [0], a.dtype, pre="x0 * x1")
+
+
+# --- activations -----------------------------------------------------------------------------------------------------
+
+_PHI = "0.5 * (1 + erf({0} * 0.70710678118654752))"
+_INNER = "(0.79788456080286536 * ({0} + 0.044715 * {0} * {0} * {0}))"
+
+
+@register("gelu.default")
+def _gelu(place: TensorDevice, x: Any, *, approximate: str = "none") -> Any:
+    template = f"{{0}} * ({_PHI})" if approximate == "none" else f"0.5 * {{0}} * (1 + tanh({_INNER}))"
+    return elementwise(place, template, (x,), x.dtype)
+
+
+@register("gelu_backward.default")
+def _gelu_backward(place: TensorDevice, dy: Any, x: Any, *, approximate: str = "none") -> Any:
+    x0 = "{1}"
+    if approximate == "none":
+        phi = _PHI.replace("{0}", x0)
+        template = f"{{0}} * ({phi} + {x0} * 0.39894228040143268 * exp(-0.5 * {x0} * {x0}))"
+    else:
+        t = f"tanh({_INNER.replace('{0}', x0)})"
+        slope = f"0.79788456080286536 * (1 + 0.134145 * {x0} * {x0})"
+        template = f"{{0}} * (0.5 * (1 + {t}) + 0.5 * {x0} * (1 - {t} * {t}) * {slope})"
+    return elementwise(place, template, (dy, x), x.dtype)
+
+
+@register("silu_backward.default")
+def _silu_backward(place: TensorDevice, dy: Any, x: Any) -> Any:
+    sigmoid = "(1 / (1 + exp(-{1})))"
+    return elementwise(place, f"{{0}} * {sigmoid} * (1 + {{1}} * (1 - {sigmoid}))", (dy, x), x.dtype)
+
+
+@register("threshold_backward.default")
+def _threshold_backward(place: TensorDevice, dy: Any, x: Any, threshold: Any) -> Any:
+    return elementwise(place, "select({0}, 0, {1} <= {2})", (dy, x, threshold), dy.dtype)
+
+
+@register("sigmoid_backward.default")
+def _sigmoid_backward(place: TensorDevice, dy: Any, y: Any) -> Any:
+    return elementwise(place, "{0} * {1} * (1 - {1})", (dy, y), dy.dtype)
+
+
+@register("tanh_backward.default")
+def _tanh_backward(place: TensorDevice, dy: Any, y: Any) -> Any:
+    return elementwise(place, "{0} * (1 - {1} * {1})", (dy, y), dy.dtype)
+
+
+# --- softmax ---------------------------------------------------------------------------------------------------------
+
+
+def _shifted(place: TensorDevice, x: DeviceTensor, dim: int) -> tuple[DeviceTensor, DeviceTensor]:
+    """Return the maximum along a dimension, and the sum of exp(x - maximum)."""
+    largest = reduction(place, "max", (x,), [dim], x.dtype, keepdim=True)
+    return largest, reduction(place, "sum", (x, largest), [dim], x.dtype, pre="exp(x0 - x1)", keepdim=True)
+
+
+def _softmax_of(place: TensorDevice, x: Any, dim: int, template: str) -> Any:
+    if not x.dtype.is_floating_point:
+        return NotImplemented
+    if not x.dim() or not x.numel():
+        return elementwise(place, template, (x, x, 1), x.dtype)
+    largest, total = _shifted(place, x, dim % x.dim())
+    return elementwise(place, template, (x, largest, total), x.dtype)
+
+
+@register("_softmax.default")
+def _softmax(place: TensorDevice, x: Any, dim: int, half_to_float: bool = False) -> Any:
+    return NotImplemented if half_to_float else _softmax_of(place, x, dim, "exp({0} - {1}) / {2}")
+
+
+@register("_log_softmax.default")
+def _log_softmax(place: TensorDevice, x: Any, dim: int, half_to_float: bool = False) -> Any:
+    return NotImplemented if half_to_float else _softmax_of(place, x, dim, "{0} - {1} - log({2})")
+
+
+@register("_softmax_backward_data.default")
+def _softmax_backward(place: TensorDevice, dy: Any, y: Any, dim: int, dtype: torch.dtype) -> Any:
+    dy = operand(place, dy)
+    if not y.dim() or not y.numel():
+        return elementwise(place, "{0} * 0", (y,), dtype)
+    inner = reduction(place, "sum", (dy, y), [dim % y.dim()], y.dtype, pre="x0 * x1", keepdim=True)
+    return elementwise(place, "{1} * ({0} - {2})", (dy, y, inner), dtype)
+
+
+@register("_log_softmax_backward_data.default")
+def _log_softmax_backward(place: TensorDevice, dy: Any, y: Any, dim: int, dtype: torch.dtype) -> Any:
+    dy = operand(place, dy)
+    if not y.dim() or not y.numel():
+        return elementwise(place, "{0} * 0", (y,), dtype)
+    total = reduction(place, "sum", (dy,), [dim % y.dim()], y.dtype, keepdim=True)
+    return elementwise(place, "{0} - exp({1}) * {2}", (dy, y, total), dtype)
+
+
+@register("logsumexp.default")
+def _logsumexp(place: TensorDevice, x: Any, dim: Any, keepdim: bool = False) -> Any:
+    dims = dims_of(x, dim)
+    if not x.numel() or not x.dtype.is_floating_point:
+        return NotImplemented
+    largest = reduction(place, "max", (x,), dims, x.dtype, keepdim=True)
+    safe = elementwise(place, "select({0}, {1}, is_inf({0}))", (largest, 0.0), x.dtype)
+    total = reduction(place, "sum", (x, safe), dims, x.dtype, pre="exp(x0 - x1)", keepdim=True)
+    result = elementwise(place, "{1} + log({0})", (total, safe), x.dtype, out=total)
+    return result if keepdim else result.reshape([n for at, n in enumerate(x.shape) if at not in dims])
+
+
+# --- norms -----------------------------------------------------------------------------------------------------------
+
+
+@register("native_layer_norm.default")
+def _layer_norm(place: TensorDevice, x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
+    dims = list(range(x.dim() - len(shape), x.dim()))
+    if list(x.shape[dims[0] :]) != list(shape):
+        raise RuntimeError(f"layer_norm: normalized_shape {list(shape)} is not the end of {tuple(x.shape)}")
+    count = float(math.prod(shape))
+    if not x.numel():
+        return place.empty(x.shape, x.dtype), *(place.empty(reduced(x.shape, dims), x.dtype) for _ in range(2))
+    mean = reduction(place, "sum", (x,), dims, x.dtype, post="a / s0", scalars=(count,), keepdim=True)
+    rstd = reduction(
+        place, "sum", (x, mean), dims, x.dtype, pre="(x0 - x1) * (x0 - x1)", post="1 / sqrt(a / s0 + s1)",
+        scalars=(count, eps), keepdim=True,
+    )  # fmt: skip
+    template, operands = "({0} - {1}) * {2}", [x, mean, rstd]
+    if weight is not None:
+        template, operands = f"{template} * {{{len(operands)}}}", [*operands, weight]
+    if bias is not None:
+        template, operands = f"{template} + {{{len(operands)}}}", [*operands, bias]
+    return elementwise(place, template, operands, x.dtype), mean, rstd
+
+
+@register("native_layer_norm_backward.default")
+def _layer_norm_backward(
+    place: TensorDevice, dy: Any, x: Any, shape: Sequence[int], mean: Any, rstd: Any, weight: Any, bias: Any,
+    needs: Sequence[bool],
+) -> Any:  # fmt: skip
+    dy = operand(place, dy)
+    inner = list(range(x.dim() - len(shape), x.dim()))
+    outer = list(range(x.dim() - len(shape)))
+    dx = dweight = dbias = None
+    if needs[0]:
+        count = (float(math.prod(shape)),)
+        scaled = (dy,) if weight is None else (dy, weight)
+        g = "x0" if weight is None else "x0 * x1"
+        n = len(scaled)
+        first = reduction(place, "sum", scaled, inner, x.dtype, pre=g, post="a / s0", scalars=count, keepdim=True)
+        normal = f"(x{n} - x{n + 1}) * x{n + 2}"
+        second = reduction(
+            place, "sum", (*scaled, x, mean, rstd), inner, x.dtype, pre=f"{g} * ({normal})", post="a / s0",
+            scalars=count, keepdim=True,
+        )  # fmt: skip
+        gradient = "{0}" if weight is None else "{0} * {6}"
+        template = f"{{3}} * ({gradient} - {{4}} - ({{1}} - {{2}}) * {{3}} * {{5}})"
+        operands = (dy, x, mean, rstd, first, second, *([] if weight is None else [weight]))
+        dx = elementwise(place, template, operands, x.dtype)
+    if needs[1] and weight is not None:
+        dweight = reduction(place, "sum", (dy, x, mean, rstd), outer, x.dtype, pre="x0 * (x1 - x2) * x3")
+    if needs[2] and bias is not None:
+        dbias = reduction(place, "sum", (dy,), outer, x.dtype)
+    return dx, dweight, dbias
+
+
+@register("_fused_rms_norm.default")
+def _rms_norm(place: TensorDevice, x: Any, shape: Sequence[int], weight: Any, eps: float | None) -> Any:
+    dims = list(range(x.dim() - len(shape), x.dim()))
+    scalars = (float(math.prod(shape)), torch.finfo(x.dtype).eps if eps is None else eps)
+    post = "1 / sqrt(a / s0 + s1)"
+    rstd = reduction(place, "sum", (x,), dims, x.dtype, pre="x0 * x0", post=post, scalars=scalars, keepdim=True)
+    template, operands = "{0} * {1}", [x, rstd]
+    if weight is not None:
+        template, operands = "{0} * {1} * {2}", [x, rstd, weight]
+    return elementwise(place, template, operands, x.dtype), rstd
+
+
+@register("_fused_rms_norm_backward.default")
+def _rms_norm_backward(
+    place: TensorDevice, dy: Any, x: Any, shape: Sequence[int], rstd: Any, weight: Any, needs: Sequence[bool]
+) -> Any:
+    dy = operand(place, dy)
+    inner = list(range(x.dim() - len(shape), x.dim()))
+    outer = list(range(x.dim() - len(shape)))
+    dx = dweight = None
+    if needs[0]:
+        count = (float(math.prod(shape)),)
+        whole = (dy, x, rstd) if weight is None else (dy, x, rstd, weight)
+        pre = "x0 * x1 * x2" if weight is None else "x0 * x1 * x2 * x3"
+        mean = reduction(place, "sum", whole, inner, x.dtype, pre=pre, post="a / s0", scalars=count, keepdim=True)
+        gradient = "{0}" if weight is None else "{0} * {4}"
+        template = f"{{2}} * ({gradient} - {{1}} * {{2}} * {{3}})"
+        dx = elementwise(place, template, (*whole[:3], mean, *whole[3:]), x.dtype)
+    if needs[1] and weight is not None:
+        dweight = reduction(place, "sum", (dy, x, rstd), outer, x.dtype, pre="x0 * x1 * x2")
+    return dx, dweight
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+def _flat(x: DeviceTensor) -> DeviceTensor:
+    """Return (B, H, S, D) as (B H, S, D); a copy where the strides do not allow a view."""
+    batch, heads, *rest = x.shape
+    if batch > 1 and heads > 1 and x.stride(0) != heads * x.stride(1):
+        x = x.place.contiguous(x)
+    step = x.stride(1) if heads > 1 else x.stride(0)
+    return strided(x, (batch * heads, *rest), (step, *x.stride()[2:]))
+
+
+def _transposed(x: DeviceTensor) -> DeviceTensor:
+    return strided(x, (x.shape[0], x.shape[2], x.shape[1]), (x.stride(0), x.stride(2), x.stride(1)))
+
+
+def _scores(place: TensorDevice, q: Any, k: Any, causal: bool, mask: Any, scale: float) -> DeviceTensor:
+    """Return q k^T scale + mask, (B, H, S, T)."""
+    scores = _product(place, _flat(q), _transposed(_flat(k)))
+    rows, columns = scores.shape[1:]
+    scores = strided(scores, (*q.shape[:2], rows, columns), (q.shape[1] * rows * columns, *scores.stride()))
+    operands: list[Any] = [scores, scale]
+    template = "{0} * {1}"
+    if mask is not None:
+        template, operands = "{0} * {1} + {2}", [*operands, mask]
+        if mask.dtype == torch.bool:
+            template, operands = "select({3}, {0} * {1}, {2} != 0)", [*operands, -math.inf]
+    if causal:
+        template = f"select({{{len(operands)}}}, {template}, i % n0 <= (i / n0) % n1)"
+        operands = [*operands, -math.inf]
+    elementwise(place, template, operands, scores.dtype, out=scores, integers=(columns, rows))
+    return scores
+
+
+@register("_scaled_dot_product_flash_attention_for_cpu.default")
+def _attention(
+    place: TensorDevice, q: Any, k: Any, v: Any, dropout_p: float = 0.0, is_causal: bool = False, *,
+    attn_mask: Any = None, scale: float | None = None,
+) -> Any:  # fmt: skip
+    if dropout_p:
+        return NotImplemented
+    q, k, v = (operand(place, x) for x in (q, k, v))
+    scores = _scores(place, q, k, is_causal, attn_mask, scale or q.shape[-1] ** -0.5)
+    largest, total = _shifted(place, scores, 3)
+    elementwise(place, "exp({0} - {1}) / {2}", (scores, largest, total), q.dtype, out=scores)
+    out = _product(place, _flat(scores), _flat(v))
+    lse = elementwise(place, "{0} + log({1})", (largest, total), q.dtype)
+    size = (*q.shape[:3], v.shape[3])
+    return strided(out, size, (size[1] * out.stride(0), *out.stride())), strided(lse, q.shape[:3], lse.stride()[:3])
+
+
+@register("_scaled_dot_product_flash_attention_for_cpu_backward.default")
+def _attention_backward(
+    place: TensorDevice, dy: Any, q: Any, k: Any, v: Any, y: Any, lse: Any, dropout_p: float, is_causal: bool, *,
+    attn_mask: Any = None, scale: float | None = None,
+) -> Any:  # fmt: skip
+    dy, q, k, v = (operand(place, x) for x in (dy, q, k, v))
+    factor = scale or q.shape[-1] ** -0.5
+    p = _scores(place, q, k, is_causal, attn_mask, factor)
+    elementwise(place, "exp({0} - {1})", (p, strided(lse, (*lse.shape, 1), (*lse.stride(), 1))), q.dtype, out=p)
+    dv = _product(place, _transposed(_flat(p)), _flat(dy))
+    dp = _product(place, _flat(dy), _transposed(_flat(v)))
+    delta = reduction(place, "sum", (dy, y), [3], q.dtype, pre="x0 * x1", keepdim=True)
+    flat_delta = _flat(delta)
+    ds = elementwise(place, "{0} * ({1} - {2}) * {3}", (_flat(p), dp, flat_delta, factor), q.dtype, out=dp)
+    dq = _product(place, ds, _flat(k))
+    dk = _product(place, _transposed(ds), _flat(q))
+    return tuple(strided(d, x.shape, (x.shape[1] * d.stride(0), *d.stride())) for d, x in ((dq, q), (dk, k), (dv, v)))
+
+
+# --- losses ----------------------------------------------------------------------------------------------------------
+
+
+def _picked(place: TensorDevice, x: Any, target: Any) -> tuple[Any, Any]:
+    """Return log-probabilities as (rows, classes) and targets as (rows, 1)."""
+    target = operand(place, target)
+    rows = strided(x, (1, *x.shape), (0, *x.stride())) if x.dim() == 1 else x
+    if isinstance(target, int):  # one element of the host
+        target = place.upload(torch.tensor([target]))
+    return rows, strided(target, (rows.shape[0], 1), (target.stride(0) if target.dim() else 1, 1))
+
+
+@register("nll_loss_forward.default")
+def _nll_loss(place: TensorDevice, x: Any, target: Any, weight: Any, reduce: int, ignore_index: int) -> Any:
+    if weight is not None or x.dim() > 2:
+        return NotImplemented
+    rows, index = _picked(place, x, target)
+    losses = place.empty(index.shape, x.dtype)
+    if losses.numel():
+        place.gather(losses, rows, 1, index)
+    flags = elementwise(place, "select(1, 0, {0} == {1})", (index, ignore_index), x.dtype, compute=torch.int64)
+    elementwise(place, "select(-{0}, 0, {1} == 0)", (losses, flags), x.dtype, out=losses)
+    if reduce == 0:
+        shape = x.shape[:-1]
+        return strided(losses, shape, (1,) * len(shape)), place.empty((0,), x.dtype).new_zeros(())
+    count = reduction(place, "sum", (flags,), [0, 1], x.dtype)
+    total = reduction(place, "sum", (losses,), [0, 1], x.dtype)
+    return (elementwise(place, "{0} / {1}", (total, count), x.dtype) if reduce == 1 else total), count
+
+
+@register("nll_loss_backward.default")
+def _nll_loss_backward(
+    place: TensorDevice, dy: Any, x: Any, target: Any, weight: Any, reduce: int, ignore_index: int, total_weight: Any
+) -> Any:
+    if weight is not None or x.dim() > 2:
+        return NotImplemented
+    rows, index = _picked(place, x, target)
+    dx = place.empty(rows.shape, x.dtype)
+    if not dx.numel():
+        return strided(dx, x.shape, dx.stride()[-x.dim() :])
+    elementwise(place, "{0}", (0,), x.dtype, out=dx)
+    dy = operand(place, dy)
+    if isinstance(dy, DeviceTensor) and dy.dim():
+        dy = strided(dy, index.shape, (dy.stride(0), 1))
+    flags = elementwise(place, "select(-1, 0, {0} == {1})", (index, ignore_index), x.dtype, compute=torch.int64)
+    if reduce == 1:
+        values = elementwise(place, "{0} * {1} / {2}", (flags, dy, total_weight), x.dtype)
+    else:
+        values = elementwise(place, "{0} * {1}", (flags, dy), x.dtype)
+    place.scatter(dx, 1, index, values, add=False)
+    return strided(dx, x.shape, dx.stride()[-x.dim() :])
+
+
+@register("mse_loss.default")
+def _mse_loss(place: TensorDevice, x: Any, y: Any, reduce: int = 1) -> Any:
+    y = operand(place, y)
+    if reduce == 0 or x.shape != y.shape:
+        return NotImplemented if reduce else elementwise(place, "({0} - {1}) * ({0} - {1})", (x, y), x.dtype)
+    post, count = ("a / s0", (float(x.numel()),)) if reduce == 1 else ("a", ())
+    dims = list(range(x.dim()))
+    return reduction(place, "sum", (x, y), dims, x.dtype, pre="(x0 - x1) * (x0 - x1)", post=post, scalars=count)
+
+
+@register("mse_loss_backward.default")
+def _mse_loss_backward(place: TensorDevice, dy: Any, x: Any, y: Any, reduce: int) -> Any:
+    factor = 2.0 / x.numel() if reduce == 1 and x.numel() else 2.0
+    return elementwise(place, "{0} * {3} * ({1} - {2})", (dy, x, y, factor), x.dtype)

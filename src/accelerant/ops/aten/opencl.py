@@ -1,0 +1,487 @@
+"""The kernels of the aten table in OpenCL C: five templates, specialised by expression, dtypes and layout.
+
+A kernel is compiled once for each expression, combination of dtypes and number of dimensions that remain after those
+that lie together in memory are merged. Sizes, strides and scalars are arguments. The innermost stride of an operand is
+part of the text where it is 0 or 1, so that CPU devices load vectors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from accelerant.ops.aten.device import TensorDevice, expanded, merged
+from accelerant.ops.aten.tensor import DeviceTensor
+from accelerant.runtime.compilation.kernel import Kernel, KernelSource
+from accelerant.runtime.provider import ComputeProvider
+
+__all__ = ["OpenclTensors"]
+
+_STORAGE = {
+    torch.float32: "float", torch.float64: "double", torch.float16: "half", torch.bfloat16: "ushort",
+    torch.int64: "long", torch.int32: "int", torch.int16: "short", torch.int8: "char", torch.uint8: "uchar",
+    torch.bool: "uchar",
+}  # fmt: skip
+"""Dtype -> its element type in OpenCL C."""
+
+_COMPUTE = {
+    torch.float64: "double",
+    torch.float32: "float",
+    torch.float16: "float",
+    torch.bfloat16: "float",
+    torch.bool: "int",
+}
+"""Dtype -> the type that expressions are evaluated in; long for integers."""
+
+_KINDS = {"float": "f32", "double": "f64", "int": "i32", "long": "i64"}
+
+_HEADER = """
+#undef select
+#define select(b, a, c) ((c) ? (a) : (b))
+"""
+_RANDOM = """
+static inline uint4 philox(uint4 c, uint2 k) {
+    for (int round = 0; round < 10; ++round) {
+        uint h0 = mul_hi(0xD2511F53u, c.x), l0 = 0xD2511F53u * c.x;
+        uint h1 = mul_hi(0xCD9E8D57u, c.z), l1 = 0xCD9E8D57u * c.z;
+        c = (uint4)(h1 ^ c.y ^ k.x, l1, h0 ^ c.w ^ k.y, l0);
+        k += (uint2)(0x9E3779B9u, 0xBB67AE85u);
+    }
+    return c;
+}
+static inline uint4 drawn(long i, long n0, long n1) {
+    return philox((uint4)((uint)i, (uint)(i >> 32), 0u, 0u), (uint2)((uint)n0, (uint)n1));
+}
+static inline float uniform(long i, long n0, long n1) { return (drawn(i, n0, n1).x >> 8) * 0x1p-24f; }
+static inline float normal(long i, long n0, long n1) {
+    uint4 r = drawn(i, n0, n1);
+    float u = ((r.x >> 8) + 1) * 0x1p-24f;
+    return sqrt(-2.0f * log(u)) * cospi((r.y >> 8) * 0x1p-23f);
+}
+"""
+_BFLOAT16 = """
+static inline float load_bfloat16(ushort x) { return as_float((uint)x << 16); }
+static inline ushort store_bfloat16(float x) {
+    uint bits = as_uint(x);
+    return x != x ? (ushort)0x7FC0 : (ushort)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+}
+"""
+_FLOATING = """
+#define is_nan(x) ((x) != (x))
+#define is_inf(x) (fabs(x) == (T)INFINITY)
+static inline T acl_max(T a, T b) { return a != a ? a : b != b ? b : a > b ? a : b; }
+static inline T acl_min(T a, T b) { return a != a ? a : b != b ? b : a < b ? a : b; }
+static inline T acl_rem(T a, T b) { T m = fmod(a, b); return m != 0 && ((b < 0) != (m < 0)) ? m + b : m; }
+static inline T acl_div(T a, T b) {
+    if (b == 0) return a / b;
+    T m = fmod(a, b), q = (a - m) / b;
+    if (m != 0 && ((b < 0) != (m < 0))) q -= 1;
+    T f = floor(q);
+    return q == 0 ? copysign((T)0, a / b) : q - f > (T)0.5 ? f + 1 : f;
+}
+#undef abs
+#define abs(x) fabs(x)
+"""
+_INTEGRAL = """
+#define is_nan(x) 0
+#define is_inf(x) 0
+static inline T acl_max(T a, T b) { return a > b ? a : b; }
+static inline T acl_min(T a, T b) { return a < b ? a : b; }
+static inline T acl_quotient(T a, T b) { return b == 0 ? 0 : b == -1 ? -a : a / b; }
+static inline T acl_div(T a, T b) {
+    T q = acl_quotient(a, b);
+    return b && q * b != a && ((a < 0) != (b < 0)) ? q - 1 : q;
+}
+static inline T acl_rem(T a, T b) { return a - acl_div(a, b) * b; }
+#define div_trunc(a, b) acl_quotient(a, b)
+#undef abs
+#define abs(x) ((x) < 0 ? -(x) : (x))
+"""
+_SHARED = """
+#undef max
+#undef min
+#define max(a, b) acl_max(a, b)
+#define min(a, b) acl_min(a, b)
+#define rem_floor(a, b) acl_rem(a, b)
+#define div_floor(a, b) acl_div(a, b)
+"""
+
+_BLOCK = 256
+_LANES = 64
+"""Work-items that share a long reduction."""
+
+_ROWS, _COLUMNS = 8, 16
+"""Result of a work-item of the product on a CPU: columns of one vector."""
+
+
+def _load(dtype: torch.dtype, pointer: str, index: str) -> str:
+    if dtype == torch.float16:
+        return f"vload_half({index}, {pointer})"
+    if dtype == torch.bfloat16:
+        return f"load_bfloat16({pointer}[{index}])"
+    return f"({pointer}[{index}] != 0)" if dtype == torch.bool else f"{pointer}[{index}]"
+
+
+def _store(dtype: torch.dtype, pointer: str, index: str, value: str) -> str:
+    if dtype == torch.float16:
+        return f"vstore_half_rte((float)({value}), {index}, {pointer});"
+    if dtype == torch.bfloat16:
+        return f"{pointer}[{index}] = store_bfloat16((float)({value}));"
+    if dtype == torch.bool:
+        return f"{pointer}[{index}] = ({value}) != 0;"
+    return f"{pointer}[{index}] = ({_STORAGE[dtype]})({value});"
+
+
+class _Text:
+    """A kernel under construction: parameters, their types and values, and lines."""
+
+    def __init__(self, wide: bool) -> None:
+        self.index = "long" if wide else "int"
+        self.parameters: list[str] = []
+        self.kinds: list[str] = []
+        self.values: list[Any] = []
+
+    def array(self, name: str, x: DeviceTensor, *, const: bool = True) -> None:
+        qualifier = "const " if const else ""
+        self.parameters.append(f"__global {qualifier}{_STORAGE[x.dtype]}* {name}_whole")
+        self.kinds.append("*u8")
+        self.values.append(x.buffer)
+        self.number(f"{name}_at", int(x.storage_offset()))
+
+    def number(self, name: str, value: int) -> str:
+        self.parameters.append(f"{self.index} {name}")
+        self.kinds.append("i64" if self.index == "long" else "i32")
+        self.values.append(value)
+        return name
+
+    def scalars(self, name: str, values: Sequence[float], kind: str) -> None:
+        for at, value in enumerate(values):
+            self.parameters.append(f"{kind} {name}{at}")
+            self.kinds.append(_KINDS[kind])
+            self.values.append(float(value) if kind in ("float", "double") else int(value))
+
+    def step(self, name: str, coordinate: str, value: int) -> str:
+        """Return a term of an offset: nothing for a stride of 0, the coordinate for 1."""
+        if value == 0:
+            return ""
+        return f" + {coordinate}" if value == 1 else f" + {coordinate} * {self.number(name, value)}"
+
+
+def _is_wide(tensors: Sequence[DeviceTensor], count: int) -> bool:
+    if count >= 2**31:
+        return True
+    for x in tensors:
+        span = x.storage_offset() + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+        if span >= 2**31:
+            return True
+    return False
+
+
+class OpenclTensors(TensorDevice):
+    """A device of OpenCL: any type of device, tuned for the CPU's and the GPU's."""
+
+    dtypes: ClassVar[frozenset[torch.dtype]] = frozenset(_STORAGE)
+
+    def __init__(self, provider: ComputeProvider, index: int) -> None:
+        super().__init__(provider, index)
+        properties = provider.devices()[index].properties
+        self.is_cpu = properties["kind"] == "cpu"
+        if "float64" not in properties["dtypes"]:
+            self.dtypes = frozenset(set(_STORAGE) - {torch.float64})  # type: ignore[misc]  # this device's own
+        self._kernels: dict[Any, Kernel] = {}
+
+    # --- the five kernels --------------------------------------------------------------------------------------------
+
+    def map(
+        self, out: DeviceTensor, expression: str, inputs: Sequence[DeviceTensor] = (), scalars: Sequence[float] = (),
+        integers: Sequence[int] = (), *, compute: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        count = out.numel()
+        operands = (out, *inputs)
+        shape = tuple(out.shape)
+        sizes, steps = merged(shape, tuple(expanded(tuple(x.shape), tuple(x.stride()), shape) for x in operands))
+        compute = out.dtype if compute is None else compute
+        kind = _COMPUTE.get(compute, "long")
+        text = _Text(_is_wide(operands, count))
+        for at, x in enumerate(operands):
+            text.array(_name(at), x, const=at > 0)
+        text.number("count", count)
+        coordinates = self._coordinates(text, sizes, "i")
+        offsets = [f"{_name(at)}_at{self._offset(text, _name(at), steps[at])}" for at in range(len(operands))]
+        text.scalars("s", scalars, kind)
+        text.scalars("n", integers, text.index)
+        lines = [
+            f"    const T x{at} = {_load(x.dtype, f'x{at}_whole', offsets[at + 1])};" for at, x in enumerate(inputs)
+        ]
+        body = [
+            f"    const {text.index} i = get_global_id(0);",
+            "    if (i >= count) return;",
+            *coordinates,
+            *lines,
+            f"    {_store(out.dtype, 'out_whole', offsets[0], expression)}",
+        ]
+        self._run(text, kind, "map", body, (-(-count // _BLOCK),), (_BLOCK,))
+
+    def reduce(
+        self, out: DeviceTensor, kind: str, inputs: Sequence[DeviceTensor], dims: Sequence[int], *, pre: str = "x0",
+        post: str = "a", scalars: Sequence[float] = (), compute: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        shape = tuple(torch.broadcast_shapes(*(x.shape for x in inputs)))
+        kept = [at for at in range(len(shape)) if at not in dims]
+        strides = [expanded(tuple(x.shape), tuple(x.stride()), shape) for x in inputs]
+        sizes, steps = merged(
+            tuple(shape[at] for at in kept),
+            tuple(tuple(s[at] for at in kept) for s in (tuple(out.stride()), *strides)),
+        )
+        inner, inner_steps = merged(
+            tuple(shape[at] for at in dims), tuple(tuple(s[at] for at in dims) for s in strides)
+        )
+        outputs, length = out.numel(), math.prod(shape[at] for at in dims)
+        compute = inputs[0].dtype if compute is None else compute
+        value = _COMPUTE.get(compute, "long")
+        indexed = kind.startswith("arg")
+        lanes = 1 if indexed or length <= 4 * _LANES or (outputs >= 1024 and inner_steps[0][-1] != 1) else _LANES
+
+        text = _Text(_is_wide((out, *inputs), outputs * max(length, 1)))
+        text.array("out", out, const=False)
+        for at, x in enumerate(inputs):
+            text.array(f"x{at}", x)
+        text.number("count", outputs)
+        text.number("length", length)
+        outer_lines = self._coordinates(text, sizes, "i")
+        bases = [f"{_name(at)}_at{self._offset(text, _name(at), steps[at])}" for at in range(len(inputs) + 1)]
+        inner_lines = self._coordinates(text, inner, "r", "e")
+        offsets = [f"b{at}{self._offset(text, f'r{at}', inner_steps[at], 'e')}" for at in range(len(inputs))]
+        text.scalars("s", scalars, value)
+        neutral, combine = _COMBINE[kind.removeprefix("arg")]
+        loads = [
+            f"        const T x{at} = {_load(x.dtype, f'x{at}_whole', offsets[at])};" for at, x in enumerate(inputs)
+        ]
+        accumulate = f"a = {combine};"
+        if indexed:
+            better = ">" if kind == "argmax" else "<"
+            accumulate = f"if (r == 0 || (a == a && (v != v || v {better} a))) {{ a = v; where = r; }}"
+        low, high = ("-INFINITY", "INFINITY") if value in ("float", "double") else _LIMITS[value]
+        body = [
+            f"    const {text.index} i = {'get_group_id(0)' if lanes > 1 else 'get_global_id(0)'};",
+            *(["    __local T shared[LANES];"] if lanes > 1 else []),
+            "    if (i >= count) return;",
+            *outer_lines,
+            *(f"    const {text.index} b{at} = {bases[at + 1]};" for at in range(len(inputs))),
+            f"    const T lowest = {low}, highest = {high};",
+            f"    T a = {neutral};",
+            *([f"    {text.index} where = 0;"] if indexed else []),
+            f"    for ({text.index} r = {'get_local_id(0)' if lanes > 1 else '0'}; r < length; r += {lanes}) {{",
+            *(f"    {line}" for line in inner_lines),
+            *loads,
+            f"        const T v = {pre};",
+            f"        {accumulate}",
+            "    }",
+        ]
+        if lanes > 1:
+            body += [
+                "    shared[get_local_id(0)] = a;",
+                "    for (int half_width = LANES / 2; half_width; half_width /= 2) {",
+                "        barrier(CLK_LOCAL_MEM_FENCE);",
+                "        if (get_local_id(0) < half_width) {",
+                "            T v = shared[get_local_id(0) + half_width];",
+                "            a = shared[get_local_id(0)];",
+                f"            {accumulate}",
+                "            shared[get_local_id(0)] = a;",
+                "        }",
+                "    }",
+                "    if (get_local_id(0)) return;",
+                "    a = shared[0];",
+            ]
+        body.append(f"    {_store(out.dtype, 'out_whole', bases[0], 'where' if indexed else post)}")
+        block = lanes if lanes > 1 else 64
+        grid = outputs if lanes > 1 else -(-outputs // block)
+        self._run(text, value, "reduce", body, (grid,), (block,), f"#define LANES {lanes}\n")
+
+    def gather(self, out: DeviceTensor, x: DeviceTensor, dim: int, index: DeviceTensor) -> None:
+        shape = tuple(out.shape)
+        at_index = expanded(tuple(index.shape), tuple(index.stride()), shape)
+        x_strides = tuple(0 if at == dim else s for at, s in enumerate(x.stride()))
+        sizes, steps = merged(shape, (tuple(out.stride()), x_strides, at_index))
+        text = _Text(_is_wide((out, x), out.numel()))
+        text.array("out", out, const=False)
+        text.array("x0", x)
+        text.array("x1", index)
+        text.number("count", out.numel())
+        coordinates = self._coordinates(text, sizes, "i")
+        offsets = [f"{_name(at)}_at{self._offset(text, _name(at), steps[at])}" for at in range(3)]
+        text.number("length", x.shape[dim])
+        text.number("step", x.stride(dim))
+        body = [
+            f"    const {text.index} i = get_global_id(0);",
+            "    if (i >= count) return;",
+            *coordinates,
+            f"    long j = {_load(index.dtype, 'x1_whole', offsets[2])};",
+            "    if (j < 0) j += length;",
+            "    j = j < 0 ? 0 : j >= length ? length - 1 : j;",
+            f"    const {text.index} at = {offsets[1]} + ({text.index})j * step;",
+            f"    {_store(out.dtype, 'out_whole', offsets[0], _load(x.dtype, 'x0_whole', 'at'))}",
+        ]
+        kind = _COMPUTE.get(out.dtype, "long")
+        self._run(text, kind, "gather", body, (-(-out.numel() // _BLOCK),), (_BLOCK,))
+
+    def scatter(self, out: DeviceTensor, dim: int, index: DeviceTensor, source: DeviceTensor, *, add: bool) -> None:
+        shape = tuple(source.shape)
+        others = [at for at in range(len(shape)) if at != dim]
+        strides = (
+            tuple(out.stride()),
+            expanded(tuple(index.shape), tuple(index.stride()), shape),
+            tuple(source.stride()),
+        )
+        sizes, steps = merged(tuple(shape[at] for at in others), tuple(tuple(s[at] for at in others) for s in strides))
+        count = math.prod(shape[at] for at in others)
+        text = _Text(_is_wide((out, source), source.numel()))
+        text.array("out", out, const=False)
+        text.array("x0", index)
+        text.array("x1", source)
+        text.number("count", count)
+        coordinates = self._coordinates(text, sizes, "i")
+        offsets = [f"{_name(at)}_at{self._offset(text, _name(at), steps[at])}" for at in range(3)]
+        text.number("length", out.shape[dim])
+        text.number("rows", shape[dim])
+        along = [text.number(f"step{at}", s[dim]) for at, s in enumerate(strides)]
+        kind = _COMPUTE.get(out.dtype, "long")
+        value = _load(source.dtype, "x1_whole", f"b2 + r * {along[2]}")
+        if add:
+            value = f"(T){_load(out.dtype, 'out_whole', 'at')} + (T){value}"
+        body = [
+            f"    const {text.index} i = get_global_id(0);",
+            "    if (i >= count) return;",
+            *coordinates,
+            *(f"    const {text.index} b{at} = {offset};" for at, offset in enumerate(offsets)),
+            f"    for ({text.index} r = 0; r < rows; ++r) {{",
+            f"        long j = {_load(index.dtype, 'x0_whole', f'b1 + r * {along[1]}')};",
+            "        if (j < 0) j += length;",
+            "        if (j < 0 || j >= length) continue;",
+            f"        const {text.index} at = b0 + ({text.index})j * {along[0]};",
+            f"        {_store(out.dtype, 'out_whole', 'at', value)}",
+            "    }",
+        ]
+        self._run(text, kind, "scatter", body, (-(-count // 64),), (64,))
+
+    def matmul(self, out: DeviceTensor, a: DeviceTensor, b: DeviceTensor) -> None:
+        if out.dtype in (torch.float16, torch.bfloat16):  # products of float32 are exact, and sums as torch's
+            wide = self.empty(out.shape, torch.float32)
+            a, b = (self._converted(x, torch.float32) for x in (a, b))
+            self.matmul(wide, a, b)
+            self.copy(out, wide)
+            return
+        if b.stride(2) != 1:
+            b = self.contiguous(b)
+        batch, rows, columns = out.shape
+        inner = a.shape[2]
+        text = _Text(_is_wide((out, a, b), out.numel()))
+        for name, x in (("out", out), ("x0", a), ("x1", b)):
+            text.array(name, x, const=name != "out")
+            text.number(f"{name}_batch", x.stride(0) if x.shape[0] > 1 else 0)
+        for name, n in (("M", rows), ("N", columns), ("K", inner)):
+            text.number(name, n)
+        steps = [text.step("a_row", "m", a.stride(1)), text.step("a_inner", "k", a.stride(2))]
+        text.number("b_row", b.stride(1))
+        text.number("c_row", out.stride(1))
+        height = min(_ROWS, 1 << (rows - 1).bit_length())
+        kind = _COMPUTE.get(out.dtype, "long")
+        lines = []
+        for at in range(height):
+            lines.append(f"    const {text.index} m{at} = min(first + {at}, M - 1);")
+            lines.append(f"    __global const T* a{at} = x0{steps[0].replace(' + m', f' + m{at}', 1)};")
+        along = steps[1].removeprefix(" + ") or "0"
+        body = [
+            f"    const {text.index} n = get_global_id(0) * {_COLUMNS}, first = get_global_id(1) * {height};",
+            f"    const {text.index} z = get_global_id(2);",
+            "    if (n >= N || first >= M) return;",
+            "    __global const T* x0 = x0_whole + x0_at + z * x0_batch;",
+            "    __global const T* x1 = x1_whole + x1_at + z * x1_batch + n;",
+            "    __global T* out = out_whole + out_at + z * out_batch + n;",
+            *lines,
+            f"    if (n + {_COLUMNS} <= N) {{",
+            *(f"        V c{at} = 0;" for at in range(height)),
+            f"        for ({text.index} k = 0; k < K; ++k) {{",
+            "            const V row = vload16(0, x1 + k * b_row);",
+            *(f"            c{at} += a{at}[{along}] * row;" for at in range(height)),
+            "        }",
+            *(f"        if (first + {at} < M) vstore16(c{at}, 0, out + m{at} * c_row);" for at in range(height)),
+            "        return;",
+            "    }",
+            f"    for ({text.index} e = 0; n + e < N; ++e) {{",
+            *(f"        T c{at} = 0;" for at in range(height)),
+            f"        for ({text.index} k = 0; k < K; ++k) {{",
+            "            const T each = x1[k * b_row + e];",
+            *(f"            c{at} += a{at}[{along}] * each;" for at in range(height)),
+            "        }",
+            *(f"        if (first + {at} < M) out[m{at} * c_row + e] = c{at};" for at in range(height)),
+            "    }",
+        ]
+        if kind == "int":  # bool
+            raise TypeError("there is no product of bool matrices")
+        kind = _STORAGE[out.dtype]
+        high = 16 if rows > 8 * height else 1
+        grid = (-(-columns // _COLUMNS), -(-rows // (height * high)), batch)
+        self._run(text, kind, "matmul", body, grid, (1, high, 1), f"typedef {kind}16 V;\n")
+
+    def _converted(self, x: DeviceTensor, dtype: torch.dtype) -> DeviceTensor:
+        out = self.empty(x.shape, dtype)
+        self.copy(out, x)
+        return out
+
+    # --- text --------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _coordinates(text: _Text, sizes: Sequence[int], source: str, name: str = "c") -> list[str]:
+        """Return lines that split a linear index into coordinates, the first dimension outermost."""
+        if len(sizes) < 2:
+            return [f"    const {text.index} {name}0 = {source};"] if sizes else []
+        lines, rest = [], source
+        for at in range(len(sizes) - 1, 0, -1):
+            size = text.number(f"{name}size{at}", sizes[at])
+            lines.append(f"    const {text.index} {name}{at} = {rest} % {size}, {name}rest{at} = {rest} / {size};")
+            rest = f"{name}rest{at}"
+        return [*lines, f"    const {text.index} {name}0 = {rest};"]
+
+    @staticmethod
+    def _offset(text: _Text, operand: str, steps: Sequence[int], name: str = "c") -> str:
+        return "".join(text.step(f"{operand}_step{at}", f"{name}{at}", step) for at, step in enumerate(steps))
+
+    def _run(
+        self, text: _Text, kind: str, entry: str, body: Sequence[str], grid: Sequence[int], block: Sequence[int],
+        head: str = "",
+    ) -> None:  # fmt: skip
+        """Launch a kernel, compiled on first use."""
+        key = (entry, kind, head, tuple(body), tuple(text.parameters))
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            floating, whole = kind in ("float", "double"), "\n".join(body)
+            program = "\n".join([
+                *(["#pragma OPENCL EXTENSION cl_khr_fp64 : enable"] if torch.float64 in self.dtypes else []),
+                _HEADER, *[_RANDOM] * ("(i, n0, n1)" in whole), *[_BFLOAT16] * ("bfloat16" in whole),
+                f"typedef {kind} T;", _FLOATING if floating else _INTEGRAL, _SHARED, head,
+                f"__kernel void {entry}({', '.join(text.parameters)}) {{", whole, "}",
+            ])  # fmt: skip
+            options = ("-cl-single-precision-constant",) if kind == "float" else ()
+            source = KernelSource(
+                f"aten_{entry}", {"opencl": program}, {entry: tuple(text.kinds)}, targets=(), options=options
+            )
+            kernel = self._kernels[key] = self.provider.compile(source, device=self.index)
+        self.provider.launch(kernel, grid, block, text.values)
+
+
+def _name(at: int) -> str:
+    return f"x{at - 1}" if at else "out"
+
+
+_LIMITS = {"int": ("INT_MIN", "INT_MAX"), "long": ("LONG_MIN", "LONG_MAX")}
+_COMBINE = {
+    "sum": ("0", "a + v"),
+    "prod": ("1", "a * v"),
+    "max": ("lowest", "max(a, v)"),
+    "min": ("highest", "min(a, v)"),
+}
+"""Kind of reduction -> neutral element, and combination of `a` and `v`."""

@@ -1,0 +1,718 @@
+"""The table of aten operations on TensorDevices: creation, copies, elementwise operations, reductions, random values.
+
+`TABLE` maps an aten operation to a function of a TensorDevice and the operation's arguments. A function returns
+NotImplemented for a call that the kernels do not serve, which then runs on the host. `neural.py` and `indexing.py` add
+their operations.
+
+Most entries are one expression: `{0}`, `{1}`, ... are the operands, which are tensors or numbers.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accelerant.ops.aten.device import TensorDevice
+from accelerant.ops.aten.tensor import DeviceTensor
+
+__all__ = [
+    "TABLE",
+    "aten",
+    "dims_of",
+    "elementwise",
+    "operand",
+    "promoted",
+    "reduced",
+    "reduction",
+    "register",
+    "strided",
+]
+
+TABLE: dict[Any, Callable[..., Any]] = {}
+"""Aten operation -> func(device, *args, **kwargs)."""
+
+aten = torch.ops.aten
+
+
+def register(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a function as the table's entry of aten operations, by name: "mm", all overloads; "sum.dim_IntList".
+
+    With a function that takes `out`, "name_" is served in place.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        for name in names:
+            base, _, overload = name.partition(".")
+            packet = getattr(aten, base)
+            for each in [overload] if overload else packet.overloads():
+                TABLE[getattr(packet, each)] = _in_place(function) if base.endswith("_") else function
+        return function
+
+    return decorate
+
+
+def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(place: TensorDevice, target: DeviceTensor, *args: Any, **kwargs: Any) -> Any:
+        return function(place, target, *args, out=target, **kwargs)
+
+    return run
+
+
+# --- operands --------------------------------------------------------------------------------------------------------
+
+
+def operand(place: TensorDevice, x: Any) -> Any:
+    """Return an argument as a tensor on the device, or as a number: host tensors of one element are numbers."""
+    if isinstance(x, DeviceTensor) or not isinstance(x, Tensor):
+        return x
+    return x.item() if x.dim() == 0 else place.upload(x)
+
+
+def strided(x: DeviceTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> DeviceTensor:
+    """Return a view of a tensor's buffer; the offset is the tensor's own by default."""
+    at = int(x.storage_offset()) if offset is None else offset
+    return DeviceTensor(x.place, x.buffer, size, stride, at, x.dtype)
+
+
+def promoted(a: Any, b: Any) -> torch.dtype:
+    """Return the dtype of an operation of two operands, as torch.result_type."""
+    if isinstance(a, DeviceTensor) and a.dtype != torch.bool:
+        if isinstance(b, DeviceTensor) and a.dtype == b.dtype:
+            return a.dtype
+        if isinstance(b, (int, bool)) or (isinstance(b, float) and a.dtype.is_floating_point):
+            return a.dtype
+    return torch.result_type(*(_stand_in(x) if isinstance(x, DeviceTensor) else x for x in (a, b)))
+
+
+def _stand_in(x: DeviceTensor) -> Tensor:
+    """Return an empty host tensor that promotes as x does."""
+    return torch.empty((0,) * x.dim(), dtype=x.dtype)
+
+
+def _broadcast(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    first = tensors[0].shape if tensors else ()
+    if all(x.shape == first for x in tensors):
+        return tuple(first)
+    return tuple(torch.broadcast_shapes(*(x.shape for x in tensors)))
+
+
+@lru_cache(maxsize=4096)
+def _numbered(template: str, numbers: tuple[bool, ...]) -> str:
+    """Return the expression of a template, some of whose operands are numbers."""
+    tensors, scalars, names = 0, 0, []
+    for number in numbers:
+        names.append(f"s{scalars}" if number else f"x{tensors}")
+        scalars, tensors = scalars + number, tensors + (not number)
+    return re.sub(r"\{(\d+)\}", lambda match: names[int(match[1])], template)
+
+
+def elementwise(
+    place: TensorDevice, template: str, operands: Sequence[Any], dtype: torch.dtype, *,
+    compute: torch.dtype | None = None, out: DeviceTensor | None = None, integers: Sequence[int] = (),
+) -> Any:  # fmt: skip
+    """Return the expression of a template for each element, in a new tensor of a dtype or in `out`.
+
+    Returns NotImplemented for dtypes that the device does not have.
+    """
+    whole = [operand(place, x) for x in operands]
+    tensors = [x for x in whole if isinstance(x, DeviceTensor)]
+    compute = dtype if compute is None else compute
+    if compute not in place.dtypes or (out is None and dtype not in place.dtypes):
+        return NotImplemented
+    shape = _broadcast(tensors) if tensors or out is None else tuple(out.shape)
+    if out is None:
+        out = place.empty(shape, dtype)
+    elif tuple(out.shape) != shape and _broadcast([out, *tensors]) != tuple(out.shape):
+        if out.numel():
+            raise RuntimeError(f"output with shape {list(out.shape)} doesn't match the broadcast shape {list(shape)}")
+        return NotImplemented  # out= of another size
+    if out.numel():
+        numbers = tuple(not isinstance(x, DeviceTensor) for x in whole)
+        scalars = [x for x in whole if not isinstance(x, DeviceTensor)]
+        place.map(out, _numbered(template, numbers), tensors, scalars, integers, compute=compute)
+    return out
+
+
+# --- elementwise -----------------------------------------------------------------------------------------------------
+
+
+def _floating(x: Tensor) -> torch.dtype:
+    return x.dtype if x.dtype.is_floating_point else torch.get_default_dtype()
+
+
+def _unary(name: str, template: str, *, to_float: bool = True, in_place: bool = True) -> None:
+    def run(place: TensorDevice, x: DeviceTensor, *, out: DeviceTensor | None = None) -> Any:
+        dtype = _floating(x) if to_float else x.dtype
+        if not to_float and x.dtype == torch.bool:
+            return NotImplemented
+        return elementwise(place, template, (x,), dtype, out=out)
+
+    register(name, *([f"{name}_"] if in_place else []))(run)
+
+
+for _name, _template in {
+    "exp": "exp({0})", "log": "log({0})", "sqrt": "sqrt({0})", "rsqrt": "1 / sqrt({0})", "reciprocal": "1 / {0}",
+    "tanh": "tanh({0})", "sigmoid": "1 / (1 + exp(-{0}))", "sin": "sin({0})", "cos": "cos({0})", "erf": "erf({0})",
+    "log2": "log({0}) * 1.4426950408889634", "log10": "log({0}) * 0.4342944819032518",
+    "exp2": "exp({0} * 0.6931471805599453)",
+    "log1p": "select(log(1 + {0}) * ({0} / ((1 + {0}) - 1)), {0}, 1 + {0} == 1)",
+    "silu": "{0} / (1 + exp(-{0}))",
+}.items():  # fmt: skip
+    _unary(_name, _template)
+for _name, _template in {
+    "neg": "-{0}", "abs": "abs({0})", "relu": "select({0}, 0, {0} < 0)", "square": "{0} * {0}",
+}.items():  # fmt: skip
+    _unary(_name, _template, to_float=False)
+for _name, _template in {
+    "floor": "floor({0})",
+    "ceil": "ceil({0})",
+    "trunc": "trunc({0})",
+    "round": "rint({0})",
+}.items():
+
+    def _rounding(
+        place: TensorDevice, x: DeviceTensor, *, decimals: int = 0, out: DeviceTensor | None = None,
+        template: str = _template,
+    ) -> Any:  # fmt: skip
+        if decimals:
+            return NotImplemented
+        return elementwise(place, template if x.dtype.is_floating_point else "{0}", (x,), x.dtype, out=out)
+
+    register(_name, f"{_name}_")(_rounding)
+
+
+@register("sign", "sign_")
+def _sign(place: TensorDevice, x: DeviceTensor, *, out: DeviceTensor | None = None) -> Any:
+    return elementwise(place, "select(select({0}, -1, {0} < 0), 1, {0} > 0)", (x,), x.dtype, out=out)
+
+
+def _test(name: str, template: str, floats_only: bool = False) -> None:
+    def run(place: TensorDevice, x: DeviceTensor, *, out: DeviceTensor | None = None) -> Any:
+        chosen = "{0} != {0}" if floats_only and not x.dtype.is_floating_point else template
+        return elementwise(place, chosen, (x,), torch.bool, compute=x.dtype, out=out)
+
+    register(name)(run)
+
+
+_test("logical_not", "{0} == 0")
+_test("isnan", "is_nan({0})", floats_only=True)
+_test("isinf", "is_inf({0})", floats_only=True)
+
+
+@register("bitwise_not", "bitwise_not_")
+def _bitwise_not(place: TensorDevice, x: DeviceTensor, *, out: DeviceTensor | None = None) -> Any:
+    return elementwise(place, "{0} == 0" if x.dtype == torch.bool else "~{0}", (x,), x.dtype, out=out)
+
+
+def _binary(names: Sequence[str], template: str, *, result: str = "promoted") -> None:
+    """Register a binary operation, whose result is "promoted", "bool", or "float" (true division)."""
+
+    def run(place: TensorDevice, a: Any, b: Any, *, out: DeviceTensor | None = None) -> Any:
+        compute = promoted(a, b)
+        if result == "float" and not compute.is_floating_point:
+            compute = torch.get_default_dtype()
+        return elementwise(
+            place, template, (a, b), torch.bool if result == "bool" else compute, compute=compute, out=out
+        )
+
+    register(*names)(run)
+
+
+for _name, _template in {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}.items():
+    _binary((_name, f"{_name}_"), f"{{0}} {_template} {{1}}", result="bool")
+_binary(("mul", "mul_"), "{0} * {1}")
+_binary(("maximum",), "max({0}, {1})")
+_binary(("minimum",), "min({0}, {1})")
+_binary(("remainder", "remainder_"), "rem_floor({0}, {1})")
+_binary(("floor_divide", "floor_divide_"), "div_floor({0}, {1})")
+_binary(("logical_and", "logical_and_"), "({0} != 0) && ({1} != 0)", result="bool")
+_binary(("logical_or", "logical_or_"), "({0} != 0) || ({1} != 0)", result="bool")
+_binary(("logical_xor", "logical_xor_"), "({0} != 0) != ({1} != 0)", result="bool")
+_binary(("bitwise_and", "bitwise_and_"), "{0} & {1}")
+_binary(("bitwise_or", "bitwise_or_"), "{0} | {1}")
+_binary(("bitwise_xor", "bitwise_xor_"), "{0} ^ {1}")
+
+
+@register("add", "add_")
+def _add(place: TensorDevice, a: Any, b: Any, alpha: Any = 1, *, out: DeviceTensor | None = None) -> Any:
+    dtype = promoted(a, b)
+    if dtype == torch.bool:
+        return elementwise(place, "({0} != 0) || ({1} != 0)", (a, b), dtype, out=out)
+    if alpha == 1:
+        return elementwise(place, "{0} + {1}", (a, b), dtype, out=out)
+    return elementwise(place, "{0} + {2} * {1}", (a, b, alpha), dtype, out=out)
+
+
+@register("sub", "sub_")
+def _sub(place: TensorDevice, a: Any, b: Any, alpha: Any = 1, *, out: DeviceTensor | None = None) -> Any:
+    dtype = promoted(a, b)
+    if alpha == 1:
+        return elementwise(place, "{0} - {1}", (a, b), dtype, out=out)
+    return elementwise(place, "{0} - {2} * {1}", (a, b, alpha), dtype, out=out)
+
+
+@register("rsub")
+def _rsub(place: TensorDevice, a: Any, b: Any, alpha: Any = 1) -> Any:
+    return elementwise(place, "{1} - {2} * {0}", (a, b, alpha), promoted(a, b))
+
+
+@register("div", "div_")
+def _div(
+    place: TensorDevice, a: Any, b: Any, *, rounding_mode: str | None = None, out: DeviceTensor | None = None
+) -> Any:
+    dtype = promoted(a, b)
+    if rounding_mode is None:
+        dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+        return elementwise(place, "{0} / {1}", (a, b), dtype, out=out)
+    if rounding_mode == "floor":
+        return elementwise(place, "div_floor({0}, {1})", (a, b), dtype, out=out)
+    template = "trunc({0} / {1})" if dtype.is_floating_point else "div_trunc({0}, {1})"
+    return elementwise(place, template, (a, b), dtype, out=out)
+
+
+_POWERS: dict[Any, str] = {2: "{0} * {0}", 3: "{0} * {0} * {0}", 1: "{0}"}
+_FLOAT_POWERS: dict[Any, str] = {0.5: "sqrt({0})", -0.5: "1 / sqrt({0})", -1: "1 / {0}", -2: "1 / ({0} * {0})"}
+
+
+@register("pow", "pow_")
+def _pow(place: TensorDevice, a: Any, b: Any, *, out: DeviceTensor | None = None) -> Any:
+    dtype = promoted(a, b)
+    exponent = b.item() if isinstance(b, Tensor) and b.dim() == 0 and not isinstance(b, DeviceTensor) else b
+    if not isinstance(exponent, Tensor):
+        template = _POWERS.get(exponent) or (_FLOAT_POWERS.get(exponent) if dtype.is_floating_point else None)
+        if template is not None:
+            return elementwise(place, template, (a,), dtype, out=out)
+    if not dtype.is_floating_point:
+        return NotImplemented
+    return elementwise(place, "pow({0}, {1})", (a, exponent), dtype, out=out)
+
+
+@register("clamp", "clamp_")
+def _clamp(place: TensorDevice, x: Any, low: Any = None, high: Any = None, *, out: DeviceTensor | None = None) -> Any:
+    dtype = x.dtype
+    for bound in (low, high):
+        dtype = dtype if bound is None else torch.promote_types(dtype, promoted(x, bound))
+    if low is None or high is None:
+        template = "max({0}, {1})" if high is None else "min({0}, {1})"
+        return elementwise(place, template, (x, high if low is None else low), dtype, out=out)
+    return elementwise(place, "min(max({0}, {1}), {2})", (x, low, high), dtype, out=out)
+
+
+@register("clamp_min", "clamp_min_")
+def _clamp_min(place: TensorDevice, x: Any, low: Any, *, out: DeviceTensor | None = None) -> Any:
+    return _clamp(place, x, low, out=out)
+
+
+@register("clamp_max", "clamp_max_")
+def _clamp_max(place: TensorDevice, x: Any, high: Any, *, out: DeviceTensor | None = None) -> Any:
+    return _clamp(place, x, None, high, out=out)
+
+
+@register("where.self")
+def _where(place: TensorDevice, condition: Any, a: Any, b: Any) -> Any:
+    dtype = promoted(a, b)
+    return elementwise(place, "select({2}, {1}, {0} != 0)", (condition, a, b), dtype)
+
+
+@register("masked_fill", "masked_fill_")
+def _masked_fill(place: TensorDevice, x: Any, mask: Any, value: Any, *, out: DeviceTensor | None = None) -> Any:
+    return elementwise(place, "select({0}, {2}, {1} != 0)", (x, mask, value), x.dtype, out=out)
+
+
+@register("lerp", "lerp_")
+def _lerp(place: TensorDevice, a: Any, b: Any, weight: Any, *, out: DeviceTensor | None = None) -> Any:
+    template = "select({1} - ({1} - {0}) * (1 - {2}), {0} + {2} * ({1} - {0}), abs({2}) < 0.5)"
+    return elementwise(place, template, (a, b, weight), a.dtype, out=out)
+
+
+@register("addcmul", "addcmul_")
+def _addcmul(place: TensorDevice, x: Any, a: Any, b: Any, *, value: Any = 1, out: DeviceTensor | None = None) -> Any:
+    return elementwise(place, "{0} + {3} * {1} * {2}", (x, a, b, value), x.dtype, out=out)
+
+
+@register("addcdiv", "addcdiv_")
+def _addcdiv(place: TensorDevice, x: Any, a: Any, b: Any, *, value: Any = 1, out: DeviceTensor | None = None) -> Any:
+    return elementwise(place, "{0} + {3} * ({1} / {2})", (x, a, b, value), x.dtype, out=out)
+
+
+# --- copies and creation ---------------------------------------------------------------------------------------------
+
+
+def _copy(place: TensorDevice, out: DeviceTensor, x: Tensor, non_blocking: bool = False, **_: Any) -> Any:
+    source = operand(place, x)
+    if isinstance(source, DeviceTensor) and source.place is not place:
+        source = place.upload(source.place.download(source))
+    return elementwise(place, "{0}", (source,), out.dtype, out=out)
+
+
+TABLE[aten.copy_.default] = _copy
+
+
+@register("clone")
+def _clone(place: TensorDevice, x: DeviceTensor, *, memory_format: Any = None) -> Any:
+    return place.contiguous(x)
+
+
+@register("_to_copy")
+def _to_copy(
+    place: TensorDevice, x: DeviceTensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
+) -> Any:
+    wanted = x.dtype if dtype is None else dtype
+    if wanted not in place.dtypes:
+        return NotImplemented
+    out = place.empty(x.shape, wanted)
+    place.copy(out, x)
+    return out
+
+
+@register("fill_")
+def _fill(place: TensorDevice, x: DeviceTensor, value: Any, *, out: DeviceTensor) -> Any:
+    return elementwise(place, "{0}", (value,), x.dtype, out=x)
+
+
+@register("zero_")
+def _zero(place: TensorDevice, x: DeviceTensor, *, out: DeviceTensor) -> Any:
+    return elementwise(place, "{0}", (0,), x.dtype, out=x)
+
+
+def _filled(place: TensorDevice, size: Sequence[int], dtype: torch.dtype, value: Any) -> Any:
+    if dtype not in place.dtypes:
+        return NotImplemented
+    out = place.empty(size, dtype)
+    return out if value is None else elementwise(place, "{0}", (value,), dtype, out=out)
+
+
+for _name, _value in {"empty_like": None, "zeros_like": 0, "ones_like": 1}.items():
+
+    def _fill_like(
+        place: TensorDevice, x: DeviceTensor, *, dtype: torch.dtype | None = None, value: Any = _value, **_: Any
+    ) -> Any:
+        return _filled(place, x.shape, x.dtype if dtype is None else dtype, value)
+
+    register(f"{_name}.default")(_fill_like)
+
+for _name, _value in {"new_empty": None, "new_zeros": 0, "new_ones": 1}.items():
+
+    def _fill_new(
+        place: TensorDevice, x: DeviceTensor, size: Sequence[int], *, dtype: torch.dtype | None = None,
+        value: Any = _value, **_: Any,
+    ) -> Any:  # fmt: skip
+        return _filled(place, size, x.dtype if dtype is None else dtype, value)
+
+    register(f"{_name}.default")(_fill_new)
+
+
+@register("full_like.default")
+def _full_like(place: TensorDevice, x: DeviceTensor, value: Any, *, dtype: Any = None, **_: Any) -> Any:
+    return _filled(place, x.shape, x.dtype if dtype is None else dtype, value)
+
+
+@register("new_full.default")
+def _new_full(
+    place: TensorDevice, x: DeviceTensor, size: Sequence[int], value: Any, *, dtype: Any = None, **_: Any
+) -> Any:
+    return _filled(place, size, x.dtype if dtype is None else dtype, value)
+
+
+@register("new_empty_strided.default")
+def _new_empty_strided(
+    place: TensorDevice, x: DeviceTensor, size: Sequence[int], stride: Sequence[int], *, dtype: Any = None, **_: Any
+) -> Any:
+    wanted = x.dtype if dtype is None else dtype
+    if wanted not in place.dtypes:
+        return NotImplemented
+    span = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    return strided(place.empty((span,), wanted), size, stride)
+
+
+@register("_local_scalar_dense")
+def _item(place: TensorDevice, x: DeviceTensor) -> Any:
+    return place.download(x).item()
+
+
+@register("equal")
+def _equal(place: TensorDevice, a: Any, b: Any) -> bool:
+    if a.shape != b.shape:
+        return False
+    return not a.numel() or bool((a == b).all().item())
+
+
+@register("tril", "tril_")
+def _tril(place: TensorDevice, x: DeviceTensor, diagonal: int = 0, *, out: DeviceTensor | None = None) -> Any:
+    rows, columns = x.shape[-2:]
+    template = "select(0, {0}, i % n0 <= (i / n0) % n1 + n2)"
+    return elementwise(place, template, (x,), x.dtype, out=out, integers=(columns, rows, diagonal))
+
+
+@register("triu", "triu_")
+def _triu(place: TensorDevice, x: DeviceTensor, diagonal: int = 0, *, out: DeviceTensor | None = None) -> Any:
+    rows, columns = x.shape[-2:]
+    template = "select(0, {0}, i % n0 >= (i / n0) % n1 + n2)"
+    return elementwise(place, template, (x,), x.dtype, out=out, integers=(columns, rows, diagonal))
+
+
+@register("cat")
+def _cat(place: TensorDevice, tensors: Sequence[Any], dim: int = 0) -> Any:
+    parts = [x for x in tensors if not (x.dim() == 1 and not x.numel())] or list(tensors[:1])
+    dtype = parts[0].dtype
+    for x in parts[1:]:
+        dtype = torch.promote_types(dtype, x.dtype)
+    if dtype not in place.dtypes:
+        return NotImplemented
+    dim = dim % parts[0].dim()
+    size = list(parts[0].shape)
+    size[dim] = sum(x.shape[dim] for x in parts)
+    if any(n != m for x in parts for at, (n, m) in enumerate(zip(x.shape, size, strict=True)) if at != dim):
+        raise RuntimeError(f"cat: sizes must match except in dimension {dim}, got {[tuple(x.shape) for x in parts]}")
+    out, at = place.empty(size, dtype), 0
+    for x in parts:
+        part = strided(out, x.shape, out.stride(), at * out.stride(dim))
+        if x.numel():
+            place.copy(part, operand(place, x) if x.dim() else x)
+        at += x.shape[dim]
+    return out
+
+
+@register("stack")
+def _stack(place: TensorDevice, tensors: Sequence[Any], dim: int = 0) -> Any:
+    dim = dim % (tensors[0].dim() + 1)
+    lifted = [(x if isinstance(x, DeviceTensor) else place.upload(x)).unsqueeze(dim) for x in tensors]
+    return _cat(place, lifted, dim)
+
+
+# --- reductions ------------------------------------------------------------------------------------------------------
+
+
+def dims_of(x: Tensor, dims: Any) -> list[int]:
+    """Return the dimensions that an argument names; all of them for None and an empty list."""
+    if dims is None or (isinstance(dims, (list, tuple)) and not dims):
+        return list(range(x.dim()))
+    rank = max(x.dim(), 1)
+    listed = [dims] if isinstance(dims, int) else list(dims)
+    for dim in listed:
+        if not -rank <= dim < rank:
+            raise IndexError(
+                f"Dimension out of range (expected to be in range of [{-rank}, {rank - 1}], but got {dim})"
+            )
+    return sorted({dim % rank for dim in listed} if x.dim() else set())
+
+
+def reduced(size: Sequence[int], dims: Sequence[int]) -> list[int]:
+    """Return a shape with sizes of 1 at the reduced dimensions."""
+    return [1 if at in dims else n for at, n in enumerate(size)]
+
+
+def reduction(
+    place: TensorDevice, kind: str, inputs: Sequence[DeviceTensor], dims: Sequence[int], dtype: torch.dtype, *,
+    pre: str = "x0", post: str = "a", scalars: Sequence[float] = (), compute: torch.dtype | None = None,
+    keepdim: bool = False,
+) -> Any:  # fmt: skip
+    """Return a reduction in a new tensor; the dimensions of size 1 stay with `keepdim`."""
+    compute = dtype if compute is None else compute
+    if dtype not in place.dtypes or compute not in place.dtypes:
+        return NotImplemented
+    shape = _broadcast(inputs)
+    out = place.empty(reduced(shape, dims), dtype)
+    if out.numel():
+        place.reduce(out, kind, inputs, dims, pre=pre, post=post, scalars=scalars, compute=compute)
+    if keepdim or not dims:
+        return out
+    kept = [at for at in range(len(shape)) if at not in dims]
+    return strided(out, [out.shape[at] for at in kept], [out.stride(at) for at in kept])
+
+
+def _sum_dtype(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype or (x.dtype if x.dtype.is_floating_point else torch.int64)
+
+
+@register("sum.default", "sum.dim_IntList")
+def _sum(place: TensorDevice, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    return reduction(place, "sum", (x,), dims_of(x, dim), _sum_dtype(x, dtype), keepdim=keepdim)
+
+
+@register("prod.default", "prod.dim_int")
+def _prod(place: TensorDevice, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    return reduction(place, "prod", (x,), dims_of(x, dim), _sum_dtype(x, dtype), keepdim=keepdim)
+
+
+def _count(x: Tensor, dims: Sequence[int]) -> int:
+    return math.prod(x.shape[at] for at in dims)
+
+
+@register("mean.default", "mean.dim")
+def _mean(place: TensorDevice, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    wanted = dtype or x.dtype
+    if not wanted.is_floating_point:
+        return NotImplemented  # torch's error
+    dims = dims_of(x, dim)
+    count = _count(x, dims)
+    post = "a / s0"
+    return reduction(place, "sum", (x,), dims, wanted, post=post, scalars=(float(count),), keepdim=keepdim)
+
+
+def _extreme(kind: str) -> Callable[..., Any]:
+    def run(place: TensorDevice, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+        dims = dims_of(x, dim)
+        return NotImplemented if not _count(x, dims) else reduction(place, kind, (x,), dims, x.dtype, keepdim=keepdim)
+
+    return run
+
+
+def _extreme_at(kind: str) -> Callable[..., Any]:
+    values, at = _extreme(kind), _argument(f"arg{kind}")
+
+    def run(place: TensorDevice, x: Any, dim: int, keepdim: bool = False) -> Any:
+        return values(place, x, dim, keepdim), at(place, x, dim, keepdim)
+
+    return run
+
+
+def _argument(kind: str) -> Callable[..., Any]:
+    def run(place: TensorDevice, x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+        if not x.numel() or torch.int64 not in place.dtypes:
+            return NotImplemented
+        if dim is None:
+            flat = x if x.is_contiguous() else place.contiguous(x)
+            flat = strided(flat, (x.numel(),), (1,))
+            found = reduction(place, kind, (flat,), [0], torch.int64, compute=x.dtype)
+            return strided(found, (1,) * x.dim(), (1,) * x.dim()) if keepdim else found
+        if not x.dim():
+            return _filled(place, (), torch.int64, 0)
+        return reduction(place, kind, (x,), dims_of(x, dim), torch.int64, compute=x.dtype, keepdim=keepdim)
+
+    return run
+
+
+register("amax", "max.default")(_extreme("max"))
+register("amin", "min.default")(_extreme("min"))
+register("argmax")(_argument("argmax"))
+register("argmin")(_argument("argmin"))
+register("max.dim")(_extreme_at("max"))
+register("min.dim")(_extreme_at("min"))
+register("max.other")(TABLE[aten.maximum.default])
+register("min.other")(TABLE[aten.minimum.default])
+
+
+def _quantified(kind: str) -> Callable[..., Any]:
+    def run(place: TensorDevice, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+        pre = "select(0, 1, x0 != 0)"
+        dims = dims_of(x, dim)
+        compute = torch.int32 if not x.dtype.is_floating_point else x.dtype
+        return reduction(place, kind, (x,), dims, torch.bool, pre=pre, post="a > 0", compute=compute, keepdim=keepdim)
+
+    return run
+
+
+register("any.default", "any.dim", "any.dims")(_quantified("max"))
+register("all.default", "all.dim", "all.dims")(_quantified("min"))
+
+
+def _variance(
+    place: TensorDevice, x: Any, dim: Any, correction: Any, keepdim: bool, post: str
+) -> tuple[Any, DeviceTensor]:
+    dims = dims_of(x, dim)
+    mean = _mean(place, x, dims, True)
+    count = float(max(_count(x, dims) - (1 if correction is None else correction), 0))
+    pre = "(x0 - x1) * (x0 - x1)"
+    result = reduction(place, "sum", (x, mean), dims, x.dtype, pre=pre, post=post, scalars=(count,), keepdim=keepdim)
+    return result, mean if keepdim else mean.reshape(result.shape)
+
+
+@register("var.correction")
+def _var(place: TensorDevice, x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    return _variance(place, x, dim, correction, keepdim, "a / s0")[0] if x.numel() else NotImplemented
+
+
+@register("std.correction")
+def _std(place: TensorDevice, x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    return _variance(place, x, dim, correction, keepdim, "sqrt(a / s0)")[0] if x.numel() else NotImplemented
+
+
+@register("var_mean.correction")
+def _var_mean(place: TensorDevice, x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    return _variance(place, x, dim, correction, keepdim, "a / s0") if x.numel() else NotImplemented
+
+
+@register("linalg_vector_norm.default")
+def _vector_norm(
+    place: TensorDevice, x: Any, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    dims, wanted = dims_of(x, dim), dtype or x.dtype
+    kinds = {2: ("sum", "x0 * x0", "sqrt(a)"), 1: ("sum", "abs(x0)", "a"), math.inf: ("max", "abs(x0)", "a")}
+    if order not in kinds or not wanted.is_floating_point or (order == math.inf and not _count(x, dims)):
+        return NotImplemented
+    kind, pre, post = kinds[order]
+    return reduction(place, kind, (x,), dims, wanted, pre=pre, post=post, keepdim=keepdim)
+
+
+# --- random values ---------------------------------------------------------------------------------------------------
+
+
+def _seed(generator: Any) -> tuple[int, int]:
+    """Return two halves of a seed, drawn from torch's generator of the host."""
+    low, high = torch.randint(0, 2**31, (2,), generator=generator).tolist()
+    return low, high
+
+
+@register("uniform_")
+def _uniform(
+    place: TensorDevice, x: Any, low: float = 0.0, high: float = 1.0, *, generator: Any = None, out: DeviceTensor
+) -> Any:
+    return elementwise(
+        place, "{0} + {1} * uniform(i, n0, n1)", (low, high - low), x.dtype, out=x, integers=_seed(generator)
+    )
+
+
+@register("normal_")
+def _normal(
+    place: TensorDevice, x: Any, mean: float = 0.0, std: float = 1.0, *, generator: Any = None, out: DeviceTensor
+) -> Any:
+    return elementwise(place, "{0} + {1} * normal(i, n0, n1)", (mean, std), x.dtype, out=x, integers=_seed(generator))
+
+
+@register("bernoulli_.float")
+def _bernoulli(place: TensorDevice, x: Any, p: float = 0.5, *, generator: Any = None, out: DeviceTensor) -> Any:
+    template, compute = "select(0, 1, uniform(i, n0, n1) < {0})", torch.float32
+    return elementwise(place, template, (p,), x.dtype, compute=compute, out=x, integers=_seed(generator))
+
+
+@register("bernoulli.default")
+def _bernoulli_of(place: TensorDevice, p: Any, *, generator: Any = None) -> Any:
+    template = "select(0, 1, uniform(i, n0, n1) < {0})"
+    return elementwise(place, template, (p,), p.dtype, integers=_seed(generator))
+
+
+@register("rand_like.default")
+def _rand_like(place: TensorDevice, x: Any, *, dtype: Any = None, **_: Any) -> Any:
+    out = _filled(place, x.shape, dtype or x.dtype, None)
+    return out if out is NotImplemented else _uniform(place, out, out=out)
+
+
+@register("randn_like.default")
+def _randn_like(place: TensorDevice, x: Any, *, dtype: Any = None, **_: Any) -> Any:
+    out = _filled(place, x.shape, dtype or x.dtype, None)
+    return out if out is NotImplemented else _normal(place, out, out=out)
+
+
+@register("native_dropout")
+def _dropout(place: TensorDevice, x: Any, p: float, train: bool | None) -> Any:
+    if train is False or p == 0:
+        return place.contiguous(x), _filled(place, x.shape, torch.bool, 1)
+    template = "uniform(i, n0, n1) >= {0}"
+    mask = _filled(place, x.shape, torch.bool, None)
+    elementwise(place, template, (p,), torch.bool, compute=torch.float32, out=mask, integers=_seed(None))
+    return elementwise(place, "select(0, {0} * {2}, {1} != 0)", (x, mask, 1 / (1 - p) if p < 1 else 0.0), x.dtype), mask
+
+
+@register("native_dropout_backward")
+def _dropout_backward(place: TensorDevice, dy: Any, mask: Any, scale: float) -> Any:
+    return elementwise(place, "{0} * {1} * {2}", (dy, mask, scale), dy.dtype)
+
+
+from accelerant.ops.aten import indexing, neural  # noqa: E402, F401  they add their operations

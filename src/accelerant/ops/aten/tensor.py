@@ -1,0 +1,338 @@
+"""Torch tensors on devices that torch has no tensors for: a subclass whose aten operations run on a TensorDevice.
+
+Autograd, modules and optimizers work as usual, since the subclass is below autograd: torch's formulas call aten
+operations, which `__torch_dispatch__` looks up in the table. Views share the buffer of their base, with offset and
+strides. An operation that the table lacks runs on the host, is counted with its bytes, and raises under the policy
+"forbid"; so does one that would have to return a view of host memory.
+
+Torch knows no device type for such a tensor and reports "cpu". Tensors of the host that meet one in an operation are
+copied to its device, so code that makes tensors on `x.device` works.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from accelerant.config import settings
+from accelerant.errors import FallbackWarning, UnsupportedCase
+from accelerant.ops._library import composed, composite_of
+from accelerant.ops.aten.device import TensorDevice, tensor_device
+from accelerant.runtime import registry
+from accelerant.runtime.ledger import Decision, FallbackRecord, OpRecord, ledger, observers
+from accelerant.runtime.provider import Buffer
+from accelerant.runtime.recorded_launch import RecordedLaunch
+
+__all__ = ["DeviceTensor", "to"]
+
+_ledger = ledger()
+_CPU, _META = torch.device("cpu"), torch.device("meta")
+_T = TypeVar("_T")
+
+
+class DeviceTensor(Tensor):
+    """A tensor in the memory of a TensorDevice; `acl.to` makes one.
+
+    Attributes:
+        place: its device.
+        buffer: the memory, which views share.
+    """
+
+    place: TensorDevice
+    buffer: Buffer
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # aten calls alone matter
+
+    @staticmethod
+    def __new__(
+        cls: type[DeviceTensor], place: TensorDevice, buffer: Buffer, size: Sequence[int], stride: Sequence[int],
+        offset: int, dtype: torch.dtype,
+    ) -> DeviceTensor:  # fmt: skip
+        """Return the tensor of a range of a buffer; offset and strides count elements."""
+        made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
+            cls, size, strides=stride, storage_offset=offset, dtype=dtype, device=_CPU
+        )
+        made.place, made.buffer = place, buffer
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch annotates the function that disables it
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an aten operation, some of whose arguments are DeviceTensors."""
+        return _run(func, args, kwargs or {})
+
+    # --- to the host -------------------------------------------------------------------------------------------------
+
+    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
+        """Return a copy on the host; gradients flow back."""
+        return to(self, "cpu")
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return a copy as a NumPy array."""
+        return (self.detach() if force else self).cpu().numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype)
+
+    def tolist(self) -> Any:
+        """Return the values as nested lists."""
+        return self.detach().cpu().tolist()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # the name is torch's
+        host = repr(self.place.download(self.detach()))
+        if self.requires_grad:
+            host = f"{host[:-1]}, requires_grad=True)" if self.is_leaf else f"{host[:-1]}, grad_fn={self.grad_fn})"
+        return f"{host[:-1]}, device='{self.place.label}')"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else format(repr(self), spec)
+
+    # --- copies of objects -------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            if not self.is_leaf:
+                raise RuntimeError("only leaf tensors (made by the user) can be copied by deepcopy; detach this one")
+            with torch.no_grad():
+                copied = self.place.contiguous(self.detach())
+            memo[id(self)] = _like(copied, self)
+            if self.grad is not None:
+                memo[id(self)].grad = self.grad.__deepcopy__(memo)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a tensor of the host, which loads on any machine."""
+        return _like(self.place.download(self.detach()), self).__reduce_ex__(protocol)
+
+
+composed.add(DeviceTensor)
+
+
+def _like(copied: Tensor, original: Tensor) -> Any:
+    """Return a copy as a parameter if the original is one, with its requires_grad."""
+    if isinstance(original, nn.Parameter):
+        return nn.Parameter(copied, original.requires_grad)
+    return copied.requires_grad_(original.requires_grad)
+
+
+# --- between devices -------------------------------------------------------------------------------------------------
+
+
+class _Transfer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, device: registry.DeviceLike) -> Tensor:
+        ctx.origin = x.place.label if isinstance(x, DeviceTensor) else x.device
+        return _moved(x, device)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return _moved(dy, ctx.origin), None
+
+
+def _moved(x: Tensor, device: registry.DeviceLike) -> Tensor:
+    place = tensor_device(device)
+    if isinstance(x, DeviceTensor):
+        if x.place is place:
+            return x
+        x = x.place.download(x.detach())
+    return x.to(registry.find_device(device).torch_device) if place is None else place.upload(x)
+
+
+def to(obj: _T, device: registry.DeviceLike) -> _T:
+    """Move a tensor, the tensors of a list, tuple or dict, or a module's parameters and buffers to any device.
+
+    On "opencl" torch's operations run on Accelerant's kernels; docs/backends.md lists them. A module is changed in
+    place and keeps its parameter objects, so that optimizers made before stay valid. Gradients flow through the move of
+    a tensor.
+
+    >>> model = acl.to(model, "opencl")
+    >>> loss = model(acl.to(x, "opencl")).square().mean()
+
+    Args:
+        obj: what to move.
+        device: "opencl", "opencl:1", "cuda", "cpu", a torch.device, or a device of `acl.devices()`.
+
+    Raises:
+        BackendUnavailable: the device is absent; with the reason.
+        UnsupportedDtype: a tensor of a dtype that the device does not have.
+    """
+    if isinstance(obj, nn.Module):
+        _move_module(obj, device)
+        return obj
+    return tree_map(lambda x: _move_tensor(x, device) if isinstance(x, Tensor) else x, obj)  # type: ignore[no-any-return]
+
+
+def _move_tensor(x: Tensor, device: registry.DeviceLike) -> Tensor:
+    moved: Tensor
+    if isinstance(x, DeviceTensor) and x.place is tensor_device(device):
+        return x
+    if x.requires_grad and torch.is_grad_enabled():
+        moved = _Transfer.apply(x, device)  # type: ignore[no-untyped-call]  # torch does not annotate it
+        return moved
+    return _moved(x, device)
+
+
+def _move_module(module: nn.Module, device: registry.DeviceLike) -> None:
+    for parameter in module.parameters():  # shared ones once
+        moved = _like(_moved(parameter.detach(), device), parameter)
+        if parameter.grad is not None:
+            moved.grad = _moved(parameter.grad, device)
+        torch.utils.swap_tensors(parameter, moved)
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = _moved(buffer, device)
+
+
+# --- operations ------------------------------------------------------------------------------------------------------
+
+_Handler = Callable[..., Any]
+_handlers: dict[tuple[Any, type], _Handler | None] = {}
+"""Operation and class of the device -> the function that runs it; None for one that the table lacks."""
+
+_records: dict[tuple[Any, TensorDevice], OpRecord] = {}
+
+
+def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    place = _place(args) or _place(kwargs.values())
+    if place is None:  # a list of lists: rare
+        place = next(x.place for x in tree_flatten((args, kwargs))[0] if isinstance(x, DeviceTensor))
+    try:
+        handler = _handlers[func, type(place)]
+    except KeyError:
+        handler = _handlers[func, type(place)] = _handler(func, place)
+    if handler is None:
+        return _on_host(func, place, args, kwargs)
+    if handler is _view:
+        return _view(func, place, args, kwargs)
+    record = _records.get((func, place))
+    if record is None:
+        record = _records[func, place] = _new_record(func, place)
+    with RecordedLaunch(record, place.provider, place.index):
+        result = handler(place, *args, **kwargs)
+    if result is NotImplemented:
+        _ledger.discount(record)
+        return _on_host(func, place, args, kwargs)
+    return result
+
+
+def _place(args: Any) -> TensorDevice | None:
+    for arg in args:
+        if isinstance(arg, DeviceTensor):
+            return arg.place
+        if isinstance(arg, (list, tuple)):
+            for each in arg:
+                if isinstance(each, DeviceTensor):
+                    return each.place
+    return None
+
+
+def _handler(func: Any, place: TensorDevice) -> _Handler | None:
+    from accelerant.ops.aten.table import TABLE
+
+    if func.namespace == "accelerant":
+        composite = composite_of[func._schema.name.partition("::")[2]]
+        return lambda _, *args: composite(*args)
+    known = place.overrides.get(func) or TABLE.get(func)
+    if known is not None:
+        return known
+    if func._can_decompose():  # before views: reshape is one or a copy
+        return lambda _, *args, **kwargs: func.decompose(*args, **kwargs)
+    if func is torch.ops.aten._unsafe_view.default:
+        return _view
+    aliases = [returned.alias_info for returned in func._schema.returns]
+    return _view if any(alias is not None and not alias.is_write for alias in aliases) else None
+
+
+def _new_record(func: Any, place: TensorDevice) -> OpRecord:
+    kind = "composite" if func.namespace == "accelerant" else "aten table"
+    key = (str(func), kind, place.provider.name, place.label, "")
+    return _ledger.record(OpRecord(*key, True, reason=f"the table of {place.provider.name}"))
+
+
+def _view(func: Any, place: TensorDevice, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operation that returns views, on shapes alone; the results share the buffer."""
+    base = args[0]
+    if not isinstance(base, DeviceTensor):
+        raise UnsupportedCase(f"{func}: wanted a view of a tensor on {place.label}, got {type(base).__name__}")
+    shape = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device=_META)
+    if base.storage_offset():
+        shape = shape.as_strided(base.shape, base.stride(), base.storage_offset())
+    results = func(shape, *args[1:], **kwargs)
+    whole = (results,) if isinstance(results, Tensor) else results
+    for result in whole:
+        if result.dtype != base.dtype or result.is_conj() or result.is_neg():
+            raise UnsupportedCase(
+                f"{func}: {place.label} has no view of {base.dtype} as {result.dtype}; make a copy, or use .cpu()"
+            )
+    made = [DeviceTensor(place, base.buffer, x.shape, x.stride(), int(x.storage_offset()), x.dtype) for x in whole]
+    return made[0] if isinstance(results, Tensor) else made
+
+
+def _on_host(func: Any, place: TensorDevice, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operation on host copies, count it with its bytes, and write changed arguments back."""
+    reason = f"{place.label} has no kernel for this call"
+    if settings().fallback == "forbid":
+        raise UnsupportedCase(f"{func}: {reason}, and the setting fallback='forbid' refuses the host")
+    leaves, spec = tree_flatten((args, dict(kwargs)))
+    moved = [place.download(x) if isinstance(x, DeviceTensor) else x for x in leaves]
+    size = sum(x.numel() * x.dtype.itemsize for x in leaves if isinstance(x, DeviceTensor))
+    host_args, host_kwargs = tree_unflatten(moved, spec)
+    results = func(*host_args, **host_kwargs)
+    sources = {id(host): x for host, x in zip(moved, leaves, strict=True) if isinstance(x, DeviceTensor)}
+    size += _write_back(func, args, kwargs, host_args, host_kwargs)
+
+    def uploaded(x: Any) -> Any:
+        nonlocal size
+        if not isinstance(x, Tensor):
+            return x
+        if id(x) in sources:  # an argument that was changed in place
+            return sources[id(x)]
+        if x.dtype not in place.dtypes:
+            return x
+        size += x.numel() * x.dtype.itemsize
+        return place.upload(x)
+
+    results = tree_map(uploaded, results)
+    _count_host(func, place, leaves, size, reason)
+    return results
+
+
+def _write_back(func: Any, args: Any, kwargs: Any, host_args: Any, host_kwargs: Any) -> int:
+    """Copy arguments that the operation changed to the device; return their bytes."""
+    written = 0
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        pair = (
+            (args[at], host_args[at]) if at < len(args) else (kwargs.get(argument.name), host_kwargs.get(argument.name))
+        )
+        targets, hosts = ([each] if isinstance(each, Tensor) else each or [] for each in pair)
+        for target, host in zip(targets, hosts, strict=True):
+            if isinstance(target, DeviceTensor):
+                if target.shape != host.shape:
+                    raise UnsupportedCase(f"{func}: the host's result has another shape, {tuple(host.shape)}")
+                target.place.copy(target, target.place.upload(host))
+                written += host.numel() * host.dtype.itemsize
+    return written
+
+
+def _count_host(func: Any, place: TensorDevice, leaves: Sequence[Any], size_bytes: int, reason: str) -> None:
+    shapes = " ".join(str(tuple(x.shape)).replace(" ", "") for x in leaves if isinstance(x, Tensor))
+    key = (str(func), "host", place.provider.name, place.label, shapes)
+    record = _ledger.record(OpRecord(*key, False, (("aten table", reason),), size_bytes, reason=reason))
+    with _ledger.lock:
+        record.calls += 1
+    entry = FallbackRecord(str(func), place.label, "aten table", "torch on the host", reason)
+    if _ledger.fallback(entry) or settings().fallback == "warn":
+        text = f"{func} ({shapes}): {reason}; torch runs it on the host, with {size_bytes:,} bytes copied"
+        warnings.warn(text, FallbackWarning, stacklevel=2)
+    for observer in list(observers):
+        names = (str(func), shapes, place.label, "host")
+        observer(Decision(*names, own=False, refused=(("aten table", reason),), reason=reason))

@@ -1,0 +1,124 @@
+"""DeviceTensor: moves, views, autograd, copies of objects, and operations that run on the host."""
+
+import copy
+import io
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import accelerant as acl
+from accelerant import errors
+from accelerant.config import override
+from accelerant.ops.aten import DeviceTensor
+
+
+def host_calls():
+    return [row for row in acl.ledger().to_dict()["ops"] if row["implementation"] == "host"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, torch.uint8, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 4)])
+def test_values_come_back(device, dtype, shape):
+    x = torch.randint(0, 2, shape).to(dtype)
+    moved = acl.to(x, device)
+    assert isinstance(moved, DeviceTensor)
+    assert (moved.shape, moved.dtype) == (x.shape, x.dtype)
+    assert torch.equal(moved.cpu(), x)
+    assert torch.equal(acl.to(moved, "cpu"), x)
+
+
+def test_a_tensor_as_text_list_number_and_array(device):
+    x = acl.to(torch.tensor([[1.0, 2.5]]), device)
+    assert repr(x) == f"tensor([[1.0000, 2.5000]], device='{device}:0')"
+    assert x.tolist() == [[1.0, 2.5]]
+    assert np.array_equal(np.asarray(x), [[1.0, 2.5]])
+    assert (float(x[0, 1]), f"{x[0, 1]:.1f}", bool(x[0, 0] < 2)) == (2.5, "2.5", True)
+
+
+def test_views_share_memory(device):
+    host = torch.arange(24.0).reshape(2, 3, 4)
+    moved = acl.to(host.clone(), device)
+    for x in (host, moved):
+        x.transpose(0, 2)[1:, :, 0].mul_(-1)
+        x[:, 1].fill_(7)
+        x.view(-1)[::5].add_(100)
+    assert torch.equal(moved.cpu(), host)
+    assert moved.transpose(0, 2).buffer is moved.buffer
+    assert moved[1:].storage_offset() == 12
+    assert [part.buffer is moved.buffer for part in moved.unbind(1)] == [True] * 3
+
+
+def test_a_view_of_another_dtype_is_refused(device):
+    with pytest.raises(errors.UnsupportedCase, match=r"no view of torch\.float32 as torch\.int32"):
+        acl.to(torch.ones(2), device).view(torch.int32)
+
+
+def test_gradients_flow_through_moves_and_host_operands(device):
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(4, 2)
+    (acl.to(x, device) @ w).square().sum().cpu().backward()
+    expected = 2 * (x.detach() @ w) @ w.t()
+    torch.testing.assert_close(x.grad, expected)
+    assert not isinstance(x.grad, DeviceTensor)
+
+
+def test_a_module_keeps_its_parameters_objects_and_shared_weights(device):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    parameters = [*model.parameters()]
+    assert acl.to(model, device) is model
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+    assert isinstance(model[0].weight, DeviceTensor)
+    assert isinstance(model[0].weight, nn.Parameter)
+    assert model[2].weight is model[0].weight
+    assert isinstance(model[1].running_mean, DeviceTensor)
+    acl.to(model, "cpu")
+    assert type(model[0].weight) is nn.Parameter
+
+
+def test_copies_and_files(device):
+    model = acl.to(nn.Linear(3, 2), device)
+    model(torch.ones(1, 3)).sum().backward()
+    copied = copy.deepcopy(model)
+    assert copied.weight.buffer is not model.weight.buffer
+    assert torch.equal(copied.weight.grad.cpu(), model.weight.grad.cpu())
+    with torch.no_grad():
+        model.weight.zero_()
+    assert copied.weight.cpu().abs().sum() > 0
+    file = io.BytesIO()
+    torch.save(copied.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file)
+    assert type(state["weight"]) is torch.Tensor
+    model.load_state_dict(state)
+    assert torch.equal(model.weight.cpu(), copied.weight.cpu())
+    with pytest.raises(RuntimeError, match="only leaf tensors"):
+        copy.deepcopy(model.weight * 2)
+
+
+def test_the_host_runs_what_the_table_lacks_and_the_ledger_counts_it(device):
+    acl.ledger().reset()
+    x = acl.to(torch.tensor([[3.0, 1.0], [2.0, 5.0]]), device)
+    with pytest.warns(errors.FallbackWarning, match=r"aten\.linalg_inv_ex.*runs it on the host"):
+        inverse = torch.linalg.inv_ex(x).inverse
+    assert isinstance(inverse, DeviceTensor)
+    torch.testing.assert_close((inverse @ x).cpu(), torch.eye(2))
+    (row,) = host_calls()
+    assert (row["calls"], row["case"], row["bytes"]) == (1, "(2,2)", 16 + 16 + 4)
+    assert any(entry["ran"] == "torch on the host" for entry in acl.ledger().to_dict()["fallbacks"])
+    with override(fallback="forbid"), pytest.raises(errors.UnsupportedCase, match="no kernel for this call"):
+        torch.linalg.inv_ex(x)
+
+
+def test_an_operation_of_the_host_that_writes_its_argument(device):
+    host = torch.tensor([[3.0, 1.0, 2.0]]).t()
+    moved = acl.to(torch.tensor([[3.0, 1.0, 2.0]]), device).t()
+    for x in (host, moved):
+        x.erfinv_()
+    torch.testing.assert_close(moved.cpu(), host, equal_nan=True)
+
+
+def test_an_absent_device_is_named():
+    with pytest.raises(errors.ConfigError, match="unknown backend 'openc1'"):
+        acl.to(torch.ones(1), "openc1")

@@ -1,0 +1,37 @@
+"""Whole trainings on devices without torch tensors: losses are the CPU's, and nothing runs on the host."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import accelerant as acl
+from accelerant.config import override
+from accelerant.nn import GPT, GPTConfig
+
+pytestmark = pytest.mark.slow
+
+
+def losses(model, batches, device, make_loss):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    values = []
+    for batch in batches:
+        loss = make_loss(model, *(acl.to(x, device) for x in batch))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        values.append(loss.item())
+    return torch.tensor(values)
+
+
+def test_a_gpt_has_the_losses_of_the_cpu(device):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=300, context=32, layers=2, heads=2, width=64))
+    batches = [torch.randint(0, 300, (2, 4, 32)).unbind() for _ in range(20)]
+    moved = acl.to(copy.deepcopy(model), device)
+    expected = losses(model, batches, "cpu", lambda model, x, y: model.loss(x, y))
+    with override(fallback="forbid"):
+        found = losses(moved, batches, device, lambda model, x, y: model.loss(x, y))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)  # the requirement of issue 25
