@@ -270,6 +270,16 @@ def test_fractions_of_products():
     assert halves[0].sharing.fraction_bits == 48
     assert torch.equal(shamir.combine(halves), a / 4)
     assert torch.equal(shamir.combine([share + 0.5 for share in halves]), a / 4 + 0.5)
+    for result, wanted in (
+        ([2 * share + 1 for share in shares], 2 * a + 1),
+        ([1 - share for share in halves], 1 - a / 4),
+        ([share - torch.tensor([1, 2, -3]) for share in shares], a - torch.tensor([1, 2, -3])),
+        ([np.array([0.5, 2.0, -1.0]) * share for share in shares], a * torch.tensor([0.5, 2.0, -1.0])),
+        ([share * [0.5, 2.0, -1.0] for share in shares], a * torch.tensor([0.5, 2.0, -1.0])),
+    ):
+        assert torch.equal(shamir.combine(result), wanted)
+    with pytest.raises(ConfigError, match="values must be from -32767 to 32767 in goldilocks with 48 fraction bits"):
+        halves[0] + 2**15
     with pytest.raises(ConfigError, match="a product has 48 \\+ 48 fraction bits; 62 are possible"):
         halves[0] * 0.5
     with pytest.raises(ConfigError, match="values must be finite and from -32768 to 32768 in goldilocks with 48"):

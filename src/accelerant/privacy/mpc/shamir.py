@@ -66,7 +66,6 @@ _DTYPES = ("bytes", "int8", "int16", "int32", "int64", "uint8", "float16", "bflo
 _MOST_AXES, _MOST_FRACTION_BITS = 16, 62
 _SIGN = -(2**63)
 _HEAD, _MAGIC, _VERSION = struct.Struct("<8s9H16s"), b"ACSHARE\0", 1
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _stream = SecureStream()
 
 
@@ -196,7 +195,8 @@ class Share:
 
     def __mul__(self, other: Any) -> Share:
         of, points = self.sharing, self.commitments
-        bits = of.fraction_bits if isinstance(other, float) or getattr(other, "dtype", None) in _FLOATS else 0
+        other = _tensor(other, "a public operand")
+        bits = of.fraction_bits if other.is_floating_point() else 0  # an integer needs none
         if of.fraction_bits + bits > _MOST_FRACTION_BITS:
             raise ConfigError(f"a product has {of.fraction_bits} + {bits} fraction bits; 62 are possible")
         public = self._public(other, bits)
@@ -453,9 +453,12 @@ def _elements_of(field: PrimeField, tensor: Tensor, fraction_bits: int) -> Field
         values = scaled.to(torch.int64)
     else:
         values = tensor.to(torch.int64)
-        lowest = _SIGN if limit == 2**63 - 1 else -limit
+        lowest = _SIGN >> fraction_bits if limit == 2**63 - 1 else -(limit >> fraction_bits)
+        limit >>= fraction_bits
         if bool(((values > limit) | (values < lowest)).any()):
-            raise ConfigError(f"values must be from {lowest} to {limit} in {field.name}")
+            held = f"{field.name} with {fraction_bits} fraction bits" if fraction_bits else field.name
+            raise ConfigError(f"values must be from {lowest} to {limit} in {held}")
+        values = values << fraction_bits
     words = values ^ _SIGN  # the value + 2^63
     if field.limbs > 1:
         words = torch.cat([words[..., None], words.new_zeros((*words.shape, field.limbs - 1))], dim=-1)
