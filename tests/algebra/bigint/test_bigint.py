@@ -6,8 +6,9 @@ import sys
 import numpy as np
 import pytest
 
-from accelerant.algebra.bigint import FixedBase, launch, residues_of
+from accelerant.algebra.bigint import FixedBase, gmp, launch, residues_of
 from accelerant.algebra.bigint.launch import kernel_source, lanes_of, limbs_of
+from accelerant.algebra.bigint.pairs import DevicePairs
 from accelerant.algebra.field.memory_space import space_at
 from accelerant.errors import ConfigError, MissingDependency, ShapeError
 from accelerant.runtime.compilation.cuda import compile_cuda
@@ -77,10 +78,64 @@ def test_products_of_rows_and_inverses(space, terms):
         residues_of([1, 0], n, space).inverse()
 
 
+def unpaired(pairs, n):
+    """Return the numbers of pairs, which are in Montgomery form."""
+    space, plain = pairs.space, pairs.times(1, plain=True)
+    low, high = (launch.ints_of(space.store(plain.half(i))) for i in range(2))
+    assert max(low + high) < n
+    return [a + b * n for a, b in zip(low, high, strict=True)]
+
+
+@pytest.mark.parametrize("bits", [1000])
+def test_pairs_modulo_a_square(space, bits):
+    if space.backend == "cpu":
+        pytest.skip("pairs are of devices; the host has GMP")
+    check_pairs(space, bits)
+
+
+def check_pairs(space, bits):
+    rng, odd = random.Random(5), 2**1500 + 277
+    for n in moduli(bits):
+        square, most = n * n, launch.limbs_of(n)
+        x = [
+            0,
+            1,
+            n - 1,
+            n,
+            n + 1,
+            square - 1,
+            square - n,
+            2 ** (96 * most) - 1,
+            *(rng.randrange(square) for _ in range(3)),
+        ]
+        pairs = DevicePairs.of_words(space.load(launch.words_of(map(gmp().mpz, x), 3 * most)), n, space)
+        assert unpaired(pairs, n) == [u % square for u in x]
+        y = rng.randrange(square)
+        assert unpaired(pairs.times(y), n) == [u * y % square for u in x]
+        for e in (0, 1, 31, 32, 65537, rng.getrandbits(70)):
+            assert (
+                unpaired(pairs.power(e), n)
+                == unpaired(pairs.power(e, secret=True), n)
+                == [pow(u, e, square) for u in x]
+            )
+        assert pairs.times(1, plain=True).into(odd, 7).ints() == [u % square * 7 % odd for u in x]
+
+
+def test_sums_and_words(space):
+    if space.backend == "cpu":
+        pytest.skip("words are of devices; the host has GMP")
+    for n in moduli(1024):
+        x, y = [0, 1, n - 1, n - 1, n >> 1], [0, n - 1, n - 1, 1, (n >> 1) + 1]
+        a, b = residues_of(x, n, space), residues_of(y, n, space)
+        assert a.plus_words(b.words, 1).ints() == [(u + v) % n for u, v in zip(x, y, strict=True)]
+        assert a.plus(n - 1).ints() == [(u - 1) % n for u in x]
+        assert launch.ints_of(space.store(a.plain())) == x
+
+
 def test_powers_of_a_fixed_base(space):
     n, exponents = moduli(100)[2], [0, 1, 255, 256, 2**24 - 1, 2**20, 0xABCDE]
-    data = b"".join(e.to_bytes(3, "little") for e in exponents)
-    assert FixedBase(7, n, 24, space).power_vartime(data).ints() == [pow(7, e, n) for e in exponents]
+    words = space.load(np.array(exponents, np.uint32).reshape(-1, 1))
+    assert FixedBase(7, n, 32, space).power_vartime(words).ints() == [pow(7, e, n) for e in exponents]
 
 
 def test_no_numbers(space):
@@ -89,14 +144,15 @@ def test_no_numbers(space):
 
 
 def test_moduli_that_kernels_do_not_take():
-    assert (limbs_of(3), limbs_of(2**1024 - 1), limbs_of(2**1024 + 1), limbs_of(2**16384 - 1)) == (32, 32, 64, 512)
+    assert (limbs_of(3), limbs_of(2**1024 - 1), limbs_of(2**1024 + 1), limbs_of(2**16384 - 1)) == (16, 32, 48, 512)
     for n in (16, 2**16384 + 1):
         with pytest.raises(ConfigError, match="odd and has at most 16384 bits"):
             limbs_of(n)
 
 
 def test_every_key_size_has_lanes_that_divide_a_warp():
-    for limbs in range(32, 513, 32):
+    for bits in range(512, 16385, 512):
+        limbs = limbs_of(2**bits - 1)
         lanes = lanes_of(limbs, "cuda")
         assert 32 % lanes == 0 == limbs % lanes
         assert 8 <= limbs // lanes <= 16
@@ -117,7 +173,7 @@ def test_without_gmpy2(monkeypatch):
 def test_launches_are_in_the_ledger_and_large_batches_in_parts(monkeypatch):
     require_module("gmpy2", "privacy")
     space, n = space_at(require_backend("opencl")), 2**61 - 1
-    monkeypatch.setattr(launch, "_TABLE_BYTES", 4 * 16 * 32 * 3)  # three numbers a launch
+    monkeypatch.setattr(launch, "TABLE_BYTES", 4 * 16 * 32 * 3)  # three numbers a launch
     x = list(range(1, 9))
     assert residues_of(x, n, space).power([12345]).ints() == [pow(u, 12345, n) for u in x]
     assert residues_of(x, n, space).power(x).ints() == [pow(u, u, n) for u in x]
@@ -130,10 +186,11 @@ def test_several_threads_a_number(monkeypatch, lanes, bits):
     """NVIDIA's form of the kernel, its shuffles through local memory: PoCL takes long to compile the barriers."""
     require_module("gmpy2", "privacy")
     monkeypatch.setattr(launch, "lanes_of", lambda limbs, backend: lanes)
-    launch._modulus.cache_clear()
+    launch.modulus_at.cache_clear()
     for n in moduli(bits):
         check(space_at(require_backend("opencl")), n, (65537,))
-    launch._modulus.cache_clear()
+    check_pairs(space_at(require_backend("opencl")), bits // 2)
+    launch.modulus_at.cache_clear()
 
 
 @pytest.mark.slow
@@ -148,7 +205,8 @@ def test_several_threads_a_number(monkeypatch, lanes, bits):
     ],
 )
 def test_kernels_compile_for_nvidia_in_registers(target, limbs):
-    binary = compile_cuda(kernel_source(limbs, lanes_of(limbs, "cuda")), target)
-    for resources in binary.resources.values():
-        assert resources.spill_bytes <= 8  # two registers around a call, not in the loops
-        assert resources.registers <= 128
+    for file, size, most in (("kernel.c", limbs, 128), ("pair.c", limbs // 2, 168)):
+        binary = compile_cuda(kernel_source(size, lanes_of(size, "cuda"), file), target)
+        for resources in binary.resources.values():
+            assert resources.spill_bytes <= 8  # two registers around a call, not in the loops
+            assert resources.registers <= most

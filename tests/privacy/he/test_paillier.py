@@ -589,5 +589,20 @@ def test_ciphertexts_on_a_device(backend):
         ]:  # fmt: skip
             assert torch.equal(private.decrypt(found), wanted)
         assert private.decrypt(c.to("cpu")[0, 0]) == 1.5
+    numbers = torch.tensor([5, -7, 2**62, -(2**63)], device=x.device)
+    c = public.encrypt(numbers, device=device)
+    assert torch.equal(private.decrypt(c), numbers)
+    assert private.decrypt(c + c, dtype="float64").tolist() == [10.0, -14.0, 2.0**63, -(2.0**64)]
+    with pytest.raises(RangeError, match="a decrypted value does not fit int8"):
+        private.decrypt(c, dtype="int8")
+    packed = public.encrypt(numbers[:2], device=device, pack=True)
+    assert torch.equal(private.decrypt(packed + packed), 2 * numbers[:2])
+    for public_call, dtype in ((public.encrypt, np.uint64), (private.encrypt, np.int16)):
+        edges = np.array([0, 1, np.iinfo(dtype).max], dtype)
+        assert private.decrypt(public_call(edges, device=device)).tolist() == edges.tolist()
+    assert private.decrypt(public.encrypt(np.zeros((0, 3), np.int64), device=device)).shape == (0, 3)
+    overflown = public.from_ints((1 + public.max_int * public.n) % int(public.n_square), device=device, limit=2) + 6
+    with pytest.raises(RangeError, match="decrypted number 0 is beyond n/3"):
+        private.decrypt(overflown)
     fast = public.encrypt(x[0], device=device, fast=True)
     assert torch.equal(private.decrypt(fast), x[0])

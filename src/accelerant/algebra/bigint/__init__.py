@@ -2,7 +2,8 @@
 
 residues.py     vectors of residues, with gmpy2 on the host; powers of a fixed base
 launch.py       the same in a device's memory: recorded launches
-kernel.c        Montgomery products and powers in portable C, several threads a number on NVIDIA GPUs
+pairs.py        numbers modulo a square in a device's memory: powers at half the cost
+product.h       Montgomery products in portable C, several threads a number on NVIDIA GPUs; kernel.c and pair.c use them
 """
 
 from accelerant.algebra.bigint.residues import FixedBase, Residues, gmp, residues_of

@@ -138,7 +138,7 @@ class FixedBase:
     """Powers of one base from a table of base^(d 256^i): one product for each byte of the exponent.
 
     Look-ups depend on the exponent (`power_vartime`): an observer of the processor's caches may learn of it. The table
-    has 256 numbers for each byte of an exponent: 16 MiB for 1024 bits and a modulus of 4096. `bits` is a multiple of 8.
+    has 256 numbers for each byte of an exponent: 16 MiB for 1024 bits and a modulus of 4096. `bits` is divisible by 32.
 
     Source: Brickell, Gordon, McCurley and Wilson 1992, EUROCRYPT '92, LNCS 658.
     """
@@ -152,9 +152,14 @@ class FixedBase:
             step = row[-1]
         self._table = residues_of(table, modulus, space)
 
-    def power_vartime(self, exponents: bytes) -> Residues:
-        """Return the base to each exponent, which has bits / 8 bytes, the least significant first."""
-        digits = np.frombuffer(exponents, np.uint8).reshape(-1, self._bytes).astype(np.int64)
+    def power_vartime(self, exponents: Any) -> Residues:
+        """Return the base to each exponent, given by words of 32 bits in the table's space, (count, bits / 32)."""
+        if self._table.space is not HOST:
+            from accelerant.algebra.bigint.launch import DeviceResidues
+
+            assert isinstance(self._table, DeviceResidues)
+            return self._table.fixed_vartime(exponents)
+        digits = exponents.astype("<u4").view(np.uint8).astype(np.int64)
         found = self._table.take(digits[:, 0])
         for i in range(1, self._bytes):
             found = found.times(self._table.take(digits[:, i] + 256 * i))

@@ -81,11 +81,15 @@ class MemorySpace(ABC):
 
     def getitem(self, words: Any, key: tuple[Any, ...]) -> Any:
         """Return words[key], contiguous."""
-        return self.load(self.store(words)[key])
+        return self.load(np.ascontiguousarray(self.store(words)[key]))
 
     def pad(self, words: Any, axis: int, size: int) -> Any:
         """Extend an axis to a size with zeros."""
         return self.load(HOST.pad(self.store(words), axis, size))
+
+    def joined(self, x: Any, y: Any) -> Any:
+        """Append words along the first axis."""
+        return self.load(np.concatenate([self.store(x), self.store(y)]))
 
     def move_axis(self, words: Any, axis: int, before: int) -> Any:
         """Move an axis in front of the last `before` ones, contiguous."""
@@ -242,6 +246,9 @@ class _Tensors(MemorySpace):
     def pad(self, words: Any, axis: int, size: int) -> Any:
         shape = (*words.shape[:axis], size - words.shape[axis], *words.shape[axis + 1 :])
         return sys.modules["torch"].cat([words, words.new_zeros(shape)], dim=axis)
+
+    def joined(self, x: Any, y: Any) -> Any:
+        return sys.modules["torch"].cat([x, y])
 
     def move_axis(self, words: Any, axis: int, before: int) -> Any:
         return words.movedim(axis, -1 - before).contiguous()

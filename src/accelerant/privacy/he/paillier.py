@@ -16,9 +16,9 @@ Encoding: a number x is the integer round(x 16^-e), negative ones as n minus the
 exponent, which python-paillier (`phe`) has as well. A magnitude beyond n/3 is an overflow. Each tensor has a bound of
 its magnitudes, and an operation whose bound would pass n/3 raises RangeError: nothing wraps around.
 
-Not constant-time: conversion of values, plain operands and randomness to and from integers, GMP's reduction modulo
-p^2 and q^2 and recombination, r^n (secret base, public exponent n), look-ups of the mode `fast`, products with plain
-numbers. Exponents from the private key only occur in powers with `secret=True` (algebra/bigint/residues.py).
+Not constant-time: conversion of values and plain operands to and from integers, look-ups of the mode `fast`, products
+with plain numbers; on the host also randomness as integers, GMP's reduction modulo p^2 and q^2 and recombination, r^n
+(secret base, public exponent n). Exponents from the private key only occur in powers with `secret=True` (algebra/bigint).
 None of this code has been audited.
 
 Sources: Paillier 1999, EUROCRYPT '99, LNCS 1592, scheme 1 and section 7; Damgard, Jurik and Nielsen 2010,
@@ -42,6 +42,8 @@ import numpy.typing as npt
 import torch
 
 from accelerant.algebra.bigint import FixedBase, Residues, gmp, residues_of
+from accelerant.algebra.bigint.launch import DeviceResidues, ints_of
+from accelerant.algebra.bigint.pairs import DevicePairs
 from accelerant.algebra.field.memory_space import HOST, MemorySpace, space_at
 from accelerant.errors import (
     ConfigError,
@@ -62,6 +64,7 @@ from accelerant.privacy.he.messages import (
     sealed,
     write_private,
 )
+from accelerant.privacy.random import SecureStream
 from accelerant.runtime.files import read_regular
 
 __all__ = ["EncryptedTensor", "PrivateKey", "PublicKey", "keygen"]
@@ -79,6 +82,7 @@ _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "ui
 _DTYPES = (*_FLOATS, *_INTEGERS)
 _MESSAGES, _VERSION = {"n": "public key", "s": "private key", "c": "ciphertexts"}, 1
 _EXPONENT_MOST, _DIMENSIONS_MOST = 1024, 32
+_stream = SecureStream()
 
 
 # --- keys ------------------------------------------------------------------------------------------------------------
@@ -175,7 +179,7 @@ class PublicKey:
         self, x: Any, *, exponent: int | None = None, limit: float | None = None, pack: bool = False,
         fast: bool = False, device: str | None = None,
     ) -> EncryptedTensor:  # fmt: skip
-        """Encrypt an array, each element with fresh randomness of the operating system.
+        """Encrypt an array, each element with fresh randomness: the operating system's, on CUDA ChaCha20 under its key.
 
         Args:
             x: torch, NumPy, CuPy or JAX array of integers or floats, any shape; numbers and lists become NumPy's.
@@ -205,15 +209,16 @@ class PublicKey:
         if device is not None or origin.device.startswith("cuda"):
             space = space_at(device or origin.device)
         exponent, bound = _scale(origin.dtype, exponent, limit, pack)
-        numbers = _encoded(array, exponent, bound)
-        if pack:
-            numbers = _packed(numbers, self.slots)
-        elif bound > self.max_int:
+        if not pack and bound > self.max_int:
             raise RangeError(f"{origin.dtype} at exponent {exponent} needs a larger key or a smaller limit")
-        return EncryptedTensor(
-            self, self._plain(numbers, space).times(masks(len(numbers), space)), tuple(array.shape), exponent, bound,
-            origin, packed=pack, fresh=True,
-        )  # fmt: skip
+        if space is not HOST and limit is None and not pack and bound.bit_length() < self.n.bit_length() - 64:
+            words, offset = _encoded_words(array, exponent, bound)
+            plain: Residues = self._plain_words(words, offset, space)
+        else:
+            numbers = _encoded(array, exponent, bound)
+            plain = self._plain(_packed(numbers, self.slots) if pack else numbers, space)
+        cipher = plain.times(masks(len(plain), space))
+        return EncryptedTensor(self, cipher, tuple(array.shape), exponent, bound, origin, packed=pack, fresh=True)
 
     @property
     def slots(self) -> int:
@@ -225,16 +230,28 @@ class PublicKey:
         n = gmp().mpz(self.n)
         return residues_of((1 + m % n * n for m in numbers), self.n_square, space)
 
+    def _plain_words(self, words: npt.NDArray[Any], offset: int, space: MemorySpace) -> Residues:
+        """Return the same of numbers whose sums with an offset are given by words."""
+        shifted = DeviceResidues.of_words(space.load(words), self.n_square, space, self.n)
+        return shifted.plus(1 - offset * self.n)
+
     def _masks(self, count: int, space: MemorySpace, fast: bool = False) -> Residues:
-        """Return fresh n-th residues mod n^2."""
-        if not fast:
+        """Return fresh n-th residues mod n^2; r is uniform up to 2^-128 on a device."""
+        if fast:
+            if not self.blum:
+                raise ConfigError(
+                    "fast=True needs a key whose maker states that its primes are 3 mod 4, as keygen() does"
+                )
+            size = -(-self.n.bit_length() // 64)
+            return self._base(space, 32 * size).power_vartime(_random_words(count, size, space))
+        if space is HOST:
             values = [secrets.randbelow(self.n - 1) + 1 for _ in range(count)]
             _check_units(values, self.n, "a random number")
             return residues_of(values, self.n_square, space).power([self.n])
-        if not self.blum:
-            raise ConfigError("fast=True needs a key whose maker states that its primes are 3 mod 4, as keygen() does")
-        size = -(-self.n.bit_length() // 16)
-        return self._base(space, 8 * size).power_vartime(secrets.token_bytes(size * count))
+        found = _random_pairs(count, self.n, space).power(self.n).times(1, plain=True).into(self.n_square)
+        if count:
+            _check_units(found.product(count).ints(), self.n, "a random number")
+        return found
 
     @functools.lru_cache(maxsize=4)  # noqa: B019 - keys are few, and a table belongs to its key
     def _base(self, space: MemorySpace, bits: int) -> FixedBase:
@@ -345,6 +362,12 @@ class PrivateKey:
 
     def _masks(self, count: int, space: MemorySpace) -> Residues:
         (p2, q2), found = self._squares, []
+        if space is not HOST:
+            halves = []
+            for p, square, other in ((self.p, p2, q2), (self.q, q2, p2)):
+                x = _random_pairs(count, p, space).power(p, secret=True)
+                halves.append(x.times(gmp().invert(other, square), plain=True).into(self.public.n_square, other))
+            return halves[0].plus_words(halves[1].words, 1)
         for prime, square in ((self.p, p2), (self.q, q2)):
             values = [secrets.randbelow(prime - 1) + 1 for _ in range(count)]
             found.append(residues_of(values, square, space).power([prime], secret=True).ints())
@@ -366,7 +389,11 @@ class PrivateKey:
         named = str(dtype or c.origin.dtype).removeprefix("torch.")
         if named not in _DTYPES:
             raise UnsupportedDtype(f"a decrypted tensor has one of the dtypes {', '.join(_DTYPES)}, got {named}")
-        numbers = self._signed(c.residues)
+        numbers = self._signed(c.residues) if c.residues.space is HOST else self._signed_on_device(c.residues)
+        if isinstance(numbers, np.ndarray):
+            if not c.packed and not c.exponent and named in _INTEGERS:
+                return _fitted(numbers, c, replace(c.origin, dtype=named))
+            numbers = numbers.tolist()
         if c.packed:
             numbers = _unpacked(numbers, self.public.slots, math.prod(c.shape))
         return _decoded(numbers, c, replace(c.origin, dtype=named))
@@ -377,9 +404,31 @@ class PrivateKey:
         for prime, square, inverse in zip((self.p, self.q), self._squares, self._inverses, strict=True):
             powers = residues_of([c % square for c in values], square, cipher.space).power([prime - 1], secret=True)
             halves.append([(x - 1) // prime * inverse % prime for x in powers.ints()])
+        return self._in_range(
+            mq + (mp - mq) * self._q_inverse % self.p * self.q for mp, mq in zip(*halves, strict=True)
+        )
+
+    def _signed_on_device(self, cipher: Any) -> Any:
+        """Return the same as an array of int64 if all fit, else as integers."""
+        gmpy2, space, words = gmp(), cipher.space, cipher.plain()
+        halves = []
+        for p, q, inverse in zip((self.p, self.q), (self.q, self.p), self._inverses, strict=True):
+            # c^(p - 1) = 1 + b p mod p^2, so the high half of its product with k < p is b k mod p.
+            powers = DevicePairs.of_words(words, p, space).power(p - 1, secret=True)
+            half = powers.times(inverse * gmpy2.invert(q, p) % p, plain=True).half(1)
+            halves.append(DeviceResidues.of_words(half, self.public.n, space, q))
+        found = space.store(halves[0].plus_words(halves[1].words, 1).plus(2**63).plain())
+        if not found[:, 2:].any():
+            return np.ascontiguousarray(found[:, :2], "<u4").view("<u8")[:, 0].astype(np.uint64).view(np.int64) ^ -(
+                2**63
+            )
+        return self._in_range((m - 2**63) % self.public.n for m in ints_of(found))
+
+    def _in_range(self, numbers: Iterable[Any]) -> list[int]:
+        """Return numbers mod n, those above n - n/3 as negative; RangeError for one beyond n/3."""
         n, most, found = self.public.n, self.public.max_int, []
-        for i, (mp, mq) in enumerate(zip(*halves, strict=True)):
-            m = int(mq + (mp - mq) * self._q_inverse % self.p * self.q)
+        for i, number in enumerate(numbers):
+            m = int(number)
             m = m - n if m > n // 2 else m
             if abs(m) > most:
                 raise RangeError(f"the decrypted number {i} is beyond n/3: a sum or product overflowed elsewhere")
@@ -394,6 +443,20 @@ def _check_units(values: Sequence[Any], n: int, name: str) -> None:
         product = product * value % modulus
     if gmp().gcd(product, modulus) != 1:
         raise FormatError(f"{name} is not coprime to n")
+
+
+def _random_words(count: int, width: int, space: MemorySpace) -> Any:
+    """Return secret random words, (count, width), in a space: on CUDA of ChaCha20, else the operating system's."""
+    if space.backend == "cuda":
+        return _stream.words(count * width, space.label).reshape(count, width)
+    return space.load(
+        np.frombuffer(secrets.token_bytes(4 * count * width), "<u4").astype(np.uint32).reshape(count, width)
+    )
+
+
+def _random_pairs(count: int, modulus: int, space: MemorySpace) -> DevicePairs:
+    """Return numbers modulo the square of a modulus that are uniform modulo it, up to a distance of 2^-128."""
+    return DevicePairs.of_words(_random_words(count, -(-modulus.bit_length() // 32) + 4, space), modulus, space)
 
 
 def _integer(value: Any) -> int:
@@ -721,12 +784,7 @@ def _encoded(array: npt.NDArray[Any], exponent: int, bound: int | None) -> list[
     if array.dtype.kind in "iu":
         numbers = [value << -4 * exponent for value in array.reshape(-1).tolist()]
     else:
-        wide = array.reshape(-1).astype(np.float64)
-        finite = np.isfinite(wide)
-        if not finite.all():
-            raise RangeError(f"the value at flat index {int(finite.argmin())} is not finite")
-        mantissas, powers = np.frexp(wide)
-        wholes, shifts = (mantissas * 2.0**53).astype(np.int64).tolist(), (powers - 53 - 4 * exponent).tolist()
+        wholes, shifts = (part.tolist() for part in _mantissas(array.reshape(-1), exponent))
         numbers = [
             m << shift if shift >= 0 else (m + (1 << -shift - 1)) >> -shift
             for m, shift in zip(wholes, shifts, strict=True)
@@ -736,6 +794,48 @@ def _encoded(array: npt.NDArray[Any], exponent: int, bound: int | None) -> list[
             if abs(number) > bound:
                 raise RangeError(f"the value at flat index {i} is beyond the limit, {bound} times 16^{exponent}")
     return numbers
+
+
+def _encoded_words(array: npt.NDArray[Any], exponent: int, bound: int) -> tuple[npt.NDArray[Any], int]:
+    """Return words of the same numbers plus an offset above all magnitudes, and the offset."""
+    flat, columns = array.reshape(-1), bound.bit_length() // 32 + 1
+    if array.dtype.kind in "iu":
+        below, magnitudes = (
+            flat < 0,
+            np.abs(flat.astype(np.int64 if array.dtype.kind == "i" else np.uint64)).view(np.uint64),
+        )
+        shifts = np.full(flat.shape, -4 * exponent)
+    else:
+        numbers, shifts = _mantissas(flat, exponent)
+        right = np.clip(-shifts, 0, 60)  # of 53 bits nothing is left below half a unit
+        numbers = np.where(right > 0, numbers + (np.int64(1) << np.maximum(right, 1) - 1) >> right, numbers)
+        below, magnitudes, shifts = numbers < 0, np.abs(numbers).view(np.uint64), np.maximum(shifts, 0)
+        shifts = np.where(magnitudes == 0, 0, shifts)
+    words, rows = np.zeros((len(flat), columns + 3), np.uint32), np.arange(len(flat))
+    column, bits = shifts // 32, (shifts % 32).astype(np.uint64)
+    low, high = (half << bits for half in (magnitudes & np.uint64(2**32 - 1), magnitudes >> np.uint64(32)))
+    middle = low >> np.uint64(32) | high & np.uint64(2**32 - 1)
+    for i, part in enumerate((low, middle, high >> np.uint64(32))):
+        words[rows, column + i] = part.astype(np.uint32)
+    words[:, columns] = 1  # the offset, 2^(32 columns); what is below 0 is subtracted from it
+    words[below] = ~words[below]
+    words[below, columns:] = 0
+    carry = below.astype(np.uint64)
+    for i in range(columns + 1):
+        carry += words[:, i]
+        words[:, i] = carry.astype(np.uint32)
+        carry >>= np.uint64(32)
+    return words[:, : columns + 1].copy(), 1 << 32 * columns
+
+
+def _mantissas(flat: npt.NDArray[Any], exponent: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
+    """Return integers of 53 bits and powers of 2, whose products are x 16^-exponent; RangeError if one is infinite."""
+    wide = flat.astype(np.float64)
+    finite = np.isfinite(wide)
+    if not finite.all():
+        raise RangeError(f"the value at flat index {int(finite.argmin())} is not finite")
+    mantissas, powers = np.frexp(wide)
+    return (mantissas * 2.0**53).astype(np.int64), powers - 53 - 4 * exponent
 
 
 def _packed(numbers: Sequence[int], slots: int) -> list[int]:
@@ -754,6 +854,14 @@ def _unpacked(packed: Sequence[int], slots: int, count: int) -> list[int]:
         shifted = one + offset  # no slot is negative
         numbers += [(shifted >> SLOT_BITS * i & 2 * half - 1) - half for i in range(slots)]
     return numbers[:count]
+
+
+def _fitted(numbers: npt.NDArray[np.int64], c: EncryptedTensor, origin: Origin) -> Any:
+    """Return integers as an array of its origin; RangeError where one does not fit the dtype."""
+    limits = np.iinfo(origin.dtype)
+    if numbers.size and (numbers.min() < limits.min or numbers.max() > limits.max):
+        raise RangeError(f"a decrypted value does not fit {origin.dtype}: decrypt with a wider dtype")
+    return in_kind(numbers.astype(origin.dtype).reshape(c.shape), origin)
 
 
 def _decoded(numbers: Sequence[int], c: EncryptedTensor, origin: Origin) -> Any:
