@@ -18,7 +18,7 @@ its magnitudes, and an operation whose bound would pass n/3 raises RangeError: n
 
 Not constant-time: conversion of values and plain operands to and from integers, look-ups of the mode `fast`, products
 with plain numbers; on the host also randomness as integers, GMP's reduction modulo p^2 and q^2 and recombination, r^n
-(secret base, public exponent n). Exponents from the private key only occur in powers with `secret=True` (algebra/bigint).
+(secret base, public exponent n). Exponents from the private key only occur in powers with `secret=True`.
 None of this code has been audited.
 
 Sources: Paillier 1999, EUROCRYPT '99, LNCS 1592, scheme 1 and section 7; Damgard, Jurik and Nielsen 2010,
