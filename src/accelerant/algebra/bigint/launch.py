@@ -53,8 +53,10 @@ _U32 = np.dtype(np.uint32)
 
 
 def limbs_of(modulus: int) -> int:
-    """Return the words of a number: a multiple of 16; ConfigError above 16384 bits or for an even modulus."""
-    limbs = -(-max(1, int(modulus).bit_length()) // 512) * 16
+    """Return the words of a number, which lanes divide; ConfigError above 16384 bits or for an even modulus."""
+    bits = max(1, int(modulus).bit_length())
+    step = 16 if bits <= 8192 else 32
+    limbs = -(-bits // (32 * step)) * step
     if limbs > _LIMBS_MOST or modulus % 2 == 0:
         raise ConfigError(f"a modulus is odd and has at most {32 * _LIMBS_MOST} bits, got {limbs * 32} or an even one")
     return limbs
