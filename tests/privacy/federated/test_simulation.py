@@ -26,8 +26,8 @@ def model():
 
 def test_a_round_is_the_mean_of_local_training():
     """One full-batch step of every client: the same as one step on all rows, but for the rounding."""
-    start = model()
-    trained, report = federated.simulate(start, DATA, clients=4, rounds=1, batch_size=1000, learning_rate=0.5)
+    start, arrays = model(), tuple(each.numpy() for each in DATA)
+    trained, report = federated.simulate(start, arrays, clients=4, rounds=1, batch_size=1000, learning_rate=0.5)
     plain = model()
     nn.functional.cross_entropy(plain(DATA[0]), DATA[1]).backward()
     with torch.no_grad():

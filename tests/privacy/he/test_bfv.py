@@ -159,6 +159,11 @@ def test_refusals(small):
     public, private = small
     with pytest.raises(UnsupportedDtype, match=r"BFV encrypts int8, .*; got float64"):
         public.encrypt([1.5])
+    for operand in (1.5, torch.tensor(2.0), "2"):
+        with pytest.raises(UnsupportedDtype, match="BFV encrypts int8"):
+            public.encrypt([1, 2]) * operand
+    with pytest.raises(ConfigError, match="wanted ciphertexts of BFV, got int"):
+        private.decrypt(5)
     with pytest.raises(RangeError, match="integers that are not between -32768 and 32768"):
         public.encrypt([0, 32769])
     with pytest.raises(ShapeError, match="m from 1 to 64, got shape \\(65,\\)"):

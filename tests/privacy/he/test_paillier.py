@@ -261,7 +261,14 @@ def test_values_that_cannot_be_encrypted(public):
     for x in (True, np.zeros(1, complex), torch.zeros(1, dtype=torch.bool), "text", [None], np.ma.ones(2)):
         with pytest.raises(UnsupportedDtype):
             public.encrypt(x)
-    for options in ({"exponent": 1}, {"exponent": -2000}, {"limit": -1}, {"limit": math.nan}, {"exponent": 0.5}):
+    for options in (
+        {"exponent": 1},
+        {"exponent": -2000},
+        {"limit": -1},
+        {"limit": math.nan},
+        {"limit": "1"},
+        {"exponent": 0.5},
+    ):
         with pytest.raises(ConfigError):
             public.encrypt([1], **options)
 
@@ -275,6 +282,10 @@ def test_refused_operands(private):
         private.decrypt(other)
     with pytest.raises(UnsupportedCase, match="bfv multiplies ciphertexts"):
         c * c
+    with pytest.raises(UnsupportedCase, match=r"Paillier takes plain arrays, got EncryptedTensor"):
+        c.public.encrypt(c)
+    with pytest.raises(ConfigError, match="wanted an EncryptedTensor, got ndarray"):
+        private.decrypt(np.ones(3))
     for operation in (
         lambda: c + torch.ones(2),
         lambda: c @ torch.ones(2, 2),

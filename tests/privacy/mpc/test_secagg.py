@@ -117,6 +117,8 @@ def test_floats_and_arrays_are_rounded_to_a_fine_step():
     total, report = mpc.secure_aggregate(updates, threshold=2)
     assert np.allclose(total.numpy(), np.linspace(-1, 1, 7) * 6, atol=1e-7)
     assert report.survivors == (0, 1, 2)
+    with pytest.raises(DivergenceError, match="update 1 has elements that are NaN or infinite"):
+        mpc.secure_aggregate([updates[0], updates[1] * math.inf], threshold=2)
 
 
 def test_clipping_bounds_what_a_client_contributes():

@@ -75,7 +75,7 @@ def simulate(
 
     Args:
         model: its parameters are floating point; buffers are neither trained nor aggregated.
-        data: inputs and targets, n rows each, shuffled and divided evenly among the clients.
+        data: inputs and targets, tensors or arrays of n rows each, shuffled and divided evenly among the clients.
         threshold: as for SecureAggregation; by default two thirds of the clients, or what colluders ask for.
         test: for losses and accuracies; by default the training data.
         local_epochs, batch_size, learning_rate: of plain SGD at each client.
@@ -94,7 +94,8 @@ def simulate(
         ProtocolError: fewer clients than the threshold stayed in a round.
         BudgetExceeded: the ledger allows no further round.
     """
-    inputs, targets = data
+    inputs, targets = map(torch.as_tensor, data)
+    tested = tuple(map(torch.as_tensor, test or data))
     if len(inputs) != len(targets) or len(inputs) < clients:
         raise ShapeError(f"{len(inputs)} inputs and {len(targets)} targets for {clients} clients: a row for each")
     for name, value in (("rounds", rounds), ("local_epochs", local_epochs), ("batch_size", batch_size)):
@@ -136,7 +137,7 @@ def simulate(
         vector_to_parameters(vector.clone(), model.parameters())
         model.eval()
         with torch.no_grad():
-            outputs, wanted = model((test or data)[0]), (test or data)[1]
+            outputs, wanted = model(tested[0]), tested[1]
             report.losses.append(float(loss(outputs, wanted)))
             report.accuracies.append(float((outputs.argmax(-1) == wanted).double().mean()))
         report.survivors.append(result.survivors)

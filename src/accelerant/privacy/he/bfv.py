@@ -305,6 +305,8 @@ class PrivateKey:
         return max(0, scheme.q.bit_length() - 1 - max(1, 2 * worst).bit_length())
 
     def _phase(self, c: Ciphertext) -> tuple[Scheme, Any]:
+        if not isinstance(c, Ciphertext):
+            raise ConfigError(f"wanted ciphertexts of BFV, got {type(c).__name__}")
         _same_key(self.public, c.public)
         return self.public._scheme, self.public._scheme.phase(c.data, self._rows)
 
@@ -494,9 +496,8 @@ class Ciphertext:
         return both[0], both[1], (*lead, max(self.shape[-1], shape[-1]))
 
     def _plain_operand(self, other: Any) -> tuple[npt.NDArray[np.int64], tuple[int, ...]]:
-        if np.ndim(other) == 0:
-            other = np.full(self.shape[-1], int(other))
-        return _plain(self.public.parameters, other)[:2]
+        array, _ = host_array(other, _INTEGERS, "BFV")
+        return _plain(self.public.parameters, array if array.ndim else np.full(self.shape[-1], array))[:2]
 
     def to_bytes(self) -> bytes:
         """Return the ciphertexts as bytes, bound to the key by its fingerprint."""

@@ -118,6 +118,8 @@ class Origin:
 def host_array(x: Any, dtypes: tuple[str, ...], scheme: str) -> tuple[npt.NDArray[Any], Origin]:
     """Return an array of any library on the host, and its origin; UnsupportedDtype unless of one of the dtypes."""
     refuse_masked(x, "the array")
+    if getattr(type(x), "__array_ufunc__", ...) is None:  # encrypted tensors and shares are so marked
+        raise UnsupportedCase(f"{scheme} takes plain arrays, got {x!r}")
     kind = type(x).__module__.partition(".")[0]
     if isinstance(x, torch.Tensor):
         dtype, device, x = str(x.dtype).removeprefix("torch."), str(x.device), x.detach().cpu()

@@ -102,8 +102,8 @@ def keygen(bits: int = 3072, *, insecure: bool = False) -> tuple[PublicKey, Priv
         MissingDependency: cryptography or gmpy2 is not installed (extra `privacy`).
     """
     least, gmpy2 = 1024 if insecure else BITS_LEAST, gmp()
-    if bits % 2 or not least <= bits <= BITS_MOST:
-        raise ConfigError(f"a Paillier key has an even number of bits from {least} to {BITS_MOST}, got {bits}")
+    if type(bits) is not int or bits % 2 or not least <= bits <= BITS_MOST:
+        raise ConfigError(f"a Paillier key has an even number of bits from {least} to {BITS_MOST}, got {bits!r}")
     try:
         from cryptography.hazmat.primitives.asymmetric import rsa
     except ImportError:
@@ -384,6 +384,8 @@ class PrivateKey:
             FormatError: `c` was encrypted under another key.
             RangeError: a decrypted number is beyond n/3 (an overflow elsewhere), or does not fit the dtype.
         """
+        if not isinstance(c, EncryptedTensor):
+            raise ConfigError(f"wanted an EncryptedTensor, got {type(c).__name__}")
         if c.public != self.public:
             raise FormatError(f"the tensor was encrypted for {c.public!r}, the key is of {self.public!r}")
         named = str(dtype or c.origin.dtype).removeprefix("torch.")
@@ -756,7 +758,7 @@ class EncryptedTensor:
 # --- encoding --------------------------------------------------------------------------------------------------------
 
 
-def _scale(dtype: str, exponent: int | None, limit: float | None, pack: bool) -> tuple[int, int]:
+def _scale(dtype: str, exponent: int | None, limit: Any, pack: bool) -> tuple[int, int]:
     """Return the exponent and the bound of encoded magnitudes."""
     if dtype not in _DTYPES:
         raise UnsupportedDtype(f"wanted a dtype of {', '.join(_DTYPES)}, got {dtype}")
@@ -768,8 +770,8 @@ def _scale(dtype: str, exponent: int | None, limit: float | None, pack: bool) ->
         raise ConfigError(
             f"an exponent is from {-_EXPONENT_MOST} to {_EXPONENT_MOST}, of integers to 0; got {exponent!r}"
         )
-    if limit is not None and not 0 <= limit < math.inf:
-        raise ConfigError(f"a limit is a finite number from 0 on, got {limit}")
+    if limit is not None and not (isinstance(limit, (int, float, np.number)) and 0 <= limit < math.inf):
+        raise ConfigError(f"a limit is a finite number from 0 on, got {limit!r}")
     if pack and limit is None:
         return exponent, SLOT_VALUE
     top = 2**bits if limit is None else math.ceil(limit)

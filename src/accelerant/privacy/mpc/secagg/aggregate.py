@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accelerant.errors import ConfigError, ShapeError
+from accelerant.errors import ConfigError, DivergenceError, ShapeError
 from accelerant.privacy.mpc.secagg.client import Client
 from accelerant.privacy.mpc.secagg.messages import STAGES
 from accelerant.privacy.mpc.secagg.server import Aggregate, Server
@@ -64,6 +65,7 @@ def secure_aggregate(
         ConfigError: an invalid setting; no updates. ShapeError: updates of different shapes.
         ProtocolError: fewer clients than the threshold stayed.
         BudgetExceeded: the ledger's budget does not allow the noisy sum.
+        DivergenceError: an update is not finite.
     """
     updates = [torch.as_tensor(update).detach() for update in client_updates]
     if len(updates) < 2:
@@ -78,7 +80,10 @@ def secure_aggregate(
     if weights is not None and len(weights) != len(updates):
         raise ShapeError(f"{len(weights)} weights for {len(updates)} updates")
     if clip is None and max_norm is None:
-        clip = max(float(update.double().abs().max()) if update.numel() else 1.0 for update in updates) or 1.0
+        largest = [float(update.double().abs().max()) if update.numel() else 1.0 for update in updates]
+        if wrong := [i for i, size in enumerate(largest) if not math.isfinite(size)]:
+            raise DivergenceError(f"update {wrong[0]} has elements that are NaN or infinite")
+        clip = max(largest) or 1.0
     whole = not first.is_floating_point() and not noise_multiplier
     setup = SecureAggregation(
         clients=len(updates), threshold=threshold, size=first.numel(), clip=clip, max_norm=max_norm,
