@@ -10,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from accelerant.accelerator import Accelerator
 from accelerant.algebra.field.parameters import field_of
 from accelerant.algebra.field.program import field_add_source
 from accelerant.config import override, settings
@@ -125,6 +127,12 @@ def test_transforms_and_sums_of_points_are_methods(provider):
 def test_shutdown_refuses_every_use_and_start_ends_it(provider):
     kernel = provider.compile(field_add_source())
     x = provider.ones(4, np.uint64)
+    words = np.ones(4, np.uint64)
+    if provider.name == "cuda":
+        words = torch.from_numpy(words).cuda()  # the second call is a prepared launch
+    accelerator = Accelerator(provider.name)
+    for add in (provider.field_add, accelerator.field_add):
+        assert add(words, words).tolist() == [2] * 4
     provider.shutdown()
     try:
         provider.shutdown()
@@ -136,7 +144,12 @@ def test_shutdown_refuses_every_use_and_start_ends_it(provider):
             lambda: provider.compile(field_add_source()),
             lambda: provider.launch(kernel, (1,), (32,), (x, x, x, 4)),
             lambda: provider.copy_to_host(x, np.uint64, (4,)),
-            lambda: provider.field_add([1], [2]),
+            lambda: provider.field_add(words, words),
+            lambda: provider.gelu([1.0]),
+            lambda: accelerator.field_add(words, words),
+            lambda: accelerator.gelu([1.0]),
+            lambda: accelerator.submit(accelerator.field_add, words, words),
+            lambda: accelerator.batch(),
             lambda: registry.choose(provider.name),
             provider.synchronize,
             provider.memory,

@@ -546,15 +546,11 @@ def test_results_that_do_not_fit_are_refused():
 
 
 @gpu
-def test_copies_and_work_overlap_and_the_result_is_exact():
-    x = torch.randn(1 << 26).pin_memory()
-    out = torch.empty(1 << 26).pin_memory()
-
-    def work(t):
-        return t.mul(2).add_(1)
-
-    runs = [stream_chunks(work, x, device="cuda", out=out, atomic=False) for _ in range(3)]
-    assert max(run.overlap for run in runs) > 1.5, "\n".join(map(str, runs))
+def test_pinned_arrays_in_chunks_are_exact():  # how far copies and work overlap is a row of `bench runtime`
+    x = torch.randn(1 << 24).pin_memory()
+    out = torch.empty(1 << 24).pin_memory()
+    run = stream_chunks(lambda t: t.mul(2).add_(1), x, device="cuda", out=out, atomic=False, chunk_bytes=4 << 20)
+    assert run.chunks == 16
     assert torch.equal(out, x * 2 + 1)
 
 

@@ -246,6 +246,7 @@ class Accelerator(Operations):
     def _check_open(self) -> None:
         if self._closed:
             raise AccelerantError("this Accelerator was closed; make a new one")
+        self._provider.check_running()  # prepared launches do not pass through the provider
 
     @property
     def backend(self) -> str:

@@ -275,6 +275,11 @@ class ComputeProvider(ABC):
     ) -> None:
         self.shutdown()
 
+    def check_running(self) -> None:
+        """Raise BackendUnavailable after shutdown()."""
+        if not self.running:
+            self._refuse()
+
     def _in_use(self) -> Iterable[int]:
         """Return the devices that this process uses."""
         return range(len(self.devices()))
