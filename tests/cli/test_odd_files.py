@@ -155,3 +155,31 @@ def test_ctrl_c_while_a_command_starts_ends_it_without_a_traceback(tmp_path, com
         if process.returncode == 0:  # it was done before the signal
             assert delay_s > 0.1
             break
+
+
+INTERRUPTED = """
+import os, signal, sys
+
+class Interrupt:
+    name = {name!r}
+
+    def find_spec(self, name, *_):
+        if name == self.name:
+            self.name = ""
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupt())
+from accelerant.cli import main
+main(["devices"])
+"""
+
+
+@pytest.mark.parametrize("name", ["numpy._core.multiarray", pytest.param("torch._tensor", marks=pytest.mark.slow)])
+def test_ctrl_c_while_numpy_or_torch_is_imported_ends_the_process_at_once(name):
+    """Their half-imported modules would recurse, or abort the process, with an exception under way."""
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED.format(name=name)], env=environment, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "accelerant: interrupted\n")

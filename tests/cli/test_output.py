@@ -107,6 +107,7 @@ def check_help(run, encoding, width, environment, names=()):
         if width is not PIPE:
             long = [line for line in output.partition("Examples:")[0].splitlines() if len(line) > width]
             assert not long, (words, long)
+        assert "\\[" not in output, words  # escaped for the markup of rich
 
 
 @pytest.mark.parametrize(("encoding", "width", "environment"), FAST)

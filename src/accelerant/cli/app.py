@@ -10,11 +10,13 @@ commands end with 1 only if a proof is invalid, or some of many witnesses failed
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from accelerant._version import __version__
@@ -79,12 +81,27 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line, by default the process's arguments without the program's name, and exit."""
     args = sys.argv[1:] if arguments is None else arguments
     with exit_status(2 if args[:1] == ["zk"] else 1):
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            with suppress(ValueError):  # not in the main thread
+                signal.signal(signal.SIGINT, _interrupt)
         prepare_streams()
         if args[:2] == ["zk", "prove"] and (proof := import_module("accelerant.cli.zk_prove").plain(args[2:])):
             proof()
             sys.exit(0)
         groups = args[:1] if args and args[0] in GROUPS else GROUPS  # importing the others takes up to 0.1 s
         build_app(groups)(args=args, prog_name="accelerant", obj=args)  # the arguments, to start processes with
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt; while NumPy or torch is being imported, end the process.
+
+    They abort the process, or recurse, where an exception leaves their modules half imported.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("numpy", "torch") and getattr(module.__spec__, "_initializing", False):
+            os.write(2, b"accelerant: interrupted\n")
+            os._exit(130)
+    signal.default_int_handler(number, frame)
 
 
 class InvalidProofError(Exception):

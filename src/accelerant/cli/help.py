@@ -100,6 +100,7 @@ def _print_page(command: Any, ctx: Any) -> None:
 def _entry(param: Any, ctx: Any) -> tuple[str, str]:
     """Return a parameter's name, with the kind of its value, and its text."""
     names, text = param.get_help_record(ctx)
+    text = text.replace("\\[", "[")  # typer has escaped it for rich's markup
     text = re.sub(r"(-?[\d.]+)<=x<=(-?[\d.]+)", r"\1 to \2", text)
     text = text.replace("x>=", "at least ").replace("x<=", "at most ").replace("  [", " [")
     if param.param_type_name == "argument":
