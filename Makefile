@@ -6,7 +6,7 @@ ARGS   ?=
 LOCK   ?=
 export LOCK
 
-.PHONY: run test test-slow lint licenses lock unit coverage docs wheel gpu-test soak clean help
+.PHONY: run test test-slow lint licenses lock unit coverage docs wheel certificate gpu-test soak clean help
 
 help:            ## what each target does
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -49,6 +49,11 @@ docs: $(VENV)/.installed-docs    ## the documentation as a site, in site/; every
 
 wheel: $(VENV)/.installed-dev    ## build sdist and wheel into dist/, install the wheel into a fresh environment, train there
 	$(BIN)/python scripts/check_wheel.py dist
+
+BACKENDS ?= cpu opencl
+
+certificate: $(VENV)/.installed-dev  ## compare a sample of every op on the CPU and on PoCL with its reference, in certificate/
+	POCL_EXTRA_BUILD_FLAGS=-cl-opt-disable $(BIN)/accelerant doctor --certify --quick --out certificate $(BACKENDS:%=--backend %)
 
 gpu-test:        ## the GPU tests, from the source tree with the Python at hand: make gpu-test PYTHON=python3
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu -p no:cacheprovider $(ARGS)

@@ -1,35 +1,64 @@
-"""`accelerant doctor`: checks of the installation, and advice where one fails."""
+"""`accelerant doctor`: checks of the installation, advice where one fails, and the parity certificate."""
 
 from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from accelerant.cli.terminal import ProgressLine, console
+from accelerant.cli.terminal import ProgressLine, console, print_table
 
 if TYPE_CHECKING:
+    from accelerant.bench.certificate import Certificate
     from accelerant.cli.doctor_checks import Check
 
 __all__ = ["doctor", "register"]
+
+_EXAMPLES = """\
+accelerant doctor
+accelerant doctor --json > report.json
+accelerant doctor --certify --out certificate"""
 
 _COLOURS = {"ok": "green", "warning": "yellow", "failed": "red"}
 
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    app.command(
-        "doctor", epilog="accelerant doctor\naccelerant doctor --json > report.json", rich_help_panel="Devices"
-    )(doctor)
+    app.command("doctor", epilog=_EXAMPLES, rich_help_panel="Devices")(doctor)
 
 
-def doctor(json_output: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False) -> None:
+def doctor(
+    json_output: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
+    certify: Annotated[bool, typer.Option("--certify", help="Compare every op on every device with its reference.")]
+    = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Certify two cases of an op and dtype, and one field and "
+                                        "curve of each shape.")] = False,
+    backend: Annotated[list[str] | None, typer.Option("--backend", metavar="NAME", help="Certify this backend or "
+                                                      "device alone; may be repeated.")] = None,
+    ops: Annotated[str, typer.Option("--ops", metavar="A,B", help="Certify these ops alone.")] = "",
+    out: Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Write certificate.json and "
+                                             "certificate.html there.")] = None,
+    verify: Annotated[Path | None, typer.Option("--verify", metavar="FILE", help="Check the SHA-256 of a "
+                                                "certificate.json, and print its summary.")] = None,
+) -> None:  # fmt: skip
     """Check the installation, compilers, cache and devices, and run a computation on each device.
 
-    Each line is ok, warning or failed. Exit status 1 if something failed.
+    Each line is ok, warning or failed. Exit status 1 if something failed. With --certify, every op runs on every
+    device instead, and is compared with its reference; exit status 1 if a row is wrong.
     """
+    if verify is not None:
+        from accelerant.bench.certificate import Certificate
+
+        return _print_certificate(Certificate.load(verify))
+    if certify:
+        return _certify(
+            backend or [], [name.strip() for name in ops.split(",") if name.strip()], quick, out, json_output
+        )
+    if quick or backend or ops or out:
+        raise typer.BadParameter("--quick, --backend, --ops and --out belong to --certify")
     from accelerant.cli.doctor_checks import checks
 
     show = ProgressLine(every_s=math.inf)  # on a terminal only
@@ -59,3 +88,38 @@ def _print(check: Check) -> None:
     if check.advice:
         advice = Text(f"{'':29}to do: {check.advice}", style="" if check.status == "ok" else "bold")
         shown.print(advice, soft_wrap=True)
+
+
+def _certify(backends: list[str], ops: list[str], quick: bool, out: Path | None, json_output: bool) -> None:
+    from accelerant.bench.certificate import certify
+    from accelerant.runtime import registry
+
+    devices = [registry.choose(name) for name in backends] or registry.devices()
+    show = ProgressLine()
+    certificate = certify(devices, ops=ops, quick=quick, progress=show)
+    show("")
+    paths = certificate.save(out) if out is not None else ()
+    if json_output:
+        print(certificate.to_json(), end="")
+    else:
+        _print_certificate(certificate)
+        for path in paths:
+            print(f"written: {path}")
+    if certificate.wrong:
+        raise typer.Exit(1)
+
+
+def _print_certificate(certificate: Certificate) -> None:
+    """Print how many rows of each device have each verdict, and every row that is wrong."""
+    verdicts = ("exact", "within", "wrong", "not served")
+    rows = []
+    for device in certificate.devices:
+        mine = [row for row in certificate.rows if row.device == device.label]
+        counts = [str(sum(row.verdict == verdict for row in mine)) for verdict in verdicts]
+        rows.append((device.label, *counts, str(sum(row.fallbacks for row in mine)), device.name))
+    print_table(("device", *verdicts, "fallbacks", "name"), rows, right=(*verdicts, "fallbacks"))
+    if certificate.wrong:
+        print()
+        wrong = [(row.op, row.dtype, row.device, row.implementation, row.note) for row in certificate.wrong]
+        print_table(("wrong op", "dtype", "device", "implementation", "found"), wrong, prose=True)
+    print(f"{certificate.scope}; {certificate.time}; SHA-256 {certificate.sha256}")

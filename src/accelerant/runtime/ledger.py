@@ -305,6 +305,11 @@ class Ledger:
             self._fallbacks[entry] = self._fallbacks.get(entry, 0) + 1
             return self._fallbacks[entry] == 1
 
+    def fallback_count(self) -> int:
+        """Return the number of fallbacks."""
+        with self.lock:
+            return sum(self._fallbacks.values())
+
     def captured(self, name: str, calls: Mapping[OpKey, int]) -> Manifest:
         """Take back calls that were counted while a graph was captured, since they did not run; return its manifest."""
         manifest = Manifest(name, dict(calls))

@@ -59,6 +59,7 @@ from accelerant.runtime.host import fork_safe, python_child, refuse_masked
 __all__ = [
     "Arguments", "Buffer", "ComputeBackend", "ComputeDevice", "ComputeProvider", "CountedMemory", "Event", "Launches",
     "MemoryCounter", "MemoryInfo", "Pointer", "compile_seconds", "lacks_host_memory", "launches", "noted",
+    "self_test_source",
 ]  # fmt: skip
 
 ComputeBackend = str
@@ -88,6 +89,7 @@ class ComputeDevice(JsonRecord):
             shared_bytes_per_block, shared_bytes_per_multiprocessor, l2_bytes: on-chip memory.
             dtypes, matrix_dtypes: floating dtypes of the hardware, and operand dtypes of its matrix units.
             pci_address, uuid, mig_profile: identity; the profile of a MIG slice, "1g.18gb".
+            kind: "gpu", "cpu", "accelerator" or "custom", of OpenCL and WebGPU.
             driver, driver_version, minimum_driver: newest CUDA of the driver, its version, the oldest that will do.
             cuda, cudnn: versions that torch is built for, and loads.
         torch_type: type of torch device that its tensors have; empty where torch has no tensors on it.
@@ -107,6 +109,11 @@ class ComputeDevice(JsonRecord):
     def label(self) -> str:
         """Backend and index: "cuda:0"."""
         return f"{self.backend}:{self.index}"
+
+    @property
+    def software(self) -> bool:
+        """Whether the host's CPU plays another device's part, as in PoCL and lavapipe: for tests, slower than "cpu"."""
+        return self.backend != "cpu" and self.properties.get("kind") == "cpu"
 
     @property
     def torch_device(self) -> str:
@@ -463,6 +470,23 @@ class ComputeProvider(ABC):
             metadata={**binary.metadata, **metadata}, handle=handle,
         )  # fmt: skip
 
+    def self_test(self, device: int = 0) -> str:
+        """Return what is wrong with a device; empty if copies and a small kernel give the right numbers.
+
+        The automatic choice of a device asks once a process, and sets a device aside for what this returns or raises.
+        """
+        x = np.arange(_SELF_TEST_SIZE, dtype=np.uint32)
+        buffer = self.copy_to_device(x, device)
+        source, expected = self_test_source(), x * np.uint32(_SELF_TEST_FACTOR)
+        if set(self.dialects).isdisjoint(source.dialects):
+            expected = x
+        else:
+            kernel = self.compile(source, device=device)
+            self.launch(kernel, (-(-x.size // 64),), (64,), (buffer, x.size))
+            self.synchronize(device)
+        wrong = np.flatnonzero(self.copy_to_host(buffer, np.uint32, x.shape) != expected)
+        return f"{wrong.size} of {x.size} numbers are wrong" if wrong.size else ""
+
     def lost(self, error: Exception) -> DeviceLost | None:
         """Return the error as DeviceLost if this process can no longer use the device after it."""
         return None
@@ -552,6 +576,21 @@ def _drop_unlimited(device: ComputeDevice) -> None:
     key = (device.backend, device.index)
     if allocation_limits[key] == [device.memory_bytes]:
         del allocation_limits[key]
+
+
+# --- the self-test ---------------------------------------------------------------------------------------------------
+
+_SELF_TEST_SIZE, _SELF_TEST_FACTOR = 1000, 2654435761
+
+
+def self_test_source() -> KernelSource:
+    """Return the kernel of ComputeProvider.self_test: x[i] *= 2654435761 for i < n, modulo 2^32."""
+    portable = (
+        "ACL_KERNEL void self_test(ACL_GLOBAL u32 *x, i64 n) {\n"
+        "    i64 i = acl_global_id();\n"
+        f"    if (i < n) x[i] *= {_SELF_TEST_FACTOR}u;\n}}\n"
+    )
+    return KernelSource("self_test", {"portable": portable}, {"self_test": ("*u32", "i64")})
 
 
 # --- launches: the log, and counts ----------------------------------------------------------------------------------

@@ -1,5 +1,9 @@
 """The backends of this machine, and the choice of a device.
 
+The automatic choice takes the first device, in the order of BACKENDS, that is hardware and passes its self-test
+(ComputeProvider.self_test). A device that fails is set aside for the process: listed as absent with the reason, and
+used by those who ask for it by name. Devices in software (OpenCL or Vulkan on a CPU) are used by name alone.
+
 A broken driver can end the process that loads it, so `ComputeProvider.probe` first tests each backend, in a child
 process where that is needed; only then is its provider made in this process, once.
 
@@ -15,6 +19,7 @@ import importlib
 import inspect
 import logging
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from accelerant.config import settings, similar
@@ -57,6 +62,8 @@ DeviceLike: TypeAlias = "str | torch.device | ComputeDevice"
 _lock = fork_safe(threading.RLock())
 _reasons: dict[str, str] = {}
 _created: dict[str, ComputeProvider] = {}
+_tested: dict[ComputeDevice, str] = {}
+"""Device -> what its self-test found, empty if it passed."""
 _registered: dict[str, type[ComputeProvider]] = {}
 _searched: list[str] = []
 """The groups of entry points that were read."""
@@ -108,6 +115,8 @@ def unregister(name: str) -> None:
             forget(name)
             _created.pop(name, None)
             _reasons.pop(name, None)
+            for device in [device for device in _tested if device.backend == name]:
+                del _tested[device]
 
 
 def backends() -> tuple[str, ...]:
@@ -268,7 +277,10 @@ def devices() -> Devices:
         if isinstance(present, str):
             listed.append(ComputeDevice(backend=name, index=-1, name="", available=False, reason=present))
         else:
-            listed += present
+            listed += (
+                replace(device, available=False, reason=f"set aside: {why}") if (why := _tested.get(device)) else device
+                for device in present
+            )
     return listed
 
 
@@ -276,7 +288,8 @@ def choose(backend: str | torch.device = "auto", index: int = 0) -> ComputeDevic
     """Return a device of a backend that must be present, or raise ConfigError or BackendUnavailable, which says why.
 
     The backend may end in the index, as in "cuda:1"; see backend_named for its names. "auto" is the setting's
-    (ACCELERANT_BACKEND), and if that is "auto" too, the first of automatic_backends() that starts.
+    (ACCELERANT_BACKEND), and if that is "auto" too, the first device of automatic_backends() that is hardware and
+    passes its self-test; with an index, the one of that number on its backend.
     """
     name, number = _parsed(backend)
     if number is not None:
@@ -286,13 +299,39 @@ def choose(backend: str | torch.device = "auto", index: int = 0) -> ComputeDevic
     if name == "auto":
         name = backend_named(settings().backend)
     if name == "auto":
-        name = next((name for name in automatic_backends() if not isinstance(_devices_or_reason(name), str)), "cpu")
+        chosen = _automatic_choice()
+        if not index:
+            return chosen
+        name = chosen.backend
     present = create(name).devices()
     if not 0 <= index < len(present):
         raise ConfigError(
             f"backend {name!r} has {len(present)} device{'s' * (len(present) != 1)}; there is no number {index}"
         )
     return present[index]
+
+
+def _automatic_choice() -> ComputeDevice:
+    for name in automatic_backends():
+        listed = _devices_or_reason(name)
+        for device in () if isinstance(listed, str) else listed:
+            if name == "cpu" or not (device.software or _set_aside(device)):
+                return device
+    return create("cpu").devices()[0]
+
+
+def _set_aside(device: ComputeDevice) -> str:
+    """Return why a device failed its self-test, empty if it passed; tested once a process."""
+    with _lock:
+        if device not in _tested:
+            try:
+                _tested[device] = create(device.backend).self_test(device.index)
+            except Exception as error:  # noqa: BLE001 - whatever a driver raises
+                _tested[device] = _error_text("the self-test does not run", error)
+            if _tested[device]:
+                text = "%s (%s) is set aside: %s"
+                logging.getLogger("accelerant").warning(text, device.label, device.name, _tested[device])
+        return _tested[device]
 
 
 def find_device(device: DeviceLike = "auto") -> ComputeDevice:
@@ -313,7 +352,8 @@ def find_device(device: DeviceLike = "auto") -> ComputeDevice:
         return choose(name, number)
     chosen = choose(name)
     if chosen.torch_type == "cuda" and torch.cuda.current_device() != chosen.index:
-        return choose(chosen.backend, torch.cuda.current_device())
+        current = choose(chosen.backend, torch.cuda.current_device())
+        return chosen if name == "auto" and _set_aside(current) else current
     return chosen
 
 

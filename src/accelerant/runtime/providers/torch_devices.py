@@ -126,6 +126,14 @@ class TorchProvider(ComputeProvider):
         check_device(self.name, device, self._count)
         return None
 
+    def self_test(self, device: int = 0) -> str:
+        """Compute by an operation of torch, which needs no compiler."""
+        check_device(self.name, device, self._count)
+        x = torch.arange(1000, dtype=torch.int32)
+        there = x.to(f"{self.torch_type}:{device}") * 3 + 1
+        wrong = int((there.cpu() != x * 3 + 1).sum())
+        return f"{wrong} of {x.numel()} numbers are wrong" if wrong else ""
+
     def trim(self, device: int = 0) -> None:
         check_device(self.name, device, self._count)
         if hasattr(self._module, "empty_cache"):
