@@ -77,9 +77,10 @@ def test_software_is_used_by_name_alone(present, monkeypatch):
     assert registry.create("opencl").counts["launch"] == 0  # not even tested
 
 
-def test_pocl_is_software():
-    require_backend("opencl")
-    kinds = {device.properties["kind"]: device.software for device in registry.create("opencl").devices()}
+@pytest.mark.parametrize("name", ["opencl", "webgpu"])
+def test_pocl_and_lavapipe_are_software(name):
+    require_backend(name)
+    kinds = {device.properties["kind"]: device.software for device in registry.create(name).devices()}
     assert kinds == {kind: kind == "cpu" for kind in kinds}
     assert registry.choose("auto").backend not in ("opencl", "webgpu")
 
@@ -134,7 +135,7 @@ def test_the_self_test_of_torchs_devices_computes_on_them(monkeypatch):
 
 
 def test_every_provider_here_passes_its_self_test():
-    for name in ("cpu", "opencl"):
+    for name in ("cpu", "opencl", "webgpu"):
         provider = registry.create(require_backend(name))
         for device in provider.devices():
             assert provider.self_test(device.index) == ""

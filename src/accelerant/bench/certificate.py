@@ -28,6 +28,7 @@ from accelerant.bench.certificate_checks import Check, checks, compare
 from accelerant.bench.record import installed_version
 from accelerant.errors import (
     BackendUnavailable,
+    CompileError,
     ConfigError,
     FallbackWarning,
     FormatError,
@@ -49,6 +50,9 @@ Verdict = Literal["exact", "within", "wrong", "not served"]
 """Equal, within the tolerance, neither (or the call raised), or refused with a reason."""
 
 _PACKAGES = ("torch", "numpy", "triton", "llvmlite", "cuda-core", "pyopencl", "wgpu")
+_NO_DIALECT = "has no dialect of"
+"""In the CompileError of a kernel that was not written for a backend."""
+
 _REFUSED = (UnsupportedCase, UnsupportedDtype, MissingDependency, BackendUnavailable, NotImplementedError)
 
 
@@ -214,6 +218,9 @@ def _row(check: Check, device: ComputeDevice) -> CertificateRow:
                 verdict, note = "not served", _first_line(error)
                 break
             except Exception as error:  # noqa: BLE001 - a call that raises is a wrong row
+                if isinstance(error, CompileError) and _NO_DIALECT in str(error):
+                    verdict, note = "not served", _first_line(error)
+                    break
                 verdict, note = "wrong", f"{name}: {type(error).__name__}: {_first_line(error)}"
                 break
             tolerance = check.tolerance if _is_own(before) else check.library_tolerance

@@ -217,8 +217,8 @@ def _present(x: Tensor | None) -> Tensor:
 
 # --- integer ops -----------------------------------------------------------------------------------------------------
 
-_ONE_OF_EACH = {"babybear", "goldilocks", "bn254_fr", "bls12_381_fq", "bn254_g1"}
-"""Fields and curves of a quick certificate: one for each number of limbs."""
+_ONE_OF_EACH = {"babybear", "goldilocks", "bn254_fr", "bn254_g1"}
+"""Fields and curves of a quick certificate: elements of 32 bits, of 64, and of several words."""
 
 _MODULUS = (1 << 1024) - 105
 """An odd modulus of 1,024 bits."""
@@ -231,8 +231,10 @@ def _integer_checks(quick: bool) -> Iterator[Check]:
             runs: dict[str, Case] = {f"{n} elements": partial(_run_field, field, name, n) for n in (1, 300)}
             yield Check(f"field_{name}", field.name, runs)
     for field in fields:
-        if field.two_adicity >= 12:
-            yield Check("ntt", field.name, dict(_transforms(field)))
+        if field.two_adicity >= 12 and not (quick and field.limbs == 1 and field.word_bits == 32):
+            cases = dict(_transforms(field))
+            kept = dict(list(cases.items())[-_QUICK_CASES:]) if quick else cases
+            yield Check("ntt", field.name, kept, left_out=len(cases) - len(kept))
     for name in CURVES:
         if not quick or name in _ONE_OF_EACH:
             for op in ("add", "neg", "mul", "is_on_curve"):

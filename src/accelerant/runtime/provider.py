@@ -53,6 +53,7 @@ from accelerant.errors import (
     ShapeError,
 )
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources
+from accelerant.runtime.compilation.wgsl import bindings
 from accelerant.runtime.files import JsonRecord
 from accelerant.runtime.host import fork_safe, python_child, refuse_masked
 
@@ -590,7 +591,12 @@ def self_test_source() -> KernelSource:
         "    i64 i = acl_global_id();\n"
         f"    if (i < n) x[i] *= {_SELF_TEST_FACTOR}u;\n}}\n"
     )
-    return KernelSource("self_test", {"portable": portable}, {"self_test": ("*u32", "i64")})
+    wgsl = (
+        bindings({"x": "u32"}, {"n": "i64"}) + "@compute @workgroup_size(BLOCK_X)\n"
+        "fn self_test(@builtin(global_invocation_id) id: vec3<u32>) {\n"
+        f"    if (i32(id.x) < scalars.n) {{ x[id.x] *= {_SELF_TEST_FACTOR}u; }}\n}}\n"
+    )
+    return KernelSource("self_test", {"portable": portable, "wgsl": wgsl}, {"self_test": ("*u32", "i64")})
 
 
 # --- launches: the log, and counts ----------------------------------------------------------------------------------
