@@ -73,8 +73,29 @@ def lanes_of(limbs: int, backend: str) -> int:
 def kernel_source(limbs: int, lanes: int, file: str = "kernel.c") -> KernelSource:
     """Return kernel.c or pair.c for numbers of so many limbs, and threads a number."""
     sizes = f"#define LIMBS {limbs}\n#define LANES {lanes}\n#define BIGINT_BLOCK {BLOCK}\n"
-    text = sizes + "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in ("product.h", file))
+    text = (
+        sizes
+        + _ptx_row(limbs // lanes)
+        + "".join((Path(__file__).parent / name).read_text(encoding="utf-8") for name in ("product.h", file))
+    )
     return KernelSource(f"bigint_{file[:-2]}_{limbs}_{lanes}", {"portable": text}, _ENTRIES[file])
+
+
+def _ptx_row(width: int) -> str:
+    """Return product.h's BIGINT_PTX_ROW: x factor + low is added to even, odd and top, for an even width."""
+    even, odd, x = ([f"%{start + i}" for i in range(width)] for start in (0, width, 2 * width + 3))
+    top, low, factor = (f"%{2 * width + i}" for i in range(3))
+    lines = [f"add.cc.u32 {even[0]}, {even[0]}, {low};"]
+    for words, first in ((odd, 1), (even, 0)):
+        for i in range(0, width - 1, 2):
+            for part, to in (("lo", words[i]), ("hi", words[i + 1])):
+                mad = "mad" if (first, i, part) == (0, 0, "lo") else "madc"
+                lines.append(f"{mad}.{part}.cc.u32 {to}, {x[i + first]}, {factor}, {to};")
+        lines += [f"addc.cc.u32 {odd[-1]}, {odd[-1]}, 0;"] * (not first) + [f"addc.u32 {top}, {top}, 0;"]
+    changed = [f'"+r"({name}[{i}])' for name in ("even", "odd") for i in range(width)] + ['"+r"(top)']
+    read = ['"r"(low)', '"r"(factor)', *(f'"r"(x[{i}])' for i in range(width))]
+    text = f'"{" ".join(lines)}" : {", ".join(changed)} : {", ".join(read)}'
+    return f"#define BIGINT_PTX_ROW(even, odd, top, low, x, factor) asm({text})\n" if width % 2 == 0 else ""
 
 
 class Modulus:

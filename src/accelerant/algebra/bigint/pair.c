@@ -26,21 +26,21 @@ ACL_DEVICE void bigint_pair_store(ACL_GLOBAL u32 *z, i64 index, bigint_pair x) {
 ACL_DEVICE bigint_part bigint_quotient(
     BIGINT_TILE_ARGUMENT, bigint_part x, bigint_part y, bigint_part n, u32 inverse, bigint_part *mu, u32 *subtracted) {
     bigint_part t;
-    u64 over = 0;
-    u32 top;
+    u32 over, top;
     BIGINT_UNROLL
     for (int j = 0; j < WIDTH; j++) {
         t.limb[j] = mu->limb[j] = 0;
     }
+    bigint_rows rows = bigint_begin(t, 0);
     for (i32 from = 0; from < LANES; from++) {
         u32 mine = bigint_lane() == from ? 0xffffffffU : 0;
         BIGINT_UNROLL
         for (int i = 0; i < WIDTH; i++) {
-            bigint_row(&t, &over, x, bigint_from(tile, y.limb[i], from), 0);
-            mu->limb[i] |= bigint_step(tile, &t, &over, n, inverse) & mine;
+            bigint_row(&rows, x, bigint_from(tile, y.limb[i], from));
+            mu->limb[i] |= bigint_step(tile, &rows, n, inverse) & mine;
         }
     }
-    t = bigint_carried(tile, t, (u32)over, &top);
+    t = bigint_carried(tile, bigint_end(&rows, &over), over, &top);
     return bigint_reduced(tile, t, n, &top, subtracted);
 }
 
@@ -49,24 +49,23 @@ ACL_DEVICE bigint_part bigint_cross(
     BIGINT_TILE_ARGUMENT, bigint_part x, bigint_part y, bigint_part v, bigint_part w, int cross, bigint_part mu, u32 one,
     bigint_part n, u32 inverse) {
     bigint_part t;
-    u64 over = 0;
-    u32 top, unused, first = bigint_lane() == 0 ? 1U : 0U;
+    u32 over, top, unused;
     BIGINT_UNROLL
     for (int j = 0; j < WIDTH; j++) {
         t.limb[j] = ~mu.limb[j];
     }
+    bigint_rows rows = bigint_begin(t, bigint_lane() == 0 ? 1U : 0U);
     for (i32 from = 0; from < LANES; from++) {
         BIGINT_UNROLL
         for (int i = 0; i < WIDTH; i++) {
-            bigint_row(&t, &over, x, bigint_from(tile, y.limb[i], from), first);
-            first = 0;
+            bigint_row(&rows, x, bigint_from(tile, y.limb[i], from));
             if (cross) {
-                bigint_row(&t, &over, v, bigint_from(tile, w.limb[i], from), 0);
+                bigint_row(&rows, v, bigint_from(tile, w.limb[i], from));
             }
-            bigint_step(tile, &t, &over, n, inverse);
+            bigint_step(tile, &rows, n, inverse);
         }
     }
-    t = bigint_carried(tile, t, (u32)over, &top); /* below 3 n */
+    t = bigint_carried(tile, bigint_end(&rows, &over), over, &top); /* below 3 n */
     t = bigint_reduced(tile, t, n, &top, &unused);
     t = bigint_reduced(tile, t, n, &top, &unused);
     bigint_part less = n; /* n - 1 + one: n is odd */

@@ -166,51 +166,134 @@ ACL_DEVICE bigint_part bigint_sum(
     return bigint_reduced(tile, x, n, &top, subtracted);
 }
 
-/* t + x factor + one; carries beyond the lane's limbs go to over. */
-ACL_DEVICE void bigint_row(bigint_part *t, u64 *over, bigint_part x, u32 factor, u32 one) {
-    u64 carry = one;
+/* Sums of rows, x factor, and of multiples of n; see bigint_row and bigint_step. What is left to add to the lowest limb is
+ * `low`. NVIDIA's carry flag adds the two words of each product at once, but only to pairs of words that do not overlap: so
+ * products of the even limbs of x go to `even`, those of the odd ones to `odd`, which is one limb further up, and carries
+ * to top, two limbs above even's last one. */
+#if defined(__CUDA_ARCH__) && WIDTH % 2 == 0
+typedef struct {
+    u32 even[WIDTH], odd[WIDTH], top, low;
+} bigint_rows;
+
+ACL_DEVICE bigint_rows bigint_begin(bigint_part t, u32 low) {
+    bigint_rows z;
     BIGINT_UNROLL
     for (int j = 0; j < WIDTH; j++) {
-        carry += (u64)x.limb[j] * factor + t->limb[j];
-        t->limb[j] = (u32)carry;
-        carry >>= 32;
+        z.even[j] = t.limb[j];
+        z.odd[j] = 0;
     }
-    *over += carry;
+    z.top = 0;
+    z.low = low;
+    return z;
 }
 
-/* (t + n m) / 2^32 for the m, returned, that makes the lowest limb 0: all limbs move down by one, between lanes too. */
-ACL_DEVICE u32 bigint_step(BIGINT_TILE_ARGUMENT, bigint_part *t, u64 *over, bigint_part n, u32 inverse) {
-    i32 lane = bigint_lane(), next = lane + 1 < LANES ? lane + 1 : lane;
-    u32 inner = lane + 1 < LANES ? 0xffffffffU : 0;
-    u32 m = bigint_from(tile, t->limb[0] * inverse, 0);
-    bigint_row(t, over, n, m, 0);
-    *over += bigint_from(tile, t->limb[0], next) & inner;
+ACL_DEVICE void bigint_row(bigint_rows *t, bigint_part x, u32 factor) {
+    BIGINT_PTX_ROW(t->even, t->odd, t->top, t->low, x.limb, factor);
+    t->low = 0;
+}
+
+ACL_DEVICE u32 bigint_lowest(const bigint_rows *t) {
+    return t->even[0];
+}
+
+ACL_DEVICE void bigint_shift(bigint_rows *t, u32 incoming) {
+    bigint_rows z;
+    BIGINT_UNROLL
+    for (int j = 0; j < WIDTH; j++) {
+        z.even[j] = t->odd[j];
+        z.odd[j] = j + 2 < WIDTH ? t->even[j + 2 < WIDTH ? j + 2 : 0] : j + 1 < WIDTH ? incoming : t->top;
+    }
+    z.low = t->even[1];
+    z.top = 0;
+    *t = z;
+}
+
+ACL_DEVICE bigint_part bigint_end(const bigint_rows *t, u32 *over) {
+    bigint_part z;
+    u64 carry = t->low;
+    BIGINT_UNROLL
+    for (int j = 0; j < WIDTH; j++) {
+        carry += (u64)t->even[j] + (j ? t->odd[j ? j - 1 : 0] : 0);
+        z.limb[j] = (u32)carry;
+        carry >>= 32;
+    }
+    *over = (u32)carry + t->odd[WIDTH - 1];
+    return z;
+}
+#else
+typedef struct {
+    bigint_part part;
+    u64 over;
+    u32 low;
+} bigint_rows;
+
+ACL_DEVICE bigint_rows bigint_begin(bigint_part t, u32 low) {
+    bigint_rows z;
+    z.part = t;
+    z.over = 0;
+    z.low = low;
+    return z;
+}
+
+ACL_DEVICE void bigint_row(bigint_rows *t, bigint_part x, u32 factor) {
+    u64 carry = t->low;
+    BIGINT_UNROLL
+    for (int j = 0; j < WIDTH; j++) {
+        carry += (u64)x.limb[j] * factor + t->part.limb[j];
+        t->part.limb[j] = (u32)carry;
+        carry >>= 32;
+    }
+    t->over += carry;
+    t->low = 0;
+}
+
+ACL_DEVICE u32 bigint_lowest(const bigint_rows *t) {
+    return t->part.limb[0];
+}
+
+ACL_DEVICE void bigint_shift(bigint_rows *t, u32 incoming) {
     BIGINT_UNROLL
     for (int j = 0; j + 1 < WIDTH; j++) {
-        t->limb[j] = t->limb[j + 1];
+        t->part.limb[j] = t->part.limb[j + 1];
     }
-    t->limb[WIDTH - 1] = (u32)*over;
-    *over >>= 32;
+    t->over += incoming;
+    t->part.limb[WIDTH - 1] = (u32)t->over;
+    t->over >>= 32;
+}
+
+ACL_DEVICE bigint_part bigint_end(const bigint_rows *t, u32 *over) {
+    *over = (u32)t->over;
+    return t->part;
+}
+#endif
+
+/* (t + n m) / 2^32 for the m, returned, that makes the lowest limb 0: all limbs move down by one, between lanes too. */
+ACL_DEVICE u32 bigint_step(BIGINT_TILE_ARGUMENT, bigint_rows *t, bigint_part n, u32 inverse) {
+    i32 lane = bigint_lane(), next = lane + 1 < LANES ? lane + 1 : lane;
+    u32 inner = lane + 1 < LANES ? 0xffffffffU : 0;
+    u32 m = bigint_from(tile, bigint_lowest(t) * inverse, 0);
+    bigint_row(t, n, m);
+    bigint_shift(t, bigint_from(tile, bigint_lowest(t), next) & inner);
     return m;
 }
 
 /* x y / R mod n: for each limb of y, that limb times x is added and a step made. x may be any number below R. */
 ACL_FAR bigint_part bigint_product(BIGINT_TILE_ARGUMENT, bigint_part x, bigint_part y, bigint_part n, u32 inverse) {
     bigint_part t;
-    u64 over = 0;
-    u32 top, subtracted;
+    u32 over, top, subtracted;
     BIGINT_UNROLL
     for (int j = 0; j < WIDTH; j++) {
         t.limb[j] = 0;
     }
+    bigint_rows rows = bigint_begin(t, 0);
     for (i32 from = 0; from < LANES; from++) {
         BIGINT_UNROLL
         for (int i = 0; i < WIDTH; i++) {
-            bigint_row(&t, &over, x, bigint_from(tile, y.limb[i], from), 0);
-            bigint_step(tile, &t, &over, n, inverse);
+            bigint_row(&rows, x, bigint_from(tile, y.limb[i], from));
+            bigint_step(tile, &rows, n, inverse);
         }
     }
-    t = bigint_carried(tile, t, (u32)over, &top);
+    t = bigint_carried(tile, bigint_end(&rows, &over), over, &top);
     return bigint_reduced(tile, t, n, &top, &subtracted);
 }
 
