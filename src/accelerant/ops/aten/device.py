@@ -39,6 +39,7 @@ FUNCTIONS = (
 
 TENSOR_DEVICES: dict[str, tuple[str, str]] = {
     "opencl": ("accelerant.ops.aten.opencl", "OpenclTensors"),
+    "webgpu": ("accelerant.ops.aten.webgpu", "WebgpuTensors"),
 }
 """Backend -> module and class of its TensorDevice."""
 

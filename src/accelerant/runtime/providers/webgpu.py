@@ -73,7 +73,10 @@ if not found:
 """
 _PROBE_TIMEOUT_S = 60
 _BATCH = 256
-"""Dispatches in a command buffer, of 256 bytes of scalars each: a uniform binding starts at a multiple of 256."""
+"""Dispatches in a command buffer."""
+
+_SCALAR_BYTES = 256
+"""Bytes for the scalars of a dispatch: a uniform binding starts at a multiple of 256."""
 
 _SCALARS = {"f32": "f", "bool": "I", **dict.fromkeys(("i8", "i16", "i32", "i64"), "i")}
 _SCALARS |= dict.fromkeys(("u8", "u16", "u32", "u64"), "I")
@@ -269,9 +272,9 @@ class _WebgpuDevice:
         self._timed = bool(features)
         usage = wgpu.BufferUsage
         self._storage = usage.STORAGE | usage.COPY_SRC | usage.COPY_DST
-        self._scalars = self.device.create_buffer(size=_BATCH * 256, usage=usage.UNIFORM | usage.COPY_DST)
+        self._scalars = self.device.create_buffer(size=_BATCH * _SCALAR_BYTES, usage=usage.UNIFORM | usage.COPY_DST)
         self._fence = self.device.create_buffer(size=4, usage=usage.COPY_SRC)
-        self._values = bytearray(_BATCH * 256)
+        self._values = bytearray(_BATCH * _SCALAR_BYTES)
         self._encoder: Any = None
         self._pass: Any = None
         self._count = 0
@@ -338,10 +341,13 @@ class _WebgpuDevice:
 
     def load(self, source: KernelSource, text: str, entry: str) -> _Program:
         """Return an entry point, with its pipeline for the module's own block."""
-        pointers = sum(kind.startswith("*") for kind in source.entries[entry])
-        if pointers + 1 > self.limits["max-storage-buffers-per-shader-stage"]:
+        kinds = source.entries[entry]
+        pointers = sum(kind.startswith("*") for kind in kinds)
+        if 4 * (len(kinds) - pointers) > _SCALAR_BYTES:
+            raise CompileError(f"kernel {entry!r}: a launch has at most {_SCALAR_BYTES // 4} scalars here")
+        if pointers > self.limits["max-storage-buffers-per-shader-stage"]:
             raise CompileError(f"kernel {entry!r}: {pointers} arrays; this device binds fewer")
-        program = _Program(self._module(source, text), text, entry, source.entries[entry])
+        program = _Program(self._module(source, text), text, entry, kinds)
         try:
             self._pipeline(program, program.block)
         except LaunchError as error:
@@ -394,7 +400,7 @@ class _WebgpuDevice:
             if self._pass is None:
                 self._encoder = self.device.create_command_encoder()
                 self._pass = self._encoder.begin_compute_pass()
-            at = 256 * self._count
+            at = _SCALAR_BYTES * self._count
             struct.pack_into(program.format, self._values, at, *values)
             self._pass.set_pipeline(pipeline)
             self._pass.set_bind_group(0, group, [at])
@@ -414,7 +420,7 @@ class _WebgpuDevice:
                 for i, (memory, first, size) in enumerate(parts)
             ]
             bound.append(
-                {"binding": len(parts), "resource": {"buffer": self._scalars, "offset": 0, "size": program.scalars}}
+                {"binding": len(parts), "resource": {"buffer": self._scalars, "offset": 0, "size": _SCALAR_BYTES}}
             )
             layout, _ = self._layout(program.pointers)
             found = self._groups[key] = self._checked(
@@ -433,7 +439,7 @@ class _WebgpuDevice:
 
             def submit() -> None:
                 last.end()
-                queue.write_buffer(self._scalars, 0, self._values, 0, 256 * count)
+                queue.write_buffer(self._scalars, 0, self._values, 0, _SCALAR_BYTES * count)
                 queue.submit([encoder.finish()])
 
             self._checked(submit, f"a batch of {count} dispatches")
@@ -488,7 +494,6 @@ class _Program:
         self.pointers = sum(kind.startswith("*") for kind in kinds)
         formats = [_SCALARS[kind] for kind in kinds if not kind.startswith("*")]
         self.format = "<" + "".join(formats)
-        self.scalars = max(16, -(-4 * len(formats) // 16) * 16)
         self.folds = "linear_group(" in text
         found = _ELEMENTWISE.search(text)
         self.element_bytes = tuple(map(int, found[1].split())) if found else ()
