@@ -17,7 +17,6 @@ call's (see docs/choices.md). Batches record no gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -85,23 +84,14 @@ class PendingCall:
         """Return whether the call has run."""
         return self.error is not None or not self._state
 
-    def succeed(self, value: Any) -> None:
-        """Set the result; for the batch."""
-        self._value, self._state = value, ""
-
     def fail(self, error: Exception) -> None:
         """Set the error that result() raises; for the batch."""
         error.add_note(f"raised by call {self.index} of the batch, {self.name}")
         self.error = error
 
 
-@dataclass(slots=True)
-class _Member:
-    """A call of a group, and its arrays as tensors where they are."""
-
-    call: PendingCall
-    tensors: Tensors
-    origin: ArrayOrigin
+_Member = tuple[PendingCall, Tensors, ArrayOrigin]
+"""A call of a group, its arrays as tensors where they are, and what they were."""
 
 
 class Batch(Operations):
@@ -135,10 +125,27 @@ class Batch(Operations):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended = True
-        for call in self._calls:
-            call._state = "its batch was left by an error before this call ran"
         if error is not None:
+            self._leave()
             return
+        try:
+            self._run_calls()
+        except BaseException:
+            self._leave()
+            raise
+        failed = [call.error for call in self._calls if call.error is not None]
+        if failed:
+            if len(failed) > 1:
+                failed[0].add_note(f"{len(failed)} of the batch's {len(self._calls)} calls failed; this is the first")
+            raise failed[0]
+
+    def _leave(self) -> None:
+        for call in self._calls:
+            if call._state:
+                call._state = "its batch was left by an error before this call ran"
+
+    def _run_calls(self) -> None:
+        """Run the calls: first those whose arguments are there, then those that need their results, and so on."""
         waves: dict[int, list[PendingCall]] = {}
         for call in self._calls:
             for x in call.arrays:
@@ -147,11 +154,6 @@ class Batch(Operations):
             waves.setdefault(call._wave, []).append(call)
         for wave in sorted(waves):
             self._run_wave(waves[wave])
-        failed = [call.error for call in self._calls if call.error is not None]
-        if failed:
-            if len(failed) > 1:
-                failed[0].add_note(f"{len(failed)} of the batch's {len(self._calls)} calls failed; this is the first")
-            raise failed[0]
 
     def _call(self, name: str, arrays: tuple[Any, ...], options: dict[str, Any]) -> PendingCall:
         if self._ended:
@@ -163,39 +165,46 @@ class Batch(Operations):
     def _run_wave(self, calls: list[PendingCall]) -> None:
         """Group the calls and run each group; start new groups where the next call would pass the memory limit."""
         groups: dict[tuple[Any, ...], list[_Member]] = {}
+        alike: dict[tuple[Any, ...], list[_Member]] = {}  # by signature, for calls that share and check no argument
         held_bytes = 0
         for call in calls:
+            signature = _signature(call, call.arrays)
+            if signature in alike:
+                members = alike[signature]
+                members.append((call, call.arrays, members[0][2]))
+                continue
             try:
                 arrays, needed = call.arrays, 0
                 for x in arrays:
                     if type(x) is PendingCall:
                         arrays = call.arrays = tuple(_value_of(x) for x in arrays)
                         break
-                if self._limit is not None or call.name in _PREPARED:
+                if checked := self._limit is not None or call.name in _PREPARED:
                     arrays, inputs, result = self._check(call.name, arrays, call.options)
                     needed = inputs + max(inputs, result)  # joined inputs take as much
                     if self._limit is not None and held_bytes + needed > self._limit:
                         self._run_groups(groups)
                         groups, held_bytes = {}, 0
-                key, member = self._grouped(call, arrays)
+                if checked or not signature:
+                    signature = _signature(call, arrays)  # of results of other calls, or of encoded numbers
+                key, member, joined = self._grouped(call, arrays, signature)
             except Exception as error:  # noqa: BLE001 - raised at the end of the block
                 call.fail(error)
                 continue
             held_bytes += needed
-            groups.setdefault(key, []).append(member)
+            members = groups.setdefault(key, [])
+            members.append(member)
+            if joined and signature and not checked:
+                alike[signature] = members
         self._run_groups(groups)
 
-    def _grouped(self, call: PendingCall, arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], _Member]:
-        """Return the key that calls share which become one, and the call with its tensors.
+    def _grouped(
+        self, call: PendingCall, arrays: tuple[Any, ...], signature: tuple[Any, ...]
+    ) -> tuple[tuple[Any, ...], _Member, bool]:
+        """Return the key that calls share which become one, the call with its tensors, and if all of these are joined.
 
         Raises UnsupportedCase for an argument that requires a gradient.
         """
-        signature: tuple[Any, ...] = (call.name, id(call.options))
-        for x in arrays:
-            if type(x) is not torch.Tensor or x.requires_grad:
-                signature = ()
-                break
-            signature += (x.dtype, x.device, x.shape)
         known = self._known.get(signature)
         if known is None:
             tensors, origin = to_tensors(call.name, arrays, None)
@@ -206,10 +215,10 @@ class Batch(Operations):
             tensors, origin = arrays, known[2]
         key, count, _ = known
         if key is None:
-            return (call.index,), _Member(call, tensors, origin)
+            return (call.index,), (call, tensors, origin), False
         if count < len(arrays):  # the others are shared
-            key = (*key, *map(id, arrays[count:]))
-        return key, _Member(call, tensors, origin)
+            return (*key, *map(id, arrays[count:])), (call, tensors, origin), False
+        return key, (call, tensors, origin), True
 
     def _key(self, call: PendingCall, tensors: Tensors, origin: ArrayOrigin) -> tuple[tuple[Any, ...] | None, int]:
         """Return what calls have in common that become one, and how many arguments are joined; None for no others."""
@@ -233,23 +242,21 @@ class Batch(Operations):
     def _run_groups(self, groups: dict[tuple[Any, ...], list[_Member]]) -> None:
         for members in groups.values():
             if len(members) == 1 or not self._run_together(members):
-                for member in members:
+                for call, tensors, origin in members:
                     try:
-                        call = member.call
-                        self._succeed([member], [self._run(call.name, member.tensors, call.options, 1)])
+                        self._succeed([(call, tensors, origin)], [self._run(call.name, tensors, call.options, 1)])
                         self.launches += 1
                     except Exception as error:  # noqa: BLE001 - as above
-                        member.call.fail(error)
+                        call.fail(error)
 
     def _run_together(self, members: list[_Member]) -> bool:
         """Run calls as one; False if that failed, so that each is to run by itself and show which is at fault."""
-        first = members[0]
         try:
             results = self._run_joined(members)
         except TimeLimitExceeded as error:
-            first.call.fail(error)
-            for member in members:
-                member.call.error = error
+            members[0][0].fail(error)
+            for call, _, _ in members:
+                call.error = error
             return True
         except Exception:  # noqa: BLE001 - each call then raises its own
             return False
@@ -259,26 +266,37 @@ class Batch(Operations):
 
     def _run_joined(self, members: list[_Member]) -> Sequence[Results]:
         """Return the results of calls that run as one, on the devices of their inputs."""
-        first = members[0]
-        name, options = first.call.name, first.call.options
+        first, first_tensors, origin = members[0]
+        name, options = first.name, first.options
         if name in _UNEVEN and self._device_type == "cpu":
-            every = tuple([x for member in members for x in member.tensors])
-            return [y.to(first.origin.device) for y in tensors_of(self._run(name, every, options, -len(members)))]
-        count = joined_arguments(name, first.tensors, options)
-        joined, split = _join(name, [member.tensors for member in members], count)
+            every = tuple([x for _, tensors, _ in members for x in tensors])
+            return [y.to(origin.device) for y in tensors_of(self._run(name, every, options, -len(members)))]
+        count = joined_arguments(name, first_tensors, options)
+        joined, split = _join(name, [tensors for _, tensors, _ in members], count)
         results = tensors_of(self._run(name, joined, options, len(members)))
         del joined
         with torch.no_grad(), _untracked():
-            columns = [split(y.to(first.origin.device)) for y in results]
+            columns = [split(y.to(origin.device)) for y in results]
         return columns[0] if len(columns) == 1 else list(zip(*columns, strict=True))
 
     def _succeed(self, members: list[_Member], results: Sequence[Results]) -> None:
         """Set the results of calls."""
-        for member, result in zip(members, results, strict=True):
+        for (call, _, origin), result in zip(members, results, strict=True):
             try:
-                member.call.succeed(result if member.origin.kind == "torch" else member.origin.wrap(result))
+                call._value = result if origin.kind == "torch" else origin.wrap(result)
+                call._state = ""
             except Exception as error:  # noqa: BLE001 - as above
-                member.call.fail(error)
+                call.fail(error)
+
+
+def _signature(call: PendingCall, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what is equal for calls of one kind on plain tensors that need no gradient; empty for others."""
+    signature: tuple[Any, ...] = (call.name, id(call.options))
+    for x in arrays:
+        if type(x) is not torch.Tensor or x.requires_grad:
+            return ()
+        signature += (x.dtype, x.device, x.shape)
+    return signature
 
 
 def _value_of(x: Any) -> Any:
