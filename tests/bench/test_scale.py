@@ -137,6 +137,16 @@ def test_sums_and_proofs(case, wanted):
     assert [row.op for row in record.rows if row.p50] == wanted
 
 
+@pytest.mark.soak  # starts a cluster
+def test_jobs_beside_tasks_of_ray():
+    pytest.importorskip("ray")
+    record = run_suite(ScaleSuite(cases_=("jobs",)), registry.choose("cpu"))
+    assert [(row.runner, row.implementation) for row in record.rows if row.p50] == [
+        ("device", "local workers"), ("accelerant", "on Ray"), ("ray", "bare tasks")
+    ]  # fmt: skip
+    assert all(row.p50 > 5 for row in record.rows)  # two workers, 10 ms
+
+
 @gloo
 @pytest.mark.soak  # as the cases above, with launchers
 def test_the_launcher_and_the_predictions():

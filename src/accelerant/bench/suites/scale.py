@@ -25,6 +25,7 @@ from accelerant.bench.record import DEVICE, OURS, Row
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, check_names, option
 from accelerant.bench.suites.bandwidth import size_name
 from accelerant.bench.suites.model import MODELS
+from accelerant.bench.suites.scale_jobs import measure_jobs
 from accelerant.bench.suites.scale_model import BESIDE, OPS, Costs, outlook
 from accelerant.bench.suites.scale_work import ATTENTION, DECODED, SHARDED
 from accelerant.bench.suites.scale_zk import Key, measure_many, measure_msm, measure_proof
@@ -36,7 +37,7 @@ from accelerant.runtime.provider import ComputeDevice
 
 __all__ = ["CASES", "ScaleSuite"]
 
-CASES = ("collectives", "data", "tensor", "context", "sharded", "proof", "many", "msm")
+CASES = ("collectives", "data", "tensor", "context", "sharded", "proof", "many", "msm", "jobs")
 
 _PROGRAM = "accelerant.bench.suites.scale_work"
 
@@ -110,6 +111,7 @@ class ScaleSuite(Suite):
             "proof": functools.partial(measure_proof, key, self.steps),
             "many": functools.partial(measure_many, key, self.proofs or 2),
         }
+        measures["jobs"] = measure_jobs
         return [
             SuiteCase(f"{name}, {count} processes", functools.partial(measures[name], count))
             for name in CASES
