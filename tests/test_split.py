@@ -136,7 +136,7 @@ def test_two_gpus_share_a_call(name):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     arrays = {
-        "attention": torch.randn(3, 4, 16, 4096, 128, device="cuda", dtype=torch.bfloat16).unbind(),
+        "attention": torch.randn(3, 2, 16, 16384, 128, device="cuda", dtype=torch.bfloat16).unbind(),
         "gelu": (np.random.default_rng(0).standard_normal((1 << 14, 1 << 14)).astype(np.float32),),
         "ntt": (torch.arange(64 << 18, device="cuda").view(torch.uint64).reshape(64, -1),),
         "msm": (list(range(1 << 15)), _multiples(1 << 15)),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import click
 import typer
 
 from accelerant.cli.launch import joined, launch, own_device, rank, world_size
@@ -221,6 +221,7 @@ def register(app: typer.Typer) -> None:
 
 
 def train(
+    context: typer.Context,
     paths: _Paths = None,
     preset: _Preset = None,
     data: _Data = None,
@@ -298,7 +299,10 @@ def train(
         if steps is not None and steps < 1:
             raise ConfigError(f"steps must be above 0, got {steps}")
         again = _resumed(Path(resume))
-        _run(Path(resume), None, device, json_output, extension=again, gpus=gpus, steps=steps, epochs=epochs)
+        _run(
+            Path(resume), None, device, json_output, extension=again, gpus=gpus, arguments=context.obj, steps=steps,
+            epochs=epochs,
+        )  # fmt: skip
         return
     import torch
 
@@ -324,7 +328,18 @@ def train(
     )
     folder = Path(run.training.folder if out is None else out)
     extension = _extension(folder, dp_options) if private else None
-    _run(folder, run, device, json_output, deterministic, extension, gpus, overwrite=overwrite, epochs=epochs)
+    _run(
+        folder,
+        run,
+        device,
+        json_output,
+        deterministic,
+        extension,
+        gpus,
+        context.obj,
+        overwrite=overwrite,
+        epochs=epochs,
+    )
 
 
 def _federated(options: dict[str, Any], json_output: bool) -> None:
@@ -380,7 +395,7 @@ def _sources(names: list[str]) -> tuple[str, ...]:
 
 def _run(
     out: Path, run: RunConfig | None, backend: str | None, as_json: bool, deterministic: bool | None = None,
-    extension: Extension | None = None, gpus: int | None = None, **options: Any,
+    extension: Extension | None = None, gpus: int | None = None, arguments: Sequence[str] = (), **options: Any,
 ) -> None:  # fmt: skip
     """Start a run, or continue the one in `out` if `run` is None; then print the outcome. Rank 0 alone prints.
 
@@ -410,7 +425,7 @@ def _run(
     elif gpus is not None and gpus > 1:
         if extension is not None:
             raise ConfigError(f"--private trains in one process, got --gpus {gpus}")
-        launch(gpus, str(backend or ""), click.get_current_context().obj)
+        launch(gpus, str(backend or ""), arguments)
     device = choose_device(backend, origin)
     if run is not None:
         run = run.replaced(deterministic=device.type == "cpu" if deterministic is None else deterministic)

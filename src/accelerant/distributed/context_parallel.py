@@ -134,10 +134,12 @@ class _RingAttention(torch.autograd.Function):
             o_step, lse_step = ops.attention(*now, masked, scale, return_lse=True)
             if step:
                 before, after = lse[:, :, rows], torch.logaddexp(lse[:, :, rows], lse_step)
-                o[:, :, rows].lerp_(o_step.to(wide), (lse_step - before).sigmoid_().unsqueeze(-1))
+                merged = o[:, :, rows].to(wide)
+                o[:, :, rows] = merged.lerp_(o_step.to(wide), (lse_step - before).sigmoid_().unsqueeze(-1))
                 before.copy_(after)
-            else:
-                o, lse = o_step.to(wide, memory_format=torch.contiguous_format, copy=True), lse_step.clone()
+            else:  # a sum of two is rounded once in its own dtype
+                dtype = wide if ring.size > 2 else q.dtype
+                o, lse = o_step.to(dtype).contiguous(), lse_step.clone()
             kv = kv if coming is None else coming()
         o = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, lse)

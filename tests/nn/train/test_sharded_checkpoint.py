@@ -154,7 +154,7 @@ def test_what_is_written_is_what_was_there_at_the_start(tmp_path, device, monkey
             for tensor in tensors.values():
                 tensor.add_(1)
             assert saver.finished(wait=True)
-            saver._stager.close()  # as torch 2.11 does after every checkpoint
+            saver._stager._state_dict_stager.close()  # as torch 2.11 does after every copy
             path = tmp_path / "checkpoint.safetensors"
             listed[-1].verify(path)
             found = load_shards(path, listed[-1], dict(zip(kept, kept, strict=True)), {})

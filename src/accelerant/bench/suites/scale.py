@@ -120,7 +120,7 @@ class ScaleSuite(Suite):
         ]
 
     def measure(self, run: SuiteRun) -> None:
-        """Measure all cases; add the fitted costs and the outlook to 1,024 processes."""
+        """Measure all cases; add the fitted costs."""
         try:
             super().measure(run)
         finally:
@@ -132,9 +132,6 @@ class ScaleSuite(Suite):
                     for op, link in costs.links.items()
                 ]
                 run.record.notes.append(f"a hidden all_reduce slows computation down by {costs.lost:.2f} of its time")
-                alone = [row for row in run.record.rows if row.op == "step without communication" and row.p50]
-                if alone:
-                    run.record.notes += outlook(alone[0].p50 or 0.0, alone[0].bytes, costs)
 
     def _launch(self, name: str, count: int, run: SuiteRun) -> None:
         """Measure a case in so many processes, and add its rows, also those before a failure."""
@@ -213,8 +210,10 @@ def _data_rows(found: _Found) -> list[Row]:
         row = Row("scale", "step", case, OURS, "TrainStep")
         alone = found.alone_ms(batch=batch)
         if result["name"] == "alone":
-            gradients = result["gradient_bytes"]
-            named = replace(row, op="step without communication", runner=DEVICE, bytes=gradients)
+            buckets = result["buckets"]
+            named = replace(row, op="step without communication", runner=DEVICE)
+            if (costs := _costs(found.run)) is not None and result is found.results[0]:
+                found.run.record.notes += [f"{case}: {note}" for note in outlook(alone, buckets, costs)]
             rows.append(named.timed(timing))
             continue
         note = f"{alone / timing.p50_ms:.3f} of the speed without communication"
@@ -226,7 +225,7 @@ def _data_rows(found: _Found) -> list[Row]:
         aim = _DATA_X.get(batch) if found.suite.parameters == "124M" else None
         rows.append(replace(row.timed(timing), note=note, target=None if aim is None else found.target(alone / aim)))
         rows += found.predicted(
-            row, lambda costs, alone=alone, size=gradients: costs.data_parallel_ms(alone, size, found.count)[0],  # type: ignore[misc]
+            row, lambda costs, alone=alone, sums=buckets: costs.data_parallel_ms(alone, sums, found.count)[0],  # type: ignore[misc]
             timing.p50_ms,
         )  # fmt: skip
     return rows

@@ -12,7 +12,8 @@ A collective over p processes, as a ring, sends `messages` one after the other a
 beside computation slows it down by `lost` of the collective's time, which is measured too. Then
 
     data parallel      alone + gradients into buckets (2 passes over memory) + sums that the backward pass, two thirds
-                       of the step, does not hide; the last bucket's never is (Li et al. 2020, arXiv:2006.15704)
+                       of the step, does not hide; the last bucket's never is, which
+                       holds an embedding tied to the output layer (Li et al. 2020, arXiv:2006.15704)
     sharded            alone + what hides nothing: the gather of the outer parameters, the scatter of their gradients
                        - the update of the parameters that others hold
     tensor parallel    alone / p + all collectives, as none is hidden
@@ -21,14 +22,13 @@ beside computation slows it down by `lost` of the collective's time, which is me
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from accelerant.bench.record import Row
-from accelerant.nn.train.parallel import BUCKET_BYTES
 
 __all__ = ["BESIDE", "OPS", "Costs", "Link", "outlook"]
 
@@ -105,15 +105,14 @@ class Costs:
         links = {op: Link.fitted(op, measured) for op, measured in times.items()}
         return cls(links, copy_gb_s * 1e6 if copy_gb_s else float("inf"), float(np.median(lost)) if lost else 0.0)
 
-    def data_parallel_ms(self, alone_ms: float, gradient_bytes: int, processes: int) -> tuple[float, float]:
-        """Return the time of a step with summed gradients, and the part that is communication, not hidden."""
-        if processes == 1:
+    def data_parallel_ms(self, alone_ms: float, buckets: Sequence[int], processes: int) -> tuple[float, float]:
+        """Return the time of a step that sums buckets of these bytes, and the part of it that waits for sums."""
+        if processes == 1 or not buckets:
             return alone_ms, 0.0
-        buckets = [BUCKET_BYTES] * (gradient_bytes // BUCKET_BYTES) + [gradient_bytes % BUCKET_BYTES]
-        times = [self.links["all_reduce"].ms(processes, size) for size in buckets if size]
+        times = [self.links["all_reduce"].ms(processes, size) for size in buckets]
         before, hiding = sum(times[:-1]), _BACKWARD * alone_ms
         shown = times[-1] + max(0.0, before - hiding)
-        packing = 2 * gradient_bytes / self.copy_bytes_per_ms
+        packing = 2 * sum(buckets) / self.copy_bytes_per_ms
         return alone_ms + shown + packing + self.lost * min(before, hiding), shown
 
     def sharded_ms(self, alone_ms: float, block_params: int, outer_params: int, processes: int) -> float:
@@ -132,7 +131,7 @@ class Costs:
 
     def context_parallel_ms(self, alone_ms: float, q_bytes: int, kv_bytes: int, processes: int) -> float:
         """Return the time of causal attention forward; `q_bytes` and `kv_bytes` are of a process's queries and keys."""
-        merged = (6 + 5.5 * (processes - 1)) * q_bytes + 4 * kv_bytes  # passes over memory, in bytes
+        merged = 8.5 * (processes - 1) * q_bytes + 4 * kv_bytes  # passes over memory, of half of the rows
         transfer = (processes - 1) * self.links["send_recv"].ms(processes, 2 * kv_bytes)
         work = alone_ms / processes
         beside = work * (processes - 1) / processes  # the first block's keys are at hand, the last transfer is over
@@ -144,10 +143,10 @@ def _processes_of(row: Row) -> int:
     return int(row.case.rpartition(", ")[2].split()[0])
 
 
-def outlook(alone_ms: float, gradient_bytes: int, costs: Costs) -> list[str]:
+def outlook(alone_ms: float, buckets: Sequence[int], costs: Costs) -> list[str]:
     """Return notes: predicted efficiencies to 1,024 processes, and where communication is half of a step."""
     sizes = [2**k for k in range(1, _MOST.bit_length())]
-    steps = {p: costs.data_parallel_ms(alone_ms, gradient_bytes, p) for p in sizes}
+    steps = {p: costs.data_parallel_ms(alone_ms, buckets, p) for p in sizes}
     table = ", ".join(f"{p}: {step:.4g} ms ({alone_ms / step:.2f})" for p, (step, _) in steps.items())
     half = next((p for p, (step, shown) in steps.items() if shown > step / 2), None)
     where = f"from {half} processes on" if half else f"nowhere up to {_MOST} processes"

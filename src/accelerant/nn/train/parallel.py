@@ -138,6 +138,11 @@ class GradientReduction:
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket.indices}
         self._launched: list[tuple[Any, list[Tensor]]] = []
 
+    @property
+    def bucket_bytes(self) -> list[int]:
+        """Bytes of each bucket, in the order of the sums."""
+        return [bucket.size * bucket.dtype.itemsize for bucket in self._buckets]
+
     def arm(self) -> None:
         """Begin to sum: the next backward pass is the last one of the step."""
         self._left = [len(bucket.indices) for bucket in self._buckets]

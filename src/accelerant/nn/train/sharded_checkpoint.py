@@ -190,10 +190,11 @@ class _Writer(FileSystemWriter):
 
 
 class _KeptStager(DefaultStager):
-    """A stager of many checkpoints: torch 2.11 closes the one that it was given after the first."""
+    """A stager of many checkpoints, whose memory is used again."""
 
-    def close(self) -> None:
-        """Keep the memory for the next checkpoint."""
+    def __init__(self, options: StagingOptions) -> None:
+        super().__init__(options)
+        vars(self._state_dict_stager)["close"] = lambda: None  # torch 2.11 closes it after every copy
 
 
 class ShardSaver:

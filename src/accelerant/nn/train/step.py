@@ -377,6 +377,11 @@ class TrainStep(GraphedStep):
         """True if steps of the last shapes are replays of a graph."""
         return self._graph is not None
 
+    @property
+    def bucket_bytes(self) -> list[int]:
+        """Bytes of the sums of gradients, in their order; empty for one process."""
+        return [] if self._reduction is None else self._reduction.bucket_bytes
+
     def __call__(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
         """Do one step; nothing waits for the device.
 
