@@ -24,7 +24,7 @@ fn packed(digits: Element) -> Packed {
     var x = digits;
     var words: Packed;
     for (var i = 0; i < DIGITS / 2; i++) {
-        words[i] = x[2 * i] | x[2 * i + 1] << 16u;
+        words[i] = x[2 * i] | (x[2 * i + 1] << 16u);
     }
     return words;
 }

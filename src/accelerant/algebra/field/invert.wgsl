@@ -5,7 +5,7 @@ fn inverse_of(x: Element) -> Element {
     var z = x;
     for (var bit = BITS - 2; bit >= 0; bit--) {
         z = mul(z, z);
-        if ((P_MINUS_2[bit / 32] >> u32(bit % 32) & 1u) == 1u) {
+        if (((P_MINUS_2[bit / 32] >> u32(bit % 32)) & 1u) == 1u) {
             z = mul(z, x);
         }
     }

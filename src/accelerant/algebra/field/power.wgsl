@@ -5,7 +5,7 @@ fn power(x: Element, bits: i32) -> Element {
     var z = one();
     for (var bit = bits - 1; bit >= 0; bit--) {
         z = mul(z, z);
-        if ((exponent[bit / 32] >> u32(bit % 32) & 1u) == 1u) {
+        if (((exponent[bit / 32] >> u32(bit % 32)) & 1u) == 1u) {
             z = mul(z, x);
         }
     }
