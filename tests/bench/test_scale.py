@@ -38,14 +38,15 @@ def costs(ms_per_byte=0.0, *, latency=0.0, **values):
 
 def test_what_the_backward_pass_does_not_hide():
     step = costs(0.06).data_parallel_ms  # 100 bytes take 6 ms over two processes
-    assert step(90.0, [100], 1) == step(90.0, [], 2) == (90.0, 0.0)
-    assert step(90.0, [100, 100], 2) == pytest.approx((96.0, 6.0))
-    assert step(90.0, [100, 100, 50], 2) == pytest.approx((93.0, 3.0))
-    assert step(90.0, [100, 1000], 2) == pytest.approx((150.0, 60.0))
-    assert step(9.0, [100, 100], 2) == pytest.approx((15.0, 6.0))
-    assert step(3.0, [100, 100], 2) == pytest.approx((13.0, 10.0))
-    slowed = costs(0.06, lost=0.5, copy_bytes_per_ms=200.0).data_parallel_ms
-    assert slowed(90.0, [100, 100], 2) == pytest.approx((96.0 + 0.5 * 6 + 2, 6.0))
+    assert step(90.0, [100], 1, 0.5) == step(90.0, [], 2, 0.5) == (90.0, 0.0)
+    assert step(90.0, [100, 100], 2, 0.0) == pytest.approx((96.0, 6.0))
+    assert step(90.0, [100, 100, 50], 2, 0.0) == pytest.approx((93.0, 3.0))
+    assert step(90.0, [100, 1000], 2, 0.0) == pytest.approx((150.0, 60.0))
+    assert step(9.0, [100, 100], 2, 0.0) == pytest.approx((15.0, 6.0))
+    assert step(3.0, [100, 100], 2, 0.0) == pytest.approx((13.0, 10.0))
+    assert step(90.0, [100, 100], 2, 0.5) == pytest.approx((96.0 + 0.5 * 6, 6.0))
+    slow = costs(0.06, copy_bytes_per_ms=200.0).data_parallel_ms
+    assert slow(90.0, [100, 100], 2, 0.0) == pytest.approx((96.0 + 2, 6.0))
 
 
 def test_predictions_of_split_models():
@@ -71,7 +72,7 @@ def test_costs_need_every_collective_of_a_record():
     assert (found.lost, found.copy_bytes_per_ms) == (0.25, 2e6)
     assert found.links["send_recv"].ms(2, 5000) == pytest.approx(50)
     assert Costs.of(rows[2:], 2.0) is None
-    text = outlook(100.0, [1 << 20] * 4, found)
+    text = outlook(100.0, [1 << 20] * 4, found, 0.0)
     assert "2: " in text[0]
     assert "from 2 processes on" in text[1]
 
@@ -97,7 +98,7 @@ gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="tor
 
 WANTED = {
     "collectives": [*(op for op in OPS for _ in range(4)), BESIDE],
-    "data": ["step without communication", "step", "step"],
+    "data": ["step without communication", "all_reduce beside a step", "step", "step"],
     "sharded": ["unsharded step without communication", "sharded step", "sharded step"],
     "tensor": ["decode on one device", "decode"],
     "context": ["causal attention on one device", "causal attention"] * 2,

@@ -212,9 +212,14 @@ def _data_rows(found: _Found) -> list[Row]:
         if result["name"] == "alone":
             buckets = result["buckets"]
             named = replace(row, op="step without communication", runner=DEVICE)
-            if (costs := _costs(found.run)) is not None and result is found.results[0]:
-                found.run.record.notes += [f"{case}: {note}" for note in outlook(alone, buckets, costs)]
             rows.append(named.timed(timing))
+            continue
+        if result["name"] == "beside":
+            lost = timing.p50_ms
+            row = replace(row, op="all_reduce beside a step", runner=DEVICE, implementation="TrainStep", unit="x")
+            rows.append(replace(row.timed(timing), note="part of the sums' time that the step loses"))
+            if (costs := _costs(found.run)) is not None and batch == found.results[0]["batch"]:
+                found.run.record.notes += [f"{case}: {note}" for note in outlook(alone, buckets, costs, lost)]
             continue
         note = f"{alone / timing.p50_ms:.3f} of the speed without communication"
         if result["name"] == "torch":
@@ -225,7 +230,9 @@ def _data_rows(found: _Found) -> list[Row]:
         aim = _DATA_X.get(batch) if found.suite.parameters == "124M" else None
         rows.append(replace(row.timed(timing), note=note, target=None if aim is None else found.target(alone / aim)))
         rows += found.predicted(
-            row, lambda costs, alone=alone, sums=buckets: costs.data_parallel_ms(alone, sums, found.count)[0],  # type: ignore[misc]
+            row, lambda costs, alone=alone, sums=buckets, lost=lost: costs.data_parallel_ms(  # type: ignore[misc]
+                alone, sums, found.count, lost
+            )[0],
             timing.p50_ms,
         )  # fmt: skip
     return rows

@@ -9,7 +9,8 @@ A collective over p processes, as a ring, sends `messages` one after the other a
     time = latency messages + bytes share / bandwidth
 
 (Thakur, Rabenseifner, Gropp 2005, section 4). Latency and bandwidth are fitted to this run. A collective that runs
-beside computation slows it down by `lost` of the collective's time, which is measured too. Then
+beside computation slows it down by `lost` of the collective's time, which is measured too: beside the step itself for
+data parallel steps, elsewhere beside a product of matrices. Then
 
     data parallel      alone + gradients into buckets (2 passes over memory) + sums that the backward pass, two thirds
                        of the step, does not hide; the last bucket's never is, which
@@ -105,15 +106,20 @@ class Costs:
         links = {op: Link.fitted(op, measured) for op, measured in times.items()}
         return cls(links, copy_gb_s * 1e6 if copy_gb_s else float("inf"), float(np.median(lost)) if lost else 0.0)
 
-    def data_parallel_ms(self, alone_ms: float, buckets: Sequence[int], processes: int) -> tuple[float, float]:
-        """Return the time of a step that sums buckets of these bytes, and the part of it that waits for sums."""
+    def data_parallel_ms(
+        self, alone_ms: float, buckets: Sequence[int], processes: int, lost: float
+    ) -> tuple[float, float]:
+        """Return the time of a step that sums buckets of these bytes, and the part of it that waits for sums.
+
+        `lost` is the part of a hidden sum's time that this step loses, measured with it.
+        """
         if processes == 1 or not buckets:
             return alone_ms, 0.0
         times = [self.links["all_reduce"].ms(processes, size) for size in buckets]
         before, hiding = sum(times[:-1]), _BACKWARD * alone_ms
         shown = times[-1] + max(0.0, before - hiding)
         packing = 2 * sum(buckets) / self.copy_bytes_per_ms
-        return alone_ms + shown + packing + self.lost * min(before, hiding), shown
+        return alone_ms + shown + packing + lost * min(before, hiding), shown
 
     def sharded_ms(self, alone_ms: float, block_params: int, outer_params: int, processes: int) -> float:
         """Return the time of a step whose parameters are gathered in bfloat16; gradients are scattered in float32."""
@@ -143,10 +149,10 @@ def _processes_of(row: Row) -> int:
     return int(row.case.rpartition(", ")[2].split()[0])
 
 
-def outlook(alone_ms: float, buckets: Sequence[int], costs: Costs) -> list[str]:
+def outlook(alone_ms: float, buckets: Sequence[int], costs: Costs, lost: float) -> list[str]:
     """Return notes: predicted efficiencies to 1,024 processes, and where communication is half of a step."""
     sizes = [2**k for k in range(1, _MOST.bit_length())]
-    steps = {p: costs.data_parallel_ms(alone_ms, buckets, p) for p in sizes}
+    steps = {p: costs.data_parallel_ms(alone_ms, buckets, p, lost) for p in sizes}
     table = ", ".join(f"{p}: {step:.4g} ms ({alone_ms / step:.2f})" for p, (step, _) in steps.items())
     half = next((p for p, (step, shown) in steps.items() if shown > step / 2), None)
     where = f"from {half} processes on" if half else f"nowhere up to {_MOST} processes"

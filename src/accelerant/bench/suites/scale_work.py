@@ -260,11 +260,29 @@ def _data_batch(this: _Process, config: GPTConfig, batch: int, alone: _GptStep) 
         raise AccelerantError("the processes' parameters differ after steps with summed gradients")
     buckets = ours.step.bucket_bytes
     this.emit("alone", this.slowest(before), batch=batch, buckets=buckets)
+    this.emit("beside", _lost(this, timed, alone, buckets), batch=batch)
     this.emit("ours", after, batch=batch)
     if peer is not None:
         plain = _plain_gpt_step(peer, this)
         _require_near("plain PyTorch's loss", this.mean(plain(*data.batch(0))), wanted)
         this.emit("torch", timed(ours, plain)[1], batch=batch)  # in turns with ours: both see the same machine
+
+
+def _lost(this: _Process, timed: Callable[..., list[list[float]]], alone: _GptStep, buckets: list[int]) -> list[float]:
+    """Return the part of the time of sums that a step loses which runs beside them and waits for none of them."""
+    sums = [torch.zeros(size // 4, device=this.where) for size in buckets]
+
+    def beside(tokens: Tensor, targets: Tensor) -> Tensor:
+        works = [dist.all_reduce(each, async_op=True) for each in sums]
+        loss = alone(tokens, targets)
+        for work in works:
+            assert work is not None  # for the type checker: async_op
+            work.wait()
+        return loss
+
+    before, both = map(this.slowest, timed(alone, beside))
+    (times,) = this.in_turns([lambda: [dist.all_reduce(each) for each in sums]], together=2)
+    return [max(0.0, (b - a) / ms) for a, b, ms in zip(before, both, this.slowest(times), strict=True)]
 
 
 def _own_rows(data: TokenBatches, batch: int) -> TokenBatches:
