@@ -54,6 +54,17 @@ def test_products_and_powers(space, bits):
         check(space, n)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [2048, 3072, 4500])
+def test_sizes_of_keys_on_a_gpu(bits):
+    """Among them one of 9 limbs a thread, an odd number, for which there are no carry chains."""
+    require_module("gmpy2", "privacy")
+    space = space_at(require_backend("cuda"))
+    for n in moduli(bits):
+        check(space, n, (65537,))
+    check_pairs(space, bits)
+
+
 def test_secret_exponents_give_the_same(space):
     n = moduli(1024)[2]
     x, e = [1, 2, n - 1], random.Random(2).getrandbits(512)
@@ -86,28 +97,18 @@ def unpaired(pairs, n):
     return [a + b * n for a, b in zip(low, high, strict=True)]
 
 
-@pytest.mark.parametrize("bits", [1000])
-def test_pairs_modulo_a_square(space, bits):
+def test_pairs_modulo_a_square(space):
     if space.backend == "cpu":
         pytest.skip("pairs are of devices; the host has GMP")
-    check_pairs(space, bits)
+    check_pairs(space, 1000)
 
 
 def check_pairs(space, bits):
-    rng, odd = random.Random(5), 2**1500 + 277
+    rng, odd = random.Random(5), 2 ** (bits + 500) + 277
     for n in moduli(bits):
         square, most = n * n, launch.limbs_of(n)
-        x = [
-            0,
-            1,
-            n - 1,
-            n,
-            n + 1,
-            square - 1,
-            square - n,
-            2 ** (96 * most) - 1,
-            *(rng.randrange(square) for _ in range(3)),
-        ]
+        edges = [0, 1, n - 1, n, n + 1, square - 1, square - n, 2 ** (96 * most) - 1]
+        x = [*edges, *(rng.randrange(square) for _ in range(3))]
         pairs = DevicePairs.of_words(space.load(launch.words_of(map(gmp().mpz, x), 3 * most)), n, space)
         assert unpaired(pairs, n) == [u % square for u in x]
         y = rng.randrange(square)
