@@ -42,7 +42,7 @@ import numpy.typing as npt
 import torch
 
 from accelerant.algebra.bigint import FixedBase, Residues, gmp, residues_of
-from accelerant.algebra.bigint.launch import DeviceResidues, ints_of
+from accelerant.algebra.bigint.launch import DeviceResidues, ints_of, words_of
 from accelerant.algebra.bigint.pairs import DevicePairs
 from accelerant.algebra.field.memory_space import HOST, MemorySpace, space_at
 from accelerant.errors import (
@@ -211,7 +211,7 @@ class PublicKey:
         exponent, bound = _scale(origin.dtype, exponent, limit, pack)
         if not pack and bound > self.max_int:
             raise RangeError(f"{origin.dtype} at exponent {exponent} needs a larger key or a smaller limit")
-        if space is not HOST and limit is None and not pack and bound.bit_length() < self.n.bit_length() - 64:
+        if space is not HOST and limit is None and not pack:
             words, offset = _encoded_words(array, exponent, bound)
             plain: Residues = self._plain_words(words, offset, space)
         else:
@@ -227,6 +227,11 @@ class PublicKey:
 
     def _plain(self, numbers: Iterable[Any], space: MemorySpace) -> Residues:
         """Return the ciphertexts (1 + m n) of numbers, without randomness."""
+        if space is not HOST:
+            listed = list(numbers)
+            columns = max((m.bit_length() for m in listed), default=0) // 32 + 1
+            offset = 1 << 32 * columns
+            return self._plain_words(words_of((m + offset for m in listed), columns + 1), offset, space)
         n = gmp().mpz(self.n)
         return residues_of((1 + m % n * n for m in numbers), self.n_square, space)
 
@@ -391,7 +396,10 @@ class PrivateKey:
         named = str(dtype or c.origin.dtype).removeprefix("torch.")
         if named not in _DTYPES:
             raise UnsupportedDtype(f"a decrypted tensor has one of the dtypes {', '.join(_DTYPES)}, got {named}")
-        numbers = self._signed(c.residues) if c.residues.space is HOST else self._signed_on_device(c.residues)
+        if c.residues.space is HOST:
+            numbers: Any = self._signed(c.residues)
+        else:
+            numbers = self._signed_on_device(c.residues, self.public.n if c.packed else c.bound)
         if isinstance(numbers, np.ndarray):
             if not c.packed and not c.exponent and named in _INTEGERS:
                 return _fitted(numbers, c, replace(c.origin, dtype=named))
@@ -410,8 +418,8 @@ class PrivateKey:
             mq + (mp - mq) * self._q_inverse % self.p * self.q for mp, mq in zip(*halves, strict=True)
         )
 
-    def _signed_on_device(self, cipher: Any) -> Any:
-        """Return the same as an array of int64 if all fit, else as integers."""
+    def _signed_on_device(self, cipher: Any, bound: int) -> Any:
+        """Return the same as an array of int64 if all fit, else as integers; slower for numbers beyond a bound."""
         gmpy2, space, words = gmp(), cipher.space, cipher.plain()
         halves = []
         for p, q, inverse in zip((self.p, self.q), (self.q, self.p), self._inverses, strict=True):
@@ -419,19 +427,25 @@ class PrivateKey:
             powers = DevicePairs.of_words(words, p, space).power(p - 1, secret=True)
             half = powers.times(inverse * gmpy2.invert(q, p) % p, plain=True).half(1)
             halves.append(DeviceResidues.of_words(half, self.public.n, space, q))
-        found = space.store(halves[0].plus_words(halves[1].words, 1).plus(2**63).plain())
-        if not found[:, 2:].any():
-            return np.ascontiguousarray(found[:, :2], "<u4").view("<u8")[:, 0].astype(np.uint64).view(np.int64) ^ -(
-                2**63
-            )
-        return self._in_range((m - 2**63) % self.public.n for m in ints_of(found))
+        n, columns = self.public.n, max(2, bound.bit_length() // 32 + 1)
+        offset = 2 ** (32 * columns - 1) if 32 * columns < n.bit_length() else 0
+        found = space.store(halves[0].plus_words(halves[1].words, 1).plus(offset).plain())
+        if not offset or found[:, columns:].any():
+            return self._in_range((m - offset) % n for m in ints_of(found))
+        words = found[:, :columns].astype("<u4")
+        words[:, -1] ^= np.uint32(2**31)  # less the offset: two's complement
+        low = words[:, :2].copy().view("<i8")[:, 0].astype(np.int64)
+        if (words[:, 2:] == (low >> 63).astype(np.uint32)[:, None]).all():
+            return low
+        data, size = words.tobytes(), 4 * columns
+        return [int.from_bytes(data[at : at + size], "little", signed=True) for at in range(0, len(data), size)]
 
     def _in_range(self, numbers: Iterable[Any]) -> list[int]:
         """Return numbers mod n, those above n - n/3 as negative; RangeError for one beyond n/3."""
-        n, most, found = self.public.n, self.public.max_int, []
+        n, half, most, found = self.public.n, self.public.n // 2, self.public.max_int, []
         for i, number in enumerate(numbers):
             m = int(number)
-            m = m - n if m > n // 2 else m
+            m = m - n if m > half else m
             if abs(m) > most:
                 raise RangeError(f"the decrypted number {i} is beyond n/3: a sum or product overflowed elsewhere")
             found.append(m)
