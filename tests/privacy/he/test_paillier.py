@@ -27,7 +27,7 @@ from accelerant.errors import (
     UnsupportedDtype,
 )
 from accelerant.privacy import he
-from accelerant.privacy.he import messages, paillier
+from accelerant.privacy.he import encoding, messages, paillier
 from accelerant.privacy.he.paillier import EncryptedTensor, PrivateKey, PublicKey, keygen
 from requirements import require_backend, require_module
 
@@ -617,3 +617,33 @@ def test_ciphertexts_on_a_device(backend):
         private.decrypt(overflown)
     fast = public.encrypt(x[0], device=device, fast=True)
     assert torch.equal(private.decrypt(fast), x[0])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8", "int64", "uint8", "uint64"])
+@pytest.mark.parametrize("exponent", [None, 0, -3, -40, 5])
+def test_words_are_the_encoded_numbers(dtype, exponent):
+    rng = np.random.default_rng(0)
+    if "int" in dtype:
+        limits, exponent = np.iinfo(dtype), exponent and min(exponent, 0)
+        x = np.concatenate(
+            [rng.integers(limits.min, limits.max, 50, dtype, endpoint=True), [limits.min, limits.max, 0]]
+        )
+    else:
+        limits = np.finfo(dtype)
+        edges = [limits.max, -limits.max, 0, -0.0, limits.tiny, -limits.smallest_subnormal, 0.5, -0.5, 1.5, -1.5]
+        x = np.concatenate([rng.standard_normal(50) * 2.0 ** rng.integers(-12, 12, 50), edges])
+    x = x.astype(dtype)
+    exponent, bound = encoding.scale_of(dtype, exponent, None, False)
+    words, offset = encoding.encode_words(x, exponent, bound)
+    numbers = [int.from_bytes(row.astype("<u4").tobytes(), "little") - offset for row in words]
+    assert numbers == encoding.encode(x, exponent, bound)
+
+
+@pytest.mark.parametrize("columns", [2, 3, 7])
+def test_words_are_the_signed_numbers(columns):
+    most = 2 ** (32 * columns - 1)
+    for numbers, kind in (([0, -1, 5, 2**63 - 1, -(2**63)], np.ndarray), ([most - 1, -most, -1], (list, np.ndarray))):
+        data = b"".join((number + most).to_bytes(4 * columns, "little") for number in numbers)
+        found = encoding.signed_numbers(np.frombuffer(data, "<u4").reshape(-1, columns))
+        assert isinstance(found, kind)
+        assert list(found) == numbers

@@ -54,12 +54,25 @@ from accelerant.errors import (
     UnsupportedCase,
     UnsupportedDtype,
 )
+from accelerant.privacy.he.encoding import (
+    DTYPES,
+    EXPONENT_MOST,
+    FLOATS,
+    SLOT_BITS,
+    decode,
+    encode,
+    encode_words,
+    in_slots,
+    joint_dtype,
+    out_of_slots,
+    scale_of,
+    signed_numbers,
+)  # fmt: skip
 from accelerant.privacy.he.messages import (
     KINDS,
     Origin,
     Reader,
     host_array,
-    in_kind,
     open_box,
     sealed,
     write_private,
@@ -70,18 +83,8 @@ from accelerant.runtime.files import read_regular
 __all__ = ["EncryptedTensor", "PrivateKey", "PublicKey", "keygen"]
 
 BITS_LEAST, BITS_MOST = 2048, 8192
-SLOT_BITS, SLOT_VALUE = 31, 2**23
-"""Bits of a slot of a packed plaintext, of which the value has 24 (sign included) and additions the others, and the
-largest magnitude of a value: 66 slots in 2048 bits, 99 in 3072, and 127 additions."""
-
-_FLOATS = {"float16": (-6, 16), "bfloat16": (-16, 128), "float32": (-16, 128), "float64": (-24, 1024)}
-"""Default exponent of each dtype, in powers of 16, and log2 of the largest magnitude. float16 is exact. float32 is
-within 2^-65, exact from 2^-41 on; float64 is within 2^-97, exact from 2^-44 on."""
-
-_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-_DTYPES = (*_FLOATS, *_INTEGERS)
 _MESSAGES, _VERSION = {"n": "public key", "s": "private key", "c": "ciphertexts"}, 1
-_EXPONENT_MOST, _DIMENSIONS_MOST = 1024, 32
+_DIMENSIONS_MOST = 32
 _stream = SecureStream()
 
 
@@ -204,19 +207,19 @@ class PublicKey:
         self, x: Any, exponent: int | None, limit: float | None, pack: bool, device: str | None,
         masks: Callable[[int, MemorySpace], Residues],
     ) -> EncryptedTensor:  # fmt: skip
-        array, origin = host_array(x, _DTYPES, "Paillier")
+        array, origin = host_array(x, DTYPES, "Paillier")
         space = HOST
         if device is not None or origin.device.startswith("cuda"):
             space = space_at(device or origin.device)
-        exponent, bound = _scale(origin.dtype, exponent, limit, pack)
+        exponent, bound = scale_of(origin.dtype, exponent, limit, pack)
         if not pack and bound > self.max_int:
             raise RangeError(f"{origin.dtype} at exponent {exponent} needs a larger key or a smaller limit")
         if space is not HOST and limit is None and not pack:
-            words, offset = _encoded_words(array, exponent, bound)
+            words, offset = encode_words(array, exponent, bound)
             plain: Residues = self._plain_words(words, offset, space)
         else:
-            numbers = _encoded(array, exponent, bound)
-            plain = self._plain(_packed(numbers, self.slots) if pack else numbers, space)
+            numbers = encode(array, exponent, bound)
+            plain = self._plain(in_slots(numbers, self.slots) if pack else numbers, space)
         cipher = plain.times(masks(len(plain), space))
         return EncryptedTensor(self, cipher, tuple(array.shape), exponent, bound, origin, packed=pack, fresh=True)
 
@@ -283,7 +286,7 @@ class PublicKey:
         dtype = dtype or ("float64" if exponent else "int64")
         if kind not in ("torch", "numpy"):
             raise ConfigError(f"kind is 'torch' or 'numpy', got {kind!r}")
-        exponent, bound = _scale(dtype, exponent, limit, False)
+        exponent, bound = scale_of(dtype, exponent, limit, False)
         cipher = residues_of(numbers, self.n_square, space_at(device))
         return EncryptedTensor(self, cipher, array.shape, exponent, min(bound, self.max_int), Origin(kind, dtype))
 
@@ -394,19 +397,15 @@ class PrivateKey:
         if c.public != self.public:
             raise FormatError(f"the tensor was encrypted for {c.public!r}, the key is of {self.public!r}")
         named = str(dtype or c.origin.dtype).removeprefix("torch.")
-        if named not in _DTYPES:
-            raise UnsupportedDtype(f"a decrypted tensor has one of the dtypes {', '.join(_DTYPES)}, got {named}")
+        if named not in DTYPES:
+            raise UnsupportedDtype(f"a decrypted tensor has one of the dtypes {', '.join(DTYPES)}, got {named}")
         if c.residues.space is HOST:
             numbers: Any = self._signed(c.residues)
         else:
             numbers = self._signed_on_device(c.residues, self.public.n if c.packed else c.bound)
-        if isinstance(numbers, np.ndarray):
-            if not c.packed and not c.exponent and named in _INTEGERS:
-                return _fitted(numbers, c, replace(c.origin, dtype=named))
-            numbers = numbers.tolist()
         if c.packed:
-            numbers = _unpacked(numbers, self.public.slots, math.prod(c.shape))
-        return _decoded(numbers, c, replace(c.origin, dtype=named))
+            numbers = out_of_slots(numbers, self.public.slots, math.prod(c.shape))
+        return decode(numbers, c.exponent, c.shape, replace(c.origin, dtype=named))
 
     def _signed(self, cipher: Residues) -> list[int]:
         """Return the plaintexts, those above n - n/3 as negative; RangeError for one beyond n/3."""
@@ -432,13 +431,7 @@ class PrivateKey:
         found = space.store(halves[0].plus_words(halves[1].words, 1).plus(offset).plain())
         if not offset or found[:, columns:].any():
             return self._in_range((m - offset) % n for m in ints_of(found))
-        words = found[:, :columns].astype("<u4")
-        words[:, -1] ^= np.uint32(2**31)  # less the offset: two's complement
-        low = words[:, :2].copy().view("<i8")[:, 0].astype(np.int64)
-        if (words[:, 2:] == (low >> 63).astype(np.uint32)[:, None]).all():
-            return low
-        data, size = words.tobytes(), 4 * columns
-        return [int.from_bytes(data[at : at + size], "little", signed=True) for at in range(0, len(data), size)]
+        return signed_numbers(found[:, :columns])
 
     def _in_range(self, numbers: Iterable[Any]) -> list[int]:
         """Return numbers mod n, those above n - n/3 as negative; RangeError for one beyond n/3."""
@@ -559,7 +552,7 @@ class EncryptedTensor:
             raise ShapeError(f"shape {self.shape} has no axis {axis}")
         index = self._index().reshape(-1) if axis is None else np.moveaxis(self._index(), axis, 0)
         terms, shape = index.shape[0], index.shape[1:]
-        origin = self.origin if self.dtype in _FLOATS else replace(self.origin, dtype="int64")
+        origin = self.origin if self.dtype in FLOATS else replace(self.origin, dtype="int64")
         if not terms:
             raise ShapeError(f"shape {self.shape}: a sum needs at least one term")
         bound = self._checked(self.bound * terms, "the sum")
@@ -591,7 +584,7 @@ class EncryptedTensor:
                 raise UnsupportedCase(f"the plain operand is no multiple of 16^{self.exponent}, the packed exponent")
             self._common_shape(shape)
             index = np.broadcast_to(np.arange(len(numbers)).reshape(shape), self.shape).reshape(-1)
-            numbers, shape = _packed([numbers[i] for i in index.tolist()], self.public.slots), self.shape
+            numbers, shape = in_slots([numbers[i] for i in index.tolist()], self.public.slots), self.shape
         self._checked(bound, "the plain operand")
         plain = self.public._plain([sign * number for number in numbers], self.residues.space)
         return EncryptedTensor(
@@ -608,7 +601,7 @@ class EncryptedTensor:
         shape = self._common_shape(other.shape)
         bound = self._checked(x.bound + y.bound, "the sum")
         cipher = x._spread(shape).times(y._spread(shape))
-        origin = replace(self.origin, dtype=_joint(self.dtype, other.dtype))
+        origin = replace(self.origin, dtype=joint_dtype(self.dtype, other.dtype))
         return replace(self, residues=cipher, shape=shape, exponent=low, bound=bound, origin=origin, fresh=False)
 
     def __mul__(self, other: Any) -> EncryptedTensor:
@@ -644,7 +637,7 @@ class EncryptedTensor:
 
     def __matmul__(self, other: Any) -> EncryptedTensor:
         """Multiply (..., k) by a plain matrix (k, m) or vector (k,): a power for each of the ... k m products."""
-        array, _ = host_array(other, _DTYPES, "Paillier")
+        array, _ = host_array(other, DTYPES, "Paillier")
         if not self.shape or array.ndim not in (1, 2) or array.shape[0] != self.shape[-1]:
             raise ShapeError(f"{self.shape} @ {array.shape}: wanted (..., k) @ (k, m) or (k,)")
         terms = self if array.ndim == 1 else self.reshape(*self.shape, 1)
@@ -673,7 +666,7 @@ class EncryptedTensor:
         Args:
             rerandomize: by default where an operation has been applied since encryption.
         """
-        kind, dtype, width = KINDS.index(self.origin.kind), _DTYPES.index(self.dtype), 2 * self.public.n_bytes
+        kind, dtype, width = KINDS.index(self.origin.kind), DTYPES.index(self.dtype), 2 * self.public.n_bytes
         return b"".join([
             _header("c"), self.public.fingerprint, bytes([self.packed, kind, dtype]),
             self.exponent.to_bytes(4, "big", signed=True), self.bound.to_bytes(self.public.n_bytes, "big"),
@@ -690,11 +683,11 @@ class EncryptedTensor:
         reader = _reader(data, "c")
         if reader.take(32) != public.fingerprint:
             raise FormatError(f"the ciphertexts are of another key than {public!r}")
-        packed, kind, dtype = (reader.number(1, most) for most in (1, len(KINDS) - 1, len(_DTYPES) - 1))
+        packed, kind, dtype = (reader.number(1, most) for most in (1, len(KINDS) - 1, len(DTYPES) - 1))
         exponent = int.from_bytes(reader.take(4), "big", signed=True)
         bound = reader.number(public.n_bytes, 2 ** (SLOT_BITS - 1) - 1 if packed else public.max_int)
-        if abs(exponent) > _EXPONENT_MOST:
-            raise FormatError(f"an exponent is from {-_EXPONENT_MOST} to {_EXPONENT_MOST}, got {exponent}")
+        if abs(exponent) > EXPONENT_MOST:
+            raise FormatError(f"an exponent is from {-EXPONENT_MOST} to {EXPONENT_MOST}, got {exponent}")
         shape = tuple(reader.number(8, 2**48) for _ in range(reader.number(1, _DIMENSIONS_MOST)))
         if math.prod(max(1, size) for size in shape) > 2**48:
             raise FormatError(f"shape {shape} is too large")
@@ -706,7 +699,7 @@ class EncryptedTensor:
         numbers = [int.from_bytes(body[at : at + width], "big") for at in range(0, len(body), width)]
         public._check_ciphertexts(numbers)
         cipher = residues_of(numbers, public.n_square, space_at(device))
-        origin = Origin(KINDS[kind], _DTYPES[dtype])
+        origin = Origin(KINDS[kind], DTYPES[dtype])
         return cls(public, cipher, shape, exponent, bound, origin, packed=bool(packed))
 
     def to(self, device: str) -> EncryptedTensor:
@@ -760,154 +753,10 @@ class EncryptedTensor:
         """Return integers, their exponent (the highest that is exact), shape and resulting dtype of a plain operand."""
         if type(other) is int:  # of any size
             return [other], 0, (), self.dtype
-        array, origin = host_array(other, _DTYPES, "Paillier")
-        exponent, _ = _scale(origin.dtype, None, None, False)
-        numbers = _encoded(array, exponent, None)
+        array, origin = host_array(other, DTYPES, "Paillier")
+        exponent, _ = scale_of(origin.dtype, None, None, False)
+        numbers = encode(array, exponent, None)
         while exponent < 0 and not any(number % 16 for number in numbers):
             numbers, exponent = [number // 16 for number in numbers], exponent + 1
-        scalar = isinstance(other, float) and self.dtype in _FLOATS
-        return numbers, exponent, tuple(array.shape), self.dtype if scalar else _joint(self.dtype, origin.dtype)
-
-
-# --- encoding --------------------------------------------------------------------------------------------------------
-
-
-def _scale(dtype: str, exponent: int | None, limit: Any, pack: bool) -> tuple[int, int]:
-    """Return the exponent and the bound of encoded magnitudes."""
-    if dtype not in _DTYPES:
-        raise UnsupportedDtype(f"wanted a dtype of {', '.join(_DTYPES)}, got {dtype}")
-    if dtype in _FLOATS and pack and exponent is None:
-        raise ConfigError("packed floats need an exponent: values are multiples of 16^exponent, below 2^23 of them")
-    default, bits = _FLOATS[dtype] if dtype in _FLOATS else (0, np.iinfo(dtype).bits - (dtype[0] == "i"))
-    exponent = default if exponent is None else exponent
-    if type(exponent) is not int or not -_EXPONENT_MOST <= exponent <= (_EXPONENT_MOST if dtype in _FLOATS else 0):
-        raise ConfigError(
-            f"an exponent is from {-_EXPONENT_MOST} to {_EXPONENT_MOST}, of integers to 0; got {exponent!r}"
-        )
-    if limit is not None and not (isinstance(limit, (int, float, np.number)) and 0 <= limit < math.inf):
-        raise ConfigError(f"a limit is a finite number from 0 on, got {limit!r}")
-    if pack and limit is None:
-        return exponent, SLOT_VALUE
-    top = 2**bits if limit is None else math.ceil(limit)
-    bound = top << -4 * exponent if exponent <= 0 else -(-top >> 4 * exponent)
-    if pack and bound > SLOT_VALUE:
-        raise ConfigError(f"packed values have 24 bits: the limit divided by 16^exponent must be at most {SLOT_VALUE}")
-    return exponent, bound
-
-
-def _encoded(array: npt.NDArray[Any], exponent: int, bound: int | None) -> list[int]:
-    """Return round(x 16^-exponent), halves up; RangeError names the index of a value out of range."""
-    if array.dtype.kind in "iu":
-        numbers = [value << -4 * exponent for value in array.reshape(-1).tolist()]
-    else:
-        wholes, shifts = (part.tolist() for part in _mantissas(array.reshape(-1), exponent))
-        numbers = [
-            m << shift if shift >= 0 else (m + (1 << -shift - 1)) >> -shift
-            for m, shift in zip(wholes, shifts, strict=True)
-        ]
-    if bound is not None:
-        for i, number in enumerate(numbers):
-            if abs(number) > bound:
-                raise RangeError(f"the value at flat index {i} is beyond the limit, {bound} times 16^{exponent}")
-    return numbers
-
-
-def _encoded_words(array: npt.NDArray[Any], exponent: int, bound: int) -> tuple[npt.NDArray[Any], int]:
-    """Return words of the same numbers plus an offset above all magnitudes, and the offset."""
-    flat, columns = array.reshape(-1), bound.bit_length() // 32 + 1
-    if array.dtype.kind in "iu":
-        below, magnitudes = (
-            flat < 0,
-            np.abs(flat.astype(np.int64 if array.dtype.kind == "i" else np.uint64)).view(np.uint64),
-        )
-        shifts = np.full(flat.shape, -4 * exponent)
-    else:
-        numbers, shifts = _mantissas(flat, exponent)
-        right = np.clip(-shifts, 0, 60)  # of 53 bits nothing is left below half a unit
-        numbers = np.where(right > 0, numbers + (np.int64(1) << np.maximum(right, 1) - 1) >> right, numbers)
-        below, magnitudes, shifts = numbers < 0, np.abs(numbers).view(np.uint64), np.maximum(shifts, 0)
-        shifts = np.where(magnitudes == 0, 0, shifts)
-    words, rows = np.zeros((len(flat), columns + 3), np.uint32), np.arange(len(flat))
-    column, bits = shifts // 32, (shifts % 32).astype(np.uint64)
-    low, high = (half << bits for half in (magnitudes & np.uint64(2**32 - 1), magnitudes >> np.uint64(32)))
-    middle = low >> np.uint64(32) | high & np.uint64(2**32 - 1)
-    for i, part in enumerate((low, middle, high >> np.uint64(32))):
-        words[rows, column + i] = part.astype(np.uint32)
-    words[:, columns] = 1  # the offset, 2^(32 columns); what is below 0 is subtracted from it
-    words[below] = ~words[below]
-    words[below, columns:] = 0
-    carry = below.astype(np.uint64)
-    for i in range(columns + 1):
-        carry += words[:, i]
-        words[:, i] = carry.astype(np.uint32)
-        carry >>= np.uint64(32)
-    return words[:, : columns + 1].copy(), 1 << 32 * columns
-
-
-def _mantissas(flat: npt.NDArray[Any], exponent: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[Any]]:
-    """Return integers of 53 bits and powers of 2, whose products are x 16^-exponent; RangeError if one is infinite."""
-    wide = flat.astype(np.float64)
-    finite = np.isfinite(wide)
-    if not finite.all():
-        raise RangeError(f"the value at flat index {int(finite.argmin())} is not finite")
-    mantissas, powers = np.frexp(wide)
-    return (mantissas * 2.0**53).astype(np.int64), powers - 53 - 4 * exponent
-
-
-def _packed(numbers: Sequence[int], slots: int) -> list[int]:
-    """Return the sums of `slots` numbers each, number i times 2^(31 i)."""
-    return [
-        sum(number << SLOT_BITS * i for i, number in enumerate(numbers[at : at + slots]))
-        for at in range(0, len(numbers), slots)
-    ]
-
-
-def _unpacked(packed: Sequence[int], slots: int, count: int) -> list[int]:
-    """Return the numbers of slots, magnitudes below 2^30."""
-    numbers, half = list[int](), 1 << SLOT_BITS - 1
-    offset = sum(half << SLOT_BITS * i for i in range(slots))
-    for one in packed:
-        shifted = one + offset  # no slot is negative
-        numbers += [(shifted >> SLOT_BITS * i & 2 * half - 1) - half for i in range(slots)]
-    return numbers[:count]
-
-
-def _fitted(numbers: npt.NDArray[np.int64], c: EncryptedTensor, origin: Origin) -> Any:
-    """Return integers as an array of its origin; RangeError where one does not fit the dtype."""
-    limits = np.iinfo(origin.dtype)
-    if numbers.size and (numbers.min() < limits.min or numbers.max() > limits.max):
-        raise RangeError(f"a decrypted value does not fit {origin.dtype}: decrypt with a wider dtype")
-    return in_kind(numbers.astype(origin.dtype).reshape(c.shape), origin)
-
-
-def _decoded(numbers: Sequence[int], c: EncryptedTensor, origin: Origin) -> Any:
-    """Return numbers times 16^exponent as an array of its origin; RangeError where one does not fit the dtype."""
-    down, up = 4 * max(0, -c.exponent), 4 * max(0, c.exponent)
-    real, dtype = origin.dtype in _FLOATS, origin.dtype
-    stored = np.dtype("float32" if dtype == "bfloat16" else dtype)
-    try:
-        if real:
-            values: list[Any] = [(number << up) / (1 << down) for number in numbers]  # rounded once
-        elif any(number & (1 << down) - 1 for number in numbers):
-            raise RangeError(f"a decrypted value is not an integer: decrypt with dtype='float64' instead of {dtype}")
-        else:
-            values = [number << up >> down for number in numbers]
-        with np.errstate(over="ignore"):
-            array = np.array(values, np.float64 if real else stored).astype(stored).reshape(c.shape)
-        if real and not np.isfinite(array).all():
-            raise OverflowError
-    except OverflowError as error:
-        if isinstance(error, RangeError):
-            raise
-        raise RangeError(f"a decrypted value does not fit {dtype}: decrypt with a wider dtype") from None
-    return in_kind(array, origin)
-
-
-def _joint(x: str, y: str) -> str:
-    """Return the dtype of a sum or product: of two integer dtypes int64, of two float dtypes the wider one."""
-    real = [dtype for dtype in (x, y) if dtype in _FLOATS]
-    if x == y or len(real) == 1:
-        return x if x == y else real[0]
-    return max(real, key=list(_FLOATS).index) if real and {x, y} != {"float16", "bfloat16"} else (
-        "float32" if real else "int64"
-    )  # fmt: skip
+        scalar = isinstance(other, float) and self.dtype in FLOATS
+        return numbers, exponent, tuple(array.shape), self.dtype if scalar else joint_dtype(self.dtype, origin.dtype)
