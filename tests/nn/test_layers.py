@@ -304,4 +304,4 @@ def test_blocks_on_a_gpu_are_those_of_the_cpu(norm_first):
     for call in calls:
         torch.testing.assert_close(call("cuda").cpu(), call("cpu"), rtol=1e-3, atol=1e-4)
     ran = {(row["op"], row["implementation"]) for row in ledger().to_dict()["ops"]}
-    assert ("attention_masked_fwd", "triton") in ran
+    assert any(op == "attention_masked_fwd" and name.startswith("triton") for op, name in ran)  # on sm_90 split float32

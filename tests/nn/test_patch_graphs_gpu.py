@@ -172,8 +172,10 @@ def test_a_failed_capture_leaves_everything_usable():
     x = torch.randn(64, 256, device="cuda")
     for _ in range(graphs.EAGER_CALLS):
         net(x).sum().backward()
+    stream = torch.cuda.current_stream()
     with pytest.warns(FallbackWarning, match="the capture failed with"):
         net(x).sum().backward()
+    assert torch.cuda.current_stream() == stream
     assert report.graphs["captured"] == 0
     torch.cuda.empty_cache()
     assert 0.4 < float((net(x) == 0).float().mean()) < 0.6  # eager draws

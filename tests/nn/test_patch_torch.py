@@ -295,4 +295,4 @@ def test_on_a_gpu_our_kernels_run():
         same(outcome(model, *inputs("cuda")), before, rtol=1e-3, atol=1e-4)
     ran = {row["op"]: row["implementation"] for row in ledger().to_dict()["ops"]}
     for op in ("attention_masked_fwd", "attention_masked_bwd", "mse_loss_fwd", "mse_loss_bwd", "l1_loss_fwd"):
-        assert ran[op] == "triton"
+        assert ran[op].startswith("triton")  # float32 attention on sm_90 is that of split products

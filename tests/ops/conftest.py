@@ -1,5 +1,9 @@
-"""The tests of ops run their Triton kernels: compiled on a GPU, interpreted on CPU tensors where there is none."""
+"""The tests of ops run their Triton kernels: compiled on a GPU, interpreted on CPU tensors where there is none.
 
+On a GPU they run as they do ahead of a capture: otherwise training on few elements is left to torch's functions.
+"""
+
+import contextlib
 import importlib.util
 
 import pytest
@@ -7,6 +11,7 @@ import torch
 
 from accelerant.runtime.dispatch import operations
 from accelerant.runtime.ledger import ledger
+from accelerant.runtime.streams.graphs import ahead_of_capture
 
 
 def pytest_collection_modifyitems(items):
@@ -26,7 +31,8 @@ def _interpreter(monkeypatch):
     _forget()
     ledger().reset()
     torch.manual_seed(0)
-    yield
+    with ahead_of_capture() if torch.cuda.is_available() else contextlib.nullcontext():
+        yield
     _forget()
 
 

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +21,7 @@ from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, c
 from accelerant.runtime.dispatch import operation as dispatch
 from accelerant.runtime.dispatch.plan import explain_quietly, observers
 from accelerant.runtime.ledger import SAMPLE_EVERY, ledger
+from accelerant.runtime.streams import graphs
 
 
 @pytest.fixture(autouse=True)
@@ -704,3 +706,85 @@ def test_a_small_call_enters_few_functions(name, most):
         AUTOGRAD_CALLS[name](x, w)  # the second to fourth calls are timed
 
     assert calls_of(lambda: AUTOGRAD_CALLS[name](x, w)) <= most + 2  # the two lambdas
+
+
+# --- few elements on a GPU -------------------------------------------------------------------------------------------
+
+_FEW = {
+    "gelu": (lambda x, w: ops.gelu(x), lambda x, w: F.gelu(x)),
+    "silu": (lambda x, w: ops.silu(x), lambda x, w: F.silu(x)),
+    "softmax": (lambda x, w: ops.softmax(x), lambda x, w: torch.softmax(x, -1)),
+    "layer_norm": (lambda x, w: ops.layer_norm(x, w, w), lambda x, w: F.layer_norm(x, w.shape, w, w)),
+    "rms_norm": (lambda x, w: ops.rms_norm(x, w), lambda x, w: F.rms_norm(x, w.shape, w, 1e-6)),
+    "linear_gelu": (lambda x, w: ops.linear_gelu(x, x, w[:64]), lambda x, w: F.gelu(F.linear(x, x, w[:64]))),
+    "add_layer_norm": (lambda x, w: ops.add_layer_norm(x, x, w)[0], lambda x, w: F.layer_norm(x + x, w.shape, w)),
+}
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Calls that are no longer ahead of a capture, as conftest makes them."""
+    monkeypatch.setattr(graphs, "_ahead", 0)
+
+
+def _recorded(call, x, w):
+    y = call(x, w)
+    return y, *torch.autograd.grad(y, (x, w), torch.ones_like(y), allow_unused=True)
+
+
+def _served(op):
+    rows = [row for row in ledger().to_dict()["ops"] if row["op"] == op and row["calls"]]
+    return {(row["implementation"], "few elements" in row["case"]): row["calls"] for row in rows}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", _FEW)
+def test_training_on_few_elements_on_a_gpu_is_torchs(name, dtype, eager):
+    x, w = (torch.randn(shape, device="cuda", dtype=dtype).requires_grad_() for shape in ((64, 256), (256,)))
+    ours, torchs = _FEW[name]
+    expected = _recorded(torchs, x, w)
+    for _ in range(6):  # past the calls that are timed
+        for found, wanted in zip(_recorded(ours, x, w), expected, strict=True):
+            assert (found is None and wanted is None) or torch.equal(found, wanted)
+    assert _served(f"{name}_fwd") == {("torch", True): 6}
+    assert _served(f"{name}_bwd") == {("torch", True): 6}
+    (decision,) = explain_quietly(ours, x, w).decisions
+    assert dict(decision.refused) == {"triton": "its autograd function costs the host more than torch's whole call"}
+    torch.autograd.grad(torch.autograd.grad(ours(x, w).sum(), x, create_graph=True)[0].sum(), x)
+
+
+@pytest.mark.gpu
+def test_everything_else_on_a_gpu_runs_our_kernels(eager):
+    x = torch.randn(64, 256, device="cuda")
+    many = torch.randn(_differentiable.FEW, device="cuda").requires_grad_()
+    wants = x.clone().requires_grad_()
+
+    def under_no_grad():
+        with torch.no_grad():
+            ops.gelu(wants)
+
+    def ahead():
+        with graphs.ahead_of_capture():
+            ops.gelu(wants)
+
+    def forced():
+        with force(gelu_fwd="triton"):
+            ops.gelu(wants)
+
+    for call in (
+        lambda: ops.gelu(x),
+        lambda: ops.gelu(many),
+        lambda: ops.gelu(wants.t()),
+        under_no_grad,
+        ahead,
+        forced,
+    ):
+        ledger().reset()
+        ops.gelu(wants)
+        call()
+        assert sorted(_served("gelu_fwd")) == [("torch", True), ("triton", False)]
+    for mixed in (torch.ones(256, device="cuda", dtype=torch.float32), torch.ones(3, device="cuda")):
+        with contextlib.suppress(ShapeError):
+            ops.layer_norm(wants.bfloat16(), mixed)
+    assert set(_served("layer_norm_fwd")) == {("triton", False)}

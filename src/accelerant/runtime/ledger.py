@@ -280,13 +280,16 @@ class Ledger:
             if record.backward is None:
                 op = f"{record.op.removesuffix('_fwd')}_bwd"
                 key = (op, record.implementation, record.backend, record.device, record.case)
-                reason = "torch's autograd; calls and times from observed passes"
+                timed = "calls and times" if record.backend == "cpu" else "calls"
+                reason = f"torch's autograd; {timed} from observed passes"
                 record.backward = self.record(OpRecord(*key, own=False, reason=reason))
             record.passes += 1
             return end
 
         def end(ms: float) -> None:
             backward = record.backward
+            if record.backend != "cpu":  # the host's clock says nothing of the device's time
+                return
             if backward is not None and backward.first_ms is None:
                 backward.first_ms = ms
             elif backward is not None:

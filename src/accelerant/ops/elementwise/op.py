@@ -124,8 +124,9 @@ def _silu_backward(dy: Tensor, x: Tensor) -> Tensor:
     return (dy * (s * (1.0 + wide * (1.0 - s)))).to(x.dtype)
 
 
-_relu_cpu, _sigmoid_cpu = CpuFastPath(torch.relu), CpuFastPath(torch.sigmoid)
-_tanh_cpu, _silu_cpu = CpuFastPath(torch.tanh), CpuFastPath(F.silu)
+_relu_cpu, _sigmoid_cpu, _tanh_cpu, _silu_cpu = (
+    CpuFastPath(function, few=lambda _: True) for function in (torch.relu, torch.sigmoid, torch.tanh, F.silu)
+)
 _relu = _unary(
     "relu", torch.relu, lambda dy, y: _aten.threshold_backward(dy, y, 0), saves="y", flops=(1, 1), cpu=_relu_cpu
 )

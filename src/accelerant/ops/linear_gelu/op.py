@@ -155,7 +155,7 @@ def _torch_equivalent(x: Tensor, weight: Tensor, bias: Tensor | None = None, app
     return _torch_equivalent(x.reshape(-1, x.shape[-1]), weight, bias, approximate).view(*x.shape[:-1], weight.shape[0])
 
 
-_cpu = CpuFastPath(_torch_equivalent)
+_cpu = CpuFastPath(_torch_equivalent, few=lambda *_, **__: True)
 
 
 @_cpu

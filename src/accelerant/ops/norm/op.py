@@ -78,21 +78,28 @@ def _torch_add_rms_norm(
     return torch.rms_norm(s, s.shape[-1:], weight, eps), s
 
 
+def _one_dtype(*args: Any, **options: Any) -> bool:
+    """Return whether all tensors have one dtype: torch's kernels for a GPU compute in float32 then, as ours do."""
+    return len({x.dtype for x in (*args, *options.values()) if isinstance(x, Tensor)}) == 1
+
+
 def _all_wide(*args: Any, **options: Any) -> bool:
-    """Return whether all tensors are float32 or all float64, so that torch computes in their dtype."""
-    dtypes = {x.dtype for x in (*args, *options.values()) if isinstance(x, Tensor)}
-    return len(dtypes) == 1 and dtypes <= {torch.float32, torch.float64}
+    """Return whether all tensors are float32 or all float64, so that torch computes in their dtype on a CPU."""
+    wide = {torch.float32, torch.float64}
+    return _one_dtype(*args, **options) and all(
+        x.dtype in wide for x in (*args, *options.values()) if isinstance(x, Tensor)
+    )
 
 
-_layer_norm_cpu = CpuFastPath(
-    lambda x, weight=None, bias=None, eps=1e-5: torch.layer_norm(x, x.shape[-1:], weight, bias, eps),
-    serves=_all_wide,
+_layer_norm_cpu, _rms_norm_cpu, _add_layer_norm_cpu, _add_rms_norm_cpu = (
+    CpuFastPath(function, serves=_all_wide, few=_one_dtype)
+    for function in (
+        lambda x, weight=None, bias=None, eps=1e-5: torch.layer_norm(x, x.shape[-1:], weight, bias, eps),
+        lambda x, weight=None, eps=1e-6: torch.rms_norm(x, x.shape[-1:], weight, eps),
+        _torch_add_layer_norm,
+        _torch_add_rms_norm,
+    )
 )
-_rms_norm_cpu = CpuFastPath(
-    lambda x, weight=None, eps=1e-6: torch.rms_norm(x, x.shape[-1:], weight, eps), serves=_all_wide
-)
-_add_layer_norm_cpu = CpuFastPath(_torch_add_layer_norm, serves=_all_wide)
-_add_rms_norm_cpu = CpuFastPath(_torch_add_rms_norm, serves=_all_wide)
 
 # --- the public functions --------------------------------------------------------------------------------------------
 

@@ -16,11 +16,20 @@ def torch_forward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Normalise as launch_forward does; statistics may be returned unasked, where torch computes them anyway.
 
-    Without them, everything that runs on a CPU is torch's own and differentiable.
+    Without them, everything that runs on a CPU is torch's own and differentiable, as it is on a GPU for one dtype.
     """
-    if not statistics and x.is_cpu:
+    one_dtype = all(other is None or other.dtype is x.dtype for other in (weight, bias, residual))
+    if not statistics and (
+        x.is_cpu or (x.is_cuda and one_dtype and dtype in (None, x.dtype) and (centre or bias is None))
+    ):
         s = x if residual is None else x + residual
-        if centre and x.dtype in (torch.float16, torch.bfloat16):
+        if not x.is_cpu:
+            y = (
+                torch.layer_norm(s, s.shape[-1:], weight, bias, eps)
+                if centre
+                else torch.rms_norm(s, s.shape[-1:], weight, eps)
+            )
+        elif centre and x.dtype in (torch.float16, torch.bfloat16):
             _, inner, w, b = _widened(s, centre, weight, bias)
             y = torch.layer_norm(inner, x.shape[-1:], w, b, eps)
         else:

@@ -13,7 +13,7 @@ import torch
 from accelerant.config import Settings, choice_overrides, settings
 
 __all__ = [
-    "Case", "Cost", "Implementation", "PlanCache", "Rules", "case_of", "group_of", "rules", "saved_by",
+    "FEW_ELEMENTS", "Case", "Cost", "Implementation", "PlanCache", "Rules", "case_of", "group_of", "rules", "saved_by",
     "torch_wants_determinism",
 ]  # fmt: skip
 
@@ -53,6 +53,10 @@ class Cost(NamedTuple):
     flops: int
 
 
+FEW_ELEMENTS = "few elements"
+"""An option of cases on a GPU that differentiable implementations alone serve: the call waits for the host anyway."""
+
+
 @dataclass(frozen=True, slots=True)
 class Implementation:
     """One way to run an op.
@@ -67,8 +71,8 @@ class Implementation:
         mutates: changes its arguments, so that it is never raced. After a failure another implementation runs only if
             this one is our own and had launched no kernel: a fallback starts from the arguments, and what a library had
             written is unknown.
-        differentiable: consists of torch's differentiable functions. Where nothing else serves a case on a CPU, the op
-            can leave the gradient to torch's autograd.
+        differentiable: consists of torch's differentiable functions. Where nothing else serves a case on a CPU, or
+            one of few elements on a GPU, the op can leave the gradient to torch's autograd.
         group: implementations of an op and of its backward op that read each other's saved tensors, for example
             "cudnn"; "" for those that share the op's own form. See saved_by.
     """

@@ -54,6 +54,7 @@ from accelerant.errors import (
 )
 from accelerant.runtime import registry
 from accelerant.runtime.dispatch.case import (
+    FEW_ELEMENTS,
     PLANS_LIMIT,
     Case,
     Cost,
@@ -100,6 +101,11 @@ _operations: dict[str, Operation] = {}
 
 def _has_no_table(device: torch.device) -> bool:
     return device.type in _TABLED and not choices().serves(device)
+
+
+def _by_torch(case: Case) -> bool:
+    """Return whether torch's own autograd may differentiate a case that torch alone serves."""
+    return case.device.type == "cpu" or (FEW_ELEMENTS in case.options and not rules().forced)
 
 
 def operations() -> dict[str, Operation]:
@@ -191,13 +197,13 @@ class Operation:
     def torch_autograd_plan(self, case: Case) -> DispatchPlan | None:
         """Return the plan of a case that torch's function alone serves and torch's autograd may differentiate.
 
-        That is so on a CPU, for an implementation that is differentiable, where no op is forced. A call of such a case
-        may run with autograd recording.
+        That is so on a CPU, and for few elements on a GPU, for an implementation that is differentiable, where no op is
+        forced. A call of such a case may run with autograd recording.
         """
         plans = self.plans.current() if choice_overrides or torch_wants_determinism() else self._usual
         plan = plans.get(case)
         if plan is None:
-            if case.device.type != "cpu" or len(self.candidates(case)) != 1:
+            if not _by_torch(case) or len(self.candidates(case)) != 1:
                 return None
             plan = self._choose(case, plans, ())
         return plan if plan.torch_autograd else None
@@ -236,6 +242,8 @@ class Operation:
     ) -> str | None:
         if implementation.name in broken:
             return reason_of(broken[implementation.name])
+        if FEW_ELEMENTS in case.options and not implementation.differentiable:
+            return "its autograd function costs the host more than torch's whole call"
         if implementation.own and (lacking := registry.reason_without_kernels(case.device)):
             return lacking
         if deterministic and not implementation.deterministic:
@@ -301,13 +309,14 @@ class Operation:
         torch_autograd = (
             alone
             and chosen.differentiable
-            and case.device.type == "cpu"
+            and _by_torch(case)
             and case not in self._broken
             and not rules().forced  # it may be the backward op that is forced
             and not rules().debug
         )
         if torch_autograd:
-            reason += "; torch on the CPU: its own autograd where that serves"
+            where = "on the CPU" if case.device.type == "cpu" else "where the host is waited for"
+            reason += f"; torch {where}: its own autograd where that serves"
         plan = self._plan(case, chosen, reason, tuple(refused.items()), raced)
         plan.forced, plan.torch_autograd = forced is not None, torch_autograd
         if not plan.forced:

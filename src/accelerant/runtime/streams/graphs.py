@@ -130,6 +130,7 @@ class Graph:
                 with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                     result = fn(*args, **kwargs)
             except BaseException:
+                torch.cuda.set_stream(current)  # torch.cuda.graph leaves its own current if the capture's end raises
                 self._ledger.release(self._ledger.captured(self.name, calls))
                 _end_drawing()
                 raise
