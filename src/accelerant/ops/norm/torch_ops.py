@@ -18,10 +18,8 @@ def torch_forward(
 
     Without them, everything that runs on a CPU is torch's own and differentiable, as it is on a GPU for one dtype.
     """
-    one_dtype = all(other is None or other.dtype is x.dtype for other in (weight, bias, residual))
-    if not statistics and (
-        x.is_cpu or (x.is_cuda and one_dtype and dtype in (None, x.dtype) and (centre or bias is None))
-    ):
+    same = dtype in (None, x.dtype) and x.is_cuda and {x.dtype}.issuperset(_dtypes(weight, bias, residual))
+    if not statistics and (x.is_cpu or (same and (centre or bias is None))):
         s = x if residual is None else x + residual
         if not x.is_cpu:
             y = (
@@ -83,6 +81,10 @@ def torch_backward(
         dweight.to(dtypes[0]) if wants_weight else None,
         dbias.to(dtypes[1]) if wants_bias else None,
     )
+
+
+def _dtypes(*tensors: Tensor | None) -> set[torch.dtype]:
+    return {x.dtype for x in tensors if x is not None}
 
 
 def torch_composite(centre: bool, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
