@@ -300,11 +300,9 @@ def test_a_batch_on_a_device_without_tensors_merges_too():
 
 
 @pytest.mark.gpu
-def test_a_batch_on_a_gpu_has_the_bits_of_single_calls_in_half_of_torchs_time():
-    from accelerant.bench.timer import wall_ms
-
-    where = torch.device("cuda")
-    xs = list(torch.randn(256, 4096, device=where).unbind())
+def test_a_batch_on_a_gpu_has_the_bits_of_single_calls():
+    """Its time beside torch's is a target of `accelerant bench runtime`: half, on a host with nothing else to do."""
+    xs = list(torch.randn(256, 4096, device="cuda").unbind())
     with Accelerator("cuda") as acc:
 
         def batched():
@@ -321,6 +319,3 @@ def test_a_batch_on_a_gpu_has_the_bits_of_single_calls_in_half_of_torchs_time():
             home = [batch.gelu(x.cpu().numpy()) for x in xs[:4]]
         assert batch.launches == 1
         np.testing.assert_array_equal(home[3].result(), acc.gelu(xs[3].cpu().numpy()))
-        merged = wall_ms(batched, where, budget_s=1.0)
-        plain = wall_ms(lambda: [torch.nn.functional.gelu(x) for x in xs], where, budget_s=1.0)
-    assert merged.p50_ms <= 0.5 * plain.p50_ms, (merged.p50_ms, plain.p50_ms)
