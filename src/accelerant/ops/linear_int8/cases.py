@@ -61,9 +61,10 @@ def _dynamic(plan: Int8TilePlan, *, integers: bool = True) -> Compilation:
     return Compilation(launch.KERNELS["dynamic"], types, constants, plan.num_warps, plan.stages)
 
 
-def _bwd(plan: Int8TilePlan) -> Compilation:
-    types = {"*": "*bf16", "weight_ptr": "*i8", "scale_ptr": "*fp32"}
-    return Compilation(launch.KERNELS["bwd"], types, {"UPCAST": False, **plan.blocks}, plan.num_warps, plan.stages)
+def _bwd(plan: Int8TilePlan, kind: str = "*bf16") -> Compilation:
+    types = {"*": kind, "weight_ptr": "*i8", "scale_ptr": "*fp32"}
+    constants = {"UPCAST": False, "SPLIT": kind == "*fp32", **plan.blocks}
+    return Compilation(launch.KERNELS["bwd"], types, constants, plan.num_warps, plan.stages)
 
 
 KERNELS = (
@@ -79,5 +80,6 @@ KERNELS = (
     *map(_dynamic, (launch.SMALL_PLANS["dynamic"], *launch.DYNAMIC_PLANS[:2])),
     _bwd(launch.SMALL_PLANS["bwd"]),
     _bwd(launch.FEW_BACKWARD_PLANS[0]),
+    _bwd(launch.FEW_BACKWARD_PLANS[0], "*fp32"),
     Compilation(launch.KERNELS["sum"], {"*": "*fp32", "dx_ptr": "*bf16"}, {"BLOCK": 256}, 2),
 )

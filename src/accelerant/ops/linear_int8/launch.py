@@ -14,7 +14,7 @@ from accelerant.runtime.compilation.triton import TritonKernel, interpreting
 
 __all__ = [
     "DYNAMIC_PLANS", "FEW_BACKWARD_PLANS", "FEW_PLANS", "FEW_ROWS", "KERNELS", "MATMUL_PLANS", "SMALL_PLANS",
-    "STRIP_PLANS", "Int8TilePlan", "StripPlan", "launch_dx", "launch_dynamic", "launch_forward", "strip_plan",
+    "STRIP_PLANS", "Int8TilePlan", "StripPlan", "launch_dx", "launch_dynamic", "launch_forward", "splits", "strip_plan",
     "tile_plan",
 ]  # fmt: skip
 
@@ -161,6 +161,14 @@ def _upcast(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16 and x.device.type != "cuda" and interpreting()
 
 
+@functools.cache
+def splits(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the gradient in float32 is that of three products in bfloat16, on tensor cores that have it."""
+    if dtype != torch.float32 or device.type != "cuda":
+        return dtype == torch.float32
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def _dense(vector: Tensor | None) -> Tensor | None:
     return vector if vector is None or vector.is_contiguous() else vector.contiguous()
 
@@ -221,7 +229,8 @@ def launch_dx(
     dx = torch.empty(M, K, dtype=dy.dtype, device=dy.device)
     if not M or not K:
         return dx
-    plan = plan or tile_plan("bwd", M, K, dy.dtype, dy.device)
+    split = splits(dy.dtype, dy.device)
+    plan = plan or tile_plan("bwd", M, K, torch.bfloat16 if split else dy.dtype, dy.device)
     tiles = ceil_div(M, plan.block_m) * ceil_div(K, plan.block_k)
     if parts is None:
         parts = _parts(M, N, tiles, plan)
@@ -231,7 +240,7 @@ def launch_dx(
     KERNELS["bwd"].launch(
         (tiles, parts),
         (dy.contiguous(), weight.contiguous(), _dense(scale), sums, M, N, K, span),
-        {"UPCAST": _upcast(dy), **plan.blocks},
+        {"UPCAST": _upcast(dy) or (split and dy.device.type != "cuda"), "SPLIT": split, **plan.blocks},
         num_warps=plan.num_warps,
         num_stages=plan.stages,
     )

@@ -15,7 +15,7 @@ from accelerant.ops._launch import triton_operation
 from accelerant.ops._library import autocast_dtype, name_of
 from accelerant.ops._refusals import check_dtype, not_a_tensor, refuses_triton_kernel
 from accelerant.ops.linear_int8 import hopper
-from accelerant.ops.linear_int8.launch import FEW_ROWS, launch_dx, launch_dynamic, launch_forward
+from accelerant.ops.linear_int8.launch import FEW_ROWS, launch_dx, launch_dynamic, launch_forward, splits
 from accelerant.ops.quantize_int8.op import quantize_int8_reference, quantize_rows, torch_quantize
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
@@ -124,8 +124,10 @@ def _refuses(case: Case) -> str | None:
 
 def _refuses_backward(case: Case) -> str | None:
     if case.device.type == "cuda":
-        if case.dtype == torch.float32:
-            return "float32 products are left to the library"
+        if case.dtype == torch.float32 and case.shape[0] > FEW_ROWS:
+            return "float32 products of many rows are left to the library"
+        if case.dtype == torch.float32 and not splits(case.dtype, case.device):
+            return "splits float32 for tensor cores that take bfloat16: NVIDIA, from sm_80 on"
         if case.shape[0] > _MAX_ROWS:
             return _MANY_ROWS
     return refuses_triton_kernel(case)

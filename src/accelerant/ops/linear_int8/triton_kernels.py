@@ -6,7 +6,8 @@ Source: 8-bit weights with a scale for each output as in Dettmers et al. 2022, a
         int32 with the scales applied after them as in Jacob et al. 2018, arXiv:1712.05877, section 2.2.
 Layout: x (M, K), q (M, K) int8, weight (N, K) int8, dy and y (M, N), contiguous; scale and bias (N,), x_scale (M,).
         Integers are exact in every dtype that they are converted to before a product. Sums in float32. Where Triton has
-        no integer tensor cores (Turing), dynamic multiplies in float16, each step exactly.
+        no integer tensor cores (Turing), dynamic multiplies in float16, each step exactly. bwd of float32 splits dy
+        scale into three numbers of bfloat16, 24 bits in all, whose products with the integers are exact.
 Grid:   row: one program per ROWS * BLOCK_N outputs of a row of x, over all of K; 16 weights per thread and load, with
         ROWS * UNROLL loads in flight before the first is used. fwd, dynamic: one program per tile of y; fwd has the
         weight as the product's first operand, which tensor cores read from registers, where it was converted. bwd: one
@@ -140,9 +141,15 @@ def linear_int8_dynamic(
 
 
 @triton.jit
+def _product(x, w, acc, UPCAST: tl.constexpr):
+    kind = tl.float32 if UPCAST else x.dtype
+    return tl.dot(x.to(kind), w.to(kind), acc, input_precision="ieee")
+
+
+@triton.jit
 def linear_int8_bwd(
     dy_ptr, weight_ptr, scale_ptr, dx_ptr, M, N, K, part,
-    UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     row, column = _tile(tl.program_id(0), M, K, BLOCK_M, BLOCK_K, GROUP)
@@ -159,8 +166,16 @@ def linear_int8_bwd(
         dy = tl.load(dy_at + n, mask=inside[None, :], other=0.0)
         scale = tl.load(scale_ptr + n + outputs, mask=inside, other=0.0).to(tl.float32)
         w = tl.load(weight_at, mask=inside[:, None] & in_row, other=0)
-        scaled = (dy.to(tl.float32) * scale[None, :]).to(tl.float32 if UPCAST else dy.dtype)
-        acc = tl.dot(scaled, w.to(scaled.dtype), acc, input_precision="ieee")
+        wide = dy.to(tl.float32) * scale[None, :]
+        if SPLIT:
+            high = wide.to(tl.bfloat16)
+            rest = tl.where(wide - wide == 0.0, wide - high.to(tl.float32), 0.0)  # none of what is not finite
+            middle = rest.to(tl.bfloat16)
+            acc = _product((rest - middle.to(tl.float32)).to(tl.bfloat16), w, acc, UPCAST)
+            acc = _product(middle, w, acc, UPCAST)
+            acc = _product(high, w, acc, UPCAST)
+        else:
+            acc = _product(wide.to(dy.dtype), w, acc, UPCAST)
         weight_at += tl.cast(BLOCK_N, tl.int64) * K
     rows = row + tl.arange(0, BLOCK_M)
     at = dx_ptr + (tl.program_id(1).to(tl.int64) * M + rows)[:, None] * K + columns[None, :]
