@@ -750,7 +750,7 @@ def test_training_on_few_elements_on_a_gpu_is_torchs(name, dtype, eager):
     assert _served(f"{name}_fwd") == {("torch", True): 6}
     assert _served(f"{name}_bwd") == {("torch", True): 6}
     (decision,) = explain_quietly(ours, x, w).decisions
-    assert dict(decision.refused) == {"triton": "its autograd function costs the host more than torch's whole call"}
+    assert set(dict(decision.refused).values()) == {"its autograd function costs the host more than torch's whole call"}
     torch.autograd.grad(torch.autograd.grad(ours(x, w).sum(), x, create_graph=True)[0].sum(), x)
 
 

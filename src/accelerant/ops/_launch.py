@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +15,9 @@ from torch import Tensor
 
 from accelerant.config import choice_overrides
 from accelerant.ops._refusals import refuses_triton_kernel
-from accelerant.runtime.compilation.triton import TritonKernel
+from accelerant.runtime.compilation.triton import TritonKernel, recorders
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
-from accelerant.runtime.dispatch.case import torch_wants_determinism
+from accelerant.runtime.dispatch.case import rules, torch_wants_determinism
 from accelerant.runtime.dispatch.tuning import Tuned
 from accelerant.runtime.memory.live_set import predictions
 
@@ -23,8 +25,8 @@ if TYPE_CHECKING:
     from accelerant.runtime.providers.cuda_launch import PreparedLaunch
 
 __all__ = [
-    "SHORT", "STREAM", "STREAMS", "Elementwise", "RowPlan", "StreamKernel", "accesses", "as_rows", "ceil_div",
-    "eviction", "launch_map", "multiprocessors", "next_power_of_2", "product_cost", "split_rows",
+    "SHORT", "STREAM", "STREAMS", "Elementwise", "Repeats", "RowPlan", "StreamKernel", "accesses", "are_repeatable",
+    "as_rows", "ceil_div", "eviction", "launch_map", "multiprocessors", "next_power_of_2", "product_cost", "split_rows",
     "triton_operation", "whole_rows",
 ]  # fmt: skip
 
@@ -91,6 +93,64 @@ def _l2_bytes(device: torch.device) -> float:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return math.inf
     return float(torch.cuda.get_device_properties(device).L2_cache_size)
+
+
+# --- repeated launches -----------------------------------------------------------------------------------------------
+
+
+class Repeats:
+    """The launches of calls that differ from an earlier one in their pointers alone, by all else that they depend on.
+
+    A call that finds its launches here skips plans, constants and the kernels' own look-ups.
+
+    >>> pointers = [x.data_ptr() for x in (x, y)]  # of all tensors, and their alignment in the key
+    >>> if not repeats.start(key, pointers):
+    ...     with repeats.recorded(key, pointers):
+    ...         KERNEL.launch(...)
+
+    Args:
+        plans: those that the launches are made with; they are dropped with them.
+    """
+
+    def __init__(self, *plans: Tuned[Any]) -> None:
+        self._known: dict[Hashable, tuple[tuple[PreparedLaunch, tuple[int, ...]], ...]] = {}
+        for each in plans:
+            each.plans.add_dependent(self._known)
+
+    def start(self, key: Hashable, pointers: Sequence[int]) -> bool:
+        """Launch what a key stands for on other pointers; False where that is not known."""
+        known = self._known.get(key)
+        if known is None:
+            return False
+        for prepared, places in known:
+            prepared.start([pointers[place] for place in places])
+        return True
+
+    @contextlib.contextmanager
+    def recorded(self, key: Hashable, pointers: Sequence[int]) -> Iterator[None]:
+        """Keep the launches of the block, unless one has another pointer (a temporary copy) or plans are being timed.
+
+        Nothing is kept for a key of None, nor where two tensors are at one address, which others need not be.
+        """
+        if key is None or rules().tune:
+            yield
+            return
+        thread = threading.get_ident()
+        found = recorders[thread] = []
+        try:
+            yield
+        finally:
+            del recorders[thread]
+        places = {pointer: place for place, pointer in enumerate(pointers)}
+        if found and len(places) == len(pointers) and all(places.keys() >= set(used) for _, used in found):
+            if len(self._known) >= _KNOWN_LIMIT:
+                self._known.clear()
+            self._known[key] = tuple((prepared, tuple(map(places.__getitem__, used))) for prepared, used in found)
+
+
+def are_repeatable() -> bool:
+    """Return whether launches may be repeated: nothing is predicted, no setting that plans depend on is overridden."""
+    return not predictions and not choice_overrides and not torch_wants_determinism()
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------

@@ -10,11 +10,21 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import AccelerantError
-from accelerant.ops._launch import RowPlan, as_rows, ceil_div, multiprocessors, next_power_of_2, whole_rows
+from accelerant.ops._launch import (
+    Repeats,
+    RowPlan,
+    are_repeatable,
+    as_rows,
+    ceil_div,
+    multiprocessors,
+    next_power_of_2,
+    whole_rows,
+)
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch.choices import rounded
 from accelerant.runtime.dispatch.operation import recoverable
 from accelerant.runtime.dispatch.tuning import Tuned
+from accelerant.runtime.memory.live_set import predictions
 
 __all__ = [
     "COUNTS", "HELD_PLANS", "KERNELS", "TUNED_BACKWARD", "TUNED_ROWS", "TUNED_WIDE", "WIDE_FROM", "WIDE_PLANS",
@@ -118,17 +128,21 @@ TUNED_BACKWARD: Tuned[RowPlan] = Tuned(
 """Tuned plans of cross_entropy_bwd, keyed by M and N."""
 
 
-def count(targets: Tensor, ignore_index: int) -> Tensor:
-    """Return (COUNTS,) int32 partial counts of the targets (M,) that are not ignore_index."""
-    counts = torch.empty(COUNTS, dtype=torch.int32, device=targets.device)
+_FORWARD, _SCALES = Repeats(TUNED_ROWS, TUNED_WIDE), Repeats()
+
+
+def count(targets: Tensor, ignore_index: int, counts: Tensor | None = None) -> Tensor:
+    """Return (COUNTS,) int32 partial counts of the targets (M,) that are not ignore_index, in `counts` if given."""
+    if counts is None:
+        counts = torch.empty(COUNTS, dtype=torch.int32, device=targets.device)
     args = (targets, counts, targets.shape[0], ignore_index)
     KERNELS["count"].launch((COUNTS,), args, {"BLOCK": 1024}, num_warps=4)
     return counts
 
 
-def reduce(losses: Tensor, counts: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return the sum of losses, divided by the sum of counts unless None; a scalar."""
-    y, n = torch.empty((), dtype=dtype, device=losses.device), losses.shape[0]
+def reduce(losses: Tensor, counts: Tensor | None, dtype: torch.dtype, y: Tensor | None = None) -> Tensor:
+    """Return the sum of losses, divided by the sum of counts unless None; a scalar, y if given."""
+    y, n = torch.empty((), dtype=dtype, device=losses.device) if y is None else y, losses.shape[0]
     fixed = {"COUNTS": COUNTS, "BLOCK": _BLOCK}
     if n > 16 * _BLOCK:
         parts = torch.empty(256, dtype=torch.float32, device=losses.device)
@@ -149,9 +163,14 @@ def scale_(dx: Tensor, dy: Tensor, counts: Tensor | None = None) -> Tensor:
         return dx
     n = dx.numel()
     if n:
+        pointers = [x.data_ptr() for x in (dx, dy, counts) if x is not None]
+        key = (n, dx.dtype, dy.dtype, dx.get_device(), *[pointer & 15 for pointer in pointers])
+        if _SCALES.start(key, pointers):
+            return dx
         grid = (min(ceil_div(n, _BLOCK), 8 * multiprocessors(dx.device)),)
         fixed = {"COUNTS": COUNTS, "BLOCK": _BLOCK}
-        KERNELS["scale"].launch(grid, (dx, dy, counts, n), fixed, num_warps=8)
+        with _SCALES.recorded(None if predictions else key, pointers):
+            KERNELS["scale"].launch(grid, (dx, dy, counts, n), fixed, num_warps=8)
     return dx
 
 
@@ -228,28 +247,47 @@ def launch_forward(
     device, dtype = logits.device, torch.float32 if wide else logits.dtype
     rows, stride = as_rows(logits, N)
     targets = targets.contiguous()
-    mean = reduction == "mean"
-    counts = count(targets, ignore_index) if mean else torch.empty(0, dtype=torch.int32, device=device)
+    mean, alone = reduction == "mean", reduction == "none"
+    counts = torch.empty(COUNTS if mean else 0, dtype=torch.int32, device=device)
     statistics = torch.empty(2, M, dtype=torch.float32, device=device)
-    losses = torch.empty(M, dtype=dtype if reduction == "none" else torch.float32, device=device)
+    losses = torch.empty(M, dtype=dtype if alone else torch.float32, device=device)
+    loss = losses if alone else torch.empty((), dtype=dtype, device=device)
     dx, dx_stride = None, 0
     if gradient:
         over = inplace and stride == N and rows.data_ptr() == logits.data_ptr()
         dx, dx_stride = (rows, stride) if over else empty_gradient(rows, stride)
     used_counts = counts if mean else None
-    if M:
-        run_rows(
-            rows, stride, targets, ignore_index, smoothing,
-            losses=losses, statistics=statistics, dx=dx, dx_stride=dx_stride, counts=used_counts,
+    results = (loss, statistics, counts) if dx is None else (loss, statistics, counts, dx)
+    key: tuple[object, ...] | None = None
+    pointers: list[int] = []
+    if M and run_rows is launch_rows and dx is not rows and are_repeatable():
+        tensors = (rows, targets, losses, statistics, used_counts, dx, loss)
+        pointers = [x.data_ptr() for x in tensors if x is not None]
+        key = (
+            M, N, stride, dx_stride, rows.dtype, targets.dtype, dtype, rows.get_device(), ignore_index, smoothing,
+            reduction, *[pointer & 15 for pointer in pointers],
         )  # fmt: skip
+        if _FORWARD.start(key, pointers):
+            return results
+    written = False
     try:
-        loss = losses if reduction == "none" else reduce(losses, used_counts, dtype)
+        with _FORWARD.recorded(key, pointers):
+            if mean:
+                count(targets, ignore_index, counts)
+            if M:
+                run_rows(
+                    rows, stride, targets, ignore_index, smoothing,
+                    losses=losses, statistics=statistics, dx=dx, dx_stride=dx_stride, counts=used_counts,
+                )  # fmt: skip
+                written = dx is rows
+            if not alone:
+                reduce(losses, used_counts, dtype, loss)
     except Exception as error:
-        if dx is not rows or not (isinstance(error, AccelerantError) or recoverable(error)):
+        if not written or not (isinstance(error, AccelerantError) or recoverable(error)):
             raise
         # An error after which dispatch does not try the next implementation: the logits are overwritten.
         raise AccelerantError(f"cross_entropy had written its gradient over the logits, then: {error}") from error
-    return (loss, statistics, counts) if dx is None else (loss, statistics, counts, dx)
+    return results
 
 
 def launch_backward(

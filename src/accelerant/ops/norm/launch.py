@@ -11,7 +11,17 @@ from torch import Tensor
 
 from accelerant.config import choice_overrides
 from accelerant.errors import UnsupportedCase
-from accelerant.ops._launch import RowPlan, as_rows, ceil_div, eviction, multiprocessors, next_power_of_2, whole_rows
+from accelerant.ops._launch import (
+    Repeats,
+    RowPlan,
+    are_repeatable,
+    as_rows,
+    ceil_div,
+    eviction,
+    multiprocessors,
+    next_power_of_2,
+    whole_rows,
+)
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch.case import torch_wants_determinism
 from accelerant.runtime.dispatch.choices import rounded
@@ -144,6 +154,8 @@ for _way, _centre, _adds in TUNED:
     if _way == "fwd":
         TUNED[_way, _centre, _adds].plans.add_dependent(_LAUNCHES)
 
+_BACKWARD = Repeats(*[plans for (way, _, _), plans in TUNED.items() if way == "bwd"])
+
 
 @functools.cache
 def reduce_plan(N: int) -> RowPlan:
@@ -261,6 +273,8 @@ def launch_backward(
     ds_rows, ds_stride = (None, dy_stride) if ds is None else as_rows(ds, N)
     weight = _dense(weight)
     sums = (dweight is not None) + (dbias is not None)
+    key: tuple[object, ...] | None = None
+    pointers: list[int] = []
     wanted = {"CENTRE": centre, "DWEIGHT": dweight is not None, "DBIAS": dbias is not None}
     parts: Tensor | None = None
     if plan is None and N > WIDE_BACKWARD:
@@ -289,16 +303,38 @@ def launch_backward(
         programs = plan.grid(M, x.device)
         sums += dxsum is not None
         parts = torch.empty((sums, programs, N), dtype=torch.float32, device=x.device) if sums else None
+        if are_repeatable():
+            described: list[object] = [centre, plan, M, N, stride, dy_stride, ds_stride, x.get_device()]
+            for tensor in (dy, ds_rows, rows, weight, statistics, dx, parts, dweight, dbias, dxsum):
+                if tensor is None:
+                    described.append(None)
+                else:
+                    pointer = tensor.data_ptr()
+                    pointers.append(pointer)
+                    described += (tensor.dtype, pointer & 15)
+            key = tuple(described)
+            if _BACKWARD.start(key, pointers):
+                return dx, dweight, dbias
         args = (dy, ds_rows, rows, weight, statistics, dx, parts, M, N, dy_stride, ds_stride, stride, M, 1)
         constants = backward_constants(plan, N, centre, wanted["DWEIGHT"], wanted["DBIAS"], dxsum is not None)
-        KERNELS["bwd"].launch((programs,), args, constants, num_warps=plan.num_warps)
-    if sums:
+        with _BACKWARD.recorded(key, pointers):
+            KERNELS["bwd"].launch((programs,), args, constants, num_warps=plan.num_warps)
+            _reduce(parts, dweight, dbias, dxsum, programs, N)
+        return dx, dweight, dbias
+    _reduce(parts, dweight, dbias, dxsum, programs, N)
+    return dx, dweight, dbias
+
+
+def _reduce(
+    parts: Tensor | None, dweight: Tensor | None, dbias: Tensor | None, dxsum: Tensor | None, programs: int, N: int
+) -> None:
+    """Add up the parts of the sums over rows, if there are any."""
+    if parts is not None:
         reduce = reduce_plan(N)
         constants = {"BLOCK_P": reduce.rows, "BLOCK_N": reduce.block_n}
         grid = (ceil_div(N, reduce.block_n),)
         summed = (parts, dweight, dbias, dxsum, programs, N)
         KERNELS["bwd_reduce"].launch(grid, summed, constants, num_warps=reduce.num_warps)
-    return dx, dweight, dbias
 
 
 def launch_backward_each(

@@ -21,6 +21,7 @@ import math
 import os
 import re
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,6 +177,10 @@ def _binary(name: str, compiled: Any, backend: str) -> Binary:
     )
 
 
+recorders: dict[int, list[tuple[PreparedLaunch, tuple[int, ...]]]] = {}
+"""Lists that the launches of a thread, by its identity, are added to, with their pointers."""
+
+
 class TritonKernel:
     """A Triton function that is compiled on demand and launched through the provider.
 
@@ -243,6 +248,8 @@ class TritonKernel:
         if prepared is None:
             prepared = self._prepare(tuple(key), grid, args, constants, num_warps, num_stages)
         prepared.start(pointers)
+        if recorders:
+            recorders.get(threading.get_ident(), []).append((prepared, tuple(pointers)))
         return prepared
 
     def _prepare(
