@@ -24,7 +24,6 @@ from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch.choices import rounded
 from accelerant.runtime.dispatch.operation import recoverable
 from accelerant.runtime.dispatch.tuning import Tuned
-from accelerant.runtime.memory.live_set import predictions
 
 __all__ = [
     "COUNTS", "HELD_PLANS", "KERNELS", "TUNED_BACKWARD", "TUNED_ROWS", "TUNED_WIDE", "WIDE_FROM", "WIDE_PLANS",
@@ -163,13 +162,16 @@ def scale_(dx: Tensor, dy: Tensor, counts: Tensor | None = None) -> Tensor:
         return dx
     n = dx.numel()
     if n:
-        pointers = [x.data_ptr() for x in (dx, dy, counts) if x is not None]
-        key = (n, dx.dtype, dy.dtype, dx.get_device(), *[pointer & 15 for pointer in pointers])
-        if _SCALES.start(key, pointers):
-            return dx
+        key: tuple[object, ...] | None = None
+        pointers: list[int] = []
+        if are_repeatable():
+            pointers = [x.data_ptr() for x in (dx, dy, counts) if x is not None]
+            key = (n, dx.dtype, dy.dtype, dx.get_device(), *[pointer & 15 for pointer in pointers])
+            if _SCALES.start(key, pointers):
+                return dx
         grid = (min(ceil_div(n, _BLOCK), 8 * multiprocessors(dx.device)),)
         fixed = {"COUNTS": COUNTS, "BLOCK": _BLOCK}
-        with _SCALES.recorded(None if predictions else key, pointers):
+        with _SCALES.recorded(key, pointers):
             KERNELS["scale"].launch(grid, (dx, dy, counts, n), fixed, num_warps=8)
     return dx
 
