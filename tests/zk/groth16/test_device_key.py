@@ -279,6 +279,9 @@ def test_all_devices_add_up_one_copy_of_a_witness():
     class Part:
         label = "x:0"
 
+        def await_read(self):
+            assert not key._witness.any()  # before it is written
+
         def begin(self, values, stages):
             seen.append(values)
 

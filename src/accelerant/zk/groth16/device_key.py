@@ -11,6 +11,7 @@ Where the device has too little memory for all points, some sections stay on the
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import threading
 from collections import deque
@@ -75,6 +76,9 @@ _SLACK = 1.1
 _STREAMED_CHUNKS = 3
 """Chunks of streamed points on the device: one in use, two being copied."""
 
+_COPIERS = 4
+"""Threads that copy a witness: one core copies less than a device reads."""
+
 _COPIES_IN_FLIGHT = 2
 """Largest number of chunks that are copied before the device has used them."""
 
@@ -112,6 +116,7 @@ class DeviceKey:
         family = family_of(zkey.family)
         self._field, self._n_public = snarkjs_scalar_field(family), zkey.n_public
         self._queues, self._lock = Queues(space, len(_LAUNCH_ORDER) + 1), fork_safe(threading.Lock())
+        self._read: Mark = None
         room = int(_MEMORY_SHARE * space.provider.memory(space.index).free_bytes) if free_bytes is None else free_bytes
         parts = dict.fromkeys(SECTIONS, (0, 1)) if parts is None else parts
         self._order = [name for name in _LAUNCH_ORDER if name in parts]
@@ -148,7 +153,7 @@ class DeviceKey:
                 witness = queues.load(self._input, values)
             in_use: list[Any] = [witness]  # kept alive until all queues have read them
             with stages("launches"):
-                copied = queues.mark(self._input)
+                self._read = copied = queues.mark(self._input)
                 pending = {
                     name: self._sections[name].begin(witness, copied, spans) for name in self._order if name != "H"
                 }
@@ -174,6 +179,11 @@ class DeviceKey:
             return KeySums(sums, public(), {name: seconds for name, seconds in times.items() if seconds is not None})
 
         return finish
+
+    def await_read(self) -> None:
+        """Wait until the last witness has been read, which pinned memory must not change before."""
+        if self._read is not None:
+            self._read.synchronize()
 
     def explain(self) -> str:
         """See ProvingKey."""
@@ -213,20 +223,23 @@ class SplitKey:
         parts = shares({name: len(words) for name, words in zkey.points.items()}, len(spaces))
         used = [(space, part) for space, part in zip(spaces, parts, strict=True) if part]
         self._keys = [DeviceKey(zkey, space, stages, parts=part) for space, part in used]
-        self._witness, self._lock = np.empty((zkey.n_vars, 4), np.uint64), fork_safe(threading.Lock())
+        self._witness, self._lock = _host_words((zkey.n_vars, 4), spaces), fork_safe(threading.Lock())
         self.label = "+".join(key.label for key in self._keys)
-        self._threads = ThreadPoolExecutor(len(used), thread_name_prefix="accelerant-groth16")
+        self._threads = ThreadPoolExecutor(max(_COPIERS, len(used)), thread_name_prefix="accelerant-groth16")
 
     def begin(self, values: U64, stages: Stages) -> Callable[[], KeySums]:
         """See ProvingKey; a thread per device copies and launches.
 
         All devices read one copy: if the file changed in between, r and s would not hide sums of parts of two
-        witnesses. Its memory is kept, since new pages cost more than the copy.
+        witnesses. Its memory is kept, since new pages cost more than the copy, and pinned, since each device reads it.
         """
         own = [Stages() for _ in self._keys]
         with self._lock:
             with stages("witness"):
-                np.copyto(self._witness, values)
+                for key in self._keys:
+                    key.await_read()
+                bounds = [len(values) * i // _COPIERS for i in range(_COPIERS + 1)]
+                list(self._threads.map(self._copy, itertools.repeat(values), bounds[:-1], bounds[1:]))
             with stages("launches"):
                 begin = lambda key, stages: key.begin(self._witness, stages)  # noqa: E731
                 pending = list(self._threads.map(begin, self._keys, own))
@@ -249,9 +262,22 @@ class SplitKey:
 
         return finish
 
+    def _copy(self, values: U64, first: int, last: int) -> None:
+        np.copyto(self._witness[first:last], values[first:last])
+
     def explain(self) -> str:
         """See ProvingKey; one line per section and device."""
         return "\n".join(key.explain() for key in self._keys)
+
+
+def _host_words(shape: tuple[int, ...], spaces: Sequence[MemorySpace]) -> U64:
+    """Return uninitialised words, in pinned memory if all devices are CUDA's."""
+    if any(space.backend != "cuda" for space in spaces):
+        return np.empty(shape, np.uint64)
+    import torch
+
+    words: U64 = torch.empty(shape, dtype=torch.int64, pin_memory=True).numpy().view(np.uint64)
+    return words
 
 
 # --- sections --------------------------------------------------------------------------------------------------------
