@@ -626,7 +626,10 @@ def test_words_are_the_encoded_numbers(dtype, exponent):
     if "int" in dtype:
         limits, exponent = np.iinfo(dtype), exponent and min(exponent, 0)
         x = np.concatenate(
-            [rng.integers(limits.min, limits.max, 50, dtype, endpoint=True), [limits.min, limits.max, 0]]
+            [
+                rng.integers(limits.min, limits.max, 50, dtype, endpoint=True),
+                np.array([limits.min, limits.max, 0], dtype),
+            ]
         )
     else:
         limits = np.finfo(dtype)
