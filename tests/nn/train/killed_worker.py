@@ -22,29 +22,33 @@ class Slow(Callback):
         time.sleep(0.02)
 
 
-def train(rank, folder, steps, callbacks=()):
+def train(rank, folder, steps, callbacks=(), device="cpu"):
     torch.manual_seed(1 + rank)  # rank 0's parameters are everybody's
     config = TrainConfig(
-        steps=steps, batch_size=12, learning_rate=0.05, folder=folder, checkpoint_every=4, device="cpu", seed=3
+        steps=steps, batch_size=12, learning_rate=0.05, folder=folder, checkpoint_every=4, device=device, seed=3
     )
     fit(Dense(dropout=0.2), *spiral(60, seed=4), config, callbacks=callbacks, resume=True)
 
 
-def elastic(folder, steps, processes, restarts):
+def elastic(folder, steps, processes, restarts, device="cpu"):
     """Train in processes of torchrun's agent, which starts them again when one dies."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     config = LaunchConfig(
         1, 1, processes, run_id="killed", rdzv_backend="c10d", rdzv_endpoint="localhost:0", local_addr="localhost",
         max_restarts=restarts, start_method="fork", monitor_interval=0.1,
     )  # fmt: skip
-    elastic_launch(config, _elastic)(folder, steps)
+    elastic_launch(config, _elastic)(folder, steps, device)
 
 
-def _elastic(folder, steps):
+def _elastic(folder, steps, device):
     torch.set_num_threads(1)
-    with joined(torch.device("cpu")):
+    where = torch.device(device)
+    if device == "cuda":
+        where = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(where)
+    with joined(where):
         Path(f"{folder}-{dist.get_rank()}.pid").write_text(str(os.getpid()))
-        train(dist.get_rank(), folder, steps, [Slow()])
+        train(dist.get_rank(), folder, steps, [Slow()], device)
 
 
 class Full(Callback):

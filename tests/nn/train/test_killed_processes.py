@@ -25,10 +25,10 @@ pytestmark = [
 ]
 
 
-def started(folder):
+def started(folder, device="cpu"):
     """The agent of torchrun, as a forked process."""
     context = multiprocessing.get_context("forkserver")
-    launcher = context.Process(target=elastic, args=(str(folder), STEPS, PROCESSES, 2 * KILLS))
+    launcher = context.Process(target=elastic, args=(str(folder), STEPS, PROCESSES, 2 * KILLS, device))
     launcher.start()
     return launcher
 
@@ -80,6 +80,24 @@ def test_training_goes_on_from_the_last_checkpoint_to_the_same_bits(tmp_path, rn
     assert all(torch.equal(found[name], wanted[name]) for name in wanted if "random." not in name)
     assert len(list(folder.glob("checkpoint-shards-*"))) == 2
     assert not [path.name for path in folder.iterdir() if ".tmp" in path.name]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < PROCESSES, reason="a GPU for each of two processes")
+def test_a_process_on_a_gpu_that_is_killed(tmp_path, rng):
+    """NCCL's collectives wait for it, in the others; they end, and all go on."""
+    straight, folder = tmp_path / "straight", tmp_path / "killed"
+    for each in (straight, folder):
+        launcher = started(each, "cuda")
+        met = [kill_one(launcher, each, rng)] if each is folder else [True]
+        launcher.join(300)
+        assert (launcher.exitcode, met) == (0, [True])
+    records = [
+        [json.loads(line) for line in (each / "metrics.jsonl").read_text().splitlines()] for each in (straight, folder)
+    ]
+    assert [record["step"] for record in records[1]] == list(range(1, STEPS + 1))
+    wanted, found = (torch.tensor([record["loss"] for record in each]) for each in records)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)  # sums of atomics
 
 
 def test_out_of_memory_in_one_process_is_the_error_of_all(tmp_path):
