@@ -31,8 +31,8 @@ BLOCK = 128
 TABLE_BYTES = 2**30
 """Most bytes of the tables of one launch."""
 
-_TABLE = 16
-"""Numbers of a power's table."""
+_TABLE, _INVERTED_ON_HOST = 16, 16
+"""Numbers of a power's table; fewest numbers whose inverses take several launches."""
 
 _ENTRIES = {
     "kernel.c": {
@@ -208,6 +208,18 @@ class DeviceResidues(Residues):
                 scalars = (n.inverse, step) if op == "mul" else (step,)
                 n.launch(f"bigint_{op}", (self.words, words, found, n.words), scalars, count)
         return DeviceResidues(found, n)
+
+    def inverse(self) -> DeviceResidues:
+        """Invert each number: products of two halves, with the inverses of which the host begins."""
+        if len(self) < _INVERTED_ON_HOST:
+            found = super().inverse()
+            assert isinstance(found, DeviceResidues)
+            return found
+        half, index = len(self) // 2, np.arange(len(self))
+        x, y, rest = (self.take(part) for part in (index[:half], index[half : 2 * half], index[2 * half :]))
+        found = x.times(y).joined(rest).inverse()
+        both = found.take(index[:half])
+        return both.times(y).joined(both.times(x)).joined(found.take(index[half : len(found)]))
 
     def power(self, exponents: Sequence[int], *, secret: bool = False) -> DeviceResidues:
         """Raise each number to its exponent, or all to the only one; the time depends on the largest one's size."""
