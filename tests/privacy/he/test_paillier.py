@@ -606,6 +606,9 @@ def test_ciphertexts_on_a_device(backend):
     assert private.decrypt(c + c, dtype="float64").tolist() == [10.0, -14.0, 2.0**63, -(2.0**64)]
     with pytest.raises(RangeError, match="a decrypted value does not fit int8"):
         private.decrypt(c, dtype="int8")
+    assert torch.equal(private.decrypt(public.encrypt(numbers[:2], device=device, limit=7)), numbers[:2])
+    with pytest.raises(RangeError, match="flat index 2 is beyond the limit"):
+        public.encrypt(numbers, device=device, limit=7)
     packed = public.encrypt(numbers[:2], device=device, pack=True)
     assert torch.equal(private.decrypt(packed + packed), 2 * numbers[:2])
     for public_call, dtype in ((public.encrypt, np.uint64), (private.encrypt, np.int16)):

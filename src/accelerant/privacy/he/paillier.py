@@ -214,7 +214,8 @@ class PublicKey:
         exponent, bound = scale_of(origin.dtype, exponent, limit, pack)
         if not pack and bound > self.max_int:
             raise RangeError(f"{origin.dtype} at exponent {exponent} needs a larger key or a smaller limit")
-        if space is not HOST and limit is None and not pack:
+        within = limit is None or bool((np.abs(array.astype(np.float64)) < math.ceil(limit)).all())
+        if space is not HOST and within and not pack:
             words, offset = encode_words(array, exponent, bound)
             plain: Residues = self._plain_words(words, offset, space)
         else:
