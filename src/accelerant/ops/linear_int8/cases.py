@@ -80,6 +80,6 @@ KERNELS = (
     *map(_dynamic, (launch.SMALL_PLANS["dynamic"], *launch.DYNAMIC_PLANS[:2])),
     _bwd(launch.SMALL_PLANS["bwd"]),
     _bwd(launch.FEW_BACKWARD_PLANS[0]),
-    _bwd(launch.FEW_BACKWARD_PLANS[0], "*fp32"),
+    _bwd(launch.SPLIT_PLAN, "*fp32"),
     Compilation(launch.KERNELS["sum"], {"*": "*fp32", "dx_ptr": "*bf16"}, {"BLOCK": 256}, 2),
 )

@@ -14,8 +14,8 @@ from accelerant.runtime.compilation.triton import TritonKernel, interpreting
 
 __all__ = [
     "DYNAMIC_PLANS", "FEW_BACKWARD_PLANS", "FEW_PLANS", "FEW_ROWS", "KERNELS", "MATMUL_PLANS", "SMALL_PLANS",
-    "STRIP_PLANS", "Int8TilePlan", "StripPlan", "launch_dx", "launch_dynamic", "launch_forward", "splits", "strip_plan",
-    "tile_plan",
+    "SPLIT_PLAN", "STRIP_PLANS", "Int8TilePlan", "StripPlan", "launch_dx", "launch_dynamic", "launch_forward",
+    "splits", "strip_plan", "tile_plan",
 ]  # fmt: skip
 
 _NAMES = ("row", "fwd", "dynamic", "bwd", "sum")
@@ -112,6 +112,9 @@ FEW_BACKWARD_PLANS = tuple(Int8TilePlan(*sizes) for sizes in (
 first took 0.033 ms with 8 parts, 0.036 with 16, 0.038 with 4, 0.145 with 1; torch's product with a dequantized weight
 0.044."""
 
+SPLIT_PLAN = FEW_BACKWARD_PLANS[1]
+"""The plan of float32, whose three parts of a tile need registers."""
+
 _MAX_PROGRAMS = 256
 """Limit of tiles times parts of such a sum."""
 
@@ -146,10 +149,10 @@ def tile_plan(kind: str, M: int, N: int, dtype: torch.dtype, device: torch.devic
         return Int8TilePlan(16, 32, 32, 4, 2)
     if kind == "fwd" and M <= FEW_ROWS:
         return FEW_PLANS[0]
+    if kind == "bwd" and M <= FEW_ROWS:
+        return SPLIT_PLAN if dtype == torch.float32 else FEW_BACKWARD_PLANS[0]
     if dtype == torch.float32 and kind != "dynamic":
         return Int8TilePlan(64, 64, 32, 4, 2)
-    if kind == "bwd" and M <= FEW_ROWS:
-        return FEW_BACKWARD_PLANS[0]
     if not is_hopper(device) or kind == "bwd":
         return SMALL_PLANS[kind]
     if kind == "dynamic":
@@ -230,7 +233,7 @@ def launch_dx(
     if not M or not K:
         return dx
     split = splits(dy.dtype, dy.device)
-    plan = plan or tile_plan("bwd", M, K, torch.bfloat16 if split else dy.dtype, dy.device)
+    plan = plan or tile_plan("bwd", M, K, dy.dtype, dy.device)
     tiles = ceil_div(M, plan.block_m) * ceil_div(K, plan.block_k)
     if parts is None:
         parts = _parts(M, N, tiles, plan)

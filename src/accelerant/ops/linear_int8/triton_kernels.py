@@ -169,7 +169,8 @@ def linear_int8_bwd(
         wide = dy.to(tl.float32) * scale[None, :]
         if SPLIT:
             high = wide.to(tl.bfloat16)
-            rest = tl.where(wide - wide == 0.0, wide - high.to(tl.float32), 0.0)  # none of what is not finite
+            rest = wide - high.to(tl.float32)
+            rest = tl.where(rest == rest, rest, 0.0)  # NaN of what is not finite
             middle = rest.to(tl.bfloat16)
             acc = _product((rest - middle.to(tl.float32)).to(tl.bfloat16), w, acc, UPCAST)
             acc = _product(middle, w, acc, UPCAST)
