@@ -156,6 +156,14 @@ def test_a_backend_that_was_asked_for_and_is_absent_fails():
     assert "abacus" in found["settings"].found
 
 
+@pytest.mark.parametrize("forced", [{"gelo_fwd": "torch"}, {"gelu_fwd": "trition"}])
+def test_an_op_or_implementation_that_the_settings_misspell_fails(forced):
+    with override(implementation=forced):
+        found = {check.name: check for check in doctor._installation()}
+    assert found["settings"].status == "failed"
+    assert all(name in found["settings"].found for name in forced)
+
+
 def test_a_check_that_breaks_is_a_failed_check():
     def broken():
         yield doctor.Check("first", "ok", "fine")

@@ -38,6 +38,7 @@ from accelerant.errors import ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.cache import KernelCache
 from accelerant.runtime.compilation.kernel import Builder
+from accelerant.runtime.dispatch import force
 from accelerant.runtime.files import JsonRecord
 from accelerant.runtime.monitoring.monitor import Sample, sample
 from accelerant.runtime.monitoring.nvidia import driver_version, minimum_driver, visible_devices_problem
@@ -128,7 +129,12 @@ def _installation() -> Iterator[Check]:
     version = f"{platform.python_version()} at {sys.executable}, {platform.platform()}"
     yield Check("python", "failed" if advice else "ok", version, advice)
     found = settings()
-    yield Check("settings", "ok", f"backend {found.backend}, fallback {found.fallback}, log {found.log}")
+    try:
+        with force(**dict(found.implementation)):
+            yield Check("settings", "ok", f"backend {found.backend}, fallback {found.fallback}, log {found.log}")
+    except ConfigError as error:
+        advice = "correct ACCELERANT_IMPLEMENTATION, or [implementation] in the configuration file"
+        yield Check("settings", "failed", str(error).partition("; known are")[0], advice)
 
 
 def _torch() -> Iterator[Check]:
