@@ -539,6 +539,13 @@ def test_square_weights_are_not_cut_with_the_rows():
         np.testing.assert_array_equal(whole.layer_norm(x, w, w), batched.layer_norm(x, w, w))
 
 
+@pytest.mark.parametrize("x", [[1j], ["1.5"], [b"1"], [np.datetime64("2020")]])
+def test_lists_of_what_is_no_real_number_are_refused(x):
+    """NumPy drops imaginary parts, and reads numbers in texts."""
+    with Accelerator("cpu") as acc, pytest.raises(UnsupportedDtype, match="wanted real numbers, got"):
+        acc.gelu(x)
+
+
 def test_a_call_past_its_time_or_memory_limit_says_so():
     x = np.zeros((100, 1000), np.float32)
     slow = AcceleratorConfig(batch_size=1, timeout_s=1e-9)

@@ -112,6 +112,8 @@ def to_torch(x: Any, device: torch.device | None, dtype: torch.dtype | None = No
             if wanted is not None:
                 if not wanted.is_floating_point and array.size and array.dtype.kind not in "iu":
                     raise UnsupportedDtype(f"wanted integers, got {array.dtype}")
+                if array.dtype.kind not in "biufO":  # NumPy would drop imaginary parts, and read digits in texts
+                    raise UnsupportedDtype(f"wanted real numbers, got {array.dtype}")
                 array = array.astype(np.float64 if wanted.is_floating_point else str(wanted).removeprefix("torch."))
             tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
             return tensor.to(device, wanted or tensor.dtype), ArrayOrigin(kind, tensor.device)
