@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from accelerant.algebra.ntt.rns import is_prime
 from accelerant.errors import BudgetExceeded, ConfigError, FormatError, RangeError, ShapeError, UnsupportedDtype
 from accelerant.privacy import he
 from accelerant.privacy.he import bfv, bfv_scheme, messages
@@ -31,6 +32,18 @@ def small():
 def centered(x, t=T):
     x = np.asarray(x, object) % t
     return np.where(x > t // 2, x - t, x)
+
+
+def test_plain_products_where_t_is_above_the_data_primes(monkeypatch):
+    """At n = 4096 data primes have 27 bits, t up to 30: coefficients of plain operands are reduced, not shifted."""
+    monkeypatch.setitem(bfv_scheme.MAX_LOG_Q[128], 64, bfv_scheme.MAX_LOG_Q[128][4096])
+    t = 2**30 - 127
+    while t % 128 != 1 or not is_prime(t):
+        t -= 128
+    public, private = bfv.keygen(64, t)
+    assert max(public.parameters.primes[0]) < t // 4
+    x, y = (np.random.default_rng(i).integers(-(t // 2), t // 2, 64) for i in (0, 1))
+    assert (private.decrypt(public.encrypt(x) * y) == centered(x.astype(object) * y, t)).all()
 
 
 def rows(rng, *shape):

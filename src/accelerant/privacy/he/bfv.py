@@ -12,11 +12,13 @@ published table only (bfv_scheme.MAX_LOG_Q, whose edition it names). No bootstra
 
 Trust: who holds the private key reads everything encrypted under the public key. Ciphertexts are IND-CPA secure only,
 and malleable: answers to decryption queries, be it only an error or its absence, may give the key away (Chenal and
-Tang, LATINCRYPT 2014). So never tell the sender of a ciphertext whether it decrypted: BudgetExceeded is for the key
-holder. Noise depends on the circuit and its inputs, so results do not hide a server's inputs from the key holder (no
-circuit privacy). Not constant time: rejection of uniform and ternary samples (of rejected words only), Python and
-NumPy arithmetic of key generation, and the check of noise in decryption. No kernel has a branch or an address that
-depends on an element. Keys are in this process's memory. None of this code has been audited.
+Tang, LATINCRYPT 2014). So never tell the sender of a ciphertext whether it decrypted, or its noise budget:
+BudgetExceeded and `noise_budget` are for the key holder. Security rests on ring learning with errors and on circular
+security: the keys for products and rotations encrypt s^2 and s(X^g) under s itself. Noise depends on the circuit and
+its inputs, so results do not hide a server's inputs from the key holder (no circuit privacy). Not constant time:
+rejection of uniform and ternary samples (of rejected words only), Python and NumPy arithmetic of key generation, and
+the check of noise in decryption. No kernel has a branch or an address that depends on an element. Keys are in this
+process's memory. None of this code has been audited.
 """
 
 from __future__ import annotations
@@ -439,7 +441,8 @@ class Ciphertext:
             return Ciphertext(self.public, data, shape, budget, self.origin)
         plain, shape = self._plain_operand(other)
         coefficients = centered(scheme.encode(plain), scheme.t)
-        rows = scheme.space.load(residues(coefficients, scheme.data))
+        moduli = np.array(scheme.data, np.int64)[:, None]  # t may be larger
+        rows = scheme.space.load((coefficients[:, None] % moduli).astype(np.uint32))
         x, rows, shape = self._broadcast(rows, shape)
         budget = self.budget_bits - scheme.plain_product_bits(coefficients)
         return Ciphertext(self.public, scheme.times_plain(x, rows), shape, budget, self.origin)

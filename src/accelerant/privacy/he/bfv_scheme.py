@@ -121,7 +121,7 @@ def _primes(parameters: Parameters) -> tuple[tuple[int, ...], int, tuple[int, ..
 
 
 def residues(values: Integers, primes: tuple[int, ...]) -> Words:
-    """Return (..., primes, n) from small signed integers (..., n): no branch depends on them."""
+    """Return (..., primes, n) from signed integers (..., n), magnitudes below all primes: no branch depends on them."""
     moduli = np.array(primes, np.int64)[:, None]
     return (values[..., None, :] + moduli * (values[..., None, :] < 0)).astype(np.uint32)
 
