@@ -63,6 +63,16 @@ def test_private_rounds_are_charged():
         federated.simulate(model(), DATA, clients=4, rounds=1, max_norm=1.0, noise_multiplier=4.0, ledger=tight)
 
 
+def test_buffers_tell_nothing_of_the_data():
+    """Running means of the clients' rows are not in the model that is returned."""
+    torch.manual_seed(2)
+    start = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 2))
+    trained, _ = federated.simulate(start, DATA, clients=4, rounds=1, max_norm=1.0, noise_multiplier=1.0)
+    for name, buffer in trained.named_buffers():
+        assert torch.equal(buffer, dict(start.named_buffers())[name]), name
+    assert not torch.equal(trained[1].weight, start[1].weight)
+
+
 def test_bad_arguments():
     with pytest.raises(ShapeError, match="a row for each"):
         federated.simulate(model(), DATA, clients=121)
@@ -118,3 +128,8 @@ def test_a_suspended_round_is_taken_once(tmp_path):
     assert server.finish().sum.tolist() == [3.0, 3.0]
     with pytest.raises(ConfigError, match="needs a round"):
         party(0).suspend()
+    abandoned = party(0)
+    abandoned.advertise(1)
+    abandoned.suspend()
+    party(0).advertise(2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]

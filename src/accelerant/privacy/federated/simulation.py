@@ -74,10 +74,11 @@ def simulate(
     """Train a copy of a model by federated averaging, with the whole protocol of secure aggregation in each round.
 
     Args:
-        model: its parameters are floating point; buffers are neither trained nor aggregated.
+        model: its parameters are floating point; buffers are neither trained nor aggregated: the result has the
+            model's own.
         data: inputs and targets, tensors or arrays of n rows each, shuffled and divided evenly among the clients.
         threshold: as for SecureAggregation; by default two thirds of the clients, or what colluders ask for.
-        test: for losses and accuracies; by default the training data.
+        test: for losses and accuracies; by default the training data, which epsilon then does not cover in the report.
         local_epochs, batch_size, learning_rate: of plain SGD at each client.
         loss: of outputs and targets.
         clip, max_norm, noise_multiplier, colluders, neighbours: as for SecureAggregation, of a client's update.
@@ -119,16 +120,15 @@ def simulate(
     shards = torch.randperm(len(inputs), generator=generator).to(inputs.device).tensor_split(clients)
 
     def update_of(i: int) -> tuple[Tensor, int]:
-        vector_to_parameters(vector.clone(), model.parameters())
-        optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
-        model.train()
+        local = copy.deepcopy(model).train()  # what forward writes to buffers stays at the client
+        optimizer = torch.optim.SGD(local.parameters(), lr=learning_rate)
         for _ in range(local_epochs):
             order = shards[i][torch.randperm(len(shards[i]), generator=generator).to(inputs.device)]
             for rows in order.split(batch_size):
                 optimizer.zero_grad()
-                loss(model(inputs[rows]), targets[rows]).backward()
+                loss(local(inputs[rows]), targets[rows]).backward()
                 optimizer.step()
-        return parameters_to_vector(model.parameters()).detach() - vector, 1
+        return parameters_to_vector(local.parameters()).detach() - vector, 1
 
     for number in range(rounds):
         server = setup.server(number, keys, ledger=ledger, device=vector.device)
