@@ -10,14 +10,87 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from accelerant.errors import ProtocolError
+from accelerant.privacy import mpc
 from accelerant.privacy.mpc.secagg.setup import make_identities
 
 pytest.importorskip("flwr", reason="the extra federated is not installed")
+
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+
+from accelerant.privacy.federated.flower import secure_round
+
 HERE = Path(__file__).parent
 CLIENTS = 3
 SETUP = {"clients": CLIENTS, "threshold": 2, "size": 8, "clip": 16.0, "step": 2.0**-10}
+
+
+class Nodes:
+    """A network of nodes in this process, with a ServerApp that may change what each of them gets."""
+
+    def __init__(self, folder, changed):
+        from accelerant.privacy.federated.flower import secure_aggregation_mod
+
+        self.setup, (self.signing, self.keys) = mpc.SecureAggregation(**SETUP), make_identities(CLIENTS)
+        self.folder, self.changed, self.trained, self.errors = folder, changed, [], []
+        self.mod = secure_aggregation_mod(
+            lambda i: self.setup.client(i, self.signing[i], self.keys, state_path=self.folder / str(i))
+        )
+
+    def get_node_ids(self):
+        return range(1, CLIENTS + 1)
+
+    def train(self, message, context):
+        self.trained.append(context)
+        arrays = message.content["arrays"].to_numpy_ndarrays()
+        rate = message.content["config"]["rate"]
+        return Message(RecordDict({"arrays": ArrayRecord([each + rate for each in arrays])}), reply_to=message)
+
+    def send_and_receive(self, messages, *, timeout):
+        for message in messages:
+            node = message.metadata.dst_node_id
+            try:
+                yield self.mod(self.changed(node, message), node - 1, self.train)
+            except ProtocolError as error:
+                self.errors.append((node, str(error)))
+                yield Message(Error(0, "failed"), reply_to=message)
+
+
+def test_a_server_cannot_ask_one_node_for_something_else(tmp_path, monkeypatch):
+    """Other arrays, another learning rate, another type of message: no sum has the update of a node that got them."""
+    monkeypatch.setattr(TaskIdentity, "_run_id", 1)
+    monkeypatch.setattr(TaskIdentity, "_task_id", 1)
+    monkeypatch.setattr(TaskIdentity, "_node_id", 1)
+    arrays, config = ArrayRecord([np.zeros((2, 3)), np.ones(2)]), ConfigRecord({"rate": 0.5, "names": ["a", "b"]})
+
+    def lying(stage, **records):
+        def changed(node, message):
+            if node == 2 and message.content["secagg"]["stage"] == stage:
+                for name, record in records.items():
+                    message.content[name] = record
+            return message
+
+        return changed
+
+    other = {"about": bytes(32), "stage": "advertise", "round": 3, "answer": b""}
+    for number, (changed, error) in enumerate([
+        (lying("mask", arrays=ArrayRecord([np.zeros((2, 3)), np.zeros(2)])), "not the one"),
+        (lying("mask", arrays=ArrayRecord([np.zeros((3, 2)), np.ones(2)])), "not the one"),
+        (lying("mask", config=ConfigRecord({"rate": 0.0, "names": ["a", "b"]})), "not the one"),
+        (lying("advertise", secagg=ConfigRecord(other)), None),
+        (lambda node, message: message, None),
+    ]):  # fmt: skip
+        nodes = Nodes(tmp_path / str(number), changed)
+        nodes.folder.mkdir()
+        server = nodes.setup.server(3, nodes.keys)
+        found, report = secure_round(nodes, server, 3, arrays, config=config)
+        assert report.survivors == ((0, 1, 2) if number == 4 else (0, 2))
+        assert [each.tolist() for each in found.to_numpy_ndarrays()] == [[[0.5] * 3] * 2, [1.5] * 2]
+        assert [node for node, text in nodes.errors if error in text] == ([2] if error else [])
 
 
 def free_ports(count):

@@ -21,6 +21,7 @@ from accelerant.errors import (
 from accelerant.privacy import mpc
 from accelerant.privacy.dp import Budget, Ledger
 from accelerant.privacy.mpc.secagg.aggregate import run_round
+from accelerant.privacy.mpc.secagg.encoding import scaled_down
 from accelerant.privacy.mpc.secagg.messages import STAGES
 from accelerant.privacy.mpc.secagg.setup import failure_log2, least_neighbours, local_threshold, make_identities
 
@@ -134,6 +135,16 @@ def test_clipping_bounds_what_a_client_contributes():
     clipped = Party(clip=1.0)
     clipped.updates[0] = torch.full((SIZE,), 100.0)
     assert torch.equal(clipped.run().sum, torch.ones(SIZE) + sum(x.clamp(-1, 1) for x in clipped.updates[1:]))
+
+
+def test_an_update_is_scaled_below_the_norm_exactly():
+    """The computed norm of this one is too small by 2.5e-12 of it."""
+    x = torch.full((10**6,), 1 / 3, dtype=torch.float64)
+    assert Fraction(float(x.norm())) ** 2 < 10**6 * Fraction(1 / 3) ** 2
+    found = scaled_down(x, 1.0)
+    assert (found == found[0]).all()
+    assert (1 - 1e-9) ** 2 < 10**6 * Fraction(float(found[0])) ** 2 <= 1
+    assert torch.equal(scaled_down(x, 1e4), x)
 
 
 def test_noise_and_its_charge():
@@ -271,7 +282,8 @@ def test_the_server_refuses_messages_and_goes_on(party):
     messages = {i: party.step("share", i, answer) for i, answer in answers.items()}
     good, other = messages[0], messages[1]
     forged = good[:-1] + bytes([good[-1] ^ 1])
-    for bad in (b"", good[:50], forged, good[:-70] + good[-64:], good[:42] + other[42:], b"x" + good[1:]):
+    changed = (good[:-70] + good[-64:], good[:42] + other[42:], b"x" + good[1:])
+    for bad in (b"", good[:50], forged, *changed, "text" * 50, 5, None, [good]):
         with pytest.raises((ProtocolError, FormatError)):
             server.receive(bad)
     for message in messages.values():
@@ -299,6 +311,42 @@ def test_clients_of_other_settings_or_keys_are_refused(party):
         party.setup.server(0, party.keys[:4])
     with pytest.raises(ConfigError, match="not that of client 1"):
         party.setup.client(1, party.signing[0], party.keys)
+
+
+def test_a_round_is_bound_to_one_request(party):
+    """A server that asks one client for something else gets no sum with it, and no update for another request."""
+    server = party.server()
+    server.bind(b"model 1")
+    sent = [client.advertise(0, b"model 1") for client in party.clients[:4]]
+    with pytest.raises(ProtocolError, match="another round or request"):
+        server.receive(party.clients[4].advertise(0, b"model 2"))
+    for message in sent:
+        server.receive(message)
+    with pytest.raises(ProtocolError, match="before its first message"):
+        server.bind(b"model 2")
+    answers = server.advance()
+    for i, answer in answers.items():
+        server.receive(party.clients[i].share_keys(answer))
+    answers = server.advance()
+    for about in (b"model 2", b""):
+        i, answer = answers.popitem()
+        with pytest.raises(ProtocolError, match="not the one that this round was begun for"):
+            party.clients[i].masked_input(answer, party.updates[i], about=about)
+        assert party.clients[i]._round is None
+    number = 1
+    server = party.server(number)
+    server.bind(b"model 3")
+    for client in party.clients:
+        server.receive(client.advertise(number, b"model 3"))
+    answers = server.advance()
+    for stage in STAGES[1:]:
+        for i, answer in answers.items():
+            if stage == "mask":
+                server.receive(party.clients[i].masked_input(answer, party.updates[i], about=b"model 3"))
+            else:
+                server.receive(party.step(stage, i, answer))
+        answers = server.advance()
+    assert torch.equal(server.finish().sum, party.sum(range(CLIENTS)))
 
 
 def test_updates_are_checked_before_anything_is_sent(party):

@@ -7,10 +7,17 @@ The five stages are messages of type "train" with a ConfigRecord "secagg". Only 
 train function: the difference between the arrays that it returns and those that it got is the update, and everything
 else of its reply stays on the node. A SuperNode runs each message in a process of its own, so the client waits in a
 file between them (`Client.suspend`), which make_client names by state_path.
+
+The first message of a round has the digest of everything else that the server will send in the mask stage: the arrays,
+the config, the type of the message. Clients with another digest do not take part in the same round, and none sends an
+update for other arrays than announced. So a server cannot give some clients a model without gradients, or a learning
+rate of 0, and read the others' updates in the sum (Pasquini et al. 2022, CCS 2022, "Eluding secure aggregation in
+federated learning via model inconsistency").
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -48,18 +55,19 @@ def secure_aggregation_mod(make_client: Callable[[Any], Client], *, weights: str
         stage, answer = asked["stage"], asked["answer"]
         client = make_client(context)
         if stage == STAGES[0]:
-            sent = client.advertise(asked["round"])
+            sent = client.advertise(asked["round"], asked["about"])
         else:
             client.resume()
             if stage == "share":
                 sent = client.share_keys(answer)
             elif stage == "mask":
+                about = _digest(message)
                 reply = call_next(message, context)
                 update = _flat(_arrays(reply)) - _flat(_arrays(message))
                 weight = 1
                 if weights is not None:
                     weight = int(next(iter(reply.content.metric_records.values()))[weights])
-                sent = client.masked_input(answer, update, weight)
+                sent = client.masked_input(answer, update, weight, about)
             elif stage in STAGES[3:]:
                 sent = client.consistency(answer) if stage == STAGES[3] else client.unmask(answer)
             else:
@@ -92,15 +100,14 @@ def secure_round(
     if sum(each.size for each in old) != server.setup.size:
         raise ConfigError(f"the arrays have {sum(each.size for each in old)} elements, the setup {server.setup.size}")
     answers = dict.fromkeys(grid.get_node_ids(), b"")
+    asked = {"arrays": arrays} if config is None else {"arrays": arrays, "config": config}
+    about = _digest(flwr.Message(flwr.RecordDict(asked), 0, "train"))
+    server.bind(about)
     for stage in STAGES:
         requests = []
         for node, answer in answers.items():
-            record = flwr.ConfigRecord({"stage": stage, "round": round_number, "answer": answer})
-            content = flwr.RecordDict({"secagg": record})
-            if stage == "mask":
-                content["arrays"] = arrays
-                if config is not None:
-                    content["config"] = config
+            values = {"stage": stage, "round": round_number, "answer": answer, "about": about}
+            content = flwr.RecordDict({"secagg": flwr.ConfigRecord(values), **(asked if stage == "mask" else {})})
             requests.append(flwr.Message(content, node, "train", group_id=str(round_number)))
         node_of = {}
         for reply in grid.send_and_receive(requests, timeout=timeout_s):
@@ -126,6 +133,19 @@ def _flwr() -> Any:
     except ImportError:
         raise MissingDependency("flwr", "federated", "federated learning on Flower") from None
     return flwr.app
+
+
+def _digest(message: Any) -> bytes:
+    """Return the digest of what a message asks a client for: its type and its records but for "secagg"."""
+    content, digest = message.content, hashlib.sha256(repr(message.metadata.message_type).encode())
+    for name, arrays in sorted(content.array_records.items()):
+        for key, array in arrays.items():
+            data = hashlib.sha256(array.data).digest()
+            digest.update(repr((name, key, array.dtype, tuple(array.shape), array.stype, data)).encode())
+    for records in (content.config_records, content.metric_records):
+        others = [(name, sorted(record.items())) for name, record in sorted(records.items()) if name != "secagg"]
+        digest.update(repr(others).encode())
+    return digest.digest()
 
 
 def _arrays(message: Any) -> list[NDArray[Any]]:

@@ -131,14 +131,20 @@ class Client:
         raise ConfigError("a client of secure aggregation is not copied: two of them would reveal both of its secrets")
 
     @_step
-    def advertise(self, round_number: int) -> bytes:
-        """Begin a round and return the first message; ProtocolError if its number is not above the last one's."""
+    def advertise(self, round_number: int, about: bytes = b"") -> bytes:
+        """Begin a round and return the first message; ProtocolError if its number is not above the last one's.
+
+        Args:
+            about: what the server asks for, or a digest of it, such as of the model to train. Clients that were told
+                something else do not take part in the same round. The server's is `Server.bind`.
+        """
         self._round = None
-        context = self.setup.context(round_number, self._verification_keys)
+        context = self.setup.context(round_number, self._verification_keys, about)
         if round_number <= self.last_round:
             raise ProtocolError(f"round {round_number} is not above the last one, {self.last_round}: none is repeated")
         if self._path is not None:
             write_atomic(self._path, str(round_number).encode())
+            self._suspended.unlink(missing_ok=True)  # secrets of a round that was abandoned
         self.last_round, self._round = round_number, _Round(context)
         keys = self._round.share_key, self._round.mask_key
         return self._message(b"".join(key.public_key().public_bytes_raw() for key in keys))
@@ -180,19 +186,22 @@ class Client:
         return self._message(messages.pack_pieces(sealed))
 
     @_step
-    def masked_input(self, answer: bytes, update: Any, weight: int = 1) -> bytes:
+    def masked_input(self, answer: bytes, update: Any, weight: int = 1, about: bytes = b"") -> bytes:
         """Return the message with the update, clipped, rounded, with noise and masked.
 
         Args:
             answer: of the server to `share_keys`.
             update: tensor or array of setup.size elements.
             weight: of the update in the sum, 1 to setup.max_weight.
+            about: the request that the update answers, as it was given to `advertise`.
 
         Raises:
-            ProtocolError, FormatError: as for every step.
+            ProtocolError, FormatError: as for every step; another request than that of `advertise`.
             ShapeError, ConfigError, DivergenceError: update or weight is not valid; the round is aborted as well.
         """
         state, body = self._next(answer, messages.MASK)
+        if self.setup.context(self.last_round, self._verification_keys, about) != state.context:
+            raise ProtocolError("the request is not the one that this round was begun for")
         listed, received = body.ids(), body.pieces()
         body.end()
         if not set(listed) <= set(state.drawn) or not set(received) <= set(state.keys) - {self.identity}:

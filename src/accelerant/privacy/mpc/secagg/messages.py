@@ -3,10 +3,11 @@
     magic "AcSA" | version u8 | stage u8 | context 32 | party u32 | body                     from the server
     the same, with the client's number as party, and then                   | signature 64   from a client
 
-Integers are little-endian. The context is the digest of settings, verification keys and round (setup.py), so a message
-of another round, or of parties that were set up otherwise, is refused by its first bytes. The signature, Ed25519, is of
-everything before it. Bodies are numbers, and byte strings of known length or with a length before them. Nothing is
-allocated by a number in a message: counts are compared with the number of clients, lengths with the rest of the bytes.
+Integers are little-endian. The context is the digest of settings, verification keys, round and request (setup.py), so a
+message of another round, or of parties that were set up or asked otherwise, is refused by its first bytes. The
+signature, Ed25519, is of everything before it. Bodies are numbers, and byte strings of known length or with a length
+before them. Nothing is allocated by a number in a message: counts are compared with the number of clients, lengths with
+the rest of the bytes.
 """
 
 from __future__ import annotations
@@ -111,8 +112,8 @@ def read_server(data: bytes, stage: int, context: bytes, client: int) -> bytes:
 
 def read_client(data: bytes, stage: int, context: bytes, keys: Sequence[bytes]) -> tuple[int, bytes]:
     """Return sender and body of a client's message after checking its signature; FormatError or ProtocolError."""
-    if len(data) < _HEAD.size + _SIGNATURE:
-        raise FormatError(f"a client's message has at least {_HEAD.size + _SIGNATURE} bytes, got {len(data)}")
+    if not isinstance(data, bytes) or len(data) < _HEAD.size + _SIGNATURE:
+        raise FormatError(f"a client's message has at least {_HEAD.size + _SIGNATURE} bytes, got {_size(data)}")
     sender, body = _read(data[:-_SIGNATURE], stage, context)
     check_signature(keys, sender, data[:-_SIGNATURE], data[-_SIGNATURE:])
     return sender, body
@@ -130,16 +131,20 @@ def check_signature(keys: Sequence[bytes], sender: int, signed: bytes, signature
         raise ProtocolError(f"a message's signature is not client {sender}'s") from None
 
 
+def _size(data: object) -> str:
+    return str(len(data)) if isinstance(data, bytes) else f"an object of {type(data).__name__}"
+
+
 def _read(data: bytes, stage: int, context: bytes) -> tuple[int, bytes]:
-    if len(data) < _HEAD.size:
-        raise FormatError(f"a message has at least {_HEAD.size} bytes, got {len(data)}")
+    if not isinstance(data, bytes) or len(data) < _HEAD.size:
+        raise FormatError(f"a message has at least {_HEAD.size} bytes, got {_size(data)}")
     magic, version, found, of, party = _HEAD.unpack_from(data)
     if magic != _MAGIC:
         raise FormatError("the bytes are no message of secure aggregation: they do not begin with AcSA")
     if version != _VERSION:
         raise FormatError(f"the message is of version {version}, this is version {_VERSION}")
     if of != context:
-        raise ProtocolError("the message is of another round, or of parties with other settings or keys")
+        raise ProtocolError("the message is of another round or request, or of parties with other settings or keys")
     if found != stage:
         name = STAGES[found] if found < len(STAGES) else str(found)
         raise ProtocolError(f"the message is of stage {name}, this is stage {STAGES[stage]}")

@@ -78,8 +78,8 @@ class Server:
     ) -> None:  # fmt: skip
         self.setup, self.device = setup, torch.device(device)
         self._ledger = None if ledger is None else require_clipped_unit(ledger)
-        self._context = setup.context(round_number, verification_keys)
-        self._keys = tuple(map(bytes, verification_keys))
+        self._number, self._keys = round_number, tuple(map(bytes, verification_keys))
+        self._context = setup.context(round_number, self._keys)
         self._stage = messages.ADVERTISE
         self._failed = False
         self.alive: tuple[int, ...] = tuple(range(setup.clients))
@@ -97,6 +97,12 @@ class Server:
     def stage(self) -> str:
         """The current stage."""
         return "failed" if self._failed else STAGES[self._stage] if self._stage < len(STAGES) else "done"
+
+    def bind(self, about: bytes) -> None:
+        """Bind the round to a request, as its clients do by `advertise`; ProtocolError after their first message."""
+        if self._stage != messages.ADVERTISE or self._received:
+            raise ProtocolError("a round is bound to a request before its first message")
+        self._context = self.setup.context(self._number, self._keys, about)
 
     def receive(self, message: bytes) -> int:
         """Take a client's message and return the client.

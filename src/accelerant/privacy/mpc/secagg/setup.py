@@ -87,8 +87,11 @@ class SecureAggregation:
 
     Trust: the server may be malicious, with up to `colluders` clients. Verification keys are authentic (a PKI). The
     server learns the sum over the survivors of the mask stage, who takes part, and when they leave. Colluders may send
-    any values: nothing here stops poisoning, or hides what the sum itself tells (noise_multiplier does). Sums are mod
-    2^32. Not audited.
+    any values: nothing here stops poisoning, or hides what the sum itself tells (noise_multiplier does). A server that
+    asks clients for different things, such as updates of different models, can make all but one of them send zeros:
+    `about` of Client.advertise binds a round to one request (Pasquini et al. 2022, CCS 2022, "Eluding secure
+    aggregation in federated learning via model inconsistency"). Who reads a noisy sum and is a client knows its own
+    noise: count it as a colluder. Sums are mod 2^32. Not audited.
     """
 
     clients: int
@@ -187,15 +190,15 @@ class SecureAggregation:
 
         return Server(self, round_number, verification_keys, ledger=ledger, device=device)
 
-    def context(self, round_number: int, verification_keys: Sequence[bytes]) -> bytes:
-        """Return the digest of settings, round and keys, 32 bytes, that each message carries.
+    def context(self, round_number: int, verification_keys: Sequence[bytes], about: bytes = b"") -> bytes:
+        """Return the digest of settings, round, keys and `about`, 32 bytes, that each message carries.
 
         Raises ShapeError unless there is a key of 32 bytes for each client, and ConfigError for a round out of range.
         """
         check_whole("round_number", round_number, 0)
         if len(verification_keys) != self.clients or any(len(key) != 32 for key in verification_keys):
             raise ShapeError(f"wanted {self.clients} verification keys of 32 bytes, got {len(verification_keys)}")
-        text = json.dumps([round_number, asdict(self)], sort_keys=True).encode()
+        text = json.dumps([round_number, asdict(self), hashlib.sha256(about).hexdigest()], sort_keys=True).encode()
         return hashlib.sha256(b"".join((b"AcSA1", *map(bytes, verification_keys), text))).digest()
 
 
