@@ -653,3 +653,20 @@ def test_words_are_the_signed_numbers(columns):
         found = encoding.signed_numbers(np.frombuffer(data, "<u4").reshape(-1, columns))
         assert isinstance(found, kind)
         assert list(found) == numbers
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [2048, 3072])
+def test_real_keys_on_a_gpu_and_the_host_agree(bits):
+    require_module("gmpy2", "privacy")
+    public, private = keygen(bits)
+    x = torch.arange(-50, 50, device="cuda").reshape(10, 10)
+    seen = set()
+    for c in (public.encrypt(x), public.encrypt(x), public.encrypt(x, fast=True), private.encrypt(x)):
+        assert torch.equal(private.decrypt(c), x)
+        assert torch.equal(private.decrypt(c.to("cpu")), x)
+        assert torch.equal(private.decrypt(public.encrypt(x, device="cpu").to("cuda") - 3 * c), -2 * x)
+        seen.update(map(int, c.residues.ints()))
+    assert len(seen) == 4 * x.numel()
+    y = torch.linspace(-2, 2, 33, device="cuda", dtype=torch.float64)
+    assert torch.equal(private.decrypt(public.encrypt(y) + public.encrypt(y.float())), y + y.float())
