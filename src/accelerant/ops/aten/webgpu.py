@@ -1,25 +1,25 @@
 """The kernels of the aten table in WGSL: five templates, specialised by expression, dtypes and number of dimensions.
 
 A kernel is compiled once for each expression and layout; sizes, strides and scalars are arguments. Expressions are
-evaluated in f32 or i32. An int64 tensor has its 8 bytes an element, of which kernels use the lower half: its values fit
-in 32 bits, which is checked when it comes from the host, and operations that could leave that range run on the host.
+evaluated in f32, in i32, or for int64, which WGSL lacks, in pairs of u32 (int64.wgsl), with functions for operators.
 Elements of one and two bytes share a word, which is written by atomic operations.
 """
 
 from __future__ import annotations
 
+import ast
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from accelerant.errors import UnsupportedCase, UnsupportedDtype
+from accelerant.errors import UnsupportedCase
 from accelerant.ops.aten.device import TensorDevice, expanded, merged
-from accelerant.ops.aten.table import TABLE, aten
+from accelerant.ops.aten.table import strided
 from accelerant.ops.aten.tensor import DeviceTensor
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.compilation.wgsl import bindings, elementwise
@@ -28,7 +28,7 @@ from accelerant.runtime.provider import ComputeProvider
 __all__ = ["WebgpuTensors", "matmul_source"]
 
 _STORAGE = {
-    torch.float32: "f32", torch.int32: "i32", torch.int64: "vec2<i32>", torch.float16: "u32", torch.bfloat16: "u32",
+    torch.float32: "f32", torch.int32: "i32", torch.int64: "vec2<u32>", torch.float16: "u32", torch.bfloat16: "u32",
     torch.bool: "u32", torch.uint8: "u32",
 }  # fmt: skip
 """Dtype -> the words in WGSL in which its elements lie."""
@@ -50,6 +50,10 @@ _TYPED = {
         "max": "max(a, b)", "min": "min(a, b)", "div_floor": "div_i32(a, b)", "rem_floor": "a - div_i32(a, b) * b",
         "div_trunc": "quotient_i32(a, b)", "abs": "abs(a)", "is_nan": "false", "is_inf": "false",
     },
+    "i64": {
+        "max": "max_i64(a, b)", "min": "min_i64(a, b)", "div_floor": "div_i64(a, b)", "rem_floor": "rem_i64(a, b)",
+        "div_trunc": "quotient_i64(a, b)", "abs": "abs_i64(a)", "is_nan": "false", "is_inf": "false",
+    },
 }  # fmt: skip
 """Type of expressions -> function -> its value for the arguments a and b."""
 
@@ -57,17 +61,15 @@ _TWO = ("max", "min", "div_floor", "rem_floor", "div_trunc", "pow")
 _RENAMED = re.compile(
     rf"\b({'|'.join((*_TWO, 'abs', 'rint', 'erf', 'tanh', 'is_nan', 'is_inf', 'uniform', 'normal'))})\("
 )
-_LIMITS = {
-    "f32": ("-bitcast<f32>(infinity_bits)", "bitcast<f32>(infinity_bits)"),
-    "i32": ("-2147483647 - 1", "2147483647"),
+_NUMBERS = {
+    "f32": ("0.0", "1.0", "-bitcast<f32>(infinity_bits)", "bitcast<f32>(infinity_bits)"),
+    "i32": ("0", "1", "-2147483647 - 1", "2147483647"),
+    "i64": ("vec2<u32>()", "vec2<u32>(1u, 0u)", "vec2<u32>(0u, 0x80000000u)", "vec2<u32>(0xffffffffu, 0x7fffffffu)"),
 }
-_COMBINE = {
-    "sum": ("T(0)", "a + v"),
-    "prod": ("T(1)", "a * v"),
-    "max": ("lowest", "acl_max(a, v)"),
-    "min": ("highest", "acl_min(a, v)"),
-}
-"""Kind of reduction -> neutral element, and combination of `a` and `v`."""
+"""Type of expressions -> 0, 1, and the least and the largest number."""
+
+_COMBINE = {"sum": (0, "a + v"), "prod": (1, "a * v"), "max": (2, "max(a, v)"), "min": (3, "min(a, v)")}
+"""Kind of reduction -> index of its neutral number, and combination of `a` and `v`."""
 
 
 @functools.cache
@@ -78,7 +80,7 @@ def _file(name: str) -> str:
 @functools.cache
 def _functions(kind: str) -> str:
     """Return the functions of expressions of a type."""
-    lines = [f"alias T = {kind};"]
+    lines = [f"alias T = {'vec2<u32>' if kind == 'i64' else kind};"]
     for name, value in _TYPED[kind].items():
         arguments = "a: T, b: T" if name in _TWO else "a: T"
         result = "bool" if name.startswith("is_") else "T"
@@ -87,15 +89,13 @@ def _functions(kind: str) -> str:
 
 
 def _kind(dtype: torch.dtype) -> str:
-    return "f32" if dtype in _FLOATING else "i32"
+    return "f32" if dtype in _FLOATING else "i64" if dtype == torch.int64 else "i32"
 
 
 def _load(dtype: torch.dtype, array: str, index: str) -> str:
-    """Return an element as f32 or i32."""
+    """Return an element as f32, i32 or, of int64, vec2<u32>."""
     size = dtype.itemsize
-    if dtype == torch.int64:
-        return f"{array}[{index}].x"
-    if size == 4:
+    if size >= 4:
         return f"{array}[{index}]"
     word = f"({array}[({index}) >> {2 if size == 1 else 1}u] >> u32((({index}) & {4 // size - 1}) * {8 * size}))"
     if dtype == torch.float16:
@@ -105,19 +105,30 @@ def _load(dtype: torch.dtype, array: str, index: str) -> str:
     return f"select(0, 1, ({word} & 0xffu) != 0u)" if dtype == torch.bool else f"i32({word} & 0xffu)"
 
 
-def _store(dtype: torch.dtype, index: str, value: str) -> str:
-    """Return statements that write an expression of any scalar type to an element of `out`."""
+def _converted(value: str, kind: str, to: str) -> str:
+    """Return a value of kind f32, i32, i64 or bool in another kind."""
+    if kind == to == "i64":
+        return f"({value})"
+    if kind == "i64":
+        return {"f32": f"to_f32({value})", "i32": f"i32(({value}).x)", "bool": f"any({value} != vec2<u32>())"}[to]
+    if to == "i64":
+        return f"from_f32(f32({value}))" if kind == "f32" else f"from_i32(i32({value}))"
+    return f"{to}({value})"
+
+
+def _store(dtype: torch.dtype, index: str, value: str, kind: str) -> str:
+    """Return statements that write a value of a kind to an element of `out`."""
     size = dtype.itemsize
-    if dtype == torch.int64:
-        return f"let stored = i32({value}); out[{index}] = vec2<i32>(stored, stored >> 31u);"
-    if size == 4:
-        return f"out[{index}] = {_STORAGE[dtype]}({value});"
+    if size >= 4:
+        return f"out[{index}] = {_converted(value, kind, _kind(dtype))};"
     if dtype == torch.float16:
-        bits = f"pack2x16float(vec2<f32>(f32({value}), 0.0))"
+        bits = f"pack2x16float(vec2<f32>({_converted(value, kind, 'f32')}, 0.0))"
     elif dtype == torch.bfloat16:
-        bits = f"bfloat16_bits(f32({value}))"
+        bits = f"bfloat16_bits({_converted(value, kind, 'f32')})"
+    elif dtype == torch.bool:
+        bits = f"select(0u, 1u, {_converted(value, kind, 'bool')})"
     else:
-        bits = f"select(0u, 1u, bool({value}))" if dtype == torch.bool else f"(u32(i32({value})) & 0xffu)"
+        bits = f"(u32({_converted(value, kind, 'i32')}) & 0xffu)"
     mask = f"{(1 << 8 * size) - 1:#x}u"
     return (
         f"let at_word = ({index}) >> {2 if size == 1 else 1}u; let shift = u32((({index}) & {4 // size - 1}) * "
@@ -158,10 +169,16 @@ class _Text:
 
     def scalars(self, name: str, values: Sequence[float], kind: str) -> list[str]:
         """Add scalars, and return lines that name them."""
-        convert = float if kind == "f32" else int
-        return [
-            f"let {name}{at} = {self.number(f'{name}{at}', convert(value), kind)};" for at, value in enumerate(values)
-        ]
+        lines = []
+        for at, value in enumerate(values):
+            if kind == "i64":
+                halves = (int(value) & 0xFFFFFFFF, int(value) >> 32 & 0xFFFFFFFF)
+                numbers = (self.number(f"{name}{at}_{part}", half, "u32") for part, half in enumerate(halves))
+                lines.append(f"let {name}{at} = vec2<u32>({', '.join(numbers)});")
+            else:
+                number = float(value) if kind == "f32" else int(value)
+                lines.append(f"let {name}{at} = {self.number(f'{name}{at}', number, kind)};")
+        return lines
 
     def step(self, name: str, coordinate: str, value: int) -> str:
         """Return a term of an offset: nothing for a stride of 0, the coordinate for 1."""
@@ -202,20 +219,11 @@ class WebgpuTensors(TensorDevice):
     """A device of WebGPU."""
 
     dtypes: ClassVar[frozenset[torch.dtype]] = frozenset(_STORAGE)
-    overrides: ClassVar[dict[Any, Callable[..., Any]]] = {}
 
     def __init__(self, provider: ComputeProvider, index: int) -> None:
         super().__init__(provider, index)
         self.is_cpu = provider.devices()[index].properties["software"]
         self._kernels: dict[Any, Kernel] = {}
-
-    def upload(self, x: torch.Tensor) -> DeviceTensor:
-        if x.dtype == torch.int64 and x.numel():
-            low, high = (int(bound) for bound in torch.aminmax(x.detach()))
-            if low < -(2**31) or high >= 2**31:
-                value = low if low < -(2**31) else high
-                raise UnsupportedCase(f"{self.label} has int64 tensors of values that fit in 32 bits, got {value}")
-        return super().upload(x)
 
     # --- the five kernels --------------------------------------------------------------------------------------------
 
@@ -225,20 +233,23 @@ class WebgpuTensors(TensorDevice):
     ) -> None:  # fmt: skip
         operands, shape, count = (out, *inputs), tuple(out.shape), out.numel()
         sizes, steps = merged(shape, tuple(expanded(tuple(x.shape), tuple(x.stride()), shape) for x in operands))
-        kind = _kind(out.dtype if compute is None else compute)
+        compute = out.dtype if compute is None else compute
+        kind = _kind(compute)
+        if not count:
+            return
         text = _Text()
         for at, x in enumerate(operands):
             text.array(_name(at), x)
         lines = text.coordinates(sizes, "i")
         offsets = [f"scalars.{_name(at)}_at{text.offset(_name(at), steps[at])}" for at in range(len(operands))]
         lines += [*text.scalars("s", scalars, kind), *text.scalars("n", integers, "i32")]
-        lines += [f"let x{at} = T({_load(x.dtype, f'x{at}', offsets[at + 1])});" for at, x in enumerate(inputs)]
+        lines += [_operand(x, at, offsets[at + 1], compute) for at, x in enumerate(inputs)]
         text.number("count", count)
         body = [
             f"let i = {_GLOBAL};",
             "if (i >= scalars.count) { return; }",
             *lines,
-            _store(out.dtype, offsets[0], _spelled(expression)),
+            _store(out.dtype, offsets[0], *_expression(expression, kind)),
         ]
         whole = len(sizes) <= 1 and all(step in ([], [1]) for step in steps) and not re.search(r"\bi\b", expression)
         apart = whole and all(not x.storage_offset() for x in operands)
@@ -259,7 +270,8 @@ class WebgpuTensors(TensorDevice):
             tuple(shape[at] for at in dims), tuple(tuple(s[at] for at in dims) for s in strides)
         )
         outputs, length = out.numel(), math.prod(shape[at] for at in dims)
-        value = _kind(inputs[0].dtype if compute is None else compute)
+        compute = inputs[0].dtype if compute is None else compute
+        value = _kind(compute)
         indexed = kind.startswith("arg")
         lanes = 1 if indexed or length <= 4 * _LANES or self.is_cpu else _LANES
         text = _Text()
@@ -273,23 +285,21 @@ class WebgpuTensors(TensorDevice):
         named = text.scalars("s", scalars, value)
         text.number("count", outputs)
         neutral, combine = _COMBINE[kind.removeprefix("arg")]
-        accumulate = f"a = {combine};"
+        accumulate = f"a = {_expression(combine, value)[0]};"
         if indexed:
-            better = ">" if kind == "argmax" else "<"
-            accumulate = f"if (r == 0 || (!acl_is_nan(a) && (acl_is_nan(v) || v {better} a))) {{ a = v; best = r; }}"
-        low, high = _LIMITS[value]
+            better = _expression("v > a" if kind == "argmax" else "v < a", value)[0]
+            accumulate = f"if (r == 0 || (!acl_is_nan(a) && (acl_is_nan(v) || {better}))) {{ a = v; best = r; }}"
         body = [
             f"let i = {_GROUP if lanes > 1 else _GLOBAL};",
             "if (i >= scalars.count) { return; }",
             *outer,
             *(f"let b{at} = {bases[at + 1]};" for at in range(len(inputs))),
             *named,
-            f"let lowest: T = {low}; let highest: T = {high};",
-            f"var a: T = {neutral}; var best = 0;",
+            f"var a: T = {_NUMBERS[value][neutral]}; var best = 0;",
             f"for (var r = {'i32(thread)' if lanes > 1 else '0'}; r < scalars.length; r += {lanes}) {{",
             *along,
-            *(f"let x{at} = T({_load(x.dtype, f'x{at}', offsets[at])});" for at, x in enumerate(inputs)),
-            f"let v = T({_spelled(pre)});",
+            *(_operand(x, at, offsets[at], compute) for at, x in enumerate(inputs)),
+            f"let v = {_converted(*_expression(pre, value), value)};",
             accumulate,
             "}",
         ]
@@ -307,7 +317,7 @@ class WebgpuTensors(TensorDevice):
                 "if (thread > 0u) { return; }",
                 "a = partial[0];",
             ]
-        body.append(_store(out.dtype, bases[0], "best" if indexed else _spelled(post)))
+        body.append(_store(out.dtype, bases[0], *(("best", "i32") if indexed else _expression(post, value))))
         block = lanes if lanes > 1 else 64
         self._run(text, value, "reduce", body, (outputs if lanes > 1 else -(-outputs // block),), block, head)
 
@@ -328,10 +338,10 @@ class WebgpuTensors(TensorDevice):
             f"let i = {_GLOBAL};",
             "if (i >= scalars.count) { return; }",
             *coordinates,
-            f"var j = i32({_load(index.dtype, 'x1', offsets[2])});",
+            f"var j = {_index(index, 'x1', offsets[2])};",
             "if (j < 0) { j += scalars.length; }",
             f"let at = {offsets[1]} + clamp(j, 0, scalars.length - 1) * scalars.along;",
-            _store(out.dtype, offsets[0], _load(x.dtype, "x0", "at")),
+            _store(out.dtype, offsets[0], _load(x.dtype, "x0", "at"), _kind(x.dtype)),
         ]
         self._run(text, _kind(out.dtype), "gather", body, (-(-out.numel() // _BLOCK),), _BLOCK)
 
@@ -351,33 +361,35 @@ class WebgpuTensors(TensorDevice):
         text.number("rows", shape[dim])
         along = [text.number(f"along{at}", s[dim]) for at, s in enumerate(strides)]
         text.number("count", count)
-        value = f"T({_load(source.dtype, 'x1', f'b2 + r * {along[2]}')})"
+        kind = _kind(out.dtype)
+        value = _converted(_load(source.dtype, "x1", f"b2 + r * {along[2]}"), _kind(source.dtype), kind)
         if add:
             old = _load(out.dtype, "out", "at")
             if out.dtype.itemsize < 4:
                 old = re.sub(r"out\[(.*?)\] >>", r"atomicLoad(&out[\1]) >>", old)
-            value = f"T({old}) + {value}"
+            value = f"add_i64({old}, {value})" if kind == "i64" else f"T({old}) + {value}"
         body = [
             f"let i = {_GLOBAL};",
             "if (i >= scalars.count) { return; }",
             *coordinates,
             *(f"let b{at} = {offset};" for at, offset in enumerate(offsets)),
             "for (var r = 0; r < scalars.rows; r++) {",
-            f"var j = i32({_load(index.dtype, 'x0', f'b1 + r * {along[1]}')});",
+            f"var j = {_index(index, 'x0', f'b1 + r * {along[1]}')};",
             "if (j < 0) { j += scalars.length; }",
             "if (j < 0 || j >= scalars.length) { continue; }",
             f"let at = b0 + j * {along[0]};",
-            _store(out.dtype, "at", value),
+            _store(out.dtype, "at", value, kind),
             "}",
         ]
-        self._run(text, _kind(out.dtype), "scatter", body, (-(-count // 64),), 64)
+        self._run(text, kind, "scatter", body, (-(-count // 64),), 64)
 
     def matmul(self, out: DeviceTensor, a: DeviceTensor, b: DeviceTensor) -> None:
         if out.dtype != torch.float32:
             if out.dtype not in _FLOATING:
-                raise UnsupportedDtype(f"{self.label} multiplies matrices of floating dtypes, got {out.dtype}")
+                self._integer_product(out, a, b)
+                return
             wide = self.empty(out.shape, torch.float32)
-            self.matmul(wide, *(self._converted(x, torch.float32) for x in (a, b)))
+            self.matmul(wide, *(self._as_float32(x) for x in (a, b)))
             self.copy(out, wide)
             return
         batch, rows, columns = out.shape
@@ -394,10 +406,17 @@ class WebgpuTensors(TensorDevice):
         numbers = (*layouts, rows, columns, a.shape[2])
         self.provider.launch(self._kernels[entry], grid, block, (out.buffer, a.buffer, b.buffer, *numbers))
 
-    def _converted(self, x: DeviceTensor, dtype: torch.dtype) -> DeviceTensor:
-        out = self.empty(x.shape, dtype)
+    def _as_float32(self, x: DeviceTensor) -> DeviceTensor:
+        out = self.empty(x.shape, torch.float32)
         self.copy(out, x)
         return out
+
+    def _integer_product(self, out: DeviceTensor, a: DeviceTensor, b: DeviceTensor) -> None:
+        (batch, rows, inner), columns = a.shape, b.shape[2]
+        x = strided(a, (batch, rows, 1, inner), (a.stride(0), a.stride(1), 0, a.stride(2)))
+        y = strided(b, (batch, 1, columns, inner), (b.stride(0), 0, b.stride(2), b.stride(1)))
+        whole = strided(out, (*out.shape, 1), (*out.stride(), 0))
+        self.reduce(whole, "sum", (x, y), [3], pre="x0 * x1")
 
     def _run(
         self, text: _Text, kind: str, entry: str, body: Sequence[str], grid: Sequence[int], block: int, head: str = ""
@@ -409,6 +428,8 @@ class WebgpuTensors(TensorDevice):
             whole = _HEAD.format(entry=entry, block="BLOCK_X", body="\n    ".join(body))
             declared = bindings(text.arrays, text.numbers).replace("= 256u", f"= {block}u")
             extra = _BFLOAT16 if "bfloat16_bits(" in whole else ""
+            if kind == "i64" or re.search(r"\b(from_i32|from_f32|to_f32|narrowed)\(", whole):
+                extra += _file("int64.wgsl")
             mark, shared = (head, "") if head.startswith("//!") else ("", head)
             program = mark + declared + _functions(kind) + extra + shared + whole
             kinds = ("*u32",) * len(text.arrays) + tuple(text.numbers.values())
@@ -437,32 +458,80 @@ def _spelled(expression: str) -> str:
     return _RENAMED.sub(r"acl_\1(", expression)
 
 
-# --- int64 -----------------------------------------------------------------------------------------------------------
+def _operand(x: DeviceTensor, at: int, index: str, compute: torch.dtype) -> str:
+    """Return a line that names operand number `at` of an expression."""
+    kind = _kind(compute)
+    value = _converted(_load(x.dtype, f"x{at}", index), _kind(x.dtype), "bool" if compute == torch.bool else kind)
+    return f"let x{at} = {_converted(value, 'i32', kind) if compute == torch.bool else value};"
 
-_GROWING = {
-    ("add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "pow", "pow_", "floor_divide", "floor_divide_", "div", "div_",
-     "neg", "neg_", "abs", "square", "addcmul", "addcmul_"): lambda x, *rest: _meets_int64(x, *rest[:1]),
-    ("sum", "prod"): lambda x, *rest: x.dtype in (torch.int64, torch.int32),
-    ("scatter_add", "scatter_add_", "index_add", "index_add_"): lambda x, *rest: x.dtype == torch.int64,
-    ("mm", "bmm", "mv", "dot", "addmm", "baddbmm"): lambda x, *rest: x.dtype not in _FLOATING,
+
+def _index(index: DeviceTensor, array: str, at: str) -> str:
+    element = _load(index.dtype, array, at)
+    return f"narrowed({element})" if index.dtype == torch.int64 else f"i32({element})"
+
+
+# --- expressions -----------------------------------------------------------------------------------------------------
+
+
+def _expression(expression: str, kind: str) -> tuple[str, str]:
+    """Return an expression in WGSL, and its kind: that of its operands, or bool for int64."""
+    if kind != "i64":
+        return _spelled(expression), kind
+    spaced = expression.replace("&&", " and ").replace("||", " or ")
+    written: tuple[str, str] = _Int64().visit(ast.parse(spaced, mode="eval").body)
+    return written
+
+
+_OPERATORS: dict[type[ast.AST], tuple[str, str]] = {
+    ast.Add: ("+", "add_i64({}, {})"), ast.Sub: ("-", "sub_i64({}, {})"), ast.Mult: ("*", "mul_i64({}, {})"),
+    ast.Div: ("/", "quotient_i64({}, {})"), ast.Mod: ("%", "rest_i64({}, {})"), ast.BitAnd: ("&", "({} & {})"),
+    ast.BitOr: ("|", "({} | {})"), ast.BitXor: ("^", "({} ^ {})"),
+    ast.Eq: ("==", "eq_i64({}, {})"), ast.NotEq: ("!=", "!eq_i64({}, {})"), ast.Lt: ("<", "lt_i64({}, {})"),
+    ast.GtE: (">=", "!lt_i64({}, {})"), ast.Gt: (">", "lt_i64({1}, {0})"), ast.LtE: ("<=", "!lt_i64({1}, {0})"),
 }  # fmt: skip
-"""Operations, and whether a call's result may need more than 32 bits."""
+"""Operator -> its sign for 32 bits and bool, and its function for 64."""
 
 
-def _meets_int64(*operands: Any) -> bool:
-    dtypes = [x.dtype for x in operands if isinstance(x, torch.Tensor)]
-    return torch.int64 in dtypes and not any(dtype.is_floating_point for dtype in dtypes)
+class _Int64(ast.NodeVisitor):
+    """Writes an expression of int64: visit returns WGSL and its kind, i64, i32 (indices, literals) or bool.
 
+    The language of expressions is a part of Python's, but for && and ||.
+    """
 
-def _guarded(known: Callable[..., Any], grows: Callable[..., bool]) -> Callable[..., Any]:
-    def run(place: TensorDevice, *args: Any, **kwargs: Any) -> Any:
-        return NotImplemented if grows(*args) else known(place, *args, **kwargs)
+    def visit_Name(self, node: ast.Name) -> tuple[str, str]:
+        return node.id, "i32" if re.fullmatch(r"i|n\d+", node.id) else "i64"
 
-    return run
+    def visit_Constant(self, node: ast.Constant) -> tuple[str, str]:
+        return str(node.value), "i32"
 
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> tuple[str, str]:
+        value, kind = self.visit(node.operand)
+        if isinstance(node.op, ast.Invert):
+            return f"(~{value})", kind
+        return (f"neg_i64({value})", kind) if kind == "i64" else (f"(-{value})", kind)
 
-for _names, _grows in _GROWING.items():
-    for _packet in (getattr(aten, name) for name in _names):
-        for _function in (getattr(_packet, overload) for overload in _packet.overloads()):
-            if _function in TABLE:
-                WebgpuTensors.overrides[_function] = _guarded(TABLE[_function], _grows)
+    def visit_BinOp(self, node: ast.BinOp) -> tuple[str, str]:
+        return self._joined(node.op, node.left, node.right)
+
+    def visit_Compare(self, node: ast.Compare) -> tuple[str, str]:
+        return self._joined(node.ops[0], node.left, node.comparators[0])[0], "bool"
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> tuple[str, str]:
+        sign = " && " if isinstance(node.op, ast.And) else " || "
+        return f"({sign.join(self.visit(value)[0] for value in node.values)})", "bool"
+
+    def visit_Call(self, node: ast.Call) -> tuple[str, str]:
+        name = ast.unparse(node.func)
+        operands = [self.visit(argument) for argument in node.args]
+        if name == "select":
+            values = [_converted(value, kind, "i64") for value, kind in operands[:2]]
+            return f"select({values[0]}, {values[1]}, {operands[2][0]})", "i64"
+        values = [_converted(value, kind, "i64") for value, kind in operands]
+        return f"acl_{name}({', '.join(values)})", "bool" if name.startswith("is_") else "i64"
+
+    def _joined(self, operator: ast.AST, left: ast.AST, right: ast.AST) -> tuple[str, str]:
+        (a, kind_a), (b, kind_b) = self.visit(left), self.visit(right)
+        sign, function = _OPERATORS[type(operator)]
+        if "i64" not in (kind_a, kind_b):
+            return f"({a} {sign} {b})", kind_a
+        return function.format(_converted(a, kind_a, "i64"), _converted(b, kind_b, "i64")), "i64"
