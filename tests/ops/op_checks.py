@@ -17,7 +17,7 @@ ADDED = "leaky_relu"
 
 register(ADDED)
 FOLDERS = sorted(
-    (*(path.name for path in FOLDER.iterdir() if (path / "__init__.py").is_file() and path.name[0] != "_"), ADDED)
+    (*(path.name for path in FOLDER.iterdir() if (path / "op.py").is_file() and path.name[0] != "_"), ADDED)
 )
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
