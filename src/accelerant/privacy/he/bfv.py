@@ -188,10 +188,13 @@ class PublicKey:
     def _with_errors(self, stream: SecureStream, plain: npt.NDArray[np.int64], parts: int) -> Any:
         """Return (batch, parts, k, n): errors, and in the first part the scaled plaintexts."""
         scheme = self._scheme
-        added = residues(error_polynomials(stream, len(plain), parts, self.n), scheme.data).astype(np.uint64)
-        added[:, 0] += scheme.scaled(scheme.encode(plain))
-        added %= np.array(scheme.data, np.uint64)[:, None]
-        return self.space.load(added.astype(np.uint32))
+        added = residues(error_polynomials(stream, len(plain), parts, self.n), scheme.data)
+        sums, moduli = (
+            added[:, 0] + scheme.scaled(scheme.encode(plain)).astype(np.uint32),
+            np.array(scheme.data, np.uint32),
+        )
+        added[:, 0] = np.minimum(sums, sums - moduli[:, None])  # the smaller one of two words, of which one may wrap
+        return self.space.load(added)
 
     def to_bytes(self, *, computing: bool = True) -> bytes:
         """Return the key as bytes; without the keys for products and rotations unless `computing`."""

@@ -122,8 +122,9 @@ def _primes(parameters: Parameters) -> tuple[tuple[int, ...], int, tuple[int, ..
 
 def residues(values: Integers, primes: tuple[int, ...]) -> Words:
     """Return (..., primes, n) from signed integers (..., n), magnitudes below all primes: no branch depends on them."""
-    moduli = np.array(primes, np.int64)[:, None]
-    return (values[..., None, :] + moduli * (values[..., None, :] < 0)).astype(np.uint32)
+    moduli, small = np.array(primes, np.int32)[:, None], values.astype(np.int32)[..., None, :]
+    found: Words = (small + moduli * (small < 0)).view(np.uint32)
+    return found
 
 
 def centered(values: npt.NDArray[Any], modulus: int) -> Integers:
