@@ -179,6 +179,22 @@ def test_a_budget_ends_the_round_before_anything_is_unmasked():
         party.server(ledger=Ledger(unit="client", neighbouring="replace-one"))
 
 
+def test_a_client_counts_for_itself():
+    """A server that records nothing gets updates until the client's own budget is spent."""
+    party = Party(clip=None, step=None, max_norm=1.0, noise_multiplier=4.0)
+    ledger = Ledger(unit="client", budget=Budget(epsilon=1.3, delta=1e-5))
+    party.clients[2] = party.setup.client(2, party.signing[2], party.keys, ledger=ledger)
+    party.run(0)
+    assert [event.count for event in ledger.events] == [1]
+    _, answers = party.upto("mask", 1)
+    with pytest.raises(BudgetExceeded):
+        party.step("mask", 2, answers[2])
+    assert party.clients[2]._round is None
+    assert ledger.epsilon(1e-5) < 1.3
+    with pytest.raises(ConfigError, match="add-or-remove-one"):
+        party.setup.client(2, party.signing[2], party.keys, ledger=Ledger(unit="client", neighbouring="replace-one"))
+
+
 # --- settings --------------------------------------------------------------------------------------------------------
 
 

@@ -46,6 +46,16 @@ def test_words_are_the_keystream_in_order():
     assert all(np.array_equal(x, y) for x, y in zip(found, wanted, strict=True))
 
 
+def test_the_storage_of_words_has_no_later_ones():
+    """A kernel writes whole vectors of blocks; a saved tensor takes its storage along."""
+    stream = SecureStream()
+    first = stream.words(3)
+    stored = torch.empty(0, dtype=torch.int32).set_(first.untyped_storage())
+    assert len(stored) > 3
+    assert not set(stored[16:].tolist()) & set(stream.words(1000).tolist()) - {0}
+    assert not stored[3:].any()
+
+
 def test_uniform_has_53_bits_in_range():
     x = SecureStream(KEY).uniform(20_000)
     assert x.dtype == torch.float64

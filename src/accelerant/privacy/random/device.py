@@ -139,4 +139,5 @@ def keystream(stream: SecureStream, n: int, device: torch.device) -> Tensor:
     if n:
         provider, kernel = compiled(keystream_source(), words.device)
         provider.launch(kernel, (grid,), (block,), (*taken, words, n, 1))
+    words[n:].zero_()  # later words of the stream, which would stay in the storage of what is returned
     return words[:n]

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from accelerant.errors import ConfigError, ProtocolError
+from accelerant.privacy.dp.noise.noisy_sum import require_clipped_unit
 from accelerant.privacy.mpc import shamir
 from accelerant.privacy.mpc.secagg import messages
 from accelerant.privacy.mpc.secagg.encoding import wrapped
@@ -27,6 +28,7 @@ from accelerant.privacy.mpc.secagg.messages import Reader, crypto
 from accelerant.runtime.files import read_regular, temporary_path, write_atomic
 
 if TYPE_CHECKING:
+    from accelerant.privacy.dp.ledger import Ledger
     from accelerant.privacy.mpc.secagg.setup import SecureAggregation
 
 __all__ = [
@@ -105,7 +107,7 @@ class Client:
 
     def __init__(
         self, setup: SecureAggregation, identity: int, signing_key: Any, verification_keys: Sequence[bytes], *,
-        state_path: str | Path | None = None, device: torch.device | str = "cpu",
+        state_path: str | Path | None = None, ledger: Ledger | None = None, device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
         setup.context(0, verification_keys)
         if not 0 <= identity < setup.clients:
@@ -115,6 +117,7 @@ class Client:
         self.setup, self.identity, self.device = setup, identity, torch.device(device)
         self._sign, self._verification_keys = signing_key.sign, tuple(map(bytes, verification_keys))
         self._path = None if state_path is None else Path(state_path)
+        self._ledger = None if ledger is None else require_clipped_unit(ledger)
         self._round: _Round | None = None
         self.last_round = -1
         if self._path is not None and self._path.exists():
@@ -198,6 +201,7 @@ class Client:
         Raises:
             ProtocolError, FormatError: as for every step; another request than that of `advertise`.
             ShapeError, ConfigError, DivergenceError: update or weight is not valid; the round is aborted as well.
+            BudgetExceeded: this client's ledger allows no further round; nothing is sent, and the round is aborted.
         """
         state, body = self._next(answer, messages.MASK)
         if self.setup.context(self.last_round, self._verification_keys, about) != state.context:
@@ -218,6 +222,8 @@ class Client:
         ]
         encoding = self.setup.encoding
         value = encoding.encode(update, weight, self.device)
+        if self._ledger is not None:
+            self._ledger.record(encoding.event())
         mask = mask_sums([[(state.seed, 1), *seeds]], encoding.words, self.device)[0]
         masked = wrapped(value.to(torch.int64) + mask).cpu().numpy().astype("<i4", copy=False)
         return self._message(np.ascontiguousarray(masked).tobytes())

@@ -77,7 +77,7 @@ class SecureAggregation:
             clients stay that the settings allow (Encoding.least); more add more. 0: none.
         step: a power of two of which values are rounded to multiples; by default the finest that the sum has room for.
         max_weight: clients may have whole weights from 1 to this; 1 for plain sums, and with noise.
-        colluders: c, the largest number of clients that work together with the server.
+        colluders: c, the largest number of clients that work together with the server, or leave out their noise.
         neighbours: k of the sparse graph; "auto" for about the least safe one; None: every pair of clients has a mask.
             Each client needs t_k of k + 1 holders to stay, so larger k let rounds succeed with more dropouts.
 
@@ -159,7 +159,7 @@ class SecureAggregation:
 
     def client(
         self, identity: int, signing_key: Any, verification_keys: Sequence[bytes], *,
-        state_path: str | Path | None = None, device: torch.device | str = "cpu",
+        state_path: str | Path | None = None, ledger: Ledger | None = None, device: torch.device | str = "cpu",
     ) -> Client:  # fmt: skip
         """Return a client, which takes part in one round after another.
 
@@ -168,11 +168,15 @@ class SecureAggregation:
             signing_key: Ed25519PrivateKey of the package cryptography.
             verification_keys: of all clients by number, 32 bytes each; authentic.
             state_path: file that keeps the last round's number, so that no round is repeated after a restart.
+            ledger: of this client's own data: records each round before the masked update is sent, so that its budget
+                ends the rounds whatever a server does. Those that fail later count as well.
             device: of the masks.
         """
         from accelerant.privacy.mpc.secagg.client import Client
 
-        return Client(self, identity, signing_key, verification_keys, state_path=state_path, device=device)
+        return Client(
+            self, identity, signing_key, verification_keys, state_path=state_path, ledger=ledger, device=device
+        )
 
     def server(
         self, round_number: int, verification_keys: Sequence[bytes], *, ledger: Ledger | None = None,
