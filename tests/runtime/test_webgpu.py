@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
@@ -102,6 +105,23 @@ def test_a_kernel_that_cannot_be_split_refuses_such_an_array(provider, opened, m
         LaunchError, match=r"16,128 bytes; a binding of this device has at most 4,096, and only element"
     ):
         provider.launch(kernel, (1,), (256,), (x, out, 2000, 2000))
+
+
+TRITON_LATER = """
+from accelerant.runtime import registry
+provider = registry.create("webgpu")
+provider.zeros(4)
+import triton, llvmlite.binding
+print(provider.field_mul([3], [5]), registry.create("cpu").field_mul([3], [5]))
+"""
+
+
+@pytest.mark.slow
+def test_triton_can_be_imported_after_the_driver(provider):
+    """Mesa's LLVM and Triton's share symbols, so that the later of the two took the process down."""
+    pytest.importorskip("triton", reason="Triton is for Linux")
+    done = subprocess.run([sys.executable, "-c", TRITON_LATER], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.split()) == (0, ["[15]", "[15]"]), done.stderr
 
 
 @pytest.mark.slow

@@ -19,6 +19,8 @@ those of Vulkan. There is no machine code to keep: the disk cache notes modules 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib.util
 import os
 import re
@@ -27,6 +29,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -100,6 +103,18 @@ def adapters() -> list[Any]:
     return [found for found in wgpu.gpu.enumerate_adapters_sync() if found.info["backend_type"] != "OpenGL"]
 
 
+def _load_triton() -> None:
+    """Load Triton's library, if it is installed, before Mesa's LLVM: after it, the import of Triton ends the process.
+
+    Both have symbols of LLVM that are unique in a process, of different versions. torch.optim imports Triton.
+    """
+    spec = importlib.util.find_spec("triton")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        for library in Path(folder).glob("_C/libtriton*.so"):
+            with contextlib.suppress(OSError):  # a library that does not load does not clash either
+                ctypes.CDLL(str(library))
+
+
 class WebgpuProvider(ComputeProvider):
     """Devices of wgpu. A software device (lavapipe, SwiftShader) says so in its properties."""
 
@@ -115,6 +130,7 @@ class WebgpuProvider(ComputeProvider):
         return probe_in_child(_PROBE, "a Vulkan, Metal or Direct3D driver", _PROBE_TIMEOUT_S)
 
     def __init__(self) -> None:
+        _load_triton()
         self._devices = [_WebgpuDevice(adapter) for adapter in adapters()]
         self._pid = os.getpid()
 
