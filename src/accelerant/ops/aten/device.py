@@ -105,7 +105,8 @@ class TensorDevice(ABC):
     def copy(self, out: DeviceTensor, x: Any) -> None:
         """Copy x, of any dtype and of a shape that broadcasts, to `out`."""
         same = x.dtype if x.dtype == out.dtype else torch.promote_types(x.dtype, out.dtype)
-        self.map(out, "x0", (x,), compute=same)
+        if out.numel():
+            self.map(out, "x0", (x,), compute=same)
 
     # --- the kernels -------------------------------------------------------------------------------------------------
 

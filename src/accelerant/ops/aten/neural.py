@@ -114,9 +114,10 @@ def _gelu_backward(place: TensorDevice, dy: Any, x: Any, *, approximate: str = "
         phi = _PHI.replace("{0}", x0)
         template = f"{{0}} * ({phi} + {x0} * 0.39894228040143268 * exp(-0.5 * {x0} * {x0}))"
     else:
-        t = f"tanh({_INNER.replace('{0}', x0)})"
+        u = _INNER.replace("{0}", x0)
+        e = f"exp(-2 * abs({u}))"  # tanh'(u) = 4 e / (1 + e)^2; 1 - tanh^2 cancels, and the slope grows as x^3
         slope = f"0.79788456080286536 * (1 + 0.134145 * {x0} * {x0})"
-        template = f"{{0}} * (0.5 * (1 + {t}) + 0.5 * {x0} * (1 - {t} * {t}) * {slope})"
+        template = f"{{0}} * (0.5 * (1 + tanh({u})) + 2 * {x0} * {e} / ((1 + {e}) * (1 + {e})) * {slope})"
     return elementwise(place, template, (dy, x), x.dtype)
 
 
