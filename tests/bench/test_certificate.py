@@ -43,13 +43,13 @@ def test_a_row_says_what_ran_and_how_far_it_is_from_the_reference():
     assert 0 < row.error < 1e-5
     assert 0 < row.of_tolerance <= 1
     assert row.tolerance[0] > 0
-    assert (row.cases, row.fallbacks) == (2, 0)
+    assert (row.cases, row.fallbacks) == (1, 0)
     exact = found["field_mul", "goldilocks"]
     assert (exact.verdict, exact.implementation, exact.error, exact.exact) == ("exact", "llvm (own)", 0.0, True)
 
 
 def test_a_wrong_implementation_fails_the_certificate(monkeypatch):
-    """One element of the second result is off by a thousandth."""
+    """One element of a result is off by a thousandth."""
     forward = operations()["softmax_fwd"]
     (implementation,) = [each for each in forward.implementations if each.name == "torch"]
     calls = []
@@ -57,7 +57,7 @@ def test_a_wrong_implementation_fails_the_certificate(monkeypatch):
     def wrong(*args):
         y = implementation.run(*args)
         calls.append(args)
-        if len(calls) == 2 and y.numel():
+        if y.numel():
             y = y.clone()
             y.view(-1)[-1] += 1e-3
         return y
@@ -73,9 +73,9 @@ def test_a_wrong_implementation_fails_the_certificate(monkeypatch):
         forward.forget()
     assert calls
     (row,) = certificate.wrong
-    assert (row.op, row.dtype, row.implementation) == ("softmax", "float64", "torch")
+    assert (row.op, row.dtype, row.implementation) == ("softmax", "float32", "torch")
     assert "y is 0.001 from the reference" in row.note
-    assert row.of_tolerance > 1e3
+    assert row.of_tolerance > 10
 
 
 class WrongOnce(FakeProvider):

@@ -119,8 +119,9 @@ def test_a_kernel_that_does_not_compile_is_left_to_the_cpu(msm):
     with fake_provider() as first:
         msm.check(acl.Accelerator("fake", fallback=False))
         total = first.counts["compile"]
-    assert total >= 1
+    assert total >= 10
     for n in range(total):
+        ledger().reset()
         with fake_provider() as provider:
             provider.fail("compile", acl.errors.CompileError("no registers left"), after=n)
             with pytest.warns(FallbackWarning, match="no registers left"):

@@ -161,7 +161,7 @@ def certify(
     Args:
         devices: from registry.devices() or registry.choose(); absent ones are left out.
         ops: names of ops, all by default.
-        quick: two cases of an op, in float32, and one field and curve of a shape.
+        quick: a case of each op, in float32, and one field and curve of a shape.
         progress: called with what is being checked.
 
     Raises:
@@ -180,7 +180,7 @@ def certify(
         for i, check in enumerate(planned):
             progress(f"{device.label}: {check.op} {check.dtype} ({i + 1} of {len(planned)})")
             rows.append(_row(check, device))
-    scope = "two cases of each op, in float32, one field and curve of each shape" if quick else "every case"
+    scope = "a case of each op, in float32, one field and curve of each shape" if quick else "every case"
     if wanted:
         scope += f", of {', '.join(sorted(wanted))} alone"
     return Certificate(

@@ -34,7 +34,7 @@ def doctor(
     json_output: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
     certify: Annotated[bool, typer.Option("--certify", help="Compare every op on every device with its reference.")]
     = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Certify two cases of an op, in float32, and one field and "
+    quick: Annotated[bool, typer.Option("--quick", help="Certify a case of each op, in float32, and one field and "
                                         "curve of each shape.")] = False,
     backend: Annotated[list[str] | None, typer.Option("--backend", metavar="NAME", help="Certify this backend or "
                                                       "device alone; may be repeated.")] = None,

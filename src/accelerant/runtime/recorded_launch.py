@@ -10,7 +10,7 @@ ledger show their calls like those of dispatched ops.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -19,11 +19,15 @@ from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.ledger import Decision, OpRecord, ledger, observers
 from accelerant.runtime.provider import ComputeProvider, Pointer, lacks_host_memory
 
-__all__ = ["MemorySpace", "RecordedLaunch", "compiled", "forget", "launch", "sole_record"]
+__all__ = ["MemorySpace", "RecordedLaunch", "compiled", "forget", "launch", "on_forget", "sole_record"]
 
 _ledger = ledger()
 _kernels: dict[tuple[str, str, str, int], Kernel] = {}
 """Compiled kernels, by program, entry point, backend and device."""
+
+
+on_forget: list[Callable[[], object]] = []
+"""Functions that clear caches of what holds compiled kernels, called when a backend's provider is replaced."""
 
 
 class MemorySpace(Protocol):
@@ -100,6 +104,8 @@ def forget(backend: str) -> None:
     """Forget the compiled kernels of a backend, whose provider is replaced by another."""
     for key in [key for key in _kernels if key[2] == backend]:
         del _kernels[key]
+    for clear in on_forget:
+        clear()
 
 
 def launch(

@@ -48,7 +48,7 @@ from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.memory_space import MemorySpace
 from accelerant.errors import ConfigError, OutOfMemory
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
-from accelerant.runtime.recorded_launch import compiled
+from accelerant.runtime.recorded_launch import compiled, on_forget
 from accelerant.zk.multi_scalar import device_kernels as kernels
 
 __all__ = [
@@ -403,6 +403,9 @@ def prepared_sum(space: MemorySpace, curve: str, plan: DevicePlan, chunk: Chunk)
     """
     parameters = curve_of(curve)
     return prepare(space, (*sort_launches(parameters, plan, chunk), *_sum_launches(parameters, plan, chunk.points)))
+
+
+on_forget.append(prepared_sum.cache_clear)
 
 
 def prepare(space: MemorySpace, launches: Iterable[MsmLaunch]) -> tuple[PreparedLaunch, ...]:
