@@ -206,10 +206,10 @@ def test_several_threads_a_number(monkeypatch, lanes, bits):
     ],
 )
 def test_kernels_compile_for_nvidia_in_registers(target, limbs):
-    for file, size, most in (("kernel.c", limbs, 128), ("pair.c", limbs // 2, 192)):
+    for file, size, most, spilled in (("kernel.c", limbs, 128, 8), ("pair.c", limbs // 2, 192, 32)):
         binary = compile_cuda(kernel_source(size, lanes_of(size, "cuda"), file), target)
         for resources in binary.resources.values():
-            assert resources.spill_bytes <= 8  # two registers around a call, not in the loops
+            assert resources.spill_bytes <= spilled  # two or eight registers around a call, not in the loops
             assert resources.registers <= most
 
 
