@@ -209,5 +209,10 @@ def test_the_loss_scale_of_float16_is_a_fact():
     assert "Loss scale" not in page()
 
 
+@pytest.mark.parametrize(("tokens", "shown"), [(1024, "1,024"), (999_999, "999,999"), (2_048_000, "2.05 M")])
+def test_few_tokens_are_not_rounded_to_none(tokens, shown):
+    assert shown in Tags(page(summary=SUMMARY | {"tokens": tokens})).text
+
+
 def test_a_page_with_a_lone_surrogate_can_be_written():
     assert b"<p>a\\ud800b</p>" in document("a", "", ["<p>a\ud800b</p>"]).encode()

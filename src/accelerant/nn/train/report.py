@@ -75,6 +75,7 @@ def build_report(
 
 def _facts(summary: Mapping[str, Any]) -> str:
     speed, predicted = summary["tokens_per_s"], summary.get("expected_peak_bytes")
+    tokens, steps = summary["tokens"], summary["steps"]
     memory = "resident" if str(summary["device"]).startswith("cpu") else "allocated"
     together = f", of {count} processes" if (count := summary.get("processes", 1)) > 1 else ""
     if predicted is not None:
@@ -83,7 +84,7 @@ def _facts(summary: Mapping[str, Any]) -> str:
         ("Held-out loss", f"{summary['validation_nats_per_byte']:.3f}", "nats a byte"),
         ("Bigram model", f"{summary['bigram_nats_per_byte']:.3f}", f"unigram {summary['unigram_nats_per_byte']:.3f}"),
         ("Throughput", "not recorded" if speed is None else f"{speed:,.0f}", f"tokens a second, median{together}"),
-        ("Learned from", f"{summary['tokens'] / 1e6:,.2f} M", f"tokens in {summary['steps']:,} steps"),
+        ("Learned from", f"{tokens / 1e6:,.2f} M" if tokens >= 1e6 else f"{tokens:,}", f"tokens in {steps:,} steps"),
         ("Peak memory", _bytes(summary["peak_memory_bytes"]), memory),
         ("Time", f"{summary['seconds']:,.0f} s", "in all"),
     ]
