@@ -169,8 +169,8 @@ class Batch(Operations):
         held_bytes = 0
         for call in calls:
             signature = _signature(call, call.arrays)
-            if signature in alike:
-                members = alike[signature]
+            members = alike.get(signature)
+            if members is not None:
                 members.append((call, call.arrays, members[0][2]))
                 continue
             try:
