@@ -10,7 +10,7 @@ import pytest
 
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.program import kernel_source
-from accelerant.errors import CompileError, DeviceLost, LaunchError
+from accelerant.errors import CompileError, DeviceLost, LaunchError, OutOfMemory
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.compilation.wgsl import bindings
@@ -177,6 +177,28 @@ def test_options_are_constants_of_the_module(provider):
     x = provider.zeros(4, np.uint32)
     provider.launch(provider.compile(source), (1,), (64,), (x, 3, 2))
     assert provider.copy_to_host(x, np.uint32, (4,)).tolist() == [20, 20, 20, 0]
+
+
+def test_the_pool_is_emptied_before_it_takes_a_quarter_of_the_memory_and_where_memory_ends(
+    provider, opened, monkeypatch
+):
+    provider.trim()
+    monkeypatch.setattr(opened, "memory_bytes", 4 << 20)
+    for size in range(400_000, 2_000_000, 400_000):
+        provider.allocate(size).free()
+    assert opened.kept_bytes() <= (1 << 20) + 1_600_256
+    create, failures = opened.device.create_buffer, [RuntimeError("out of memory")] * 3
+
+    def failing(**options):
+        if failures:
+            raise failures.pop()
+        return create(**options)
+
+    monkeypatch.setattr(opened.device, "create_buffer", failing)
+    with pytest.raises(OutOfMemory, match=r"12,345,678 bytes asked on webgpu:0"):
+        provider.allocate(12_345_678)
+    provider.allocate(12_345_678).free()  # the third fails, the pool is emptied, the fourth succeeds
+    assert not failures
 
 
 def test_a_lost_device_is_refused_afterwards(provider, opened, monkeypatch):

@@ -166,8 +166,12 @@ class WebgpuProvider(ComputeProvider):
             raise out_of_memory(size_bytes, f"webgpu:{device}", self.memory(device))
         try:
             pooled = _PooledMemory(opened, rounded, size_bytes)
-        except opened.errors as error:
-            raise out_of_memory(size_bytes, f"webgpu:{device}", self.memory(device)) from error
+        except opened.errors:
+            opened.trim()  # buffers of the pool may take what is missing
+            try:
+                pooled = _PooledMemory(opened, rounded, size_bytes)
+            except opened.errors as error:
+                raise out_of_memory(size_bytes, f"webgpu:{device}", self.memory(device)) from error
         return Buffer(id(pooled.memory), size_bytes, device, pooled)
 
     def _write(self, buffer: Buffer, content: npt.NDArray[np.uint8]) -> None:
@@ -301,10 +305,12 @@ class _WebgpuDevice:
     # --- memory ------------------------------------------------------------------------------------------------------
 
     def take(self, size_bytes: int) -> Any:
-        """Return a buffer of the pool, or a new one."""
+        """Return a buffer of the pool, or a new one; a pool of a quarter of the memory is emptied before."""
         try:
             buffer = self.free[size_bytes].pop()
         except LookupError:
+            if self.kept_bytes() > self.memory_bytes // 4:
+                self.trim()
             buffer = self.device.create_buffer(size=size_bytes, usage=self._storage)
         self.used[id(buffer)] = buffer
         return buffer
@@ -313,10 +319,13 @@ class _WebgpuDevice:
         """Put a buffer into the pool."""
         self.free.setdefault(size_bytes, []).append(self.used.pop(id(buffer)))
 
+    def kept_bytes(self) -> int:
+        """Return the bytes of the pool's buffers that are not in use."""
+        return sum(size * len(buffers) for size, buffers in list(self.free.items()))
+
     def reserved_bytes(self) -> int:
         """Return the bytes of buffers in use and in the pool."""
-        kept = sum(size * len(buffers) for size, buffers in list(self.free.items()))
-        return self.counter.allocated_bytes + kept
+        return self.counter.allocated_bytes + self.kept_bytes()
 
     def trim(self) -> None:
         with self.lock:
