@@ -663,20 +663,32 @@ def test_the_fallback_is_a_policy_or_true_or_false(value, policy):
             refuse()
 
 
-def test_opencl_has_some_operations_and_falls_back_for_the_rest():
-    require_backend("opencl")
-    x = np.array([1, P - 1], np.uint64)
-    with Accelerator("opencl", fallback=False) as acc:
+@pytest.mark.parametrize("backend", ["opencl", "webgpu"])
+def test_a_backend_without_torch_tensors_has_operations_and_falls_back_for_the_rest(backend):
+    require_backend(backend)
+    x, q = np.array([1, P - 1], np.uint64), np.random.default_rng(0).standard_normal((1, 2, 5, 4), np.float32)
+    with Accelerator(backend, fallback=False) as acc:
         assert acc.field_add(x, x).tolist() == [2, P - 2]
-        with pytest.raises(UnsupportedCase, match="opencl has no softmax"):
-            acc.softmax([1.0])
+        np.testing.assert_allclose(acc.softmax([1.0, 1.0]), [0.5, 0.5], rtol=1e-5)
+        np.testing.assert_allclose(acc.matmul(q[0, 0], q[0, 1].T), q[0, 0] @ q[0, 1].T, rtol=1e-5, atol=1e-6)
+        with Accelerator("cpu") as host:
+            for found, expected in (
+                (acc.attention(q, q, q, causal=True), host.attention(q, q, q, causal=True)),
+                (acc.layer_norm(q, q[0, 0, 0], q[0, 0, 1]), host.layer_norm(q, q[0, 0, 0], q[0, 0, 1])),
+            ):
+                np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        with pytest.raises(UnsupportedCase, match=f"{backend}:0 has no kernel for this call"):
+            acc.conv2d(np.ones((1, 1, 3, 3), np.float32), np.ones((1, 1, 2, 2), np.float32))
         np.testing.assert_allclose(acc.gelu([1.0, -2.0]), [0.841345, -0.0455], rtol=1e-3)
         acc.synchronize()
         assert acc.metrics()["field_add"]["p50_ms"] > 0
-    with Accelerator("opencl", config=AcceleratorConfig(fallback="warn")) as acc:
-        with pytest.warns(FallbackWarning, match="softmax: opencl:0 is not used, cpu is"):
-            np.testing.assert_allclose(acc.softmax([1.0, 1.0]), [0.5, 0.5], rtol=1e-5)
-        assert acc.metrics()["softmax"]["fallbacks"] == 1
+    ones, reason = np.ones((1, 1, 2, 2), np.float32), f"{backend}:0 has no kernel for this call"
+    config = AcceleratorConfig(fallback="warn")
+    with (
+        Accelerator(backend, config=config) as acc,
+        pytest.warns(FallbackWarning, match=rf"aten\.convolution.*{reason}"),
+    ):
+        assert acc.conv2d(ones, ones).item() == 4
 
 
 def test_a_device_that_fails_gives_way_to_the_cpu_or_raises(monkeypatch):

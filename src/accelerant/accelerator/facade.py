@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 
+from accelerant import ops
 from accelerant.accelerator.batch import Batch
 from accelerant.accelerator.benchmark import OpBenchmark, named_call, sample_ms, time_implementations
 from accelerant.accelerator.methods import (
@@ -46,6 +47,7 @@ from accelerant.errors import (
     OutOfMemory,
     UnsupportedCase,
 )
+from accelerant.ops.aten import tensor_device
 from accelerant.ops.gelu.portable import gelu_on
 from accelerant.runtime import registry
 from accelerant.runtime.dispatch.operation import recoverable
@@ -563,10 +565,14 @@ class Accelerator(Operations):
     def _run(self, name: str, tensors: Tensors, options: dict[str, Any], each: int = 0) -> Results:
         if self.device.torch_device:
             return self._in_batches(name, tensors, options, each)
-        if name not in _WITHOUT_TENSORS:
+        if name in _WITHOUT_TENSORS and (name != "gelu" or "portable" in self._provider.dialects):
+            arrays = (tensor.numpy() for tensor in tensors)
+            return torch.from_numpy(_WITHOUT_TENSORS[name](self.device, *arrays, **options))
+        place = tensor_device(self.device) if hasattr(ops, name) else None
+        if place is None:
             raise UnsupportedCase(f"{self.device.backend} has no {name}")
-        arrays = (tensor.numpy() for tensor in tensors)
-        return torch.from_numpy(_WITHOUT_TENSORS[name](self.device, *arrays, **options))
+        results = self._in_batches(name, tuple(map(place.upload, tensors)), options, each)
+        return tuple(y.cpu() for y in results) if isinstance(results, tuple) else results.cpu()
 
     def _wait(self) -> None:
         self._provider.synchronize(self.device.index)
@@ -684,4 +690,4 @@ _WITHOUT_TENSORS: dict[str, Callable[..., Any]] = {
     ).msm(scalars),
     "gelu": gelu_on,
 }
-"""Operations of backends without tensors, on NumPy arrays."""
+"""Operations of backends without torch tensors, on NumPy arrays; tensor ops run on their DeviceTensors, if any."""
