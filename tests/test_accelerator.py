@@ -663,7 +663,7 @@ def test_the_fallback_is_a_policy_or_true_or_false(value, policy):
             refuse()
 
 
-@pytest.mark.parametrize("backend", ["opencl", "webgpu"])
+@pytest.mark.parametrize("backend", [pytest.param("opencl", marks=pytest.mark.slow), "webgpu"])  # PoCL takes 20 s
 def test_a_backend_without_torch_tensors_has_operations_and_falls_back_for_the_rest(backend):
     require_backend(backend)
     x, q = np.array([1, P - 1], np.uint64), np.random.default_rng(0).standard_normal((1, 2, 5, 4), np.float32)

@@ -95,12 +95,16 @@ _ELEMENTWISE = re.compile(r"^//! elementwise((?: \d+)+)$", re.MULTILINE)
 _DEFINE = re.compile(r"-D(\w+)=([\w.+-]+)")
 
 
+_ORDER = {"DiscreteGPU": 0, "IntegratedGPU": 1, "CPU": 3}
+
+
 def adapters() -> list[Any]:
-    """Return wgpu's adapters that are not OpenGL's."""
+    """Return wgpu's adapters that are not OpenGL's, hardware before software."""
     os.environ.setdefault("XDG_RUNTIME_DIR", tempfile.gettempdir())  # or Mesa complains
     import wgpu
 
-    return [found for found in wgpu.gpu.enumerate_adapters_sync() if found.info["backend_type"] != "OpenGL"]
+    found = [each for each in wgpu.gpu.enumerate_adapters_sync() if each.info["backend_type"] != "OpenGL"]
+    return sorted(found, key=lambda each: _ORDER.get(each.info["adapter_type"], 2))
 
 
 def _load_triton() -> None:
