@@ -6,6 +6,7 @@ import copy
 import hashlib
 import pickle
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -109,12 +110,20 @@ def test_depth_ends_with_an_error(small):
         private.decrypt(c)
 
 
-def test_products_as_integers(small):
-    """Each product is what integers give: t (c d) / Q rounded, before relinearisation, by Python's polynomials."""
+@pytest.mark.parametrize("signs", [None, (1, 1, 1, 1), (1, -1, -1, 1), (1, 0, 0, -1)])
+def test_products_as_integers(small, signs):
+    """Each product is what integers give: t (c d) / Q rounded, before relinearisation, by Python's polynomials.
+
+    Also of the largest coefficients that a stranger can send: the sums of n products are then the largest, too.
+    """
     public, private = small
     scheme, n = public._scheme, 64
     a, b = public.encrypt(np.arange(64)), public.encrypt(-np.arange(64))
     q, t = scheme.q, scheme.t
+    if signs:
+        most = q // 2 - (q >> 20)  # beyond that a conversion may take x - Q for x
+        parts = [[[sign * most % p for _ in range(n)] for p in scheme.data] for sign in signs]
+        a, b = (replace(x, data=np.array([pair], np.uint32)) for x, pair in ((a, parts[:2]), (b, parts[2:])))
 
     def lifted(data):
         shares = [q // p * pow(q // p, -1, p) for p in scheme.data]

@@ -20,9 +20,10 @@ from accelerant.errors import (
 )
 from accelerant.privacy import mpc
 from accelerant.privacy.dp import Budget, Ledger
+from accelerant.privacy.mpc.secagg import messages
 from accelerant.privacy.mpc.secagg.aggregate import run_round
 from accelerant.privacy.mpc.secagg.encoding import scaled_down
-from accelerant.privacy.mpc.secagg.messages import STAGES
+from accelerant.privacy.mpc.secagg.messages import STAGES, Reader
 from accelerant.privacy.mpc.secagg.setup import failure_log2, least_neighbours, local_threshold, make_identities
 
 CLIENTS, SIZE = 5, 33
@@ -99,6 +100,65 @@ def test_a_sparse_graph_sums_exactly():
     assert party.setup.neighbours < 20
     assert torch.equal(result.sum, party.sum(set(range(24)) - {1, 4}))
     assert result.stages["mask"].clients == 22
+
+
+@pytest.mark.parametrize("dropped", [20, 1])
+def test_a_sparse_graph_reveals_no_seed_of_a_client_without_masks(dropped):
+    """A server that tells a client that those it drew have left gets its input without masks, but not its seed."""
+    party = Party(24, 16, neighbours="auto", size=3)
+    server, answers = party.upto("mask")
+    body, context = Reader(answers[0][42:], 24), party.setup.context(0, party.keys)
+    drawn, sealed = body.ids(), body.pieces()
+    left = set(drawn[:dropped])
+    told = messages.pack_ids(set(drawn) - left) + messages.pack_pieces({i: sealed[i] for i in set(sealed) - left})
+    sent = {i: party.step("mask", i, answers[i]) for i in range(1, 24)}
+    lie = party.step("mask", 0, messages.pack_message(messages.MASK, context, 0, told))
+    with pytest.raises(ProtocolError, match="client 0 has not masked its input with those that it was told"):
+        server.receive(lie)
+    statements = {i: message[42:110] for i, message in sent.items()}
+    true = lie[42 : 42 + 4 * (len(left) + 1) + 64]
+    forged = itertools.cycle([true, statements[1], messages.pack_ids([]) + true[-64:], None])
+    signed = []
+    for i in range(1, 24):
+        passed = {j: statements[j] for j in statements if i in server._sealed[j]}
+        if i in server._sealed[0]:
+            passed |= {0: each} if (each := next(forged)) else {}
+        told = messages.pack_ids(range(24)) + messages.pack_pieces(passed)
+        answer = messages.pack_message(messages.CONSISTENCY, context, i, told)
+        if i not in server._sealed[0]:
+            signed.append(party.clients[i].consistency(answer))
+            continue
+        with pytest.raises(ProtocolError, match=r"masks are missing|is not client 0's|not passed on"):
+            party.clients[i].consistency(answer)
+    assert len(signed) == 23 - party.setup.neighbours < party.setup.threshold
+
+
+def test_members_of_a_sparse_graph_have_one_list_of_members():
+    """A server that leaves a member out of what it tells one client gets no signature of those that hold its shares."""
+    party = Party(24, 16, neighbours="auto", size=3)
+    server, answers = party.upto("share")
+    pieces = Reader(answers[0][42:], 24).pieces()
+    del pieces[23]
+    context = party.setup.context(0, party.keys)
+    answers[0] = messages.pack_message(messages.SHARE, context, 0, messages.pack_pieces(pieces))
+    for i, answer in answers.items():
+        server.receive(party.step("share", i, answer))
+    answers = server.advance()
+    body = Reader(answers.pop(0)[42:], 24)
+    told = messages.pack_ids(body.ids()) + messages.pack_pieces({i: x for i, x in body.pieces().items() if i != 23})
+    lie = party.step("mask", 0, messages.pack_message(messages.MASK, context, 0, told))
+    with pytest.raises(ProtocolError, match="signature is not client 0's"):
+        server.receive(lie)
+    for i, answer in answers.items():
+        server.receive(party.step("mask", i, answer))
+    held, statement = set(server._sealed[0]), lie[42:110]
+    for i, answer in server.advance().items():
+        body = Reader(answer[42:], 24)
+        passed = (body.ids(), body.pieces())[1]
+        told = messages.pack_ids(range(24)) + messages.pack_pieces(passed | ({0: statement} if i in held else {}))
+        if i in held:
+            with pytest.raises(ProtocolError, match="signature is not client 0's"):
+                party.clients[i].consistency(messages.pack_message(messages.CONSISTENCY, context, i, told))
 
 
 def test_weights():

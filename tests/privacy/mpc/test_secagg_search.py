@@ -150,7 +150,7 @@ def test_a_lying_server_learns_no_second_secret(rng, record_property):
         for i in net.colluders:  # they sign everything
             signatures.pop(i, None)
         for i in everyone:
-            digest = survivors_digest(told[i])
+            digest = survivors_digest(told[i], server._members)
             shown = {j: each for j, each in signatures.items() if rng.random() < 0.97 and j in told[i]}
             for j in net.colluders & set(told[i]):
                 shown[j] = net.signing[j].sign(messages.pack_message(3, net.context, j, digest))

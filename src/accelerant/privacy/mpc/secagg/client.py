@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from accelerant.privacy.mpc.secagg.setup import SecureAggregation
 
 __all__ = [
-    "SEALED_BYTES", "SECRET_BYTES", "SHARE_BYTES", "Client", "combined_shares", "derived", "mask_seed",
-    "survivors_digest",
+    "SEALED_BYTES", "SECRET_BYTES", "SHARE_BYTES", "Client", "check_statement", "combined_shares", "derived",
+    "mask_seed", "survivors_digest",
 ]  # fmt: skip
 
 SECRET_BYTES = 35  # a secret of 32 in whole field elements of 7 bytes each
@@ -65,6 +65,7 @@ class _Round:
     def __init__(self, context: bytes) -> None:
         x25519 = crypto("asymmetric.x25519").X25519PrivateKey
         self.context, self.stage = context, messages.ADVERTISE
+        self.members = bytes(32)  # digest of the members' keys
         self.share_key, self.mask_key = x25519.generate(), x25519.generate()
         self.seed = os.urandom(32)
         self.keys: dict[int, tuple[bytes, bytes]] = {}  # of the members: share and mask key
@@ -169,6 +170,7 @@ class Client:
             raise ProtocolError("the members' keys do not have this client's own")
         if len({key for pair in state.keys.values() for key in pair}) < 2 * len(members):
             raise ProtocolError("two clients, or one twice, have the same key")
+        state.members = hashlib.sha256(messages.pack_pieces(members)).digest()
         setup = self.setup
         others = sorted(set(members) - {self.identity})
         degree = setup.degree(len(members))
@@ -226,13 +228,18 @@ class Client:
             self._ledger.record(encoding.event())
         mask = mask_sums([[(state.seed, 1), *seeds]], encoding.words, self.device)[0]
         masked = wrapped(value.to(torch.int64) + mask).cpu().numpy().astype("<i4", copy=False)
-        return self._message(np.ascontiguousarray(masked).tobytes())
+        stated = b""
+        if self.setup.neighbours is not None:
+            stated = messages.pack_ids(set(state.drawn) - state.masked)
+            stated += self._sign(_statement(state.context, state.members, self.identity, stated))
+        return self._message(stated + np.ascontiguousarray(masked).tobytes())
 
     @_step
     def consistency(self, answer: bytes) -> bytes:
         """Sign the survivors that the server states."""
         state, body = self._next(answer, messages.CONSISTENCY)
         survivors = body.ids()
+        statements = {} if self.setup.neighbours is None else body.pieces()
         body.end()
         self._check_enough(survivors, "survivors")
         if self.identity not in survivors or not set(survivors) <= set(state.keys):
@@ -242,8 +249,17 @@ class Client:
             raise ProtocolError("the server said of a survivor that it had left, so no mask with it was added")
         if len(near) + 1 < self.setup.shares_needed(len(state.drawn)):
             raise ProtocolError("too few of those that hold this client's shares are survivors")
+        if self.setup.neighbours is not None:
+            if set(statements) != (set(state.held) & set(survivors)) - {self.identity}:
+                raise ProtocolError("the server has not passed on what survivors state of their masks")
+            for owner, statement in statements.items():
+                reader = Reader(statement, self.setup.clients)
+                missing = check_statement(reader, state.context, state.members, owner, self._verification_keys)
+                reader.end()
+                if not missing.isdisjoint(survivors):
+                    raise ProtocolError(f"client {owner} was told of a survivor that it had left, so masks are missing")
         state.survivors = survivors
-        return self._message(survivors_digest(survivors))
+        return self._message(survivors_digest(survivors, state.members))
 
     @_step
     def unmask(self, answer: bytes) -> bytes:
@@ -254,7 +270,7 @@ class Client:
         self._check_enough(signatures, "signatures of the survivors")
         if not set(signatures) <= set(state.survivors):
             raise ProtocolError("a signature of one that is no survivor")
-        digest = survivors_digest(state.survivors)
+        digest = survivors_digest(state.survivors, state.members)
         for each, signature in signatures.items():
             signed = messages.pack_message(messages.CONSISTENCY, state.context, each, digest)
             messages.check_signature(self._verification_keys, each, signed, signature)
@@ -271,7 +287,7 @@ class Client:
         if state is None or self._path is None:
             raise ConfigError("suspending needs a round and a state_path")
         keys = state.share_key.private_bytes_raw() + state.mask_key.private_bytes_raw()
-        parts = [state.context, bytes([state.stage]), keys, state.seed]
+        parts = [state.context, state.members, bytes([state.stage]), keys, state.seed]
         parts += [messages.pack_ids(ids) for ids in (state.drawn, state.masked, state.survivors)]
         parts += [messages.pack_pieces({i: b"".join(pair) for i, pair in d.items()}) for d in (state.keys, state.held)]
         path = temporary_path(self._path)
@@ -283,7 +299,8 @@ class Client:
     @_step
     def resume(self) -> bytes:
         """Take the round that was suspended, and remove the file: of two processes one gets it, the other an error."""
-        assert self._path is not None
+        if self._path is None:
+            raise ConfigError("resuming needs a state_path")
         path = temporary_path(self._path)
         try:
             os.rename(self._suspended, path)
@@ -294,6 +311,7 @@ class Client:
         finally:
             path.unlink()
         self._round = state = _Round(body.take(32))
+        state.members = body.take(32)
         state.stage = body.take(1)[0]
         x25519 = crypto("asymmetric.x25519").X25519PrivateKey
         state.share_key, state.mask_key = (x25519.from_private_bytes(body.take(32)) for _ in range(2))
@@ -360,6 +378,20 @@ def combined_shares(
     return [part[:32] for part in parts]
 
 
-def survivors_digest(survivors: Sequence[int]) -> bytes:
-    """Return what clients sign of the survivors, 32 bytes."""
-    return hashlib.sha256(messages.pack_ids(survivors)).digest()
+def survivors_digest(survivors: Sequence[int], members: bytes) -> bytes:
+    """Return what clients sign of the survivors and of the digest of the members' keys, 32 bytes."""
+    return hashlib.sha256(members + messages.pack_ids(survivors)).digest()
+
+
+def _statement(context: bytes, members: bytes, client: int, missing: bytes) -> bytes:
+    return messages.pack_message(messages.STATEMENT, context, client, members + missing)
+
+
+def check_statement(
+    reader: Reader, context: bytes, members: bytes, client: int, verification_keys: Sequence[bytes]
+) -> frozenset[int]:
+    """Read with which of those that it drew a client has no mask; ProtocolError unless it signed that."""
+    missing, signature = reader.ids(), reader.take(64)
+    signed = _statement(context, members, client, messages.pack_ids(missing))
+    messages.check_signature(verification_keys, client, signed, signature)
+    return frozenset(missing)

@@ -20,13 +20,16 @@ from typing import Any, Final
 from accelerant.errors import FormatError, MissingDependency, ProtocolError
 
 __all__ = [
-    "ADVERTISE", "CONSISTENCY", "MASK", "SHARE", "STAGES", "UNMASK", "Reader", "check_signature", "crypto",
-    "pack_ids", "pack_message", "pack_pieces", "pack_signed", "read_client", "read_server",
+    "ADVERTISE", "CONSISTENCY", "MASK", "SHARE", "STAGES", "STATEMENT", "UNMASK", "Reader", "check_signature",
+    "crypto", "pack_ids", "pack_message", "pack_pieces", "pack_signed", "read_client", "read_server",
 ]  # fmt: skip
 
 ADVERTISE, SHARE, MASK, CONSISTENCY, UNMASK = range(5)
 STAGES: Final = ("advertise", "share", "mask", "consistency", "unmask")
 """The stages in order; each begins with messages of the clients and ends with the server's answers."""
+
+STATEMENT = 5
+"""The code of what a client of a sparse graph states of its masks: part of messages, not one of them."""
 
 _HEAD = struct.Struct("<4sBB32sI")
 _MAGIC, _VERSION, _SIGNATURE = b"AcSA", 1, 64
@@ -72,6 +75,10 @@ class Reader:
     def pieces(self) -> dict[int, bytes]:
         """Return the next byte strings by client."""
         return {each: self.take(self.u32()) for each in self.ids()}
+
+    def rest(self) -> bytes:
+        """Return all bytes that are left."""
+        return self.take(len(self._body) - self._at)
 
     def end(self) -> None:
         """Check that everything was read."""

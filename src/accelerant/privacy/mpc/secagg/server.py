@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,14 @@ from torch import Tensor
 from accelerant.errors import AccelerantError, ProtocolError
 from accelerant.privacy.dp.noise.noisy_sum import require_clipped_unit
 from accelerant.privacy.mpc.secagg import messages
-from accelerant.privacy.mpc.secagg.client import SEALED_BYTES, SHARE_BYTES, combined_shares, mask_seed, survivors_digest
+from accelerant.privacy.mpc.secagg.client import (
+    SEALED_BYTES,
+    SHARE_BYTES,
+    check_statement,
+    combined_shares,
+    mask_seed,
+    survivors_digest,
+)
 from accelerant.privacy.mpc.secagg.encoding import wrapped
 from accelerant.privacy.mpc.secagg.masks import SignedSeed, mask_sums
 from accelerant.privacy.mpc.secagg.messages import STAGES, Reader, crypto
@@ -89,6 +97,7 @@ class Server:
         self._sealed: dict[int, dict[int, bytes]] = {}  # by sender, then receiver, of those that shared
         self._total: Tensor | None = None
         self._survivors: tuple[int, ...] = ()
+        self._members = b""  # digest of the members' keys
 
     def __repr__(self) -> str:
         return f"Server({self.stage}, {len(self._received)} of {len(self.alive)} messages)"
@@ -186,14 +195,20 @@ class Server:
                 raise ProtocolError(f"the keys of client {sender} have {len(body)} bytes, not 64")
             return message
         if self._stage == messages.MASK:
-            words = self.setup.encoding.words
+            words, stated = self.setup.encoding.words, b""
+            if self.setup.neighbours is not None:
+                reader = Reader(body, self.setup.clients)
+                missing = check_statement(reader, self._context, self._members, sender, self._keys)
+                if missing != set(self._sealed[sender]) - set(self.alive):
+                    raise ProtocolError(f"client {sender} has not masked its input with those that it was told")
+                stated, body = body[: 4 * (len(missing) + 1) + 64], reader.rest()
             if len(body) != 4 * words:
                 raise ProtocolError(f"the masked input of client {sender} has {len(body)} bytes, not {4 * words}")
             masked = torch.from_numpy(np.frombuffer(body, "<i4").astype(np.int32)).to(self.device, torch.int64)
             self._total = masked if self._total is None else self._total.add_(masked)
-            return True
+            return stated
         if self._stage == messages.CONSISTENCY:
-            if body != survivors_digest(self._survivors):
+            if body != survivors_digest(self._survivors, self._members):
                 raise ProtocolError(f"client {sender} signed other survivors")
             return message[-64:]
         reader = Reader(body, self.setup.clients)
@@ -220,6 +235,7 @@ class Server:
         if self._stage == messages.ADVERTISE:
             self._public = {each: message[-96:-64] for each, message in self._received.items()}
             body = messages.pack_pieces(self._received)
+            self._members = hashlib.sha256(body).digest()
         elif self._stage == messages.SHARE:
             self._sealed, answers = self._received, {}
             for each in arrived:
@@ -230,6 +246,12 @@ class Server:
         elif self._stage == messages.MASK:
             self._survivors = arrived
             body = messages.pack_ids(arrived)
+            if self.setup.neighbours is not None:
+                stated = self._received
+                return {
+                    each: body + messages.pack_pieces({i: stated[i] for i in arrived if each in self._sealed[i]})
+                    for each in arrived
+                }
         elif self._stage == messages.CONSISTENCY:
             body = messages.pack_pieces(self._received)
         else:

@@ -9,7 +9,10 @@ Sparse graph. As in SecAgg+ (Bell et al. 2020, "Secure single-server aggregation
 2020, eprint 2020/704, section 4, the malicious variant), each client draws k others itself, after their keys are
 fixed, and splits its secrets among them and itself with the threshold t_k = ceil((k + 1) t / n). It has masks in common
 with those that it drew and those that drew it. The consistency check stays that of Bonawitz et al., over all clients,
-so k bounds masks and shares, and not the n signatures.
+so k bounds masks and shares, and not the n signatures. With its masked input each client signs which of those that it
+drew it was told had left, and the digest of the members' keys. Who holds its shares checks that none of them is a
+survivor, and that all have one list of members, before it signs the survivors: a server could tell a client that all
+have left, take its input without masks, and let the others reveal its seed.
 
 Assume that the server learns the sum over a set S of at most half of the honest clients. Members of S have no masks in
 common with other honest survivors. b_u of u in S is revealed only if t_k - 1 of those that u drew are survivors that
