@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from requirements import require_backend
 
 from accelerant.cli import main
 from accelerant.cli.train_view import LineView, verdict
@@ -182,7 +183,7 @@ def test_the_windows_of_a_step_and_of_its_parts(accelerant, text):
         (["--batch-size", "0"], "batch_size must be above 0, got 0"),
         (["--batch-size", "-8"], "batch_size must be above 0, got -8"),
         (["--resume", "absent", "--batch-size", "8"], "leave out --batch-size"),
-        (["--device", "abacus"], "--device must be auto, cuda or cpu, got 'abacus'"),
+        (["--device", "abacus"], "--device must be auto, cuda, opencl or cpu, got 'abacus'"),
         (["--data", "text.txt", "--out", "text.txt/run"], "cannot write to text.txt/run: text.txt is not a folder"),
         (["--data", "text.txt", "--out", "text.txt"], "cannot write to text.txt: text.txt is not a folder"),
         (["--data", ""], "--data must not be empty: name a path"),
@@ -267,7 +268,7 @@ def test_what_a_resumed_run_refuses(accelerant, text):
     config.write_text(json.dumps({**values, "backend": "abacus"}))
     status, _, errors = accelerant("train", "--resume", "out")
     assert status == 2
-    assert "the backend in out/config.json must be auto, cuda or cpu, got 'abacus'" in errors
+    assert "the backend in out/config.json must be auto, cuda, opencl or cpu, got 'abacus'" in errors
     assert accelerant("train", "--resume", "out", "--device", "cpu", "--json")[0] == 0
 
 
@@ -323,14 +324,15 @@ def test_a_signal_writes_a_checkpoint_and_the_rest_is_the_same(accelerant, tmp_p
 @pytest.mark.parametrize("device", [(), ("--device", "auto")])
 def test_the_backend_of_the_settings_is_used_and_named(accelerant, text, monkeypatch, device):
     arguments = ("train", "--data", text, "--steps", 1, "--json", *device)
-    with override(backend="opencl"):
+    with override(backend="apple"):
         status, _, errors = accelerant(*arguments)
         assert status == 2
-        assert "the setting backend must be auto, cuda or cpu, got 'opencl': training needs cuda or cpu" in errors
-        monkeypatch.setenv("ACCELERANT_BACKEND", "opencl")
+        needs = "must be auto, cuda, opencl or cpu, got 'apple': training needs cuda, opencl or cpu"
+        assert f"the setting backend {needs}" in errors
+        monkeypatch.setenv("ACCELERANT_BACKEND", "apple")
         status, _, errors = accelerant(*arguments)
         assert status == 2
-        assert "ACCELERANT_BACKEND must be auto, cuda or cpu, got 'opencl': training needs cuda or cpu" in errors
+        assert f"ACCELERANT_BACKEND {needs}" in errors
         assert not Path("runs").exists()
     with override(backend="cpu"):
         assert accelerant(*arguments)[0] == 0
@@ -399,3 +401,21 @@ def test_a_phase_shows_how_far_it_is_and_the_time_left(monkeypatch, capsys):
     now[0] += 6
     view.advance(0.4, "step 1")
     assert capsys.readouterr().err.splitlines()[-1] == "step 1  40%  0:12 left"
+
+
+@pytest.mark.slow
+def test_training_on_opencl_has_the_losses_of_the_cpu_and_continues(accelerant, text):
+    require_backend("opencl")
+    arguments = ("train", "--data", text, "--batch-size", 2, "--steps", 4, "--json")
+    assert accelerant(*arguments, "--device", "opencl", "--out", "device")[0] == 0
+    assert accelerant(*arguments, "--device", "cpu", "--out", "host")[0] == 0
+    assert json.loads(Path("device/config.json").read_text())["backend"] == "opencl"
+    assert losses(Path("device")) == pytest.approx(losses(Path("host")), abs=1e-4)  # the requirement of issue 25
+    status, output, _ = accelerant("train", "--resume", "device", "--steps", 6, "--json")
+    assert (status, json.loads(output)["steps"]) == (0, 6)
+    for options, message in (
+        (("--precision", "bfloat16"), "precision must be auto or float32 on opencl:0, got 'bfloat16'"),
+        (("--private", "--target-epsilon", 3), "--private trains on cuda or cpu, got opencl:0"),
+    ):
+        status, _, errors = accelerant(*arguments, "--device", "opencl", "--out", "refused", *options)
+        assert (status, message in errors) == (2, True)

@@ -62,7 +62,9 @@ _Init = Annotated[
 _Rate = Annotated[
     float | None, typer.Option(help="Peak learning rate. Default: the preset's; with --init-from a tenth of it.")
 ]
-_Device = Annotated[str | None, typer.Option(help="auto, cuda or cpu. Default: auto; with --resume, the run's.")]
+_Device = Annotated[
+    str | None, typer.Option(help="auto, cuda, opencl or cpu. Default: auto; with --resume, the run's.")
+]
 _Out = Annotated[
     str | None,
     typer.Option(metavar="DIR", help="Folder for the results. Default: runs/PRESET.", rich_help_panel=_RESULTS),
@@ -426,7 +428,10 @@ def _run(
         if extension is not None:
             raise ConfigError(f"--private trains in one process, got --gpus {gpus}")
         launch(gpus, str(backend or ""), arguments)
-    device = choose_device(backend, origin)
+    device = choose_device(backend, origin, tensor_devices=True)
+    if device.type not in ("cuda", "cpu") and (extension is not None or world_size() > 1):
+        what = "several processes train" if extension is None else "--private trains"
+        raise ConfigError(f"{what} on cuda or cpu, got {device}")
     if run is not None:
         run = run.replaced(deterministic=device.type == "cpu" if deterministic is None else deterministic)
     first = rank() == 0
@@ -460,10 +465,14 @@ def _restarted(out: Path, run: RunConfig) -> bool:
     return bool(folder.read_config().get("run") == json.loads(json.dumps(run.to_dict())))
 
 
-def choose_device(backend: object, origin: str) -> torch.device:
-    """Return this process's device of a backend; None and "auto" mean that in the settings. Errors name the origin."""
+def choose_device(backend: object, origin: str, *, tensor_devices: bool = False) -> torch.device:
+    """Return this process's device of a backend; None and "auto" mean that in the settings. Errors name the origin.
+
+    With `tensor_devices` it may be one of OpenCL, whose tensors are DeviceTensors.
+    """
     import torch
 
+    from accelerant.ops.aten.device import TENSOR_DEVICES
     from accelerant.runtime import registry
     from accelerant.runtime.files import clipped
 
@@ -471,10 +480,15 @@ def choose_device(backend: object, origin: str) -> torch.device:
         backend = settings().backend
         given = os.environ.get("ACCELERANT_BACKEND") == backend
         origin = "ACCELERANT_BACKEND" if given else "the setting backend"
-    if not isinstance(backend, str) or backend.lower() not in ("auto", "cuda", "cpu"):
-        advice = "" if origin == "--device" else ": training needs cuda or cpu, give --device to choose"
-        raise ConfigError(f"{origin} must be auto, cuda or cpu, got {clipped(backend)}{advice}")
-    device = own_device(torch.device(registry.choose(backend).torch_device))
+    known = ("auto", "cuda", *(TENSOR_DEVICES if tensor_devices else ()), "cpu")
+    if not isinstance(backend, str) or backend.lower() not in known:
+        names = f"{', '.join(known[:-1])} or cpu"
+        advice = "" if origin == "--device" else f": training needs {names[6:]}, give --device to choose"
+        raise ConfigError(f"{origin} must be {names}, got {clipped(backend)}{advice}")
+    chosen = registry.choose(backend)
+    if chosen.backend in TENSOR_DEVICES:
+        return torch.device(chosen.label)
+    device = own_device(torch.device(chosen.torch_device))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device

@@ -35,3 +35,23 @@ def test_a_gpt_has_the_losses_of_the_cpu(device):
     with override(fallback="forbid"):
         found = losses(moved, batches, device, lambda model, x, y: model.loss(x, y))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)  # the requirement of issue 25
+
+
+def test_a_classifier_of_digits_has_the_losses_of_the_cpu(device):
+    datasets = pytest.importorskip("sklearn.datasets", reason="scikit-learn has the digits; the extra dev installs it")
+    x, y = datasets.load_digits(return_X_y=True)
+    x, y = torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 10))
+    order = [torch.arange(step * 64, (step + 1) * 64) % 1500 for step in range(200)]
+    moved = acl.to(copy.deepcopy(model), device)
+
+    def make_loss(model, inputs, targets):
+        return nn.functional.cross_entropy(model(inputs), targets)
+
+    expected = losses(model, [(x[rows], y[rows]) for rows in order], "cpu", make_loss)
+    with override(fallback="forbid"):
+        found = losses(moved, [(x[rows], y[rows]) for rows in order], device, make_loss)
+    torch.testing.assert_close(found[:20], expected[:20], atol=1e-4, rtol=0)  # the requirements of issue 25
+    torch.testing.assert_close(found, expected, rtol=0.01, atol=0)
+    assert (moved(acl.to(x[1500:], device)).argmax(1).cpu() == y[1500:]).float().mean() > 0.9

@@ -30,6 +30,7 @@ from accelerant.nn.train.environment import random_state, require_random, restor
 from accelerant.nn.train.objective import Evaluation
 from accelerant.nn.train.optim import load_optimizer, optimizer_state, require_optimizer_tensors
 from accelerant.nn.train.step import LossScale
+from accelerant.ops.aten import DeviceTensor
 from accelerant.runtime.files import clipped, decode_json, open_regular, remove_leftovers, typed, write_atomic
 from accelerant.runtime.memory.limits import size_text
 from accelerant.runtime.processes import Processes
@@ -388,6 +389,7 @@ def gathered(
         tensors |= {f"loss_scale.{name}": value for name, value in scale.state().items()}
     drawn, rest = random_state(device)
     tensors |= {f"random.{name}": value for name, value in drawn.items()}
+    tensors = {name: x.detach().cpu() if isinstance(x, DeviceTensor) else x for name, x in tensors.items()}
     return tensors, {"optimizer": numbers, "optimizer_class": type(optimizer).__name__, "random": rest}
 
 

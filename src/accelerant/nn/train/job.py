@@ -51,6 +51,8 @@ from accelerant.nn.train.report import build_report
 from accelerant.nn.train.tokenfile import Tokens
 from accelerant.nn.train.tokenizer import ByteTokenizer, Tokenizer, load_bpe
 from accelerant.nn.train.trainer import Trainer
+from accelerant.ops.aten.device import TENSOR_DEVICES
+from accelerant.runtime import registry
 from accelerant.runtime.files import typed, write_atomic
 from accelerant.runtime.processes import Processes
 
@@ -465,6 +467,8 @@ class _TextRun:
         self._device = device = torch.device(config.device)
         if device.type == "cuda":
             self._device_name = f"{device} ({torch.cuda.get_device_name(device)})"
+        elif config.device.partition(":")[0] in TENSOR_DEVICES:
+            self._device_name = f"{device} ({registry.find_device(config.device).name})"
         else:
             threads = torch.get_num_threads()
             self._device_name = f"{device} ({threads} thread{'s' * (threads != 1)})"
@@ -629,8 +633,8 @@ class _TextRun:
         # A private run's sample must not quote a text.
         quotes = self._extension.name == Extension.name
         prompt = prompt_of(tokenizer.decode(self._text.held_out[:_PROMPT_TOKENS].tolist())) if quotes else "The "
-        given = torch.tensor([tokenizer.encode_text(prompt)], device=self._device)
-        with autocast(self._device, self._trainer.precision):
+        given = torch.tensor([tokenizer.encode_text(prompt)], device=self._trainer.device)
+        with autocast(self._trainer.device, self._trainer.precision):
             tokens = self._model.generate(
                 given, size, temperature=0.7, top_k=100, seed=self._run.training.seed,
                 watch=lambda tokens: self._progress.advance((tokens.shape[1] - given.shape[1]) / size),

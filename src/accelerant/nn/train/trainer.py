@@ -60,6 +60,8 @@ from accelerant.nn.train.optim import MakeOptimizer, learning_rate, make_optimiz
 from accelerant.nn.train.parallel import start_equal
 from accelerant.nn.train.step import LossScale, TrainStep, recomputed
 from accelerant.ops._library import is_distributed
+from accelerant.ops.aten import tensor_device, to
+from accelerant.ops.aten.device import TENSOR_DEVICES
 from accelerant.runtime import registry
 from accelerant.runtime.files import clipped
 from accelerant.runtime.ledger import ledger
@@ -107,6 +109,8 @@ class Trainer:
         metrics: functions of outputs and targets, measured in evaluations; None for accuracy with cross entropy.
 
     Attributes:
+        device: torch's device of the batches; the CPU where the config's is one of OpenCL or WebGPU, to which the
+            operations copy them.
         objective: the loss of a batch.
         precision: the dtype of autocast; None for the parameters' own.
         loss_scale: the LossScale of float16; None in other precisions.
@@ -129,12 +133,15 @@ class Trainer:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise ConfigError("give the module inside the DistributedDataParallel: processes train together without it")
         self._first = Processes().first
-        self.device = _device(self.config.device)
+        place = tensor_device(self.config.device) if self.config.device.partition(":")[0] in TENSOR_DEVICES else None
+        self.device = torch.device("cpu") if place is not None else _device(self.config.device)
         if self.config.precision == "fp8":
             require_float8(self.device)
             float8_weights(model)
         self.objective = Objective(model, loss, metrics)
-        self.model = model.to(self.device)
+        if place is not None and self.config.precision not in ("auto", "float32"):
+            raise ConfigError(f"precision must be auto or float32 on {place.label}, got {self.config.precision!r}")
+        self.model = model.to(self.device) if place is None else to(model, place.label)
         if optimizer is None:
             self.optimizer: torch.optim.Optimizer = make_optimizer(model, self.config)
         else:

@@ -255,39 +255,6 @@ def _layer_norm_backward(
     return dx, dweight, dbias
 
 
-@register("_fused_rms_norm.default")
-def _rms_norm(place: TensorDevice, x: Any, shape: Sequence[int], weight: Any, eps: float | None) -> Any:
-    dims = list(range(x.dim() - len(shape), x.dim()))
-    scalars = (float(math.prod(shape)), torch.finfo(x.dtype).eps if eps is None else eps)
-    post = "1 / sqrt(a / s0 + s1)"
-    rstd = reduction(place, "sum", (x,), dims, x.dtype, pre="x0 * x0", post=post, scalars=scalars, keepdim=True)
-    template, operands = "{0} * {1}", [x, rstd]
-    if weight is not None:
-        template, operands = "{0} * {1} * {2}", [x, rstd, weight]
-    return elementwise(place, template, operands, x.dtype), rstd
-
-
-@register("_fused_rms_norm_backward.default")
-def _rms_norm_backward(
-    place: TensorDevice, dy: Any, x: Any, shape: Sequence[int], rstd: Any, weight: Any, needs: Sequence[bool]
-) -> Any:
-    dy = operand(place, dy)
-    inner = list(range(x.dim() - len(shape), x.dim()))
-    outer = list(range(x.dim() - len(shape)))
-    dx = dweight = None
-    if needs[0]:
-        count = (float(math.prod(shape)),)
-        whole = (dy, x, rstd) if weight is None else (dy, x, rstd, weight)
-        pre = "x0 * x1 * x2" if weight is None else "x0 * x1 * x2 * x3"
-        mean = reduction(place, "sum", whole, inner, x.dtype, pre=pre, post="a / s0", scalars=count, keepdim=True)
-        gradient = "{0}" if weight is None else "{0} * {4}"
-        template = f"{{2}} * ({gradient} - {{1}} * {{2}} * {{3}})"
-        dx = elementwise(place, template, (*whole[:3], mean, *whole[3:]), x.dtype)
-    if needs[1] and weight is not None:
-        dweight = reduction(place, "sum", (dy, x, rstd), outer, x.dtype, pre="x0 * x1 * x2")
-    return dx, dweight
-
-
 # --- attention -------------------------------------------------------------------------------------------------------
 
 

@@ -116,6 +116,78 @@ _LANES = 64
 _ROWS, _COLUMNS = 8, 16
 """Result of a work-item of the product on a CPU: columns of one vector."""
 
+_DEPTH = 16
+"""Inner dimension of the tiles of the product on a GPU."""
+
+_TILED = """
+    __local T4 a_tile[BK * WIDTH / 4], b_tile[BK * WIDTH / 4];
+    __local T* const a_values = (__local T*)a_tile;
+    __local T* const b_values = (__local T*)b_tile;
+    const int t = get_local_id(0), tx = t % 16, ty = t / 16;
+    const {index} first = get_group_id(1) * TILE, left = get_group_id(0) * TILE, z = get_group_id(2);
+    __global const T* x0 = x0_whole + x0_at + z * x0_batch;
+    __global const T* x1 = x1_whole + x1_at + z * x1_batch;
+    __global T* out = out_whole + out_at + z * out_batch;
+    T4 c[4 * G][G];
+    for (int r = 0; r < 4 * G; ++r) for (int g = 0; g < G; ++g) c[r][g] = 0;
+    T a_next[4 * G], b_next[4 * G];  // of the next tile, on the way while this one is multiplied
+    for ({index} at = -BK; at < K; at += BK) {{
+        if (at >= 0) {{
+            barrier(CLK_LOCAL_MEM_FENCE);
+            #pragma unroll
+            for (int j = 0; j < 4 * G; ++j) {{
+                a_values[({a_k}) * WIDTH + {a_m}] = a_next[j];
+                b_values[({b_k}) * WIDTH + {b_n}] = b_next[j];
+            }}
+            barrier(CLK_LOCAL_MEM_FENCE);
+        }}
+        #pragma unroll
+        for (int j = 0; j < 4 * G; ++j) {{
+            {{
+                const {index} k = at + BK + {a_k}, m = first + {a_m};
+                a_next[j] = k < K && m < M ? x0[0{a}] : 0;
+            }}
+            {{
+                const {index} k = at + BK + {b_k}, n = left + {b_n};
+                b_next[j] = k < K && n < N ? x1[0{b}] : 0;
+            }}
+        }}
+        if (at < 0) continue;
+        #pragma unroll
+        for (int k = 0; k < BK; ++k) {{
+            T4 row[G], column[G];
+            #pragma unroll
+            for (int g = 0; g < G; ++g) {{
+                column[g] = a_tile[k * (WIDTH / 4) + g * 16 + ty];
+                row[g] = b_tile[k * (WIDTH / 4) + g * 16 + tx];
+            }}
+            #pragma unroll
+            for (int g = 0; g < G; ++g) {{
+                #pragma unroll
+                for (int h = 0; h < G; ++h) {{
+                    c[4 * g][h] += column[g].x * row[h];
+                    c[4 * g + 1][h] += column[g].y * row[h];
+                    c[4 * g + 2][h] += column[g].z * row[h];
+                    c[4 * g + 3][h] += column[g].w * row[h];
+                }}
+            }}
+        }}
+    }}
+    #pragma unroll
+    for (int r = 0; r < 4 * G; ++r) {{
+        const {index} m = first + r / 4 * 64 + ty * 4 + r % 4;
+        #pragma unroll
+        for (int g = 0; g < G; ++g) {{
+            const {index} n = left + g * 64 + tx * 4;
+            if (m < M && n < N) out[m * c_row + n] = c[r][g].x;
+            if (m < M && n + 1 < N) out[m * c_row + n + 1] = c[r][g].y;
+            if (m < M && n + 2 < N) out[m * c_row + n + 2] = c[r][g].z;
+            if (m < M && n + 3 < N) out[m * c_row + n + 3] = c[r][g].w;
+        }}
+    }}
+"""
+"""Product on a GPU: a work-group of 256 writes a tile, a work-item 4 G rows of 4 G columns."""
+
 
 def _load(dtype: torch.dtype, pointer: str, index: str) -> str:
     if dtype == torch.float16:
@@ -374,6 +446,9 @@ class OpenclTensors(TensorDevice):
             self.matmul(wide, a, b)
             self.copy(out, wide)
             return
+        if not self.is_cpu:
+            self._tiled_matmul(out, a, b)
+            return
         if b.stride(2) != 1:
             b = self.contiguous(b)
         batch, rows, columns = out.shape
@@ -391,7 +466,7 @@ class OpenclTensors(TensorDevice):
         kind = _COMPUTE.get(out.dtype, "long")
         lines = []
         for at in range(height):
-            lines.append(f"    const {text.index} m{at} = min(first + {at}, M - 1);")
+            lines.append(f"    const {text.index} m{at} = first + {at} < M ? first + {at} : M - 1;")
             lines.append(f"    __global const T* a{at} = x0{steps[0].replace(' + m', f' + m{at}', 1)};")
         along = steps[1].removeprefix(" + ") or "0"
         body = [
@@ -427,6 +502,31 @@ class OpenclTensors(TensorDevice):
         grid = (-(-columns // _COLUMNS), -(-rows // (height * high)), batch)
         self._run(text, kind, "matmul", body, grid, (1, high, 1), f"typedef {kind}16 V;\n")
 
+    def _tiled_matmul(self, out: DeviceTensor, a: DeviceTensor, b: DeviceTensor) -> None:
+        """Write a product by work-groups that share tiles in local memory, for GPUs; operands may have any strides."""
+        batch, rows, columns = out.shape
+        groups = 2 if min(rows, columns) > 64 and rows * columns * batch >= 2**20 else 1  # else too few work-groups
+        tile = 64 * groups
+        text = _Text(_is_wide((out, a, b), out.numel()))
+        for name, x in (("out", out), ("x0", a), ("x1", b)):
+            text.array(name, x, const=name != "out")
+            text.number(f"{name}_batch", x.stride(0) if x.shape[0] > 1 else 0)
+        for name, n in (("M", rows), ("N", columns), ("K", a.shape[2])):
+            text.number(name, n)
+        at_a = text.step("a_row", "m", a.stride(1)) + text.step("a_inner", "k", a.stride(2))
+        at_b = text.step("b_inner", "k", b.stride(1)) + text.step("b_column", "n", b.stride(2))
+        text.number("c_row", out.stride(1))
+        kind = _STORAGE[out.dtype]
+        along = {
+            True: ("t % BK", f"t / BK + j * {256 // _DEPTH}"),
+            False: (f"t / TILE + j * {256 // tile}", "t % TILE"),
+        }
+        (a_k, a_m), (b_k, b_n) = along[a.stride(2) == 1], along[b.stride(1) == 1 and b.stride(2) != 1]
+        body = _TILED.format(index=text.index, a=at_a, b=at_b, a_k=a_k, a_m=a_m, b_k=b_k, b_n=b_n).split("\n")
+        sizes = {"BK": _DEPTH, "TILE": tile, "G": groups, "WIDTH": tile + 4}
+        head = f"typedef {kind}4 T4;\n" + "".join(f"#define {name} {size}\n" for name, size in sizes.items())
+        self._run(text, kind, "matmul", body, (-(-columns // tile), -(-rows // tile), batch), (256, 1, 1), head)
+
     def _converted(self, x: DeviceTensor, dtype: torch.dtype) -> DeviceTensor:
         out = self.empty(x.shape, dtype)
         self.copy(out, x)
@@ -455,15 +555,17 @@ class OpenclTensors(TensorDevice):
         head: str = "",
     ) -> None:  # fmt: skip
         """Launch a kernel, compiled on first use."""
-        key = (entry, kind, head, tuple(body), tuple(text.parameters))
+        key = (entry, kind, head, tuple(block), tuple(body), tuple(text.parameters))
         kernel = self._kernels.get(key)
         if kernel is None:
+            widths = (*block, 1, 1)[:3]  # else the compiler keeps registers for the largest work-group
             floating, whole = kind in ("float", "double"), "\n".join(body)
             program = "\n".join([
                 *(["#pragma OPENCL EXTENSION cl_khr_fp64 : enable"] if torch.float64 in self.dtypes else []),
                 _HEADER, *[_RANDOM] * ("(i, n0, n1)" in whole), *[_BFLOAT16] * ("bfloat16" in whole),
                 f"typedef {kind} T;", _FLOATING if floating else _INTEGRAL, _SHARED, head,
-                f"__kernel void {entry}({', '.join(text.parameters)}) {{", whole, "}",
+                f"__kernel __attribute__((reqd_work_group_size({', '.join(map(str, widths))})))",
+                f"void {entry}({', '.join(text.parameters)}) {{", whole, "}",
             ])  # fmt: skip
             options = ("-cl-single-precision-constant",) if kind == "float" else ()
             source = KernelSource(

@@ -189,7 +189,7 @@ for _name, _template in {
 
 @register("sign", "sign_")
 def _sign(place: TensorDevice, x: DeviceTensor, *, out: DeviceTensor | None = None) -> Any:
-    return elementwise(place, "select(select({0}, -1, {0} < 0), 1, {0} > 0)", (x,), x.dtype, out=out)
+    return elementwise(place, "select(select(0, -1, {0} < 0), 1, {0} > 0)", (x,), x.dtype, out=out)
 
 
 def _test(name: str, template: str, floats_only: bool = False) -> None:
@@ -348,7 +348,7 @@ def _copy(place: TensorDevice, out: DeviceTensor, x: Tensor, non_blocking: bool 
     source = operand(place, x)
     if isinstance(source, DeviceTensor) and source.place is not place:
         source = place.upload(source.place.download(source))
-    return elementwise(place, "{0}", (source,), out.dtype, out=out)
+    return elementwise(place, "{0}", (source,), out.dtype, compute=torch.promote_types(x.dtype, out.dtype), out=out)
 
 
 TABLE[aten.copy_.default] = _copy

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -209,6 +210,8 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         handler = _handlers[func, type(place)] = _handler(func, place)
     if handler is None:
         return _on_host(func, place, args, kwargs)
+    if args and isinstance(args[0], Tensor) and not isinstance(args[0], DeviceTensor) and _writes(func):
+        return _on_host(func, place, args, kwargs, reason="it writes a tensor of the host")
     if handler is _view:
         return _view(func, place, args, kwargs)
     record = _records.get((func, place))
@@ -242,12 +245,24 @@ def _handler(func: Any, place: TensorDevice) -> _Handler | None:
     known = place.overrides.get(func) or TABLE.get(func)
     if known is not None:
         return known
+    if func._schema.name.startswith("aten::_foreach_"):
+        return partial(_each, func)
     if func._can_decompose():  # before views: reshape is one or a copy
         return lambda _, *args, **kwargs: func.decompose(*args, **kwargs)
     if func is torch.ops.aten._unsafe_view.default:
         return _view
     aliases = [returned.alias_info for returned in func._schema.returns]
     return _view if any(alias is not None and not alias.is_write for alias in aliases) else None
+
+
+def _each(func: Any, _: TensorDevice, *args: Any, **kwargs: Any) -> Any:
+    """Run an operation of lists of tensors as one operation for each of their places."""
+    name = func._schema.name.removeprefix("aten::_foreach_")
+    single = torch.linalg.vector_norm if name == "norm" else getattr(torch.ops.aten, name)
+    count = next(len(arg) for arg in args if isinstance(arg, (list, tuple)))
+    rows = [arg if isinstance(arg, (list, tuple)) else [arg] * count for arg in args]
+    results = [single(*row, **kwargs) for row in zip(*rows, strict=True)]
+    return results if func._schema.returns else None
 
 
 def _new_record(func: Any, place: TensorDevice) -> OpRecord:
@@ -275,11 +290,23 @@ def _view(func: Any, place: TensorDevice, args: Sequence[Any], kwargs: Mapping[s
     return made[0] if isinstance(results, Tensor) else made
 
 
-def _on_host(func: Any, place: TensorDevice, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operation on host copies, count it with its bytes, and write changed arguments back."""
-    reason = f"{place.label} has no kernel for this call"
-    if settings().fallback == "forbid":
-        raise UnsupportedCase(f"{func}: {reason}, and the setting fallback='forbid' refuses the host")
+@cache
+def _writes(func: Any) -> bool:
+    """Return whether an operation writes its first argument."""
+    alias = func._schema.arguments[0].alias_info
+    return alias is not None and alias.is_write
+
+
+def _on_host(
+    func: Any, place: TensorDevice, args: Sequence[Any], kwargs: Mapping[str, Any], *, reason: str = ""
+) -> Any:
+    """Run an operation on host copies, count it with its bytes, and write changed arguments back.
+
+    A `reason` says why the host is its place; without one it is a fallback.
+    """
+    lacking = "" if reason else f"{place.label} has no kernel for this call"
+    if lacking and settings().fallback == "forbid":
+        raise UnsupportedCase(f"{func}: {lacking}, and the setting fallback='forbid' refuses the host")
     leaves, spec = tree_flatten((args, dict(kwargs)))
     moved = [place.download(x) if isinstance(x, DeviceTensor) else x for x in leaves]
     size = sum(x.numel() * x.dtype.itemsize for x in leaves if isinstance(x, DeviceTensor))
@@ -294,13 +321,15 @@ def _on_host(func: Any, place: TensorDevice, args: Sequence[Any], kwargs: Mappin
             return x
         if id(x) in sources:  # an argument that was changed in place
             return sources[id(x)]
+        if any(x is own for own in leaves):
+            return x
         if x.dtype not in place.dtypes:
             return x
         size += x.numel() * x.dtype.itemsize
         return place.upload(x)
 
     results = tree_map(uploaded, results)
-    _count_host(func, place, leaves, size, reason)
+    _count_host(func, place, leaves, size, reason or lacking, fallback=not reason)
     return results
 
 
@@ -323,14 +352,16 @@ def _write_back(func: Any, args: Any, kwargs: Any, host_args: Any, host_kwargs: 
     return written
 
 
-def _count_host(func: Any, place: TensorDevice, leaves: Sequence[Any], size_bytes: int, reason: str) -> None:
+def _count_host(
+    func: Any, place: TensorDevice, leaves: Sequence[Any], size_bytes: int, reason: str, *, fallback: bool
+) -> None:
     shapes = " ".join(str(tuple(x.shape)).replace(" ", "") for x in leaves if isinstance(x, Tensor))
     key = (str(func), "host", place.provider.name, place.label, shapes)
     record = _ledger.record(OpRecord(*key, False, (("aten table", reason),), size_bytes, reason=reason))
     with _ledger.lock:
         record.calls += 1
     entry = FallbackRecord(str(func), place.label, "aten table", "torch on the host", reason)
-    if _ledger.fallback(entry) or settings().fallback == "warn":
+    if fallback and (_ledger.fallback(entry) or settings().fallback == "warn"):
         text = f"{func} ({shapes}): {reason}; torch runs it on the host, with {size_bytes:,} bytes copied"
         warnings.warn(text, FallbackWarning, stacklevel=2)
     for observer in list(observers):

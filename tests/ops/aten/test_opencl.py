@@ -1,0 +1,59 @@
+"""What is particular to OpenCL's kernels: the tiled product of GPUs, and vendors' drivers of GPUs."""
+
+import copy
+
+import pytest
+import torch
+from requirements import require_backend
+
+import accelerant as acl
+from accelerant.ops.aten.device import tensor_device
+from accelerant.ops.aten.opencl import OpenclTensors
+from accelerant.runtime import registry
+
+
+def moved(x, place):
+    """Return a tensor on the device with the strides of the host's."""
+    whole = place.upload(torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()))
+    return whole.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("batch", "rows", "inner", "columns"), [(1, 5, 3, 7), (3, 70, 33, 130), (1, 1100, 45, 1000)])
+def test_the_product_of_gpus_takes_any_strides(batch, rows, inner, columns):
+    require_backend("opencl")
+    place = OpenclTensors(registry.create("opencl"), 0)
+    place.is_cpu = False
+    a, b = torch.randn(batch, rows, inner), torch.randn(batch, inner, columns)
+    wide = torch.randn(batch, rows, 3 * inner)[:, :, ::3]
+    for left in (a, a.transpose(1, 2).contiguous().transpose(1, 2), wide):
+        for right in (b, b.transpose(1, 2).contiguous().transpose(1, 2)):
+            found = place.empty((batch, rows, columns), torch.float32)
+            place.matmul(found, moved(left, place), moved(right, place))
+            torch.testing.assert_close(found.cpu(), left @ right, rtol=1e-5, atol=1e-5)  # sums of 45 products
+
+
+@pytest.mark.gpu
+def test_a_driver_of_a_gpu_computes_and_trains():
+    require_backend("opencl")
+    found = next((one for one in registry.create("opencl").devices() if one.properties["kind"] == "gpu"), None)
+    if found is None:
+        pytest.skip("no OpenCL driver shows a GPU; set OCL_ICD_VENDORS to a file that names its library")
+    place = tensor_device(found)
+    assert not place.is_cpu
+    torch.manual_seed(0)
+    a, b = torch.randn(517, 1030), torch.randn(1030, 770)
+    product = acl.to(a, found) @ acl.to(b, found)
+    torch.testing.assert_close(product.double().cpu(), a.double() @ b.double(), rtol=1e-4, atol=1e-3)  # float32 sums
+    torch.testing.assert_close(acl.to(a, found).softmax(1).cpu(), a.softmax(1))
+    model = torch.nn.Sequential(torch.nn.Linear(1030, 64), torch.nn.LayerNorm(64), torch.nn.GELU(), torch.nn.Linear(64, 8))
+    for one, x in ((copy.deepcopy(model), a), (acl.to(model, found), acl.to(a, found))):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2)
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = one(x).square().mean()
+            loss.backward()
+            optimizer.step()
+        if one is not model:
+            expected = loss.item()
+    assert loss.item() == pytest.approx(expected, rel=1e-3)
