@@ -8,13 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
-from requirements import require_backend
 
 from accelerant.cli import main
 from accelerant.cli.train_view import LineView, verdict
 from accelerant.config import override
 from accelerant.nn.train.config import PRESETS
 from accelerant.runtime.host import usable_cores
+from requirements import require_backend
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -183,7 +183,7 @@ def test_the_windows_of_a_step_and_of_its_parts(accelerant, text):
         (["--batch-size", "0"], "batch_size must be above 0, got 0"),
         (["--batch-size", "-8"], "batch_size must be above 0, got -8"),
         (["--resume", "absent", "--batch-size", "8"], "leave out --batch-size"),
-        (["--device", "abacus"], "--device must be auto, cuda, opencl or cpu, got 'abacus'"),
+        (["--device", "abacus"], "--device must be auto, cuda, opencl, webgpu or cpu, got 'abacus'"),
         (["--data", "text.txt", "--out", "text.txt/run"], "cannot write to text.txt/run: text.txt is not a folder"),
         (["--data", "text.txt", "--out", "text.txt"], "cannot write to text.txt: text.txt is not a folder"),
         (["--data", ""], "--data must not be empty: name a path"),
@@ -268,7 +268,7 @@ def test_what_a_resumed_run_refuses(accelerant, text):
     config.write_text(json.dumps({**values, "backend": "abacus"}))
     status, _, errors = accelerant("train", "--resume", "out")
     assert status == 2
-    assert "the backend in out/config.json must be auto, cuda, opencl or cpu, got 'abacus'" in errors
+    assert "the backend in out/config.json must be auto, cuda, opencl, webgpu or cpu, got 'abacus'" in errors
     assert accelerant("train", "--resume", "out", "--device", "cpu", "--json")[0] == 0
 
 
@@ -327,7 +327,7 @@ def test_the_backend_of_the_settings_is_used_and_named(accelerant, text, monkeyp
     with override(backend="apple"):
         status, _, errors = accelerant(*arguments)
         assert status == 2
-        needs = "must be auto, cuda, opencl or cpu, got 'apple': training needs cuda, opencl or cpu"
+        needs = "must be auto, cuda, opencl, webgpu or cpu, got 'apple': training needs cuda, opencl, webgpu or cpu"
         assert f"the setting backend {needs}" in errors
         monkeypatch.setenv("ACCELERANT_BACKEND", "apple")
         status, _, errors = accelerant(*arguments)
@@ -404,18 +404,19 @@ def test_a_phase_shows_how_far_it_is_and_the_time_left(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_training_on_opencl_has_the_losses_of_the_cpu_and_continues(accelerant, text):
-    require_backend("opencl")
+@pytest.mark.parametrize("device", ["opencl", "webgpu"])
+def test_training_on_a_device_without_torch_tensors_has_the_losses_of_the_cpu(accelerant, text, device):
+    require_backend(device)
     arguments = ("train", "--data", text, "--batch-size", 2, "--steps", 4, "--json")
-    assert accelerant(*arguments, "--device", "opencl", "--out", "device")[0] == 0
+    assert accelerant(*arguments, "--device", device, "--out", "device")[0] == 0
     assert accelerant(*arguments, "--device", "cpu", "--out", "host")[0] == 0
-    assert json.loads(Path("device/config.json").read_text())["backend"] == "opencl"
+    assert json.loads(Path("device/config.json").read_text())["backend"] == device
     assert losses(Path("device")) == pytest.approx(losses(Path("host")), abs=1e-4)  # the requirement of issue 25
     status, output, _ = accelerant("train", "--resume", "device", "--steps", 6, "--json")
     assert (status, json.loads(output)["steps"]) == (0, 6)
     for options, message in (
-        (("--precision", "bfloat16"), "precision must be auto or float32 on opencl:0, got 'bfloat16'"),
-        (("--private", "--target-epsilon", 3), "--private trains on cuda or cpu, got opencl:0"),
+        (("--precision", "bfloat16"), f"precision must be auto or float32 on {device}:0, got 'bfloat16'"),
+        (("--private", "--target-epsilon", 3), "--private trains on cuda or cpu, got "),
     ):
-        status, _, errors = accelerant(*arguments, "--device", "opencl", "--out", "refused", *options)
+        status, _, errors = accelerant(*arguments, "--device", device, "--out", "refused", *options)
         assert (status, message in errors) == (2, True)

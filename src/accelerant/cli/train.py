@@ -63,7 +63,7 @@ _Rate = Annotated[
     float | None, typer.Option(help="Peak learning rate. Default: the preset's; with --init-from a tenth of it.")
 ]
 _Device = Annotated[
-    str | None, typer.Option(help="auto, cuda, opencl or cpu. Default: auto; with --resume, the run's.")
+    str | None, typer.Option(help="auto, cuda, opencl, webgpu or cpu. Default: auto; with --resume, the run's.")
 ]
 _Out = Annotated[
     str | None,
@@ -468,11 +468,11 @@ def _restarted(out: Path, run: RunConfig) -> bool:
 def choose_device(backend: object, origin: str, *, tensor_devices: bool = False) -> torch.device:
     """Return this process's device of a backend; None and "auto" mean that in the settings. Errors name the origin.
 
-    With `tensor_devices` it may be one of OpenCL, whose tensors are DeviceTensors.
+    With `tensor_devices` it may be one of OpenCL or WebGPU, whose tensors are DeviceTensors.
     """
     import torch
 
-    from accelerant.ops.aten.device import TENSOR_DEVICES
+    from accelerant.ops.aten.device import TENSOR_DEVICES, named
     from accelerant.runtime import registry
     from accelerant.runtime.files import clipped
 
@@ -487,7 +487,7 @@ def choose_device(backend: object, origin: str, *, tensor_devices: bool = False)
         raise ConfigError(f"{origin} must be {names}, got {clipped(backend)}{advice}")
     chosen = registry.choose(backend)
     if chosen.backend in TENSOR_DEVICES:
-        return torch.device(chosen.label)
+        return named(chosen)
     device = own_device(torch.device(chosen.torch_device))
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
-from requirements import require_backend
 
 import accelerant as acl
 from accelerant.ops.aten.device import tensor_device
 from accelerant.ops.aten.opencl import OpenclTensors
 from accelerant.runtime import registry
+from requirements import require_backend
 
 
 def moved(x, place):
@@ -46,7 +46,9 @@ def test_a_driver_of_a_gpu_computes_and_trains():
     product = acl.to(a, found) @ acl.to(b, found)
     torch.testing.assert_close(product.double().cpu(), a.double() @ b.double(), rtol=1e-4, atol=1e-3)  # float32 sums
     torch.testing.assert_close(acl.to(a, found).softmax(1).cpu(), a.softmax(1))
-    model = torch.nn.Sequential(torch.nn.Linear(1030, 64), torch.nn.LayerNorm(64), torch.nn.GELU(), torch.nn.Linear(64, 8))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(1030, 64), torch.nn.LayerNorm(64), torch.nn.GELU(), torch.nn.Linear(64, 8)
+    )
     for one, x in ((copy.deepcopy(model), a), (acl.to(model, found), acl.to(a, found))):
         optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2)
         for _ in range(20):

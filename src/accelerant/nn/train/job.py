@@ -51,7 +51,7 @@ from accelerant.nn.train.report import build_report
 from accelerant.nn.train.tokenfile import Tokens
 from accelerant.nn.train.tokenizer import ByteTokenizer, Tokenizer, load_bpe
 from accelerant.nn.train.trainer import Trainer
-from accelerant.ops.aten.device import TENSOR_DEVICES
+from accelerant.ops.aten.device import serves
 from accelerant.runtime import registry
 from accelerant.runtime.files import typed, write_atomic
 from accelerant.runtime.processes import Processes
@@ -465,10 +465,12 @@ class _TextRun:
         self._run, self._folder, self._text = run, folder, text
         self._progress, self._ledger, self._extension = progress, ledger, extension
         self._device = device = torch.device(config.device)
+        self._backend = device.type
         if device.type == "cuda":
             self._device_name = f"{device} ({torch.cuda.get_device_name(device)})"
-        elif config.device.partition(":")[0] in TENSOR_DEVICES:
-            self._device_name = f"{device} ({registry.find_device(config.device).name})"
+        elif serves(config.device):
+            found = registry.find_device(config.device)
+            self._backend, self._device_name = found.backend, f"{found.label} ({found.name})"
         else:
             threads = torch.get_num_threads()
             self._device_name = f"{device} ({threads} thread{'s' * (threads != 1)})"
@@ -505,7 +507,7 @@ class _TextRun:
         return {
             **({"extension": self._extension.name, self._extension.name: more} if more else {}),
             "run": self._run.to_dict(), "model": self._shape.to_dict(), "parameters": self._model.parameter_count(),
-            "corpus": self._text.description, "device": self._device_name, "backend": self._device.type,
+            "corpus": self._text.description, "device": self._device_name, "backend": self._backend,
             "versions": {
                 "accelerant": __version__, "torch": torch.__version__, "numpy": np.__version__,
                 "python": platform.python_version(),

@@ -61,7 +61,7 @@ from accelerant.nn.train.parallel import start_equal
 from accelerant.nn.train.step import LossScale, TrainStep, recomputed
 from accelerant.ops._library import is_distributed
 from accelerant.ops.aten import tensor_device, to
-from accelerant.ops.aten.device import TENSOR_DEVICES
+from accelerant.ops.aten.device import serves
 from accelerant.runtime import registry
 from accelerant.runtime.files import clipped
 from accelerant.runtime.ledger import ledger
@@ -133,7 +133,7 @@ class Trainer:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise ConfigError("give the module inside the DistributedDataParallel: processes train together without it")
         self._first = Processes().first
-        place = tensor_device(self.config.device) if self.config.device.partition(":")[0] in TENSOR_DEVICES else None
+        place = tensor_device(self.config.device) if serves(self.config.device) else None
         self.device = torch.device("cpu") if place is not None else _device(self.config.device)
         if self.config.precision == "fp8":
             require_float8(self.device)

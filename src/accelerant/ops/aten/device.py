@@ -25,7 +25,7 @@ from accelerant.runtime.provider import Buffer, ComputeDevice, ComputeProvider
 if TYPE_CHECKING:
     from accelerant.ops.aten.tensor import DeviceTensor
 
-__all__ = ["FUNCTIONS", "TENSOR_DEVICES", "TensorDevice", "expanded", "merged", "tensor_device"]
+__all__ = ["FUNCTIONS", "TENSOR_DEVICES", "TensorDevice", "expanded", "merged", "named", "serves", "tensor_device"]
 
 FUNCTIONS = (
     "exp", "log", "sqrt", "tanh", "sin", "cos", "floor", "ceil", "trunc", "rint", "pow", "erf",  # of floating values
@@ -42,6 +42,9 @@ TENSOR_DEVICES: dict[str, tuple[str, str]] = {
     "webgpu": ("accelerant.ops.aten.webgpu", "WebgpuTensors"),
 }
 """Backend -> module and class of its TensorDevice."""
+
+_TORCH_TYPES = {"webgpu": "vulkan"}
+"""Backend -> the type of torch.device that names it, where torch does not know its name; the registry knows both."""
 
 
 class TensorDevice(ABC):
@@ -186,6 +189,18 @@ def expanded(size: tuple[int, ...], stride: tuple[int, ...], to: tuple[int, ...]
 # --- the devices of this process -------------------------------------------------------------------------------------
 
 _opened: dict[str, TensorDevice] = {}
+
+
+def named(device: ComputeDevice) -> torch.device:
+    """Return a device of TENSOR_DEVICES as a torch.device, which names it but has no tensors."""
+    return torch.device(_TORCH_TYPES.get(device.backend, device.backend), device.index)
+
+
+def serves(name: str) -> bool:
+    """Return whether a device's name ("opencl:0") is of a backend in TENSOR_DEVICES."""
+    return name.partition(":")[0].lower() in {*TENSOR_DEVICES, *_TORCH_TYPES.values()}
+
+
 _lock = fork_safe(threading.RLock())
 
 
