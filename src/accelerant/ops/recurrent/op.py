@@ -257,7 +257,7 @@ def constants(cell: str, hidden: int, dtype: torch.dtype, capability: tuple[int,
     )
     return {
         "CELL": cell, "BLOCK_B": _BLOCK_B, "BLOCK_H": max(16, next_power_of_2(hidden)),
-        "PRECISION": "tf32" if tf32 else "ieee",
+        "PRECISION": "tf32x3" if tf32 else "ieee",
         "UPCAST": dtype == torch.bfloat16 and (capability is None or capability < (8, 0)),
     }  # fmt: skip
 
