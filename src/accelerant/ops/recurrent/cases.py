@@ -16,7 +16,7 @@ KIND = "mutating"  # no public function: the layers are tested in tests/ops/test
 def _compilation(name: str, cell: str, hidden: int, kind: str, capability: tuple[int, int]) -> Compilation:
     dtype = {"*bf16": torch.bfloat16, "*fp16": torch.float16, "*fp32": torch.float32}[kind]
     fixed = constants(cell, hidden, dtype, capability)
-    return Compilation(_KERNELS[name], {"*": kind}, fixed, num_warps(hidden), 1)
+    return Compilation(_KERNELS[name], {"*": kind}, fixed, num_warps(hidden, dtype), 1)
 
 
 KERNELS = tuple(

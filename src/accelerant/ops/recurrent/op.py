@@ -262,9 +262,9 @@ def constants(cell: str, hidden: int, dtype: torch.dtype, capability: tuple[int,
     }  # fmt: skip
 
 
-def num_warps(hidden: int) -> int:
+def num_warps(hidden: int, dtype: torch.dtype) -> int:
     """Return the warps of a program, which share the columns of the weights."""
-    return 8 if hidden > 64 else 4
+    return 8 if hidden > 64 or (hidden > 32 and dtype == torch.float32) else 4
 
 
 def _launch_triton(name: str, cell: str, gates: Tensor, w_hh: Tensor, y: Tensor, *others: Tensor) -> None:
@@ -272,7 +272,7 @@ def _launch_triton(name: str, cell: str, gates: Tensor, w_hh: Tensor, y: Tensor,
     if B:
         fixed = constants(cell, H, y.dtype, triton_capability(y.device))
         args: tuple[Any, ...] = (gates, w_hh.contiguous(), y, *others, B, T, H)
-        KERNELS[name].launch((ceil_div(B, _BLOCK_B),), args, fixed, num_warps=num_warps(H), num_stages=1)
+        KERNELS[name].launch((ceil_div(B, _BLOCK_B),), args, fixed, num_warps=num_warps(H, y.dtype), num_stages=1)
 
 
 _TRITON = (functools.partial(_launch_triton, "fwd"), functools.partial(_launch_triton, "bwd"))
