@@ -197,5 +197,5 @@ def test_repeated_calls_on_a_gpu_are_the_first(dtype):
         w, b = (torch.randn(48, device="cuda", dtype=dtype).add_(3 * (i > 2)).requires_grad_() for _ in range(2))
         doubles = [each.detach().double().requires_grad_() for each in (x, w, b)]
         for one, other in zip(norms(x, w, b), norms(*doubles), strict=True):
-            error = float((one.double() - other).norm() / other.norm())
+            error = float((one.double() - other).detach().norm() / other.norm().detach())
             assert error < (2e-2 if dtype == torch.bfloat16 else 1e-5)

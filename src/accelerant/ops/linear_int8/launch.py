@@ -113,7 +113,8 @@ first took 0.033 ms with 8 parts, 0.036 with 16, 0.038 with 4, 0.145 with 1; tor
 0.044."""
 
 SPLIT_PLAN = FEW_BACKWARD_PLANS[1]
-"""The plan of float32, whose three parts of a tile need registers."""
+"""The plan of float32; the first and the third spill. H200, 8192 x 8192, one row: 0.056 ms; torch's product takes 0.326
+with the weight dequantized, 0.076 with a dense one. The error is 6e-6 of the gradient's norm, torch's 4e-7."""
 
 _MAX_PROGRAMS = 256
 """Limit of tiles times parts of such a sum."""

@@ -24,26 +24,6 @@ def _tanh(x):
 
 
 @triton.jit
-def _rounded(x, PRECISION: tl.constexpr):
-    """Round float32 to the nearest TF32 for a dot in TF32, whose tensor cores drop the last 13 bits.
-
-    The error is at most half a unit and has no bias. Truncation has up to a whole unit, always towards zero: over 9
-    steps, gradients are 2.4 to 7 times as accurate.
-    """
-    if PRECISION == "tf32" and x.dtype == tl.float32:
-        near = (x.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
-        return tl.where(x == x, near, x)
-    else:
-        return x
-
-
-@triton.jit
-def _product(a, w, sums, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    """Return sums + a w, for w rounded already."""
-    return _dot(_rounded(a, PRECISION), w, sums, PRECISION, UPCAST)
-
-
-@triton.jit
 def recurrent_fwd(
     gates_ptr, w_ptr, y_ptr, h_ptr, aux_ptr, c_ptr, bias_ptr, B, T, H,
     CELL: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
@@ -55,16 +35,16 @@ def recurrent_fwd(
     square = (k < H) & (columns < H)
     G: tl.constexpr = 4 if CELL == "lstm" else 3 if CELL == "gru" else 1
     at = columns * H + k  # W^T, so that the state is on the left
-    w0 = _rounded(tl.load(w_ptr + at, mask=square, other=0.0), PRECISION)
+    w0 = tl.load(w_ptr + at, mask=square, other=0.0)
     gate = gates_ptr + rows * T * G * H + columns
     next0 = tl.load(gate, mask=inside, other=0.0)
     if G > 1:
-        w1 = _rounded(tl.load(w_ptr + H * H + at, mask=square, other=0.0), PRECISION)
-        w2 = _rounded(tl.load(w_ptr + 2 * H * H + at, mask=square, other=0.0), PRECISION)
+        w1 = tl.load(w_ptr + H * H + at, mask=square, other=0.0)
+        w2 = tl.load(w_ptr + 2 * H * H + at, mask=square, other=0.0)
         next1 = tl.load(gate + H, mask=inside, other=0.0)
         next2 = tl.load(gate + 2 * H, mask=inside, other=0.0)
     if G == 4:
-        w3 = _rounded(tl.load(w_ptr + 3 * H * H + at, mask=square, other=0.0), PRECISION)
+        w3 = tl.load(w_ptr + 3 * H * H + at, mask=square, other=0.0)
         next3 = tl.load(gate + 3 * H, mask=inside, other=0.0)
         c = tl.load(c_ptr + rows * H + columns, mask=inside, other=0.0).to(tl.float32)
     if G == 3:
@@ -84,14 +64,14 @@ def recurrent_fwd(
         if G == 4:
             a3 = next3.to(tl.float32)
             next3 = tl.load(gate + (G + 3) * H, mask=ahead, other=0.0)
-        a0 = _product(h, w0, a0, PRECISION, UPCAST)
+        a0 = _dot(h, w0, a0, PRECISION, UPCAST)
         if G > 1:
-            a1 = _product(h, w1, a1, PRECISION, UPCAST)
+            a1 = _dot(h, w1, a1, PRECISION, UPCAST)
         if CELL == "lstm":
             i = tl.sigmoid(a0)
             f = tl.sigmoid(a1)
-            g = _tanh(_product(h, w2, a2, PRECISION, UPCAST))
-            o = tl.sigmoid(_product(h, w3, a3, PRECISION, UPCAST))
+            g = _tanh(_dot(h, w2, a2, PRECISION, UPCAST))
+            o = tl.sigmoid(_dot(h, w3, a3, PRECISION, UPCAST))
             c = f * c + i * g
             wide = o * _tanh(c)
             tl.store(gate, i, mask=inside)
@@ -100,7 +80,7 @@ def recurrent_fwd(
             tl.store(gate + 3 * H, o, mask=inside)
             tl.store(aux_ptr + state, c, mask=inside)
         elif CELL == "gru":
-            s = _product(h, w2, tl.zeros([BLOCK_B, BLOCK_H], tl.float32) + bias, PRECISION, UPCAST)
+            s = _dot(h, w2, tl.zeros([BLOCK_B, BLOCK_H], tl.float32) + bias, PRECISION, UPCAST)
             r = tl.sigmoid(a0)
             z = tl.sigmoid(a1)
             n = _tanh(a2 + r * s)
@@ -131,12 +111,12 @@ def recurrent_bwd(
     square = (k < H) & (columns < H)
     G: tl.constexpr = 4 if CELL == "lstm" else 3 if CELL == "gru" else 1
     at = k * H + columns
-    w0 = _rounded(tl.load(w_ptr + at, mask=square, other=0.0), PRECISION)
+    w0 = tl.load(w_ptr + at, mask=square, other=0.0)
     if G > 1:
-        w1 = _rounded(tl.load(w_ptr + H * H + at, mask=square, other=0.0), PRECISION)
-        w2 = _rounded(tl.load(w_ptr + 2 * H * H + at, mask=square, other=0.0), PRECISION)
+        w1 = tl.load(w_ptr + H * H + at, mask=square, other=0.0)
+        w2 = tl.load(w_ptr + 2 * H * H + at, mask=square, other=0.0)
     if G == 4:
-        w3 = _rounded(tl.load(w_ptr + 3 * H * H + at, mask=square, other=0.0), PRECISION)
+        w3 = tl.load(w_ptr + 3 * H * H + at, mask=square, other=0.0)
         dc = tl.load(dc_ptr + rows * H + columns, mask=inside, other=0.0).to(tl.float32)
     first = rows * H + columns
     dh = tl.load(dh_ptr + first, mask=inside, other=0.0).to(tl.float32)
@@ -181,15 +161,15 @@ def recurrent_bwd(
             d0 = (dh * slope).to(kind)
             dh = tl.zeros([BLOCK_B, BLOCK_H], tl.float32)
         tl.store(dgates_ptr + gate, d0, mask=inside)
-        dh = _product(d0, w0, dh, PRECISION, UPCAST)
+        dh = _dot(d0, w0, dh, PRECISION, UPCAST)
         if G > 1:
             tl.store(dgates_ptr + gate + H, d1, mask=inside)
             tl.store(dgates_ptr + gate + 2 * H, d2, mask=inside)
-            dh = _product(d1, w1, dh, PRECISION, UPCAST)
-            dh = _product(d2, w2, dh, PRECISION, UPCAST)
+            dh = _dot(d1, w1, dh, PRECISION, UPCAST)
+            dh = _dot(d2, w2, dh, PRECISION, UPCAST)
         if G == 4:
             tl.store(dgates_ptr + gate + 3 * H, d3, mask=inside)
-            dh = _product(d3, w3, dh, PRECISION, UPCAST)
+            dh = _dot(d3, w3, dh, PRECISION, UPCAST)
         state -= H
         gate -= G * H
     tl.store(dh_ptr + first, dh, mask=inside)
