@@ -14,6 +14,7 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops.linear_cross_entropy import chunks, op
 from accelerant.ops.linear_cross_entropy.cases import SAMPLES, TOLERANCES
 from accelerant.runtime.ledger import ledger
+from accelerant.runtime.memory.live_set import predicting
 
 
 @pytest.fixture
@@ -158,6 +159,16 @@ class Largest(TorchDispatchMode):
         if isinstance(result, torch.Tensor):
             self.bytes = max(self.bytes, result.numel() * result.element_size())
         return result
+
+
+def test_memory_is_predicted_where_chunks_are_summed_in_float32():
+    """The shapes of a large vocabulary on a GPU, whose second chunk is added within its product."""
+    with predicting():
+        hidden, weight = (torch.empty(64, 8, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        total = torch.empty(64, 8, device="cuda")
+        for first in (True, False):
+            chunks._accumulate(hidden.new_empty(64, 64), weight, total, first)
+    assert total.shape == (64, 8)
 
 
 @pytest.mark.parametrize("V", [4000, 4001])

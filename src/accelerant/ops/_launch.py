@@ -19,15 +19,15 @@ from accelerant.runtime.compilation.triton import TritonKernel, recorders
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.case import rules, torch_wants_determinism
 from accelerant.runtime.dispatch.tuning import Tuned
-from accelerant.runtime.memory.live_set import predictions
+from accelerant.runtime.memory.live_set import has_fakes, predictions
 
 if TYPE_CHECKING:
     from accelerant.runtime.providers.cuda_launch import PreparedLaunch
 
 __all__ = [
-    "SHORT", "STREAM", "STREAMS", "Elementwise", "Repeats", "RowPlan", "StreamKernel", "accesses", "are_repeatable",
-    "as_rows", "ceil_div", "eviction", "launch_map", "multiprocessors", "next_power_of_2", "product_cost", "split_rows",
-    "triton_operation", "whole_rows",
+    "SHORT", "STREAM", "STREAMS", "Elementwise", "Repeats", "RowPlan", "StreamKernel", "accesses", "add_product",
+    "are_repeatable", "as_rows", "ceil_div", "eviction", "launch_map", "multiprocessors", "next_power_of_2",
+    "product_cost", "split_rows", "triton_operation", "whole_rows",
 ]  # fmt: skip
 
 _KNOWN_LIMIT = 4096
@@ -69,6 +69,14 @@ def product_cost(case: Case, results: int = 1, operations: int = 0) -> Cost:
     """
     M, N, K = case.shape
     return Cost((M * K + K * N + results * M * N) * case.dtype.itemsize, 2 * M * N * K + operations * M * N)
+
+
+def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add the product of CUDA matrices to `out`, of a wider dtype, in the product's epilogue."""
+    if predictions and has_fakes(out):  # torch 2.11 takes the dtype for beta in a fake addmm, and 2.13 runs a kernel
+        torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
+    else:
+        torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)
 
 
 def eviction(x: Tensor, accesses: int) -> str:

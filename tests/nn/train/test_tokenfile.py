@@ -246,7 +246,8 @@ def test_unusable_input_leaves_no_file(tmp_path, text):
     for data, options, error, message in (
         ([tmp_path / "absent"], {}, ConfigError, "no file or folder '.*absent'"),
         ([tmp_path / "empty"], {}, ConfigError, "no text in .*empty"),
-        ([text], {"vocab_size": 100}, ConfigError, "vocab_size must be 257 or more"),
+        ([text], {"vocab_size": 100}, ConfigError, "vocab_size must be 257 .* got 100"),
+        ([text], {"vocab_size": 10**20}, ConfigError, "vocab_size must be .* to 2.32, got 10{20}"),
         ([text], {"tokenizer": "absent.json"}, FormatError, "cannot read the tokenizer absent.json"),
         ([text], {"tokenizer": str(tmp_path / "words.json")}, FormatError, "not a tokenizer"),
     ):

@@ -422,8 +422,8 @@ def _tokenizer(
         return ByteTokenizer()
     if name != "bpe":
         return load_bpe(Path(name))
-    if vocab_size < 257:
-        raise ConfigError(f"vocab_size must be 257 or more (bytes, and the end of a text), got {vocab_size}")
+    if not 257 <= vocab_size <= 2**32:
+        raise ConfigError(f"vocab_size must be 257 (bytes, and the end of a text) to 2^32, got {vocab_size}")
     stride = max(1, -(-size // _SAMPLE_BYTES))
     parts = enumerate(_parts(files, text_field, _ReadCount(size, watch, "training the tokenizer")))
     return train_bpe_on((part for number, (part, _) in parts if not number % stride), vocab_size)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from accelerant.ops._launch import ceil_div, product_cost
+from accelerant.ops._launch import add_product, ceil_div, product_cost
 from accelerant.ops._per_example import Forming
 from accelerant.ops.cross_entropy import hopper, launch
 from accelerant.ops.cross_entropy.torch_ops import torch_rows
@@ -52,7 +52,7 @@ def _accumulate(a: Tensor, b: Tensor, out: Tensor, first: bool) -> None:
         if first:
             torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
         else:
-            torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)
+            add_product(out, a, b)
     elif a.dtype == torch.bfloat16:  # on a CPU a float32 product takes 2 to 3 times as long; each chunk is rounded
         out.copy_(torch.mm(a, b)) if first else out.add_(torch.mm(a, b))
     else:

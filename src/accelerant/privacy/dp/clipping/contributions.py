@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from accelerant.ops._launch import add_product
 from accelerant.ops.transformer.ends import scaled
 from accelerant.privacy.dp.clipping import launch
 from accelerant.privacy.dp.clipping.launch import chunks, wide
@@ -167,8 +168,7 @@ class Rows(Contribution):
             grad.add_(self.total(weights, drop, grad.shape))
             return
         g, a = self._weighted(weights, drop)
-        out = grad.view(g.shape[0], a.shape[1])
-        torch.ops.aten.addmm.dtype_out(out, g, a, out.dtype, out=out)
+        add_product(grad.view(g.shape[0], a.shape[1]), g, a)
 
     def _weighted(self, weights: Tensor, drop: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return both factors of the sum, (N, B T) and (B T, K).
