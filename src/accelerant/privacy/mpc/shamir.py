@@ -308,7 +308,7 @@ def combine(shares: Sequence[Share], commitments: Tensor | None = None) -> Any:
 
 
 def zero_shares(sharing: Sharing, device: str | torch.device = "cpu") -> list[Share]:
-    """Deal shares of zero to the holders of a split; each adds what it gets: `share + update`.
+    """Deal shares of zero to the holders of a split; each adds what it gets, all in the same order: `share + update`.
 
     If every holder deals, the new shares are unknown to whoever knew fewer than `threshold` old ones, and those do not
     combine with new ones (Herzberg et al. 1995, CRYPTO '95, section 4). Of verifiable updates, check with `verify`, and
