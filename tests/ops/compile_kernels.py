@@ -47,6 +47,9 @@ def instructions(code):
             yield from struct.iter_unpack("<2Q", code[start : start + size])
 
 
+AMD_TARGETS = ("gfx90a", "gfx942", "gfx1100")
+"""MI200 and MI300, with waves of 64 threads, and RDNA 3, with waves of 32; every kernel of Triton compiles for them."""
+
 LOADS = (0x981, 0xFAE)
 """The lowest 12 bits of LDG and LDGSTS (a copy into shared memory) on sm_90."""
 
@@ -82,7 +85,8 @@ def report(compilation, target):
         binary = source.dialects["triton"].build(target)
     except Exception as error:
         return {**row, "error": f"{type(error).__name__}: {error}"[:2000]}
-    row["code_bytes"] = len(binary.code)
+    row["code_bytes"], row["threads"] = len(binary.code), binary.metadata["threads"]
+    row["warps"] = compilation.num_warps
     if target == "sm_90":
         text = tool("cuobjdump", "-res-usage", code=binary.code)
         stack = re.search(r"STACK:(\d+)", text or "")
@@ -102,7 +106,7 @@ def compile_all(op, every, targets):
     for target in targets:
         seen = set()
         for compilation in cases.KERNELS:
-            if target not in (*compilation.kernel.targets, "gfx942"):
+            if target not in (*compilation.kernel.targets, *AMD_TARGETS):
                 continue
             if every or compilation.kernel.name not in seen:
                 rows.append(report(compilation, target))

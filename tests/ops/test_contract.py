@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from compile_kernels import AMD_TARGETS
 from op_checks import (
     ADDED,
     DIFFERENTIABLE,
@@ -579,6 +580,7 @@ def compiler(tmp_path_factory):
     [
         pytest.param("first", ("sm_90",), id="hopper", marks=pytest.mark.slow),
         pytest.param("first", (CUDA_TARGETS[0], "gfx942"), id="oldest-and-amd", marks=pytest.mark.slow),
+        pytest.param("first", ("gfx90a", "gfx1100"), id="other-amd", marks=pytest.mark.slow),
         pytest.param("every", ("sm_90",), id="hopper-all", marks=SOAK),
         pytest.param("first", OTHER_TARGETS, id="others", marks=SOAK),
     ],
@@ -588,11 +590,12 @@ def test_kernels_compile(op, which, targets, compiler):
     rows = compiler(op, which, targets)
     failed = [f"{row['kernel']} for {row['target']}: {row['error']}" for row in rows if row["error"]]
     assert not failed, "\n".join(failed)
-    declared = {each.kernel.name: (*each.kernel.targets, "gfx942") for each in cases_of(op).KERNELS}
+    declared = {each.kernel.name: (*each.kernel.targets, *AMD_TARGETS) for each in cases_of(op).KERNELS}
     assert {(row["kernel"].split()[0], row["target"]) for row in rows} == {
         (name, target) for name, meant in declared.items() for target in targets if target in meant
     }
     assert all(row["code_bytes"] > 0 for row in rows)
+    assert all(row["threads"] == row["warps"] * (64 if row["target"].startswith("gfx9") else 32) for row in rows)
     spilled = [row for row in rows if row["stack_bytes"]]
     assert not spilled, f"registers spill: {spilled}"
     apart = getattr(cases_of(op), "ELEMENT_LOADS", ())  # what no kernel could read 16 bytes at a time

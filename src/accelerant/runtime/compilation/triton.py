@@ -133,7 +133,7 @@ class Specialisation:
             compiled = triton.compile(source, target=gpu, options=options)
         except Exception as error:
             raise CompileError(f"Triton kernel {self.name!r} does not compile for {target}", str(error)) from error
-        return _binary(self.name, compiled, gpu.backend)
+        return _binary(self.name, compiled, gpu.backend, gpu.warp_size)
 
 
 @functools.cache
@@ -153,7 +153,7 @@ def _require_cache() -> None:
         logging.getLogger("accelerant.cache").warning(text, folder, error.strerror)
 
 
-def _binary(name: str, compiled: Any, backend: str) -> Binary:
+def _binary(name: str, compiled: Any, backend: str, warp_size: int) -> Binary:
     metadata = compiled.metadata
     if getattr(metadata, "global_scratch_size", 0):
         raise CompileError(f"Triton kernel {name!r} asks for {metadata.global_scratch_size} bytes of global scratch")
@@ -171,7 +171,7 @@ def _binary(name: str, compiled: Any, backend: str) -> Binary:
         resources={name: Resources(shared_bytes=metadata.shared)},
         metadata={
             "parameters": parameters,
-            "threads": metadata.num_warps * (32 if backend == "cuda" else 64),
+            "threads": metadata.num_warps * warp_size,
             "shared_bytes": metadata.shared,
         },
     )

@@ -1,0 +1,101 @@
+"""Portable C for AMD: what the integer kernels take there, and that they do not depend on the size of a wave.
+
+No AMD GPU runs these tests: clang compiles, and the assembler's notes have registers and spills. A wave has 64 threads
+on gfx90a and gfx942, and 32 on gfx1100. On PoCL, where the kernels are exact, a group's threads run one after the other
+up to each barrier, so no kernel relies on threads in step.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+
+import pytest
+
+from accelerant.algebra.bigint.launch import kernel_source as bigint_source
+from accelerant.algebra.curve.parameters import curve_of
+from accelerant.algebra.curve.program import kernel_source as curve_source
+from accelerant.algebra.field.parameters import field_of
+from accelerant.algebra.field.program import kernel_source as field_source
+from accelerant.algebra.ntt.program import powers_source
+from accelerant.algebra.ntt.rns import rns_source
+from accelerant.errors import ConfigError
+from accelerant.privacy.random.device import keystream_source
+from accelerant.runtime.compilation.inspect import amd_compiler, inspect_amd
+from accelerant.runtime.compilation.kernel import portable_header
+from accelerant.runtime.provider import self_test_source
+from accelerant.zk.multi_scalar import device_kernels
+from requirements import require
+
+CURVE = curve_of("bn254_g1")
+SOURCES = {
+    "self_test": self_test_source,
+    "keystream": keystream_source,
+    "msm_sort": device_kernels.sort_source,
+    "ntt_powers": functools.partial(powers_source, field_of("bn254_fr")),
+    "rns_forward": functools.partial(rns_source, "forward"),
+    "field_mul": functools.partial(field_source, field_of("bn254_fr"), "field_mul"),
+    "bigint": functools.partial(bigint_source, 64, 1),
+    "curve_add": functools.partial(curve_source, CURVE, "curve_add"),
+    "curve_mul": functools.partial(curve_source, CURVE, "curve_mul"),
+    "msm_accumulate": functools.partial(device_kernels.accumulate_source, CURVE),
+    "msm_affine": functools.partial(device_kernels.affine_source, CURVE),
+    "msm_fold": functools.partial(device_kernels.fold_source, CURVE),
+    "msm_multiples": functools.partial(device_kernels.multiples_source, CURVE),
+}
+QUICK = ("self_test", "keystream", "msm_sort")
+WAVES = {"gfx90a": 64, "gfx942": 64, "gfx1100": 32}
+MOST_REGISTERS = {"gfx90a": 512, "gfx942": 512, "gfx1100": 256}
+"""Vector registers of a thread, accumulators included."""
+
+SPILLS = {
+    ("bigint_pow", "gfx942"): 80,
+    **{(f"bigint_{name}", "gfx1100"): 4096 for name in ("mul", "pow", "fixed_vartime")},
+}
+"""Most bytes that a thread spills; no other kernel spills."""
+
+
+@pytest.fixture(scope="module")
+def clang():
+    try:
+        return amd_compiler()
+    except ConfigError as error:
+        require(str(error))
+
+
+def cases():
+    for name in SOURCES:
+        for target in WAVES:
+            slow = [] if name in QUICK and target != "gfx1100" else [pytest.mark.slow]
+            marks = [*slow, pytest.mark.soak] if target == "gfx1100" and name not in QUICK else slow
+            yield pytest.param(name, target, marks=marks, id=f"{name}-{target}")
+
+
+@pytest.mark.usefixtures("clang")
+@pytest.mark.parametrize(("name", "target"), list(cases()))
+def test_registers_and_spills_of_every_portable_kernel(name, target, record_property):
+    source = SOURCES[name]()
+    found = inspect_amd(source.dialects["portable"], target, name=name)
+    assert {entry.name for entry in found.entries} == set(source.entries)
+    assert set(re.findall(r"\.wavefront_size: +(\d+)", found.ptx)) == {str(WAVES[target])}
+    for entry in found.entries:
+        resources = entry.resources
+        record_property(f"{entry.name} {target} registers", resources.registers)
+        record_property(f"{entry.name} {target} spilled bytes", resources.spill_bytes)
+        assert 0 < resources.registers <= MOST_REGISTERS[target]
+        assert resources.spill_bytes <= SPILLS.get((entry.name, target), 0), entry.name
+        assert resources.shared_bytes <= 64 << 10
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_no_kernel_knows_its_wave(name, clang):
+    """What clang sees for AMD has no operation between the threads of a wave, and no size of one."""
+    text = f"{portable_header()}\n{SOURCES[name]().dialects['portable']}"
+    options = ["-x", "hip", "--cuda-device-only", "--offload-arch=gfx90a", "-nogpuinc", "-nogpulib", "-E", "-P", "-"]
+    done = subprocess.run([clang, *options], input=text, capture_output=True, text=True, timeout=60, check=True)
+    assert "amdgpu_flat_work_group_size" in done.stdout or "__attribute__((global))" in done.stdout
+    between = r"__shfl\w*|__ballot\w*|__any\w*|__all\w*|__\w*warp\w*|warpSize|sub_group\w*|__activemask\w*"
+    assert re.findall(between, done.stdout) == []
+    builtins = set(re.findall(r"__builtin_amdgcn_(\w+)", done.stdout))
+    assert builtins <= {"workitem_id_x", "workgroup_size_x", "workgroup_id_x", "fence", "s_barrier"}
