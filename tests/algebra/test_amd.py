@@ -50,9 +50,9 @@ MOST_REGISTERS = {"gfx90a": 512, "gfx942": 512, "gfx1100": 256}
 """Vector registers of a thread, accumulators included."""
 
 SPILLS = {
-    ("bigint_pow", "gfx942"): 80,
-    **{(f"bigint_{name}", "gfx1100"): 4096 for name in ("mul", "pow", "fixed_vartime")},
-}
+    ("bigint_pow", "gfx942"): 80, ("bigint_pow", "gfx1100"): 800, ("bigint_mul", "gfx1100"): 8,
+    ("bigint_fixed_vartime", "gfx1100"): 16,
+}  # fmt: skip
 """Most bytes that a thread spills; no other kernel spills."""
 
 

@@ -43,7 +43,10 @@ from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.providers.cuda_launch import cuda_error
 from accelerant.runtime.registry import DeviceLike, find_device
 
-__all__ = ["Event", "Future", "Stream", "capturing", "cuda_event", "submit"]
+__all__ = ["WITH_STREAMS", "Event", "Future", "Stream", "capturing", "cuda_event", "submit"]
+
+WITH_STREAMS = ("cuda", "cpu")
+"""Backends with streams; the others work through the one queue of their provider."""
 
 T = TypeVar("T")
 
@@ -286,7 +289,7 @@ _shared_lock = fork_safe(threading.Lock())
 
 
 def _require_streams(device: ComputeDevice) -> ComputeDevice:
-    if device.backend not in ("cuda", "cpu"):
+    if device.backend not in WITH_STREAMS:
         raise UnsupportedCase(f"streams are for cuda and cpu; {device.backend} works through its provider's one queue")
     return device
 

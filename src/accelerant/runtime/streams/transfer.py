@@ -15,6 +15,7 @@ page allocation.
 from __future__ import annotations
 
 import functools
+import importlib
 import threading
 import time
 from collections import deque
@@ -34,8 +35,9 @@ from torch import Tensor
 from accelerant.errors import ConfigError, ShapeError, TimeLimitExceeded, UnsupportedDtype
 from accelerant.runtime.host import fork_safe, refuse_masked
 from accelerant.runtime.memory.limits import available_bytes
-from accelerant.runtime.registry import DeviceLike
-from accelerant.runtime.streams.stream import Event, Future, Stream
+from accelerant.runtime.provider import ComputeDevice
+from accelerant.runtime.registry import DeviceLike, find_device
+from accelerant.runtime.streams.stream import WITH_STREAMS, Event, Future, Stream
 
 __all__ = ["ChunkedRun", "HostArray", "StagingPool", "as_host", "copy_async", "stream_chunks"]
 
@@ -196,7 +198,8 @@ def stream_chunks(
 
     fn is called under no_grad with one tensor for each array, the same rows of each, and returns one tensor or several
     with as many rows. If it computes each row by itself, the result equals that of one call: exactly for elementwise
-    functions, and for others as far as their kernels do not depend on the number of rows.
+    functions, and for others as far as their kernels do not depend on the number of rows. On OpenCL and WebGPU, whose
+    providers have one queue, a chunk is copied, computed and copied back before the next; compute_s has all of it.
 
     Args:
         arrays: one or several, in host memory, with the same first dimension.
@@ -213,6 +216,14 @@ def stream_chunks(
         UnsupportedDtype: a dtype that torch, or for the result NumPy, lacks.
         ConfigError: an invalid argument.
     """
+    where = find_device(device)
+    if where.backend not in WITH_STREAMS:
+        chunk_bytes = (
+            chunk_bytes
+            if chunk_bytes is not None
+            else max(1, min(_CHUNK_BYTES, available_bytes(where) // (8 * _DEPTH)))
+        )
+        fn, where = _computed_on(where, fn), find_device("cpu")
     inputs = [arrays] if isinstance(arrays, (np.ndarray, Tensor)) else list(arrays)
     sources = [as_host(array, f"array {i}") for i, array in enumerate(inputs)]
     if not sources:
@@ -227,7 +238,7 @@ def stream_chunks(
     outputs = None if out is None else [out] if isinstance(out, (np.ndarray, Tensor)) else list(out)
     targets = None if outputs is None else [as_host(array, f"out {i}", write=True) for i, array in enumerate(outputs)]
     as_numpy = isinstance(inputs[0], np.ndarray)
-    pipeline = _Pipeline(fn, sources, device, chunk_bytes, None if atomic else targets, targets, as_numpy)
+    pipeline = _Pipeline(fn, sources, where, chunk_bytes, None if atomic else targets, targets, as_numpy)
     run = pipeline.run(timeout_s, progress)
     if targets is not None and atomic:
         for target, value in zip(targets, pipeline.results, strict=True):
@@ -235,6 +246,16 @@ def stream_chunks(
     results = outputs or [value.numpy() if as_numpy else value for value in pipeline.results]
     run.result = results[0] if pipeline.single else tuple(results)
     return run
+
+
+_TENSORS = "accelerant.ops.aten.tensor"
+"""Module whose function `to` moves tensors to devices without streams; by name, since the runtime knows no op."""
+
+
+def _computed_on(device: ComputeDevice, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of tensors on the host that computes on a device whose provider has one queue."""
+    to: Callable[..., Any] = importlib.import_module(_TENSORS).to
+    return lambda *tensors: to(fn(*to(tensors, device)), "cpu")
 
 
 @dataclass(slots=True)
