@@ -122,3 +122,13 @@ def test_an_operation_of_the_host_that_writes_its_argument(device):
 def test_an_absent_device_is_named():
     with pytest.raises(errors.ConfigError, match="unknown backend 'openc1'"):
         acl.to(torch.ones(1), "openc1")
+
+
+def test_explain_names_the_operations_and_those_of_the_host(device, capsys):
+    x = acl.to(torch.randn(3, 4), device)
+    acl.explain(lambda: torch.linalg.inv_ex((x @ x.t()).exp()))
+    printed = capsys.readouterr().out
+    assert f"aten.mm.default    on {device}:0" in printed
+    assert "chosen   aten table (own kernel)" in printed
+    assert f"aten.linalg_inv_ex.default  (3,3)  on {device}:0" in printed
+    assert f"refused  aten table: {device}:0 has no kernel for this call" in printed

@@ -54,4 +54,7 @@ def test_a_classifier_of_digits_has_the_losses_of_the_cpu(device):
         found = losses(moved, [(x[rows], y[rows]) for rows in order], device, make_loss)
     torch.testing.assert_close(found[:20], expected[:20], atol=1e-4, rtol=0)  # the requirements of issue 25
     torch.testing.assert_close(found, expected, rtol=0.01, atol=0)
-    assert (moved(acl.to(x[1500:], device)).argmax(1).cpu() == y[1500:]).float().mean() > 0.9
+    right = [
+        (one(acl.to(x[1500:], at)).argmax(1).cpu() == y[1500:]).sum() for one, at in ((model, "cpu"), (moved, device))
+    ]
+    assert abs(right[0] - right[1]) <= 3  # of 297

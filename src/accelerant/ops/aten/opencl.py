@@ -260,7 +260,7 @@ class OpenclTensors(TensorDevice):
     def __init__(self, provider: ComputeProvider, index: int) -> None:
         super().__init__(provider, index)
         properties = provider.devices()[index].properties
-        self.is_cpu = properties["kind"] == "cpu"
+        self.is_cpu, self._units = properties["kind"] == "cpu", properties["multiprocessors"]
         if "float64" not in properties["dtypes"]:
             self.dtypes = frozenset(set(_STORAGE) - {torch.float64})  # type: ignore[misc]  # this device's own
         self._kernels: dict[Any, Kernel] = {}
@@ -505,7 +505,8 @@ class OpenclTensors(TensorDevice):
     def _tiled_matmul(self, out: DeviceTensor, a: DeviceTensor, b: DeviceTensor) -> None:
         """Write a product by work-groups that share tiles in local memory, for GPUs; operands may have any strides."""
         batch, rows, columns = out.shape
-        groups = 2 if min(rows, columns) > 64 and rows * columns * batch >= 2**20 else 1  # else too few work-groups
+        large = batch * -(-rows // 128) * -(-columns // 128)
+        groups = 2 if min(rows, columns) > 64 and large >= self._units else 1  # one for each unit, at least
         tile = 64 * groups
         text = _Text(_is_wide((out, a, b), out.numel()))
         for name, x in (("out", out), ("x0", a), ("x1", b)):

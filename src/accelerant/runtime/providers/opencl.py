@@ -14,6 +14,7 @@ import re
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -108,6 +109,7 @@ class OpenclProvider(ComputeProvider):
             atexit.register(remove_folder_of, os.getpid(), private)
         import pyopencl as cl
 
+        warnings.filterwarnings("ignore", category=cl.CompilerWarning)  # the log is in the kernel's report
         self._cl = cl
         devices = (device for platform in cl.get_platforms() for device in platform.get_devices())
         self._devices = [_OpenclDevice(cl, device) for device in devices]
