@@ -35,7 +35,7 @@ def elastic(folder, steps, processes, restarts, device="cpu"):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     config = LaunchConfig(
         1, 1, processes, run_id="killed", rdzv_backend="c10d", rdzv_endpoint="localhost:0", local_addr="localhost",
-        max_restarts=restarts, start_method="fork", monitor_interval=0.1,
+        max_restarts=restarts, start_method="fork" if device == "cpu" else "spawn", monitor_interval=0.1,
     )  # fmt: skip
     elastic_launch(config, _elastic)(folder, steps, device)
 

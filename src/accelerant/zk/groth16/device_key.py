@@ -225,10 +225,10 @@ class SplitKey:
         self._keys = [DeviceKey(zkey, space, stages, parts=part) for space, part in used]
         self._witness, self._lock = _host_words((zkey.n_vars, 4), spaces), fork_safe(threading.Lock())
         self.label = "+".join(key.label for key in self._keys)
-        self._threads = ThreadPoolExecutor(max(_COPIERS, len(used)), thread_name_prefix="accelerant-groth16")
+        self._threads = ThreadPoolExecutor(_COPIERS, thread_name_prefix="accelerant-groth16")
 
     def begin(self, values: U64, stages: Stages) -> Callable[[], KeySums]:
-        """See ProvingKey; a thread per device copies and launches.
+        """See ProvingKey. One thread launches on all devices: several would wait for the interpreter's lock.
 
         All devices read one copy: if the file changed in between, r and s would not hide sums of parts of two
         witnesses. Its memory is kept, since new pages cost more than the copy, and pinned, since each device reads it.
@@ -241,9 +241,8 @@ class SplitKey:
                 bounds = [len(values) * i // _COPIERS for i in range(_COPIERS + 1)]
                 list(self._threads.map(self._copy, itertools.repeat(values), bounds[:-1], bounds[1:]))
             with stages("launches"):
-                begin = lambda key, stages: key.begin(self._witness, stages)  # noqa: E731
-                pending = list(self._threads.map(begin, self._keys, own))
-        stages.compiled("launches", max(each.compile_s for each in own))
+                pending = [key.begin(self._witness, each) for key, each in zip(self._keys, own, strict=True)]
+        stages.compiled("launches", sum(each.compile_s for each in own))
 
         def finish() -> KeySums:
             with stages("device"):
