@@ -1,4 +1,7 @@
-"""Split models on one GPU, in a group of one process over NCCL: the kernels, fused blocks and captured graphs."""
+"""Split models on GPUs: in a group of one process over NCCL, and decoding over two.
+
+One process shows the kernels, fused blocks and captured graphs; two, the exchanges.
+"""
 
 import copy
 
@@ -60,3 +63,22 @@ def test_decoding_captures_the_exchanges(mesh):
     assert split.can_cache()
     prompt = torch.arange(7, device="cuda")[None]
     assert torch.equal(split.generate(prompt, 40, temperature=0), one.generate(prompt, 40, temperature=0))
+
+
+def decode_on_two(rank, store):
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{store}", rank=rank, world_size=2, device_id=torch.device("cuda", rank)
+    )
+    torch.manual_seed(0)
+    one = Llama(CONFIG).cuda()
+    split = distributed.tensor_parallel(copy.deepcopy(one), init_device_mesh("cuda", (2,)))
+    for batch in (1, 3):
+        prompt = torch.arange(7 * batch, device="cuda").view(batch, 7)
+        assert torch.equal(split.generate(prompt, 40, temperature=0), one.generate(prompt, 40, temperature=0))
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs decode together")
+def test_decoding_on_two_gpus(tmp_path):
+    torch.multiprocessing.spawn(decode_on_two, (str(tmp_path / "store"),), nprocs=2)
