@@ -115,6 +115,8 @@ def test_a_hugging_face_folder_continues_a_prompt(tmp_path, sample, kind):
         ([".", "--temperature", "-1"], "temperature must be 0 or more, got -1.0"),
         ([".", "--top-k", "-1"], "--top-k must be 0 or more, got -1"),
         ([".", "--top-p", "0"], "top_p must be above 0 and at most 1, got 0.0"),
+        ([".", "--tokens", str(10**20)], r"--tokens must be below 2\*\*31, got 10{20}"),
+        ([".", "--prompt", "caf\udce9"], r"the prompt is not UTF-8 text: 'caf\\udce9'"),
         ([".", "--seed", "-1"], r"--seed must be 0 to 2\*\*63 - 1, got -1"),
         ([".", "--device", "abacus"], "--device must be auto, cuda or cpu, got 'abacus'"),
     ],

@@ -60,6 +60,8 @@ def sample(
         raise ConfigError("RUN must not be empty: name a folder")
     if top_k < 0:
         raise ConfigError(f"--top-k must be 0 or more, got {top_k}")
+    if tokens >= 2**31:
+        raise ConfigError(f"--tokens must be below 2**31, got {tokens}")
     if seed is not None and not 0 <= seed < 2**63:
         raise ConfigError(f"--seed must be 0 to 2**63 - 1, got {seed}")
     from accelerant.nn.models.generation import Sampling
@@ -69,6 +71,8 @@ def sample(
         text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     except UnicodeDecodeError:
         raise ConfigError(f"the standard input is not text in {sys.stdin.encoding}") from None
+    if any("\ud800" <= character <= "\udfff" for character in text):  # how Python shows bytes of other encodings
+        raise ConfigError(f"the prompt is not UTF-8 text: {text!r}")
     seed = secrets.randbelow(2**31) if seed is None else seed
     source = _load(Path(folder).expanduser(), device)
     ids = source.prompt(text)
