@@ -425,6 +425,13 @@ def test_a_message_may_name_a_library_that_is_not_here(keys, monkeypatch):
         public.from_ints(1, kind="jax")
 
 
+def test_a_limit_beyond_every_float(keys):
+    public, private = keys
+    with pytest.raises(RangeError, match="a smaller limit"):
+        public.encrypt([1], limit=10**400)
+    assert private.decrypt(public.encrypt([5, -6], limit=10**200)).tolist() == [5, -6]
+
+
 def test_names():
     assert accelerant.privacy.he is he
     assert sorted(he.__all__) == dir(he)
@@ -447,6 +454,10 @@ def test_messages_come_back(keys, tmp_path):
         c.shape, c.exponent, c.bound, c.dtype, c.to_ints(),
     )  # fmt: skip
     assert torch.equal(private.decrypt(d), torch.tensor([[1.5, -2.5]]))
+    result = 3 * c
+    pickled = pickle.loads(pickle.dumps(result))
+    assert pickled.residues.ints() != result.residues.ints()  # rerandomised as it leaves
+    assert torch.equal(private.decrypt(pickled), torch.tensor([[4.5, -7.5]]))
 
 
 @pytest.mark.slow  # scrypt, four times

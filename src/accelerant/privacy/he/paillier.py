@@ -214,8 +214,8 @@ class PublicKey:
         exponent, bound = scale_of(origin.dtype, exponent, limit, pack)
         if not pack and bound > self.max_int:
             raise RangeError(f"{origin.dtype} at exponent {exponent} needs a larger key or a smaller limit")
-        within = limit is None or bool((np.abs(array.astype(np.float64)) < math.ceil(limit)).all())
-        if space is not HOST and within and not pack:
+        most = 2.0**1023 if limit is None else float(min(math.ceil(limit), 2**1023))
+        if space is not HOST and not pack and bool((np.abs(array.astype(np.float64)) < most).all()):
             words, offset = encode_words(array, exponent, bound)
             plain: Residues = self._plain_words(words, offset, space)
         else:
@@ -428,7 +428,7 @@ class PrivateKey:
             half = powers.times(inverse * gmpy2.invert(q, p) % p, plain=True).half(1)
             halves.append(DeviceResidues.of_words(half, self.public.n, space, q))
         n, columns = self.public.n, max(2, bound.bit_length() // 32 + 1)
-        offset = 2 ** (32 * columns - 1) if 32 * columns < n.bit_length() else 0
+        offset = 2 ** (32 * columns - 1) if 32 * columns + 2 <= n.bit_length() else 0  # below n/4
         found = space.store(halves[0].plus_words(halves[1].words, 1).plus(offset).plain())
         if not offset or found[:, columns:].any():
             return self._in_range((m - offset) % n for m in ints_of(found))
@@ -523,6 +523,16 @@ class EncryptedTensor:
     def dtype(self) -> str:
         """Name of the dtype of the decrypted tensor."""
         return self.origin.dtype
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as a message, which rerandomises; it is read to the CPU."""
+        return EncryptedTensor.from_bytes, (self.to_bytes(), self.public)
+
+    def __copy__(self) -> EncryptedTensor:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> EncryptedTensor:
+        return self
 
     def __len__(self) -> int:
         if not self.shape:
