@@ -10,11 +10,16 @@ import warnings
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import accelerant as acl
+from accelerant.config import override
 from accelerant.errors import DeviceLost, FallbackWarning, LaunchError, OutOfMemory
+from accelerant.runtime import registry
 from accelerant.runtime.ledger import ledger
 from accelerant.testing import fake_provider
+from requirements import require_backend
 
 pytestmark = pytest.mark.slow
 
@@ -127,3 +132,93 @@ def test_a_kernel_that_does_not_compile_is_left_to_the_cpu(msm):
             with pytest.warns(FallbackWarning, match="no registers left"):
                 msm.check(acl.Accelerator("fake"))
             msm.check(acl.Accelerator("fake", fallback=False))
+
+
+# --- a training step on tensors of a device ---------------------------------------------------------------------------
+
+
+class Calls:
+    """Counts a provider's calls; the one numbered `fails` raises before it does anything."""
+
+    methods = ("allocate", "copy_to_device", "copy_to_host", "launch")
+
+    def __init__(self, provider, monkeypatch):
+        self.count, self.total, self.fails, self.error = 0, 0, 0, None
+        for method in self.methods:
+            monkeypatch.setattr(type(provider), method, self.counted(getattr(type(provider), method)))
+
+    def counted(self, right):
+        def call(*args, **options):
+            self.count += 1
+            if self.count == self.fails:
+                raise self.error
+            return right(*args, **options)
+
+        return call
+
+    def set(self, fails, error=None):
+        self.count, self.fails, self.error = 0, fails, error
+
+
+@pytest.fixture(params=["opencl", "webgpu"])
+def calls(request, monkeypatch, quick_opencl):
+    return Calls(registry.create(require_backend(request.param)), monkeypatch), request.param
+
+
+def new_model():
+    torch.manual_seed(0)
+    layers = nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3)
+    model = nn.Sequential(*layers)
+    return model, torch.randn(5, 6), torch.randint(0, 3, (5,))
+
+
+def train(model, x, target, calls=None, fails=0, error=None):
+    """Take one step of AdamW, and return the loss and the parameters on the host."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+    if calls is not None:
+        calls.set(fails, error)
+    loss = nn.functional.cross_entropy(model(x), target)
+    loss.backward()
+    optimizer.step()
+    if calls is not None:
+        calls.total, calls.fails = calls.count, 0
+    return [loss.detach().cpu(), *(parameter.detach().cpu() for parameter in model.parameters())]
+
+
+def on(device):
+    model, x, target = new_model()
+    return acl.to(model, device), acl.to(x, device), acl.to(target, device)
+
+
+@pytest.mark.filterwarnings("ignore::accelerant.errors.FallbackWarning")
+@pytest.mark.parametrize("error", [LaunchError("refused"), OutOfMemory("full")], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.soak)])
+def test_a_training_step_is_right_wherever_its_device_fails(calls, error, every):
+    counter, device = calls
+    expected = train(*new_model())
+    train(*on(device))  # compiles
+    right = train(*on(device), counter)
+    total = counter.total
+    assert total >= 60
+    for found, wanted in zip(right, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    for n in range(1, total + 1, every):
+        ledger().reset()
+        results = train(*on(device), counter, n, error)
+        assert sum(entry["count"] for entry in ledger().to_dict()["fallbacks"]) == 1, n
+        for found, wanted in zip(results, right, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5, msg=f"after call {n} of {total} failed")
+
+
+def test_without_fallback_a_training_step_raises(calls):
+    counter, device = calls
+    train(*on(device))
+    train(*on(device), counter)
+    total = counter.total
+    with override(fallback="forbid"):
+        for n in range(1, total + 1, 11):
+            with pytest.raises(LaunchError, match="refused"):
+                train(*on(device), counter, n, LaunchError("refused"))
+            counter.set(0)
+    with pytest.raises(DeviceLost, match="gone"):
+        train(*on(device), counter, total // 2, DeviceLost("gone"))

@@ -25,6 +25,7 @@ from accelerant.errors import FallbackWarning, UnsupportedCase
 from accelerant.ops._library import composed, composite_of
 from accelerant.ops.aten.device import TensorDevice, tensor_device
 from accelerant.runtime import registry
+from accelerant.runtime.dispatch.operation import recoverable
 from accelerant.runtime.ledger import Decision, FallbackRecord, OpRecord, ledger, observers
 from accelerant.runtime.provider import Buffer
 from accelerant.runtime.recorded_launch import RecordedLaunch
@@ -217,8 +218,13 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     record = _records.get((func, place))
     if record is None:
         record = _records[func, place] = _new_record(func, place)
-    with RecordedLaunch(record, place.provider, place.index):
-        result = handler(place, *args, **kwargs)
+    try:
+        with RecordedLaunch(record, place.provider, place.index):
+            result = handler(place, *args, **kwargs)
+    except Exception as error:
+        if not recoverable(error) or settings().fallback == "forbid" or not _can_repeat(func):
+            raise
+        return _on_host(func, place, args, kwargs, failure=f"{type(error).__name__}: {error}")
     if result is NotImplemented:
         _ledger.discount(record)
         return _on_host(func, place, args, kwargs)
@@ -240,14 +246,17 @@ def _handler(func: Any, place: TensorDevice) -> _Handler | None:
     from accelerant.ops.aten.table import TABLE
 
     if func.namespace == "accelerant":
+        _nested.add(func)
         composite = composite_of[func._schema.name.partition("::")[2]]
         return lambda _, *args: composite(*args)
     known = place.overrides.get(func) or TABLE.get(func)
     if known is not None:
         return known
     if func._schema.name.startswith("aten::_foreach_"):
+        _nested.add(func)
         return partial(_each, func)
     if func._can_decompose():  # before views: reshape is one or a copy
+        _nested.add(func)
         return lambda _, *args, **kwargs: func.decompose(*args, **kwargs)
     if func is torch.ops.aten._unsafe_view.default:
         return _view
@@ -297,14 +306,31 @@ def _writes(func: Any) -> bool:
     return alias is not None and alias.is_write
 
 
+_nested: set[Any] = set()
+"""Operations that run as others, each of which falls back by itself."""
+
+
+@cache
+def _can_repeat(func: Any) -> bool:
+    """Return whether an operation that failed left its arguments as they were.
+
+    The table's operations write an argument in their last launch, and a launch that raises has not run. One that writes
+    several may have written the first.
+    """
+    written = [each for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
+    one = len(written) == 1 and isinstance(written[0].type, torch._C.TensorType)
+    return func not in _nested and (not written or one)
+
+
 def _on_host(
-    func: Any, place: TensorDevice, args: Sequence[Any], kwargs: Mapping[str, Any], *, reason: str = ""
-) -> Any:
+    func: Any, place: TensorDevice, args: Sequence[Any], kwargs: Mapping[str, Any], *, reason: str = "",
+    failure: str = "",
+) -> Any:  # fmt: skip
     """Run an operation on host copies, count it with its bytes, and write changed arguments back.
 
-    A `reason` says why the host is its place; without one it is a fallback.
+    A `reason` says why the host is its place; without one it is a fallback, after a `failure` or for want of a kernel.
     """
-    lacking = "" if reason else f"{place.label} has no kernel for this call"
+    lacking = "" if reason else failure or f"{place.label} has no kernel for this call"
     if lacking and settings().fallback == "forbid":
         raise UnsupportedCase(f"{func}: {lacking}, and the setting fallback='forbid' refuses the host")
     leaves, spec = tree_flatten((args, dict(kwargs)))
