@@ -177,6 +177,23 @@ CASES["index_put"] = [
     (WIDE, [None, INDEX[1]], torch.randn(2, 3, 5), True),
     (X, [INDEX[0], INDEX[0]], SCALAR),
 ]
+CASES["select_backward"] = [(Y, (3, 2, 5), 1, 1), (ROW, (4, 5), 0, -1), (SCALAR, (3,), 0, 1)]
+CASES["slice_backward"] = [(Y, (3, 11), 1, 1, 11, 2), (Y, (7, 5), 0, -4, 6, 1)]
+CASES["diagonal_backward"] = [(ROW, (5, 6), 1, 0, 1)]
+GROUPS = torch.randn(2, 6, 5)
+GROUP_STATISTICS = aten.native_group_norm(GROUPS, None, None, 2, 6, 5, 3, 1e-5)[1:]
+BATCH_STATISTICS = aten._native_batch_norm_legit(GROUPS, None, None, True, 0.1, 1e-5)[1:]
+CHANNELS = torch.randn(6)
+CASES["native_group_norm"] = [(GROUPS, CHANNELS, -CHANNELS, 2, 6, 5, 3, 1e-5), (GROUPS, None, None, 2, 6, 5, 2, 1e-5)]
+CASES["native_group_norm_backward"] = [
+    (GROUPS.cos(), GROUPS, *GROUP_STATISTICS, CHANNELS, 2, 6, 5, 3, [True, True, True]),
+]
+CASES["_native_batch_norm_legit"] = [
+    (GROUPS, CHANNELS, -CHANNELS, torch.zeros(6), torch.ones(6), training, 0.1, 1e-5) for training in (True, False)
+] + [(GROUPS, CHANNELS, -CHANNELS, True, 0.1, 1e-5)]
+CASES["native_batch_norm_backward"] = [
+    (GROUPS.cos(), GROUPS, CHANNELS, None, None, *BATCH_STATISTICS, True, 1e-5, [True, True, True]),
+]
 RANDOM = {"uniform_", "normal_", "bernoulli_", "bernoulli", "rand_like", "randn_like", "native_dropout"}
 UNDEFINED = {"empty_like", "new_empty", "new_empty_strided"}
 SAME_AS = {"_index_put_impl": "index_put", "_unsafe_index_put": "index_put"}
@@ -242,6 +259,7 @@ def test_an_operation_is_torchs(device, name):
 
 
 @pytest.mark.slow
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "name",
     sorted(

@@ -132,3 +132,26 @@ def test_explain_names_the_operations_and_those_of_the_host(device, capsys):
     assert "chosen   aten table (own kernel)" in printed
     assert f"aten.linalg_inv_ex.default  (3,3)  on {device}:0" in printed
     assert f"refused  aten table: {device}:0 has no kernel for this call" in printed
+
+
+def test_an_lstm_moves_its_weights_though_they_have_weak_references(device):
+    layer = acl.to(nn.LSTM(3, 4), device)
+    assert all(isinstance(weight, DeviceTensor) for weight in (*layer.parameters(), *layer._flat_weights))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad"])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_optimizers_of_torch_step_on_the_device(device, name, foreach):
+    host = nn.Linear(3, 2)
+    moved, x = acl.to(copy.deepcopy(host), device), torch.randn(5, 3)
+    kind = getattr(torch.optim, name)
+    pairs = [(host, x), (moved, acl.to(x, device))]
+    optimizers = [kind(layer.parameters(), lr=0.01, foreach=foreach) for layer, _ in pairs]
+    with override(fallback="forbid"):
+        for _ in range(3):
+            for optimizer, (layer, batch) in zip(optimizers, pairs, strict=True):
+                optimizer.zero_grad()
+                layer(batch).square().mean().backward()
+                optimizer.step()
+    torch.testing.assert_close(moved.weight.cpu(), host.weight)

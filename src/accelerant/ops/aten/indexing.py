@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from accelerant.ops.aten.device import TensorDevice
-from accelerant.ops.aten.table import elementwise, operand, register, strided
+from accelerant.ops.aten.table import aten, elementwise, operand, register, strided
 from accelerant.ops.aten.tensor import DeviceTensor
 
 __all__: list[str] = []
@@ -121,6 +121,24 @@ def _scatter_add_(
 def _scatter_add(place: TensorDevice, x: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
     copied = place.contiguous(x)
     return _scatter_add_(place, copied, dim, index, source, out=copied, alpha=alpha)
+
+
+# --- gradients of views ----------------------------------------------------------------------------------------------
+
+
+def _view_backward(view: str) -> Callable[..., Any]:
+    """Return the gradient of a view: zeros, with the gradient of the view written to it."""
+
+    def run(place: TensorDevice, dy: Any, size: Sequence[int], *args: Any) -> Any:
+        dx = dy.new_zeros(size)
+        getattr(aten, view)(dx, *args).copy_(dy)
+        return dx
+
+    return run
+
+
+for _view in ("select", "slice", "diagonal"):
+    register(f"{_view}_backward.default")(_view_backward(_view))
 
 
 # --- x[i, j] ---------------------------------------------------------------------------------------------------------

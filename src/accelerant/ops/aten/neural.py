@@ -7,13 +7,13 @@ products around it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from accelerant.ops.aten.device import TensorDevice
-from accelerant.ops.aten.table import dims_of, elementwise, operand, reduced, reduction, register, strided
+from accelerant.ops.aten.table import aten, dims_of, elementwise, operand, reduced, reduction, register, strided
 from accelerant.ops.aten.tensor import DeviceTensor
 
 __all__: list[str] = []
@@ -253,6 +253,25 @@ def _layer_norm_backward(
     if needs[2] and bias is not None:
         dbias = reduction(place, "sum", (dy,), outer, x.dtype)
     return dx, dweight, dbias
+
+
+def _decomposed(name: str) -> Callable[..., Any]:
+    """Return torch's decomposition of an operation, which calls others of the table."""
+
+    def run(_: TensorDevice, *args: Any, **kwargs: Any) -> Any:
+        from torch._decomp import decomposition_table  # takes a while to import
+
+        packet, overload = name.split(".")
+        return decomposition_table[getattr(getattr(aten, packet), overload)](*args, **kwargs)
+
+    return run
+
+
+for _name in (
+    "native_group_norm.default", "native_group_norm_backward.default", "_native_batch_norm_legit.default",
+    "_native_batch_norm_legit.no_stats", "native_batch_norm_backward.default",
+):  # fmt: skip
+    register(_name)(_decomposed(_name))
 
 
 # --- attention -------------------------------------------------------------------------------------------------------

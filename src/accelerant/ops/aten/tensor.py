@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, TypeVar
+from weakref import getweakrefcount
 
 import torch
 from torch import Tensor, nn
@@ -150,7 +151,8 @@ def to(obj: _T, device: registry.DeviceLike) -> _T:
     """Move a tensor, the tensors of a list, tuple or dict, or a module's parameters and buffers to any device.
 
     On "opencl" torch's operations run on Accelerant's kernels; docs/backends.md lists them. A module is changed in
-    place and keeps its parameter objects, so that optimizers made before stay valid. Gradients flow through the move of
+    place and keeps its parameter objects, so that optimizers made before stay valid; those of recurrent layers, which
+    have weak references, are replaced. Gradients flow through the move of
     a tensor.
 
     >>> model = acl.to(model, "opencl")
@@ -181,12 +183,19 @@ def _move_tensor(x: Tensor, device: registry.DeviceLike) -> Tensor:
 
 
 def _move_module(module: nn.Module, device: registry.DeviceLike) -> None:
-    for parameter in module.parameters():  # shared ones once
+    replaced: dict[int, nn.Parameter] = {}
+    for parameter in [*module.parameters()]:  # shared ones once
         moved = _like(_moved(parameter.detach(), device), parameter)
         if parameter.grad is not None:
             moved.grad = _moved(parameter.grad, device)
-        torch.utils.swap_tensors(parameter, moved)
+        if getweakrefcount(parameter):  # torch swaps none that has weak references, as those of an LSTM
+            replaced[id(parameter)] = moved
+        else:
+            torch.utils.swap_tensors(parameter, moved)
     for part in module.modules():
+        for name, before in [*part._parameters.items()]:
+            if before is not None and id(before) in replaced:
+                setattr(part, name, replaced[id(before)])  # an LSTM's own __setattr__ updates its list of weights
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[name] = _moved(buffer, device)
@@ -270,7 +279,10 @@ def _each(func: Any, _: TensorDevice, *args: Any, **kwargs: Any) -> Any:
     single = torch.linalg.vector_norm if name == "norm" else getattr(torch.ops.aten, name)
     count = next(len(arg) for arg in args if isinstance(arg, (list, tuple)))
     rows = [arg if isinstance(arg, (list, tuple)) else [arg] * count for arg in args]
-    results = [single(*row, **kwargs) for row in zip(*rows, strict=True)]
+    if name.startswith(("addcmul", "addcdiv")) and len(rows) == 4:  # the single one takes its fourth argument by name
+        results = [single(*row, value=value) for *row, value in zip(*rows, strict=True)]
+    else:
+        results = [single(*row, **kwargs) for row in zip(*rows, strict=True)]
     return results if func._schema.returns else None
 
 
