@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -124,6 +125,26 @@ def test_a_device_that_fails_is_set_aside_and_the_next_backend_serves(present, m
     assert provider.counts[method] == 2  # tested once
     with pytest.raises(BackendUnavailable):
         registry.choose("apple")
+
+
+def test_a_test_that_is_postponed_is_made_at_a_later_choice(present, monkeypatch):
+    """As on CUDA before the process has a context."""
+    present("cuda")
+    answers = [None, None, "1 of 1000 numbers are wrong", ""]
+    monkeypatch.setattr(CLASSES["cuda"], "self_test", lambda self, device=0: answers.pop(0))
+    assert [registry.choose().label for _ in range(4)] == ["cuda:0", "cuda:0", "cuda:1", "cuda:1"]
+    assert not answers
+
+
+@pytest.mark.gpu
+def test_a_choice_makes_no_context_on_a_gpu_and_one_in_use_is_tested():
+    program = (
+        "import torch; from accelerant.runtime import registry; chosen = registry.choose(); "
+        "print(chosen.label, torch._C._cuda_hasPrimaryContext(0), registry._tested); "
+        "torch.zeros(1, device='cuda:0'); registry.choose(); print(list(registry._tested.values()))"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert ran.stdout.splitlines() == ["cuda:0 False {}", "['']"]
 
 
 def test_the_self_test_of_torchs_devices_computes_on_them(monkeypatch):

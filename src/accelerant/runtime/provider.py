@@ -471,10 +471,11 @@ class ComputeProvider(ABC):
             metadata={**binary.metadata, **metadata}, handle=handle,
         )  # fmt: skip
 
-    def self_test(self, device: int = 0) -> str:
+    def self_test(self, device: int = 0) -> str | None:
         """Return what is wrong with a device; empty if copies and a small kernel give the right numbers.
 
         The automatic choice of a device asks once a process, and sets a device aside for what this returns or raises.
+        None postpones the test to the next choice.
         """
         x = np.arange(_SELF_TEST_SIZE, dtype=np.uint32)
         buffer = self.copy_to_device(x, device)

@@ -325,9 +325,12 @@ def _set_aside(device: ComputeDevice) -> str:
     with _lock:
         if device not in _tested:
             try:
-                _tested[device] = create(device.backend).self_test(device.index)
+                found = create(device.backend).self_test(device.index)
             except Exception as error:  # noqa: BLE001 - whatever a driver raises
-                _tested[device] = _error_text("the self-test does not run", error)
+                found = _error_text("the self-test does not run", error)
+            if found is None:
+                return ""
+            _tested[device] = found
             if _tested[device]:
                 text = "%s (%s) is set aside: %s"
                 logging.getLogger("accelerant").warning(text, device.label, device.name, _tested[device])

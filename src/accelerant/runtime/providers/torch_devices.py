@@ -126,9 +126,15 @@ class TorchProvider(ComputeProvider):
         check_device(self.name, device, self._count)
         return None
 
-    def self_test(self, device: int = 0) -> str:
-        """Compute by an operation of torch, which needs no compiler."""
+    def self_test(self, device: int = 0) -> str | None:
+        """Compute by an operation of torch, which needs no compiler; on CUDA once the process has a context there.
+
+        A context takes hundreds of megabytes of the device, which a choice alone must not.
+        """
         check_device(self.name, device, self._count)
+        driver: Any = torch._C  # whose stubs depend on the build
+        if self.torch_type == "cuda" and not driver._cuda_hasPrimaryContext(device):
+            return None
         x = torch.arange(1000, dtype=torch.int32)
         there = x.to(f"{self.torch_type}:{device}") * 3 + 1
         wrong = int((there.cpu() != x * 3 + 1).sum())
