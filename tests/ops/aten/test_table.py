@@ -239,7 +239,8 @@ def test_every_entry_has_a_case():
     assert {name for name in names if base_name(name) not in {*CASES, *RANDOM, *UNDEFINED}} == set()
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # compiles a kernel or more each
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_an_operation_is_torchs(device, name):
     op = getattr(aten, name)

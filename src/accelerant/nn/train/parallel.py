@@ -24,7 +24,7 @@ from accelerant.runtime.processes import Processes
 
 __all__ = ["BUCKET_BYTES", "GradientReduction", "described", "is_reduced_elsewhere", "share_of", "start_equal"]
 
-BUCKET_BYTES = 25 << 20
+BUCKET_BYTES = 100 << 20  # GPT 124M, 32 x 1024, two H200: 54.4 ms a step; with 25 MiB 56.8, with one bucket 55.8
 _FIRST_BYTES = 1 << 20  # a small first bucket: the network is busy from the first gradients on
 _ALIGNED = 64  # elements: gradients begin at multiples of 128 bytes or more, for vectorised kernels
 
