@@ -6,15 +6,24 @@ import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import accelerant
-from accelerant.errors import BackendUnavailable, DeviceLost
-from accelerant.runtime import registry
+from accelerant.cli.train import choose_device
+from accelerant.config import override
+from accelerant.errors import BackendUnavailable, ConfigError, DeviceLost, UnsupportedCase
+from accelerant.nn.train import TrainConfig, Trainer
+from accelerant.ops.aten import DeviceTensor
+from accelerant.runtime import host, registry
+from accelerant.runtime.memory.limits import available_bytes
+from accelerant.runtime.providers.opencl import OpenclProvider
 from accelerant.runtime.providers.torch_devices import TorchProvider
+from accelerant.runtime.streams.stream import Stream, submit
+from accelerant.runtime.streams.transfer import copy_async, stream_chunks
 from accelerant.testing import FakeProvider
 from requirements import require_backend
 
@@ -79,11 +88,12 @@ def test_software_is_used_by_name_alone(present, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["opencl", "webgpu"])
-def test_pocl_and_lavapipe_are_software(name):
+def test_pocl_and_lavapipe_are_software(name, monkeypatch):
     require_backend(name)
+    monkeypatch.setattr(host, "_GPU_NODES", ("/dev/null",))  # as on a machine with a GPU that they do not drive
     kinds = {device.properties["kind"]: device.software for device in registry.create(name).devices()}
     assert kinds == {kind: kind == "cpu" for kind in kinds}
-    assert registry.choose("auto").backend not in ("opencl", "webgpu")
+    assert not registry.choose("auto").software
 
 
 def wrong_on(device, monkeypatch, kind):
@@ -168,3 +178,87 @@ def test_the_self_test_sees_a_kernel_that_does_nothing(monkeypatch):
     monkeypatch.setattr(FakeProvider, "launch", lambda *args, **options: None)
     assert provider.self_test() == "999 of 1000 numbers are wrong"
     assert np.uint32(2654435761) % 2
+
+
+# --- OpenCL, on real devices that say they are GPUs -------------------------------------------------------------------
+
+
+@pytest.fixture
+def opencl_gpu(monkeypatch):
+    """The OpenCL devices of this machine, beside the CPU; all is real but that they say they are GPUs."""
+    require_backend("opencl")
+    described = OpenclProvider._described
+
+    def as_gpu(self: OpenclProvider, index: int, device: Any):
+        found = described(self, index, device)
+        return replace(found, properties=found.properties | {"kind": "gpu"})
+
+    monkeypatch.setattr(registry, "PROVIDERS", {name: registry.PROVIDERS[name] for name in ("opencl", "cpu")})
+    monkeypatch.setattr(OpenclProvider, "_described", as_gpu)
+    monkeypatch.setattr(OpenclProvider, "may_have_hardware", classmethod(lambda cls: True))
+
+
+@pytest.mark.parametrize("node", [False, True])
+def test_drivers_are_probed_only_where_the_system_shows_a_gpu(monkeypatch, tmp_path, node):
+    require_backend("opencl")
+    monkeypatch.setattr(registry, "_reasons", {})
+    monkeypatch.setattr(registry, "_created", {})
+    monkeypatch.setattr(registry, "PROVIDERS", {name: registry.PROVIDERS[name] for name in ("opencl", "cpu")})
+    monkeypatch.setattr(host, "_GPU_NODES", (str(tmp_path / "renderD*"),))
+    if node:
+        (tmp_path / "renderD128").touch()
+    kinds = {device.properties["kind"] for device in OpenclProvider().devices()}
+    assert registry.choose().backend == ("opencl" if node and "gpu" in kinds else "cpu")
+    assert ("opencl" in registry._reasons) == node
+
+
+def test_an_opencl_gpu_is_chosen_and_another_kind_is_not(opencl_gpu, monkeypatch):
+    assert registry.choose().label == registry.choose("gpu").label == "opencl:0"
+    assert registry.find_device().label == "opencl:0"
+    assert registry.choose(torch_tensors=True).label == "cpu:0"
+    monkeypatch.setattr(OpenclProvider, "automatic_kinds", ("accelerator",))
+    assert registry.choose().label == "cpu:0"
+    with pytest.raises(BackendUnavailable):
+        registry.choose("gpu")
+
+
+def test_the_library_runs_on_the_opencl_gpu_that_auto_means(opencl_gpu):
+    acc = accelerant.Accelerator(fallback=False)
+    assert acc.device.label == "opencl:0"
+    assert acc.field_mul([3, 4], [5, 6]).tolist() == [15, 24]
+    x = torch.randn(7, 5)
+    torch.testing.assert_close(acc.gelu(x), torch.nn.functional.gelu(x))
+    assert acc.submit(acc.field_add, [1], [2]).result().tolist() == [3]
+    assert available_bytes() > 0
+    doubled = stream_chunks(lambda chunk: chunk * 2, x.numpy(), chunk_bytes=40).result
+    np.testing.assert_array_equal(doubled, 2 * x.numpy())
+    assert isinstance(accelerant.to(x, "auto"), DeviceTensor)
+
+
+def test_streams_of_auto_are_the_cpus_where_the_device_has_none(opencl_gpu):
+    assert submit(lambda: 3).result() == 3
+    x = np.arange(5, dtype=np.float32)
+    np.testing.assert_array_equal(copy_async(x).result().numpy(), x)
+    assert Stream().device.label == Stream.current().device.label == "cpu:0"
+    with pytest.raises(UnsupportedCase, match="opencl works through its provider's one queue"):
+        Stream("opencl")
+
+
+def test_training_on_auto_takes_the_opencl_gpu_where_it_can(opencl_gpu):
+    placed = {}
+    for case in ("float32", "bfloat16", "complex64"):
+        model = torch.nn.Linear(3, 2)
+        if case == "complex64":  # which the device has not
+            model.register_buffer("phases", torch.zeros(1, dtype=torch.complex64))
+        precision = "bfloat16" if case == "bfloat16" else "float32"
+        trainer = Trainer(model, TrainConfig(precision=precision, device="auto"), loss=torch.nn.functional.mse_loss)
+        placed[case] = isinstance(trainer.model.weight, DeviceTensor)
+    assert placed == {"float32": True, "bfloat16": False, "complex64": False}
+    with override(backend="opencl"), pytest.raises(ConfigError, match="opencl:0, the setting's backend"):
+        Trainer(torch.nn.Linear(3, 2), TrainConfig(precision="bfloat16", device="auto"))
+
+
+def test_the_command_lines_auto_is_a_device_that_can_do_the_work(opencl_gpu):
+    assert str(choose_device("auto", "--device", tensor_devices=True)) == "opencl:0"
+    assert str(choose_device("auto", "--device", tensor_devices=True, torch_tensors=True)) == "cpu"
+    assert str(choose_device("auto", "--device")) == "cpu"

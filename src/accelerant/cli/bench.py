@@ -236,7 +236,7 @@ class _RunOptions:
         from accelerant.runtime import registry
 
         until = None if self.limit_s is None else time.monotonic() + self.limit_s
-        device = registry.choose(self.device)
+        device = registry.choose(self.device, torch_tensors=True)
         if not device.torch_device:
             raise ConfigError(f"--device: bench measures devices that torch has tensors on; {self.device} is not one")
         if device.torch_device.startswith("cuda") and device.index:
@@ -420,7 +420,7 @@ def check(
         write_atomic(floors, floors_text(loaded, margin).encode())
         return
     known = read_floors(floors)
-    names = [record.environment.device for record in loaded] or [registry.choose(device).name]
+    names = [record.environment.device for record in loaded] or [registry.choose(device, torch_tensors=True).name]
     mine = [floor for floor in known if any(floor.device in name for name in names)]
     mine = [floor for floor in mine if not op or any(f"{floor.key} ".startswith(f"{one} ") for one in op)]
     if not mine:
@@ -448,7 +448,7 @@ def _measured(ops: tuple[str, ...], device: str, budget_s: float, limit_s: float
     from accelerant.bench.suites.neural import NeuralSuite
     from accelerant.runtime import registry
 
-    chosen, show = registry.choose(device), ProgressLine()
+    chosen, show = registry.choose(device, torch_tensors=True), ProgressLine()
     until = None if limit_s is None else time.monotonic() + limit_s
     run = SuiteRun(chosen, Record(Environment.of(chosen)), until=until, progress=show)
     suites = [NeuralSuite(op=ops, against=("torch",), budget_s=budget_s).resolve(chosen)] if ops else []

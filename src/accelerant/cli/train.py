@@ -428,7 +428,10 @@ def _run(
         if extension is not None:
             raise ConfigError(f"--private trains in one process, got --gpus {gpus}")
         launch(gpus, str(backend or ""), arguments)
-    device = choose_device(backend, origin, tensor_devices=True)
+    torch_tensors = extension is not None or world_size() > 1
+    if run is not None and run.training.precision not in ("auto", "float32"):
+        torch_tensors = True
+    device = choose_device(backend, origin, tensor_devices=True, torch_tensors=torch_tensors)
     if device.type not in ("cuda", "cpu") and (extension is not None or world_size() > 1):
         what = "several processes train" if extension is None else "--private trains"
         raise ConfigError(f"{what} on cuda or cpu, got {device}")
@@ -465,10 +468,13 @@ def _restarted(out: Path, run: RunConfig) -> bool:
     return bool(folder.read_config().get("run") == json.loads(json.dumps(run.to_dict())))
 
 
-def choose_device(backend: object, origin: str, *, tensor_devices: bool = False) -> torch.device:
+def choose_device(
+    backend: object, origin: str, *, tensor_devices: bool = False, torch_tensors: bool = False
+) -> torch.device:
     """Return this process's device of a backend; None and "auto" mean that in the settings. Errors name the origin.
 
-    With `tensor_devices` it may be one of OpenCL or WebGPU, whose tensors are DeviceTensors.
+    With `tensor_devices` it may be one of OpenCL or WebGPU, whose tensors are DeviceTensors; "auto" passes over them
+    with `torch_tensors`, for training that they cannot do.
     """
     import torch
 
@@ -485,7 +491,7 @@ def choose_device(backend: object, origin: str, *, tensor_devices: bool = False)
         names = f"{', '.join(known[:-1])} or cpu"
         advice = "" if origin == "--device" else f": training needs {names[6:]}, give --device to choose"
         raise ConfigError(f"{origin} must be {names}, got {clipped(backend)}{advice}")
-    chosen = registry.choose(backend)
+    chosen = registry.choose(backend, torch_tensors=torch_tensors or not tensor_devices)
     if chosen.backend in TENSOR_DEVICES:
         return named(chosen)
     device = own_device(torch.device(chosen.torch_device))

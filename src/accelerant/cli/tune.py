@@ -70,7 +70,7 @@ def tune(
     for name in names:
         if name not in dtypes_by_name:
             raise ConfigError(f"--dtype: wanted float32, bfloat16 or float16, got {name!r}")
-    chosen = registry.choose(device)
+    chosen = registry.choose(device, torch_tensors=True)
     if not chosen.torch_device:
         raise ConfigError(f"--device: tune measures devices that torch has tensors on; {device} is not one")
     if table is not None:

@@ -10,12 +10,13 @@ import re
 import subprocess
 import sys
 import weakref
+from glob import iglob
 from pathlib import Path
 from typing import Any, TypeVar
 
 __all__ = [
-    "control_group_room", "fork_safe", "host_memory", "processor_facts", "processor_name", "python_child",
-    "read_meminfo", "refuse_masked", "set_usable_cores", "usable_cores",
+    "control_group_room", "fork_safe", "has_gpu_node", "host_memory", "processor_facts", "processor_name",
+    "python_child", "read_meminfo", "refuse_masked", "set_usable_cores", "usable_cores",
 ]  # fmt: skip
 
 from accelerant.errors import UnsupportedDtype
@@ -23,6 +24,9 @@ from accelerant.errors import UnsupportedDtype
 LockT = TypeVar("LockT")
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
+
+_GPU_NODES = ("/dev/dri/renderD*", "/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kgsl-3d0", "/dev/mali*", "/dev/pvr*")
+"""Device files of GPUs on Linux: of most drivers, NVIDIA's, Windows', Qualcomm's, Arm's and Imagination's."""
 
 _cores_of_worker: int | None = None
 
@@ -76,6 +80,16 @@ def read_meminfo(path: Path) -> dict[str, int]:
     """Return the figures of Linux's /proc/meminfo, or a process's status, that are sizes, in bytes."""
     rows = (line.split() for line in path.read_text().splitlines())
     return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if row[2:] == ["kB"]}
+
+
+def has_gpu_node() -> bool:
+    """Return whether Linux shows a device file of a GPU; True on other systems, where GPUs have none. Asked once."""
+    return sys.platform != "linux" or _any_file(_GPU_NODES)
+
+
+@functools.cache
+def _any_file(patterns: tuple[str, ...]) -> bool:
+    return any(any(iglob(pattern)) for pattern in patterns)
 
 
 def host_memory() -> dict[str, int]:

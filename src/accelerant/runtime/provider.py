@@ -233,17 +233,24 @@ class ComputeProvider(ABC):
             where torch's own operations run.
         torch_type: type of `torch.device` whose calls this provider serves; empty for none.
         automatic: whether the automatic choice of a backend considers it: every op must run on its tensors.
+        automatic_kinds: values of a device's property "kind" that the automatic choice takes; empty for any.
     """
 
     name: ClassVar[ComputeBackend]
     dialects: ClassVar[tuple[str, ...]] = ()
     torch_type: ClassVar[str] = ""
     automatic: ClassVar[bool] = False
+    automatic_kinds: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     @abstractmethod
     def probe(cls) -> str:
         """Return why this backend cannot be used here; empty if it can. Starts no driver in this process."""
+
+    @classmethod
+    def may_have_hardware(cls) -> bool:
+        """Return, in microseconds, whether the automatic choice is to probe this backend."""
+        return True
 
     # --- from start to shutdown --------------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 The automatic choice takes the first device, in the order of BACKENDS, that is hardware and passes its self-test
 (ComputeProvider.self_test). A device that fails is set aside for the process: listed as absent with the reason, and
-used by those who ask for it by name. Devices in software (OpenCL or Vulkan on a CPU) are used by name alone.
+used by those who ask for it by name. Devices in software (OpenCL or Vulkan on a CPU) are used by name alone; where the
+system shows no GPU at all, the automatic choice does not probe OpenCL and WebGPU, which takes seconds.
 
 A broken driver can end the process that loads it, so `ComputeProvider.probe` first tests each backend, in a child
 process where that is needed; only then is its provider made in this process, once.
@@ -178,8 +179,8 @@ def backend_named(name: object) -> str:
     text = str(name).strip().lower().replace("-", "_").replace(" ", "_")
     found = _ALIASES.get(text, text)
     if found == "gpu":
-        present = (name for name in automatic_backends() if name != "cpu" and not reason_absent(name))
-        return next(present, "cuda")
+        chosen = _automatic_choice().backend
+        return "cuda" if chosen == "cpu" else chosen
     if found not in (*BACKENDS, "auto") and found not in backends():
         known = ", ".join(backends())
         raise ConfigError(f"unknown backend {name!r}{similar(text, (*backends(), *_ALIASES))}; known are {known}")
@@ -284,12 +285,13 @@ def devices() -> Devices:
     return listed
 
 
-def choose(backend: str | torch.device = "auto", index: int = 0) -> ComputeDevice:
+def choose(backend: str | torch.device = "auto", index: int = 0, *, torch_tensors: bool = False) -> ComputeDevice:
     """Return a device of a backend that must be present, or raise ConfigError or BackendUnavailable, which says why.
 
     The backend may end in the index, as in "cuda:1"; see backend_named for its names. "auto" is the setting's
     (ACCELERANT_BACKEND), and if that is "auto" too, the first device of automatic_backends() that is hardware and
-    passes its self-test; with an index, the one of that number on its backend.
+    passes its self-test; with an index, the one of that number on its backend. With `torch_tensors` that choice passes
+    over devices on which torch has no tensors of its own (ComputeDevice.torch_device).
     """
     name, number = _parsed(backend)
     if number is not None:
@@ -299,7 +301,7 @@ def choose(backend: str | torch.device = "auto", index: int = 0) -> ComputeDevic
     if name == "auto":
         name = backend_named(settings().backend)
     if name == "auto":
-        chosen = _automatic_choice()
+        chosen = _automatic_choice(torch_tensors=torch_tensors)
         if not index:
             return chosen
         name = chosen.backend
@@ -311,10 +313,17 @@ def choose(backend: str | torch.device = "auto", index: int = 0) -> ComputeDevic
     return present[index]
 
 
-def _automatic_choice() -> ComputeDevice:
+def _automatic_choice(*, torch_tensors: bool = False) -> ComputeDevice:
     for name in automatic_backends():
+        kind = _provider_class(name)
+        if not kind.may_have_hardware():
+            continue
         listed = _devices_or_reason(name)
         for device in () if isinstance(listed, str) else listed:
+            if torch_tensors and not device.torch_device:
+                continue
+            if kind.automatic_kinds and device.properties.get("kind") not in kind.automatic_kinds:
+                continue
             if name == "cpu" or not (device.software or _set_aside(device)):
                 return device
     return create("cpu").devices()[0]

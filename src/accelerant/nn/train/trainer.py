@@ -60,7 +60,7 @@ from accelerant.nn.train.optim import MakeOptimizer, learning_rate, make_optimiz
 from accelerant.nn.train.parallel import start_equal
 from accelerant.nn.train.step import LossScale, TrainStep, recomputed
 from accelerant.ops._library import is_distributed
-from accelerant.ops.aten import tensor_device, to
+from accelerant.ops.aten import TensorDevice, tensor_device, to
 from accelerant.ops.aten.device import serves
 from accelerant.runtime import registry
 from accelerant.runtime.files import clipped
@@ -133,7 +133,7 @@ class Trainer:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise ConfigError("give the module inside the DistributedDataParallel: processes train together without it")
         self._first = Processes().first
-        place = tensor_device(self.config.device) if serves(self.config.device) else None
+        place = _tensor_device(self.config, model)
         self.device = torch.device("cpu") if place is not None else _device(self.config.device)
         if self.config.precision == "fp8":
             require_float8(self.device)
@@ -304,10 +304,27 @@ class Trainer:
             return self.objective(model, *batch)
 
 
+def _tensor_device(config: TrainConfig, model: nn.Module) -> TensorDevice | None:
+    """Return the device of OpenCL or WebGPU that a config means; "auto" means none that cannot train this model."""
+    if serves(config.device):
+        return tensor_device(config.device)
+    if config.device.lower() != "auto" or Processes().size > 1 or config.precision not in ("auto", "float32"):
+        return None
+    place = tensor_device("auto")
+    known = place is not None and all(x.dtype in place.dtypes for x in (*model.parameters(), *model.buffers()))
+    return place if known else None
+
+
 def _device(name: str) -> torch.device:
     """Return the torch device of a config's name; raise ConfigError or BackendUnavailable if there is none."""
     if ":" not in name:
-        device = torch.device(registry.choose(name).torch_device)
+        chosen = registry.choose(name, torch_tensors=True)
+        if not chosen.torch_device:
+            what = "this precision, model or number of processes"
+            raise ConfigError(
+                f"device: {chosen.label}, the setting's backend, does not train {what}; give another device"
+            )
+        device = torch.device(chosen.torch_device)
         if device.type == "cuda" and Processes().size > 1:  # one GPU each, as torchrun numbers them
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
             torch.cuda.set_device(device)

@@ -27,7 +27,7 @@ from accelerant.runtime.compilation.cache import KernelCache, kernel_key
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources, portable_header
 from accelerant.runtime.compilation.options import header_hashes
 from accelerant.runtime.files import remove_folder_of
-from accelerant.runtime.host import fork_safe
+from accelerant.runtime.host import fork_safe, has_gpu_node
 from accelerant.runtime.monitoring.events import publish
 from accelerant.runtime.provider import (
     SCALAR_CTYPES,
@@ -93,6 +93,8 @@ class OpenclProvider(ComputeProvider):
     name: ClassVar[str] = "opencl"
     dialects: ClassVar[tuple[str, ...]] = ("opencl", "portable")
     torch_type: ClassVar[str] = "opencl"
+    automatic: ClassVar[bool] = True
+    automatic_kinds: ClassVar[tuple[str, ...]] = ("gpu",)
 
     @classmethod
     def probe(cls) -> str:
@@ -100,6 +102,10 @@ class OpenclProvider(ComputeProvider):
         if importlib.util.find_spec("pyopencl") is None:
             return "pyopencl is not installed: pip install 'accelerant[opencl]'"
         return probe_in_child(_PROBE, "an OpenCL driver", _PROBE_TIMEOUT_S)
+
+    @classmethod
+    def may_have_hardware(cls) -> bool:
+        return has_gpu_node()
 
     def __init__(self) -> None:
         os.environ.setdefault("PYOPENCL_NO_CACHE", "1")  # the kernel cache keeps the programs

@@ -39,7 +39,7 @@ from accelerant.config import launch_log
 from accelerant.errors import CompileError, DeviceLost, LaunchError
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources
-from accelerant.runtime.host import fork_safe, host_memory
+from accelerant.runtime.host import fork_safe, has_gpu_node, host_memory
 from accelerant.runtime.monitoring.events import publish
 from accelerant.runtime.provider import (
     Arguments,
@@ -125,6 +125,8 @@ class WebgpuProvider(ComputeProvider):
     name: ClassVar[str] = "webgpu"
     dialects: ClassVar[tuple[str, ...]] = ("wgsl",)
     torch_type: ClassVar[str] = "webgpu"
+    automatic: ClassVar[bool] = True
+    automatic_kinds: ClassVar[tuple[str, ...]] = ("gpu",)
 
     @classmethod
     def probe(cls) -> str:
@@ -132,6 +134,10 @@ class WebgpuProvider(ComputeProvider):
         if importlib.util.find_spec("wgpu") is None:
             return "wgpu is not installed: pip install 'accelerant[webgpu]'"
         return probe_in_child(_PROBE, "a Vulkan, Metal or Direct3D driver", _PROBE_TIMEOUT_S)
+
+    @classmethod
+    def may_have_hardware(cls) -> bool:
+        return has_gpu_node()
 
     def __init__(self) -> None:
         _load_triton()

@@ -139,7 +139,7 @@ class Stream:
     def __init__(
         self, device: DeviceLike = "auto", *, priority: int = 0, torch_stream: torch.cuda.Stream | None = None
     ) -> None:
-        self.device = _require_streams(find_device(device))
+        self.device = _with_streams(device)
         self._cuda = torch_stream
         if self.device.backend == "cuda" and torch_stream is None:
             self._cuda = torch.cuda.Stream(torch.device(self.device.torch_device), priority=priority)
@@ -153,7 +153,7 @@ class Stream:
     @classmethod
     def current(cls, device: DeviceLike = "auto") -> Stream:
         """Return torch's current stream on the device; on the CPU, one that all callers share."""
-        target = _require_streams(find_device(device))
+        target = _with_streams(device)
         if target.backend == "cpu":
             with _shared_lock:
                 if not _shared:
@@ -288,10 +288,14 @@ _shared: list[Stream] = []
 _shared_lock = fork_safe(threading.Lock())
 
 
-def _require_streams(device: ComputeDevice) -> ComputeDevice:
-    if device.backend not in WITH_STREAMS:
-        raise UnsupportedCase(f"streams are for cuda and cpu; {device.backend} works through its provider's one queue")
-    return device
+def _with_streams(device: DeviceLike) -> ComputeDevice:
+    """Return a device that has streams: for "auto" the CPU, where the chosen one has none."""
+    found = find_device(device)
+    if found.backend in WITH_STREAMS:
+        return found
+    if device == "auto":
+        return find_device("cpu")
+    raise UnsupportedCase(f"streams are for cuda and cpu; {found.backend} works through its provider's one queue")
 
 
 class Future(Generic[T]):
