@@ -43,7 +43,7 @@ BACKENDS = ("cuda", "rocm", "apple", "opencl", "webgpu", "cpu")
 
 PROVIDERS: dict[str, tuple[str, str]] = {
     "cuda": ("accelerant.runtime.providers.cuda", "CudaProvider"),
-    "rocm": ("accelerant.runtime.providers.torch_devices", "RocmProvider"),
+    "rocm": ("accelerant.runtime.providers.rocm", "RocmProvider"),
     "apple": ("accelerant.runtime.providers.torch_devices", "AppleProvider"),
     "opencl": ("accelerant.runtime.providers.opencl", "OpenclProvider"),
     "webgpu": ("accelerant.runtime.providers.webgpu", "WebgpuProvider"),
@@ -387,11 +387,14 @@ def provider_of(device: torch.device) -> ComputeProvider:
 
 
 def reason_without_kernels(device: torch.device) -> str:
-    """Return why only torch's operations run on a device's tensors; empty where Accelerant has kernels."""
+    """Return why only torch's operations run on a device's tensors; empty where Accelerant has kernels.
+
+    ROCm's kernels are portable C for buffers; no op on tensors has run there.
+    """
     if device.type == "meta":
         return ""
     name = _server(device.type) or device.type
-    if (name in PROVIDERS or name in _registered) and _provider_class(name).dialects:
+    if name != "rocm" and (name in PROVIDERS or name in _registered) and _provider_class(name).dialects:
         return ""
     return f"Accelerant has no kernels for {name}: torch's operations run"
 

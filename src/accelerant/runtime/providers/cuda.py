@@ -36,19 +36,17 @@ from accelerant.runtime.monitoring.nvidia import (
 from accelerant.runtime.monitoring.readers import cuda_reader
 from accelerant.runtime.provider import (
     Arguments,
-    Buffer,
     ComputeDevice,
     Event,
     MemoryInfo,
     Pointer,
     check_device,
     check_launch,
-    check_owner,
     pick_entry,
     probe_in_child,
     room_fraction,
 )
-from accelerant.runtime.providers.cuda_launch import LoadedKernel, cuda_error, load_error
+from accelerant.runtime.providers.cuda_launch import LoadedKernel, check_memory, cuda_error, load_error
 from accelerant.runtime.providers.torch_devices import TorchProvider
 from accelerant.runtime.streams.stream import capturing, cuda_event
 
@@ -148,7 +146,7 @@ class CudaProvider(TorchProvider):
         self, kernel: Kernel, grid: Sequence[int], block: Sequence[int], args: Arguments, stream: object | None = None
     ) -> None:
         check_launch(kernel, self.name, grid, block, args)
-        _check_memory(kernel, args)
+        check_memory(kernel, args)
         self._start(kernel, tuple(grid), tuple(block), args, stream)
 
     def synchronize(self, device: int = 0) -> None:
@@ -242,18 +240,6 @@ class CudaProvider(TorchProvider):
             if not isinstance(raw, int):
                 raise LaunchError(f"wanted a torch.cuda.Stream or a raw handle, got {type(stream).__name__}")
         kernel.handle.start(grid, block, args, raw)
-
-
-def _check_memory(kernel: Kernel, args: Sequence[object]) -> None:
-    """Refuse memory of other backends, whose access by the kernel would lose the device for this process."""
-    for position, arg in enumerate(args):
-        if isinstance(arg, Buffer):
-            if not isinstance(arg.owner, torch.Tensor):
-                check_owner(arg, torch.Tensor, "cuda", f"kernel {kernel.name!r}, argument {position}")
-        elif isinstance(arg, torch.Tensor) and not arg.is_cuda:
-            raise LaunchError(
-                f"kernel {kernel.name!r}, argument {position}: the tensor is on {arg.device}, not on cuda"
-            )
 
 
 def _complete(reported: Resources, core: Any, shared_bytes: int, device: int) -> Resources:

@@ -18,11 +18,15 @@ import torch
 
 from accelerant.config import launch_log
 from accelerant.errors import AccelerantError, CompileError, DeviceLost, LaunchError, OutOfMemory
+from accelerant.runtime.compilation.kernel import Kernel
 from accelerant.runtime.memory.live_set import predictions, predicts_here
 from accelerant.runtime.monitoring.events import publish
-from accelerant.runtime.provider import SCALAR_CTYPES, check_scalar, log_launch, noted, watched
+from accelerant.runtime.provider import SCALAR_CTYPES, Buffer, check_owner, check_scalar, log_launch, noted, watched
 
-__all__ = ["LoadedKernel", "PackedLaunch", "PointedLaunch", "PreparedLaunch", "cuda_error", "load_error", "make_ready"]
+__all__ = [
+    "LoadedKernel", "PackedLaunch", "PointedLaunch", "PreparedLaunch", "check_memory", "cuda_error", "load_error",
+    "make_ready",
+]  # fmt: skip
 
 _CONFIGS_LIMIT = 1024
 
@@ -42,22 +46,34 @@ _thread = threading.local()
 _streams: dict[int, Any] = {}
 
 
-def cuda_error(text: str, what: str) -> AccelerantError:
-    """Return the error for a message of the driver or torch.
+def cuda_error(text: str, what: str, backend: str = "cuda") -> AccelerantError:
+    """Return the error for a message of the driver or torch, also of HIP, whose messages are CUDA's.
 
     Out of memory is an error of its own: with lazy loading, the first launch also loads the code.
     """
     first = text.splitlines()[0] if text else "unknown error"
     if _STICKY.search(text):
-        publish("cuda", "lost", f"{what}: {first}")
+        publish(backend, "lost", f"{what}: {first}")
         return DeviceLost(f"{what}: {first}. This process can no longer use the device; start a new one")
     return (OutOfMemory if _OUT_OF_MEMORY.search(text) else LaunchError)(f"{what}: {first}")
 
 
-def load_error(text: str, what: str) -> AccelerantError:
+def load_error(text: str, what: str, backend: str = "cuda") -> AccelerantError:
     """Return the error for code that does not load: a CompileError unless the device is at fault."""
-    error = cuda_error(text, what)
+    error = cuda_error(text, what, backend)
     return error if isinstance(error, (DeviceLost, OutOfMemory)) else CompileError(f"{what} does not load", text)
+
+
+def check_memory(kernel: Kernel, args: Sequence[object]) -> None:
+    """Refuse memory of other backends, whose access by the kernel would lose the device for this process."""
+    for position, arg in enumerate(args):
+        if isinstance(arg, Buffer):
+            if not isinstance(arg.owner, torch.Tensor):
+                check_owner(arg, torch.Tensor, kernel.backend, f"kernel {kernel.name!r}, argument {position}")
+        elif isinstance(arg, torch.Tensor) and not arg.is_cuda:
+            raise LaunchError(
+                f"kernel {kernel.name!r}, argument {position}: the tensor is on {arg.device}, not on cuda"
+            )
 
 
 class LoadedKernel:

@@ -1,4 +1,4 @@
-"""Providers over torch's own devices, by themselves without kernels: AMD (ROCm builds of torch), Apple silicon, others.
+"""Providers over torch's own devices, by themselves without kernels: Apple silicon, others.
 
 Without kernels of Accelerant, tensors run torch's operations: every op refuses its own implementations, with a reason
 that the ledger records (registry.reason_without_kernels).
@@ -27,7 +27,7 @@ from accelerant.runtime.provider import (
     out_of_memory,
 )
 
-__all__ = ["AppleProvider", "RocmProvider", "TorchProvider", "rocm_description", "torch_provider"]
+__all__ = ["AppleProvider", "TorchProvider", "torch_provider"]
 
 
 class TorchProvider(ComputeProvider):
@@ -144,48 +144,6 @@ class TorchProvider(ComputeProvider):
         check_device(self.name, device, self._count)
         if hasattr(self._module, "empty_cache"):
             self._module.empty_cache()
-
-
-class RocmProvider(TorchProvider):
-    """AMD GPUs through a ROCm build of torch, whose tensors have the type "cuda"."""
-
-    name: ClassVar[str] = "rocm"
-    torch_type: ClassVar[str] = "cuda"
-    automatic: ClassVar[bool] = True
-
-    @classmethod
-    def probe(cls) -> str:
-        """Ask torch whether it is built for ROCm and sees a device."""
-        if torch.version.hip is None:
-            return f"torch {torch.__version__} is built without ROCm"
-        return super().probe()
-
-    def _described(self, index: int) -> dict[str, Any]:
-        return rocm_description(self._module.get_device_properties(index))
-
-
-_ROCM_PROPERTIES = {
-    "multi_processor_count": ("multiprocessors", 1), "warp_size": ("warp_size", 1), "clock_rate": ("clock_mhz", 1000),
-    "memory_clock_rate": ("memory_clock_mhz", 1000), "memory_bus_width": ("memory_bus_bits", 1),
-    "max_threads_per_multi_processor": ("threads_per_multiprocessor", 1), "L2_cache_size": ("l2_bytes", 1),
-    "shared_memory_per_block": ("shared_bytes_per_block", 1),
-}  # fmt: skip
-"""Attribute of torch's properties of a device -> ours, and the divisor to our unit."""
-
-
-def rocm_description(info: Any) -> dict[str, Any]:
-    """Return the architecture and properties from torch's for an AMD device, as far as this torch has them."""
-    found: dict[str, Any] = {
-        ours: int(getattr(info, theirs)) // divisor
-        for theirs, (ours, divisor) in _ROCM_PROPERTIES.items()
-        if hasattr(info, theirs)
-    }
-    if hasattr(info, "uuid"):
-        found["uuid"] = str(info.uuid)
-    if hasattr(info, "pci_bus_id") and hasattr(info, "pci_domain_id"):
-        found["pci_address"] = f"{info.pci_domain_id:04x}:{info.pci_bus_id:02x}:{info.pci_device_id:02x}.0"
-    found["rocm"] = torch.version.hip
-    return {"architecture": str(getattr(info, "gcnArchName", "")).partition(":")[0], "properties": found}
 
 
 class AppleProvider(TorchProvider):
