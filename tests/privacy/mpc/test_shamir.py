@@ -1,6 +1,7 @@
 """Shamir's sharing against polynomials on Python integers, its errors, and what too few shares tell."""
 
 import itertools
+import os
 import random
 import re
 
@@ -22,6 +23,7 @@ from accelerant.errors import (
 )
 from accelerant.privacy.mpc import pedersen, shamir
 from accelerant.privacy.random import SecureStream
+from requirements import require_backend
 
 SECRET = 3_141_592_653_589_793
 """A number whose digits no message may contain."""
@@ -545,6 +547,45 @@ def test_two_splits_of_one_secret_differ():
     first, second = (shamir.split(7, threshold=2, count=2) for _ in range(2))
     assert first[0].sharing.split_id != second[0].sharing.split_id
     assert first[0].words.tolist() != second[0].words.tolist()
+
+
+@pytest.mark.slow  # drivers compile kernels
+@pytest.mark.parametrize("field", shamir.FIELDS)
+@pytest.mark.parametrize("device", ["opencl", "webgpu"])
+def test_shares_computed_on_opencl_and_webgpu_are_the_cpus_bit_for_bit(device, field, monkeypatch):
+    require_backend(device)
+    secret, dealt = torch.arange(-500, 500).reshape(10, 100), {}
+    for where in (device, "cpu"):
+        monkeypatch.setattr(os, "urandom", random.Random(0).randbytes)
+        monkeypatch.setattr(shamir, "_stream", SecureStream())
+        accelerant.ledger().reset()
+        shares = shamir.split(secret, threshold=3, count=5, field=field, device=where)
+        shares += [
+            share + zero for share, zero in zip(shares, shamir.zero_shares(shares[0].sharing, where), strict=True)
+        ]
+        dealt[where] = [share.to_bytes() for share in shares]
+        on_device = {row.op for row in accelerant.ledger().records() if row.device.startswith(device)}
+        assert on_device == ({"field_add", "field_mul", "field_from_montgomery"} if where == device else set())
+    assert dealt[device] == dealt["cpu"]
+    for several in (shares[:5], shares[5:]):
+        assert torch.equal(shamir.combine(several, device=device), secret)
+    bad = [changed(shares[0]), *shares[1:4]]
+    with pytest.raises(ProtocolError, match="one was changed"):
+        shamir.combine(bad, device=device)
+
+
+def test_a_tensor_of_opencl_is_shared_there():
+    require_backend("opencl")
+    secret = accelerant.to(torch.tensor([0.5, -3.0]), "opencl")
+    accelerant.ledger().reset()
+    shares = shamir.split(secret, threshold=2, count=3)
+    assert any(row.op == "field_mul" and row.device == "opencl:0" for row in accelerant.ledger().records())
+    assert torch.equal(shamir.combine([2 * share + secret for share in shares[1:]]), torch.tensor([1.5, -9.0]))
+    assert shamir.combine(shamir.split(b"a key", 2, 3, device="opencl")[1:], device="opencl:0") == b"a key"
+    signed = shamir.split(secret, 2, 3, verifiable=True, curve="bn254_g1")
+    assert all(share.verify(signed[0].commitments) for share in signed)
+    with pytest.raises(ConfigError, match="unknown backend 'opncl'"):
+        shamir.split(3, 2, 3, device="opncl")
 
 
 @pytest.mark.gpu

@@ -15,6 +15,8 @@ shares are uniform whatever the secret is (Shamir 1979, "How to share a secret",
 
 Floats are rounded to multiples of 2^-fraction_bits, half to even, so the error is at most 2^-(fraction_bits + 1). Bytes
 fill elements with 7, or 31, bytes each. Arithmetic runs in the kernels of algebra/field on the tensor's device.
+OpenCL and WebGPU compute polynomials, of their own tensors or by name (device="opencl"). Their random coefficients come
+from the host and the shares return to it, since tensors there have no uint64; sums of shares are the host's.
 
 Shares of sums: `x + y`, `x - y` and `-x` of shares at one index, and `x + c`, `x - c`, `c * x` for public c, are shares
 of the result. Each holder computes them alone; products of shares are in beaver.py. The field wraps: a result out of an
@@ -47,9 +49,11 @@ from torch import Tensor
 from accelerant.algebra.curve import curve_of
 from accelerant.algebra.field import FieldArray, PrimeField, prime_field
 from accelerant.algebra.field.launch import first_unreduced
-from accelerant.algebra.field.memory_space import HOST, signed_view
+from accelerant.algebra.field.memory_space import HOST, signed_view, space_at
 from accelerant.algebra.field.parameters import Field
 from accelerant.errors import ConfigError, FormatError, ProtocolError, ShapeError, UnsupportedDtype
+from accelerant.ops.aten import DeviceTensor
+from accelerant.ops.aten.device import serves
 from accelerant.privacy.mpc import pedersen
 from accelerant.privacy.random import SecureStream
 
@@ -242,19 +246,20 @@ class Share:
 
 def split(
     secret: Any, threshold: int, count: int, *, field: str | None = None, fraction_bits: int = 24,
-    verifiable: bool = False, curve: str = "bls12_381_g1",
+    verifiable: bool = False, curve: str = "bls12_381_g1", device: str | None = None,
 ) -> list[Share]:  # fmt: skip
     """Split a secret into `count` shares, of which any `threshold` give it and fewer tell nothing.
 
     Args:
         secret: tensor or NumPy array of int8 to int64, uint8 or float16 to float64, a number, or bytes. The shares are
-            on its device, the CPU or a CUDA device.
+            on its device, the CPU or a CUDA device; those of a tensor on OpenCL or WebGPU on the CPU.
         threshold: 1 to count; each share of threshold 1 is the secret.
         count: at most 65535.
         field: one of FIELDS, by default goldilocks; for verifiable shares the scalar field of the curve.
         fraction_bits: floats are rounded to multiples of 2^-fraction_bits; 0 to 62.
         verifiable: add commitments (pedersen.py): `threshold` points for each element, for keys and short vectors.
         curve: of the commitments: bls12_381_g1, or bn254_g1, whose logarithms take some 2^100 operations.
+        device: "opencl", "webgpu:0", ...: where the polynomials are evaluated, by default on the secret's device.
 
     Raises:
         ConfigError: an argument out of range, or a value that the field cannot hold: names the range, never the value.
@@ -271,6 +276,9 @@ def split(
         if not isinstance(value, int | np.integer) or isinstance(value, bool) or not least <= value <= most:
             raise ConfigError(f"{name} must be an integer from {least} to {most}, got {value!r}")
     chosen = prime_field(wanted)
+    if device is None and isinstance(secret, DeviceTensor):
+        device = secret.place.label
+    space = None if device is None else space_at(device)
     if isinstance(secret, (bytes, bytearray, memoryview)):
         data = bytes(secret)
         dtype, bits, values = "bytes", 0, _bytes_elements(chosen, data)
@@ -286,22 +294,23 @@ def split(
         blinding = uniform(chosen.parameters, values.size, values.home).reshape(*values.shape, 4)
         values = chosen.array(_stacked([values.canonical(), blinding]))
     sharing = Sharing(wanted, int(threshold), int(count), dtype, shape, bits, os.urandom(16), curve * verifiable)
-    return deal(sharing, values)
+    return deal(sharing, values if space is None else values.moved(space))
 
 
-def combine(shares: Sequence[Share], commitments: Tensor | None = None) -> Any:
+def combine(shares: Sequence[Share], commitments: Tensor | None = None, *, device: str | None = None) -> Any:
     """Return the secret of at least `threshold` shares of one split: a tensor on their device, or bytes.
 
     All shares beyond the threshold are checked against the others.
 
     Args:
         commitments: what verifiable shares must match; by default their own, which must be equal.
+        device: where polynomials are interpolated, as for split; by default on the shares' device.
 
     Raises:
         ProtocolError: too few, one index twice, shares of different splits, shares that do not match the commitments or
             are not on one polynomial, or values that the dtype cannot hold.
     """
-    words, sharing = opened(shares, commitments)
+    words, sharing = opened(shares, commitments, device)
     field = prime_field(sharing.field)
     secret = words[0] if sharing.curve else words
     return _bytes_of(sharing, field, secret) if sharing.dtype == "bytes" else _values_of(sharing, field, secret)
@@ -316,8 +325,9 @@ def zero_shares(sharing: Sharing, device: str | torch.device = "cpu") -> list[Sh
     """
     field = prime_field(sharing.field)
     zeros = torch.zeros((*sharing.elements, field.limbs)[: None if field.limbs > 1 else -1], dtype=torch.int64)
-    constant = field.array(zeros.to(device).view(torch.uint64))
-    return deal(replace(sharing, split_id=os.urandom(16)), constant)
+    there = space_at(str(device)) if serves(str(device)) else None
+    constant = field.array(zeros.to("cpu" if there else device).view(torch.uint64))
+    return deal(replace(sharing, split_id=os.urandom(16)), constant.moved(there) if there else constant)
 
 
 def refresh(shares: Sequence[Share]) -> list[Share]:
@@ -333,7 +343,9 @@ def refresh(shares: Sequence[Share]) -> list[Share]:
     return [share + updates[share.index - 1] for share in listed]
 
 
-def opened(shares: Sequence[Share], commitments: Tensor | None = None) -> tuple[Tensor, Sharing]:
+def opened(
+    shares: Sequence[Share], commitments: Tensor | None = None, device: str | None = None
+) -> tuple[Tensor, Sharing]:
     """Return the words of a secret's elements, with their blindings, and what the shares have in common."""
     shares = _of_one_split(shares)
     sharing, field = shares[0].sharing, prime_field(shares[0].sharing.field)
@@ -347,6 +359,8 @@ def opened(shares: Sequence[Share], commitments: Tensor | None = None) -> tuple[
     used, surplus = shares[: sharing.threshold], shares[sharing.threshold :]
     points = tuple(share.index for share in used)
     stack = field.array(_stacked([share.words for share in used]), reduce=True)  # an error would show an element
+    if device is not None:
+        stack = stack.moved(space_at(device))
     for share in surplus:
         if not _same(_interpolated(stack, points, share.index), share.words):
             others = ", ".join(map(str, points))
@@ -377,7 +391,7 @@ def deal(sharing: Sharing, constant: FieldArray) -> list[Share]:
     """Return shares of polynomials with this constant term."""
     field, shape, n = constant.field, constant.words.shape, constant.size
     drawn = [field.array(uniform(field.parameters, n, constant.home)) for _ in range(sharing.threshold - 1)]
-    coefficients = [each.reshape(1, n) for each in (constant, *drawn)]
+    coefficients = [each.moved(constant.space).reshape(1, n) for each in (constant, *drawn)]
     points = field.array([[x] for x in range(1, sharing.count + 1)]).moved(constant.space)
     values = coefficients[-1]
     for lower in reversed(coefficients[:-1]):  # Horner, at all points at once
@@ -428,6 +442,8 @@ def _of_one_split(shares: Sequence[Share]) -> list[Share]:
 def _tensor(value: Any, name: str) -> Tensor:
     try:
         tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
+        if isinstance(tensor, DeviceTensor):
+            tensor = tensor.cpu()
     except (TypeError, ValueError, RuntimeError):
         raise UnsupportedDtype(f"{name} must be a tensor, array, number or bytes, got {type(value).__name__}") from None
     if str(tensor.dtype).removeprefix("torch.") not in _DTYPES:
