@@ -232,7 +232,7 @@ def test_ahead_of_time_chooses_the_target_as_a_device_does():
         (["warm", "glu"], "no kernel 'glu' here; there are "),
         (["warm", "--arch", "sm_1"], "unknown architecture 'sm_1'"),
         (["warm", "--device", "abacus"], "unknown backend 'abacus'"),
-        (["warm", "--device", "webgpu"], "backend 'webgpu' is not available"),
+        (["warm", "--device", "rocm"], "backend 'rocm' is not available"),
         (["warm", "--device", "cpu", "--arch", "sm_90"], "--arch and --device cpu exclude each other"),
     ],
 )
