@@ -246,14 +246,15 @@ def test_streams_of_auto_are_the_cpus_where_the_device_has_none(opencl_gpu):
 
 def test_training_on_auto_takes_the_opencl_gpu_where_it_can(opencl_gpu):
     placed = {}
-    for case in ("float32", "bfloat16", "complex64"):
-        model = torch.nn.Linear(3, 2)
+    layers = {"gru": torch.nn.GRU(3, 2), "convolution": torch.nn.Conv1d(3, 2, 1)}
+    for case in ("float32", "bfloat16", "complex64", *layers):
+        model = layers.get(case, torch.nn.Linear(3, 2))
         if case == "complex64":  # which the device has not
             model.register_buffer("phases", torch.zeros(1, dtype=torch.complex64))
         precision = "bfloat16" if case == "bfloat16" else "float32"
         trainer = Trainer(model, TrainConfig(precision=precision, device="auto"), loss=torch.nn.functional.mse_loss)
-        placed[case] = isinstance(trainer.model.weight, DeviceTensor)
-    assert placed == {"float32": True, "bfloat16": False, "complex64": False}
+        placed[case] = isinstance(next(trainer.model.parameters()), DeviceTensor)
+    assert placed == {"float32": True, "bfloat16": False, "complex64": False, "gru": False, "convolution": False}
     with override(backend="opencl"), pytest.raises(ConfigError, match="opencl:0, the setting's backend"):
         Trainer(torch.nn.Linear(3, 2), TrainConfig(precision="bfloat16", device="auto"))
 

@@ -429,7 +429,7 @@ def _run(
             raise ConfigError(f"--private trains in one process, got --gpus {gpus}")
         launch(gpus, str(backend or ""), arguments)
     torch_tensors = extension is not None or world_size() > 1
-    if run is not None and run.training.precision not in ("auto", "float32"):
+    if run is not None and (run.model == "rnn" or run.training.precision not in ("auto", "float32")):
         torch_tensors = True
     device = choose_device(backend, origin, tensor_devices=True, torch_tensors=torch_tensors)
     if device.type not in ("cuda", "cpu") and (extension is not None or world_size() > 1):

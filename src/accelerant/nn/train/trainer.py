@@ -304,6 +304,10 @@ class Trainer:
             return self.objective(model, *batch)
 
 
+_ON_THE_HOST = (nn.RNNBase, nn.modules.conv._ConvNd)
+"""Layers that run on the host where tensors are OpenCL's or WebGPU's."""
+
+
 def _tensor_device(config: TrainConfig, model: nn.Module) -> TensorDevice | None:
     """Return the device of OpenCL or WebGPU that a config means; "auto" means none that cannot train this model."""
     if serves(config.device):
@@ -311,8 +315,9 @@ def _tensor_device(config: TrainConfig, model: nn.Module) -> TensorDevice | None
     if config.device.lower() != "auto" or Processes().size > 1 or config.precision not in ("auto", "float32"):
         return None
     place = tensor_device("auto")
-    known = place is not None and all(x.dtype in place.dtypes for x in (*model.parameters(), *model.buffers()))
-    return place if known else None
+    if place is None or any(isinstance(part, _ON_THE_HOST) for part in model.modules()):
+        return None
+    return place if all(x.dtype in place.dtypes for x in (*model.parameters(), *model.buffers())) else None
 
 
 def _device(name: str) -> torch.device:
