@@ -55,7 +55,9 @@ class ScaleSuite(Suite):
         "", "--cases collectives,data --batch 32,4", "--processes 1,2,4 --parameters 14M --device cpu",
     )  # fmt: skip
 
-    cases_: tuple[str, ...] = option(CASES, f"Of {', '.join(CASES)}.", flags=("--cases",), metavar="LIST", comma=True)
+    cases_: tuple[str, ...] | None = option(
+        None, f"Of {', '.join(CASES)}; by default all.", flags=("--cases",), metavar="LIST", comma=True
+    )
     processes: tuple[str, ...] | None = option(
         None, "Numbers of processes. By default 2, 4, 8, as many as there are GPUs; on a CPU 2.",
         metavar="LIST", comma=True,
@@ -78,7 +80,7 @@ class ScaleSuite(Suite):
 
     def resolve(self, device: ComputeDevice) -> Self:
         """Return the suite with the device's defaults; ConfigError for an unknown name or too many processes."""
-        check_names("--cases", "case", self.cases_, CASES)
+        check_names("--cases", "case", self.cases_ or (), CASES)
         check_names("--against", "peer", self.against, ("torch",))
         check_names("--parameters", "size", [self.parameters] if self.parameters else [], tuple(MODELS))
         gpu = device.torch_device.startswith("cuda")
@@ -116,7 +118,7 @@ class ScaleSuite(Suite):
             SuiteCase(f"{name}, {count} processes", functools.partial(measures[name], count))
             for name in CASES
             for count in counts
-            if name in self.cases_ and not (name == "collectives" and count == 1)
+            if name in (self.cases_ or CASES) and not (name == "collectives" and count == 1)
         ]
 
     def measure(self, run: SuiteRun) -> None:
