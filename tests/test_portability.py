@@ -72,7 +72,7 @@ POSIX_NAMES = {
     "select": {"poll", "epoll"},
     "socket": {"AF_UNIX"},
 }
-BLOCKED = ("triton", "cuda", "pyopencl", "pynvml", "amdsmi")
+BLOCKED = ("triton", "cuda", "pyopencl", "wgpu", "pynvml", "amdsmi")
 """Packages without wheels for these systems, or without a use there."""
 
 

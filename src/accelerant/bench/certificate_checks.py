@@ -148,7 +148,9 @@ def _run_sample(
     op: PublicOp, sample: Sample, dtype: torch.dtype, device: ComputeDevice, *, learns: bool
 ) -> Iterator[Found]:
     tensors = sample.tensors(dtype)
-    exact = [x.double() if x is not None and x.is_floating_point() else x for x in tensors]
+    exact = [  # copies: in float64 on the CPU `moved` are the tensors themselves, and both gradients one object
+        x.to(torch.float64, copy=True) if x is not None and x.is_floating_point() else x for x in tensors
+    ]
     moved = [on_device(x, device) for x in tensors]
     for x in (*moved, *exact):
         if learns and x is not None and x.is_floating_point():

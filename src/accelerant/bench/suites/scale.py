@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -335,7 +334,7 @@ def _launched(
         try:
             _, said = done.communicate(timeout=limit_s)
         except BaseException as reason:  # Ctrl-C, too, which does not reach another session
-            os.killpg(done.pid, signal.SIGTERM)  # the launcher ends its processes
+            done.terminate()  # the launcher ends its processes
             done.communicate()
             if not isinstance(reason, subprocess.TimeoutExpired):
                 raise

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["FUNCTIONS", "TENSOR_DEVICES", "TensorDevice", "expanded", "merged", "named", "serves", "tensor_device"]
 
 FUNCTIONS = (
-    "exp", "log", "sqrt", "tanh", "sin", "cos", "floor", "ceil", "trunc", "rint", "pow", "erf",  # of floating values
+    "exp", "log", "exp2", "log2",
+    "sqrt", "tanh", "sin", "cos", "floor", "ceil", "trunc", "rint", "pow", "erf",  # of floating values
     "min", "max", "abs",  # of values of any dtype; a NaN is returned where there is one
     "select",  # select(b, a, condition): a where the condition holds, else b; as in WGSL
     "is_nan", "is_inf",
@@ -105,6 +106,12 @@ class TensorDevice(ABC):
         self.copy(out, x)
         return out
 
+    def converted(self, x: torch.Tensor, dtype: torch.dtype) -> DeviceTensor:
+        """Return a contiguous copy in a dtype."""
+        out = self.empty(x.shape, dtype)
+        self.copy(out, x)
+        return out
+
     def copy(self, out: DeviceTensor, x: Any) -> None:
         """Copy x, of any dtype and of a shape that broadcasts, to `out`."""
         same = x.dtype if x.dtype == out.dtype else torch.promote_types(x.dtype, out.dtype)
@@ -144,7 +151,7 @@ class TensorDevice(ABC):
     def gather(self, out: DeviceTensor, x: DeviceTensor, dim: int, index: DeviceTensor) -> None:
         """Write x at `index` along `dim`, as torch.gather; `index` broadcasts to the shape of `out`.
 
-        Negative indices count from the end. An index out of range reads the nearest element.
+        Negative indices count from the end. An index out of range gives NaN, of integers the nearest element.
         """
 
     @abstractmethod

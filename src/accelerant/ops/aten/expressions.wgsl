@@ -65,11 +65,27 @@ fn pow_f32(a: f32, b: f32) -> f32 {
     return select(size, -size, floor(b * 0.5) * 2.0 != b);
 }
 
-fn rem_f32(a: f32, b: f32) -> f32 {
-    if (b == 0.0) {
+// The exact remainder; WGSL's % rounds the quotient. Each difference is exact: a number less one in [half of it, it].
+fn fmod_f32(a: f32, b: f32) -> f32 {
+    if (b == 0.0 || inf_f32(a) || nan_f32(a) || nan_f32(b)) {
         return bitcast<f32>(nan_bits);
     }
-    let m = a % b;
+    var rest = abs(a);
+    let divisor = abs(b);
+    if (inf_f32(b)) {
+        return a;
+    }
+    while (rest >= divisor) {
+        let power = i32(bitcast<u32>(rest) >> 23u) - i32(bitcast<u32>(divisor) >> 23u);
+        var step = ldexp(divisor, power);
+        step = select(step, ldexp(divisor, power - 1), step > rest || inf_f32(step));
+        rest -= step;
+    }
+    return select(rest, -rest, a < 0.0);
+}
+
+fn rem_f32(a: f32, b: f32) -> f32 {
+    let m = fmod_f32(a, b);
     return select(m, m + b, m != 0.0 && (b < 0.0) != (m < 0.0));
 }
 
@@ -77,7 +93,7 @@ fn div_f32(a: f32, b: f32) -> f32 {
     if (b == 0.0) {
         return a / b;
     }
-    let m = a % b;
+    let m = fmod_f32(a, b);
     let q = (a - m) / b - select(0.0, 1.0, m != 0.0 && (b < 0.0) != (m < 0.0));
     let f = floor(q);
     return select(f, f + 1.0, q - f > 0.5);

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from accelerant.ops.aten.device import TensorDevice
-from accelerant.ops.aten.table import aten, dims_of, elementwise, operand, reduced, reduction, register, strided
+from accelerant.ops.aten.table import aten, dims_of, elementwise, operand, reduced, reduction, register, strided, wide
 from accelerant.ops.aten.tensor import DeviceTensor
 
 __all__: list[str] = []
@@ -148,7 +148,7 @@ def _tanh_backward(place: TensorDevice, dy: Any, y: Any) -> Any:
 def _shifted(place: TensorDevice, x: DeviceTensor, dim: int) -> tuple[DeviceTensor, DeviceTensor]:
     """Return the maximum along a dimension, and the sum of exp(x - maximum)."""
     largest = reduction(place, "max", (x,), [dim], x.dtype, keepdim=True)
-    return largest, reduction(place, "sum", (x, largest), [dim], x.dtype, pre="exp(x0 - x1)", keepdim=True)
+    return largest, reduction(place, "sum", (x, largest), [dim], wide(x.dtype), pre="exp(x0 - x1)", keepdim=True)
 
 
 def _softmax_of(place: TensorDevice, x: Any, dim: int, template: str) -> Any:
@@ -211,9 +211,9 @@ def _layer_norm(place: TensorDevice, x: Any, shape: Sequence[int], weight: Any, 
     count = float(math.prod(shape))
     if not x.numel():
         return place.empty(x.shape, x.dtype), *(place.empty(reduced(x.shape, dims), x.dtype) for _ in range(2))
-    mean = reduction(place, "sum", (x,), dims, x.dtype, post="a / s0", scalars=(count,), keepdim=True)
+    mean = reduction(place, "sum", (x,), dims, wide(x.dtype), post="a / s0", scalars=(count,), keepdim=True)
     rstd = reduction(
-        place, "sum", (x, mean), dims, x.dtype, pre="(x0 - x1) * (x0 - x1)", post="1 / sqrt(a / s0 + s1)",
+        place, "sum", (x, mean), dims, wide(x.dtype), pre="(x0 - x1) * (x0 - x1)", post="1 / sqrt(a / s0 + s1)",
         scalars=(count, eps), keepdim=True,
     )  # fmt: skip
     template, operands = "({0} - {1}) * {2}", [x, mean, rstd]
@@ -316,11 +316,23 @@ def _attention(
     if dropout_p:
         return NotImplemented
     q, k, v = (operand(place, x) for x in (q, k, v))
+    if q.dtype != wide(q.dtype):  # scores in float32, as torch's
+        y, lse = _attention(
+            place,
+            *(place.converted(x, wide(q.dtype)) for x in (q, k, v)),
+            0.0,
+            is_causal,
+            attn_mask=attn_mask,
+            scale=scale,
+        )
+        return place.converted(y, q.dtype), lse
     scores = _scores(place, q, k, is_causal, attn_mask, scale or q.shape[-1] ** -0.5)
     largest, total = _shifted(place, scores, 3)
-    elementwise(place, "exp({0} - {1}) / {2}", (scores, largest, total), q.dtype, out=scores)
+    empty = "is_inf({1}) && {1} < 0"  # no key that the mask lets through: zeros, and no gradient
+    template = f"select(exp({{0}} - {{1}}) / {{2}}, 0, {empty})"
+    elementwise(place, template, (scores, largest, total), q.dtype, out=scores)
     out = _product(place, _flat(scores), _flat(v))
-    lse = elementwise(place, "{0} + log({1})", (largest, total), q.dtype)
+    lse = elementwise(place, f"select({{1}} + log({{0}}), {{2}}, {empty})", (total, largest, math.inf), q.dtype)
     size = (*q.shape[:3], v.shape[3])
     return strided(out, size, (size[1] * out.stride(0), *out.stride())), strided(lse, q.shape[:3], lse.stride()[:3])
 
@@ -331,6 +343,12 @@ def _attention_backward(
     attn_mask: Any = None, scale: float | None = None,
 ) -> Any:  # fmt: skip
     dy, q, k, v = (operand(place, x) for x in (dy, q, k, v))
+    if q.dtype != wide(q.dtype):
+        found = _attention_backward(
+            place, *(place.converted(x, wide(q.dtype)) for x in (dy, q, k, v, y)), lse, dropout_p, is_causal,
+            attn_mask=attn_mask, scale=scale,
+        )  # fmt: skip
+        return tuple(place.converted(d, q.dtype) for d in found)
     factor = scale or q.shape[-1] ** -0.5
     p = _scores(place, q, k, is_causal, attn_mask, factor)
     elementwise(place, "exp({0} - {1})", (p, strided(lse, (*lse.shape, 1), (*lse.stride(), 1))), q.dtype, out=p)
@@ -390,9 +408,10 @@ def _nll_loss_backward(
         dy = strided(dy, index.shape, (dy.stride(0), 1))
     flags = elementwise(place, "select(-1, 0, {0} == {1})", (index, ignore_index), x.dtype, compute=torch.int64)
     if reduce == 1:
-        values = elementwise(place, "{0} * {1} / {2}", (flags, dy, total_weight), x.dtype)
+        template = "select({0} * {1} / {2}, 0, {0} == 0)"  # 0 / 0 where all are ignored
+        values = elementwise(place, template, (flags, dy, total_weight), x.dtype)
     else:
-        values = elementwise(place, "{0} * {1}", (flags, dy), x.dtype)
+        values = elementwise(place, "select({0} * {1}, 0, {0} == 0)", (flags, dy), x.dtype)
     place.scatter(dx, 1, index, values, add=False)
     return strided(dx, x.shape, dx.stride()[-x.dim() :])
 

@@ -387,17 +387,20 @@ class OpenclTensors(TensorDevice):
         offsets = [f"{_name(at)}_at{self._offset(text, _name(at), steps[at])}" for at in range(3)]
         text.number("length", x.shape[dim])
         text.number("step", x.stride(dim))
+        kind, value = _COMPUTE.get(out.dtype, "long"), _load(x.dtype, "x0_whole", "at")
+        if out.dtype.is_floating_point:
+            value = f"outside ? (T)NAN : (T){value}"
         body = [
             f"    const {text.index} i = get_global_id(0);",
             "    if (i >= count) return;",
             *coordinates,
             f"    long j = {_load(index.dtype, 'x1_whole', offsets[2])};",
             "    if (j < 0) j += length;",
+            "    const int outside = j < 0 || j >= length;",
             "    j = j < 0 ? 0 : j >= length ? length - 1 : j;",
             f"    const {text.index} at = {offsets[1]} + ({text.index})j * step;",
-            f"    {_store(out.dtype, 'out_whole', offsets[0], _load(x.dtype, 'x0_whole', 'at'))}",
+            f"    {_store(out.dtype, 'out_whole', offsets[0], value)}",
         ]
-        kind = _COMPUTE.get(out.dtype, "long")
         self._run(text, kind, "gather", body, (-(-out.numel() // _BLOCK),), (_BLOCK,))
 
     def scatter(self, out: DeviceTensor, dim: int, index: DeviceTensor, source: DeviceTensor, *, add: bool) -> None:

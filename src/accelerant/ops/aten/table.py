@@ -112,6 +112,41 @@ def _numbered(template: str, numbers: tuple[bool, ...]) -> str:
     return re.sub(r"\{(\d+)\}", lambda match: names[int(match[1])], template)
 
 
+def _check_written(out: DeviceTensor, inputs: Sequence[DeviceTensor], dtype: torch.dtype) -> None:
+    """Raise torch's errors for a result that `out` cannot hold, and for memory that is read and written."""
+    if not torch.can_cast(dtype, out.dtype):
+        raise RuntimeError(f"result type {dtype} can't be cast to the desired output type {out.dtype}")
+    if any(n > 1 and not step for n, step in zip(out.shape, out.stride(), strict=True)):
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory location. "
+            "Please clone() the tensor before performing the operation."
+        )
+    for x in inputs:
+        if x.buffer is not out.buffer or not x.numel():
+            continue
+        first, begin = int(out.storage_offset()), int(x.storage_offset())
+        if first == begin and x.shape == out.shape and x.stride() == out.stride():
+            continue
+        if first <= begin + _span(x) and begin <= first + _span(out) and _is_dense(x) and _is_dense(out):
+            raise RuntimeError(
+                "unsupported operation: some elements of the input tensor and the written-to tensor refer to a single "
+                "memory location. Please clone() the tensor before performing the operation."
+            )
+
+
+def _span(x: Tensor) -> int:
+    return sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+
+
+def _is_dense(x: Tensor) -> bool:
+    return _span(x) == x.numel() - 1
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums and statistics of a dtype: float32 for two bytes, as torch's."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
 def elementwise(
     place: TensorDevice, template: str, operands: Sequence[Any], dtype: torch.dtype, *,
     compute: torch.dtype | None = None, out: DeviceTensor | None = None, integers: Sequence[int] = (),
@@ -125,7 +160,7 @@ def elementwise(
     compute = dtype if compute is None else compute
     if compute not in place.dtypes or (out is None and dtype not in place.dtypes):
         return NotImplemented
-    shape = _broadcast(tensors) if tensors or out is None else tuple(out.shape)
+    shape, given = _broadcast(tensors) if tensors or out is None else tuple(out.shape), out is not None
     if out is None:
         out = place.empty(shape, dtype)
     elif tuple(out.shape) != shape and _broadcast([out, *tensors]) != tuple(out.shape):
@@ -133,6 +168,8 @@ def elementwise(
             raise RuntimeError(f"output with shape {list(out.shape)} doesn't match the broadcast shape {list(shape)}")
         return NotImplemented  # out= of another size
     if out.numel():
+        if given:
+            _check_written(out, tensors, dtype)
         numbers = tuple(not isinstance(x, DeviceTensor) for x in whole)
         scalars = [x for x in whole if not isinstance(x, DeviceTensor)]
         place.map(out, _numbered(template, numbers), tensors, scalars, integers, compute=compute)
@@ -159,9 +196,9 @@ def _unary(name: str, template: str, *, to_float: bool = True, in_place: bool = 
 for _name, _template in {
     "exp": "exp({0})", "log": "log({0})", "sqrt": "sqrt({0})", "rsqrt": "1 / sqrt({0})", "reciprocal": "1 / {0}",
     "tanh": "tanh({0})", "sigmoid": "1 / (1 + exp(-{0}))", "sin": "sin({0})", "cos": "cos({0})", "erf": "erf({0})",
-    "log2": "log({0}) * 1.4426950408889634", "log10": "log({0}) * 0.4342944819032518",
-    "exp2": "exp({0} * 0.6931471805599453)",
-    "log1p": "select(log(1 + {0}) * ({0} / ((1 + {0}) - 1)), {0}, 1 + {0} == 1)",
+    "log2": "log2({0})", "log10": "log({0}) * 0.4342944819032518",
+    "exp2": "exp2({0})",
+    "log1p": "select(log(1 + {0}) * ({0} / ((1 + {0}) - 1)), {0}, 1 + {0} == 1 || is_inf({0}))",
     "silu": "{0} / (1 + exp(-{0}))",
 }.items():  # fmt: skip
     _unary(_name, _template)
@@ -215,6 +252,15 @@ def _binary(names: Sequence[str], template: str, *, result: str = "promoted") ->
 
     def run(place: TensorDevice, a: Any, b: Any, *, out: DeviceTensor | None = None) -> Any:
         compute = promoted(a, b)
+        if result == "bool" and compute != wide(compute):  # a number is compared as one of the dtype
+            a, b = (
+                x
+                if isinstance(x, Tensor) and x.dim()
+                else torch.tensor(operand(place, x), dtype=compute)
+                if not isinstance(x, DeviceTensor)
+                else x
+                for x in (a, b)
+            )
         if result == "float" and not compute.is_floating_point:
             compute = torch.get_default_dtype()
         return elementwise(
@@ -333,12 +379,14 @@ def _lerp(place: TensorDevice, a: Any, b: Any, weight: Any, *, out: DeviceTensor
 
 @register("addcmul", "addcmul_")
 def _addcmul(place: TensorDevice, x: Any, a: Any, b: Any, *, value: Any = 1, out: DeviceTensor | None = None) -> Any:
-    return elementwise(place, "{0} + {3} * {1} * {2}", (x, a, b, value), x.dtype, out=out)
+    dtype = torch.promote_types(promoted(x, a), promoted(x, b))
+    return elementwise(place, "{0} + {3} * {1} * {2}", (x, a, b, value), dtype, out=out)
 
 
 @register("addcdiv", "addcdiv_")
 def _addcdiv(place: TensorDevice, x: Any, a: Any, b: Any, *, value: Any = 1, out: DeviceTensor | None = None) -> Any:
-    return elementwise(place, "{0} + {3} * ({1} / {2})", (x, a, b, value), x.dtype, out=out)
+    dtype = torch.promote_types(promoted(x, a), promoted(x, b))
+    return elementwise(place, "{0} + {3} * ({1} / {2})", (x, a, b, value), dtype, out=out)
 
 
 # --- copies and creation ---------------------------------------------------------------------------------------------
@@ -568,6 +616,8 @@ def _extreme_at(kind: str) -> Callable[..., Any]:
     values, at = _extreme(kind), _argument(f"arg{kind}")
 
     def run(place: TensorDevice, x: Any, dim: int, keepdim: bool = False) -> Any:
+        if not x.numel():
+            return NotImplemented
         return values(place, x, dim, keepdim), at(place, x, dim, keepdim)
 
     return run
@@ -601,9 +651,11 @@ register("min.other")(TABLE[aten.minimum.default])
 
 def _quantified(kind: str) -> Callable[..., Any]:
     def run(place: TensorDevice, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+        if isinstance(dim, (list, tuple)) and not dim:
+            return elementwise(place, "{0} != 0", (x,), torch.bool, compute=x.dtype)
         pre = "select(0, 1, x0 != 0)"
         dims = dims_of(x, dim)
-        compute = torch.int32 if not x.dtype.is_floating_point else x.dtype
+        compute = torch.int32 if x.dtype == torch.bool else x.dtype
         return reduction(place, kind, (x,), dims, torch.bool, pre=pre, post="a > 0", compute=compute, keepdim=keepdim)
 
     return run
@@ -617,11 +669,11 @@ def _variance(
     place: TensorDevice, x: Any, dim: Any, correction: Any, keepdim: bool, post: str
 ) -> tuple[Any, DeviceTensor]:
     dims = dims_of(x, dim)
-    mean = _mean(place, x, dims, True)
+    mean = _mean(place, x, dims, True, dtype=wide(x.dtype))
     count = float(max(_count(x, dims) - (1 if correction is None else correction), 0))
     pre = "(x0 - x1) * (x0 - x1)"
     result = reduction(place, "sum", (x, mean), dims, x.dtype, pre=pre, post=post, scalars=(count,), keepdim=keepdim)
-    return result, mean if keepdim else mean.reshape(result.shape)
+    return result, (mean if keepdim else mean.reshape(result.shape)).to(x.dtype)
 
 
 @register("var.correction")
@@ -664,8 +716,11 @@ def _seed(generator: Any) -> tuple[int, int]:
 def _uniform(
     place: TensorDevice, x: Any, low: float = 0.0, high: float = 1.0, *, generator: Any = None, out: DeviceTensor
 ) -> Any:
+    drawn, steps = "uniform(i, n0, n1)", {torch.float16: 2048.0, torch.bfloat16: 256.0}.get(x.dtype)
+    if steps:  # as many bits as the dtype has, or values near 1 are rounded to it
+        drawn = f"floor({drawn} * {steps}) / {steps}"
     return elementwise(
-        place, "{0} + {1} * uniform(i, n0, n1)", (low, high - low), x.dtype, out=x, integers=_seed(generator)
+        place, f"{{0}} + {{1}} * ({drawn})", (low, high - low), x.dtype, out=x, integers=_seed(generator)
     )
 
 

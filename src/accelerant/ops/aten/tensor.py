@@ -36,6 +36,7 @@ __all__ = ["DeviceTensor", "to"]
 _ledger = ledger()
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _T = TypeVar("_T")
+_torch_data: Any = torch._C.TensorBase.data  # the property
 
 
 class DeviceTensor(Tensor):
@@ -95,6 +96,19 @@ class DeviceTensor(Tensor):
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else format(repr(self), spec)
+
+    # --- the content -------------------------------------------------------------------------------------------------
+
+    @property
+    def data(self) -> Any:
+        """The tensor apart from autograd; torch's own setter would leave `place` and `buffer` as they were."""
+        return _torch_data.__get__(self)
+
+    @data.setter
+    def data(self, x: Tensor) -> None:
+        new = x if isinstance(x, DeviceTensor) else self.place.upload(x)
+        _torch_data.__set__(self, new)
+        self.place, self.buffer = new.place, new.buffer
 
     # --- copies of objects -------------------------------------------------------------------------------------------
 

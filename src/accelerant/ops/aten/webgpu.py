@@ -38,6 +38,9 @@ _BLOCK = 256
 _LANES = 64
 """Threads that share a long reduction."""
 
+_ROUNDS = 65_000
+"""Mesa's lavapipe ends the loops of a thread, without an error, after 65,535 rounds (LP_MAX_TGSI_LOOP_ITERATIONS)."""
+
 _TYPED = {
     "f32": {
         "max": "select(select(select(b, a, a > b), b, nan_f32(b)), a, nan_f32(a))",
@@ -273,7 +276,8 @@ class WebgpuTensors(TensorDevice):
         compute = inputs[0].dtype if compute is None else compute
         value = _kind(compute)
         indexed = kind.startswith("arg")
-        lanes = 1 if indexed or length <= 4 * _LANES or self.is_cpu else _LANES
+        lanes = 1 if indexed or length <= (_ROUNDS if self.is_cpu else 4 * _LANES) else _LANES
+        self._check_rounds(-(-length // lanes))
         text = _Text()
         for at, x in enumerate((out, *inputs)):
             text.array(_name(at), x)
@@ -333,6 +337,9 @@ class WebgpuTensors(TensorDevice):
         offsets = [f"scalars.{_name(at)}_at{text.offset(_name(at), steps[at])}" for at in range(3)]
         text.number("length", x.shape[dim])
         text.number("along", x.stride(dim))
+        value = _load(x.dtype, "x0", "at")
+        if x.dtype in _FLOATING:
+            value = f"select({value}, bitcast<f32>(nan_bits), j < 0 || j >= scalars.length)"
         text.number("count", out.numel())
         body = [
             f"let i = {_GLOBAL};",
@@ -341,7 +348,7 @@ class WebgpuTensors(TensorDevice):
             f"var j = {_index(index, 'x1', offsets[2])};",
             "if (j < 0) { j += scalars.length; }",
             f"let at = {offsets[1]} + clamp(j, 0, scalars.length - 1) * scalars.along;",
-            _store(out.dtype, offsets[0], _load(x.dtype, "x0", "at"), _kind(x.dtype)),
+            _store(out.dtype, offsets[0], value, _kind(x.dtype)),
         ]
         self._run(text, _kind(out.dtype), "gather", body, (-(-out.numel() // _BLOCK),), _BLOCK)
 
@@ -361,6 +368,7 @@ class WebgpuTensors(TensorDevice):
         text.number("rows", shape[dim])
         along = [text.number(f"along{at}", s[dim]) for at, s in enumerate(strides)]
         text.number("count", count)
+        self._check_rounds(shape[dim])
         kind = _kind(out.dtype)
         value = _converted(_load(source.dtype, "x1", f"b2 + r * {along[2]}"), _kind(source.dtype), kind)
         if add:
@@ -393,6 +401,7 @@ class WebgpuTensors(TensorDevice):
             self.copy(out, wide)
             return
         batch, rows, columns = out.shape
+        self._check_rounds(a.shape[2])
         entry = "matmul_blocked" if self.is_cpu else "matmul"
         if entry not in self._kernels:
             self._kernels[entry] = self.provider.compile(matmul_source(), entry=entry, device=self.index)
@@ -405,6 +414,12 @@ class WebgpuTensors(TensorDevice):
         grid = (-(-columns // size), -(-rows // size), batch)
         numbers = (*layouts, rows, columns, a.shape[2])
         self.provider.launch(self._kernels[entry], grid, block, (out.buffer, a.buffer, b.buffer, *numbers))
+
+    def _check_rounds(self, rounds: int) -> None:
+        if self.is_cpu and rounds > _ROUNDS:
+            raise UnsupportedCase(
+                f"a loop of {rounds:,} rounds; {self.label} is software, which may end one at {_ROUNDS:,}"
+            )
 
     def _as_float32(self, x: DeviceTensor) -> DeviceTensor:
         out = self.empty(x.shape, torch.float32)
