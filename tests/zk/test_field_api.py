@@ -320,7 +320,7 @@ def test_a_device_that_is_not_there(one_of_each):
     with pytest.raises(ConfigError, match="there is no number 7"):
         one_of_each.neg([1], device="cpu:7")
     with pytest.raises(BackendUnavailable):
-        one_of_each.neg([1], device="webgpu")
+        one_of_each.neg([1], device="rocm")
     assert one_of_each.decode(one_of_each.neg([0], device=registry.choose("cpu"))) == [0]
 
 

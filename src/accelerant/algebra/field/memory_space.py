@@ -81,7 +81,7 @@ class MemorySpace(ABC):
 
     def getitem(self, words: Any, key: tuple[Any, ...]) -> Any:
         """Return words[key], contiguous."""
-        return self.load(np.ascontiguousarray(self.store(words)[key]))
+        return self.load(np.asarray(self.store(words)[key], order="C"))  # keeps scalars
 
     def pad(self, words: Any, axis: int, size: int) -> Any:
         """Extend an axis to a size with zeros."""
