@@ -184,12 +184,12 @@ class DeviceResidues(Residues):
 
     def joined(self, other: Residues) -> DeviceResidues:
         """Append other numbers."""
-        assert isinstance(other, DeviceResidues)
+        assert isinstance(other, DeviceResidues)  # for the type checker: operands are of one space
         return DeviceResidues(self.space.joined(self.words, other.words), self._modulus)
 
     def times(self, other: Residues) -> DeviceResidues:
         """Multiply number by number."""
-        assert isinstance(other, DeviceResidues)
+        assert isinstance(other, DeviceResidues)  # for the type checker: operands are of one space
         return self.times_words(other.words, 1)
 
     def times_words(self, words: Any, step: int) -> DeviceResidues:
@@ -213,7 +213,7 @@ class DeviceResidues(Residues):
         """Invert each number: products of two halves, with the inverses of which the host begins."""
         if len(self) < _INVERTED_ON_HOST:
             found = super().inverse()
-            assert isinstance(found, DeviceResidues)
+            assert isinstance(found, DeviceResidues)  # for the type checker: an inverse is of its space
             return found
         half, index = len(self) // 2, np.arange(len(self))
         x, y, rest = (self.take(part) for part in (index[:half], index[half : 2 * half], index[2 * half :]))

@@ -157,7 +157,7 @@ class FixedBase:
         if self._table.space is not HOST:
             from accelerant.algebra.bigint.launch import DeviceResidues
 
-            assert isinstance(self._table, DeviceResidues)
+            assert isinstance(self._table, DeviceResidues)  # for the type checker: not of HOST
             return self._table.fixed_vartime(exponents)
         digits = exponents.astype("<u4").view(np.uint8).astype(np.int64)
         found = self._table.take(digits[:, 0])
