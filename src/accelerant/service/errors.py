@@ -1,0 +1,89 @@
+"""The errors of the service, each with the HTTP status that the application answers.
+
+    ServiceError
+    ├── QueueFull               429   the queue has reached its bound; `retry_after_s` says when to come back
+    ├── Draining                503   the server is stopping and takes no new work
+    ├── DeadlineExceeded        408   the request's own deadline passed before its result was there
+    ├── Cancelled               409   the job was cancelled
+    ├── JobNotFound             404   no job of this id belongs to this key
+    ├── JobNotFinished          409   a result is asked for that is not there yet
+    ├── ResultGone              410   the result's retention or the limit on stored results has passed
+    └── JobFailed               409   the job ended without a result; the message is the reason
+        └── WorkerLost          503   the worker process or its device failed, and so did the repetition
+
+Errors of the input are the library's own (accelerant.errors), also where a worker raised them.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "Cancelled", "DeadlineExceeded", "Draining", "JobFailed", "JobNotFinished", "JobNotFound", "QueueFull",
+    "ResultGone", "ServiceError", "WorkerLost",
+]  # fmt: skip
+
+
+class ServiceError(Exception):
+    """Base class of the service's errors."""
+
+    status: ClassVar[int] = 500
+
+
+class QueueFull(ServiceError):
+    """The queue holds as many requests or bytes as it may; `retry_after_s` estimates when there is room."""
+
+    status = 429
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(message)
+
+
+class Draining(ServiceError):
+    """The server is stopping: it finishes what it has and takes no new work."""
+
+    status = 503
+    retry_after_s = 5.0
+
+
+class DeadlineExceeded(ServiceError):
+    """The deadline of a request passed before its result was there."""
+
+    status = 408
+
+
+class Cancelled(ServiceError):
+    """The job was cancelled."""
+
+    status = 409
+
+
+class JobNotFound(ServiceError):
+    """No job of this id belongs to this key."""
+
+    status = 404
+
+
+class JobNotFinished(ServiceError):
+    """The result of a job is asked for that is queued or runs."""
+
+    status = 409
+
+
+class ResultGone(ServiceError):
+    """The result of a job was removed after its retention, or for the limit on the bytes of stored results."""
+
+    status = 410
+
+
+class JobFailed(ServiceError):
+    """A job ended without a result; the message is the reason."""
+
+    status = 409
+
+
+class WorkerLost(JobFailed):
+    """The worker process or its device failed while it had the request, and so did the repetition."""
+
+    status = 503

@@ -1,0 +1,8 @@
+"""Alembic's environment: it runs revisions on the connection of JobStore.upgrade, in its transaction."""
+
+from alembic import context
+
+given = context.config.attributes
+context.configure(connection=given["connection"], version_table=given["version_table"])
+with context.begin_transaction():
+    context.run_migrations()

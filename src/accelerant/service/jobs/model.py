@@ -1,0 +1,104 @@
+"""Jobs as callers see them: the request, the job's record, and the statistics of the queue."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Job", "JobRequest", "JobState", "QueueStats", "WorkerStats"]
+
+
+class JobState(StrEnum):
+    """The states of a job; the last three are final."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def final(self) -> bool:
+        """Whether a job in this state stays in it."""
+        return self not in (JobState.QUEUED, JobState.RUNNING)
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """A validated request: its parameters are JSON, and shapes and dtypes of its inputs have been checked.
+
+    Args:
+        operation: name of the served operation.
+        parameters: the operation's parameters, as JSON values.
+        inputs: arrays by name.
+        key_id: the API key that asks; queues are fair between keys.
+        priority: requests of one key with a higher priority run first. It has no effect on other keys.
+        deadline_s: seconds from now in which the result must be there; None is the default of calls, and no
+            deadline for jobs.
+        request_id: id of the HTTP request, for logs.
+    """
+
+    operation: str
+    parameters: Mapping[str, Any]
+    inputs: Mapping[str, np.ndarray] = field(repr=False)
+    key_id: str = ""
+    priority: int = 0
+    deadline_s: float | None = None
+    request_id: str = ""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the inputs."""
+        return sum(array.nbytes for array in self.inputs.values())
+
+
+@dataclass(frozen=True)
+class Job:
+    """The record of a job. Times are seconds since the epoch; `progress` is a share from 0 to 1."""
+
+    id: str
+    operation: str
+    state: JobState
+    progress: float
+    message: str
+    error: str | None
+    key_id: str
+    priority: int
+    attempts: int
+    device: str | None
+    created: float
+    started: float | None
+    finished: float | None
+    result_bytes: int | None
+
+
+@dataclass(frozen=True)
+class WorkerStats:
+    """The state of a worker process; `job` is the id of the job that it runs, `calls` the short calls that it has."""
+
+    device: str
+    alive: bool
+    restarts: int
+    job: str | None
+    calls: int
+    pid: int | None
+
+
+@dataclass(frozen=True)
+class QueueStats:
+    """Numbers of requests in this server's memory (short calls) and of jobs in the store.
+
+    `queued`, `running` and `bytes` count both. `jobs` counts by state and `by_key` the waiting ones by key; they are as
+    old as the last look at the store, at most some seconds.
+    """
+
+    queued: int
+    running: int
+    bytes: int
+    jobs: dict[str, int]
+    by_key: dict[str, int]
+    workers: tuple[WorkerStats, ...]

@@ -1,0 +1,178 @@
+"""The queue of short calls: bounded by count and bytes, fair between API keys, and cut into batches for a worker.
+
+Keys take turns; of one key's calls the one of the highest priority goes first, then the oldest. So a key that sends a
+thousand calls delays another's by one batch at most, whatever their priorities.
+
+A batch is taken in that order until it would last longer than `batch_s` or pass `batch_bytes`. Within it, calls of the
+same elementwise operation with equal parameters, dtypes and trailing dimensions become one launch: their inputs are
+joined along axis 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import json
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from accelerant.service.errors import DeadlineExceeded
+from accelerant.service.jobs.model import JobRequest
+from accelerant.service.jobs.store import check_bounds
+
+__all__ = ["Call", "CallQueue", "Launch", "launches_of"]
+
+
+@dataclass(eq=False)
+class Call:
+    """A short call: its request, the future that its caller awaits, and what has become of it so far.
+
+    `deadline` is of time.monotonic(); `avoid` the device on which its worker was lost.
+    """
+
+    request: JobRequest
+    deadline: float
+    cost_s: float
+    elementwise: bool
+    future: asyncio.Future[dict[str, np.ndarray]] = field(repr=False)
+    size_bytes: int
+    losses: int = 0
+    avoid: str | None = None
+
+    def merge_key(self) -> tuple[Any, ...] | None:
+        """Return what calls of one launch have in common, or None if the call is launched alone."""
+        arrays = self.request.inputs
+        if not self.elementwise or not arrays or any(array.ndim == 0 for array in arrays.values()):
+            return None
+        if len({array.shape[0] for array in arrays.values()}) > 1:
+            return None
+        parameters = json.dumps(dict(self.request.parameters), sort_keys=True)
+        kinds = tuple((name, array.dtype.str, array.shape[1:]) for name, array in arrays.items())
+        return self.request.operation, parameters, kinds
+
+
+@dataclass(eq=False)
+class Launch:
+    """Calls that a worker runs as one; each has so many rows of the joined inputs (none where it is alone)."""
+
+    calls: list[Call]
+    rows: list[int]
+
+
+def launches_of(calls: list[Call]) -> list[Launch]:
+    """Return the launches of a batch."""
+    merged: dict[Any, Launch] = {}
+    for call in calls:
+        key = call.merge_key() if len(calls) > 1 else None
+        launch = merged.setdefault(key if key is not None else call, Launch([], []))
+        launch.calls.append(call)
+        launch.rows.append(next(iter(call.request.inputs.values())).shape[0] if key is not None else 0)
+    return list(merged.values())
+
+
+class CallQueue:
+    """The waiting calls of a server, of one event loop.
+
+    Args:
+        most_calls: bound of their number; those in a worker count too.
+        most_bytes: bound of the bytes of their inputs.
+        batch_s: estimated seconds of a batch.
+        batch_bytes: bytes of a batch's inputs.
+    """
+
+    def __init__(self, most_calls: int, most_bytes: int, *, batch_s: float = 0.02, batch_bytes: int = 8 << 20) -> None:
+        self.most_calls, self.most_bytes = most_calls, most_bytes
+        self.batch_s, self.batch_bytes = batch_s, batch_bytes
+        self.held = 0  # calls that wait or are in a worker, and their bytes
+        self.held_bytes = 0
+        self._numbers = itertools.count()
+        self._waiting: OrderedDict[str, list[tuple[int, int, int, Call]]] = (
+            OrderedDict()
+        )  # a heap by key; first: next turn
+        self._seconds = 0.01  # of a call, averaged over the latest
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def by_key(self) -> dict[str, int]:
+        """Return the number of waiting calls by key."""
+        return {key: len(heap) for key, heap in self._waiting.items()}
+
+    @property
+    def retry_after_s(self) -> float:
+        """Estimate of the seconds in which half of the queue will have been served."""
+        return min(60.0, max(1.0, self.held * self._seconds / 2))
+
+    def put(self, call: Call) -> None:
+        """Add a call; raise QueueFull if it passes a bound. The end of its future takes it off the bound."""
+        check_bounds(self.held, self.held_bytes, call.size_bytes, self.most_calls, self.most_bytes, self.retry_after_s)
+        self.held += 1
+        self.held_bytes += call.size_bytes
+        call.future.add_done_callback(lambda _: self._leave(call))
+        self._push(call)
+
+    def _leave(self, call: Call) -> None:
+        self.held -= 1
+        self.held_bytes -= call.size_bytes
+
+    def put_back(self, call: Call) -> None:
+        """Add a call whose worker was lost ahead of its key's other calls; it is within the bounds already."""
+        if not call.future.done():
+            self._push(call, first=True)
+
+    def _push(self, call: Call, *, first: bool = False) -> None:
+        number = next(self._numbers)
+        heap = self._waiting.setdefault(call.request.key_id, [])
+        heapq.heappush(heap, (-call.request.priority, -1 if first else number, number, call))
+
+    def measured(self, calls: int, seconds: float) -> None:
+        """Note that a batch of so many calls took so long, for `retry_after_s`."""
+        self._seconds += 0.1 * (seconds / max(1, calls) - self._seconds)
+
+    def take(self, device: str, *, alone: bool) -> list[Call]:
+        """Return the next batch for a device, empty if there is none.
+
+        Calls that were given up or are past their deadline are dropped. A call that lost its worker on this device
+        waits for another, unless this one is `alone`.
+        """
+        batch: list[Call] = []
+        cost, size, passed_over = 0.0, 0, []
+        while self._waiting:
+            key, heap = next(iter(self._waiting.items()))
+            call = heap[0][-1]
+            if call.future.done():
+                self._drop_first(key)
+                continue
+            if batch and (cost + call.cost_s > self.batch_s or size + call.size_bytes > self.batch_bytes):
+                break
+            self._waiting.move_to_end(key)
+            self._drop_first(key)
+            if call.deadline < time.monotonic():
+                call.future.set_exception(DeadlineExceeded("the deadline passed while the call was queued"))
+                continue
+            if call.avoid == device and not alone:
+                passed_over.append(call)
+                continue
+            batch.append(call)
+            cost += call.cost_s
+            size += call.size_bytes
+        for call in passed_over:
+            self.put_back(call)
+        return batch
+
+    def _drop_first(self, key: str) -> None:
+        heap = self._waiting[key]
+        heapq.heappop(heap)
+        if not heap:
+            del self._waiting[key]
+
+    def clear(self) -> list[Call]:
+        """Remove and return all waiting calls."""
+        calls = [entry[-1] for heap in self._waiting.values() for entry in heap if not entry[-1].future.done()]
+        self._waiting.clear()
+        return calls

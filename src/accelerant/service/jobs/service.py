@@ -1,0 +1,562 @@
+"""JobService: short calls and durable jobs on the workers of a server.
+
+A short call stays in memory: queue, worker, answer. A job is durable when `submit` returns: its arrays are a file in
+the service's private directory, its record a row of the store. An accepted request outlives failures:
+
+    worker or device lost    the request runs once more, on another device if there is one; the second loss fails it
+                             with the reason. Progress of a resumable job between two losses starts the count anew.
+    server stops (SIGTERM)   `drain`: running work ends, resumable jobs save their state and go back to the queue
+    server killed            its jobs go back to the queue when their leases expire, on any server of the same store
+
+    directory/jobs/ID/inputs        removed with the state of the job's work when it ends
+                     /work/         Context.directory
+                     /result.N      the result of attempt N, kept for the retention
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from sqlalchemy.exc import DBAPIError
+
+from accelerant.errors import ConfigError
+from accelerant.service.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Draining,
+    JobFailed,
+    JobNotFinished,
+    ResultGone,
+    ServiceError,
+    WorkerLost,
+)  # fmt: skip
+from accelerant.service.jobs import wire
+from accelerant.service.jobs.model import Job, JobRequest, JobState, QueueStats
+from accelerant.service.jobs.queue import Call, CallQueue
+from accelerant.service.jobs.store import Claim, JobStore
+from accelerant.service.jobs.worker import load_operations
+from accelerant.service.jobs.workers import WorkerProcess
+
+if TYPE_CHECKING:
+    from accelerant.service.operations import ServedOperation
+    from accelerant.service.settings import ServiceSettings
+
+__all__ = ["JobService"]
+
+_log = logging.getLogger("accelerant.service")
+_T = TypeVar("_T")
+
+_GRACE_S = 5.0
+"""Seconds that an operation may take past its deadline until its worker is ended."""
+
+_PRUNE_S = 30.0
+"""Time between two removals of old jobs."""
+
+
+class JobService:
+    """The queue and the workers of one server process. Its methods belong to one event loop.
+
+    Args:
+        settings: the service's settings.
+        operations: "module:attribute" of the table of operations, which the workers import as well.
+        lease_s: time after which the jobs of a killed server are taken over.
+    """
+
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        *,
+        operations: str = "accelerant.service.operations:OPERATIONS",
+        lease_s: float = 15.0,
+    ) -> None:
+        self.settings = settings
+        self._place, self._operations = operations, load_operations(operations)
+        self._queue = CallQueue(settings.queue_jobs, settings.queue_bytes)
+        self._directory = Path(settings.directory)
+        self._lease_s = lease_s
+        self._store: JobStore | None = None
+        self._workers: list[WorkerProcess] = []
+        self._threads = ThreadPoolExecutor(4, thread_name_prefix="jobs")
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._work: dict[str, asyncio.Event] = {}
+        self._running: dict[str, tuple[Claim, WorkerProcess]] = {}
+        self._busy = 0  # workers that claim or run a job
+        self._accepting = False
+        self._claiming = False
+        self._renewed = time.monotonic()
+        self._pruned = 0.0
+        self._counts: tuple[dict[str, int], dict[str, int], int] = ({}, {}, 0)
+        self._subscribers: set[asyncio.Queue[dict[str, Any]]] = set()
+        self._seconds = 1.0  # of a job, averaged over the latest
+
+    # --- life --------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Open the store, take over what was left, start the workers, and wait until one is ready.
+
+        Raises:
+            ConfigError: the directory belongs to others, or the store to a newer service.
+            ServiceError: no worker starts; the message is the reason.
+        """
+        owner = secrets.token_hex(16)
+        volume = await self._in_thread(_open_directory, self._directory)
+        self._store = JobStore(self.settings.state_url, owner=owner, volume=volume, lease_s=self._lease_s)
+        await self._in_thread(self._store.upgrade)
+        devices = list(self.settings.devices) or ["auto"]
+        for number, device in enumerate(devices):
+            name = device if devices.count(device) == 1 else f"{device}#{number}"
+            worker = WorkerProcess(
+                device, name, self._place, idle=self._measured, lost=self._lost, progressed=self._progressed
+            )
+            self._workers.append(worker)
+            self._work[name] = asyncio.Event()
+            self._spawn(worker.run())
+        await self._first_ready()
+        self._accepting = self._claiming = True
+        for worker in self._workers:
+            self._spawn(self._job_loop(worker))
+        self._spawn(self._watch())
+
+    async def _first_ready(self) -> None:
+        while not any(worker.ready.is_set() for worker in self._workers):
+            if all(worker.failure for worker in self._workers):
+                reason = self._workers[0].failure
+                await self.drain(0.0)
+                raise ServiceError(f"no worker starts: {reason}; its messages are above")
+            await asyncio.sleep(0.02)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new work, end what runs within the time, and stop the workers.
+
+        Resumable jobs are asked to save their state at once and go back to the queue, where the next server finds them;
+        so do the jobs that do not end in time. Calls that do not end in time fail.
+        """
+        self._accepting = self._claiming = False
+        end = time.monotonic() + timeout_s
+        for event in self._work.values():
+            event.set()
+        for claim, worker in self._running.values():
+            if self._operations[claim.job.operation].resumable:
+                worker.tell_job("stop", reason="drain")
+        while (self._busy or self._queue.held) and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        for call in self._queue.clear():
+            call.future.set_exception(Draining("the server stopped before the call ran"))
+        for worker in self._workers:
+            await worker.close()
+        while self._busy and self._store is not None and time.monotonic() < end + self._lease_s:
+            await asyncio.sleep(0.02)  # until the store knows that their jobs are queued again
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._store is not None:
+            await self._in_thread(self._store.close)
+        for queue in self._subscribers:
+            _put(queue, {"event": "end"})
+        self._threads.shutdown(wait=False)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(_log_failure)
+
+    async def _in_thread(self, function: Callable[..., _T], *arguments: Any, **named: Any) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *arguments, **named))
+
+    @property
+    def store(self) -> JobStore:
+        """The store, once the service has started."""
+        if self._store is None:
+            raise Draining("the service has not started")
+        return self._store
+
+    def _require_accepting(self, operation: str) -> ServedOperation:
+        if not self._accepting:
+            raise Draining("the server is stopping")
+        if operation not in self._operations:
+            raise ConfigError(f"no operation {operation[:100]!r}; there are {', '.join(sorted(self._operations))}")
+        return self._operations[operation]
+
+    # --- short calls -------------------------------------------------------------------------------------------------
+
+    async def call(self, request: JobRequest) -> dict[str, np.ndarray]:
+        """Run a short call and return its result, whose arrays may be read-only.
+
+        Raises:
+            QueueFull: too many calls or bytes wait.
+            DeadlineExceeded: the result is not there in time.
+            WorkerLost: the call lost two workers.
+            AccelerantError: what the operation raised.
+        """
+        operation = self._require_accepting(request.operation)
+        limit_s = self.settings.deadline_s if request.deadline_s is None else request.deadline_s
+        call = Call(
+            request=request,
+            deadline=time.monotonic() + limit_s,
+            cost_s=operation.cost(request.inputs, operation.parameters.model_validate(request.parameters)),
+            elementwise=operation.elementwise,
+            future=asyncio.get_running_loop().create_future(),
+            size_bytes=request.size_bytes,
+        )
+        self._queue.put(call)
+        self._feed()
+        try:
+            async with asyncio.timeout(limit_s):
+                return await call.future
+        except TimeoutError:
+            raise DeadlineExceeded(f"{request.operation} did not end within {limit_s:g} s") from None
+
+    def _feed(self) -> None:
+        """Give waiting calls to the workers that have none."""
+        ready = [worker for worker in self._workers if worker.ready.is_set()]
+        for worker in ready:
+            if not worker.launches and (calls := self._queue.take(worker.name, alone=len(ready) == 1)):
+                worker.send_calls(calls)
+
+    def _measured(self, worker: WorkerProcess, calls: int, seconds: float) -> None:
+        if calls:
+            self._queue.measured(calls, seconds)
+        else:
+            self._wake()  # it has just started
+        self._feed()
+
+    def _lost(self, worker: WorkerProcess, reason: str, calls: list[Call]) -> None:
+        """Repeat the calls of a lost worker, or fail those that lost their second."""
+        for call in calls:
+            call.losses += 1
+            call.avoid = worker.name
+            if call.losses > 1 and not call.future.done():
+                call.future.set_exception(WorkerLost(f"{reason}, for the second time"))
+            else:
+                self._queue.put_back(call)
+        self._feed()
+        self._publish_queue()
+
+    # --- jobs: callers -----------------------------------------------------------------------------------------------
+
+    async def submit(self, request: JobRequest) -> Job:
+        """Accept a job; it is durable when this returns.
+
+        Raises QueueFull if too many jobs or bytes are queued.
+        """
+        self._require_accepting(request.operation)
+        id = secrets.token_hex(16)
+        await self._in_thread(self._write_inputs, id, request.inputs)
+        row = {
+            "id": id, "operation": request.operation, "parameters": json.dumps(dict(request.parameters)),
+            "key_id": request.key_id, "priority": request.priority, "request_id": request.request_id,
+            "deadline": None if request.deadline_s is None else time.time() + request.deadline_s,
+            "input_bytes": request.size_bytes,
+        }  # fmt: skip
+        try:
+            job = await self._in_thread(
+                self.store.add,
+                row,
+                most_jobs=self.settings.queue_jobs,
+                most_bytes=self.settings.queue_bytes,
+                retry_after_s=min(60.0, max(1.0, self._seconds)),
+            )
+        except BaseException:
+            await self._in_thread(wire.wipe, self._folder(id))
+            raise
+        self._wake()
+        self._publish(job)
+        return job
+
+    async def get(self, id: str, key_id: str | None) -> Job:
+        """Return a job of a key, or of any key if `key_id` is None; raise JobNotFound."""
+        return await self._in_thread(self.store.get, id, key_id)
+
+    async def list(
+        self, key_id: str | None, state: JobState | None = None, limit: int = 100, before: str | None = None
+    ) -> list[Job]:
+        """Return jobs, the newest first; `before` is the id of the last one of the page before."""
+        return await self._in_thread(self.store.jobs, key_id, state, limit, before)
+
+    async def result(self, id: str, key_id: str | None) -> dict[str, np.ndarray]:
+        """Return the result of a job.
+
+        Raises JobNotFinished, JobFailed or Cancelled with the reason, or ResultGone.
+        """
+        job = await self.get(id, key_id)
+        if not job.state.final:
+            raise JobNotFinished(f"job {id} is {job.state}; its result is not there yet")
+        if job.state is JobState.CANCELLED:
+            raise Cancelled(f"job {id} was cancelled")
+        if job.state is JobState.FAILED:
+            raise JobFailed(job.error or "it failed")
+        try:
+            if job.result_bytes is None:
+                raise FileNotFoundError
+            return await self._in_thread(wire.read_file, self._result_file(job))
+        except FileNotFoundError:
+            raise ResultGone(f"the result of job {id} is gone: {job.message or 'its file is not here'}") from None
+
+    async def cancel(self, id: str, key_id: str | None) -> Job:
+        """Cancel a queued job; ask a running one to end when it next reports its progress. Others stay as they are."""
+        job = await self.get(id, key_id)
+        if not job.state.final:
+            if await self._in_thread(self.store.cancel, id):
+                await self._in_thread(self._wipe_inputs, id)
+            elif id in self._running:
+                self._running[id][1].tell_job("stop", reason="cancel")
+            job = await self.get(id, key_id)
+            self._publish(job)
+        return job
+
+    # --- jobs: workers -----------------------------------------------------------------------------------------------
+
+    async def _job_loop(self, worker: WorkerProcess) -> None:
+        """Run jobs on a worker, one after the other."""
+        event = self._work[worker.name]
+        while self._claiming:
+            await worker.ready.wait()
+            event.clear()
+            self._busy += 1
+            try:
+                if await self._claim_and_run(worker):
+                    continue
+            finally:
+                self._busy -= 1
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(event.wait(), self._poll_s)
+
+    async def _claim_and_run(self, worker: WorkerProcess) -> bool:
+        """Run the next job, if there is one, and return whether there was."""
+        if not self._claiming:
+            return False
+        alive = [other for other in self._workers if other.ready.is_set()]
+        claim = await self._tried(self.store.claim, worker.name, self._operations, alone=alive in ([], [worker]))
+        if claim is not None:
+            await self._run(claim, worker)
+        return claim is not None
+
+    async def _run(self, claim: Claim, worker: WorkerProcess) -> None:
+        """Run an attempt of a job, and write how it ended."""
+        job, folder = claim.job, self._folder(claim.job.id)
+        self._running[job.id] = claim, worker
+        self._publish(job)
+        began = time.monotonic()
+        try:
+            if not self._operations[job.operation].resumable:
+                await self._in_thread(wire.wipe, folder / "work")
+            message = {
+                "id": job.id, "attempt": job.attempts, "operation": job.operation, "parameters": claim.parameters,
+                "deadline": claim.deadline, "directory": str(folder / "work"), "inputs": str(folder / "inputs"),
+                "result": str(self._result_file(job)), "lease": time.time() + self._lease_s,
+            }  # fmt: skip
+            ended = await worker.run_job(message, claim.deadline, _GRACE_S)
+            self._seconds += 0.2 * (time.monotonic() - began - self._seconds)
+            await self._tried(self._write_end, job, ended, repeat_s=self._lease_s)
+        finally:
+            self._running.pop(job.id, None)
+        with contextlib.suppress(ServiceError, DBAPIError):
+            self._publish(await self.get(job.id, None))
+        self._wake()
+
+    def _write_end(self, job: Job, ended: Mapping[str, Any]) -> None:
+        """Write how an attempt ended; wipe what a job that has ended leaves."""
+        if "lost" in ended or "suspended" in ended:
+            lost = "" if self._store is None or not self._claiming else str(ended.get("lost", ""))
+            state = self.store.release(job, lost=lost)
+            if state is not None and state.final:
+                self._wipe_inputs(job.id)
+            return
+        if error := ended.get("error"):
+            cancelled = error[0] == "Cancelled"
+            state = JobState.CANCELLED if cancelled else JobState.FAILED
+            text = None if cancelled else f"{error[0]}: {error[1]}"
+            held = self.store.finish(job, state, error=text)
+        else:
+            held = self.store.finish(job, JobState.SUCCEEDED, result_bytes=ended["result_bytes"])
+            if not held:
+                wire.wipe(self._result_file(job))
+        if held:
+            self._wipe_inputs(job.id)
+
+    async def _tried(
+        self, function: Callable[..., _T], *arguments: Any, repeat_s: float = 0.0, **named: Any
+    ) -> _T | None:
+        """Use the store; where it cannot be reached, repeat for so long, then log why and return None."""
+        end = time.monotonic() + repeat_s
+        while True:
+            try:
+                return await self._in_thread(function, *arguments, **named)
+            except DBAPIError as error:
+                _log.error("the job store: %s", error.orig)
+                if time.monotonic() >= end:
+                    return None
+                await asyncio.sleep(0.5)
+
+    def _progressed(self, head: Mapping[str, Any]) -> None:
+        if (entry := self._running.get(head["id"])) is not None:
+            job = replace(entry[0].job, progress=head["progress"], message=head["message"])
+            self._running[job.id] = replace(entry[0], job=job), entry[1]
+            self._publish(job)
+            self._spawn(self._tried(self.store.report, job, job.progress, job.message))
+
+    # --- keeping the store -------------------------------------------------------------------------------------------
+
+    @property
+    def _poll_s(self) -> float:
+        return min(1.0, self._lease_s / 4)
+
+    async def _watch(self) -> None:
+        """Renew leases, take over the jobs of servers that are gone, and remove what is old."""
+        while True:
+            await self._tried(self._watch_once)
+            if time.monotonic() - self._renewed > self._lease_s:  # the store is out of reach: others run our jobs
+                for _, worker in self._running.values():
+                    worker.kill(f"the worker of {worker.name} was ended: the job store cannot be reached")
+            await self._renew()
+            self._publish_queue()
+            await asyncio.sleep(self._poll_s)
+
+    async def _renew(self) -> None:
+        running = dict(self._running)
+        until = time.time() + self._lease_s
+        answer = await self._tried(self.store.renew, [claim.job for claim, _ in running.values()])
+        if answer is None:
+            return
+        self._renewed = time.monotonic()
+        held, cancelled = answer
+        for id, (_, worker) in running.items():
+            if id not in self._running:
+                continue
+            if id not in held:
+                worker.kill(f"the worker of {worker.name} was ended: another server has its job")
+            elif id in cancelled:
+                worker.tell_job("stop", reason="cancel")
+            else:
+                worker.tell_job("lease", until=until)
+
+    def _watch_once(self) -> None:
+        for id, state in self.store.take_over():
+            _log.warning("job %s: its server ended; it is %s", id, state)
+            if state.final:
+                self._wipe_inputs(id)
+        for id in self.store.expire():
+            self._wipe_inputs(id)
+        if time.monotonic() - self._pruned > _PRUNE_S:
+            self._pruned = time.monotonic()
+            removed, gone = self.store.prune(self.settings.retention_s, self.settings.result_bytes)
+            for id in removed:
+                wire.wipe(self._folder(id))
+            for id in gone:
+                for file in self._folder(id).glob("result.*"):
+                    wire.wipe(file)
+            self._remove_orphans()
+        self._counts = self.store.counts()
+
+    def _remove_orphans(self) -> None:
+        """Remove folders whose job was never added, of servers that were killed in between."""
+        old = [
+            path.name for path in (self._directory / "jobs").iterdir() if time.time() - path.stat().st_mtime > 3600.0
+        ]
+        for id in set(old) - self.store.known(old):
+            wire.wipe(self._folder(id))
+
+    # --- files -------------------------------------------------------------------------------------------------------
+
+    def _folder(self, id: str) -> Path:
+        return self._directory / "jobs" / id
+
+    def _result_file(self, job: Job) -> Path:
+        return self._folder(job.id) / f"result.{job.attempts}"
+
+    def _write_inputs(self, id: str, inputs: Mapping[str, np.ndarray]) -> None:
+        folder = self._folder(id)
+        folder.mkdir(mode=0o700)
+        wire.write_file(folder / "inputs", inputs)
+
+    def _wipe_inputs(self, id: str) -> None:
+        wire.wipe(self._folder(id) / "inputs")
+        wire.wipe(self._folder(id) / "work")
+
+    # --- statistics and events ---------------------------------------------------------------------------------------
+
+    def stats(self) -> QueueStats:
+        """Return the state of queue and workers."""
+        states, keys, size = self._counts
+        by_key = dict(keys)
+        for key, count in self._queue.by_key().items():
+            by_key[key] = by_key.get(key, 0) + count
+        waiting = len(self._queue)
+        return QueueStats(
+            queued=waiting + states.get(JobState.QUEUED, 0),
+            running=self._queue.held - waiting + states.get(JobState.RUNNING, 0),
+            bytes=self._queue.held_bytes + size,
+            jobs={state.value: states.get(state.value, 0) for state in JobState},
+            by_key=by_key,
+            workers=tuple(worker.stats() for worker in self._workers),
+        )
+
+    async def subscribe(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield events, {"event": "job", "job": ...} and {"event": "queue", ...}; a slow reader misses the oldest."""
+        queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(1000)
+        self._subscribers.add(queue)
+        try:
+            while (event := await queue.get())["event"] != "end":
+                yield event
+        finally:
+            self._subscribers.discard(queue)
+
+    def _publish(self, job: Job) -> None:
+        for queue in self._subscribers:
+            _put(queue, {"event": "job", "job": asdict(job)})
+
+    def _publish_queue(self) -> None:
+        if self._subscribers:
+            event = {"event": "queue", **asdict(self.stats())}
+            for queue in self._subscribers:
+                _put(queue, event)
+
+    def _wake(self) -> None:
+        for event in self._work.values():
+            event.set()
+
+
+def _put(queue: asyncio.Queue[dict[str, Any]], event: dict[str, Any]) -> None:
+    if queue.full():
+        queue.get_nowait()
+    queue.put_nowait(event)
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.error("a task of the job service failed", exc_info=error)
+
+
+def _open_directory(directory: Path) -> str:
+    """Create the private directory, and return the name of the volume, which its first server gave it."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (directory / "jobs").mkdir(mode=0o700, exist_ok=True)
+    status = directory.stat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise ConfigError(
+            f"{directory} must be this user's alone (mode 700), since inputs are kept there; its mode is "
+            f"{status.st_mode & 0o777:o}"
+        )
+    named = directory / "volume"
+    with contextlib.suppress(FileExistsError):
+        content = directory / f".volume.{secrets.token_hex(8)}"
+        content.write_text(secrets.token_hex(16), encoding="ascii")
+        try:
+            os.link(content, named)
+        finally:
+            content.unlink()
+    return named.read_text(encoding="ascii")

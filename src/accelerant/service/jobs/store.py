@@ -1,0 +1,458 @@
+"""The job store: one table of jobs in SQLite or PostgreSQL, which several servers may share.
+
+    queued --claim--> running --finish--> succeeded | failed | cancelled
+       ^                 |
+       +----release------+   worker lost, server gone, server stopping
+
+A server holds a job that it runs by a lease, which it renews; a job whose lease has expired belongs to a server that is
+gone, and any other takes it over. `owner` and `attempts` fence the old server: what it still writes about the job
+changes nothing. A claim locks the row (FOR UPDATE SKIP LOCKED on PostgreSQL; SQLite has one writer at a time), so that
+no two servers run the same attempt.
+
+The arrays of a job are files in a directory that the servers share; `volume` names it, and a server claims only jobs of
+its own volume.
+
+The schema only grows (see migrations/), and statements name their columns, so that an older version of the service
+works on a store that a newer one has upgraded.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy.dialects import postgresql, sqlite
+
+from accelerant.errors import ConfigError, MissingDependency
+from accelerant.service.errors import JobNotFound, QueueFull
+from accelerant.service.jobs.model import Job, JobState
+
+__all__ = ["Claim", "JobStore"]
+
+_metadata = sa.MetaData()
+_jobs = sa.Table(
+    "accelerant_jobs",
+    _metadata,
+    sa.Column("id", sa.String(32), primary_key=True),
+    sa.Column("operation", sa.String(100)),
+    sa.Column("parameters", sa.Text),
+    sa.Column("state", sa.String(10)),
+    sa.Column("progress", sa.Double),
+    sa.Column("message", sa.Text),
+    sa.Column("error", sa.Text),
+    sa.Column("key_id", sa.String(100)),
+    sa.Column("priority", sa.Integer),
+    sa.Column("request_id", sa.String(100)),
+    sa.Column("created", sa.Double),
+    sa.Column("started", sa.Double),
+    sa.Column("finished", sa.Double),
+    sa.Column("deadline", sa.Double),
+    sa.Column("input_bytes", sa.BigInteger),
+    sa.Column("result_bytes", sa.BigInteger),
+    sa.Column("volume", sa.String(32)),
+    sa.Column("attempts", sa.Integer),  # times that it was started
+    sa.Column("losses", sa.Integer),  # attempts that ended with the worker or the server, since the last progress
+    sa.Column("mark", sa.Double),  # the progress at the last loss
+    sa.Column("device", sa.String(100)),
+    sa.Column("avoid", sa.String(200)),  # owner and device of the last loss
+    sa.Column("owner", sa.String(32)),
+    sa.Column("lease", sa.Double),
+    sa.Column("cancel", sa.Boolean),
+)
+_turns = sa.Table(
+    "accelerant_turns",
+    _metadata,
+    sa.Column("key_id", sa.String(100), primary_key=True),
+    sa.Column("claimed", sa.Double),
+)
+_schema = sa.Table("accelerant_schema", _metadata, sa.Column("oldest_revision", sa.Integer))
+
+_JOB = [_jobs.c[name] for name in Job.__dataclass_fields__]
+_QUEUED, _RUNNING = JobState.QUEUED.value, JobState.RUNNING.value
+_FINAL = [state.value for state in JobState if state.final]
+
+REVISION = 1
+"""The revision of the schema that this version of the service was written for."""
+
+_LOCK = 0x61636C6A
+"""Number of the PostgreSQL advisory lock under which jobs are counted and added, and the schema is upgraded."""
+
+_VERSION_TABLE = "accelerant_version"
+_MIGRATIONS = Path(__file__).parent / "migrations"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A job that this server has started an attempt of."""
+
+    job: Job
+    parameters: dict[str, Any]
+    deadline: float | None
+    request_id: str
+
+
+class JobStore:
+    """The jobs of all servers that use the same URL. Its methods block; times are seconds since the epoch.
+
+    Args:
+        url: "sqlite:///PATH" or "postgresql+psycopg://...".
+        owner: random name of this server process.
+        volume: name of the directory in which the arrays of its jobs are.
+        lease_s: time after which a job whose server has not renewed its lease is taken over.
+    """
+
+    def __init__(self, url: str, *, owner: str, volume: str, lease_s: float = 15.0) -> None:
+        self.owner, self.volume, self.lease_s = owner, volume, lease_s
+        try:
+            parsed = sa.make_url(url)
+            self._sqlite = parsed.get_backend_name() == "sqlite"
+            if not self._sqlite and parsed.get_backend_name() != "postgresql":
+                raise ConfigError(f"state_url must be of sqlite or postgresql, got {parsed.get_backend_name()!r}")
+            if self._sqlite:
+                self.engine = sa.create_engine(parsed, connect_args={"timeout": 30.0})
+                _serialise(self.engine)
+            else:
+                self.engine = sa.create_engine(parsed, pool_pre_ping=True, pool_size=8)
+        except sa.exc.ArgumentError:
+            raise ConfigError(
+                "state_url is not a URL as sqlite:///PATH or postgresql+psycopg://USER@HOST/NAME"
+            ) from None
+        except ModuleNotFoundError as error:
+            raise MissingDependency(str(error.name), "service", "a job store in PostgreSQL") from None
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.engine.dispose()
+
+    @contextmanager
+    def _begin(self, *, alone: bool = False) -> Iterator[sa.Connection]:
+        """Begin a transaction; with `alone`, no other of this kind runs at the same time."""
+        with self.engine.begin() as connection:
+            if alone and not self._sqlite:  # transactions on SQLite are alone always
+                connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
+            yield connection
+
+    # --- schema ------------------------------------------------------------------------------------------------------
+
+    def upgrade(self, migrations: Path = _MIGRATIONS) -> None:
+        """Create or upgrade the schema; a newer version's is left as it is.
+
+        Raises ConfigError if that newer version has declared that this one cannot work on it.
+        """
+        config = Config(attributes={"version_table": _VERSION_TABLE})
+        config.set_main_option("script_location", str(migrations).replace("%", "%%"))
+        known = {revision.revision for revision in ScriptDirectory.from_config(config).walk_revisions()}
+        with self._begin(alone=True) as connection:
+            context = MigrationContext.configure(connection, opts={"version_table": _VERSION_TABLE})
+            current = context.get_current_revision()
+            if current is None or current in known:
+                config.attributes["connection"] = connection
+                command.upgrade(config, "head")
+            oldest = connection.execute(sa.select(_schema.c.oldest_revision)).scalar_one()
+        if oldest > REVISION:
+            raise ConfigError(
+                f"the job store has schema {current}, which needs a service of schema {oldest} or newer; "
+                f"this one has {REVISION}: upgrade accelerant"
+            )
+
+    # --- callers -----------------------------------------------------------------------------------------------------
+
+    def add(self, row: Mapping[str, Any], *, most_jobs: int, most_bytes: int, retry_after_s: float) -> Job:
+        """Add a queued job; raise QueueFull if the queued jobs of all servers reach a bound."""
+        waiting = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(_jobs.c.input_bytes), 0))
+        waiting = waiting.where(_jobs.c.state == _QUEUED)
+        values = {
+            "state": _QUEUED, "progress": 0.0, "message": "", "created": time.time(), "volume": self.volume,
+            "attempts": 0, "losses": 0, "mark": 0.0, "cancel": False, **row,
+        }  # fmt: skip
+        with self._begin(alone=True) as connection:
+            count, size = connection.execute(waiting).one()
+            check_bounds(count, size, row["input_bytes"], most_jobs, most_bytes, retry_after_s)
+            connection.execute(_jobs.insert().values(values))
+        return _job({name: values.get(name) for name in Job.__dataclass_fields__})
+
+    def get(self, id: str, key_id: str | None) -> Job:
+        """Return a job; raise JobNotFound if there is none, or it belongs to another key than `key_id`."""
+        query = sa.select(*_JOB).where(_jobs.c.id == id)
+        if key_id is not None:
+            query = query.where(_jobs.c.key_id == key_id)
+        with self._begin() as connection:
+            row = connection.execute(query).mappings().one_or_none()
+        if row is None:
+            raise JobNotFound(f"no job {id[:64]!r}")
+        return _job(row)
+
+    def jobs(
+        self, key_id: str | None, state: JobState | None = None, limit: int = 100, before: str | None = None
+    ) -> list[Job]:
+        """Return jobs, the newest first, from the one that follows the job `before` in that order."""
+        query = sa.select(*_JOB).order_by(_jobs.c.created.desc(), _jobs.c.id.desc()).limit(limit)
+        if key_id is not None:
+            query = query.where(_jobs.c.key_id == key_id)
+        if state is not None:
+            query = query.where(_jobs.c.state == state.value)
+        if before is not None:
+            last = self.get(before, key_id)
+            query = query.where(sa.tuple_(_jobs.c.created, _jobs.c.id) < sa.tuple_(last.created, last.id))
+        with self._begin() as connection:
+            return [_job(row) for row in connection.execute(query).mappings()]
+
+    def cancel(self, id: str) -> bool:
+        """Cancel a queued job and return True, or ask the server that runs it to."""
+        with self._begin() as connection:
+            done = connection.execute(
+                _jobs.update()
+                .where(_jobs.c.id == id, _jobs.c.state == _QUEUED)
+                .values(state=JobState.CANCELLED.value, finished=time.time(), message="cancelled before it ran")
+            )
+            if done.rowcount:
+                return True
+            connection.execute(_jobs.update().where(_jobs.c.id == id, _jobs.c.state == _RUNNING).values(cancel=True))
+            return False
+
+    def counts(self) -> tuple[dict[str, int], dict[str, int], int]:
+        """Return the number of jobs by state, that of queued ones by key, and the bytes of those."""
+        by_state = sa.select(_jobs.c.state, sa.func.count().label("total")).group_by(_jobs.c.state)
+        by_key = (
+            sa.select(_jobs.c.key_id, sa.func.count(), sa.func.sum(_jobs.c.input_bytes))
+            .where(_jobs.c.state == _QUEUED)
+            .group_by(_jobs.c.key_id)
+        )
+        with self._begin() as connection:
+            states = {row.state: row.total for row in connection.execute(by_state)}
+            keys = connection.execute(by_key).all()
+        return states, {key: count for key, count, _ in keys}, sum(int(size or 0) for _, _, size in keys)
+
+    # --- the server that runs jobs -----------------------------------------------------------------------------------
+
+    def claim(self, device: str, operations: Iterable[str], *, alone: bool = True) -> Claim | None:
+        """Start an attempt of the next queued job on a device, or return None if there is none.
+
+        The key that was served the longest ago comes first; of its jobs the one of the highest priority, then the
+        oldest. A job that lost its worker here goes to another device, unless this one is `alone`.
+        """
+        now = time.time()
+        place = f"{self.owner}/{device}"
+        ready = [_jobs.c.state == _QUEUED, _jobs.c.volume == self.volume, _jobs.c.operation.in_(sorted(operations))]
+        if not alone:
+            ready.append(sa.or_(_jobs.c.avoid.is_(None), _jobs.c.avoid != place))
+        query = (
+            sa.select(_jobs.c.id, _jobs.c.key_id)
+            .select_from(_jobs.outerjoin(_turns, _turns.c.key_id == _jobs.c.key_id))
+            .where(*ready)
+            .order_by(sa.func.coalesce(_turns.c.claimed, 0.0), _jobs.c.priority.desc(), _jobs.c.created, _jobs.c.id)
+            .limit(1)
+            .with_for_update(skip_locked=True, of=_jobs)
+        )
+        with self._begin() as connection:
+            row = connection.execute(query).one_or_none()
+            if row is None:
+                return None
+            connection.execute(
+                _jobs.update()
+                .where(_jobs.c.id == row.id)
+                .values(
+                    state=_RUNNING,
+                    owner=self.owner,
+                    device=device,
+                    lease=now + self.lease_s,
+                    started=now,
+                    attempts=_jobs.c.attempts + 1,
+                    error=None,
+                )
+            )
+            insert = sqlite.insert if self._sqlite else postgresql.insert
+            turn = insert(_turns).values(key_id=row.key_id, claimed=now)
+            connection.execute(turn.on_conflict_do_update(index_elements=["key_id"], set_={"claimed": now}))
+            columns = [*_JOB, _jobs.c.parameters, _jobs.c.deadline, _jobs.c.request_id]
+            full = connection.execute(sa.select(*columns).where(_jobs.c.id == row.id)).mappings().one()
+        return Claim(_job(full), json.loads(full["parameters"]), full["deadline"], full["request_id"] or "")
+
+    def _mine(self, job: Job) -> sa.ColumnElement[bool]:
+        return sa.and_(
+            _jobs.c.id == job.id,
+            _jobs.c.state == _RUNNING,
+            _jobs.c.owner == self.owner,
+            _jobs.c.attempts == job.attempts,
+        )
+
+    def _change(self, job: Job, **values: Any) -> bool:
+        with self._begin() as connection:
+            return bool(connection.execute(_jobs.update().where(self._mine(job)).values(**values)).rowcount)
+
+    def report(self, job: Job, progress: float, message: str) -> bool:
+        """Write the progress of a job that this server runs; return whether it still does."""
+        return self._change(job, progress=progress, message=message)
+
+    def finish(self, job: Job, state: JobState, *, error: str | None = None, result_bytes: int | None = None) -> bool:
+        """End a job that this server runs; return whether it still did."""
+        values: dict[str, Any] = {"progress": 1.0} if state is JobState.SUCCEEDED else {}
+        return self._change(
+            job, state=state.value, error=error, result_bytes=result_bytes, finished=time.time(), lease=None, **values
+        )
+
+    def release(self, job: Job, *, lost: str = "") -> JobState | None:
+        """Give a job that this server runs back to the queue; return its new state, or None if it runs elsewhere.
+
+        With `lost`, the reason why its worker or device was lost, a job that lost its second worker without progress
+        in between fails.
+        """
+        with self._begin() as connection:
+            return self._release(connection, self._mine(job), lost, f"{self.owner}/{job.device}")
+
+    def _release(
+        self, connection: sa.Connection, which: sa.ColumnElement[bool], lost: str, avoid: str | None
+    ) -> JobState | None:
+        query = sa.select(_jobs.c.id, _jobs.c.losses, _jobs.c.mark, _jobs.c.progress, _jobs.c.cancel).where(which)
+        row = connection.execute(query.with_for_update()).one_or_none()
+        if row is None:
+            return None
+        losses = (0 if row.progress > row.mark else row.losses) + bool(lost)
+        values: dict[str, Any]
+        if row.cancel:
+            state, values = JobState.CANCELLED, {"finished": time.time(), "message": "cancelled"}
+        elif losses > 1:
+            state, values = (
+                JobState.FAILED,
+                {"finished": time.time(), "error": f"WorkerLost: {lost}, for the second time"},
+            )
+        else:
+            message = f"{lost}; it runs again" if lost else "the server stopped; it runs again"
+            state, values = JobState.QUEUED, {"message": message}
+        if lost:
+            values |= {"losses": losses, "mark": row.progress, "avoid": avoid}
+        connection.execute(
+            _jobs.update().where(_jobs.c.id == row.id).values(state=state.value, owner=None, lease=None, **values)
+        )
+        return state
+
+    def renew(self, jobs: Sequence[Job]) -> tuple[set[str], set[str]]:
+        """Renew the leases of jobs that run here; return the ids of those still held, and of those to cancel."""
+        held, cancelled = set(), set()
+        with self._begin() as connection:
+            for job in jobs:
+                lease = time.time() + self.lease_s
+                if connection.execute(_jobs.update().where(self._mine(job)).values(lease=lease)).rowcount:
+                    held.add(job.id)
+                    if connection.execute(sa.select(_jobs.c.cancel).where(_jobs.c.id == job.id)).scalar_one():
+                        cancelled.add(job.id)
+        return held, cancelled
+
+    def take_over(self) -> list[tuple[str, JobState]]:
+        """Give the jobs of servers that are gone back to the queue; return their ids and new states."""
+        expired = sa.and_(_jobs.c.state == _RUNNING, _jobs.c.lease < time.time(), _jobs.c.volume == self.volume)
+        with self._begin() as connection:
+            query = sa.select(_jobs.c.id).where(expired).with_for_update(skip_locked=True)
+            found = [row.id for row in connection.execute(query)]
+            states = [
+                (id, self._release(connection, sa.and_(_jobs.c.id == id, expired), "its server ended", None))
+                for id in found
+            ]
+        return [(id, state) for id, state in states if state is not None]
+
+    def expire(self) -> list[str]:
+        """Fail the queued jobs whose deadline has passed; return their ids."""
+        now = time.time()
+        late = sa.and_(_jobs.c.state == _QUEUED, _jobs.c.deadline < now)
+        with self._begin() as connection:
+            ids = list(connection.execute(sa.select(_jobs.c.id).where(late)).scalars())
+            if ids:
+                error = "DeadlineExceeded: the deadline passed while the job was queued"
+                connection.execute(
+                    _jobs.update()
+                    .where(_jobs.c.id.in_(ids), late)
+                    .values(state=JobState.FAILED.value, finished=now, error=error)
+                )
+        return ids
+
+    def prune(self, retention_s: float, most_result_bytes: int) -> tuple[list[str], list[str]]:
+        """Remove jobs that ended longer ago than the retention, and forget results beyond the limit on their bytes.
+
+        The oldest result of the key that has the most bytes goes first. Returns the ids of the jobs that were removed,
+        and of those whose result was.
+        """
+        mine = _jobs.c.volume == self.volume
+        old = sa.and_(mine, _jobs.c.state.in_(_FINAL), _jobs.c.finished < time.time() - retention_s)
+        stored = (
+            sa.select(_jobs.c.id, _jobs.c.key_id, _jobs.c.result_bytes)
+            .where(mine, _jobs.c.result_bytes.is_not(None))
+            .order_by(_jobs.c.finished)
+        )
+        with self._begin(alone=True) as connection:
+            removed = list(connection.execute(sa.select(_jobs.c.id).where(old)).scalars())
+            if removed:
+                connection.execute(_jobs.delete().where(_jobs.c.id.in_(removed)))
+            results = connection.execute(stored).all()
+            gone = _over_limit([(row.id, row.key_id, row.result_bytes) for row in results], most_result_bytes)
+            if gone:
+                message = "the result was removed: stored results reached their limit"
+                connection.execute(
+                    _jobs.update().where(_jobs.c.id.in_(gone)).values(result_bytes=None, message=message)
+                )
+        return removed, gone
+
+    def known(self, ids: Iterable[str]) -> set[str]:
+        """Return those of the ids that are jobs."""
+        with self._begin() as connection:
+            return set(connection.execute(sa.select(_jobs.c.id).where(_jobs.c.id.in_(list(ids)))).scalars())
+
+
+def check_bounds(
+    count: int, size: int, added_bytes: int, most_jobs: int, most_bytes: int, retry_after_s: float
+) -> None:
+    """Raise QueueFull if one more request of `added_bytes` passes a bound of the queue."""
+    if count >= most_jobs:
+        raise QueueFull(f"the queue holds {count} requests, as many as it may", retry_after_s)
+    if size + added_bytes > most_bytes:
+        raise QueueFull(
+            f"the queue holds {size:,} bytes and may hold {most_bytes:,}; the request has {added_bytes:,}",
+            retry_after_s,
+        )
+
+
+def _over_limit(results: list[tuple[str, str, int]], most_bytes: int) -> list[str]:
+    """Return the ids of results, given the oldest first, to remove so that the others keep the limit."""
+    by_key: dict[str, list[tuple[str, int]]] = {}
+    for id, key, size in results:
+        by_key.setdefault(key, []).append((id, size))
+    held = {key: sum(size for _, size in items) for key, items in by_key.items()}
+    gone = []
+    while sum(held.values()) > most_bytes:
+        largest = max(held, key=lambda key: held[key])
+        id, size = by_key[largest].pop(0)
+        held[largest] -= size
+        gone.append(id)
+    return gone
+
+
+def _job(row: Mapping[Any, Any]) -> Job:
+    values = {name: row[name] for name in Job.__dataclass_fields__}
+    return Job(**{**values, "state": JobState(values["state"])})
+
+
+def _serialise(engine: sa.Engine) -> None:
+    """Make transactions on SQLite begin as writers, one at a time, in the write-ahead log.
+
+    A transaction that reads first and then writes would fail if another wrote in between.
+    """
+
+    @sa.event.listens_for(engine, "connect")
+    def connected(connection: Any, _: Any) -> None:
+        connection.isolation_level = None  # the driver begins no transaction of its own
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=FULL")
+        connection.execute("PRAGMA busy_timeout=30000")
+
+    @sa.event.listens_for(engine, "begin")
+    def begun(connection: sa.Connection) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")

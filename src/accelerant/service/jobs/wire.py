@@ -1,0 +1,127 @@
+"""Named arrays and JSON values as bytes: messages between server and worker, and the files of inputs and results.
+
+    frame = length of head (4 bytes), length of body (8 bytes), head (JSON), body (arrays end to end)
+
+The head lists each array's name, dtype and shape. Nothing is pickled. Arrays of objects are KServe's BYTES: each
+element is its length (4 bytes) and its bytes. Integers are little-endian.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from accelerant.errors import FormatError, UnsupportedDtype
+
+__all__ = ["PREFIX", "Buffers", "described", "frame", "prefix", "read_file", "restored", "wipe", "write_file"]
+
+PREFIX = struct.Struct("<IQ")
+Buffers = list[bytes | memoryview]
+
+
+def described(arrays: Mapping[str, np.ndarray]) -> tuple[list[list[Any]], Buffers]:
+    """Return the description of arrays for the head, [name, dtype, shape, bytes] of each, and their bytes."""
+    entries: list[list[Any]] = []
+    buffers: Buffers = []
+    for name, array in arrays.items():
+        if array.dtype.kind in "OSU":
+            data: bytes | memoryview = _packed(array)
+            kind = "O"
+        elif array.dtype.kind in "biufc":
+            little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+            data, kind = little.reshape(-1).view(np.uint8).data, little.dtype.str
+        else:
+            raise UnsupportedDtype(f"array {name!r} has dtype {array.dtype}, which is neither a number nor bytes")
+        entries.append([name, kind, list(array.shape), len(data)])
+        buffers.append(data)
+    return entries, buffers
+
+
+def restored(entries: Iterable[Sequence[Any]], body: memoryview | bytes) -> dict[str, np.ndarray]:
+    """Return the arrays that `described` described, as views of the body."""
+    arrays, offset = {}, 0
+    for name, kind, shape, size in entries:
+        data = memoryview(body)[offset : offset + size]
+        offset += size
+        if kind == "O":
+            arrays[name] = _unpacked(data, shape)
+        else:
+            arrays[name] = np.frombuffer(data, dtype=np.dtype(kind)).reshape(shape)
+    if offset != len(body):
+        raise FormatError(f"the arrays take {offset} bytes, the body has {len(body)}")
+    return arrays
+
+
+def _packed(array: np.ndarray) -> bytes:
+    parts = [item.encode() if isinstance(item, str) else bytes(item) for item in array.reshape(-1).tolist()]
+    return b"".join(piece for part in parts for piece in (len(part).to_bytes(4, "little"), part))
+
+
+def _unpacked(data: memoryview, shape: Sequence[int]) -> np.ndarray:
+    parts, offset = [], 0
+    while offset < len(data):
+        size = int.from_bytes(data[offset : offset + 4], "little")
+        parts.append(bytes(data[offset + 4 : offset + 4 + size]))
+        offset += 4 + size
+    array = np.empty(len(parts), dtype=object)
+    array[:] = parts
+    return array.reshape(shape)
+
+
+def prefix(head: Mapping[str, Any], size_bytes: int) -> bytes:
+    """Return the bytes of a frame ahead of its body of `size_bytes`."""
+    text = json.dumps(head, separators=(",", ":")).encode()
+    return PREFIX.pack(len(text), size_bytes) + text
+
+
+def frame(head: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Buffers:
+    """Return a frame whose head is `head` and the arrays' description under "arrays"."""
+    entries, buffers = described(arrays)
+    return [prefix({**head, "arrays": entries}, sum(map(len, buffers))), *buffers]
+
+
+def write_file(path: Path, arrays: Mapping[str, np.ndarray]) -> int:
+    """Write arrays to a new file that only this user can read, wait until they are on the disk, return their bytes."""
+    buffers = frame({}, arrays)
+    with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+        file.writelines(buffers)
+        file.flush()
+        os.fsync(file.fileno())
+    return sum(map(len, buffers))
+
+
+def read_file(path: Path) -> dict[str, np.ndarray]:
+    """Return the arrays of a file; raise FormatError if it is cut short."""
+    content = memoryview(path.read_bytes())
+    if len(content) >= PREFIX.size:
+        head_bytes, body_bytes = PREFIX.unpack(content[: PREFIX.size])
+        if len(content) == PREFIX.size + head_bytes + body_bytes:
+            head = json.loads(bytes(content[PREFIX.size : PREFIX.size + head_bytes]))
+            return restored(head["arrays"], content[PREFIX.size + head_bytes :])
+    raise FormatError(f"{path.name} is cut short: it has {len(content)} bytes")
+
+
+def wipe(path: Path) -> None:
+    """Overwrite a file with zeros and remove it, or a folder with its files; what is not there is no error.
+
+    On copy-on-write file systems and flash memory the old blocks may remain until they are reused.
+    """
+    if path.is_dir() and not path.is_symlink():
+        for inner in path.iterdir():
+            wipe(inner)
+        path.rmdir()
+    elif path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        with open(path, "r+b", buffering=0) as file:
+            left = os.fstat(file.fileno()).st_size
+            while left > 0:
+                left -= file.write(bytes(min(left, 1 << 20)))
+            os.fsync(file.fileno())
+        path.unlink(missing_ok=True)

@@ -1,0 +1,250 @@
+"""The worker process of a device: it runs short calls and, at the same time, one job.
+
+The server starts it by `python -m accelerant.service.jobs.worker` with one end of a socket pair, on which frames of
+wire.py travel. The thread that reads the socket runs the short calls itself, so that they cost no change of threads;
+the main thread runs the job. The arrays of jobs are files, which do not pass through the server.
+
+The process ends when the socket does, so it never outlives its server. A lost device ends it, too: the server starts
+another and repeats the work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from accelerant.errors import AccelerantError, DeviceLost
+from accelerant.service.errors import Cancelled, DeadlineExceeded, ServiceError
+from accelerant.service.jobs import wire
+
+if TYPE_CHECKING:
+    from accelerant.service.operations import ServedOperation
+
+__all__ = ["Context", "Suspended", "load_operations", "main"]
+
+_REPORT_S = 0.25
+"""Least time between two reports of a job's progress."""
+
+
+class Suspended(Exception):  # noqa: N818 - not an error
+    """The server stops, or no longer holds the job: a resumable job saves its state, and runs again elsewhere."""
+
+
+class Context:
+    """The surroundings of an operation that runs in a worker.
+
+    Attributes:
+        device: the device to run on, as "cpu" or "cuda:0".
+        directory: a private folder for files, of jobs only. It is removed after the job; that of a resumable job is
+            there again when the job runs again after a crash.
+        deadline: time.time() by which the result must be there, or None.
+    """
+
+    def __init__(self, device: str, directory: Path | None, deadline: float | None, worker: Worker, job: str) -> None:
+        self.device, self.deadline = device, deadline
+        self._directory, self._worker, self._job = directory, worker, job
+        self._reported = 0.0
+        self.stop = ""  # the server's reason to stop
+        self.lease: float | None = None
+
+    @property
+    def directory(self) -> Path:
+        """The job's private folder."""
+        if self._directory is None:
+            raise RuntimeError("a short call has no folder")
+        return self._directory
+
+    def progress(self, fraction: float, message: str = "") -> None:
+        """Report the share of the work that is done, and end the operation if it is to stop.
+
+        Raises:
+            Cancelled: the job was cancelled.
+            DeadlineExceeded: its deadline has passed.
+            Suspended: the server stops.
+        """
+        if self.stop == "cancel":
+            raise Cancelled("the job was cancelled")
+        if self.stop or (self.lease is not None and time.time() > self.lease):
+            raise Suspended(self.stop or "the server's lease has expired")
+        now = time.time()
+        if self.deadline is not None and now > self.deadline:
+            raise DeadlineExceeded(f"the deadline passed when {fraction:.0%} of the work was done")
+        if self._job and (now - self._reported > _REPORT_S or fraction >= 1.0):
+            self._reported = now
+            self._worker.send({"kind": "progress", "id": self._job, "progress": fraction, "message": message[:500]})
+
+
+def load_operations(place: str) -> dict[str, ServedOperation]:
+    """Return the table of operations at "module:attribute"."""
+    module, _, attribute = place.partition(":")
+    table: dict[str, ServedOperation] = getattr(importlib.import_module(module), attribute)
+    return table
+
+
+class Worker:
+    """One end of the socket, and what arrives on it."""
+
+    def __init__(self, connection: socket.socket, device: str, operations: Mapping[str, ServedOperation]) -> None:
+        self._socket, self.device, self.operations = connection, device, operations
+        self._sending = threading.Lock()
+        self._jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._running: Context | None = None
+        self._log = logging.getLogger("accelerant.service.worker")
+
+    def run(self) -> NoReturn:
+        """Run jobs in this thread and short calls in another, until the socket ends."""
+        threading.Thread(target=self._read, name="calls", daemon=True).start()
+        self.send({"kind": "ready"})
+        while True:
+            self._run_job(self._jobs.get())
+
+    def send(self, head: dict[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
+        """Send a frame."""
+        buffers = wire.frame(head, arrays or {})
+        try:
+            with self._sending:
+                if sum(map(len, buffers)) < 1 << 16:
+                    self._socket.sendall(b"".join(buffers))
+                else:
+                    for buffer in buffers:
+                        self._socket.sendall(buffer)
+        except OSError:  # the server is gone
+            os._exit(0)
+
+    # --- short calls -------------------------------------------------------------------------------------------------
+
+    def _receive(self, size: int) -> bytearray:
+        content = bytearray(size)
+        view = memoryview(content)
+        while view:
+            try:
+                count = self._socket.recv_into(view)
+            except OSError:
+                count = 0
+            if not count:
+                os._exit(0)
+            view = view[count:]
+        return content
+
+    def _read(self) -> None:
+        while True:
+            head_bytes, body_bytes = wire.PREFIX.unpack(self._receive(wire.PREFIX.size))
+            head = json.loads(self._receive(head_bytes))
+            body = memoryview(self._receive(body_bytes))
+            kind = head["kind"]
+            if kind == "calls":
+                self._run_calls(head["launches"], body)
+            elif kind == "job":
+                self._jobs.put(head)
+            elif (context := self._running) is not None and context._job == head["id"]:
+                if kind == "stop":
+                    context.stop = head["reason"]
+                elif kind == "lease":
+                    context.lease = head["until"]
+
+    def _run_calls(self, launches: list[dict[str, Any]], body: memoryview) -> None:
+        """Run the launches of a batch; one that fails is repeated call by call, to tell which call has the error."""
+        offset = 0
+        for number, launch in enumerate(launches):
+            size = sum(entry[3] for entry in launch["arrays"])
+            arrays = wire.restored(launch["arrays"], body[offset : offset + size])
+            offset += size
+            last = number == len(launches) - 1
+            rows = launch["rows"]
+            head = {"kind": "answer", "launch": number, "call": None if len(rows) > 1 else 0, "last": last}
+            error = self._answer(head, launch, arrays, sum(rows) if len(rows) > 1 else None)
+            if error is None:
+                continue
+            if len(rows) == 1:
+                self.send({**head, "error": error})
+                continue
+            first = 0
+            for call, count in enumerate(rows):
+                part = {name: array[first : first + count] for name, array in arrays.items()}
+                first += count
+                head = {"kind": "answer", "launch": number, "call": call, "last": last and call == len(rows) - 1}
+                if (error := self._answer(head, launch, part, None)) is not None:
+                    self.send({**head, "error": error})
+
+    def _answer(
+        self, head: dict[str, Any], launch: dict[str, Any], arrays: dict[str, np.ndarray], rows: int | None
+    ) -> list[str] | None:
+        """Run a launch and send its result; return the error if it fails."""
+        context = Context(self.device, None, launch["deadline"], self, "")
+        try:
+            result = self._run(launch, arrays, context)
+            if rows is not None and any(array.ndim == 0 or array.shape[0] != rows for array in result.values()):
+                raise RuntimeError(f"{launch['operation']} is no elementwise operation")
+        except Exception as error:  # noqa: BLE001 - whatever an operation raises is the answer
+            return self._described(launch["operation"], error)
+        self.send(head, result)
+        return None
+
+    def _run(self, given: dict[str, Any], arrays: dict[str, np.ndarray], context: Context) -> dict[str, np.ndarray]:
+        operation = self.operations[given["operation"]]
+        parameters = operation.parameters.model_validate(given["parameters"])
+        result: dict[str, np.ndarray] = operation.run(arrays, parameters, context)
+        return result
+
+    def _described(self, operation: str, error: Exception) -> list[str]:
+        """Return the type and message of an error for the client; the message of an unforeseen one stays in the log."""
+        if isinstance(error, DeviceLost):
+            self.send({"kind": "lost", "reason": f"{self.device} was lost: {error}"})
+            os._exit(70)
+        if isinstance(error, AccelerantError | ServiceError):
+            return [type(error).__name__, str(error)]
+        if isinstance(error, MemoryError):
+            return ["OutOfMemory", f"{operation} needs more memory than there is"]
+        self._log.error("%s failed", operation, exc_info=error)
+        return ["JobFailed", f"{operation} failed with {type(error).__name__}; the server's log has the details"]
+
+    # --- jobs --------------------------------------------------------------------------------------------------------
+
+    def _run_job(self, given: dict[str, Any]) -> None:
+        """Run a job from its file of inputs, write the file of its result, and say how it ended."""
+        context = Context(self.device, Path(given["directory"]), given["deadline"], self, given["id"])
+        context.lease = given["lease"]
+        self._running = context
+        answer: dict[str, Any] = {"kind": "ended", "id": given["id"], "attempt": given["attempt"]}
+        try:
+            context.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            result = self._run(given, wire.read_file(Path(given["inputs"])), context)
+            context.progress(1.0)
+            answer["result_bytes"] = wire.write_file(Path(given["result"]), result)
+        except Suspended:
+            answer["suspended"] = True
+        except Exception as error:  # noqa: BLE001 - whatever an operation raises is the answer
+            answer["error"] = self._described(given["operation"], error)
+        self._running = None
+        self.send(answer)
+
+
+def main() -> NoReturn:
+    """Run the worker on the socket that the server passed."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--socket", type=int, required=True)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--operations", required=True)
+    given = parser.parse_args()
+    for number in (signal.SIGINT, signal.SIGTERM):  # which a terminal or an init system sends to the whole group
+        signal.signal(number, signal.SIG_IGN)
+    os.set_inheritable(given.socket, False)
+    os.umask(0o077)
+    Worker(socket.socket(fileno=given.socket), given.device, load_operations(given.operations)).run()
+
+
+if __name__ == "__main__":
+    main()
