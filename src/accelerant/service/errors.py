@@ -3,6 +3,7 @@
     ServiceError
     ├── QueueFull               429   the queue has reached its bound; `retry_after_s` says when to come back
     ├── Draining                503   the server is stopping and takes no new work
+    ├── StoreUnavailable        503   the job store cannot be reached
     ├── DeadlineExceeded        408   the request's own deadline passed before its result was there
     ├── Cancelled               409   the job was cancelled
     ├── JobNotFound             404   no job of this id belongs to this key
@@ -20,7 +21,7 @@ from typing import ClassVar
 
 __all__ = [
     "Cancelled", "DeadlineExceeded", "Draining", "JobFailed", "JobNotFinished", "JobNotFound", "QueueFull",
-    "ResultGone", "ServiceError", "WorkerLost",
+    "ResultGone", "ServiceError", "StoreUnavailable", "WorkerLost",
 ]  # fmt: skip
 
 
@@ -42,6 +43,13 @@ class QueueFull(ServiceError):
 
 class Draining(ServiceError):
     """The server is stopping: it finishes what it has and takes no new work."""
+
+    status = 503
+    retry_after_s = 5.0
+
+
+class StoreUnavailable(ServiceError):
+    """The job store cannot be reached."""
 
     status = 503
     retry_after_s = 5.0

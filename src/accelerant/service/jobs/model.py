@@ -78,9 +78,19 @@ class Job:
 
 @dataclass(frozen=True)
 class WorkerStats:
-    """The state of a worker process; `job` is the id of the job that it runs, `calls` the short calls that it has."""
+    """The state of a worker process.
+
+    Attributes:
+        device: the worker's name, which is its device's unless several workers share that.
+        label: the device's label, as "cpu:0".
+        alive: whether the process takes work; false while it starts.
+        restarts: the number of processes that ended.
+        job: the id of the job that it runs.
+        calls: the number of short calls that it has.
+    """
 
     device: str
+    label: str
     alive: bool
     restarts: int
     job: str | None

@@ -41,6 +41,7 @@ from accelerant.service.errors import (
     JobNotFinished,
     ResultGone,
     ServiceError,
+    StoreUnavailable,
     WorkerLost,
 )  # fmt: skip
 from accelerant.service.jobs import wire
@@ -91,7 +92,6 @@ class JobService:
         self._workers: list[WorkerProcess] = []
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="jobs")
         self._tasks: set[asyncio.Task[None]] = set()
-        self._work: dict[str, asyncio.Event] = {}
         self._running: dict[str, tuple[Claim, WorkerProcess]] = {}
         self._busy = 0  # workers that claim or run a job
         self._accepting = False
@@ -117,18 +117,32 @@ class JobService:
         await self._in_thread(self._store.upgrade)
         devices = list(self.settings.devices) or ["auto"]
         for number, device in enumerate(devices):
-            name = device if devices.count(device) == 1 else f"{device}#{number}"
-            worker = WorkerProcess(
-                device, name, self._place, idle=self._measured, lost=self._lost, progressed=self._progressed
-            )
-            self._workers.append(worker)
-            self._work[name] = asyncio.Event()
-            self._spawn(worker.run())
+            self._add_worker(device, device if devices.count(device) == 1 else f"{device}#{number}")
         await self._first_ready()
         self._accepting = self._claiming = True
-        for worker in self._workers:
-            self._spawn(self._job_loop(worker))
+        self._wake()
         self._spawn(self._watch())
+
+    def _add_worker(self, device: str, name: str) -> None:
+        worker = WorkerProcess(
+            device,
+            name,
+            self._place,
+            started=self._started,
+            idle=self._measured,
+            lost=self._lost,
+            progressed=self._progressed,
+        )
+        self._workers.append(worker)
+        self._spawn(worker.run())
+        self._spawn(self._job_loop(worker))
+
+    def _started(self, others: list[str]) -> None:
+        """Give the other devices of an automatic choice workers, and the new worker calls."""
+        for device in others:
+            if all(worker.device != device for worker in self._workers):
+                self._add_worker(device, device)
+        self._feed()
 
     async def _first_ready(self) -> None:
         while not any(worker.ready.is_set() for worker in self._workers):
@@ -146,8 +160,6 @@ class JobService:
         """
         self._accepting = self._claiming = False
         end = time.monotonic() + timeout_s
-        for event in self._work.values():
-            event.set()
         for claim, worker in self._running.values():
             if self._operations[claim.job.operation].resumable:
                 worker.tell_job("stop", reason="drain")
@@ -173,6 +185,14 @@ class JobService:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(_log_failure)
+
+    async def _stored(self, function: Callable[..., _T], *arguments: Any, **named: Any) -> _T:
+        """Use the store for a caller."""
+        try:
+            return await self._in_thread(function, *arguments, **named)
+        except DBAPIError as error:
+            _log.error("the job store: %s", error.orig)
+            raise StoreUnavailable("the job store cannot be reached; try again later") from None
 
     async def _in_thread(self, function: Callable[..., _T], *arguments: Any, **named: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *arguments, **named))
@@ -227,11 +247,8 @@ class JobService:
             if not worker.launches and (calls := self._queue.take(worker.name, alone=len(ready) == 1)):
                 worker.send_calls(calls)
 
-    def _measured(self, worker: WorkerProcess, calls: int, seconds: float) -> None:
-        if calls:
-            self._queue.measured(calls, seconds)
-        else:
-            self._wake()  # it has just started
+    def _measured(self, calls: int, seconds: float) -> None:
+        self._queue.measured(calls, seconds)
         self._feed()
 
     def _lost(self, worker: WorkerProcess, reason: str, calls: list[Call]) -> None:
@@ -263,7 +280,7 @@ class JobService:
             "input_bytes": request.size_bytes,
         }  # fmt: skip
         try:
-            job = await self._in_thread(
+            job = await self._stored(
                 self.store.add,
                 row,
                 most_jobs=self.settings.queue_jobs,
@@ -279,13 +296,13 @@ class JobService:
 
     async def get(self, id: str, key_id: str | None) -> Job:
         """Return a job of a key, or of any key if `key_id` is None; raise JobNotFound."""
-        return await self._in_thread(self.store.get, id, key_id)
+        return await self._stored(self.store.get, id, key_id)
 
     async def list(
         self, key_id: str | None, state: JobState | None = None, limit: int = 100, before: str | None = None
     ) -> list[Job]:
         """Return jobs, the newest first; `before` is the id of the last one of the page before."""
-        return await self._in_thread(self.store.jobs, key_id, state, limit, before)
+        return await self._stored(self.store.jobs, key_id, state, limit, before)
 
     async def result(self, id: str, key_id: str | None) -> dict[str, np.ndarray]:
         """Return the result of a job.
@@ -310,7 +327,7 @@ class JobService:
         """Cancel a queued job; ask a running one to end when it next reports its progress. Others stay as they are."""
         job = await self.get(id, key_id)
         if not job.state.final:
-            if await self._in_thread(self.store.cancel, id):
+            if await self._stored(self.store.cancel, id):
                 await self._in_thread(self._wipe_inputs, id)
             elif id in self._running:
                 self._running[id][1].tell_job("stop", reason="cancel")
@@ -322,10 +339,9 @@ class JobService:
 
     async def _job_loop(self, worker: WorkerProcess) -> None:
         """Run jobs on a worker, one after the other."""
-        event = self._work[worker.name]
-        while self._claiming:
+        while True:
             await worker.ready.wait()
-            event.clear()
+            worker.wake.clear()
             self._busy += 1
             try:
                 if await self._claim_and_run(worker):
@@ -333,7 +349,7 @@ class JobService:
             finally:
                 self._busy -= 1
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(event.wait(), self._poll_s)
+                await asyncio.wait_for(worker.wake.wait(), self._poll_s)
 
     async def _claim_and_run(self, worker: WorkerProcess) -> bool:
         """Run the next job, if there is one, and return whether there was."""
@@ -505,6 +521,10 @@ class JobService:
             workers=tuple(worker.stats() for worker in self._workers),
         )
 
+    def ledgers(self) -> tuple[dict[str, Any], ...]:
+        """Return the ledgers of the worker processes, some seconds old; a process that was restarted begins anew."""
+        return tuple(worker.ledger for worker in self._workers if worker.ledger)
+
     async def subscribe(self) -> AsyncIterator[dict[str, Any]]:
         """Yield events, {"event": "job", "job": ...} and {"event": "queue", ...}; a slow reader misses the oldest."""
         queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(1000)
@@ -526,8 +546,8 @@ class JobService:
                 _put(queue, event)
 
     def _wake(self) -> None:
-        for event in self._work.values():
-            event.set()
+        for worker in self._workers:
+            worker.wake.set()
 
 
 def _put(queue: asyncio.Queue[dict[str, Any]], event: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ works on a store that a newer one has upgraded.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -105,7 +106,8 @@ class JobStore:
     """The jobs of all servers that use the same URL. Its methods block; times are seconds since the epoch.
 
     Args:
-        url: "sqlite:///PATH" or "postgresql+psycopg://...".
+        url: "sqlite:///PATH" or "postgresql://USER:PASSWORD@HOST/NAME"; psycopg is the driver of PostgreSQL where it is
+            installed, else pg8000.
         owner: random name of this server process.
         volume: name of the directory in which the arrays of its jobs are.
         lease_s: time after which a job whose server has not renewed its lease is taken over.
@@ -118,15 +120,16 @@ class JobStore:
             self._sqlite = parsed.get_backend_name() == "sqlite"
             if not self._sqlite and parsed.get_backend_name() != "postgresql":
                 raise ConfigError(f"state_url must be of sqlite or postgresql, got {parsed.get_backend_name()!r}")
+            if parsed.drivername == "postgresql":
+                driver = "psycopg" if importlib.util.find_spec("psycopg") else "pg8000"
+                parsed = parsed.set(drivername=f"postgresql+{driver}")
             if self._sqlite:
                 self.engine = sa.create_engine(parsed, connect_args={"timeout": 30.0})
                 _serialise(self.engine)
             else:
                 self.engine = sa.create_engine(parsed, pool_pre_ping=True, pool_size=8)
         except sa.exc.ArgumentError:
-            raise ConfigError(
-                "state_url is not a URL as sqlite:///PATH or postgresql+psycopg://USER@HOST/NAME"
-            ) from None
+            raise ConfigError("state_url is not a URL as sqlite:///PATH or postgresql://USER@HOST/NAME") from None
         except ModuleNotFoundError as error:
             raise MissingDependency(str(error.name), "service", "a job store in PostgreSQL") from None
 

@@ -20,13 +20,15 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from accelerant.errors import AccelerantError, DeviceLost
+from accelerant.runtime import registry
+from accelerant.runtime.ledger import ledger
 from accelerant.service.errors import Cancelled, DeadlineExceeded, ServiceError
 from accelerant.service.jobs import wire
 
@@ -37,6 +39,9 @@ __all__ = ["Context", "Suspended", "load_operations", "main"]
 
 _REPORT_S = 0.25
 """Least time between two reports of a job's progress."""
+
+_LEDGER_S = 1.0
+"""Time between two reports of the process's ledger."""
 
 
 class Suspended(Exception):  # noqa: N818 - not an error
@@ -102,12 +107,17 @@ class Worker:
         self._sending = threading.Lock()
         self._jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._running: Context | None = None
+        self._worked = threading.Event()  # since the ledger was sent
         self._log = logging.getLogger("accelerant.service.worker")
 
-    def run(self) -> NoReturn:
-        """Run jobs in this thread and short calls in another, until the socket ends."""
+    def run(self, label: str, others: Sequence[str]) -> NoReturn:
+        """Run jobs in this thread and short calls in another, until the socket ends.
+
+        `label` is the device's, and `others` name the devices that should have workers, too.
+        """
+        self.send({"kind": "ready", "device": self.device, "label": label, "others": list(others)})
         threading.Thread(target=self._read, name="calls", daemon=True).start()
-        self.send({"kind": "ready"})
+        threading.Thread(target=self._send_ledger, name="ledger", daemon=True).start()
         while True:
             self._run_job(self._jobs.get())
 
@@ -123,6 +133,14 @@ class Worker:
                         self._socket.sendall(buffer)
         except OSError:  # the server is gone
             os._exit(0)
+
+    def _send_ledger(self) -> NoReturn:
+        """Send the ledger after work, at most once a second."""
+        while True:
+            self._worked.wait()
+            time.sleep(_LEDGER_S)
+            self._worked.clear()
+            self.send({"kind": "ledger", "ledger": ledger().to_dict()})
 
     # --- short calls -------------------------------------------------------------------------------------------------
 
@@ -194,6 +212,7 @@ class Worker:
         return None
 
     def _run(self, given: dict[str, Any], arrays: dict[str, np.ndarray], context: Context) -> dict[str, np.ndarray]:
+        self._worked.set()
         operation = self.operations[given["operation"]]
         parameters = operation.parameters.model_validate(given["parameters"])
         result: dict[str, np.ndarray] = operation.run(arrays, parameters, context)
@@ -232,6 +251,20 @@ class Worker:
         self.send(answer)
 
 
+def find_devices(device: str) -> tuple[str, str, list[str]]:
+    """Return the name of a device for operations, its label, and the names of others of its kind if it is "auto"."""
+    if device == "cpu":
+        return device, "cpu:0", []
+    chosen = registry.choose(device)
+    if device != "auto":
+        return device, chosen.label, []
+    if chosen.backend == "cpu":
+        return "cpu", chosen.label, []
+    present = [other for other in registry.devices() if other.available and not other.software]
+    others = [other.label for other in present if other.backend == chosen.backend and other.label != chosen.label]
+    return chosen.label, chosen.label, others
+
+
 def main() -> NoReturn:
     """Run the worker on the socket that the server passed."""
     parser = argparse.ArgumentParser()
@@ -243,7 +276,9 @@ def main() -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     os.set_inheritable(given.socket, False)
     os.umask(0o077)
-    Worker(socket.socket(fileno=given.socket), given.device, load_operations(given.operations)).run()
+    device, label, others = find_devices(given.device)
+    operations = load_operations(given.operations)
+    Worker(socket.socket(fileno=given.socket), device, operations).run(label, others)
 
 
 if __name__ == "__main__":

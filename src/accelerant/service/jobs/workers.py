@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from accelerant import errors as library_errors
+from accelerant.runtime.monitoring.events import publish
 from accelerant.service import errors as service_errors
 from accelerant.service.errors import JobFailed, ServiceError
 from accelerant.service.jobs import wire
@@ -48,9 +49,10 @@ class WorkerProcess:
     """The process of one device, restarted when it ends.
 
     Args:
-        device: the device of its operations; `name` tells two workers of one device apart.
+        device: the device of its operations, or "auto"; `name` tells two workers of one device apart.
         operations: "module:attribute" of the table of operations.
-        idle: called when the worker can take calls again, or a job.
+        started: called with the names of other devices that should have workers when the process is ready.
+        idle: called when the worker can take calls again, with the number of the last ones and their seconds.
         lost: called with the reason and the calls that it had when the process has ended.
         progressed: called with each report of a job's progress.
     """
@@ -61,13 +63,17 @@ class WorkerProcess:
         name: str,
         operations: str,
         *,
-        idle: Callable[[WorkerProcess, int, float], None],
+        started: Callable[[list[str]], None],
+        idle: Callable[[int, float], None],
         lost: Callable[[WorkerProcess, str, list[Call]], None],
         progressed: Callable[[dict[str, Any]], None],
     ) -> None:
         self.device, self.name, self._operations = device, name, operations
-        self._idle, self._lost, self._progressed = idle, lost, progressed
+        self._started, self._idle, self._lost, self._progressed = started, idle, lost, progressed
         self.ready = asyncio.Event()
+        self.wake = asyncio.Event()  # there may be a job to run
+        self.label = device
+        self.ledger: dict[str, Any] = {}  # of the process: operations, fallbacks and their times
         self.restarts = 0
         self.launches: list[Launch] = []
         self.job: str | None = None
@@ -83,7 +89,7 @@ class WorkerProcess:
         """Return the worker's state."""
         calls = sum(len(launch.calls) for launch in self.launches)
         pid = self._process.pid if self._process is not None and self.ready.is_set() else None
-        return WorkerStats(self.name, self.ready.is_set(), self.restarts, self.job, calls, pid)
+        return WorkerStats(self.name, self.label, self.ready.is_set(), self.restarts, self.job, calls, pid)
 
     # --- the process -------------------------------------------------------------------------------------------------
 
@@ -124,8 +130,11 @@ class WorkerProcess:
         try:
             async with asyncio.timeout(_START_S):
                 head, _ = await self._receive(reader)
+            if self.name == self.device:
+                self.name = head["device"]
+            self.device, self.label = head["device"], head["label"]
             self.ready.set()
-            self._idle(self, 0, 0.0)
+            self._started(head["others"])
             while True:
                 head, body = await self._receive(reader)
                 kind = head["kind"]
@@ -135,8 +144,11 @@ class WorkerProcess:
                     self._progressed(head)
                 elif kind == "ended" and self._ended is not None and not self._ended.done():
                     self._ended.set_result(head)
+                elif kind == "ledger":
+                    self.ledger = head["ledger"]
                 elif kind == "lost":
                     self._reason = head["reason"]
+                    publish(self.label, "lost", self._reason)
         except TimeoutError:
             self._reason = f"the worker of {self.name} was not ready within {_START_S:g} s"
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -229,7 +241,7 @@ class WorkerProcess:
         if head["last"]:
             count = sum(len(launch.calls) for launch in self.launches)
             self.launches = []
-            self._idle(self, count, time.monotonic() - self._sent)
+            self._idle(count, time.monotonic() - self._sent)
 
     async def run_job(self, message: dict[str, Any], deadline: float | None, grace_s: float) -> dict[str, Any]:
         """Run a job and return how it ended: the worker's message, or {"lost": reason}.
