@@ -68,8 +68,12 @@ class Probe:
         assert self.by(*args, **options) == ["torch"]
 
 
-@pytest.fixture
-def probes():
+@pytest.fixture(params=[True, False], ids=["guards", "no guards"])
+def probes(request, monkeypatch):
+    if request.param:
+        assert _differentiable._guards is not None
+    else:
+        monkeypatch.setattr(_differentiable, "_guards", None)  # as a torch that has moved them
     yield Probe
     dispatch._operations.pop("fast_path_probe", None)
 
@@ -110,8 +114,7 @@ def test_another_kind_is_checked_first(call, probe):
     assert call(probe.by) == ["function"]
 
 
-def test_a_gradient_to_come_is_part_of_the_kind_where_it_matters(probes):
-    probe = probes(by_gradient=True)
+def test_a_gradient_to_come_is_part_of_the_kind(probe):
     probe.learn(X)
     wants = X.clone().requires_grad_()
     assert probe.by(wants) == ["function"]
@@ -696,14 +699,12 @@ def calls_of(run):
     return len(entered)
 
 
-@pytest.mark.parametrize(
-    ("name", "most"), [("relu", 9), ("gelu", 10), ("add", 11), ("softmax", 13), ("layer_norm", 16)]
-)
+@pytest.mark.parametrize(("name", "most"), [("relu", 2), ("gelu", 3), ("add", 4), ("softmax", 3), ("layer_norm", 3)])
 def test_a_small_call_enters_few_functions(name, most):
-    """What an eager call costs beside torch's own is what Python does; the second call looks everything up."""
+    """What an eager call costs beside torch's own is what Python does; a call like the one before is recognised."""
     x, w = tensors()
-    for _ in range(4):
-        AUTOGRAD_CALLS[name](x, w)  # the second to fourth calls are timed
+    for _ in range(5):
+        AUTOGRAD_CALLS[name](x, w)  # the first to fourth calls are timed
 
     assert calls_of(lambda: AUTOGRAD_CALLS[name](x, w)) <= most + 2  # the two lambdas
 

@@ -30,12 +30,14 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import dataclass
+from operator import is_
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from accelerant.config import choice_overrides
 from accelerant.errors import UnsupportedCase
@@ -86,6 +88,57 @@ _REFUSED = object()
 """Stored for a kind of call that torch's function does not serve as the op does."""
 
 
+_FEW_SAMPLE_EVERY = 16 * SAMPLE_EVERY
+"""One call of few elements in so many is timed: two events and a watched backward pass cost more than the call."""
+
+_guards: Callable[..., Any] | None = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
+"""What torch.compile compares tensors by; None in a torch that has moved it.
+
+Its `check` compares type, dispatch keys (device, autocast, modes and transforms among them), dtype, requires_grad,
+sizes and strides of all tensors of a call at once.
+"""
+
+
+class _Recent(NamedTuple):
+    """A kind of call to recognise: its leading tensors, and the other arguments, which must be the same objects."""
+
+    check: Callable[..., bool]
+    tensors: int
+    length: int
+    names: tuple[str, ...]
+    others: tuple[Any, ...]
+    grad: bool
+    few: bool
+    record: Any
+
+    @classmethod
+    def of(
+        cls, args: tuple[Any, ...], options: Mapping[str, Any], grad: bool, few: bool, record: Any
+    ) -> _Recent | None:
+        """Return what recognises the next call of a kind; None where other arguments precede a tensor."""
+        values = (*args, *options.values())
+        tensors = sum(isinstance(x, Tensor) for x in values)
+        if _guards is None or not all(isinstance(x, Tensor) for x in values[:tensors]):
+            return None
+        check = _guards(*values[:tensors], dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        return cls(check, tensors, len(values), tuple(options), values[tensors:], grad, few, record)
+
+
+@dataclass(slots=True)
+class _Kind:
+    """A kind of call that torch's function serves: the ledger's record, and how to recognise it at once."""
+
+    record: Any
+    recent: _Recent | None = None
+
+
+_RECENT = object()
+"""Key of the _Recent of the latest call."""
+
+_NONE = _Recent(check=lambda: False, tensors=0, length=-1, names=(), others=(), grad=False, few=False, record=None)
+"""What recognises no call."""
+
+
 class _Taken(threading.local):
     """A thread's last call left to torch, by record and Operation, and whether it is in one of few elements."""
 
@@ -102,10 +155,10 @@ class CpuFastPath:
 
     Validation, the case and its plan then take another 2 to 15 us, and several times that after large tensors have
     passed through the caches. So the public function, decorated with this object, remembers each kind of call (dtypes,
-    shapes, options) that took this path; the next one of the kind is counted and made by `function`. The public
-    function itself runs for any other device, tensors that are not contiguous, subclasses, modes, transforms,
-    torch.compile, autocast, settings that a choice depends on, `explain`, calls that are to be timed, and where
-    `function` raises, so that errors are in the op's words.
+    shapes, gradients to come, options) that took this path; the next one of the kind is counted and made by `function`,
+    with the least effort if it is of the same kind as the one before. The public function itself runs for any other
+    device, tensors that are not contiguous, subclasses, modes, transforms, torch.compile, autocast, settings that a
+    choice depends on, `explain`, calls that are to be timed, and where `function` raises: errors are in the op's words.
 
     Both give the same bits in the same layout, and save the same for the gradient: torch's checkpoint compares what two
     runs save, which may take different paths.
@@ -118,7 +171,6 @@ class CpuFastPath:
         function: torch's function, with the parameters of the public one.
         serves: whether `function` gives what the public function gives, for these arguments; called once per kind.
             None: always.
-        by_gradient: the choice depends on which tensors require a gradient.
         any_layout: `function` also takes tensors that are not contiguous; strides are then part of a kind.
         few: whether `function` gives on a GPU what the public function gives, but for rounding, and is differentiable
             as often; called once per kind. None: never.
@@ -129,12 +181,11 @@ class CpuFastPath:
         function: Callable[..., Any],
         *,
         serves: Callable[..., bool] | None = None,
-        by_gradient: bool = False,
         any_layout: bool = False,
         few: Callable[..., bool] | None = None,
     ) -> None:
         self._function, self._serves, self._serves_few = function, serves, few
-        self._by_gradient, self._any_layout = by_gradient, any_layout
+        self._any_layout = any_layout
         self._known: dict[Hashable, Any] = {}
         self.taken = _Taken()
 
@@ -152,58 +203,74 @@ class CpuFastPath:
     def __call__(self, public: Callable[P, R]) -> Callable[P, R]:
         """Decorate the op's public function."""
         function, known = self._function, self._known
-        by_gradient, any_layout, on_gpu = self._by_gradient, self._any_layout, self._serves_few is not None
+        any_layout, on_gpu = self._any_layout, self._serves_few is not None
 
         @functools.wraps(public)
         def call(*args: P.args, **options: P.kwargs) -> R:
-            if is_compiling():
-                return public(*args, **options)
-            key: tuple[Any, ...] = (is_grad_enabled(),) if by_gradient else ()
-            values: tuple[Any, ...] = (*args, *options, *options.values()) if options else args
-            few = learns = False
-            try:
-                for x in values:
-                    kind = type(x)
-                    if kind in _TENSORS:
-                        if on_gpu and x.is_cuda and (few or 0 < x.numel() < FEW) and x.is_contiguous():
-                            few, learns = True, learns or x.requires_grad
-                            key += (x.get_device(),)
-                        elif any_layout and x.is_cpu:
-                            key += (x.stride(),)
-                        elif not (x.is_cpu and x.is_contiguous()):
-                            return public(*args, **options)
-                        key += (x.dtype, x.shape, x.requires_grad) if by_gradient else (x.dtype, x.shape)
-                    elif kind in _VALUES:
-                        key += (x,)
-                    else:
-                        return public(*args, **options)
-                if few and not (learns and is_grad_enabled()):
-                    return public(*args, **options)
-                record = known.get(key)
-            except (RuntimeError, TypeError):  # a sparse or nested tensor; a list within a tuple
-                return public(*args, **options)
-            if (
-                record is _REFUSED
-                or active_modes()
-                or forward_ad._current_level >= 0
-                or transforming()
-                or (observers and not few)
-                or choice_overrides
-                or torch_wants_determinism()
-                or _autocasts()
-                or (few and captures_ahead())
+            values: tuple[Any, ...] = (*args, *options.values()) if options else args
+            recent = _NONE if is_dynamo_compiling() else known.get(_RECENT, _NONE)
+            check, tensors, length, names, others, with_grad, few, record = recent
+            grad = is_grad_enabled()
+            if not (
+                len(values) == length
+                and grad is with_grad
+                and (length == tensors or all(map(is_, values[tensors:], others)))
+                and (tuple(options) == names if options else not names)
+                and check(*values[:tensors])
+                and not (observers or choice_overrides or torch_wants_determinism() or forward_ad._current_level >= 0)
+                and not (few and captures_ahead())
             ):
-                return public(*args, **options)
-            if record is None:
-                return self._learn(key, public, args, options, few)  # type: ignore[no-any-return]
-            if few and observers:
-                return self._of_few(public, args, options)  # type: ignore[no-any-return]
+                if is_compiling():
+                    return public(*args, **options)
+                key: tuple[Any, ...] = (grad, *options)
+                few = learns = False
+                try:
+                    for x in values:
+                        kind = type(x)
+                        if kind in _TENSORS:
+                            if on_gpu and x.is_cuda and (few or 0 < x.numel() < FEW) and x.is_contiguous():
+                                few, learns = True, learns or x.requires_grad
+                                key += (x.get_device(),)
+                            elif any_layout and x.is_cpu:
+                                key += (x.stride(),)
+                            elif not (x.is_cpu and x.is_contiguous()):
+                                return public(*args, **options)
+                            key += (x.dtype, x.shape, x.requires_grad)
+                        elif kind in _VALUES:
+                            key += (x,)
+                        else:
+                            return public(*args, **options)
+                    if few and not (learns and grad):
+                        return public(*args, **options)
+                    known_kind = known.get(key)
+                except (RuntimeError, TypeError):  # a sparse or nested tensor; a list within a tuple
+                    return public(*args, **options)
+                if (
+                    known_kind is _REFUSED
+                    or active_modes()
+                    or forward_ad._current_level >= 0
+                    or transforming()
+                    or (observers and not few)
+                    or choice_overrides
+                    or torch_wants_determinism()
+                    or _autocasts()
+                    or (few and captures_ahead())
+                ):
+                    return public(*args, **options)
+                if known_kind is None:
+                    return self._learn(key, public, args, options, few)  # type: ignore[no-any-return]
+                if few and observers:
+                    return self._of_few(public, args, options)  # type: ignore[no-any-return]
+                record = known_kind.record
+                if known_kind.recent is None:
+                    known_kind.recent = _Recent.of(args, options, grad, few, record)
+                known[_RECENT] = known_kind.recent or _NONE
             with _count_lock:
                 calls = record.calls + 1
-                counted = calls > 4 and calls % SAMPLE_EVERY
+                counted = calls > 4 and calls % (_FEW_SAMPLE_EVERY if few else SAMPLE_EVERY)
                 if counted:
                     record.calls = calls
-                    if is_grad_enabled():
+                    if grad:
                         record.recording += 1
             if counted:
                 try:
@@ -237,7 +304,7 @@ class CpuFastPath:
             record, operation = self.taken.last
             operation.plans.add_dependent(self._known)
             served = few or self._serves is None or self._serves(*args, **options)
-            self._remember(key, record if served else _REFUSED)
+            self._remember(key, _Kind(record) if served else _REFUSED)
         return y
 
     def _leaves_few(self, args: Any, options: Any) -> bool:

@@ -178,7 +178,7 @@ _native_bwd = Operation(
 )
 
 
-_cpu = CpuFastPath(lambda x, p=0.5, *_, **__: torch.dropout(x, p, True), by_gradient=True)
+_cpu = CpuFastPath(lambda x, p=0.5, *_, **__: torch.dropout(x, p, True))
 
 
 @_cpu

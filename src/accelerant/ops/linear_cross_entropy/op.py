@@ -166,7 +166,7 @@ def _torch_serves(hidden: Tensor, weight: Tensor, targets: Tensor, **_: object) 
     return plain and hidden.dtype in (torch.float32, torch.float64)
 
 
-_cpu = CpuFastPath(_torch_equivalent, serves=_torch_serves, by_gradient=True)
+_cpu = CpuFastPath(_torch_equivalent, serves=_torch_serves)
 
 
 @_cpu
