@@ -85,7 +85,8 @@ def train(arrays, parameters, context):
         context.progress(count / parameters.steps, f"step {count}")
         time.sleep(parameters.seconds / parameters.steps)
         count += 1
-        state.write_text(str(count))
+        state.with_suffix(".new").write_text(str(count))
+        state.with_suffix(".new").replace(state)
         if parameters.how and count == parameters.steps // 2 and (not parameters.once or _first(parameters)):
             misbehave(parameters.how)
     return {"count": np.array([count]), "first": np.array([first])}

@@ -95,6 +95,7 @@ class JobService:
         self._running: dict[str, tuple[Claim, WorkerProcess]] = {}
         self._busy = 0  # workers that claim or run a job
         self._accepting = False
+        self._drained = False
         self._claiming = False
         self._renewed = time.monotonic()
         self._pruned = 0.0
@@ -113,7 +114,13 @@ class JobService:
         """
         owner = secrets.token_hex(16)
         volume = await self._in_thread(_open_directory, self._directory)
-        self._store = JobStore(self.settings.state_url, owner=owner, volume=volume, lease_s=self._lease_s)
+        self._store = JobStore(
+            self.settings.state_url,
+            owner=owner,
+            volume=volume,
+            resumable={name for name, operation in self._operations.items() if operation.resumable},
+            lease_s=self._lease_s,
+        )
         await self._in_thread(self._store.upgrade)
         devices = list(self.settings.devices) or ["auto"]
         for number, device in enumerate(devices):
@@ -122,6 +129,7 @@ class JobService:
         self._accepting = self._claiming = True
         self._wake()
         self._spawn(self._watch())
+        self._spawn(self._hold())
 
     def _add_worker(self, device: str, name: str) -> None:
         worker = WorkerProcess(
@@ -156,8 +164,11 @@ class JobService:
         """Take no new work, end what runs within the time, and stop the workers.
 
         Resumable jobs are asked to save their state at once and go back to the queue, where the next server finds them;
-        so do the jobs that do not end in time. Calls that do not end in time fail.
+        so do the jobs that do not end in time. Calls that do not end in time fail. A second drain does nothing.
         """
+        if self._drained:
+            return
+        self._drained = True
         self._accepting = self._claiming = False
         end = time.monotonic() + timeout_s
         for claim, worker in self._running.values():
@@ -432,14 +443,20 @@ class JobService:
         return min(1.0, self._lease_s / 4)
 
     async def _watch(self) -> None:
-        """Renew leases, take over the jobs of servers that are gone, and remove what is old."""
+        """Take over the jobs of servers that are gone, and remove what is old."""
         while True:
             await self._tried(self._watch_once)
+            self._publish_queue()
+            await asyncio.sleep(self._poll_s)
+
+    async def _hold(self) -> None:
+        """Renew the leases of the jobs that run here."""
+        self._renewed = time.monotonic()
+        while True:
+            await self._renew()
             if time.monotonic() - self._renewed > self._lease_s:  # the store is out of reach: others run our jobs
                 for _, worker in self._running.values():
                     worker.kill(f"the worker of {worker.name} was ended: the job store cannot be reached")
-            await self._renew()
-            self._publish_queue()
             await asyncio.sleep(self._poll_s)
 
     async def _renew(self) -> None:
@@ -468,15 +485,19 @@ class JobService:
         for id in self.store.expire():
             self._wipe_inputs(id)
         if time.monotonic() - self._pruned > _PRUNE_S:
-            self._pruned = time.monotonic()
-            removed, gone = self.store.prune(self.settings.retention_s, self.settings.result_bytes)
-            for id in removed:
-                wire.wipe(self._folder(id))
-            for id in gone:
-                for file in self._folder(id).glob("result.*"):
-                    wire.wipe(file)
+            self._prune()
             self._remove_orphans()
         self._counts = self.store.counts()
+
+    def _prune(self) -> None:
+        """Remove jobs past their retention, and results beyond their limit."""
+        self._pruned = time.monotonic()
+        removed, gone = self.store.prune(self.settings.retention_s, self.settings.result_bytes)
+        for id in removed:
+            wire.wipe(self._folder(id))
+        for id in gone:
+            for file in self._folder(id).glob("result.*"):
+                wire.wipe(file)
 
     def _remove_orphans(self) -> None:
         """Remove folders whose job was never added, of servers that were killed in between."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,11 +110,14 @@ class JobStore:
             installed, else pg8000.
         owner: random name of this server process.
         volume: name of the directory in which the arrays of its jobs are.
+        resumable: operations that continue from their own files when they run again.
         lease_s: time after which a job whose server has not renewed its lease is taken over.
     """
 
-    def __init__(self, url: str, *, owner: str, volume: str, lease_s: float = 15.0) -> None:
-        self.owner, self.volume, self.lease_s = owner, volume, lease_s
+    def __init__(
+        self, url: str, *, owner: str, volume: str, resumable: Collection[str] = (), lease_s: float = 15.0
+    ) -> None:
+        self.owner, self.volume, self.resumable, self.lease_s = owner, volume, resumable, lease_s
         try:
             parsed = sa.make_url(url)
             self._sqlite = parsed.get_backend_name() == "sqlite"
@@ -147,25 +150,25 @@ class JobStore:
 
     # --- schema ------------------------------------------------------------------------------------------------------
 
-    def upgrade(self, migrations: Path = _MIGRATIONS) -> None:
-        """Create or upgrade the schema; a newer version's is left as it is.
+    def upgrade(self, migrations: Path = _MIGRATIONS, known: int = REVISION) -> None:
+        """Create or upgrade the schema; one of a newer version than `known` is left as it is.
 
         Raises ConfigError if that newer version has declared that this one cannot work on it.
         """
         config = Config(attributes={"version_table": _VERSION_TABLE})
         config.set_main_option("script_location", str(migrations).replace("%", "%%"))
-        known = {revision.revision for revision in ScriptDirectory.from_config(config).walk_revisions()}
+        ours = {revision.revision for revision in ScriptDirectory.from_config(config).walk_revisions()}
         with self._begin(alone=True) as connection:
             context = MigrationContext.configure(connection, opts={"version_table": _VERSION_TABLE})
             current = context.get_current_revision()
-            if current is None or current in known:
+            if current is None or current in ours:
                 config.attributes["connection"] = connection
                 command.upgrade(config, "head")
             oldest = connection.execute(sa.select(_schema.c.oldest_revision)).scalar_one()
-        if oldest > REVISION:
+        if oldest > known:
             raise ConfigError(
                 f"the job store has schema {current}, which needs a service of schema {oldest} or newer; "
-                f"this one has {REVISION}: upgrade accelerant"
+                f"this one has {known}: upgrade accelerant"
             )
 
     # --- callers -----------------------------------------------------------------------------------------------------
@@ -307,8 +310,8 @@ class JobStore:
     def release(self, job: Job, *, lost: str = "") -> JobState | None:
         """Give a job that this server runs back to the queue; return its new state, or None if it runs elsewhere.
 
-        With `lost`, the reason why its worker or device was lost, a job that lost its second worker without progress
-        in between fails.
+        With `lost`, the reason why its worker or device was lost, the second loss fails the job; of a resumable one the
+        second without progress in between.
         """
         with self._begin() as connection:
             return self._release(connection, self._mine(job), lost, f"{self.owner}/{job.device}")
@@ -316,11 +319,12 @@ class JobStore:
     def _release(
         self, connection: sa.Connection, which: sa.ColumnElement[bool], lost: str, avoid: str | None
     ) -> JobState | None:
-        query = sa.select(_jobs.c.id, _jobs.c.losses, _jobs.c.mark, _jobs.c.progress, _jobs.c.cancel).where(which)
-        row = connection.execute(query.with_for_update()).one_or_none()
+        columns = [_jobs.c.id, _jobs.c.operation, _jobs.c.losses, _jobs.c.mark, _jobs.c.progress, _jobs.c.cancel]
+        row = connection.execute(sa.select(*columns).where(which).with_for_update()).one_or_none()
         if row is None:
             return None
-        losses = (0 if row.progress > row.mark else row.losses) + bool(lost)
+        resumable = row.operation in self.resumable
+        losses = (0 if resumable and row.progress > row.mark else row.losses) + bool(lost)
         values: dict[str, Any]
         if row.cancel:
             state, values = JobState.CANCELLED, {"finished": time.time(), "message": "cancelled"}
@@ -331,7 +335,7 @@ class JobStore:
             )
         else:
             message = f"{lost}; it runs again" if lost else "the server stopped; it runs again"
-            state, values = JobState.QUEUED, {"message": message}
+            state, values = JobState.QUEUED, {"message": message} | ({} if resumable else {"progress": 0.0})
         if lost:
             values |= {"losses": losses, "mark": row.progress, "avoid": avoid}
         connection.execute(

@@ -1,0 +1,117 @@
+"""A throwaway PostgreSQL cluster, and services whose operations are those of served.py."""
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from accelerant.service.jobs.service import JobService
+from requirements import require
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def _programs():
+    folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"))  # Debian's, which are not on the path
+    found = shutil.which("initdb", path=os.pathsep.join([*map(str, folders[::-1]), os.environ["PATH"]]))
+    require("" if found else "PostgreSQL is not here: scripts/ci-setup installs it")
+    return Path(found).parent
+
+
+@pytest.fixture(scope="session")
+def postgres():
+    """The URL of a running server, without a database; it does not run as root."""
+    programs = _programs()
+    user = {"user": "postgres", "group": "postgres", "extra_groups": []} if os.getuid() == 0 else {}
+    folder = Path(tempfile.mkdtemp(prefix="accelerant-postgres-"))
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        password = folder / "password"
+        password.write_text(secrets.token_hex(16))
+        if user:
+            for path in (folder, password):
+                shutil.chown(path, "postgres", "postgres")
+        command = [
+            programs / "initdb",
+            "--pgdata",
+            folder / "data",
+            "--username",
+            "accelerant",
+            "--auth",
+            "scram-sha-256",
+        ]
+        subprocess.run(
+            [*command, "--pwfile", password, "--no-sync"], check=True, stdout=subprocess.DEVNULL, cwd=folder, **user
+        )
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        options = ["-c", f"port={port}", "-c", "fsync=off", "-c", f"unix_socket_directories={folder}"]
+        server = subprocess.Popen(
+            [programs / "postgres", "-D", folder / "data", "-c", "listen_addresses=127.0.0.1", *options],
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+            **user,
+        )
+        stack.callback(server.wait)
+        stack.callback(server.send_signal, signal.SIGINT)  # does not wait for clients
+        ready = [programs / "pg_isready", "--host=127.0.0.1", f"--port={port}", "--timeout=30", "--quiet"]
+        while subprocess.run(ready).returncode:
+            assert server.poll() is None, "PostgreSQL did not start"
+        yield f"postgresql://accelerant:{password.read_text()}@127.0.0.1:{port}"
+
+
+@pytest.fixture
+def postgres_url(postgres):
+    """The URL of a new database."""
+    import sqlalchemy as sa
+
+    name = f"test_{secrets.token_hex(8)}"
+    engine = sa.create_engine(postgres.replace("://", "+pg8000://") + "/postgres", isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.execute(sa.text(f"CREATE DATABASE {name}"))
+    engine.dispose()
+    return f"{postgres}/{name}"
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def state_url(request, tmp_path):
+    if request.param == "postgresql":
+        return request.getfixturevalue("postgres_url")
+    return f"sqlite:///{tmp_path}/jobs.db"
+
+
+@pytest.fixture
+def settings(tmp_path):
+    return SimpleNamespace(
+        state_url=f"sqlite:///{tmp_path}/jobs.db", directory=tmp_path / "private", devices=("cpu",), queue_jobs=1000,
+        queue_bytes=1 << 30, deadline_s=30.0, retention_s=3600.0, result_bytes=1 << 30,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def running(settings, monkeypatch):
+    """Start services: `async with running(devices=..., ...) as service`."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+
+    @contextlib.asynccontextmanager
+    async def start(lease_s=2.0, **changes):
+        service = JobService(
+            SimpleNamespace(**{**vars(settings), **changes}), operations="served:OPERATIONS", lease_s=lease_s
+        )
+        await service.start()
+        try:
+            yield service
+        finally:
+            await service.drain(0.0)
+
+    return start

@@ -1,0 +1,321 @@
+"""The job store on SQLite and PostgreSQL: claims, leases, fairness, bounds, two versions on one store."""
+
+import json
+import multiprocessing
+import shutil
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from hypothesis import HealthCheck, given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from accelerant.errors import ConfigError
+from accelerant.service.errors import JobNotFound, QueueFull
+from accelerant.service.jobs import store as module
+from accelerant.service.jobs.model import JobState
+from accelerant.service.jobs.store import JobStore
+
+OPERATIONS = ("work", "train")
+
+
+@pytest.fixture
+def opened(state_url):
+    """Return stores of the same URL, as of several servers."""
+    made = []
+
+    def make(owner="one", volume="v", lease_s=30.0):
+        made.append(JobStore(state_url, owner=owner, volume=volume, resumable={"train"}, lease_s=lease_s))
+        made[-1].upgrade()
+        return made[-1]
+
+    yield make
+    for store in made:
+        store.close()
+
+
+def add(
+    store, id, key="key", *, priority=0, size=10, operation="work", deadline=None, most_jobs=10_000, most_bytes=1 << 40
+):
+    row = {
+        "id": id, "operation": operation, "parameters": json.dumps({"n": 1}), "key_id": key, "priority": priority,
+        "request_id": "r", "deadline": deadline, "input_bytes": size,
+    }  # fmt: skip
+    return store.add(row, most_jobs=most_jobs, most_bytes=most_bytes, retry_after_s=3.0)
+
+
+def claim(store, device="cpu", **options):
+    found = store.claim(device, OPERATIONS, **options)
+    return None if found is None else found.job
+
+
+def test_the_life_of_a_job(opened):
+    store = opened()
+    assert store.claim("cpu", OPERATIONS) is None
+    added = add(store, "a", deadline=time.time() + 100)
+    assert store.get("a", "key") == store.get("a", None) == added
+    with pytest.raises(JobNotFound, match="no job 'a'"):
+        store.get("a", "another")
+    found = store.claim("cpu", OPERATIONS)
+    job = found.job
+    assert (found.parameters, found.request_id) == ({"n": 1}, "r")
+    assert (job.state, job.attempts, job.device) == (JobState.RUNNING, 1, "cpu")
+    assert claim(store) is None
+    assert store.report(job, 0.5, "half")
+    assert store.finish(job, JobState.SUCCEEDED, result_bytes=7)
+    done = store.get("a", None)
+    assert (done.state, done.progress, done.message, done.result_bytes) == (JobState.SUCCEEDED, 1.0, "half", 7)
+    assert added.created <= done.started <= done.finished
+    assert not store.report(job, 0.1, "")
+    assert not store.finish(job, JobState.FAILED)
+    assert store.release(job) is None
+
+
+def test_a_store_that_is_not_one(tmp_path):
+    for url, message in {
+        "mysql://host/name": "state_url must be of sqlite or postgresql, got 'mysql'",
+        "jobs.db": "state_url is not a URL as sqlite:///PATH or postgresql://USER@HOST/NAME",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            JobStore(url, owner="one", volume="v")
+
+
+def test_the_job_of_a_server_that_ended_is_taken_over_and_fenced(opened):
+    gone, other, elsewhere = opened("gone", lease_s=0.2), opened("other"), opened("elsewhere", volume="w")
+    add(gone, "a")
+    first = claim(gone)
+    assert other.take_over() == []
+    assert gone.renew([first]) == ({"a"}, set())
+    time.sleep(0.3)
+    assert elsewhere.take_over() == []  # it does not have the job's files
+    assert other.take_over() == [("a", JobState.QUEUED)]
+    assert elsewhere.claim("cpu", OPERATIONS) is None
+    second = claim(other)
+    assert (second.attempts, second.message) == (2, "its server ended; it runs again")
+    # What the first server still says about it changes nothing.
+    assert gone.renew([first]) == (set(), set())
+    assert not gone.report(first, 0.9, "")
+    assert not gone.finish(first, JobState.SUCCEEDED, result_bytes=1)
+    assert gone.release(first, lost="lost") is None
+    assert other.get("a", None).state is JobState.RUNNING
+    assert other.release(second, lost="the worker ended") is JobState.FAILED
+    assert other.get("a", None).error == "WorkerLost: the worker ended, for the second time"
+
+
+def test_losses_of_a_resumable_job_count_anew_after_progress(opened):
+    store = opened()
+    for operation, end in (("work", JobState.FAILED), ("train", JobState.QUEUED)):
+        add(store, operation, operation=operation)
+        for progress, expected in ((0.2, JobState.QUEUED), (0.4, end), (0.4, JobState.FAILED)):
+            if (job := claim(store)) is not None:
+                store.report(job, progress, "")
+                assert store.release(job, lost="lost") is expected
+        assert store.get(operation, None).state is JobState.FAILED
+
+
+def test_a_device_that_lost_a_job_gets_it_again_only_if_it_is_alone(opened):
+    store = opened()
+    add(store, "a")
+    store.release(claim(store, "cuda:0"), lost="lost")
+    assert claim(store, "cuda:0", alone=False) is None
+    assert claim(store, "cuda:1", alone=False).device == "cuda:1"
+    add(store, "b")
+    store.release(claim(store, "cuda:0"), lost="lost")
+    assert claim(store, "cuda:0", alone=True).id == "b"
+
+
+def test_cancel(opened):
+    store = opened()
+    for id in "ab":
+        add(store, id)
+    job = claim(store)
+    assert store.cancel("b")
+    assert not store.cancel("a")
+    assert store.renew([job]) == ({"a"}, {"a"})
+    assert store.release(job, lost="lost") is JobState.CANCELLED  # not repeated
+    assert not store.cancel("a")
+    assert [job.state for job in store.jobs(None)] == [JobState.CANCELLED] * 2
+
+
+def test_unknown_operations_are_left_to_servers_that_know_them(opened):
+    store = opened()
+    add(store, "a", operation="newer")
+    assert claim(store) is None
+    assert store.claim("cpu", ["newer"]).job.id == "a"
+
+
+@examples(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(jobs=st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 2)), max_size=14))
+def test_keys_take_turns_and_priorities_order_a_keys_own_jobs(tmp_path, jobs):
+    store = JobStore(f"sqlite:///{tmp_path}/{time.time_ns()}.db", owner="one", volume="v")
+    store.upgrade()
+    for number, (key, priority) in enumerate(jobs):
+        add(store, str(number), key, priority=priority)
+    order = []
+    while (job := claim(store)) is not None:
+        order.append(job)
+        store.finish(job, JobState.SUCCEEDED)
+    store.close()
+    waiting = Counter(key for key, _ in jobs)
+    served = Counter()
+    for job in order:
+        # No key is served twice more often than one that waits still.
+        assert all(served[job.key_id] <= served[key] for key, count in waiting.items() if count)
+        waiting[job.key_id] -= 1
+        served[job.key_id] += 1
+    for key in "abc":
+        own = [(-job.priority, int(job.id)) for job in order if job.key_id == key]
+        assert own == sorted(own)
+    assert len(order) == len(jobs)
+
+
+def test_bounds_hold_for_many_threads(opened):
+    stores = [opened(f"server{number}") for number in range(2)]
+    refused = []
+
+    def submit(number):
+        for job in range(15):
+            try:
+                add(
+                    stores[number % 2],
+                    f"{number}-{job}",
+                    size=10,
+                    most_jobs=20,
+                    most_bytes=150 if number < 4 else 10_000,
+                )
+            except QueueFull as error:
+                refused.append(error.retry_after_s)
+
+    for first, count, size in ((0, 15, 150), (4, 20, 200)):
+        threads = [threading.Thread(target=submit, args=(first + number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        states, by_key, held = stores[0].counts()
+        assert (states, by_key, held) == ({"queued": count}, {"key": count}, size)
+    assert refused == [3.0] * 100
+
+
+def _claim_all(url, owner, queue):
+    store = JobStore(url, owner=owner, volume="v")
+    while (job := claim(store)) is not None:
+        store.finish(job, JobState.SUCCEEDED)
+        queue.put(job.id)
+    queue.put(None)
+
+
+def test_two_servers_never_run_the_same_attempt(opened, state_url):
+    store = opened()
+    for number in range(40):
+        add(store, str(number), key=f"key{number % 3}")
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    servers = [context.Process(target=_claim_all, args=(state_url, f"server{n}", queue)) for n in range(2)]
+    for server in servers:
+        server.start()
+    ids = []
+    while servers:
+        if (id := queue.get(timeout=60)) is None:
+            servers.pop()
+        else:
+            ids.append(id)
+    assert sorted(ids, key=int) == [str(number) for number in range(40)]
+    assert all(job.attempts == 1 for job in store.jobs(None))
+
+
+def test_expiry_and_retention(opened):
+    store = opened()
+    add(store, "late", deadline=time.time() - 1)
+    add(store, "good", deadline=time.time() + 100)
+    assert store.expire() == ["late"]
+    assert store.get("late", None).error == "DeadlineExceeded: the deadline passed while the job was queued"
+    job = claim(store)
+    assert job.id == "good"
+    store.finish(job, JobState.SUCCEEDED, result_bytes=100)
+    assert store.prune(100.0, 100) == ([], [])
+    assert store.prune(100.0, 99) == ([], ["good"])
+    assert store.get("good", None).result_bytes is None
+    assert sorted(store.prune(0.0, 100)[0]) == ["good", "late"]
+    assert store.known(["good", "late"]) == set()
+
+
+# --- two versions ----------------------------------------------------------------------------------------------------
+
+NEWER = '''
+"""A newer version's revision."""
+import sqlalchemy as sa
+from alembic import op
+revision, down_revision = "{revision}", "{down}"
+
+def upgrade():
+    {body}
+'''
+
+
+@pytest.fixture
+def newer(tmp_path):
+    """The migrations of a newer version of the service: one more column, and whatever else a test adds."""
+    folder = tmp_path / "migrations"
+    shutil.copytree(Path(module.__file__).parent / "migrations", folder)
+    last = str(module.REVISION)
+
+    def extend(body):
+        nonlocal last
+        number = str(int(last) + 1)
+        (folder / "versions" / f"v{number}.py").write_text(NEWER.format(revision=number, down=last, body=body))
+        last = number
+        return folder
+
+    return extend
+
+
+def test_two_versions_work_on_one_store(opened, newer):
+    older = opened("older")
+    add(older, "a")
+    column = 'sa.Column("weight", sa.Integer, nullable=False, server_default="1")'
+    upgraded = opened("newer")
+    upgraded.upgrade(newer(f'op.add_column("accelerant_jobs", {column})'))
+    upgraded.upgrade(newer('op.create_table("accelerant_more", sa.Column("id", sa.Integer))'))
+    # The older service goes on, and starts again.
+    add(older, "b")
+    assert claim(older).id == "a"
+    again = opened("older again")
+    assert claim(again).id == "b"
+    assert add(again, "c").state is JobState.QUEUED
+    with upgraded.engine.connect() as connection:
+        assert connection.execute(sa.text("SELECT sum(weight) FROM accelerant_jobs")).scalar_one() == 3
+    # A newer one that breaks with it says so.
+    upgraded.upgrade(newer('op.execute("UPDATE accelerant_schema SET oldest_revision = 4")'), known=4)
+    with pytest.raises(ConfigError, match="has schema 4, which needs a service of schema 4 or newer; this one has 1"):
+        opened("too old")
+
+
+def test_servers_that_start_together_upgrade_once(state_url):
+    errors = []
+
+    def start(number):
+        store = JobStore(state_url, owner=str(number), volume="v")
+        try:
+            store.upgrade()
+        except Exception as error:
+            errors.append(error)
+        store.close()
+
+    threads = [threading.Thread(target=start, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_the_tables_are_those_of_the_migrations(opened):
+    store = opened()
+    made = sa.inspect(store.engine)
+    for table in module._metadata.sorted_tables:
+        assert {column["name"] for column in made.get_columns(table.name)} == {column.name for column in table.columns}
