@@ -68,16 +68,21 @@ def test_a_watch_calls_back_and_counts(monkeypatch):
         seen.append((event.device, event.kind, event.detail))
         arrived.set()
 
-    with watch_devices(listener, [device], interval_s=0.01):
+    samples = []
+    with watch_devices(listener, [device], interval_s=0.01, samples=samples.append):
+        assert [item.ecc_uncorrected for item in samples[:1]] == [7]
         state["ecc"] = 9
         assert arrived.wait(30)
         state["slow"] = ("thermal",)  # the last reading is made when the block ends
     assert seen == [("cpu:0", "ecc_uncorrected", "2 new"), ("cpu:0", "slow_down", "thermal")]
     assert event_counts() == {("cpu:0", "ecc_uncorrected"): 1, ("cpu:0", "slow_down"): 1}
+    assert samples[-1].slow_down == ("thermal",)
+    assert all(item.processes is None for item in samples)
     state["ecc"] = 11
     time.sleep(0.03)
     assert len(seen) == 2
-    text = to_prometheus([device])
+    text = to_prometheus([monitor.sample(device)])
+    assert text == to_prometheus([device])
     assert 'accelerant_device_events_total{device="cpu:0",kind="ecc_uncorrected"} 1' in text
     assert f'accelerant_device_ecc_uncorrected_total{{device="cpu:0",name="{device.name}"}} 11' in text
     assert f'accelerant_device_slow_down{{device="cpu:0",name="{device.name}",reason="thermal"}} 1' in text

@@ -13,7 +13,7 @@ from accelerant.runtime import html_page
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch import operation as dispatch
 from accelerant.runtime.html_page import text_table
-from accelerant.runtime.ledger import FallbackRecord, Ledger, sections
+from accelerant.runtime.ledger import FallbackRecord, Ledger, OpRecord, merged, prometheus_text, sections
 from accelerant.runtime.streams.graphs import Graph, counting
 
 CPU = torch.device("cpu")
@@ -211,6 +211,29 @@ def test_a_reason_is_no_label_of_a_counter(book, op):
     assert len(series) == len(set(series))
     (total,) = [line for line in lines if line.startswith("accelerant_fallbacks_total{")]
     assert total.endswith(" 2")
+
+
+def test_ledgers_of_several_processes_add_up():
+    def exported(calls, ms, device="cpu"):
+        book = Ledger()
+        row = OpRecord("gelu_fwd", "torch", "cpu", device, "8 float32", own=False, bytes_per_call=64, calls=calls)
+        book.record(row).samples_ms.append(ms)
+        for _ in range(calls):
+            book.fallback(FallbackRecord("gelu_fwd", "8 float32", "triton", "torch", "no Triton"))
+        book.captured("step", {}).replays = calls
+        return json.loads(book.to_json())
+
+    whole = merged([exported(2, 5.0), exported(3, 7.0), exported(1, 9.0, "cpu:1")])
+    assert [(row["device"], row["calls"], row["bytes"], row["ms_p50"]) for row in whole["ops"]] == [
+        ("cpu", 5, 320, 7.0),
+        ("cpu:1", 1, 64, 9.0),
+    ]
+    assert whole["ops"][0]["ms_total"] == 2 * 5.0 + 3 * 7.0
+    assert [row["count"] for row in whole["fallbacks"]] == [6]
+    assert [row["replays"] for row in whole["graphs"]] == [6]
+    lines = [line.rsplit(" ", 1)[0] for line in prometheus_text(whole).splitlines() if not line.startswith("#")]
+    assert len(lines) == len(set(lines))
+    assert merged([]) == {"ops": [], "fallbacks": [], "graphs": [], "phases": []}
 
 
 # --- phases and tables -----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from html import escape
@@ -27,14 +27,15 @@ from accelerant.runtime.html_page import table, text_table
 from accelerant.runtime.provider import ComputeProvider, Event
 
 __all__ = [
-    "Decision", "FallbackRecord", "Ledger", "Manifest", "OpKey", "OpRecord", "Section", "ledger", "observers",
-    "quantile", "row_cells", "sections",
+    "Decision", "FallbackRecord", "Ledger", "Manifest", "OpKey", "OpRecord", "Section", "ledger", "merged", "observers",
+    "prometheus_text", "quantile", "row_cells", "sections",
 ]  # fmt: skip
 
 OpKey = tuple[str, str, str, str]
 """Op, implementation, device and case of a record."""
 
 _KEY = ("op", "implementation", "device", "case")
+_COUNTS = ("calls", "failures", "bytes", "flops")
 
 SAMPLE_EVERY = 64
 """One call in 64 is timed, and each of the first four, so that short runs have figures too."""
@@ -439,43 +440,8 @@ class Ledger:
         return json.dumps(self.to_dict(), indent=indent)
 
     def to_prometheus(self) -> str:
-        """Return everything in Prometheus' text format 0.0.4.
-
-        Reasons are labels of `_info` metrics alone, of value 1, so that a counter's identity does not change with the
-        text of a reason; join them on the labels that both have.
-        """
-        table = self.to_dict()
-        lines: list[str] = []
-
-        def family(
-            name: str, kind: str, text: str, rows: list[dict[str, Any]], value: Callable[[Any], object],
-            labels: tuple[str, ...] = _LABELS,
-        ) -> None:  # fmt: skip
-            lines.extend((f"# HELP {name} {text}", f"# TYPE {name} {kind}"))
-            for row in rows:
-                if (amount := value(row)) is not None:
-                    lines.append(f"{name}{{{label_text(row, labels)}}} {amount}")
-
-        def median_s(row: dict[str, Any]) -> float | None:
-            return None if row["ms_p50"] is None else row["ms_p50"] / 1e3
-
-        ops, fallbacks = table["ops"], table["fallbacks"]
-        family("accelerant_op_calls_total", "counter", "Calls begun.", ops, lambda row: row["calls"])
-        family("accelerant_op_failures_total", "counter", "Calls that raised.", ops, lambda row: row["failures"])
-        family("accelerant_op_bytes_total", "counter", "Least bytes moved.", ops, lambda row: row["bytes"])
-        family("accelerant_op_flops_total", "counter", "Operations done.", ops, lambda row: row["flops"])
-        family("accelerant_op_seconds", "gauge", "Median of the timed calls.", ops, median_s)
-        with_reason = (*_LABELS, "reason")
-        family("accelerant_op_info", "gauge", "Reason of the last choice.", ops, lambda row: 1, with_reason)
-        series: dict[str, dict[str, Any]] = {}
-        for row in fallbacks:  # one series for all reasons
-            total = series.setdefault(label_text(row, _LABELS), {**row, "count": 0})
-            total["count"] += row["count"]
-        totals = list(series.values())
-        family("accelerant_fallbacks_total", "counter", "Fallbacks taken.", totals, lambda row: row["count"])
-        family("accelerant_fallback_info", "gauge", "Reasons of fallbacks.", fallbacks, lambda row: 1, with_reason)
-        family("accelerant_graph_replays_total", "counter", "Graphs run.", table["graphs"], lambda row: row["replays"])
-        return "\n".join(lines) + "\n"
+        """Return everything in Prometheus' text format 0.0.4; see prometheus_text."""
+        return prometheus_text(self.to_dict())
 
     def __str__(self) -> str:
         exported = self.to_dict()
@@ -502,6 +468,75 @@ class Ledger:
             rows = ([("number" if i > 3 else "", row[i]) for i in range(len(row))] for row in section.cells())
             parts.append(table(_HEAD, rows, numbers=_NUMBERS))
         return "".join(parts) + f"<p>{_FIRST_NOTE}</p>"
+
+
+def prometheus_text(exported: Mapping[str, Any]) -> str:
+    """Return the result of `Ledger.to_dict()` in Prometheus' text format 0.0.4.
+
+    Reasons are labels of `_info` metrics alone, of value 1, so that a counter's identity does not change with the
+    text of a reason; join them on the labels that both have.
+    """
+    lines: list[str] = []
+
+    def family(
+        name: str, kind: str, text: str, rows: list[dict[str, Any]], value: Callable[[Any], object],
+        labels: tuple[str, ...] = _LABELS,
+    ) -> None:  # fmt: skip
+        lines.extend((f"# HELP {name} {text}", f"# TYPE {name} {kind}"))
+        for row in rows:
+            if (amount := value(row)) is not None:
+                lines.append(f"{name}{{{label_text(row, labels)}}} {amount}")
+
+    def median_s(row: dict[str, Any]) -> float | None:
+        return None if row["ms_p50"] is None else row["ms_p50"] / 1e3
+
+    ops, fallbacks = exported["ops"], exported["fallbacks"]
+    family("accelerant_op_calls_total", "counter", "Calls begun.", ops, lambda row: row["calls"])
+    family("accelerant_op_failures_total", "counter", "Calls that raised.", ops, lambda row: row["failures"])
+    family("accelerant_op_bytes_total", "counter", "Least bytes moved.", ops, lambda row: row["bytes"])
+    family("accelerant_op_flops_total", "counter", "Operations done.", ops, lambda row: row["flops"])
+    family("accelerant_op_seconds", "gauge", "Median of the timed calls.", ops, median_s)
+    with_reason = (*_LABELS, "reason")
+    family("accelerant_op_info", "gauge", "Reason of the last choice.", ops, lambda row: 1, with_reason)
+    series: dict[str, dict[str, Any]] = {}
+    for row in fallbacks:  # one series for all reasons
+        total = series.setdefault(label_text(row, _LABELS), {**row, "count": 0})
+        total["count"] += row["count"]
+    totals = list(series.values())
+    family("accelerant_fallbacks_total", "counter", "Fallbacks taken.", totals, lambda row: row["count"])
+    family("accelerant_fallback_info", "gauge", "Reasons of fallbacks.", fallbacks, lambda row: 1, with_reason)
+    family("accelerant_graph_replays_total", "counter", "Graphs run.", exported["graphs"], lambda row: row["replays"])
+    return "\n".join(lines) + "\n"
+
+
+def merged(exports: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the results of `Ledger.to_dict()` of several processes as one, without phases.
+
+    Counts are added up; the times of an op are those of the process that called it most.
+    """
+    ops: dict[tuple[Any, ...], dict[str, Any]] = {}
+    fallbacks: dict[tuple[Any, ...], dict[str, Any]] = {}
+    graphs: dict[str, dict[str, Any]] = {}
+    for exported in exports:
+        for row in exported["graphs"]:
+            replays = row["replays"] + graphs.get(row["graph"], {"replays": 0})["replays"]
+            graphs[row["graph"]] = {**row, "replays": replays}
+        for row in exported["ops"]:
+            key = tuple(row[name] for name in _KEY)
+            before = ops.get(key, {"calls": 0})
+            counts = {name: row[name] + before.get(name, 0) for name in _COUNTS}
+            ms = [part["ms_total"] for part in (row, before) if part.get("ms_total") is not None]
+            most = row if row["calls"] >= before["calls"] else before
+            ops[key] = {**most, **counts, "ms_total": sum(ms) if ms else None}
+        for row in exported["fallbacks"]:
+            key = tuple(value for name, value in row.items() if name != "count")
+            fallbacks[key] = {**row, "count": row["count"] + fallbacks.get(key, {"count": 0})["count"]}
+    return {
+        "ops": list(ops.values()),
+        "fallbacks": list(fallbacks.values()),
+        "graphs": list(graphs.values()),
+        "phases": [],
+    }
 
 
 _HEAD = ("op", "implementation", "device", "case", "calls", "ms", "total ms", "%")

@@ -116,7 +116,7 @@ def _is_loss(reason: str) -> bool:
 @contextmanager
 def watch_devices(
     listener: Callable[[DeviceEvent], None] | None = None, devices: Iterable[ComputeDevice] | None = None,
-    interval_s: float = 1.0,
+    interval_s: float = 1.0, samples: Callable[[Sample], None] | None = None,
 ) -> Iterator[None]:  # fmt: skip
     """Read devices at intervals during a block of code, and count their events; call a function with each.
 
@@ -124,6 +124,7 @@ def watch_devices(
         listener: called in the watching thread, or in the one that loses a device. Without one, events are counted.
         devices: as acl.devices() lists them; the available ones by default.
         interval_s: seconds between two readings, above 0 to 3600. A slow-down that ends sooner may pass unseen.
+        samples: called with each reading, which has no processes, in the watching thread and before the block.
 
     Raises:
         ConfigError: the interval is not in that range.
@@ -135,21 +136,24 @@ def watch_devices(
     from accelerant.runtime.registry import devices as all_devices
 
     watched = list(devices) if devices is not None else [device for device in all_devices() if device.available]
-    latest = {device.label: sample(device) for device in watched}
+    latest: dict[str, Sample] = {}
     stop = threading.Event()
 
     def read() -> None:
         for device in watched:
-            now = sample(device)
-            for kind, detail in events_between(latest[device.label], now):
+            now = sample(device, processes=False)
+            for kind, detail in events_between(latest.get(device.label, now), now):
                 publish(device.label, kind, detail)
             latest[device.label] = now
+            if samples is not None:
+                samples(now)
 
     def run() -> None:
         while not stop.wait(interval_s):
             read()
 
     thread = threading.Thread(target=run, name="accelerant-events", daemon=True)
+    read()
     with subscribe(listener or (lambda event: None)):
         thread.start()
         try:

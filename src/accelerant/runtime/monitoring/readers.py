@@ -42,7 +42,7 @@ FIGURES = (
     "utilisation_percent", "core_percents", "memory_used_bytes", "memory_total_bytes", "power_w", "temperature_c",
     "clock_mhz", "memory_clock_mhz", "slow_down", "ecc_corrected", "ecc_uncorrected", "processes",
 )  # fmt: skip
-"""The figures of a sample; a reader may also report "energy_j", joules since some fixed time."""
+"""The figures of a sample, "processes" the last; a reader may also report "energy_j", joules since some fixed time."""
 
 EXTRA = "needs nvidia-ml-py: pip install 'accelerant[monitor]'"
 _SMI_TIMEOUT_S = 20
