@@ -20,7 +20,8 @@ The file is `$ACCELERANT_CONFIG`, or `config.toml` in the user's configuration f
     gelu_fwd = "torch"
 
 An unknown name is an error, in the file and among the variables that begin with ACCELERANT_ (except those of a
-Kubernetes service). An unknown op is an error when any op first chooses an implementation.
+Kubernetes service, and ACCELERANT_SERVE_..., see accelerant.service.settings). An unknown op is an error when any op
+first chooses an implementation.
 
 `settings()` is read once a process; `override(...)` changes it for a block of code, in its thread or asyncio task and
 in the threads in which autograd runs a backward pass started there. At the log level "debug", each kernel launch is
@@ -181,7 +182,9 @@ def load(environ: Mapping[str, str] | None = None) -> Settings:
     ours = [name for name, value in environ.items() if name.startswith("ACCELERANT_") and value]
     variables = {f"ACCELERANT_{setting.name.upper()}" for setting in fields(Settings)}
     _require_known(
-        [name for name in ours if not _FOREIGN.fullmatch(name)], variables | _OTHERS, "unknown environment variable"
+        [name for name in ours if not _FOREIGN.fullmatch(name) and not name.startswith("ACCELERANT_SERVE_")],
+        variables | _OTHERS,
+        "unknown environment variable",
     )
     named = environ.get("ACCELERANT_CONFIG")
     default = _user_folder("config") / "config.toml"

@@ -1,4 +1,4 @@
-"""A throwaway PostgreSQL cluster, and services whose operations are those of served.py."""
+"""A throwaway PostgreSQL cluster, services whose operations are those of served.py, and a server process."""
 
 import contextlib
 import os
@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from serving import Server
 
 from accelerant.service.jobs.service import JobService
 from requirements import require
@@ -115,3 +116,22 @@ def running(settings, monkeypatch):
             await service.drain(0.0)
 
     return start
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    """A service on loopback, without keys."""
+    settings = tmp_path_factory.mktemp("settings") / "service.toml"
+    settings.write_text(
+        "body_bytes = 8_000_000\njson_bytes = 200_000\nresult_bytes = 8_000_000\nheader_timeout_s = 1.0\n"
+        "body_timeout_s = 1.0\nheader_bytes = 16_384\n"
+    )
+    running = Server(tmp_path_factory.mktemp("service"), "--device", "cpu", "--config", str(settings))
+    yield running
+    assert running.stop() == 0
+
+
+@pytest.fixture(scope="session")
+def http(server):
+    with server.client() as client:
+        yield client

@@ -36,6 +36,8 @@ GROUPS = (
     "data",
     "privacy",
     "zk",
+    "serve",
+    "keys",
     "devices",
     "top",
     "doctor",

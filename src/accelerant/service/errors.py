@@ -1,6 +1,7 @@
 """The errors of the service, each with the HTTP status that the application answers.
 
     ServiceError
+    ├── Refused                 401 to 503, its own   a request that no operation sees: no key, too large, unknown
     ├── QueueFull               429   the queue has reached its bound; `retry_after_s` says when to come back
     ├── Draining                503   the server is stopping and takes no new work
     ├── StoreUnavailable        503   the job store cannot be reached
@@ -17,18 +18,25 @@ Errors of the input are the library's own (accelerant.errors), also where a work
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 __all__ = [
     "Cancelled", "DeadlineExceeded", "Draining", "JobFailed", "JobNotFinished", "JobNotFound", "QueueFull",
-    "ResultGone", "ServiceError", "StoreUnavailable", "WorkerLost",
+    "Refused", "ResultGone", "ServiceError", "StoreUnavailable", "WorkerLost",
 ]  # fmt: skip
 
 
 class ServiceError(Exception):
     """Base class of the service's errors."""
 
-    status: ClassVar[int] = 500
+    status: int = 500
+    retry_after_s: float | None = None
+
+
+class Refused(ServiceError):
+    """A request that no operation sees, for a reason of the protocol; `kind` names the error to clients."""
+
+    def __init__(self, status: int, kind: str, message: str, retry_after_s: float | None = None) -> None:
+        self.status, self.kind, self.retry_after_s = status, kind, retry_after_s
+        super().__init__(message)
 
 
 class QueueFull(ServiceError):

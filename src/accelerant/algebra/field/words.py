@@ -18,7 +18,7 @@ import numpy.typing as npt
 from accelerant.algebra.field.parameters import Field
 from accelerant.errors import FormatError, ShapeError, UnsupportedDtype
 
-__all__ = ["check_words", "decode", "dtype_of", "element_shape", "encode", "random", "tail_of"]
+__all__ = ["check_words", "decode", "dtype_of", "element_shape", "encode", "not_below", "random", "tail_of"]
 
 Words = npt.NDArray[Any]
 Shape = tuple[int, ...]
@@ -110,10 +110,10 @@ def decode(field: Field, words: Words) -> Any:
 def random(field: Field, shape: Shape) -> Words:
     """Draw uniform elements from the system's entropy, by rejection: fewer than two draws an element on average."""
     words = _bits(field, math.prod(shape))
-    missing = np.flatnonzero(_not_below(field, words))
+    missing = np.flatnonzero(not_below(field, words))
     while missing.size:
         words[missing] = _bits(field, missing.size)
-        missing = missing[_not_below(field, words[missing])]
+        missing = missing[not_below(field, words[missing])]
     return words.reshape((*shape, *tail_of(field)))
 
 
@@ -124,8 +124,8 @@ def _bits(field: Field, n: int) -> Words:
     return words
 
 
-def _not_below(field: Field, words: Words) -> npt.NDArray[np.bool_]:
-    """Return the mask of elements of (n, limbs) that are not below the modulus."""
+def not_below(field: Field, words: Words) -> npt.NDArray[np.bool_]:
+    """Return the mask of the elements of words, (n, limbs), that are not below the modulus."""
     mask = np.ones(len(words), np.bool_)
     for column, limb in zip(words.T, field.words(field.modulus, field.word_bits, field.limbs), strict=True):
         word = words.dtype.type(limb)

@@ -1,0 +1,328 @@
+"""What stands between the network and the routes: limits, keys, request ids, logs, spans.
+
+`GuardedProtocol` bounds connections, and the time and bytes of headers. `Guard` is ASGI middleware: it identifies each
+request, checks its key and its origin, bounds the requests in progress, logs one line, and makes a span where
+OpenTelemetry is installed. `read_body` reads a body within its limits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import re
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from accelerant.service.errors import Refused
+from accelerant.service.keys import ANONYMOUS, Key, KeyStore
+from accelerant.service.settings import ServiceSettings
+
+__all__ = ["Guard", "GuardedProtocol", "RequestRecord", "error_body", "guarded_protocol", "log_to", "read_body"]
+
+_LOG = logging.getLogger("accelerant.service")
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_PUBLIC = frozenset({"/", "/v2/health/live", "/v2/health/ready", "/openapi.json", "/docs", "/favicon.ico"})
+_LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+Headers = Iterable[tuple[bytes, bytes]]
+Receive = Callable[[], Any]
+Scope = MutableMapping[str, Any]
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What is known of a request when it has been answered.
+
+    Attributes:
+        route: the path's template; "" if no route matched.
+        operation: name of the operation, "" for other routes.
+        backend: backend that ran it; "" where none did.
+    """
+
+    request_id: str
+    method: str
+    path: str
+    route: str = ""
+    operation: str = ""
+    backend: str = ""
+    key_id: str = ""
+    status: int = 0
+    seconds: float = 0.0
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+
+def error_body(kind: str, message: str, request_id: str) -> bytes:
+    """Return the JSON of an error: KServe's `error`, the error's class, and the id of the request."""
+    return json.dumps({"error": message, "type": kind, "request_id": request_id}).encode()
+
+
+class Guard:
+    """ASGI middleware. The key and the record of a request are `scope["state"]["key"]` and `["record"]`.
+
+    Attributes:
+        observers: called with the record of each answered request.
+    """
+
+    def __init__(self, app: Any, *, settings: ServiceSettings, keys: KeyStore, observers: list[Any]) -> None:
+        self.app, self.settings, self.keys, self.observers = app, settings, keys, observers
+        self._running = 0
+        self._span = _tracing()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Callable[[Any], Any]) -> None:
+        """Serve a request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        start = time.perf_counter()
+        headers = scope["headers"]
+        given = _header(headers, b"x-request-id")
+        request_id = given.decode() if given and _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
+        record = RequestRecord(request_id, scope["method"], scope["path"])
+        state = scope.setdefault("state", {})
+        state["record"] = record
+
+        async def answer(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                message["headers"] = [
+                    *message.get("headers", ()),
+                    (b"x-request-id", request_id.encode()),
+                    (b"x-content-type-options", b"nosniff"),
+                ]
+            else:
+                record.bytes_out += len(message.get("body", b""))
+            await send(message)
+
+        self._running += 1
+        try:
+            with self._span(record, headers):
+                try:
+                    state["key"] = self._admitted(scope, headers)
+                    record.key_id = state["key"].id
+                    await self.app(scope, receive, answer)
+                except Refused as error:
+                    await send_refusal(answer, error, request_id)
+                except Exception:
+                    _LOG.exception("request %s failed", request_id)
+                    if record.status:
+                        raise  # the answer has begun: uvicorn closes the connection
+                    await send_refusal(
+                        answer, Refused(500, "InternalError", "the server failed; its log has the reason"), request_id
+                    )
+        finally:
+            self._running -= 1
+            route = scope.get("route")
+            record.route = getattr(route, "path", "")
+            record.seconds = time.perf_counter() - start
+            for observer in self.observers:
+                observer(record)
+            _LOG.info("", extra={"record": record})
+
+    def _admitted(self, scope: Scope, headers: Headers) -> Key:
+        """Return the key of a request; raise Refused."""
+        if self._running > self.settings.concurrency:
+            raise Refused(503, "Busy", f"{self.settings.concurrency} requests are in progress", retry_after_s=1)
+        origin, host = _header(headers, b"origin"), (_header(headers, b"host") or b"").decode("latin-1")
+        if origin is not None and urlsplit(origin.decode("latin-1")).netloc != host:
+            raise Refused(403, "Forbidden", "pages of other sites may not call this service")
+        token = _token(headers)
+        if token is None and not self.keys.exists and self.settings.is_loopback:
+            if urlsplit(f"//{host}").hostname not in _LOCAL_NAMES:
+                raise Refused(403, "Forbidden", f"host {host!r} is not this machine's: without API keys, use 127.0.0.1")
+            return ANONYMOUS
+        path = scope["path"]
+        if token is None and (path in _PUBLIC or path.startswith("/dashboard/")) and scope["method"] in ("GET", "HEAD"):
+            return Key("")
+        key = self.keys.verify(token) if token is not None else None
+        if key is None:
+            raise Refused(401, "Unauthorized", "give a valid API key: Authorization: Bearer acl_...")
+        wait_s = self.keys.wait_s(key)
+        if wait_s:
+            raise Refused(429, "RateLimited", f"the key allows {key.rate:g} requests a second", retry_after_s=wait_s)
+        return key
+
+
+def _header(headers: Headers, name: bytes) -> bytes | None:
+    return next((value for key, value in headers if key == name), None)
+
+
+def _token(headers: Headers) -> str | None:
+    bearer = _header(headers, b"authorization")
+    if bearer is not None and bearer[:7].lower() == b"bearer ":
+        return bearer[7:].strip().decode("latin-1")
+    other = _header(headers, b"x-api-key")
+    return None if other is None else other.decode("latin-1")
+
+
+async def send_refusal(send: Callable[[Any], Any], error: Refused, request_id: str) -> None:
+    """Answer with an error."""
+    body = error_body(error.kind, str(error), request_id)
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if error.retry_after_s is not None:
+        headers.append((b"retry-after", str(math.ceil(error.retry_after_s)).encode()))
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def read_body(scope: Scope, receive: Receive, settings: ServiceSettings) -> bytes:
+    """Return a request's body; Refused if it is too large, compressed, slow, or ends early."""
+    headers = scope["headers"]
+    encoding = _header(headers, b"content-encoding")
+    if encoding not in (None, b"identity"):
+        raise Refused(415, "UnsupportedMediaType", "compressed bodies are not read: send it as it is")
+    most = settings.body_bytes
+    declared = _header(headers, b"content-length")
+    size = int(declared) if declared is not None and declared.isdigit() else None
+    too_large = Refused(413, "BodyTooLarge", f"the body has more than {most:,} bytes")
+    if size is not None and size > most:
+        raise too_large
+    start = time.monotonic()
+    parts: list[bytes] = []
+    received, more = 0, True
+    while more:
+        left_s = settings.body_timeout_s + received / settings.body_rate_bytes_s - (time.monotonic() - start)
+        try:
+            async with asyncio.timeout(max(0.0, left_s)):
+                message = await receive()
+        except TimeoutError:
+            raise Refused(408, "BodyTooSlow", f"{received:,} bytes of the body came within the time limit") from None
+        if message["type"] == "http.disconnect":
+            raise Refused(400, "Disconnected", "the body ended early")
+        part, more = message.get("body", b""), message.get("more_body", False)
+        received += len(part)
+        if received > most:
+            raise too_large
+        parts.append(part)
+    scope["state"]["record"].bytes_in = received
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+# --- connections -----------------------------------------------------------------------------------------------------
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with limits of connections, and of the bytes and time of a request's headers."""
+
+    limits: ServiceSettings
+
+    def connection_made(self, transport: Any) -> None:
+        """Refuse a connection beyond the limit; expect headers soon."""
+        super().connection_made(transport)
+        self._header_bytes = 0
+        self._header_timer: asyncio.TimerHandle | None = None
+        connection = transport.get_extra_info("socket")
+        if hasattr(socket, "TCP_USER_TIMEOUT") and connection is not None and connection.family != socket.AF_UNIX:
+            # closes connections whose peer does not read its answer
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self.limits.body_timeout_s))
+        if len(self.connections) > self.limits.connections:
+            transport.close()
+            return
+        self._expect_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the timer."""
+        self._headers_came()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Count bytes until the headers are complete."""
+        if self._header_timer is None and (self.cycle is None or self.cycle.response_complete):
+            self._expect_headers()
+        if self._header_timer is not None:
+            self._header_bytes += len(data)
+        super().data_received(data)
+        if self._header_timer is not None and self._header_bytes > self.limits.header_bytes:
+            self._headers_came()
+            body = b"the headers are too large"
+            self.transport.write(
+                b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-type: text/plain\r\n"
+                b"content-length: %d\r\n\r\n%s" % (len(body), body)
+            )
+            self.transport.close()
+
+    def on_headers_complete(self) -> None:
+        """Stop the timer."""
+        self._headers_came()
+        super().on_headers_complete()
+
+    def _expect_headers(self) -> None:
+        self._header_bytes = 0
+        self._header_timer = self.loop.call_later(self.limits.header_timeout_s, self.transport.close)
+
+    def _headers_came(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+
+def guarded_protocol(settings: ServiceSettings) -> type[GuardedProtocol]:
+    """Return the protocol class with the limits of the settings."""
+    return type("GuardedProtocol", (GuardedProtocol,), {"limits": settings})
+
+
+# --- logs and spans --------------------------------------------------------------------------------------------------
+
+
+class _Formatter(logging.Formatter):
+    """One line a record: JSON, or text."""
+
+    def __init__(self, style: str) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+        self._json = style == "json"
+
+    def format(self, entry: logging.LogRecord) -> str:
+        record: RequestRecord | None = getattr(entry, "record", None)
+        if not self._json:
+            if record is not None:
+                entry.message = entry.msg = (
+                    f"{record.status} {record.method} {record.path} {record.seconds * 1e3:.1f} ms {record.request_id}"
+                )
+            return super().format(entry).replace("\n", "\n  ")
+        line: dict[str, Any] = {"time": round(entry.created, 6), "level": entry.levelname.lower()}
+        if record is not None:
+            line |= {name: getattr(record, name) for name in RequestRecord.__slots__}
+            line["seconds"] = round(record.seconds, 6)
+        else:
+            line |= {"logger": entry.name, "message": entry.getMessage()}
+        if entry.exc_info:
+            line["exception"] = self.formatException(entry.exc_info)
+        return json.dumps(line)
+
+
+def log_to(stream: Any, style: str) -> None:
+    """Write the logs of the service and of uvicorn to a stream."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(_Formatter(style))
+    for name in ("accelerant.service", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(logging.INFO)
+
+
+def _tracing() -> Callable[[RequestRecord, Headers], AbstractContextManager[Any]]:
+    """Return a maker of spans, which do nothing without OpenTelemetry."""
+    try:
+        from opentelemetry import propagate, trace
+    except ImportError:
+        return lambda record, headers: nullcontext()
+    tracer = trace.get_tracer("accelerant.service")
+
+    def span(record: RequestRecord, headers: Headers) -> AbstractContextManager[Any]:
+        carrier = {key.decode("latin-1"): value.decode("latin-1") for key, value in headers}
+        attributes = {"http.request.method": record.method, "url.path": record.path, "request_id": record.request_id}
+        return tracer.start_as_current_span(
+            f"{record.method} {record.path}", propagate.extract(carrier), trace.SpanKind.SERVER, attributes
+        )
+
+    return span

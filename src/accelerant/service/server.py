@@ -1,0 +1,69 @@
+"""uvicorn with the application and its limits, in this process."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from accelerant.errors import ConfigError
+from accelerant.service.app import create_app
+from accelerant.service.guard import guarded_protocol, log_to
+from accelerant.service.keys import KeyStore
+from accelerant.service.settings import ServiceSettings
+
+__all__ = ["run"]
+
+_LOG = logging.getLogger("accelerant.service")
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which says where it listens, and is not ready from the first signal on."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take no new work, and end what would not end by itself."""
+        state = self.config.app.state  # type: ignore[union-attr]  # a FastAPI application
+        if not state.draining:
+            _LOG.info("stopping on signal %d", sig)
+            state.draining = True
+            for close in state.on_stop:
+                close()
+        super().handle_exit(sig, frame)
+
+    def _log_started_message(self, listeners: Any) -> None:
+        scheme = "https" if self.config.ssl_certfile else "http"
+        for server in self.servers:
+            for connection in server.sockets:
+                host, port = connection.getsockname()[:2]
+                _LOG.info("listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)
+
+
+def run(settings: ServiceSettings) -> None:
+    """Serve until a signal ends it.
+
+    Raises ConfigError if others than this machine's programs would reach the service, and there are no API keys.
+    """
+    keys = KeyStore(settings.keys_file).read()
+    if not settings.is_loopback and not keys:
+        raise ConfigError(
+            f"host {settings.host} is reachable from other machines, and {settings.keys_file} has no API keys: make "
+            "one with `accelerant keys create --name NAME --scope admin`, or listen on 127.0.0.1"
+        )
+    log_to(sys.stderr, settings.log)
+    if not settings.is_loopback and not settings.tls_certificate:
+        _LOG.warning("without TLS, keys and data travel in the clear: set tls_certificate, or let a proxy do it")
+    config = uvicorn.Config(
+        create_app(settings), host=settings.host, port=settings.port, http=guarded_protocol(settings), ws="none",
+        log_config=None, access_log=False, server_header=False, proxy_headers=False, lifespan="on",
+        timeout_keep_alive=30, timeout_graceful_shutdown=int(settings.drain_s) or 1,
+        ssl_certfile=settings.tls_certificate or None, ssl_keyfile=settings.tls_key or None,
+    )  # fmt: skip
+    server = _Server(config)
+    signal.signal(signal.SIGTERM, lambda number, frame: None)  # uvicorn raises it again after the drain: status 0
+    server.run()
+    if not server.started:
+        raise SystemExit(1)

@@ -1,0 +1,181 @@
+"""Settings of the service: a TOML file, the environment and arguments, in rising order of precedence.
+
+    host = "127.0.0.1"            # another address needs API keys (`accelerant keys create`)
+    port = 8080
+    state_url = "sqlite:////var/lib/accelerant/jobs.db"     # or postgresql+psycopg://user@host/name
+    directory = "/var/lib/accelerant"     # private files of jobs, keys.json
+    devices = ["cuda:0", "cuda:1"]        # one worker process each
+
+    [models]                      # folders that `generate` may use, by the name that clients give
+    tiny = "/srv/models/tiny"
+
+    [data]                        # text files and folders that `train` may use
+    books = "/srv/data/books"
+
+Every setting but the two tables is also a variable ACCELERANT_SERVE_<NAME>, lists with commas. (Kubernetes itself sets
+ACCELERANT_SERVICE_HOST in each container beside a service of that name.)
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import sys
+import tomllib
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from accelerant.config import similar
+from accelerant.errors import ConfigError
+
+__all__ = ["PREFIX", "ServiceSettings", "load"]
+
+PREFIX = "ACCELERANT_SERVE_"
+
+
+def _state_folder() -> Path:
+    home = Path(os.path.expanduser("~"))
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local") / "accelerant" / "service"
+    if sys.platform == "darwin":
+        return home / "Library" / "Application Support" / "accelerant" / "service"
+    return Path(os.environ.get("XDG_STATE_HOME") or home / ".local" / "state") / "accelerant" / "service"
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSettings:
+    """Settings and their defaults.
+
+    Attributes:
+        host, port: address to listen on.
+        directory: private folder (0700) of jobs' inputs, results and checkpoints, the default job store, and keys.json.
+        state_url: job store, a URL of SQLAlchemy; empty for SQLite in `directory`.
+        keys_file: file of the hashed API keys; empty for keys.json in `directory`.
+        devices: one worker process each, as "cpu" or "cuda:0"; empty for the automatic choice.
+        models, data: folders of models for `generate` and of texts for `train`, by name.
+        tls_certificate, tls_key: PEM files; both or none.
+        body_bytes, json_bytes: largest request body, and largest JSON of one.
+        header_bytes: largest request line and headers together.
+        header_timeout_s, body_timeout_s: within which headers, and then a body, must have arrived.
+        body_rate_bytes_s: slowest average rate of a body beyond body_timeout_s.
+        connections, concurrency: most open connections, and most requests in progress; more get 503.
+        queue_jobs, queue_bytes: bounds of the queue; more get 429.
+        short_s: calls that are estimated to take longer become jobs, answered with 202.
+        deadline_s: longest time of a call or job from acceptance to its end, training excepted.
+        train_deadline_s: the same of training.
+        result_bytes: largest result.
+        retention_s: seconds for which results are kept.
+        lease_s: seconds without a sign of life after which another server on the same store takes over a server's jobs.
+        drain_s: seconds that jobs get to end or save a checkpoint at shutdown.
+        log: "json" (one object a line) or "text".
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    directory: Path = field(default_factory=_state_folder)
+    state_url: str = ""
+    keys_file: str = ""
+    devices: tuple[str, ...] = ()
+    models: Mapping[str, Path] = field(default_factory=dict)
+    data: Mapping[str, Path] = field(default_factory=dict)
+    tls_certificate: str = ""
+    tls_key: str = ""
+    body_bytes: int = 256 << 20
+    json_bytes: int = 4 << 20
+    header_bytes: int = 32 << 10
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 30.0
+    body_rate_bytes_s: int = 64 << 10
+    connections: int = 1024
+    concurrency: int = 256
+    queue_jobs: int = 1000
+    queue_bytes: int = 1 << 30
+    short_s: float = 0.5
+    deadline_s: float = 300.0
+    train_deadline_s: float = 7 * 86400.0
+    result_bytes: int = 256 << 20
+    retention_s: float = 86400.0
+    lease_s: float = 10.0
+    drain_s: float = 30.0
+    log: str = "json"
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if setting.type in ("int", "float") and setting.name != "port" and not value > 0:
+                raise ConfigError(f"setting {setting.name} must be above 0, got {value!r}")
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"setting port must be 0 to 65535, got {self.port}")
+        if self.log not in ("json", "text"):
+            raise ConfigError(f"setting log must be json or text, got {self.log!r}")
+        if bool(self.tls_certificate) != bool(self.tls_key):
+            raise ConfigError("settings tls_certificate and tls_key belong together: give both or none")
+        if not self.state_url:
+            object.__setattr__(self, "state_url", f"sqlite:///{self.directory / 'jobs.db'}")
+        if not self.keys_file:
+            object.__setattr__(self, "keys_file", str(self.directory / "keys.json"))
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only programs of this machine reach the service."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+_TYPES = typing.get_type_hints(ServiceSettings)
+
+
+def load(path: str | Path | None = None, environ: Mapping[str, str] | None = None, **arguments: Any) -> ServiceSettings:
+    """Return the settings of a file, the environment (the process's by default) and arguments that are not None.
+
+    Raises ConfigError for an unknown name or a value of another type; names where it came from.
+    """
+    environ = os.environ if environ is None else environ
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{path}: not TOML: {error}") from None
+        values |= {name: _converted(name, value, str(path)) for name, value in table.items()}
+    for variable, text in environ.items():
+        # "tcp://..." is what Kubernetes sets as the PORT of a service named accelerant-serve
+        if variable.startswith(PREFIX) and text and not text.startswith("tcp://"):
+            name = variable.removeprefix(PREFIX).lower()
+            values[name] = _converted(name, text, variable)
+    given = {name: value for name, value in arguments.items() if value is not None}
+    return ServiceSettings(**values | {name: _converted(name, value, "argument") for name, value in given.items()})
+
+
+def _converted(name: str, value: Any, origin: str) -> Any:
+    """Return a value as its setting's type; numbers and lists may be text."""
+    if name not in _TYPES:
+        raise ConfigError(f"{origin}: unknown setting {name!r}{similar(name, _TYPES)}")
+    kind = _TYPES[name]
+    try:
+        if kind is Path and isinstance(value, (str, Path)) and value:
+            return Path(value).expanduser().absolute()
+        if kind is int and isinstance(value, (int, str)) and not isinstance(value, bool):
+            return int(value)
+        if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+            return float(value)
+        if kind is str and isinstance(value, str):
+            return value
+        if typing.get_origin(kind) is tuple:
+            parts = value.split(",") if isinstance(value, str) else value
+            return tuple(part.strip() for part in parts if part.strip())
+        if isinstance(value, Mapping):
+            return {key: Path(folder).expanduser().absolute() for key, folder in value.items()}
+    except (ValueError, TypeError, AttributeError):
+        pass
+    wanted = getattr(kind, "__name__", str(kind))
+    raise ConfigError(f"{origin}: {name} must be {'a table' if wanted == 'Mapping' else wanted}, got {value!r}")

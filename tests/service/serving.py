@@ -1,0 +1,54 @@
+"""A server process of `accelerant serve`, for tests."""
+
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import httpx
+
+
+class Server:
+    """The command `accelerant serve` on a free port, with its log."""
+
+    def __init__(self, directory, *arguments, env=None, wait_s=120):
+        command = [sys.executable, "-m", "accelerant", "serve", "--port", "0", "--directory", str(directory)]
+        self.process = subprocess.Popen(
+            [*command, *arguments],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+        )
+        self.lines, found = [], queue.Queue()
+
+        def read():
+            for line in self.process.stderr:
+                self.lines.append(line.rstrip("\n"))
+                if match := re.search(r"listening on (https?://[^\"\s]+)", line):
+                    found.put(match[1])
+            found.put(None)
+
+        threading.Thread(target=read, daemon=True).start()
+        self.url = found.get(timeout=wait_s)
+        if self.url is None:
+            self.process.wait()
+            raise RuntimeError("\n".join(self.lines))
+
+    def client(self, **options):
+        return httpx.Client(base_url=self.url, timeout=60, trust_env=False, **options)
+
+    def records(self):
+        """The lines of the log that are about requests."""
+        entries = [json.loads(line) for line in self.lines]
+        return [entry for entry in entries if "request_id" in entry]
+
+    def stop(self):
+        """Send SIGTERM; return the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        status = self.process.wait(timeout=60)
+        self.process.stderr.close()
+        return status

@@ -1,0 +1,122 @@
+import io
+
+import numpy as np
+import pytest
+
+from accelerant.algebra.field import prime_field
+from accelerant.service.bodies import (
+    ARROW,
+    BINARY,
+    JSON,
+    NPY,
+    SAFETENSORS,
+    read_kserve,
+    read_tensors,
+    write_kserve,
+    write_tensors,
+)
+
+MUL = "/v2/models/field_mul/infer"
+
+
+def elements(n=1024, field="goldilocks"):
+    prime = prime_field(field)
+    return {"x": prime.random(n), "y": prime.random(n)}
+
+
+def product(inputs, field="goldilocks"):
+    return prime_field(field).mul(inputs["x"], inputs["y"])
+
+
+def kserve(inputs, parameters=None, binary=True):
+    body, length = write_kserve({"parameters": parameters or {}}, "inputs", inputs, binary)
+    headers = {"content-type": BINARY if length else JSON}
+    return {"content": body, "headers": headers | ({"inference-header-content-length": str(length)} if length else {})}
+
+
+def outputs(response):
+    assert response.status_code == 200, response.text
+    length = response.headers.get("inference-header-content-length")
+    return read_kserve(response.content, int(length) if length else None, "outputs")[1]
+
+
+@pytest.mark.parametrize("field", ["goldilocks", "babybear", "bn254_fr"])
+@pytest.mark.parametrize("binary", [False, True], ids=["json", "binary"])
+def test_products_of_elements(http, field, binary):
+    inputs = elements(100, field)
+    answer = http.post(MUL, **kserve(inputs, {"field": field, "binary_data_output": binary}, binary))
+    assert answer.headers["content-type"] == (BINARY if binary else JSON)
+    np.testing.assert_array_equal(outputs(answer)["z"], product(inputs, field))
+
+
+@pytest.mark.parametrize("format", [SAFETENSORS, NPY, ARROW])
+def test_other_formats_in_and_out(http, format):
+    inputs = elements(100, "bn254_fr")
+    answer = http.post(
+        MUL, params={"field": "bn254_fr"}, content=write_tensors(format, inputs), headers={"content-type": format}
+    )
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == format
+    np.testing.assert_array_equal(read_tensors(format, answer.content, ["z"])["z"], product(inputs, "bn254_fr"))
+
+
+def test_accept_chooses_the_format(http):
+    inputs = elements(10)
+    body = kserve(inputs, binary=False)["content"]
+    answer = http.post(MUL, content=body, headers={"accept": f"text/html, {NPY};q=0.5", "content-type": JSON})
+    np.testing.assert_array_equal(np.load(io.BytesIO(answer.content)), product(inputs))
+    assert http.post(MUL, content=body, headers={"accept": "image/png", "content-type": JSON}).status_code == 406
+
+
+def test_metadata(http):
+    assert http.get("/v2").json()["extensions"] == ["binary_tensor_data"]
+    names = [model["name"] for model in http.get("/v2/models").json()["models"]]
+    assert {"field_mul", "ntt", "msm"} <= {*names}
+    model = http.get("/v2/models/field_mul").json()
+    assert [spec["name"] for spec in model["inputs"]] == ["x", "y"]
+    assert "field" in model["parameters"]["properties"]
+    assert http.get("/v2/health/live").status_code == http.get("/v2/health/ready").status_code == 200
+    assert http.get("/v2/models/nothing").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "data", "why"),
+    [
+        ("x", [2], [1, 2**64 - 1], "not below the modulus"),
+        ("x", [2], [1, -1], "beyond UINT64"),
+        ("x", [2], [1, 1.5], "not a number of UINT64"),
+        ("x", [2], [1, True], "not a number of UINT64"),
+        ("x", [2], [[1], [2]], "not a number of UINT64"),
+        ("x", [3], [1, 2], "3 elements, got 2"),
+        ("x", [-1], [1], "whole numbers"),
+        ("x", [2**40, 2**40], [1], "elements, got 1"),
+        ("q", [1], [1], "no input 'q'"),
+    ],
+)
+def test_bad_tensors_are_named(http, name, shape, data, why):
+    tensors = [{"name": name, "shape": shape, "datatype": "UINT64", "data": data}]
+    tensors.append({"name": "y", "shape": [1], "datatype": "UINT64", "data": [1]})
+    answer = http.post(MUL, json={"inputs": tensors})
+    assert answer.status_code == 400
+    assert why in answer.json()["error"]
+    assert answer.json()["request_id"] == answer.headers["x-request-id"]
+
+
+def test_parameters_are_checked(http):
+    for parameters, why in (
+        ({"field": "none"}, "field"),
+        ({"fields": "x"}, "fields"),
+        ({"priority": 1000}, "priority"),
+    ):
+        answer = http.post(MUL, **kserve(elements(2), parameters))
+        assert answer.status_code in (400, 422)
+        assert why in answer.json()["error"]
+
+
+def test_request_ids_are_kept_and_logged(http, server):
+    answer = http.get("/v2", headers={"x-request-id": "mine-1"})
+    assert answer.headers["x-request-id"] == "mine-1"
+    other = http.get("/v2", headers={"x-request-id": "not mine\t!"})
+    assert other.headers["x-request-id"] != "not mine\t!"
+    record = next(record for record in server.records() if record["request_id"] == "mine-1")
+    assert (record["method"], record["path"], record["status"], record["key_id"]) == ("GET", "/v2", 200, "anonymous")
