@@ -19,10 +19,13 @@ from accelerant.cli.train import _restarted
 from accelerant.errors import ConfigError
 from accelerant.nn.train.config import PRESETS
 from accelerant.nn.train.folder import RunFolder
+from accelerant.privacy import dp
 
 gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 
 SOURCE = Path(__file__).parents[2] / "src"
+WINDOWS = 114
+"""Of the training part of the text below, of 65 bytes each."""
 
 
 @pytest.fixture
@@ -71,6 +74,34 @@ def test_two_processes_write_the_losses_of_one(accelerant, text, tmp_path):
     assert "of 2 processes" in (tmp_path / "two" / "report.html").read_text()
     names = {path.name for path in (tmp_path / "two").iterdir()}
     assert names - {"checkpoint-shards-5"} == {path.name for path in (tmp_path / "one").iterdir()}
+
+
+@gloo
+@pytest.mark.slow
+def test_private_steps_of_two_processes_are_those_of_one(accelerant, text, tmp_path):
+    """Without noise, at rate 1: all windows are in each step, half of them in each process."""
+    private = ["--private", "--noise-multiplier", 0, "--batch-size", WINDOWS, "--micro-batch", 19]
+    line = ["train", text, "--steps", 3, *private, "--device", "cpu", "--out"]
+    assert accelerant(*line, tmp_path / "one")[0] == 0
+    (first, _, errors), (second, *silent) = commands([[*line, tmp_path / "two"]] * 2)
+    assert (first, second, silent) == (0, 0, ["", ""]), errors
+    torch.testing.assert_close(
+        torch.tensor(losses(tmp_path / "two")), torch.tensor(losses(tmp_path / "one")), rtol=0, atol=1e-5
+    )
+    ledger = dp.Ledger.read(tmp_path / "two" / "privacy-ledger.jsonl")
+    assert sum(event.count for event in ledger.events) == 3  # not six
+    assert json.loads((tmp_path / "two" / "summary.json").read_text())["private"]["sample_rate"] == 1.0
+
+
+@gloo
+@pytest.mark.slow
+def test_a_spent_budget_ends_both_processes_at_the_same_step(accelerant, text, tmp_path):
+    line = ["train", text, "--steps", 40, "--private", "--noise-multiplier", 1, "--target-epsilon", 3, "--delta", 1e-5]
+    (first, output, errors), (second, *_) = commands([[*line, "--device", "cpu", "--out", tmp_path / "two"]] * 2)
+    assert (first, second) == (0, 0), errors
+    assert 0 < len(losses(tmp_path / "two")) < 40
+    assert "the privacy budget is spent" in output
+    assert json.loads((tmp_path / "two" / "summary.json").read_text())["private"]["epsilon"] <= 3
 
 
 @pytest.mark.gpu
@@ -152,10 +183,7 @@ def test_what_processes_cannot_do_is_refused_before_anything_is_written(accelera
     assert "--gpus 2 is more than this machine has, 1 GPU: with --device cpu" in error("--gpus", 2)
     assert "--gpus must be above 0, got 0" in error("--gpus", 0)
     assert "reduce_dtype must be float32 or bfloat16, got" in error("--reduce-dtype", "float16")
-    private = ["--private", "--noise-multiplier", 1]
-    assert "--private trains in one process, got --gpus 2" in error(*private, "--gpus", 2, "--device", "cpu")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "--private trains in one process" in error(*private, "--device", "cpu")
     assert "--gpus 3 starts processes itself" in error("--gpus", 3)
     assert "WORLD_SIZE is 2 and RANK is not set: start with --gpus, or torchrun" in error("--device", "cpu")
     monkeypatch.setenv("WORLD_SIZE", "two")

@@ -420,13 +420,7 @@ def _run(
     if world_size() > 1:
         if gpus not in (None, world_size()):
             raise ConfigError(f"--gpus {gpus} starts processes itself: leave it out under torchrun, or give it alone")
-        if extension is not None:
-            raise ConfigError(
-                "--private trains in one process: for several, call make_private under torch.distributed in Python"
-            )
     elif gpus is not None and gpus > 1:
-        if extension is not None:
-            raise ConfigError(f"--private trains in one process, got --gpus {gpus}")
         launch(gpus, str(backend or ""), arguments)
     torch_tensors = extension is not None or world_size() > 1
     if run is not None and (run.model == "rnn" or run.training.precision not in ("auto", "float32")):

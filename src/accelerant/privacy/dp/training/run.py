@@ -37,6 +37,7 @@ from accelerant.privacy.dp.sampling import DrawnBatch
 from accelerant.privacy.dp.training.private import PrivateTraining, make_private
 from accelerant.privacy.dp.training.step import PrivateStep
 from accelerant.runtime.files import plain, typed, write_atomic
+from accelerant.runtime.processes import Processes
 
 __all__ = ["PrivateRun", "PrivateSettings", "WindowSource", "split_draw"]
 
@@ -102,6 +103,7 @@ class PrivateRun(Extension):
         self._delta_remark = self._dataset = self._unit = ""
         self._folder = Path()
         self._step = 0
+        self._processes = Processes()
         self._marked: frozenset[int] = frozenset()
         self._marks: list[tuple[int, int]] = []
 
@@ -156,17 +158,22 @@ class PrivateRun(Extension):
         self._dataset, self._unit = fingerprint, f"window of {config.context + 1} tokens"
         self.settings = replace(self.settings, ledger=str(path))
         spent([Event("gaussian", 1.0)], self.settings.delta, method="rdp")  # raises where there is no accountant
-        if not self._is_own_ledger(folder):
+        self._processes = Processes()
+        if self._processes.first and not self._is_own_ledger(folder):
             self._check_ledger()
             if path.exists() or path.parent.resolve() != folder.resolve():  # otherwise created with the run's folder
                 self._shared_ledger = self._open_ledger()
         return self._source
 
     def attach(self, trainer: Trainer) -> Step:
-        """Clip the model's backward passes, open the ledger, find the noise."""
+        """Clip the model's backward passes, open the ledger, find the noise.
+
+        Of several processes rank 0 has the ledger, the others a copy of this run's events in memory.
+        """
         config, source, settings = trainer.config, self._source, self.settings
         assert source is not None  # for the type checker: source was called before
-        ledger = self._shared_ledger or self._open_ledger()
+        first = self._processes.first
+        ledger = (self._shared_ledger or self._open_ledger()) if first else Ledger(unit=self._unit)
         noise, self._folder = settings.noise_multiplier, Path(config.folder)
         try:
             self._private = make_private(
@@ -185,7 +192,7 @@ class PrivateRun(Extension):
         if self._delta_remark:
             trainer.notify("note", self._delta_remark)
         trainer.optimizer.defaults["max_grad_norm"] = math.inf  # so that the step computes the norm of the noisy mean
-        return _TrainerStep(trainer, self._private, source, self._stepped)
+        return _TrainerStep(trainer, self._private, source, self._affordable, self._stepped)
 
     def description(self) -> dict[str, Any]:
         """Return the settings, with the noise that was found, and the unit."""
@@ -255,13 +262,17 @@ class PrivateRun(Extension):
         self._marks = [(int(step), int(count)) for step, count in state["marks"]]
         self._training.ledger.merge(state.get("spent", {}))
 
+    def _affordable(self) -> bool:
+        """Return whether the ledger, which rank 0 has, allows another step."""
+        return self._processes.on_first(self._training.optimizer.affordable)
+
     def _stepped(self, trainer: Trainer) -> None:
         """Mark a step, and end the training where the budget allows no other (after the over-count of a crash)."""
         if self._step in self._marked:
             ours = self._event()
             same = [event.count for event in self._training.ledger.events if event.times(1) == ours]
             self._marks.append((self._step, sum(same)))
-        if self._step < trainer.config.steps and not self._training.optimizer.affordable():
+        if self._step < trainer.config.steps and not self._affordable():
             trainer.stop(_SPENT)
 
     # --- after the run -----------------------------------------------------------------------------------------------
@@ -333,17 +344,19 @@ class _TrainerStep:
     """The trainer's step: each part forward and backward, then noise and update; on a GPU from CUDA graphs."""
 
     def __init__(
-        self, trainer: Trainer, private: PrivateTraining, source: WindowSource, stepped: Callable[[Trainer], None]
-    ) -> None:
+        self, trainer: Trainer, private: PrivateTraining, source: WindowSource, affordable: Callable[[], bool],
+        stepped: Callable[[Trainer], None],
+    ) -> None:  # fmt: skip
         self._trainer, self._source, self._stepped, self._optimizer = trainer, source, stepped, private.optimizer
+        self._affordable, self._processes = affordable, Processes()
         self._loss = torch.zeros((), device=trainer.device)
         self._total = torch.zeros((), device=trainer.device)
         graph = None if trainer.device.type == "cuda" else False
         self._step = PrivateStep(private, self._summed, precision=trainer.precision, graph=graph)
 
     def __call__(self, batches: Sequence[tuple[Tensor, ...]], learning_rate: float) -> StepResult:
-        """Make a step; its loss is the mean over the drawn windows, or that of the previous step if none was drawn."""
-        if not self._optimizer.affordable():
+        """Make a step; its loss is the mean over the windows that all processes drew, the previous one if none."""
+        if not self._affordable():
             self._trainer.stop(_SPENT)
             return StepResult(self._loss.clone(), torch.zeros_like(self._loss))
         self._total.zero_()
@@ -352,7 +365,11 @@ class _TrainerStep:
             if part.mask is not None and part.examples:  # without targets, padding adds nothing to the loss
                 tensors[1][part.examples :].fill_(_NO_TARGET)
             self._step(replace(part, tensors=tensors), learning_rate)
-        if examples := sum(part.examples for part in drawn):
+        examples = float(sum(part.examples for part in drawn))
+        if self._processes.size > 1:
+            total, count = self._processes.sum_(torch.stack((self._total, self._total.new_tensor(examples))))
+            self._loss = torch.where(count > 0, total / count, self._loss)
+        elif examples:
             self._loss = self._total / examples
         self._stepped(self._trainer)
         return StepResult(self._loss.clone(), self._optimizer.grad_norm.float().clone())
