@@ -26,6 +26,7 @@ def test_a_ring():
     link = Link("all_reduce", 1.0, 100.0)
     assert link.ms(2, 1000) == pytest.approx(2 + 10)
     assert link.ms(1024, 1000) == pytest.approx(2 * 1023 + 20, rel=1e-3)
+    assert Link("peer_sum", 1.0, 100.0).ms(4, 1000) == pytest.approx(1 + 60)  # twice the bytes, to each of three
     assert Link("send_recv", 1.0, 100.0).ms(8, 1000) == pytest.approx(11)
     only_large = {(2, 2**20): 1.0, (2, 2**21): 2.0, (2, 2**22): 4.1}
     assert Link.fitted("all_gather", only_large).latency_ms == 0.0
@@ -53,7 +54,7 @@ def test_predictions_of_split_models():
     free, slow = costs(), costs(latency=1.0)
     assert free.sharded_ms(10.0, 100, 10, 2) == free.context_parallel_ms(20.0, 10, 5, 2) == pytest.approx(10.0)
     assert free.tensor_parallel_ms(20.0, 4, 8, 16, 2) == pytest.approx(10.0)
-    assert slow.tensor_parallel_ms(20.0, 4, 8, 16, 2) == pytest.approx(10.0 + 9 * 2 + 1)
+    assert slow.tensor_parallel_ms(20.0, 4, 8, 16, 2) == pytest.approx(10.0 + 9 * 1 + 1)
     assert slow.sharded_ms(10.0, 100, 10, 2) == pytest.approx(10.0 + 2)  # the three of the blocks are hidden
     assert slow.sharded_ms(2.0, 100, 10, 2) == pytest.approx(2.0 + 2 + 1)
     assert slow.context_parallel_ms(20.0, 10, 5, 2) == pytest.approx(10.0)
@@ -64,7 +65,7 @@ def test_predictions_of_split_models():
 def test_costs_need_every_collective_of_a_record():
     rows = [
         Row("scale", op, f"{size} B, 2 processes", "device", "gloo", bytes=size, p50=size / 100)
-        for op in OPS
+        for op in OPS[:4]
         for size in (1000, 100000)
     ]
     rows.append(Row("scale", BESIDE, "lost part of its time, 2 processes", "device", "gloo", unit="x", p50=0.25))
@@ -97,7 +98,7 @@ def test_refuses(options, message, capsys):
 gloo = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="torch was built without gloo")
 
 WANTED = {
-    "collectives": [*(op for op in OPS for _ in range(4)), BESIDE],
+    "collectives": [*(op for op in OPS[:4] for _ in range(4)), BESIDE],
     "data": ["step without communication", "all_reduce beside a step", "step", "step"],
     "sharded": ["unsharded step without communication", "sharded step", "sharded step"],
     "tensor": ["decode on one device", "decode"],

@@ -1,6 +1,6 @@
 """Split models on GPUs: in a group of one process over NCCL, and decoding over two.
 
-One process shows the kernels, fused blocks and captured graphs; two, the exchanges.
+One process shows the kernels, fused blocks and captured graphs; two or four, the exchanges.
 """
 
 import copy
@@ -10,10 +10,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from accelerant import distributed, ops
+from accelerant import distributed, ledger, ops
+from accelerant.distributed.peer_sum import PeerSum
 from accelerant.nn import Llama, LlamaConfig
 from accelerant.nn.optim import AdamW
 from accelerant.nn.train import TrainStep
+from accelerant.runtime.peers import PeerMemory, PeerSums
+from accelerant.runtime.streams.graphs import Graph
 
 pytestmark = pytest.mark.gpu
 
@@ -65,20 +68,79 @@ def test_decoding_captures_the_exchanges(mesh):
     assert torch.equal(split.generate(prompt, 40, temperature=0), one.generate(prompt, 40, temperature=0))
 
 
-def decode_on_two(rank, store):
-    torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "nccl", init_method=f"file://{store}", rank=rank, world_size=2, device_id=torch.device("cuda", rank)
-    )
+def check_peer_sums(mesh):
+    """Sums in each other's memory: of small arrays by one kernel, of parts of large ones by copy engines."""
+    rank, size = mesh.get_local_rank(), mesh.size()
+    sums = PeerSum(mesh)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for elements in (2, 254, 4096, 1 << 14):
+            parts = torch.randn(size, elements, generator=torch.Generator().manual_seed(elements)).to(dtype).cuda()
+            x = parts[rank].clone()
+            assert sums.takes(x)
+            wanted = torch.zeros(elements, device="cuda")
+            for part in parts:  # in the kernel's order: equal bits
+                wanted += part.float()
+            assert torch.equal(sums(x), wanted.to(dtype))
+    assert not sums.takes(torch.zeros(1 << 17, device="cuda"))
+    x, graph = torch.full((4096,), float(rank + 1), device="cuda"), Graph("sums")
+    graph.capture(lambda: [sums(x) for _ in range(3)], warm_up=1)
+    x.fill_(rank + 1.0)
+    graph.replay()
+    assert torch.equal(x, torch.full_like(x, size * (size + 1) / 2 * size**2))
+
+    memory = PeerMemory(5000 * 64, torch.float32, torch.device("cuda", rank))
+    large, first = PeerSums(memory, 4000 * 64), 64 * 7
+    whole = torch.arange(5000 * 64, device="cuda", dtype=torch.float32).remainder(251)
+    for _ in range(3):
+        memory.own.copy_(whole + rank)
+        large.start(first, 3000 * 64)
+        large.start(first + 3000 * 64, 64)
+        large.finish()
+        inside = slice(first, first + 3001 * 64)
+        assert torch.equal(memory.own[inside], whole[inside] * size + size * (size - 1) / 2)
+        assert torch.equal(memory.own[:first], whole[:first] + rank)
+        torch.cuda.synchronize()
+
+
+def check_decoding(mesh):
     torch.manual_seed(0)
     one = Llama(CONFIG).cuda()
-    split = distributed.tensor_parallel(copy.deepcopy(one), init_device_mesh("cuda", (2,)))
+    split = distributed.tensor_parallel(copy.deepcopy(one), mesh)
     for batch in (1, 3):
         prompt = torch.arange(7 * batch, device="cuda").view(batch, 7)
         assert torch.equal(split.generate(prompt, 40, temperature=0), one.generate(prompt, 40, temperature=0))
+
+
+def check_captured_sharded_steps(mesh):
+    """A sharded step is captured by default, and does what it does without a graph."""
+    results = []
+    for graph in (False, None):
+        torch.manual_seed(0)
+        model = distributed.shard(Llama(CONFIG).cuda(), mesh, precision=torch.bfloat16)
+        step = TrainStep(
+            model, AdamW(model.parameters()), model.loss, max_grad_norm=0.5, precision=torch.bfloat16, graph=graph
+        )
+        tokens = torch.arange(129, device="cuda").remainder(97).expand(2, -1) + mesh.get_local_rank()
+        batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        results.append(torch.stack([step([batch], 1e-3).loss for _ in range(8)]))
+        assert step.captured == (graph is None)
+    torch.testing.assert_close(*results, rtol=5e-3, atol=0)  # sums of atomics, which bfloat16 rounds
+
+
+def on_several(rank, size, store):
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{store}", rank=rank, world_size=size, device_id=torch.device("cuda", rank)
+    )
+    mesh = init_device_mesh("cuda", (size,))
+    for check in (check_peer_sums, check_decoding, check_captured_sharded_steps):
+        check(mesh)
+    assert not [entry for entry in ledger().to_dict()["fallbacks"] if entry["ran"] in ("NCCL", "eager")]
+    dist.barrier()
     dist.destroy_process_group()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs decode together")
-def test_decoding_on_two_gpus(tmp_path):
-    torch.multiprocessing.spawn(decode_on_two, (str(tmp_path / "store"),), nprocs=2)
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_several_gpus(tmp_path):
+    size = 4 if torch.cuda.device_count() >= 4 else 2
+    torch.multiprocessing.spawn(on_several, (size, str(tmp_path / "store")), nprocs=size)

@@ -5,9 +5,9 @@
     vocabulary  vocab_size / N: rows of the embedding and of the output layer
 
 A block adds up partial results twice, and in the backward pass gradients twice: 4 all-reduces of B T width elements in
-a training step, 2 in a decoding step. Norms and the residual stream are computed by all. The layers are those of
-accelerant.nn on their local rows and columns, so the same kernels run. Parameters are DTensors, which checkpoints,
-FSDP2 and the optimisers of accelerant.nn understand.
+a training step, 2 in a decoding step, each of which is one kernel between the GPUs of a host (peer_sum.py). Norms and
+the residual stream are computed by all. The layers are those of accelerant.nn on their local rows and columns, so the
+same kernels run. Parameters are DTensors, which checkpoints, FSDP2 and the optimisers of accelerant.nn understand.
 
 The loss exchanges the log-sum-exp and the target's logit of each token, never logits:
 
@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from accelerant import ops
+from accelerant.distributed.peer_sum import PeerSum
 from accelerant.distributed.sharding import group_of
 from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.nn.layers import Linear
@@ -47,8 +48,13 @@ def _enter(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
-def _leave(x: Tensor, mesh: DeviceMesh, *, columns: bool = False) -> Tensor:
-    """Return the sum of the processes' partial results, or their `columns` side by side; gradients are the whole's."""
+def _leave(x: Tensor, mesh: DeviceMesh, sums: PeerSum | None = None, *, columns: bool = False) -> Tensor:
+    """Return the sum of the processes' partial results, or their `columns` side by side; gradients are the whole's.
+
+    Without a gradient `sums` may take x, in place.
+    """
+    if sums is not None and not columns and not torch.is_grad_enabled() and sums.takes(x):
+        return sums(x)
     parts = DTensor.from_local(x, mesh, [Shard(x.dim() - 1) if columns else Partial()], run_check=False)
     return parts.redistribute(placements=[Replicate()]).to_local()
 
@@ -93,6 +99,7 @@ class _Split:
     """The part of a layer's weight that this process holds, as a plain tensor; the parameter is a DTensor."""
 
     mesh: DeviceMesh
+    sums: PeerSum
     _parameters: dict[str, Any]
     sections: tuple[int, ...] = ()
     """Rows of the matrices that the whole weight consists of, each of which is split; empty for one matrix."""
@@ -119,25 +126,28 @@ class _SplitEmbedding(_Split, nn.Embedding):  # type: ignore[override]  # as abo
         local = idx.long() - self.mesh.get_local_rank() * rows
         here = (local >= 0) & (local < rows)
         found = ops.embedding(torch.where(here, local, 0), self.weight)
-        return _leave(found.masked_fill(~here.unsqueeze(-1), 0.0), self.mesh)
+        return _leave(found.masked_fill(~here.unsqueeze(-1), 0.0), self.mesh, self.sums)
 
 
 class _SplitAttention(LlamaAttention):
     mesh: DeviceMesh
+    sums: PeerSum
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: tuple[Cache, int] | None = None) -> Tensor:
-        return _leave(super().forward(_enter(x, self.mesh), cos, sin, cache), self.mesh)
+        return _leave(super().forward(_enter(x, self.mesh), cos, sin, cache), self.mesh, self.sums)
 
 
 class _SplitMLP(GatedMLP):
     mesh: DeviceMesh
+    sums: PeerSum
 
     def forward(self, x: Tensor) -> Tensor:
-        return _leave(super().forward(_enter(x, self.mesh)), self.mesh)
+        return _leave(super().forward(_enter(x, self.mesh)), self.mesh, self.sums)
 
 
 class _TensorParallelLlama(Llama):
     mesh: DeviceMesh
+    sums: PeerSum
     needs_equal_batches = True
     _layers = (_SplitAttention, _SplitMLP)
 
@@ -162,8 +172,7 @@ class _TensorParallelLlama(Llama):
 
     def _joined(self, layer: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
         y = decode_linear(layer, x, residual=None if self.mesh.get_local_rank() else residual)  # in the sum once
-        dist.all_reduce(y, group=self.mesh.get_group())
-        return y
+        return self.sums(y)
 
     def generate(self, idx: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
         if options.get("seed") is None and options.get("generator") is None and options.get("temperature", 1.0) != 0:
@@ -225,13 +234,16 @@ def tensor_parallel(model: Llama, mesh: DeviceMesh) -> Llama:
         layer = model.get_submodule(name)
         if type(layer) is not Linear or layer.bias is not None:
             raise UnsupportedCase(f"tensor_parallel splits nn.Linear without a bias, {name} is {layer}")
+    sums = PeerSum(mesh)
     for name, (dim, sections) in {**splits, "embed": (0, ())}.items():
         _split(model.get_submodule(name), mesh, dim, sections)
+    changed.embed.sums = sums
     for block in model.blocks:
         block.attention.heads, block.attention.kv_heads = config.heads // size, config.kv_heads // size
         block.attention.__class__, block.mlp.__class__ = _SplitAttention, _SplitMLP
         block.attention.mesh = block.mlp.mesh = mesh
-    changed.__class__, changed.mesh = _TensorParallelLlama, mesh
+        block.attention.sums = block.mlp.sums = sums
+    changed.__class__, changed.mesh, changed.sums = _TensorParallelLlama, mesh, sums
     return changed.to(mesh.device_type)  # type: ignore[no-any-return]
 
 

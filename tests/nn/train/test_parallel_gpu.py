@@ -31,6 +31,7 @@ def trained(rank, graph, accumulate, reduce_dtype=torch.float32, steps=12):
         parts = [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in mine.chunk(accumulate)]
         losses.append(step(parts, 1e-3).loss)
     assert step.captured == graph
+    assert step._reduction._sums is not None  # copy engines sum, not NCCL
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     both = [torch.empty_like(weights) for _ in range(2)]
     dist.all_gather(both, weights)

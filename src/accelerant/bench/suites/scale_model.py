@@ -5,6 +5,8 @@ A collective over p processes, as a ring, sends `messages` one after the other a
     all_reduce      messages 2 (p - 1)   share 2 (p - 1) / p
     all_gather, reduce_scatter   p - 1   share (p - 1) / p      of the whole array
     send_recv       messages 1           share 1
+    copied_sum      as all_reduce
+    peer_sum        messages 1           share 2 (p - 1)        eight bytes for four, to each process
 
     time = latency messages + bytes share / bandwidth
 
@@ -12,9 +14,9 @@ A collective over p processes, as a ring, sends `messages` one after the other a
 beside computation slows it down by `lost` of the collective's time, which is measured too: beside the step itself for
 data parallel steps, elsewhere beside a product of matrices. Then
 
-    data parallel      alone + gradients into buckets (2 passes over memory) + sums that the backward pass, two thirds
-                       of the step, does not hide; the last bucket's never is, which
-                       holds an embedding tied to the output layer (Li et al. 2020, arXiv:2006.15704)
+    data parallel      alone + sums that the backward pass, two thirds of the step, does not hide; the last bucket's never
+                       is, which holds an embedding tied to the output layer (Li et al. 2020, arXiv:2006.15704) + two
+                       passes over memory, of the gradients into buckets: of all, of the last beside copied sums
     sharded            alone + what hides nothing: the gather of the outer parameters, the scatter of their gradients
                        - the update of the parameters that others hold
     tensor parallel    alone / p + all collectives, as none is hidden
@@ -33,7 +35,10 @@ from accelerant.bench.record import Row
 
 __all__ = ["BESIDE", "OPS", "Costs", "Link", "outlook"]
 
-OPS = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")
+PEER_SUM, COPIED = "peer_sum", "copied_sum"
+"""Sums of small and of large arrays between the GPUs of one host: accelerant.distributed.peer_sum, runtime.peers."""
+
+OPS = ("all_reduce", "all_gather", "reduce_scatter", "send_recv", PEER_SUM, COPIED)
 BESIDE = "all_reduce beside a product"
 """Op of the row that measures both at once; its p50 is the part of the collective's time that the product loses."""
 
@@ -71,8 +76,10 @@ class Link(NamedTuple):
 
 def _ring(op: str, p: int) -> tuple[float, float]:
     """Return the messages that follow each other, and the share of the bytes that a link carries."""
-    messages, share = (p - 1, (p - 1) / p) if op != "send_recv" else (1, 1.0)
-    return (2 * messages, 2 * share) if op == "all_reduce" else (messages, share)
+    if op in ("send_recv", PEER_SUM):
+        return 1, 1.0 if op == "send_recv" else 2.0 * (p - 1)
+    twice = 2 if op in ("all_reduce", COPIED) else 1
+    return twice * (p - 1), twice * (p - 1) / p
 
 
 @dataclass(frozen=True)
@@ -101,10 +108,14 @@ class Costs:
                 times[row.op][_processes_of(row), row.bytes] = row.p50
             elif row.op == BESIDE:
                 lost.append(row.p50)
-        if not all(times.values()):
+        if not all(times[op] for op in OPS[:4]):
             return None
-        links = {op: Link.fitted(op, measured) for op, measured in times.items()}
+        links = {op: Link.fitted(op, measured) for op, measured in times.items() if measured}
         return cls(links, copy_gb_s * 1e6 if copy_gb_s else float("inf"), float(np.median(lost)) if lost else 0.0)
+
+    def _sum(self, op: str) -> Link:
+        """Return the costs of a sum between GPUs of one host; all_reduce's where there is none."""
+        return self.links.get(op) or self.links["all_reduce"]
 
     def data_parallel_ms(
         self, alone_ms: float, buckets: Sequence[int], processes: int, lost: float
@@ -115,10 +126,10 @@ class Costs:
         """
         if processes == 1 or not buckets:
             return alone_ms, 0.0
-        times = [self.links["all_reduce"].ms(processes, size) for size in buckets]
+        times = [self._sum(COPIED).ms(processes, size) for size in buckets]
         before, hiding = sum(times[:-1]), _BACKWARD * alone_ms
         shown = times[-1] + max(0.0, before - hiding)
-        packing = 2 * sum(buckets) / self.copy_bytes_per_ms
+        packing = 2 * (buckets[-1] if COPIED in self.links else sum(buckets)) / self.copy_bytes_per_ms
         return alone_ms + shown + packing + lost * min(before, hiding), shown
 
     def sharded_ms(self, alone_ms: float, block_params: int, outer_params: int, processes: int) -> float:
@@ -132,7 +143,7 @@ class Costs:
 
     def tensor_parallel_ms(self, alone_ms: float, layers: int, width_bytes: int, vocabulary: int, p: int) -> float:
         """Return the time of decoding a token: two sums a layer and the embedding's, and the logits' gather."""
-        sums = (2 * layers + 1) * self.links["all_reduce"].ms(p, width_bytes)
+        sums = (2 * layers + 1) * self._sum(PEER_SUM).ms(p, width_bytes)
         return alone_ms / p + sums + self.links["all_gather"].ms(p, 4 * vocabulary)
 
     def context_parallel_ms(self, alone_ms: float, q_bytes: int, kv_bytes: int, processes: int) -> float:

@@ -29,12 +29,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from accelerant import distributed, ops
 from accelerant.bench.plain_models import PlainGPT, PlainLlama
 from accelerant.bench.suites.model import MODELS, TokenBatches
-from accelerant.bench.suites.scale_model import OPS
-from accelerant.errors import AccelerantError
+from accelerant.bench.suites.scale_model import COPIED, OPS, PEER_SUM
+from accelerant.distributed.peer_sum import PeerSum
+from accelerant.errors import AccelerantError, UnsupportedCase
 from accelerant.nn import GPT, GPTConfig, Llama, LlamaConfig
 from accelerant.nn.models.generation import Decoding, Sampling
 from accelerant.nn.optim import AdamW
 from accelerant.nn.train.step import TrainStep
+from accelerant.runtime.peers import PeerMemory, PeerSums
+from accelerant.runtime.streams.graphs import Graph
 
 __all__ = ["ATTENTION", "DECODED", "SHARDED", "work"]
 
@@ -52,6 +55,9 @@ DECODED = {
 
 ATTENTION = {True: (1, 32, 8, 1 << 16, 128), False: (1, 4, 2, 512, 32)}
 """(B, Hq, Hkv, T, D) of attention over split sequences."""
+
+_LEAST_COPIED = 1 << 20
+"""Bytes from which on sums by copy engines are measured."""
 
 _GptStep = Callable[[Tensor, Tensor], Tensor]
 
@@ -138,6 +144,14 @@ class _Process:
         dist.all_reduce(peak, dist.ReduceOp.MAX)
         return int(peak)
 
+    def captured(self, call: Callable[[], object], times: int) -> Callable[[], object]:
+        """Return a function that makes so many calls: on a GPU the replay of a graph, as in a captured step."""
+        if not self.gpu:
+            return call
+        graph = Graph("collectives")
+        graph.capture(lambda: [call() for _ in range(times)], warm_up=1)
+        return graph.replay
+
     def in_turns(self, calls: Sequence[Callable[[], object]], together: int = 1) -> list[list[float]]:
         """Return for each call its wall times in ms, of `together` calls in a row; calls take turns.
 
@@ -169,14 +183,15 @@ def _require_near(what: str, found: float, wanted: float, near: float = _LOSS_NE
 
 
 def _collectives(this: _Process) -> None:
-    """Measure each collective by size, and what a sum costs the product that hides it."""
+    """Measure each collective by size, as in a captured step, and what a sum costs the product that hides it."""
     this.meet()
-    sizes = (2**12, 2**20, 2**24, 2**26, 2**28) if this.gpu else (2**10, 2**16, 2**20, 2**23)
+    sizes = (2**12, 2**16, 2**20, 2**24, 2**26, 2**28) if this.gpu else (2**10, 2**16, 2**20, 2**23)
     for op in OPS:
         for size in sizes:
-            call = _collective(op, size, this.where)
-            (samples,) = this.in_turns([call], together=4)
-            this.emit(op, samples, bytes=size)
+            calls = 64 if size <= 2**20 else 4
+            if (call := _collective(op, size, this)) is not None:
+                (samples,) = this.in_turns([this.captured(call, calls)])
+                this.emit(op, [ms / (calls if this.gpu else 1) for ms in samples], bytes=size)
     side, dtype = (8192, torch.bfloat16) if this.gpu else (1024, torch.float32)
     x = torch.ones(side, side, dtype=dtype, device=this.where)
     y = torch.empty_like(x)
@@ -203,10 +218,22 @@ def _collectives(this: _Process) -> None:
     this.emit("beside", lost)
 
 
-def _collective(op: str, size: int, where: torch.device) -> Callable[[], object]:
-    """Return a call of a collective whose whole array has `size` bytes."""
+def _collective(op: str, size: int, this: _Process) -> Callable[[], object] | None:
+    """Return a call of a collective whose whole array has `size` bytes; None where there is none."""
     rank, p = dist.get_rank(), dist.get_world_size()
-    whole, part = (torch.zeros(count, device=where) for count in (size // 4 // p * p, size // 4 // p))
+    if op == PEER_SUM:
+        x, sums = torch.zeros(size // 4, device=this.where), PeerSum(this.mesh)
+        return functools.partial(sums, x) if sums.takes(x) else None
+    if op == COPIED:
+        if size < _LEAST_COPIED or (copied := _peer_sums(size // 4, this)) is None:
+            return None
+
+        def copy() -> None:
+            copied.start(0, size // 4)
+            copied.finish()
+
+        return copy
+    whole, part = (torch.zeros(count, device=this.where) for count in (size // 4 // p * p, size // 4 // p))
     if op == "all_reduce":
         return functools.partial(dist.all_reduce, whole)
     if op == "all_gather":
@@ -221,6 +248,14 @@ def _collective(op: str, size: int, where: torch.device) -> Callable[[], object]
             request.wait()
 
     return exchange
+
+
+def _peer_sums(elements: int, this: _Process) -> PeerSums | None:
+    """Return sums by copy engines over so many elements; None where there are none."""
+    try:
+        return PeerSums(PeerMemory(elements, torch.float32, this.where), elements)
+    except UnsupportedCase:
+        return None
 
 
 # --- data parallel ---------------------------------------------------------------------------------------------------
@@ -270,18 +305,35 @@ def _data_batch(this: _Process, config: GPTConfig, batch: int, alone: _GptStep) 
 
 def _lost(this: _Process, timed: Callable[..., list[list[float]]], alone: _GptStep, buckets: list[int]) -> list[float]:
     """Return the part of the time of sums that a step loses which runs beside them and waits for none of them."""
-    sums = [torch.zeros(size // 4, device=this.where) for size in buckets]
+    peers = _peer_sums(sum(buckets) // 4, this)
+    flat = torch.zeros(0 if peers else sum(buckets) // 4, device=this.where)
+
+    def start() -> Callable[[], None]:
+        first, works = 0, []
+        for size in (size // 4 for size in buckets):
+            if peers is None:
+                works.append(dist.all_reduce(flat[first : first + size], async_op=True))
+            else:
+                peers.start(first, size)
+            first += size
+
+        def finish() -> None:
+            if peers is not None:
+                peers.finish()
+            for work in works:
+                assert work is not None  # for the type checker: async_op
+                work.wait()
+
+        return finish
 
     def beside(tokens: Tensor, targets: Tensor) -> Tensor:
-        works = [dist.all_reduce(each, async_op=True) for each in sums]
+        finish = start()
         loss = alone(tokens, targets)
-        for work in works:
-            assert work is not None  # for the type checker: async_op
-            work.wait()
+        finish()
         return loss
 
     before, both = map(this.slowest, timed(alone, beside))
-    (times,) = this.in_turns([lambda: [dist.all_reduce(each) for each in sums]], together=2)
+    (times,) = this.in_turns([lambda: start()()], together=2)
     return [max(0.0, (b - a) / ms) for a, b, ms in zip(before, both, this.slowest(times), strict=True)]
 
 
@@ -371,7 +423,6 @@ def _sharded(this: _Process) -> None:
 def _own_llama_step(model: Llama, this: _Process) -> Callable[[Tensor, Tensor], Tensor]:
     step = TrainStep(
         model, AdamW(list(model.parameters()), lr=_RATE), model.loss, max_grad_norm=1.0, precision=this.precision,
-        graph=False,
     )  # fmt: skip
     return lambda tokens, targets: step([(tokens, targets)], _RATE).loss
 

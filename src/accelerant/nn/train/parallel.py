@@ -1,9 +1,10 @@
 """Data parallel training: gradients summed over the processes of torch.distributed while the backward pass runs.
 
 Each process computes its share of a batch, with losses weighted such that the sum of all gradients is that of the mean
-over the whole batch. The sums are torch's all_reduce, of buckets of gradients in the order in which the backward pass
-finishes them, so that all but the last one overlap it (Li et al. 2020, arXiv:2006.15704, section 4.2). They are used
-by TrainStep (step.py), and are captured inside its CUDA graph.
+over the whole batch. Buckets of gradients are summed in the order in which the backward pass finishes them, so that all
+but the last one overlap it (Li et al. 2020, arXiv:2006.15704, section 4.2): by copy engines between the GPUs of one
+host (accelerant.runtime.peers), else by torch's all_reduce. TrainStep (step.py) uses these sums, and captures them
+inside its CUDA graph.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import hashlib
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from accelerant.errors import ConfigError, UnsupportedCase
+from accelerant.runtime.ledger import FallbackRecord, ledger
+from accelerant.runtime.peers import PeerMemory, PeerSums
 from accelerant.runtime.processes import Processes
 
 __all__ = ["BUCKET_BYTES", "GradientReduction", "described", "is_reduced_elsewhere", "share_of", "start_equal"]
@@ -74,6 +78,7 @@ class _Bucket:
         indices: of the parameters.
         offsets: of their gradients, in elements.
         size: elements in all.
+        first: offset of the bucket in the memory of all.
     """
 
     indices: list[int]
@@ -81,6 +86,7 @@ class _Bucket:
     size: int
     dtype: torch.dtype
     device: torch.device
+    first: int = 0
 
 
 class GradientReduction:
@@ -112,6 +118,7 @@ class GradientReduction:
         self.frozen = False
         self._armed = self._ordered = False
         self._used: list[int] = []
+        self._memory: PeerMemory | None = None
         self._arrange(reversed(range(len(self._params))))
         this = weakref.ref(self)  # hooks must not keep this object alive
         hooks = [
@@ -121,6 +128,23 @@ class GradientReduction:
         ]
         weakref.finalize(self, lambda: [hook.remove() for hook in hooks])
 
+    def connect(self) -> None:
+        """Let GPUs of one host sum in each other's memory; every process calls it, with equal parameters.
+
+        Where that is impossible, NCCL sums, and the ledger has the reason.
+        """
+        kinds = {(bucket.dtype, bucket.device) for bucket in self._buckets}
+        dtype, device = next(iter(kinds))
+        if device.type != "cuda" or self._processes.size == 1:
+            return
+        try:
+            if len(kinds) > 1:
+                raise UnsupportedCase(f"gradients of {len(kinds)} dtypes or devices")
+            self._memory = PeerMemory(sum(bucket.size for bucket in self._buckets), dtype, device)
+        except UnsupportedCase as error:
+            ledger().fallback(FallbackRecord("train_step", "sum of gradients", "copy engines", "NCCL", str(error)))
+        self._arrange(reversed(range(len(self._params))))
+
     def _arrange(self, order: Iterable[int]) -> None:
         """Divide the parameters into buckets, in this order."""
         self._buckets: list[_Bucket] = []
@@ -128,15 +152,23 @@ class GradientReduction:
         for index in order:
             param = self._params[index]
             dtype = param.dtype if param.is_complex() or param.dtype == torch.float64 else self._dtype
-            bucket = opened.setdefault((dtype, param.device), _Bucket([], [], 0, dtype, param.device))
+            kind, size = (dtype, param.device), -(-param.numel() // _ALIGNED) * _ALIGNED
+            if kind in opened and (opened[kind].size + size) * dtype.itemsize > self._bytes:
+                self._buckets.append(opened.pop(kind))  # an embedding, the last gradient, does not hold it up
+            bucket = opened.setdefault(kind, _Bucket([], [], 0, *kind))
             bucket.indices.append(index)
             bucket.offsets.append(bucket.size)
-            bucket.size += -(-param.numel() // _ALIGNED) * _ALIGNED
+            bucket.size += size
             if bucket.size * dtype.itemsize >= (self._bytes if self._buckets else min(_FIRST_BYTES, self._bytes)):
-                self._buckets.append(opened.pop((dtype, param.device)))
+                self._buckets.append(opened.pop(kind))
         self._buckets += opened.values()
+        first = 0
+        for bucket in self._buckets:
+            bucket.first, first = first, first + bucket.size
+        memory, longest = self._memory, max(bucket.size for bucket in self._buckets)
+        self._sums = None if memory is None else PeerSums(memory, longest)
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket.indices}
-        self._launched: list[tuple[Any, list[Tensor]]] = []
+        self._launched: list[tuple[Any, list[Tensor], list[Tensor] | None]] = []
 
     @property
     def bucket_bytes(self) -> list[int]:
@@ -167,8 +199,10 @@ class GradientReduction:
     def _launch(self, bucket: _Bucket) -> None:
         found = [self._params[index].grad for index in bucket.indices]
         whole = bucket.size == sum(0 if grad is None else grad.numel() for grad in found)
-        allocate = torch.empty if whole else torch.zeros  # zeros in gaps between gradients, and for missing ones
-        flat = allocate(bucket.size, dtype=bucket.dtype, device=bucket.device)
+        if self._sums is None:
+            flat = torch.empty(bucket.size, dtype=bucket.dtype, device=bucket.device)
+        else:
+            flat = self._sums.memory.own[bucket.first : bucket.first + bucket.size]
         views, to, grads = [], [], []
         for index, offset in zip(bucket.indices, bucket.offsets, strict=True):
             param = self._params[index]
@@ -183,11 +217,18 @@ class GradientReduction:
             self._has[index] = 1
             to.append(view)
             grads.append(param.grad)
-            param.grad = None  # its memory is free after the copy
-        if to:
-            torch._foreach_copy_(to, grads)
-        work = torch.distributed.all_reduce(flat, async_op=True)
-        self._launched.append((work, views))
+            param.grad = None
+        with nullcontext() if self._sums is None else self._sums.beside():
+            if not whole:
+                flat.zero_()  # gaps between gradients, and missing ones
+            if to:
+                torch._foreach_copy_(to, grads)
+            if self._sums is None:
+                work, kept = torch.distributed.all_reduce(flat, async_op=True), None
+            else:
+                work, kept = None, grads  # in memory until their copies are waited for
+                self._sums.start(bucket.first, bucket.size)
+        self._launched.append((work, views, kept))
 
     @torch.no_grad()
     def finish(self, loss: Tensor) -> None:
@@ -204,8 +245,11 @@ class GradientReduction:
             self._used = self._processes.largest(self._has)
         summed.wait()
         launched, self._launched = self._launched, []
-        for bucket, (work, views) in zip(self._buckets, launched, strict=True):
-            work.wait()
+        if self._sums is not None:
+            self._sums.finish()
+        for bucket, (work, views, _) in zip(self._buckets, launched, strict=True):
+            if work is not None:
+                work.wait()
             for index, view in zip(bucket.indices, views, strict=True):
                 param = self._params[index]
                 if self._used[index]:
@@ -226,5 +270,5 @@ def _laid_out(flat: Tensor, param: Tensor, offset: int) -> Tensor:
     """Return the part of a bucket for a parameter's gradient, with its strides if they have no gaps."""
     dense = 1 + sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
     if dense == param.numel():
-        return flat.as_strided(param.shape, param.stride(), offset)
+        return flat.as_strided(param.shape, param.stride(), flat.storage_offset() + offset)
     return flat[offset : offset + param.numel()].view(param.shape)

@@ -349,6 +349,8 @@ class TrainStep(GraphedStep):
                     self._reduction = GradientReduction(
                         self._params, processes, dtype=reduce_dtype, bucket_bytes=bucket_bytes
                     )
+            if self._reduction is not None:
+                self._reduction.connect()
             start_equal(model, processes)
         self._decide(graph, self._obstacle_of(automatic=graph is None))
         self.reset()
@@ -491,9 +493,9 @@ class TrainStep(GraphedStep):
             return known
         if any(param.device != self._device for param in self._params):
             return "parameters are on several devices"
-        if automatic and self._averages:
-            return "DistributedDataParallel or FSDP2 reduces the gradients: graph=True captures their collectives too"
-        if self._reduction is not None and "cuda:nccl" not in torch.distributed.get_backend_config():
+        if automatic and isinstance(self.model, torch.nn.parallel.DistributedDataParallel):
+            return "DistributedDataParallel reduces the gradients: graph=True captures its collectives too"
+        if self._processes.size > 1 and "cuda:nccl" not in torch.distributed.get_backend_config():
             return "processes train together, and their collectives on a GPU are not NCCL's"
         return None
 

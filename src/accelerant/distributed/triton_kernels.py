@@ -1,0 +1,82 @@
+"""A sum over the GPUs of one host, of arrays of which latency is the cost.
+
+    y = sum_s x_s, in float32, in the order of processes s; so every process has the same bits
+
+Each process writes its array into the memory of every other one, a word of 4 bytes with the call's number beside it: 8
+bytes arrive as one, so the word is there when its number is, and no barrier is needed. A program waits for its words of
+the other processes. Words of odd and even calls have memory of their own: a process begins call n after it has all
+words of call n - 1, which the others sent after they had read those of call n - 2.
+
+Layout: memory (2, processes, ROOM) of 8 bytes; numbers (programs,) int32, of the last call of each program.
+Grid: a program per BLOCK words, a thread per word. Bounds: latency; twice the array's bytes go to each other process.
+
+Source: NCCL's protocol LL.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _send(address, word, number):
+    tl.inline_asm_elementwise(
+        "{ .reg .b64 both; mov.b64 both, {$2, $3}; st.relaxed.sys.global.b64 [$1], both; mov.b32 $0, $2; }",
+        "=r,l,r,r", [address, word, number], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _receive(address, number):
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b64 both; .reg .b32 found; .reg .pred other;
+        again: ld.relaxed.sys.global.b64 both, [$1];
+        mov.b64 {$0, found}, both;
+        setp.ne.b32 other, found, $2;
+        @other bra again;
+        }""",
+        "=&r,l,r", [address, number], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _half(word, AT: tl.constexpr, like):
+    """Return the half of each word that begins at bit AT, as float32."""
+    return (word >> AT).to(tl.int16).to(like, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def peer_sum(
+    x_ptr, addresses_ptr, numbers_ptr, words, ROOM: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sum arrays of `words` words of 4 bytes in place; elements are float32 if WIDE, else of 2 bytes."""
+    words_ptr = x_ptr.to(tl.pointer_type(tl.int32))
+    program = tl.program_id(0)
+    number = tl.load(numbers_ptr + program) + 1
+    at = program * BLOCK + tl.arange(0, BLOCK)
+    inside = at < words
+    own = tl.load(words_ptr + at, mask=inside, other=0)
+    numbers = tl.zeros([BLOCK], tl.int32) + number
+    first = (number & 1) * SIZE
+    for i in tl.static_range(1, SIZE):
+        there = tl.load(addresses_ptr + (RANK + i) % SIZE)
+        _send(there + ((first + RANK) * ROOM + at).to(tl.int64) * 8, own, numbers)
+    low = tl.zeros([BLOCK], tl.float32)
+    high = low
+    here = tl.load(addresses_ptr + RANK)
+    for source in tl.static_range(SIZE):
+        word = own if source == RANK else _receive(here + ((first + source) * ROOM + at).to(tl.int64) * 8, numbers)
+        if WIDE:
+            low += word.to(tl.float32, bitcast=True)
+        else:
+            low += _half(word, 0, x_ptr.dtype.element_ty)
+            high += _half(word, 16, x_ptr.dtype.element_ty)
+    if WIDE:
+        tl.store(x_ptr + at, low, mask=inside)
+    else:
+        left = low.to(x_ptr.dtype.element_ty).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        right = high.to(x_ptr.dtype.element_ty).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        tl.store(words_ptr + at, left | right, mask=inside)
+    tl.debug_barrier()  # all warps have read the number
+    tl.store(numbers_ptr + program, number)
