@@ -119,12 +119,19 @@ def running(settings, monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory):
+def models(tmp_path_factory):
+    """The folder of the service's models; `mine` is to be put there."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory, models):
     """A service on loopback, without keys."""
     settings = tmp_path_factory.mktemp("settings") / "service.toml"
     settings.write_text(
         "body_bytes = 8_000_000\njson_bytes = 200_000\nresult_bytes = 8_000_000\nheader_timeout_s = 1.0\n"
         "body_timeout_s = 1.0\nheader_bytes = 16_384\n"
+        f'[models]\nmine = "{models / "mine"}"\n'
     )
     running = Server(tmp_path_factory.mktemp("service"), "--device", "cpu", "--config", str(settings))
     yield running

@@ -46,14 +46,14 @@ from accelerant.service.bodies import (
     write_tensors,
 )
 from accelerant.service.errors import Refused, ServiceError
-from accelerant.service.guard import Guard, RequestRecord, error_body, read_body
+from accelerant.service.guard import Guard, RequestRecord, authorize, error_body, read_body
 from accelerant.service.jobs.model import Job, JobRequest, JobState
 from accelerant.service.jobs.service import JobService
 from accelerant.service.keys import Key, KeyStore
 from accelerant.service.operations import ServedOperation, served
 from accelerant.service.settings import ServiceSettings
 
-__all__ = ["authorize", "create_app"]
+__all__ = ["create_app"]
 
 _LENGTH = "inference-header-content-length"
 _IN_THREAD_BYTES = 1 << 20
@@ -61,15 +61,6 @@ _IN_THREAD_BYTES = 1 << 20
 
 _ENVELOPE = ("priority", "timeout", "binary_data_output")
 _UNAVAILABLE = (BackendUnavailable, CompileError, DeviceLost, LaunchError, OutOfMemory)
-
-
-def authorize(request: Request, scope: str) -> Key:
-    """Return the key of a request; Refused if it lacks a scope."""
-    key: Key = request.scope["state"]["key"]
-    if not key.allows(scope):
-        status, kind = (403, "Forbidden") if key.id else (401, "Unauthorized")
-        raise Refused(status, kind, f"the API key does not have the scope {scope!r}")
-    return key
 
 
 # --- the call --------------------------------------------------------------------------------------------------------

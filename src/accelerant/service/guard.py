@@ -21,13 +21,23 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from starlette.requests import HTTPConnection
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from accelerant.service.errors import Refused
 from accelerant.service.keys import ANONYMOUS, Key, KeyStore
 from accelerant.service.settings import ServiceSettings
 
-__all__ = ["Guard", "GuardedProtocol", "RequestRecord", "error_body", "guarded_protocol", "log_to", "read_body"]
+__all__ = [
+    "Guard",
+    "GuardedProtocol",
+    "RequestRecord",
+    "authorize",
+    "error_body",
+    "guarded_protocol",
+    "log_to",
+    "read_body",
+]
 
 _LOG = logging.getLogger("accelerant.service")
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
@@ -163,6 +173,15 @@ def _token(headers: Headers) -> str | None:
         return bearer[7:].strip().decode("latin-1")
     other = _header(headers, b"x-api-key")
     return None if other is None else other.decode("latin-1")
+
+
+def authorize(request: HTTPConnection, scope: str) -> Key:
+    """Return the key of a request; Refused if it lacks a scope."""
+    key: Key = request.scope["state"]["key"]
+    if not key.allows(scope):
+        status, kind = (403, "Forbidden") if key.id else (401, "Unauthorized")
+        raise Refused(status, kind, f"the API key does not have the scope {scope!r}")
+    return key
 
 
 async def send_refusal(send: Callable[[Any], Any], error: Refused, request_id: str) -> None:

@@ -6,9 +6,16 @@ The server process uses everything but `run`, and imports neither torch nor a dr
 from __future__ import annotations
 
 import functools
+import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import os
+import secrets
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
@@ -18,7 +25,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from accelerant.algebra.curve.parameters import CURVES, curve_of
 from accelerant.algebra.field import words as field_words
 from accelerant.algebra.field.parameters import FIELDS, field_of
-from accelerant.errors import FormatError, ShapeError
+from accelerant.errors import ConfigError, FormatError, ShapeError
+from accelerant.runtime.files import clipped
 from accelerant.service.settings import ServiceSettings
 
 if TYPE_CHECKING:
@@ -213,19 +221,442 @@ def _msm() -> ServedOperation:
     )  # fmt: skip
 
 
-_FIRST = (
-    _field_operation("field_add", "Sums of field elements", ("x", "y")),
-    _field_operation("field_sub", "Differences of field elements", ("x", "y")),
-    _field_operation("field_mul", "Products of field elements", ("x", "y")),
-    _field_operation("field_inv", "Inverses of nonzero field elements", ("x",)),
-    _ntt(),
-    _msm(),
-)
+# --- proofs ----------------------------------------------------------------------------------------------------------
 
-OPERATIONS: dict[str, ServedOperation] = {operation.name: operation for operation in _FIRST}
-"""The operations that need nothing of the settings."""
+
+class NoParameters(Parameters):
+    """None."""
+
+
+def _bytes(*names: str) -> tuple[TensorSpec, ...]:
+    return tuple(TensorSpec(name, ("BYTES",), (1,)) for name in names)
+
+
+def _text(value: str | bytes) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(value.encode() if isinstance(value, str) else value, np.uint8)
+
+
+@contextmanager
+def _memory_file(inputs: Arrays, name: str) -> Iterator[str]:
+    """Yield the path of a file with an input's bytes, in memory where the system can; errors name the input instead."""
+    in_memory = hasattr(os, "memfd_create")
+    opened = open(os.memfd_create("accelerant"), "wb") if in_memory else tempfile.NamedTemporaryFile()  # noqa: SIM115
+    with opened as file:
+        file.write(inputs[name].data)
+        file.flush()
+        path = f"/proc/self/fd/{file.fileno()}" if in_memory else file.name
+        try:
+            yield path
+        except FormatError as error:
+            raise FormatError(str(error).replace(path, name)) from None
+
+
+def _no_check(inputs: Arrays, parameters: Any) -> None:
+    """Leave the check to the library, in the worker: it parses the bytes."""
+
+
+def _prove(inputs: Arrays, parameters: NoParameters, context: Context) -> Results:
+    from accelerant.zk.groth16 import Prover
+
+    with _memory_file(inputs, "zkey") as zkey, _memory_file(inputs, "witness") as witness:
+        context.progress(0.0, "reading the key")
+        prover = Prover(zkey, device=context.device)
+        context.progress(0.3, "proving")
+        proof = prover.prove(witness)
+    return {"proof": _text(proof.to_json()), "public": _text(proof.public_json())}
+
+
+def _verify(inputs: Arrays, parameters: NoParameters, context: Context) -> Results:
+    from accelerant.zk.groth16 import Proof, VerificationKey, verify
+
+    key, public, text = (inputs[name].tobytes() for name in ("verification_key", "public", "proof"))
+    proof = Proof.from_json(text, public)
+    return {"valid": np.array([verify(VerificationKey.from_json(key), proof.public or (), proof)])}
+
+
+_PROOFS = (
+    ServedOperation(
+        "groth16_prove", "Groth16 proof from a .zkey and a .wtns file of circom and snarkjs", "zk",
+        _bytes("zkey", "witness"), _bytes("proof", "public"), NoParameters, _prove, _no_check,
+        lambda inputs, _: 0.1 + inputs["zkey"].nbytes / 2e7,
+    ),
+    ServedOperation(
+        "groth16_verify", "Whether a Groth16 proof is valid, from snarkjs's JSON files", "zk",
+        _bytes("verification_key", "public", "proof"), (TensorSpec("valid", ("BOOL",), (1,)),), NoParameters, _verify,
+        _no_check, lambda inputs, _: 0.05,
+    ),
+)  # fmt: skip
+
+
+# --- neural operations -----------------------------------------------------------------------------------------------
+
+_FLOATS = ("FP32", "FP16", "FP64")
+_CPU_FLOPS_S = 2e10
+_CPU_ELEMENTS_S = 1e8
+
+
+class GeluParameters(Parameters):
+    """Options of ops.gelu."""
+
+    approximate: Literal["none", "tanh"] = "none"
+
+
+class SoftmaxParameters(Parameters):
+    """Options of ops.softmax."""
+
+    dim: Annotated[int, Field(ge=-8, lt=8)] = -1
+
+
+class NormParameters(Parameters):
+    """Options of ops.layer_norm."""
+
+    eps: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+
+
+class AttentionParameters(Parameters):
+    """Options of ops.attention."""
+
+    causal: bool = False
+    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ShapeError(message)
+
+
+def _check_softmax(inputs: Arrays, parameters: SoftmaxParameters) -> None:
+    n = inputs["x"].ndim
+    _require(-n <= parameters.dim < n, f"dim {parameters.dim} is no axis of x of shape {inputs['x'].shape}")
+
+
+def _check_norm(inputs: Arrays, parameters: NormParameters) -> None:
+    x = inputs["x"]
+    _require(x.ndim > 0, "x must have an axis")
+    for name in ("weight", "bias"):
+        if name in inputs:
+            _require(inputs[name].shape == x.shape[-1:], f"{name} must be {x.shape[-1:]}, got {inputs[name].shape}")
+
+
+def _check_matmul(inputs: Arrays, parameters: NoParameters) -> None:
+    a, b = inputs["a"], inputs["b"]
+    fits = a.ndim >= 2 and b.ndim >= 2 and a.shape[-1] == b.shape[-2] and a.dtype == b.dtype
+    _require(fits, f"a (..., M, K) and b (..., K, N) must fit, and have one dtype; got {a.shape} and {b.shape}")
+    _broadcast(a.shape[:-2], b.shape[:-2])
+
+
+def _matmul_bytes(inputs: Arrays, parameters: NoParameters) -> int:
+    a, b = inputs["a"], inputs["b"]
+    size: int = math.prod(_broadcast(a.shape[:-2], b.shape[:-2])) * a.shape[-2] * b.shape[-1] * a.itemsize
+    return size
+
+
+def _check_attention(inputs: Arrays, parameters: AttentionParameters) -> None:
+    q, k, v = (inputs[name] for name in "qkv")
+    good = q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
+    good = good and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0 and q.dtype == k.dtype == v.dtype
+    shapes = f"{q.shape}, {k.shape}, {v.shape}"
+    _require(good, f"q (B, Hq, S, D), k and v (B, Hkv, T, D) must fit, Hkv divide Hq, and dtypes agree; got {shapes}")
+
+
+def _attention_cost(inputs: Arrays, parameters: AttentionParameters) -> float:
+    q, k = inputs["q"], inputs["k"]
+    return 4.0 * float(q.size * k.shape[2]) / _CPU_FLOPS_S
+
+
+def _neural(
+    name: str, summary: str, inputs: Sequence[str], parameters: type[Parameters],
+    check: Callable[[Arrays, Any], None], cost: Callable[[Arrays, Any], float] | None = None,
+    *, optional: Sequence[str] = (), result_bytes: Callable[[Arrays, Any], int] | None = None,
+    elementwise: bool = False,
+) -> ServedOperation:  # fmt: skip
+    """Return a served op: its inputs are the op's tensors, in order, and its parameters the op's options."""
+
+    def run(given: Arrays, options: Any, context: Context) -> Results:
+        tensors = [given.get(each) for each in inputs]
+        return {"y": np.asarray(getattr(_accelerator(context.device), name)(*tensors, **options.model_dump()))}
+
+    first = inputs[0]
+    return ServedOperation(
+        name, summary, "neural", tuple(TensorSpec(each, _FLOATS, optional=each in optional) for each in inputs),
+        (TensorSpec("y", _FLOATS),), parameters, run, check,
+        cost or (lambda given, _: given[first].size / _CPU_ELEMENTS_S),
+        result_bytes or (lambda given, _: given[first].nbytes), elementwise=elementwise,
+    )  # fmt: skip
+
+
+_NEURAL = (
+    _neural("gelu", "Gaussian error linear unit", ("x",), GeluParameters, _no_check, elementwise=True),
+    _neural("softmax", "Softmax along an axis", ("x",), SoftmaxParameters, _check_softmax),
+    _neural(
+        "layer_norm", "Layer normalisation of rows", ("x", "weight", "bias"), NormParameters, _check_norm,
+        optional=("weight", "bias"),
+    ),
+    _neural(
+        "matmul", "Product of matrices", ("a", "b"), NoParameters, _check_matmul,
+        lambda given, _: 2.0 * given["a"].size * given["b"].shape[-1] / _CPU_FLOPS_S, result_bytes=_matmul_bytes,
+    ),
+    _neural(
+        "attention", "Scaled dot-product attention, also with fewer heads of keys", ("q", "k", "v"),
+        AttentionParameters, _check_attention, _attention_cost,
+    ),
+)  # fmt: skip
+
+
+# --- private computing -----------------------------------------------------------------------------------------------
+
+_NUMBERS = ("FP64", "FP32", "FP16", "INT64", "INT32", "INT16", "INT8", "UINT8")
+
+
+class EncryptParameters(Parameters):
+    """Options of PublicKey.encrypt."""
+
+    exponent: Annotated[int, Field(ge=-256, le=256)] | None = None
+    limit: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    pack: bool = False
+
+
+class EpsilonParameters(Parameters):
+    """Steps of DP-SGD with Poisson sampling, one record added or removed."""
+
+    sigma: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    q: Annotated[float, Field(gt=0, le=1)]
+    steps: Annotated[int, Field(ge=1, le=10**9)]
+    delta: Annotated[float, Field(gt=0, lt=1)]
+    method: Literal["pld", "rdp"] = "pld"
+
+
+def _encrypt(inputs: Arrays, parameters: EncryptParameters, context: Context) -> Results:
+    from accelerant.privacy.he.paillier import PublicKey
+
+    key = PublicKey.from_bytes(inputs["public_key"].tobytes())
+    found = key.encrypt(inputs["x"], device=context.device, **parameters.model_dump())
+    return {"ciphertext": _text(found.to_bytes())}
+
+
+def _add(inputs: Arrays, parameters: NoParameters, context: Context) -> Results:
+    from accelerant.privacy.he.paillier import EncryptedTensor, PublicKey
+
+    key = PublicKey.from_bytes(inputs["public_key"].tobytes())
+    a, b = (EncryptedTensor.from_bytes(inputs[name].tobytes(), key, device=context.device) for name in "ab")
+    return {"ciphertext": _text((a + b).to_bytes())}
+
+
+def _decrypt(inputs: Arrays, parameters: NoParameters, context: Context) -> Results:
+    from accelerant.privacy.he.paillier import EncryptedTensor, PrivateKey
+
+    try:
+        passphrase = inputs["passphrase"].tobytes().decode()
+    except UnicodeDecodeError:
+        raise FormatError("the passphrase is not UTF-8 text") from None
+    key = PrivateKey.from_bytes(inputs["private_key"].tobytes(), passphrase)
+    found = EncryptedTensor.from_bytes(inputs["ciphertext"].tobytes(), key.public, device=context.device)
+    return {"x": np.asarray(key.decrypt(found))}
+
+
+def _epsilon(inputs: Arrays, parameters: EpsilonParameters, context: Context) -> Results:
+    from accelerant.privacy.dp.ledger.accounting import spent
+    from accelerant.privacy.dp.ledger.events import Event
+
+    steps = Event("gaussian", parameters.sigma, "poisson", parameters.q, parameters.steps)
+    return {"epsilon": np.array([spent([steps], parameters.delta, method=parameters.method).epsilon])}
+
+
+_PRIVACY = (
+    ServedOperation(
+        "paillier_encrypt", "Encrypt numbers with a Paillier public key (PublicKey.to_bytes)", "privacy",
+        (*_bytes("public_key"), TensorSpec("x", _NUMBERS)), _bytes("ciphertext"), EncryptParameters, _encrypt,
+        _no_check, lambda inputs, _: 0.01 + inputs["x"].size * 0.01, lambda inputs, _: 4096 + 2048 * inputs["x"].size,
+    ),
+    ServedOperation(
+        "paillier_add", "Sum of two encrypted arrays (EncryptedTensor.to_bytes)", "privacy",
+        _bytes("public_key", "a", "b"), _bytes("ciphertext"), NoParameters, _add, _no_check,
+        lambda inputs, _: 0.01 + inputs["a"].nbytes * 2e-6,
+    ),
+    ServedOperation(
+        "paillier_decrypt", "Decrypt with a private key (PrivateKey.to_bytes) and its passphrase", "privacy",
+        _bytes("private_key", "passphrase", "ciphertext"), (TensorSpec("x", _NUMBERS),), NoParameters, _decrypt,
+        _no_check, lambda inputs, _: 0.3 + inputs["ciphertext"].nbytes * 1e-5,
+    ),
+    ServedOperation(
+        "privacy_epsilon", "Epsilon of steps of DP-SGD", "privacy", (), (TensorSpec("epsilon", ("FP64",), (1,)),),
+        EpsilonParameters, _epsilon, _no_check, lambda inputs, _: 0.3,
+    ),
+)  # fmt: skip
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+class GenerateParameters(Parameters):
+    """The model, by its name in the service's settings, and how tokens are drawn."""
+
+    model: Annotated[str, Field(max_length=200)]
+    tokens: Annotated[int, Field(ge=1, le=1 << 16)] = 200
+    temperature: Annotated[float, Field(ge=0, le=100)] = 0.8
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] = 50
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+
+
+class PlacedGenerateParameters(GenerateParameters):
+    """The same for a worker, with the folder."""
+
+    folder: str
+
+
+class TrainParameters(Parameters):
+    """The training of a small language model: a preset, data by their name in the settings, and changes of the preset.
+
+    Without data it reads the input `text`, and without that Python's standard library.
+    """
+
+    preset: Annotated[str, Field(max_length=80)] = "tiny"
+    data: Annotated[str, Field(max_length=200)] | None = None
+    steps: Annotated[int, Field(ge=1, le=10**7)] | None = None
+    batch_size: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
+    learning_rate: Annotated[float, Field(gt=0, le=10)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+
+
+class PlacedTrainParameters(TrainParameters):
+    """The same for a worker, with the path of the data."""
+
+    path: str | None
+
+
+@functools.lru_cache(maxsize=2)
+def _model(folder: str, device: str) -> Any:
+    import torch
+
+    from accelerant.nn.text import load_text_model
+
+    return load_text_model(Path(folder), torch.device(device))
+
+
+def _generate(inputs: Arrays, parameters: PlacedGenerateParameters, context: Context) -> Results:
+    model = _model(parameters.folder, context.device)
+    try:
+        ids = model.prompt(inputs["prompt"].tobytes().decode() if "prompt" in inputs else "")
+    except UnicodeDecodeError:
+        raise FormatError("the prompt is not UTF-8 text") from None
+    seed = secrets.randbelow(2**31) if parameters.seed is None else parameters.seed
+    tokens = model.generate(
+        ids, parameters.tokens, temperature=parameters.temperature, top_k=parameters.top_k or None,
+        top_p=parameters.top_p if parameters.top_p < 1 else None, seed=seed,
+        watch=lambda found: context.progress((found.shape[1] - len(ids)) / parameters.tokens),
+    )  # fmt: skip
+    return {"text": _text(model.text(tokens, len(ids))), "seed": np.array([seed])}
+
+
+class _Stopper:
+    """The progress of a training; asked to stop, it lets the training write a checkpoint first."""
+
+    def __init__(self, context: Context) -> None:
+        self._context, self._total, self._begun = context, 1, False
+        self.stopped: Exception | None = None
+
+    def phase(self, text: str) -> None:
+        self._context.progress(0.0 if not self._begun else 0.99, text)
+
+    def advance(self, share: float, text: str = "") -> None:
+        if not self._begun:
+            self._context.progress(0.0, text)
+
+    def note(self, text: str) -> None:
+        pass
+
+    def begin(self, *, done: int, total: int, device: str, predicted_bytes: int | None) -> None:
+        self._total, self._begun = total, True
+
+    def records(self, records: Sequence[Any]) -> None:
+        last = records[-1]
+        try:
+            self._context.progress(0.99 * last.step / self._total, f"step {last.step}, loss {last.loss:.4f}")
+        except Exception as error:  # noqa: BLE001 - the reason to stop
+            if self.stopped is None:
+                self.stopped = error
+                signal.raise_signal(signal.SIGTERM)  # the training ends after a checkpoint
+
+    def end(self) -> None:
+        pass
+
+
+def _train(inputs: Arrays, parameters: PlacedTrainParameters, context: Context) -> Results:
+    import torch
+
+    import accelerant
+    from accelerant.nn.train import preset, resume_training, run_training
+    from accelerant.nn.train.folder import RunFolder
+
+    changes = parameters.model_dump(include={"steps", "learning_rate", "seed"}, exclude_none=True)
+    folder, device, stopper = RunFolder(context.directory / "run"), torch.device(context.device), _Stopper(context)
+    options: dict[str, Any] = {"progress": stopper, "ledger": accelerant.ledger().to_dict}
+    if folder.checkpoint.exists() or folder.finished:
+        outcome = resume_training(folder.path, device, **options)
+    else:
+        run = preset(parameters.preset).resized(parameters.batch_size, None)
+        if parameters.path is not None:
+            changes["data"] = (parameters.path,)
+        elif "text" in inputs:
+            text = context.directory / "text.txt"
+            text.write_bytes(inputs["text"].tobytes())
+            changes["data"] = (str(text),)
+        outcome = run_training(run.replaced(**changes), folder.path, device, overwrite=True, **options)
+    if outcome.signal is not None:
+        raise stopper.stopped or RuntimeError("the training was interrupted")
+    summary = {name: value for name, value in outcome.summary.items() if name not in ("out", "report")}
+    files = {"config": folder.config, "model": folder.model, "tokenizer": folder.tokenizer}
+    return {"summary": _text(json.dumps(summary))} | {
+        name: _text(path.read_bytes()) for name, path in files.items() if path.exists()
+    }
+
+
+_GENERATE = ServedOperation(
+    "generate", "Text that continues a prompt, by a model of the service", "generate",
+    (TensorSpec("prompt", ("BYTES",), (1,), optional=True),), (*_bytes("text"), TensorSpec("seed", ("INT64",), (1,))),
+    PlacedGenerateParameters, _generate, _no_check, lambda inputs, parameters: 0.02 * parameters.tokens,
+    lambda inputs, parameters: 64 * parameters.tokens,
+)  # fmt: skip
+_TRAIN = ServedOperation(
+    "train", "Training of a small language model on text", "train",
+    (TensorSpec("text", ("BYTES",), (1,), optional=True),), _bytes("summary", "config", "model", "tokenizer"),
+    PlacedTrainParameters, _train, _no_check, lambda inputs, parameters: 60.0, resumable=True,
+)  # fmt: skip
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+OPERATIONS: dict[str, ServedOperation] = {
+    operation.name: operation
+    for operation in (
+        _field_operation("field_add", "Sums of field elements", ("x", "y")),
+        _field_operation("field_sub", "Differences of field elements", ("x", "y")),
+        _field_operation("field_mul", "Products of field elements", ("x", "y")),
+        _field_operation("field_inv", "Inverses of nonzero field elements", ("x",)),
+        _ntt(), _msm(), *_PROOFS, *_NEURAL, *_PRIVACY, _GENERATE, _TRAIN,
+    )
+}  # fmt: skip
+"""The operations by name, with the parameters that workers get."""
 
 
 def served(settings: ServiceSettings) -> dict[str, ServedOperation]:
-    """Return the operations of a service by name."""
-    return OPERATIONS
+    """Return the operations by name, with the parameters that clients give; `place` adds the settings' folders."""
+
+    def place_model(parameters: GenerateParameters) -> dict[str, Any]:
+        return _dumped(parameters) | {"folder": str(_named(settings.models, parameters.model, "model"))}
+
+    def place_data(parameters: TrainParameters) -> dict[str, Any]:
+        path = None if parameters.data is None else str(_named(settings.data, parameters.data, "data"))
+        return _dumped(parameters) | {"path": path}
+
+    return OPERATIONS | {
+        "generate": replace(_GENERATE, parameters=GenerateParameters, place=place_model),
+        "train": replace(_TRAIN, parameters=TrainParameters, place=place_data),
+    }
+
+
+def _named(table: Mapping[str, Path], name: str, what: str) -> Path:
+    if name not in table:
+        raise ConfigError(f"{what}: there is no {clipped(name)} here; there are {', '.join(table) or 'none'}")
+    return table[name]

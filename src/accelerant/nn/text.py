@@ -1,0 +1,131 @@
+"""Text by a trained model: the model on its device, its tokenizer, and the tokens that end a text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accelerant.errors import ConfigError, FormatError
+from accelerant.nn.models.hugging_face import read_object
+from accelerant.runtime.files import clipped, decode_json, read_regular
+
+if TYPE_CHECKING:
+    from accelerant.nn.models.language_model import LanguageModel
+    from accelerant.nn.train.tokenizer import Tokenizer
+
+__all__ = ["TextModel", "load_text_model"]
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A model on its device, its tokenizer, and the tokens that end a text.
+
+    Attributes:
+        threads: maximum number on the CPU; 0 for one per core.
+        start: tokens that begin a text without a prompt.
+    """
+
+    model: LanguageModel
+    tokenizer: Tokenizer | _HubTokenizer
+    device: torch.device
+    stops: tuple[int, ...]
+    start: tuple[int, ...]
+    threads: int = 0
+
+    def prompt(self, text: str) -> list[int]:
+        """Return the tokens of a prompt; raise FormatError if the model does not have them."""
+        ids = self.tokenizer.encode_text(text) or list(self.start)
+        size = self.model.config.vocab_size
+        if ids and max(ids) >= size:
+            raise FormatError(f"the tokenizer gives token {max(ids):,}, but the model has {size:,} tokens")
+        return ids
+
+    def generate(self, ids: list[int], tokens: int, **options: Any) -> list[int]:
+        """Return the tokens of the prompt and its continuation."""
+        from accelerant.nn.train.config import TrainConfig
+        from accelerant.nn.train.environment import numerics
+        from accelerant.nn.train.objective import autocast, precision_of
+
+        given = torch.tensor([ids], device=self.device)
+        precision = precision_of(TrainConfig(), self.device)
+        with numerics(deterministic=False, cpu_threads=self.threads), autocast(self.device, precision):
+            return list(self.model.generate(given, tokens, stop=self.stops, **options)[0].tolist())
+
+    def text(self, tokens: Sequence[int], given: int) -> str:
+        """Return the text after the first `given` tokens, without what ends it."""
+        new = list(tokens[given:])
+        ends = [index for index, token in enumerate(new) if token in self.stops]
+        return self.tokenizer.decode(new[: ends[0]] if ends else new)
+
+
+def load_text_model(folder: Path, device: torch.device) -> TextModel:
+    """Load the model of a run's folder, or of one of Hugging Face's format: GPT-2 or Llama, with its tokenizer.
+
+    Raises ConfigError or FormatError if there is none.
+    """
+    from accelerant.nn import GPT, Llama
+
+    if not folder.is_dir():
+        raise ConfigError(f"no folder {folder}: name a run's, or one with config.json and model.safetensors")
+    if not (folder / "config.json").is_file():
+        raise FormatError(f"{folder} holds no model: there is no config.json")
+    config = read_object(folder / "config.json")
+    if "format" in config:
+        from accelerant.nn.train import load_run
+        from accelerant.nn.train.config import RunConfig
+
+        model, tokenizer = load_run(folder, device)
+        end = tokenizer.end
+        threads = RunConfig.from_dict(config.get("run")).cpu_threads  # type: ignore[arg-type]  # it raises for others
+        start = tokenizer.encode_text("\n") if end is None else [end]
+        return TextModel(model, tokenizer, device, () if end is None else (end,), tuple(start), threads)
+    kind = config.get("model_type")
+    kinds: dict[str, type[LanguageModel]] = {"gpt2": GPT, "llama": Llama}
+    if not isinstance(kind, str) or kind not in kinds:
+        raise FormatError(f"{folder / 'config.json'}: model_type must be {' or '.join(kinds)}, got {clipped(kind)}")
+    hub = _HubTokenizer(folder)
+    loaded = kinds[kind].from_pretrained(folder, device=device)
+    generation = folder / "generation_config.json"
+    ends = {**config, **(read_object(generation) if generation.is_file() else {})}.get("eos_token_id")
+    size = loaded.config.vocab_size
+    stops = [
+        token for token in (ends if isinstance(ends, list) else [ends]) if type(token) is int and 0 <= token < size
+    ]
+    begin = [token for token in (config.get("bos_token_id"), *stops) if type(token) is int and 0 <= token < size]
+    return TextModel(loaded, hub, device, tuple(stops), tuple(begin[:1] or hub.encode_text("\n")))
+
+
+class _HubTokenizer:
+    """The tokenizer of a Hugging Face folder: tokenizer.json, or vocab.json and merges.txt of a byte-level BPE."""
+
+    def __init__(self, folder: Path) -> None:
+        import tokenizers
+
+        path, parts = folder / "tokenizer.json", (folder / "vocab.json", folder / "merges.txt")
+        try:
+            if path.is_file():
+                text = read_regular(path, 1 << 28).decode()
+                if not isinstance(decode_json(text), dict):
+                    raise ValueError("it must hold an object")
+                self._inner: Any = tokenizers.Tokenizer.from_str(text)
+            elif all(part.is_file() for part in parts):
+                self._inner = tokenizers.ByteLevelBPETokenizer(*map(str, parts))
+            else:
+                raise FileNotFoundError("there is none")
+        except Exception as error:  # noqa: BLE001  the library raises bare Exception
+            raise FormatError(
+                f"cannot read the tokenizer {path}: {str(error)[:300]}; write it with transformers: "
+                f"AutoTokenizer.from_pretrained(NAME).save_pretrained({str(folder)!r})"
+            ) from None
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the tokens of a prompt, with those that begin a text."""
+        return list(self._inner.encode(text).ids)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without special ones."""
+        return str(self._inner.decode(list(tokens), skip_special_tokens=True))

@@ -1,0 +1,136 @@
+"""Every operation over HTTP, beside the library's own call."""
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import accelerant
+from accelerant import zk
+from accelerant.privacy.he import paillier
+from accelerant.service.bodies import BINARY, read_kserve, write_kserve
+
+VECTORS = Path(__file__).parent.parent / "vectors/groth16/poseidon"
+
+
+def post(http, name, inputs=None, parameters=None):
+    body, length = write_kserve({"parameters": parameters or {}}, "inputs", inputs or {})
+    headers = {"accept": BINARY} | ({"inference-header-content-length": str(length)} if length else {})
+    return http.post(f"/v2/models/{name}/infer", content=body, headers=headers)
+
+
+def call(http, name, inputs=None, parameters=None, wait_s=120):
+    """Return the outputs of a call, which may become a job."""
+    answer = post(http, name, inputs, parameters)
+    if answer.status_code == 202:
+        path, end = answer.headers["location"], time.monotonic() + wait_s
+        while (job := http.get(path).json())["state"] in ("queued", "running") and time.monotonic() < end:
+            time.sleep(0.05)
+        assert job["state"] == "succeeded", job["error"]
+        answer = http.get(f"{path}/result", headers={"accept": BINARY})
+    assert answer.status_code == 200, answer.text
+    size = answer.headers.get("inference-header-content-length")
+    return read_kserve(answer.content, int(size) if size else None, "outputs")[1]
+
+
+@pytest.mark.parametrize("name", ["add", "sub", "mul", "inv"])
+@pytest.mark.parametrize("field", ["goldilocks", "bls12_381_fr"])
+def test_field_operations(http, name, field):
+    prime = zk.field(field)
+    given = [prime.random(33) for _ in range(1 if name == "inv" else 2)]
+    found = call(http, f"field_{name}", dict(zip("xy", given, strict=False)), {"field": field})["z"]
+    np.testing.assert_array_equal(found, getattr(prime, name)(*given))
+
+
+def test_transforms_and_sums(http):
+    x = zk.field("bn254_fr").random(64)
+    y = call(http, "ntt", {"x": x}, {"field": "bn254_fr", "coset": 5})["y"]
+    np.testing.assert_array_equal(y, zk.ntt(x, "bn254_fr", coset=5))
+    back = call(http, "ntt", {"x": y}, {"field": "bn254_fr", "coset": 5, "inverse": True})["y"]
+    np.testing.assert_array_equal(back, x)
+    for name in ("bn254_g1", "bls12_381_g2"):
+        curve = zk.curve(name)
+        points = curve.mul(curve.generator, list(range(1, 20)))
+        scalars = curve.scalar_field.random(19)
+        found = call(http, "msm", {"scalars": scalars, "points": points}, {"curve": name})["sum"]
+        np.testing.assert_array_equal(found, zk.msm(scalars, points, name))
+
+
+def test_neural_operations(http):
+    torch.manual_seed(0)
+    x, weight, q = (torch.randn(shape) for shape in ((5, 8), (8,), (1, 2, 4, 8)))
+    ops = accelerant.ops
+    for name, inputs, parameters, wanted in (
+        ("gelu", {"x": x}, {"approximate": "tanh"}, ops.gelu(x, approximate="tanh")),
+        ("softmax", {"x": x}, {"dim": 0}, ops.softmax(x, dim=0)),
+        ("layer_norm", {"x": x, "weight": weight, "bias": weight}, {}, ops.layer_norm(x, weight, weight)),
+        ("layer_norm", {"x": x, "weight": weight}, {}, ops.layer_norm(x, weight)),
+        ("matmul", {"a": x, "b": x.T.contiguous()}, {}, ops.matmul(x, x.T.contiguous())),
+        ("attention", {"q": q, "k": q, "v": q}, {"causal": True}, ops.attention(q, q, q, causal=True)),
+    ):
+        found = call(http, name, {key: value.numpy() for key, value in inputs.items()}, parameters)["y"]
+        torch.testing.assert_close(torch.from_numpy(found.copy()), wanted)
+
+
+def test_a_proof_from_uploaded_files_verifies(http):
+    key, zkey, witness = (
+        (VECTORS / name).read_bytes() for name in ("verification_key.json", "circuit.zkey", "witness.wtns")
+    )
+    found = call(http, "groth16_prove", {"zkey": zkey, "witness": witness})
+    proof = zk.groth16.Proof.from_json(found["proof"], found["public"])
+    assert zk.groth16.verify(zk.groth16.VerificationKey.from_json(key), proof.public, proof)
+    given = {"verification_key": key, "public": found["public"], "proof": found["proof"]}
+    assert call(http, "groth16_verify", given)["valid"].tolist() == [True]
+    other = json.dumps([str(int(value) + 1) for value in json.loads(found["public"])]).encode()
+    assert call(http, "groth16_verify", given | {"public": other})["valid"].tolist() == [False]
+    answer = post(http, "groth16_prove", {"zkey": zkey[:-7], "witness": witness})
+    assert answer.status_code == 400
+    assert answer.json()["error"].startswith("zkey: section 10")
+
+
+def test_encrypted_sums(http):
+    public, private = paillier.keygen(2048)
+    x, y = np.array([1.5, -2.0]), np.array([10.0, 20.0])
+    key, sealed = public.to_bytes(), private.to_bytes("a passphrase")
+    a = call(http, "paillier_encrypt", {"public_key": key, "x": x})["ciphertext"]
+    b = call(http, "paillier_encrypt", {"public_key": key, "x": y})["ciphertext"]
+    total = call(http, "paillier_add", {"public_key": key, "a": a, "b": b})["ciphertext"]
+    given = {"private_key": sealed, "passphrase": b"a passphrase", "ciphertext": total}
+    np.testing.assert_allclose(call(http, "paillier_decrypt", given)["x"], x + y)
+    answer = post(http, "paillier_decrypt", given | {"passphrase": b"another"})
+    assert answer.status_code == 400
+    assert "another" not in answer.text
+
+
+def test_epsilon(http):
+    parameters = {"sigma": 1.1, "q": 0.01, "steps": 1000, "delta": 1e-5, "method": "rdp"}
+    epsilon = call(http, "privacy_epsilon", parameters=parameters)["epsilon"]
+    assert 1 < epsilon[0] < 3
+    assert call(http, "privacy_epsilon", parameters=parameters | {"sigma": 0})["epsilon"].tolist() == [np.inf]
+    answer = http.post("/v2/models/privacy_epsilon/infer", json={"parameters": parameters | {"sigma": 0}})
+    assert answer.json()["outputs"][0]["data"] == ["Infinity"]
+
+
+def test_training_then_generation(http, models):
+    text = b"the cat sat on the mat. " * 4000
+    found = call(http, "train", {"text": text}, {"preset": "tiny", "steps": 3, "batch_size": 2, "seed": 1})
+    summary = json.loads(found["summary"])
+    assert summary["status"] == "done"
+    assert summary["steps"] == 3
+    assert "/" not in {str(value)[:1] for value in summary.values()}
+    folder = models / "mine"
+    folder.mkdir()
+    for name, file in (("config", "config.json"), ("model", "model.safetensors")):
+        (folder / file).write_bytes(found[name])
+    if "tokenizer" in found:
+        (folder / "tokenizer.json").write_bytes(found["tokenizer"])
+    parameters = {"model": "mine", "tokens": 5, "seed": 3}
+    texts = [call(http, "generate", {"prompt": b"the cat"}, parameters)["text"] for _ in range(2)]
+    assert texts[0] == texts[1]
+    for name in ("../mine", "other", str(folder)):
+        answer = http.post("/v2/models/generate/infer", json={"parameters": {"model": name}})
+        assert answer.status_code == 422
+        assert "there is no" in answer.json()["error"]
