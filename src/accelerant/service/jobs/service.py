@@ -387,10 +387,10 @@ class JobService:
                 "result": str(self._result_file(job)), "lease": time.time() + self._lease_s,
             }  # fmt: skip
             ended = await worker.run_job(message, claim.deadline, _GRACE_S)
-            self._seconds += 0.2 * (time.monotonic() - began - self._seconds)
-            await self._tried(self._write_end, job, ended, repeat_s=self._lease_s)
         finally:
-            self._running.pop(job.id, None)
+            del self._running[job.id]  # before the store says that the job is not running: see _renew
+        self._seconds += 0.2 * (time.monotonic() - began - self._seconds)
+        await self._tried(self._write_end, job, ended, repeat_s=self._lease_s)
         with contextlib.suppress(ServiceError, DBAPIError):
             self._publish(await self.get(job.id, None))
         self._wake()

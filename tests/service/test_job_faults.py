@@ -1,0 +1,160 @@
+"""Faults at random times: killed workers, killed servers, lost connections. Every accepted request has a true end."""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sqlalchemy as sa
+from test_job_service import X, ended, request, started
+
+from accelerant.errors import RangeError
+from accelerant.service.errors import StoreUnavailable, WorkerLost
+from accelerant.service.jobs.model import JobState
+
+SERVER = """
+import asyncio, pathlib, sys, types
+from accelerant.service.jobs.service import JobService
+url, directory = sys.argv[1:]
+async def main():
+    settings = types.SimpleNamespace(state_url=url, directory=pathlib.Path(directory), devices=("cpu",),
+        queue_jobs=1000, queue_bytes=1 << 30, deadline_s=30.0, retention_s=3600.0, result_bytes=1 << 30)
+    service = JobService(settings, operations="served:OPERATIONS", lease_s=2.0)
+    await service.start()
+    print("ready", flush=True)
+    await asyncio.sleep(1000)
+asyncio.run(main())
+"""
+
+
+@contextlib.asynccontextmanager
+async def another_server(service):
+    """Run a second server process on the store and the directory of a service."""
+    command = [sys.executable, "-c", SERVER, service.settings.state_url, str(service.settings.directory)]
+    process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+    try:
+        assert await process.stdout.readline() == b"ready\n"
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def test_jobs_of_a_killed_server_are_taken_over(running, state_url):
+    async def main():
+        async with running(state_url=state_url) as service, another_server(service) as other:
+            jobs = [await service.submit(request("work", np.arange(n), steps=10, seconds=0.4)) for n in range(8)]
+            train = await service.submit(request("train", steps=100, seconds=4.0))
+            async with asyncio.timeout(10.0):
+                while len(await service.list(None, JobState.RUNNING)) < 2:
+                    await asyncio.sleep(0.02)
+            other.send_signal(signal.SIGKILL)
+            for n, job in enumerate(jobs):
+                assert (await ended(service, job)).state is JobState.SUCCEEDED
+                np.testing.assert_array_equal((await service.result(job.id, None))["y"], np.arange(n) + 1)
+            assert (await ended(service, train)).state is JobState.SUCCEEDED
+            attempts = [job.attempts for job in await service.list(None)]
+            assert sorted(attempts) == [1] * 8 + [2]  # the killed server had one
+
+    asyncio.run(main())
+
+
+def test_a_job_is_cancelled_through_another_server(running, state_url):
+    async def main():
+        async with running(state_url=state_url) as service:
+            job = await started(service, await service.submit(request("work", steps=1000, seconds=30.0)))
+            async with running(state_url=state_url) as other:
+                await other.cancel(job.id, "key")
+                assert (await ended(other, job, 5.0)).state is JobState.CANCELLED
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("seconds", [4.0, pytest.param(60.0, marks=pytest.mark.slow)])
+def test_every_request_has_a_true_end_while_workers_are_killed(running, tmp_path, seconds):
+    """Two workers, one of which is killed at random times: results are right, or the second loss is stated."""
+    generator = random.Random(seconds)
+    tally = {"right": 0, "lost": 0, "refused": 0}
+
+    async def calls(service, until):
+        while asyncio.get_running_loop().time() < until:
+            array = np.array(generator.choices(range(100, 10_000), k=generator.randrange(200)), dtype=np.uint64)
+            bad = generator.random() < 0.05
+            try:
+                result = await service.call(request("double", np.append(array, 13 if bad else 14), seconds=0.002))
+                np.testing.assert_array_equal(result["y"], 2 * np.append(array, 14))
+                tally["right"] += 1
+            except WorkerLost:
+                tally["lost"] += 1
+            except RangeError:
+                assert bad
+                tally["refused"] += 1
+
+    async def submits(service, until, jobs):
+        while asyncio.get_running_loop().time() < until:
+            number = generator.randrange(1000)
+            if generator.random() < 0.2:
+                new = request("train", steps=20, seconds=0.5)
+            else:
+                new = request("work", np.array([number]), steps=5, seconds=0.2)
+            jobs.append((await service.submit(new), number))
+            await asyncio.sleep(0.2)
+
+    async def kills(service, until):
+        while asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(generator.uniform(0.1, 2.0))
+            alive = [worker.pid for worker in service.stats().workers if worker.pid is not None]
+            if alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(generator.choice(alive), signal.SIGKILL)
+
+    async def main():
+        async with running(devices=("cpu", "cpu")) as service:
+            until, jobs = asyncio.get_running_loop().time() + seconds, []
+            clients = [calls(service, until) for _ in range(8)]
+            await asyncio.gather(*clients, submits(service, until, jobs), kills(service, until))
+            for job, number in jobs:
+                job = await ended(service, job, 60.0)
+                if job.state is JobState.FAILED:
+                    assert job.attempts == 2
+                    assert job.error.endswith("was ended by SIGKILL, for the second time")
+                else:
+                    result = await service.result(job.id, None)
+                    assert result.get("count", result.get("y")) == (20 if job.operation == "train" else number + 1)
+            assert sum(worker.restarts for worker in service.stats().workers) > 0
+            assert not list(Path(service.settings.directory).rglob("inputs"))
+            assert not list(Path(service.settings.directory).rglob("work"))
+
+    asyncio.run(main())
+    assert tally["right"] > 20 * seconds
+    assert tally["refused"] > 0
+
+
+def test_lost_connections_to_the_store_lose_no_job(running, postgres_url):
+    engine = sa.create_engine(postgres_url.replace("://", "+pg8000://"), isolation_level="AUTOCOMMIT")
+    end_all = sa.text("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
+
+    async def main():
+        async with running(state_url=postgres_url) as service:
+            jobs = []
+            for _ in range(10):
+                with contextlib.suppress(StoreUnavailable):
+                    jobs.append(await service.submit(request("work", steps=4, seconds=0.1)))
+                with engine.connect() as connection:
+                    connection.execute(end_all)
+                await asyncio.sleep(0.1)
+            assert jobs
+            for job in jobs:
+                job = await ended(service, job)
+                assert job.state is JobState.SUCCEEDED
+                np.testing.assert_array_equal((await service.result(job.id, None))["y"], X + 1)
+
+    asyncio.run(main())
+    engine.dispose()
