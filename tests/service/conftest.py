@@ -9,13 +9,14 @@ import socket
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from serving import Server
 
 from accelerant.service.jobs.service import JobService
+from accelerant.service.settings import ServiceSettings
 from requirements import require
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -93,10 +94,9 @@ def state_url(request, tmp_path):
 
 @pytest.fixture
 def settings(tmp_path):
-    return SimpleNamespace(
-        state_url=f"sqlite:///{tmp_path}/jobs.db", directory=tmp_path / "private", devices=("cpu",), queue_jobs=1000,
-        queue_bytes=1 << 30, deadline_s=30.0, retention_s=3600.0, result_bytes=1 << 30,
-    )  # fmt: skip
+    return ServiceSettings(
+        state_url=f"sqlite:///{tmp_path}/jobs.db", directory=tmp_path / "private", devices=("cpu",), lease_s=2.0
+    )
 
 
 @pytest.fixture
@@ -105,10 +105,8 @@ def running(settings, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
 
     @contextlib.asynccontextmanager
-    async def start(lease_s=2.0, **changes):
-        service = JobService(
-            SimpleNamespace(**{**vars(settings), **changes}), operations="served:OPERATIONS", lease_s=lease_s
-        )
+    async def start(**changes):
+        service = JobService(replace(settings, **changes), operations="served:OPERATIONS")
         await service.start()
         try:
             yield service

@@ -19,10 +19,6 @@ class Operation:
     parameters: type
     elementwise: bool = False
     resumable: bool = False
-    cost_s: float = 0.0001
-
-    def cost(self, inputs, parameters):
-        return self.cost_s
 
 
 class Parameters(pydantic.BaseModel, extra="forbid"):
@@ -92,7 +88,15 @@ def train(arrays, parameters, context):
     return {"count": np.array([count]), "first": np.array([first])}
 
 
+def fit(arrays, parameters, context):
+    from accelerant.service.jobs import training
+
+    text = arrays["text"].tobytes()
+    return training.run(context, text=text, steps=parameters.steps, checkpoint_every=5, cpu_threads=1)
+
+
 OPERATIONS = {
+    "fit": Operation(fit, Parameters, resumable=True),
     "double": Operation(double, Parameters, elementwise=True),
     "work": Operation(work, Parameters),
     "train": Operation(train, Parameters, resumable=True),

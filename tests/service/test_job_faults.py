@@ -19,13 +19,13 @@ from accelerant.service.errors import StoreUnavailable, WorkerLost
 from accelerant.service.jobs.model import JobState
 
 SERVER = """
-import asyncio, pathlib, sys, types
+import asyncio, pathlib, sys
 from accelerant.service.jobs.service import JobService
+from accelerant.service.settings import ServiceSettings
 url, directory = sys.argv[1:]
 async def main():
-    settings = types.SimpleNamespace(state_url=url, directory=pathlib.Path(directory), devices=("cpu",),
-        queue_jobs=1000, queue_bytes=1 << 30, deadline_s=30.0, retention_s=3600.0, result_bytes=1 << 30)
-    service = JobService(settings, operations="served:OPERATIONS", lease_s=2.0)
+    settings = ServiceSettings(state_url=url, directory=pathlib.Path(directory), devices=("cpu",), lease_s=2.0)
+    service = JobService(settings, operations="served:OPERATIONS")
     await service.start()
     print("ready", flush=True)
     await asyncio.sleep(1000)

@@ -19,9 +19,9 @@ from accelerant.service.jobs.queue import Call, CallQueue, launches_of
 def call(
     key="key", *, rows=4, priority=0, cost_s=0.001, elementwise=True, operation="double", dtype=np.uint64, **parameters
 ):
-    request = JobRequest(operation, parameters, {"x": np.zeros(rows, dtype)}, key, priority)
+    request = JobRequest(operation, parameters, {"x": np.zeros(rows, dtype)}, key, priority, cost_s=cost_s)
     future = asyncio.get_running_loop().create_future()
-    return Call(request, 1e12, cost_s, elementwise, future, request.size_bytes)
+    return Call(request, 1e12, elementwise, future, request.size_bytes)
 
 
 steps = st.lists(
@@ -114,6 +114,9 @@ def test_identical_elementwise_calls_are_one_launch():
             call(n=2), call(n=1, dtype=np.uint32), call(operation="triple", n=1), call(n=1, elementwise=False),
             call(n=1, elementwise=False),
         ]  # fmt: skip
+        others[0].request.inputs["y"] = np.zeros(1, np.uint64)  # broadcasts
+        others.append(call(n=2, rows=1))
+        others[-1].request.inputs["y"] = np.zeros((1, 1), np.uint64)
         launches = launches_of([same[0], *others[:3], same[1], *others[3:], same[2]])
         assert [launch.calls for launch in launches] == [same, *([one] for one in others)]
         assert launches[0].rows == [3, 0, 5]

@@ -1,6 +1,7 @@
 """JobService on real worker processes: results, merging, failures, cancellation, restarts, bounds."""
 
 import asyncio
+import json
 import os
 import signal
 import stat
@@ -50,6 +51,13 @@ def files(service):
     return {path.name for path in Path(service.settings.directory, "jobs").rglob("*") if path.is_file()}
 
 
+async def only(service, *names):
+    """Wait until no other files of jobs are left; they are wiped after the job's end is written."""
+    async with asyncio.timeout(5.0):
+        while files(service) != set(names):
+            await asyncio.sleep(0.02)
+
+
 def test_calls_are_merged_and_each_gets_its_own_result(running, tmp_path):
     log = str(tmp_path / "log")
 
@@ -67,7 +75,7 @@ def test_calls_are_merged_and_each_gets_its_own_result(running, tmp_path):
             assert str(bad) == "13 cannot be doubled"
             np.testing.assert_array_equal((await first)["y"], 2 * X)
             assert service.stats().queued == service.stats().running == service.stats().bytes == 0
-            with pytest.raises(ConfigError, match="no operation 'nothing'; there are double, train, work"):
+            with pytest.raises(ConfigError, match="no operation 'nothing'; there are double, fit, train, work"):
                 await service.call(request("nothing"))
 
     asyncio.run(main())
@@ -114,7 +122,7 @@ def test_a_job_is_private_and_its_inputs_are_wiped(running, settings):
             job = await ended(service, job)
             assert (job.state, job.progress, job.error, job.attempts) == (JobState.SUCCEEDED, 1.0, None, 1)
             np.testing.assert_array_equal((await service.result(job.id, "key"))["y"], X + 1)
-            assert files(service) == {"result.1"}
+            await only(service, "result.1")
             folders = [settings.directory, *settings.directory.rglob("*")]
             assert not any(stat.S_IMODE(path.stat().st_mode) & 0o077 for path in folders if path.name != "volume")
 
@@ -153,7 +161,7 @@ def test_failures_are_stated(running):
             with pytest.raises(JobFailed, match="work failed with ZeroDivisionError"):
                 await service.call(request("work", how="raise"))
             assert service.stats().workers[0].restarts == 0
-            assert files(service) == set()
+            await only(service)
 
     asyncio.run(main())
 
@@ -216,7 +224,7 @@ def test_cancel(running):
             with pytest.raises(Cancelled):
                 await service.result(job.id, "key")
             assert (await service.cancel(job.id, "key")) == job
-            assert files(service) == set()
+            await only(service)
 
     asyncio.run(main())
 
@@ -277,7 +285,7 @@ def test_the_queue_is_bounded_by_count_and_bytes(running):
 
 def test_retention_and_the_limit_of_results(running, monkeypatch):
     async def main():
-        async with running(result_bytes=3 * 8300, retention_s=1.0) as service:
+        async with running(stored_bytes=3 * 8300, retention_s=1.0) as service:
             jobs = [await service.submit(request("work", key_id="many")) for _ in range(3)]
             jobs.append(await service.submit(request("work", key_id="few")))
             for job in jobs:
@@ -290,7 +298,7 @@ def test_retention_and_the_limit_of_results(running, monkeypatch):
             await asyncio.sleep(1.2)
             await asyncio.to_thread(service._prune)
             assert await service.list(None) == []
-            assert files(service) == set()
+            await only(service)
 
     asyncio.run(main())
 
@@ -384,6 +392,61 @@ def test_training_resumes_after_more_losses_than_one(running):
             # One that makes no progress between its losses fails.
             job = await ended(service, await service.submit(request("train", steps=2, how="kill")))
             assert job.state is JobState.FAILED or job.attempts == 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_a_real_training_goes_on_from_its_checkpoint(running, settings):
+    """The model of a run that lost its worker, and then its server, is bit for bit that of an undisturbed one."""
+    text = (Path(__file__).read_bytes() * 2)[:30_000]
+    fit = JobRequest("fit", {"steps": 60}, {"text": np.frombuffer(text, np.uint8)})
+
+    async def reached(service, job, steps):
+        async with asyncio.timeout(60.0):
+            while True:
+                job = await service.get(job.id, None)
+                assert not job.state.final, job
+                if f"step {steps}" <= job.message and job.progress > steps / 61:
+                    return
+                await asyncio.sleep(0.02)
+
+    async def main():
+        async with running(lease_s=5.0) as service:
+            job = await service.submit(fit)
+            await reached(service, job, 10)
+            os.kill(service.stats().workers[0].pid, signal.SIGKILL)
+            await reached(service, job, 30)
+            await service.drain(30.0)
+        async with running(lease_s=5.0) as service:
+            job = await ended(service, job, 60.0)
+            assert (job.state, job.attempts, job.error) == (JobState.SUCCEEDED, 3, None)
+            result = await service.result(job.id, None)
+            undisturbed = await ended(service, await service.submit(fit), 60.0)
+            wanted = await service.result(undisturbed.id, None)
+            assert json.loads(result["summary"].tobytes())["steps"] == 60
+            np.testing.assert_array_equal(result["model"], wanted["model"])
+            await only(service, "result.3", "result.1")
+
+    asyncio.run(main())
+
+
+def test_what_a_killed_server_left_is_removed(running, monkeypatch):
+    monkeypatch.setattr("accelerant.service.jobs.service._ORPHAN_S", 0.1)
+
+    async def main():
+        async with running() as service:
+            done = await ended(service, await service.submit(request("work")))
+            await only(service, "result.1")
+            waits = await started(service, await service.submit(request("work", steps=50, seconds=5.0)))
+            for id in (done.id, "f" * 32):
+                service._folder(id).mkdir(exist_ok=True)
+                service._folder(id).joinpath("inputs").write_bytes(b"secret")
+            await asyncio.sleep(0.2)
+            await asyncio.to_thread(service._remove_orphans)
+            assert {path.name for path in Path(service.settings.directory, "jobs").iterdir()} == {done.id, waits.id}
+            assert files(service) == {"result.1", "inputs"}
+            assert not service._folder(done.id).joinpath("inputs").exists()
 
     asyncio.run(main())
 

@@ -237,11 +237,12 @@ def test_expiry_and_retention(opened):
     job = claim(store)
     assert job.id == "good"
     store.finish(job, JobState.SUCCEEDED, result_bytes=100)
+    assert store.states(["good", "late", "none"]) == {"good": JobState.SUCCEEDED, "late": JobState.FAILED}
     assert store.prune(100.0, 100) == ([], [])
     assert store.prune(100.0, 99) == ([], ["good"])
     assert store.get("good", None).result_bytes is None
     assert sorted(store.prune(0.0, 100)[0]) == ["good", "late"]
-    assert store.known(["good", "late"]) == set()
+    assert store.states(["good", "late"]) == {}
 
 
 # --- two versions ----------------------------------------------------------------------------------------------------

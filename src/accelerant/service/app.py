@@ -127,7 +127,7 @@ def _read(request: Request, operation: ServedOperation, key: Key, body: bytes) -
     size = operation.result_bytes(inputs, model)
     if size > settings.result_bytes:
         raise Refused(413, "ResultTooLarge", f"the result takes {size:,} bytes; the limit is {settings.result_bytes:,}")
-    is_job = operation.resumable or operation.cost(inputs, model) > settings.short_s
+    cost_s = operation.cost(inputs, model)
     asked = JobRequest(
         operation.name,
         operation.place(model),
@@ -136,9 +136,11 @@ def _read(request: Request, operation: ServedOperation, key: Key, body: bytes) -
         priority=_number(parameters, "priority", -100, 100) or 0,
         deadline_s=_deadline_s(parameters, settings, operation),
         request_id=request.scope["state"]["record"].request_id,
+        cost_s=cost_s,
     )
+    is_job = operation.resumable or cost_s > settings.short_s or "respond-async" in request.headers.get("prefer", "")
     answer = _answer_format(request.headers.get("accept", "*/*"), usual)
-    return _Call(asked, identity, binary, answer, is_job or "respond-async" in request.headers.get("prefer", ""))
+    return _Call(asked, identity, binary, answer, is_job)
 
 
 def _number(parameters: Mapping[str, Any], name: str, least: int, most: int) -> int | None:

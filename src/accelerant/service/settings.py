@@ -2,7 +2,7 @@
 
     host = "127.0.0.1"            # another address needs API keys (`accelerant keys create`)
     port = 8080
-    state_url = "sqlite:////var/lib/accelerant/jobs.db"     # or postgresql+psycopg://user@host/name
+    state_url = "sqlite:////var/lib/accelerant/jobs.db"     # or postgresql://user:password@host/name
     directory = "/var/lib/accelerant"     # private files of jobs, keys.json
     devices = ["cuda:0", "cuda:1"]        # one worker process each
 
@@ -67,7 +67,8 @@ class ServiceSettings:
         deadline_s: longest time of a call or job from acceptance to its end, training excepted.
         train_deadline_s: the same of training.
         result_bytes: largest result.
-        retention_s: seconds for which results are kept.
+        stored_bytes: bound of all stored results together; beyond it the oldest of the key with most bytes are removed.
+        retention_s: seconds for which ended jobs and their results are kept.
         lease_s: seconds without a sign of life after which another server on the same store takes over a server's jobs.
         drain_s: seconds that jobs get to end or save a checkpoint at shutdown.
         log: "json" (one object a line) or "text".
@@ -97,6 +98,7 @@ class ServiceSettings:
     deadline_s: float = 300.0
     train_deadline_s: float = 7 * 86400.0
     result_bytes: int = 256 << 20
+    stored_bytes: int = 8 << 30
     retention_s: float = 86400.0
     lease_s: float = 10.0
     drain_s: float = 30.0

@@ -40,6 +40,7 @@ class JobRequest:
         deadline_s: seconds from now in which the result must be there; None is the default of calls, and no
             deadline for jobs.
         request_id: id of the HTTP request, for logs.
+        cost_s: estimate of the seconds that it takes; batches of short calls are cut by it.
     """
 
     operation: str
@@ -49,6 +50,7 @@ class JobRequest:
     priority: int = 0
     deadline_s: float | None = None
     request_id: str = ""
+    cost_s: float = 0.0
 
     @property
     def size_bytes(self) -> int:

@@ -4,8 +4,8 @@ Keys take turns; of one key's calls the one of the highest priority goes first, 
 thousand calls delays another's by one batch at most, whatever their priorities.
 
 A batch is taken in that order until it would last longer than `batch_s` or pass `batch_bytes`. Within it, calls of the
-same elementwise operation with equal parameters, dtypes and trailing dimensions become one launch: their inputs are
-joined along axis 0.
+same elementwise operation with equal parameters, dtypes and trailing dimensions become one launch: their inputs, which
+have one shape each, are joined along axis 0.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class Call:
 
     request: JobRequest
     deadline: float
-    cost_s: float
     elementwise: bool
     future: asyncio.Future[dict[str, np.ndarray]] = field(repr=False)
     size_bytes: int
@@ -46,14 +45,14 @@ class Call:
 
     def merge_key(self) -> tuple[Any, ...] | None:
         """Return what calls of one launch have in common, or None if the call is launched alone."""
-        arrays = self.request.inputs
-        if not self.elementwise or not arrays or any(array.ndim == 0 for array in arrays.values()):
+        arrays = list(self.request.inputs.items())
+        if not self.elementwise or not arrays or not (shape := arrays[0][1].shape):
             return None
-        if len({array.shape[0] for array in arrays.values()}) > 1:
+        if any(array.shape != shape for _, array in arrays):  # joined arrays would broadcast otherwise
             return None
         parameters = json.dumps(dict(self.request.parameters), sort_keys=True)
-        kinds = tuple((name, array.dtype.str, array.shape[1:]) for name, array in arrays.items())
-        return self.request.operation, parameters, kinds
+        kinds = tuple((name, array.dtype.str) for name, array in arrays)
+        return self.request.operation, parameters, shape[1:], kinds
 
 
 @dataclass(eq=False)
@@ -148,7 +147,7 @@ class CallQueue:
             if call.future.done():
                 self._drop_first(key)
                 continue
-            if batch and (cost + call.cost_s > self.batch_s or size + call.size_bytes > self.batch_bytes):
+            if batch and (cost + call.request.cost_s > self.batch_s or size + call.size_bytes > self.batch_bytes):
                 break
             self._waiting.move_to_end(key)
             self._drop_first(key)
@@ -159,7 +158,7 @@ class CallQueue:
                 passed_over.append(call)
                 continue
             batch.append(call)
-            cost += call.cost_s
+            cost += call.request.cost_s
             size += call.size_bytes
         for call in passed_over:
             self.put_back(call)

@@ -66,6 +66,9 @@ _GRACE_S = 5.0
 _PRUNE_S = 30.0
 """Time between two removals of old jobs."""
 
+_ORPHAN_S = 3600.0
+"""Age of a folder from which it is of no job that is being added."""
+
 
 class JobService:
     """The queue and the workers of one server process. Its methods belong to one event loop.
@@ -73,21 +76,16 @@ class JobService:
     Args:
         settings: the service's settings.
         operations: "module:attribute" of the table of operations, which the workers import as well.
-        lease_s: time after which the jobs of a killed server are taken over.
     """
 
     def __init__(
-        self,
-        settings: ServiceSettings,
-        *,
-        operations: str = "accelerant.service.operations:OPERATIONS",
-        lease_s: float = 15.0,
+        self, settings: ServiceSettings, *, operations: str = "accelerant.service.operations:OPERATIONS"
     ) -> None:
         self.settings = settings
         self._place, self._operations = operations, load_operations(operations)
         self._queue = CallQueue(settings.queue_jobs, settings.queue_bytes)
         self._directory = Path(settings.directory)
-        self._lease_s = lease_s
+        self._lease_s = settings.lease_s
         self._store: JobStore | None = None
         self._workers: list[WorkerProcess] = []
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="jobs")
@@ -238,7 +236,6 @@ class JobService:
         call = Call(
             request=request,
             deadline=time.monotonic() + limit_s,
-            cost_s=operation.cost(request.inputs, operation.parameters.model_validate(request.parameters)),
             elementwise=operation.elementwise,
             future=asyncio.get_running_loop().create_future(),
             size_bytes=request.size_bytes,
@@ -492,7 +489,7 @@ class JobService:
     def _prune(self) -> None:
         """Remove jobs past their retention, and results beyond their limit."""
         self._pruned = time.monotonic()
-        removed, gone = self.store.prune(self.settings.retention_s, self.settings.result_bytes)
+        removed, gone = self.store.prune(self.settings.retention_s, self.settings.stored_bytes)
         for id in removed:
             wire.wipe(self._folder(id))
         for id in gone:
@@ -500,12 +497,14 @@ class JobService:
                 wire.wipe(file)
 
     def _remove_orphans(self) -> None:
-        """Remove folders whose job was never added, of servers that were killed in between."""
-        old = [
-            path.name for path in (self._directory / "jobs").iterdir() if time.time() - path.stat().st_mtime > 3600.0
-        ]
-        for id in set(old) - self.store.known(old):
-            wire.wipe(self._folder(id))
+        """Remove what servers left that were killed before they added a job, or after they ended one."""
+        folders = {path.name: path.stat().st_mtime for path in (self._directory / "jobs").iterdir()}
+        states = self.store.states(folders)
+        for id, changed in folders.items():
+            if id not in states and time.time() - changed > _ORPHAN_S:
+                wire.wipe(self._folder(id))
+            elif id in states and states[id].final:
+                self._wipe_inputs(id)
 
     # --- files -------------------------------------------------------------------------------------------------------
 

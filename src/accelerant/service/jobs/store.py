@@ -408,10 +408,11 @@ class JobStore:
                 )
         return removed, gone
 
-    def known(self, ids: Iterable[str]) -> set[str]:
-        """Return those of the ids that are jobs."""
+    def states(self, ids: Iterable[str]) -> dict[str, JobState]:
+        """Return the states of those of the ids that are jobs."""
+        query = sa.select(_jobs.c.id, _jobs.c.state).where(_jobs.c.id.in_(list(ids)))
         with self._begin() as connection:
-            return set(connection.execute(sa.select(_jobs.c.id).where(_jobs.c.id.in_(list(ids)))).scalars())
+            return {row.id: JobState(row.state) for row in connection.execute(query)}
 
 
 def check_bounds(

@@ -2,7 +2,8 @@
 
 from alembic import context
 
-given = context.config.attributes
-context.configure(connection=given["connection"], version_table=given["version_table"])
-with context.begin_transaction():
-    context.run_migrations()
+if __name__ == "env_py":  # as which Alembic loads it
+    given = context.config.attributes
+    context.configure(connection=given["connection"], version_table=given["version_table"])
+    with context.begin_transaction():
+        context.run_migrations()
