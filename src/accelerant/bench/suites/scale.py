@@ -13,20 +13,18 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 
-from accelerant.bench.record import DEVICE, OURS, Row
+from accelerant.bench.record import DEVICE, Row
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, check_names, option
-from accelerant.bench.suites.bandwidth import size_name
 from accelerant.bench.suites.model import MODELS
 from accelerant.bench.suites.scale_jobs import measure_jobs
-from accelerant.bench.suites.scale_model import BESIDE, OPS, Costs, outlook
-from accelerant.bench.suites.scale_work import ATTENTION, DECODED, SHARDED
+from accelerant.bench.suites.scale_model import Costs, outlook
 from accelerant.bench.suites.scale_zk import Key, measure_many, measure_msm, measure_proof
 from accelerant.bench.timer import Timing
 from accelerant.errors import AccelerantError, ConfigError
@@ -34,15 +32,11 @@ from accelerant.runtime.host import usable_cores
 from accelerant.runtime.memory.limits import size_text
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["CASES", "ScaleSuite"]
+__all__ = ["CASES", "ScaleSuite", "rows"]
 
 CASES = ("collectives", "data", "tensor", "context", "sharded", "proof", "many", "msm", "jobs")
 
 _PROGRAM = "accelerant.bench.suites.scale_work"
-
-_DATA_X = {32: 0.98, 4: 0.93}
-_SHARDED_X, _TENSOR_X, _CONTEXT_X = 1.1, 1.6, 1.85
-"""Targets on two H200: of the speed of one device alone by batch; of torch's sharded step; of one device."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +98,7 @@ class ScaleSuite(Suite):
         """Return a case for each number of processes, collectives first: the predictions need them."""
         counts = sorted({int(text) for text in self.processes or ()})
         measures: dict[str, Callable[[int, SuiteRun], None]] = {
-            name: functools.partial(self._launch, name) for name in _ROWS
+            name: functools.partial(self._launch, name) for name in CASES[:5]
         }
         key = Key(self.constraints or 1)
         measures |= {
@@ -142,175 +136,54 @@ class ScaleSuite(Suite):
             "parameters": self.parameters, "batch": [int(text) for text in self.batch or ()],
         }  # fmt: skip
         found, error = _launched(count, settings, self.limit_each_s)
-        run.add(*_ROWS[name](_Found(found, count, run, self)))
+        run.add(*rows(found, count, run))
         if error is not None:
             raise error
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """Results of a case, in the order in which rank 0 wrote them."""
+def rows(found: Sequence[Mapping[str, Any]], count: int, run: SuiteRun) -> list[Row]:
+    """Return the rows that rank 0 of `count` processes wrote, and a prediction beside those that have one.
 
-    results: list[dict[str, Any]]
-    count: int
-    run: SuiteRun
-    suite: ScaleSuite
-
-    def named(self, name: str, **values: Any) -> dict[str, Any] | None:
-        """Return the first result of a name with these values."""
-        for result in self.results:
-            if result["name"] == name and all(result.get(key) == value for key, value in values.items()):
-                return result
-        return None
-
-    def alone_ms(self, **values: Any) -> float:
-        """Return the time of one process without the others."""
-        alone = self.named("alone", **values)
-        return Timing.of(alone["samples"]).p50_ms if alone else 0.0
-
-    def target(self, value: float) -> float | None:
-        """Return a target, which holds on two H200."""
-        return value if self.count == 2 and self.run.is_model("H200") else None
-
-    def predicted(self, row: Row, predict: Callable[[Costs], float], measured_ms: float) -> list[Row]:
-        """Return the cost model's row beside a measured one; none without measured collectives."""
-        costs = _costs(self.run)
-        if costs is None or self.count == 1:
-            return []
-        ms = predict(costs)
-        note = f"{ms / measured_ms:.3f} of the measured time"
-        named = replace(row, op=f"predicted {row.op}", runner=DEVICE, implementation="cost model", note=note)
-        return [replace(named, p20=ms, p50=ms, p80=ms, target=None, target_x=None, peak_bytes=None, samples=())]
+    Besides fields of a Row a result may have `tokens` of a process, the time `alone_ms` of one device and what it is
+    `than`, the speeds to reach, `aim` in those of one device and `aim_x` in torch's, and of `predict` the step's kind
+    and facts; `outlook` if these are to be predicted for more processes.
+    """
+    costs = None if count == 1 else _costs(run)
+    on_h200 = count == 2 and run.is_model("H200")
+    made = []
+    for one in found:
+        fields = {name: one[name] for name in ("unit", "bytes", "error", "peak_bytes") if one.get(name) is not None}
+        row = Row("scale", one["op"], f"{one['case']}, {count} processes", one["runner"], one["implementation"])
+        row = replace(row, **fields).timed(timing := Timing.of(one["samples"]))
+        alone: Any = one.get("alone_ms")
+        notes = [one.get("note")]
+        if than := one.get("than"):
+            notes.append(f"{alone / timing.p50_ms:.3f} of the speed {than}")
+        if tokens := one.get("tokens"):
+            notes.append(f"{1e3 * tokens / timing.p50_ms:,.0f} tokens/s a process")
+        if row.peak_bytes:
+            notes.append(f"{size_text(row.peak_bytes)} at the peak")
+        row = replace(row, note="; ".join(filter(None, notes)))
+        if on_h200 and one.get("aim"):
+            row = replace(row, target=alone / one["aim"])
+        if on_h200 and one.get("aim_x"):
+            row = replace(row, target_x=one["aim_x"])
+        made.append(row)
+        if costs is None or not one.get("predict"):
+            continue
+        kind, facts = one["predict"]
+        ms = costs.predicted_ms(kind, alone_ms=alone, processes=count, **facts)
+        note = f"{ms / timing.p50_ms:.3f} of the measured time"
+        predicted = Row("scale", f"predicted {row.op}", row.case, DEVICE, "cost model", note=note)
+        made.append(replace(predicted, p20=ms, p50=ms, p80=ms))
+        if one.get("outlook"):
+            run.record.notes += [f"{row.case}: {note}" for note in outlook(alone, costs=costs, **facts)]
+    peaks = {row.op: row.peak_bytes for row in made if row.runner == "torch"}
+    return [replace(row, target_bytes=peaks.get(row.op)) if row.target_x else row for row in made]
 
 
 def _costs(run: SuiteRun) -> Costs | None:
     return Costs.of(run.record.rows, run.record.ceilings.get("copy GB/s"))
-
-
-# --- rows of each case -----------------------------------------------------------------------------------------------
-
-
-def _collective_rows(found: _Found) -> list[Row]:
-    backend, rows = "nccl" if found.run.gpu else "gloo", []
-    for result in found.results:
-        if result["name"] in OPS:
-            case = f"{size_name(result['bytes'])}, {found.count} processes"
-            row = Row("scale", result["name"], case, DEVICE, backend, bytes=result["bytes"])
-            rows.append(row.timed(Timing.of(result["samples"])))
-        elif result["name"] == "beside":
-            row = Row("scale", BESIDE, f"lost part of its time, {found.count} processes", DEVICE, backend, unit="x")
-            rows.append(row.timed(Timing.of(result["samples"])))
-    return rows
-
-
-def _data_rows(found: _Found) -> list[Row]:
-    rows, config = [], MODELS[str(found.suite.parameters)]
-    for result in found.results:
-        batch, timing = result["batch"], Timing.of(result["samples"])
-        case = f"GPT {found.suite.parameters} {batch}x{config.context}, {found.count} processes"
-        row = Row("scale", "step", case, OURS, "TrainStep")
-        alone = found.alone_ms(batch=batch)
-        if result["name"] == "alone":
-            buckets = result["buckets"]
-            named = replace(row, op="step without communication", runner=DEVICE)
-            rows.append(named.timed(timing))
-            continue
-        if result["name"] == "beside":
-            lost = timing.p50_ms
-            row = replace(row, op="all_reduce beside a step", runner=DEVICE, implementation="TrainStep", unit="x")
-            rows.append(replace(row.timed(timing), note="part of the sums' time that the step loses"))
-            if (costs := _costs(found.run)) is not None and batch == found.results[0]["batch"]:
-                found.run.record.notes += [f"{case}: {note}" for note in outlook(alone, buckets, costs, lost)]
-            continue
-        note = f"{alone / timing.p50_ms:.3f} of the speed without communication"
-        if result["name"] == "torch":
-            compiled = ", torch.compile" * found.run.gpu
-            row = replace(row, runner="torch", implementation=f"DistributedDataParallel{compiled}")
-            rows.append(replace(row.timed(timing), note=f"plain PyTorch; {note[:5]} of the speed of ours alone"))
-            continue
-        aim = _DATA_X.get(batch) if found.suite.parameters == "124M" else None
-        rows.append(replace(row.timed(timing), note=note, target=None if aim is None else found.target(alone / aim)))
-        rows += found.predicted(
-            row, lambda costs, alone=alone, sums=buckets, lost=lost: costs.data_parallel_ms(  # type: ignore[misc]
-                alone, sums, found.count, lost
-            )[0],
-            timing.p50_ms,
-        )  # fmt: skip
-    return rows
-
-
-def _sharded_rows(found: _Found) -> list[Row]:
-    config, batch = SHARDED[found.run.gpu]
-    name = "Llama 1B" if found.run.gpu else "Llama, tiny"
-    base = Row("scale", "sharded step", f"{name} {batch}x{config.context}, {found.count} processes", OURS, "TrainStep")
-    rows, peer = [], found.named("torch") or {}
-    for result in found.results:
-        timing = Timing.of(result["samples"])
-        row = replace(base.timed(timing), peak_bytes=result.get("peak_bytes"))
-        note = f"{1e3 * result['tokens'] / timing.p50_ms:,.0f} tokens/s a process"
-        if row.peak_bytes:
-            note += f", {size_text(row.peak_bytes)} at the peak"
-        if result["name"] == "alone":
-            rows.append(replace(row, op="unsharded step without communication", runner=DEVICE, note=note))
-        elif result["name"] == "torch":
-            compiled = ", compiled blocks" * found.run.gpu
-            rows.append(replace(row, runner="torch", implementation=f"FSDP2{compiled}", note=note))
-        else:
-            aim = found.target(_SHARDED_X) if peer else None
-            rows.append(replace(row, note=note, target_x=aim, target_bytes=peer.get("peak_bytes")))
-            alone = found.named("alone") or {}
-            outer = alone.get("outer", 0)
-            rows += found.predicted(
-                base,
-                lambda costs, outer=outer, result=result: costs.sharded_ms(  # type: ignore[misc]
-                    found.alone_ms(), result["params"] - outer, outer, found.count
-                ),
-                timing.p50_ms,
-            )
-    return rows
-
-
-def _split_rows(found: _Found, op: str, case: str, aim: float, predict: Callable[[Costs, float], float]) -> list[Row]:
-    """Return the rows of one device, of all, and the prediction, of each result of a case."""
-    rows = []
-    for result in found.results:
-        timing, what = Timing.of(result["samples"]), result.get("what")
-        row = Row("scale", op, ", ".join(filter(None, (case, what, f"{found.count} processes"))), OURS, "split")
-        if result["name"] == "alone":
-            rows.append(replace(row, op=f"{op} on one device", runner=DEVICE, implementation="whole").timed(timing))
-            continue
-        alone = found.alone_ms(what=what) if what else found.alone_ms()
-        note = f"{alone / timing.p50_ms:.3f} of the speed on one device"
-        rows.append(replace(row.timed(timing), note=note, target=found.target(alone / aim), error=result.get("error")))
-        if what in (None, "forward"):
-            rows += found.predicted(row, lambda costs, alone=alone: predict(costs, alone), timing.p50_ms)  # type: ignore[misc]
-    return rows
-
-
-def _tensor_rows(found: _Found) -> list[Row]:
-    config, length = DECODED[found.run.gpu]
-    name = "Llama 8B" if found.run.gpu else "Llama, tiny"
-
-    def predict(costs: Costs, alone_ms: float) -> float:
-        return costs.tensor_parallel_ms(alone_ms, config.layers, 2 * config.width, config.vocab_size, found.count)
-
-    return _split_rows(found, "decode", f"{name}, 1 token after {length}, bfloat16", _TENSOR_X, predict)
-
-
-def _context_rows(found: _Found) -> list[Row]:
-    B, Hq, Hkv, T, D = ATTENTION[found.run.gpu]
-    size = B * T // found.count * D * (2 if found.run.gpu else 4)
-
-    def predict(costs: Costs, alone_ms: float) -> float:
-        return costs.context_parallel_ms(alone_ms, Hq * size, Hkv * size, found.count)
-
-    return _split_rows(found, "causal attention", f"{B}x{Hq}/{Hkv}x{T}x{D}", _CONTEXT_X, predict)
-
-
-_ROWS: dict[str, Callable[[_Found], list[Row]]] = {
-    "collectives": _collective_rows, "data": _data_rows, "sharded": _sharded_rows, "tensor": _tensor_rows,
-    "context": _context_rows,
-}  # fmt: skip
 
 
 # --- processes -------------------------------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ A collective over p processes, as a ring, sends `messages` one after the other a
 beside computation slows it down by `lost` of the collective's time, which is measured too: beside the step itself for
 data parallel steps, elsewhere beside a product of matrices. Then
 
-    data parallel      alone + sums that the backward pass, two thirds of the step, does not hide; the last bucket's never
-                       is, which holds an embedding tied to the output layer (Li et al. 2020, arXiv:2006.15704) + two
-                       passes over memory, of the gradients into buckets: of all, of the last beside copied sums
+    data parallel      alone + sums that the backward pass, two thirds of the step, does not hide; the last bucket's
+                       never is, which holds an embedding tied to the output layer (Li et al. 2020,
+                       arXiv:2006.15704) + two passes over memory of the gradients that are copied into buckets: of
+                       all, or of the last bucket where copy engines sum
     sharded            alone + what hides nothing: the gather of the outer parameters, the scatter of their gradients
                        - the update of the parameters that others hold
     tensor parallel    alone / p + all collectives, as none is hidden
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -117,6 +118,11 @@ class Costs:
         """Return the costs of a sum between GPUs of one host; all_reduce's where there is none."""
         return self.links.get(op) or self.links["all_reduce"]
 
+    def predicted_ms(self, kind: str, **facts: Any) -> float:
+        """Return the time of a kind of step: "data_parallel", "sharded", "tensor_parallel" or "context_parallel"."""
+        found: float | tuple[float, float] = getattr(self, f"{kind}_ms")(**facts)
+        return found[0] if isinstance(found, tuple) else found
+
     def data_parallel_ms(
         self, alone_ms: float, buckets: Sequence[int], processes: int, lost: float
     ) -> tuple[float, float]:
@@ -141,10 +147,12 @@ class Costs:
         update = _ADAM_BYTES * params * (1 - 1 / processes) / self.copy_bytes_per_ms
         return alone_ms + shown + max(0.0, hidden - alone_ms) + self.lost * min(hidden, alone_ms) - update
 
-    def tensor_parallel_ms(self, alone_ms: float, layers: int, width_bytes: int, vocabulary: int, p: int) -> float:
+    def tensor_parallel_ms(
+        self, alone_ms: float, layers: int, width_bytes: int, vocabulary: int, processes: int
+    ) -> float:
         """Return the time of decoding a token: two sums a layer and the embedding's, and the logits' gather."""
-        sums = (2 * layers + 1) * self._sum(PEER_SUM).ms(p, width_bytes)
-        return alone_ms / p + sums + self.links["all_gather"].ms(p, 4 * vocabulary)
+        sums = (2 * layers + 1) * self._sum(PEER_SUM).ms(processes, width_bytes)
+        return alone_ms / processes + sums + self.links["all_gather"].ms(processes, 4 * vocabulary)
 
     def context_parallel_ms(self, alone_ms: float, q_bytes: int, kv_bytes: int, processes: int) -> float:
         """Return the time of causal attention forward; `q_bytes` and `kv_bytes` are of a process's queries and keys."""
@@ -160,7 +168,7 @@ def _processes_of(row: Row) -> int:
     return int(row.case.rpartition(", ")[2].split()[0])
 
 
-def outlook(alone_ms: float, buckets: Sequence[int], costs: Costs, lost: float) -> list[str]:
+def outlook(alone_ms: float, buckets: Sequence[int], lost: float, costs: Costs) -> list[str]:
     """Return notes: predicted efficiencies to 1,024 processes, and where communication is half of a step."""
     sizes = [2**k for k in range(1, _MOST.bit_length())]
     steps = {p: costs.data_parallel_ms(alone_ms, buckets, p, lost) for p in sizes}

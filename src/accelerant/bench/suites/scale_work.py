@@ -13,6 +13,7 @@ import gc
 import itertools
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +29,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from accelerant import distributed, ops
 from accelerant.bench.plain_models import PlainGPT, PlainLlama
+from accelerant.bench.record import DEVICE, OURS
+from accelerant.bench.suites.bandwidth import size_name
 from accelerant.bench.suites.model import MODELS, TokenBatches
-from accelerant.bench.suites.scale_model import COPIED, OPS, PEER_SUM
+from accelerant.bench.suites.scale_model import BESIDE, COPIED, OPS, PEER_SUM
 from accelerant.distributed.peer_sum import PeerSum
 from accelerant.errors import AccelerantError, UnsupportedCase
 from accelerant.nn import GPT, GPTConfig, Llama, LlamaConfig
@@ -39,25 +42,29 @@ from accelerant.nn.train.step import TrainStep
 from accelerant.runtime.peers import PeerMemory, PeerSums
 from accelerant.runtime.streams.graphs import Graph
 
-__all__ = ["ATTENTION", "DECODED", "SHARDED", "work"]
+__all__ = ["work"]
 
-SHARDED = {
+_SHARDED = {
     True: (LlamaConfig(layers=16, width=2048, hidden=8192, tied=True, context=2048), 4),
     False: (LlamaConfig(256, 64, 2, 4, 2, 64, 96, rope_scaling=None), 2),
 }
 """Config and sequences a process of the sharded model, on a GPU Llama 3.2 1B, and on a CPU."""
 
-DECODED = {
+_DECODED = {
     True: (LlamaConfig(context=8192), 512),
     False: (LlamaConfig(256, 256, 2, 8, 8, 64, 96, rope_scaling=None), 16),
 }
 """Config and prompt of the decoded model, Llama 3.1 8B."""
 
-ATTENTION = {True: (1, 32, 8, 1 << 16, 128), False: (1, 4, 2, 512, 32)}
+_ATTENTION = {True: (1, 32, 8, 1 << 16, 128), False: (1, 4, 2, 512, 32)}
 """(B, Hq, Hkv, T, D) of attention over split sequences."""
 
 _LEAST_COPIED = 1 << 20
 """Bytes from which on sums by copy engines are measured."""
+
+_DATA_X = {32: 0.98, 4: 0.93}
+_SHARDED_X, _TENSOR_X, _CONTEXT_X = 1.1, 1.6, 1.85
+"""Targets on two H200: of the speed of one device alone by batch; of torch's sharded step; of one device."""
 
 _GptStep = Callable[[Tensor, Tensor], Tensor]
 
@@ -110,11 +117,26 @@ class _Process:
     def mesh(self) -> Any:
         return init_device_mesh(self.where.type, (self.size,))
 
-    def emit(self, name: str, samples: Sequence[float], **facts: Any) -> None:
-        """Append a result; in rank 0."""
+    def emit(
+        self, op: str, case: str, implementation: str, samples: Sequence[float], *, runner: str = DEVICE, **facts: Any
+    ) -> None:  # fmt: skip
+        """Append a row; in rank 0. For `facts` see `rows` of scale.py."""
         if dist.get_rank() == 0:
+            row = {"op": op, "case": case, "runner": runner, "implementation": implementation, "samples": list(samples)}
             with self.out.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"name": name, "samples": list(samples), **facts}) + "\n")
+                file.write(json.dumps({**row, **facts}) + "\n")
+
+    def compare(
+        self, op: str, case: str, alone: Sequence[float], ours: Sequence[float], aim: float,
+        predict: list[Any] | None = None, **facts: Any,
+    ) -> None:  # fmt: skip
+        """Append the rows of one device and of all."""
+        slowest = self.slowest(alone)
+        self.emit(f"{op} on one device", case, "whole", slowest)
+        self.emit(
+            op, case, "split", ours, runner=OURS, alone_ms=statistics.median(slowest), than="on one device", aim=aim,
+            predict=predict, **facts,
+        )  # fmt: skip
 
     def mean(self, value: Tensor | float) -> float:
         """Return the mean over the processes."""
@@ -185,13 +207,15 @@ def _require_near(what: str, found: float, wanted: float, near: float = _LOSS_NE
 def _collectives(this: _Process) -> None:
     """Measure each collective by size, as in a captured step, and what a sum costs the product that hides it."""
     this.meet()
+    backend = "nccl" if this.gpu else "gloo"
     sizes = (2**12, 2**16, 2**20, 2**24, 2**26, 2**28) if this.gpu else (2**10, 2**16, 2**20, 2**23)
     for op in OPS:
         for size in sizes:
             calls = 64 if size <= 2**20 else 4
             if (call := _collective(op, size, this)) is not None:
                 (samples,) = this.in_turns([this.captured(call, calls)])
-                this.emit(op, [ms / (calls if this.gpu else 1) for ms in samples], bytes=size)
+                each = [ms / (calls if this.gpu else 1) for ms in samples]
+                this.emit(op, size_name(size), "peers" if op in (PEER_SUM, COPIED) else backend, each, bytes=size)
     side, dtype = (8192, torch.bfloat16) if this.gpu else (1024, torch.float32)
     x = torch.ones(side, side, dtype=dtype, device=this.where)
     y = torch.empty_like(x)
@@ -215,7 +239,7 @@ def _collectives(this: _Process) -> None:
         min(1.0, max(0.0, (b - a) / s))
         for a, b, s in zip(map(this.mean, alone), map(this.mean, together), map(this.mean, sum_alone), strict=True)
     ]
-    this.emit("beside", lost)
+    this.emit(BESIDE, "lost part of its time", backend, lost, unit="x")
 
 
 def _collective(op: str, size: int, this: _Process) -> Callable[[], object] | None:
@@ -269,12 +293,16 @@ def _data(this: _Process, parameters: str, batches: Sequence[int]) -> None:
         torch.manual_seed(0)
         alone[batch] = _OwnGptStep(GPT(config).to(this.where), this)
     this.meet()
-    for batch in batches:
-        _data_batch(this, config, batch, alone.pop(batch))
+    for number, batch in enumerate(batches):
+        case = f"GPT {parameters} {batch}x{config.context}"
+        aim = _DATA_X.get(batch) if parameters == "124M" else None
+        _data_batch(this, config, case, batch, alone.pop(batch), {"aim": aim, "outlook": not number})
         this.free()
 
 
-def _data_batch(this: _Process, config: GPTConfig, batch: int, alone: _GptStep) -> None:
+def _data_batch(
+    this: _Process, config: GPTConfig, case: str, batch: int, alone: _GptStep, facts: dict[str, Any]
+) -> None:  # fmt: skip
     data, turn = _own_rows(TokenBatches.drawn(config, batch * this.size, this.where), batch), itertools.count()
     torch.manual_seed(0)  # the weights of `alone`
     model = GPT(config).to(this.where)
@@ -294,13 +322,20 @@ def _data_batch(this: _Process, config: GPTConfig, batch: int, alone: _GptStep) 
     if not torch.equal(sums, largest):
         raise AccelerantError("the processes' parameters differ after steps with summed gradients")
     buckets = ours.step.bucket_bytes
-    this.emit("alone", this.slowest(before), batch=batch, buckets=buckets)
-    this.emit("beside", _lost(this, timed, alone, buckets), batch=batch)
-    this.emit("ours", after, batch=batch)
+    slowest = this.slowest(before)
+    this.emit("step without communication", case, "TrainStep", slowest)
+    lost = _lost(this, timed, alone, buckets)
+    note = "part of the sums' time that the step loses"
+    this.emit("all_reduce beside a step", case, "TrainStep", lost, unit="x", note=note)
+    compared = {"alone_ms": statistics.median(slowest), "than": "without communication"}
+    predict = {"buckets": buckets, "lost": statistics.median(lost)}
+    this.emit("step", case, "TrainStep", after, runner=OURS, **compared, predict=["data_parallel", predict], **facts)
     if peer is not None:
         plain = _plain_gpt_step(peer, this)
         _require_near("plain PyTorch's loss", this.mean(plain(*data.batch(0))), wanted)
-        this.emit("torch", timed(ours, plain)[1], batch=batch)  # in turns with ours: both see the same machine
+        name = f"DistributedDataParallel{', torch.compile' * this.gpu}"
+        samples = timed(ours, plain)[1]  # in turns with ours: both see the same machine
+        this.emit("step", case, name, samples, runner="torch", note="plain PyTorch", **compared)
 
 
 def _lost(this: _Process, timed: Callable[..., list[list[float]]], alone: _GptStep, buckets: list[int]) -> list[float]:
@@ -380,11 +415,13 @@ def _plain_gpt_step(model: PlainGPT, this: _Process) -> _GptStep:
 
 def _sharded(this: _Process) -> None:
     """Measure a Llama's step with sharded parameters, and that of plain PyTorch's FSDP2 with compiled blocks."""
-    config, batch = SHARDED[this.gpu]
+    config, batch = _SHARDED[this.gpu]
     torch.manual_seed(0)
     with this.where:
         model = Llama(config)
-    facts = {"params": sum(param.numel() for param in model.parameters()), "tokens": batch * config.context}
+    outer, params = config.vocab_size * config.width, sum(param.numel() for param in model.parameters())
+    case = f"{'Llama 1B' if this.gpu else 'Llama, tiny'} {batch}x{config.context}"
+    tokens = batch * config.context
     alone_model = copy.deepcopy(model)
     alone = _own_llama_step(alone_model, this)
     this.meet()
@@ -398,7 +435,8 @@ def _sharded(this: _Process) -> None:
         return this.in_turns([lambda: step(*data[next(turn) % 4])], together=2)[0]
 
     wanted = this.mean(alone(*data[0]))
-    this.emit("alone", this.slowest(timed(alone)), **facts, outer=config.vocab_size * config.width)
+    slowest = this.slowest(timed(alone))
+    this.emit("unsharded step without communication", case, "TrainStep", slowest, tokens=tokens)
     weights = {name: value.cpu() for name, value in model.state_dict().items()} if this.peer else {}
     del alone, alone_model
     this.free()
@@ -406,7 +444,11 @@ def _sharded(this: _Process) -> None:
     ours = _own_llama_step(model, this)
     _require_near("the loss with sharded parameters", float(ours(*data[0])), wanted)
     samples = timed(ours)
-    this.emit("ours", samples, **facts, peak_bytes=this.peak())
+    predict = ["sharded", {"block_params": params - outer, "outer_params": outer}]
+    this.emit(
+        "sharded step", case, "TrainStep", samples, runner=OURS, tokens=tokens, peak_bytes=this.peak(),
+        alone_ms=statistics.median(slowest), predict=predict, aim_x=_SHARDED_X if this.peer else None,
+    )  # fmt: skip
     if not this.peer:
         return
     del ours, model  # the peer has the device to itself, as ours had
@@ -417,7 +459,8 @@ def _sharded(this: _Process) -> None:
     this.free()
     _require_near("plain PyTorch's loss with sharded parameters", this.mean(plain(*data[0])), wanted)
     samples = timed(plain)
-    this.emit("torch", samples, **facts, peak_bytes=this.peak())
+    name = f"FSDP2{', compiled blocks' * this.gpu}"
+    this.emit("sharded step", case, name, samples, runner="torch", tokens=tokens, peak_bytes=this.peak())
 
 
 def _own_llama_step(model: Llama, this: _Process) -> Callable[[Tensor, Tensor], Tensor]:
@@ -461,7 +504,7 @@ def _plain_llama_step(model: PlainLlama, this: _Process) -> Callable[[Tensor, Te
 @torch.no_grad()
 def _tensor(this: _Process) -> None:
     """Measure decoding of one sequence on one device, and split over all."""
-    config, length = DECODED[this.gpu]
+    config, length = _DECODED[this.gpu]
     with torch.device("meta"):
         model = Llama(config).to(torch.bfloat16)
     model = model.to_empty(device=this.where).eval()
@@ -488,8 +531,9 @@ def _tensor(this: _Process) -> None:
     # Few enough steps for the room: 8 together on a GPU.
     this.steps = min(this.steps, 20)
     alone, ours = this.in_turns([run.advance for run in runs], together=8)
-    this.emit("alone", this.slowest(alone))
-    this.emit("ours", ours, error=distance)
+    case = f"{'Llama 8B' if this.gpu else 'Llama, tiny'}, 1 token after {length}, bfloat16"
+    predict = {"layers": config.layers, "width_bytes": 2 * config.width, "vocabulary": config.vocab_size}
+    this.compare("decode", case, alone, ours, _TENSOR_X, ["tensor_parallel", predict], error=distance)
 
 
 def _distance(found: Tensor, wanted: Tensor) -> float:
@@ -509,7 +553,7 @@ def _decoded_logits(model: Llama, prompt: Tensor) -> Tensor:
 
 def _context(this: _Process) -> None:
     """Measure causal attention over a long sequence on one device, and split over all, forward and backward."""
-    B, Hq, Hkv, T, D = ATTENTION[this.gpu]
+    B, Hq, Hkv, T, D = _ATTENTION[this.gpu]
     dtype = torch.bfloat16 if this.gpu else torch.float32
     generator = torch.Generator(this.where).manual_seed(0)
     q, k, v, do = (
@@ -541,11 +585,11 @@ def _context(this: _Process) -> None:
             raise AccelerantError(f"{name} of a split sequence is {distance:.3g} of its size from the whole one's")
     with torch.no_grad():
         alone, ours = this.in_turns([functools.partial(forward, split) for split in (False, True)])
-    this.emit("alone", this.slowest(alone), what="forward")
-    this.emit("ours", ours, what="forward")
+    case, size = f"{B}x{Hq}/{Hkv}x{T}x{D}", B * T // this.size * D * dtype.itemsize
+    predict = ["context_parallel", {"q_bytes": Hq * size, "kv_bytes": Hkv * size}]
+    this.compare("causal attention", f"{case}, forward", alone, ours, _CONTEXT_X, predict)
     alone, ours = this.in_turns([functools.partial(both, split) for split in (False, True)])
-    this.emit("alone", this.slowest(alone), what="forward and backward")
-    this.emit("ours", ours, what="forward and backward")
+    this.compare("causal attention", f"{case}, forward and backward", alone, ours, _CONTEXT_X)
 
 
 if __name__ == "__main__":
