@@ -154,7 +154,9 @@ def _from_file(path: Path, *, must_exist: bool) -> dict[str, Any]:
     return {name: _converted(name, value, str(path)) for name, value in table.items()}
 
 
-_OTHERS = {"ACCELERANT_CONFIG", "ACCELERANT_COMMIT"}  # the file, and the commit in records of benchmarks
+_OTHERS = {"ACCELERANT_CONFIG", "ACCELERANT_COMMIT", "ACCELERANT_URL", "ACCELERANT_API_KEY"}
+"""The file; the commit in records of benchmarks; what service.Client reads."""
+
 _FOREIGN = re.compile(r"ACCELERANT_(.*_)?(SERVICE_HOST|(SERVICE_)?PORT(_.*)?)")
 """Variables that Kubernetes sets in each container for a service of a similar name."""
 

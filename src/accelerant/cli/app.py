@@ -38,6 +38,7 @@ GROUPS = (
     "zk",
     "serve",
     "keys",
+    "jobs",
     "devices",
     "top",
     "doctor",

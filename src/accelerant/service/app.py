@@ -32,6 +32,7 @@ from accelerant.errors import (
     OutOfMemory,
     TimeLimitExceeded,
 )
+from accelerant.service import dashboard
 from accelerant.service.bodies import (
     ARROW,
     BINARY,
@@ -52,6 +53,7 @@ from accelerant.service.jobs.service import JobService
 from accelerant.service.keys import Key, KeyStore
 from accelerant.service.operations import ServedOperation, served
 from accelerant.service.settings import ServiceSettings
+from accelerant.service.telemetry import Telemetry
 
 __all__ = ["create_app"]
 
@@ -442,7 +444,11 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await app.state.jobs.start()
         try:
-            yield
+            with Telemetry(app.state.jobs, settings) as telemetry:
+                app.state.telemetry = telemetry
+                observers.append(telemetry.observe)
+                app.state.on_stop.append(telemetry.close)
+                yield
         finally:
             app.state.draining = True
             await app.state.jobs.drain(settings.drain_s)
@@ -460,6 +466,7 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     for error in errors:
         app.add_exception_handler(error, _on_error)
     app.include_router(_router)
+    app.include_router(dashboard.router, responses=_ERRORS)
     _describe_errors(app)
     app.add_middleware(Guard, settings=settings, keys=keys, observers=observers)
     return app

@@ -18,9 +18,11 @@ Errors of the input are the library's own (accelerant.errors), also where a work
 
 from __future__ import annotations
 
+from accelerant import errors as library
+
 __all__ = [
     "Cancelled", "DeadlineExceeded", "Draining", "JobFailed", "JobNotFinished", "JobNotFound", "QueueFull",
-    "Refused", "ResultGone", "ServiceError", "StoreUnavailable", "WorkerLost",
+    "Refused", "ResultGone", "ServiceError", "StoreUnavailable", "WorkerLost", "error_named",
 ]  # fmt: skip
 
 
@@ -103,3 +105,13 @@ class WorkerLost(JobFailed):
     """The worker process or its device failed while it had the request, and so did the repetition."""
 
     status = 503
+
+
+def error_named(kind: str, message: str) -> Exception | None:
+    """Return the library's or the service's error of a name, as another process raised it; None for other names."""
+    found = getattr(library, kind, None) or globals().get(kind)
+    if not (isinstance(found, type) and issubclass(found, library.AccelerantError | ServiceError)) or found is Refused:
+        return None
+    error = found.__new__(found, message)  # some take other arguments than their message
+    error.args = (message,)
+    return error

@@ -16,15 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from accelerant import errors as library_errors
 from accelerant.runtime.monitoring.events import publish
-from accelerant.service import errors as service_errors
-from accelerant.service.errors import JobFailed, ServiceError
+from accelerant.service.errors import JobFailed, error_named
 from accelerant.service.jobs import wire
 from accelerant.service.jobs.model import WorkerStats
 from accelerant.service.jobs.queue import Call, Launch, launches_of
 
-__all__ = ["WorkerProcess", "error_named"]
+__all__ = ["WorkerProcess"]
 
 _log = logging.getLogger("accelerant.service")
 
@@ -33,16 +31,6 @@ _BACKOFF_S = (0.05, 10.0)
 
 _START_S = 120.0
 """Longest time in which a worker process must be ready; the import of torch and a driver's start are in it."""
-
-
-def error_named(kind: str, message: str) -> Exception:
-    """Return the library's or the service's error of a name, as a worker raised it."""
-    found = getattr(library_errors, kind, None) or getattr(service_errors, kind, None)
-    if not (isinstance(found, type) and issubclass(found, library_errors.AccelerantError | ServiceError)):
-        return JobFailed(f"{kind}: {message}")
-    error = found.__new__(found, message)  # some take other arguments than their message
-    error.args = (message,)
-    return error
 
 
 class WorkerProcess:
@@ -231,7 +219,7 @@ class WorkerProcess:
         launch = self.launches[head["launch"]]
         calls = launch.calls if head["call"] is None else [launch.calls[head["call"]]]
         if error := head.get("error"):
-            results: list[Any] = [error_named(*error)]
+            results: list[Any] = [error_named(*error) or JobFailed(": ".join(error))]
         else:
             arrays = wire.restored(head["arrays"], body)
             results = [arrays] if len(calls) == 1 else _cut(arrays, launch.rows)

@@ -1,0 +1,412 @@
+"""Clients of the service, with the library's own calls.
+
+    with Client("http://127.0.0.1:8080") as client:
+        client.field_mul([1, 2], [3, 4])                    # array([3, 8], dtype=uint64)
+        client.msm(scalars, points, curve="bn254_g1")
+        job = client.submit("ntt", {"x": x}, field="goldilocks")
+        client.result(job.id)
+
+    async with AsyncClient("http://127.0.0.1:8080") as client:
+        await client.field_mul([1, 2], [3, 4])
+
+Arrays travel as bytes (KServe v2's binary tensor extension). A call that the service answers with a job waits for it.
+The service's errors are raised as the library's own classes, or those of accelerant.service.errors.
+
+What a call does is a generator of steps, requests to send and seconds to wait; the two clients differ in how they take
+them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Coroutine, Generator, Mapping
+from functools import update_wrapper
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from accelerant._version import __version__
+from accelerant.algebra.curve.parameters import curve_of
+from accelerant.algebra.field.parameters import field_of
+from accelerant.algebra.field.words import encode
+from accelerant.errors import ConfigError, FormatError, MissingDependency, TimeLimitExceeded
+from accelerant.service.bodies import BINARY, read_kserve, write_kserve
+from accelerant.service.errors import Cancelled, JobFailed, Refused, error_named
+from accelerant.service.jobs.model import Job, JobState
+
+try:
+    import httpx
+except ImportError:
+    raise MissingDependency("httpx", "service", "accelerant.service.Client") from None
+
+__all__ = ["DEFAULT_URL", "AsyncClient", "Client"]
+
+DEFAULT_URL = "http://127.0.0.1:8080"
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+Array = npt.NDArray[Any]
+Outputs = dict[str, Any]
+Steps = Generator[httpx.Request | float, Any, _T]
+"""A call: yields requests, whose responses are sent back, and seconds to wait; returns the result."""
+
+_LENGTH = "inference-header-content-length"
+_POLL_S = (0.05, 2.0)
+"""Wait before the first look at a job, and the longest between two; it grows by half."""
+
+
+class _Call(Generic[_P, _T]):
+    """A method of both clients: of Client it returns the result, of AsyncClient an awaitable."""
+
+    def __init__(self, steps: Callable[Concatenate[Any, _P], Steps[_T]]) -> None:
+        self._steps = steps
+        self.__doc__ = steps.__doc__
+
+    @overload
+    def __get__(self, client: Client, owner: type) -> Callable[_P, _T]: ...
+    @overload
+    def __get__(self, client: AsyncClient, owner: type) -> Callable[_P, Coroutine[Any, Any, _T]]: ...
+    @overload
+    def __get__(self, client: None, owner: type) -> _Call[_P, _T]: ...
+    def __get__(self, client: Any, owner: type) -> Any:
+        if client is None:
+            return self
+
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> Any:
+            return client._run(self._steps(client, *args, **kwargs))
+
+        return update_wrapper(call, self._steps)
+
+
+class _Calls:
+    """The calls of both clients.
+
+    Args:
+        url: of the service; by default that of ACCELERANT_URL, or http://127.0.0.1:8080.
+        key: API key; by default that of ACCELERANT_API_KEY. It is sent to this URL only.
+        timeout_s: longest time of a call, with its retries, and with the job where it becomes one.
+        progress: called with the job whenever a call that waits for one has looked at it.
+        options: of httpx's client, as `verify` for the certificates of TLS.
+    """
+
+    _http: httpx.Client | httpx.AsyncClient
+
+    def __init__(
+        self, url: str | None = None, *, key: str | None = None, timeout_s: float = 600.0,
+        progress: Callable[[Job], object] | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        self.url = (url or os.environ.get("ACCELERANT_URL") or DEFAULT_URL).rstrip("/")
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"the service's URL must begin with http:// or https://, got {self.url!r}")
+        if not timeout_s > 0:
+            raise ConfigError(f"timeout_s must be above 0, got {timeout_s}")
+        self.timeout_s, self.progress = timeout_s, progress
+        headers = {"User-Agent": f"accelerant/{__version__}"}
+        if key := key or os.environ.get("ACCELERANT_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
+        kind = httpx.Client if isinstance(self, Client) else httpx.AsyncClient
+        self._http = kind(base_url=self.url, headers=headers, timeout=timeout_s, follow_redirects=False, **options)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+    # --- fields, transforms, curves; arguments and results as those of accelerant.Accelerator -------------------------
+
+    @_Call
+    def field_add(self, x: Any, y: Any, *, field: str = "goldilocks") -> Steps[Array]:
+        """Add field elements: canonical words, or Python integers."""
+        return (yield from self._array("z", "field_add", _elements(field, x=x, y=y), {"field": field}))
+
+    @_Call
+    def field_sub(self, x: Any, y: Any, *, field: str = "goldilocks") -> Steps[Array]:
+        """Subtract field elements."""
+        return (yield from self._array("z", "field_sub", _elements(field, x=x, y=y), {"field": field}))
+
+    @_Call
+    def field_mul(self, x: Any, y: Any, *, field: str = "goldilocks") -> Steps[Array]:
+        """Multiply field elements."""
+        return (yield from self._array("z", "field_mul", _elements(field, x=x, y=y), {"field": field}))
+
+    @_Call
+    def field_inv(self, x: Any, *, field: str = "goldilocks") -> Steps[Array]:
+        """Invert nonzero field elements."""
+        return (yield from self._array("z", "field_inv", _elements(field, x=x), {"field": field}))
+
+    @_Call
+    def ntt(
+        self, x: Any, *, field: str = "goldilocks", inverse: bool = False, coset: int | None = None,
+        order: str = "natural",
+    ) -> Steps[Array]:  # fmt: skip
+        """Transform elements along the last axis; see accelerant.zk.ntt."""
+        options = {"field": field, "inverse": inverse, "coset": coset, "order": order}
+        return (yield from self._array("y", "ntt", _elements(field, x=x), options))
+
+    @_Call
+    def msm(self, scalars: Any, points: Any, *, curve: str = "bn254_g1", check: str = "curve") -> Steps[Array]:
+        """Sum scalars[i] points[i]; see accelerant.zk.msm."""
+        words = _words(curve_of(curve).scalars.name, scalars)
+        inputs = {"scalars": words, "points": np.asarray(points)}
+        return (yield from self._array("sum", "msm", inputs, {"curve": curve, "check": check}))
+
+    # --- any operation -----------------------------------------------------------------------------------------------
+
+    @_Call
+    def call(self, operation: str, inputs: Mapping[str, Any], /, **parameters: Any) -> Steps[Outputs]:
+        """Run an operation of `operations` and return its outputs; inputs are arrays, and bytes for a text or a file.
+
+        Raises:
+            AccelerantError: what the operation raised.
+            ServiceError: the service refused the call, or its job failed.
+            TimeLimitExceeded: there is no result within `timeout_s`.
+            ConnectionError: the service cannot be reached, or closed the connection.
+        """
+        return (yield from self._infer(operation, inputs, parameters))
+
+    @_Call
+    def operations(self) -> Steps[list[dict[str, Any]]]:
+        """Return name, summary and scope of each operation of the service."""
+        found: list[dict[str, Any]] = (yield from self._json("GET", "/v2/models", until=self._until()))["models"]
+        return found
+
+    @_Call
+    def describe(self, operation: str) -> Steps[dict[str, Any]]:
+        """Return an operation's inputs and outputs, and the JSON schema of its parameters."""
+        found: dict[str, Any] = yield from self._json("GET", f"/v2/models/{_segment(operation)}", until=self._until())
+        return found
+
+    @_Call
+    def ready(self) -> Steps[bool]:
+        """Return whether the service takes calls."""
+        answer = yield self._http.build_request("GET", "/v2/health/ready")
+        return bool(answer.status_code == 200)
+
+    @_Call
+    def devices(self) -> Steps[list[dict[str, Any]]]:
+        """Return the service's devices with their latest figures."""
+        found: list[dict[str, Any]] = (yield from self._json("GET", "/devices", until=self._until()))["devices"]
+        return found
+
+    # --- jobs --------------------------------------------------------------------------------------------------------
+
+    @_Call
+    def submit(self, operation: str, inputs: Mapping[str, Any], /, **parameters: Any) -> Steps[Job]:
+        """Start an operation as a job, which outlives this client."""
+        answer = yield from self._post(operation, inputs, parameters, self._until(), Prefer="respond-async")
+        return _job(_decoded(answer)["job"])
+
+    @_Call
+    def job(self, id: str) -> Steps[Job]:
+        """Return a job."""
+        return _job((yield from self._json("GET", f"/jobs/{_segment(id)}", until=self._until())))
+
+    @_Call
+    def jobs(self, *, state: str | None = None, limit: int = 100, before: str | None = None) -> Steps[list[Job]]:
+        """Return jobs, the newest first; `before` is the id of the last one of the page before."""
+        given = {"state": state, "limit": limit, "before": before}
+        query = {name: value for name, value in given.items() if value is not None}
+        return [_job(row) for row in (yield from self._json("GET", "/jobs", query, until=self._until()))["jobs"]]
+
+    @_Call
+    def cancel(self, id: str) -> Steps[Job]:
+        """Cancel a job: at once if it waits, else between its parts; one that has ended stays as it is."""
+        return _job((yield from self._json("DELETE", f"/jobs/{_segment(id)}", until=self._until())))
+
+    @_Call
+    def result(self, id: str) -> Steps[Outputs]:
+        """Wait for a job and return its outputs; raises as `call`."""
+        return (yield from self._wait(id, self._until()))
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def _until(self) -> float:
+        return time.monotonic() + self.timeout_s
+
+    def _array(
+        self, output: str, operation: str, inputs: Mapping[str, Any], parameters: Mapping[str, Any]
+    ) -> Steps[Array]:
+        found: Array = (yield from self._infer(operation, inputs, parameters))[output]
+        return found
+
+    def _infer(self, operation: str, inputs: Mapping[str, Any], parameters: Mapping[str, Any]) -> Steps[Outputs]:
+        until = self._until()
+        answer = yield from self._post(operation, inputs, parameters, until)
+        if answer.status_code == 202:
+            return (yield from self._wait(_decoded(answer)["job"]["id"], until))
+        return _outputs(answer)
+
+    def _post(
+        self, operation: str, inputs: Mapping[str, Any], parameters: Mapping[str, Any], until: float, **headers: str
+    ) -> Steps[httpx.Response]:
+        values = {name: x if isinstance(x, bytes) else np.ascontiguousarray(x) for name, x in inputs.items()}
+        given = {name: value for name, value in parameters.items() if value is not None}
+        content, length = write_kserve({"parameters": {**given, "binary_data_output": True}}, "inputs", values)
+        headers |= {"Content-Type": BINARY, "Accept": BINARY}
+        headers[_LENGTH] = str(len(content) if length is None else length)
+        path = f"/v2/models/{_segment(operation)}/infer"
+        return (yield from self._answered("POST", path, until, content=content, headers=headers))
+
+    def _wait(self, id: str, until: float) -> Steps[Outputs]:
+        """Wait for the end of a job, and fetch its result."""
+        pause, longest = _POLL_S
+        while True:
+            job = _job((yield from self._json("GET", f"/jobs/{_segment(id)}", until=until)))
+            if self.progress is not None:
+                self.progress(job)
+            if job.state.final:
+                break
+            if time.monotonic() + pause > until:
+                raise TimeLimitExceeded(f"job {id} is {job.state} ({job.progress:.0%}) after {self.timeout_s:g} s")
+            yield pause
+            pause = min(longest, 1.5 * pause)
+        if job.state is JobState.CANCELLED:
+            raise Cancelled(f"job {id} was cancelled")
+        if job.state is JobState.FAILED:
+            kind, _, message = (job.error or "JobFailed: it failed").partition(": ")
+            raise error_named(kind, message) or JobFailed(f"job {id}: {job.error}")
+        path = f"/jobs/{_segment(id)}/result"
+        return _outputs((yield from self._answered("GET", path, until, headers={"Accept": BINARY})))
+
+    def _json(self, method: str, path: str, query: Mapping[str, Any] | None = None, *, until: float) -> Steps[Any]:
+        return _decoded((yield from self._answered(method, path, until, params=query)))
+
+    def _answered(self, method: str, path: str, until: float, **options: Any) -> Steps[httpx.Response]:
+        """Send a request, again if the service says when, and return the response; raise if it is an error."""
+        while True:
+            left = until - time.monotonic()
+            request = self._http.build_request(method, path, timeout=max(0.001, left), **options)
+            answer: httpx.Response = yield request
+            if answer.status_code < 400:
+                return answer
+            wait_s = _retry_after_s(answer)
+            if answer.status_code not in (429, 503) or wait_s is None or time.monotonic() + wait_s > until:
+                raise _error(answer)
+            yield wait_s
+
+    def _unreachable(self, error: httpx.TransportError) -> Exception:
+        if isinstance(error, httpx.TimeoutException):
+            return TimeLimitExceeded(f"{self.url} did not answer within {self.timeout_s:g} s")
+        return ConnectionError(f"{self.url}: {error or type(error).__name__}; is `accelerant serve` running there?")
+
+
+class Client(_Calls):
+    """A client of the service. Its connections are kept; use it as a context manager, or `close` it."""
+
+    _http: httpx.Client
+
+    def _run(self, steps: Steps[_T]) -> _T:
+        answer: httpx.Response | None = None
+        try:
+            while True:
+                step = steps.send(answer)
+                if isinstance(step, float):
+                    time.sleep(step)
+                    answer = None
+                else:
+                    answer = self._http.send(step)
+        except StopIteration as end:
+            result: _T = end.value
+            return result
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from None
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class AsyncClient(_Calls):
+    """The same calls for asyncio. Use it as an asynchronous context manager, or `close` it."""
+
+    _http: httpx.AsyncClient
+
+    async def _run(self, steps: Steps[_T]) -> _T:
+        answer: httpx.Response | None = None
+        try:
+            while True:
+                step = steps.send(answer)
+                if isinstance(step, float):
+                    await asyncio.sleep(step)
+                    answer = None
+                else:
+                    answer = await self._http.send(step)
+        except StopIteration as end:
+            result: _T = end.value
+            return result
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from None
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def _words(field: str, x: Any) -> Array:
+    """Return an array as it is, and Python integers as canonical words."""
+    if hasattr(x, "dtype") and x.dtype != object:
+        return np.asarray(x)
+    return encode(field_of(field), x)
+
+
+def _elements(field: str, **inputs: Any) -> dict[str, Array]:
+    return {name: _words(field, x) for name, x in inputs.items()}
+
+
+def _segment(name: str) -> str:
+    """Return a name as a segment of a path."""
+    from urllib.parse import quote
+
+    if not name:
+        raise ConfigError("a name of an operation or a job is empty")
+    return quote(name, safe="")
+
+
+def _job(row: Mapping[str, Any]) -> Job:
+    return Job(**{**row, "state": JobState(row["state"])})
+
+
+def _decoded(answer: httpx.Response) -> Any:
+    try:
+        return answer.json()
+    except ValueError:
+        raise FormatError(f"{answer.url} answered {answer.status_code} without JSON; is it the service?") from None
+
+
+def _outputs(answer: httpx.Response) -> Outputs:
+    length = answer.headers.get(_LENGTH)
+    outputs: Outputs = read_kserve(answer.content, None if length is None else int(length), "outputs")[1]
+    return outputs
+
+
+def _retry_after_s(answer: httpx.Response) -> float | None:
+    text = answer.headers.get("retry-after", "")
+    return float(text) if text.isdigit() else None
+
+
+def _error(answer: httpx.Response) -> Exception:
+    """Return the error that an answer describes, with the id of the request as a note."""
+    try:
+        body = answer.json()
+        kind, message, request = str(body["type"]), str(body["error"]), str(body.get("request_id", ""))
+    except (ValueError, KeyError, TypeError):
+        kind, message, request = "", f"{answer.status_code} {answer.reason_phrase}".strip(), ""
+    error = error_named(kind, message) or Refused(answer.status_code, kind, message, _retry_after_s(answer))
+    error.add_note(f"{answer.request.method} {answer.url}: {answer.status_code}, request {request}")
+    return error

@@ -1,0 +1,104 @@
+"""The dashboard, and what it and Prometheus read: /devices, /ledger, /metrics, and /events as server-sent events.
+
+The page is static: HTML, CSS and JavaScript of this folder, which load nothing from elsewhere. They are public; the
+data needs the scope "monitor" where the service demands keys.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response, StreamingResponse
+
+from accelerant.service.guard import authorize
+from accelerant.service.telemetry import Telemetry
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["monitoring"])
+
+_TYPES = {
+    "index.html": "text/html; charset=utf-8",
+    "style.css": "text/css; charset=utf-8",
+    "dashboard.js": "text/javascript; charset=utf-8",
+    "examples.js": "text/javascript; charset=utf-8",
+    "icon.svg": "image/svg+xml",
+}
+"""The files that are served, and nothing else of the folder."""
+
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+
+
+@cache
+def _file(name: str) -> bytes:
+    return files(__name__).joinpath(name).read_bytes()
+
+
+def _static(name: str) -> Response:
+    headers = {
+        "Content-Security-Policy": _POLICY,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    return Response(_file(name), media_type=_TYPES[name], headers=headers)
+
+
+@router.get("/", include_in_schema=False)
+def index() -> Response:
+    """Return the dashboard."""
+    return _static("index.html")
+
+
+@router.get("/dashboard/{name}", include_in_schema=False)
+def static(name: str) -> Response:
+    """Return a file of the dashboard."""
+    return _static(name) if name in _TYPES else Response(status_code=404)
+
+
+def _telemetry(request: Request) -> Telemetry:
+    telemetry: Telemetry = request.app.state.telemetry
+    return telemetry
+
+
+@router.get("/devices", summary="Devices of the service, with their latest figures")
+async def devices(request: Request) -> dict[str, Any]:
+    """Return utilisation, memory, power, temperature and clocks of each device; an absent figure has a reason."""
+    authorize(request, "monitor")
+    return {"devices": _telemetry(request).devices()}
+
+
+@router.get("/ledger", summary="What the workers computed, by op, implementation, device and case")
+async def ledger(request: Request) -> dict[str, Any]:
+    """Return counts, times and fallbacks of every op of the library that ran in the workers."""
+    authorize(request, "monitor")
+    return _telemetry(request).ledger()
+
+
+@router.get("/metrics", summary="Metrics in Prometheus' text format", response_class=Response)
+async def metrics(request: Request) -> Response:
+    """Return requests, queue, workers, devices and ledger in Prometheus' text format 0.0.4."""
+    authorize(request, "monitor")
+    return Response(_telemetry(request).metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/events", summary="Server-sent events: state of devices and queue, jobs, ledger", response_class=Response)
+async def events(request: Request) -> StreamingResponse:
+    """Stream "start", then "state" once a second, and "job" and "ledger" when they change."""
+    caller = authorize(request, "monitor")
+    stream = _telemetry(request).events(caller.key_id)
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # nginx would collect them
+    return StreamingResponse(_encoded(stream), media_type="text/event-stream", headers=headers)
+
+
+async def _encoded(stream: AsyncIterator[tuple[str, dict[str, Any]]]) -> AsyncIterator[str]:
+    async for name, data in stream:
+        yield f"event: {name}\ndata: {json.dumps(data)}\n\n"

@@ -1,0 +1,248 @@
+"""Telemetry of the service: Prometheus metrics, and the events that the dashboard shows.
+
+    with Telemetry(jobs, settings) as telemetry:       # reads the devices once a second
+        telemetry.observe(record)                      # once for each answered request
+        telemetry.metrics()                            # the text of /metrics
+        async for name, data in telemetry.events(): ...
+
+Devices are sampled in this process, which starts no driver. What the workers computed comes from their ledgers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from accelerant._version import __version__
+from accelerant.runtime import registry
+from accelerant.runtime.ledger import merged, prometheus_text, sections
+from accelerant.runtime.monitoring.events import event_counts, watch_devices
+from accelerant.runtime.monitoring.monitor import Sample, to_prometheus
+
+if TYPE_CHECKING:
+    from accelerant.service.guard import RequestRecord
+    from accelerant.service.jobs.service import JobService
+    from accelerant.service.settings import ServiceSettings
+
+__all__ = ["BUCKETS_S", "Telemetry", "lost_devices"]
+
+BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+"""Upper ends of the buckets of latencies, in seconds; the last bucket is open."""
+
+_HISTORY = 120
+"""Samples of a device that a new page of the dashboard is given: two minutes."""
+
+_LEDGER_ROWS = 200
+_LEDGER_COLUMNS = (
+    "op", "implementation", "own", "device", "case", "calls", "failures", "ms_p50", "ms_first", "ms_total", "share",
+    "reason",
+)  # fmt: skip
+_LEDGER_EVERY = 3
+"""Seconds between two readings of the workers' ledgers for a page."""
+
+
+class Telemetry:
+    """Counts of requests, samples of devices and the state of the queue of one service.
+
+    A context manager: the devices are read within it. Its methods are called from the service's event loop.
+    """
+
+    def __init__(self, jobs: JobService, settings: ServiceSettings) -> None:
+        self._jobs = jobs
+        self._settings = settings
+        self._started = time.time()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="accelerant-telemetry", daemon=True)
+        self._history: dict[str, deque[Sample]] = {}
+        self._registry = CollectorRegistry()
+        self._requests = Histogram(
+            "accelerant_request_seconds", "Time from a request's first byte to its answer.",
+            ("operation", "backend", "status"), buckets=BUCKETS_S, registry=self._registry,
+        )  # fmt: skip
+        self._registry.register(_ServiceCollector(jobs, settings, self._history))
+
+    def __enter__(self) -> Telemetry:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        self._thread.join()
+
+    def close(self) -> None:
+        """End the events and the reading of devices. A drain begins with it, since it waits for open connections."""
+        self._closed.set()
+
+    def _watch(self) -> None:
+        """Read the devices until the end. Finding them takes seconds, which no request waits for."""
+        try:
+            used = {worker.label for worker in self._jobs.stats().workers}
+            present = [device for device in registry.devices() if device.available]
+            shown = [device for device in present if device.label in used or not device.software]
+            with watch_devices(devices=shown, samples=self._add):
+                self._closed.wait()
+        except Exception:
+            logging.getLogger("accelerant").exception("the devices are no longer read")
+
+    def _add(self, item: Sample) -> None:
+        self._history.setdefault(item.device, deque(maxlen=_HISTORY)).append(item)
+
+    # --- metrics -----------------------------------------------------------------------------------------------------
+
+    def observe(self, record: RequestRecord) -> None:
+        """Count an answered request of an operation."""
+        if record.operation:
+            labels = (record.operation, record.backend, str(record.status))
+            self._requests.labels(*labels).observe(record.seconds)
+
+    def metrics(self) -> bytes:
+        """Return every metric in Prometheus' text format 0.0.4."""
+        samples = [history[-1] for history in list(self._history.values())]
+        texts = (to_prometheus(samples), prometheus_text(self.ledger()))
+        return generate_latest(self._registry) + "".join(texts).encode()
+
+    def ledger(self) -> dict[str, Any]:
+        """Return what the workers computed, as `Ledger.to_dict()` has it."""
+        return merged(self._jobs.ledgers())
+
+    def devices(self) -> list[dict[str, Any]]:
+        """Return the latest sample of each device, and whether the device is lost."""
+        lost = lost_devices()
+        latest = [history[-1] for history in list(self._history.values())]
+        return [{**item.to_dict(), "lost": item.device in lost} for item in latest]
+
+    # --- the dashboard -----------------------------------------------------------------------------------------------
+
+    async def events(self, key_id: str | None = None) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        """Yield names and data: "start" once, then "state" once a second, "job" and "ledger" when they have changed.
+
+        Jobs are those of the key; None for all.
+        """
+        jobs = await self._jobs.list(key_id, limit=50)
+        yield (
+            "start",
+            {
+                "version": __version__,
+                "started": self._started,
+                "buckets_s": BUCKETS_S,
+                "history": {
+                    name: [item.to_dict() for item in history] for name, history in list(self._history.items())
+                },
+                "jobs": [asdict(job) for job in jobs],
+            },
+        )
+        changes = aiter(self._jobs.subscribe())
+        upcoming = asyncio.ensure_future(anext(changes, None))
+        try:
+            shown: dict[str, Any] | None = None
+            due, tick = time.monotonic(), 0
+            while not self._closed.is_set():
+                if time.monotonic() >= due:
+                    yield "state", self._state()
+                    if tick % _LEDGER_EVERY == 0 and (rows := self._ledger_rows()) != shown:
+                        shown = rows
+                        yield "ledger", rows
+                    due, tick = time.monotonic() + 1.0, tick + 1
+                done, _ = await asyncio.wait({upcoming}, timeout=max(0.0, due - time.monotonic()))
+                if done:
+                    if (change := upcoming.result()) is None:
+                        return  # the service has stopped
+                    upcoming = asyncio.ensure_future(anext(changes, None))
+                    if change["event"] == "job" and key_id in (None, change["job"]["key_id"]):
+                        yield "job", change["job"]
+        finally:
+            upcoming.cancel()
+            with suppress(asyncio.CancelledError):
+                await upcoming
+
+    def _state(self) -> dict[str, Any]:
+        stats = self._jobs.stats()
+        return {
+            "time_s": time.time(),
+            "devices": self.devices(),
+            "queue": {
+                "queued": stats.queued,
+                "running": stats.running,
+                "bytes": stats.bytes,
+                "jobs_limit": self._settings.queue_jobs,
+                "bytes_limit": self._settings.queue_bytes,
+            },
+            "workers": [asdict(worker) for worker in stats.workers],
+            "requests": self._latencies(),
+            "fallbacks": sum(row["count"] for row in self.ledger()["fallbacks"]),
+        }
+
+    def _latencies(self) -> dict[str, dict[str, Any]]:
+        """Return, for each operation, requests by bucket of latency, their sum in seconds, and those that failed."""
+        found: dict[str, dict[str, Any]] = {}
+        for series in self._requests.collect():
+            for line in series.samples:
+                empty = {"below": dict.fromkeys([*BUCKETS_S, math.inf], 0), "seconds": 0.0, "errors": 0}
+                row = found.setdefault(line.labels["operation"], empty)
+                if line.name.endswith("_bucket"):
+                    row["below"][float(line.labels["le"])] += int(line.value)
+                elif line.name.endswith("_sum"):
+                    row["seconds"] += line.value
+                elif line.name.endswith("_count") and int(line.labels["status"]) >= 400:
+                    row["errors"] += int(line.value)
+        for row in found.values():  # Prometheus' buckets are cumulative
+            row["counts"] = [high - low for low, high in itertools.pairwise([0, *row.pop("below").values()])]
+        return found
+
+    def _ledger_rows(self) -> dict[str, Any]:
+        exported = self.ledger()
+        rows = [row for section in sections(exported) for row in section.rows]
+        kept = [{name: row[name] for name in _LEDGER_COLUMNS} for row in rows[:_LEDGER_ROWS]]
+        return {"rows": kept, "left_out": len(rows) - len(kept), "fallbacks": exported["fallbacks"]}
+
+
+class _ServiceCollector(Collector):
+    """Metrics that are read from the job service when Prometheus asks for them."""
+
+    def __init__(self, jobs: JobService, settings: ServiceSettings, samples: Mapping[str, object]) -> None:
+        self._jobs = jobs
+        self._settings = settings
+        self._samples = samples
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the queue's, the jobs' and the workers' metrics, and whether each device is lost."""
+        stats, settings = self._jobs.stats(), self._settings
+        for name, text, value in (
+            ("queue_jobs", "Jobs that wait.", stats.queued),
+            ("queue_jobs_limit", "Waiting jobs at which a request is refused with 429.", settings.queue_jobs),
+            ("queue_bytes", "Bytes of the inputs of waiting jobs.", stats.bytes),
+            ("queue_bytes_limit", "Bytes at which a request is refused with 429.", settings.queue_bytes),
+            ("jobs_running", "Jobs that run.", stats.running),
+        ):
+            yield GaugeMetricFamily(f"accelerant_{name}", text, value)
+        states = GaugeMetricFamily("accelerant_jobs", "Jobs of the store, by state.", labels=["state"])
+        for state, count in stats.jobs.items():
+            states.add_metric([state], count)
+        names = ["device", "worker"]
+        up = GaugeMetricFamily("accelerant_worker_up", "1 while the worker process runs.", labels=names)
+        restarts = CounterMetricFamily("accelerant_worker_restarts", "Starts after the first one.", labels=names)
+        for worker in stats.workers:
+            up.add_metric([worker.label, worker.device], int(worker.alive))
+            restarts.add_metric([worker.label, worker.device], worker.restarts)
+        lost = GaugeMetricFamily("accelerant_device_lost", "1 once a device is lost.", labels=["device"])
+        for device in sorted({*self._samples, *(worker.label for worker in stats.workers), *lost_devices()}):
+            lost.add_metric([device], int(device in lost_devices()))
+        yield from (states, up, restarts, lost)
+
+
+def lost_devices() -> set[str]:
+    """Return the devices of which this process has seen the event "lost"."""
+    return {device for device, kind in event_counts() if kind == "lost"}
