@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,9 @@ def test_the_image_is_built_of_files_that_the_context_has():
     assert copied == kept
     for name in copied:
         assert (ROOT / name).exists()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for given in re.findall(r"^ARG EXTRAS=(.*)$", DOCKERFILE, re.MULTILINE):
+        assert set(given.split(",")) <= set(extras)
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])

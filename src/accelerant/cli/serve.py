@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from accelerant.errors import MissingDependency
+from accelerant.errors import ConfigError, MissingDependency
 
 __all__ = ["register", "serve"]
 
@@ -34,6 +35,9 @@ def serve(
     tls_certificate: Annotated[str | None, typer.Option(help="PEM file of the certificate and its chain.")] = None,
     tls_key: Annotated[str | None, typer.Option(help="PEM file of the certificate's private key.")] = None,
     log: Annotated[str | None, typer.Option(help="json or text.")] = None,
+    engine: Annotated[str, typer.Option(help="local, or ray: a replica for each GPU of a Ray cluster.")] = "local",
+    address: Annotated[str | None, typer.Option(help="With --engine ray: the cluster, as HOST:PORT.")] = None,
+    replicas: Annotated[int | None, typer.Option(help="With --engine ray. Default: a GPU or node each.")] = None,
 ) -> None:
     """Serve the library over HTTP.
 
@@ -46,8 +50,19 @@ def serve(
         config, host=host, port=port, directory=directory, state_url=state_url, devices=device or None,
         tls_certificate=tls_certificate, tls_key=tls_key, log=log,
     )  # fmt: skip
+    if engine not in ("local", "ray"):
+        raise ConfigError(f"--engine must be local or ray, got {engine!r}")
+    if engine == "local" and (address is not None or replicas is not None):
+        raise ConfigError("--address and --replicas belong to --engine ray")
     try:
-        from accelerant.service.server import run
+        if engine == "ray":
+            from accelerant.service import ray_engine
+
+            start = partial(ray_engine.run, address=address, replicas=replicas)
+        else:
+            from accelerant.service import server
+
+            start = partial(server.run)
     except ImportError as error:
         raise MissingDependency(error.name or "a package", "service", "the service") from None
-    run(settings)
+    start(settings)

@@ -36,7 +36,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, Protocol
 from accelerant.errors import AccelerantError, ConfigError, MissingDependency
 from accelerant.runtime.host import fork_safe, python_child, set_usable_cores, usable_cores
 
-__all__ = ["Engine", "Outcome", "Prepare", "engine_of", "run_jobs"]
+__all__ = ["Engine", "Outcome", "Prepare", "connect_ray", "engine_of", "ray_module", "run_jobs"]
 
 Engine = Literal["local", "ray"]
 Prepare = Callable[[], Callable[[Any], Any]]
@@ -408,11 +408,11 @@ class _RayPool:
     """Actors on the nodes of a Ray cluster."""
 
     def __init__(self, prepare: bytes, share: _Share, address: str | None) -> None:
-        self._ray = _ray()
+        self._ray = ray_module()
         self._prepare, self.share = prepare, share
         self._connected = not self._ray.is_initialized()
         if self._connected:
-            _connect(self._ray, address)
+            connect_ray(address)
         try:
             self._options = self._workers_of_nodes()
         except BaseException:
@@ -478,7 +478,8 @@ class _RayPool:
             self._ray.shutdown()
 
 
-def _ray() -> Any:
+def ray_module() -> Any:
+    """Return Ray, with its reports of usage off unless the environment says otherwise; MissingDependency without it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         return importlib.import_module("ray")
@@ -486,8 +487,13 @@ def _ray() -> Any:
         raise MissingDependency("ray", "ray", "engine='ray'") from None
 
 
-def _connect(ray: Any, address: str | None) -> None:
-    """Connect to a cluster, or start one on this host where no address is given and none is found."""
+def connect_ray(address: str | None) -> None:
+    """Connect to a cluster, or start one on this host where no address is given and none is found.
+
+    Raises:
+        ConfigError: there is no cluster at the address.
+    """
+    ray = ray_module()
     host, _, port = (address or "").rpartition(":")
     if host and port.isdecimal() and "/" not in host:  # Ray itself tries for a minute
         try:

@@ -16,7 +16,7 @@ from accelerant.service.guard import guarded_protocol, log_to
 from accelerant.service.keys import KeyStore
 from accelerant.service.settings import ServiceSettings
 
-__all__ = ["run"]
+__all__ = ["require_keys", "run"]
 
 _LOG = logging.getLogger("accelerant.service")
 
@@ -42,17 +42,18 @@ class _Server(uvicorn.Server):
                 _LOG.info("listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, port)
 
 
-def run(settings: ServiceSettings) -> None:
-    """Serve until a signal ends it.
-
-    Raises ConfigError if others than this machine's programs would reach the service, and there are no API keys.
-    """
-    keys = KeyStore(settings.keys_file).read()
-    if not settings.is_loopback and not keys:
+def require_keys(settings: ServiceSettings) -> None:
+    """Raise ConfigError if others than this machine's programs would reach the service, and there are no API keys."""
+    if not settings.is_loopback and not KeyStore(settings.keys_file).read():
         raise ConfigError(
             f"host {settings.host} is reachable from other machines, and {settings.keys_file} has no API keys: make "
             "one with `accelerant keys create --name NAME --scope admin`, or listen on 127.0.0.1"
         )
+
+
+def run(settings: ServiceSettings) -> None:
+    """Serve until a signal ends it; ConfigError as `require_keys` raises it."""
+    require_keys(settings)
     log_to(sys.stderr, settings.log)
     if not settings.is_loopback and not settings.tls_certificate:
         _LOG.warning("without TLS, keys and data travel in the clear: set tls_certificate, or let a proxy do it")

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from accelerant.service.operations import ServedOperation
     from accelerant.service.settings import ServiceSettings
 
-__all__ = ["JobService"]
+__all__ = ["JobService", "open_directory"]
 
 _log = logging.getLogger("accelerant.service")
 _T = TypeVar("_T")
@@ -111,7 +111,7 @@ class JobService:
             ServiceError: no worker starts; the message is the reason.
         """
         owner = secrets.token_hex(16)
-        volume = await self._in_thread(_open_directory, self._directory)
+        volume = await self._in_thread(open_directory, self._directory)
         self._store = JobStore(
             self.settings.state_url,
             owner=owner,
@@ -581,7 +581,7 @@ def _log_failure(task: asyncio.Task[None]) -> None:
         _log.error("a task of the job service failed", exc_info=error)
 
 
-def _open_directory(directory: Path) -> str:
+def open_directory(directory: Path) -> str:
     """Create the private directory, and return the name of the volume, which its first server gave it."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     (directory / "jobs").mkdir(mode=0o700, exist_ok=True)

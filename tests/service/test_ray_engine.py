@@ -1,0 +1,155 @@
+"""The service on two nodes of Ray, one of which is killed under load."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import httpx
+import numpy as np
+import pytest
+from serving import Server
+
+from accelerant import zk
+from accelerant.errors import ConfigError
+from accelerant.service import ray_engine
+from accelerant.service.bodies import SAFETENSORS, read_tensors, write_tensors
+from accelerant.service.settings import ServiceSettings
+from requirements import require_module
+
+NODES = [{"Alive": True, "Resources": resources} for resources in ({"CPU": 8.0, "GPU": 2.0}, {"CPU": 8.0, "GPU": 1.0})]
+
+
+class FakeRay:
+    """A cluster as `ray.nodes` describes it."""
+
+    def __init__(self, nodes):
+        self.nodes = lambda: nodes
+
+
+def test_placement():
+    assert ray_engine._placement(FakeRay(NODES), None) == (3, {"num_gpus": 1, "num_cpus": 0}, "cuda:0")
+    cpus = FakeRay([{"Alive": alive, "Resources": {"CPU": 4.0}} for alive in (True, True, False)])
+    assert ray_engine._placement(cpus, None) == (2, {"num_cpus": 1}, "cpu")
+    assert ray_engine._placement(cpus, 1)[0] == 1
+    for wrong in (0, 3):
+        with pytest.raises(ConfigError, match=f"1 to 2, the cluster's nodes, got {wrong}"):
+            ray_engine._placement(cpus, wrong)
+
+
+def test_settings_that_do_not_fit_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="needs state_url=postgresql"):
+        ray_engine.run(ServiceSettings(directory=tmp_path))
+    url = "postgresql://user@localhost/name"
+    with pytest.raises(ConfigError, match="has no TLS"):
+        ray_engine.run(ServiceSettings(directory=tmp_path, state_url=url, tls_certificate="a", tls_key="b"))
+    with pytest.raises(ConfigError, match="has no API keys"):
+        ray_engine.run(ServiceSettings(directory=tmp_path, state_url=url, host="0.0.0.0"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_node_with_another_directory_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="mount one on all nodes"):
+        ray_engine._application(ServiceSettings(directory=tmp_path / "own"), "the volume of the others")
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """Two nodes, each a raylet of its own."""
+    require_module("ray")
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    memory = {"object_store_memory": 80 << 20, "num_gpus": 0}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, **memory})
+    node = cluster.add_node(num_cpus=1, **memory)
+    yield cluster, node
+    cluster.shutdown()
+
+
+class Load:
+    """Clients that submit the same sum as a job again and again, and note the jobs that are accepted."""
+
+    def __init__(self, url, body, headers):
+        self.url, self.body, self.headers = url, body, headers
+        self.accepted, self.errors = [], 0
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run) for _ in range(2)]
+
+    def __enter__(self):
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self):
+        with httpx.Client(base_url=self.url, timeout=30, trust_env=False) as client:
+            while not self._stop.wait(0.5):
+                try:
+                    answer = client.post("/v2/models/msm/infer", content=self.body, headers=self.headers)
+                except httpx.TransportError:
+                    self.errors += 1
+                    continue
+                if answer.status_code == 202:
+                    self.accepted.append(answer.json()["job"]["id"])
+                else:
+                    assert answer.status_code in (429, 500, 502, 503, 504), answer.text
+                    self.errors += 1
+
+
+def wait_for(found, seconds):
+    end = time.monotonic() + seconds
+    while not (value := found()):
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.2)
+    return value
+
+
+@pytest.mark.slow
+def test_a_node_dies_under_load_and_no_accepted_job_is_lost(cluster, tmp_path, postgres_url):
+    ray_cluster, node = cluster
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    settings = tmp_path / "service.toml"
+    settings.write_text("lease_s = 3\ndrain_s = 5\n")
+    environment = {"ACCELERANT_SERVE_STATE_URL": postgres_url, "RAY_USAGE_STATS_ENABLED": "0"}
+    group = zk.curve("bn254_g1")
+    scalars = np.random.default_rng(7).integers(0, 2**60, (2, 20_000, 4), np.uint64)
+    few = group.mul(group.generator, list(range(1, 65)))
+    points = np.ascontiguousarray(np.resize(few, (20_000, *few.shape[1:])))
+    body = write_tensors(SAFETENSORS, {"scalars": scalars, "points": points})
+    headers = {"content-type": SAFETENSORS, "prefer": "respond-async"}
+
+    def listed(**query):
+        while True:
+            with contextlib.suppress(httpx.TransportError), server.client() as client:
+                answer = client.get("/jobs", params=query)
+                if answer.status_code == 200:
+                    return answer.json()["jobs"]
+
+    server = Server(
+        tmp_path / "private", "--port", port, "--engine", "ray", "--address", ray_cluster.address,
+        "--config", str(settings), env=environment, wait_s=240,
+    )  # fmt: skip
+    try:
+        with Load(server.url, body, headers) as load:
+            wait_for(lambda: len(listed(state="running")) == 2, 120)
+            ray_cluster.remove_node(node, allow_graceful=False)
+            before = len(load.accepted)
+            wait_for(lambda: len(load.accepted) > before + 5, 120)
+        with server.client() as client:
+            wait_for(lambda: not listed(state="queued") + listed(state="running"), 240)
+            jobs = {job["id"]: job for job in listed(limit=1000)}
+            assert {jobs[id]["state"] for id in load.accepted} == {"succeeded"}
+            assert sum(job["attempts"] == 2 for job in jobs.values()) == 1  # the dead node's ran once more
+            wanted = zk.msm(scalars, points)
+            for id in load.accepted:
+                answer = client.get(f"/jobs/{id}/result", headers={"accept": SAFETENSORS})
+                np.testing.assert_array_equal(read_tensors(SAFETENSORS, answer.content, ["sum"])["sum"], wanted)
+    finally:
+        assert server.stop() == 0
