@@ -116,7 +116,7 @@ class Guard:
 
         self._running += 1
         try:
-            with self._span(record, headers):
+            with self._span(record, headers) as span:
                 try:
                     state["key"] = self._admitted(scope, headers)
                     record.key_id = state["key"].id
@@ -130,10 +130,13 @@ class Guard:
                     await send_refusal(
                         answer, Refused(500, "InternalError", "the server failed; its log has the reason"), request_id
                     )
+                finally:
+                    record.route = getattr(scope.get("route"), "path", "")
+                    if span is not None:
+                        span.update_name(f"{record.method} {record.route or record.path}")
+                        span.set_attribute("http.response.status_code", record.status)
         finally:
             self._running -= 1
-            route = scope.get("route")
-            record.route = getattr(route, "path", "")
             record.seconds = time.perf_counter() - start
             for observer in self.observers:
                 observer(record)
@@ -143,6 +146,8 @@ class Guard:
         """Return the key of a request; raise Refused."""
         if self._running > self.settings.concurrency:
             raise Refused(503, "Busy", f"{self.settings.concurrency} requests are in progress", retry_after_s=1)
+        if sum(len(key) + len(value) for key, value in headers) > self.settings.header_bytes:
+            raise Refused(431, "HeadersTooLarge", f"the headers have more than {self.settings.header_bytes:,} bytes")
         origin, host = _header(headers, b"origin"), (_header(headers, b"host") or b"").decode("latin-1")
         if origin is not None and urlsplit(origin.decode("latin-1")).netloc != host:
             raise Refused(403, "Forbidden", "pages of other sites may not call this service")

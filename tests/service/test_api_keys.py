@@ -1,0 +1,181 @@
+import json
+import ssl
+import subprocess
+import sys
+import time
+
+import pytest
+from serving import Server
+
+from accelerant.errors import ConfigError, FormatError
+from accelerant.service.keys import KeyStore
+
+
+@pytest.fixture
+def store(tmp_path):
+    return KeyStore(tmp_path / "keys.json")
+
+
+def test_a_key_is_valid_until_it_is_revoked_and_its_secret_is_not_stored(store):
+    key, token = store.create("ci", ["field"])
+    assert store.verify(token) == key
+    assert KeyStore(store.path).verify(token) == key
+    assert token.rpartition("_")[2] not in store.path.read_text()
+    assert store.path.stat().st_mode & 0o777 == 0o600
+    assert token not in repr(key)
+    for wrong in (token[:-1], token + "x", token.replace("acl", "abc"), f"acl_{'0' * 12}_{'A' * 43}", "", "é"):
+        assert store.verify(wrong) is None
+    changed = token[:-2] + ("A" if token[-2] != "A" else "B") + token[-1]
+    assert store.verify(changed) is None
+    store.revoke(key.id)
+    assert store.verify(token) is None
+
+
+def test_rotation_keeps_the_id_and_the_old_secret_for_a_time(store):
+    key, old = store.create("ci", ["field"])
+    rotated, new = store.rotate(key.id, grace_s=0.3)
+    assert rotated.id == key.id
+    assert store.verify(old) is not None
+    assert store.verify(new) is not None
+    time.sleep(0.35)
+    assert store.verify(old) is None
+    assert store.verify(new) is not None
+    assert len(store.rotate(key.id, grace_s=0)[0].secrets) == 1
+
+
+def test_a_lifetime_ends(store):
+    _, token = store.create("ci", ["field"], lifetime_s=0.2)
+    assert store.verify(token) is not None
+    time.sleep(0.25)
+    assert store.verify(token) is None
+
+
+def test_rates_are_bounded(store):
+    key, _ = store.create("ci", ["field"], rate=20, burst=3)
+    assert [store.wait_s(key) for _ in range(3)] == [0, 0, 0]
+    assert 0 < store.wait_s(key) <= 0.05
+    time.sleep(0.06)
+    assert store.wait_s(key) == 0
+
+
+def test_bad_arguments_and_files_are_refused(store):
+    for arguments in (("", ["field"]), ("a\n", ["field"]), ("a", []), ("a", ["fields"])):
+        with pytest.raises(ConfigError):
+            store.create(*arguments)
+    with pytest.raises(ConfigError, match="rate must be above 0"):
+        store.create("a", ["field"], rate=0)
+    with pytest.raises(ConfigError, match="no key '1'"):
+        store.revoke("1")
+    for text in ("", "[]", '{"keys": 3}', '{"keys": [{"id": 5}]}'):
+        store.path.write_text(text)
+        with pytest.raises(FormatError, match="no file of API keys"):
+            KeyStore(store.path).read()
+
+
+def test_a_file_that_is_damaged_later_does_not_open_the_service(store):
+    key, token = store.create("ci", ["field"])
+    running = KeyStore(store.path)
+    assert running.verify(token) == key
+    store.path.write_text("{")
+    running._looked = -10.0
+    assert running.verify(token) == key
+    assert running.exists
+    store.path.write_text('{"keys": []}')
+    running._looked = -10.0
+    assert running.verify(token) is None
+    assert running.exists
+
+
+def keys(directory, *arguments, status=0):
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerant", "keys", *arguments], capture_output=True, text=True,
+        env={"ACCELERANT_SERVE_DIRECTORY": str(directory), "PATH": ""}, check=False,
+    )  # fmt: skip
+    assert done.returncode == status, done.stderr
+    return done.stdout
+
+
+def test_the_service_beyond_loopback(tmp_path):
+    """Keys by the command, scopes, rates, TLS, revocation while the service runs, and no secret in the log."""
+    with pytest.raises(RuntimeError, match="has no API keys"):
+        Server(tmp_path / "state", "--host", "0.0.0.0", "--device", "cpu")
+    field = json.loads(keys(tmp_path / "state", "create", "--name", "a", "--scope", "field", "--json"))
+    rated = json.loads(
+        keys(tmp_path / "state", "create", "--name", "b", "--scope", "admin", "--rate", "1", "--burst", "2", "--json")
+    )
+    listed = json.loads(keys(tmp_path / "state", "list", "--json"))
+    assert [key["name"] for key in listed] == ["a", "b"]
+    assert "token" not in listed[0]
+    certificate, key = certificate_for_localhost(tmp_path)
+    server = Server(
+        tmp_path / "state",
+        "--host",
+        "0.0.0.0",
+        "--device",
+        "cpu",
+        "--tls-certificate",
+        str(certificate),
+        "--tls-key",
+        str(key),
+    )
+    trusted = ssl.create_default_context(cafile=certificate)
+    url = server.url.replace("0.0.0.0", "localhost")
+    body = {"inputs": [{"name": name, "shape": [1], "datatype": "UINT64", "data": [3]} for name in "xy"]}
+    with server.client(verify=trusted) as http:
+        assert url.startswith("https://")
+        http.base_url = url
+        assert http.get("/v2/health/live").status_code == 200
+        for path in ("/v2", "/v2/models", "/jobs", "/metrics", "/v2/models/field_mul"):
+            assert http.get(path).status_code == 401
+        bearer = {"authorization": f"Bearer {field['token']}"}
+        assert http.post("/v2/models/field_mul/infer", json=body, headers=bearer).json()["outputs"][0]["data"] == [9]
+        assert (
+            http.post("/v2/models/field_mul/infer", json=body, headers={"x-api-key": field["token"]}).status_code == 200
+        )
+        refused = http.post("/v2/models/privacy_epsilon/infer", json={}, headers=bearer)
+        assert (refused.status_code, refused.json()["type"]) == (403, "Forbidden")
+        assert http.get("/v2", headers={"authorization": f"Bearer {field['token'][:-3]}abc"}).status_code == 401
+
+        admin = {"authorization": f"Bearer {rated['token']}"}
+        job = http.post("/v2/models/field_mul/infer", json=body, headers=bearer | {"prefer": "respond-async"})
+        assert job.status_code == 202
+        assert http.get(job.headers["location"], headers=admin).status_code == 200
+        statuses = [http.get("/v2", headers=admin) for _ in range(4)]
+        limited = next(answer for answer in statuses if answer.status_code == 429)
+        assert int(limited.headers["retry-after"]) >= 1
+
+        keys(tmp_path / "state", "revoke", field["id"])
+        time.sleep(1.2)
+        assert http.get("/v2", headers=bearer).status_code == 401
+    assert server.stop() == 0
+    log = "\n".join(server.lines)
+    assert field["token"] not in log
+    assert rated["token"].rpartition("_")[2] not in log
+    assert any(record["key_id"] == field["id"] and record["operation"] == "field_mul" for record in server.records())
+
+
+def certificate_for_localhost(folder):
+    import datetime
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    private = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(private.public_key())
+        .serial_number(1).not_valid_before(now - datetime.timedelta(1)).not_valid_after(now + datetime.timedelta(1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(private, hashes.SHA256())
+    )  # fmt: skip
+    paths = folder / "certificate.pem", folder / "key.pem"
+    paths[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    paths[1].write_bytes(
+        private.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+    )
+    return paths

@@ -1,0 +1,234 @@
+"""Limits of the service against hostile requests, over raw connections."""
+
+import gzip
+import json
+import socket
+import struct
+import time
+
+import numpy as np
+import pytest
+
+from accelerant.service.bodies import ARROW, NPY, SAFETENSORS
+
+MUL = "/v2/models/field_mul/infer"
+
+
+class Raw:
+    """A connection to the server."""
+
+    def __init__(self, server):
+        host, port = server.url.removeprefix("http://").split(":")
+        self.socket = socket.create_connection((host, int(port)), timeout=20)
+
+    def send(self, data):
+        self.socket.sendall(data)
+
+    def answer(self):
+        """All bytes until the server closes the connection, or keeps it open after a whole answer."""
+        received = b""
+        while b"\r\n\r\n" not in received and (part := self.socket.recv(65536)):
+            received += part
+        return received.decode("latin-1")
+
+    def closed_after(self):
+        """Seconds until the server closes the connection."""
+        begun = time.monotonic()
+        try:
+            while self.socket.recv(65536):
+                pass
+        except ConnectionResetError:
+            pass
+        return time.monotonic() - begun
+
+
+@pytest.fixture
+def raw(server):
+    connection = Raw(server)
+    with connection.socket:
+        yield connection
+
+
+def alive(http):
+    return http.get("/v2/health/ready").status_code == 200
+
+
+def test_headers_that_do_not_end_close_the_connection(raw, http):
+    raw.send(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n")
+    assert raw.closed_after() < 8
+    assert alive(http)
+
+
+def test_a_silent_connection_is_closed(raw):
+    assert raw.closed_after() < 8
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_floods_of_headers_are_refused(raw, http, at_once):
+    lines = [b"x-%d: %s\r\n" % (i, b"a" * 100) for i in range(300)]
+    raw.send(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n")
+    if at_once:
+        raw.send(b"".join(lines) + b"\r\n")
+    else:
+        try:
+            for line in lines:
+                raw.send(line)
+                time.sleep(0.001)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+    assert raw.answer().startswith("HTTP/1.1 431")
+    assert alive(http)
+
+
+def test_a_declared_body_beyond_the_limit_is_refused_before_it_is_sent(raw):
+    raw.send(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n" % MUL.encode())
+    assert raw.answer().startswith("HTTP/1.1 413")
+
+
+def test_a_chunked_body_beyond_the_limit_is_refused_while_it_streams(raw):
+    raw.send(b"POST %s HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n" % MUL.encode())
+    sent = 0
+    try:
+        while sent < 100_000_000:
+            raw.send(b"10000\r\n" + b"0" * 65536 + b"\r\n")
+            sent += 65536
+    except (BrokenPipeError, ConnectionResetError, TimeoutError):
+        pass
+    assert sent < 50_000_000
+
+
+def test_a_slow_body_is_refused(raw, http):
+    raw.send(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n" % MUL.encode())
+    raw.send(b"{")
+    assert raw.answer().startswith("HTTP/1.1 408")
+    assert alive(http)
+
+
+def test_lengths_that_are_no_numbers_are_refused(raw):
+    raw.send(b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: -5\r\n\r\n" % MUL.encode())
+    assert raw.answer().startswith("HTTP/1.1 400")
+
+
+def kserve(entries, tail=b""):
+    text = json.dumps({"inputs": entries}).encode()
+    return text + tail, {"inference-header-content-length": str(len(text))}
+
+
+def entry(shape, size, name="x"):
+    return {"name": name, "shape": shape, "datatype": "UINT64", "parameters": {"binary_data_size": size}}
+
+
+def test_declared_sizes_are_compared_with_the_bytes(http):
+    for shape, size, why in (
+        ([2**40], 16, "takes"),
+        ([2**40, 2**40], 16, "takes"),
+        ([2], 2**60, "bytes are left"),
+        ([2], 8, "takes 16 bytes, got 8"),
+        ([-2], 16, "whole numbers"),
+        ([2.0], 16, "whole numbers"),
+        ([1] * 9, 8, "at most 8"),
+        ([2], -1, "whole number"),
+    ):
+        body, headers = kserve([entry(shape, size)], bytes(16))
+        answer = http.post(MUL, content=body, headers=headers)
+        assert answer.status_code == 400
+        assert why in answer.json()["error"]
+    body, headers = kserve([entry([2], 16), entry([2], 16, "y")], bytes(40))
+    assert "follow the last tensor" in http.post(MUL, content=body, headers=headers).json()["error"]
+    answer = http.post(MUL, content=body, headers={"inference-header-content-length": "999999"})
+    assert answer.status_code == 400
+
+
+def npy(header):
+    text = header.encode() + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text
+
+
+def test_crafted_arrays_are_refused(http, tmp_path):
+    pickled = tmp_path / "object.npy"
+    np.save(pickled, np.array([{}], dtype=object), allow_pickle=True)
+    zipped = tmp_path / "arrays.npz"
+    np.savez_compressed(zipped, x=np.zeros(10**6, np.uint64))
+    huge = b'{"x":{"dtype":"U64","shape":[1099511627776],"data_offsets":[0,16]}}'
+    for format, body in (
+        (NPY, pickled.read_bytes()),
+        (NPY, zipped.read_bytes()),
+        (NPY, npy("{'descr': '<u8', 'fortran_order': False, 'shape': (1099511627776,)}") + bytes(16)),
+        (NPY, npy("{'descr': '<u8', 'fortran_order': False, 'shape': (-1,)}") + bytes(16)),
+        (NPY, npy("{'descr': [('a', '<u8')], 'fortran_order': False, 'shape': (2,)}") + bytes(16)),
+        (NPY, npy("__import__('os').system('true')")),
+        (SAFETENSORS, struct.pack("<Q", len(huge)) + huge + bytes(16)),
+        (SAFETENSORS, struct.pack("<Q", 2**62) + b"{}"),
+        (ARROW, b"\xff\xff\xff\xff\x10\x00\x00\x00" + bytes(16)),
+        (ARROW, bytes(range(256)) * 4),
+        (SAFETENSORS, b""),
+    ):
+        answer = http.post(MUL, content=body, headers={"content-type": format})
+        assert answer.status_code == 400, (format, answer.text)
+
+
+@pytest.mark.parametrize("codec", ["lz4", "zstd"])
+def test_decompression_bombs_are_refused(http, codec):
+    arrow = pytest.importorskip("pyarrow")
+    batch = arrow.record_batch([arrow.array(np.zeros(10**6, np.uint64))], names=["x"])
+    sink = arrow.BufferOutputStream()
+    with arrow.ipc.new_stream(sink, batch.schema, options=arrow.ipc.IpcWriteOptions(compression=codec)) as writer:
+        writer.write_batch(batch)
+    body = bytes(sink.getvalue())
+    assert len(body) < 100_000
+    answer = http.post(MUL, content=body, headers={"content-type": ARROW})
+    assert answer.status_code == 400
+    assert "compression" in answer.json()["error"]
+    bomb = gzip.compress(bytes(10**7))
+    assert http.post(MUL, content=bomb, headers={"content-encoding": "gzip"}).status_code == 415
+
+
+def test_results_that_would_be_huge_are_refused_before_they_are_computed(http):
+    body, headers = kserve(
+        [
+            entry([100_000, 1], 800_000) | {"datatype": "FP64", "name": "a"},
+            entry([1, 100_000], 800_000) | {"datatype": "FP64", "name": "b"},
+        ],
+        bytes(1_600_000),
+    )
+    answer = http.post("/v2/models/matmul/infer", content=body, headers=headers)
+    assert answer.status_code == 413
+    body, headers = kserve([entry([100_000, 1], 800_000), entry([1, 100_000], 800_000, "y")], bytes(1_600_000))
+    assert http.post(MUL, content=body, headers=headers).status_code == 413
+
+
+def test_large_or_deep_json_is_refused(http):
+    deep = b'{"inputs":' + b"[" * 50_000 + b"]" * 50_000 + b"}"
+    for body in (
+        deep,
+        b'{"inputs": [' + b"0," * 150_000 + b"0]}",
+        b"\xff\xfe",
+        b"[]",
+        b"7",
+        b'{"inputs": 7}',
+        b'{"id": 1}',
+    ):
+        answer = http.post(MUL, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400, answer.text
+    long = b'{"inputs":[{"name":"x","shape":[1],"datatype":"UINT64","data":[' + b"9" * 5000 + b"]}]}"
+    assert http.post(MUL, content=long, headers={"content-type": "application/json"}).status_code == 400
+
+
+def test_paths_do_not_leave_their_folders(http):
+    for path in (
+        "/dashboard/../../etc/passwd",
+        "/dashboard/%2e%2e/%2e%2e/etc/passwd",
+        "/jobs/..%2f..%2fetc",
+        "/jobs/%00",
+    ):
+        answer = http.get(path)
+        assert answer.status_code in (400, 404), path
+        assert "root:" not in answer.text
+
+
+def test_pages_of_other_sites_and_other_names_of_the_host_are_refused(http):
+    assert http.get("/v2", headers={"origin": "https://evil.example"}).status_code == 403
+    assert http.get("/v2", headers={"host": "evil.example"}).status_code == 403
+    port = http.base_url.port
+    same = http.get("/v2", headers={"origin": f"http://127.0.0.1:{port}", "host": f"127.0.0.1:{port}"})
+    assert same.status_code == 200
