@@ -96,6 +96,16 @@ def test_pocl_and_lavapipe_are_software(name, monkeypatch):
     assert not registry.choose("auto").software
 
 
+def test_an_index_of_the_automatic_choice_is_of_hardware_that_passes_its_self_test(present, monkeypatch):
+    present("opencl")
+    assert registry.choose("auto", 1).label == "opencl:1"
+    present("opencl")
+    wrong_on(1, monkeypatch, CLASSES["opencl"])
+    with pytest.raises(BackendUnavailable, match="opencl:1 is not chosen automatically, 1 of 1000 numbers are wrong"):
+        registry.choose("auto", 1)
+    assert registry.choose("opencl:1").index == 1
+
+
 def wrong_on(device, monkeypatch, kind):
     """Make copies from one device wrong in one word."""
     right = FakeProvider.copy_to_host

@@ -290,8 +290,8 @@ def choose(backend: str | torch.device = "auto", index: int = 0, *, torch_tensor
 
     The backend may end in the index, as in "cuda:1"; see backend_named for its names. "auto" is the setting's
     (ACCELERANT_BACKEND), and if that is "auto" too, the first device of automatic_backends() that is hardware and
-    passes its self-test; with an index, the one of that number on its backend. With `torch_tensors` that choice passes
-    over devices on which torch has no tensors of its own (ComputeDevice.torch_device).
+    passes its self-test; with an index, the one of that number on its backend, which must do so too. With
+    `torch_tensors` that choice passes over devices on which torch has no tensors (ComputeDevice.torch_device).
     """
     name, number = _parsed(backend)
     if number is not None:
@@ -300,7 +300,8 @@ def choose(backend: str | torch.device = "auto", index: int = 0, *, torch_tensor
         index = number
     if name == "auto":
         name = backend_named(settings().backend)
-    if name == "auto":
+    automatic = name == "auto"
+    if automatic:
         chosen = _automatic_choice(torch_tensors=torch_tensors)
         if not index:
             return chosen
@@ -309,6 +310,11 @@ def choose(backend: str | torch.device = "auto", index: int = 0, *, torch_tensor
     if not 0 <= index < len(present):
         raise ConfigError(
             f"backend {name!r} has {len(present)} device{'s' * (len(present) != 1)}; there is no number {index}"
+        )
+    if automatic and (reason := _unfit(present[index])):
+        label = present[index].label
+        raise BackendUnavailable(
+            name, f"{label} is not chosen automatically, {reason}; its name chooses it in any case"
         )
     return present[index]
 
@@ -320,13 +326,19 @@ def _automatic_choice(*, torch_tensors: bool = False) -> ComputeDevice:
             continue
         listed = _devices_or_reason(name)
         for device in () if isinstance(listed, str) else listed:
-            if torch_tensors and not device.torch_device:
-                continue
-            if kind.automatic_kinds and device.properties.get("kind") not in kind.automatic_kinds:
-                continue
-            if name == "cpu" or not (device.software or _set_aside(device)):
+            if not (torch_tensors and not device.torch_device) and not _unfit(device):
                 return device
     return create("cpu").devices()[0]
+
+
+def _unfit(device: ComputeDevice) -> str:
+    """Return why the automatic choice passes over a device; empty if it does not."""
+    if device.backend == "cpu":
+        return ""
+    kinds = _provider_class(device.backend).automatic_kinds
+    if kinds and device.properties.get("kind") not in kinds:
+        return f"it is a {device.properties.get('kind')}"
+    return "it is software" if device.software else _set_aside(device)
 
 
 def _set_aside(device: ComputeDevice) -> str:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import accelerant as acl
+from accelerant.errors import UnsupportedCase
 
 
 def test_sums_longer_than_a_thread_may_loop(device):
@@ -81,10 +82,80 @@ def test_numbers_beside_integers_and_halves(device):
     assert acl.to(torch.tensor([math.inf]), device).log1p().item() == math.inf
 
 
-def test_an_index_out_of_range_is_not_another_row(device):
-    table = acl.to(torch.ones(3, 2), device)
-    assert table[acl.to(torch.tensor([5]), device)].isnan().all().item()
-    assert math.isnan(F.cross_entropy(acl.to(torch.zeros(2, 3), device), acl.to(torch.tensor([7, 1]), device)).item())
+@pytest.mark.parametrize("name", ["rows", "rows and columns", "gather", "scatter", "classes"])
+def test_an_index_out_of_range_raises_at_the_next_copy_to_the_host(device, name):
+    table, low, high = (
+        acl.to(torch.arange(6).reshape(3, 2), device),
+        *acl.to([torch.tensor([-1]), torch.tensor([3])], device),
+    )
+    call, index = {
+        "rows": (lambda: table[high], "index 3"),
+        "rows and columns": (lambda: table[low, high], "an index of several dimensions"),
+        "gather": (lambda: table.gather(0, low[None]), "index -1"),
+        "scatter": (lambda: table.scatter(0, high[None], 7), "index 3"),
+        "classes": (lambda: F.cross_entropy(acl.to(torch.zeros(1, 3), device), high), "index 3"),
+    }[name]
+    call()
+    with pytest.raises(IndexError, match=f"{index} is out of bounds for a dimension of size [36], .* on {device}:0"):
+        table.cpu()
+    assert table[low].tolist() == [[4, 5]]  # and the next copy is right
+    ignored = F.cross_entropy(acl.to(torch.zeros(2, 3), device), acl.to(torch.tensor([-100, 1]), device))
+    assert ignored.item() == pytest.approx(math.log(3))
+
+
+def test_indices_of_an_empty_dimension_are_refused(device):
+    with pytest.raises(IndexError, match=r"dimension 0, which is empty in \(0, 2\)"):
+        acl.to(torch.ones(0, 2), device)[acl.to(torch.tensor([0]), device)]
+
+
+def test_shapes_change_in_place(device):
+    host = torch.arange(4.0).reshape(2, 2)
+    moved = acl.to(host.clone(), device)
+    base = moved.view(4)
+    for x in (host, moved):
+        x.t_()[0, 1] = 9  # of the transposed one
+        x.unsqueeze_(0).transpose_(0, 1)
+    assert (moved.shape, moved.stride()) == (host.shape, host.stride())
+    assert torch.equal(moved.cpu(), host)
+    assert base.tolist() == [0, 1, 9, 3]
+    with pytest.raises(RuntimeError, match="end behind the memory"):
+        base.as_strided((5,), (1,))
+    with pytest.raises(UnsupportedCase, match="another shape"):
+        base.resize_(2)
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
+def test_recurrent_layers_with_batches_first(device, kind):
+    layer, x = kind(3, 4, batch_first=True), torch.randn(2, 5, 3)
+    expected, _ = layer(x)
+    found, _ = acl.to(layer, device)(acl.to(x, device))
+    torch.testing.assert_close(found.cpu(), expected)
+
+
+def test_numbers_are_cast_as_torch_casts_them(device):
+    small, truth = (acl.to(torch.tensor([0, 1, 255], dtype=dtype), device) for dtype in (torch.uint8, torch.bool))
+    assert (small > -1).tolist() == [False, False, False]  # -1 is 255
+    assert (small == acl.to(torch.tensor(257), device)).tolist() == [False, True, False]
+    assert (small // -3).tolist() == [0, 0, 1]
+    assert truth.fill_(0.5).tolist() == [True, True, True]
+    with pytest.raises(RuntimeError, match="uint8_t without overflow"):
+        small.fill_(300)
+    numbers = acl.to(torch.tensor([math.nan, 0.0, 1.0]), device)
+    assert (numbers != 0).tolist() == [True, False, True]
+    assert numbers[:1].any().item()
+
+
+def test_a_scale_of_0_averages_the_values(device):
+    q, v = torch.randn(1, 1, 2, 4), torch.randn(1, 1, 2, 4)
+    found = F.scaled_dot_product_attention(*(acl.to(x, device) for x in (q, q, v)), scale=0.0)
+    torch.testing.assert_close(found.cpu(), v.mean(2, keepdim=True).expand_as(v))
+
+
+def test_results_on_another_device_of_torch(device):
+    x = acl.to(torch.ones(2, 3), device)
+    for y in (x.to("meta"), torch.zeros_like(x, device="meta"), x.new_full((2, 3), 7, device="meta")):
+        assert (y.shape, y.device.type) == (x.shape, "meta")
+    assert x.to("cpu") is x
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -25,7 +25,17 @@ from accelerant.runtime.provider import Buffer, ComputeDevice, ComputeProvider
 if TYPE_CHECKING:
     from accelerant.ops.aten.tensor import DeviceTensor
 
-__all__ = ["FUNCTIONS", "TENSOR_DEVICES", "TensorDevice", "expanded", "merged", "named", "serves", "tensor_device"]
+__all__ = [
+    "FUNCTIONS",
+    "SEVERAL",
+    "TENSOR_DEVICES",
+    "TensorDevice",
+    "expanded",
+    "merged",
+    "named",
+    "serves",
+    "tensor_device",
+]
 
 FUNCTIONS = (
     "exp", "log", "exp2", "log2",
@@ -43,6 +53,9 @@ TENSOR_DEVICES: dict[str, tuple[str, str]] = {
     "webgpu": ("accelerant.ops.aten.webgpu", "WebgpuTensors"),
 }
 """Backend -> module and class of its TensorDevice."""
+
+SEVERAL = -(2**31)
+"""The index in `TensorDevice.fault` for several that are flattened to one."""
 
 _TORCH_TYPES = {"webgpu": "vulkan"}
 """Backend -> the type of torch.device that names it, where torch does not know its name; the registry knows both."""
@@ -62,6 +75,8 @@ class TensorDevice(ABC):
     def __init__(self, provider: ComputeProvider, index: int) -> None:
         self.provider, self.index = provider, index
         self.label = f"{provider.name}:{index}"
+        self._fault: DeviceTensor | None = None
+        self._indexed = False
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
@@ -98,7 +113,32 @@ class TensorDevice(ABC):
             return torch.empty(x.shape, dtype=x.dtype)
         whole: Any = x if x.is_contiguous() and not x.storage_offset() else self.contiguous(x)
         content = self.provider.copy_to_host(whole.buffer, "uint8", (x.numel() * x.dtype.itemsize,))
+        if self._indexed:
+            self._check_indices()
         return torch.from_numpy(content).view(x.dtype).reshape(x.shape)
+
+    def fault(self) -> DeviceTensor:
+        """Return two int32 for a kernel that reads indices: one of these out of range, behind its dimension's size + 1.
+
+        They are 0 until then, and read at the next copy to the host.
+        """
+        if self._fault is None:
+            self._fault = self.upload(torch.zeros(2, dtype=torch.int32))
+        self._indexed = True
+        return self._fault
+
+    def _check_indices(self) -> None:
+        """Raise IndexError if an index was out of range since the last copy to the host."""
+        fault: Any = self._fault
+        self._indexed = False
+        size, index = self.provider.copy_to_host(fault.buffer, "int32", (2,)).tolist()
+        if size:
+            self._fault = None
+            found = f"index {index}" if index != SEVERAL else "an index of several dimensions"
+            raise IndexError(
+                f"{found} is out of bounds for a dimension of size {size - 1}, in an operation on {self.label} since "
+                "the last copy to the host"
+            )
 
     def contiguous(self, x: torch.Tensor) -> DeviceTensor:
         """Return a contiguous copy."""
@@ -151,14 +191,18 @@ class TensorDevice(ABC):
     def gather(self, out: DeviceTensor, x: DeviceTensor, dim: int, index: DeviceTensor) -> None:
         """Write x at `index` along `dim`, as torch.gather; `index` broadcasts to the shape of `out`.
 
-        Negative indices count from the end. An index out of range gives NaN, of integers the nearest element.
+        An index out of range gives NaN, of integers the nearest element, and is written to `fault`.
         """
 
     @abstractmethod
-    def scatter(self, out: DeviceTensor, dim: int, index: DeviceTensor, source: DeviceTensor, *, add: bool) -> None:
+    def scatter(
+        self, out: DeviceTensor, dim: int, index: DeviceTensor, source: DeviceTensor, *, add: bool,
+        check: bool = True,
+    ) -> None:  # fmt: skip
         """Write or add `source` to `out` at `index` along `dim`, as Tensor.scatter_; the index broadcasts to `source`.
 
-        Sums are in the order of the source, the same in each run. An index out of range is left out.
+        Sums are in the order of the source, the same in each run. An index out of range is left out, and written to
+        `fault` with `check`.
         """
 
 

@@ -4,6 +4,10 @@
 var<private> nan_bits: u32 = 0x7fc00000u;
 var<private> infinity_bits: u32 = 0x7f800000u;
 
+fn differ_f32(a: f32, b: f32) -> bool {
+    return !(a == b);
+}
+
 fn nan_f32(x: f32) -> bool {
     return (bitcast<u32>(x) & 0x7fffffffu) > 0x7f800000u;
 }

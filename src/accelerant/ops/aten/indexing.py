@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from accelerant.ops.aten.device import TensorDevice
+from accelerant.ops.aten.device import SEVERAL, TensorDevice
 from accelerant.ops.aten.table import aten, elementwise, operand, register, strided
 from accelerant.ops.aten.tensor import DeviceTensor
 
@@ -30,6 +30,15 @@ def _vector(place: TensorDevice, index: Any) -> DeviceTensor:
     return strided(whole, (whole.numel(),), (1,))
 
 
+def _gathered(place: TensorDevice, size: Sequence[int], x: DeviceTensor, dim: int, index: DeviceTensor) -> DeviceTensor:
+    out = place.empty(size, x.dtype)
+    if out.numel():
+        if not x.shape[dim]:
+            raise IndexError(f"indices for dimension {dim}, which is empty in {tuple(x.shape)}")
+        place.gather(out, x, dim, index)
+    return out
+
+
 @register("index_select.default")
 def _index_select(place: TensorDevice, x: Any, dim: int, index: Any) -> Any:
     index = _vector(place, index)
@@ -37,10 +46,7 @@ def _index_select(place: TensorDevice, x: Any, dim: int, index: Any) -> Any:
         return NotImplemented
     dim = dim % x.dim()
     size = [*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]]
-    out = place.empty(size, x.dtype)
-    if out.numel():
-        place.gather(out, x, dim, _along(index, dim, size))
-    return out
+    return _gathered(place, size, x, dim, _along(index, dim, size))
 
 
 @register("embedding.default")
@@ -67,7 +73,7 @@ def _embedding_backward(
     if padding_idx >= 0:
         index = elementwise(place, "select({0}, {2}, {0} == {1})", (index, padding_idx, rows), index.dtype)
     if flat.numel():
-        place.scatter(dweight, 0, _along(index, 0, flat.shape), flat, add=True)
+        place.scatter(dweight, 0, _along(index, 0, flat.shape), flat, add=True, check=False)  # checked forward
     return dweight
 
 
@@ -76,10 +82,7 @@ def _gather(place: TensorDevice, x: Any, dim: int, index: Any, *, sparse_grad: b
     if not x.dim() or not index.dim():
         return NotImplemented
     index = place.upload(index) if not isinstance(index, DeviceTensor) else index
-    out = place.empty(index.shape, x.dtype)
-    if out.numel():
-        place.gather(out, operand(place, x), dim % x.dim(), index)
-    return out
+    return _gathered(place, index.shape, operand(place, x), dim % x.dim(), index)
 
 
 def _scattered(place: TensorDevice, out: DeviceTensor, dim: int, index: Any, source: Any, add: bool) -> Any:
@@ -153,14 +156,16 @@ def _linear(place: TensorDevice, x: DeviceTensor, indices: Sequence[Any]) -> tup
     if not at or at[-1] - at[0] + 1 != len(at) or any(indices[dim].dtype in (torch.bool, torch.uint8) for dim in at):
         return None
     linear: Any = None
+    count = 1
     for dim in at:
         index = indices[dim]
         index = place.upload(index) if not isinstance(index, DeviceTensor) else index
         size = x.shape[dim]
-        wrapped = elementwise(place, "select({0}, {0} + {1}, {0} < 0)", (index, size), torch.int64)
+        wrapped = elementwise(place, "select({0}, {0} + {1}, {0} < 0 && {0} >= -{1})", (index, size), torch.int64)
         if linear is not None:
-            wrapped = elementwise(place, "{0} * {1} + {2}", (linear, size, wrapped), torch.int64)
-        linear = wrapped
+            template = "select({0} * {1} + {2}, {4}, {0} < 0 || {0} >= {3} || {2} < 0 || {2} >= {1})"
+            wrapped = elementwise(place, template, (linear, size, wrapped, count, SEVERAL), torch.int64)
+        linear, count = wrapped, count * size
     return linear, [*x.shape[: at[0]], *linear.shape, *x.shape[at[-1] + 1 :]], at[0]
 
 

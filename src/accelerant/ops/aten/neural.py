@@ -326,7 +326,7 @@ def _attention(
             scale=scale,
         )
         return place.converted(y, q.dtype), lse
-    scores = _scores(place, q, k, is_causal, attn_mask, scale or q.shape[-1] ** -0.5)
+    scores = _scores(place, q, k, is_causal, attn_mask, q.shape[-1] ** -0.5 if scale is None else scale)
     largest, total = _shifted(place, scores, 3)
     empty = "is_inf({1}) && {1} < 0"  # no key that the mask lets through: zeros, and no gradient
     template = f"select(exp({{0}} - {{1}}) / {{2}}, 0, {empty})"
@@ -349,7 +349,7 @@ def _attention_backward(
             attn_mask=attn_mask, scale=scale,
         )  # fmt: skip
         return tuple(place.converted(d, q.dtype) for d in found)
-    factor = scale or q.shape[-1] ** -0.5
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     p = _scores(place, q, k, is_causal, attn_mask, factor)
     elementwise(place, "exp({0} - {1})", (p, strided(lse, (*lse.shape, 1), (*lse.stride(), 1))), q.dtype, out=p)
     dv = _product(place, _transposed(_flat(p)), _flat(dy))
@@ -380,9 +380,10 @@ def _nll_loss(place: TensorDevice, x: Any, target: Any, weight: Any, reduce: int
         return NotImplemented
     rows, index = _picked(place, x, target)
     losses = place.empty(index.shape, x.dtype)
-    if losses.numel():
-        place.gather(losses, rows, 1, index)
     flags = elementwise(place, "select(1, 0, {0} == {1})", (index, ignore_index), x.dtype, compute=torch.int64)
+    if losses.numel():
+        chosen = "select({0}, 0, {0} == {1})"
+        place.gather(losses, rows, 1, elementwise(place, chosen, (index, ignore_index), torch.int64))
     elementwise(place, "select(-{0}, 0, {1} == 0)", (losses, flags), x.dtype, out=losses)
     if reduce == 0:
         shape = x.shape[:-1]
@@ -412,7 +413,7 @@ def _nll_loss_backward(
         values = elementwise(place, template, (flags, dy, total_weight), x.dtype)
     else:
         values = elementwise(place, "select({0} * {1}, 0, {0} == 0)", (flags, dy), x.dtype)
-    place.scatter(dx, 1, index, values, add=False)
+    place.scatter(dx, 1, index, values, add=False, check=False)  # checked forward
     return strided(dx, x.shape, dx.stride()[-x.dim() :])
 
 

@@ -189,6 +189,9 @@ _TILED = """
 """Product on a GPU: a work-group of 256 writes a tile, a work-item 4 G rows of 4 G columns."""
 
 
+_FAULT = "if (!fault_whole[0]) { fault_whole[1] = convert_int_sat(j); fault_whole[0] = convert_int_sat(length + 1L); }"
+
+
 def _load(dtype: torch.dtype, pointer: str, index: str) -> str:
     if dtype == torch.float16:
         return f"vload_half({index}, {pointer})"
@@ -382,6 +385,7 @@ class OpenclTensors(TensorDevice):
         text.array("out", out, const=False)
         text.array("x0", x)
         text.array("x1", index)
+        text.array("fault", self.fault(), const=False)
         text.number("count", out.numel())
         coordinates = self._coordinates(text, sizes, "i")
         offsets = [f"{_name(at)}_at{self._offset(text, _name(at), steps[at])}" for at in range(3)]
@@ -395,15 +399,18 @@ class OpenclTensors(TensorDevice):
             "    if (i >= count) return;",
             *coordinates,
             f"    long j = {_load(index.dtype, 'x1_whole', offsets[2])};",
-            "    if (j < 0) j += length;",
             "    const int outside = j < 0 || j >= length;",
+            f"    if (outside) {_FAULT}",
             "    j = j < 0 ? 0 : j >= length ? length - 1 : j;",
             f"    const {text.index} at = {offsets[1]} + ({text.index})j * step;",
             f"    {_store(out.dtype, 'out_whole', offsets[0], value)}",
         ]
         self._run(text, kind, "gather", body, (-(-out.numel() // _BLOCK),), (_BLOCK,))
 
-    def scatter(self, out: DeviceTensor, dim: int, index: DeviceTensor, source: DeviceTensor, *, add: bool) -> None:
+    def scatter(
+        self, out: DeviceTensor, dim: int, index: DeviceTensor, source: DeviceTensor, *, add: bool,
+        check: bool = True,
+    ) -> None:  # fmt: skip
         shape = tuple(source.shape)
         others = [at for at in range(len(shape)) if at != dim]
         strides = (
@@ -417,6 +424,8 @@ class OpenclTensors(TensorDevice):
         text.array("out", out, const=False)
         text.array("x0", index)
         text.array("x1", source)
+        if check:
+            text.array("fault", self.fault(), const=False)
         text.number("count", count)
         coordinates = self._coordinates(text, sizes, "i")
         offsets = [f"{_name(at)}_at{self._offset(text, _name(at), steps[at])}" for at in range(3)]
@@ -434,8 +443,7 @@ class OpenclTensors(TensorDevice):
             *(f"    const {text.index} b{at} = {offset};" for at, offset in enumerate(offsets)),
             f"    for ({text.index} r = 0; r < rows; ++r) {{",
             f"        long j = {_load(index.dtype, 'x0_whole', f'b1 + r * {along[1]}')};",
-            "        if (j < 0) j += length;",
-            "        if (j < 0 || j >= length) continue;",
+            f"        if (j < 0 || j >= length) {{ {_FAULT if check else ''} continue; }}",
             f"        const {text.index} at = b0 + ({text.index})j * {along[0]};",
             f"        {_store(out.dtype, 'out_whole', 'at', value)}",
             "    }",
@@ -571,7 +579,10 @@ class OpenclTensors(TensorDevice):
                 f"__kernel __attribute__((reqd_work_group_size({', '.join(map(str, widths))})))",
                 f"void {entry}({', '.join(text.parameters)}) {{", whole, "}",
             ])  # fmt: skip
-            options = ("-cl-single-precision-constant",) if kind == "float" else ()
+            options = (
+                "-w",
+                *["-cl-single-precision-constant"] * (kind == "float"),
+            )  # PoCL prints warnings of its headers
             source = KernelSource(
                 f"aten_{entry}", {"opencl": program}, {entry: tuple(text.kinds)}, targets=(), options=options
             )

@@ -147,6 +147,20 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+def _number(x: Any, dtype: torch.dtype) -> Any:
+    """Return a number as torch casts it to an integral dtype: wrapped to its bits; to bool, whether it is not 0."""
+    if dtype == torch.bool or not isinstance(x, int):
+        return torch.tensor(x).to(dtype).item()
+    bits = 8 * dtype.itemsize
+    x &= (1 << bits) - 1
+    return x - (1 << bits) if dtype.is_signed and x >> (bits - 1) else x
+
+
+def _filling(x: Any, dtype: torch.dtype) -> Any:
+    """Return a number that fills a tensor; torch's error for one that an integral dtype does not have."""
+    return x if dtype.is_floating_point or isinstance(x, Tensor) else torch.full((), x, dtype=dtype).item()
+
+
 def elementwise(
     place: TensorDevice, template: str, operands: Sequence[Any], dtype: torch.dtype, *,
     compute: torch.dtype | None = None, out: DeviceTensor | None = None, integers: Sequence[int] = (),
@@ -172,6 +186,8 @@ def elementwise(
             _check_written(out, tensors, dtype)
         numbers = tuple(not isinstance(x, DeviceTensor) for x in whole)
         scalars = [x for x in whole if not isinstance(x, DeviceTensor)]
+        if scalars and not compute.is_floating_point:
+            scalars = [_number(x, compute) for x in scalars]
         place.map(out, _numbered(template, numbers), tensors, scalars, integers, compute=compute)
     return out
 
@@ -247,20 +263,22 @@ def _bitwise_not(place: TensorDevice, x: DeviceTensor, *, out: DeviceTensor | No
     return elementwise(place, "{0} == 0" if x.dtype == torch.bool else "~{0}", (x,), x.dtype, out=out)
 
 
+def _compared(place: TensorDevice, x: Any, dtype: torch.dtype) -> Any:
+    """Return an operand as torch compares it: numbers and tensors of no dimensions in the common dtype."""
+    if isinstance(x, Tensor) and (x.dim() or x.dtype == dtype):
+        return x
+    if isinstance(x, DeviceTensor):
+        return place.converted(x, dtype) if dtype in place.dtypes else x
+    return torch.tensor(operand(place, x), dtype=dtype) if dtype != wide(dtype) else x
+
+
 def _binary(names: Sequence[str], template: str, *, result: str = "promoted") -> None:
     """Register a binary operation, whose result is "promoted", "bool", or "float" (true division)."""
 
     def run(place: TensorDevice, a: Any, b: Any, *, out: DeviceTensor | None = None) -> Any:
         compute = promoted(a, b)
-        if result == "bool" and compute != wide(compute):  # a number is compared as one of the dtype
-            a, b = (
-                x
-                if isinstance(x, Tensor) and x.dim()
-                else torch.tensor(operand(place, x), dtype=compute)
-                if not isinstance(x, DeviceTensor)
-                else x
-                for x in (a, b)
-            )
+        if result == "bool":
+            a, b = _compared(place, a, compute), _compared(place, b, compute)
         if result == "float" and not compute.is_floating_point:
             compute = torch.get_default_dtype()
         return elementwise(
@@ -344,6 +362,7 @@ def _clamp(place: TensorDevice, x: Any, low: Any = None, high: Any = None, *, ou
     dtype = x.dtype
     for bound in (low, high):
         dtype = dtype if bound is None else torch.promote_types(dtype, promoted(x, bound))
+    low, high = (None if bound is None else _filling(bound, dtype) for bound in (low, high))
     if low is None or high is None:
         template = "max({0}, {1})" if high is None else "min({0}, {1})"
         return elementwise(place, template, (x, high if low is None else low), dtype, out=out)
@@ -368,7 +387,8 @@ def _where(place: TensorDevice, condition: Any, a: Any, b: Any) -> Any:
 
 @register("masked_fill", "masked_fill_")
 def _masked_fill(place: TensorDevice, x: Any, mask: Any, value: Any, *, out: DeviceTensor | None = None) -> Any:
-    return elementwise(place, "select({0}, {2}, {1} != 0)", (x, mask, value), x.dtype, out=out)
+    operands = (x, mask, _filling(value, x.dtype))
+    return elementwise(place, "select({0}, {2}, {1} != 0)", operands, x.dtype, out=out)
 
 
 @register("lerp", "lerp_")
@@ -421,7 +441,7 @@ def _to_copy(
 
 @register("fill_")
 def _fill(place: TensorDevice, x: DeviceTensor, value: Any, *, out: DeviceTensor) -> Any:
-    return elementwise(place, "{0}", (value,), x.dtype, out=x)
+    return elementwise(place, "{0}", (_filling(value, x.dtype),), x.dtype, out=x)
 
 
 @register("zero_")
@@ -433,7 +453,7 @@ def _filled(place: TensorDevice, size: Sequence[int], dtype: torch.dtype, value:
     if dtype not in place.dtypes:
         return NotImplemented
     out = place.empty(size, dtype)
-    return out if value is None else elementwise(place, "{0}", (value,), dtype, out=out)
+    return out if value is None else elementwise(place, "{0}", (_filling(value, dtype),), dtype, out=out)
 
 
 for _name, _value in {"empty_like": None, "zeros_like": 0, "ones_like": 1}.items():
@@ -525,6 +545,11 @@ def _cat(place: TensorDevice, tensors: Sequence[Any], dim: int = 0) -> Any:
             place.copy(part, operand(place, x) if x.dim() else x)
         at += x.shape[dim]
     return out
+
+
+@register("unsafe_split.Tensor")
+def _split(place: TensorDevice, x: DeviceTensor, size: int, dim: int = 0) -> Any:
+    return [*x.split(size, dim)]
 
 
 @register("stack")

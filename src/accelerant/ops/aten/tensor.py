@@ -19,6 +19,7 @@ from weakref import getweakrefcount
 
 import torch
 from torch import Tensor, nn
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from accelerant.config import settings
@@ -228,6 +229,9 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     place = _place(args) or _place(kwargs.values())
     if place is None:  # a list of lists: rare
         place = next(x.place for x in tree_flatten((args, kwargs))[0] if isinstance(x, DeviceTensor))
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type != "cpu":
+        return _elsewhere(func, args, kwargs, torch.device(device))
     try:
         handler = _handlers[func, type(place)]
     except KeyError:
@@ -236,8 +240,8 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return _on_host(func, place, args, kwargs)
     if args and isinstance(args[0], Tensor) and not isinstance(args[0], DeviceTensor) and _writes(func):
         return _on_host(func, place, args, kwargs, reason="it writes a tensor of the host")
-    if handler is _view:
-        return _view(func, place, args, kwargs)
+    if handler is _view or handler is _reshape:
+        return handler(func, place, args, kwargs)
     record = _records.get((func, place))
     if record is None:
         record = _records[func, place] = _new_record(func, place)
@@ -283,6 +287,8 @@ def _handler(func: Any, place: TensorDevice) -> _Handler | None:
         return lambda _, *args, **kwargs: func.decompose(*args, **kwargs)
     if func is torch.ops.aten._unsafe_view.default:
         return _view
+    if torch.Tag.inplace_view in func.tags and not func._schema.name.startswith(("aten::resize", "aten::set_")):
+        return _reshape
     aliases = [returned.alias_info for returned in func._schema.returns]
     return _view if any(alias is not None and not alias.is_write for alias in aliases) else None
 
@@ -306,6 +312,9 @@ def _new_record(func: Any, place: TensorDevice) -> OpRecord:
     return _ledger.record(OpRecord(*key, True, reason=f"the table of {place.provider.name}"))
 
 
+_STRIDED = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_.default)
+
+
 def _view(func: Any, place: TensorDevice, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an operation that returns views, on shapes alone; the results share the buffer."""
     base = args[0]
@@ -321,8 +330,38 @@ def _view(func: Any, place: TensorDevice, args: Sequence[Any], kwargs: Mapping[s
             raise UnsupportedCase(
                 f"{func}: {place.label} has no view of {base.dtype} as {result.dtype}; make a copy, or use .cpu()"
             )
+    if func in _STRIDED:
+        end = int(results.storage_offset()) + sum(
+            (n - 1) * s for n, s in zip(results.shape, results.stride(), strict=True)
+        )
+        if results.numel() and not 0 <= (end + 1) * base.dtype.itemsize <= base.buffer.size_bytes:
+            raise RuntimeError(
+                f"as_strided: sizes {tuple(results.shape)}, strides {results.stride()} and offset "
+                f"{results.storage_offset()} end behind the memory, which has {base.buffer.size_bytes} bytes"
+            )
     made = [DeviceTensor(place, base.buffer, x.shape, x.stride(), int(x.storage_offset()), x.dtype) for x in whole]
     return made[0] if isinstance(results, Tensor) else made
+
+
+def _reshape(func: Any, place: TensorDevice, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operation that changes the shape of a tensor in place: torch changes sizes and strides alone."""
+    _view(func, place, args, kwargs)  # its checks
+    with no_dispatch():
+        func(*args, **kwargs)
+    return args[0]
+
+
+def _elsewhere(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> Any:
+    """Run an operation whose result belongs to another of torch's devices, from copies there."""
+
+    def moved(x: Any) -> Any:
+        if not isinstance(x, DeviceTensor):
+            return x
+        if device.type == "meta":
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+        return x.place.download(x)
+
+    return func(*tree_map(moved, args), **tree_map(moved, dict(kwargs)))
 
 
 @cache

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -214,6 +214,7 @@ fn {entry}(
     {body}
 }}
 """
+_FAULT = "if (fault[0] == 0) { fault[1] = j; fault[0] = scalars.length + 1; }"
 _GLOBAL = "i32(linear_group(group, groups) * BLOCK_X + thread)"
 _GROUP = "i32(linear_group(group, groups))"
 
@@ -333,26 +334,31 @@ class WebgpuTensors(TensorDevice):
         text = _Text()
         for at, operand in enumerate((out, x, index)):
             text.array(_name(at), operand)
+        text.array("fault", self.fault())
         coordinates = text.coordinates(sizes, "i")
         offsets = [f"scalars.{_name(at)}_at{text.offset(_name(at), steps[at])}" for at in range(3)]
         text.number("length", x.shape[dim])
         text.number("along", x.stride(dim))
         value = _load(x.dtype, "x0", "at")
         if x.dtype in _FLOATING:
-            value = f"select({value}, bitcast<f32>(nan_bits), j < 0 || j >= scalars.length)"
+            value = f"select({value}, bitcast<f32>(nan_bits), outside)"
         text.number("count", out.numel())
         body = [
             f"let i = {_GLOBAL};",
             "if (i >= scalars.count) { return; }",
             *coordinates,
-            f"var j = {_index(index, 'x1', offsets[2])};",
-            "if (j < 0) { j += scalars.length; }",
+            f"let j = {_index(index, 'x1', offsets[2])};",
+            "let outside = j < 0 || j >= scalars.length;",
+            f"if (outside) {{ {_FAULT} }}",
             f"let at = {offsets[1]} + clamp(j, 0, scalars.length - 1) * scalars.along;",
             _store(out.dtype, offsets[0], value, _kind(x.dtype)),
         ]
         self._run(text, _kind(out.dtype), "gather", body, (-(-out.numel() // _BLOCK),), _BLOCK)
 
-    def scatter(self, out: DeviceTensor, dim: int, index: DeviceTensor, source: DeviceTensor, *, add: bool) -> None:
+    def scatter(
+        self, out: DeviceTensor, dim: int, index: DeviceTensor, source: DeviceTensor, *, add: bool,
+        check: bool = True,
+    ) -> None:  # fmt: skip
         shape = tuple(source.shape)
         others = [at for at in range(len(shape)) if at != dim]
         at_index = expanded(tuple(index.shape), tuple(index.stride()), shape)
@@ -362,6 +368,8 @@ class WebgpuTensors(TensorDevice):
         text = _Text()
         for at, operand in enumerate((out, index, source)):
             text.array(_name(at), operand)
+        if check:
+            text.array("fault", self.fault())
         coordinates = text.coordinates(sizes, "i")
         offsets = [f"scalars.{_name(at)}_at{text.offset(_name(at), steps[at])}" for at in range(3)]
         text.number("length", out.shape[dim])
@@ -382,9 +390,8 @@ class WebgpuTensors(TensorDevice):
             *coordinates,
             *(f"let b{at} = {offset};" for at, offset in enumerate(offsets)),
             "for (var r = 0; r < scalars.rows; r++) {",
-            f"var j = {_index(index, 'x0', f'b1 + r * {along[1]}')};",
-            "if (j < 0) { j += scalars.length; }",
-            "if (j < 0 || j >= scalars.length) { continue; }",
+            f"let j = {_index(index, 'x0', f'b1 + r * {along[1]}')};",
+            f"if (j < 0 || j >= scalars.length) {{ {_FAULT if check else ''} continue; }}",
             f"let at = b0 + j * {along[0]};",
             _store(out.dtype, "at", value, kind),
             "}",
@@ -490,11 +497,27 @@ def _index(index: DeviceTensor, array: str, at: str) -> str:
 
 def _expression(expression: str, kind: str) -> tuple[str, str]:
     """Return an expression in WGSL, and its kind: that of its operands, or bool for int64."""
+    if kind == "f32" and "!=" in expression:
+        expression = (
+            ast.unparse(_Unordered().visit(_parsed(expression))).replace(" and ", " && ").replace(" or ", " || ")
+        )
     if kind != "i64":
         return _spelled(expression), kind
-    spaced = expression.replace("&&", " and ").replace("||", " or ")
-    written: tuple[str, str] = _Int64().visit(ast.parse(spaced, mode="eval").body)
+    written: tuple[str, str] = _Int64().visit(_parsed(expression))
     return written
+
+
+def _parsed(expression: str) -> ast.expr:
+    return ast.parse(expression.replace("&&", " and ").replace("||", " or "), mode="eval").body
+
+
+class _Unordered(ast.NodeTransformer):
+    """Makes a != b of floats true where one is a NaN, which WGSL's operator leaves open."""
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        of_floats = isinstance(node.ops[0], ast.NotEq) and not isinstance(node.left, ast.Compare)
+        inner = cast(ast.Compare, self.generic_visit(node))
+        return ast.Call(ast.Name("differ_f32"), [inner.left, *inner.comparators], []) if of_floats else inner
 
 
 _OPERATORS: dict[type[ast.AST], tuple[str, str]] = {

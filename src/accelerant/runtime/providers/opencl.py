@@ -109,6 +109,8 @@ class OpenclProvider(ComputeProvider):
 
     def __init__(self) -> None:
         os.environ.setdefault("PYOPENCL_NO_CACHE", "1")  # the kernel cache keeps the programs
+        # else PoCL compiles a kernel again in its first launch, by a thread that may still run when the process ends
+        os.environ.setdefault("POCL_WORK_GROUP_SPECIALIZATION", "0")
         if "POCL_CACHE_DIR" not in os.environ:  # processes that share PoCL's cache can disturb one another
             private = tempfile.mkdtemp(prefix="accelerant-pocl-")
             os.environ["POCL_CACHE_DIR"] = private
