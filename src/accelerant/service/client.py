@@ -19,11 +19,13 @@ them.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from functools import update_wrapper
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +44,10 @@ try:
 except ImportError:
     raise MissingDependency("httpx", "service", "accelerant.service.Client") from None
 
+if TYPE_CHECKING:
+    from accelerant.privacy.he.paillier import EncryptedTensor, PublicKey
+    from accelerant.zk.groth16 import Proof
+
 __all__ = ["DEFAULT_URL", "AsyncClient", "Client"]
 
 DEFAULT_URL = "http://127.0.0.1:8080"
@@ -50,6 +56,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 Array = npt.NDArray[Any]
 Outputs = dict[str, Any]
+_File = bytes | str | os.PathLike[str]
 Steps = Generator[httpx.Request | float, Any, _T]
 """A call: yields requests, whose responses are sent back, and seconds to wait; returns the result."""
 
@@ -150,6 +157,86 @@ class _Calls:
         words = _words(curve_of(curve).scalars.name, scalars)
         inputs = {"scalars": words, "points": np.asarray(points)}
         return (yield from self._array("sum", "msm", inputs, {"curve": curve, "check": check}))
+
+    # --- proofs ------------------------------------------------------------------------------------------------------
+
+    @_Call
+    def prove(self, zkey: _File, witness: _File) -> Steps[Proof]:
+        """Prove with a .zkey and a .wtns, paths or bytes; see accelerant.zk.groth16.prove."""
+        from accelerant.zk.groth16 import Proof
+
+        found = yield from self._infer("groth16_prove", {"zkey": _bytes(zkey), "witness": _bytes(witness)}, {})
+        return Proof.from_json(found["proof"], found["public"])
+
+    @_Call
+    def verify(self, verification_key: _File, public: Sequence[int], proof: Proof) -> Steps[bool]:
+        """Return whether a proof verifies; the key is snarkjs's JSON, a path or bytes."""
+        texts = {"public": json.dumps([str(value) for value in public]).encode(), "proof": proof.to_json().encode()}
+        inputs = {"verification_key": _bytes(verification_key), **texts}
+        return bool((yield from self._array("valid", "groth16_verify", inputs, {}))[0])
+
+    # --- neural operations, as accelerant.ops has them; arrays of float16, float32 or float64 ------------------------
+
+    @_Call
+    def gelu(self, x: Any, *, approximate: str = "none") -> Steps[Array]:
+        """Apply the Gaussian error linear unit."""
+        return (yield from self._array("y", "gelu", {"x": x}, {"approximate": approximate}))
+
+    @_Call
+    def softmax(self, x: Any, *, dim: int = -1) -> Steps[Array]:
+        """Apply softmax along an axis."""
+        return (yield from self._array("y", "softmax", {"x": x}, {"dim": dim}))
+
+    @_Call
+    def layer_norm(self, x: Any, weight: Any = None, bias: Any = None, *, eps: float = 1e-5) -> Steps[Array]:
+        """Normalise rows."""
+        given = {"x": x, "weight": weight, "bias": bias}
+        inputs = {name: value for name, value in given.items() if value is not None}
+        return (yield from self._array("y", "layer_norm", inputs, {"eps": eps}))
+
+    @_Call
+    def matmul(self, a: Any, b: Any) -> Steps[Array]:
+        """Multiply matrices."""
+        return (yield from self._array("y", "matmul", {"a": a, "b": b}, {}))
+
+    @_Call
+    def attention(self, q: Any, k: Any, v: Any, *, causal: bool = False, scale: float | None = None) -> Steps[Array]:
+        """Attend with q (B, Hq, S, D), k and v (B, Hkv, T, D)."""
+        inputs = {"q": q, "k": k, "v": v}
+        return (yield from self._array("y", "attention", inputs, {"causal": causal, "scale": scale}))
+
+    @_Call
+    def generate(self, model: str, prompt: str = "", /, **options: Any) -> Steps[str]:
+        """Continue a prompt by a model of the service; options: `tokens`, `temperature`, `top_k`, `top_p`, `seed`."""
+        inputs = {"prompt": prompt.encode()} if prompt else {}
+        text: bytes = (yield from self._infer("generate", inputs, {"model": model, **options}))["text"]
+        return text.decode(errors="replace")
+
+    # --- privacy -----------------------------------------------------------------------------------------------------
+
+    @_Call
+    def privacy_epsilon(self, *, sigma: float, q: float, steps: int, delta: float, method: str = "pld") -> Steps[float]:
+        """Return the epsilon of steps of DP-SGD with noise multiplier sigma and sampling rate q."""
+        options = {"sigma": sigma, "q": q, "steps": steps, "delta": delta, "method": method}
+        return float((yield from self._array("epsilon", "privacy_epsilon", {}, options))[0])
+
+    @_Call
+    def paillier_encrypt(self, public: PublicKey, x: Any, /, **options: Any) -> Steps[EncryptedTensor]:
+        """Encrypt numbers on the service, which sees them; options are those of PublicKey.encrypt."""
+        from accelerant.privacy.he.paillier import EncryptedTensor
+
+        inputs = {"public_key": public.to_bytes(), "x": x}
+        return EncryptedTensor.from_bytes(
+            (yield from self._infer("paillier_encrypt", inputs, options))["ciphertext"], public
+        )
+
+    @_Call
+    def paillier_add(self, a: EncryptedTensor, b: EncryptedTensor) -> Steps[EncryptedTensor]:
+        """Add encrypted tensors of one key, without decrypting them."""
+        from accelerant.privacy.he.paillier import EncryptedTensor
+
+        inputs = {"public_key": a.public.to_bytes(), "a": a.to_bytes(), "b": b.to_bytes()}
+        return EncryptedTensor.from_bytes((yield from self._infer("paillier_add", inputs, {}))["ciphertext"], a.public)
 
     # --- any operation -----------------------------------------------------------------------------------------------
 
@@ -367,6 +454,10 @@ def _words(field: str, x: Any) -> Array:
 
 def _elements(field: str, **inputs: Any) -> dict[str, Array]:
     return {name: _words(field, x) for name, x in inputs.items()}
+
+
+def _bytes(file: _File) -> bytes:
+    return file if isinstance(file, bytes) else Path(file).read_bytes()
 
 
 def _segment(name: str) -> str:

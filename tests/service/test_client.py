@@ -1,0 +1,238 @@
+"""The Python clients against a running service."""
+
+import asyncio
+import inspect
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import accelerant as acl
+from accelerant import errors
+from accelerant.privacy.he import paillier
+from accelerant.service import AsyncClient, Client
+from accelerant.service.errors import Cancelled, JobNotFound, QueueFull, Refused, ServiceError
+from accelerant.service.operations import OPERATIONS
+
+PAGE = (Path(__file__).parents[2] / "docs" / "service.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with Client(server.url, trust_env=False) as found:
+        yield found
+
+
+def test_field_operations_are_the_librarys(client):
+    for name in ("goldilocks", "babybear", "bn254_fr"):
+        field = acl.zk.field(name)
+        x, y = field.random(5), field.random(5)
+        for operation in ("add", "sub", "mul"):
+            found = getattr(client, f"field_{operation}")(x, y, field=name)
+            np.testing.assert_array_equal(found, getattr(field, operation)(x, y))
+            assert found.dtype == x.dtype
+        np.testing.assert_array_equal(client.field_inv(x, field=name), field.inv(x))
+        assert field.decode(client.field_add([1, field.modulus - 1], [2, 1], field=name)) == [3, 0]
+
+
+def test_transforms_and_sums_are_the_librarys(client):
+    x = acl.zk.field("goldilocks").random((3, 8))
+    np.testing.assert_array_equal(client.ntt(x, coset=7), acl.zk.ntt(x, field="goldilocks", coset=7))
+    curve = acl.zk.curve("bn254_g1")
+    points = curve.mul(curve.generator, acl.zk.field("bn254_fr").encode([1, 2, 3]))
+    np.testing.assert_array_equal(client.msm([5, 0, 7], points), curve.mul(curve.generator, 26))
+
+
+def test_neural_operations_and_epsilon_are_the_librarys(client):
+    x = np.random.default_rng(0).standard_normal((2, 6)).astype(np.float32)
+    accelerator = acl.Accelerator("cpu")
+    for call in (
+        lambda of: of.gelu(x, approximate="tanh"),
+        lambda of: of.softmax(x, dim=0),
+        lambda of: of.layer_norm(x, np.ones(6, np.float32), np.zeros(6, np.float32), eps=1e-3),
+        lambda of: of.matmul(x, np.ascontiguousarray(x.T)),
+        lambda of: of.attention(*[x.reshape(1, 1, 2, 6)] * 3, causal=True),
+    ):
+        np.testing.assert_array_equal(call(client), call(accelerator))
+    assert 0 < client.privacy_epsilon(sigma=1.0, q=0.01, steps=10, delta=1e-5) < 2
+
+
+def test_sums_of_encrypted_numbers(client):
+    public, private = paillier.keygen(bits=2048)
+    a, b = (client.paillier_encrypt(public, np.array(values)) for values in ([1.5, -2.0], [0.25, 4.0]))
+    np.testing.assert_array_equal(private.decrypt(client.paillier_add(a, b)), [1.75, 2.0])
+
+
+def test_every_operation_has_a_method_with_its_defaults():
+    """`call` alone has decryption, whose key leaves the machine, and training, whose outputs are files."""
+    names = {"groth16_prove": "prove", "groth16_verify": "verify"}
+    for name in OPERATIONS.keys() - {"paillier_decrypt", "train"}:
+        method = inspect.signature(getattr(Client, names.get(name, name))._steps)
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in method.parameters.values()):
+            continue
+        for option, given in OPERATIONS[name].parameters.model_fields.items():
+            default = method.parameters[option].default
+            assert default == given.default or (default is inspect.Parameter.empty and given.is_required()), option
+
+
+def test_a_job_reports_and_ends_with_the_result(server):
+    seen = []
+    with Client(server.url, progress=seen.append, trust_env=False) as client:
+        x = acl.zk.field("goldilocks").random(1 << 12)
+        job = client.submit("ntt", {"x": x}, field="goldilocks", priority=5)
+        assert (job.operation, job.priority, job.state.final) == ("ntt", 5, False)
+        np.testing.assert_array_equal(client.result(job.id)["y"], acl.zk.ntt(x, field="goldilocks"))
+        assert seen[-1].state == "succeeded"
+        assert seen[-1].id == job.id
+        assert client.jobs(limit=1)[0].id == job.id
+        assert client.jobs(limit=1, before=job.id) != client.jobs(limit=1)
+        assert client.cancel(job.id).state == "succeeded"  # as it is
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda c: c.field_mul([1, 2], [3, 4, 5]), errors.ShapeError, "do not broadcast"),
+        (lambda c: c.field_mul(np.array([2**64 - 1], np.uint64), [1]), errors.FormatError, "not below the modulus"),
+        (lambda c: c.call("ntt", {"x": np.zeros(4)}, field="goldilocks"), errors.FormatError, "must be UINT64"),
+        (lambda c: c.call("field_inv", {"x": [1]}, fields="babybear"), Refused, "fields"),
+        (lambda c: c.call("no such", {}), Refused, "no model"),
+        (lambda c: c.job("0" * 32), JobNotFound, "no job"),
+    ],
+)
+def test_errors_are_the_librarys_with_the_requests_id(client, call, error, message):
+    with pytest.raises(error, match=message) as caught:
+        call(client)
+    assert re.search(r": 4\d\d, request \w{16}$", caught.value.__notes__[0])
+
+
+def test_wrong_arguments_are_refused_before_anything_is_sent():
+    for make, message in (
+        (lambda: Client("localhost:8080"), "must begin with http"),
+        (lambda: Client(timeout_s=0), "above 0"),
+        (lambda: Client().field_add([1], [2], field="nope"), "unknown field"),
+        (lambda: Client().job(""), "is empty"),
+    ):
+        with pytest.raises(errors.ConfigError, match=message):
+            make()
+
+
+def test_many_calls_at_once(server):
+    async def main():
+        async with AsyncClient(server.url, trust_env=False) as client:
+            x = np.arange(64, dtype=np.uint64)
+            found = await asyncio.gather(*(client.field_add(x, x + i) for i in range(32)))
+            for i, z in enumerate(found):
+                np.testing.assert_array_equal(z, 2 * x + i)
+            job = await client.submit("field_mul", {"x": x, "y": x}, field="goldilocks")
+            np.testing.assert_array_equal((await client.result(job.id))["z"], x * x)
+            with pytest.raises(errors.ShapeError):
+                await client.field_add(x, x[:3])
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def answering():
+    """A server that gives the answers of a list, one after the other, and records the requests."""
+    servers = []
+
+    def start(*answers):
+        left, seen = list(answers), []
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                seen.append((self.path, self.headers.get("authorization")))
+                status, headers, body = left.pop(0)
+                self.send_response(status)
+                for name, value in {**headers, "Content-Length": len(body)}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *args):
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{server.server_port}", seen
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def refusal(kind):
+    return json.dumps({"type": kind, "error": "not now", "request_id": "r1"}).encode()
+
+
+DEVICES = (200, {}, b'{"devices": []}')
+
+
+def test_an_answer_that_names_a_time_is_repeated(answering):
+    later = {"Retry-After": "0"}
+    url, seen = answering((429, later, refusal("QueueFull")), (503, later, refusal("Draining")), DEVICES)
+    with Client(url, key="acl_x", trust_env=False) as client:
+        assert client.devices() == []
+    assert seen == [("/devices", "Bearer acl_x")] * 3
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "kind", "error"),
+    [
+        (429, {}, "QueueFull", QueueFull),
+        (429, {"Retry-After": "3600"}, "QueueFull", QueueFull),  # after the call's limit
+        (500, {"Retry-After": "0"}, "InternalError", Refused),
+        (409, {}, "Cancelled", Cancelled),
+        (409, {}, "SystemExit", Refused),  # no name of an error of ours
+    ],
+)
+def test_others_are_not_repeated(answering, status, headers, kind, error):
+    url, seen = answering((status, headers, refusal(kind)))
+    with Client(url, timeout_s=5, trust_env=False) as client, pytest.raises(error, match="not now") as caught:
+        client.devices()
+    assert len(seen) == 1
+    assert caught.value.__notes__ == [f"GET {url}/devices: {status}, request r1"]
+
+
+def test_what_is_no_service_is_said_so(answering):
+    url, _ = answering((502, {}, b"<html>"), (200, {}, b"<html>"))
+    with Client(url, trust_env=False) as client:
+        with pytest.raises(ServiceError, match="502 Bad Gateway"):
+            client.devices()
+        with pytest.raises(errors.FormatError, match="without JSON"):
+            client.devices()
+    with (
+        Client("http://127.0.0.1:9", trust_env=False) as client,
+        pytest.raises(ConnectionError, match="is `accelerant serve`"),
+    ):
+        client.devices()
+
+
+def test_url_and_key_come_from_the_environment(monkeypatch, answering):
+    url, seen = answering(DEVICES)
+    monkeypatch.setenv("ACCELERANT_URL", f"{url}/")
+    monkeypatch.setenv("ACCELERANT_API_KEY", "acl_secret")
+    with Client(trust_env=False) as client:
+        client.devices()
+        assert "acl_secret" not in repr(client)
+    assert seen == [("/devices", "Bearer acl_secret")]
+
+
+def test_the_pages_program_runs(server, monkeypatch, capsys):
+    monkeypatch.setenv("ACCELERANT_URL", server.url)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    program = re.search(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[1]
+    exec(compile(program, "service.md", "exec"), {})
+    assert capsys.readouterr().out.splitlines() == [
+        "[ 4 10 18]",
+        "(1024,)",
+        "{'z': array([9223372034707292161], dtype=uint64)}",
+        "(65536,)",
+    ]
