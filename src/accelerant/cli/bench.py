@@ -45,6 +45,7 @@ _SUITES = {
     "secagg": "accelerant.bench.suites.secagg:SecaggSuite",
     "user": "accelerant.bench.suites.user:UserSuite",
     "scale": "accelerant.bench.suites.scale:ScaleSuite",
+    "service": "accelerant.bench.suites.service:ServiceSuite",
 }
 """Command -> module and class; a suite imports torch, so it is loaded when its command runs."""
 
