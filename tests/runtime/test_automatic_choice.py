@@ -87,6 +87,18 @@ def test_software_is_used_by_name_alone(present, monkeypatch):
     assert registry.create("opencl").counts["launch"] == 0  # not even tested
 
 
+@pytest.mark.gpu
+def test_a_gpu_of_nvidia_is_chosen_by_cuda_and_without_it_by_opencl(monkeypatch):
+    assert registry.choose().label == "cuda:0"
+    require_backend("opencl")
+    kinds = {device.properties["kind"] for device in registry.create("opencl").devices()}
+    if "gpu" not in kinds:
+        pytest.skip("no OpenCL driver shows a GPU; set OCL_ICD_VENDORS to a file that names its library")
+    monkeypatch.setattr(registry, "PROVIDERS", {name: registry.PROVIDERS[name] for name in ("opencl", "cpu")})
+    chosen = registry.choose()
+    assert (chosen.backend, chosen.properties["kind"]) == ("opencl", "gpu")
+
+
 @pytest.mark.parametrize("name", ["opencl", "webgpu"])
 def test_pocl_and_lavapipe_are_software(name, monkeypatch):
     require_backend(name)

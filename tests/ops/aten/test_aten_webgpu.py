@@ -10,7 +10,7 @@ import torch
 
 import accelerant as acl
 from accelerant.config import override
-from accelerant.errors import LaunchError, UnsupportedDtype
+from accelerant.errors import UnsupportedDtype
 from accelerant.ops.aten.device import tensor_device
 from accelerant.ops.aten.webgpu import matmul_source
 from requirements import require_backend
@@ -198,13 +198,33 @@ def test_long_rows_are_reduced_by_several_threads(place, monkeypatch):
 
 def test_tensors_above_the_binding_limit(place, monkeypatch):
     opened = place.provider._devices[0]
-    x, y = torch.randn(40, 100), torch.randn(40, 100)
-    a, b = acl.to(x, "webgpu"), acl.to(y, "webgpu")
-    monkeypatch.setattr(opened, "binding_bytes", 8192)
-    assert torch.equal((a + b).cpu(), x + y)
-    torch.testing.assert_close((a > b).cpu(), x > y)
-    with pytest.raises(LaunchError, match="only elementwise kernels are split"):
-        a @ b.t()
+    x, y, index = torch.randn(40, 100), torch.randn(40, 100), torch.randint(40, (90, 100))
+    a, b, at = acl.to(x, "webgpu"), acl.to(y, "webgpu"), acl.to(index, "webgpu")
+    for each in (opened, place):
+        monkeypatch.setattr(each, "binding_bytes", 4096)
+    calls = {
+        "elementwise": lambda x, y, at: (x + y, x > y, x.t() * y.reshape(100, 40), x + y[:1]),
+        "by the place of an element": lambda x, y, at: (x.reshape(100, 40).tril(), x.tril(3)),
+        "reductions": lambda x, y, at: (x.sum(0), x.amax(1), x.std(), (x > y).any(), x.argmax(1), x.logsumexp(1)),
+        "products": lambda x, y, at: (x @ y.t(), x.t() @ y, y.t().contiguous().t() @ x.t(), x[:, :50] @ y[:, 50:].t()),
+        "gather": lambda x, y, at: (x.gather(0, at), x[at[0]], x.t()[:, at[0]], y.gather(0, at[:7, 3:9])),
+        "scatter": lambda x, y, at: (
+            x.new_zeros(40, 100).scatter_add_(0, at, x.repeat(3, 1)[:90]), x.index_add(0, at[0], y.repeat(3, 1)[:100]),
+        ),
+        "copies": lambda x, y, at: (torch.cat([x, y], 1), x.half(), x.long(), x.t().contiguous(), at[::2, ::3].clone()),
+    }  # fmt: skip
+    with override(fallback="forbid"):
+        for function in calls.values():
+            for found, expected in zip(function(a, b, at), function(x, y, index), strict=True):
+                torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-4)
+        torch.manual_seed(1)
+        parts = torch.empty_like(a).uniform_()
+        for each in (opened, place):
+            monkeypatch.setattr(each, "binding_bytes", 1 << 20)
+        torch.manual_seed(1)
+        assert torch.equal(parts.cpu(), torch.empty_like(a).uniform_().cpu())
+        with pytest.raises(IndexError, match="index 40 is out of bounds for a dimension of size 40"):
+            a[acl.to(torch.tensor([40]), "webgpu")].cpu()
 
 
 F = torch.nn.functional

@@ -547,6 +547,18 @@ def _cat(place: TensorDevice, tensors: Sequence[Any], dim: int = 0) -> Any:
     return out
 
 
+@register("repeat.default")
+def _repeat(place: TensorDevice, x: DeviceTensor, repeats: Sequence[int]) -> Any:
+    if len(repeats) < x.dim() or min(repeats, default=1) < 0:
+        return NotImplemented  # torch's error
+    sizes = [1] * (len(repeats) - x.dim()) + list(x.shape)
+    out = place.empty([count * n for count, n in zip(repeats, sizes, strict=True)], x.dtype)
+    if out.numel():
+        whole = out.view([n for pair in zip(repeats, sizes, strict=True) for n in pair])
+        place.copy(whole, x.reshape([n for size in sizes for n in (1, size)]))
+    return out
+
+
 @register("unsafe_split.Tensor")
 def _split(place: TensorDevice, x: DeviceTensor, size: int, dim: int = 0) -> Any:
     return [*x.split(size, dim)]

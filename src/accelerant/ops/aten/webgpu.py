@@ -11,7 +11,7 @@ import ast
 import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -22,8 +22,9 @@ from accelerant.ops.aten.device import TensorDevice, expanded, merged
 from accelerant.ops.aten.table import strided
 from accelerant.ops.aten.tensor import DeviceTensor
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
-from accelerant.runtime.compilation.wgsl import bindings, elementwise
-from accelerant.runtime.provider import ComputeProvider
+from accelerant.runtime.compilation.wgsl import bindings
+from accelerant.runtime.provider import Buffer, ComputeProvider
+from accelerant.runtime.providers.webgpu import WebgpuProvider
 
 __all__ = ["WebgpuTensors", "matmul_source"]
 
@@ -151,7 +152,8 @@ fn bfloat16_bits(x: f32) -> u32 {
 class _Text:
     """A kernel under construction: arrays and numbers, their types and values, in the order of the bindings."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: WebgpuTensors) -> None:
+        self.place = place
         self.arrays: dict[str, str] = {}
         self.buffers: list[Any] = []
         self.numbers: dict[str, str] = {}
@@ -160,8 +162,9 @@ class _Text:
     def array(self, name: str, x: DeviceTensor) -> None:
         narrow = name == "out" and x.dtype.itemsize < 4
         self.arrays[name] = "atomic<u32>" if narrow else _STORAGE[x.dtype]
-        self.buffers.append(x.buffer)
-        self.number(f"{name}_at", int(x.storage_offset()))
+        buffer, at = self.place._bound(x)
+        self.buffers.append(buffer)
+        self.number(f"{name}_at", at)
 
     def number(self, name: str, value: float, kind: str = "i32") -> str:
         if kind == "i32" and not -(2**31) <= value < 2**31:
@@ -226,45 +229,57 @@ class WebgpuTensors(TensorDevice):
 
     def __init__(self, provider: ComputeProvider, index: int) -> None:
         super().__init__(provider, index)
-        self.is_cpu = provider.devices()[index].properties["software"]
+        properties = provider.devices()[index].properties
+        self.is_cpu, self.binding_bytes = properties["software"], properties["binding_bytes"]
         self._kernels: dict[Any, Kernel] = {}
 
     # --- the five kernels --------------------------------------------------------------------------------------------
 
     def map(
         self, out: DeviceTensor, expression: str, inputs: Sequence[DeviceTensor] = (), scalars: Sequence[float] = (),
-        integers: Sequence[int] = (), *, compute: torch.dtype | None = None,
+        integers: Sequence[int] = (), *, compute: torch.dtype | None = None, first: int = 0,
     ) -> None:  # fmt: skip
+        """As TensorDevice.map; `first` is the linear index of the first element, of a part of a larger result."""
         operands, shape, count = (out, *inputs), tuple(out.shape), out.numel()
+        if self._too_large(operands):
+            whole = [out, *(_broadcast(x, shape) for x in inputs)]
+            counts = re.search(r"\bi\b", expression)  # the linear index: parts of the outermost dimension alone keep it
+            dim = next(at for at, n in enumerate(shape) if n > 1) if counts else _widest(whole, range(len(shape)))
+            for begin, halves in _halves(whole, dim):
+                moved = first + begin * math.prod(shape[dim + 1 :])
+                self.map(halves[0], expression, halves[1:], scalars, integers, compute=compute, first=moved)
+            return
         sizes, steps = merged(shape, tuple(expanded(tuple(x.shape), tuple(x.stride()), shape) for x in operands))
         compute = out.dtype if compute is None else compute
         kind = _kind(compute)
         if not count:
             return
-        text = _Text()
+        text = _Text(self)
         for at, x in enumerate(operands):
             text.array(_name(at), x)
-        lines = text.coordinates(sizes, "i")
+        lines = text.coordinates(sizes, "e")
         offsets = [f"scalars.{_name(at)}_at{text.offset(_name(at), steps[at])}" for at in range(len(operands))]
         lines += [*text.scalars("s", scalars, kind), *text.scalars("n", integers, "i32")]
         lines += [_operand(x, at, offsets[at + 1], compute) for at, x in enumerate(inputs)]
         text.number("count", count)
         body = [
-            f"let i = {_GLOBAL};",
-            "if (i >= scalars.count) { return; }",
+            f"let e = {_GLOBAL};",
+            "if (e >= scalars.count) { return; }",
+            f"let i = e + {text.number('first', first)};" if first else "let i = e;",
             *lines,
             _store(out.dtype, offsets[0], *_expression(expression, kind)),
         ]
-        whole = len(sizes) <= 1 and all(step in ([], [1]) for step in steps) and not re.search(r"\bi\b", expression)
-        apart = whole and all(not x.storage_offset() for x in operands)
-        head = elementwise(*(x.dtype.itemsize for x in operands)) if apart else ""
-        self._run(text, kind, "map", body, (-(-count // _BLOCK),), _BLOCK, head)
+        self._run(text, kind, "map", body, (-(-count // _BLOCK),), _BLOCK)
 
     def reduce(
         self, out: DeviceTensor, kind: str, inputs: Sequence[DeviceTensor], dims: Sequence[int], *, pre: str = "x0",
         post: str = "a", scalars: Sequence[float] = (), compute: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         shape = tuple(torch.broadcast_shapes(*(x.shape for x in inputs)))
+        if self._too_large((out, *inputs)):
+            whole, computed = [_broadcast(x, shape) for x in inputs], compute or inputs[0].dtype
+            self._reduce_parts(out, kind, whole, dims, pre, post, scalars, computed)
+            return
         kept = [at for at in range(len(shape)) if at not in dims]
         strides = [expanded(tuple(x.shape), tuple(x.stride()), shape) for x in inputs]
         sizes, steps = merged(
@@ -279,7 +294,7 @@ class WebgpuTensors(TensorDevice):
         indexed = kind.startswith("arg")
         lanes = 1 if indexed or length <= (_ROUNDS if self.is_cpu else 4 * _LANES) else _LANES
         self._check_rounds(-(-length // lanes))
-        text = _Text()
+        text = _Text(self)
         for at, x in enumerate((out, *inputs)):
             text.array(_name(at), x)
         text.number("length", length)
@@ -326,18 +341,50 @@ class WebgpuTensors(TensorDevice):
         block = lanes if lanes > 1 else 64
         self._run(text, value, "reduce", body, (outputs if lanes > 1 else -(-outputs // block),), block, head)
 
-    def gather(self, out: DeviceTensor, x: DeviceTensor, dim: int, index: DeviceTensor) -> None:
+    def _reduce_parts(
+        self, out: DeviceTensor, kind: str, inputs: list[DeviceTensor], dims: Sequence[int], pre: str, post: str,
+        scalars: Sequence[float], compute: torch.dtype,
+    ) -> None:  # fmt: skip
+        """Reduce in two parts: of the results, or of what is reduced, whose two results are reduced again."""
+        shape = inputs[0].shape
+        dim = _widest([out, *inputs], range(len(shape)))
+        if dim not in dims:
+            for _, (part, *of_inputs) in _halves([out, *inputs], dim):
+                self.reduce(part, kind, of_inputs, dims, pre=pre, post=post, scalars=scalars, compute=compute)
+            return
+        if kind.startswith("arg"):
+            raise UnsupportedCase(f"{kind} along {shape[dim]:,} elements, of more bytes than a binding may have")
+        wide = {torch.bool: torch.int32}.get(compute, torch.float32 if compute in _FLOATING else compute)
+        both = self.empty((2, *out.shape), wide)
+        for at, (_, of_inputs) in enumerate(_halves(inputs, dim)):
+            self.reduce(both[at], kind, of_inputs, dims, pre=pre, scalars=scalars, compute=compute)
+        self.reduce(strided(out, (1, *out.shape), (0, *out.stride())), kind, (both,), [0], post=post, scalars=scalars)
+
+    def gather(
+        self, out: DeviceTensor, x: DeviceTensor, dim: int, index: DeviceTensor, rows: tuple[int, int] | None = None
+    ) -> None:
+        """As TensorDevice.gather; `rows` are the first of x within a larger tensor, and the larger one's number."""
         shape = tuple(out.shape)
+        if self._too_large((out, x, index)):
+            whole = [out, _broadcast(index, shape), _without(x, dim, shape)]
+            if _span(x) > max(map(_span, whole)) and (x.shape[dim] - 1) * x.stride(dim) >= _span(whole[2]):
+                for begin, (part,) in _halves([x], dim):
+                    self.gather(out, part, dim, index, (begin + (rows or (0, 0))[0], (rows or (0, x.shape[dim]))[1]))
+                return
+            for _, (part, of_index, of_x) in _halves(whole, _widest(whole, range(len(shape)))):
+                self.gather(part, _with(of_x, dim, x), dim, of_index, rows)
+            return
         at_index = expanded(tuple(index.shape), tuple(index.stride()), shape)
         x_strides = tuple(0 if at == dim else s for at, s in enumerate(x.stride()))
         sizes, steps = merged(shape, (tuple(out.stride()), x_strides, at_index))
-        text = _Text()
+        text = _Text(self)
         for at, operand in enumerate((out, x, index)):
             text.array(_name(at), operand)
         text.array("fault", self.fault())
         coordinates = text.coordinates(sizes, "i")
         offsets = [f"scalars.{_name(at)}_at{text.offset(_name(at), steps[at])}" for at in range(3)]
-        text.number("length", x.shape[dim])
+        text.number("length", x.shape[dim] if rows is None else rows[1])
+        row, within = _row(text, x.shape[dim], rows, "return;")
         text.number("along", x.stride(dim))
         value = _load(x.dtype, "x0", "at")
         if x.dtype in _FLOATING:
@@ -350,29 +397,43 @@ class WebgpuTensors(TensorDevice):
             f"let j = {_index(index, 'x1', offsets[2])};",
             "let outside = j < 0 || j >= scalars.length;",
             f"if (outside) {{ {_FAULT} }}",
-            f"let at = {offsets[1]} + clamp(j, 0, scalars.length - 1) * scalars.along;",
+            f"let row = clamp(j, 0, scalars.length - 1){row};",
+            *within,
+            f"let at = {offsets[1]} + row * scalars.along;",
             _store(out.dtype, offsets[0], value, _kind(x.dtype)),
         ]
         self._run(text, _kind(out.dtype), "gather", body, (-(-out.numel() // _BLOCK),), _BLOCK)
 
     def scatter(
         self, out: DeviceTensor, dim: int, index: DeviceTensor, source: DeviceTensor, *, add: bool,
-        check: bool = True,
+        check: bool = True, rows: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
+        """As TensorDevice.scatter; `rows`: first row of `out` within a larger tensor, and the larger one's number."""
         shape = tuple(source.shape)
+        if self._too_large((out, index, source)):
+            whole = [source, _broadcast(index, shape), _without(out, dim, shape)]
+            if _span(out) > max(map(_span, whole)) and (out.shape[dim] - 1) * out.stride(dim) >= _span(whole[2]):
+                for begin, (part,) in _halves([out], dim):
+                    of = (begin + (rows or (0, 0))[0], (rows or (0, out.shape[dim]))[1])
+                    self.scatter(part, dim, index, source, add=add, check=check, rows=of)
+                return
+            for _, (part, of_index, of_out) in _halves(whole, _widest(whole, range(len(shape)))):
+                self.scatter(_with(of_out, dim, out), dim, of_index, part, add=add, check=check, rows=rows)
+            return
         others = [at for at in range(len(shape)) if at != dim]
         at_index = expanded(tuple(index.shape), tuple(index.stride()), shape)
         strides = (tuple(out.stride()), at_index, tuple(source.stride()))
         sizes, steps = merged(tuple(shape[at] for at in others), tuple(tuple(s[at] for at in others) for s in strides))
         count = math.prod(shape[at] for at in others)
-        text = _Text()
+        text = _Text(self)
         for at, operand in enumerate((out, index, source)):
             text.array(_name(at), operand)
         if check:
             text.array("fault", self.fault())
         coordinates = text.coordinates(sizes, "i")
         offsets = [f"scalars.{_name(at)}_at{text.offset(_name(at), steps[at])}" for at in range(3)]
-        text.number("length", out.shape[dim])
+        text.number("length", out.shape[dim] if rows is None else rows[1])
+        row, within = _row(text, out.shape[dim], rows, "continue;")
         text.number("rows", shape[dim])
         along = [text.number(f"along{at}", s[dim]) for at, s in enumerate(strides)]
         text.number("count", count)
@@ -392,7 +453,9 @@ class WebgpuTensors(TensorDevice):
             "for (var r = 0; r < scalars.rows; r++) {",
             f"let j = {_index(index, 'x0', f'b1 + r * {along[1]}')};",
             f"if (j < 0 || j >= scalars.length) {{ {_FAULT if check else ''} continue; }}",
-            f"let at = b0 + j * {along[0]};",
+            f"let row = j{row};",
+            *within,
+            f"let at = b0 + row * {along[0]};",
             _store(out.dtype, "at", value, kind),
             "}",
         ]
@@ -408,19 +471,61 @@ class WebgpuTensors(TensorDevice):
             self.copy(out, wide)
             return
         batch, rows, columns = out.shape
+        if self._too_large((out, a, b)):
+            self._matmul_parts(out, a, b)
+            return
         self._check_rounds(a.shape[2])
         entry = "matmul_blocked" if self.is_cpu else "matmul"
         if entry not in self._kernels:
             self._kernels[entry] = self.provider.compile(matmul_source(), entry=entry, device=self.index)
+        bound = [self._bound(x) for x in (out, a, b)]
         layouts = [
             number
-            for x in (out, a, b)
-            for number in (int(x.storage_offset()), x.stride(0) if x.shape[0] > 1 else 0, x.stride(1), x.stride(2))
+            for x, (_, at) in zip((out, a, b), bound, strict=True)
+            for number in (at, x.stride(0) if x.shape[0] > 1 else 0, x.stride(1), x.stride(2))
         ]
         size, block = (32, (8, 8)) if self.is_cpu else (64, (16, 16))
         grid = (-(-columns // size), -(-rows // size), batch)
         numbers = (*layouts, rows, columns, a.shape[2])
-        self.provider.launch(self._kernels[entry], grid, block, (out.buffer, a.buffer, b.buffer, *numbers))
+        self.provider.launch(self._kernels[entry], grid, block, (*(buffer for buffer, _ in bound), *numbers))
+
+    def _matmul_parts(self, out: DeviceTensor, a: DeviceTensor, b: DeviceTensor) -> None:
+        """Write a product in two parts, of the results or of the sums."""
+        (batch, rows, inner), columns = a.shape, b.shape[2]
+        shape = (batch, rows, columns, inner)
+        whole = [
+            strided(out, shape, (*out.stride(), 0)),
+            strided(a, shape, (a.stride(0), a.stride(1), 0, a.stride(2))),
+            strided(b, shape, (b.stride(0), 0, b.stride(2), b.stride(1))),
+        ]
+        dim = _widest(whole, range(4))
+        for begin, parts in _halves(whole, dim):
+            y, x0, x1 = (
+                strided(x, [x.shape[at] for at in axes], [x.stride(at) for at in axes])
+                for x, axes in zip(parts, ((0, 1, 2), (0, 1, 3), (0, 3, 2)), strict=True)
+            )
+            if dim < 3 or not begin:
+                self.matmul(y, x0, x1)
+                continue
+            rest = self.empty(out.shape, out.dtype)
+            self.matmul(rest, x0, x1)
+            self.map(out, "x0 + x1", (out, rest))
+
+    # --- arrays larger than a binding may be -------------------------------------------------------------------------
+
+    def _too_large(self, operands: Sequence[DeviceTensor]) -> bool:
+        """Return whether an operand's elements lie further apart than a binding may be long."""
+        limit = self.binding_bytes
+        return any(x.buffer.size_bytes > limit and _span(x) + 512 > limit and x.numel() for x in operands)
+
+    def _bound(self, x: DeviceTensor) -> tuple[Buffer, int]:
+        """Return what to bind for a tensor, and the element of it at which the tensor begins."""
+        at = int(x.storage_offset())
+        if x.buffer.size_bytes <= self.binding_bytes:
+            return x.buffer, at
+        first = at * x.dtype.itemsize // 256 * 256
+        end = min(at * x.dtype.itemsize + _span(x) + x.dtype.itemsize, x.buffer.size_bytes)
+        return cast(WebgpuProvider, self.provider).part(x.buffer, first, end - first), at - first // x.dtype.itemsize
 
     def _check_rounds(self, rounds: int) -> None:
         if self.is_cpu and rounds > _ROUNDS:
@@ -469,6 +574,48 @@ def matmul_source() -> KernelSource:
     kinds = ("*f32",) * 3 + ("i32",) * len(numbers)
     entries = dict.fromkeys(("matmul", "matmul_blocked"), kinds)
     return KernelSource("aten_matmul", {"wgsl": declared + _file("matmul.wgsl")}, entries, targets=())
+
+
+def _span(x: DeviceTensor) -> int:
+    """Return the bytes from a tensor's first element to its last."""
+    return sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) * x.dtype.itemsize
+
+
+def _broadcast(x: DeviceTensor, shape: tuple[int, ...]) -> DeviceTensor:
+    return strided(x, shape, expanded(tuple(x.shape), tuple(x.stride()), shape))
+
+
+def _without(x: DeviceTensor, dim: int, shape: tuple[int, ...]) -> DeviceTensor:
+    """Return the first row of a tensor along a dimension at each place of a shape."""
+    return strided(x, shape, [0 if at == dim else step for at, step in enumerate(x.stride())])
+
+
+def _with(row: DeviceTensor, dim: int, x: DeviceTensor) -> DeviceTensor:
+    """Return the rows of x of which `_without` gave the first."""
+    size, step = [*row.shape], [*row.stride()]
+    size[dim], step[dim] = x.shape[dim], x.stride(dim)
+    return strided(row, size, step)
+
+
+def _widest(operands: Sequence[DeviceTensor], dims: Iterable[int]) -> int:
+    """Return the dimension along which the operand of the most bytes extends furthest."""
+    x = max(operands, key=_span)
+    return max(dims, key=lambda dim: (x.shape[dim] - 1) * x.stride(dim))
+
+
+def _halves(operands: Sequence[DeviceTensor], dim: int) -> Iterator[tuple[int, list[DeviceTensor]]]:
+    """Yield the first index and the tensors of each half of a dimension, whose size is 1 where it is reduced."""
+    count = max(x.shape[dim] for x in operands)
+    for begin, end in ((0, count // 2), (count // 2, count)):
+        yield begin, [x if x.shape[dim] == 1 else x.narrow(dim, begin, end - begin) for x in operands]
+
+
+def _row(text: _Text, size: int, rows: tuple[int, int] | None, leave: str) -> tuple[str, list[str]]:
+    """Return what to add to an index for a row of a part of a tensor, and lines that leave where it has no such row."""
+    if rows is None:
+        return "", []
+    first, here = text.number("first", rows[0]), text.number("here", size)
+    return f" - {first}", [f"if (row < 0 || row >= {here}) {{ {leave} }}"]
 
 
 def _name(at: int) -> str:

@@ -30,7 +30,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -195,6 +195,13 @@ class WebgpuProvider(ComputeProvider):
         if content.nbytes:
             self._device(buffer.device).read(memory, content)
 
+    def part(self, buffer: Buffer, first: int, size_bytes: int) -> Buffer:
+        """Return a range of a buffer as a buffer that a launch can bind; it begins at a multiple of 256 bytes."""
+        whole = check_owner(buffer, _PooledMemory, self.name, "buffer")
+        if first % 256 or not 0 <= first < first + size_bytes <= whole.size:
+            raise LaunchError(f"bytes {first:,} to {first + size_bytes:,} are no part of {buffer!r}")
+        return Buffer(buffer.data_ptr(), size_bytes, buffer.device, _Part(whole, first, -(-size_bytes // 4) * 4))
+
     def compile(self, source: KernelSource, *, entry: str | None = None, device: int = 0) -> Kernel:
         opened = self._device(device)
         entry = pick_entry(source, entry)
@@ -222,14 +229,15 @@ class WebgpuProvider(ComputeProvider):
         check_launch(kernel, self.name, grid, block, args)
         opened, program = self._device(kernel.device), kernel.handle
         began = time.perf_counter() if launch_log.enabled else 0.0
-        buffers: list[_PooledMemory] = []
+        buffers: list[_PooledMemory | _Part] = []
         values: list[int | float] = []
         for position, (kind, arg) in enumerate(zip(kernel.arguments, args, strict=True)):
             where = f"kernel {kernel.name!r}, argument {position}"
             if not kind.startswith("*"):
                 values.append(_scalar(kernel, position, kind, arg))
             elif isinstance(arg, Buffer):
-                buffers.append(check_owner(arg, _PooledMemory, self.name, where))
+                part = arg.owner if isinstance(arg.owner, _Part) else None
+                buffers.append(part or check_owner(arg, _PooledMemory, self.name, where))
             else:
                 raise LaunchError(f"{where}: wanted a buffer, got {type(arg).__name__}")
         shape = opened.checked_block(program, kernel.name, block)
@@ -426,7 +434,7 @@ class _WebgpuDevice:
 
     def dispatch(
         self, program: _Program, block: tuple[int, int, int], groups: tuple[int, int, int],
-        parts: Sequence[tuple[_PooledMemory, int, int]], values: Sequence[int | float],
+        parts: Sequence[_Binding], values: Sequence[int | float],
     ) -> None:  # fmt: skip
         """Encode one dispatch; parts are memory, its first byte and the number of bytes."""
         with self.lock:
@@ -444,7 +452,7 @@ class _WebgpuDevice:
             if self._count == _BATCH:
                 self.flush()
 
-    def _group(self, program: _Program, parts: Sequence[tuple[_PooledMemory, int, int]]) -> Any:
+    def _group(self, program: _Program, parts: Sequence[_Binding]) -> Any:
         key = (*(part for memory, *part in parts for part in (memory.memory, *part)),)
         found = self._groups.get(key)
         if found is None:
@@ -548,6 +556,11 @@ class _PooledMemory(CountedMemory):
     """A buffer of the device's pool."""
 
     __slots__ = ("_device", "_rounded")
+    first: ClassVar[int] = 0
+
+    @property
+    def size(self) -> int:
+        return self._rounded
 
     def __init__(self, device: _WebgpuDevice, rounded: int, size_bytes: int) -> None:
         self._device, self._rounded = device, rounded
@@ -557,6 +570,15 @@ class _PooledMemory(CountedMemory):
         if hasattr(self, "memory"):  # else there was no memory for it
             self._device.give(self.memory, self._rounded)
             super().__del__()
+
+
+class _Part:
+    """A range of a buffer, which it keeps alive."""
+
+    __slots__ = ("first", "memory", "size", "whole")
+
+    def __init__(self, whole: _PooledMemory, first: int, size: int) -> None:
+        self.whole, self.memory, self.first, self.size = whole, whole.memory, first, size
 
 
 class _WebgpuEvent(Event):
@@ -580,6 +602,10 @@ class _WebgpuEvent(Event):
         if not (self.done() and later.done()):
             raise LaunchError("an event of WebGPU has no time before it is done")
         return (later._at_ns - self._at_ns) / 1e6
+
+
+_Binding: TypeAlias = tuple[_PooledMemory | _Part, int, int]
+"""Memory, its first byte and the number of bytes."""
 
 
 def _defines(source: KernelSource) -> str:
@@ -611,16 +637,16 @@ def _scalar(kernel: Kernel, position: int, kind: str, arg: object) -> int | floa
 
 def _split(
     opened: _WebgpuDevice, program: _Program, name: str, grid: Sequence[int], block: tuple[int, int, int],
-    buffers: Sequence[_PooledMemory], values: Sequence[int | float],
-) -> Iterator[tuple[tuple[int, int, int], list[tuple[_PooledMemory, int, int]], Sequence[int | float]]]:  # fmt: skip
+    buffers: Sequence[_PooledMemory | _Part], values: Sequence[int | float],
+) -> Iterator[tuple[tuple[int, int, int], list[_Binding], Sequence[int | float]]]:  # fmt: skip
     """Yield grid, parts of the buffers and scalars of each dispatch of a launch: one, where every buffer can be bound.
 
     Raises LaunchError before the first one.
     """
     limit = opened.binding_bytes
-    sizes = [memory.memory.size for memory in buffers]
+    sizes = [memory.size for memory in buffers]
     if max(sizes, default=0) <= limit:
-        parts = [(memory, 0, size) for memory, size in zip(buffers, sizes, strict=True)]
+        parts = [(memory, memory.first, memory.size) for memory in buffers]
         yield _grid(opened, program, name, grid), parts, values
         return
     if len(program.element_bytes) != len(buffers) or any(size != 1 for size in (*grid[1:], *block[1:])):
