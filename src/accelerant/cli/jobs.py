@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +14,7 @@ import typer
 
 from accelerant.cli.help import Application
 from accelerant.cli.terminal import print_table
-from accelerant.errors import ConfigError
+from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime.files import escaped
 
 if TYPE_CHECKING:
@@ -76,15 +78,22 @@ def cancel(id: _Id, url: _Url = None, key_file: _KeyFile = None, json_output: _J
         _print(client.cancel(_whole(client, id)), json_output)
 
 
-def _client(url: str | None, key_file: Path | None) -> Client:
+@contextmanager
+def _client(url: str | None, key_file: Path | None) -> Iterator[Client]:
+    """Yield a client; an error of the service is one of the command."""
     from accelerant.service.client import Client
+    from accelerant.service.errors import ServiceError
 
     key = None
     if key_file is not None:
         key = key_file.read_text(encoding="utf-8").strip()
         if not key:
             raise ConfigError(f"--key-file {key_file} is empty")
-    return Client(url, key=key, timeout_s=30.0)
+    try:
+        with Client(url, key=key, timeout_s=30.0) as client:
+            yield client
+    except ServiceError as error:
+        raise AccelerantError(str(error)) from None
 
 
 def _whole(client: Client, id: str) -> str:

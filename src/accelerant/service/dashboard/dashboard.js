@@ -412,10 +412,10 @@ function histogram(name) {
   const labels = started.buckets_s.flatMap((bound, i) => [0.001, 0.01, 0.1, 1, 10].includes(bound)
     ? [make("text", { x: 17 * (i + 1) - 1.5, y: 86, "text-anchor": "middle" }, seconds(bound))] : []);
   const chart = make("svg", { viewBox: "0 0 287 90", role: "img" }, ...bars, ...labels);
-  const count = make("span"), values = ["50 %", "95 %", "99 %"].map(() => make("dd"));
+  const count = make("span"), values = ["p50", "p95", "p99"].map(() => make("dd"));
   const card = make("article", { class: "card histogram" },
     make("header", {}, make("h3", { class: "mono" }, name), count), chart,
-    make("dl", { class: "quantiles" }, ...["50 %", "95 %", "99 %"].map((title, i) => make("div", {}, make("dt", {}, title), values[i]))));
+    make("dl", { class: "quantiles" }, ...["p50", "p95", "p99"].map((title, i) => make("div", {}, make("dt", {}, title), values[i]))));
   return { card, bars, chart, text: count, values, name, count: -1 };
 }
 
