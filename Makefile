@@ -6,7 +6,7 @@ ARGS   ?=
 LOCK   ?=
 export LOCK
 
-.PHONY: run test test-slow lint licenses lock unit coverage docs wheel certificate gpu-test soak clean help
+.PHONY: run test test-slow lint licenses lock unit coverage docs wheel certificate gpu-test soak soak-service clean help
 
 help:            ## what each target does
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -76,6 +76,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 $(VENV)/.installed-docs: $(VENV)/.installed
 	scripts/setup $(VENV) $(PYTHON) docs
 	touch $@
+
+soak-service: $(VENV)/.installed-dev  ## the service under load, with a worker killed every 20 s, and its record: make soak-service MINUTES=30
+	$(BIN)/accelerant bench service --minutes $(MINUTES) --device cpu --out benchmarks/results/service-cpu.json
 
 clean:           ## remove the environment and what runs left behind
 	rm -rf $(VENV) runs site dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
