@@ -99,10 +99,9 @@ def test_the_service_beyond_loopback(tmp_path):
     """Keys by the command, scopes, rates, TLS, revocation while the service runs, and no secret in the log."""
     with pytest.raises(RuntimeError, match="has no API keys"):
         Server(tmp_path / "state", "--host", "0.0.0.0", "--device", "cpu")
+    store = KeyStore(tmp_path / "state/keys.json")
     field = json.loads(keys(tmp_path / "state", "create", "--name", "a", "--scope", "field", "--json"))
-    rated = json.loads(
-        keys(tmp_path / "state", "create", "--name", "b", "--scope", "admin", "--rate", "1", "--burst", "2", "--json")
-    )
+    _, secret = store.create("b", ["admin"], rate=1, burst=2)
     listed = json.loads(keys(tmp_path / "state", "list", "--json"))
     assert [key["name"] for key in listed] == ["a", "b"]
     assert "token" not in listed[0]
@@ -136,7 +135,7 @@ def test_the_service_beyond_loopback(tmp_path):
         assert (refused.status_code, refused.json()["type"]) == (403, "Forbidden")
         assert http.get("/v2", headers={"authorization": f"Bearer {field['token'][:-3]}abc"}).status_code == 401
 
-        admin = {"authorization": f"Bearer {rated['token']}"}
+        admin = {"authorization": f"Bearer {secret}"}
         job = http.post("/v2/models/field_mul/infer", json=body, headers=bearer | {"prefer": "respond-async"})
         assert job.status_code == 202
         assert http.get(job.headers["location"], headers=admin).status_code == 200
@@ -144,13 +143,13 @@ def test_the_service_beyond_loopback(tmp_path):
         limited = next(answer for answer in statuses if answer.status_code == 429)
         assert int(limited.headers["retry-after"]) >= 1
 
-        keys(tmp_path / "state", "revoke", field["id"])
+        store.revoke(field["id"])
         time.sleep(1.2)
         assert http.get("/v2", headers=bearer).status_code == 401
     assert server.stop() == 0
     log = "\n".join(server.lines)
     assert field["token"] not in log
-    assert rated["token"].rpartition("_")[2] not in log
+    assert secret.rpartition("_")[2] not in log
     assert any(record["key_id"] == field["id"] and record["operation"] == "field_mul" for record in server.records())
 
 

@@ -42,6 +42,7 @@ DATATYPES: dict[str, np.dtype[Any]] = {
 
 _NAMES = {dtype: name for name, dtype in DATATYPES.items()}
 _DIMENSIONS_MOST, _TENSORS_MOST = 8, 64
+_ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _NON_FINITE = ("NaN", "Infinity", "-Infinity")
 """Strings for these numbers, as in the JSON form of Protocol Buffers: JSON itself has none."""
 
@@ -225,7 +226,7 @@ def write_kserve(
         else:
             entry["data"] = _listed(name, value)
         tensors.append(entry)
-    text = json.dumps({**head, key: tensors}, allow_nan=False, separators=(",", ":")).encode()
+    text = _ENCODER.encode({**head, key: tensors}).encode()
     return b"".join((text, *parts)), len(text) if parts else None
 
 

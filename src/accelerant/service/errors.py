@@ -22,7 +22,7 @@ from accelerant import errors as library
 
 __all__ = [
     "Cancelled", "DeadlineExceeded", "Draining", "JobFailed", "JobNotFinished", "JobNotFound", "QueueFull",
-    "Refused", "ResultGone", "ServiceError", "StoreUnavailable", "WorkerLost", "error_named",
+    "Refused", "ResultGone", "ServiceError", "StoreUnavailable", "WorkerLost", "error_named", "refusal_of",
 ]  # fmt: skip
 
 
@@ -115,3 +115,28 @@ def error_named(kind: str, message: str) -> Exception | None:
     error = found.__new__(found, message)  # some take other arguments than their message
     error.args = (message,)
     return error
+
+
+_UNAVAILABLE = (
+    library.BackendUnavailable, library.CompileError, library.DeviceLost, library.LaunchError, library.OutOfMemory,
+)  # fmt: skip
+_STATUSES: tuple[tuple[int, type[Exception] | tuple[type[Exception], ...]], ...] = (
+    (408, library.TimeLimitExceeded), (503, _UNAVAILABLE), (501, library.MissingDependency), (400, library.FormatError),
+    (422, library.AccelerantError),
+)  # fmt: skip
+
+
+def refusal_of(error: Exception) -> Refused:
+    """Return the answer to a request that ended with an error; what an unforeseen one says stays in the log."""
+    if isinstance(error, Refused):
+        return error
+    kind, message = type(error).__name__, str(error)
+    if isinstance(error, ServiceError):
+        return Refused(error.status, kind, message, error.retry_after_s)
+    if callable(listed := getattr(error, "errors", None)):  # of pydantic, or of FastAPI for a query
+        wrong = [f"{'.'.join(map(str, one['loc']))[:80]}: {one['msg']}" for one in listed()[:5]]
+        return Refused(422, "ParameterError", f"parameters: {'; '.join(wrong)}")
+    for status, kinds in _STATUSES:
+        if isinstance(error, kinds):
+            return Refused(status, kind, message)
+    return Refused(500, "InternalError", "the server failed; its log has the reason")

@@ -1,4 +1,4 @@
-"""What stands between the network and the routes: limits, keys, request ids, logs, spans.
+"""The layer between the network and the routes: limits, keys, request ids, logs, spans.
 
 `GuardedProtocol` bounds connections, and the time and bytes of headers. `Guard` is ASGI middleware: it identifies each
 request, checks its key and its origin, bounds the requests in progress, logs one line, and makes a span where
@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from starlette.requests import HTTPConnection
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from accelerant.service.errors import Refused
+from accelerant.service.errors import Refused, refusal_of
 from accelerant.service.keys import ANONYMOUS, Key, KeyStore
 from accelerant.service.settings import ServiceSettings
 
@@ -46,12 +46,13 @@ _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 Headers = Iterable[tuple[bytes, bytes]]
 Receive = Callable[[], Any]
+Send = Callable[[Any], Any]
 Scope = MutableMapping[str, Any]
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What is known of a request when it has been answered.
+    """A request that has been answered.
 
     Attributes:
         route: the path's template; "" if no route matched.
@@ -84,8 +85,12 @@ class Guard:
         observers: called with the record of each answered request.
     """
 
-    def __init__(self, app: Any, *, settings: ServiceSettings, keys: KeyStore, observers: list[Any]) -> None:
+    def __init__(
+        self, app: Any, *, settings: ServiceSettings, keys: KeyStore, observers: list[Any], inference: Any = None
+    ) -> None:
         self.app, self.settings, self.keys, self.observers = app, settings, keys, observers
+        self.inference = inference
+        self._loopback = settings.is_loopback
         self._running = 0
         self._span = _tracing()
 
@@ -120,18 +125,28 @@ class Guard:
                 try:
                     state["key"] = self._admitted(scope, headers)
                     record.key_id = state["key"].id
-                    await self.app(scope, receive, answer)
-                except Refused as error:
-                    await send_refusal(answer, error, request_id)
-                except Exception:
-                    _LOG.exception("request %s failed", request_id)
+                    name = _inferred(scope)
+                    if name is None:
+                        await self.app(scope, receive, answer)
+                    else:
+                        record.route = "/v2/models/{name}/infer"
+                        found = await self.inference.answer(name, scope, receive)
+                        fields = {"content-type": found.media_type, **found.headers}.items()
+                        await _send(
+                            answer, found.status, [(key.encode(), value.encode()) for key, value in fields], found.body
+                        )
+                except Exception as error:
+                    refused = refusal_of(error)
+                    if refused.status == 500:
+                        _LOG.exception("request %s failed", request_id)
                     if record.status:
                         raise  # the answer has begun: uvicorn closes the connection
-                    await send_refusal(
-                        answer, Refused(500, "InternalError", "the server failed; its log has the reason"), request_id
-                    )
+                    lines = [(b"content-type", b"application/json")]
+                    if refused.retry_after_s is not None:
+                        lines.append((b"retry-after", str(math.ceil(refused.retry_after_s)).encode()))
+                    await _send(answer, refused.status, lines, error_body(refused.kind, str(refused), request_id))
                 finally:
-                    record.route = getattr(scope.get("route"), "path", "")
+                    record.route = record.route or getattr(scope.get("route"), "path", "")
                     if span is not None:
                         span.update_name(f"{record.method} {record.route or record.path}")
                         span.set_attribute("http.response.status_code", record.status)
@@ -152,7 +167,7 @@ class Guard:
         if origin is not None and urlsplit(origin.decode("latin-1")).netloc != host:
             raise Refused(403, "Forbidden", "pages of other sites may not call this service")
         token = _token(headers)
-        if token is None and not self.keys.exists and self.settings.is_loopback:
+        if token is None and not self.keys.exists and self._loopback:
             if urlsplit(f"//{host}").hostname not in _LOCAL_NAMES:
                 raise Refused(403, "Forbidden", f"host {host!r} is not this machine's: without API keys, use 127.0.0.1")
             return ANONYMOUS
@@ -168,6 +183,15 @@ class Guard:
         return key
 
 
+def _inferred(scope: Scope) -> str | None:
+    """Return the name of the operation that a request is to run; None for other requests."""
+    path: str = scope["path"]
+    if scope["method"] != "POST" or not path.startswith("/v2/models/") or not path.endswith("/infer"):
+        return None
+    name = path[len("/v2/models/") : -len("/infer")]
+    return None if "/" in name or not name else name
+
+
 def _header(headers: Headers, name: bytes) -> bytes | None:
     return next((value for key, value in headers if key == name), None)
 
@@ -180,55 +204,61 @@ def _token(headers: Headers) -> str | None:
     return None if other is None else other.decode("latin-1")
 
 
-def authorize(request: HTTPConnection, scope: str) -> Key:
-    """Return the key of a request; Refused if it lacks a scope."""
-    key: Key = request.scope["state"]["key"]
-    if not key.allows(scope):
+def allow(scope: Scope, needed: str) -> Key:
+    """Return the key of a request; Refused if it lacks a scope of SCOPES."""
+    key: Key = scope["state"]["key"]
+    if not key.allows(needed):
         status, kind = (403, "Forbidden") if key.id else (401, "Unauthorized")
-        raise Refused(status, kind, f"the API key does not have the scope {scope!r}")
+        raise Refused(status, kind, f"the API key does not have the scope {needed!r}")
     return key
 
 
-async def send_refusal(send: Callable[[Any], Any], error: Refused, request_id: str) -> None:
-    """Answer with an error."""
-    body = error_body(error.kind, str(error), request_id)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if error.retry_after_s is not None:
-        headers.append((b"retry-after", str(math.ceil(error.retry_after_s)).encode()))
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+def authorize(request: HTTPConnection, scope: str) -> Key:
+    """Return the key of a request; Refused if it lacks a scope of SCOPES."""
+    return allow(request.scope, scope)
+
+
+async def _send(send: Send, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+    headers.append((b"content-length", str(len(body)).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
-async def read_body(scope: Scope, receive: Receive, settings: ServiceSettings) -> bytes:
-    """Return a request's body; Refused if it is too large, compressed, slow, or ends early."""
-    headers = scope["headers"]
-    encoding = _header(headers, b"content-encoding")
-    if encoding not in (None, b"identity"):
+async def read_body(scope: Scope, receive: Receive, settings: ServiceSettings, hold: Callable[[int], None]) -> bytes:
+    """Return a request's body; Refused if it is too large, compressed, slow, or ends early.
+
+    Args:
+        hold: called with the size of each part.
+    """
+    headers, record = scope["headers"], scope["state"]["record"]
+    if _header(headers, b"content-encoding") not in (None, b"identity"):
         raise Refused(415, "UnsupportedMediaType", "compressed bodies are not read: send it as it is")
     most = settings.body_bytes
     declared = _header(headers, b"content-length")
-    size = int(declared) if declared is not None and declared.isdigit() else None
     too_large = Refused(413, "BodyTooLarge", f"the body has more than {most:,} bytes")
-    if size is not None and size > most:
+    if declared is not None and declared.isdigit() and int(declared) > most:
         raise too_large
-    start = time.monotonic()
+    start, more = time.monotonic(), True
     parts: list[bytes] = []
-    received, more = 0, True
     while more:
-        left_s = settings.body_timeout_s + received / settings.body_rate_bytes_s - (time.monotonic() - start)
+        spent_s = time.monotonic() - start
         try:
-            async with asyncio.timeout(max(0.0, left_s)):
+            async with asyncio.timeout(
+                settings.body_timeout_s + record.bytes_in / settings.body_rate_bytes_s - spent_s
+            ):
                 message = await receive()
         except TimeoutError:
-            raise Refused(408, "BodyTooSlow", f"{received:,} bytes of the body came within the time limit") from None
+            raise Refused(
+                408, "BodyTooSlow", f"{record.bytes_in:,} bytes of the body came in {spent_s:.0f} s"
+            ) from None
         if message["type"] == "http.disconnect":
             raise Refused(400, "Disconnected", "the body ended early")
         part, more = message.get("body", b""), message.get("more_body", False)
-        received += len(part)
-        if received > most:
+        record.bytes_in += len(part)
+        hold(len(part))
+        if record.bytes_in > most:
             raise too_large
         parts.append(part)
-    scope["state"]["record"].bytes_in = received
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
@@ -335,18 +365,21 @@ def log_to(stream: Any, style: str) -> None:
 
 
 def _tracing() -> Callable[[RequestRecord, Headers], AbstractContextManager[Any]]:
-    """Return a maker of spans, which do nothing without OpenTelemetry."""
+    """Return a maker of spans, or of nothing where OpenTelemetry is not installed and set up."""
     try:
         from opentelemetry import propagate, trace
     except ImportError:
+        return lambda record, headers: nullcontext()
+    if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):  # no exporter has been set
         return lambda record, headers: nullcontext()
     tracer = trace.get_tracer("accelerant.service")
 
     def span(record: RequestRecord, headers: Headers) -> AbstractContextManager[Any]:
         carrier = {key.decode("latin-1"): value.decode("latin-1") for key, value in headers}
         attributes = {"http.request.method": record.method, "url.path": record.path, "request_id": record.request_id}
-        return tracer.start_as_current_span(
+        found: AbstractContextManager[Any] = tracer.start_as_current_span(
             f"{record.method} {record.path}", propagate.extract(carrier), trace.SpanKind.SERVER, attributes
         )
+        return found
 
     return span

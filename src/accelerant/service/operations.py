@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from accelerant.accelerator import Accelerator
     from accelerant.service.jobs.worker import Context
 
-__all__ = ["OPERATIONS", "SCOPES", "Parameters", "ServedOperation", "TensorSpec", "served"]
+__all__ = ["OPERATIONS", "SCOPES", "Parameters", "ServedOperation", "TensorSpec", "served", "warm"]
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Results = dict[str, npt.NDArray[Any]]
@@ -111,6 +111,12 @@ def _accelerator(device: str) -> Accelerator:
     return Accelerator(device)
 
 
+def warm(device: str) -> None:
+    """Load in a worker what its first call would wait for."""
+    x = np.ones(1, np.uint64)
+    _accelerator(device).field_mul(x, x)
+
+
 # --- fields, transforms, curves --------------------------------------------------------------------------------------
 
 _WORDS = ("UINT64", "UINT32")
@@ -142,7 +148,8 @@ class SumParameters(Parameters):
 def _elements(x: npt.NDArray[Any], field: str, name: str, *, nonzero: bool = False) -> tuple[int, ...]:
     """Check that an array holds reduced elements; return their shape."""
     parameters = field_of(field)
-    if x.dtype != field_words.dtype_of(parameters) or parameters.limbs > 1:  # names of dtypes cost 10 us each
+    limbs = field_words.tail_of(parameters)  # names of dtypes cost 10 us each
+    if x.dtype != field_words.dtype_of(parameters) or (limbs and x.shape[-1:] != limbs):
         field_words.check_words(parameters, x.dtype.name, x.shape, name)
     rows = x.reshape(-1, parameters.limbs)
     top = parameters.modulus >> parameters.word_bits * (parameters.limbs - 1)
@@ -154,6 +161,8 @@ def _elements(x: npt.NDArray[Any], field: str, name: str, *, nonzero: bool = Fal
 
 
 def _broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    if len(set(shapes)) == 1:
+        return shapes[0]
     try:
         return np.broadcast_shapes(*shapes)
     except ValueError:

@@ -58,6 +58,7 @@ class ServiceSettings:
         models, data: folders of models for `generate` and of texts for `train`, by name.
         tls_certificate, tls_key: PEM files; both or none.
         body_bytes, json_bytes: largest request body, and largest JSON of one.
+        bodies_bytes: the most that all bodies take in memory, until their calls end; more get 503.
         header_bytes: largest request line and headers together.
         header_timeout_s, body_timeout_s: within which headers, and then a body, must have arrived.
         body_rate_bytes_s: slowest average rate of a body beyond body_timeout_s.
@@ -86,6 +87,7 @@ class ServiceSettings:
     tls_key: str = ""
     body_bytes: int = 256 << 20
     json_bytes: int = 4 << 20
+    bodies_bytes: int = 1 << 30
     header_bytes: int = 32 << 10
     header_timeout_s: float = 10.0
     body_timeout_s: float = 30.0

@@ -32,7 +32,8 @@ __all__ = ["Call", "CallQueue", "Launch", "launches_of"]
 class Call:
     """A short call: its request, the future that its caller awaits, and what has become of it so far.
 
-    `deadline` is of time.monotonic(); `avoid` the device on which its worker was lost.
+    `deadline` is of time.monotonic(); `avoid` the device on which its worker was lost; `device` the label
+    of the one that ran it.
     """
 
     request: JobRequest
@@ -42,6 +43,7 @@ class Call:
     size_bytes: int
     losses: int = 0
     avoid: str | None = None
+    device: str = ""
 
     def merge_key(self) -> tuple[Any, ...] | None:
         """Return what calls of one launch have in common, or None if the call is launched alone."""

@@ -223,7 +223,11 @@ class JobService:
     # --- short calls -------------------------------------------------------------------------------------------------
 
     async def call(self, request: JobRequest) -> dict[str, np.ndarray]:
-        """Run a short call and return its result, whose arrays may be read-only.
+        """Run a short call as `call_on` does, and return its result."""
+        return (await self.call_on(request))[0]
+
+    async def call_on(self, request: JobRequest) -> tuple[dict[str, np.ndarray], str]:
+        """Run a short call; return its result, whose arrays may be read-only, and the label of the device.
 
         Raises:
             QueueFull: too many calls or bytes wait.
@@ -244,7 +248,7 @@ class JobService:
         self._feed()
         try:
             async with asyncio.timeout(limit_s):
-                return await call.future
+                return await call.future, call.device
         except TimeoutError:
             raise DeadlineExceeded(f"{request.operation} did not end within {limit_s:g} s") from None
 

@@ -18,6 +18,7 @@ import os
 import queue
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -278,6 +279,9 @@ def main() -> NoReturn:
     os.umask(0o077)
     device, label, others = find_devices(given.device)
     operations = load_operations(given.operations)
+    warm = getattr(sys.modules[given.operations.partition(":")[0]], "warm", None)
+    if warm is not None:
+        warm(device)
     Worker(socket.socket(fileno=given.socket), device, operations).run(label, others)
 
 

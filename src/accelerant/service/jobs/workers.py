@@ -224,6 +224,7 @@ class WorkerProcess:
             arrays = wire.restored(head["arrays"], body)
             results = [arrays] if len(calls) == 1 else _cut(arrays, launch.rows)
         for call, result in zip(calls, results, strict=True):
+            call.device = self.label
             if not call.future.done():
                 (call.future.set_exception if isinstance(result, Exception) else call.future.set_result)(result)
         if head["last"]:

@@ -1,0 +1,262 @@
+"""An inference request of KServe's protocol, from its bytes to the bytes of the answer.
+
+`Guard` calls `Inference` without FastAPI's routing, which takes longer than the rest of the server's work on a small
+call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+from urllib.parse import parse_qsl
+
+import numpy as np
+import numpy.typing as npt
+
+from accelerant.errors import FormatError
+from accelerant.service.bodies import (
+    ARROW,
+    BINARY,
+    JSON,
+    NPY,
+    SAFETENSORS,
+    Values,
+    datatype_of,
+    read_kserve,
+    read_tensors,
+    write_kserve,
+    write_tensors,
+)
+from accelerant.service.errors import Refused
+from accelerant.service.guard import RequestRecord, allow, read_body
+from accelerant.service.jobs.model import JobRequest
+from accelerant.service.jobs.service import JobService
+from accelerant.service.operations import ServedOperation
+from accelerant.service.settings import ServiceSettings
+
+__all__ = ["Answer", "Inference", "answer_format", "operation_named", "written"]
+
+FORMATS = (JSON, BINARY, SAFETENSORS, NPY, ARROW)
+_LENGTH = "inference-header-content-length"
+_ENVELOPE = ("priority", "timeout", "binary_data_output")
+_IN_THREAD_BYTES = 1 << 20
+"""Bodies from this size are read, and results written, in a thread: the event loop answers others meanwhile."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """The answer to a request."""
+
+    body: bytes
+    media_type: str
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A request that has been read and checked.
+
+    Attributes:
+        id: KServe's id, which the answer repeats.
+        binary: which outputs are bytes in a KServe answer.
+        format: of the answer.
+        is_job: whether it becomes a job.
+    """
+
+    operation: ServedOperation
+    request: JobRequest
+    id: str | None
+    binary: bool | frozenset[str]
+    format: str
+    is_job: bool
+
+
+class Inference:
+    """The calls of a server.
+
+    Attributes:
+        held_bytes: size of the bodies that are in memory now.
+    """
+
+    def __init__(self, settings: ServiceSettings, operations: Mapping[str, ServedOperation], jobs: JobService) -> None:
+        self.settings, self.operations, self.jobs = settings, operations, jobs
+        self.held_bytes = 0
+
+    async def answer(self, name: str, scope: MutableMapping[str, Any], receive: Callable[[], Any]) -> Answer:
+        """Run an operation, or make it a job; raise what is wrong with the request."""
+        operation = operation_named(self.operations, name)
+        record: RequestRecord = scope["state"]["record"]
+        record.operation = name
+        allow(scope, operation.scope)
+        try:
+            body = await read_body(scope, receive, self.settings, self._hold)
+            in_thread = len(body) >= _IN_THREAD_BYTES
+            reading = (operation, scope, body, self.settings)
+            call = await asyncio.to_thread(_read, *reading) if in_thread else _read(*reading)
+            if call.is_job:
+                job = asdict(await self.jobs.submit(call.request))
+                return Answer(json.dumps({"job": job}).encode(), JSON, 202, {"location": f"/jobs/{job['id']}"})
+            results, device = await self.jobs.call_on(call.request)
+        finally:
+            self.held_bytes -= record.bytes_in
+        record.backend = device.partition(":")[0]
+        answer = await written(operation, results, call.format, call)
+        answer.headers["accelerant-device"] = device
+        return answer
+
+    def _hold(self, size: int) -> None:
+        """Count bytes of a body; Refused if there are too many in memory."""
+        self.held_bytes += size
+        if self.held_bytes > self.settings.bodies_bytes:
+            raise Refused(503, "Busy", "the bodies of other requests fill the memory for them", retry_after_s=1)
+
+
+def operation_named(operations: Mapping[str, ServedOperation], name: str) -> ServedOperation:
+    """Return an operation; Refused if there is none."""
+    if name not in operations:
+        raise Refused(404, "UnknownModel", f"there is no model {name[:80]!r}; there are {', '.join(operations)}")
+    return operations[name]
+
+
+def answer_format(accept: str, usual: str) -> str:
+    """Return the first format that the client accepts; Refused if none is."""
+    if accept == "*/*":
+        return usual
+    for part in accept.split(","):
+        wanted = part.partition(";")[0].strip().lower()
+        if wanted in FORMATS:
+            return wanted
+        if wanted in ("", "*/*", "application/*"):
+            return usual
+    raise Refused(406, "NotAcceptable", f"answers are {', '.join(FORMATS)}")
+
+
+def _read(operation: ServedOperation, scope: MutableMapping[str, Any], body: bytes, settings: ServiceSettings) -> _Call:
+    headers = {key: value.decode("latin-1") for key, value in scope["headers"]}
+    media = headers.get(b"content-type", JSON).partition(";")[0].strip().lower()
+    length = headers.get(_LENGTH.encode())
+    identity, usual = None, media
+    binary: bool | frozenset[str] = False
+    if length is not None or media in (JSON, BINARY):
+        if length is not None and not (length.isascii() and length.isdigit() and len(length) < 20):
+            raise FormatError(f"Inference-Header-Content-Length must be a whole number, got {length[:80]!r}")
+        size = None if length is None else int(length)
+        head, values = read_kserve(body, size, "inputs", most_json=settings.json_bytes)
+        identity, parameters = head.get("id"), head.get("parameters", {})
+        if not isinstance(parameters, dict) or not isinstance(identity, str | None):
+            raise FormatError("parameters must be an object, and id a string")
+        binary = _binary_outputs(head, parameters)
+        usual = BINARY if binary else JSON
+    elif media in FORMATS:
+        values = read_tensors(media, body, [spec.name for spec in operation.inputs])
+        parameters = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
+    else:
+        raise Refused(415, "UnsupportedMediaType", f"bodies are {', '.join(FORMATS)}; got {media[:80]!r}")
+    model = operation.parameters.model_validate(
+        {name: value for name, value in parameters.items() if name not in _ENVELOPE}
+    )
+    inputs = _inputs(operation, values)
+    operation.check(inputs, model)
+    size = operation.result_bytes(inputs, model)
+    if size > settings.result_bytes:
+        raise Refused(413, "ResultTooLarge", f"the result takes {size:,} bytes; the limit is {settings.result_bytes:,}")
+    cost_s = operation.cost(inputs, model)
+    state = scope["state"]
+    asked = JobRequest(
+        operation.name,
+        operation.place(model),
+        inputs,
+        key_id=state["key"].id,
+        priority=_number(parameters, "priority", -100, 100) or 0,
+        deadline_s=_deadline_s(parameters, settings, operation),
+        request_id=state["record"].request_id,
+        cost_s=cost_s,
+    )
+    is_job = operation.resumable or cost_s > settings.short_s or "respond-async" in headers.get(b"prefer", "")
+    return _Call(operation, asked, identity, binary, answer_format(headers.get(b"accept", "*/*"), usual), is_job)
+
+
+def _number(parameters: Mapping[str, Any], name: str, least: int, most: int) -> int | None:
+    value = parameters.get(name)
+    if value is None:
+        return None
+    try:
+        number = int(value) if isinstance(value, (int, str)) and not isinstance(value, bool) else least - 1
+    except ValueError:
+        number = least - 1
+    if not least <= number <= most:
+        raise FormatError(f"{name} must be a whole number from {least} to {most}, got {str(value)[:80]!r}")
+    return number
+
+
+def _deadline_s(parameters: Mapping[str, Any], settings: ServiceSettings, operation: ServedOperation) -> float:
+    """Return the seconds that a call may take: the parameter `timeout` in microseconds, or the limit."""
+    most = settings.train_deadline_s if operation.resumable else settings.deadline_s
+    timeout = _number(parameters, "timeout", 1, 2**63)
+    return most if timeout is None else min(most, timeout / 1e6)
+
+
+def _binary_outputs(head: Mapping[str, Any], parameters: Mapping[str, Any]) -> bool | frozenset[str]:
+    outputs = head.get("outputs")
+    if outputs is None:
+        return parameters.get("binary_data_output") is True
+    if not isinstance(outputs, list) or not all(
+        isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("parameters", {}), dict)
+        for entry in outputs
+    ):
+        raise FormatError('"outputs" must be a list of objects with a name')
+    return frozenset(entry["name"] for entry in outputs if entry.get("parameters", {}).get("binary_data") is True)
+
+
+def _inputs(operation: ServedOperation, values: Values) -> dict[str, npt.NDArray[Any]]:
+    """Return the operation's inputs, in its order; FormatError for a missing, unknown or ill-typed one."""
+    inputs: dict[str, npt.NDArray[Any]] = {}
+    names = [spec.name for spec in operation.inputs]
+    for name in values:
+        if name not in names:
+            raise FormatError(f"{operation.name} has no input {name[:80]!r}; it has {', '.join(names) or 'none'}")
+    for spec in operation.inputs:
+        name, value = spec.name, values.get(spec.name)
+        if value is None:
+            if spec.optional:
+                continue
+            raise FormatError(f"input {name!r} of {operation.name} is missing; it takes {', '.join(names)}")
+        datatype = datatype_of(value)
+        if spec.datatypes == ("BYTES",):
+            if datatype not in ("BYTES", "UINT8"):
+                raise FormatError(f"input {name!r} must be BYTES, got {datatype}")
+            value = np.frombuffer(value, np.uint8) if isinstance(value, bytes) else value.reshape(-1)
+        elif datatype not in spec.datatypes or isinstance(value, bytes):
+            raise FormatError(f"input {name!r} must be {' or '.join(spec.datatypes)}, got {datatype}")
+        inputs[name] = value
+    return inputs
+
+
+async def written(
+    operation: ServedOperation, results: Mapping[str, npt.NDArray[Any]], format: str, call: _Call | None = None
+) -> Answer:
+    """Return the answer with an operation's outputs, to a call or in a format."""
+    size = sum(x.nbytes for x in results.values())
+    write: Callable[[], Answer] = lambda: _write(operation, results, format, call)  # noqa: E731
+    return write() if size < _IN_THREAD_BYTES else await asyncio.to_thread(write)
+
+
+def _write(
+    operation: ServedOperation, results: Mapping[str, npt.NDArray[Any]], format: str, call: _Call | None
+) -> Answer:
+    values: Values = dict(results)
+    for spec in operation.outputs:
+        if spec.datatypes == ("BYTES",) and spec.name in values:
+            values[spec.name] = results[spec.name].tobytes()
+    if format not in (JSON, BINARY):
+        return Answer(write_tensors(format, values), format)
+    head: dict[str, Any] = {"model_name": operation.name, "model_version": "1"}
+    if call is not None and call.id is not None:
+        head["id"] = call.id
+    binary: bool | frozenset[str] = call.binary if call is not None and call.binary else format == BINARY
+    content, length = write_kserve(head, "outputs", values, binary)
+    return Answer(content, JSON) if length is None else Answer(content, BINARY, headers={_LENGTH: str(length)})
