@@ -457,7 +457,7 @@ def test_occupancy_agrees_with_the_driver(name):
 def function_of(kernel):
     from cuda.bindings import driver
 
-    _, function = driver.cuKernelGetFunction(int(kernel.handle.core.handle))
+    _, function = driver.cuKernelGetFunction(kernel.handle.function)
     return function
 
 

@@ -7,7 +7,6 @@ import subprocess
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -111,7 +110,7 @@ def test_variants_by_length():
 
 def test_a_packed_launch_has_structs_and_numbers_in_place():
     pytest.importorskip("cuda.bindings")
-    kernel = LoadedKernel("k", SimpleNamespace(handle=7), ("struct", "*f32", "i32", "f32"), shared_bytes=99, threads=64)
+    kernel = LoadedKernel("k", 7, ("struct", "*f32", "i32", "f32"), shared_bytes=99, threads=64)
     x = torch.zeros(3)
     packed = kernel.pack((1, 2, 3), (b"\1\2\3", x, -5, 0.5), 0)
     pointers = (ctypes.c_void_p * 4).from_address(packed._where.address)

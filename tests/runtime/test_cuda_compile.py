@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import math
 import os
@@ -22,10 +23,11 @@ from accelerant.runtime.compilation import cuda as cuda_compile
 from accelerant.runtime.compilation import triton
 from accelerant.runtime.compilation.cuda import compile_cuda, cuda_key
 from accelerant.runtime.compilation.kernel import Binary, KernelSource
+from accelerant.runtime.providers import cuda_launch
 from accelerant.runtime.providers.cuda import CudaProvider
 from accelerant.runtime.providers.cuda_launch import cuda_error
 
-pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
+pytest.importorskip("cuda.bindings", reason="cuda-bindings is for Linux and Windows")
 
 
 def test_resources_of_each_entry_are_its_own():
@@ -241,17 +243,49 @@ def test_the_number_of_rows_is_not_compiled_for(sources):
     ],
 )
 def test_code_that_does_not_load_is_only_the_codes_fault_where_it_is(monkeypatch, text, kind):
-    import cuda.core
-
-    def from_cubin(*_, **__):
+    def load(*_):
         raise RuntimeError(text)
 
-    monkeypatch.setattr(cuda.core, "ObjectCode", SimpleNamespace(from_cubin=from_cubin))
+    monkeypatch.setattr("accelerant.runtime.providers.cuda.Library", load)
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     provider = CudaProvider.__new__(CudaProvider)
     with pytest.raises(kind, match=text[:20]):
         provider._load(PLAIN, "k", Binary(b"", {"k": "k"}, {}), "sm_90", 0, False, 0.0)
+
+
+def test_each_start_of_a_kernel_has_its_own_arguments(monkeypatch):
+    from cuda.bindings import driver
+
+    given = []
+
+    def note(_function, *rest):
+        *shape, stream, address, _extra = rest
+        cells = (ctypes.c_void_p * 4).from_address(address)
+        kinds = (ctypes.c_uint64, ctypes.c_uint32, ctypes.c_float, ctypes.c_uint64)
+        read = [kind.from_address(cell).value for kind, cell in zip(kinds, cells, strict=True)]
+        given.append((shape, stream, read))
+        return (driver.CUresult.CUDA_SUCCESS,)
+
+    monkeypatch.setattr(driver, "cuLaunchKernel", note)
+    monkeypatch.setattr(cuda_launch, "make_ready", lambda: None)
+    kernel = cuda_launch.LoadedKernel("k", 7, ("*f32", "u32", "f32"), extra=1, shared_bytes=99)
+    x, y = torch.zeros(3), torch.ones(3)
+    kernel.start((2,), (64,), (x, 5, 0.5), 11)
+    kernel.start((2,), (64,), (y, 6, 1.5), 12)
+    shape = [2, 1, 1, 64, 1, 1, 99]
+    assert given == [(shape, 11, [x.data_ptr(), 5, 0.5, 0]), (shape, 12, [y.data_ptr(), 6, 1.5, 0])]
+    for args, message in (
+        ((x, 5), "takes 3 arguments, got 2"),
+        ((x, 5, 0.5, 1), "takes 3 arguments, got 4"),
+        ((3, 5, 0.5), "argument 0: wanted a buffer, got int"),
+        ((x, 5.5, 0.5), r"argument 1: wanted u32, got 5\.5"),
+    ):
+        with pytest.raises(LaunchError, match=message):
+            kernel.start((2,), (64,), args, 11)
+    with pytest.raises(LaunchError, match=r"a grid has 1 to .* blocks along its axes, got \(0,\)"):
+        kernel.start((0,), (64,), (x, 5, 0.5), 11)
+    assert len(given) == 2
 
 
 def test_a_launch_that_finds_no_memory_is_not_a_refused_launch():

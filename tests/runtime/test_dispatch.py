@@ -29,7 +29,7 @@ from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, e
 from accelerant.runtime.dispatch import operation as dispatch
 from accelerant.runtime.dispatch.plan import observers
 from accelerant.runtime.ledger import Ledger
-from accelerant.runtime.provider import launches, noted, watched
+from accelerant.runtime.provider import Launches, noted, watched
 
 CPU = torch.device("cpu")
 CASE = Case(CPU, torch.float32, (4, 8))
@@ -493,12 +493,12 @@ def test_the_one_that_follows_is_watched_as_well(book):
 
 
 def test_launches_are_counted_for_the_thread_that_makes_them():
-    with launches() as outer:
+    with Launches() as outer:
         thread = threading.Thread(target=noted)
         thread.start()
         thread.join()
         assert not outer
-        with launches() as inner:
+        with Launches() as inner:
             noted()
         assert (outer.count, inner.count) == (1, 1)
     assert not watched

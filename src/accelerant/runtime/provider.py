@@ -38,7 +38,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -59,8 +59,7 @@ from accelerant.runtime.host import fork_safe, python_child, refuse_masked
 
 __all__ = [
     "Arguments", "Buffer", "ComputeBackend", "ComputeDevice", "ComputeProvider", "CountedMemory", "Event", "Launches",
-    "MemoryCounter", "MemoryInfo", "Pointer", "compile_seconds", "lacks_host_memory", "launches", "noted",
-    "self_test_source",
+    "MemoryCounter", "MemoryInfo", "Pointer", "compile_seconds", "lacks_host_memory", "noted", "self_test_source",
 ]  # fmt: skip
 
 ComputeBackend = str
@@ -628,15 +627,26 @@ def compile_seconds() -> float:
 
 
 class Launches:
-    """The kernels of ours that a thread launches inside a block of code; after one, an op's arguments may have changed.
+    """The kernels of ours that a thread launches inside a `with` block; after one, an op's arguments may have changed.
 
     `count` has the launches that the device accepted.
     """
 
-    count = 0
+    def __init__(self) -> None:
+        self.count, self._thread = 0, threading.get_ident()
 
     def __bool__(self) -> bool:
         return self.count > 0
+
+    def __enter__(self) -> Self:
+        watched.setdefault(self._thread, []).append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        watchers = watched[self._thread]
+        watchers.remove(self)
+        if not watchers:
+            del watched[self._thread]
 
 
 watched: dict[int, list[Launches]] = {}
@@ -647,19 +657,6 @@ def noted() -> None:
     """Count a launch of this thread."""
     for counter in watched.get(threading.get_ident(), ()):
         counter.count += 1
-
-
-@contextmanager
-def launches() -> Iterator[Launches]:
-    """Count this thread's launches in a block of code."""
-    counter, thread = Launches(), threading.get_ident()
-    watched.setdefault(thread, []).append(counter)
-    try:
-        yield counter
-    finally:
-        watched[thread].remove(counter)
-        if not watched[thread]:
-            del watched[thread]
 
 
 # --- checks shared by the providers ----------------------------------------------------------------------------------

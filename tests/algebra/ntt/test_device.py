@@ -190,7 +190,7 @@ def test_pointed_launches_have_what_others_have(monkeypatch):
 
     field, given, asked = FIELDS["babybear"], [], []
     kinds = kernel_source(field, Variant(), Tile(4, 2, 2)).entries["ntt_pass"]
-    handle = cuda_launch.LoadedKernel("ntt_pass", SimpleNamespace(handle=7), kinds)
+    handle = cuda_launch.LoadedKernel("ntt_pass", 7, kinds)
 
     def note(shape, address):
         pointers = (ctypes.c_void_p * len(kinds)).from_address(address)
@@ -250,7 +250,7 @@ def test_a_pointed_launch_of_two_threads(monkeypatch):
     torch = pytest.importorskip("torch")
     from accelerant.runtime.providers import cuda_launch
 
-    handle = cuda_launch.LoadedKernel("both", SimpleNamespace(handle=7), ("*u64", "*u64", "i64"))
+    handle = cuda_launch.LoadedKernel("both", 7, ("*u64", "*u64", "i64"))
     monkeypatch.setattr(cuda_launch, "make_ready", lambda: None)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)

@@ -88,9 +88,10 @@ def _launches(run: SuiteRun) -> list[Row]:
         (OURS, "provider.launch", lambda: provider.launch(kernel, (1,), (256,), args))
     ]
     if device.backend == "cuda":
-        from cuda.core import LaunchConfig, launch
+        from cuda.core import Kernel, LaunchConfig, launch
 
-        stream, config, core = torch.cuda.current_stream(), LaunchConfig(grid=(1,), block=(256,)), kernel.handle.core
+        stream, config = torch.cuda.current_stream(), LaunchConfig(grid=(1,), block=(256,))
+        core = Kernel.from_handle(kernel.handle.function)
         pointer, count = x.data_ptr, np.int64
         calls.append(
             ("cuda.core", "launch", lambda: launch(stream, config, core, pointer(), pointer(), pointer(), count(256)))

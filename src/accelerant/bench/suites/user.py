@@ -53,7 +53,7 @@ _MSM_MS, _FIRST_MS, _HOST_MS, _RATE = 10.0, 10.0, 0.03, 0.8
 kernel's rate that an addition of many words reaches.
 """
 
-_LIMIT_S, _COMPILE_S, _SHARE = 200.0, 75.0, 0.2
+_LIMIT_S, _COMPILE_S, _SHARE = 360.0, 75.0, 0.2
 """Seconds after which no case begins by default; seconds that compiling in other processes may take, and the share of
 the device's memory that one of them may.
 """
@@ -104,7 +104,7 @@ class UserSuite(Suite):
         return row.suite == self.name and self._wants(row.op, f"{row.op} {row.case}")
 
     def measure(self, run: SuiteRun) -> None:
-        """Compile in several processes, then measure all cases, on a GPU by default those that begin in 200 seconds."""
+        """Compile in several processes, then measure all cases, on a GPU by default those that begin in 360 seconds."""
         run = replace(run, until=time.monotonic() + _LIMIT_S) if run.gpu and run.until is None else run
         if (self.jobs or 1) > 1:
             from accelerant.bench.suites.precompile import Task, compile_first

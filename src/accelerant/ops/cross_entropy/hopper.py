@@ -14,7 +14,7 @@ from accelerant.ops._hopper.launch import refuses_device
 from accelerant.ops._hopper.program import ELEMENTS, HopperProgram, hopper_program, load
 from accelerant.ops._launch import ceil_div, multiprocessors
 from accelerant.ops.cross_entropy.launch import COUNTS, launch_forward
-from accelerant.runtime.compilation.kernel import Kernel
+from accelerant.runtime.compilation.kernel import Kernel as CompiledKernel
 from accelerant.runtime.dispatch import Case
 
 __all__ = ["KINDS", "PLANS", "SharedRowPlan", "launch_hopper", "launch_rows", "plan_for", "program", "refuses"]
@@ -108,17 +108,17 @@ def program(plan: SharedRowPlan, N: int, mean: bool, smooth: bool, alike: bool =
 
 
 @functools.cache
-def _kernel(plan: SharedRowPlan, N: int, mean: bool, smooth: bool, alike: bool, device: int) -> Kernel:
+def _kernel(plan: SharedRowPlan, N: int, mean: bool, smooth: bool, alike: bool, device: int) -> CompiledKernel:
     return load(program(plan, N, mean, smooth, alike), KINDS, device)
 
 
 @functools.cache
 def _max_clusters(plan: SharedRowPlan, N: int, mean: bool, smooth: bool, alike: bool, device: int) -> int:
     """Return how many clusters fit on the device; its groups of multiprocessors need not be multiples of one."""
-    from cuda.core import LaunchConfig, Stream
+    from cuda.core import Kernel, LaunchConfig, Stream
 
     config = LaunchConfig(grid=1, cluster=plan.cluster, block=plan.threads, shmem_size=plan.shared_bytes(N))
-    core = _kernel(plan, N, mean, smooth, alike, device).handle.core
+    core = Kernel.from_handle(_kernel(plan, N, mean, smooth, alike, device).handle.function)
     with torch.cuda.device(device):
         stream = Stream.from_handle(torch._C._cuda_getCurrentRawStream(device))
         return int(core.occupancy.max_active_clusters(config, stream=stream))

@@ -19,7 +19,7 @@ from accelerant.ops._refusals import check_dtype, not_a_tensor, refuses_triton_k
 from accelerant.ops.cross_entropy import hopper
 from accelerant.ops.cross_entropy.launch import COUNTS, launch_backward, launch_forward
 from accelerant.ops.cross_entropy.torch_ops import is_low, torch_backward, torch_composite, torch_forward
-from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
+from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
 
 __all__ = [
     "check_loss", "check_targets", "cross_entropy", "cross_entropy_bwd", "cross_entropy_fwd", "cross_entropy_reference",
@@ -197,7 +197,7 @@ def check_targets(targets: Tensor, V: int, ignore_index: int) -> None:
 
 
 def _case(logits: Tensor, *options: str) -> Case:
-    return Case(logits.device, logits.dtype, logits.shape, options)
+    return case_of((logits.device, logits.dtype, logits.shape, options))
 
 
 def _cpu_case(logits: Tensor, *args: object) -> Case | None:

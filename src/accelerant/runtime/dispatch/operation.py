@@ -70,7 +70,7 @@ from accelerant.runtime.dispatch.plan import DispatchPlan, observe_backward
 from accelerant.runtime.dispatch.race import MARGIN, RACED_DEVICES, fastest, obstacle, race, reason_of
 from accelerant.runtime.ledger import SAMPLE_EVERY, Decision, FallbackRecord, OpRecord, ledger, observers
 from accelerant.runtime.memory.live_set import count, has_fakes, predictions, uncounted
-from accelerant.runtime.provider import lacks_host_memory, launches
+from accelerant.runtime.provider import Launches, lacks_host_memory
 
 __all__ = ["Operation", "force", "operations", "recoverable"]
 
@@ -538,7 +538,7 @@ def _guarded(implementation: Implementation) -> Callable[..., Any]:
     """Return the implementation's run, which wraps failures after which its arguments may have changed."""
 
     def run(*args: Any) -> Any:
-        with launches() as launched:
+        with Launches() as launched:
             try:
                 return implementation.run(*args)
             except Exception as error:

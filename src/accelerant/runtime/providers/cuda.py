@@ -1,4 +1,4 @@
-"""NVIDIA: torch's allocator and streams; CUDA C++ through NVRTC, Triton; both loaded through cuda.core.
+"""NVIDIA: torch's allocator and streams; CUDA C++ through NVRTC, Triton; both loaded through cuda-bindings.
 
 Kernels are compiled to cubins for the device at hand and kept in the disk cache, so that a second start loads machine
 code without a compiler (compilation/cuda.py). Launches go to torch's current stream, in order with torch's own work
@@ -46,7 +46,7 @@ from accelerant.runtime.provider import (
     probe_in_child,
     room_fraction,
 )
-from accelerant.runtime.providers.cuda_launch import LoadedKernel, check_memory, cuda_error, load_error
+from accelerant.runtime.providers.cuda_launch import Library, LoadedKernel, check_memory, cuda_error, load_error
 from accelerant.runtime.providers.torch_devices import TorchProvider
 from accelerant.runtime.streams.stream import capturing, cuda_event
 
@@ -88,8 +88,8 @@ class CudaProvider(TorchProvider):
         if torch.version.cuda is None:
             built = "for ROCm" if torch.version.hip else "without CUDA"
             return f"torch {torch.__version__} is built {built}"
-        if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
-            return "the package cuda-core is not installed"
+        if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
+            return "the package cuda-bindings is not installed"
         if torch.cuda.is_initialized():
             return ""
         installed = (str(torch.version.cuda), importlib.metadata.version("cuda-bindings"))
@@ -199,25 +199,24 @@ class CudaProvider(TorchProvider):
         self, source: KernelSource, entry: str, binary: Binary, target: str, device: int, from_cache: bool, began: float
     ) -> Kernel:
         from cuda.bindings import driver
-        from cuda.core import ObjectCode
 
         kinds = source.entries[entry]
         try:
             with torch.cuda.device(device):
                 torch.cuda.current_stream()
-                code = ObjectCode.from_cubin(binary.code, name=source.name)
-                core = code.get_kernel(binary.symbols[entry])
+                code = Library(binary.code)
+                function = code.kernel(binary.symbols[entry])
                 shared = int(binary.metadata.get("shared_bytes", 0))
                 if shared > 48 * 1024:  # the limit of dynamic shared memory, unless it is raised
                     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                    (status,) = driver.cuKernelSetAttribute(attribute, shared, int(core.handle), device)
+                    (status,) = driver.cuKernelSetAttribute(attribute, shared, function, device)
                     if status != driver.CUresult.CUDA_SUCCESS:
                         raise LaunchError(f"{shared} bytes of shared memory a block: {status.name}")
-                resources = _complete(binary.resources.get(entry, Resources()), core, shared, device)
+                resources = _complete(binary.resources.get(entry, Resources()), function, shared, device)
         except Exception as error:
             raise load_error(str(error), f"kernel {source.name!r} for {target}") from error
         handle = LoadedKernel(
-            entry, core, kinds, code=code,
+            entry, function, kinds, code=code,
             extra=max(0, int(binary.metadata.get("parameters", len(kinds))) - len(kinds)), shared_bytes=shared,
             threads=int(binary.metadata.get("threads", 0)), overlaps=bool(binary.metadata.get("overlaps", False)),
         )  # fmt: skip
@@ -242,13 +241,13 @@ class CudaProvider(TorchProvider):
         kernel.handle.start(grid, block, args, raw)
 
 
-def _complete(reported: Resources, core: Any, shared_bytes: int, device: int) -> Resources:
+def _complete(reported: Resources, function: int, shared_bytes: int, device: int) -> Resources:
     """Fill in from the driver what the compiler's log does not have."""
     from cuda.bindings import driver
 
     def attribute(name: str) -> int | None:
         kind = getattr(driver.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
-        code, value = driver.cuKernelGetAttribute(kind, int(core.handle), device)
+        code, value = driver.cuKernelGetAttribute(kind, function, device)
         return int(value) if code == driver.CUresult.CUDA_SUCCESS else None
 
     return Resources(

@@ -1,8 +1,8 @@
 """Kernel launches with little host time: everything that does not change between launches is prepared once.
 
-cuda.core's `launch` takes 4 us with a ready-made stream and configuration, and 6 us or more when it has to make them.
-Both are therefore kept, by stream and by grid and block, and each argument's conversion is chosen once, from its
-declared type. (Packing the arguments into one struct and calling cuLaunchKernel through ctypes took 6.4 us.)
+Kernels are loaded and launched by cuda-bindings, function by function of the driver: cuda.core, which has the same as
+classes, takes 0.1 s to import, half of a process's first call. The driver reads arguments from memory that is laid out
+once; each argument's conversion is chosen once, from its declared type.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import ctypes
 import re
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -24,11 +26,11 @@ from accelerant.runtime.monitoring.events import publish
 from accelerant.runtime.provider import SCALAR_CTYPES, Buffer, check_owner, check_scalar, log_launch, noted, watched
 
 __all__ = [
-    "LoadedKernel", "PackedLaunch", "PointedLaunch", "PreparedLaunch", "check_memory", "cuda_error", "load_error",
-    "make_ready",
+    "Library", "LoadedKernel", "PackedLaunch", "PointedLaunch", "PreparedLaunch", "check_memory", "cuda_error",
+    "driver_value", "load_error", "make_ready",
 ]  # fmt: skip
 
-_CONFIGS_LIMIT = 1024
+_SHAPES_LIMIT = 1024
 
 _STICKY = re.compile(
     r"illegal.(memory.access|address|instruction)|launch.(failed|failure|timeout)|unspecified launch|"
@@ -42,8 +44,6 @@ _OUT_OF_MEMORY = re.compile(r"out.of.memory", re.IGNORECASE)
 
 _thread = threading.local()
 """`ready` is set in threads that have a CUDA context; libraries make one on first use, a launch must not assume it."""
-
-_streams: dict[int, Any] = {}
 
 
 def cuda_error(text: str, what: str, backend: str = "cuda") -> AccelerantError:
@@ -76,23 +76,49 @@ def check_memory(kernel: Kernel, args: Sequence[object]) -> None:
             )
 
 
+def driver_value(results: tuple[Any, ...]) -> Any:
+    """Return the value that a driver call gave, None if it gives none; raise RuntimeError with the driver's message."""
+    from cuda.bindings import driver
+
+    status, *values = results
+    if status != driver.CUresult.CUDA_SUCCESS:
+        _, text = driver.cuGetErrorString(status)
+        raise RuntimeError(f"{status.name}: {(text or b'').decode()}")
+    return values[0] if values else None
+
+
+class Library:
+    """Machine code that the driver has loaded; unloaded with this object."""
+
+    def __init__(self, code: bytes) -> None:
+        from cuda.bindings import driver
+
+        self._library = driver_value(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
+        # At the end of the process the driver is gone first.
+        weakref.finalize(self, driver.cuLibraryUnload, self._library).atexit = False
+
+    def kernel(self, symbol: str) -> int:
+        """Return the driver's handle of an entry point."""
+        from cuda.bindings import driver
+
+        return int(driver_value(driver.cuLibraryGetKernel(self._library, symbol.encode())))
+
+
 class LoadedKernel:
     """An entry point on a device, ready to launch.
 
-    `core` is cuda.core's Kernel, from the ObjectCode `code`, which must live as long. Argument types (`kinds`) are as
+    `function` is the driver's handle, from the Library `code`, which must live as long. Argument types (`kinds`) are as
     in KernelSource.entries. The compiled code takes `extra` further pointers, all null. `threads` a block are those
     that the compiler fixed, else 0. With `overlaps`, its blocks may begin before the preceding kernel of the stream has
     ended; the kernel then waits (griddepcontrol.wait) before it touches memory that others may use.
     """
 
     def __init__(
-        self, name: str, core: Any, kinds: Sequence[str], *, code: object = None, extra: int = 0, shared_bytes: int = 0,
-        threads: int = 0, overlaps: bool = False,
+        self, name: str, function: int, kinds: Sequence[str], *, code: object = None, extra: int = 0,
+        shared_bytes: int = 0, threads: int = 0, overlaps: bool = False,
     ) -> None:  # fmt: skip
-        from cuda.core import LaunchConfig, Stream, launch
-
         self.name = name
-        self.core = core
+        self.function = function
         self.code = code
         self.kinds = tuple(kinds)
         self.threads = threads
@@ -100,25 +126,38 @@ class LoadedKernel:
         self._overlaps = overlaps
         self._converters = tuple(_converter(name, i, kind) for i, kind in enumerate(kinds))
         self._extra = (0,) * extra
-        self._configs: dict[tuple[Sequence[int], Sequence[int]], Any] = {}
-        self._make_config, self._wrap_stream, self._launch = LaunchConfig, Stream.from_handle, launch
+        self._shapes: dict[tuple[Sequence[int], Sequence[int]], PointedLaunch] = {}
 
     def start(self, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], stream: int) -> None:
         """Launch on a raw stream of the current device.
 
         Raises LaunchError or OutOfMemory where nothing ran, DeviceLost where an earlier kernel broke the device.
         """
-        config = self._configs.get((grid, block)) or self._configure(grid, block)
-        self._enqueue(config, self._converted(args), stream)
+        shaped = self._shapes.get((grid, block))
+        if shaped is None:
+            if len(self._shapes) >= _SHAPES_LIMIT:
+                self._shapes.clear()
+            values = self._in_memory(args)
+            shaped = PointedLaunch(self, self._shape(grid, block), values, -1, self._attribute())
+            self._shapes[grid, block] = shaped
+        own = shaped.own.arguments
+        try:
+            for cell, convert, arg in zip(own.values, self._converters, args, strict=False):
+                cell.value = arg.data_ptr() if convert is None else convert(arg).value
+            if len(args) != len(self._converters):
+                raise ValueError("another number of arguments")
+        except (AttributeError, ValueError) as error:
+            raise self._misfit(args) from error
+        shaped.enqueue(own.address, stream)
 
     def prepare(self, grid: tuple[int, ...], args: Sequence[Any], device: int, threads: int = 0) -> PreparedLaunch:
         """Return a launch that lacks only its pointers, by default of the threads a block that the compiler fixed.
 
         Raises LaunchError if an argument or the grid does not fit.
         """
-        values = self._converted(args)
-        positions = [i for i, convert in enumerate(self._converters) if convert is None]
-        return PreparedLaunch(self, self._configure(grid, (threads or self.threads,)), values, positions, device)
+        positions = tuple(i for i, convert in enumerate(self._converters) if convert is None)
+        shape = self._shape(grid, (threads or self.threads,))
+        return PreparedLaunch(self, shape, self._in_memory(args), device, self._attribute(), positions)
 
     def pack(
         self, grid: tuple[int, int, int], args: Sequence[Any], device: int, together: bool = False
@@ -127,8 +166,8 @@ class LoadedKernel:
 
         `together`: all blocks must be resident at once since they wait for each other (cooperative launch).
         """
-        values = [_in_memory(a) for a in self._converted(args)]
-        return PackedLaunch(self, (*grid, self.threads), values, self._shared_bytes, device, "cooperative" * together)
+        shape = self._shape(grid, (self.threads,))
+        return PackedLaunch(self, shape, self._in_memory(args), device, "cooperative" * together)
 
     def point(
         self, grid: tuple[int, int, int], args: Sequence[Any], device: int, threads: int, overlaps: bool = False
@@ -137,104 +176,64 @@ class LoadedKernel:
 
         `overlaps`: as for the class, for this launch.
         """
-        values = [_in_memory(a) for a in self._converted(args)]
-        shape, how = (*grid, threads), "programmaticStreamSerializationAllowed" * (overlaps or self._overlaps)
-        return PointedLaunch(self, shape, values, self._shared_bytes, device, how)
+        shape, values = self._shape(grid, (threads,)), self._in_memory(args)
+        return PointedLaunch(self, shape, values, device, self._attribute(overlaps))
 
-    def _converted(self, args: Sequence[Any]) -> list[Any]:
+    def _attribute(self, overlaps: bool = False) -> str:
+        return "programmaticStreamSerializationAllowed" * (overlaps or self._overlaps)
+
+    def _in_memory(self, args: Sequence[Any]) -> list[Any]:
+        """Return the arguments as objects of ctypes."""
         try:
-            return [
-                arg.data_ptr() if convert is None else convert(arg)
+            values = [
+                ctypes.c_void_p(arg.data_ptr()) if convert is None else convert(arg)
                 for convert, arg in zip(self._converters, args, strict=True)
             ]
         except (AttributeError, ValueError) as error:
-            for position, (kind, arg) in enumerate(zip(self.kinds, args, strict=False)):
-                if kind.startswith("*") and not hasattr(arg, "data_ptr"):
-                    where = f"kernel {self.name!r}, argument {position}"
-                    raise LaunchError(f"{where}: wanted a buffer, got {type(arg).__name__}") from error
-            text = f"kernel {self.name!r} takes {len(self.kinds)} arguments, got {len(args)}"
-            raise LaunchError(text) from error
+            raise self._misfit(args) from error
+        return [*values, *map(ctypes.c_void_p, self._extra)]
 
-    def _enqueue(self, config: Any, values: Sequence[Any], stream: int) -> None:
-        if predictions and predicts_here():
-            return
-        wrapped = _streams.get(stream)
-        if wrapped is None:
-            wrapped = _streams[stream] = self._wrap_stream(stream)
-        if not hasattr(_thread, "ready"):
-            make_ready()
-        began = time.perf_counter() if launch_log.enabled else 0.0
-        try:
-            self._launch(wrapped, config, self.core, *values, *self._extra)
-        except Exception as error:
-            raise cuda_error(str(error), f"kernel {self.name!r}, {config}") from error
-        if launch_log.enabled:
-            log_launch(self.name, f"cuda:{torch.cuda.current_device()}", config.grid, config.block, began)
-        if watched:
-            noted()
+    def _misfit(self, args: Sequence[Any]) -> LaunchError:
+        """Return the error for arguments that are not those of the kernel."""
+        for position, (kind, arg) in enumerate(zip(self.kinds, args, strict=False)):
+            if kind.startswith("*") and not hasattr(arg, "data_ptr"):
+                return LaunchError(
+                    f"kernel {self.name!r}, argument {position}: wanted a buffer, got {type(arg).__name__}"
+                )
+        return LaunchError(f"kernel {self.name!r} takes {len(self.kinds)} arguments, got {len(args)}")
 
-    def _configure(self, grid: tuple[int, ...], block: tuple[int, ...]) -> Any:
+    def _shape(self, grid: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
+        """Return grid and block with three axes each, and the bytes of shared memory."""
         if any(not 1 <= size <= most for size, most in zip(grid, _LARGEST_GRID, strict=False)):
             raise LaunchError(
                 f"kernel {self.name!r}: a grid has 1 to {_LARGEST_GRID} blocks along its axes, got {grid}"
             )
-        if len(self._configs) >= _CONFIGS_LIMIT:
-            self._configs.clear()
         try:
-            config = self._make_config(
-                grid=grid, block=block, shmem_size=self._shared_bytes, programmatic_stream_serialization=self._overlaps
-            )
-        except (TypeError, ValueError, OverflowError) as error:
+            sizes = [index(size) for axes in (grid, block) for size in (*axes, 1, 1)[:3]]
+        except TypeError as error:
             raise LaunchError(f"kernel {self.name!r}, grid {grid}, block {block}: {error}") from None
-        self._configs[grid, block] = config
-        return config
-
-
-class PreparedLaunch:
-    """A launch that lacks only its pointers; see LoadedKernel.prepare."""
-
-    __slots__ = ("_config", "_device", "_kernel", "_positions", "_values")
-
-    def __init__(self, kernel: LoadedKernel, config: Any, values: list[Any], positions: list[int], device: int) -> None:
-        self._kernel = kernel
-        self._config = config
-        self._values = values
-        self._positions = positions
-        self._device = device
-
-    def start(self, pointers: Sequence[int]) -> None:
-        """Launch on the current stream of the kernel's device; errors are those of LoadedKernel.start."""
-        if torch._C._cuda_getDevice() != self._device:
-            with torch.cuda.device(self._device):
-                self.start(pointers)
-            return
-        values = self._values.copy()
-        for position, pointer in zip(self._positions, pointers, strict=True):
-            values[position] = pointer
-        self._kernel._enqueue(self._config, values, torch._C._cuda_getCurrentRawStream(self._device))
+        return (*sizes, self._shared_bytes)
 
 
 class PackedLaunch:
-    """A complete launch through the driver; see LoadedKernel.pack.
+    """A complete launch; see LoadedKernel.pack.
 
-    For kernels that take structs by value, such as tensor maps, which cuda.core's launch does not pass. Threads may
-    share it: only its configurations by stream change after construction.
+    Threads may share it: only its configurations by stream change after construction.
     """
 
-    __slots__ = ("_attribute", "_configs", "_device", "_driver", "_kernel", "_launch", "_shape", "_where")
+    __slots__ = ("_attribute", "_code", "_configs", "_device", "_driver", "_launch", "_name", "_shape", "_where")
 
     def __init__(
-        self, kernel: LoadedKernel, shape: tuple[int, int, int, int], values: list[Any], shared_bytes: int, device: int,
-        attribute: str,
-    ) -> None:  # fmt: skip
+        self, kernel: LoadedKernel, shape: tuple[int, ...], values: Sequence[Any], device: int, attribute: str
+    ) -> None:
         from cuda.bindings import driver
 
         self._driver = driver
         self._attribute = attribute
         self._configs: dict[int, Any] = {}
         self._where = _Arguments(values)
-        self._shape = (driver.CUfunction(int(kernel.core.handle)), *shape, 1, 1, shared_bytes)
-        self._kernel = kernel
+        self._shape = (driver.CUfunction(kernel.function), *shape)
+        self._name, self._code = kernel.name, kernel.code  # not the kernel, which has launches of its own
         self._launch = driver.cuLaunchKernelEx if attribute else driver.cuLaunchKernel
         self._device = device
 
@@ -244,24 +243,26 @@ class PackedLaunch:
             with torch.cuda.device(self._device):
                 self.start()
             return
-        self._enqueue(self._where.address)
+        self.enqueue(self._where.address, torch._C._cuda_getCurrentRawStream(self._device))
 
-    def _enqueue(self, arguments: int) -> None:
-        """Launch with the arguments whose addresses are in an array at address `arguments`."""
+    def enqueue(self, arguments: int, stream: int) -> None:
+        """Launch on a raw stream, with the arguments whose addresses are in an array at address `arguments`."""
         if predictions and predicts_here():
             return
-        make_ready()
+        if not hasattr(_thread, "ready"):
+            make_ready()
         began = time.perf_counter() if launch_log.enabled else 0.0
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
         if self._attribute:
             config = self._configs.get(stream) or self._configure(stream)
             (code,) = self._launch(config, self._shape[0], arguments, 0)
         else:
             (code,) = self._launch(*self._shape, stream, arguments, 0)
         if code:
-            raise cuda_error(f"{code.name}".replace("_", " ").lower(), f"kernel {self._kernel.name!r}")
+            shape = f"grid {self._shape[1:4]}, block {self._shape[4:7]}"
+            raise cuda_error(f"{code.name}".replace("_", " ").lower(), f"kernel {self._name!r}, {shape}")
         if launch_log.enabled:
-            log_launch(self._kernel.name, f"cuda:{self._device}", self._shape[1:4], self._shape[4:7], began)
+            where = f"cuda:{torch.cuda.current_device()}"
+            log_launch(self._name, where, self._shape[1:4], self._shape[4:7], began)
         if watched:
             noted()
 
@@ -288,20 +289,45 @@ _ATTRIBUTES = {
 """Field of a CUlaunchAttribute's value -> the attribute's id."""
 
 
-class PointedLaunch(PackedLaunch):
-    """A launch through the driver that lacks its first few pointers; see LoadedKernel.point.
+class PreparedLaunch(PackedLaunch):
+    """A launch that lacks its pointers, those at `positions`; see LoadedKernel.prepare.
 
     The driver reads the arguments during the call; each thread has its own memory for them.
     """
 
-    __slots__ = ("_own",)
+    __slots__ = ("_own", "_positions")
 
     def __init__(
-        self, kernel: LoadedKernel, shape: tuple[int, int, int, int], values: list[Any], shared_bytes: int, device: int,
-        attribute: str,
+        self, kernel: LoadedKernel, shape: tuple[int, ...], values: Sequence[Any], device: int, attribute: str,
+        positions: Sequence[int],
     ) -> None:  # fmt: skip
-        super().__init__(kernel, shape, values, shared_bytes, device, attribute)
+        super().__init__(kernel, shape, values, device, attribute)
         self._own = _ThreadArguments(values)
+        self._positions = positions
+
+    def start(self, pointers: Sequence[int]) -> None:  # type: ignore[override]  # lacks them
+        """Launch with these as the pointers; stream and errors as for PackedLaunch.start."""
+        if torch._C._cuda_getDevice() != self._device:
+            with torch.cuda.device(self._device):
+                self.start(pointers)
+            return
+        own = self._own.arguments
+        values = own.values
+        for position, pointer in zip(self._positions, pointers, strict=True):
+            values[position].value = pointer
+        self.enqueue(own.address, torch._C._cuda_getCurrentRawStream(self._device))
+
+
+class PointedLaunch(PackedLaunch):
+    """A launch that lacks its first few pointers; see LoadedKernel.point. Threads as for PreparedLaunch."""
+
+    __slots__ = ("own",)
+
+    def __init__(
+        self, kernel: LoadedKernel, shape: tuple[int, ...], values: Sequence[Any], device: int, attribute: str
+    ) -> None:
+        super().__init__(kernel, shape, values, device, attribute)
+        self.own = _ThreadArguments(values)
 
     def start(self, *pointers: int) -> None:
         """Launch with these as the first arguments; stream and errors as for PackedLaunch.start."""
@@ -309,10 +335,10 @@ class PointedLaunch(PackedLaunch):
             with torch.cuda.device(self._device):
                 self.start(*pointers)
             return
-        own = self._own.arguments
+        own = self.own.arguments
         for cell, pointer in zip(own.values, pointers, strict=False):
             cell.value = pointer
-        self._enqueue(own.address)
+        self.enqueue(own.address, torch._C._cuda_getCurrentRawStream(self._device))
 
 
 class _Arguments:
@@ -338,12 +364,8 @@ def make_ready() -> None:
         _thread.ready = True
 
 
-def _in_memory(value: Any) -> Any:
-    return ctypes.c_void_p(value) if isinstance(value, int) else value
-
-
 def _converter(name: str, position: int, kind: str) -> Callable[[Any], Any] | None:
-    """Return the function that converts a number for cuda.core; None for a pointer."""
+    """Return the function that converts a number or struct to an object of ctypes; None for a pointer."""
     if kind.startswith("*"):
         return None
     if kind == "struct":
