@@ -230,7 +230,8 @@ def test_cancel(running):
 
 
 def test_deadlines(running, monkeypatch):
-    monkeypatch.setattr("accelerant.service.jobs.service._GRACE_S", 0.3)
+    monkeypatch.setattr("accelerant.service.jobs.workers._GRACE_S", 0.3)
+    monkeypatch.setattr("accelerant.service.jobs.workers._STUCK_S", 0.5)
 
     async def main():
         async with running() as service:
@@ -240,12 +241,14 @@ def test_deadlines(running, monkeypatch):
             job = await ended(service, await service.submit(request("work", how="hang", deadline_s=0.3)))
             assert (job.error, job.attempts) == ("DeadlineExceeded: the deadline passed; the operation was ended", 1)
             # A call that hangs costs the worker, and nobody else's call.
+            np.testing.assert_array_equal((await service.call(request("double")))["y"], 2 * X)
             hangs = asyncio.create_task(service.call(request("work", how="hang", deadline_s=0.3)))
             await asyncio.sleep(0.1)
             other = asyncio.create_task(service.call(request("double")))
             with pytest.raises(DeadlineExceeded, match=r"work did not end within 0\.3 s"):
                 await hangs
             np.testing.assert_array_equal((await other)["y"], 2 * X)
+            assert service.stats().workers[0].restarts == 2
             # Jobs and calls that never began.
             long = await service.submit(request("work", steps=100, seconds=2))
             late = await ended(service, await service.submit(request("work", deadline_s=0.2)), 1.5)

@@ -71,7 +71,10 @@ def test_the_life_of_a_job(opened):
     assert (done.state, done.progress, done.message, done.result_bytes) == (JobState.SUCCEEDED, 1.0, "half", 7)
     assert added.created <= done.started <= done.finished
     assert not store.report(job, 0.1, "")
+    assert store.finish(job, JobState.SUCCEEDED, result_bytes=7)  # as where the connection was lost before the answer
     assert not store.finish(job, JobState.FAILED)
+    with store.engine.connect() as connection:  # parameters may be secrets
+        assert connection.execute(sa.text("SELECT parameters FROM accelerant_jobs")).scalar_one() == "{}"
     assert store.release(job) is None
 
 

@@ -39,6 +39,7 @@ from accelerant.service.errors import (
     Draining,
     JobFailed,
     JobNotFinished,
+    QueueFull,
     ResultGone,
     ServiceError,
     StoreUnavailable,
@@ -59,9 +60,6 @@ __all__ = ["JobService", "open_directory"]
 
 _log = logging.getLogger("accelerant.service")
 _T = TypeVar("_T")
-
-_GRACE_S = 5.0
-"""Seconds that an operation may take past its deadline until its worker is ended."""
 
 _PRUNE_S = 30.0
 """Time between two removals of old jobs."""
@@ -299,9 +297,9 @@ class JobService:
                 most_bytes=self.settings.queue_bytes,
                 retry_after_s=min(60.0, max(1.0, self._seconds)),
             )
-        except BaseException:
+        except QueueFull:
             await self._in_thread(wire.wipe, self._folder(id))
-            raise
+            raise  # after other errors the job may have been added nevertheless
         self._wake()
         self._publish(job)
         return job
@@ -381,13 +379,13 @@ class JobService:
         began = time.monotonic()
         try:
             if not self._operations[job.operation].resumable:
-                await self._in_thread(wire.wipe, folder / "work")
+                await self._tried(wire.wipe, folder / "work")
             message = {
                 "id": job.id, "attempt": job.attempts, "operation": job.operation, "parameters": claim.parameters,
                 "deadline": claim.deadline, "directory": str(folder / "work"), "inputs": str(folder / "inputs"),
                 "result": str(self._result_file(job)), "lease": time.time() + self._lease_s,
             }  # fmt: skip
-            ended = await worker.run_job(message, claim.deadline, _GRACE_S)
+            ended = await worker.run_job(message, claim.deadline)
         finally:
             del self._running[job.id]  # before the store says that the job is not running: see _renew
         self._seconds += 0.2 * (time.monotonic() - began - self._seconds)
@@ -419,13 +417,13 @@ class JobService:
     async def _tried(
         self, function: Callable[..., _T], *arguments: Any, repeat_s: float = 0.0, **named: Any
     ) -> _T | None:
-        """Use the store; where it cannot be reached, repeat for so long, then log why and return None."""
+        """Use the store and the files; where they fail, repeat for so long, then log why and return None."""
         end = time.monotonic() + repeat_s
         while True:
             try:
                 return await self._in_thread(function, *arguments, **named)
-            except DBAPIError as error:
-                _log.error("the job store: %s", error.orig)
+            except (DBAPIError, OSError) as error:
+                _log.error("the job store: %s", error.orig if isinstance(error, DBAPIError) else error)
                 if time.monotonic() >= end:
                     return None
                 await asyncio.sleep(0.5)

@@ -81,6 +81,8 @@ _schema = sa.Table("accelerant_schema", _metadata, sa.Column("oldest_revision", 
 _JOB = [_jobs.c[name] for name in Job.__dataclass_fields__]
 _QUEUED, _RUNNING = JobState.QUEUED.value, JobState.RUNNING.value
 _FINAL = [state.value for state in JobState if state.final]
+_ENDED = {"parameters": "{}", "lease": None}
+"""Values of every job that has ended; its parameters may be a client's secrets."""
 
 REVISION = 1
 """The revision of the schema that this version of the service was written for."""
@@ -219,7 +221,9 @@ class JobStore:
             done = connection.execute(
                 _jobs.update()
                 .where(_jobs.c.id == id, _jobs.c.state == _QUEUED)
-                .values(state=JobState.CANCELLED.value, finished=time.time(), message="cancelled before it ran")
+                .values(
+                    state=JobState.CANCELLED.value, finished=time.time(), message="cancelled before it ran", **_ENDED
+                )
             )
             if done.rowcount:
                 return True
@@ -301,11 +305,15 @@ class JobStore:
         return self._change(job, progress=progress, message=message)
 
     def finish(self, job: Job, state: JobState, *, error: str | None = None, result_bytes: int | None = None) -> bool:
-        """End a job that this server runs; return whether it still did."""
-        values: dict[str, Any] = {"progress": 1.0} if state is JobState.SUCCEEDED else {}
-        return self._change(
-            job, state=state.value, error=error, result_bytes=result_bytes, finished=time.time(), lease=None, **values
-        )
+        """End a job that this server runs; return whether it still did, or has ended it in a call whose answer was lost."""
+        values = {**_ENDED, "state": state.value, "error": error, "result_bytes": result_bytes, "finished": time.time()}
+        if state is JobState.SUCCEEDED:
+            values["progress"] = 1.0
+        same = [_jobs.c.id == job.id, _jobs.c.owner == self.owner, _jobs.c.attempts == job.attempts]
+        with self._begin() as connection:
+            if connection.execute(_jobs.update().where(self._mine(job)).values(values)).rowcount:
+                return True
+            return connection.execute(sa.select(_jobs.c.state).where(*same)).scalar_one_or_none() == state.value
 
     def release(self, job: Job, *, lost: str = "") -> JobState | None:
         """Give a job that this server runs back to the queue; return its new state, or None if it runs elsewhere.
@@ -325,22 +333,21 @@ class JobStore:
             return None
         resumable = row.operation in self.resumable
         losses = (0 if resumable and row.progress > row.mark else row.losses) + bool(lost)
-        values: dict[str, Any]
+        values: dict[str, Any] = {"owner": None, "lease": None}
         if row.cancel:
-            state, values = JobState.CANCELLED, {"finished": time.time(), "message": "cancelled"}
+            state = JobState.CANCELLED
+            values |= {**_ENDED, "finished": time.time(), "message": "cancelled"}
         elif losses > 1:
-            state, values = (
-                JobState.FAILED,
-                {"finished": time.time(), "error": f"WorkerLost: {lost}, for the second time"},
-            )
+            state = JobState.FAILED
+            values |= {**_ENDED, "finished": time.time(), "error": f"WorkerLost: {lost}, for the second time"}
         else:
-            message = f"{lost}; it runs again" if lost else "the server stopped; it runs again"
-            state, values = JobState.QUEUED, {"message": message} | ({} if resumable else {"progress": 0.0})
+            state = JobState.QUEUED
+            values["message"] = f"{lost or 'the server stopped'}; it runs again"
+            if not resumable:
+                values["progress"] = 0.0
         if lost:
             values |= {"losses": losses, "mark": row.progress, "avoid": avoid}
-        connection.execute(
-            _jobs.update().where(_jobs.c.id == row.id).values(state=state.value, owner=None, lease=None, **values)
-        )
+        connection.execute(_jobs.update().where(_jobs.c.id == row.id).values(state=state.value, **values))
         return state
 
     def renew(self, jobs: Sequence[Job]) -> tuple[set[str], set[str]]:
@@ -378,7 +385,7 @@ class JobStore:
                 connection.execute(
                     _jobs.update()
                     .where(_jobs.c.id.in_(ids), late)
-                    .values(state=JobState.FAILED.value, finished=now, error=error)
+                    .values(state=JobState.FAILED.value, finished=now, error=error, **_ENDED)
                 )
         return ids
 

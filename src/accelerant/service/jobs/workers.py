@@ -29,6 +29,12 @@ _log = logging.getLogger("accelerant.service")
 _BACKOFF_S = (0.05, 10.0)
 """Pause before a worker is started again: of the first time, and the longest; it doubles while workers end unready."""
 
+_GRACE_S = 5.0
+"""Seconds that an operation may take past its deadline until its worker is ended."""
+
+_STUCK_S = 60.0
+"""Least time until the same happens for short calls, whose first in a process compiles and loads what it needs."""
+
 _START_S = 120.0
 """Longest time in which a worker process must be ready; the import of torch and a driver's start are in it."""
 
@@ -72,6 +78,7 @@ class WorkerProcess:
         self._sent = 0.0
         self._reason = ""
         self._closing = False
+        self._watched: asyncio.TimerHandle | None = None
 
     def stats(self) -> WorkerStats:
         """Return the worker's state."""
@@ -85,11 +92,14 @@ class WorkerProcess:
         """Start the process, and start it again whenever it ends, until `close`."""
         pause, longest = _BACKOFF_S
         while not self._closing:
-            reader = await self._start()
-            was_ready = await self._listen(reader)
-            reason = await self._ended_because()
+            try:
+                reader = await self._start()
+                was_ready = await self._listen(reader)
+                reason = await self._ended_because()
+            except OSError as error:  # no processes or files are left
+                was_ready, reason = False, f"the worker of {self.name} cannot be started: {error}"
             calls = [call for launch in self.launches for call in launch.calls]
-            self.launches = []
+            self._taken()
             self.ready.clear()
             self.failure = "" if was_ready else reason
             if not self._closing:
@@ -191,6 +201,10 @@ class WorkerProcess:
         """Send a batch; the worker must have none."""
         self.launches = launches_of(calls)
         self._sent = time.monotonic()
+        latest = max(call.deadline for call in calls) - self._sent
+        self._watched = asyncio.get_running_loop().call_later(
+            max(_STUCK_S, latest + _GRACE_S), self.kill, f"the worker of {self.name} was ended: its calls hang"
+        )
         epoch = time.time() - self._sent
         heads: list[dict[str, Any]] = []
         body: wire.Buffers = []
@@ -214,6 +228,13 @@ class WorkerProcess:
             })  # fmt: skip
         self._send([wire.prefix({"kind": "calls", "launches": heads}, sum(map(len, body))), *body])
 
+    def _taken(self) -> None:
+        """Forget the batch, which has ended."""
+        self.launches = []
+        if self._watched is not None:
+            self._watched.cancel()
+            self._watched = None
+
     def _answered(self, head: dict[str, Any], body: memoryview) -> None:
         """Give callers their results."""
         launch = self.launches[head["launch"]]
@@ -229,13 +250,13 @@ class WorkerProcess:
                 (call.future.set_exception if isinstance(result, Exception) else call.future.set_result)(result)
         if head["last"]:
             count = sum(len(launch.calls) for launch in self.launches)
-            self.launches = []
+            self._taken()
             self._idle(count, time.monotonic() - self._sent)
 
-    async def run_job(self, message: dict[str, Any], deadline: float | None, grace_s: float) -> dict[str, Any]:
+    async def run_job(self, message: dict[str, Any], deadline: float | None) -> dict[str, Any]:
         """Run a job and return how it ended: the worker's message, or {"lost": reason}.
 
-        A job that passes its deadline without asking for it is ended, with the process, after `grace_s` seconds.
+        A job that passes its deadline without asking for it is ended, with the process.
         """
         self.job = message["id"]
         self._ended = asyncio.get_running_loop().create_future()
@@ -243,7 +264,7 @@ class WorkerProcess:
             self._ended.set_result({"lost": f"the worker of {self.name} ended"})
         self._send(wire.frame({"kind": "job", **message}, {}))
         try:
-            async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.time()) + grace_s):
+            async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.time()) + _GRACE_S):
                 return await asyncio.shield(self._ended)
         except TimeoutError:
             self.kill(f"the worker of {self.name} was ended: job {self.job} passed its deadline")
