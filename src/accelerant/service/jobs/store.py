@@ -305,7 +305,7 @@ class JobStore:
         return self._change(job, progress=progress, message=message)
 
     def finish(self, job: Job, state: JobState, *, error: str | None = None, result_bytes: int | None = None) -> bool:
-        """End a job that this server runs; return whether it still did, or has ended it in a call whose answer was lost."""
+        """End a job that this server runs; return whether it still did, or ended it in a call whose answer was lost."""
         values = {**_ENDED, "state": state.value, "error": error, "result_bytes": result_bytes, "finished": time.time()}
         if state is JobState.SUCCEEDED:
             values["progress"] = 1.0
