@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from accelerant.config import settings
 from accelerant.ops.aten.device import TensorDevice
 from accelerant.ops.aten.table import aten, dims_of, elementwise, operand, reduced, reduction, register, strided, wide
-from accelerant.ops.aten.tensor import DeviceTensor
+from accelerant.ops.aten.tensor import DeviceTensor, note_fallback
+from accelerant.runtime.dispatch.operation import recoverable
 
 __all__: list[str] = []
 
@@ -431,3 +433,45 @@ def _mse_loss(place: TensorDevice, x: Any, y: Any, reduce: int = 1) -> Any:
 def _mse_loss_backward(place: TensorDevice, dy: Any, x: Any, y: Any, reduce: int) -> Any:
     factor = 2.0 / x.numel() if reduce == 1 and x.numel() else 2.0
     return elementwise(place, "{0} * {3} * ({1} - {2})", (dy, x, y, factor), x.dtype)
+
+
+# --- optimizers ------------------------------------------------------------------------------------------------------
+
+
+def _update(place: TensorDevice, out: DeviceTensor, template: str, rule: Callable[..., Any], *operands: Any) -> None:
+    """Write a template of operands to `out`, or after a failure the rule, whose operations fall back."""
+    try:
+        elementwise(place, template, operands, out.dtype, compute=wide(out.dtype), out=out)
+    except Exception as error:
+        if not recoverable(error) or settings().fallback == "forbid":
+            raise
+        func, reason = aten._fused_adamw_.default, f"{type(error).__name__}: {error}"
+        note_fallback(func, place, "its operations", reason, f"{func}: {reason}; its operations run one by one")
+        out.copy_(rule(*operands))
+
+
+@register("_fused_adamw_.default")
+def _fused_adamw(
+    place: TensorDevice, params: Any, grads: Any, firsts: Any, seconds: Any, largest: Any, steps: Any, *, lr: float,
+    beta1: float, beta2: float, weight_decay: float, eps: float, amsgrad: bool, maximize: bool, grad_scale: Any = None,
+    found_inf: Any = None, out: Any = None,
+) -> Any:  # fmt: skip
+    if amsgrad or found_inf is not None:
+        return NotImplemented
+    sign, scale = -1.0 if maximize else 1.0, 1.0 if grad_scale is None else grad_scale
+    for p, g, m, v, step in zip(params, grads, firsts, seconds, steps, strict=True):
+        size, root = lr / (1 - beta1 ** float(step)), math.sqrt(1 - beta2 ** float(step))
+        _update(
+            place, m, "{0} + {2} * ({1} / {3} * {4} - {0})", lambda m, g, w, s, sign: m + w * (g / s * sign - m),
+            m, g, 1 - beta1, scale, sign,
+        )  # fmt: skip
+        _update(
+            place, v, "{2} * {0} + {3} * ({1} / {4}) * ({1} / {4})",
+            lambda v, g, b, w, s: b * v + w * (g / s) * (g / s), v, g, beta2, 1 - beta2, scale,
+        )  # fmt: skip
+        _update(
+            place, p, "{0} * {3} - {4} * {1} / (sqrt({2}) / {5} + {6})",
+            lambda p, m, v, kept, size, root, eps: p * kept - size * m / (v.sqrt() / root + eps),
+            p, m, v, 1 - lr * weight_decay, size, root, eps,
+        )  # fmt: skip
+    return None

@@ -8,8 +8,8 @@ part of the text where it is 0 or 1, so that CPU devices load vectors.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
@@ -267,6 +267,7 @@ class OpenclTensors(TensorDevice):
         if "float64" not in properties["dtypes"]:
             self.dtypes = frozenset(set(_STORAGE) - {torch.float64})  # type: ignore[misc]  # this device's own
         self._kernels: dict[Any, Kernel] = {}
+        self._plans: dict[Any, _Plan] = {}
 
     # --- the five kernels --------------------------------------------------------------------------------------------
 
@@ -274,8 +275,12 @@ class OpenclTensors(TensorDevice):
         self, out: DeviceTensor, expression: str, inputs: Sequence[DeviceTensor] = (), scalars: Sequence[float] = (),
         integers: Sequence[int] = (), *, compute: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        count = out.numel()
         operands = (out, *inputs)
+        plan = (expression, compute, len(scalars), len(integers), *map(_layout, operands))
+        if plan in self._plans:
+            self._repeat(self._plans[plan], operands, scalars, integers)
+            return
+        count = out.numel()
         shape = tuple(out.shape)
         sizes, steps = merged(shape, tuple(expanded(tuple(x.shape), tuple(x.stride()), shape) for x in operands))
         compute = out.dtype if compute is None else compute
@@ -298,12 +303,17 @@ class OpenclTensors(TensorDevice):
             *lines,
             f"    {_store(out.dtype, 'out_whole', offsets[0], expression)}",
         ]
-        self._run(text, kind, "map", body, (-(-count // _BLOCK),), (_BLOCK,))
+        self._run(text, kind, "map", body, (-(-count // _BLOCK),), (_BLOCK,), plan=plan)
 
     def reduce(
         self, out: DeviceTensor, kind: str, inputs: Sequence[DeviceTensor], dims: Sequence[int], *, pre: str = "x0",
         post: str = "a", scalars: Sequence[float] = (), compute: torch.dtype | None = None,
     ) -> None:  # fmt: skip
+        operands = (out, *inputs)
+        plan = (kind, pre, post, tuple(dims), compute, len(scalars), *map(_layout, operands))
+        if plan in self._plans:
+            self._repeat(self._plans[plan], operands, scalars)
+            return
         shape = tuple(torch.broadcast_shapes(*(x.shape for x in inputs)))
         kept = [at for at in range(len(shape)) if at not in dims]
         strides = [expanded(tuple(x.shape), tuple(x.stride()), shape) for x in inputs]
@@ -374,7 +384,7 @@ class OpenclTensors(TensorDevice):
         body.append(f"    {_store(out.dtype, 'out_whole', bases[0], 'where' if indexed else post)}")
         block = lanes if lanes > 1 else 64
         grid = outputs if lanes > 1 else -(-outputs // block)
-        self._run(text, value, "reduce", body, (grid,), (block,), f"#define LANES {lanes}\n")
+        self._run(text, value, "reduce", body, (grid,), (block,), f"#define LANES {lanes}\n", plan=plan)
 
     def gather(self, out: DeviceTensor, x: DeviceTensor, dim: int, index: DeviceTensor) -> None:
         shape = tuple(out.shape)
@@ -564,9 +574,9 @@ class OpenclTensors(TensorDevice):
 
     def _run(
         self, text: _Text, kind: str, entry: str, body: Sequence[str], grid: Sequence[int], block: Sequence[int],
-        head: str = "",
+        head: str = "", plan: Any = None,
     ) -> None:  # fmt: skip
-        """Launch a kernel, compiled on first use."""
+        """Launch a kernel, compiled on first use; with a key of `_plans`, keep the launch for `_repeat`."""
         key = (entry, kind, head, tuple(block), tuple(body), tuple(text.parameters))
         kernel = self._kernels.get(key)
         if kernel is None:
@@ -587,7 +597,34 @@ class OpenclTensors(TensorDevice):
                 f"aten_{entry}", {"opencl": program}, {entry: tuple(text.kinds)}, targets=(), options=options
             )
             kernel = self._kernels[key] = self.provider.compile(source, device=self.index)
+        if plan is not None:
+            if len(self._plans) >= _PLANS:
+                self._plans.clear()
+            arrays = [None if kind == "*u8" else value for kind, value in zip(text.kinds, text.values, strict=True)]
+            self._plans[plan] = (kernel, grid, block, arrays, float if kind in ("float", "double") else int)
         self.provider.launch(kernel, grid, block, text.values)
+
+    def _repeat(
+        self, plan: _Plan, operands: Sequence[DeviceTensor], scalars: Sequence[float], integers: Sequence[int] = ()
+    ) -> None:
+        """Launch as before, with other memory and other scalars: the text of a small kernel takes most of its time."""
+        kernel, grid, block, known, number = plan
+        values = known.copy()
+        for at, x in enumerate(operands):
+            values[2 * at] = x.buffer  # each is followed by its offset
+        if scalars or integers:
+            values[len(values) - len(scalars) - len(integers) :] = [*map(number, scalars), *map(int, integers)]
+        self.provider.launch(kernel, grid, block, values)
+
+
+_PLANS = 4096
+"""Launches that a device keeps."""
+
+_Plan: TypeAlias = tuple[Kernel, Sequence[int], Sequence[int], list[Any], Callable[[Any], Any]]
+
+
+def _layout(x: DeviceTensor) -> tuple[Any, ...]:
+    return x.shape, x.stride(), x.storage_offset(), x.dtype
 
 
 def _name(at: int) -> str:

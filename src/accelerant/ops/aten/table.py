@@ -561,7 +561,7 @@ def _repeat(place: TensorDevice, x: DeviceTensor, repeats: Sequence[int]) -> Any
 
 @register("unsafe_split.Tensor")
 def _split(place: TensorDevice, x: DeviceTensor, size: int, dim: int = 0) -> Any:
-    return [*x.split(size, dim)]
+    return aten.split.Tensor(x, size, dim)
 
 
 @register("stack")

@@ -32,7 +32,7 @@ from accelerant.runtime.ledger import Decision, FallbackRecord, OpRecord, ledger
 from accelerant.runtime.provider import Buffer
 from accelerant.runtime.recorded_launch import RecordedLaunch
 
-__all__ = ["DeviceTensor", "to"]
+__all__ = ["DeviceTensor", "note_fallback", "to"]
 
 _ledger = ledger()
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -443,6 +443,13 @@ def _write_back(func: Any, args: Any, kwargs: Any, host_args: Any, host_kwargs: 
     return written
 
 
+def note_fallback(func: Any, place: TensorDevice, ran: str, reason: str, text: str) -> None:
+    """Count a fallback of an operation in the ledger, and warn at the first one, or by the setting at each."""
+    entry = FallbackRecord(str(func), place.label, "aten table", ran, reason)
+    if _ledger.fallback(entry) or settings().fallback == "warn":
+        warnings.warn(text, FallbackWarning, stacklevel=3)
+
+
 def _count_host(
     func: Any, place: TensorDevice, leaves: Sequence[Any], size_bytes: int, reason: str, *, fallback: bool
 ) -> None:
@@ -451,10 +458,9 @@ def _count_host(
     record = _ledger.record(OpRecord(*key, False, (("aten table", reason),), size_bytes, reason=reason))
     with _ledger.lock:
         record.calls += 1
-    entry = FallbackRecord(str(func), place.label, "aten table", "torch on the host", reason)
-    if fallback and (_ledger.fallback(entry) or settings().fallback == "warn"):
+    if fallback:
         text = f"{func} ({shapes}): {reason}; torch runs it on the host, with {size_bytes:,} bytes copied"
-        warnings.warn(text, FallbackWarning, stacklevel=2)
+        note_fallback(func, place, "torch on the host", reason, text)
     for observer in list(observers):
         names = (str(func), shapes, place.label, "host")
         observer(Decision(*names, own=False, refused=(("aten table", reason),), reason=reason))

@@ -357,7 +357,7 @@ class WebgpuTensors(TensorDevice):
         wide = {torch.bool: torch.int32}.get(compute, torch.float32 if compute in _FLOATING else compute)
         both = self.empty((2, *out.shape), wide)
         for at, (_, of_inputs) in enumerate(_halves(inputs, dim)):
-            self.reduce(both[at], kind, of_inputs, dims, pre=pre, scalars=scalars, compute=compute)
+            self.reduce(cast(DeviceTensor, both[at]), kind, of_inputs, dims, pre=pre, scalars=scalars, compute=compute)
         self.reduce(strided(out, (1, *out.shape), (0, *out.stride())), kind, (both,), [0], post=post, scalars=scalars)
 
     def gather(
@@ -607,7 +607,12 @@ def _halves(operands: Sequence[DeviceTensor], dim: int) -> Iterator[tuple[int, l
     """Yield the first index and the tensors of each half of a dimension, whose size is 1 where it is reduced."""
     count = max(x.shape[dim] for x in operands)
     for begin, end in ((0, count // 2), (count // 2, count)):
-        yield begin, [x if x.shape[dim] == 1 else x.narrow(dim, begin, end - begin) for x in operands]
+        yield begin, [x if x.shape[dim] == 1 else _narrow(x, dim, begin, end) for x in operands]
+
+
+def _narrow(x: DeviceTensor, dim: int, begin: int, end: int) -> DeviceTensor:
+    size = [end - begin if at == dim else n for at, n in enumerate(x.shape)]
+    return strided(x, size, x.stride(), int(x.storage_offset()) + begin * x.stride(dim))
 
 
 def _row(text: _Text, size: int, rows: tuple[int, int] | None, leave: str) -> tuple[str, list[str]]:

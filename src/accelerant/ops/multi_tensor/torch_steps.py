@@ -1,7 +1,7 @@
 """The multi-tensor updates by torch's functions: for devices without Triton kernels, float64, and any layout.
 
-Tensors of a group with a single dtype use torch's fused update; others, and tensor subclasses, are updated one by one
-in float32 (float64 for float64).
+Tensors of a group with a single dtype use torch's fused update; others, and tensor subclasses except those of `acl.to`,
+are updated one by one in float32 (float64 for float64).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from accelerant.ops._library import composed
 from accelerant.ops.multi_tensor.tables import AdamWGroup, SGDGroup, Tensors, Update, same_layout
 
 __all__ = ["torch_adamw", "torch_clip", "torch_norm", "torch_sgd"]
@@ -44,10 +45,16 @@ def torch_adamw(update: Update) -> None:
             continue
         lists = _select(update.tensors, indices)
         torch._foreach_add_(lists.counters, 1)
+        grads, grad_scale = lists.grads, None
+        if scale is not None and type(grads[0]) in composed:  # torch on the CPU would write the gradients
+            grad_scale = scale.reciprocal()
+        else:
+            grads = _scaled(grads, scale)
         _fused_adamw(
-            lists.params, _scaled(lists.grads, scale), lists.first, lists.second, [], lists.counters,
+            lists.params, grads, lists.first, lists.second, [], lists.counters,
             amsgrad=False, lr=group.lr, beta1=group.beta1, beta2=group.beta2, weight_decay=group.weight_decay,
-            eps=group.eps, maximize=group.maximize, grad_scale=None, found_inf=update.found_inf,
+            eps=group.eps, maximize=group.maximize, grad_scale=grad_scale,
+            found_inf=update.found_inf,
         )  # fmt: skip
         if update.found_inf is not None:
             torch._foreach_sub_(lists.counters, [update.found_inf] * len(indices))
@@ -62,7 +69,8 @@ def torch_sgd(update: Update) -> None:
         lists = _select(update.tensors, indices)
         # torch 2.13's fused SGD on the CPU is wrong in half precision from 16 elements on.
         half_on_cpu = lists.params[0].device.type == "cpu" and lists.params[0].dtype in (torch.float16, torch.bfloat16)
-        if not fused or half_on_cpu or (any(new) and not all(new)):
+        one_by_one = half_on_cpu or type(lists.params[0]) in composed  # which have no fused SGD
+        if not fused or one_by_one or (any(new) and not all(new)):
             for i in indices:
                 _sgd_one(update.tensors, i, group, scale, update.found_inf)
             continue
@@ -121,13 +129,13 @@ def _select(tensors: Tensors, indices: Sequence[int]) -> Tensors:
 
 
 def _can_fuse(tensors: Tensors) -> bool:
-    """Return whether torch's fused updates can take these: plain tensors of one floating dtype and layout."""
+    """Return whether torch's fused updates can take these: plain or composed ones of one floating dtype and layout."""
     if any(master is not None for master in tensors.masters) or tensors.params[0].device.type not in _FUSED_DEVICES:
         return False
     columns = [column for column in (tensors.params, tensors.grads, tensors.first, tensors.second) if column]
     if len({x.dtype for column in columns for x in column if x is not None}) != 1:
         return False
-    if not all(type(param) in (torch.nn.Parameter, Tensor) for param in tensors.params):
+    if not all(type(param) in (torch.nn.Parameter, Tensor, *composed) for param in tensors.params):
         return False
     return all(same_layout(row) for row in zip(*columns, strict=True))
 
