@@ -1,8 +1,8 @@
 """Several processes and devices: what training, decoding and proofs gain from them, beside the cost model.
 
-torch's elastic launcher starts each number of processes for each case (scale_work.py); proofs have threads or workers
-of their own (scale_zk.py). Predictions come from the collectives measured in the same run (scale_model.py), so the case
-`collectives` comes first.
+torch's elastic launcher starts each number of processes for each case (scale_work.py); proofs, sums of points and jobs
+have threads or workers of their own (scale_host.py). Predictions come from the collectives measured in the same run
+(scale_model.py), so the case `collectives` comes first.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ import torch
 from accelerant.bench.record import DEVICE, Row
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, check_names, option
 from accelerant.bench.suites.model import MODELS
-from accelerant.bench.suites.scale_jobs import measure_jobs
+from accelerant.bench.suites.scale_host import Key, measure_jobs, measure_many, measure_msm, measure_proof
 from accelerant.bench.suites.scale_model import Costs, outlook
-from accelerant.bench.suites.scale_zk import Key, measure_many, measure_msm, measure_proof
 from accelerant.bench.timer import Timing
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime.host import usable_cores

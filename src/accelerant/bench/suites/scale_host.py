@@ -1,17 +1,21 @@
-"""Zero knowledge on several devices of a host, for the suite scale: sums of points, a proof, and many proofs.
+"""What one process gives to several devices or workers of a host, for the suite scale: proofs, sums of points, jobs.
 
-One process launches on all devices, a thread for each; many proofs have a worker process for each device, as
-`accelerant zk prove-many`. Sums are compared with the multiple of the generator that Python's integers give, and
-every proof is verified, before a time counts.
+A shared proof and a shared sum are launched on all devices by one process; many proofs have a worker process for each
+device, as `accelerant zk prove-many`, and jobs of 10 ms, beside Ray's own tasks, show what handing them out costs. Sums
+are compared with the multiple of the generator that Python's integers give, and every proof is verified, before a time
+counts.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +36,7 @@ from accelerant.zk.groth16 import Proof, Prover, VerificationKey, verify
 from accelerant.zk.groth16.setup import setup_with_known_tau
 from accelerant.zk.multi_scalar.op import FixedBase
 
-__all__ = ["Key", "measure_many", "measure_msm", "measure_proof"]
+__all__ = ["Key", "measure_jobs", "measure_many", "measure_msm", "measure_proof"]
 
 _PROOF_X, _MANY_X = 0.65, 1.95
 """Targets on two H200: time of a proof, and proofs a second, in those of one."""
@@ -190,3 +194,72 @@ def _prover(zkey: str, meeting: str, workers: int) -> Callable[[str], tuple[str,
         return proof.to_json(), proof.public_json()
 
     return prove
+
+
+# --- jobs ------------------------------------------------------------------------------------------------------------
+
+_JOB_S, _JOBS, _ROUNDS = 0.01, 200, 3
+_MOST_X = 1.05
+"""Target of the time on Ray, in that of bare tasks."""
+
+
+def _prepare() -> Callable[[int], int]:
+    return _sleep
+
+
+def _sleep(item: int) -> int:
+    time.sleep(_JOB_S)
+    return item
+
+
+def measure_jobs(count: int, run: SuiteRun) -> None:
+    """Measure the time of a job with `count` workers that are ready, in rounds that take turns."""
+    jobs = _JOBS * count
+    row = Row("scale", "job", f"{1e3 * _JOB_S:g} ms, {jobs} jobs, {count} workers", DEVICE, "local workers", unit="ms")
+    run.progress("scale: jobs by local workers")
+    run.add(row.timed(Timing.of([_ours_ms("local", jobs, count) for _ in range(_ROUNDS)])))
+    if importlib.util.find_spec("ray") is None:
+        run.record.notes.append("jobs on Ray were not measured: pip install 'accelerant[ray]'")
+        return
+    bare, ours = [], []
+    with _cluster(count) as ray:
+        for turn in range(_ROUNDS):
+            run.progress(f"scale: jobs on Ray, {turn + 1} of {_ROUNDS}")
+            bare.append(_bare_ms(ray, jobs, count))
+            ours.append(_ours_ms("ray", jobs, count))
+    theirs = Timing.of(bare)
+    named = Row(row.suite, row.op, row.case, OURS, "on Ray", target=_MOST_X * theirs.p50_ms)
+    found = named.timed(Timing.of(ours))
+    note = f"{(found.p50 or 0.0) / theirs.p50_ms:.3f} of the time of bare tasks"
+    run.add(replace(found, note=note), Row(row.suite, row.op, row.case, "ray", "bare tasks").timed(theirs))
+
+
+def _ours_ms(engine: Any, jobs: int, count: int) -> float:
+    """Return the time of a job from the first outcome to the last."""
+    times = []
+    for outcome in run_jobs(_prepare, range(jobs), engine=engine, workers=count):
+        if outcome.error is not None or outcome.value != outcome.index:
+            raise AccelerantError(f"job {outcome.index} returned {outcome.value}, {outcome.error}")
+        times.append(time.perf_counter())
+    return 1e3 * (times[-1] - times[0]) / (jobs - 1)
+
+
+def _bare_ms(ray: Any, jobs: int, count: int) -> float:
+    task = ray.remote(num_cpus=1)(_sleep)
+    ray.get([task.remote(i) for i in range(10 * count)])  # starts Ray's workers
+    began = time.perf_counter()
+    if ray.get([task.remote(i) for i in range(jobs)]) != list(range(jobs)):
+        raise AccelerantError("Ray's tasks returned other values")
+    return 1e3 * (time.perf_counter() - began) / jobs
+
+
+@contextmanager
+def _cluster(count: int) -> Iterator[Any]:
+    """Start Ray on this host for the block."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    ray = importlib.import_module("ray")
+    ray.init(num_cpus=count, num_gpus=0, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
