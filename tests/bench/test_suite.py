@@ -1,6 +1,7 @@
 """Cases of a suite: the time limit, resuming with a journal, failures; and several suites in one record."""
 
 import json
+import signal
 import time
 from dataclasses import dataclass
 
@@ -158,10 +159,11 @@ def test_a_suite_that_fails_costs_the_others_nothing():
     assert "the first suite failed" in record.table()
 
 
-def test_an_interrupt_keeps_what_was_measured_and_names_what_was_not():
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_keeps_what_was_measured_and_names_what_was_not(number):
     def interrupted(record):
         record.rows.append(measured("second"))
-        raise KeyboardInterrupt
+        signal.raise_signal(number)
 
     record, found = collected(first=adds("first"), second=interrupted, third=adds("third"))
     assert [row.suite for row in record.rows] == ["first", "second"]

@@ -21,6 +21,8 @@ The suites of the package are in bench/suites; comparisons with other libraries 
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -344,8 +346,21 @@ class Collected:
     interrupted: bool = False
 
 
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Turn SIGTERM, as of a time limit around the command, into KeyboardInterrupt; in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def collect(suites: Sequence[Suite], run: SuiteRun, *, begin: Progress = lambda _: None) -> Collected:
-    """Measure suites into one record and conclude it; a failure or Ctrl-C keeps the rows measured so far.
+    """Measure suites into one record and conclude it; a failure, Ctrl-C or SIGTERM keeps the rows measured so far.
 
     `begin` is called with "[1/2] NAME" before each suite.
     """
@@ -353,7 +368,8 @@ def collect(suites: Sequence[Suite], run: SuiteRun, *, begin: Progress = lambda 
     for i, suite in enumerate(suites):
         begin(f"[{i + 1}/{len(suites)}] {suite.name}")
         try:
-            suite.measure(run)
+            with _terminable():
+                suite.measure(run)
         except KeyboardInterrupt:
             found.interrupted = True
             incomplete = ", ".join(other.name for other in suites[i:])

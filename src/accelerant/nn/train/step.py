@@ -31,7 +31,6 @@ from accelerant.nn.layers import DRAW_NOTHING, float8_weights, require_float8
 from accelerant.nn.optim import MultiTensorOptimizer, clip_grad_norm_
 from accelerant.nn.train.data import Batch
 from accelerant.nn.train.parallel import (
-    BUCKET_BYTES,
     GradientReduction,
     described,
     is_reduced_elsewhere,
@@ -281,7 +280,7 @@ class TrainStep(GraphedStep):
             their collectives are NCCL's, which are captured, too, and not those of a DistributedDataParallel. If a
             capture is impossible, steps run eagerly and the ledger has the reason.
         reduce_dtype: of the gradients' sum over the processes: float32, or bfloat16 for half the traffic.
-        bucket_bytes: size of the parts in which gradients are summed.
+        bucket_bytes: size of the parts in which gradients are summed; None for one that suits what sums them.
 
     Attributes:
         captured: whether steps are replays by now.
@@ -301,7 +300,7 @@ class TrainStep(GraphedStep):
         max_grad_norm: float | None = None, accumulate: int = 1,
         weigh: Callable[[Sequence[Sequence[Tensor]]], Tensor | None] | None = None,
         precision: torch.dtype | None = None, graph: bool | None = None, loss_scale: LossScale | None = None,
-        reduce_dtype: torch.dtype = torch.float32, bucket_bytes: int = BUCKET_BYTES,
+        reduce_dtype: torch.dtype = torch.float32, bucket_bytes: int | None = None,
     ) -> None:  # fmt: skip
         if accumulate < 1:
             raise ConfigError(f"accumulate must be at least 1, got {accumulate}")
