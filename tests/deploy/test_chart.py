@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from accelerant import __version__
+from accelerant.service.settings import load
 from requirements import require, require_module
 
 ROOT = Path(__file__).parents[2]
@@ -180,6 +181,21 @@ def test_every_volume_is_mounted_and_every_mount_has_its_volume(tmp_path, name):
     volumes = [volume["name"] for volume in pod["volumes"]] + [claim["metadata"]["name"] for claim in claims]
     assert sorted(volumes) == sorted(mount["name"] for mount in pod["containers"][0]["volumeMounts"])
     assert any(mount["mountPath"] == "/tmp" for mount in pod["containers"][0]["volumeMounts"])
+
+
+@every_set
+def test_the_service_reads_the_settings_of_the_chart(tmp_path, name):
+    objects = rendered(tmp_path, VALUES[name])
+    file = tmp_path / "service.toml"
+    file.write_text(named(objects, "ConfigMap")[0]["data"]["service.toml"])
+    env = {item["name"]: item.get("value", URL) for item in pod_of(objects)["containers"][0]["env"]}
+    settings = load(file, env)
+    for key, value in VALUES[name].get("settings", {}).items():
+        found = getattr(settings, key)
+        if isinstance(value, dict):
+            found = {name: str(folder) for name, folder in found.items()}
+        assert (list(found) if isinstance(value, list) else found) == value
+    assert settings.keys_file == "/etc/accelerant/secret/keys.json"
 
 
 def test_optional_objects(tmp_path):

@@ -95,8 +95,11 @@ def test_alerts_are_of_valid_expressions():
     groups = yaml.safe_load((DEPLOY / "helm" / "accelerant" / "files" / "alerts.yml").read_text())["groups"]
     rules = [rule for group in groups for rule in group["rules"]]
     assert {"AccelerantDeviceLost", "AccelerantQueueFull"} <= {rule["alert"] for rule in rules}
+    exported = (ROOT / "src" / "accelerant" / "service" / "telemetry.py").read_text()
     for rule in rules:
         promql_parser.parse(rule["expr"])
+        for metric in re.findall(r"accelerant_(\w+)", rule["expr"]):
+            assert f'"{metric}"' in exported or f'"accelerant_{metric}"' in exported, metric
         assert {"summary", "description"} == set(rule["annotations"])
 
 

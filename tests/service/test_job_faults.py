@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from test_job_service import X, ended, request, started
 
 from accelerant.errors import RangeError
 from accelerant.service.errors import StoreUnavailable, WorkerLost
+from accelerant.service.jobs import wire
 from accelerant.service.jobs.model import JobState
 
 SERVER = """
@@ -129,8 +132,9 @@ def test_every_request_has_a_true_end_while_workers_are_killed(running, tmp_path
                     result = await service.result(job.id, None)
                     assert result.get("count", result.get("y")) == (20 if job.operation == "train" else number + 1)
             assert sum(worker.restarts for worker in service.stats().workers) > 0
-            assert not list(Path(service.settings.directory).rglob("inputs"))
-            assert not list(Path(service.settings.directory).rglob("work"))
+            async with asyncio.timeout(10.0):  # a job's files are wiped when the store knows its end
+                while any(path.name in ("inputs", "work") for path in Path(service.settings.directory).rglob("*")):
+                    await asyncio.sleep(0.05)
 
     asyncio.run(main())
     assert tally["right"] > 20 * seconds
@@ -158,3 +162,66 @@ def test_lost_connections_to_the_store_lose_no_job(running, postgres_url):
 
     asyncio.run(main())
     engine.dispose()
+
+
+def test_errors_of_the_socket_and_the_disk_end_no_task_of_a_server(running, monkeypatch):
+    """pg8000 lets ConnectionResetError through; a folder may vanish while it is looked at."""
+
+    async def main():
+        async with running() as service:
+            tasks = {task.get_coro().__qualname__ for task in service._tasks}
+            for name in ("claim", "renew", "counts"):
+                broken = getattr(service.store, name)
+                reset = iter(range(2))
+
+                def fail(*arguments, broken=broken, reset=reset, **named):
+                    if next(reset, None) is not None:
+                        raise ConnectionResetError(104, "Connection reset by peer")
+                    return broken(*arguments, **named)
+
+                monkeypatch.setattr(service.store, name, fail)
+            job = await ended(service, await service.submit(request("work", steps=4, seconds=1.0)))
+            assert job.state is JobState.SUCCEEDED
+            assert {task.get_coro().__qualname__ for task in service._tasks} >= tasks
+
+    asyncio.run(main())
+
+
+def test_a_full_disk_refuses_a_job_and_leaves_nothing(running, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def main():
+        async with running() as service:
+            with monkeypatch.context() as patch:
+                patch.setattr(wire.os, "fsync", full)
+                with pytest.raises(StoreUnavailable, match="kept: No space left on device"):
+                    await service.submit(request("work"))
+            assert not list(Path(service.settings.directory, "jobs").iterdir())
+            assert (await ended(service, await service.submit(request("work")))).state is JobState.SUCCEEDED
+
+    asyncio.run(main())
+
+
+def test_two_servers_may_wipe_the_same_folder(tmp_path):
+    def one(barrier, folder, errors):
+        barrier.wait()
+        try:
+            wire.wipe(folder)
+        except OSError as error:
+            errors.append(error)
+
+    errors = []
+    for number in range(50):
+        folder = tmp_path / str(number)
+        (folder / "work").mkdir(parents=True)
+        for name in "abc":
+            (folder / "work" / name).write_bytes(b"secret")
+        barrier = threading.Barrier(2)
+        threads = [threading.Thread(target=one, args=(barrier, folder, errors)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not folder.exists()
+    assert not errors

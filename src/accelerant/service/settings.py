@@ -78,7 +78,7 @@ class ServiceSettings:
     host: str = "127.0.0.1"
     port: int = 8080
     directory: Path = field(default_factory=_state_folder)
-    state_url: str = ""
+    state_url: str = field(default="", repr=False)  # may have a password
     keys_file: str = ""
     devices: tuple[str, ...] = ()
     models: Mapping[str, Path] = field(default_factory=dict)

@@ -61,6 +61,9 @@ __all__ = ["JobService", "open_directory"]
 _log = logging.getLogger("accelerant.service")
 _T = TypeVar("_T")
 
+_STORE_ERRORS = (DBAPIError, OSError)
+"""Errors of a store that cannot be reached, among them those of the socket that pg8000 lets through."""
+
 _PRUNE_S = 30.0
 """Time between two removals of old jobs."""
 
@@ -86,7 +89,8 @@ class JobService:
         self._lease_s = settings.lease_s
         self._store: JobStore | None = None
         self._workers: list[WorkerProcess] = []
-        self._threads = ThreadPoolExecutor(4, thread_name_prefix="jobs")
+        self._threads = ThreadPoolExecutor(4, thread_name_prefix="store")
+        self._disk_threads = ThreadPoolExecutor(4, thread_name_prefix="files")  # leases do not wait for large files
         self._tasks: set[asyncio.Task[None]] = set()
         self._running: dict[str, tuple[Claim, WorkerProcess]] = {}
         self._busy = 0  # workers that claim or run a job
@@ -186,6 +190,7 @@ class JobService:
         for queue in self._subscribers:
             _put(queue, {"event": "end"})
         self._threads.shutdown(wait=False)
+        self._disk_threads.shutdown(wait=False)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -197,12 +202,15 @@ class JobService:
         """Use the store for a caller."""
         try:
             return await self._in_thread(function, *arguments, **named)
-        except DBAPIError as error:
-            _log.error("the job store: %s", error.orig)
+        except _STORE_ERRORS as error:
+            _log.error("the job store: %s", error.orig if isinstance(error, DBAPIError) else error)
             raise StoreUnavailable("the job store cannot be reached; try again later") from None
 
     async def _in_thread(self, function: Callable[..., _T], *arguments: Any, **named: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *arguments, **named))
+
+    async def _on_disk(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._disk_threads, partial(function, *arguments))
 
     @property
     def store(self) -> JobStore:
@@ -278,11 +286,16 @@ class JobService:
     async def submit(self, request: JobRequest) -> Job:
         """Accept a job; it is durable when this returns.
 
-        Raises QueueFull if too many jobs or bytes are queued.
+        Raises QueueFull if too many jobs or bytes are queued, StoreUnavailable if store or disk fail.
         """
         self._require_accepting(request.operation)
         id = secrets.token_hex(16)
-        await self._in_thread(self._write_inputs, id, request.inputs)
+        try:
+            await self._on_disk(self._write_inputs, id, request.inputs)
+        except OSError as error:  # such as a full disk, which half a file would keep full
+            await self._on_disk(wire.wipe, self._folder(id))
+            _log.error("the inputs of a job cannot be written: %s", error)
+            raise StoreUnavailable(f"the inputs cannot be kept: {error.strerror}") from None
         row = {
             "id": id, "operation": request.operation, "parameters": json.dumps(dict(request.parameters)),
             "key_id": request.key_id, "priority": request.priority, "request_id": request.request_id,
@@ -298,7 +311,7 @@ class JobService:
                 retry_after_s=min(60.0, max(1.0, self._seconds)),
             )
         except QueueFull:
-            await self._in_thread(wire.wipe, self._folder(id))
+            await self._on_disk(wire.wipe, self._folder(id))
             raise  # after other errors the job may have been added nevertheless
         self._wake()
         self._publish(job)
@@ -329,7 +342,7 @@ class JobService:
         try:
             if job.result_bytes is None:
                 raise FileNotFoundError
-            return await self._in_thread(wire.read_file, self._result_file(job))
+            return await self._on_disk(wire.read_file, self._result_file(job))
         except FileNotFoundError:
             raise ResultGone(f"the result of job {id} is gone: {job.message or 'its file is not here'}") from None
 
@@ -338,7 +351,7 @@ class JobService:
         job = await self.get(id, key_id)
         if not job.state.final:
             if await self._stored(self.store.cancel, id):
-                await self._in_thread(self._wipe_inputs, id)
+                await self._on_disk(self._wipe_inputs, id)
             elif id in self._running:
                 self._running[id][1].tell_job("stop", reason="cancel")
             job = await self.get(id, key_id)
@@ -356,6 +369,8 @@ class JobService:
             try:
                 if await self._claim_and_run(worker):
                     continue
+            except Exception:  # noqa: BLE001 - logged; the worker goes on with other jobs
+                _log.exception("running a job on %s failed", worker.name)
             finally:
                 self._busy -= 1
             with contextlib.suppress(TimeoutError):
@@ -390,7 +405,7 @@ class JobService:
             del self._running[job.id]  # before the store says that the job is not running: see _renew
         self._seconds += 0.2 * (time.monotonic() - began - self._seconds)
         await self._tried(self._write_end, job, ended, repeat_s=self._lease_s)
-        with contextlib.suppress(ServiceError, DBAPIError):
+        with contextlib.suppress(ServiceError):
             self._publish(await self.get(job.id, None))
         self._wake()
 
@@ -422,7 +437,7 @@ class JobService:
         while True:
             try:
                 return await self._in_thread(function, *arguments, **named)
-            except (DBAPIError, OSError) as error:
+            except _STORE_ERRORS as error:
                 _log.error("the job store: %s", error.orig if isinstance(error, DBAPIError) else error)
                 if time.monotonic() >= end:
                     return None
@@ -452,7 +467,8 @@ class JobService:
         """Renew the leases of the jobs that run here."""
         self._renewed = time.monotonic()
         while True:
-            await self._renew()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._renew(), self._lease_s / 2)
             if time.monotonic() - self._renewed > self._lease_s:  # the store is out of reach: others run our jobs
                 for _, worker in self._running.values():
                     worker.kill(f"the worker of {worker.name} was ended: the job store cannot be reached")
@@ -477,6 +493,7 @@ class JobService:
                 worker.tell_job("lease", until=until)
 
     def _watch_once(self) -> None:
+        self._counts = self.store.counts()
         for id, state in self.store.take_over():
             _log.warning("job %s: its server ended; it is %s", id, state)
             if state.final:
@@ -486,7 +503,6 @@ class JobService:
         if time.monotonic() - self._pruned > _PRUNE_S:
             self._prune()
             self._remove_orphans()
-        self._counts = self.store.counts()
 
     def _prune(self) -> None:
         """Remove jobs past their retention, and results beyond their limit."""
@@ -500,7 +516,10 @@ class JobService:
 
     def _remove_orphans(self) -> None:
         """Remove what servers left that were killed before they added a job, or after they ended one."""
-        folders = {path.name: path.stat().st_mtime for path in (self._directory / "jobs").iterdir()}
+        folders: dict[str, float] = {}
+        for path in (self._directory / "jobs").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # another server has removed it
+                folders[path.name] = path.stat().st_mtime
         states = self.store.states(folders)
         for id, changed in folders.items():
             if id not in states and time.time() - changed > _ORPHAN_S:

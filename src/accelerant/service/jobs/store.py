@@ -90,6 +90,9 @@ REVISION = 1
 _LOCK = 0x61636C6A
 """Number of the PostgreSQL advisory lock under which jobs are counted and added, and the schema is upgraded."""
 
+_TIME_LIMITS = {"pg8000": {"timeout": 10.0}, "psycopg": {"connect_timeout": 10, "tcp_user_timeout": 10_000}}
+"""Arguments of drivers, so that a database whose machine is gone is an error after seconds, and does not hang."""
+
 _VERSION_TABLE = "accelerant_version"
 _MIGRATIONS = Path(__file__).parent / "migrations"
 
@@ -132,7 +135,8 @@ class JobStore:
                 self.engine = sa.create_engine(parsed, connect_args={"timeout": 30.0})
                 _serialise(self.engine)
             else:
-                self.engine = sa.create_engine(parsed, pool_pre_ping=True, pool_size=8)
+                limits = _TIME_LIMITS.get(parsed.get_driver_name(), {})
+                self.engine = sa.create_engine(parsed, pool_pre_ping=True, pool_size=8, connect_args=limits)
         except sa.exc.ArgumentError:
             raise ConfigError("state_url is not a URL as sqlite:///PATH or postgresql://USER@HOST/NAME") from None
         except ModuleNotFoundError as error:

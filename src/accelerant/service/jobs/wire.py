@@ -8,6 +8,7 @@ element is its length (4 bytes) and its bytes. Integers are little-endian.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
@@ -110,18 +111,20 @@ def read_file(path: Path) -> dict[str, np.ndarray]:
 def wipe(path: Path) -> None:
     """Overwrite a file with zeros and remove it, or a folder with its files; what is not there is no error.
 
-    On copy-on-write file systems and flash memory the old blocks may remain until they are reused.
+    Another server may remove the same at the same time. On copy-on-write file systems and flash memory the old blocks
+    may remain until they are reused.
     """
-    if path.is_dir() and not path.is_symlink():
-        for inner in path.iterdir():
-            wipe(inner)
-        path.rmdir()
-    elif path.is_symlink():
-        path.unlink()
-    elif path.exists():
-        with open(path, "r+b", buffering=0) as file:
-            left = os.fstat(file.fileno()).st_size
-            while left > 0:
-                left -= file.write(bytes(min(left, 1 << 20)))
-            os.fsync(file.fileno())
-        path.unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        if path.is_symlink():
+            path.unlink()
+        elif path.is_dir():
+            for inner in path.iterdir():
+                wipe(inner)
+            path.rmdir()
+        else:
+            with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:  # removed in any case
+                left = os.fstat(file.fileno()).st_size
+                while left > 0:
+                    left -= file.write(bytes(min(left, 1 << 20)))
+                os.fsync(file.fileno())
+            path.unlink()
