@@ -4,11 +4,15 @@ import re
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from browser import open_page
+from serving import Server
 
 import accelerant.service.dashboard as dashboard
 from accelerant.service import Client
+from accelerant.service.errors import Cancelled
+from accelerant.service.keys import KeyStore
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "runs" / "dashboard"
@@ -177,6 +181,41 @@ def test_the_choice_of_colours_is_kept(page):
     assert page.evaluate(ground) != system
     page.evaluate("document.getElementById('theme').click()")
     assert page.evaluate(ground) == system
+
+
+def test_a_click_cancels_a_job_that_waits(page, server):
+    with Client(server.url, trust_env=False) as client:
+        running = client.submit("train", {}, steps=10**6)
+        waiting = client.submit("field_add", {"x": np.arange(4, dtype=np.uint64), "y": np.uint64([1])})
+        row = f"document.querySelector('[data-id=\"{waiting.id}\"]')"
+        page.wait(f"{row}?.innerText.includes('queued')")
+        page.evaluate(f"{row}.querySelector('button').click()")
+        page.wait(f"{row}.innerText.includes('cancelled') && !{row}.querySelector('button')")
+        assert client.job(waiting.id).state == "cancelled"
+        page.wait(f"!!document.querySelector('[data-id=\"{running.id}\"] progress:not([hidden])')")
+        client.cancel(running.id)
+        with pytest.raises(Cancelled):
+            client.result(running.id)
+
+
+def test_a_key_opens_the_page_and_a_stop_ends_its_stream(tmp_path):
+    _, token = KeyStore(tmp_path / "state" / "keys.json").create("me", ["monitor", "field"])
+    server = Server(tmp_path / "state", "--device", "cpu")
+    with open_page(f"{server.url}/", tmp_path / "profile") as page:
+        page.look(390, 844)
+        page.wait("document.getElementById('key')?.open")
+        page.picture(PICTURES / "key-390-light.png")
+        for given in ("acl_wrong", token):
+            page.wait("document.getElementById('key').open")
+            page.evaluate(f"document.getElementById('key-value').value = '{given}'")
+            page.evaluate("document.querySelector('#key button').click()")
+        page.wait("document.getElementById('link').dataset.state === 'live'")
+        page.evaluate("document.querySelector('#example .main').click()")
+        assert "checked" in page.wait("document.getElementById('example-result').innerText", seconds=60)
+        assert server.stop() == 0
+        page.wait("document.getElementById('link').innerText === 'Reconnecting'")
+    assert not [line for line in server.lines if "graceful shutdown" in line]  # the stream did not hold it up
+    assert not [line for line in server.lines if token in line]
 
 
 def test_the_files_load_nothing_from_elsewhere(http):

@@ -17,7 +17,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -27,12 +27,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from accelerant._version import __version__
+from accelerant.errors import BackendUnavailable
 from accelerant.runtime import registry
 from accelerant.runtime.ledger import merged, prometheus_text, sections
 from accelerant.runtime.monitoring.events import event_counts, watch_devices
 from accelerant.runtime.monitoring.monitor import Sample, to_prometheus
 
 if TYPE_CHECKING:
+    from accelerant.runtime.provider import ComputeDevice
     from accelerant.service.guard import RequestRecord
     from accelerant.service.jobs.service import JobService
     from accelerant.service.settings import ServiceSettings
@@ -81,22 +83,25 @@ class Telemetry:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-        self._thread.join()
+        self._thread.join(1.0)  # a daemon, which may wait for a driver
 
     def close(self) -> None:
         """End the events and the reading of devices. A drain begins with it, since it waits for open connections."""
         self._closed.set()
 
     def _watch(self) -> None:
-        """Read the devices until the end. Finding them takes seconds, which no request waits for."""
+        """Read the devices of the workers, and the CPU, until the end. To find them may take seconds."""
         try:
-            used = {worker.label for worker in self._jobs.stats().workers}
-            present = [device for device in registry.devices() if device.available]
-            shown = [device for device in present if device.label in used or not device.software]
-            with watch_devices(devices=shown, samples=self._add):
-                self._closed.wait()
+            while not self._closed.is_set():
+                labels = self._labels()
+                with watch_devices(devices=_present(labels), samples=self._add):
+                    while labels == self._labels() and not self._closed.wait(1.0):
+                        pass
         except Exception:
             logging.getLogger("accelerant").exception("the devices are no longer read")
+
+    def _labels(self) -> list[str]:
+        return sorted({"cpu:0", *(worker.label for worker in self._jobs.stats().workers)})
 
     def _add(self, item: Sample) -> None:
         self._history.setdefault(item.device, deque(maxlen=_HISTORY)).append(item)
@@ -245,6 +250,15 @@ class _ServiceCollector(Collector):
         for device in sorted({*self._samples, *(worker.label for worker in stats.workers), *lost_devices()}):
             lost.add_metric([device], int(device in lost_devices()))
         yield from (states, up, restarts, lost)
+
+
+def _present(labels: Iterable[str]) -> list[ComputeDevice]:
+    found = {}
+    for label in labels:
+        with suppress(BackendUnavailable):  # its worker says why it does not start
+            device = registry.find_device(label)
+            found[device.label] = device
+    return list(found.values())
 
 
 def lost_devices() -> set[str]:
