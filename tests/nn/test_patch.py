@@ -285,12 +285,32 @@ def test_compiles_whole(family, autocast):
     acl.nn.patch(model)
     loss, gradients = run(torch.compile(model, fullgraph=True, backend=backend))
     assert "accelerant.attention.default" in found
-    known = ("attention", "linear_gelu", "linear_cross_entropy", "cross_entropy")
+    known = ("attention", "linear_gelu")
     assert found <= {f"accelerant.{name}.default" for name in known}
     tolerance = LOOSE if autocast else TIGHT
     torch.testing.assert_close(loss, wanted[0], **tolerance)
     for name, gradient in wanted[1].items():
         torch.testing.assert_close(gradients[name], gradient, **tolerance)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_has_our_loss_only_where_memory_counts(monkeypatch):
+    def traced():
+        found = set()
+
+        def backend(graph, _):
+            found.update(str(node.target) for node in graph.graph.nodes if str(node.target).startswith("accelerant"))
+            return graph.forward
+
+        torch._dynamo.reset()
+        model = make("gpt2", num_hidden_layers=1)
+        acl.nn.patch(model)
+        torch.compile(model, backend=backend, fullgraph=True)(**batch("gpt2")).loss.backward()
+        return found
+
+    assert not any("cross_entropy" in op for op in traced())
+    monkeypatch.setattr("accelerant.nn._patch.loss.COMPILED", 0)
+    assert "accelerant.linear_cross_entropy.default" in traced()
 
 
 # --- the report ------------------------------------------------------------------------------------------------------

@@ -25,6 +25,11 @@ from accelerant.ops._library import autocast_dtype
 __all__ = ["CrossEntropyLoss", "causal_lm_forward", "causal_loss", "masked_lm_forward", "masked_loss", "signed"]
 
 _LONGEST_MASK = 4096  # tokens, for which we build a mask: its memory is quadratic, 16 MiB here
+COMPILED = 2**28
+"""Logits below which torch.compile has torch's own loss: our ops, which it cannot look into, take the host 1 to 2 ms a
+step (H100, GPT-2 of 4 layers, 4x512 under autocast: 10.4 for 8.2). Above, their memory counts for more.
+"""
+
 _BIAS_COLUMNS = 8  # appended to a weight for its bias, all but one zero: rows stay multiples of 16 bytes
 
 
@@ -52,7 +57,8 @@ def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     keep = kwargs.get("logits_to_keep", 0)
     whole = isinstance(keep, int) and keep == 0
     head = self.lm_head
-    if options["fused"] and self.training and whole and is_bare(head, nn.Linear) and head.bias is None:
+    fused = options["fused"] and self.training and whole and is_bare(head, nn.Linear) and head.bias is None
+    if fused and not _is_compilers(labels.numel() * head.weight.shape[0]):
         kwargs.pop("logits_to_keep", None)
         base = getattr(self, options["base"])(**kwargs, return_dict=True)
         hidden = base.last_hidden_state
@@ -62,7 +68,7 @@ def causal_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     else:
         output = type(self).forward(self, **kwargs, return_dict=True)
         logits = output.logits
-        compute = functools.partial(ops.cross_entropy, logits)
+        compute = functools.partial(_cross_entropy, logits)
         loss = _causal_loss(compute, logits.dtype, logits.device, labels, **extra)
         output = options["output"](loss=loss, logits=logits, **_other_outputs(output))
     return output if as_dict else output.to_tuple()
@@ -105,7 +111,8 @@ def masked_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     del kwargs["labels"]
     as_dict = kwargs.pop("return_dict", None)
     as_dict = self.config.return_dict if as_dict is None else as_dict
-    if options["fused"] and self.training and len(args) <= 1 and _is_bare_head(self.cls, options["head"]):
+    fused = options["fused"] and self.training and len(args) <= 1 and _is_bare_head(self.cls, options["head"])
+    if fused and not _is_compilers(labels.numel() * self.config.vocab_size):
         base = self.bert(*args, **kwargs, return_dict=True)
         hidden, decoder = self.cls.predictions.transform(base.last_hidden_state), self.cls.predictions.decoder
         # A one appended to hidden and the bias to the weight make their product the layer's result.
@@ -116,7 +123,7 @@ def masked_lm_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = _training_output(options["output"], loss, parts, decoder, hidden)
     else:
         output = type(self).forward(self, *args, **kwargs, return_dict=True)
-        loss = ops.cross_entropy(output.logits.reshape(-1, self.config.vocab_size), labels.reshape(-1))
+        loss = _cross_entropy(output.logits.reshape(-1, self.config.vocab_size), labels.reshape(-1))
         output = options["output"](loss=loss, logits=output.logits, **_other_outputs(output))
     return output if as_dict else output.to_tuple()
 
@@ -125,6 +132,19 @@ def _is_bare_head(cls: Any, kinds: tuple[type[nn.Module], type[nn.Module]]) -> b
     """Return whether BERT's head consists of its transform and a linear layer with a bias, unmodified."""
     bare = is_bare(cls, kinds[0]) and is_bare(cls.predictions, kinds[1]) and is_bare(cls.predictions.decoder, nn.Linear)
     return bare and cls.predictions.decoder.bias is not None
+
+
+def _is_compilers(logits: int) -> bool:
+    """Return whether the loss of so many logits is torch.compile's; see COMPILED."""
+    return torch.compiler.is_compiling() and logits < COMPILED
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """Return ops.cross_entropy of logits; by torch's function, in float32 too, where that is torch.compile's."""
+    if not _is_compilers(logits.numel()):
+        return ops.cross_entropy(logits, targets, **options)
+    loss = F.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), **options)
+    return loss if autocast_dtype(logits.device.type) is not None else loss.to(logits.dtype)
 
 
 def _causal_loss(
@@ -152,7 +172,7 @@ def causal_loss(logits: Tensor, labels: Tensor, vocab_size: int, **options: Any)
     """Compute transformers' ForCausalLMLoss of given logits."""
 
     def compute(targets: Tensor, **options: Any) -> Tensor:
-        return ops.cross_entropy(logits.reshape(-1, vocab_size), targets.view(-1), **options)
+        return _cross_entropy(logits.reshape(-1, vocab_size), targets.view(-1), **options)
 
     return _causal_loss(compute, logits.dtype, logits.device, labels, **options)
 
@@ -167,7 +187,8 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Return the loss."""
-        if self.weight is None and input.dim() == 2 and target.dim() == 1 and not target.is_floating_point():
+        classes = self.weight is None and input.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
+        if classes and not _is_compilers(input.numel()):
             return ops.cross_entropy(
                 input, target, ignore_index=self.ignore_index, label_smoothing=self.label_smoothing,
                 reduction=self.reduction,
