@@ -9,6 +9,8 @@ from serving import Server
 
 from accelerant.errors import ConfigError, FormatError
 from accelerant.service.keys import KeyStore
+from accelerant.service.server import require_keys
+from accelerant.service.settings import ServiceSettings
 
 
 @pytest.fixture
@@ -97,8 +99,8 @@ def keys(directory, *arguments, status=0):
 
 def test_the_service_beyond_loopback(tmp_path):
     """Keys by the command, scopes, rates, TLS, revocation while the service runs, and no secret in the log."""
-    with pytest.raises(RuntimeError, match="has no API keys"):
-        Server(tmp_path / "state", "--host", "0.0.0.0", "--device", "cpu")
+    with pytest.raises(ConfigError, match="has no API keys"):
+        require_keys(ServiceSettings(host="0.0.0.0", directory=tmp_path / "state"))
     store = KeyStore(tmp_path / "state/keys.json")
     field = json.loads(keys(tmp_path / "state", "create", "--name", "a", "--scope", "field", "--json"))
     _, secret = store.create("b", ["admin"], rate=1, burst=2)

@@ -1,13 +1,14 @@
 """The layer between the network and the routes: limits, keys, request ids, logs, spans.
 
 `GuardedProtocol` bounds connections, and the time and bytes of headers. `Guard` is ASGI middleware: it identifies each
-request, checks its key and its origin, bounds the requests in progress, logs one line, and makes a span where
-OpenTelemetry is installed. `read_body` reads a body within its limits.
+request, checks its key and its origin, bounds the requests in progress, and makes a span where OpenTelemetry is set
+up. `read_body` reads a body within its limits.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import math
@@ -15,7 +16,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from urllib.parse import urlsplit
 from starlette.requests import HTTPConnection
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from accelerant.runtime.files import escaped
 from accelerant.service.errors import Refused, refusal_of
 from accelerant.service.keys import ANONYMOUS, Key, KeyStore
 from accelerant.service.settings import ServiceSettings
@@ -155,20 +157,20 @@ class Guard:
             record.seconds = time.perf_counter() - start
             for observer in self.observers:
                 observer(record)
-            _LOG.info("", extra={"record": record})
 
     def _admitted(self, scope: Scope, headers: Headers) -> Key:
         """Return the key of a request; raise Refused."""
         if self._running > self.settings.concurrency:
             raise Refused(503, "Busy", f"{self.settings.concurrency} requests are in progress", retry_after_s=1)
-        if sum(len(key) + len(value) for key, value in headers) > self.settings.header_bytes:
+        if sum([len(key) + len(value) for key, value in headers]) > self.settings.header_bytes:
             raise Refused(431, "HeadersTooLarge", f"the headers have more than {self.settings.header_bytes:,} bytes")
-        origin, host = _header(headers, b"origin"), (_header(headers, b"host") or b"").decode("latin-1")
+        fields = dict(headers)
+        origin, host = fields.get(b"origin"), fields.get(b"host", b"").decode("latin-1")
         if origin is not None and urlsplit(origin.decode("latin-1")).netloc != host:
             raise Refused(403, "Forbidden", "pages of other sites may not call this service")
-        token = _token(headers)
+        token = _token(fields)
         if token is None and not self.keys.exists and self._loopback:
-            if urlsplit(f"//{host}").hostname not in _LOCAL_NAMES:
+            if not _is_local(host):
                 raise Refused(403, "Forbidden", f"host {host!r} is not this machine's: without API keys, use 127.0.0.1")
             return ANONYMOUS
         path = scope["path"]
@@ -181,6 +183,15 @@ class Guard:
         if wait_s:
             raise Refused(429, "RateLimited", f"the key allows {key.rate:g} requests a second", retry_after_s=wait_s)
         return key
+
+
+@functools.lru_cache(maxsize=64)
+def _is_local(host: str) -> bool:
+    """Return whether a Host header names this machine: a page of another site cannot send one that does."""
+    try:
+        return urlsplit(f"//{host}").hostname in _LOCAL_NAMES
+    except ValueError:
+        return False
 
 
 def _inferred(scope: Scope) -> str | None:
@@ -196,11 +207,11 @@ def _header(headers: Headers, name: bytes) -> bytes | None:
     return next((value for key, value in headers if key == name), None)
 
 
-def _token(headers: Headers) -> str | None:
-    bearer = _header(headers, b"authorization")
+def _token(fields: Mapping[bytes, bytes]) -> str | None:
+    bearer = fields.get(b"authorization")
     if bearer is not None and bearer[:7].lower() == b"bearer ":
         return bearer[7:].strip().decode("latin-1")
-    other = _header(headers, b"x-api-key")
+    other = fields.get(b"x-api-key")
     return None if other is None else other.decode("latin-1")
 
 
@@ -336,32 +347,55 @@ class _Formatter(logging.Formatter):
         self._json = style == "json"
 
     def format(self, entry: logging.LogRecord) -> str:
-        record: RequestRecord | None = getattr(entry, "record", None)
         if not self._json:
-            if record is not None:
-                entry.message = entry.msg = (
-                    f"{record.status} {record.method} {record.path} {record.seconds * 1e3:.1f} ms {record.request_id}"
-                )
             return super().format(entry).replace("\n", "\n  ")
         line: dict[str, Any] = {"time": round(entry.created, 6), "level": entry.levelname.lower()}
-        if record is not None:
-            line |= {name: getattr(record, name) for name in RequestRecord.__slots__}
-            line["seconds"] = round(record.seconds, 6)
-        else:
-            line |= {"logger": entry.name, "message": entry.getMessage()}
+        line |= {"logger": entry.name, "message": entry.getMessage()}
         if entry.exc_info:
             line["exception"] = self.formatException(entry.exc_info)
         return json.dumps(line)
 
 
-def log_to(stream: Any, style: str) -> None:
-    """Write the logs of the service and of uvicorn to a stream."""
+class RequestLog:
+    """An observer that writes a line for each request, those of a twentieth of a second together."""
+
+    def __init__(self, stream: Any, style: str) -> None:
+        self._stream, self._json = stream, style == "json"
+        self._lines: list[str] = []
+
+    def __call__(self, record: RequestRecord) -> None:
+        """Write a line soon."""
+        if not self._lines:
+            asyncio.get_running_loop().call_later(0.05, self.flush)
+        if self._json:
+            fields = [
+                f'"{name}": {value if type(value := getattr(record, name)) is int else json.dumps(value)}'
+                for name in RequestRecord.__slots__
+                if name != "seconds"
+            ]
+            start = f'{{"time": {time.time():.6f}, "level": "info", "seconds": {record.seconds:.6f}, '
+            self._lines.append(f"{start}{', '.join(fields)}}}\n")
+        else:
+            now, path = time.strftime("%Y-%m-%d %H:%M:%S"), escaped(record.path)
+            took = f"{record.seconds * 1e3:.1f} ms"
+            self._lines.append(f"{now} {record.status} {record.method} {path} {took} {record.request_id}\n")
+
+    def flush(self) -> None:
+        """Write the lines now."""
+        self._stream.write("".join(self._lines))
+        self._stream.flush()
+        self._lines.clear()
+
+
+def log_to(stream: Any, style: str) -> RequestLog:
+    """Write the logs of the service and of uvicorn to a stream; return the observer that logs requests there."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(_Formatter(style))
     for name in ("accelerant.service", "uvicorn"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(logging.INFO)
+    return RequestLog(stream, style)
 
 
 def _tracing() -> Callable[[RequestRecord, Headers], AbstractContextManager[Any]]:

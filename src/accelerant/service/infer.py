@@ -7,9 +7,11 @@ call.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+import math
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -34,7 +36,7 @@ from accelerant.service.errors import Refused
 from accelerant.service.guard import RequestRecord, allow, read_body
 from accelerant.service.jobs.model import JobRequest
 from accelerant.service.jobs.service import JobService
-from accelerant.service.operations import ServedOperation
+from accelerant.service.operations import Parameters, ServedOperation
 from accelerant.service.settings import ServiceSettings
 
 __all__ = ["Answer", "Inference", "answer_format", "operation_named", "written"]
@@ -42,6 +44,7 @@ __all__ = ["Answer", "Inference", "answer_format", "operation_named", "written"]
 FORMATS = (JSON, BINARY, SAFETENSORS, NPY, ARROW)
 _LENGTH = "inference-header-content-length"
 _ENVELOPE = ("priority", "timeout", "binary_data_output")
+_HEAD_BYTES, _HEADS_KEPT = 2048, 256
 _IN_THREAD_BYTES = 1 << 20
 """Bodies from this size are read, and results written, in a thread: the event loop answers others meanwhile."""
 
@@ -68,6 +71,7 @@ class _Call:
     """
 
     operation: ServedOperation
+    parameters: Parameters
     request: JobRequest
     id: str | None
     binary: bool | frozenset[str]
@@ -75,8 +79,33 @@ class _Call:
     is_job: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _KnownHead:
+    """A call whose inputs are all bytes: a request of the same head has the same arrays, parameters and answer."""
+
+    call: _Call
+    arrays: tuple[tuple[str, np.dtype[Any], tuple[int, ...], int], ...]
+    size_bytes: int
+
+    def again(self, body: bytes, state: Mapping[str, Any]) -> _Call:
+        """Return the call with another request's values; FormatError for those that the operation refuses."""
+        call, earlier = self.call, self.call.request
+        inputs: dict[str, npt.NDArray[Any]] = {
+            name: np.frombuffer(body, dtype, math.prod(shape), start).reshape(shape)
+            for name, dtype, shape, start in self.arrays
+        }
+        call.operation.check(inputs, call.parameters)
+        request = JobRequest(
+            earlier.operation, earlier.parameters, inputs, state["key"].id, earlier.priority, earlier.deadline_s,
+            state["record"].request_id, earlier.cost_s,
+        )  # fmt: skip
+        return _Call(call.operation, call.parameters, request, None, call.binary, call.format, call.is_job)
+
+
 class Inference:
     """The calls of a server.
+
+    Small calls of one kind have equal heads, whose JSON and parameters are read once.
 
     Attributes:
         held_bytes: size of the bodies that are in memory now.
@@ -85,6 +114,7 @@ class Inference:
     def __init__(self, settings: ServiceSettings, operations: Mapping[str, ServedOperation], jobs: JobService) -> None:
         self.settings, self.operations, self.jobs = settings, operations, jobs
         self.held_bytes = 0
+        self._known: dict[tuple[Any, ...], _KnownHead] = {}
 
     async def answer(self, name: str, scope: MutableMapping[str, Any], receive: Callable[[], Any]) -> Answer:
         """Run an operation, or make it a job; raise what is wrong with the request."""
@@ -94,9 +124,10 @@ class Inference:
         allow(scope, operation.scope)
         try:
             body = await read_body(scope, receive, self.settings, self._hold)
-            in_thread = len(body) >= _IN_THREAD_BYTES
-            reading = (operation, scope, body, self.settings)
-            call = await asyncio.to_thread(_read, *reading) if in_thread else _read(*reading)
+            if len(body) < _IN_THREAD_BYTES:
+                call = self._read(operation, scope, body)
+            else:
+                call = await asyncio.to_thread(self._read, operation, scope, body)
             if call.is_job:
                 job = asdict(await self.jobs.submit(call.request))
                 return Answer(json.dumps({"job": job}).encode(), JSON, 202, {"location": f"/jobs/{job['id']}"})
@@ -107,6 +138,74 @@ class Inference:
         answer = await written(operation, results, call.format, call)
         answer.headers["accelerant-device"] = device
         return answer
+
+    def _read(self, operation: ServedOperation, scope: MutableMapping[str, Any], body: bytes) -> _Call:
+        """Return the call that a request asks for; FormatError, ValidationError or another error of its inputs."""
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        length = headers.get(_LENGTH.encode())
+        if length is not None and not (length.isdigit() and len(length) < 20):
+            raise FormatError(f"Inference-Header-Content-Length must be a whole number, got {length[:80]!r}")
+        size = None if length is None else int(length)
+        kind = headers.get(b"content-type"), headers.get(b"accept"), headers.get(b"prefer")
+        key = operation.name, body[:size] if size is not None and size <= _HEAD_BYTES else None, *kind
+        known = self._known.get(key)
+        if known is not None and known.size_bytes == len(body):
+            return known.again(body, scope["state"])
+        call, values = self._parsed(operation, scope, headers, body, size)
+        arrays, start = [], size or 0
+        for name, value in values.items():
+            if isinstance(value, bytes) or value.dtype == np.bool_:
+                return call
+            arrays.append((name, value.dtype, value.shape, start))
+            start += value.nbytes
+        if key[1] is not None and start == len(body) and call.id is None:
+            if len(self._known) >= _HEADS_KEPT:
+                self._known.clear()
+            self._known[key] = _KnownHead(replace(call, request=replace(call.request, inputs={})), tuple(arrays), start)
+        return call
+
+    def _parsed(
+        self, operation: ServedOperation, scope: MutableMapping[str, Any], headers: Mapping[bytes, bytes], body: bytes,
+        size: int | None,
+    ) -> tuple[_Call, Values]:  # fmt: skip
+        """Return the call, and the tensors in the body's order."""
+        settings, accept = self.settings, headers.get(b"accept", b"*/*").decode("latin-1")
+        media = headers.get(b"content-type", JSON.encode()).decode("latin-1").partition(";")[0].strip().lower()
+        identity, usual = None, media
+        binary: bool | frozenset[str] = False
+        if size is not None or media in (JSON, BINARY):
+            head, values = read_kserve(body, size, "inputs", most_json=settings.json_bytes)
+            identity, parameters = head.get("id"), head.get("parameters", {})
+            if not isinstance(parameters, dict) or not isinstance(identity, str | None):
+                raise FormatError("parameters must be an object, and id a string")
+            binary = _binary_outputs(head, parameters)
+            usual = BINARY if binary else JSON
+        elif media in FORMATS:
+            values = read_tensors(media, body, [spec.name for spec in operation.inputs])
+            parameters = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
+        else:
+            raise Refused(415, "UnsupportedMediaType", f"bodies are {', '.join(FORMATS)}; got {media[:80]!r}")
+        given = {name: value for name, value in parameters.items() if name not in _ENVELOPE}
+        model = operation.parameters.model_validate(given)
+        inputs = _inputs(operation, values)
+        operation.check(inputs, model)
+        needed, most = operation.result_bytes(inputs, model), settings.result_bytes
+        if needed > most:
+            raise Refused(413, "ResultTooLarge", f"the result takes {needed:,} bytes; the limit is {most:,}")
+        cost_s, state = operation.cost(inputs, model), scope["state"]
+        request = JobRequest(
+            operation.name,
+            operation.place(model),
+            inputs,
+            key_id=state["key"].id,
+            priority=_number(parameters, "priority", -100, 100) or 0,
+            deadline_s=_deadline_s(parameters, settings, operation),
+            request_id=state["record"].request_id,
+            cost_s=cost_s,
+        )
+        is_job = operation.resumable or cost_s > settings.short_s or b"respond-async" in headers.get(b"prefer", b"")
+        call = _Call(operation, model, request, identity, binary, answer_format(accept, usual), is_job)
+        return call, values
 
     def _hold(self, size: int) -> None:
         """Count bytes of a body; Refused if there are too many in memory."""
@@ -133,51 +232,6 @@ def answer_format(accept: str, usual: str) -> str:
         if wanted in ("", "*/*", "application/*"):
             return usual
     raise Refused(406, "NotAcceptable", f"answers are {', '.join(FORMATS)}")
-
-
-def _read(operation: ServedOperation, scope: MutableMapping[str, Any], body: bytes, settings: ServiceSettings) -> _Call:
-    headers = {key: value.decode("latin-1") for key, value in scope["headers"]}
-    media = headers.get(b"content-type", JSON).partition(";")[0].strip().lower()
-    length = headers.get(_LENGTH.encode())
-    identity, usual = None, media
-    binary: bool | frozenset[str] = False
-    if length is not None or media in (JSON, BINARY):
-        if length is not None and not (length.isascii() and length.isdigit() and len(length) < 20):
-            raise FormatError(f"Inference-Header-Content-Length must be a whole number, got {length[:80]!r}")
-        size = None if length is None else int(length)
-        head, values = read_kserve(body, size, "inputs", most_json=settings.json_bytes)
-        identity, parameters = head.get("id"), head.get("parameters", {})
-        if not isinstance(parameters, dict) or not isinstance(identity, str | None):
-            raise FormatError("parameters must be an object, and id a string")
-        binary = _binary_outputs(head, parameters)
-        usual = BINARY if binary else JSON
-    elif media in FORMATS:
-        values = read_tensors(media, body, [spec.name for spec in operation.inputs])
-        parameters = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
-    else:
-        raise Refused(415, "UnsupportedMediaType", f"bodies are {', '.join(FORMATS)}; got {media[:80]!r}")
-    model = operation.parameters.model_validate(
-        {name: value for name, value in parameters.items() if name not in _ENVELOPE}
-    )
-    inputs = _inputs(operation, values)
-    operation.check(inputs, model)
-    size = operation.result_bytes(inputs, model)
-    if size > settings.result_bytes:
-        raise Refused(413, "ResultTooLarge", f"the result takes {size:,} bytes; the limit is {settings.result_bytes:,}")
-    cost_s = operation.cost(inputs, model)
-    state = scope["state"]
-    asked = JobRequest(
-        operation.name,
-        operation.place(model),
-        inputs,
-        key_id=state["key"].id,
-        priority=_number(parameters, "priority", -100, 100) or 0,
-        deadline_s=_deadline_s(parameters, settings, operation),
-        request_id=state["record"].request_id,
-        cost_s=cost_s,
-    )
-    is_job = operation.resumable or cost_s > settings.short_s or "respond-async" in headers.get(b"prefer", "")
-    return _Call(operation, asked, identity, binary, answer_format(headers.get(b"accept", "*/*"), usual), is_job)
 
 
 def _number(parameters: Mapping[str, Any], name: str, least: int, most: int) -> int | None:
@@ -258,5 +312,24 @@ def _write(
     if call is not None and call.id is not None:
         head["id"] = call.id
     binary: bool | frozenset[str] = call.binary if call is not None and call.binary else format == BINARY
+    if binary is True and "id" not in head and not any(isinstance(x, bytes) for x in values.values()):
+        text = _binary_head(operation.name, tuple((name, x.dtype, x.shape) for name, x in results.items()))
+        body = b"".join([text, *(np.ascontiguousarray(x).data for x in results.values())])
+        return Answer(body, BINARY, headers={_LENGTH: str(len(text))})
     content, length = write_kserve(head, "outputs", values, binary)
     return Answer(content, JSON) if length is None else Answer(content, BINARY, headers={_LENGTH: str(length)})
+
+
+@functools.lru_cache(maxsize=_HEADS_KEPT)
+def _binary_head(name: str, arrays: tuple[tuple[str, np.dtype[Any], tuple[int, ...]], ...]) -> bytes:
+    """Return the JSON of an answer whose arrays follow as bytes."""
+    outputs = [
+        {
+            "name": each,
+            "datatype": datatype_of(np.empty(0, dtype)),
+            "shape": shape,
+            "parameters": {"binary_data_size": math.prod(shape) * dtype.itemsize},
+        }
+        for each, dtype, shape in arrays
+    ]
+    return json.dumps({"model_name": name, "model_version": "1", "outputs": outputs}).encode()

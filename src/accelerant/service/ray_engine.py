@@ -56,10 +56,11 @@ _LOST_AFTER = 10
 
 def _application(settings: ServiceSettings, volume: str) -> FastAPI:
     """Return the application in a replica; ConfigError if the replica's node does not share the directory."""
-    log_to(sys.stderr, settings.log)
+    requests = log_to(sys.stderr, settings.log)
     if open_directory(Path(settings.directory)) != volume:
         raise ConfigError(f"{settings.directory} on this node is another directory: mount one on all nodes")
     _Replica.app = create_app(settings)
+    _Replica.app.state.observers.append(requests)
     return _Replica.app
 
 

@@ -54,17 +54,22 @@ def require_keys(settings: ServiceSettings) -> None:
 def run(settings: ServiceSettings) -> None:
     """Serve until a signal ends it; ConfigError as `require_keys` raises it."""
     require_keys(settings)
-    log_to(sys.stderr, settings.log)
+    requests = log_to(sys.stderr, settings.log)
     if not settings.is_loopback and not settings.tls_certificate:
         _LOG.warning("without TLS, keys and data travel in the clear: set tls_certificate, or let a proxy do it")
+    app = create_app(settings)
+    app.state.observers.append(requests)
     config = uvicorn.Config(
-        create_app(settings), host=settings.host, port=settings.port, http=guarded_protocol(settings), ws="none",
+        app, host=settings.host, port=settings.port, http=guarded_protocol(settings), ws="none",
         log_config=None, access_log=False, server_header=False, proxy_headers=False, lifespan="on",
         timeout_keep_alive=30, timeout_graceful_shutdown=int(settings.drain_s) or 1,
         ssl_certfile=settings.tls_certificate or None, ssl_keyfile=settings.tls_key or None,
     )  # fmt: skip
     server = _Server(config)
     signal.signal(signal.SIGTERM, lambda number, frame: None)  # uvicorn raises it again after the drain: status 0
-    server.run()
+    try:
+        server.run()
+    finally:
+        requests.flush()
     if not server.started:
         raise SystemExit(1)
