@@ -15,6 +15,7 @@ import hashlib
 import json
 import math
 import platform
+import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -53,7 +54,9 @@ _PACKAGES = ("torch", "numpy", "triton", "llvmlite", "cuda-core", "pyopencl", "w
 _NO_DIALECT = "has no dialect of"
 """In the CompileError of a kernel that was not written for a backend."""
 
-_REFUSED = (UnsupportedCase, UnsupportedDtype, MissingDependency, BackendUnavailable, NotImplementedError)
+_REFUSED = (UnsupportedCase, UnsupportedDtype, MissingDependency, BackendUnavailable)
+_TORCH_LACKS = re.compile(r"not (currently )?implemented for|Could not run 'aten::")
+"""In torch's NotImplementedError for a dtype or a device; one of ours is a wrong row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,14 +217,10 @@ def _row(check: Check, device: ComputeDevice) -> CertificateRow:
                 if check.exact and not registry.create(device.backend).has_custom_kernels():
                     raise UnsupportedCase(f"Accelerant has no kernels for {device.backend}")
                 found = explain_quietly(lambda run=run: list(run(device))).result
-            except _REFUSED as error:
-                verdict, note = "not served", _first_line(error)
-                break
             except Exception as error:  # noqa: BLE001 - a call that raises is a wrong row
-                if isinstance(error, CompileError) and _NO_DIALECT in str(error):
-                    verdict, note = "not served", _first_line(error)
-                    break
                 verdict, note = "wrong", f"{name}: {type(error).__name__}: {_first_line(error)}"
+                if _is_refusal(error):
+                    verdict, note = "not served", _first_line(error)
                 break
             tolerance = check.tolerance if _is_own(before) else check.library_tolerance
             for part in found:
@@ -240,6 +239,14 @@ def _row(check: Check, device: ComputeDevice) -> CertificateRow:
         of_tolerance=_finite(share) if compared else None, fallbacks=ledger().fallback_count() - fallbacks,
         verdict=verdict, note=note,
     )  # fmt: skip
+
+
+def _is_refusal(error: Exception) -> bool:
+    if isinstance(error, CompileError):
+        return _NO_DIALECT in str(error)
+    if isinstance(error, NotImplementedError):
+        return _TORCH_LACKS.search(str(error)) is not None
+    return isinstance(error, _REFUSED)
 
 
 def _pair(tolerance: Tolerance) -> tuple[float, float]:

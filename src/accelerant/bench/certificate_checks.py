@@ -237,7 +237,7 @@ def _integer_checks(quick: bool) -> Iterator[Check]:
     for field in fields:
         if field.two_adicity >= 12 and not (quick and field.limbs == 1 and field.word_bits == 32):
             cases = dict(_transforms(field))
-            kept = dict(list(cases.items())[-2:]) if quick else cases
+            kept = {name: cases[name] for name in ("2^12 inverse coset",)} if quick else cases
             yield Check("ntt", field.name, kept, left_out=len(cases) - len(kept))
     for name in CURVES:
         if not quick or name in _ONE_OF_EACH:
@@ -291,8 +291,15 @@ def _run_field(field: Field, op: str, n: int, device: ComputeDevice) -> Iterator
 
 
 def _transforms(field: Field) -> Iterator[tuple[str, Case]]:
+    inverse, coset = {"inverse": True}, {"coset": 7}
+    kinds: dict[str, dict[str, Any]] = {
+        "forward": {},
+        "inverse": inverse,
+        "coset": coset,
+        "inverse coset": inverse | coset,
+    }
     for bits in (1, 8, 12):
-        for name, options in (("forward", {}), ("inverse", {"inverse": True}), ("coset", {"coset": 7})):
+        for name, options in kinds.items():
             yield f"2^{bits} {name}", partial(_run_transform, field, 1 << bits, options)
 
 

@@ -554,7 +554,7 @@ def _repeat(place: TensorDevice, x: DeviceTensor, repeats: Sequence[int]) -> Any
     sizes = [1] * (len(repeats) - x.dim()) + list(x.shape)
     out = place.empty([count * n for count, n in zip(repeats, sizes, strict=True)], x.dtype)
     if out.numel():
-        whole = out.view([n for pair in zip(repeats, sizes, strict=True) for n in pair])
+        whole: Any = out.view([n for pair in zip(repeats, sizes, strict=True) for n in pair])
         place.copy(whole, x.reshape([n for size in sizes for n in (1, size)]))
     return out
 
