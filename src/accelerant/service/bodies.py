@@ -204,6 +204,9 @@ def _from_list(name: str, data: Any, shape: tuple[int, ...], datatype: str) -> V
         raise FormatError(f"tensor {clipped(name)}: a number is beyond {datatype}") from None
 
 
+_encoded = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode  # json.dumps would make one in each call
+
+
 def write_kserve(
     head: Mapping[str, Any], key: str, values: Mapping[str, Value], binary: bool | Collection[str] = True
 ) -> tuple[bytes, int | None]:

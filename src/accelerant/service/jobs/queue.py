@@ -28,6 +28,9 @@ from accelerant.service.jobs.store import check_bounds
 __all__ = ["Call", "CallQueue", "Launch", "launches_of"]
 
 
+_sorted = json.JSONEncoder(sort_keys=True).encode  # json.dumps would make one in each call
+
+
 @dataclass(eq=False)
 class Call:
     """A short call: its request, the future that its caller awaits, and what has become of it so far.
@@ -52,7 +55,7 @@ class Call:
             return None
         if any(array.shape != shape for _, array in arrays):  # joined arrays would broadcast otherwise
             return None
-        parameters = json.dumps(dict(self.request.parameters), sort_keys=True)
+        parameters = _sorted(dict(self.request.parameters))
         kinds = tuple((name, array.dtype.str) for name, array in arrays)
         return self.request.operation, parameters, shape[1:], kinds
 

@@ -75,9 +75,12 @@ def _unpacked(data: memoryview, shape: Sequence[int]) -> np.ndarray:
     return array.reshape(shape)
 
 
+_encoded = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would make one in each call
+
+
 def prefix(head: Mapping[str, Any], size_bytes: int) -> bytes:
     """Return the bytes of a frame ahead of its body of `size_bytes`."""
-    text = json.dumps(head, separators=(",", ":")).encode()
+    text = _encoded(head).encode()
     return PREFIX.pack(len(text), size_bytes) + text
 
 
