@@ -46,7 +46,8 @@ def test_what_the_backward_pass_does_not_hide():
     assert step(9.0, [100, 100], 2, 0.0) == pytest.approx((15.0, 6.0))
     assert step(3.0, [100, 100], 2, 0.0) == pytest.approx((13.0, 10.0))
     assert step(90.0, [100, 100], 2, 0.5) == pytest.approx((96.0 + 0.5 * 6, 6.0))
-    slow = costs(0.06, copy_bytes_per_ms=200.0).data_parallel_ms
+    slow = costs(0.06, copy_bytes_per_ms=200.0, host=2).data_parallel_ms
+    assert slow(90.0, [100, 100], 4, 0.0) == pytest.approx((90.0 + 9 + 2, 9.0))  # all_reduce, whose buckets are filled
     assert slow(90.0, [100, 100], 2, 0.0) == pytest.approx((96.0 + 1, 6.0))  # the last bucket, beside nothing
 
 

@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from parallel_workers import ROWS, diverged, fitted, flat, launch, net, rows, scaled, stepped
 
-from accelerant.errors import ConfigError
+from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.nn.train import TrainConfig
 from accelerant.nn.train.data import make_source
 from accelerant.nn.train.parallel import GradientReduction, share_of
+from accelerant.runtime.peers import PeerMemory
 from accelerant.runtime.processes import Processes
 
 two = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo")
@@ -201,3 +202,8 @@ def test_a_reduction_that_is_gone_leaves_no_hooks():
     torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
     assert all(not param._post_accumulate_grad_hooks for param in model.parameters())
     assert flat(model)
+
+
+def test_memory_of_other_processes_is_cudas():
+    with pytest.raises(UnsupportedCase, match="torch has no symmetric memory on cpu"):
+        PeerMemory(64, torch.float32, torch.device("cpu"))

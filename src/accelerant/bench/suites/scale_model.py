@@ -91,11 +91,13 @@ class Costs:
         links: by collective.
         copy_bytes_per_ms: of the device's memory, read and written bytes together; infinite where unknown.
         lost: part of a hidden collective's time that the computation beside it loses.
+        host: most processes whose GPUs reach each other's memory: those measured so. More use NCCL.
     """
 
     links: Mapping[str, Link]
     copy_bytes_per_ms: float = field(default=float("inf"))
     lost: float = 0.0
+    host: int = _MOST
 
     @classmethod
     def of(cls, rows: Iterable[Row], copy_gb_s: float | None) -> Costs | None:
@@ -112,11 +114,12 @@ class Costs:
         if not all(times[op] for op in OPS[:4]):
             return None
         links = {op: Link.fitted(op, measured) for op, measured in times.items() if measured}
-        return cls(links, copy_gb_s * 1e6 if copy_gb_s else float("inf"), float(np.median(lost)) if lost else 0.0)
+        copied, host = copy_gb_s * 1e6 if copy_gb_s else float("inf"), max((p for p, _ in times[COPIED]), default=1)
+        return cls(links, copied, float(np.median(lost)) if lost else 0.0, host)
 
-    def _sum(self, op: str) -> Link:
+    def _sum(self, op: str, processes: int) -> Link:
         """Return the costs of a sum between GPUs of one host; all_reduce's where there is none."""
-        return self.links.get(op) or self.links["all_reduce"]
+        return (self.links.get(op) if processes <= self.host else None) or self.links["all_reduce"]
 
     def predicted_ms(self, kind: str, **facts: Any) -> float:
         """Return the time of a kind of step: "data_parallel", "sharded", "tensor_parallel" or "context_parallel"."""
@@ -132,10 +135,11 @@ class Costs:
         """
         if processes == 1 or not buckets:
             return alone_ms, 0.0
-        times = [self._sum(COPIED).ms(processes, size) for size in buckets]
+        link = self._sum(COPIED, processes)
+        times = [link.ms(processes, size) for size in buckets]
         before, hiding = sum(times[:-1]), _BACKWARD * alone_ms
         shown = times[-1] + max(0.0, before - hiding)
-        packing = 2 * (buckets[-1] if COPIED in self.links else sum(buckets)) / self.copy_bytes_per_ms
+        packing = 2 * (buckets[-1] if link.op == COPIED else sum(buckets)) / self.copy_bytes_per_ms
         return alone_ms + shown + packing + lost * min(before, hiding), shown
 
     def sharded_ms(self, alone_ms: float, block_params: int, outer_params: int, processes: int) -> float:
@@ -151,7 +155,7 @@ class Costs:
         self, alone_ms: float, layers: int, width_bytes: int, vocabulary: int, processes: int
     ) -> float:
         """Return the time of decoding a token: two sums a layer and the embedding's, and the logits' gather."""
-        sums = (2 * layers + 1) * self._sum(PEER_SUM).ms(processes, width_bytes)
+        sums = (2 * layers + 1) * self._sum(PEER_SUM, processes).ms(processes, width_bytes)
         return alone_ms / processes + sums + self.links["all_gather"].ms(processes, 4 * vocabulary)
 
     def context_parallel_ms(self, alone_ms: float, q_bytes: int, kv_bytes: int, processes: int) -> float:
