@@ -216,7 +216,7 @@ class CpuFastPath:
                 and grad is with_grad
                 and (length == tensors or all(map(is_, values[tensors:], others)))
                 and (tuple(options) == names if options else not names)
-                and check(*values[:tensors])
+                and check(*(values if length == tensors else values[:tensors]))
                 and not (observers or choice_overrides or torch_wants_determinism() or forward_ad._current_level >= 0)
                 and not (few and captures_ahead())
             ):
