@@ -8,6 +8,7 @@ import time
 import httpx
 import numpy as np
 import pytest
+import sqlalchemy as sa
 from serving import Server
 
 from accelerant import zk
@@ -116,7 +117,7 @@ def test_a_node_dies_under_load_and_no_accepted_job_is_lost(cluster, tmp_path, p
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     settings = tmp_path / "service.toml"
-    settings.write_text("lease_s = 3\ndrain_s = 5\n")
+    settings.write_text("lease_s = 3\ndrain_s = 30\n")
     environment = {"ACCELERANT_SERVE_STATE_URL": postgres_url, "RAY_USAGE_STATS_ENABLED": "0"}
     group = zk.curve("bn254_g1")
     scalars = np.random.default_rng(7).integers(0, 2**60, (2, 20_000, 4), np.uint64)
@@ -151,5 +152,16 @@ def test_a_node_dies_under_load_and_no_accepted_job_is_lost(cluster, tmp_path, p
             for id in load.accepted:
                 answer = client.get(f"/jobs/{id}/result", headers={"accept": SAFETENSORS})
                 np.testing.assert_array_equal(read_tensors(SAFETENSORS, answer.content, ["sum"])["sum"], wanted)
+            with client.stream("GET", "/events") as events:  # of an open dashboard, for which the drain waits
+                assert next(events.iter_lines()) == "event: start"
+                last = client.post("/v2/models/msm/infer", content=body, headers=headers).json()["job"]["id"]
+                stopped = time.monotonic()
+                assert server.stop() == 0
+                assert time.monotonic() - stopped < 45  # Ray Serve kills after 55
+        engine = sa.create_engine(postgres_url.replace("://", "+pg8000://"))
+        with engine.connect() as connection:
+            query = sa.text("SELECT state, attempts FROM accelerant_jobs WHERE id = :id")
+            assert connection.execute(query, {"id": last}).one() == ("succeeded", 1)
+        engine.dispose()
     finally:
-        assert server.stop() == 0
+        server.process.kill()

@@ -31,6 +31,7 @@ from accelerant.service.guard import log_to
 from accelerant.service.jobs.service import open_directory
 from accelerant.service.server import require_keys
 from accelerant.service.settings import ServiceSettings
+from accelerant.service.telemetry import Telemetry
 
 __all__ = ["run"]
 
@@ -50,6 +51,9 @@ class _Replica:
             raise RuntimeError("no worker process can be started on this node's devices")
 
 
+_STREAM_S = 15.0
+"""Longest stream of events. Ray Serve drains a replica when its requests have ended, and says nothing before."""
+
 _LOST_AFTER = 10
 """Starts of a worker process after which a replica without one is replaced."""
 
@@ -57,6 +61,7 @@ _LOST_AFTER = 10
 def _application(settings: ServiceSettings, volume: str) -> FastAPI:
     """Return the application in a replica; ConfigError if the replica's node does not share the directory."""
     requests = log_to(sys.stderr, settings.log)
+    Telemetry.stream_s = _STREAM_S
     if open_directory(Path(settings.directory)) != volume:
         raise ConfigError(f"{settings.directory} on this node is another directory: mount one on all nodes")
     _Replica.app = create_app(settings)
@@ -140,7 +145,7 @@ def _deploy(serve: Any, settings: ServiceSettings, volume: str, count: int, reso
         num_replicas=count,
         ray_actor_options=resources,
         max_ongoing_requests=settings.concurrency,
-        graceful_shutdown_timeout_s=settings.drain_s + 10.0,
+        graceful_shutdown_timeout_s=_STREAM_S + settings.drain_s + 10.0,
         health_check_period_s=5.0,
         **options,
     )

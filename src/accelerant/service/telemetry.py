@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -61,6 +61,9 @@ class Telemetry:
 
     A context manager: the devices are read within it. Its methods are called from the service's event loop.
     """
+
+    stream_s: ClassVar[float] = math.inf
+    """Seconds after which a stream of events ends; its client connects again."""
 
     def __init__(self, jobs: JobService, settings: ServiceSettings) -> None:
         self._jobs = jobs
@@ -158,7 +161,8 @@ class Telemetry:
         try:
             shown: dict[str, Any] | None = None
             due, tick = time.monotonic(), 0
-            while not self._closed.is_set():
+            end = due + self.stream_s
+            while not self._closed.is_set() and time.monotonic() < end:
                 if time.monotonic() >= due:
                     yield "state", self._state()
                     if tick % _LEDGER_EVERY == 0 and (rows := self._ledger_rows()) != shown:
