@@ -183,6 +183,36 @@ def test_the_choice_of_colours_is_kept(page):
     assert page.evaluate(ground) == system
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_apis_page_shows_operations_and_requests(page, server, scheme):
+    page.look(390, 844, scheme)
+    page.call("Page.navigate", url=f"{server.url}/docs")
+    page.wait("document.querySelectorAll('#request-list details').length > 5")
+    page.wait("document.querySelectorAll('#operation-list details').length > 5")
+    page.evaluate(
+        "document.querySelectorAll('#operation-list details, #request-list details').forEach((one) => one.open = true)"
+    )
+    text = page.evaluate("document.body.innerText")
+    for expected in (
+        "field_mul",
+        "bn254_fr",
+        "goldilocks",
+        "/v2/models/{name}/infer",
+        "/jobs/{id}",
+        "application/octet-stream",
+    ):
+        assert expected in text
+    assert "undefined" not in text
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    assert page.evaluate(CONTRAST) == []
+    assert page.problems == []
+    page.picture(PICTURES / f"docs-390-{scheme}.png")
+    page.look(1440, 900, scheme)
+    page.picture(PICTURES / f"docs-1440-{scheme}.png")
+    page.call("Page.navigate", url=f"{server.url}/")
+    page.wait(READY)
+
+
 def test_a_click_cancels_a_job_that_waits(page, server):
     with Client(server.url, trust_env=False) as client:
         running = client.submit("train", {}, steps=10**6)
@@ -221,7 +251,8 @@ def test_a_key_opens_the_page_and_a_stop_ends_its_stream(tmp_path):
 def test_the_files_load_nothing_from_elsewhere(http):
     for file in FOLDER.iterdir():
         if file.suffix in (".html", ".css", ".js", ".svg"):
-            name = "/" if file.name == "index.html" else f"/dashboard/{file.name}"
+            pages = {"index.html": "/", "docs.html": "/docs"}
+            name = pages.get(file.name, f"/dashboard/{file.name}")
             answer = http.get(name)
             assert answer.text == file.read_text(encoding="utf-8"), name
             assert "default-src 'none'" in answer.headers["content-security-policy"]

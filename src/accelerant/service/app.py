@@ -216,7 +216,7 @@ def create_app(settings: ServiceSettings) -> FastAPI:
             await app.state.jobs.drain(settings.drain_s)
 
     app = FastAPI(
-        title="Accelerant", version=__version__, lifespan=lifespan, redoc_url=None,
+        title="Accelerant", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
         summary="Field operations, transforms, proofs, neural operations and private computing over HTTP",
     )  # fmt: skip
     app.state.settings, app.state.keys, app.state.observers = settings, keys, observers

@@ -24,9 +24,9 @@ router = APIRouter(tags=["monitoring"])
 
 _TYPES = {
     "index.html": "text/html; charset=utf-8",
+    "docs.html": "text/html; charset=utf-8",
     "style.css": "text/css; charset=utf-8",
-    "dashboard.js": "text/javascript; charset=utf-8",
-    "examples.js": "text/javascript; charset=utf-8",
+    **dict.fromkeys(("common.js", "dashboard.js", "docs.js", "examples.js"), "text/javascript; charset=utf-8"),
     "icon.svg": "image/svg+xml",
 }
 """The files that are served, and nothing else of the folder."""
@@ -56,6 +56,12 @@ def _static(name: str) -> Response:
 def index() -> Response:
     """Return the dashboard."""
     return _static("index.html")
+
+
+@router.get("/docs", include_in_schema=False)
+def docs() -> Response:
+    """Return the API's documentation; FastAPI's page would load its scripts from another host."""
+    return _static("docs.html")
 
 
 @router.get("/dashboard/{name}", include_in_schema=False)

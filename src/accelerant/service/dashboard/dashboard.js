@@ -1,23 +1,9 @@
 // The dashboard: reads /events, and shows devices, queue, jobs, latencies and the ledger. No framework, no build.
 
+import { apiKey, byId, make, reasonOf, request, setApiKey, show } from "./common.js";
 import { startExamples } from "./examples.js";
 
-const byId = (id) => document.getElementById(id);
-const SVG = "http://www.w3.org/2000/svg";
 const MINUTE = 60;  // states are a second apart
-
-/** Return an element with attributes, and texts or elements in it. */
-export function make(tag, attributes = {}, ...content) {
-  const svg = ["svg", "path", "rect", "text", "line", "title"].includes(tag);
-  const element = svg ? document.createElementNS(SVG, tag) : document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...content);
-  return element;
-}
-
-function show(element, text) {
-  if (element.textContent !== text) element.textContent = text;
-}
 
 // --- numbers ---------------------------------------------------------------------------------------------------------
 
@@ -62,21 +48,8 @@ function quantile(counts, bounds, q) {
 
 // --- the stream ------------------------------------------------------------------------------------------------------
 
-let key = sessionStorage.getItem("accelerant-key") || "";
 let started = { buckets_s: [], history: {}, jobs: [] };
 let states = [];
-
-/** Fetch from the service, with the key if there is one. */
-export function request(path, options = {}) {
-  const headers = { ...options.headers, ...(key && { Authorization: `Bearer ${key}` }) };
-  return fetch(path, { cache: "no-store", ...options, headers });
-}
-
-/** Return the message of an error answer. */
-export async function reasonOf(answer) {
-  const body = await answer.json().catch(() => ({}));
-  return body.error || `${answer.status} ${answer.statusText}`;
-}
 
 function setLink(state, text) {
   byId("link").dataset.state = state;
@@ -89,8 +62,7 @@ function askKey(reason) {
   dialog.showModal();
   return new Promise((resolve) => {
     dialog.onclose = () => {
-      key = byId("key-value").value.trim();
-      sessionStorage.setItem("accelerant-key", key);
+      setApiKey(byId("key-value").value.trim());
       resolve();
     };
   });
@@ -105,7 +77,7 @@ async function listen() {
       const answer = await request("events");
       if (answer.status === 401 || answer.status === 403) {
         setLink("lost", "Key needed");
-        await askKey(await reasonOf(answer));
+        await askKey(apiKey() ? await reasonOf(answer) : "This service demands a key, with the scope monitor.");
         pause = 250;
         continue;
       }
@@ -143,6 +115,7 @@ function start(data) {
   byId("job-list").replaceChildren();
   data.jobs.reverse().forEach(showJob);
   show(byId("version"), `Accelerant ${data.version}`);
+  for (const link of document.querySelectorAll("footer a")) link.hidden = Boolean(apiKey());  // a link sends no key
   startExamples();
 }
 
@@ -461,21 +434,4 @@ function showLedger({ rows, left_out, fallbacks }) {
   byId("ledger-foot").hidden = rows.length > 0 && !notes.some(Boolean);
 }
 
-// --- colours ---------------------------------------------------------------------------------------------------------
-
-const THEMES = { "": ["◐", "as the system"], light: ["☀", "light"], dark: ["☾", "dark"] };
-
-function setTheme(theme) {
-  document.documentElement.dataset.theme = theme;
-  show(byId("theme"), THEMES[theme][0]);
-  byId("theme").setAttribute("aria-label", `Colours: ${THEMES[theme][1]}`);
-  byId("theme").title = `Colours: ${THEMES[theme][1]}`;
-}
-
-byId("theme").onclick = () => {
-  const names = Object.keys(THEMES), next = names[(names.indexOf(document.documentElement.dataset.theme) + 1) % names.length];
-  localStorage.setItem("accelerant-theme", next);
-  setTheme(next);
-};
-setTheme(localStorage.getItem("accelerant-theme") in THEMES ? localStorage.getItem("accelerant-theme") : "");
 listen();

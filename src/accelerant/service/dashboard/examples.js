@@ -1,8 +1,6 @@
 // The form "Try it": sends a small call in KServe's binary format, and checks the answer with big integers.
 
-import { make, reasonOf, request } from "./dashboard.js";
-
-const byId = (id) => document.getElementById(id);
+import { byId, make, reasonOf, request } from "./common.js";
 
 const FIELDS = {  // modulus, bytes of an element, a root of unity's generator
   goldilocks: { p: 2n ** 64n - 2n ** 32n + 1n, bytes: 8, type: "UINT64", g: 7n },
