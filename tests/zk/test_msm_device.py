@@ -25,9 +25,10 @@ from accelerant.algebra.curve.reference import multiply
 from accelerant.algebra.field.memory_space import HOST, space_at
 from accelerant.algebra.field.program import montgomery_radix
 from accelerant.errors import ConfigError, FormatError, OutOfMemory
+from accelerant.runtime import recorded_launch
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, portable_header
 from accelerant.runtime.provider import MemoryInfo
-from accelerant.zk.multi_scalar import device
+from accelerant.zk.multi_scalar import device, device_kernels
 from accelerant.zk.multi_scalar import device_plan as device_plan_module
 from accelerant.zk.multi_scalar.device import DeviceBases, _Runner, start_msm
 from accelerant.zk.multi_scalar.device_kernels import (
@@ -35,6 +36,7 @@ from accelerant.zk.multi_scalar.device_kernels import (
     MAX_SEGMENT_UNITS,
     accumulate_source,
     affine_source,
+    bins_source,
     fold_source,
     multiples_source,
     sort_source,
@@ -196,9 +198,32 @@ def sorted_lengths(segments):
     return [length for _, length, _ in sorted(segments)]
 
 
+@pytest.fixture
+def sort(request, monkeypatch):
+    """Sort by single counters, by bins, or by bins of several pieces in windows of several bins."""
+
+    def forget():
+        caches = (sort_source, bins_source, device_plan_module._size_bytes, scratch_shapes)
+        for cache in caches:
+            cache.cache_clear()
+        for backend in ("opencl", "cuda"):  # a source's name determines its text
+            recorded_launch.forget(backend)
+
+    with monkeypatch.context() as patched:
+        if request.param != "counters":
+            patched.setattr(device_plan_module, "_BINNED_ENTRIES", 1)
+        if request.param == "small bins":
+            for name, value in {"SORT_BLOCK": 16, "PIECE": 16, "MAX_WINDOW_BINS": 16, "TILE": 64}.items():
+                patched.setattr(device_kernels, name, value)
+        forget()
+        yield
+    forget()
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("sort", ["counters", "bins", "small bins"], indirect=True)
 @pytest.mark.parametrize("space", ["opencl", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
-def test_the_sort_fills_the_buckets(space):
+def test_the_sort_fills_the_buckets(space, sort):
     """Each point is where its digits say: the weighted sums of logarithms are the scalars' sum."""
     curve = curve_of("bn254_g1")
     cuts = (
@@ -543,8 +568,8 @@ def test_a_plan_counts_its_memory(name):
     """Every array, and what the kernels give."""
     curve = curve_of(name)
     rounds = [{"rounds": rounds, "shared": rounds == 2} for rounds in some_rounds(curve, 1, 2, 3)]
-    for options in ({}, *rounds, {"window": 13}):
-        plan = device_plan(curve, 1 << 16, 1 << 40, **options)
+    for n, options in ((1 << 16, {}), *((1 << 16, each) for each in rounds), (1 << 16, {"window": 13}), (1 << 20, {})):
+        plan = device_plan(curve, n, 1 << 40, **options)
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in scratch_shapes(name, plan).values()]
         results = plan.sets * 3 * math.prod(curve.shape) // 2 * 8
         assert sum(sizes) + results == plan.size_bytes(curve)
@@ -674,10 +699,11 @@ def resources_of(source, target):
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 @pytest.mark.slow
 def test_nvrtc_compiles_the_sort(target):
-    for entry, resources in resources_of(sort_source(), target).items():
-        assert 0 < resources.registers <= 40, entry
-        assert resources.spill_bytes == resources.stack_bytes == 0
-        assert resources.shared_bytes <= 8192
+    for source, registers, shared_bytes in ((sort_source(), 40, 8 << 10), (bins_source(), 88, 44 << 10)):
+        for entry, resources in resources_of(source, target).items():
+            assert 0 < resources.registers <= registers, entry
+            assert resources.spill_bytes == resources.stack_bytes == 0
+            assert resources.shared_bytes <= shared_bytes
 
 
 @pytest.mark.sample(3)
@@ -706,7 +732,11 @@ def test_nvrtc_compiles_with_few_registers(target, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", CUDA_TARGETS)
 def test_nvrtc_compiles_for_each_target(target):
-    for source in (sort_source(), *(make(curve_of("bn254_g1")) for make in (accumulate_source, affine_source))):
+    for source in (
+        sort_source(),
+        bins_source(),
+        *(make(curve_of("bn254_g1")) for make in (accumulate_source, affine_source)),
+    ):
         assert target in source.targets
         for entry, resources in resources_of(source, target).items():
             assert 0 < resources.registers <= 128, entry
@@ -735,7 +765,7 @@ def test_the_texts_ask_for_no_compiler():
     """Whatever differs between compilers stands in the header, or in the field's text."""
     curve = curve_of("bls12_381_g2")
     sources = [make(curve) for make in (accumulate_source, fold_source, multiples_source)]
-    for source in (sort_source(), affine_source(curve_of("bls12_381_g1")), *sources):
+    for source in (sort_source(), bins_source(), affine_source(curve_of("bls12_381_g1")), *sources):
         text = source.dialects["portable"].partition("#define MSM_LENGTH")[2]
         assert "ACL_KERNEL" in text
         assert not re.search(r"#\s*if|#\s*el|defined|\b__\w+|get_global_id|threadIdx", text)

@@ -1,4 +1,4 @@
-"""Multi-scalar multiplication on a device with C kernels, by buckets; see sort.c, affine.c, accumulate.c and fold.c.
+"""Multi-scalar multiplication on a device with C kernels, by buckets: sort.c, bins.c, affine.c, accumulate.c, fold.c.
 
 The host launches kernels, and in the end combines the sums of windows (window_reduction.py); it need not wait in
 between (PendingMsm). device_plan.py divides a sum. Points of many sums are stored with their multiples by 2^(c w)

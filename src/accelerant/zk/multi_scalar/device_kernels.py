@@ -1,4 +1,4 @@
-"""C kernels of multi-scalar multiplication on devices: sort.c, common to all curves, and the kernels of each curve."""
+"""C kernels of multi-scalar multiplication on devices: sort.c and bins.c, of all curves, and those of each curve."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from accelerant.runtime.compilation.kernel import KernelSource, LazyDialects
 
 __all__ = [
     "ACCUMULATE_BLOCK", "ACCUMULATION", "AFFINE_BLOCK", "COUNTERS", "ENTRIES_PER_THREAD", "INVERSIONS_PER_THREAD",
-    "INVERT_BLOCK", "MAX_SEGMENT_UNITS", "MULTIPLES_BLOCK", "POINTS_PER_INVERSION", "SORT_BLOCK", "TILE",
-    "accumulate_source", "affine_source", "fold_source", "multiples_source", "reduce_block", "sort_source",
+    "INVERT_BLOCK", "MAX_BIN_BITS", "MAX_SEGMENT_UNITS", "MAX_WINDOW_BINS", "MULTIPLES_BLOCK", "PIECE",
+    "POINTS_PER_INVERSION", "SORT_BLOCK", "TILE", "accumulate_source", "affine_source", "bins_source", "fold_source",
+    "multiples_source", "reduce_block", "sort_source",
 ]  # fmt: skip
 
 Sizes = Mapping[str, int | str]
 
-SORT_BLOCK = 256  # threads of a block of sort.c, a power of two
+SORT_BLOCK = 256  # threads of a block of sort.c and bins.c, a power of two
 ENTRIES_PER_THREAD = 4  # entries of a thread of msm_rank and msm_scatter
+PIECE = 4096  # entries of a block of bins.c, in 32 KiB of local memory; a multiple of SORT_BLOCK
+MAX_WINDOW_BINS = 2048  # largest number of bins of a set of buckets, whose counters are in local memory, too
+MAX_BIN_BITS = 10  # log2 of the largest number of keys of a bin, likewise
 TILE = 1024  # keys of a block of msm_tiles and msm_segments; a multiple of SORT_BLOCK
 MAX_SEGMENT_UNITS = 1024  # largest number of units of a segment
 COUNTERS = MAX_SEGMENT_UNITS + 5  # numbers after the keys in counts
@@ -43,6 +47,13 @@ _SORT = {
     "msm_scan": ("*u32", "*u32", "i64", "i64", "i32"),
     "msm_segments": ("*u32", "*u32", "*u32", "*u32", "*u64", "*u32", "i64", "i32", "i32", "i32"),
     "msm_scatter": ("*u32", "*u32", "*u32", "*u32", "i64", "i64", "i64", "i64"),
+}
+_BINS = {
+    "msm_count": ("*u32", "*u32", "i64", "i64", "i64", "i64", "i32"),
+    "msm_pieces": ("*u32", "*u32", "i64", "i64"),
+    "msm_partition": ("*u32", "*u32", "*u64", "i64", "i64", "i64", "i64", "i64", "i32"),
+    "msm_rank_bins": ("*u64", "*u32", "*u32", "*u32", "i64", "i64", "i32"),
+    "msm_scatter_bins": ("*u64", "*u32", "*u32", "*u32", "*u32", "i64", "i64", "i32"),
 }
 _ACCUMULATE = {"msm_accumulate": ("*u64", "*u32", "*u32", "*u32", "*u64", "i64", "i64")}
 _AFFINE = {
@@ -70,8 +81,25 @@ def reduce_block(curve: Curve[Any]) -> int:
 def sort_source() -> KernelSource:
     """Return the kernels of sort.c."""
     sizes = {"MSM_BLOCK": SORT_BLOCK, "MSM_EACH": ENTRIES_PER_THREAD, "MSM_TILE": TILE}
-    text = _defined(sizes) + read_files("zk/multi_scalar", "sort.c")
+    text = _defined(sizes) + read_files("zk/multi_scalar", "prefix_sum.h", "sort.c")
     return KernelSource(name="msm_sort", dialects={"portable": text}, entries=_SORT)
+
+
+@functools.cache
+def bins_source() -> KernelSource:
+    """Return the kernels of bins.c."""
+    bins_per_thread = MAX_WINDOW_BINS // SORT_BLOCK + 1  # a set of buckets may begin within a bin
+    sizes = {
+        "MSM_BLOCK": SORT_BLOCK,
+        "MSM_EACH": PIECE // SORT_BLOCK,
+        "MSM_PIECE": PIECE,
+        "MSM_BINS": bins_per_thread * SORT_BLOCK,
+        "MSM_BINS_PER_THREAD": bins_per_thread,
+        "MSM_BIN_KEYS": 1 << MAX_BIN_BITS,
+        "MSM_KEYS_PER_THREAD": (1 << MAX_BIN_BITS) // SORT_BLOCK,
+    }
+    text = _defined(sizes) + read_files("zk/multi_scalar", "prefix_sum.h", "bins.c")
+    return KernelSource(name="msm_bins", dialects={"portable": text}, entries=_BINS)
 
 
 @functools.cache

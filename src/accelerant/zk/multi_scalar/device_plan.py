@@ -1,7 +1,7 @@
 """The division of a multi-scalar multiplication on a device, and the kernel launches that follow from it.
 
 A launch names its scratch arrays, so that the launches of sums of one size are computed once: the device waits until
-the first kernel starts. The kernels are described in sort.c, affine.c, accumulate.c and fold.c.
+the first kernel starts. sort.c, bins.c, affine.c, accumulate.c and fold.c describe the kernels.
 
 Cost of affine rounds. An affine addition takes 5M + 1S, 3M of which are its share of an inversion; an addition in XYZZ
 coordinates takes 8M + 2S. On an H200, at 57.8e9 products of BN254 a second, that is 0.10 ns and 0.16 ns. With r rounds
@@ -32,6 +32,15 @@ points. ROUNDS has all measurements and decides.
 
 Also tried, for BN254: blocks that compute their own inversions, so that a round is one kernel and no product is written
 and read again. Round 0 then takes 7.3 to 8.5 ms: a block waits for its inversion, and no other fits beside it.
+
+Fewer multiplications otherwise, for BN254 on an H100, where msm_accumulate takes 9.9 ms of 12.4 for 2^22 points:
+
+    Half scalars (Gallant, Lambert and Vanstone, CRYPTO 2001): 14 digits of 18 bits a point instead of 15 of 17, or 16
+    of 16 bits with half the buckets. At 2^22 the additions take 0.7 ms less, but the images of the points 0.2 and the
+    last digit's larger set of buckets 0.4. In one run 13.8 ms with them and 13.4 without; at 2^20 4.2 and 4.4.
+    Products by Karatsuba's method, 48 wide multiplications instead of 64 before the reduction: 1,034 in an addition
+    instead of 1,161, but 1,950 other instructions instead of 1,000, and 144 registers, or spills. 11.1 ms instead of
+    9.2 over 59 million digits, 10.5 with the method in single products only. Fewer resident threads do not help.
 """
 
 from __future__ import annotations
@@ -108,6 +117,14 @@ _MAX_ROUNDS = 5
 _AFFINE_ENTRIES = 64
 """Entries of a thread of affine.c: enough that its share of an inversion is small, and that threads fill a device."""
 
+_BINNED_ENTRIES = 1 << 21
+"""Entries from which bins.c sorts them, three launches more. BN254 on an H100, ms by counters and by bins:
+
+    2^17    2^18    2^19    2^20    2^21    2^22     2^23
+    1.42    1.77    2.85    4.50    7.66    14.31    27.77
+    1.29    1.64    2.57    3.85    6.84    12.39    23.70
+"""
+
 _INVERT_THREADS = 1 << 15
 """Threads of msm_affine_invert above which each takes more products."""
 
@@ -167,6 +184,32 @@ class DevicePlan:
     def entries(self) -> int:
         """Digits of a chunk."""
         return self.windows * self.points
+
+    @property
+    def binned(self) -> bool:
+        """Whether bins.c sorts the entries."""
+        return self.entries >= _BINNED_ENTRIES
+
+    @property
+    def bin_bits(self) -> int:
+        """log2 of the keys of a bin of bins.c: about as many as a set has bins, so that both halves write long runs."""
+        bits = (self.buckets - 1).bit_length()
+        return min(kernels.MAX_BIN_BITS, max(bits - kernels.MAX_WINDOW_BINS.bit_length() + 1, (bits + 1) // 2))
+
+    @property
+    def bins(self) -> int:
+        """Bins of all keys; 0 unless the entries are sorted by bins."""
+        return (self.keys - 1 >> self.bin_bits) + 1 if self.binned else 0
+
+    @property
+    def pieces(self) -> int:
+        """Upper bound on the pieces of bins."""
+        return self.bins + self.entries // kernels.PIECE
+
+    @property
+    def counters(self) -> int:
+        """Numbers of counts: those of keys and segments, and of bins."""
+        return self.keys + kernels.COUNTERS + (self.bins + 1 if self.binned else 0)
 
     @property
     def units(self) -> int:
@@ -301,7 +344,8 @@ def device_plan(
 @functools.lru_cache(maxsize=256)
 def _size_bytes(p: DevicePlan, coordinate: int, threads: int) -> int:
     lists = 3 * (p.segments + max(1, p.heavy))
-    numbers = 2 * p.entries + p.padded_entries + p.keys + kernels.COUNTERS + p.tiles + lists
+    numbers = 2 * p.entries + p.padded_entries + p.counters + p.tiles + lists
+    numbers += ((1 << p.bin_bits) + 2) * p.pieces if p.binned else 0
     coordinates = 4 * p.sums + p.sets * (8 * p.blocks(threads) + 3)
     coordinates += 3 * sum(p.affine_pairs) + p.affine_threads
     return 4 * numbers + coordinate * coordinates
@@ -376,10 +420,8 @@ def scratch_shapes(curve: str, plan: DevicePlan) -> Mapping[str, tuple[tuple[int
     width = 4 * coordinate
     block_sums = (plan.sets * plan.blocks(kernels.reduce_block(curve_of(curve))), width)
     shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
-        "digits": ((plan.entries,), _U32),
-        "ranks": ((plan.entries,), _U32),
-        "sorted": ((plan.padded_entries,), _U32),
-        "counts": ((plan.keys + kernels.COUNTERS,), _U32),
+        "sorted": ((plan.padded_entries,), _U32),  # with bins, before that the digits
+        "counts": ((plan.counters,), _U32),
         "tiles": ((plan.tiles,), _U32),
         "segments": ((plan.segments, 3), _U32),
         "heavy": ((max(1, plan.heavy), 3), _U32),
@@ -387,6 +429,11 @@ def scratch_shapes(curve: str, plan: DevicePlan) -> Mapping[str, tuple[tuple[int
         "plain": (block_sums, _U64),
         "weighted": (block_sums, _U64),
     }
+    if plan.binned:
+        before = (plan.pieces, 1 << plan.bin_bits)
+        shapes |= {"binned": ((plan.entries,), _U64), "pieces": ((plan.pieces, 2), _U32), "before": (before, _U32)}
+    else:
+        shapes |= {"digits": ((plan.entries,), _U32), "ranks": ((plan.entries,), _U32)}
     if plan.rounds:
         shapes["totals"] = ((plan.affine_threads, coordinate), _U64)
     for k, count in enumerate(plan.affine_pairs):  # two rounds alternate between these
@@ -414,23 +461,36 @@ def prepare(space: MemorySpace, launches: Iterable[MsmLaunch]) -> tuple[Prepared
 
 
 def sort_launches(curve: Curve[Any], p: DevicePlan, chunk: Chunk) -> Iterator[MsmLaunch]:
-    """Yield the launches of sort.c, from "scalars" to "sorted", "counts", "segments" and "heavy"."""
-    source, n = kernels.sort_source(), chunk.size
+    """Yield the launches of sort.c and bins.c, from "scalars" to "sorted", "counts", "segments" and "heavy"."""
+    n, of_sort, of_bins = chunk.size, kernels.sort_source(), kernels.bins_source()
     scalar_blocks, blocks = -(-n // kernels.SORT_BLOCK), -(-n // (kernels.SORT_BLOCK * kernels.ENTRIES_PER_THREAD))
     spread, stride = (0, chunk.n) if p.shared else (p.buckets, 0)
+    digits = "sorted" if p.binned else "digits"
+    counted, by_bin = (digits, "ranks", "counts"), ("binned", "pieces", "counts", "before")
+    bins = (p.keys + kernels.COUNTERS, p.bins)  # where they are in counts, and their number
+    per_window, bin_blocks = (bins[0], n, p.windows, spread), p.windows * -(-n // kernels.PIECE)
 
-    def run(entry: str, grid: int, arrays: tuple[str, ...], *numbers: int) -> MsmLaunch:
+    def run(source: KernelSource, entry: str, grid: int, arrays: tuple[str, ...], *numbers: int) -> MsmLaunch:
         return MsmLaunch(source, entry, grid, kernels.SORT_BLOCK, arrays, numbers)
 
-    sizes = (chunk.scalars, n, p.window, p.windows, p.keys + kernels.COUNTERS, scalar_blocks * kernels.SORT_BLOCK)
-    yield run("msm_digits", scalar_blocks, ("scalars", "digits", "counts"), *sizes)
-    counted = ("digits", "ranks", "counts")
-    yield run("msm_rank", p.windows * blocks, counted, n, blocks, spread)
-    yield run("msm_tiles", p.tiles, ("counts", "tiles"), p.keys, p.segment, p.rounds)
-    yield run("msm_scan", 1, ("counts", "tiles"), p.keys, p.tiles, p.segment)
+    sizes = (chunk.scalars, n, p.window, p.windows, p.counters, scalar_blocks * kernels.SORT_BLOCK)
+    yield run(of_sort, "msm_digits", scalar_blocks, ("scalars", digits, "counts"), *sizes)
+    if p.binned:
+        yield run(of_bins, "msm_count", bin_blocks, (digits, "counts"), *per_window, p.bin_bits)
+        yield run(of_bins, "msm_pieces", 1, ("counts", "pieces"), *bins)
+        binned = (digits, "counts", "binned")
+        yield run(of_bins, "msm_partition", bin_blocks, binned, *per_window, stride, p.bin_bits)
+        yield run(of_bins, "msm_rank_bins", p.pieces, by_bin, *bins, p.bin_bits)
+    else:
+        yield run(of_sort, "msm_rank", p.windows * blocks, counted, n, blocks, spread)
+    yield run(of_sort, "msm_tiles", p.tiles, ("counts", "tiles"), p.keys, p.segment, p.rounds)
+    yield run(of_sort, "msm_scan", 1, ("counts", "tiles"), p.keys, p.tiles, p.segment)
     lists = ("counts", "tiles", "segments", "heavy", "sums", "sorted")
-    yield run("msm_segments", p.tiles, lists, p.keys, p.segment, 4 * coordinate_words(curve), p.rounds)
-    yield run("msm_scatter", p.windows * blocks, (*counted, "sorted"), n, blocks, spread, stride)
+    yield run(of_sort, "msm_segments", p.tiles, lists, p.keys, p.segment, 4 * coordinate_words(curve), p.rounds)
+    if p.binned:
+        yield run(of_bins, "msm_scatter_bins", p.pieces, (*by_bin, "sorted"), *bins, p.bin_bits)
+    else:
+        yield run(of_sort, "msm_scatter", p.windows * blocks, (*counted, "sorted"), n, blocks, spread, stride)
 
 
 def _affine_launches(curve: Curve[Any], p: DevicePlan, first: int) -> Iterator[MsmLaunch]:

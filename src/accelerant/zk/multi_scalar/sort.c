@@ -24,7 +24,7 @@
  * units.
  * Bound by memory: 28 bytes and an atomic addition at a random address per entry. msm_rank counts one frequent digit per block
  * separately, that of the first thread; if two to about a hundred digits make up most entries, the other additions contend for
- * few counters, whose cost is not measured yet. */
+ * few counters. For large sums bins.c replaces msm_rank and msm_scatter. prefix_sum.h precedes this file. */
 
 /* Units of a number of entries. */
 ACL_DEVICE u32 msm_units(u32 entries, i32 rounds) {
@@ -135,17 +135,6 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_tiles(ACL_GLOBAL u32 *counts, ACL_GLOBA
         tiles[acl_group_id()] = total;
     }
 }
-
-/* Exclusive prefix sum over the threads of a block; tile has one number per thread. */
-#define MSM_BEFORE(tile, value, result)                                                                \
-    tile[thread] = value;                                                                              \
-    for (i32 step = 1; step < acl_local_size(); step *= 2) {                                           \
-        acl_barrier();                                                                                 \
-        u32 other = thread >= step ? tile[thread - step] : 0;                                          \
-        acl_barrier();                                                                                 \
-        tile[thread] += other;                                                                         \
-    }                                                                                                  \
-    u32 result = tile[thread] - value;
 
 /* Grid: one block. */
 ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_scan(ACL_GLOBAL u32 *counts, ACL_GLOBAL u32 *tiles, i64 keys, i64 count, i32 length) {
