@@ -75,6 +75,10 @@ BACKWARD = (16, 128)
 _BACKWARD_WARPS = 4
 _MIN_SPAN = 128
 _MAX_PARTS = 256
+_MIN_PROGRAMS = 512
+"""Programs of the backward kernel below which parts have fewer rows, at least 32: 128x4096, 2048x512 and 1024x4096 in
+bfloat16 then take 12.3, 14.0 and 21.6 us on an H100 instead of 22.2, 22.4 and 26.9."""
+
 BIAS = (32, 64)
 """Rows and columns of a step of the kernel that adds the partial sums of the bias gradient."""
 
@@ -167,9 +171,14 @@ def launch_dz(
         return dz, a, None if sums is None else z.new_zeros(N, dtype=sums)
     rows, stride = as_rows(dy, N)
     span, parts = spans(M, _MAX_PARTS)
+    strips = ceil_div(N, BACKWARD[1])
+    if parts * strips < _MIN_PROGRAMS:
+        span = max(2, ceil_div(ceil_div(M, ceil_div(_MIN_PROGRAMS, strips)), BACKWARD[0])) * BACKWARD[0]
+        parts = ceil_div(M, span)
+        join = None if parts > _MAX_PARTS else join
     partial = None if sums is None else torch.empty(parts, N, dtype=torch.float32, device=z.device)
     KERNELS["bwd"].launch(
-        (parts * ceil_div(N, BACKWARD[1]),),
+        (parts * strips,),
         (rows, z, dz, a, partial, M, N, stride, span),
         {"TANH": approximate == "tanh", "BLOCK_M": BACKWARD[0], "BLOCK_N": BACKWARD[1]},
         num_warps=_BACKWARD_WARPS,
