@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import logging
 import multiprocessing
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from accelerant.bench.subjects import OPS
 from accelerant.config import override
 from accelerant.runtime.dispatch import choices as module
+from accelerant.runtime.dispatch import operations
 from accelerant.runtime.dispatch.choices import TABLES, Choices, Measurement, choices, key_of, model_of, rounded
 
 CPU = torch.device("cpu")
@@ -211,6 +214,17 @@ def test_a_shipped_table_serves_its_models(tmp_path, tables, model, name, served
         assert found.table == "NVIDIA H200"
 
 
+@pytest.mark.parametrize(("name", "times"), [("NVIDIA H200", (1.0, 4.0)), ("NVIDIA H100", (3.0, 4.0))])
+def test_the_table_of_the_model_itself_goes_before_others(tmp_path, tables, model, name, times):
+    """Both serve both models; each has the entries that the other lacks."""
+    model(name)
+    entries = {key: {"ms": {"triton": ms}} for key, ms in ((KEY, 3.0), ("probe float16 4 8", 4.0))}
+    body = {"format": 1, "device": "NVIDIA H100", "serves": ["NVIDIA H100", "NVIDIA H200"], "entries": entries}
+    (tables / "nvidia-h100.json").write_text(json.dumps(body))
+    store = Choices(tmp_path / "local", tables)
+    assert tuple(store.find(CPU, key).ms["triton"] for key in entries) == times
+
+
 def test_local_results_come_before_shipped_ones(tmp_path, tables, model):
     model()
     store = Choices(tmp_path / "local", tables)
@@ -314,3 +328,29 @@ def test_the_sources_of_an_op_are_its_own():
     names = {path.relative_to(module._ROOT).as_posix() for path in files}
     assert {"ops/norm/launch.py", "ops/norm/triton_kernels.py", "ops/_launch.py"} <= names
     assert not any(name.startswith(("ops/softmax", "runtime")) for name in names)
+
+
+RACED_IN_BFLOAT16 = {
+    "attention_decode", "attention_varlen", "avg_pool2d", "binary_cross_entropy", "binary_cross_entropy_with_logits",
+    "conv2d", "cross_entropy", "dropout", "embedding", "gelu", "l1_loss", "layer_norm", "linear_cross_entropy",
+    "linear_gelu", "linear_int8", "log_softmax", "max_pool2d", "mse_loss", "mul", "quantize_int8", "relu", "rms_norm",
+    "sigmoid", "silu", "softmax", "swiglu", "tanh",
+}  # fmt: skip
+"""Ops without entries in float16, float32 or both, where the order of preference holds: `accelerant tune --no-launches
+--dtype float32,float16 --table FILE` makes them, in about 10 minutes on an H100."""
+
+
+def test_every_op_is_in_the_shipped_tables():
+    """In bfloat16, and in float16 and float32 but for those listed, all of which lack one."""
+    tables = [json.loads(path.read_text(encoding="utf-8"))["entries"] for path in TABLES.glob("*.json")]
+    measured = {tuple(key.split()[:2]) for table in tables for key in table}
+    lacking = set()
+    for name, part in itertools.product(OPS, ("fwd", "bwd")):
+        operation = operations().get(f"{name}_{part}")
+        if operation is None or len(operation.implementations) == 1:
+            continue  # nothing to choose from
+        if any(implementation.mutates for implementation in operation.implementations):
+            continue  # which are not raced
+        assert (operation.name, "bfloat16") in measured, operation.name
+        lacking |= {name for dtype in ("float16", "float32") if (operation.name, dtype) not in measured}
+    assert lacking == RACED_IN_BFLOAT16

@@ -1,4 +1,4 @@
-"""Races and tuning of every op on the cases of its benchmark and on smaller ones, for `accelerant tune`.
+"""Races and tuning of every op on the cases of its benchmark, on smaller ones and at odd sizes, for `accelerant tune`.
 
 Results hold for the shape buckets that were measured, on this model of device (docs/choices.md). The shipped tables are
 made this way.
@@ -15,7 +15,7 @@ import torch
 from accelerant import ops
 from accelerant.bench.subjects import OPS
 from accelerant.bench.suites import neural
-from accelerant.bench.suites.neural_cases import benchmarks_of, leaves_of
+from accelerant.bench.suites.neural_cases import benchmarks_of, leaves_of, odd_benchmarks_of
 from accelerant.bench.suites.neural_plan import plan
 from accelerant.bench.suites.precompile import groups_of, precompile
 from accelerant.config import override
@@ -45,7 +45,11 @@ class TuneResult:
 
 def count_calls(names: Sequence[str] = (), dtypes: Sequence[torch.dtype] = (torch.bfloat16,)) -> int:
     """Return the number of calls that tune_ops makes for these ops and dtypes."""
-    return len(SHRINKS) * len(dtypes) * sum(len(benchmarks_of(name)) for name in names or OPS)
+    return sum(
+        len(SHRINKS) * len(benchmarks_of(name)) + len(odd_benchmarks_of(name, dtype))
+        for name in names or OPS
+        for dtype in dtypes
+    )
 
 
 def tune_ops(

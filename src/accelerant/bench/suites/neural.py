@@ -46,6 +46,7 @@ from accelerant.bench.suites.neural_cases import (
     as_tuple,
     benchmarks_of,
     call_of,
+    odd_benchmarks_of,
     shapes_label,
     shrunk,
     work_of,
@@ -323,7 +324,7 @@ def _with_cpu(row: Row, name: str, benchmark: Benchmark, budget_s: float) -> Row
 def calls(
     name: str, device: ComputeDevice, dtype: torch.dtype, shrinks: Sequence[int]
 ) -> Iterator[tuple[str, tuple[Tensor | None, ...], dict[str, Any]]]:
-    """Yield the label, tensors and options of an op's cases, each with all rows divided by each of `shrinks`."""
+    """Yield the label, tensors and options of an op's cases, all rows divided by each of `shrinks`, then odd ones."""
     for benchmark in benchmarks_of(name):
         whole = OpCase.of(name, benchmark, device, dtype)
         first = whole.inputs[0]
@@ -332,6 +333,9 @@ def calls(
             fewer = shrunk(name, whole.inputs, max(1, rows // shrink))
             shape = "" if fewer[0] is None else "x".join(map(str, fewer[0].shape))
             yield f"{shape} {str(dtype).removeprefix('torch.')}", fewer, whole.options
+    for benchmark in odd_benchmarks_of(name, dtype):
+        odd = OpCase.of(name, benchmark, device, dtype)
+        yield odd.label, odd.inputs, odd.options
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,11 @@ def benchmarks_of(name: str) -> list[Benchmark]:
     return list(public_op(name).cases.BENCHMARKS)
 
 
+def odd_benchmarks_of(name: str, dtype: torch.dtype) -> list[Benchmark]:
+    """Return the odd sizes of an op's GPU tests that torch's function takes, too."""
+    return [Benchmark(sample, dtype) for sample in filter(OPS[name].odd, public_op(name).cases.LARGE)]
+
+
 @dataclass(frozen=True, slots=True)
 class OpCase:
     """A benchmark of an op with its tensors: positional arguments `inputs`, keyword arguments `options`.

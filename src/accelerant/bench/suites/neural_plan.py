@@ -20,7 +20,7 @@ import torch
 
 from accelerant.bench.baselines import COMPOSITIONS, NOT_BY_ROWS, unfused
 from accelerant.bench.subjects import OPS
-from accelerant.bench.suites.neural_cases import benchmarks_of
+from accelerant.bench.suites.neural_cases import benchmarks_of, odd_benchmarks_of
 from accelerant.errors import ConfigError
 from accelerant.ops._cases import Benchmark, Fractions, Indices, Sample, Stated
 from accelerant.ops._registry import public_op
@@ -158,8 +158,7 @@ def plan(
     uneven, swept = [], []
     for op in ops if odd else ():
         peers = [name for name in against if name in _ODD_PEERS]
-        for sample in filter(OPS[op].odd, public_op(op).cases.LARGE):
-            uneven.append(case("odd", op, Benchmark(sample, first or torch.bfloat16), first, peers, few))
+        uneven += [case("odd", op, one, first, peers, few) for one in odd_benchmarks_of(op, first or torch.bfloat16)]
     for op in ops:  # the largest first: torch.compile compiles for any number of rows with the largest in view
         for size in sorted(sweep, reverse=True):
             resized = _resized(benchmarks_of(op)[0], size)

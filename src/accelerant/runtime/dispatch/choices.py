@@ -20,6 +20,7 @@ import importlib.metadata
 import json
 import logging
 import math
+import operator
 import os
 import re
 import sys
@@ -363,15 +364,21 @@ class Choices:
             _log.warning("choices cannot be kept in %s: %s", path, error)
 
     def _read_tables(self, model: str | None = None) -> dict[str, Measurement]:
-        """Return the shipped table that serves a model, by default the first. A slice of a device is another device."""
+        """Return the measurements of the shipped tables that serve a model, by default of all tables.
+
+        Those that were made on the model itself go before others. A slice of a device is another device.
+        """
+        found = []
         for path in sorted(self._tables.glob("*.json")):
             try:
                 body = decode_json(path.read_bytes())
                 if body["format"] == _FORMAT and (not model or any(_serves(name, model) for name in body["serves"])):
-                    return _measurements(body["entries"], str(body["device"]))
+                    device = str(body["device"])
+                    found.append((_serves(device, model or ""), _measurements(body["entries"], device)))
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 _log.warning("shipped table %s cannot be read: %s", path, error)
-        return {}
+        found.sort(key=operator.itemgetter(0))  # made on the model itself, or not
+        return {key: measured for _, entries in found for key, measured in entries.items()}
 
 
 def _serves(name: str, model: str) -> bool:
