@@ -1,6 +1,8 @@
 """What is particular to OpenCL's kernels: the tiled product of GPUs, and vendors' drivers of GPUs."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -31,6 +33,15 @@ def test_the_product_of_gpus_takes_any_strides(batch, rows, inner, columns):
             found = place.empty((batch, rows, columns), torch.float32)
             place.matmul(found, moved(left, place), moved(right, place))
             torch.testing.assert_close(found.cpu(), left @ right, rtol=1e-5, atol=1e-5)  # sums of 45 products
+
+
+def test_a_process_ends_without_messages_of_the_driver(monkeypatch):
+    """PoCL's compiler in a thread that outlives its folder, and its remarks on vectors of 16, are not for users."""
+    require_backend("opencl")
+    monkeypatch.delenv("POCL_CACHE_DIR", raising=False)
+    program = "import torch, accelerant as acl; x = acl.to(torch.ones(32, 32), 'opencl'); (x @ x).add_(1)"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stderr == ""
 
 
 @pytest.mark.gpu
