@@ -24,7 +24,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "accelerant"
 
 CAPTIONS = {
-    "cli": "train, data, bench, tune, ...",
+    "cli": "train, serve, bench, tune, ...",
+    "service": "HTTP, jobs, keys, dashboard",
     "bench": "timers, suites, reports",
     "accelerator": "any array library",
     "privacy": "private training",
@@ -41,7 +42,7 @@ CAPTIONS = {
 
 LEFT, WIDTH, GAP = 32, 428, 12
 
-HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1000 640" role="img" aria-labelledby="title desc">
+HEAD = """<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1000 712" role="img" aria-labelledby="title desc">
   <title id="title">Accelerant's layers, and one call through them</title>
   <desc id="desc">On the left the layers of the package, each importing only those below it: $layers. Dashed ones
     are planned. On the right the path of a call: the op checks its arguments, dispatch chooses an implementation, the
@@ -81,11 +82,11 @@ STYLE = """  <style>
       <path class="tip" d="M0 0 L8 4 L0 8 Z"/>
     </marker>
   </defs>
-  <rect class="page" x="1" y="1" width="998" height="638" rx="14"/>
+  <rect class="page" x="1" y="1" width="998" height="710" rx="14"/>
 
 """
 
-CALL = """  <path class="line" d="M478 70 V602" marker-end="url(#tip)"/>
+CALL = """  <path class="line" d="M478 70 V674" marker-end="url(#tip)"/>
 
   <!-- one call -->
   <text class="head" x="528" y="44">One call</text>
@@ -169,12 +170,11 @@ def providers(top: int) -> list[str]:
     own = [name for name, (module, _) in registry.PROVIDERS.items() if not module.endswith("torch_devices")]
     others = [name for name in registry.PROVIDERS if name not in own]
     parts = []
-    for place, (name, width) in enumerate([*((name, 70) for name in own), (f"{', '.join(others)}: torch only", 170)]):
-        x = LEFT + GAP + 78 * place
-        style = "mid" if width == 70 else "soft mid"
+    for place, (name, width) in enumerate([*((name, 52) for name in own), (f"{', '.join(others)}: torch only", 114)]):
+        x = LEFT + GAP + 58 * place
         parts += [
             f'  <rect class="box" x="{x}" y="{top}" width="{width}" height="34" rx="6"/>',
-            f'  <text class="{style}" x="{x + width // 2}" y="{top + 22}">{name}</text>',
+            f'  <text class="soft mid" x="{x + width // 2}" y="{top + 22}">{name}</text>',
         ]
     return parts
 

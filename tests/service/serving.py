@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import httpx
 
@@ -45,6 +46,14 @@ class Server:
         """The lines of the log that are about requests."""
         entries = [json.loads(line) for line in self.lines]
         return [entry for entry in entries if "request_id" in entry]
+
+    def record(self, request_id, wait_s=20):
+        """The line of a request, which the server writes soon after its answer."""
+        end = time.monotonic() + wait_s
+        while not (found := [record for record in self.records() if record["request_id"] == request_id]):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        return found[0]
 
     def stop(self):
         """Send SIGTERM; return the exit status."""

@@ -68,6 +68,13 @@ def test_accept_chooses_the_format(http):
     assert http.post(MUL, content=body, headers={"accept": "image/png", "content-type": JSON}).status_code == 406
 
 
+def test_curl_without_a_content_type(http):
+    body = kserve(elements(4), binary=False)["content"]
+    answer = http.post(MUL, content=body, headers={"content-type": "application/x-www-form-urlencoded"})
+    assert answer.headers["content-type"] == JSON
+    assert outputs(answer)["z"].shape == (4,)
+
+
 def test_metadata(http):
     assert http.get("/v2").json()["extensions"] == ["binary_tensor_data"]
     names = [model["name"] for model in http.get("/v2/models").json()["models"]]
@@ -118,5 +125,5 @@ def test_request_ids_are_kept_and_logged(http, server):
     assert answer.headers["x-request-id"] == "mine-1"
     other = http.get("/v2", headers={"x-request-id": "not mine\t!"})
     assert other.headers["x-request-id"] != "not mine\t!"
-    record = next(record for record in server.records() if record["request_id"] == "mine-1")
+    record = server.record("mine-1")
     assert (record["method"], record["path"], record["status"], record["key_id"]) == ("GET", "/v2", 200, "anonymous")

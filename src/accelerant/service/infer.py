@@ -43,6 +43,7 @@ __all__ = ["Answer", "Inference", "answer_format", "operation_named", "written"]
 
 FORMATS = (JSON, BINARY, SAFETENSORS, NPY, ARROW)
 _LENGTH = "inference-header-content-length"
+_CURL = "application/x-www-form-urlencoded"  # what `curl -d` says of JSON, unless it is told otherwise
 _ENVELOPE = ("priority", "timeout", "binary_data_output")
 _HEAD_BYTES, _HEADS_KEPT = 2048, 256
 _IN_THREAD_BYTES = 1 << 20
@@ -173,7 +174,7 @@ class Inference:
         media = headers.get(b"content-type", JSON.encode()).decode("latin-1").partition(";")[0].strip().lower()
         identity, usual = None, media
         binary: bool | frozenset[str] = False
-        if size is not None or media in (JSON, BINARY):
+        if size is not None or media in (JSON, BINARY, _CURL):
             head, values = read_kserve(body, size, "inputs", most_json=settings.json_bytes)
             identity, parameters = head.get("id"), head.get("parameters", {})
             if not isinstance(parameters, dict) or not isinstance(identity, str | None):
