@@ -157,6 +157,7 @@ def test_crafted_arrays_are_refused(http, tmp_path):
         (NPY, npy("{'descr': '<u8', 'fortran_order': False, 'shape': (-1,)}") + bytes(16)),
         (NPY, npy("{'descr': [('a', '<u8')], 'fortran_order': False, 'shape': (2,)}") + bytes(16)),
         (NPY, npy("__import__('os').system('true')")),
+        (NPY, npy("{'descr': '<u8', 'fortran_order': False, 'shape': (2,")),
         (SAFETENSORS, struct.pack("<Q", len(huge)) + huge + bytes(16)),
         (SAFETENSORS, struct.pack("<Q", 2**62) + b"{}"),
         (ARROW, b"\xff\xff\xff\xff\x10\x00\x00\x00" + bytes(16)),

@@ -78,6 +78,17 @@ def test_the_life_of_a_job(opened):
     assert store.release(job) is None
 
 
+def test_texts_that_postgresql_refuses(opened):
+    store = opened()
+    with pytest.raises(JobNotFound, match="no job"):
+        store.get("\0", None)
+    add(store, "a")
+    job = claim(store)
+    assert store.report(job, 0.5, "half\0")
+    assert store.finish(job, JobState.FAILED, error="no model 'a\0\ud800'")
+    assert store.get("a", None).error == "no model 'a\ufffd?'"
+
+
 def test_a_store_that_is_not_one(tmp_path):
     for url, message in {
         "mysql://host/name": "state_url must be of sqlite or postgresql, got 'mysql'",

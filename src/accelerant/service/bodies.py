@@ -13,6 +13,7 @@ import io
 import json
 import math
 from collections.abc import Collection, Mapping
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -304,7 +305,16 @@ def _read_npy(body: bytes, names: Collection[str]) -> Values:
             if version not in readers:
                 raise ValueError(f"version {version} is not 1.0 or 2.0")
             shape, fortran, dtype = readers[version](stream)
-        except (ValueError, EOFError, SyntaxError, RecursionError, MemoryError, OverflowError, TypeError) as error:
+        except (
+            ValueError,
+            EOFError,
+            SyntaxError,
+            RecursionError,
+            MemoryError,
+            OverflowError,
+            TypeError,
+            TokenError,
+        ) as error:
             raise FormatError(f"array {name!r} is not .npy: {clipped(str(error))}") from None
         if dtype.newbyteorder("<") not in _NAMES:
             raise FormatError(f"array {name!r}: dtype {clipped(str(dtype))} is none of {', '.join(DATATYPES)}")

@@ -195,7 +195,7 @@ class JobStore:
 
     def get(self, id: str, key_id: str | None) -> Job:
         """Return a job; raise JobNotFound if there is none, or it belongs to another key than `key_id`."""
-        query = sa.select(*_JOB).where(_jobs.c.id == id)
+        query = sa.select(*_JOB).where(_jobs.c.id == _storable(id))
         if key_id is not None:
             query = query.where(_jobs.c.key_id == key_id)
         with self._begin() as connection:
@@ -306,10 +306,11 @@ class JobStore:
 
     def report(self, job: Job, progress: float, message: str) -> bool:
         """Write the progress of a job that this server runs; return whether it still does."""
-        return self._change(job, progress=progress, message=message)
+        return self._change(job, progress=progress, message=_storable(message))
 
     def finish(self, job: Job, state: JobState, *, error: str | None = None, result_bytes: int | None = None) -> bool:
         """End a job that this server runs; return whether it still did, or ended it in a call whose answer was lost."""
+        error = None if error is None else _storable(error)
         values = {**_ENDED, "state": state.value, "error": error, "result_bytes": result_bytes, "finished": time.time()}
         if state is JobState.SUCCEEDED:
             values["progress"] = 1.0
@@ -437,6 +438,11 @@ def check_bounds(
             f"the queue holds {size:,} bytes and may hold {most_bytes:,}; the request has {added_bytes:,}",
             retry_after_s,
         )
+
+
+def _storable(text: str) -> str:
+    """Return a text without what PostgreSQL refuses, NUL and lone surrogates, which errors repeat from requests."""
+    return text.encode(errors="replace").decode().replace("\0", "\N{REPLACEMENT CHARACTER}")
 
 
 def _over_limit(results: list[tuple[str, str, int]], most_bytes: int) -> list[str]:
