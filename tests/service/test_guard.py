@@ -1,5 +1,6 @@
 """Limits of the service against hostile requests, over raw connections."""
 
+import contextlib
 import gzip
 import json
 import socket
@@ -95,6 +96,21 @@ def test_a_chunked_body_beyond_the_limit_is_refused_while_it_streams(raw):
     except (BrokenPipeError, ConnectionResetError, TimeoutError):
         pass
     assert sent < 50_000_000
+
+
+def test_all_bodies_together_are_bounded(server, raw, http):
+    head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 7500000\r\n\r\n" % MUL.encode()
+    other = Raw(server)
+    with other.socket:
+        for connection in (other, raw):
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                connection.send(head + bytes(7_000_000))
+        assert raw.answer().startswith("HTTP/1.1 503")
+    raw.socket.close()
+    end = time.monotonic() + 20
+    body, headers = kserve([entry([500_000], 4_000_000), entry([500_000], 4_000_000, "y")], bytes(8_000_000)[:-200])
+    while http.post(MUL, content=body, headers=headers).status_code == 503:
+        assert time.monotonic() < end
 
 
 def test_a_slow_body_is_refused(raw, http):

@@ -1,0 +1,45 @@
+import pytest
+
+from accelerant.config import load as library_settings
+from accelerant.errors import ConfigError
+from accelerant.service.settings import ServiceSettings, load
+
+
+def test_file_environment_and_arguments_in_rising_order(tmp_path):
+    file = tmp_path / "service.toml"
+    file.write_text('port = 1\nshort_s = 2\nlog = "text"\ndevices = ["cpu", "cuda:0"]\n[models]\ntiny = "/srv/tiny"\n')
+    environ = {"ACCELERANT_SERVE_PORT": "2", "ACCELERANT_SERVE_QUEUE_JOBS": "7", "ACCELERANT_SERVE_DEVICES": "cpu, cpu"}
+    found = load(file, environ, port=3, host=None)
+    assert (found.port, found.queue_jobs, found.short_s, found.log) == (3, 7, 2.0, "text")
+    assert found.devices == ("cpu", "cpu")
+    assert str(found.models["tiny"]) == "/srv/tiny"
+    assert load(file, {}).devices == ("cpu", "cuda:0")
+    assert load(None, {"ACCELERANT_SERVE_PORT": "tcp://10.0.0.1:80"}).port == 8080  # of Kubernetes
+    assert library_settings({"ACCELERANT_SERVE_PORT": "2", "HOME": str(tmp_path)}).backend == "auto"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("prt = 1", "did you mean 'port'"),
+        ("port = 1.5", "port must be int"),
+        ("port = true", "port must be int"),
+        ("port = 70000", "0 to 65535"),
+        ("queue_jobs = 0", "above 0"),
+        ('log = "xml"', "json or text"),
+        ('tls_key = "key.pem"', "belong together"),
+        ('models = "tiny"', "models must be"),
+        ("port = ", "not TOML"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path, text, why):
+    file = tmp_path / "service.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=why):
+        load(file, {})
+
+
+def test_addresses_and_secrets():
+    assert all(ServiceSettings(host=host).is_loopback for host in ("127.0.0.1", "localhost", "::1", "127.9.9.9"))
+    assert not any(ServiceSettings(host=host).is_loopback for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"))
+    assert "secret" not in repr(ServiceSettings(state_url="postgresql://user:secret@host/name"))
