@@ -28,8 +28,9 @@ run, hadolint a program that the tests run, and none of their code is in the pac
 NAMES = {
     "3-Clause BSD License": "BSD-3-Clause", "Apache": "Apache-2.0", "Apache 2.0": "Apache-2.0",
     "Apache 2.0 License": "Apache-2.0", "Apache License 2.0": "Apache-2.0", "Apache Software License": "Apache-2.0",
-    "BSD": "BSD-3-Clause", "BSD 2-Clause License": "BSD-2-Clause", "BSD License": "BSD-3-Clause",
-    "BSD, Public Domain": "BSD-2-Clause", "ISC License": "ISC", "ISC License (ISCL)": "ISC", "MIT License": "MIT",
+    "BSD": "BSD-3-Clause", "BSD 2-Clause License": "BSD-2-Clause", "BSD 3-Clause License": "BSD-3-Clause",
+    "BSD License": "BSD-3-Clause", "BSD, Public Domain": "BSD-2-Clause", "ISC License": "ISC",
+    "ISC License (ISCL)": "ISC", "MIT License": "MIT", "The MIT License (MIT)": "MIT",
     "Mozilla Public License 2.0 (MPL 2.0)": "MPL-2.0", "Python Software Foundation License": "PSF-2.0",
 }  # fmt: skip
 """Names in older metadata, and the identifiers of SPDX."""
