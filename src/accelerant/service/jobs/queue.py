@@ -87,11 +87,20 @@ class CallQueue:
         most_bytes: bound of the bytes of their inputs.
         batch_s: estimated seconds of a batch.
         batch_bytes: bytes of a batch's inputs.
+        batch_calls: calls of a batch. While a worker has one, the server reads and answers the others.
     """
 
-    def __init__(self, most_calls: int, most_bytes: int, *, batch_s: float = 0.02, batch_bytes: int = 8 << 20) -> None:
+    def __init__(
+        self,
+        most_calls: int,
+        most_bytes: int,
+        *,
+        batch_s: float = 0.02,
+        batch_bytes: int = 8 << 20,
+        batch_calls: int = 32,
+    ) -> None:
         self.most_calls, self.most_bytes = most_calls, most_bytes
-        self.batch_s, self.batch_bytes = batch_s, batch_bytes
+        self.batch_s, self.batch_bytes, self.batch_calls = batch_s, batch_bytes, batch_calls
         self.held = 0  # calls that wait or are in a worker, and their bytes
         self.held_bytes = 0
         self._numbers = itertools.count()
@@ -146,7 +155,7 @@ class CallQueue:
         """
         batch: list[Call] = []
         cost, size, passed_over = 0.0, 0, []
-        while self._waiting:
+        while self._waiting and len(batch) < self.batch_calls:
             key, heap = next(iter(self._waiting.items()))
             call = heap[0][-1]
             if call.future.done():
