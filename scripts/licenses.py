@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 ALLOWED = {
     "0BSD", "Apache-2.0", "Apache-2.0 WITH LLVM-exception", "BSD-2-Clause", "BSD-3-Clause", "BSL-1.0", "CC0-1.0",
-    "CNRI-Python", "ISC", "MIT", "MIT-0", "MPL-2.0", "PSF-2.0", "Unlicense", "Zlib",
+    "CNRI-Python", "ISC", "MIT", "MIT-0", "MPL-2.0", "PSF-2.0", "Unlicense", "ZPL-2.1", "Zlib",
 }  # fmt: skip
 NVIDIA = {"LicenseRef-NVIDIA-Proprietary", "LicenseRef-NVIDIA-SOFTWARE-LICENSE", "NVIDIA Proprietary Software"}
 """Licenses that only packages of NVIDIA may have: its run-time compiler, and the libraries of CUDA that torch needs."""
