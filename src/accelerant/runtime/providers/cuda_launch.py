@@ -196,6 +196,10 @@ class LoadedKernel:
     def _misfit(self, args: Sequence[Any]) -> LaunchError:
         """Return the error for arguments that are not those of the kernel."""
         for position, (kind, arg) in enumerate(zip(self.kinds, args, strict=False)):
+            if kind == "struct":
+                return LaunchError(
+                    f"kernel {self.name!r}, argument {position}: structs are launched by LoadedKernel.pack"
+                )
             if kind.startswith("*") and not hasattr(arg, "data_ptr"):
                 return LaunchError(
                     f"kernel {self.name!r}, argument {position}: wanted a buffer, got {type(arg).__name__}"
@@ -369,7 +373,7 @@ def _converter(name: str, position: int, kind: str) -> Callable[[Any], Any] | No
     if kind.startswith("*"):
         return None
     if kind == "struct":
-        return lambda arg: ctypes.create_string_buffer(arg, len(arg))
+        return lambda arg: (ctypes.c_ubyte * len(arg)).from_buffer_copy(arg)
     ctype = SCALAR_CTYPES.get(kind)
     if ctype is None:
         raise CompileError(f"kernel {name!r}, argument {position}: unknown argument type {kind!r}")
