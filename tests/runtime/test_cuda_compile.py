@@ -285,7 +285,7 @@ def test_each_start_of_a_kernel_has_its_own_arguments(monkeypatch):
             kernel.start((2,), (64,), args, 11)
     with pytest.raises(LaunchError, match=r"a grid has 1 to .* blocks along its axes, got \(0,\)"):
         kernel.start((0,), (64,), (x, 5, 0.5), 11)
-    with pytest.raises(LaunchError, match="structs are launched by LoadedKernel.pack"):
+    with pytest.raises(LaunchError, match=r"structs are launched by LoadedKernel\.pack"):
         cuda_launch.LoadedKernel("k", 7, ("struct",)).start((2,), (64,), (b"a\0b",), 11)
     assert len(given) == 2
 
