@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -614,6 +615,14 @@ def test_with_a_kernel_that_serves_the_call_is_ours(monkeypatch):
     pytest.importorskip("triton", reason="Triton has no wheel for this system")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert is_ours(ops.gelu(tensors()[0]))
+
+
+def test_a_trace_is_that_of_the_op_after_fast_calls():
+    x = tensors()[0]
+    for _ in range(8):
+        ops.softmax(x)
+    traced = make_fx(lambda a: ops.softmax(a))(x)
+    assert torch.ops.accelerant.softmax.default in [node.target for node in traced.graph.nodes]
 
 
 def test_a_mode_sees_the_op():

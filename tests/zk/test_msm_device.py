@@ -460,9 +460,12 @@ class _Device:
 
     backend, index = "cuda", 0
 
-    def __init__(self, free_bytes):
-        self.free_bytes, self.calls = free_bytes, []
+    def __init__(self, free_bytes, **properties):
+        self.free_bytes, self.calls, self.properties = free_bytes, [], properties
         self.provider = self
+
+    def devices(self):
+        return [SimpleNamespace(properties=self.properties)]
 
     def memory(self, index):
         return MemoryInfo(1 << 40, self.free_bytes, 0, 0, 0)
@@ -520,6 +523,15 @@ def test_fixed_points_are_summed_in_what_is_free(stand_in, options):
     stand_in.free_bytes = 1000
     with pytest.raises(OutOfMemory, match="and 800 are free"):
         bases.msm(None)
+
+
+@pytest.mark.parametrize(("held", "binned"), [(None, True), (48 << 10, True), (32 << 10, False)])
+def test_bins_are_for_devices_with_the_local_memory_of_their_blocks(stand_in, held, binned):
+    stand_in.properties = {"shared_bytes_per_block": held}
+    points = SimpleNamespace(shape=(1 << 20, 8))
+    assert DeviceBases(stand_in, curve_of("bn254_g1"), points).plan.binned == binned
+    start_msm(stand_in, curve_of("bn254_g1"), points, points)
+    assert _Summing.plans[-1].binned == binned
 
 
 def test_rounds_fit_their_memory(monkeypatch):

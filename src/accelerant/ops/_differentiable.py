@@ -94,8 +94,8 @@ _FEW_SAMPLE_EVERY = 16 * SAMPLE_EVERY
 _guards: Callable[..., Any] | None = getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 """What torch.compile compares tensors by; None in a torch that has moved it.
 
-Its `check` compares type, dispatch keys (device, autocast, modes and transforms among them), dtype, requires_grad,
-sizes and strides of all tensors of a call at once.
+Its `check` compares type, dispatch keys (device, autocast and transforms among them), dtype, requires_grad, sizes and
+strides of all tensors of a call at once. Torch's own modes, of fake tensors and tracing, pass it.
 """
 
 
@@ -217,7 +217,8 @@ class CpuFastPath:
                 and (length == tensors or all(map(is_, values[tensors:], others)))
                 and (tuple(options) == names if options else not names)
                 and check(*(values if length == tensors else values[:tensors]))
-                and not (observers or choice_overrides or torch_wants_determinism() or forward_ad._current_level >= 0)
+                and not (observers or choice_overrides or torch_wants_determinism() or active_modes())
+                and forward_ad._current_level < 0
                 and not (few and captures_ahead())
             ):
                 if is_compiling():
@@ -265,6 +266,8 @@ class CpuFastPath:
                 if known_kind.recent is None:
                     known_kind.recent = _Recent.of(args, options, grad, few, record)
                 known[_RECENT] = known_kind.recent or _NONE
+                if known.get(key) is not known_kind:  # another thread has dropped the choices meanwhile
+                    known.pop(_RECENT, None)
             with _count_lock:
                 calls = record.calls + 1
                 counted = calls > 4 and calls % (_FEW_SAMPLE_EVERY if few else SAMPLE_EVERY)

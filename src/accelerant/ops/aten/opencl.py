@@ -277,8 +277,8 @@ class OpenclTensors(TensorDevice):
     ) -> None:  # fmt: skip
         operands = (out, *inputs)
         plan = (expression, compute, len(scalars), len(integers), *map(_layout, operands))
-        if plan in self._plans:
-            self._repeat(self._plans[plan], operands, scalars, integers)
+        if (known := self._plans.get(plan)) is not None:
+            self._repeat(known, operands, scalars, integers)
             return
         count = out.numel()
         shape = tuple(out.shape)
@@ -311,8 +311,8 @@ class OpenclTensors(TensorDevice):
     ) -> None:  # fmt: skip
         operands = (out, *inputs)
         plan = (kind, pre, post, tuple(dims), compute, len(scalars), *map(_layout, operands))
-        if plan in self._plans:
-            self._repeat(self._plans[plan], operands, scalars)
+        if (known := self._plans.get(plan)) is not None:
+            self._repeat(known, operands, scalars)
             return
         shape = tuple(torch.broadcast_shapes(*(x.shape for x in inputs)))
         kept = [at for at in range(len(shape)) if at not in dims]

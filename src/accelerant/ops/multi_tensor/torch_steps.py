@@ -46,7 +46,8 @@ def torch_adamw(update: Update) -> None:
         lists = _select(update.tensors, indices)
         torch._foreach_add_(lists.counters, 1)
         grads, grad_scale = lists.grads, None
-        if scale is not None and type(grads[0]) in composed:  # torch on the CPU would write the gradients
+        # torch on the CPU, which runs where found_inf is given, would write the gradients
+        if scale is not None and update.found_inf is None and type(grads[0]) in composed:
             grad_scale = scale.reciprocal()
         else:
             grads = _scaled(grads, scale)

@@ -17,6 +17,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import logging
 import math
@@ -366,7 +367,7 @@ class Choices:
     def _read_tables(self, model: str | None = None) -> dict[str, Measurement]:
         """Return the measurements of the shipped tables that serve a model, by default of all tables.
 
-        Those that were made on the model itself go before others. A slice of a device is another device.
+        Those of the device with the most similar name go before others. A slice of a device is another device.
         """
         found = []
         for path in sorted(self._tables.glob("*.json")):
@@ -374,10 +375,11 @@ class Choices:
                 body = decode_json(path.read_bytes())
                 if body["format"] == _FORMAT and (not model or any(_serves(name, model) for name in body["serves"])):
                     device = str(body["device"])
-                    found.append((_serves(device, model or ""), _measurements(body["entries"], device)))
+                    alike = sum(itertools.takewhile(bool, map(operator.eq, device, model or "")))
+                    found.append((alike, _measurements(body["entries"], device)))
             except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 _log.warning("shipped table %s cannot be read: %s", path, error)
-        found.sort(key=operator.itemgetter(0))  # made on the model itself, or not
+        found.sort(key=operator.itemgetter(0))  # the last one of a key stays
         return {key: measured for _, entries in found for key, measured in entries.items()}
 
 

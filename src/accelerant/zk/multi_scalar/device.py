@@ -25,7 +25,12 @@ from accelerant.algebra.field.memory_space import MemorySpace
 from accelerant.errors import OutOfMemory
 from accelerant.runtime.recorded_launch import launch
 from accelerant.runtime.time_limit import check_time
-from accelerant.zk.multi_scalar.device_kernels import MULTIPLES_BLOCK, POINTS_PER_INVERSION, multiples_source
+from accelerant.zk.multi_scalar.device_kernels import (
+    BINS_LOCAL_BYTES,
+    MULTIPLES_BLOCK,
+    POINTS_PER_INVERSION,
+    multiples_source,
+)
 from accelerant.zk.multi_scalar.device_plan import (
     MAX_INDICES,
     Chunk,
@@ -106,6 +111,7 @@ def start_msm(
     n = int(scalars.shape[0])
     if not n:
         return PendingMsm(space, curve, 0)
+    options.setdefault("bins_fit", _bins_fit(space))
     if isinstance(points, np.ndarray):
         options["chunk"] = min(options.get("chunk", n), STREAMED_BYTES // (16 * coordinate_words(curve)))
     if free_bytes is not None:
@@ -147,6 +153,7 @@ class DeviceBases:
         self._points = space.load(points) if isinstance(points, np.ndarray) else points
         if not self.n:
             return
+        options.setdefault("bins_fit", _bins_fit(space))
         free_bytes = _free_bytes(space, _MULTIPLES_SHARE) if free_bytes is None else free_bytes
         scratch = _free_bytes(space, _MULTIPLES_SHARE)
         plan = device_plan(curve, self.n, scratch, shared=True, **options)
@@ -281,6 +288,13 @@ def _start_where_it_fits(
     else:
         _sizes_that_fit.add((space, size))
     return _Runner(space, curve, plan, load).start(*arguments)
+
+
+@functools.cache
+def _bins_fit(space: MemorySpace) -> bool:
+    """Return whether a block of bins.c fits the device's local memory."""
+    held = space.provider.devices()[space.index].properties.get("shared_bytes_per_block")
+    return not held or held >= BINS_LOCAL_BYTES
 
 
 def _free_bytes(space: MemorySpace, share: float) -> int:

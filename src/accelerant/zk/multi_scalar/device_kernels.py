@@ -12,10 +12,10 @@ from accelerant.algebra.field.program import defined, read_files
 from accelerant.runtime.compilation.kernel import KernelSource, LazyDialects
 
 __all__ = [
-    "ACCUMULATE_BLOCK", "ACCUMULATION", "AFFINE_BLOCK", "COUNTERS", "ENTRIES_PER_THREAD", "INVERSIONS_PER_THREAD",
-    "INVERT_BLOCK", "MAX_BIN_BITS", "MAX_SEGMENT_UNITS", "MAX_WINDOW_BINS", "MULTIPLES_BLOCK", "PIECE",
-    "POINTS_PER_INVERSION", "SORT_BLOCK", "TILE", "accumulate_source", "affine_source", "bins_source", "fold_source",
-    "multiples_source", "reduce_block", "sort_source",
+    "ACCUMULATE_BLOCK", "ACCUMULATION", "AFFINE_BLOCK", "BINS_LOCAL_BYTES", "COUNTERS", "ENTRIES_PER_THREAD",
+    "INVERSIONS_PER_THREAD", "INVERT_BLOCK", "MAX_BIN_BITS", "MAX_SEGMENT_UNITS", "MAX_WINDOW_BINS", "MULTIPLES_BLOCK",
+    "PIECE", "POINTS_PER_INVERSION", "SORT_BLOCK", "TILE", "accumulate_source", "affine_source", "bins_source",
+    "fold_source", "multiples_source", "reduce_block", "sort_source",
 ]  # fmt: skip
 
 Sizes = Mapping[str, int | str]
@@ -24,6 +24,7 @@ SORT_BLOCK = 256  # threads of a block of sort.c and bins.c, a power of two
 ENTRIES_PER_THREAD = 4  # entries of a thread of msm_rank and msm_scatter
 PIECE = 4096  # entries of a block of bins.c, in 32 KiB of local memory; a multiple of SORT_BLOCK
 MAX_WINDOW_BINS = 2048  # largest number of bins of a set of buckets, whose counters are in local memory, too
+BINS_LOCAL_BYTES = 4 * (MAX_WINDOW_BINS + SORT_BLOCK) + 4 * SORT_BLOCK + 8 * PIECE  # of a block of msm_partition
 MAX_BIN_BITS = 10  # log2 of the largest number of keys of a bin, likewise
 TILE = 1024  # keys of a block of msm_tiles and msm_segments; a multiple of SORT_BLOCK
 MAX_SEGMENT_UNITS = 1024  # largest number of units of a segment

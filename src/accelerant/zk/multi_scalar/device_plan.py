@@ -152,6 +152,7 @@ class DevicePlan:
         per_thread: log2 of the buckets of a thread of fold.c.
         inlined, resident: for device_kernels.accumulate_source.
         fold_inlined: for device_kernels.fold_source.
+        bins_fit: the device's local memory is large enough for bins.c.
     """
 
     points: int
@@ -164,6 +165,7 @@ class DevicePlan:
     inlined: bool | None = None
     resident: int | None = None
     fold_inlined: bool = False
+    bins_fit: bool = True
 
     @property
     def buckets(self) -> int:
@@ -188,7 +190,7 @@ class DevicePlan:
     @property
     def binned(self) -> bool:
         """Whether bins.c sorts the entries."""
-        return self.entries >= _BINNED_ENTRIES
+        return self.bins_fit and self.entries >= _BINNED_ENTRIES
 
     @property
     def bin_bits(self) -> int:
@@ -295,13 +297,14 @@ def device_plan(
     inlined: bool | None = None,
     resident: int | None = None,
     fold_inlined: bool = False,
+    bins_fit: bool = True,
 ) -> DevicePlan:
     """Return the plan with the window of the fewest products and the largest chunks that fit.
 
     Args:
         n: points, at least 1.
         free_bytes: device memory that may be used.
-        shared, per_thread, inlined, resident, fold_inlined: see DevicePlan.
+        shared, per_thread, inlined, resident, fold_inlined, bins_fit: see DevicePlan.
         window: bits of a digit, 2 to 22.
         segment: largest number of units of a thread, 1 to 1024.
         rounds: rounds of affine.c, 0 to 5, over Fq2 0; by default from ROUNDS, or none where they do not fit.
@@ -329,6 +332,7 @@ def device_plan(
             inlined=inlined,
             resident=resident,
             fold_inlined=fold_inlined,
+            bins_fit=bins_fit,
         )
         needed = plan.size_bytes(curve)
         if needed <= free_bytes and plan.entries <= MAX_INDICES:

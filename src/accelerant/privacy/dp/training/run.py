@@ -173,7 +173,8 @@ class PrivateRun(Extension):
         config, source, settings = trainer.config, self._source, self.settings
         assert source is not None  # for the type checker: source was called before
         first = self._processes.first
-        ledger = (self._shared_ledger or self._open_ledger()) if first else Ledger(unit=self._unit)
+        with self._processes.agreed({}):  # else the others would enter make_private's exchanges alone
+            ledger = (self._shared_ledger or self._open_ledger()) if first else Ledger(unit=self._unit)
         noise, self._folder = settings.noise_multiplier, Path(config.folder)
         try:
             self._private = make_private(
@@ -260,7 +261,8 @@ class PrivateRun(Extension):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore `state`, and record its events that the ledger lacks; BudgetExceeded if they pass the budget."""
         self._marks = [(int(step), int(count)) for step, count in state["marks"]]
-        self._training.ledger.merge(state.get("spent", {}))
+        with self._processes.agreed({}):  # rank 0 alone has a budget
+            self._training.ledger.merge(state.get("spent", {}))
 
     def _affordable(self) -> bool:
         """Return whether the ledger, which rank 0 has, allows another step."""
@@ -366,6 +368,8 @@ class _TrainerStep:
                 tensors[1][part.examples :].fill_(_NO_TARGET)
             self._step(replace(part, tensors=tensors), learning_rate)
         examples = float(sum(part.examples for part in drawn))
+        if not examples:
+            self._total.zero_()  # an empty draw is padding alone
         if self._processes.size > 1:
             total, count = self._processes.sum_(torch.stack((self._total, self._total.new_tensor(examples))))
             self._loss = torch.where(count > 0, total / count, self._loss)
