@@ -1,5 +1,6 @@
 """Limits of the service against hostile requests, over raw connections."""
 
+import asyncio
 import contextlib
 import gzip
 import json
@@ -7,10 +8,14 @@ import socket
 import struct
 import time
 
+import httpx
 import numpy as np
 import pytest
 
 from accelerant.service.bodies import ARROW, NPY, SAFETENSORS
+from accelerant.service.guard import Guard
+from accelerant.service.keys import KeyStore
+from accelerant.service.settings import ServiceSettings
 
 MUL = "/v2/models/field_mul/infer"
 
@@ -244,8 +249,64 @@ def test_paths_do_not_leave_their_folders(http):
 
 
 def test_pages_of_other_sites_and_other_names_of_the_host_are_refused(http):
-    assert http.get("/v2", headers={"origin": "https://evil.example"}).status_code == 403
+    for origin in ("https://evil.example", "http://[", "null"):
+        assert http.get("/v2", headers={"origin": origin}).status_code == 403
     assert http.get("/v2", headers={"host": "evil.example"}).status_code == 403
     port = http.base_url.port
+    for header in ("forwarded", "x-forwarded-for"):
+        assert http.get("/v2", headers={header: "10.0.0.1"}).status_code == 403
     same = http.get("/v2", headers={"origin": f"http://127.0.0.1:{port}", "host": f"127.0.0.1:{port}"})
     assert same.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50],
+        [b"GET / HTTP/1.1\r\n", *[b"x: " + b"a" * 1000 + b"\r\n"] * 50],
+    ],
+    ids=["requests", "headers"],
+)
+def test_what_follows_a_request_in_progress_is_bounded(raw, http, parts):
+    raw.send(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    raw.answer()
+    end = time.monotonic() + 5
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        for part in parts:
+            raw.send(part)
+            time.sleep(0.005)
+        while raw.socket.recv(65536):
+            assert time.monotonic() < end
+    assert alive(http)
+
+
+def test_requests_that_follow_a_body_in_one_packet_are_served(raw):
+    """The packet is larger than the limit of headers, and ends within those of the second request."""
+    post = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 30000\r\n\r\n" % MUL.encode() + bytes(30_000)
+    raw.send(post + b"GET /v2 HTTP/1.1\r\nHost: local")
+    assert raw.answer().startswith("HTTP/1.1 400")
+    raw.send(b"host\r\nConnection: close\r\n\r\n")
+    assert "HTTP/1.1 200" in raw.answer()
+
+
+def statuses(guard, *paths):
+    """Statuses of GET requests to a guard in this process."""
+
+    async def ask():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url="http://127.0.0.1") as client:
+            return [(await client.get(path)).status_code for path in paths]
+
+    return asyncio.run(ask())
+
+
+def test_health_and_metrics_are_answered_under_overload(tmp_path):
+    async def application(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    guard = Guard(
+        application, settings=ServiceSettings(concurrency=1), keys=KeyStore(tmp_path / "keys.json"), observers=[]
+    )
+    guard._running = 1
+    assert statuses(guard, "/v2", "/v2/health/live", "/v2/health/ready", "/metrics") == [503, 200, 200, 200]
+    assert ServiceSettings().concurrency > ServiceSettings().queue_jobs  # a full queue answers 429

@@ -83,7 +83,11 @@ def test_metadata(http):
     assert [spec["name"] for spec in model["inputs"]] == ["x", "y"]
     assert "field" in model["parameters"]["properties"]
     assert http.get("/v2/health/live").status_code == http.get("/v2/health/ready").status_code == 200
-    assert http.get("/v2/models/nothing").status_code == 404
+    assert http.get("/v2/models/field_mul/versions/1").json() == model
+    assert http.get("/v2/models/field_mul/versions/1/ready").status_code == 200
+    assert http.post(f"{MUL.removesuffix('/infer')}/versions/1/infer", **kserve(elements(2))).status_code == 200
+    for path in ("nothing", "nothing/versions/1", "field_mul/versions/2"):
+        assert http.get(f"/v2/models/{path}").status_code == 404
 
 
 @pytest.mark.parametrize(

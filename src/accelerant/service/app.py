@@ -111,6 +111,7 @@ async def models(request: Request) -> dict[str, Any]:
     }
 
 
+@_router.get("/v2/models/{name}/versions/1", include_in_schema=False)
 @_router.get("/v2/models/{name}", tags=["models"])
 async def model(name: str, request: Request) -> dict[str, Any]:
     """Inputs, outputs and parameters (a JSON schema) of an operation."""
@@ -128,6 +129,7 @@ async def model(name: str, request: Request) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@_router.get("/v2/models/{name}/versions/1/ready", include_in_schema=False)
 @_router.get("/v2/models/{name}/ready", tags=["models"])
 async def model_ready(name: str, request: Request) -> Response:
     """Say if an operation takes calls."""

@@ -44,6 +44,10 @@ __all__ = [
 _LOG = logging.getLogger("accelerant.service")
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _PUBLIC = frozenset({"/", "/v2/health/live", "/v2/health/ready", "/openapi.json", "/docs", "/favicon.ico"})
+_ALWAYS = frozenset({"/v2/health/live", "/v2/health/ready", "/metrics"})
+"""Paths that are served under overload: a supervisor would end a server that does not answer them."""
+_FORWARDED = frozenset({b"forwarded", b"x-forwarded-for"})
+_PIPELINED_MOST = 16
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 Headers = Iterable[tuple[bytes, bytes]]
@@ -144,6 +148,8 @@ class Guard:
                     if record.status:
                         raise  # the answer has begun: uvicorn closes the connection
                     lines = [(b"content-type", b"application/json")]
+                    if refused.status == 401:
+                        lines.append((b"www-authenticate", b"Bearer"))
                     if refused.retry_after_s is not None:
                         lines.append((b"retry-after", str(math.ceil(refused.retry_after_s)).encode()))
                     await _send(answer, refused.status, lines, error_body(refused.kind, str(refused), request_id))
@@ -160,16 +166,18 @@ class Guard:
 
     def _admitted(self, scope: Scope, headers: Headers) -> Key:
         """Return the key of a request; raise Refused."""
-        if self._running > self.settings.concurrency:
+        if self._running > self.settings.concurrency and scope["path"] not in _ALWAYS:
             raise Refused(503, "Busy", f"{self.settings.concurrency} requests are in progress", retry_after_s=1)
         if sum([len(key) + len(value) for key, value in headers]) > self.settings.header_bytes:
             raise Refused(431, "HeadersTooLarge", f"the headers have more than {self.settings.header_bytes:,} bytes")
         fields = dict(headers)
         origin, host = fields.get(b"origin"), fields.get(b"host", b"").decode("latin-1")
-        if origin is not None and urlsplit(origin.decode("latin-1")).netloc != host:
+        if origin is not None and _netloc(origin.decode("latin-1")) != host:
             raise Refused(403, "Forbidden", "pages of other sites may not call this service")
         token = _token(fields)
         if token is None and not self.keys.exists and self._loopback:
+            if fields.keys() & _FORWARDED:
+                raise Refused(403, "Forbidden", "a proxy's requests may be anybody's: make API keys for them")
             if not _is_local(host):
                 raise Refused(403, "Forbidden", f"host {host!r} is not this machine's: without API keys, use 127.0.0.1")
             return ANONYMOUS
@@ -183,6 +191,13 @@ class Guard:
         if wait_s:
             raise Refused(429, "RateLimited", f"the key allows {key.rate:g} requests a second", retry_after_s=wait_s)
         return key
+
+
+def _netloc(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 @functools.lru_cache(maxsize=64)
@@ -199,7 +214,7 @@ def _inferred(scope: Scope) -> str | None:
     path: str = scope["path"]
     if scope["method"] != "POST" or not path.startswith("/v2/models/") or not path.endswith("/infer"):
         return None
-    name = path[len("/v2/models/") : -len("/infer")]
+    name = path[len("/v2/models/") : -len("/infer")].removesuffix("/versions/1")
     return None if "/" in name or not name else name
 
 
@@ -284,7 +299,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         """Refuse a connection beyond the limit; expect headers soon."""
         super().connection_made(transport)
-        self._header_bytes = 0
+        self._header_bytes, self._in_headers = 0, False
         self._header_timer: asyncio.TimerHandle | None = None
         connection = transport.get_extra_info("socket")
         if hasattr(socket, "TCP_USER_TIMEOUT") and connection is not None and connection.family != socket.AF_UNIX:
@@ -301,14 +316,21 @@ class GuardedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Count bytes until the headers are complete."""
+        """Count bytes until the headers are complete, also those of a request that follows one in progress.
+
+        The part of the data in which a request begins is not counted: the one before it may end there.
+        """
         if self._header_timer is None and (self.cycle is None or self.cycle.response_complete):
             self._expect_headers()
-        if self._header_timer is not None:
+        if self._in_headers or self._header_timer is not None:
             self._header_bytes += len(data)
         super().data_received(data)
-        if self._header_timer is not None and self._header_bytes > self.limits.header_bytes:
+        awaited = self._in_headers or self._header_timer is not None
+        if awaited and self._header_bytes > self.limits.header_bytes:
             self._headers_came()
+            if self.cycle is not None and not self.cycle.response_complete:
+                self.transport.abort()  # an answer is being written
+                return
             body = b"the headers are too large"
             self.transport.write(
                 b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-type: text/plain\r\n"
@@ -316,10 +338,19 @@ class GuardedProtocol(HttpToolsProtocol):
             )
             self.transport.close()
 
+    def on_message_begin(self) -> None:
+        """Count from here."""
+        super().on_message_begin()
+        self._in_headers, self._header_bytes = True, 0
+
     def on_headers_complete(self) -> None:
-        """Stop the timer."""
+        """Stop the timer; bound the requests that wait on this connection."""
+        self._in_headers = False
         self._headers_came()
         super().on_headers_complete()
+        if len(self.pipeline) > _PIPELINED_MOST:
+            self.transport.abort()
+            raise ValueError(f"more than {_PIPELINED_MOST} requests wait on a connection")  # ends the parsing
 
     def _expect_headers(self) -> None:
         self._header_bytes = 0

@@ -62,7 +62,8 @@ class ServiceSettings:
         header_bytes: largest request line and headers together.
         header_timeout_s, body_timeout_s: within which headers, and then a body, must have arrived.
         body_rate_bytes_s: slowest average rate of a body beyond body_timeout_s.
-        connections, concurrency: most open connections, and most requests in progress; more get 503.
+        connections: most open connections; more are closed.
+        concurrency: most requests in progress; more get 503, except those of health and metrics.
         queue_jobs, queue_bytes: bounds of the queue; more get 429.
         short_s: calls that are estimated to take longer become jobs, answered with 202.
         deadline_s: longest time of a call or job from acceptance to its end, training excepted.
@@ -93,7 +94,7 @@ class ServiceSettings:
     body_timeout_s: float = 30.0
     body_rate_bytes_s: int = 64 << 10
     connections: int = 1024
-    concurrency: int = 256
+    concurrency: int = 1024
     queue_jobs: int = 1000
     queue_bytes: int = 1 << 30
     short_s: float = 0.5
