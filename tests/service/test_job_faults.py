@@ -225,3 +225,31 @@ def test_two_servers_may_wipe_the_same_folder(tmp_path):
             thread.join()
         assert not folder.exists()
     assert not errors
+
+
+def test_a_call_that_ends_workers_takes_no_other_call_and_no_job_with_it(running):
+    async def main():
+        async with running() as service:
+            job = await started(service, await service.submit(request("work", steps=30, seconds=3.0)))
+            first = asyncio.create_task(service.call(request("double", seconds=0.2)))  # the others wait meanwhile
+            await asyncio.sleep(0.05)
+            good = [service.call(request("double", seconds=0.001 * n)) for n in range(4)]
+            calls = [*good[:2], service.call(request("work", how="kill")), *good[2:]]
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            assert isinstance(answers.pop(2), WorkerLost)
+            for answer in [*answers, await first]:
+                np.testing.assert_array_equal(answer["y"], 2 * X)
+            assert (await ended(service, job)).state is JobState.SUCCEEDED
+
+    asyncio.run(main())
+
+
+def test_a_call_longer_than_the_lease_repeats_no_job(running):
+    async def main():
+        async with running() as service:
+            job = await started(service, await service.submit(request("work", steps=5, seconds=2.5)))
+            await service.call(request("double", seconds=1.5 * service.settings.lease_s))
+            job = await ended(service, job)
+            assert (job.state, job.attempts) == (JobState.SUCCEEDED, 1)
+
+    asyncio.run(main())

@@ -107,6 +107,20 @@ def test_a_call_waits_for_another_device_than_the_one_that_lost_it():
     asyncio.run(main())
 
 
+def test_a_call_that_lost_a_worker_runs_alone():
+    async def main():
+        queue = CallQueue(10, 1 << 20)
+        first, second = call(), call()
+        first.losses = second.losses = 1
+        others = [call() for _ in range(3)]
+        for one in [others[0], first, second, *others[1:]]:
+            queue.put(one)
+        batches = [queue.take("cpu", alone=True) for _ in range(4)]
+        assert batches == [[others[0]], [first], [second], others[1:]]
+
+    asyncio.run(main())
+
+
 def test_identical_elementwise_calls_are_one_launch():
     async def main():
         same = [call("a", rows=3, n=1), call("b", rows=0, n=1), call("c", rows=5, n=1)]

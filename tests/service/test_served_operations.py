@@ -10,8 +10,10 @@ import torch
 
 import accelerant
 from accelerant import zk
+from accelerant.errors import ShapeError
 from accelerant.privacy.he import paillier
 from accelerant.service.bodies import BINARY, read_kserve, write_kserve
+from accelerant.service.operations import OPERATIONS
 
 VECTORS = Path(__file__).parent.parent / "vectors/groth16/poseidon"
 
@@ -34,6 +36,18 @@ def call(http, name, inputs=None, parameters=None, wait_s=120):
     assert answer.status_code == 200, answer.text
     size = answer.headers.get("inference-header-content-length")
     return read_kserve(answer.content, int(size) if size else None, "outputs")[1]
+
+
+def test_many_small_sums_are_no_short_call():
+    msm, verify = OPERATIONS["msm"], OPERATIONS["groth16_verify"]
+    points, options = np.zeros((0, 2, 4), np.uint64), msm.parameters()
+    most = {"scalars": np.zeros((4096, 0, 4), np.uint64), "points": points}
+    msm.check(most, options)
+    assert msm.cost(most, options) > 4.0
+    with pytest.raises(ShapeError, match=r"at most 4,096 sums, got shape \(4097, 0, 4\)"):
+        msm.check({"scalars": np.zeros((4097, 0, 4), np.uint64), "points": points}, options)
+    texts = {"public": np.zeros(10**8, np.uint8)}
+    assert verify.cost(texts, verify.parameters()) > 10.0
 
 
 @pytest.mark.parametrize("name", ["add", "sub", "mul", "inv"])

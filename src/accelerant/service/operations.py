@@ -204,6 +204,10 @@ def _ntt() -> ServedOperation:
     return ServedOperation("ntt", summary, "zk", *spec, TransformParameters, run, check, cost)
 
 
+_MOST_SUMS = 4096
+"""Most sums of a call of zk.msm, each of which takes time and a result however few its terms are."""
+
+
 def _msm() -> ServedOperation:
     def run(inputs: Arrays, parameters: SumParameters, context: Context) -> Results:
         call = _accelerator(context.device).msm
@@ -216,13 +220,18 @@ def _msm() -> ServedOperation:
             raise ShapeError(f"points must be uint64 of shape (n, {', '.join(map(str, wanted))}), got {points.shape}")
         if scalars.dtype != np.uint64 or scalars.ndim not in (2, 3) or scalars.shape[-2:] != (len(points), 4):
             raise ShapeError(f"scalars must be uint64 of shape ({len(points)}, 4), got {scalars.shape}")
+        if sums_of(inputs) > _MOST_SUMS:
+            raise ShapeError(f"scalars may have be of at most {_MOST_SUMS:,} sums, got shape {scalars.shape}")
+
+    def sums_of(inputs: Arrays) -> int:
+        return len(inputs["scalars"]) if inputs["scalars"].ndim == 3 else 1
 
     def cost(inputs: Arrays, parameters: SumParameters) -> float:
-        return inputs["scalars"].nbytes / 32 * 4e-6 * (5 if parameters.check == "subgroup" else 1)
+        terms_s = inputs["scalars"].nbytes / 32 * 4e-6 * (5 if parameters.check == "subgroup" else 1)
+        return sums_of(inputs) * 1e-3 + terms_s
 
     def result_bytes(inputs: Arrays, parameters: SumParameters) -> int:
-        sums = len(inputs["scalars"]) if inputs["scalars"].ndim == 3 else 1
-        return sums * 8 * math.prod(inputs["points"].shape[1:])
+        return sums_of(inputs) * 8 * math.prod(inputs["points"].shape[1:])
 
     return ServedOperation(
         "msm", "Sum of scalars[i] points[i] on a curve", "zk",
@@ -293,7 +302,7 @@ _PROOFS = (
     ServedOperation(
         "groth16_verify", "Whether a Groth16 proof is valid, from snarkjs's JSON files", "zk",
         _bytes("verification_key", "public", "proof"), (TensorSpec("valid", ("BOOL",), (1,)),), NoParameters, _verify,
-        _no_check, lambda inputs, _: 0.05,
+        _no_check, lambda inputs, parameters: 0.05 + 1e-7 * _sizes(inputs, parameters),
     ),
 )  # fmt: skip
 

@@ -151,7 +151,8 @@ class CallQueue:
         """Return the next batch for a device, empty if there is none.
 
         Calls that were given up or are past their deadline are dropped. A call that lost its worker on this device
-        waits for another, unless this one is `alone`.
+        waits for another, unless this one is `alone`, and runs in a batch of its own: should it end the next worker,
+        too, no other call is lost with it.
         """
         batch: list[Call] = []
         cost, size, passed_over = 0.0, 0, []
@@ -161,7 +162,8 @@ class CallQueue:
             if call.future.done():
                 self._drop_first(key)
                 continue
-            if batch and (cost + call.request.cost_s > self.batch_s or size + call.size_bytes > self.batch_bytes):
+            full = cost + call.request.cost_s > self.batch_s or size + call.size_bytes > self.batch_bytes
+            if batch and (full or call.losses or batch[-1].losses):
                 break
             self._waiting.move_to_end(key)
             self._drop_first(key)

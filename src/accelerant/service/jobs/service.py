@@ -4,7 +4,8 @@ A short call stays in memory: queue, worker, answer. A job is durable when `subm
 the service's private directory, its record a row of the store. An accepted request outlives failures:
 
     worker or device lost    the request runs once more, on another device if there is one; the second loss fails it
-                             with the reason. Progress of a resumable job between two losses starts the count anew.
+                             with the reason. Progress of a resumable job between two losses starts the count anew;
+                             the loss is not counted for a job if a call ran beside it that had lost a worker before.
     server stops (SIGTERM)   `drain`: running work ends, resumable jobs save their state and go back to the queue
     server killed            its jobs go back to the queue when their leases expire, on any server of the same store
 
@@ -411,7 +412,7 @@ class JobService:
         """Write how an attempt ended; wipe what a job that has ended leaves."""
         if "lost" in ended or "suspended" in ended:
             lost = "" if self._store is None or not self._claiming else str(ended.get("lost", ""))
-            state = self.store.release(job, lost=lost)
+            state = self.store.release(job, lost=lost, counted=not ended.get("suspect"))
             if state is not None and state.final:
                 self._wipe_inputs(job.id)
             return

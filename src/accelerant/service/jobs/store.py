@@ -320,24 +320,24 @@ class JobStore:
                 return True
             return connection.execute(sa.select(_jobs.c.state).where(*same)).scalar_one_or_none() == state.value
 
-    def release(self, job: Job, *, lost: str = "") -> JobState | None:
+    def release(self, job: Job, *, lost: str = "", counted: bool = True) -> JobState | None:
         """Give a job that this server runs back to the queue; return its new state, or None if it runs elsewhere.
 
         With `lost`, the reason why its worker or device was lost, the second loss fails the job; of a resumable one the
-        second without progress in between.
+        second without progress in between. A loss that is not `counted` had another reason than the job.
         """
         with self._begin() as connection:
-            return self._release(connection, self._mine(job), lost, f"{self.owner}/{job.device}")
+            return self._release(connection, self._mine(job), lost, f"{self.owner}/{job.device}", counted)
 
     def _release(
-        self, connection: sa.Connection, which: sa.ColumnElement[bool], lost: str, avoid: str | None
+        self, connection: sa.Connection, which: sa.ColumnElement[bool], lost: str, avoid: str | None, counted: bool
     ) -> JobState | None:
         columns = [_jobs.c.id, _jobs.c.operation, _jobs.c.losses, _jobs.c.mark, _jobs.c.progress, _jobs.c.cancel]
         row = connection.execute(sa.select(*columns).where(which).with_for_update()).one_or_none()
         if row is None:
             return None
         resumable = row.operation in self.resumable
-        losses = (0 if resumable and row.progress > row.mark else row.losses) + bool(lost)
+        losses = (0 if resumable and row.progress > row.mark else row.losses) + bool(lost and counted)
         values: dict[str, Any] = {"owner": None, "lease": None}
         if row.cancel:
             state = JobState.CANCELLED
@@ -374,7 +374,7 @@ class JobStore:
             query = sa.select(_jobs.c.id).where(expired).with_for_update(skip_locked=True)
             found = [row.id for row in connection.execute(query)]
             states = [
-                (id, self._release(connection, sa.and_(_jobs.c.id == id, expired), "its server ended", None))
+                (id, self._release(connection, sa.and_(_jobs.c.id == id, expired), "its server ended", None, True))
                 for id in found
             ]
         return [(id, state) for id, state in states if state is not None]

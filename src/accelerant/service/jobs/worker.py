@@ -1,8 +1,8 @@
 """The worker process of a device: it runs short calls and, at the same time, one job.
 
 The server starts it by `python -m accelerant.service.jobs.worker` with one end of a socket pair, on which frames of
-wire.py travel. The thread that reads the socket runs the short calls itself, so that they cost no change of threads;
-the main thread runs the job. The arrays of jobs are files, which do not pass through the server.
+wire.py travel. One thread reads the socket, so that a long call keeps no lease and no stop from the job; one runs the
+short calls, and the main thread runs the job. The arrays of jobs are files, which do not pass through the server.
 
 The process ends when the socket does, so it never outlives its server. A lost device ends it, too: the server starts
 another and repeats the work.
@@ -107,6 +107,7 @@ class Worker:
         self._socket, self.device, self.operations = connection, device, operations
         self._sending = threading.Lock()
         self._jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[list[dict[str, Any]], memoryview]] = queue.SimpleQueue()
         self._running: Context | None = None
         self._worked = threading.Event()  # since the ledger was sent
         self._log = logging.getLogger("accelerant.service.worker")
@@ -117,7 +118,8 @@ class Worker:
         `label` is the device's, and `others` name the devices that should have workers, too.
         """
         self.send({"kind": "ready", "device": self.device, "label": label, "others": list(others)})
-        threading.Thread(target=self._read, name="calls", daemon=True).start()
+        threading.Thread(target=self._read, name="read", daemon=True).start()
+        threading.Thread(target=self._answer_calls, name="calls", daemon=True).start()
         threading.Thread(target=self._send_ledger, name="ledger", daemon=True).start()
         while True:
             self._run_job(self._jobs.get())
@@ -143,7 +145,7 @@ class Worker:
             self._worked.clear()
             self.send({"kind": "ledger", "ledger": ledger().to_dict()})
 
-    # --- short calls -------------------------------------------------------------------------------------------------
+    # --- the socket --------------------------------------------------------------------------------------------------
 
     def _receive(self, size: int) -> bytearray:
         content = bytearray(size)
@@ -158,14 +160,14 @@ class Worker:
             view = view[count:]
         return content
 
-    def _read(self) -> None:
+    def _read(self) -> NoReturn:
         while True:
             head_bytes, body_bytes = wire.PREFIX.unpack(self._receive(wire.PREFIX.size))
             head = json.loads(self._receive(head_bytes))
             body = memoryview(self._receive(body_bytes))
             kind = head["kind"]
             if kind == "calls":
-                self._run_calls(head["launches"], body)
+                self._calls.put((head["launches"], body))
             elif kind == "job":
                 self._jobs.put(head)
             elif (context := self._running) is not None and context._job == head["id"]:
@@ -173,6 +175,12 @@ class Worker:
                     context.stop = head["reason"]
                 elif kind == "lease":
                     context.lease = head["until"]
+
+    # --- short calls -------------------------------------------------------------------------------------------------
+
+    def _answer_calls(self) -> NoReturn:
+        while True:
+            self._run_calls(*self._calls.get())
 
     def _run_calls(self, launches: list[dict[str, Any]], body: memoryview) -> None:
         """Run the launches of a batch; one that fails is repeated call by call, to tell which call has the error."""

@@ -99,6 +99,7 @@ class WorkerProcess:
             except OSError as error:  # no processes or files are left
                 was_ready, reason = False, f"the worker of {self.name} cannot be started: {error}"
             calls = [call for launch in self.launches for call in launch.calls]
+            suspect = any(call.losses for call in calls)
             self._taken()
             self.ready.clear()
             self.failure = "" if was_ready else reason
@@ -107,7 +108,7 @@ class WorkerProcess:
                 _log.warning("%s; it starts again", reason)
             self._lost(self, reason, calls)
             if self._ended is not None and not self._ended.done():
-                self._ended.set_result({"lost": reason})
+                self._ended.set_result({"lost": reason, "suspect": suspect})
             pause = _BACKOFF_S[0] if was_ready else min(longest, 2 * pause)
             if not self._closing:
                 await asyncio.sleep(pause)
@@ -254,14 +255,16 @@ class WorkerProcess:
             self._idle(count, time.monotonic() - self._sent)
 
     async def run_job(self, message: dict[str, Any], deadline: float | None) -> dict[str, Any]:
-        """Run a job and return how it ended: the worker's message, or {"lost": reason}.
+        """Run a job and return how it ended: the worker's message, or {"lost": reason, "suspect": bool}.
 
+        A loss is suspect, and not the job's doing, if the worker was lost before the job began, or while a call ran
+        that had lost a worker before.
         A job that passes its deadline without asking for it is ended, with the process.
         """
         self.job = message["id"]
         self._ended = asyncio.get_running_loop().create_future()
         if not self.ready.is_set():
-            self._ended.set_result({"lost": f"the worker of {self.name} ended"})
+            self._ended.set_result({"lost": f"the worker of {self.name} ended", "suspect": True})
         self._send(wire.frame({"kind": "job", **message}, {}))
         try:
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.time()) + _GRACE_S):
