@@ -12,8 +12,10 @@ import httpx
 import numpy as np
 import pytest
 
-from accelerant.service.bodies import ARROW, NPY, SAFETENSORS
-from accelerant.service.guard import Guard
+from accelerant.service.bodies import ARROW, BINARY, NPY, SAFETENSORS
+from accelerant.service.errors import Refused
+from accelerant.service.guard import Guard, RequestRecord
+from accelerant.service.infer import Answer, Inference
 from accelerant.service.keys import KeyStore
 from accelerant.service.settings import ServiceSettings
 
@@ -310,3 +312,55 @@ def test_health_and_metrics_are_answered_under_overload(tmp_path):
     guard._running = 1
     assert statuses(guard, "/v2", "/v2/health/live", "/v2/health/ready", "/metrics") == [503, 200, 200, 200]
     assert ServiceSettings().concurrency > ServiceSettings().queue_jobs  # a full queue answers 429
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_long_answer_is_sent_in_parts_and_counted_until_it_is_read(tmp_path, reads):
+    settings = ServiceSettings(body_timeout_s=0.2, body_rate_bytes_s=1 << 30, bodies_bytes=4_000_000)
+    inference, size, seen = Inference(settings, {}, None), 3 << 20, []
+
+    async def answer(name, scope, receive):
+        inference.hold(scope["state"]["record"], size)
+        return Answer(bytes(size), BINARY)
+
+    async def send(message):
+        if message["type"] == "http.response.body":
+            seen.append((len(message["body"]), message["more_body"], inference.held_bytes))
+            await asyncio.sleep(0.0 if reads else 1.0)
+
+    inference.answer = answer
+    keys = KeyStore(tmp_path / "keys.json")
+    guard = Guard(None, settings=settings, keys=keys, observers=[], inference=inference)
+    scope = {"type": "http", "method": "POST", "path": MUL, "headers": [(b"host", b"localhost")]}
+    if reads:
+        asyncio.run(guard(scope, None, send))
+        assert seen == [(1 << 20, True, size), (1 << 20, True, size), (1 << 20, False, size)]
+    else:
+        with pytest.raises(Refused, match="was not read"):  # uvicorn closes the connection
+            asyncio.run(guard(scope, None, send))
+    assert inference.held_bytes == 0
+
+
+def test_results_of_others_are_counted_with_bodies():
+    inference = Inference(ServiceSettings(bodies_bytes=100), {}, None)
+    first, second = (RequestRecord(name, "GET", "/") for name in "ab")
+    inference.hold(first, 1000)  # alone
+    with pytest.raises(Refused, match="of others"):
+        inference.hold(second, 1)
+    inference.release(first)
+    inference.release(second)
+    assert inference.held_bytes == 0
+
+
+def test_large_results_are_not_written_as_json(http):
+    body, headers = kserve([entry([30_000], 240_000), entry([1], 8, "y")], bytes(240_008))
+    assert http.post(MUL, content=body, headers=headers | {"accept": BINARY}).status_code == 200
+    answer = http.post(MUL, content=body, headers=headers)
+    assert (answer.status_code, answer.json()["type"]) == (413, "ResultTooLarge")
+    assert "Accept: application/octet-stream" in answer.json()["error"]
+    job = http.post(MUL, content=body, headers=headers | {"prefer": "respond-async"}).headers["location"]
+    while http.get(job).json()["state"] in ("queued", "running"):
+        time.sleep(0.02)
+    assert http.get(f"{job}/result").status_code == 413
+    assert len(http.get(f"{job}/result", headers={"accept": BINARY}).content) > 240_000
+    assert http.get("/jobs").json()["jobs"][0] == http.get(job).json()

@@ -1,6 +1,7 @@
 """Metrics of a running service, and its events."""
 
 import asyncio
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from accelerant.runtime.monitoring import events
 from accelerant.service import Client
+from accelerant.service import telemetry as module
 from accelerant.service.guard import RequestRecord
 from accelerant.service.jobs.service import JobService
 from accelerant.service.telemetry import BUCKETS_S, Telemetry
@@ -145,6 +147,23 @@ def test_a_lost_device_is_a_metric_for_an_alert(telemetry):
     found = samples(telemetry.metrics().decode())
     assert named(found, "accelerant_device_lost", device="cuda:1") == [1]
     assert named(found, "accelerant_device_events_total", device="cuda:1", kind="lost") == [1]
+
+
+def test_devices_are_read_again_after_a_failure(telemetry, monkeypatch):
+    watches = []
+
+    @contextlib.contextmanager
+    def watch(devices, samples):
+        watches.append(devices)
+        if len(watches) == 1:
+            raise RuntimeError("the driver is being replaced")
+        telemetry.close()
+        yield
+
+    monkeypatch.setattr(module, "watch_devices", watch)
+    monkeypatch.setattr(module, "_RETRY_S", 0.01)
+    telemetry._watch()
+    assert len(watches) == 2
 
 
 def test_latencies_are_counted_in_their_bucket(telemetry):

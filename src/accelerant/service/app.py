@@ -6,6 +6,8 @@ others, and those with the header `Prefer: respond-async`, with 202 and a job.
 
 from __future__ import annotations
 
+import gc
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -147,14 +149,14 @@ async def infer(name: str, request: Request) -> Response:
     return Response(answer.body, answer.status, answer.headers, answer.media_type)
 
 
-@_router.get("/jobs", tags=["jobs"])
+@_router.get("/jobs", tags=["jobs"], response_model=dict[str, Any])
 async def list_jobs(
     request: Request, state: JobState | None = None, limit: int = Query(100, ge=1, le=1000), before: str | None = None
-) -> dict[str, Any]:
+) -> Response:
     """Jobs of the key, the newest first."""
     key = _owner(request)
     jobs = await request.app.state.jobs.list(key.key_id, state, limit, before)
-    return {"jobs": [asdict(job) for job in jobs]}
+    return Response(json.dumps({"jobs": [vars(job) for job in jobs]}), media_type=JSON)
 
 
 def _owner(request: Request) -> Key:
@@ -173,11 +175,12 @@ async def show_job(id: str, request: Request) -> dict[str, Any]:
 @_router.get("/jobs/{id}/result", tags=["jobs"])
 async def job_result(id: str, request: Request) -> Response:
     """The outputs of a job, in the format of Accept."""
-    owner, jobs = _owner(request).key_id, request.app.state.jobs
+    owner, jobs, inference = _owner(request).key_id, request.app.state.jobs, request.app.state.inference
     format = answer_format(request.headers.get("accept", "*/*"), JSON)
     job = await jobs.get(id, owner)
     operation = operation_named(request.app.state.operations, job.operation)
-    answer = await written(operation, await jobs.result(id, owner), format)
+    inference.hold(request.scope["state"]["record"], job.result_bytes or 0)
+    answer = await written(operation, await jobs.result(id, owner), format, inference.settings.json_bytes)
     return Response(answer.body, answer.status, answer.headers, answer.media_type)
 
 
@@ -212,6 +215,8 @@ def create_app(settings: ServiceSettings) -> FastAPI:
                 app.state.telemetry = telemetry
                 observers.append(telemetry.observe)
                 app.state.on_stop.append(telemetry.close)
+                gc.collect()
+                gc.freeze()  # a later collection would stop all requests while it looks at every module
                 yield
         finally:
             app.state.draining = True

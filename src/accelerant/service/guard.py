@@ -48,6 +48,8 @@ _ALWAYS = frozenset({"/v2/health/live", "/v2/health/ready", "/metrics"})
 """Paths that are served under overload: a supervisor would end a server that does not answer them."""
 _FORWARDED = frozenset({b"forwarded", b"x-forwarded-for"})
 _PIPELINED_MOST = 16
+_PART_BYTES = 1 << 20
+"""Longer answers are sent in parts, each after the one before: uvicorn takes all of a part into memory."""
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 Headers = Iterable[tuple[bytes, bytes]]
@@ -61,6 +63,7 @@ class RequestRecord:
     """A request that has been answered.
 
     Attributes:
+        held_bytes: what it takes in memory now of the bytes that `Inference` bounds.
         route: the path's template; "" if no route matched.
         operation: name of the operation, "" for other routes.
         backend: backend that ran it; "" where none did.
@@ -77,6 +80,7 @@ class RequestRecord:
     seconds: float = 0.0
     bytes_in: int = 0
     bytes_out: int = 0
+    held_bytes: int = 0
 
 
 def error_body(kind: str, message: str, request_id: str) -> bytes:
@@ -121,9 +125,12 @@ class Guard:
                     (b"x-request-id", request_id.encode()),
                     (b"x-content-type-options", b"nosniff"),
                 ]
+            body = message.get("body", b"")
+            record.bytes_out += len(body)
+            if len(body) > _PART_BYTES:
+                await self._send_parts(send, message, body)
             else:
-                record.bytes_out += len(message.get("body", b""))
-            await send(message)
+                await send(message)
 
         self._running += 1
         try:
@@ -160,9 +167,23 @@ class Guard:
                         span.set_attribute("http.response.status_code", record.status)
         finally:
             self._running -= 1
+            if record.held_bytes:
+                self.inference.release(record)
             record.seconds = time.perf_counter() - start
             for observer in self.observers:
                 observer(record)
+
+    async def _send_parts(self, send: Send, message: Mapping[str, Any], body: bytes) -> None:
+        """Send a long body at the pace at which the client reads it; Refused if that is too slow."""
+        settings, whole = self.settings, memoryview(body)
+        limit_s = settings.body_timeout_s + len(body) / settings.body_rate_bytes_s
+        try:
+            async with asyncio.timeout(limit_s):
+                for start in range(0, len(body), _PART_BYTES):
+                    more = start + _PART_BYTES < len(body) or message.get("more_body", False)
+                    await send({**message, "body": bytes(whole[start : start + _PART_BYTES]), "more_body": more})
+        except TimeoutError:
+            raise Refused(408, "AnswerTooSlow", f"the answer was not read within {limit_s:.0f} s") from None
 
     def _admitted(self, scope: Scope, headers: Headers) -> Key:
         """Return the key of a request; raise Refused."""
@@ -402,7 +423,7 @@ class RequestLog:
             fields = [
                 f'"{name}": {value if type(value := getattr(record, name)) is int else json.dumps(value)}'
                 for name in RequestRecord.__slots__
-                if name != "seconds"
+                if name not in ("seconds", "held_bytes")
             ]
             start = f'{{"time": {time.time():.6f}, "level": "info", "seconds": {record.seconds:.6f}, '
             self._lines.append(f"{start}{', '.join(fields)}}}\n")

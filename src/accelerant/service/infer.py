@@ -69,6 +69,7 @@ class _Call:
         binary: which outputs are bytes in a KServe answer.
         format: of the answer.
         is_job: whether it becomes a job.
+        result_bytes: size of the outputs.
     """
 
     operation: ServedOperation
@@ -78,6 +79,7 @@ class _Call:
     binary: bool | frozenset[str]
     format: str
     is_job: bool
+    result_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,9 @@ class _KnownHead:
             earlier.operation, earlier.parameters, inputs, state["key"].id, earlier.priority, earlier.deadline_s,
             state["record"].request_id, earlier.cost_s,
         )  # fmt: skip
-        return _Call(call.operation, call.parameters, request, None, call.binary, call.format, call.is_job)
+        return _Call(
+            call.operation, call.parameters, request, None, call.binary, call.format, call.is_job, call.result_bytes
+        )  # fmt: skip
 
 
 class Inference:
@@ -109,7 +113,7 @@ class Inference:
     Small calls of one kind have equal heads, whose JSON and parameters are read once.
 
     Attributes:
-        held_bytes: size of the bodies that are in memory now.
+        held_bytes: size of the bodies and results of the requests that have not been answered.
     """
 
     def __init__(self, settings: ServiceSettings, operations: Mapping[str, ServedOperation], jobs: JobService) -> None:
@@ -123,20 +127,18 @@ class Inference:
         record: RequestRecord = scope["state"]["record"]
         record.operation = name
         allow(scope, operation.scope)
-        try:
-            body = await read_body(scope, receive, self.settings, self._hold)
-            if len(body) < _IN_THREAD_BYTES:
-                call = self._read(operation, scope, body)
-            else:
-                call = await asyncio.to_thread(self._read, operation, scope, body)
-            if call.is_job:
-                job = asdict(await self.jobs.submit(call.request))
-                return Answer(json.dumps({"job": job}).encode(), JSON, 202, {"location": f"/jobs/{job['id']}"})
-            results, device = await self.jobs.call_on(call.request)
-        finally:
-            self.held_bytes -= record.bytes_in
+        body = await read_body(scope, receive, self.settings, functools.partial(self.hold, record))
+        if len(body) < _IN_THREAD_BYTES:
+            call = self._read(operation, scope, body)
+        else:
+            call = await asyncio.to_thread(self._read, operation, scope, body)
+        if call.is_job:
+            job = asdict(await self.jobs.submit(call.request))
+            return Answer(json.dumps({"job": job}).encode(), JSON, 202, {"location": f"/jobs/{job['id']}"})
+        self.hold(record, call.result_bytes)
+        results, device = await self.jobs.call_on(call.request)
         record.backend = device.partition(":")[0]
-        answer = await written(operation, results, call.format, call)
+        answer = await written(operation, results, call.format, self.settings.json_bytes, call)
         answer.headers["accelerant-device"] = device
         return answer
 
@@ -205,14 +207,23 @@ class Inference:
             cost_s=cost_s,
         )
         is_job = operation.resumable or cost_s > settings.short_s or b"respond-async" in headers.get(b"prefer", b"")
-        call = _Call(operation, model, request, identity, binary, answer_format(accept, usual), is_job)
+        call = _Call(operation, model, request, identity, binary, answer_format(accept, usual), is_job, needed)
         return call, values
 
-    def _hold(self, size: int) -> None:
-        """Count bytes of a body; Refused if there are too many in memory."""
+    def hold(self, record: RequestRecord, size: int) -> None:
+        """Count bytes of a request's body or result until it is answered; Refused if, with others', they are too many.
+
+        A request alone is served: its own limits bound it.
+        """
         self.held_bytes += size
-        if self.held_bytes > self.settings.bodies_bytes:
-            raise Refused(503, "Busy", "the bodies of other requests fill the memory for them", retry_after_s=1)
+        record.held_bytes += size
+        if self.held_bytes > self.settings.bodies_bytes and self.held_bytes > record.held_bytes:
+            raise Refused(503, "Busy", "the bodies and results of others fill the memory for them", retry_after_s=1)
+
+    def release(self, record: RequestRecord) -> None:
+        """Forget the bytes of a request."""
+        self.held_bytes -= record.held_bytes
+        record.held_bytes = 0
 
 
 def operation_named(operations: Mapping[str, ServedOperation], name: str) -> ServedOperation:
@@ -292,17 +303,28 @@ def _inputs(operation: ServedOperation, values: Values) -> dict[str, npt.NDArray
 
 
 async def written(
-    operation: ServedOperation, results: Mapping[str, npt.NDArray[Any]], format: str, call: _Call | None = None
-) -> Answer:
-    """Return the answer with an operation's outputs, to a call or in a format."""
+    operation: ServedOperation, results: Mapping[str, npt.NDArray[Any]], format: str, json_bytes: int,
+    call: _Call | None = None,
+) -> Answer:  # fmt: skip
+    """Return the answer with an operation's outputs, to a call or in a format; Refused if too much would be JSON."""
     size = sum(x.nbytes for x in results.values())
-    write: Callable[[], Answer] = lambda: _write(operation, results, format, call)  # noqa: E731
+    binary: bool | frozenset[str] = call.binary if call is not None and call.binary else format == BINARY
+    if size > json_bytes and format in (JSON, BINARY) and binary is not True:
+        listed = sum(x.nbytes for name, x in results.items() if not binary or name not in binary)
+        if listed > json_bytes:  # its text would be several times as long, and hold up other requests
+            raise Refused(
+                413, "ResultTooLarge",
+                f"{listed:,} bytes of results are too many for JSON; the limit is {json_bytes:,}: ask for bytes "
+                f"(Accept: {BINARY})",
+            )  # fmt: skip
+    write: Callable[[], Answer] = lambda: _write(operation, results, format, binary, call)  # noqa: E731
     return write() if size < _IN_THREAD_BYTES else await asyncio.to_thread(write)
 
 
 def _write(
-    operation: ServedOperation, results: Mapping[str, npt.NDArray[Any]], format: str, call: _Call | None
-) -> Answer:
+    operation: ServedOperation, results: Mapping[str, npt.NDArray[Any]], format: str,
+    binary: bool | frozenset[str], call: _Call | None,
+) -> Answer:  # fmt: skip
     values: Values = dict(results)
     for spec in operation.outputs:
         if spec.datatypes == ("BYTES",) and spec.name in values:
@@ -312,7 +334,6 @@ def _write(
     head: dict[str, Any] = {"model_name": operation.name, "model_version": "1"}
     if call is not None and call.id is not None:
         head["id"] = call.id
-    binary: bool | frozenset[str] = call.binary if call is not None and call.binary else format == BINARY
     if binary is True and "id" not in head and not any(isinstance(x, bytes) for x in values.values()):
         text = _binary_head(operation.name, tuple((name, x.dtype, x.shape) for name, x in results.items()))
         body = b"".join([text, *(np.ascontiguousarray(x).data for x in results.values())])

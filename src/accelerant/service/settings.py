@@ -57,11 +57,11 @@ class ServiceSettings:
         devices: one worker process each, as "cpu" or "cuda:0"; empty for the automatic choice.
         models, data: folders of models for `generate` and of texts for `train`, by name.
         tls_certificate, tls_key: PEM files; both or none.
-        body_bytes, json_bytes: largest request body, and largest JSON of one.
-        bodies_bytes: the most that all bodies take in memory, until their calls end; more get 503.
+        body_bytes, json_bytes: largest request body, and largest JSON of one; json_bytes bounds results in JSON, too.
+        bodies_bytes: the most that all bodies and results take in memory, until they are answered; more get 503.
         header_bytes: largest request line and headers together.
         header_timeout_s, body_timeout_s: within which headers, and then a body, must have arrived.
-        body_rate_bytes_s: slowest average rate of a body beyond body_timeout_s.
+        body_rate_bytes_s: slowest average rate of a body beyond body_timeout_s, also of one that a client reads.
         connections: most open connections; more are closed.
         concurrency: most requests in progress; more get 503, except those of health and metrics.
         queue_jobs, queue_bytes: bounds of the queue; more get 429.

@@ -47,6 +47,9 @@ BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 
 _HISTORY = 120
 """Samples of a device that a new page of the dashboard is given: two minutes."""
 
+_RETRY_S = 10.0
+"""Time after which devices that could not be read are tried again."""
+
 _LEDGER_ROWS = 200
 _LEDGER_COLUMNS = (
     "op", "implementation", "own", "device", "case", "calls", "failures", "ms_p50", "ms_first", "ms_total", "share",
@@ -94,17 +97,18 @@ class Telemetry:
 
     def _watch(self) -> None:
         """Read the devices of the workers, and the CPU, until the end. To find them may take seconds."""
-        try:
-            while not self._closed.is_set():
+        while not self._closed.is_set():
+            try:
                 labels = self._labels()
                 with watch_devices(devices=_present(labels), samples=self._add):
                     while labels == self._labels() and not self._closed.wait(1.0):
                         pass
-        except Exception:
-            logging.getLogger("accelerant").exception("the devices are no longer read")
+            except Exception:
+                logging.getLogger("accelerant").exception("the devices could not be read")
+                self._closed.wait(_RETRY_S)
 
     def _labels(self) -> list[str]:
-        return sorted({"cpu:0", *(worker.label for worker in self._jobs.stats().workers)})
+        return sorted({"cpu:0", *self._jobs.labels})
 
     def _add(self, item: Sample) -> None:
         self._history.setdefault(item.device, deque(maxlen=_HISTORY)).append(item)

@@ -561,6 +561,11 @@ class JobService:
             workers=tuple(worker.stats() for worker in self._workers),
         )
 
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The labels of the workers' devices. Any thread may ask."""
+        return tuple(worker.label for worker in list(self._workers))
+
     def ledgers(self) -> tuple[dict[str, Any], ...]:
         """Return the ledgers of the worker processes, some seconds old; a process that was restarted begins anew."""
         return tuple(worker.ledger for worker in self._workers if worker.ledger)
