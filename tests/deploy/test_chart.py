@@ -24,7 +24,13 @@ ON = {
     "postgresql": True,
     "image": {"pullSecrets": [{"name": "registry"}]},
     "gpu": {"vendor": "nvidia", "count": 2, "resource": "nvidia.com/mig-1g.10gb", "runtimeClassName": "nvidia"},
-    "settings": {"queue_jobs": 2_000_000_000, "short_s": 0.25, "devices": ["cuda:0"], "models": {"tiny": "/srv/tiny"}},
+    "settings": {
+        "lease_s": 60.5,
+        "queue_jobs": 2_000_000_000,
+        "short_s": 0.25,
+        "devices": ["cuda:0"],
+        "models": {"tiny": "/srv/tiny"},
+    },
     "secret": {"keys": "{}", "stateUrl": URL},
     "persistence": {"storageClass": "fast", "keepAfterScaleDown": True},
     "sharedPersistence": {"storageClass": "nfs"},
@@ -171,7 +177,7 @@ def test_probes_and_the_time_to_drain(tmp_path, name):
     assert paths == {"startupProbe": live, "livenessProbe": live, "readinessProbe": ready}
     settings = tomllib.loads(named(objects, "ConfigMap")[0]["data"]["service.toml"])
     waits = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert pod["terminationGracePeriodSeconds"] > settings["drain_s"] + waits
+    assert pod["terminationGracePeriodSeconds"] > settings["drain_s"] + waits + settings.get("lease_s", 10)
 
 
 @every_set

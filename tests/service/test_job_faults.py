@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -251,5 +252,72 @@ def test_a_call_longer_than_the_lease_repeats_no_job(running):
             await service.call(request("double", seconds=1.5 * service.settings.lease_s))
             job = await ended(service, job)
             assert (job.state, job.attempts) == (JobState.SUCCEEDED, 1)
+
+    asyncio.run(main())
+
+
+def test_leases_do_not_wait_for_lists(running, monkeypatch):
+    async def main():
+        async with running() as service:
+            lease_s = service.settings.lease_s
+            job = await started(service, await service.submit(request("work", steps=5, seconds=1.5 * lease_s)))
+            monkeypatch.setattr(service.store, "jobs", lambda *arguments: time.sleep(2 * lease_s))
+            await asyncio.gather(*(service.list(None) for _ in range(4)))
+            job = await ended(service, job)
+            assert (job.state, job.attempts) == (JobState.SUCCEEDED, 1)
+
+    asyncio.run(main())
+
+
+def test_a_submission_of_which_the_store_says_nothing_is_not_repeated(running, monkeypatch):
+    async def main():
+        async with running() as service:
+            add = service.store.add
+
+            def cut(*arguments, **named):
+                add(*arguments, **named)
+                raise ConnectionResetError(104, "Connection reset by peer")
+
+            monkeypatch.setattr(service.store, "add", cut)
+            with pytest.raises(StoreUnavailable) as caught:
+                await service.submit(request("work"))
+            assert caught.value.retry_after_s is None
+            assert len(await service.list(None)) == 1
+
+    asyncio.run(main())
+
+
+def test_a_server_that_stops_claims_no_job(running):
+    async def main():
+        async with running() as service:
+            train = await started(service, await service.submit(request("train", steps=100, seconds=20.0)))
+            service.stop_claiming()
+            later = await service.submit(request("work"))
+            async with asyncio.timeout(5.0):
+                while (await service.get(train.id, None)).state is not JobState.QUEUED:
+                    await asyncio.sleep(0.02)
+            np.testing.assert_array_equal((await service.call(request("double")))["y"], 2 * X)
+            await asyncio.sleep(1.0)
+            assert (await service.get(later.id, None)).attempts == 0
+            begun = time.monotonic()
+            await service.drain(2.0)  # counted from stop_claiming
+            assert time.monotonic() - begun < 2.0
+
+    asyncio.run(main())
+
+
+def test_results_of_earlier_attempts_go_with_the_job(running):
+    async def main():
+        async with running() as service:
+            jobs = [await service.submit(request("work", steps=2, seconds=0.4, how=how)) for how in ("", "raise")]
+            folders = [Path(service.settings.directory, "jobs", job.id) for job in jobs]
+            for folder in folders:
+                (folder / "result.0").write_bytes(b"secret")
+            for job in jobs:
+                await ended(service, job)
+            async with asyncio.timeout(5.0):
+                while folders[1].exists():
+                    await asyncio.sleep(0.02)
+            assert [path.name for path in folders[0].iterdir()] == ["result.1"]
 
     asyncio.run(main())

@@ -46,7 +46,9 @@ def test_bounds_order_and_fairness(steps):
             if step[0] == "put":
                 _, key, priority, rows = step
                 new = call(key, rows=rows, priority=priority)
+                own = [one for one in held if one.request.key_id == key]
                 fits = len(held) < 8 and size + new.size_bytes <= 1000
+                fits &= len(own) < 6 and (not own or sum(one.size_bytes for one in [*own, new]) <= 750)
                 if fits:
                     queue.put(new)
                     waiting.append(new)
@@ -151,6 +153,22 @@ def test_arrays_of_bytes_travel_as_they_are(tmp_path):
     assert read["none"].shape == (0,)
     with pytest.raises(UnsupportedDtype, match=r"array 'when' has dtype datetime64\[s\]"):
         wire.described({"when": np.zeros(2, "datetime64[s]")})
+
+
+def test_a_file_that_cannot_be_written_leaves_no_part(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "file"
+    with monkeypatch.context() as patch:
+        patch.setattr(wire.os, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            wire.write_file(path, {"x": np.arange(9)})
+    assert not path.exists()
+    wire.write_file(path, {"x": np.arange(9)})
+    with pytest.raises(FileExistsError):
+        wire.write_file(path, {})
+    assert wire.read_file(path)["x"].size == 9  # what was there stays
 
 
 def test_a_file_that_is_cut_short_is_refused(tmp_path):

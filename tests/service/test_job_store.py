@@ -197,6 +197,7 @@ def test_bounds_hold_for_many_threads(opened):
                 add(
                     stores[number % 2],
                     f"{number}-{job}",
+                    f"key{number}",
                     size=10,
                     most_jobs=20,
                     most_bytes=150 if number < 4 else 10_000,
@@ -211,7 +212,7 @@ def test_bounds_hold_for_many_threads(opened):
         for thread in threads:
             thread.join()
         states, by_key, held = stores[0].counts()
-        assert (states, by_key, held) == ({"queued": count}, {"key": count}, size)
+        assert (states, sum(by_key.values()), held) == ({"queued": count}, count, size)
     assert refused == [3.0] * 100
 
 
@@ -334,3 +335,41 @@ def test_the_tables_are_those_of_the_migrations(opened):
     made = sa.inspect(store.engine)
     for table in module._metadata.sorted_tables:
         assert {column["name"] for column in made.get_columns(table.name)} == {column.name for column in table.columns}
+
+
+def test_a_key_leaves_room_for_others(opened):
+    store = opened()
+    for number in range(3):
+        add(store, str(number), "greedy", most_jobs=4)
+    with pytest.raises(QueueFull, match="the queue holds 3 requests of this key, as many as it may"):
+        add(store, "a", "greedy", most_jobs=4)
+    with pytest.raises(QueueFull, match="holds 30 bytes of this key and may hold 37; the request has 10"):
+        add(store, "a", "greedy", most_bytes=50)
+    add(store, "b", "modest", most_jobs=4, most_bytes=50)
+    add(store, "c", "large", size=960, most_bytes=1000)
+
+
+def test_old_jobs_go_in_slices(opened, monkeypatch):
+    monkeypatch.setattr(module, "_SLICE", 4)
+    monkeypatch.setattr(module, "_MOST_ENDED", 5)
+    store = opened()
+    ids = [f"{number:02}" for number in range(12)]
+    for id in ids:
+        add(store, id)
+        store.cancel(id)
+    assert set(store.states(ids)) == {*ids}
+    assert [store.prune(1000.0, 10)[0] for _ in range(3)] == [ids[:4], ids[4:7], []]
+    assert [store.prune(-1.0, 10)[0] for _ in range(3)] == [ids[7:11], ids[11:], []]
+
+
+def test_a_read_waits_for_no_writer(tmp_path):
+    store = JobStore(f"sqlite:///{tmp_path}/jobs.db", owner="one", volume="v")
+    store.upgrade()
+    add(store, "a")
+    begun = time.monotonic()
+    with store.engine.begin():  # as a writer
+        assert [store.get("a", None)] == store.jobs("key")
+        assert store.counts()[1] == {"key": 1}
+        assert store.states(["a", "b"]) == {"a": JobState.QUEUED}
+    assert time.monotonic() - begun < 10.0
+    store.close()

@@ -6,11 +6,13 @@ others, and those with the header `Prefer: respond-async`, with 202 and a job.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Query, Request, Response
@@ -39,10 +41,10 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}}
     for status, text in (
         (400, "The request is malformed"), (401, "No valid API key"), (403, "The key lacks a scope"),
-        (404, "There is no such thing"), (406, "No format that is accepted"), (408, "Too slow, or past the deadline"),
+        (404, "There is no such thing"), (406, "No format that is accepted"), (408, "Too slow"),
         (409, "The job is not in a state for this"), (413, "Too large"), (415, "A format that is not read"),
         (422, "Inputs or parameters that the operation refuses"), (429, "The queue is full, or the rate is exceeded"),
-        (503, "Not ready, or a device failed"),
+        (503, "Not ready, or a device failed"), (504, "Past the deadline"),
     )
 }  # fmt: skip
 
@@ -214,7 +216,8 @@ def create_app(settings: ServiceSettings) -> FastAPI:
             with Telemetry(app.state.jobs, settings) as telemetry:
                 app.state.telemetry = telemetry
                 observers.append(telemetry.observe)
-                app.state.on_stop.append(telemetry.close)
+                loop = asyncio.get_running_loop()
+                app.state.on_stop += [telemetry.close, partial(loop.call_soon_threadsafe, app.state.jobs.stop_claiming)]
                 gc.collect()
                 gc.freeze()  # a later collection would stop all requests while it looks at every module
                 yield

@@ -5,7 +5,7 @@
     ├── QueueFull               429   the queue has reached its bound; `retry_after_s` says when to come back
     ├── Draining                503   the server is stopping and takes no new work
     ├── StoreUnavailable        503   the job store cannot be reached
-    ├── DeadlineExceeded        408   the request's own deadline passed before its result was there
+    ├── DeadlineExceeded        504   the request's own deadline passed before its result was there
     ├── Cancelled               409   the job was cancelled
     ├── JobNotFound             404   no job of this id belongs to this key
     ├── JobNotFinished          409   a result is asked for that is not there yet
@@ -62,13 +62,13 @@ class StoreUnavailable(ServiceError):
     """The job store cannot be reached."""
 
     status = 503
-    retry_after_s = 5.0
+    retry_after_s: float | None = 5.0
 
 
 class DeadlineExceeded(ServiceError):
     """The deadline of a request passed before its result was there."""
 
-    status = 408
+    status = 504
 
 
 class Cancelled(ServiceError):
@@ -121,7 +121,7 @@ _UNAVAILABLE = (
     library.BackendUnavailable, library.CompileError, library.DeviceLost, library.LaunchError, library.OutOfMemory,
 )  # fmt: skip
 _STATUSES: tuple[tuple[int, type[Exception] | tuple[type[Exception], ...]], ...] = (
-    (408, library.TimeLimitExceeded), (503, _UNAVAILABLE), (501, library.MissingDependency), (400, library.FormatError),
+    (504, library.TimeLimitExceeded), (503, _UNAVAILABLE), (501, library.MissingDependency), (400, library.FormatError),
     (422, library.AccelerantError),
 )  # fmt: skip
 

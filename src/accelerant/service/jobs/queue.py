@@ -103,6 +103,7 @@ class CallQueue:
         self.batch_s, self.batch_bytes, self.batch_calls = batch_s, batch_bytes, batch_calls
         self.held = 0  # calls that wait or are in a worker, and their bytes
         self.held_bytes = 0
+        self._held_of: dict[str, tuple[int, int]] = {}  # the same by key
         self._numbers = itertools.count()
         self._waiting: OrderedDict[str, list[tuple[int, int, int, Call]]] = (
             OrderedDict()
@@ -122,16 +123,20 @@ class CallQueue:
         return min(60.0, max(1.0, self.held * self._seconds / 2))
 
     def put(self, call: Call) -> None:
-        """Add a call; raise QueueFull if it passes a bound. The end of its future takes it off the bound."""
-        check_bounds(self.held, self.held_bytes, call.size_bytes, self.most_calls, self.most_bytes, self.retry_after_s)
-        self.held += 1
-        self.held_bytes += call.size_bytes
-        call.future.add_done_callback(lambda _: self._leave(call))
+        """Add a call; raise QueueFull if it passes a bound (see `check_bounds`). The end of its future takes it off."""
+        held, own = (self.held, self.held_bytes), self._held_of.get(call.request.key_id, (0, 0))
+        check_bounds(held, own, call.size_bytes, self.most_calls, self.most_bytes, self.retry_after_s)
+        self._hold(call, 1)
+        call.future.add_done_callback(lambda _: self._hold(call, -1))
         self._push(call)
 
-    def _leave(self, call: Call) -> None:
-        self.held -= 1
-        self.held_bytes -= call.size_bytes
+    def _hold(self, call: Call, change: int) -> None:
+        key, size = call.request.key_id, change * call.size_bytes
+        self.held += change
+        self.held_bytes += size
+        count, held_bytes = self._held_of.pop(key, (0, 0))
+        if count + change:
+            self._held_of[key] = count + change, held_bytes + size
 
     def put_back(self, call: Call) -> None:
         """Add a call whose worker was lost ahead of its key's other calls; it is within the bounds already."""

@@ -91,13 +91,15 @@ class JobService:
         self._store: JobStore | None = None
         self._workers: list[WorkerProcess] = []
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="store")
-        self._disk_threads = ThreadPoolExecutor(4, thread_name_prefix="files")  # leases do not wait for large files
+        self._disk_threads = ThreadPoolExecutor(4, thread_name_prefix="files")
+        self._lease_thread = ThreadPoolExecutor(1, thread_name_prefix="lease")  # which wait for no list and no file
         self._tasks: set[asyncio.Task[None]] = set()
         self._running: dict[str, tuple[Claim, WorkerProcess]] = {}
         self._busy = 0  # workers that claim or run a job
         self._accepting = False
         self._drained = False
         self._claiming = False
+        self._stopped: float | None = None  # when `stop_claiming` was called
         self._renewed = time.monotonic()
         self._pruned = 0.0
         self._counts: tuple[dict[str, int], dict[str, int], int] = ({}, {}, 0)
@@ -161,27 +163,35 @@ class JobService:
                 raise ServiceError(f"no worker starts: {reason}; its messages are above")
             await asyncio.sleep(0.02)
 
+    def stop_claiming(self) -> None:
+        """Start no more jobs, and ask the resumable ones that run to save their state. Requests are still answered."""
+        if self._stopped is not None:
+            return
+        self._stopped, self._claiming = time.monotonic(), False
+        for claim, worker in self._running.values():
+            if self._operations[claim.job.operation].resumable:
+                worker.tell_job("stop", reason="drain")
+
     async def drain(self, timeout_s: float) -> None:
-        """Take no new work, end what runs within the time, and stop the workers.
+        """Take no new work, end what runs within the time since `stop_claiming`, and stop the workers.
 
         Resumable jobs are asked to save their state at once and go back to the queue, where the next server finds them;
         so do the jobs that do not end in time. Calls that do not end in time fail. A second drain does nothing.
         """
         if self._drained:
             return
-        self._drained = True
-        self._accepting = self._claiming = False
-        end = time.monotonic() + timeout_s
-        for claim, worker in self._running.values():
-            if self._operations[claim.job.operation].resumable:
-                worker.tell_job("stop", reason="drain")
+        self._drained, self._accepting = True, False
+        self.stop_claiming()
+        assert self._stopped is not None
+        end = self._stopped + timeout_s
         while (self._busy or self._queue.held) and time.monotonic() < end:
             await asyncio.sleep(0.02)
         for call in self._queue.clear():
             call.future.set_exception(Draining("the server stopped before the call ran"))
         for worker in self._workers:
             await worker.close()
-        while self._busy and self._store is not None and time.monotonic() < end + self._lease_s:
+        end = time.monotonic() + self._lease_s
+        while self._busy and self._store is not None and time.monotonic() < end:
             await asyncio.sleep(0.02)  # until the store knows that their jobs are queued again
         for task in self._tasks:
             task.cancel()
@@ -192,6 +202,7 @@ class JobService:
             _put(queue, {"event": "end"})
         self._threads.shutdown(wait=False)
         self._disk_threads.shutdown(wait=False)
+        self._lease_thread.shutdown(wait=False)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -207,8 +218,11 @@ class JobService:
             _log.error("the job store: %s", error.orig if isinstance(error, DBAPIError) else error)
             raise StoreUnavailable("the job store cannot be reached; try again later") from None
 
-    async def _in_thread(self, function: Callable[..., _T], *arguments: Any, **named: Any) -> _T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *arguments, **named))
+    async def _in_thread(
+        self, function: Callable[..., _T], *arguments: Any, threads: ThreadPoolExecutor | None = None, **named: Any
+    ) -> _T:
+        work = partial(function, *arguments, **named)
+        return await asyncio.get_running_loop().run_in_executor(threads or self._threads, work)
 
     async def _on_disk(self, function: Callable[..., _T], *arguments: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._disk_threads, partial(function, *arguments))
@@ -311,7 +325,10 @@ class JobService:
             )
         except QueueFull:
             await self._on_disk(wire.wipe, self._folder(id))
-            raise  # after other errors the job may have been added nevertheless
+            raise
+        except StoreUnavailable as error:
+            error.retry_after_s = None  # the job may have been added nevertheless: a repetition would run it twice
+            raise
         self._wake()
         self._publish(job)
         return job
@@ -350,7 +367,7 @@ class JobService:
         job = await self.get(id, key_id)
         if not job.state.final:
             if await self._stored(self.store.cancel, id):
-                await self._on_disk(self._wipe_inputs, id)
+                await self._on_disk(self._wipe_all_but, id, None)
             elif id in self._running:
                 self._running[id][1].tell_job("stop", reason="cancel")
             job = await self.get(id, key_id)
@@ -379,11 +396,15 @@ class JobService:
         """Run the next job, if there is one, and return whether there was."""
         if not self._claiming:
             return False
-        alive = [other for other in self._workers if other.ready.is_set()]
-        claim = await self._tried(self.store.claim, worker.name, self._operations, alone=alive in ([], [worker]))
-        if claim is not None:
-            await self._run(claim, worker)
-        return claim is not None
+        free = [other for other in self._workers if other is not worker and other.ready.is_set() and other.job is None]
+        claim = await self._tried(self.store.claim, worker.name, self._operations, alone=not free)
+        if claim is None:
+            return False
+        if self._stopped is not None:  # since the claim was begun
+            await self._tried(self.store.release, claim.job, repeat_s=self._lease_s)
+            return False
+        await self._run(claim, worker)
+        return True
 
     async def _run(self, claim: Claim, worker: WorkerProcess) -> None:
         """Run an attempt of a job, and write how it ended."""
@@ -411,22 +432,24 @@ class JobService:
     def _write_end(self, job: Job, ended: Mapping[str, Any]) -> None:
         """Write how an attempt ended; wipe what a job that has ended leaves."""
         if "lost" in ended or "suspended" in ended:
-            lost = "" if self._store is None or not self._claiming else str(ended.get("lost", ""))
+            lost = "" if self._drained else str(ended.get("lost", ""))
             state = self.store.release(job, lost=lost, counted=not ended.get("suspect"))
             if state is not None and state.final:
-                self._wipe_inputs(job.id)
+                self._wipe_all_but(job.id, None)
             return
+        result: Path | None = None
         if error := ended.get("error"):
             cancelled = error[0] == "Cancelled"
             state = JobState.CANCELLED if cancelled else JobState.FAILED
             text = None if cancelled else f"{error[0]}: {error[1]}"
             held = self.store.finish(job, state, error=text)
         else:
+            result = self._result_file(job)
             held = self.store.finish(job, JobState.SUCCEEDED, result_bytes=ended["result_bytes"])
             if not held:
-                wire.wipe(self._result_file(job))
+                wire.wipe(result)
         if held:
-            self._wipe_inputs(job.id)
+            self._wipe_all_but(job.id, result)
 
     async def _tried(
         self, function: Callable[..., _T], *arguments: Any, repeat_s: float = 0.0, **named: Any
@@ -476,7 +499,8 @@ class JobService:
     async def _renew(self) -> None:
         running = dict(self._running)
         until = time.time() + self._lease_s
-        answer = await self._tried(self.store.renew, [claim.job for claim, _ in running.values()])
+        jobs = [claim.job for claim, _ in running.values()]
+        answer = await self._tried(self.store.renew, jobs, threads=self._lease_thread)
         if answer is None:
             return
         self._renewed = time.monotonic()
@@ -496,9 +520,9 @@ class JobService:
         for id, state in self.store.take_over():
             _log.warning("job %s: its server ended; it is %s", id, state)
             if state.final:
-                self._wipe_inputs(id)
+                self._wipe_all_but(id, None)
         for id in self.store.expire():
-            self._wipe_inputs(id)
+            self._wipe_all_but(id, None)
         if time.monotonic() - self._pruned > _PRUNE_S:
             self._prune()
             self._remove_orphans()
@@ -510,8 +534,7 @@ class JobService:
         for id in removed:
             wire.wipe(self._folder(id))
         for id in gone:
-            for file in self._folder(id).glob("result.*"):
-                wire.wipe(file)
+            self._wipe_all_but(id, None)
 
     def _remove_orphans(self) -> None:
         """Remove what servers left that were killed before they added a job, or after they ended one."""
@@ -542,6 +565,15 @@ class JobService:
     def _wipe_inputs(self, id: str) -> None:
         wire.wipe(self._folder(id) / "inputs")
         wire.wipe(self._folder(id) / "work")
+        with contextlib.suppress(OSError):  # a result is in it
+            self._folder(id).rmdir()
+
+    def _wipe_all_but(self, id: str, result: Path | None) -> None:
+        """Wipe the files of a job that has ended, also the results of earlier attempts."""
+        for file in self._folder(id).glob("result.*"):
+            if file != result:
+                wire.wipe(file)
+        self._wipe_inputs(id)
 
     # --- statistics and events ---------------------------------------------------------------------------------------
 

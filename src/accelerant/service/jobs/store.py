@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -93,6 +94,12 @@ _LOCK = 0x61636C6A
 _TIME_LIMITS = {"pg8000": {"timeout": 10.0}, "psycopg": {"connect_timeout": 10, "tcp_user_timeout": 10_000}}
 """Arguments of drivers, so that a database whose machine is gone is an error after seconds, and does not hang."""
 
+_SLICE = 10_000
+"""Most jobs that one statement names or one transaction removes; SQLite takes 32,766 parameters, PostgreSQL 65,535."""
+
+_MOST_ENDED = 100_000
+"""Most jobs that are kept after their end, whatever the retention."""
+
 _VERSION_TABLE = "accelerant_version"
 _MIGRATIONS = Path(__file__).parent / "migrations"
 
@@ -142,15 +149,17 @@ class JobStore:
         except ModuleNotFoundError as error:
             raise MissingDependency(str(error.name), "service", "a job store in PostgreSQL") from None
 
+        self._readers = self.engine.execution_options(reads=True)
+
     def close(self) -> None:
         """Close the connections."""
         self.engine.dispose()
 
     @contextmanager
-    def _begin(self, *, alone: bool = False) -> Iterator[sa.Connection]:
-        """Begin a transaction; with `alone`, no other of this kind runs at the same time."""
-        with self.engine.begin() as connection:
-            if alone and not self._sqlite:  # transactions on SQLite are alone always
+    def _begin(self, *, alone: bool = False, reads: bool = False) -> Iterator[sa.Connection]:
+        """Begin a transaction; with `alone`, no other of this kind runs at the same time; `reads` says it only does."""
+        with (self._readers if reads else self.engine).begin() as connection:
+            if alone and not self._sqlite:  # transactions on SQLite that write are alone always
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
             yield connection
 
@@ -180,16 +189,17 @@ class JobStore:
     # --- callers -----------------------------------------------------------------------------------------------------
 
     def add(self, row: Mapping[str, Any], *, most_jobs: int, most_bytes: int, retry_after_s: float) -> Job:
-        """Add a queued job; raise QueueFull if the queued jobs of all servers reach a bound."""
-        waiting = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(_jobs.c.input_bytes), 0))
-        waiting = waiting.where(_jobs.c.state == _QUEUED)
+        """Add a queued job; raise QueueFull if the queued jobs of all servers, or those of its key, reach a bound."""
+        own = _jobs.c.key_id == row["key_id"]
+        count, size = sa.func.count(), sa.func.sum(_jobs.c.input_bytes)
+        waiting = sa.select(count, size, count.filter(own), size.filter(own)).where(_jobs.c.state == _QUEUED)
         values = {
             "state": _QUEUED, "progress": 0.0, "message": "", "created": time.time(), "volume": self.volume,
             "attempts": 0, "losses": 0, "mark": 0.0, "cancel": False, **row,
         }  # fmt: skip
         with self._begin(alone=True) as connection:
-            count, size = connection.execute(waiting).one()
-            check_bounds(count, size, row["input_bytes"], most_jobs, most_bytes, retry_after_s)
+            held = [int(value or 0) for value in connection.execute(waiting).one()]
+            check_bounds(held[:2], held[2:], row["input_bytes"], most_jobs, most_bytes, retry_after_s)
             connection.execute(_jobs.insert().values(values))
         return _job({name: values.get(name) for name in Job.__dataclass_fields__})
 
@@ -198,7 +208,7 @@ class JobStore:
         query = sa.select(*_JOB).where(_jobs.c.id == _storable(id))
         if key_id is not None:
             query = query.where(_jobs.c.key_id == key_id)
-        with self._begin() as connection:
+        with self._begin(reads=True) as connection:
             row = connection.execute(query).mappings().one_or_none()
         if row is None:
             raise JobNotFound(f"no job {id[:64]!r}")
@@ -216,7 +226,7 @@ class JobStore:
         if before is not None:
             last = self.get(before, key_id)
             query = query.where(sa.tuple_(_jobs.c.created, _jobs.c.id) < sa.tuple_(last.created, last.id))
-        with self._begin() as connection:
+        with self._begin(reads=True) as connection:
             return [_job(row) for row in connection.execute(query).mappings()]
 
     def cancel(self, id: str) -> bool:
@@ -242,7 +252,7 @@ class JobStore:
             .where(_jobs.c.state == _QUEUED)
             .group_by(_jobs.c.key_id)
         )
-        with self._begin() as connection:
+        with self._begin(reads=True) as connection:
             states = {row.state: row.total for row in connection.execute(by_state)}
             keys = connection.execute(by_key).all()
         return states, {key: count for key, count, _ in keys}, sum(int(size or 0) for _, _, size in keys)
@@ -384,7 +394,7 @@ class JobStore:
         now = time.time()
         late = sa.and_(_jobs.c.state == _QUEUED, _jobs.c.deadline < now)
         with self._begin() as connection:
-            ids = list(connection.execute(sa.select(_jobs.c.id).where(late)).scalars())
+            ids = list(connection.execute(sa.select(_jobs.c.id).where(late).limit(_SLICE)).scalars())
             if ids:
                 error = "DeadlineExceeded: the deadline passed while the job was queued"
                 connection.execute(
@@ -397,22 +407,27 @@ class JobStore:
     def prune(self, retention_s: float, most_result_bytes: int) -> tuple[list[str], list[str]]:
         """Remove jobs that ended longer ago than the retention, and forget results beyond the limit on their bytes.
 
-        The oldest result of the key that has the most bytes goes first. Returns the ids of the jobs that were removed,
-        and of those whose result was.
+        Of the jobs that have ended, the newest 100,000 are kept at most. The oldest result of the key that has the most
+        bytes goes first. Returns the ids of the jobs that were removed, and of those whose result was, 10,000 of each
+        at most: the next call goes on.
         """
         mine = _jobs.c.volume == self.volume
-        old = sa.and_(mine, _jobs.c.state.in_(_FINAL), _jobs.c.finished < time.time() - retention_s)
+        final = [mine, _jobs.c.state.in_(_FINAL)]
+        oldest = sa.select(_jobs.c.id, _jobs.c.finished).where(*final).order_by(_jobs.c.finished).limit(_SLICE)
         stored = (
             sa.select(_jobs.c.id, _jobs.c.key_id, _jobs.c.result_bytes)
             .where(mine, _jobs.c.result_bytes.is_not(None))
             .order_by(_jobs.c.finished)
         )
         with self._begin(alone=True) as connection:
-            removed = list(connection.execute(sa.select(_jobs.c.id).where(old)).scalars())
+            excess = connection.execute(sa.select(sa.func.count()).where(*final)).scalar_one() - _MOST_ENDED
+            until = time.time() - retention_s
+            rows = connection.execute(oldest).all()
+            removed = [row.id for number, row in enumerate(rows) if number < excess or row.finished < until]
             if removed:
                 connection.execute(_jobs.delete().where(_jobs.c.id.in_(removed)))
             results = connection.execute(stored).all()
-            gone = _over_limit([(row.id, row.key_id, row.result_bytes) for row in results], most_result_bytes)
+            gone = _over_limit([(row.id, row.key_id, row.result_bytes) for row in results], most_result_bytes)[:_SLICE]
             if gone:
                 message = "the result was removed: stored results reached their limit"
                 connection.execute(
@@ -422,20 +437,38 @@ class JobStore:
 
     def states(self, ids: Iterable[str]) -> dict[str, JobState]:
         """Return the states of those of the ids that are jobs."""
-        query = sa.select(_jobs.c.id, _jobs.c.state).where(_jobs.c.id.in_(list(ids)))
-        with self._begin() as connection:
-            return {row.id: JobState(row.state) for row in connection.execute(query)}
+        query, left = sa.select(_jobs.c.id, _jobs.c.state), list(ids)
+        states: dict[str, JobState] = {}
+        with self._begin(reads=True) as connection:
+            for first in range(0, len(left), _SLICE):
+                rows = connection.execute(query.where(_jobs.c.id.in_(left[first : first + _SLICE])))
+                states |= {row.id: JobState(row.state) for row in rows}
+        return states
 
 
 def check_bounds(
-    count: int, size: int, added_bytes: int, most_jobs: int, most_bytes: int, retry_after_s: float
+    total: Sequence[int], own: Sequence[int], added_bytes: int, most_jobs: int, most_bytes: int, retry_after_s: float
 ) -> None:
-    """Raise QueueFull if one more request of `added_bytes` passes a bound of the queue."""
+    """Raise QueueFull if one more request of `added_bytes` passes a bound of the queue.
+
+    One key may hold three quarters of each bound, also where it is the only one, so that there is room for others; of
+    the bytes more if it is one request. `total` and `own`, the key's, are the number of requests and their bytes.
+    """
+    count, size = total
     if count >= most_jobs:
         raise QueueFull(f"the queue holds {count} requests, as many as it may", retry_after_s)
     if size + added_bytes > most_bytes:
         raise QueueFull(
             f"the queue holds {size:,} bytes and may hold {most_bytes:,}; the request has {added_bytes:,}",
+            retry_after_s,
+        )
+    count, size = own
+    if count >= math.ceil(most_jobs * 3 / 4):
+        raise QueueFull(f"the queue holds {count} requests of this key, as many as it may", retry_after_s)
+    if count and size + added_bytes > most_bytes * 3 // 4:
+        raise QueueFull(
+            f"the queue holds {size:,} bytes of this key and may hold {most_bytes * 3 // 4:,}; the request has "
+            f"{added_bytes:,}",
             retry_after_s,
         )
 
@@ -466,9 +499,9 @@ def _job(row: Mapping[Any, Any]) -> Job:
 
 
 def _serialise(engine: sa.Engine) -> None:
-    """Make transactions on SQLite begin as writers, one at a time, in the write-ahead log.
+    """Make transactions on SQLite that write begin as writers, one at a time, in the write-ahead log.
 
-    A transaction that reads first and then writes would fail if another wrote in between.
+    One that reads first and then writes would fail if another wrote in between. Those that only read wait for none.
     """
 
     @sa.event.listens_for(engine, "connect")
@@ -480,4 +513,5 @@ def _serialise(engine: sa.Engine) -> None:
 
     @sa.event.listens_for(engine, "begin")
     def begun(connection: sa.Connection) -> None:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
+        reads = connection.get_execution_options().get("reads", False)
+        connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")

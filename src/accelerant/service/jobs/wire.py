@@ -91,12 +91,20 @@ def frame(head: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Buffers:
 
 
 def write_file(path: Path, arrays: Mapping[str, np.ndarray]) -> int:
-    """Write arrays to a new file that only this user can read, wait until they are on the disk, return their bytes."""
+    """Write arrays to a new file that only this user can read, wait until they are on the disk, return their bytes.
+
+    An error, as of a full disk, leaves no part of the file.
+    """
     buffers = frame({}, arrays)
-    with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-        file.writelines(buffers)
-        file.flush()
-        os.fsync(file.fileno())
+    opened = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    try:
+        with open(opened, "wb") as file:
+            file.writelines(buffers)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        wipe(path)
+        raise
     return sum(map(len, buffers))
 
 
