@@ -1,4 +1,6 @@
 import io
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -131,3 +133,15 @@ def test_request_ids_are_kept_and_logged(http, server):
     assert other.headers["x-request-id"] != "not mine\t!"
     record = server.record("mine-1")
     assert (record["method"], record["path"], record["status"], record["key_id"]) == ("GET", "/v2", 200, "anonymous")
+
+
+def test_the_server_process_does_not_load_torch():
+    program = """if True:
+        import sys
+        import accelerant.service.app
+        from accelerant.service import telemetry
+        from accelerant.runtime.monitoring.monitor import sample
+        sample(*telemetry._present(["cpu:0"]))
+        assert "torch" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", program], check=True)

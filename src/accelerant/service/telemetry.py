@@ -264,7 +264,7 @@ def _present(labels: Iterable[str]) -> list[ComputeDevice]:
     found = {}
     for label in labels:
         with suppress(BackendUnavailable):  # its worker says why it does not start
-            device = registry.find_device(label)
+            device = registry.choose(label)
             found[device.label] = device
     return list(found.values())
 

@@ -20,15 +20,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from accelerant.errors import BackendUnavailable, ConfigError
 from accelerant.runtime import registry
 from accelerant.runtime.files import JsonRecord, plain
 from accelerant.runtime.host import fork_safe, read_meminfo
 from accelerant.runtime.html_page import text_table
 from accelerant.runtime.ledger import OpRecord, label_text, ledger
-from accelerant.runtime.memory.limits import peak_recorded
 from accelerant.runtime.monitoring.events import event_counts
 from accelerant.runtime.monitoring.readers import (
     FIGURES,
@@ -135,6 +132,8 @@ def free_memory(device: ComputeDevice) -> tuple[int, int]:
 
 def peer_access(backend: str = "cuda") -> tuple[tuple[bool, ...], ...]:
     """Return, for each pair [i][j] of a backend's devices, whether i reads j's memory directly; True for i = j."""
+    import torch
+
     indices = range(len(registry.create(backend).devices()))
     return tuple(
         tuple(i == j or (backend == "cuda" and torch.cuda.can_device_access_peer(i, j)) for j in indices)
@@ -377,6 +376,8 @@ def _peak_of(measurement: Measurement, device: ComputeDevice) -> Iterator[None]:
         else:
             measurement.peak_bytes, measurement.peak_growth_bytes = after[1], max(0, after[1] - before[0])
     elif device.torch_type == "cuda":
+        from accelerant.runtime.memory.limits import peak_recorded
+
         with peak_recorded(device) as record:
             yield
         measurement.peak_bytes, measurement.peak_growth_bytes = record.peak_bytes, record.growth_bytes
@@ -400,6 +401,8 @@ def _resident_bytes(*, restart: bool = False) -> tuple[int, int] | None:
 @contextmanager
 def _kernels_of(measurement: Measurement, device: ComputeDevice, wanted: bool) -> Iterator[None]:
     """Add the kernels of a block, by torch.profiler, or the reason why they are unknown."""
+    import torch
+
     traced = device.torch_type in ("cpu", "cuda")
     if not wanted or not traced or torch._C._autograd._profiler_enabled():
         if wanted:

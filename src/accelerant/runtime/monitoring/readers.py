@@ -27,8 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from accelerant.runtime.host import fork_safe, read_meminfo
 from accelerant.runtime.monitoring.nvidia import profile_of, slow_down_reasons
 from accelerant.runtime.provider import ComputeDevice
@@ -106,6 +104,8 @@ class TableReader:
 
 def cuda_reader(device: ComputeDevice) -> Reader:
     """Return a reader of NVML if nvidia-ml-py is installed and starts, else of nvidia-smi, else of torch."""
+    import torch
+
     uuid = str(torch.cuda.get_device_properties(device.index).uuid)  # no CUDA_VISIBLE_DEVICES renumbers it
     reason = nvml_missing()
     if not reason:
@@ -269,6 +269,8 @@ def _number(text: object) -> float | None:
 
 def amdsmi_reader(device: ComputeDevice) -> Reader:
     """Return a reader of amdsmi, a package of ROCm; torch finds the device's handle."""
+    import torch
+
     try:
         smi: Any = importlib.import_module("amdsmi")
         finder: Any = torch.cuda
@@ -333,6 +335,8 @@ def _amd_number(value: object) -> float:
 
 def apple_reader() -> Reader:
     """Return a reader of torch.mps: this process's memory, and the most that the system recommends to use."""
+    import torch
+
     figures: dict[str, Callable[[], Any]] = {
         "memory_used_bytes": torch.mps.driver_allocated_memory,
         "memory_total_bytes": torch.mps.recommended_max_memory,
