@@ -17,8 +17,9 @@ import pytest
 import sqlalchemy as sa
 from test_job_service import X, ended, request, started
 
-from accelerant.errors import RangeError
-from accelerant.service.errors import StoreUnavailable, WorkerLost
+from accelerant.errors import RangeError, TimeLimitExceeded
+from accelerant.service.app import create_app
+from accelerant.service.errors import DeadlineExceeded, StoreUnavailable, WorkerLost, refusal_of
 from accelerant.service.jobs import wire
 from accelerant.service.jobs.model import JobState
 
@@ -321,3 +322,22 @@ def test_results_of_earlier_attempts_go_with_the_job(running):
             assert [path.name for path in folders[0].iterdir()] == ["result.1"]
 
     asyncio.run(main())
+
+
+def test_the_signal_to_stop_ends_claims_before_connections_end(settings):
+    app = create_app(settings)
+
+    async def main():
+        async with app.router.lifespan_context(app):
+            for close in app.state.on_stop:
+                close()
+            await asyncio.sleep(0.1)
+            assert not app.state.jobs._claiming
+            assert app.state.jobs._accepting
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [DeadlineExceeded("late"), TimeLimitExceeded("late")])
+def test_a_deadline_is_not_the_clients_delay(error):
+    assert refusal_of(error).status == 504
