@@ -323,7 +323,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._header_bytes, self._in_headers = 0, False
         self._header_timer: asyncio.TimerHandle | None = None
         connection = transport.get_extra_info("socket")
-        if hasattr(socket, "TCP_USER_TIMEOUT") and connection is not None and connection.family != socket.AF_UNIX:
+        over_tcp = connection is not None and (not hasattr(socket, "AF_UNIX") or connection.family != socket.AF_UNIX)
+        if over_tcp and hasattr(socket, "TCP_USER_TIMEOUT"):
             # closes connections whose peer does not read its answer
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self.limits.body_timeout_s))
         if len(self.connections) > self.limits.connections:

@@ -7,7 +7,6 @@ owns the jobs: it adds a secret, and the old one stays valid for a time.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -205,7 +204,12 @@ class KeyStore:
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            try:
+                import fcntl
+
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            except ImportError:  # not on this system
+                pass
             self._read()
             yield
             text = json.dumps({"format": 1, "keys": [asdict(key) for key in self._keys.values()]}, indent=1)

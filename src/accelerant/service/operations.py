@@ -259,7 +259,10 @@ def _text(value: str | bytes) -> npt.NDArray[np.uint8]:
 def _memory_file(inputs: Arrays, name: str) -> Iterator[str]:
     """Yield the path of a file with an input's bytes, in memory where the system can; errors name the input instead."""
     in_memory = hasattr(os, "memfd_create")
-    opened = open(os.memfd_create("accelerant"), "wb") if in_memory else tempfile.NamedTemporaryFile()  # noqa: SIM115
+    if hasattr(os, "memfd_create"):
+        opened: Any = open(os.memfd_create("accelerant"), "wb")  # noqa: SIM115
+    else:
+        opened = tempfile.NamedTemporaryFile()  # noqa: SIM115
     with opened as file:
         file.write(inputs[name].data)
         file.flush()

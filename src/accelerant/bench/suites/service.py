@@ -217,7 +217,7 @@ class ServiceSuite(Suite):
                 memory.append(endpoint.memory_mib())
                 for pid in endpoint.workers():
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+                        os.kill(pid, signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM)
                     tally["kills"] += 1
 
         async def main(endpoint: Endpoint) -> None:

@@ -77,7 +77,7 @@ class Endpoint:
         for pid in (self.process.pid, *self.workers()):
             with contextlib.suppress(OSError):
                 pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+        return pages * (os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096) / 2**20
 
 
 @contextlib.contextmanager
@@ -95,11 +95,8 @@ def started(kind: str, device: str = "cpu", **settings: object) -> Iterator[Endp
         serve = ["-m", "accelerant", "serve", "--port", "0", "--directory", f"{folder}/state", "--device", device]
         variables = {f"ACCELERANT_SERVE_{name.upper()}": str(value) for name, value in settings.items()}
         with open(log, "wb") as file:
-            process = subprocess.Popen(
-                [sys.executable, *(serve if kind == "accelerant" else ["-c", _ECHO])],
-                stderr=file,
-                env={**os.environ, **variables},
-            )
+            command = [sys.executable, "-P", *(serve if kind == "accelerant" else ["-c", _ECHO])]
+            process = subprocess.Popen(command, stderr=file, env={**os.environ, **variables})
         try:
             yield Endpoint(process, _port(process, log))
             process.send_signal(signal.SIGTERM)

@@ -648,7 +648,7 @@ def open_directory(directory: Path) -> str:
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     (directory / "jobs").mkdir(mode=0o700, exist_ok=True)
     status = directory.stat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o077):
         raise ConfigError(
             f"{directory} must be this user's alone (mode 700), since inputs are kept there; its mode is "
             f"{status.st_mode & 0o777:o}"

@@ -29,6 +29,7 @@ import numpy as np
 
 from accelerant.errors import AccelerantError, DeviceLost
 from accelerant.runtime import registry
+from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import ledger
 from accelerant.service.errors import Cancelled, DeadlineExceeded, ServiceError
 from accelerant.service.jobs import wire
@@ -105,7 +106,7 @@ class Worker:
 
     def __init__(self, connection: socket.socket, device: str, operations: Mapping[str, ServedOperation]) -> None:
         self._socket, self.device, self.operations = connection, device, operations
-        self._sending = threading.Lock()
+        self._sending = fork_safe(threading.Lock())
         self._jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._calls: queue.SimpleQueue[tuple[list[dict[str, Any]], memoryview]] = queue.SimpleQueue()
         self._running: Context | None = None

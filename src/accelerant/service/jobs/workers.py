@@ -116,7 +116,7 @@ class WorkerProcess:
     async def _start(self) -> asyncio.StreamReader:
         ours, theirs = socket.socketpair()
         with theirs:
-            command = [sys.executable, "-m", "accelerant.service.jobs.worker", f"--socket={theirs.fileno()}"]
+            command = [sys.executable, "-P", "-m", "accelerant.service.jobs.worker", f"--socket={theirs.fileno()}"]
             command += [f"--device={self.device}", f"--operations={self._operations}"]
             # A new program rather than a fork: device runtimes do not survive a fork.
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
