@@ -61,6 +61,8 @@ class Provider:
         return None
     def lost(self, error):
         return None
+    def devices(self):
+        return [SimpleNamespace(properties={})]
 
 @dataclass(frozen=True)
 class Nowhere(MemorySpace):
