@@ -208,7 +208,7 @@ class KeyStore:
                 import fcntl
 
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
-            except ImportError:  # not on this system
+            except ImportError:  # Windows: of two changes at the same time one may be lost
                 pass
             self._read()
             yield

@@ -258,15 +258,11 @@ def _text(value: str | bytes) -> npt.NDArray[np.uint8]:
 @contextmanager
 def _memory_file(inputs: Arrays, name: str) -> Iterator[str]:
     """Yield the path of a file with an input's bytes, in memory where the system can; errors name the input instead."""
-    in_memory = hasattr(os, "memfd_create")
-    if hasattr(os, "memfd_create"):
-        opened: Any = open(os.memfd_create("accelerant"), "wb")  # noqa: SIM115
-    else:
-        opened = tempfile.NamedTemporaryFile()  # noqa: SIM115
-    with opened as file:
+    descriptor = os.memfd_create("accelerant") if hasattr(os, "memfd_create") else None
+    with tempfile.NamedTemporaryFile() if descriptor is None else open(descriptor, "wb") as file:
         file.write(inputs[name].data)
         file.flush()
-        path = f"/proc/self/fd/{file.fileno()}" if in_memory else file.name
+        path = file.name if descriptor is None else f"/proc/self/fd/{descriptor}"
         try:
             yield path
         except FormatError as error:

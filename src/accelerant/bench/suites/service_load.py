@@ -171,7 +171,7 @@ class Connection(asyncio.Protocol):
 
     async def send(self, request: bytes) -> Answer:
         """Send a request and return its answer."""
-        assert self._transport is not None
+        assert self._transport is not None  # for the type checker: the connection was made
         self._waiting = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return await self._waiting

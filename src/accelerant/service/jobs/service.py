@@ -182,7 +182,7 @@ class JobService:
             return
         self._drained, self._accepting = True, False
         self.stop_claiming()
-        assert self._stopped is not None
+        assert self._stopped is not None  # for the type checker: stop_claiming sets it
         end = self._stopped + timeout_s
         while (self._busy or self._queue.held) and time.monotonic() < end:
             await asyncio.sleep(0.02)

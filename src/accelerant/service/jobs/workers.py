@@ -165,7 +165,7 @@ class WorkerProcess:
     async def _ended_because(self) -> str:
         """Wait for the process, which has closed its socket or is to be killed, and return why it ended."""
         process = self._process
-        assert process is not None
+        assert process is not None  # for the type checker: _start set it
         if self._writer is not None:
             self._writer.close()
         try:

@@ -118,7 +118,8 @@ _AFFINE_ENTRIES = 64
 """Entries of a thread of affine.c: enough that its share of an inversion is small, and that threads fill a device."""
 
 _BINNED_ENTRIES = 1 << 21
-"""Entries from which bins.c sorts them, three launches more. BN254 on an H100, ms by counters and by bins:
+"""Entries from which bins.c sorts them, three launches more. BN254 on an H100 (benchmarks/results/msm-h100.txt, and for
+2^17 and 2^19 the same program), ms by counters and by bins:
 
     2^17    2^18    2^19    2^20    2^21    2^22     2^23
     1.42    1.77    2.85    4.50    7.66    14.31    27.77
