@@ -264,6 +264,9 @@ def measure_cases(suite: str, cases: Sequence[SuiteCase], run: SuiteRun, *, cpu:
                         _add_cpu_column(case.on_cpu, case.key, here, rows)
                 elif cpu and not any(row.cpu_ms or row.cpu_note for row in run.record.rows[rows:]):
                     without_column.append(case.key)
+        except KeyboardInterrupt:
+            _note_missing(run.record, "an interruption", left[i:], len(cases))
+            raise
         except Exception as raised:  # noqa: BLE001 - the other cases are still worth measuring
             failed, error = failed or raised, raised
             if not isinstance(raised, CaseFailedError):

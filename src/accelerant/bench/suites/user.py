@@ -18,7 +18,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -30,7 +30,7 @@ from accelerant import nn as own_nn
 from accelerant import ops
 from accelerant.bench.record import COMPILED, GRAPH, OURS, STEP, Environment, Record, Row, failure_note
 from accelerant.bench.subjects import OPS
-from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, check_names, option
+from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, check_names, measure_cases, option
 from accelerant.bench.suites import algebra
 from accelerant.bench.suites.neural import compiling
 from accelerant.bench.suites.neural_cases import OpCase, Oracle, as_tuple, call_of, leaves_of
@@ -54,8 +54,8 @@ kernel's rate that an addition of many words reaches.
 """
 
 _LIMIT_S, _COMPILE_S, _SHARE = 360.0, 75.0, 0.2
-"""Seconds after which no case begins by default; seconds that compiling in other processes may take, and the share of
-the device's memory that one of them may.
+"""Seconds after which no case begins by default; seconds that compiling for the calls, and for the models, may take in
+other processes, and the share of the device's memory that one of them may.
 """
 
 
@@ -104,21 +104,38 @@ class UserSuite(Suite):
         return row.suite == self.name and self._wants(row.op, f"{row.op} {row.case}")
 
     def measure(self, run: SuiteRun) -> None:
-        """Compile in several processes, then measure all cases, on a GPU by default those that begin in 360 seconds."""
+        """Measure all cases, on a GPU by default those that begin in 360 seconds: the calls first, then the models.
+
+        What either needs is compiled in several processes before its first case.
+        """
         run = replace(run, until=time.monotonic() + _LIMIT_S) if run.gpu and run.until is None else run
-        if (self.jobs or 1) > 1:
-            from accelerant.bench.suites.precompile import Task, compile_first
+        cases, models = self.cases(run), {key for op, key, _ in _cases(run.gpu) if op in MODELS}
+        parts = [[case for case in cases if (case.key in models) is late] for late in (False, True)]
 
-            own = tuple(name for name in self.against or () if name == "compile")
-            quick, cases = replace(self, budget_s=0.0, against=own, op=(), case=()), self.cases(run)
+        def measure(case: SuiteCase, here: SuiteRun) -> None:
+            part = parts[case.key in models]
+            if part and (self.jobs or 1) > 1:
+                self._compile(part, here)
+                part.clear()
+            case.measure(here)
 
-            def groups(keys: set[str]) -> list[list[Task]]:
-                left = [case.key for case in cases if case.key in keys]
-                return [[functools.partial(_warm, quick, key)] for key in reversed(left)]  # models take the longest
-
-            compile_first(groups, cases, run, self.jobs or 1, limit_s=_COMPILE_S, share=_SHARE)
         with compiling() if "compile" in (self.against or ()) else contextlib.nullcontext():
-            super().measure(run)
+            prepared = [replace(case, measure=functools.partial(measure, case)) for case in cases]
+            measure_cases(self.name, prepared, run, cpu=self.cpu and run.gpu)
+
+    def _compile(self, cases: Sequence[SuiteCase], run: SuiteRun) -> None:
+        from accelerant.bench.suites.precompile import Task, compile_first
+
+        own = tuple(name for name in self.against or () if name == "compile")
+        quick = replace(self, budget_s=0.0, against=own, op=(), case=())
+
+        def groups(keys: set[str]) -> list[list[Task]]:
+            left = [case.key for case in cases if case.key in keys]
+            return [[functools.partial(_warm, quick, key)] for key in reversed(left)]  # the first call needs the msm
+
+        if run.gpu:
+            torch.cuda.empty_cache()
+        compile_first(groups, cases, run, self.jobs or 1, limit_s=_COMPILE_S, share=_SHARE)
 
 
 def _measure(suite: UserSuite, op: str, measure: Callable[[_UserRun], None], run: SuiteRun) -> None:
@@ -179,7 +196,7 @@ class _UserRun:
 
 
 def _cases(gpu: bool) -> Iterator[tuple[str, str, Callable[[_UserRun], None]]]:
-    """Yield op, key and measurement of each case, those that a run may lack time for last."""
+    """Yield op, key and measurement of each case: calls, then models, those that a run may lack time for last."""
     for op, sample, host in _OP_CASES:
         shape, kind = "x".join(map(str, sample.shapes[0] or ())), "forward + backward, host time" if host else "float32"
         yield op, f"{op} {shape} {kind}", functools.partial(_measure_op, op, sample, host)
@@ -192,10 +209,9 @@ def _cases(gpu: bool) -> Iterator[tuple[str, str, Callable[[_UserRun], None]]]:
     models = _MODEL_CASES
     if not gpu:  # all have the same few tokens
         models = tuple(replace(case, batch=2, tokens=16) for case in models if case.tokens < 1024)
-    calls = [(case.name, f"{case.name} {case.text}", functools.partial(_measure_model, case)) for case in models]
-    yield from calls[:4]
     yield "first call", "first call msm", _measure_first
-    yield from calls[4:]
+    for case in models:
+        yield case.name, f"{case.name} {case.text}", functools.partial(_measure_model, case)
 
 
 # --- ops -------------------------------------------------------------------------------------------------------------
@@ -308,8 +324,8 @@ class _ModelCase:
 
 _GPT2, _QWEN3 = _ModelCase("gpt2", 4, 512), _ModelCase("qwen3", 1, 512)
 _MODEL_CASES = (
-    _GPT2, _QWEN3, _ModelCase("bert", 8, 128), _ModelCase("llama", 2, 512),
-    *(replace(case, compiled=True) for case in (_GPT2, _QWEN3)), _ModelCase("qwen3", 4, 1024),
+    _GPT2, _QWEN3, _ModelCase("bert", 8, 128), _ModelCase("llama", 2, 512), _ModelCase("qwen3", 4, 1024),
+    *(replace(case, compiled=True) for case in (_GPT2, _QWEN3)),
     *(replace(case, bfloat16=True) for case in (_GPT2, _QWEN3)),
 )  # fmt: skip
 
