@@ -23,6 +23,10 @@ _CACHE = None if "PYTEST_XDIST_WORKER" in os.environ else tempfile.mkdtemp(prefi
 if _CACHE:
     os.environ["ACCELERANT_CACHE_DIR"] = _CACHE
 
+# PoCL compiles without its optimiser, in a third to a tenth of the time; the soak and test_msm_device.py have it.
+if "SOAK_MINUTES" not in os.environ:
+    os.environ["POCL_EXTRA_BUILD_FLAGS"] = "-cl-opt-disable"
+
 if not HAS_GPU and "TRITON_INTERPRET" not in os.environ:
     # Triton decides between compiler and interpreter when a function is decorated, its own library's included: so the
     # variable must stand while triton and our kernels are first imported. Afterwards only the tests of ops set it
@@ -87,10 +91,8 @@ def _memory_for_other_processes(request):
 
 
 @pytest.fixture
-def quick_opencl(monkeypatch):
-    """PoCL compiles without its optimiser, in a third of the time; test_msm_device.py and the soak have it."""
-    if "SOAK_MINUTES" not in os.environ:
-        monkeypatch.setenv("POCL_EXTRA_BUILD_FLAGS", "-cl-opt-disable")
+def optimised_opencl(monkeypatch):
+    monkeypatch.delenv("POCL_EXTRA_BUILD_FLAGS", raising=False)
 
 
 def pytest_unconfigure():

@@ -112,7 +112,6 @@ def test_a_kernel_by_its_source_and_an_operation_by_its_name(provider):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_opencl")
 def test_transforms_and_sums_of_points_are_methods(provider):
     assert provider.ntt(provider.ntt([1, 2, 3, 4]), inverse=True).tolist() == [1, 2, 3, 4]
     if provider.dialects == ("wgsl",):

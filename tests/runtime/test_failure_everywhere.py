@@ -161,7 +161,7 @@ class Calls:
 
 
 @pytest.fixture(params=["opencl", "webgpu"])
-def calls(request, monkeypatch, quick_opencl):
+def calls(request, monkeypatch):
     return Calls(registry.create(require_backend(request.param)), monkeypatch), request.param
 
 

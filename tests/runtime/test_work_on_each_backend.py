@@ -14,7 +14,6 @@ from accelerant.errors import ShapeError, TimeLimitExceeded
 from accelerant.runtime.streams.transfer import stream_chunks
 from requirements import require_backend
 
-pytestmark = pytest.mark.usefixtures("quick_opencl")
 P = field_of("goldilocks").modulus
 
 

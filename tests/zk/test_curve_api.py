@@ -27,8 +27,6 @@ sys.path.append(str(Path(__file__).parents[1] / "algebra"))
 from msm_reference import msm_sum
 from small_orders import point_out_of_subgroup
 
-pytestmark = pytest.mark.usefixtures("quick_opencl")
-
 NAMES = tuple(CURVES)
 
 

@@ -29,8 +29,6 @@ from accelerant.zk import FieldArray
 from accelerant.zk import field as field_of
 from requirements import require_backend
 
-pytestmark = pytest.mark.usefixtures("quick_opencl")
-
 NAMES = tuple(parameters.FIELDS)
 SMALL = ("goldilocks", "babybear", "bn254_fr")
 """One of each kind of word; the other fields differ from the last in their constants alone."""

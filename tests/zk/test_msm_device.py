@@ -58,6 +58,8 @@ from msm_reference import msm_buckets
 
 import vectors  # the inputs of known answers
 
+pytestmark = pytest.mark.usefixtures("optimised_opencl")
+
 
 @pytest.fixture
 def space(request):

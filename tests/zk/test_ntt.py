@@ -28,8 +28,6 @@ from requirements import require_backend
 sys.path.append(str(Path(__file__).parents[1] / "algebra"))
 from dft_reference import ntt_dft_reference
 
-pytestmark = pytest.mark.usefixtures("quick_opencl")
-
 NAMES = ("goldilocks", "babybear", "bn254_fr", "bls12_381_fr")
 FORTH, BACK = "natural_to_bit_reversed", "bit_reversed_to_natural"
 MASK = 2**64 - 1

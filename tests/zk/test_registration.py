@@ -25,8 +25,6 @@ from requirements import require_backend
 sys.path.append(str(Path(__file__).parents[1] / "algebra"))
 from msm_reference import msm_sum
 
-pytestmark = pytest.mark.usefixtures("quick_opencl")
-
 NAME, FQ, FR = "bls12_377_g1", "bls12_377_fq", "bls12_377_fr"
 Q = 0x01AE3A4617C510EAC63B05C06CA1493B1A22D9F300F5138F1EF3622FBA094800170B5D44300000008508C00000000001
 R = 0x12AB655E9A2CA55660B44D1E5C37B00159AA76FED00000010A11800000000001

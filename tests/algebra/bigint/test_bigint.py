@@ -16,7 +16,6 @@ from accelerant.runtime.compilation.kernel import CUDA_TARGETS
 from accelerant.runtime.ledger import ledger
 from requirements import require_backend, require_module
 
-pytestmark = pytest.mark.usefixtures("quick_opencl")
 SIZES = (64, 96, 128, 192)
 """Limbs of p^2 and n^2 for keys of 2048 and 3072 bits."""
 

@@ -22,8 +22,6 @@ from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, KernelSource, portable_header
 from requirements import require_backend
 
-pytestmark = pytest.mark.usefixtures("quick_opencl")
-
 QUICK = {("opencl", "bn254_g1", entry) for entry in ("curve_add", "curve_mul", "curve_off_curve")}
 QUICK |= {("opencl", "bls12_381_g1", "curve_off_subgroup")}
 """One of each kind. PoCL takes one to four seconds to compile another."""

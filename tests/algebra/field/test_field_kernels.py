@@ -27,8 +27,6 @@ from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import KernelSource, portable_header
 from requirements import require_backend
 
-pytestmark = pytest.mark.usefixtures("quick_opencl")
-
 LARGE = [field for field in FIELDS.values() if field.limbs > 1]
 WORD = 2**32 - 1
 

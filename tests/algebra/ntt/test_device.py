@@ -26,8 +26,6 @@ from accelerant.errors import ConfigError, LaunchError
 from requirements import require_backend
 from vectors import TRANSFORM_BASE, field_elements
 
-pytestmark = pytest.mark.usefixtures("quick_opencl")
-
 NAMES = ("goldilocks", "babybear", "bn254_fr", "bls12_381_fr")
 
 

@@ -595,7 +595,6 @@ def test_errors_are_in_the_tree():
 @pytest.mark.parametrize(
     "backend", [pytest.param("opencl", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
-@pytest.mark.usefixtures("quick_opencl")
 def test_ciphertexts_on_a_device(backend):
     require_module("gmpy2", "privacy")
     device = require_backend(backend)

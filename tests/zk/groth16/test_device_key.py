@@ -43,8 +43,6 @@ from accelerant.zk.groth16.setup import setup_with_known_tau
 from accelerant.zk.multi_scalar import device as msm_device
 from requirements import require_backend
 
-pytestmark = pytest.mark.usefixtures("quick_opencl")
-
 KNOWN = (12345, 2**200 + 7)
 
 
