@@ -4,6 +4,7 @@ One process shows the kernels, fused blocks and captured graphs; two or four, th
 """
 
 import copy
+import multiprocessing
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from accelerant import distributed, ledger, ops
-from accelerant.distributed.peer_sum import PeerSum
+from accelerant.errors import LaunchError
 from accelerant.nn import Llama, LlamaConfig
 from accelerant.nn.optim import AdamW
 from accelerant.nn.train import TrainStep
-from accelerant.runtime.peers import PeerMemory, PeerSums
+from accelerant.runtime import peers
+from accelerant.runtime.peers import PeerMemory, PeerSum, PeerSums
 from accelerant.runtime.streams.graphs import Graph
 
 pytestmark = pytest.mark.gpu
@@ -144,3 +146,25 @@ def on_several(rank, size, store):
 def test_several_gpus(tmp_path):
     size = 4 if torch.cuda.device_count() >= 4 else 2
     torch.multiprocessing.spawn(on_several, (size, str(tmp_path / "store")), nprocs=size)
+
+
+def wait_in_vain():
+    """Sum with a process that never sends; its memory is this one's."""
+    memory = torch.zeros(4 * peers._ROOM, dtype=torch.int64, device="cuda")
+    numbers = torch.zeros(peers._ROOM // peers._BLOCK, dtype=torch.int32, device="cuda")
+    addresses = peers._for_kernel([memory.data_ptr()] * 2, [4, 7], 0.05, memory.device)
+    x = torch.ones(4096, device="cuda")
+    peers._launch_sum(x, addresses, numbers, 0, 2)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        x.tolist()
+    assert peers.silent_peer() == (7, "has sent nothing for a sum within 0.05 s: it has ended, or hangs")
+    with pytest.raises(LaunchError, match="rank 7 has sent nothing for a sum"):
+        peers._launch_sum(x, addresses, numbers, 0, 2)
+
+
+def test_a_sum_does_not_wait_for_ever():
+    """In a process of its own, whose GPU is lost afterwards."""
+    process = multiprocessing.get_context("spawn").Process(target=wait_in_vain)
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0

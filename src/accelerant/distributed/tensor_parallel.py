@@ -5,9 +5,9 @@
     vocabulary  vocab_size / N: rows of the embedding and of the output layer
 
 A block adds up partial results twice, and in the backward pass gradients twice: 4 all-reduces of B T width elements in
-a training step, 2 in a decoding step, each of which is one kernel between the GPUs of a host (peer_sum.py). Norms and
-the residual stream are computed by all. The layers are those of accelerant.nn on their local rows and columns, so the
-same kernels run. Parameters are DTensors, which checkpoints, FSDP2 and the optimisers of accelerant.nn understand.
+a training step, 2 in a decoding step, each of which is one kernel between the GPUs of a host (runtime/peers.py). Norms
+and the residual stream are computed by all. The layers are those of accelerant.nn on their local rows and columns, so
+the same kernels run. Parameters are DTensors, which checkpoints, FSDP2 and the optimisers of accelerant.nn understand.
 
 The loss exchanges the log-sum-exp and the target's logit of each token, never logits:
 
@@ -28,7 +28,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from accelerant import ops
-from accelerant.distributed.peer_sum import PeerSum
 from accelerant.distributed.sharding import group_of
 from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.nn.layers import Linear
@@ -36,6 +35,7 @@ from accelerant.nn.models import hugging_face
 from accelerant.nn.models.generation import Cache
 from accelerant.nn.models.llama import GatedMLP, Llama, LlamaAttention, decode_linear
 from accelerant.ops.cross_entropy.op import check_loss, check_targets
+from accelerant.runtime.peers import PeerSum
 
 __all__ = ["tensor_parallel", "vocabulary_parallel_cross_entropy", "whole_state_dict"]
 

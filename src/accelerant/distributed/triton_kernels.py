@@ -7,7 +7,11 @@ bytes arrive as one, so the word is there when its number is, and no barrier is 
 the other processes. Words of odd and even calls have memory of their own: a process begins call n after it has all
 words of call n - 1, which the others sent after they had read those of call n - 2.
 
-Layout: memory (2, processes, ROOM) of 8 bytes; numbers (programs,) int32, of the last call of each program.
+A word that does not come within the time limit ends the process's work on the device: the program writes 1 + its source
+into a word of the host's memory, which outlives that, and traps.
+
+Layout: memory (2, processes, ROOM) of 8 bytes; numbers (programs,) int32, of the last call of each program; addresses
+(processes + 2,) int64, of the memory of each process, of the host's word, and the limit in ns.
 Grid: a program per BLOCK words, a thread per word. Bounds: latency; twice the array's bytes go to each other process.
 
 Source: NCCL's protocol LL.
@@ -26,16 +30,29 @@ def _send(address, word, number):
 
 
 @triton.jit
-def _receive(address, number):
+def _receive(address, number, source, missing, patience):
     return tl.inline_asm_elementwise(
         """{
-        .reg .b64 both; .reg .b32 found; .reg .pred other;
+        .reg .b64 both, start, now; .reg .b32 found; .reg .pred here, early;
+        ld.relaxed.sys.global.b64 both, [$1];
+        mov.b64 {$0, found}, both;
+        setp.eq.b32 here, found, $2;
+        @here bra done;
+        mov.u64 start, %globaltimer;
         again: ld.relaxed.sys.global.b64 both, [$1];
         mov.b64 {$0, found}, both;
-        setp.ne.b32 other, found, $2;
-        @other bra again;
+        setp.eq.b32 here, found, $2;
+        @here bra done;
+        mov.u64 now, %globaltimer;
+        sub.u64 now, now, start;
+        setp.lt.u64 early, now, $5;
+        @early bra again;
+        st.relaxed.sys.global.b32 [$4], $3;
+        fence.acq_rel.sys;
+        trap;
+        done:
         }""",
-        "=&r,l,r", [address, number], dtype=tl.int32, is_pure=False, pack=1,
+        "=&r,l,r,r,l,l", [address, number, source, missing, patience], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -64,9 +81,17 @@ def peer_sum(
         _send(there + ((first + RANK) * ROOM + at).to(tl.int64) * 8, own, numbers)
     low = tl.zeros([BLOCK], tl.float32)
     high = low
-    here = tl.load(addresses_ptr + RANK)
+    here, missing, patience = (
+        tl.load(addresses_ptr + RANK),
+        tl.load(addresses_ptr + SIZE),
+        tl.load(addresses_ptr + SIZE + 1),
+    )
     for source in tl.static_range(SIZE):
-        word = own if source == RANK else _receive(here + ((first + source) * ROOM + at).to(tl.int64) * 8, numbers)
+        if source == RANK:
+            word = own
+        else:
+            there = here + ((first + source) * ROOM + at).to(tl.int64) * 8
+            word = _receive(there, numbers, source + 1, missing, patience)
         if WIDE:
             low += word.to(tl.float32, bitcast=True)
         else:

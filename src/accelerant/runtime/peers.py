@@ -1,5 +1,6 @@
-"""Memory that the GPUs of one host read and write in each other, and sums of large arrays by their copy engines.
+"""Memory that the GPUs of one host read and write in each other, and sums in it.
 
+PeerSum sums small arrays by one kernel (accelerant.distributed.triton_kernels), PeerSums large ones by copy engines.
 NCCL's sums run on multiprocessors, which a product beside them lacks. Copy engines move the bytes without them; only
 the additions, of 1 / p of the array in each of p processes, are a kernel:
 
@@ -19,12 +20,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from accelerant.errors import UnsupportedCase
+from accelerant.errors import LaunchError, UnsupportedCase
+from accelerant.runtime.compilation.triton import TritonKernel, refuses_triton
+from accelerant.runtime.ledger import FallbackRecord, ledger
 
-__all__ = ["PeerMemory", "PeerSums"]
+__all__ = ["PeerMemory", "PeerSum", "PeerSums", "silent_peer"]
 
-_PATIENCE_MS = 600_000
+_PATIENCE_S = 600
 """Longest wait of a GPU for the others, after which its process fails; NCCL's default."""
 
 _ALIGNED = 16  # bytes: boundaries of the parts
@@ -55,20 +59,16 @@ class PeerMemory:
         hosts = _exchanged((platform.node(), _boot()), group)
         if others := sorted({name for name, _ in set(hosts) - {hosts[0]}}):
             raise UnsupportedCase(f"the processes are on several hosts, {hosts[0][0]} and {', '.join(others)}")
-        failed = None
-        try:
+        size = elements * dtype.itemsize
+        with _together(group, f"cannot share {size:,} bytes"):  # the rendezvous waits for all processes
             # No public names yet. Arrays of torch's `empty` may share their block, and with it the barrier.
             from torch._C._distributed_c10d import _SymmetricMemory as Symmetric
 
             self.own = Symmetric.empty_strided_p2p((elements,), (1,), dtype, device)
+        with _together(group, f"cannot map the others' {size:,} bytes"):
             self._handle: Any = Symmetric.rendezvous(self.own, group.group_name)
             self.own.zero_()
             torch.cuda.synchronize(device)
-        except (ImportError, RuntimeError) as error:
-            failed = str(error).splitlines()[0]
-        for rank, theirs in enumerate(_exchanged(failed, group)):
-            if theirs:
-                raise UnsupportedCase(f"rank {rank} cannot share memory: {theirs}")
         self.rank, self.size = int(self._handle.rank), int(self._handle.world_size)
         self.addresses: list[int] = list(self._handle.buffer_ptrs)
 
@@ -81,7 +81,20 @@ class PeerMemory:
 
     def barrier(self) -> None:
         """Let the current stream wait until every process's stream has come here."""
-        self._handle.barrier(timeout_ms=_PATIENCE_MS)
+        self._handle.barrier(timeout_ms=1000 * _PATIENCE_S)
+
+
+@contextmanager
+def _together(group: Any, what: str) -> Iterator[None]:
+    """Run a block in every process, and raise UnsupportedCase in all if it fails in one."""
+    failed = None
+    try:
+        yield
+    except (ImportError, RuntimeError) as error:
+        failed = str(error).splitlines()[0]
+    for rank, theirs in enumerate(_exchanged(failed, group)):
+        if theirs:
+            raise UnsupportedCase(f"rank {rank} {what}: {theirs}")
 
 
 def _exchanged(value: Any, group: Any) -> list[Any]:
@@ -148,3 +161,87 @@ class PeerSums:
         with torch.cuda.stream(self._stream):
             self.memory.barrier()
         torch.cuda.current_stream().wait_stream(self._stream)
+
+
+# --- small arrays ----------------------------------------------------------------------------------------------------
+
+_ROOM = 1 << 14
+"""Words of 4 bytes of the longest array; NCCL is faster for longer ones."""
+
+_WARPS = 4
+_BLOCK = 32 * _WARPS  # a word a thread, so that a warp writes 256 bytes in a row
+
+_KERNEL = TritonKernel("accelerant.distributed.triton_kernels", "peer_sum")
+
+_missing: list[tuple[Tensor, list[int], float]] = []
+"""Words of pinned memory that are 1 + the number of the process for which a kernel has waited in vain, the ranks of
+such numbers, and the limits in seconds. They are never freed: a kernel may write late."""
+
+
+def silent_peer() -> tuple[int, str] | None:
+    """Return the rank for which a sum of this process has waited in vain, and a message; None without one.
+
+    The kernel has ended all work of the process on its GPU.
+    """
+    for word, ranks, patience_s in _missing:
+        if number := int(word):
+            return ranks[number - 1], f"has sent nothing for a sum within {patience_s:g} s: it has ended, or hangs"
+    return None
+
+
+class PeerSum:
+    """Sums small arrays over the processes of a mesh, all of which call it with equal shapes in the same order.
+
+    Calls are on one stream, or captured in graphs that run on one. NCCL or gloo sum what it does not take.
+
+    Args:
+        mesh: of one dimension. Every process creates it; where their GPUs cannot reach each other, the ledger gets the
+            reason, and it takes nothing.
+        patience_s: longest wait for another process; then this one's work on the GPU fails, and `silent_peer` names it.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, patience_s: float = _PATIENCE_S) -> None:
+        self._group, self._memory = mesh.get_group(), None
+        if mesh.device_type != "cuda" or mesh.size() == 1:
+            return
+        device = torch.device("cuda", torch.cuda.current_device())
+        try:
+            if reason := refuses_triton(device):
+                raise UnsupportedCase(reason)
+            self._memory = PeerMemory(2 * mesh.size() * _ROOM, torch.int64, device, self._group)
+        except UnsupportedCase as error:
+            ledger().fallback(FallbackRecord("tensor_parallel", "small sums", "peer_sum", "NCCL", str(error)))
+            return
+        self._addresses = _for_kernel(self._memory.addresses, mesh.mesh.flatten().tolist(), patience_s, device)
+        self._numbers = torch.zeros(_ROOM // _BLOCK, dtype=torch.int32, device=device)
+
+    def takes(self, x: Tensor) -> bool:
+        """Return whether one kernel sums such an array."""
+        size = x.numel() * x.element_size()
+        return (
+            self._memory is not None and x.is_cuda and x.is_contiguous() and 0 < size <= 4 * _ROOM and not size % 4
+            and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and not x.data_ptr() % 4
+        )  # fmt: skip
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Sum an array over the processes, in place, and return it; in float32, in the order of processes."""
+        if self._memory is None or not self.takes(x):
+            torch.distributed.all_reduce(x, group=self._group)
+            return x
+        _launch_sum(x, self._addresses, self._numbers, self._memory.rank, self._memory.size)
+        return x
+
+
+def _for_kernel(addresses: list[int], ranks: list[int], patience_s: float, device: torch.device) -> Tensor:
+    """Return the addresses of all processes' memory and of a new word in _missing, and the limit in ns."""
+    word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    _missing.append((word, ranks, patience_s))
+    return torch.tensor([*addresses, word.data_ptr(), int(patience_s * 1e9)], device=device)
+
+
+def _launch_sum(x: Tensor, addresses: Tensor, numbers: Tensor, rank: int, size: int) -> None:
+    if silent := silent_peer():
+        raise LaunchError(f"rank {silent[0]} {silent[1]}")
+    words = x.numel() * x.element_size() // 4
+    constants = {"ROOM": _ROOM, "RANK": rank, "SIZE": size, "WIDE": x.dtype == torch.float32, "BLOCK": _BLOCK}
+    _KERNEL.launch((-(-words // _BLOCK),), (x, addresses, numbers, words), constants, num_warps=_WARPS)

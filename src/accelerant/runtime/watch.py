@@ -20,6 +20,7 @@ from torch.distributed import DistError, PrefixStore  # type: ignore[attr-define
 from torch.distributed.distributed_c10d import _get_default_store
 
 from accelerant import errors
+from accelerant.runtime.peers import silent_peer
 from accelerant.runtime.processes import Processes
 
 __all__ = ["Watch"]
@@ -104,8 +105,11 @@ class Watch:
     def _explain(self, error: BaseException) -> None:
         """Tell the others of an error; raise that of another process if this one only waited for it."""
         text, first = str(error), self._processes.first
-        waited = isinstance(error, DistError) or (
-            isinstance(error, RuntimeError | OSError) and re.search(r"gloo|NCCL|by peer", text)
+        peer = silent_peer()
+        waited = (
+            peer is not None
+            or isinstance(error, DistError)
+            or (isinstance(error, RuntimeError | OSError) and re.search(r"gloo|NCCL|by peer", text))
         )
         try:
             if not waited:
@@ -122,6 +126,8 @@ class Watch:
             for rank in ranks:
                 if self._failed() is None and counts[rank] == self._store.add(f"beat-{rank}", 0):
                     self._silent(rank, _SAMPLE_S)
+            if self._failed() is None and peer is not None:
+                self._fail(*peer)
             failed = self._failed()
         except RuntimeError:
             failed = 0, "ProtocolError", "it holds the store, and has ended"

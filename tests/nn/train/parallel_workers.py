@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accelerant.errors import DivergenceError
+from accelerant.errors import DivergenceError, UnsupportedCase
 from accelerant.nn.train import Callback, TrainConfig, fit
 from accelerant.nn.train.objective import Objective
 from accelerant.nn.train.step import LossScale, TrainStep
+from accelerant.runtime.peers import PeerMemory
 from accelerant.runtime.processes import Processes
 
 ROWS, CLASSES, IGNORED = 24, 5, -100
@@ -189,3 +190,23 @@ def scaled(rank):
         result = step([(torch.full((2, 4), 6e4 if overflows else 1.0),)], 0.01)
         found.append([float(step.loss_scale.value), float(step.loss_scale.skipped), math.isfinite(result.grad_norm)])
     return {"scales": found, "parameters": flat(model)}
+
+
+def share_without_room(rank):
+    """Ask for shared memory which rank 1 has not got; return the error."""
+
+    class Symmetric:
+        @staticmethod
+        def empty_strided_p2p(*_):
+            if rank == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory\nand a second line")
+
+        @staticmethod
+        def rendezvous(*_):
+            raise AssertionError("others wait here")
+
+    torch._C._distributed_c10d._SymmetricMemory = Symmetric
+    try:
+        PeerMemory(64, torch.float32, torch.device("cuda", 0))
+    except UnsupportedCase as error:
+        return str(error)

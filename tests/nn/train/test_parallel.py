@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_workers import ROWS, diverged, fitted, flat, launch, net, rows, scaled, stepped
+from parallel_workers import ROWS, diverged, fitted, flat, launch, net, rows, scaled, share_without_room, stepped
 
 from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.nn.train import TrainConfig
@@ -207,3 +207,9 @@ def test_a_reduction_that_is_gone_leaves_no_hooks():
 def test_memory_of_other_processes_is_cudas():
     with pytest.raises(UnsupportedCase, match="torch has no symmetric memory on cpu"):
         PeerMemory(64, torch.float32, torch.device("cpu"))
+
+
+def test_memory_that_one_process_lacks_makes_none_wait(tmp_path):
+    """Nobody begins the rendezvous, which waits for all."""
+    found = launch(share_without_room, tmp_path / "meeting")
+    assert found == ["rank 1 cannot share 256 bytes: CUDA out of memory"] * 2

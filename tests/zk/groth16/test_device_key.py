@@ -280,17 +280,20 @@ def test_all_devices_add_up_one_copy_of_a_witness():
         def await_read(self):
             assert not key._witness.any()  # before it is written
 
-        def begin(self, values, stages):
-            seen.append(values)
+        def receive(self, values):
+            parts = []
+            return (lambda *part: parts.append(part)), lambda _: seen.append((values, parts))
 
     key = SplitKey.__new__(SplitKey)
     key._keys, key._threads = [Part(), Part()], ThreadPoolExecutor(2)
     key._witness, key._lock = np.zeros((2, 4), np.uint64), threading.Lock()
     values = np.arange(8, dtype=np.uint64).reshape(2, 4)
     key.begin(values, Stages())
-    assert seen[0] is seen[1]
-    assert np.array_equal(seen[0], values)
-    assert not np.shares_memory(seen[0], values)
+    (witness, parts), (other, _) = seen
+    assert witness is other
+    assert np.array_equal(witness, values)
+    assert not np.shares_memory(witness, values)
+    assert [row for first, last in parts for row in range(first, last)] == [0, 1]
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

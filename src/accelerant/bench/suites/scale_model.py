@@ -37,7 +37,7 @@ from accelerant.bench.record import Row
 __all__ = ["BESIDE", "OPS", "Costs", "Link", "outlook"]
 
 PEER_SUM, COPIED = "peer_sum", "copied_sum"
-"""Sums of small and of large arrays between the GPUs of one host: accelerant.distributed.peer_sum, runtime.peers."""
+"""Sums of small and of large arrays between the GPUs of one host: accelerant.runtime.peers."""
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "send_recv", PEER_SUM, COPIED)
 BESIDE = "all_reduce beside a product"

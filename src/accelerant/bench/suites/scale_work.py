@@ -33,13 +33,12 @@ from accelerant.bench.record import DEVICE, OURS
 from accelerant.bench.suites.bandwidth import size_name
 from accelerant.bench.suites.model import MODELS, TokenBatches
 from accelerant.bench.suites.scale_model import BESIDE, COPIED, OPS, PEER_SUM
-from accelerant.distributed.peer_sum import PeerSum
 from accelerant.errors import AccelerantError, UnsupportedCase
 from accelerant.nn import GPT, GPTConfig, Llama, LlamaConfig
 from accelerant.nn.models.generation import Decoding, Sampling
 from accelerant.nn.optim import AdamW
 from accelerant.nn.train.step import TrainStep
-from accelerant.runtime.peers import PeerMemory, PeerSums
+from accelerant.runtime.peers import PeerMemory, PeerSum, PeerSums
 from accelerant.runtime.streams.graphs import Graph
 
 __all__ = ["work"]

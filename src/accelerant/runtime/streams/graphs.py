@@ -107,13 +107,17 @@ class Graph:
         self._ledger = ledger() if book is None else book
         self._graph: torch.cuda.CUDAGraph | None = None
 
-    def capture(self, fn: Callable[..., Any], *args: Any, warm_up: int = 3, pool: Any = None, **kwargs: Any) -> Any:
+    def capture(
+        self, fn: Callable[..., Any], *args: Any, warm_up: int = 3, pool: Any = None,
+        on: torch.cuda.Stream | None = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         """Capture the device work of fn, and return its result, in memory that each replay overwrites.
 
         fn is first called warm_up times (0 if it is known to be ready) on a stream of its own, so that compilation,
         races and lazy initialisation, none of which may happen in a capture, are over. Its arguments are in memory that
         stays, and it may not wait for the device or read from it. `pool` is that of a graph which is always replayed
-        before this one, and whose memory this one may use. A second capture raises LaunchError.
+        before this one, and whose memory this one may use. `on` is a stream whose device and priority the work gets;
+        by default one of device 0. A second capture raises LaunchError.
         """
         if self._graph is not None:
             raise LaunchError(f"graph {self.name!r} is captured already; make another Graph")
@@ -127,7 +131,7 @@ class Graph:
         with counting() as calls, _without_collection(), ahead_of_capture() if warm_up else nullcontext():
             try:
                 # Other threads may do what a capture forbids, such as pinning memory for the next batch.
-                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, pool=pool, stream=on, capture_error_mode="thread_local"):
                     result = fn(*args, **kwargs)
             except BaseException:
                 torch.cuda.set_stream(current)  # torch.cuda.graph leaves its own current if the capture's end raises

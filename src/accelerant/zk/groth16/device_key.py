@@ -3,7 +3,8 @@
 A witness is copied once. All kernels are launched before the host waits: each sum on a queue of its own, and the
 quotient with the sum of H on another, so that the end of one sum, which leaves most of the device idle, overlaps the
 middle of the next. The sum over G2 takes longest and is launched first. The quotient's queue has priority, since most
-of its work is sequential.
+of its work is sequential. On CUDA the launches of each sum become a CUDA graph at the third proof, which a proof
+replays where none is under way: several sums' launches otherwise take a quarter of a proof that devices share.
 
 Where the device has too little memory for all points, some sections stay on the host and are streamed for each proof.
 """
@@ -17,8 +18,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,21 +29,25 @@ from accelerant.algebra.curve.parameters import family_of
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.memory_space import HOST, MemorySpace
 from accelerant.algebra.field.parameters import Field
+from accelerant.errors import LaunchError, OutOfMemory
 from accelerant.runtime.host import fork_safe
+from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.recorded_launch import RecordedLaunch
 from accelerant.zk.formats.zkey import Zkey
 from accelerant.zk.groth16.keys import SECTIONS, U64, KeySums, Stages, UnreducedError
 from accelerant.zk.groth16.matrices import DeviceMatrix, SparseMatrix, gather, snarkjs_scalar_field, unreduced_blocks
 from accelerant.zk.multi_scalar import device
-from accelerant.zk.multi_scalar.device import DeviceBases, start_msm
+from accelerant.zk.multi_scalar.device import DeviceBases, PendingMsm, start_msm
 from accelerant.zk.multi_scalar.device_plan import coordinate_words, device_plan
 from accelerant.zk.multi_scalar.op import msm_record
 
 if TYPE_CHECKING:
+    from accelerant.runtime.streams.graphs import Graph
     from accelerant.runtime.streams.stream import Event, Stream  # which import torch
 
 __all__ = ["Budgets", "DeviceKey", "Queues", "SectionPoints", "SplitKey", "budgets", "shares"]
 
+T = TypeVar("T")
 Words = Any
 Mark = Any
 """A point in a queue's work, a CUDA event; None where there is one queue."""
@@ -76,17 +81,24 @@ _SLACK = 1.1
 _STREAMED_CHUNKS = 3
 """Chunks of streamed points on the device: one in use, two being copied."""
 
-_COPIERS = 4
-"""Threads that copy a witness: one core copies less than a device reads."""
+_EAGER_PROOFS = 2
+"""Proofs on an idle device before sums are captured: a key may serve one."""
+
+_CAPTURED_SHARE = 0.25
+"""Largest share of a device's room that may be the captured sums' vectors."""
+
+_COPIERS, _PARTS = 4, 8
+"""Threads that copy a witness, since one core copies less than a device reads; parts that devices read when copied."""
 
 _COPIES_IN_FLIGHT = 2
 """Largest number of chunks that are copied before the device has used them."""
 
 _NO_LIMIT = 1 << 62
+_U64 = np.dtype(np.uint64)
 
 
 class DeviceKey:
-    """A ProvingKey on a device, in the memory space `space`."""
+    """A ProvingKey on a device, in the memory space `space`; `sections` are those of which it has points."""
 
     def __init__(
         self,
@@ -119,7 +131,7 @@ class DeviceKey:
         self._read: Mark = None
         room = int(_MEMORY_SHARE * space.provider.memory(space.index).free_bytes) if free_bytes is None else free_bytes
         parts = dict.fromkeys(SECTIONS, (0, 1)) if parts is None else parts
-        self._order = [name for name in _LAUNCH_ORDER if name in parts]
+        self.sections = [name for name in _LAUNCH_ORDER if name in parts]
         self._rows: DeviceMatrix | None = None
         with stages("key: constraints"):
             if "H" in parts:
@@ -134,51 +146,114 @@ class DeviceKey:
                 for name, part in parts.items()
             }
             vectors = _SCALAR_BYTES * _VECTORS * (zkey.domain_size + zkey.n_vars)
-            allowed = budgets(points, room - vectors)
+            captures = overlap and self._queues.captures and vectors <= _CAPTURED_SHARE * room
+            allowed = budgets(points, room - vectors * (1 + captures))
             overlap = overlap and allowed.scratch is None  # where memory is short, sums run one after the other
+            self._eager_proofs = _EAGER_PROOFS if captures and overlap else None
+            self._fixed: dict[str, Words] = {}
             queues, self._input = (_QUEUES, _INPUT) if overlap else (dict.fromkeys(SECTIONS, 0), 0)
             # Allocated on the queue that reads it, so that its memory is not reused early if a proof is abandoned
             self._public = self._queues.load(self._input, np.arange(1, 1 + zkey.n_public, dtype=np.uint32))
             self._sections = {
                 name: _DeviceSection(self._queues, queues[name], self._field, points.pop(name), allowed, name)
-                for name in self._order
+                for name in self.sections
             }
             space.provider.synchronize(space.index)
 
-    def begin(self, values: U64, stages: Stages) -> Callable[[], KeySums]:
+    def begin(self, values: U64, stages: Stages) -> KeySums:
         """See ProvingKey; waits only for the copy of the witness."""
-        queues, space, field, spans = self._queues, self.space, self._field, Spans()
+        queues = self._queues
         with self._lock:  # queues and their scratch memory take one witness after the other
+            fixed = self._fixed_vectors(len(values))
             with stages("witness"), queues.queue(self._input):
                 witness = queues.load(self._input, values)
-            in_use: list[Any] = [witness]  # kept alive until all queues have read them
+                if fixed:
+                    witness = fixed["witness"].copy_(witness)
             with stages("launches"):
-                self._read = copied = queues.mark(self._input)
-                pending = {
-                    name: self._sections[name].begin(witness, copied, spans) for name in self._order if name != "H"
-                }
-                with queues.queue(self._input):
-                    unreduced = queues.fetch(self._input, unreduced_blocks(space, field, witness, len(values)))
-                    inputs = gather(space, field, witness, self._public, self._n_public)
-                    public = queues.fetch(self._input, inputs)
-                if self._rows is not None:
-                    queues.wait(0, copied)
-                    with queues.queue(0):
-                        start = queues.mark(0)
-                        in_use.append(self._rows.quotient(witness))
-                        spans["quotient"] = start, queues.mark(0)
-                    pending["H"] = self._sections["H"].begin(in_use[-1], spans["quotient"][1], spans)
+                return self._start(witness, fixed, stages)
 
-        def finish() -> KeySums:
+    def receive(self, values: U64) -> tuple[Callable[[int, int], object], Callable[[Stages], KeySums]]:
+        """Return functions that copy values first to last of a witness in pinned memory, and that start its sums then.
+
+        See `begin`; the caller has the lock.
+        """
+        queues = self._queues
+        if not queues.captures:
+            return (lambda *_: None), functools.partial(self.begin, values)
+        import torch
+
+        fixed, source = self._fixed_vectors(len(values)), torch.from_numpy(values.view(np.int64))
+        with queues.queue(self._input):
+            witness = fixed["witness"] if fixed else self.space.empty(values.shape, _U64)
+
+        def copy(first: int, last: int) -> None:
+            with queues.queue(self._input):
+                witness[first:last].copy_(source[first:last], non_blocking=True)
+
+        return copy, functools.partial(self._start, witness, fixed)
+
+    def _start(self, witness: Words, fixed: Mapping[str, Words], stages: Stages) -> KeySums:
+        """Launch all kernels on a witness that the input's queue copies."""
+        queues, space, field, spans, n = self._queues, self.space, self._field, Spans(), int(witness.shape[0])
+        in_use: list[Any] = [witness]  # kept alive until all queues have read them
+        self._read = copied = queues.mark(self._input)
+        pending = {name: self._sections[name].begin(witness, copied, spans) for name in self.sections if name != "H"}
+        with queues.queue(self._input):
+            unreduced = queues.fetch(self._input, unreduced_blocks(space, field, witness, n))
+            public = queues.fetch(self._input, gather(space, field, witness, self._public, self._n_public))
+        if self._rows is not None:
+            queues.wait(0, copied)
+            with queues.queue(0):
+                start = queues.mark(0)
+                quotient = self._rows.quotient(witness)
+                in_use.append(fixed["quotient"].copy_(quotient) if fixed else quotient)
+                spans["quotient"] = start, queues.mark(0)
+            pending["H"] = self._sections["H"].begin(in_use[-1], spans["quotient"][1], spans)
+
+        def inputs_() -> U64:
             with stages("device"):
-                sums = {name: pending[name]() for name in SECTIONS if name in pending}
                 if unreduced().any():
+                    for name in self.sections:  # they read the witness
+                        pending[name]()
                     raise UnreducedError
-            in_use.clear()
-            times = {name: queues.span_s(*marks) for name, marks in spans.items()}
-            return KeySums(sums, public(), {name: seconds for name, seconds in times.items() if seconds is not None})
+                return public()
 
-        return finish
+        def sum_(name: str) -> U64:
+            with stages("device"):
+                return pending[name]()
+
+        def times() -> dict[str, float]:
+            in_use.clear()
+            found = {name: queues.span_s(*marks) for name, marks in spans.items()}
+            return {name: seconds for name, seconds in found.items() if seconds is not None}
+
+        return KeySums(inputs_, sum_, times)
+
+    def _fixed_vectors(self, n: int) -> dict[str, Words]:
+        """Return the vectors whose sums are replayed, n values of a witness and the quotient; none if a proof is on.
+
+        Captures the sums at the third call.
+        """
+        if not self._queues.idle():
+            return {}
+        if self._eager_proofs is None:
+            return self._fixed
+        self._eager_proofs -= 1
+        if self._eager_proofs >= 0:
+            return {}
+        self._eager_proofs = None
+        fixed = {"witness": self.space.empty((n, 4), _U64)}
+        if self._rows is not None:
+            fixed["quotient"] = self.space.empty((self._rows.n, 4), _U64)
+        try:
+            for name, section in self._sections.items():
+                section.capture(fixed["quotient" if name == "H" else "witness"])
+        except (RuntimeError, LaunchError, OutOfMemory) as error:  # torch's errors of a capture are RuntimeErrors
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            ledger().fallback(FallbackRecord("msm", f"proof on {self.label}", "graph", "eager", reason))
+            return {}
+        self._fixed = fixed
+        return fixed
 
     def await_read(self) -> None:
         """Wait until the last witness has been read, which pinned memory must not change before."""
@@ -227,7 +302,7 @@ class SplitKey:
         self.label = "+".join(key.label for key in self._keys)
         self._threads = ThreadPoolExecutor(_COPIERS, thread_name_prefix="accelerant-groth16")
 
-    def begin(self, values: U64, stages: Stages) -> Callable[[], KeySums]:
+    def begin(self, values: U64, stages: Stages) -> KeySums:
         """See ProvingKey. One thread launches on all devices: several would wait for the interpreter's lock.
 
         All devices read one copy: if the file changed in between, r and s would not hide sums of parts of two
@@ -238,28 +313,39 @@ class SplitKey:
             with stages("witness"):
                 for key in self._keys:
                     key.await_read()
-                bounds = [len(values) * i // _COPIERS for i in range(_COPIERS + 1)]
-                list(self._threads.map(self._copy, itertools.repeat(values), bounds[:-1], bounds[1:]))
+                bounds = [len(values) * i // _PARTS for i in range(_PARTS + 1)]
+                copied = self._threads.map(self._copy, itertools.repeat(values), bounds[:-1], bounds[1:])
+                copies, starts = zip(*[key.receive(self._witness) for key in self._keys], strict=True)
+                for _, first, last in zip(copied, bounds[:-1], bounds[1:], strict=True):
+                    for copy in copies:
+                        copy(first, last)
             with stages("launches"):
-                pending = [key.begin(self._witness, each) for key, each in zip(self._keys, own, strict=True)]
+                pending = [start(each) for start, each in zip(starts, own, strict=True)]
         stages.compiled("launches", sum(each.compile_s for each in own))
 
-        def finish() -> KeySums:
+        def public() -> U64:
             with stages("device"):
-                parts = [wait() for wait in pending]
-                sums = {}
-                for name in SECTIONS:
-                    curve: Curve[Any] = self._family.g2 if name == "B2" else self._family.g1
-                    points = (part.sums[name].reshape(1, *curve.shape) for part in parts if name in part.sums)
-                    sums[name] = functools.reduce(functools.partial(launch.add, HOST, curve), points)
-            spans = {
-                f"{key.label} {name}": seconds
-                for key, part in zip(self._keys, parts, strict=True)
-                for name, seconds in part.spans.items()
-            }
-            return KeySums(sums, parts[0].public, spans)
+                for part in pending[1:]:
+                    with suppress(UnreducedError):  # the first raises it, too
+                        part.public()
+                return pending[0].public()
 
-        return finish
+        def sum_(name: str) -> U64:
+            curve: Curve[Any] = self._family.g2 if name == "B2" else self._family.g1
+            holders = (part for key, part in zip(self._keys, pending, strict=True) if name in key.sections)
+            with stages("device"):
+                points = (part.sum(name).reshape(1, *curve.shape) for part in holders)
+                total: U64 = functools.reduce(functools.partial(launch.add, HOST, curve), points)
+            return total
+
+        def spans() -> dict[str, float]:
+            return {
+                f"{key.label} {name}": seconds
+                for key, part in zip(self._keys, pending, strict=True)
+                for name, seconds in part.spans().items()
+            }
+
+        return KeySums(public, sum_, spans)
 
     def _copy(self, values: U64, first: int, last: int) -> None:
         np.copyto(self._witness[first:last], values[first:last])
@@ -368,6 +454,7 @@ class _DeviceSection:
         self._curve, self._n, self._scratch = points.curve, len(points.words), allowed.scratch
         self._indices = None if points.indices is None else queues.load(queue, points.indices)
         self._bases: DeviceBases | None = None
+        self._captured: tuple[Words, PendingMsm, Graph] | None = None
         self._streamed = np.empty((0, 0), np.uint64)
         free_bytes = allowed.points[name]
         if free_bytes is None:
@@ -384,22 +471,38 @@ class _DeviceSection:
 
         The scalars `values` are computed before the mark `after`, and kept alive by the caller until the sum has ended.
         """
-        queues, space, queue = self._queues, self._queues.space, self._queue
+        queues, queue = self._queues, self._queue
         queues.wait(queue, after)
         with queues.queue(queue):
             first = queues.mark(queue)
-            record = msm_record(space, self._curve, self._n, 1)
-            with RecordedLaunch(record, space.provider, space.index):
-                if self._indices is not None:
-                    values = gather(space, self._field, values, self._indices, self._n)
-                if self._bases is not None:
-                    pending = self._bases.start(values)
-                else:
-                    load = functools.partial(queues.load, queue)
-                    pending = start_msm(space, self._curve, values, self._streamed, free_bytes=self._scratch, load=load)
+            if self._captured is not None and values is self._captured[0]:
+                _, pending, graph = self._captured
+                graph.replay()
+            else:
+                pending = self._start(values)
             results = [queues.fetch(queue, words) for words in pending.results]
             spans[f"sum {self._name}"] = first, queues.mark(queue)
         return lambda: pending.finish([fetch() for fetch in results])
+
+    def _start(self, values: Words) -> PendingMsm:
+        """Launch a sum on the current queue."""
+        space = self._queues.space
+        record = msm_record(space, self._curve, self._n, 1)
+        with RecordedLaunch(record, space.provider, space.index):
+            if self._indices is not None:
+                values = gather(space, self._field, values, self._indices, self._n)
+            if self._bases is not None:
+                return self._bases.start(values)
+            load = functools.partial(self._queues.load, self._queue)
+            return start_msm(space, self._curve, values, self._streamed, free_bytes=self._scratch, load=load)
+
+    def capture(self, values: Words) -> None:
+        """Capture the launches of a sum of these scalars, which stay in memory; `begin` with them replays it.
+
+        The device is idle. Sums in chunks stay as they are: between chunks the host may wait.
+        """
+        if self._bases is not None and self._bases.plan is not None and self._bases.plan.points >= self._n:
+            self._captured = values, *self._queues.captured(self._queue, f"sum {self._name}", self._start, values)
 
     def explain(self) -> str:
         label = self._queues.space.label
@@ -427,6 +530,24 @@ class Queues:
             # One more for copies, which must not wait for the work of a queue
             self._streams = [Stream(space.label, priority=-1 if number == 0 else 0) for number in range(count + 1)]
         self._copied: deque[Event] = deque()
+
+    @property
+    def captures(self) -> bool:
+        """True where launches can be captured."""
+        return bool(self._streams)
+
+    def idle(self) -> bool:
+        """Return whether the device has done all work issued to the queues."""
+        return all(stream.done() for stream in self._streams)
+
+    def captured(self, number: int, name: str, call: Callable[..., T], *args: Any) -> tuple[T, Graph]:
+        """Return the result of a call that launches on a queue, in memory that replays of the graph write."""
+        from accelerant.runtime.streams.graphs import Graph
+
+        graph, stream = Graph(name), self._streams[number]
+        with stream:
+            result: T = graph.capture(call, *args, warm_up=0, on=stream.torch_stream)
+        return result, graph
 
     @contextmanager
     def queue(self, number: int) -> Iterator[None]:

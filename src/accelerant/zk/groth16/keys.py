@@ -62,21 +62,22 @@ class UnreducedError(Exception):
 
 
 class KeySums(NamedTuple):
-    """The multi-scalar multiplications of a proof.
+    """The multi-scalar multiplications of a proof, which a device computes meanwhile.
 
     Attributes:
-        sums: section -> words of one affine point in Montgomery form, of any shape.
-        public: (n_public, 4), the public inputs, from the same copy of the witness as the sums.
-        spans: part -> seconds of device time; parts overlap. Empty on the CPU.
+        public: waits for (n_public, 4), the public inputs, from the same copy of the witness as the sums; raises
+            UnreducedError. Called before `sum`.
+        sum: waits for the sum of a section: words of one affine point in Montgomery form, of any shape.
+        spans: part -> seconds of device time, after all sums; parts overlap. Empty on the CPU.
     """
 
-    sums: dict[str, U64]
-    public: U64
-    spans: dict[str, float]
+    public: Callable[[], U64]
+    sum: Callable[[str], U64]
+    spans: Callable[[], dict[str, float]]
 
 
 class Stages:
-    """Timings of consecutive stages, in seconds; `progress` is called with the name of each before it begins.
+    """Timings of stages, in seconds; `progress` is called with the name of each before it first begins.
 
     Compilation of kernels, and their loading from the disk cache, which only first calls need, are no part of a stage:
     their time is the entry `compilation`.
@@ -89,7 +90,7 @@ class Stages:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Time the block as the stage `name`."""
-        if self._progress is not None:
+        if self._progress is not None and name not in self.timings:
             self._progress(name)
         start, compiled = time.perf_counter(), compile_seconds()
         yield
@@ -112,10 +113,10 @@ class ProvingKey(Protocol):
 
     label: str
 
-    def begin(self, values: U64, stages: Stages) -> Callable[[], KeySums]:
-        """Copy a witness and start its sums; return a function that waits for them and may raise UnreducedError.
+    def begin(self, values: U64, stages: Stages) -> KeySums:
+        """Copy a witness and start its sums.
 
-        The values (n_vars, 4) lie in the mapped file, which may change at any time. `stages` also times the function.
+        The values (n_vars, 4) lie in the mapped file, which may change at any time. `stages` also times the waits.
         """
         ...
 
@@ -179,26 +180,24 @@ class HostKey:
             self._sections = {name: _HostSection(curve, zkey, name) for name, curve in curves.items()}
         self._n_public = zkey.n_public
 
-    def begin(self, values: U64, stages: Stages) -> Callable[[], KeySums]:
-        """See ProvingKey; all sums are computed by the returned function."""
+    def begin(self, values: U64, stages: Stages) -> KeySums:
+        """See ProvingKey; each sum is computed when it is called for."""
         with stages("witness"):
             witness = np.array(values, np.uint64)
             if first_not_below(witness, self._rows.field.modulus) is not None:
                 raise UnreducedError
 
-        def finish() -> KeySums:
-            private, scalars, sums = self._n_public + 1, witness, {}
-            for name in SECTIONS:
-                if name == "C":
-                    scalars = witness[private:]
-                elif name == "H":  # after the sum of B2, which takes the most memory
-                    with stages("quotient"):
-                        scalars = quotient(self._rows, witness)
-                with stages(f"sum {name}"):
-                    sums[name] = self._sections[name].msm(scalars)
-            return KeySums(sums, witness[1:private], {})
+        private = self._n_public + 1
 
-        return finish
+        def sum_(name: str) -> U64:
+            scalars = witness[private:] if name == "C" else witness
+            if name == "H":
+                with stages("quotient"):
+                    scalars = quotient(self._rows, witness)
+            with stages(f"sum {name}"):
+                return self._sections[name].msm(scalars)
+
+        return KeySums(lambda: witness[1:private], sum_, dict)
 
     def explain(self) -> str:
         """See ProvingKey."""

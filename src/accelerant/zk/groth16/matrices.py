@@ -210,12 +210,17 @@ def _rows_text(field: Field) -> str:
 
 
 class DeviceMatrix:
-    """The stacked constraint matrices A and B in the memory of a device, of which they hold `size_bytes`."""
+    """The stacked constraint matrices A and B in the memory of a device.
+
+    Attributes:
+        n: rows of each.
+        size_bytes: memory that they hold.
+    """
 
     def __init__(self, space: MemorySpace, rows: SparseMatrix, load: Callable[[npt.NDArray[Any]], Words]) -> None:
         """Copy SparseMatrix.from_coefficients, over snarkjs_scalar_field, to a device by `load`."""
         self._space, self._field = space, rows.field
-        self._n, self._min_columns = rows.n_rows // 2, rows.min_columns
+        self.n, self._min_columns = rows.n_rows // 2, rows.min_columns
         long = np.flatnonzero(np.diff(rows.starts) > LONG_ROW).astype(np.uint32)
         arrays: tuple[npt.NDArray[Any], ...] = (rows.values, rows.columns, rows.starts, long)
         self._values, self._columns, self._starts, self._long = map(load, arrays)
@@ -227,7 +232,7 @@ class DeviceMatrix:
         # With too few values the kernel would read out of bounds
         if witness.shape[0] < self._min_columns:
             raise ShapeError(f"the witness must have at least {self._min_columns} values, got {witness.shape[0]}")
-        space, field, n, entries = self._space, self._field, self._n, self._n_entries
+        space, field, n, entries = self._space, self._field, self.n, self._n_entries
         values = space.empty((3, n, field.limbs), _U64)
         size = field.size_bytes
         dialect, _ = _device_source(field).pick(space.provider.dialects)

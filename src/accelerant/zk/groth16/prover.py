@@ -34,7 +34,7 @@ from accelerant.zk.formats.zkey import Zkey
 from accelerant.zk.groth16.keys import U64, Devices, ProgressCallback, Stages, UnreducedError, proving_key
 from accelerant.zk.groth16.matrices import snarkjs_scalar_field
 from accelerant.zk.groth16.proof import Proof
-from accelerant.zk.groth16.verifier import VerificationKey, verify
+from accelerant.zk.groth16.verifier import Statement, VerificationKey
 
 __all__ = ["Prover", "prove"]
 
@@ -169,6 +169,7 @@ class Prover:
 
     def _begin(self, witness: Witness | str | Path, randomness: U64) -> Callable[[bool], Proof]:
         """Start a proof; return a function that finishes it, verified or not."""
+        g1, g2 = self._pairing.g1, self._pairing.g2
         stages, files = Stages(self._progress), ExitStack()
         with files:
             opened = witness if isinstance(witness, Witness) else files.enter_context(Witness.open(witness))
@@ -180,22 +181,33 @@ class Prover:
                     "the witness is of another circuit"
                 )
             with _reduced(opened):
-                wait = self._key.begin(opened.values, stages)
+                key = self._key.begin(opened.values, stages)
             open_until_the_end = files.pop_all()
 
         def finish(verified: bool) -> Proof:
             with open_until_the_end:
                 with stages("blinding"):
-                    blinding = self._blinding(randomness)
+                    delta1, s_delta2 = self._blinding(randomness)
                 with _reduced(opened):
-                    result = wait()
+                    inputs = key.public()
+                with stages("blinding"):  # while a device computes the sums
+                    public = tuple(field_words.decode(self._field, inputs))
+                    statement = Statement(self.verification_key, public) if verified else None
+                sum_a, sum_b1 = key.sum("A"), key.sum("B1")
+                with stages("blinding"):
+                    a = _sum(g1, self._g1["alpha1"], sum_a, delta1[:1])
+                    b1 = _sum(g1, self._g1["beta1"], sum_b1, delta1[1:2])
+                    scaled = launch.multiply(HOST, g1, np.concatenate([a, b1]), np.ascontiguousarray(randomness[::-1]))
+                    c = _sum(g1, scaled[:1], scaled[1:], delta1[2:])
+                sum_b2, sum_c, sum_h = (key.sum(name) for name in ("B2", "C", "H"))
             with stages("proof"):
-                public = tuple(field_words.decode(self._field, result.public))
-                proof = self._assembled(result.sums, randomness, blinding, public)
-            if verified:
+                b2 = _sum(g2, self._g2["beta2"], sum_b2, s_delta2)
+                c = _sum(g1, c, sum_c, sum_h)
+                proof = self._assembled(a, b2, c, public)
+            if statement is not None:
                 with stages("verification"):
-                    self._verify(proof, public)
-            self.timings, self.spans = self._key_timings | stages.timings, result.spans
+                    self._verify(statement, proof)
+            self.timings, self.spans = self._key_timings | stages.timings, key.spans()
             return proof
 
         return finish
@@ -222,25 +234,17 @@ class Prover:
         delta2: U64 = launch.multiply(HOST, g2, self._g2["delta2"], s)
         return delta1, delta2
 
-    def _assembled(
-        self, sums: dict[str, U64], randomness: U64, blinding: tuple[U64, U64], public: tuple[int, ...]
-    ) -> Proof:
+    def _assembled(self, a: U64, b2: U64, c: U64, public: tuple[int, ...]) -> Proof:
         g1, g2 = self._pairing.g1, self._pairing.g2
-        delta1, s_delta2 = blinding
-        a = _sum(g1, self._g1["alpha1"], sums["A"], delta1[:1])
-        b1 = _sum(g1, self._g1["beta1"], sums["B1"], delta1[1:2])
-        b2 = _sum(g2, self._g2["beta2"], sums["B2"], s_delta2)
-        scaled = launch.multiply(HOST, g1, np.concatenate([a, b1]), np.ascontiguousarray(randomness[::-1]))
-        c = _sum(g1, scaled[:1], scaled[1:], delta1[2:], sums["C"], sums["H"])
         (pi_a, pi_c), (pi_b,) = (
             decode_points(curve, launch.from_montgomery(HOST, curve, points), check=False)
             for curve, points in ((g1, np.concatenate([a, c])), (g2, b2))
         )
         return Proof(self.family, pi_a, pi_b, pi_c, public)
 
-    def _verify(self, proof: Proof, public: tuple[int, ...]) -> None:
+    def _verify(self, statement: Statement, proof: Proof) -> None:
         try:
-            valid = verify(self.verification_key, public, proof)
+            valid = statement.proved_by(proof)
         except FormatError:  # a point off its curve results from such points in the key
             valid = False
         if not valid:

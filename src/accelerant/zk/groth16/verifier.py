@@ -46,7 +46,7 @@ from accelerant.zk.groth16.proof import (
 )
 from accelerant.zk.multi_scalar.op import msm
 
-__all__ = ["VerificationKey", "verify", "verify_many"]
+__all__ = ["Statement", "VerificationKey", "verify", "verify_many"]
 
 U64 = npt.NDArray[np.uint64]
 
@@ -187,14 +187,29 @@ def verify(verification_key: VerificationKey, public: Sequence[int], proof: Proo
         FormatError: the wrong number of public inputs, or one not below r; a point of the proof or the key off its
             curve or outside the subgroup. Such input is not a proof at all; a proof of another statement gives False.
     """
-    key, family = verification_key, _common_family(verification_key, (proof,))
-    inputs = _checked_inputs(key, family, public, "public")
-    group = curve_named(family.g1.name)
-    a, c = _encoded(family.g1, [proof.a, proof.c], ("pi_a", "pi_c"))
-    (b,) = _encoded(family.g2, [proof.b], ("pi_b",))
-    first = np.stack([a, *_negated(group, [key.alpha, _inputs_point(group, key, inputs), c])])
-    second = np.stack([b, key.beta, key.gamma, key.delta])
-    return _is_one(family, first, second, ("pi_a", "alpha", "the sum of IC", "pi_c"), ("pi_b", *_KEY_POINTS))
+    _common_family(verification_key, (proof,))
+    return Statement(verification_key, public).proved_by(proof)
+
+
+class Statement:
+    """What a proof proves: a circuit's verification key and public inputs, whose part of a verification is done here.
+
+    Arguments and errors are those of `verify`.
+    """
+
+    def __init__(self, verification_key: VerificationKey, public: Sequence[int]) -> None:
+        self._key, self._family = verification_key, family_of(verification_key.family)
+        inputs = _checked_inputs(verification_key, self._family, public, "public")
+        self._inputs = _inputs_point(curve_named(self._family.g1.name), verification_key, inputs)
+
+    def proved_by(self, proof: Proof) -> bool:
+        """Return whether a proof on the key's curve verifies."""
+        key, family = self._key, self._family
+        a, c = _encoded(family.g1, [proof.a, proof.c], ("pi_a", "pi_c"))
+        (b,) = _encoded(family.g2, [proof.b], ("pi_b",))
+        first = np.stack([*_negated(curve_named(family.g1.name), [a]), key.alpha, self._inputs, c])
+        second = np.stack([b, key.beta, key.gamma, key.delta])
+        return _is_one(family, first, second, ("pi_a", "alpha", "the sum of IC", "pi_c"), ("pi_b", *_KEY_POINTS))
 
 
 def verify_many(verification_key: VerificationKey, public: Sequence[Sequence[int]], proofs: Sequence[Proof]) -> bool:
