@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from accelerant.errors import DivergenceError, UnsupportedCase
+from accelerant.nn import GPT, GPTConfig, layers
+from accelerant.nn.optim import AdamW
 from accelerant.nn.train import Callback, TrainConfig, fit
 from accelerant.nn.train.objective import Objective
 from accelerant.nn.train.step import LossScale, TrainStep
@@ -210,3 +212,57 @@ def share_without_room(rank):
         PeerMemory(64, torch.float32, torch.device("cuda", 0))
     except UnsupportedCase as error:
         return str(error)
+
+
+def tied(rank, processes=2):
+    """Losses of a GPT whose fused functions run on the CPU, and whether its table's gradient was summed in two parts.
+
+    Both processes look up as many rows but in the last two steps. One process takes both batches one after the other.
+    """
+    layers.FUSED.add("cpu")
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=300, context=8, layers=2, heads=2, width=16))
+    step = TrainStep(
+        model, AdamW(model.parameters(), lr=1e-2), model.loss, max_grad_norm=0.5, accumulate=2 // processes,
+        bucket_bytes=4096,
+    )  # fmt: skip
+    losses, split = [], []
+    for number in range(8):
+        drawn = torch.randint(300, (2, 2, 9), generator=torch.Generator().manual_seed(number))
+        drawn[0, 0] = drawn[1, 0]  # rows that both look up
+        batches = [drawn[0], drawn[1, : 1 if number > 5 else 2]]
+        parts = [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in batches]
+        losses.append(step([parts[rank]] if processes == 2 else parts, 1e-2).loss.item())
+        table = None if step._reduction is None else step._reduction._table
+        split.append(table is not None and table.split)
+    layers.FUSED.discard("cpu")
+    return losses, split, [parameter.detach().sum().item() for parameter in model.parameters()]
+
+
+class Penalised:
+    """A loss that uses the table of a GPT once more from some call on."""
+
+    def __init__(self, model, first):
+        self.model, self.left = model, first
+
+    def __call__(self, tokens, targets):
+        self.left -= 1
+        return self.model.loss(tokens, targets) + (self.model.wte.weight.square().mean() if self.left < 0 else 0)
+
+
+def penalised(rank):
+    """Train with another use of the table in each step, then with one that comes later; return both outcomes."""
+    layers.FUSED.add("cpu")
+    found = []
+    for first in (0, 3):
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(vocab_size=300, context=8, layers=1, heads=2, width=16))
+        step = TrainStep(model, AdamW(model.parameters(), lr=1e-2), Penalised(model, first))
+        tokens = torch.arange(16).view(2, 8) + rank
+        try:
+            losses = [step([(tokens, tokens)], 1e-2).loss.item() for _ in range(5)]
+            found.append((losses, step._reduction._table is None))
+        except UnsupportedCase as error:
+            found.append(str(error))
+    layers.FUSED.discard("cpu")
+    return found

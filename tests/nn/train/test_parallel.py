@@ -5,7 +5,20 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_workers import ROWS, diverged, fitted, flat, launch, net, rows, scaled, share_without_room, stepped
+from parallel_workers import (
+    ROWS,
+    diverged,
+    fitted,
+    flat,
+    launch,
+    net,
+    penalised,
+    rows,
+    scaled,
+    share_without_room,
+    stepped,
+    tied,
+)
 
 from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.nn.train import TrainConfig
@@ -32,6 +45,8 @@ def every(rank, folder):
         "scaled": scaled(rank),
         "seen": seen(rank),
         "diverged": diverged(rank),
+        "tied": tied(rank),
+        "penalised": penalised(rank),
     }
 
 
@@ -213,3 +228,25 @@ def test_memory_that_one_process_lacks_makes_none_wait(tmp_path):
     """Nobody begins the rendezvous, which waits for all."""
     found = launch(share_without_room, tmp_path / "meeting")
     assert found == ["rank 1 cannot share 256 bytes: CUDA out of memory"] * 2
+
+
+@two
+def test_a_tied_table_is_summed_in_two_parts(both):
+    """The output layer's while the backward pass runs, and rows that the embedding looked up at the end."""
+    losses, none, sums = tied(0, processes=1)
+    assert not any(none)
+    for each in both:
+        found, split, found_sums = each["tied"]
+        assert split == [False, *[True] * 5, False, False]
+        assert found == pytest.approx(losses, rel=1e-6)
+        assert found_sums == pytest.approx(sums, rel=1e-4, abs=1e-5)
+    assert both[0]["tied"][2] == both[1]["tied"][2]
+
+
+@two
+def test_other_uses_of_a_tied_table(both):
+    for each in both:
+        (losses, whole), later = each["penalised"]
+        assert whole
+        assert losses[-1] < losses[0]
+        assert "has another gradient than in the first step" in later

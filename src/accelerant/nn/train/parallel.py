@@ -5,6 +5,10 @@ over the whole batch. Buckets of gradients are summed in the order in which the 
 but the last one overlap it (Li et al. 2020, arXiv:2006.15704, section 4.2): by copy engines between the GPUs of one
 host (accelerant.runtime.peers), else by torch's all_reduce. TrainStep (step.py) uses these sums, and captures them
 inside its CUDA graph.
+
+The largest gradient, of an embedding tied to the output layer, would be the last. Its part from the output layer is
+complete first, and is the first bucket; rows that the embedding has looked up are gathered from all processes at the
+end, and added to the sum in one order in each.
 """
 
 from __future__ import annotations
@@ -13,8 +17,7 @@ import functools
 import hashlib
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from accelerant.errors import ConfigError, UnsupportedCase
+from accelerant.ops.embedding.op import launch_backward_sorted
+from accelerant.ops.transformer import block
 from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.peers import PeerMemory, PeerSums
 from accelerant.runtime.processes import Processes
@@ -76,6 +81,28 @@ def described(params: Sequence[Tensor]) -> str:
 
 
 @dataclass(slots=True)
+class _Table:
+    """A table whose gradient is summed in two parts.
+
+    Attributes:
+        index: of the parameter.
+        count, dtype: of the rows that each process looks up. One whose step looks up others sums a whole gradient as
+            the first part, and sends zeros; outside of captured steps, no later step has two parts then.
+        split: whether the first part was taken in this step.
+        rows: of this step, with their tokens.
+    """
+
+    index: int
+    count: int
+    dtype: torch.dtype
+    split: bool = False
+    rows: tuple[Tensor, Tensor] | None = None
+
+
+_ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(slots=True)
 class _Bucket:
     """Gradients that are summed by one collective.
 
@@ -126,6 +153,10 @@ class GradientReduction:
         self._armed = self._ordered = False
         self._used: list[int] = []
         self._memory: PeerMemory | None = None
+        self._table: _Table | None = None
+        self._uses: dict[int, list[tuple[int, torch.dtype] | None]] = {}
+        self._whole: dict[int, int] = {}
+        self._order: list[int] = []
         self._arrange(reversed(range(len(self._params))))
         this = weakref.ref(self)  # hooks must not keep this object alive
         hooks = [
@@ -154,7 +185,9 @@ class GradientReduction:
         self._arrange(reversed(range(len(self._params))))
 
     def _arrange(self, order: Iterable[int]) -> None:
-        """Divide the parameters into buckets, in this order."""
+        """Divide the parameters into buckets, in this order; a table with two parts is the first."""
+        if self._table is not None:
+            order = [self._table.index, *(index for index in order if index != self._table.index)]
         self._buckets: list[_Bucket] = []
         opened: dict[tuple[torch.dtype, torch.device], _Bucket] = {}
         for index in order:
@@ -167,7 +200,8 @@ class GradientReduction:
             bucket.indices.append(index)
             bucket.offsets.append(bucket.size)
             bucket.size += size
-            if bucket.size * dtype.itemsize >= (self._bytes if self._buckets else min(_FIRST_BYTES, self._bytes)):
+            least = self._bytes if self._buckets else min(_FIRST_BYTES, self._bytes)
+            if bucket.size * dtype.itemsize >= least or (self._table is not None and index == self._table.index):
                 self._buckets.append(opened.pop(kind))
         self._buckets += opened.values()
         first = 0
@@ -176,23 +210,117 @@ class GradientReduction:
         memory, longest = self._memory, max(bucket.size for bucket in self._buckets)
         self._sums = None if memory is None else PeerSums(memory, longest)
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket.indices}
-        self._launched: list[tuple[Any, list[Tensor], list[Tensor] | None]] = []
+        self._launched: list[tuple[Any, list[Tensor]]] = []
 
     @property
     def bucket_bytes(self) -> list[int]:
         """Bytes of each bucket, in the order of the sums."""
         return [bucket.size * bucket.dtype.itemsize for bucket in self._buckets]
 
+    # --- a table whose gradient has two parts (accelerant.ops.transformer.block.TableSums) ----------------------------
+
+    def watch(self) -> None:
+        """Begin to note which tables are used; the next forward pass is the last one of the step."""
+        self._uses, self._whole = {}, {}
+        if self._table is not None:
+            self._table.split, self._table.rows = False, None
+        block.table_sums[:] = [self]
+
+    def looks_up(self, table: Tensor, count: int, dtype: torch.dtype) -> None:
+        """Note that this many rows of a table are looked up, in a dtype."""
+        self._uses.setdefault(table.data_ptr(), []).append((count, dtype))
+
+    def multiplies(self, table: Tensor) -> None:
+        """Note that a table is an output layer's weight."""
+        self._uses.setdefault(table.data_ptr(), []).append(None)
+
+    def whole(self, table: Tensor, gradient: Tensor) -> None:
+        """Note a gradient in which both parts have met."""
+        self._whole[table.data_ptr()] = gradient.data_ptr()
+
+    def takes_product(self, table: Tensor, gradient: Tensor) -> bool:
+        """Start the sum of the output layer's part, if the step uses the table as its processes have agreed."""
+        apart = self._table
+        if apart is None or not self._armed:
+            return False
+        param = self._params[apart.index]
+        used = self._uses.get(table.data_ptr())
+        if param.data_ptr() != table.data_ptr() or param.grad is not None or used != [(apart.count, apart.dtype), None]:
+            return False
+        apart.split, param.grad = True, gradient
+        self.ready(apart.index)
+        return True
+
+    def takes_rows(self, table: Tensor, dy: Tensor, tokens: Tensor) -> bool:
+        """Keep the rows that the embedding has looked up, if the other part's sum has begun."""
+        apart = self._table
+        if apart is None or not apart.split or self._params[apart.index].data_ptr() != table.data_ptr():
+            return False
+        apart.rows = dy.reshape(apart.count, -1), tokens.reshape(-1).long()
+        return True
+
+    def _found_table(self) -> _Table | None:
+        """Return the table that the first step of every process used alike, if it is worth it; one exchange."""
+        mine = [-1, 0, 0]
+        for index in self._finished:
+            param = self._params[index]
+            used = self._uses.get(param.data_ptr(), [])
+            if (
+                len(used) == 2 and used[0] is not None and used[1] is None and used[0][1] in _ROW_DTYPES
+                and param.is_contiguous() and param.dim() == 2 and index in self._clean
+            ):  # fmt: skip
+                count, dtype = used[0]
+                gathered = self._processes.size * count * dtype.itemsize
+                if gathered <= 4 * len(param) and not torch.are_deterministic_algorithms_enabled():
+                    mine = [index, count, _ROW_DTYPES.index(dtype)]
+        largest = self._processes.largest([*mine, *(-each for each in mine)])
+        if largest[0] < 0 or any(a != -b for a, b in zip(largest[:3], largest[3:], strict=True)):
+            return None
+        return _Table(mine[0], mine[1], _ROW_DTYPES[mine[2]])
+
+    def _gather(self, apart: _Table) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Start to gather the rows and tokens of all processes; return a function that waits for them."""
+        param, p = self._params[apart.index], self._processes.size
+        if apart.rows is None:
+            rows = torch.zeros(apart.count, param.shape[1], dtype=apart.dtype, device=param.device)
+            tokens = torch.zeros(apart.count, dtype=torch.int64, device=param.device)
+        else:
+            rows, tokens = (each.contiguous() for each in apart.rows)
+        every = [each.new_empty(p * len(each), *each.shape[1:]) for each in (rows, tokens)]
+        works = [
+            torch.distributed.all_gather_into_tensor(to, each, async_op=True)
+            for to, each in zip(every, (rows, tokens), strict=True)
+        ]
+
+        def wait() -> tuple[Tensor, Tensor]:
+            for work in works:
+                assert work is not None  # for the type checker: async_op
+                work.wait()
+            return every[0], every[1]
+
+        return wait
+
     def arm(self) -> None:
         """Begin to sum: the next backward pass is the last one of the step."""
         self._left = [len(bucket.indices) for bucket in self._buckets]
         self._launched, self._finished, self._has = [], list[int](), [0] * len(self._params)
+        self._clean = set[int]()
         self._armed = True
 
     def ready(self, index: int) -> None:
         """Note that a gradient is complete; start the sum of each bucket whose turn it is."""
         if not self._armed:
             return
+        apart, grad = self._table, self._params[index].grad
+        if apart is not None and apart.split and index == apart.index and index in self._finished:
+            if grad is None:
+                return  # autograd's hook, without a gradient
+            raise UnsupportedCase(
+                f"parameter {index}, an embedding tied to the output layer, has another gradient than in the first "
+                "step: make a new TrainStep where the loss changes"
+            )
+        if grad is not None and self._whole.get(self._params[index].data_ptr()) == grad.data_ptr():
+            self._clean.add(index)  # nothing else was added to it
         if self._bucket_of[index] < len(self._launched) or not self._left[self._bucket_of[index]]:
             raise UnsupportedCase(
                 f"a backward pass gave parameter {index} its gradient twice: processes that train together need "
@@ -226,17 +354,16 @@ class GradientReduction:
             to.append(view)
             grads.append(param.grad)
             param.grad = None
-        with nullcontext() if self._sums is None else self._sums.beside():
-            if not whole:
-                flat.zero_()  # gaps between gradients, and missing ones
-            if to:
-                torch._foreach_copy_(to, grads)
-            if self._sums is None:
-                work, kept = torch.distributed.all_reduce(flat, async_op=True), None
-            else:
-                work, kept = None, grads  # in memory until their copies are waited for
-                self._sums.start(bucket.first, bucket.size)
-        self._launched.append((work, views, kept))
+        if not whole:
+            flat.zero_()  # gaps between gradients, and missing ones
+        if to:
+            torch._foreach_copy_(to, grads)
+        work = None
+        if self._sums is None:
+            work = torch.distributed.all_reduce(flat, async_op=True)
+        else:
+            self._sums.start(bucket.first, bucket.size)
+        self._launched.append((work, views))
 
     @torch.no_grad()
     def finish(self, loss: Tensor) -> None:
@@ -247,31 +374,51 @@ class GradientReduction:
         while len(self._launched) < len(self._buckets):
             self._launch(self._buckets[len(self._launched)])
         self._armed = False
+        block.table_sums.clear()
+        gathered = None if self._table is None else self._gather(self._table)
         summed = torch.distributed.all_reduce(loss, async_op=True)  # not earlier: all processes have one order
         capturing = self._params[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        given_up = 0
         if not (self.frozen or capturing):
-            self._used = self._processes.largest(self._has)
+            other = self._table is not None and not self._table.split
+            *self._used, given_up = self._processes.largest([*self._has, other])
         summed.wait()
         launched, self._launched = self._launched, []
         if self._sums is not None:
             self._sums.finish()
-        for bucket, (work, views, _) in zip(self._buckets, launched, strict=True):
+        for bucket, (work, views) in zip(self._buckets, launched, strict=True):
             if work is not None:
                 work.wait()
             for index, view in zip(bucket.indices, views, strict=True):
                 param = self._params[index]
                 if self._used[index]:
                     param.grad = view if view.dtype == param.dtype else view.to(param.dtype)
+        if self._table is not None and gathered is not None:
+            _add_rows(self._params[self._table.index], *gathered())
         if not (self._ordered or capturing):
             self._ordered = True
             seen = set(self._finished)
             order = [*self._finished, *(index for index in range(len(self._params)) if index not in seen)]
-            self._arrange(self._processes.of_first(order))
+            self._table, self._order = self._found_table(), self._processes.of_first(order)
+            self._arrange(self._order)
+        elif given_up:  # no bucket would be summed before the table's
+            self._table = None
+            self._arrange(self._order)
 
 
 def _ready(reduction: weakref.ref[GradientReduction], index: int, _: Tensor) -> None:
     if (found := reduction()) is not None:
         found.ready(index)
+
+
+def _add_rows(param: Tensor, rows: Tensor, tokens: Tensor) -> None:
+    """Add rows to those of a gradient that tokens select, in an order that depends on the tokens alone."""
+    if param.grad is None:
+        return
+    if param.is_cuda:
+        launch_backward_sorted(rows, tokens, param.grad, -1, (True, True), into=param.grad)
+    else:
+        param.grad.index_add_(0, tokens, rows.to(param.grad.dtype))
 
 
 def _laid_out(flat: Tensor, param: Tensor, offset: int) -> Tensor:

@@ -438,6 +438,8 @@ class TrainStep(GraphedStep):
                 weights = weights * processes
         with self._precision_context():
             for number, batch in enumerate(batches):
+                if reduction is not None and number == self.accumulate - 1:
+                    reduction.watch()
                 with self._autocast():
                     loss = require_scalar(self.loss(*batch))
                     if weights is not None:

@@ -148,18 +148,22 @@ def launch_backward_atomic(
 
 
 def launch_backward_sorted(
-    dy: Tensor, indices: Tensor, weight: Tensor, padding_idx: int, needs: Sequence[bool], chunk: int | None = None
-) -> tuple[Tensor]:
-    """Sum the gradients of each row in a fixed order, after torch's sort of the indices; few tokens are not sorted."""
+    dy: Tensor, indices: Tensor, weight: Tensor, padding_idx: int, needs: Sequence[bool], chunk: int | None = None,
+    into: Tensor | None = None,
+) -> tuple[Tensor]:  # fmt: skip
+    """Sum the gradients of each row in a fixed order, after torch's sort of the indices; few tokens are not sorted.
+
+    `into` are contiguous rows to which the sums are added, in place of zeros.
+    """
     V, D = weight.shape
-    dweight = torch.zeros((V, D), dtype=weight.dtype, device=weight.device)
+    dweight = torch.zeros((V, D), dtype=weight.dtype, device=weight.device) if into is None else into
     if not dy.numel():
         return (dweight,)
     T = indices.numel()
     block_d = min(256, max(32, next_power_of_2(D)))
     blocks = ceil_div(D, block_d)
     dy = dy.contiguous()
-    if chunk is None and T <= FEW:
+    if chunk is None and into is None and T <= FEW:
         few = (dy, indices.contiguous(), dweight, T, V, D, padding_idx)
         KERNELS["bwd_few"].launch((T, blocks), few, {"FEW": FEW, "BLOCK_D": block_d}, num_warps=4)
         return (dweight,)
@@ -171,7 +175,7 @@ def launch_backward_sorted(
     numbers, order = torch.sort(indices.reshape(-1), stable=True)
     chunks = ceil_div(T, chunk)
     parts = torch.empty((chunks, 2, D), dtype=torch.float32, device=weight.device)
-    fixed, warps = {"CHUNK": chunk, "BLOCK_D": block_d}, 1  # 16 bytes per thread
+    fixed, warps = {"CHUNK": chunk, "BLOCK_D": block_d, "ADDS": into is not None}, 1  # 16 bytes per thread
     args = (dy, numbers, order, dweight, parts, T, V, D, padding_idx)
     KERNELS["bwd"].launch((chunks, blocks), args, fixed, num_warps=warps)
     if chunks > 1:

@@ -63,9 +63,16 @@ def embedding_bwd_few(dy_ptr, indices_ptr, dweight_ptr, T, V, D, PADDING, FEW: t
 
 
 @triton.jit
+def _put(row_ptr, row, mask, ADDS: tl.constexpr):
+    if ADDS:
+        row += tl.load(row_ptr, mask=mask, other=0.0).to(tl.float32)
+    tl.store(row_ptr, row.to(row_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def embedding_bwd(
     dy_ptr, sorted_ptr, order_ptr, dweight_ptr, parts_ptr, T, V, D, PADDING,
-    CHUNK: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -83,8 +90,7 @@ def embedding_bwd(
         dy = tl.load(dy_ptr + token * D + columns, mask=inside, other=0.0).to(tl.float32)
         if number != current:
             counts = (current >= 0) & (current < V) & (current != PADDING)
-            row = total.to(dweight_ptr.dtype.element_ty)
-            tl.store(dweight_ptr + current * D + columns, row, mask=columns < tl.where(counts & begun, D, 0))
+            _put(dweight_ptr + current * D + columns, total, columns < tl.where(counts & begun, D, 0), ADDS)
             tl.store(parts_ptr, total, mask=columns < tl.where(begun, 0, D))
             total = dy
             current = number
@@ -93,8 +99,7 @@ def embedding_bwd(
             total += dy
     ends = (last == T) | (tl.load(sorted_ptr + tl.minimum(last, T - 1)).to(tl.int64) != current)
     counts = (current >= 0) & (current < V) & (current != PADDING)
-    row = total.to(dweight_ptr.dtype.element_ty)
-    tl.store(dweight_ptr + current * D + columns, row, mask=columns < tl.where(counts & begun & ends, D, 0))
+    _put(dweight_ptr + current * D + columns, total, columns < tl.where(counts & begun & ends, D, 0), ADDS)
     tl.store(parts_ptr, total, mask=columns < tl.where(begun, 0, D))
     tl.store(parts_ptr + D, total, mask=columns < tl.where(begun, tl.where(ends, 0, D), 0))
 
@@ -102,7 +107,7 @@ def embedding_bwd(
 @triton.jit
 def embedding_bwd_join(
     sorted_ptr, dweight_ptr, parts_ptr, T, V, D, PADDING,
-    CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, AT_ONCE: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, ADDS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -123,4 +128,4 @@ def embedding_bwd_join(
             rows = parts_ptr + at[:, None] * 2 * D + columns[None, :]
             total += tl.sum(tl.load(rows, mask=same[:, None] & inside[None, :], other=0.0), 0)
             following = tl.where(tl.min(same.to(tl.int32), 0) == 1, following + AT_ONCE, -1)
-        tl.store(dweight_ptr + number * D + columns, total.to(dweight_ptr.dtype.element_ty), mask=inside)
+        _put(dweight_ptr + number * D + columns, total, inside, ADDS)

@@ -20,7 +20,7 @@ Parameters with a per-example sink (accelerant.ops._per_example) get no gradient
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,9 +37,36 @@ from accelerant.ops.transformer.reference import BlockSpec, block_reference, mlp
 from accelerant.runtime.dispatch import Case
 
 __all__ = [
-    "Attention", "Block", "BlockSpec", "ColumnSums", "Embed", "FusedLinear", "FusedMLP", "Gradients", "TiedLoss",
-    "fused_attention", "fused_block", "fused_embed", "fused_linear", "fused_mlp", "gradients_of", "tied_loss",
+    "Attention", "Block", "BlockSpec", "ColumnSums", "Embed", "FusedLinear", "FusedMLP", "Gradients", "TableSums",
+    "TiedLoss", "fused_attention", "fused_block", "fused_embed", "fused_linear", "fused_mlp", "gradients_of",
+    "table_sums", "tied_loss",
 ]  # fmt: skip
+
+
+class TableSums(Protocol):
+    """What sums a tied table's gradient over processes: the output layer's part and the looked up rows apart.
+
+    Both parts otherwise meet at the end of the backward pass, when nothing is left that hides their sum.
+    """
+
+    def looks_up(self, table: Tensor, count: int, dtype: torch.dtype) -> None:
+        """Note that this many rows of a table are looked up, in a dtype."""
+
+    def multiplies(self, table: Tensor) -> None:
+        """Note that a table is an output layer's weight."""
+
+    def takes_product(self, table: Tensor, gradient: Tensor) -> bool:
+        """Take the output layer's part, and return True; or return False, for both parts to meet as usual."""
+
+    def takes_rows(self, table: Tensor, dy: Tensor, tokens: Tensor) -> bool:
+        """Take the other part, if the first was taken."""
+
+    def whole(self, table: Tensor, gradient: Tensor) -> None:
+        """Note a gradient in which both parts have met."""
+
+
+table_sums: list[TableSums] = []
+"""That of the step which is under way, if its processes sum gradients; none or one."""
 
 Gradients = tuple[Tensor | None, ...]
 _Params = Sequence[Tensor | None]
@@ -460,6 +487,8 @@ class Embed(torch.autograd.Function):
         ctx.save_for_backward(tokens, table, positions)
         ctx.set_materialize_grads(False)
         _announce(tokens, (table, positions))
+        for sums in table_sums:
+            sums.looks_up(table, tokens.numel(), dtype)
         return ends.embed(tokens, table, positions, dtype), table.view_as(table)
 
     @staticmethod
@@ -478,9 +507,11 @@ class Embed(torch.autograd.Function):
                 sink.embedding(positions, rows, torch.arange(T, device=dy.device), B, distinct=True)
             return None, None, None, None
         dpositions = None
-        if ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[1] and not any(sums.takes_rows(table, dy, tokens) for sums in table_sums):
             dtable = torch.zeros_like(table) if dtable is None else dtable
             ends.embed_backward(dy, tokens, dtable)
+            for sums in table_sums:
+                sums.whole(table, dtable)
         if ctx.needs_input_grad[2]:
             dpositions = torch.zeros_like(positions)
             dpositions[:T] = op.column_sums(dy.reshape(B, T * D), positions.dtype).view(T, D)
@@ -503,6 +534,8 @@ class TiedLoss(torch.autograd.Function):
     ) -> Tensor:
         needs = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         sink = sink_of(table) if needs[1] else None
+        for sums in table_sums:
+            sums.multiplies(table)
         forming = None
         if sink is not None:
             forming = Forming(sink, examples_of(sink, hidden.shape[0]))
@@ -528,6 +561,8 @@ class TiedLoss(torch.autograd.Function):
             gradients[1] = None
         scaled = [None if gradient is None else ends.scaled(gradient, dy) for gradient in gradients]
         cast = [None if g is None else g.to(dtype) for g, dtype in zip(scaled, ctx.dtypes, strict=True)]
+        if cast[1] is not None and any(sums.takes_product(table, cast[1]) for sums in table_sums):
+            cast[1] = None
         return *cast, None, None, None, None
 
 

@@ -328,7 +328,8 @@ class SplitKey:
                 for part in pending[1:]:
                     with suppress(UnreducedError):  # the first raises it, too
                         part.public()
-                return pending[0].public()
+                inputs: U64 = pending[0].public()
+                return inputs
 
         def sum_(name: str) -> U64:
             curve: Curve[Any] = self._family.g2 if name == "B2" else self._family.g1
