@@ -115,6 +115,26 @@ def test_second_backward_pass(reduction, interpreted):
     torch.testing.assert_close(second, kept)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_few_logits_are_one_launch(reduction, interpreted, monkeypatch):
+    """Several steps of the program over the rows; the result is that of a program for each."""
+    logits, targets = torch.randn(41, 1000), torch.randint(0, 1000, (41,))
+    targets[::5] = -100
+    launched = []
+    for name, kernel in launch.KERNELS.items():
+        run = kernel.launch
+        monkeypatch.setattr(kernel, "launch", lambda *a, run=run, name=name, **o: launched.append(name) or run(*a, **o))
+    args = logits, targets, -100, 0.1, reduction, False
+    loss, statistics, counts, dx = launch.launch_forward(*args, gradient=True)
+    assert launched == ["few"]
+    assert statistics.numel() == counts.numel() == 0
+    monkeypatch.setattr(launch, "FEW", 0)
+    same_loss, statistics, _, same_dx = launch.launch_forward(*args, gradient=True)
+    assert launched[1:] == (["count"] if reduction == "mean" else []) + ["fwd", "reduce"]
+    assert statistics.shape == (2, 41)
+    torch.testing.assert_close((loss, dx), (same_loss, same_dx), rtol=1e-6, atol=1e-7)
+
+
 def test_in_place_takes_no_more_memory(interpreted):
     logits, targets = torch.randn(4, 9), torch.randint(0, 9, (4,))
     x = logits.clone().requires_grad_()

@@ -9,7 +9,16 @@ from typing import Any
 import torch
 
 from accelerant.ops._cases import Benchmark, Compilation, Indices, Sample, specialised, tolerances
-from accelerant.ops.cross_entropy.launch import COUNTS, HELD_PLANS, WIDE_PLANS, backward_plan, row_plan
+from accelerant.ops._launch import next_power_of_2
+from accelerant.ops.cross_entropy.launch import (
+    COUNTS,
+    FEW_ROWS,
+    FEW_WARPS,
+    HELD_PLANS,
+    WIDE_PLANS,
+    backward_plan,
+    row_plan,
+)
 from accelerant.ops.cross_entropy.launch import KERNELS as _KERNELS
 
 __all__ = ["BENCHMARKS", "KERNELS", "LARGE", "SAMPLES", "TOLERANCES"]
@@ -60,12 +69,21 @@ def _narrow(kind: str, N: int) -> Compilation:
     return replace(compilation, multiple=math.gcd(N, 16))
 
 
+def _few(kind: str, N: int, *, smooth: bool) -> Compilation:
+    block_n = next_power_of_2(N)
+    fixed = {"MEAN": True, "SMOOTH": smooth, "ROWS": FEW_ROWS // block_n, "BLOCK_N": block_n, "BLOCK": 1024}
+    compilation = specialised(_KERNELS["few"], {"*": kind, **_TYPES}, fixed, FEW_WARPS)
+    return replace(compilation, multiple=math.gcd(N, 16))
+
+
 _BF16 = {"*": "*bf16", **_TYPES}
 _PLAN = backward_plan(50304)
 KERNELS = (
     Compilation(_KERNELS["count"], _TYPES, {"BLOCK": 1024}, 4),
     Compilation(_KERNELS["reduce"], _BF16, {"COUNTS": COUNTS, "BLOCK": 4096}, 8),
     Compilation(_KERNELS["scale"], _BF16, {"COUNTS": COUNTS, "BLOCK": 4096, "counts_ptr": None}, 8),
+    _few("*bf16", 1000, smooth=False),
+    _few("*fp32", 64, smooth=True),
     _narrow("*bf16", 1000),
     _narrow("*bf16", 8192),
     _narrow("*fp32", 8192),

@@ -24,14 +24,23 @@ from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch.choices import rounded
 from accelerant.runtime.dispatch.operation import recoverable
 from accelerant.runtime.dispatch.tuning import Tuned
+from accelerant.runtime.memory.live_set import ordinary_tensors
 
 __all__ = [
-    "COUNTS", "HELD_PLANS", "KERNELS", "TUNED_BACKWARD", "TUNED_ROWS", "TUNED_WIDE", "WIDE_FROM", "WIDE_PLANS",
-    "WidePlan", "backward_plan", "count", "launch_backward", "launch_forward", "launch_rows", "reduce", "row_plan",
-    "scale_", "wide_plan", "wide_plans",
+    "COUNTS", "FEW", "FEW_ROWS", "FEW_WARPS", "HELD_PLANS", "KERNELS", "TUNED_BACKWARD", "TUNED_ROWS", "TUNED_WIDE",
+    "WIDE_FROM", "WIDE_PLANS", "WidePlan", "backward_plan", "count", "launch_backward", "launch_forward", "launch_rows",
+    "reduce", "row_plan", "scale_", "wide_plan", "wide_plans",
 ]  # fmt: skip
 
-_WIDTHS = {"count": (), "reduce": (), "scale": (), "fwd": (8, 9, 10), "fwd_wide": (), "bwd": (7, 8, 9)}
+_WIDTHS = {
+    "count": (),
+    "reduce": (),
+    "scale": (),
+    "few": (5, 6, 7),
+    "fwd": (8, 9, 10),
+    "fwd_wide": (),
+    "bwd": (7, 8, 9),
+}
 """Positions of row widths and strides among the arguments; fwd_wide aligns its rows itself."""
 KERNELS = {
     name: TritonKernel("accelerant.ops.cross_entropy.triton_kernels", f"cross_entropy_{name}", widths=widths)
@@ -46,7 +55,15 @@ WIDE_FROM = 8192
 
 _BLOCK = 4096  # elements of the one-dimensional kernels
 
-_FEW = 2**18
+FEW = 2**16
+"""Logits whose loss and gradient are one launch of one program, which a multiprocessor takes about 10 us for: with more
+rows at a time there would be three launches, and three results that a second backward pass alone reads.
+"""
+
+FEW_ROWS, FEW_WARPS = 2**14, 16
+"""Elements at a time, and warps, of that program."""
+
+_FEW_PRODUCTS = 2**18
 """Elements below which torch's product costs the host half as much as our kernel, which leaves out a factor of 1."""
 
 
@@ -164,7 +181,7 @@ def scale_(dx: Tensor, dy: Tensor, counts: Tensor | None = None) -> Tensor:
         scale_(dx.as_strided(((M - 1) * dx.stride(0) + N,), (1,)), dy, counts)
         return dx
     n = dx.numel()
-    if n < _FEW and counts is None and dy.dtype is dx.dtype:
+    if n < _FEW_PRODUCTS and counts is None and dy.dtype is dx.dtype:
         return dx.mul_(dy)
     if n:
         key: tuple[object, ...] | None = None
@@ -244,6 +261,8 @@ def launch_forward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return loss, statistics and counts, and with `gradient` the gradient of the loss.
 
+    Statistics and counts of FEW logits with their gradient are empty.
+
     Args:
         logits: (M, N).
         wide: return the loss in float32.
@@ -255,6 +274,8 @@ def launch_forward(
     rows, stride = as_rows(logits, N)
     targets = targets.contiguous()
     mean, alone = reduction == "mean", reduction == "none"
+    if gradient and not alone and not inplace and 0 < M * N <= FEW and N <= WIDE_FROM and run_rows is launch_rows:
+        return _launch_few(rows, stride, targets, ignore_index, smoothing, mean, dtype)
     counts = torch.empty(COUNTS if mean else 0, dtype=torch.int32, device=device)
     statistics = torch.empty(2, M, dtype=torch.float32, device=device)
     losses = torch.empty(M, dtype=dtype if alone else torch.float32, device=device)
@@ -295,6 +316,39 @@ def launch_forward(
         # An error after which dispatch does not try the next implementation: the logits are overwritten.
         raise AccelerantError(f"cross_entropy had written its gradient over the logits, then: {error}") from error
     return results
+
+
+def _launch_few(
+    rows: Tensor, stride: int, targets: Tensor, ignore_index: int, smoothing: float, mean: bool, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Return the sum or mean of the losses in `dtype`, no statistics and counts, and the gradient."""
+    (M, N), device = rows.shape, rows.device
+    loss = torch.empty((), dtype=dtype, device=device)
+    dx = torch.empty((M, N), dtype=rows.dtype, device=device)
+    statistics, counts = _nothing(device)
+    key: tuple[object, ...] | None = None
+    pointers: list[int] = []
+    if are_repeatable():
+        pointers = [rows.data_ptr(), targets.data_ptr(), loss.data_ptr(), dx.data_ptr()]
+        key = (
+            M, N, stride, rows.dtype, targets.dtype, dtype, rows.get_device(), ignore_index, smoothing, mean,
+            *[pointer & 15 for pointer in pointers],
+        )  # fmt: skip
+        if _FORWARD.start(key, pointers):
+            return loss, statistics, counts, dx
+    block_n = max(16, next_power_of_2(N))
+    fixed = {"MEAN": mean, "SMOOTH": smoothing != 0.0, "ROWS": FEW_ROWS // block_n, "BLOCK_N": block_n, "BLOCK": 1024}
+    args = (rows, targets, loss, dx, M, N, stride, N, ignore_index, smoothing)
+    with _FORWARD.recorded(key, pointers):
+        KERNELS["few"].launch((1,), args, fixed, num_warps=FEW_WARPS)
+    return loss, statistics, counts, dx
+
+
+@functools.cache
+def _nothing(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return empty statistics and counts."""
+    with ordinary_tensors():
+        return torch.empty(2, 0, device=device), torch.empty(0, dtype=torch.int32, device=device)
 
 
 def launch_backward(

@@ -251,6 +251,8 @@ def _finish_gradient(
 def _backward(
     dy: Tensor, logits: Tensor, targets: Tensor, statistics: Tensor, counts: Tensor, *settings: Any
 ) -> tuple[Tensor]:
+    if statistics.shape[1] != logits.shape[0]:  # of few logits, whose gradient came with the loss
+        _, statistics, counts = _forward(logits, targets, *settings[:5])
     args = (dy, logits, targets, statistics, counts, *settings[:3])
     return (cross_entropy_bwd(_case(logits, "backward"), *args),)
 

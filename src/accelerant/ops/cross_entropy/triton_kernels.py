@@ -13,7 +13,8 @@ Layout: rows of N contiguous logits with a row stride; targets int64 or int32. C
         last blocks are masked, so that accesses are 16 bytes wide for any N.
 Grid:   fwd: one program per ROWS rows, which stay in registers. _wide: one program per row; for the gradient the row is
         read again from L2, except HELD blocks of bfloat16 logits, which stay in registers. bwd: one program per tile of
-        a row. _scale: a few programs per multiprocessor. _count: COUNTS programs. _reduce: one program.
+        a row. _scale: a few programs per multiprocessor. _count: COUNTS programs. _reduce: one program. _few: one
+        program for all rows, which needs no other launch for the count and the sum.
 Bound:  memory: 1 access per element without the gradient, 2 with it; about 12 operations.
 """
 
@@ -90,13 +91,12 @@ def _gradient(x, columns, target, peak, scale, c, N, smoothing, SMOOTH: tl.const
 
 
 @triton.jit
-def cross_entropy_fwd(
-    x_ptr, target_ptr, loss_ptr, stat_ptr, dx_ptr, counts_ptr, dy_ptr,
-    M, N, x_stride, dx_stride, dy_stride, ignore_index, smoothing,
-    SMOOTH: tl.constexpr, COUNTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+def _rows(
+    x_ptr, target_ptr, dx_ptr, row, M, N, x_stride, dx_stride, ignore_index, smoothing, c,
+    SMOOTH: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """Write the rows' gradients; return their losses, 0 where not counted, maxima and sums of exponentials."""
     columns = tl.arange(0, BLOCK_N)[None, :]
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     here = row < M
     inside = here[:, None] & (columns < N)
     target = tl.load(target_ptr + row, mask=here, other=ignore_index)
@@ -110,19 +110,58 @@ def cross_entropy_fwd(
     x_sum = 0.0
     if SMOOTH:
         x_sum = tl.sum(tl.where(inside, x, 0.0), 1)
-    if loss_ptr is not None:
-        y = tl.where(counted, _loss(peak, total, x_target, x_sum, in_range, N, smoothing, SMOOTH), 0.0)
-        tl.store(loss_ptr + row, y.to(loss_ptr.dtype.element_ty), mask=here)
-    if stat_ptr is not None:
-        tl.store(stat_ptr + row, peak, mask=here)
-        tl.store(stat_ptr + M + row, 1.0 / total, mask=here)
+    y = tl.where(counted, _loss(peak, total, x_target, x_sum, in_range, N, smoothing, SMOOTH), 0.0)
     if dx_ptr is not None:
-        c = _coefficient(row, counts_ptr, dy_ptr, dy_stride, COUNTS)
         c = tl.where(in_range & (peak < float("inf")), c, float("nan"))
         scale = (c * (1.0 / total))[:, None]
         dx = _gradient(x, columns, target[:, None], peak[:, None], scale, c[:, None], N, smoothing, SMOOTH)
         dx = tl.where(counted[:, None], dx, 0.0)
         tl.store(dx_ptr + row[:, None] * dx_stride + columns, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    return y, peak, total
+
+
+@triton.jit
+def cross_entropy_fwd(
+    x_ptr, target_ptr, loss_ptr, stat_ptr, dx_ptr, counts_ptr, dy_ptr,
+    M, N, x_stride, dx_stride, dy_stride, ignore_index, smoothing,
+    SMOOTH: tl.constexpr, COUNTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    here = row < M
+    c = 1.0
+    if dx_ptr is not None:
+        c = _coefficient(row, counts_ptr, dy_ptr, dy_stride, COUNTS)
+    y, peak, total = _rows(
+        x_ptr, target_ptr, dx_ptr, row, M, N, x_stride, dx_stride, ignore_index, smoothing, c, SMOOTH, BLOCK_N
+    )  # fmt: skip
+    if loss_ptr is not None:
+        tl.store(loss_ptr + row, y.to(loss_ptr.dtype.element_ty), mask=here)
+    if stat_ptr is not None:
+        tl.store(stat_ptr + row, peak, mask=here)
+        tl.store(stat_ptr + M + row, 1.0 / total, mask=here)
+
+
+@triton.jit
+def cross_entropy_few(
+    x_ptr, target_ptr, y_ptr, dx_ptr, M, N, x_stride, dx_stride, ignore_index, smoothing,
+    MEAN: tl.constexpr, SMOOTH: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    count = 1.0
+    if MEAN:
+        counts = tl.zeros([BLOCK], dtype=tl.int32)
+        for start in range(0, M, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            counts += (tl.load(target_ptr + at, mask=at < M, other=ignore_index) != ignore_index).to(tl.int32)
+        count = tl.sum(counts, 0).to(tl.float32)
+    losses = tl.zeros([ROWS], dtype=tl.float32)
+    for start in range(0, M, ROWS):
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)
+        y, _, _ = _rows(
+            x_ptr, target_ptr, dx_ptr, row, M, N, x_stride, dx_stride, ignore_index, smoothing, 1.0 / count, SMOOTH,
+            BLOCK_N,
+        )  # fmt: skip
+        losses += y
+    tl.store(y_ptr, (tl.sum(losses, 0) / count).to(y_ptr.dtype.element_ty))
 
 
 @triton.jit
