@@ -56,6 +56,17 @@ def test_gradient_is_the_sum(backward, dtype, padding_idx, T, V, used, interpret
     torch.testing.assert_close(found.double(), expected, rtol=2e-3 if dtype == torch.float16 else 1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_are_added_to_given_rows(dtype, interpreted):
+    """Also those of an index that several chunks share."""
+    indices = torch.tensor([3, 0, 3, 3, 7, 3, 3, 0, 3])
+    dy, into = torch.randn(9, 5).to(dtype), torch.randn(8, 5)
+    wanted = into.double().index_add_(0, indices, dy.double())
+    (found,) = launch.launch_backward_sorted(dy, indices, into, -1, NEEDS, chunk=2, into=into)
+    assert found is into
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.sample(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 2, 3, 16, 64, 128])

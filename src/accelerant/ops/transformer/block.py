@@ -44,7 +44,7 @@ __all__ = [
 
 
 class TableSums(Protocol):
-    """What sums a tied table's gradient over processes: the output layer's part and the looked up rows apart.
+    """Sums of a tied table's gradient over processes: the output layer's part, and the looked up rows apart.
 
     Both parts otherwise meet at the end of the backward pass, when nothing is left that hides their sum.
     """

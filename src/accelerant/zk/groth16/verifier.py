@@ -192,7 +192,7 @@ def verify(verification_key: VerificationKey, public: Sequence[int], proof: Proo
 
 
 class Statement:
-    """What a proof proves: a circuit's verification key and public inputs, whose part of a verification is done here.
+    """A circuit's verification key with public inputs, whose part of a verification is done before there is a proof.
 
     Arguments and errors are those of `verify`.
     """
