@@ -293,15 +293,22 @@ def of_two(*entries):
 
 
 def test_a_program_that_is_declared_with_another_entry_is_another_kernel(provider, tmp_path):
+    both = of_two("one", "two")
     with override(cache_dir=tmp_path):
-        for entry, value in (("one", 1), ("two", 2)):
-            kernel = provider.compile(of_two(entry))
+        for source, entry, value in ((of_two("one"), "one", 1), (of_two("two"), "two", 2), (both, "one", 1)):
+            kernel = provider.compile(source, entry=entry)
             assert not kernel.from_cache
-            x = provider.copy_to_device(np.zeros(1, np.uint64))
-            provider.launch(kernel, (1,), (1,), (x, 1))
-            assert provider.copy_to_host(x, np.uint64, (1,)).tolist() == [value]
-        assert not provider.compile(of_two("one", "two"), entry="one").from_cache
-        assert provider.compile(of_two("one", "two"), entry="two").from_cache
+            assert value_of(provider, kernel) == value
+        other = provider.compile(both, entry="two")
+        assert other.from_cache
+        assert [value_of(provider, each) for each in (kernel, other)] == [1, 2]
+
+
+def value_of(provider, kernel):
+    """What a kernel of `of_two` writes."""
+    x = provider.copy_to_device(np.zeros(1, np.uint64))
+    provider.launch(kernel, (1,), (1,), (x, 1))
+    return provider.copy_to_host(x, np.uint64, (1,)).item()
 
 
 _OPTION = {"cuda": "--ptxas-options=-O1"} | dict.fromkeys(("opencl", "webgpu", "cpu", "fake"), "-DUNUSED=1")

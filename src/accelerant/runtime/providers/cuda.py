@@ -14,6 +14,7 @@ import importlib.util
 import os
 import re
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -72,6 +73,11 @@ if not count.value:
     sys.exit("the NVIDIA driver shows no device")
 """
 _PROBE_TIMEOUT_S = 60
+
+_libraries: weakref.WeakValueDictionary[tuple[int, str], Library] = weakref.WeakValueDictionary()
+"""The code of a source by its identity, which the library keeps, and target: entry points that are compiled one after
+the other share what is read and loaded, 0.5 ms each on the host of an H200.
+"""
 
 
 class CudaProvider(TorchProvider):
@@ -136,7 +142,11 @@ class CudaProvider(TorchProvider):
         entry = pick_entry(source, entry)
         began = time.perf_counter()
         target = self._target(source, device)
-        binary, from_cache = KernelCache().get_or_build(
+        cache = KernelCache()
+        library = _libraries.get((id(source), target))
+        if library is not None and library.has(entry, cache.root):
+            return self._load(source, entry, library.binary, target, device, True, began)
+        binary, from_cache = cache.get_or_build(
             cuda_key(source, target), lambda: compile_cuda(source, target), name=source.name, target=target,
             compiler=compiler_version(source),
         )  # fmt: skip
@@ -204,7 +214,10 @@ class CudaProvider(TorchProvider):
         try:
             with torch.cuda.device(device):
                 torch.cuda.current_stream()
-                code = Library(binary.code)
+                code = _libraries.get((id(source), target))
+                if code is None or code.binary is not binary:
+                    code = _libraries[id(source), target] = Library(binary, source, KernelCache().root)
+                code.entries.add(entry)
                 function = code.kernel(binary.symbols[entry])
                 shared = int(binary.metadata.get("shared_bytes", 0))
                 if shared > 48 * 1024:  # the limit of dynamic shared memory, unless it is raised

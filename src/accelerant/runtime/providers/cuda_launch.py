@@ -14,13 +14,14 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from operator import index
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from accelerant.config import launch_log
 from accelerant.errors import AccelerantError, CompileError, DeviceLost, LaunchError, OutOfMemory
-from accelerant.runtime.compilation.kernel import Kernel
+from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource
 from accelerant.runtime.memory.live_set import predictions, predicts_here
 from accelerant.runtime.monitoring.events import publish
 from accelerant.runtime.provider import SCALAR_CTYPES, Buffer, check_owner, check_scalar, log_launch, noted, watched
@@ -88,14 +89,23 @@ def driver_value(results: tuple[Any, ...]) -> Any:
 
 
 class Library:
-    """Machine code that the driver has loaded; unloaded with this object."""
+    """Machine code that the driver has loaded; unloaded with this object.
 
-    def __init__(self, code: bytes) -> None:
+    It keeps the source that it was compiled from, and where the code was read, for the source's other entry points.
+    """
+
+    def __init__(self, binary: Binary, source: KernelSource, root: Path) -> None:
         from cuda.bindings import driver
 
-        self._library = driver_value(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
+        self.binary, self.source, self.root = binary, source, root
+        self.entries: set[str] = set()
+        self._library = driver_value(driver.cuLibraryLoadData(binary.code, [], [], 0, [], [], 0))
         # At the end of the process the driver is gone first.
         weakref.finalize(self, driver.cuLibraryUnload, self._library).atexit = False
+
+    def has(self, entry: str, root: Path) -> bool:
+        """Return whether an entry point is still to be used, and the cache's folder is the same."""
+        return entry not in self.entries and root == self.root
 
     def kernel(self, symbol: str) -> int:
         """Return the driver's handle of an entry point."""

@@ -29,6 +29,9 @@ from accelerant.runtime.time_limit import check_time
 from accelerant.zk import operands
 from accelerant.zk.multi_scalar.cpu import CpuBases, cpu_plan, shared_cpu_plan
 from accelerant.zk.multi_scalar.cpu import scratch_bytes as host_scratch_bytes
+from accelerant.zk.multi_scalar.device import DeviceBases, start_msm
+from accelerant.zk.multi_scalar.device_kernels import accumulate_source
+from accelerant.zk.multi_scalar.device_plan import device_plan
 from accelerant.zk.multi_scalar.window_reduction import canonical
 from accelerant.zk.operands import Operand, array_operand, moved, plain_scalars, scalar_words
 
@@ -197,8 +200,6 @@ class _Part(NamedTuple):
             plan = shared_cpu_plan(curve, last - first) if multiples else None
             host = CpuBases(curve, words, shared=plan)
             return cls(first, last, space, host, host.msm)
-        from accelerant.zk.multi_scalar.device import DeviceBases  # unused on the CPU
-
         bases = DeviceBases(space, curve, words, free_bytes=0 if multiples is False else None)
         return cls(first, last, space, bases, bases.start)
 
@@ -226,8 +227,6 @@ def scratch_bytes(curve: str, n: int, device: str | ComputeDevice) -> int:
         return 0
     if space is HOST:
         return host_scratch_bytes(parameters, n)
-    from accelerant.zk.multi_scalar.device_plan import device_plan  # unused on the CPU
-
     return 8 * n * math.prod(parameters.shape) + device_plan(parameters, n, 1 << 62).size_bytes(parameters)
 
 
@@ -253,8 +252,6 @@ def starter_of(space: MemorySpace, curve: Curve[Any], points: Words) -> Callable
     """
     if space is HOST:
         return CpuBases(curve, points).msm
-    from accelerant.zk.multi_scalar.device import start_msm  # unused on the CPU
-
     return lambda scalars: start_msm(space, curve, scalars, points)
 
 
@@ -307,8 +304,6 @@ def msm_record(space: MemorySpace, curve: Curve[Any], n: int, rows: int) -> OpRe
     if space is HOST:
         dialect = "llvm"
     else:
-        from accelerant.zk.multi_scalar.device_kernels import accumulate_source  # unused on the CPU
-
         dialect, _ = accumulate_source(curve).pick(space.provider.dialects)
     return sole_record(
         "msm",
