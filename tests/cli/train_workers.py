@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import multiprocessing
 import os
 import signal
 import socket
@@ -12,6 +11,8 @@ import sys
 import time
 
 import torch
+
+from processes import forkserver
 
 
 def small():
@@ -26,8 +27,7 @@ def commands(lines, change=None, interrupt=None):
 
     Each gets SIGINT when the file `interrupt` has something in it.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "accelerant.nn.train.job", "accelerant.cli.train", __name__])
+    context = forkserver()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

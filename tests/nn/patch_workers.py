@@ -1,34 +1,22 @@
-"""What each process of the distributed tests of patch does; apart, so that a fresh interpreter can import it."""
+"""What each process of the distributed tests of patch does."""
 
 from __future__ import annotations
 
-import datetime
-import os
-import sys
-
 import torch
-import torch.distributed as dist
+
+from processes import group, results
 
 PROCESSES = 2
 
 
-def launch(target, path, *args):
-    """Run target(rank, *args) in processes that know each other through a file."""
-    torch.multiprocessing.spawn(_enter, (target, str(path), *args), nprocs=PROCESSES)
+def launch(target, folder, *args):
+    """Run target(rank, *args) in the processes of a group."""
+    results(_enter, *((rank, target, folder, *args) for rank in range(PROCESSES)))
 
 
-def _enter(rank, target, path, *args):
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{path}", rank=rank, world_size=PROCESSES,
-        timeout=datetime.timedelta(seconds=120),
-    )  # fmt: skip
-    try:
+def _enter(rank, target, folder, *args):
+    with group(rank, PROCESSES, folder):
         target(rank, *args)
-    finally:
-        dist.destroy_process_group()
 
 
 def _whole(family):

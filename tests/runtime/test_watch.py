@@ -1,7 +1,6 @@
 """Watch: what the other processes say when one fails; gloo on the CPU, three processes."""
 
 import contextlib
-import multiprocessing
 import os
 import re
 import signal
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from watch_workers import work
 
 from accelerant.runtime.watch import Watch
+from processes import forkserver
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="torch was built without gloo"),
@@ -37,8 +37,7 @@ def test_a_single_process_is_not_watched():
     ],
 )  # fmt: skip
 def test_one_line_names_the_rank_and_all_end(tmp_path, failure, victim, own, others):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "accelerant.runtime.watch"])
+    context = forkserver()
     children = [
         context.Process(target=work, args=(rank, 3, str(tmp_path), failure, victim), daemon=True) for rank in range(3)
     ]

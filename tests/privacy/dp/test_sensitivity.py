@@ -9,11 +9,7 @@ another number with the example, rounded otherwise, and change by more than C if
 
 import importlib.util
 import math
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +17,7 @@ from torch import nn
 
 from accelerant.nn import GPT, GPTConfig
 from accelerant.privacy import dp
+from processes import group, results
 
 BOUND = 1.0
 
@@ -337,33 +334,17 @@ def test_the_kernels_in_the_interpreter(name, autocast, monkeypatch):
     require_bound(name, 8, norms="ghost", autocast=autocast)
 
 
-WORKER = """
-import datetime, sys
-import torch
-sys.path.insert(0, {here!r})
-from test_sensitivity import Released, search
-torch.set_num_threads(1)
-torch.distributed.init_process_group(
-    "gloo", init_method="file://{folder}/meeting", rank=int(sys.argv[1]), world_size=2,
-    timeout=datetime.timedelta(minutes=5),
-)
-for name, autocast in (("linear", False), ("mlp", True)):
-    print(search(Released(name, norms="ghost", microbatch=2, autocast=autocast), evaluations=40))
-torch.distributed.destroy_process_group()
-"""
+def search_in_a_group(rank, folder):
+    with group(rank, 2, folder):
+        return [
+            search(Released(name, norms="ghost", microbatch=2, autocast=autocast), evaluations=40)
+            for name, autocast in (("linear", False), ("mlp", True))
+        ]
 
 
 @pytest.mark.slow
 def test_two_processes(tmp_path):
     """Each has half of the rows; both get the same sum, so both searches take the same way."""
-    code = WORKER.format(here=str(Path(__file__).parent), folder=tmp_path)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
-    started = [subprocess.Popen([sys.executable, "-c", code, str(rank)], **pipes) for rank in range(2)]
-    found = []
-    for process in started:
-        out, errors = process.communicate(timeout=400)  # a limit for a process that hangs
-        assert process.returncode == 0, errors[-2000:]
-        found.append([float(line) for line in out.splitlines()[-2:]])
+    found = results(search_in_a_group, (0, tmp_path), (1, tmp_path))
     assert found[0] == found[1]
     assert all(0.99 <= worst <= 1.0 for worst in found[0])

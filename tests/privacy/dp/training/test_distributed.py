@@ -1,49 +1,37 @@
 """Two processes over gloo: one noise for both, one ledger, disjoint rows; and noise that nobody else repeats."""
 
-import json
-import os
+import functools
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from loops import classify, clipped_sums, mlp, points
+from loops import classify, clipped_sums, mlp, parameters, points, private
 
+from accelerant.errors import AccelerantError
 from accelerant.privacy import dp
-
-HERE = Path(__file__).parent
+from accelerant.privacy.dp.training.step import PrivateStep
+from processes import group, results
 
 INPUTS = 200
 """Of the model, for 1,635 parameters: enough to tell the noise of one process from that of two."""
 
-WORKER = """
-import json, sys, datetime
-import torch
-sys.path.insert(0, {here!r})
-from loops import classify, mlp, parameters, points, private
-rank, folder = int(sys.argv[1]), sys.argv[2]
-torch.set_num_threads(1)
-torch.distributed.init_process_group(
-    "gloo", init_method=f"file://{{folder}}/meeting", rank=rank, world_size=2, timeout=datetime.timedelta(minutes=5)
-)
 
-def run(name, noise, clipping, of_a_group):
+def run(rank, folder, name, noise, clipping, of_a_group):
     groups = torch.arange(40) // of_a_group if of_a_group else None
-    model = mlp({inputs}, seed=rank)  # rank 0's parameters are everybody's
+    model = mlp(INPUTS, seed=rank)  # rank 0's parameters are everybody's
     torch.manual_seed(7)
     training = private(
-        model, 1.0, noise_multiplier=noise, ledger=f"{{folder}}/{{name}}.jsonl", clipping=clipping, groups=groups
+        model, 1.0, noise_multiplier=noise, ledger=f"{folder}/{name}.jsonl", clipping=clipping, groups=groups
     )
     rows = []
-    x, y = points(inputs={inputs})
+    x, y = points(inputs=INPUTS)
     index = torch.arange(40)
     for batch in training.batches((x, y, index), microbatch=8, steps=2):
         rows += batch.tensors[2][batch.mask].tolist()
         classify(model, *batch.tensors[:2]).backward()
         training.optimizer.step()
-    found = {{
+    found = {
         "rows": sorted(rows),
         "parameters": torch.cat([p.flatten() for p in parameters(model)]).tolist(),
         "events": sum(event.count for event in training.ledger.events),
@@ -52,12 +40,10 @@ def run(name, noise, clipping, of_a_group):
         "expected": training.optimizer.expected_batch_size,
         "unit": training.ledger.unit,
         "noise": training.optimizer._release.source.integers((4,), 1000.0).tolist(),
-    }}
+    }
     training.close()
     return found
 
-print(json.dumps({{name: run(name, *given) for name, *given in {runs}}}))
-"""
 
 RUNS = [  # name, noise multiplier, clipping, rows of a group
     ("plain", 0.0, "flat", 0),
@@ -67,39 +53,17 @@ RUNS = [  # name, noise multiplier, clipping, rows of a group
 ]
 
 
+def run_all(rank, folder):
+    with group(rank, 2, folder):
+        return {name: run(rank, folder, name, *given) for name, *given in RUNS}
+
+
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """Results of each run in both processes, and the folder of the ledgers; a process takes seconds to start."""
+    """Results of each run in both processes, and the folder of the ledgers."""
     folder = tmp_path_factory.mktemp("two")
-    found = found_by(started(WORKER.format(here=str(HERE), inputs=INPUTS, runs=RUNS), [str(folder)]))
+    found = results(run_all, (0, folder), (1, folder))
     return {name: [each[name] for each in found] for name, *_ in RUNS}, folder
-
-
-def started(code, arguments):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(rank), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(2)
-    ]
-    results = []
-    for process in started:
-        out, printed = process.communicate(timeout=400)  # a limit for a process that hangs, on a loaded machine too
-        results.append((process.returncode, out, printed))
-    return results
-
-
-def found_by(processes):
-    results = []
-    for status, out, printed in processes:
-        assert status == 0, printed[-2000:]
-        results.append(json.loads(out.splitlines()[-1]))
-    return results
 
 
 @pytest.mark.slow
@@ -147,101 +111,20 @@ def test_no_group_is_drawn_by_two_processes(both):
     assert [each["unit"] for each in found] == ["user", "user"]
 
 
-DISAGREEING = """
-import datetime, json, sys
-import torch
-sys.path.insert(0, {here!r})
-from loops import classify, mlp, points, private
-from accelerant.errors import AccelerantError
-from accelerant.privacy import dp
-from accelerant.privacy.dp.training.step import PrivateStep
-rank, folder = int(sys.argv[1]), sys.argv[2]
-torch.set_num_threads(1)
-torch.distributed.init_process_group(
-    "gloo", init_method=f"file://{{folder}}/meeting", rank=rank, world_size=2, timeout=datetime.timedelta(minutes=5)
-)
-found, data = {{}}, points()
-
-def attempt(name, action):
-    try:
-        found[name] = action()
-    except AccelerantError as error:
-        found[name] = f"{{type(error).__name__}}: {{error}}"
-
-def start(setting, first, second, **common):
-    options = {{"noise_multiplier": 1.0, "ledger": folder + "/spent.jsonl", **common}}
-    options[setting] = second if rank else first
-    private(mlp(), options.pop("rate", 1.0), **options).close()
-
-for name, setting, first, second, common in {starts}:
-    attempt(name, lambda: start(setting, eval(first), eval(second), **common))
-narrow = mlp().double() if rank else mlp()
-attempt("dtypes", lambda: private(narrow, 1.0, noise_multiplier=1.0, ledger=folder + "/spent.jsonl"))
-attempt("ledger", lambda: private(mlp(), 1.0, noise_multiplier=1.0, ledger=folder + "/no/such/folder.jsonl"))
-found["exists"] = __import__("os").path.exists(folder + "/spent.jsonl")
-
-def step(disagree, own_batches=False, precision=None):
-    with private(mlp(), 1.0, noise_multiplier=1.0, ledger=folder + "/steps.jsonl") as training:
-        before = [p.detach().clone() for p in training.model.parameters()]
-        if precision is not None:
-            make = PrivateStep(training, lambda x, y: classify(training.model, x, y), precision=precision, graph=False)
-        if own_batches and rank:
-            training.optimizer.expected_batch_size = 40.0
-            classify(training.model, *data).backward()
-        else:
-            batch = next(iter(training.draws(data, steps=1)))
-            if precision is not None:
-                return make(batch, 0.1) and None
-            training.use(batch)
-            classify(training.model, *batch.tensors).backward()
-        if rank:
-            disagree(training)
-        try:
-            training.optimizer.step()
-        finally:
-            assert all(torch.equal(a, b) for a, b in zip(before, training.model.parameters(), strict=True))
-            found.setdefault("events", []).append(sum(event.count for event in training.ledger.events))
-
-def widen(training):
-    training.clipper.max_grad_norm = 10.0
-
-def edit(training):
-    training.optimizer.expected_batch_size = 41.0
-
-def freeze(training):
-    training.optimizer.zero_grad()
-    training.model[0].bias.requires_grad_(False)
-    batch = next(iter(training.draws(data, steps=1)))
-    training.use(batch)
-    classify(training.model, *batch.tensors).backward()
-
-def spoil(training):
-    training.optimizer.tracker.add(3)
-
-attempt("bound", lambda: step(widen))
-attempt("expected", lambda: step(edit))
-attempt("frozen", lambda: step(freeze))
-attempt("sampled", lambda: step(lambda training: None, own_batches=True))
-attempt("failure", lambda: step(spoil))
-attempt("precision", lambda: step(None, precision=torch.bfloat16 if rank else torch.float32))
-torch.distributed.barrier()
-print(json.dumps(found))
-"""
-
 STARTS = [  # name, argument, values in rank 0 and 1, arguments of both
-    ("max_grad_norm", "max_grad_norm", "1.0", "10.0", {}),
-    ("the norm of a layer", "max_grad_norm", "{'0': 1.0, '2': 1}", "{'0': 1.0, '2': 2.0}", {"clipping": "per_layer"}),
-    ("sample_rate", "rate", "0.5", "0.25", {}),
-    ("noise_multiplier", "noise_multiplier", "1.0", "2.0", {}),
-    ("clipping", "clipping", "'flat'", "'adaptive'", {}),
-    ("the quantile", "clipping", "dp.AdaptiveClipping(0.5)", "dp.AdaptiveClipping(0.9)", {}),
-    ("secure", "secure", "True", "False", {}),
-    ("steps", "steps", "10", "11", {}),
-    ("loss_reduction", "loss_reduction", "'mean'", "'sum'", {}),
-    ("groups", "groups", "None", "torch.arange(40) // 4", {}),
-    ("other groups", "groups", "torch.arange(40) // 5", "torch.arange(40) // 4", {}),  # a user would be in two shares
-    ("an invalid value", "delta", "1e-5", "2.0", {}),
-    ("equal numbers", "max_grad_norm", "1", "1.0", {"ledger": None}),
+    ("max_grad_norm", "max_grad_norm", 1.0, 10.0, {}),
+    ("the norm of a layer", "max_grad_norm", {"0": 1.0, "2": 1}, {"0": 1.0, "2": 2.0}, {"clipping": "per_layer"}),
+    ("sample_rate", "rate", 0.5, 0.25, {}),
+    ("noise_multiplier", "noise_multiplier", 1.0, 2.0, {}),
+    ("clipping", "clipping", "flat", "adaptive", {}),
+    ("the quantile", "clipping", dp.AdaptiveClipping(0.5), dp.AdaptiveClipping(0.9), {}),
+    ("secure", "secure", True, False, {}),
+    ("steps", "steps", 10, 11, {}),
+    ("loss_reduction", "loss_reduction", "mean", "sum", {}),
+    ("groups", "groups", None, torch.arange(40) // 4, {}),
+    ("other groups", "groups", torch.arange(40) // 5, torch.arange(40) // 4, {}),  # a user would be in two shares
+    ("an invalid value", "delta", 1e-5, 2.0, {}),
+    ("equal numbers", "max_grad_norm", 1, 1.0, {"ledger": None}),
 ]
 
 DISAGREEMENTS = {
@@ -268,10 +151,81 @@ DISAGREEMENTS = {
 }
 
 
+def disagree(rank, folder):
+    """Return what a process says of each difference from the other."""
+    found, data = {}, points()
+
+    def attempt(name, action):
+        try:
+            found[name] = action()
+        except AccelerantError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    def start(setting, values, common):
+        options = {"noise_multiplier": 1.0, "ledger": f"{folder}/spent.jsonl", **common, setting: values[rank]}
+        private(mlp(), options.pop("rate", 1.0), **options).close()
+
+    def step(change, own_batches=False, precision=None):
+        with private(mlp(), 1.0, noise_multiplier=1.0, ledger=f"{folder}/steps.jsonl") as training:
+            before = [p.detach().clone() for p in training.model.parameters()]
+            if precision is not None:
+                make = PrivateStep(
+                    training, lambda x, y: classify(training.model, x, y), precision=precision, graph=False
+                )
+            if own_batches and rank:
+                training.optimizer.expected_batch_size = 40.0
+                classify(training.model, *data).backward()
+            else:
+                batch = next(iter(training.draws(data, steps=1)))
+                if precision is not None:
+                    return make(batch, 0.1) and None
+                training.use(batch)
+                classify(training.model, *batch.tensors).backward()
+            if rank:
+                change(training)
+            try:
+                training.optimizer.step()
+            finally:
+                assert all(torch.equal(a, b) for a, b in zip(before, training.model.parameters(), strict=True))
+                found.setdefault("events", []).append(sum(event.count for event in training.ledger.events))
+
+    def widen(training):
+        training.clipper.max_grad_norm = 10.0
+
+    def edit(training):
+        training.optimizer.expected_batch_size = 41.0
+
+    def freeze(training):
+        training.optimizer.zero_grad()
+        training.model[0].bias.requires_grad_(False)
+        batch = next(iter(training.draws(data, steps=1)))
+        training.use(batch)
+        classify(training.model, *batch.tensors).backward()
+
+    def spoil(training):
+        training.optimizer.tracker.add(3)
+
+    with group(rank, 2, folder):
+        for name, setting, first, second, common in STARTS:
+            attempt(name, functools.partial(start, setting, (first, second), common))
+        narrow = mlp().double() if rank else mlp()
+        attempt("dtypes", lambda: private(narrow, 1.0, noise_multiplier=1.0, ledger=f"{folder}/spent.jsonl"))
+        attempt("ledger", lambda: private(mlp(), 1.0, noise_multiplier=1.0, ledger=f"{folder}/no/such/folder.jsonl"))
+        found["exists"] = Path(folder, "spent.jsonl").exists()
+        attempt("bound", lambda: step(widen))
+        attempt("expected", lambda: step(edit))
+        attempt("frozen", lambda: step(freeze))
+        attempt("sampled", lambda: step(lambda training: None, own_batches=True))
+        attempt("failure", lambda: step(spoil))
+        attempt("precision", lambda: step(None, precision=torch.bfloat16 if rank else torch.float32))
+        torch.distributed.barrier()
+    return found
+
+
 @pytest.mark.slow
 def test_processes_that_do_not_agree_all_say_what_differs(tmp_path):
     """Rank 0 draws the noise for its own bound, and records its own sampling: a rank of another is no private one."""
-    found = found_by(started(DISAGREEING.format(here=str(HERE), starts=STARTS), [str(tmp_path)]))
+    found = results(disagree, (0, tmp_path), (1, tmp_path))
     for each in found:
         for name, message in DISAGREEMENTS.items():
             assert re.search(message, str(each[name])), (name, each[name])

@@ -1,19 +1,16 @@
 """Noise and draws never repeat: after a fork, in another process, after a resumption, whatever the seeds of torch "
 "are."""
 
+import itertools
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from loops import classify, mlp, points, private
 
 from accelerant.privacy import dp
-
-HERE = Path(__file__).parent
+from processes import results
 
 
 def drawn(training):
@@ -58,18 +55,13 @@ def test_a_forked_child_draws_other_noise(secure):
     differ(theirs, drawn(training))
 
 
+def draw_both():
+    return [drawn(make(secure)) for secure in (True, False)]
+
+
 @pytest.mark.slow
 def test_another_process_draws_other_noise():
-    code = (
-        f"import sys, json; sys.path.insert(0, {str(HERE)!r})\n"
-        "from test_fresh_noise import drawn, make\n"
-        "print(json.dumps([drawn(make(secure)) for secure in (True, False)]))"
-    )
-    found = [
-        json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-        for _ in range(2)
-    ]
-    differ(*found[0], *found[1], *(drawn(make(secure)) for secure in (True, False)))
+    differ(*itertools.chain(*results(draw_both, (), ()), draw_both()))
 
 
 def test_a_resumed_training_draws_other_noise():

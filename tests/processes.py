@@ -1,0 +1,79 @@
+"""Processes that tests start: forked by one server, which imports torch and the package once for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import multiprocessing
+import os
+import sys
+import traceback
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def forkserver():
+    """Return the context of multiprocessing. There is one server, so all its users import the same."""
+    context = multiprocessing.get_context("forkserver")
+    modules = ["accelerant.cli.train", "accelerant.distributed", "accelerant.nn.train.job", "accelerant.privacy.dp"]
+    context.set_forkserver_preload([*modules, "torch._dynamo"])
+    return context
+
+
+def results(function, *calls):
+    """Return function(*call) for each of the calls, which are made at the same time, each in a process of its own."""
+    with ProcessPoolExecutor(len(calls), mp_context=forkserver()) as pool:
+        return [each.result() for each in [pool.submit(function, *call) for call in calls]]
+
+
+@contextlib.contextmanager
+def group(rank, size, folder):
+    """The processes know each other, through gloo, and meet in the folder."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(minutes=5)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=size, timeout=timeout)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def run(checks, processes, folder):
+    """Run the checks, functions of no argument, in this order in each process of a group.
+
+    Returns:
+        Name of each -> None, or the text of the first error.
+    """
+    context = forkserver()
+    children = [context.Process(target=_enter, args=(rank, processes, checks, folder)) for rank in range(processes)]
+    for child in children:
+        child.start()
+    while any(child.is_alive() for child in children):
+        for child in children:
+            child.join(0.2)
+        if any(child.exitcode for child in children):  # the others would wait for it
+            for child in children:
+                child.terminate()
+    errors = sorted(Path(folder).glob("*.error"), key=lambda path: path.stat().st_mtime_ns)  # the cause first
+    return {
+        check.__name__: None
+        if all((Path(folder) / f"{check.__name__}.{rank}.done").exists() for rank in range(processes))
+        else "\n".join(path.read_text() for path in errors) or f"exit codes {[child.exitcode for child in children]}"
+        for check in checks
+    }
+
+
+def _enter(rank, processes, checks, folder):
+    with group(rank, processes, folder):
+        for check in checks:
+            torch.manual_seed(0)
+            try:
+                check()
+            except Exception:
+                (Path(folder) / f"{check.__name__}.{rank}.error").write_text(f"rank {rank}: {traceback.format_exc()}")
+                sys.exit(1)
+            (Path(folder) / f"{check.__name__}.{rank}.done").touch()
