@@ -8,9 +8,11 @@ import sys
 import numpy as np
 import pytest
 
+from accelerant import zk
 from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.program import kernel_source
-from accelerant.errors import CompileError, DeviceLost, LaunchError, OutOfMemory
+from accelerant.config import override
+from accelerant.errors import CompileError, DeviceLost, FormatError, LaunchError, OutOfMemory
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import KernelSource
 from accelerant.runtime.compilation.wgsl import bindings
@@ -97,14 +99,40 @@ def test_arrays_above_the_binding_limit_are_split(provider, opened, monkeypatch)
     assert counts == [512, 512, 512, 464]
 
 
+@pytest.mark.parametrize("name", ["babybear", pytest.param("bn254_fr", marks=pytest.mark.slow)])
+def test_arrays_of_other_kernels_are_bound_in_windows(provider, opened, monkeypatch, name):
+    """Sums, products, powers, inverses, the check of the input, and transforms, of four windows."""
+    field, n = zk.field(name), 1024
+    x, y = field.random(n), field.random(n)
+    x[x == 0] = 1
+    monkeypatch.setattr(opened, "binding_bytes", n * field.parameters.size_bytes // 4)
+    bound, dispatch = set(), opened.dispatch
+    monkeypatch.setattr(opened, "dispatch", lambda *args: (bound.add(len(args[3])), dispatch(*args)))
+    with override(fallback="forbid"):
+        for op, arguments in {"sum": (x,), "dot": (x, y), "inv": (x,), "pow": (x, 5)}.items():
+            call = getattr(field, op)
+            assert np.array_equal(call(*arguments, device="webgpu"), call(*arguments, device="cpu")), op
+        for options in ({}, {"inverse": True, "coset": 7}):
+            assert np.array_equal(zk.ntt(x, name, device="webgpu", **options), zk.ntt(x, name, **options))
+        x.reshape(n, -1)[900] = ~x.dtype.type(0)
+        with pytest.raises(FormatError, match=r"x\[900\]"):
+            field.sum(x, device="webgpu")
+    assert max(bound) == 4 + 3 * 4  # input, result and twiddles are larger than a binding
+
+
 def test_a_kernel_that_cannot_be_split_refuses_such_an_array(provider, opened, monkeypatch):
     kernel = provider.compile(kernel_source(FIELDS["goldilocks"], "field_sum"))
     x, out = provider.zeros(2000, np.uint64), provider.zeros(8, np.uint64)
     monkeypatch.setattr(opened, "binding_bytes", 4096)
-    with pytest.raises(
-        LaunchError, match=r"16,128 bytes; a binding of this device has at most 4,096, and only element"
-    ):
+    monkeypatch.setitem(opened.limits, "max-storage-buffers-per-shader-stage", 4)
+    message = (
+        "16,128 bytes; a binding of this device has at most 4,096, and its arrays would be 5 bindings of at most 4"
+    )
+    with pytest.raises(LaunchError, match=message):
         provider.launch(kernel, (1,), (256,), (x, out, 2000, 2000))
+    kernel, x = provider.compile(ADD, entry="more"), provider.zeros(2000, np.uint32)
+    with pytest.raises(LaunchError, match="its module is neither elementwise nor"):
+        provider.launch(kernel, (8,), (64,), (x, 2000, 1))
 
 
 TRITON_LATER = """

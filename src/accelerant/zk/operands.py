@@ -26,8 +26,8 @@ from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedD
 from accelerant.runtime.host import refuse_masked
 
 __all__ = [
-    "Check", "Operand", "array_operand", "check_of", "encoded_points", "montgomery_points", "moved", "plain_scalars",
-    "point_operand", "points_inward", "points_outward", "scalar_operand", "scalar_words", "spread",
+    "Check", "Operand", "array_operand", "check_of", "encoded_points", "field_operand", "montgomery_points", "moved",
+    "plain_scalars", "point_operand", "points_inward", "points_outward", "scalar_operand", "scalar_words", "spread",
 ]  # fmt: skip
 
 Shape = tuple[int, ...]
@@ -212,11 +212,18 @@ def scalar_operand(field: Field, scalars: Any) -> Operand:
 
 def plain_scalars(field: Field, scalars: Any) -> Any:
     """Return the canonical words of a FieldArray, and other arguments unchanged; ConfigError for another field's."""
-    if not isinstance(scalars, FieldArray):
-        return scalars
+    return _of_field(field, scalars).canonical() if isinstance(scalars, FieldArray) else scalars
+
+
+def field_operand(field: Field, scalars: FieldArray) -> Operand:
+    """Return the canonical words of a FieldArray, on its device; ConfigError for another field's."""
+    return Operand(_of_field(field, scalars).plain_words(), scalars.shape, scalars.space)
+
+
+def _of_field(field: Field, scalars: FieldArray) -> FieldArray:
     if scalars.field.parameters != field:
         raise ConfigError(f"scalars must be of {field.name}, got a FieldArray of {scalars.field.name}")
-    return scalars.canonical()
+    return scalars
 
 
 def scalar_words(scalars: Any, bound: int, shown: str) -> npt.NDArray[np.uint64]:

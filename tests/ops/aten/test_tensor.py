@@ -155,3 +155,15 @@ def test_optimizers_of_torch_step_on_the_device(device, name, foreach):
                 layer(batch).square().mean().backward()
                 optimizer.step()
     torch.testing.assert_close(moved.weight.cpu(), host.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_adamw_updates_parameters_by_moments_that_are_not_rounded(device, dtype):
+    """(1 - beta2) g^2 = 1e-9 is 0 in float16, and the step would be a thousand times too long."""
+    start = [torch.ones(3, dtype=dtype), torch.full((3,), 2.0**-10, dtype=dtype), *torch.zeros(2, 3, dtype=dtype)]
+    p, g, m, v = (acl.to(x, device) for x in start)
+    options = {"lr": 0.125, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 1e-8}
+    with override(fallback="forbid"):
+        torch._fused_adamw_([p], [g], [m], [v], [], [torch.tensor(1.0)], **options, amsgrad=False, maximize=False)
+    torch.testing.assert_close(p.cpu(), torch.full((3,), 0.875, dtype=dtype))
+    torch.testing.assert_close(m.cpu().float(), torch.full((3,), 0.1 * 2.0**-10), atol=1e-7, rtol=1e-3)

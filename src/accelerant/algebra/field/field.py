@@ -282,13 +282,14 @@ class FieldArray:
 
     def canonical(self) -> Any:
         """Return canonical words: a NumPy array, or a torch tensor if the array was made from one."""
-        return in_kind(self._plain(), self.space, self.home)
+        return in_kind(self.plain_words(), self.space, self.home)
 
     def ints(self) -> Any:
         """Return Python integers: one, or nested lists."""
-        return host.decode(self.field.parameters, self.space.store(self._plain()))
+        return host.decode(self.field.parameters, self.space.store(self.plain_words()))
 
-    def _plain(self) -> Any:
+    def plain_words(self) -> Any:
+        """Return canonical words in the array's memory space."""
         return launch.unary(self.space, self.field.parameters, "from_montgomery", self.words, "montgomery")
 
     def moved(self, space: MemorySpace) -> FieldArray:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accelerant.algebra.field.parameters import Field
-from accelerant.runtime.compilation.wgsl import bindings, constants, elementwise
+from accelerant.runtime.compilation.wgsl import bindings, constants, elementwise, words
 
 __all__ = ["accessors", "field_wgsl", "kernel_wgsl"]
 
@@ -118,10 +118,11 @@ def field_wgsl(field: Field, canonical: bool) -> str:
 def accessors(name: str) -> str:
     """Return functions that load and store elements of an array of words."""
     return f"""
+{words(name)}
 fn load_{name}(index: i32) -> Element {{
     var words: Packed;
     for (var k = 0; k < DIGITS / 2; k++) {{
-        words[k] = {name}[index * (DIGITS / 2) + k];
+        words[k] = word_{name}(index * (DIGITS / 2) + k);
     }}
     return unpacked(words);
 }}
@@ -129,7 +130,7 @@ fn load_{name}(index: i32) -> Element {{
 fn store_{name}(index: i32, value: Element) {{
     var words = packed(value);
     for (var k = 0; k < DIGITS / 2; k++) {{
-        {name}[index * (DIGITS / 2) + k] = words[k];
+        set_word_{name}(index * (DIGITS / 2) + k, words[k]);
     }}
 }}
 """
@@ -145,7 +146,7 @@ def kernel_wgsl(field: Field, canonical: bool, entry: str, names: tuple[str, ...
     """
     arrays = [name for name in names if name not in _NUMBERS]
     simple = entry in _MAPS and "exponent" not in arrays
-    words = field.words(field.modulus - 2, 32, -(-field.bits // 32))
+    exponent = field.words(field.modulus - 2, 32, -(-field.bits // 32))
     return "".join(
         [
             elementwise(*[field.size_bytes] * len(arrays)) if simple else "",
@@ -154,7 +155,7 @@ def kernel_wgsl(field: Field, canonical: bool, entry: str, names: tuple[str, ...
             *(accessors(name) for name in arrays if name not in ("exponent", "first")),
             "var<workgroup> indices: array<i32, 256>;\n" if entry == "field_unreduced" else "",
             *(_file(name) for part, name in _PARTS.items() if part in entry),
-            constants({"INVERSES": inverses, "BITS": field.bits, "P_MINUS_2": words}) if "inv" in entry else "",
+            constants({"INVERSES": inverses, "BITS": field.bits, "P_MINUS_2": exponent}) if "inv" in entry else "",
             _HEAD.format(entry=entry, body=_BODIES[entry]),
         ]
     )

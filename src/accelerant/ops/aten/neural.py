@@ -447,7 +447,15 @@ def _update(place: TensorDevice, out: DeviceTensor, template: str, rule: Callabl
             raise
         func, reason = aten._fused_adamw_.default, f"{type(error).__name__}: {error}"
         note_fallback(func, place, "its operations", reason, f"{func}: {reason}; its operations run one by one")
-        out.copy_(rule(*operands))
+        out.copy_(rule(*(x.to(wide(out.dtype)) if isinstance(x, DeviceTensor) else x for x in operands)))
+
+
+def _first(m: Any, g: Any, w: float, s: Any, sign: float) -> Any:
+    return m + w * (g / s * sign - m)
+
+
+def _second(v: Any, g: Any, b: float, w: float, s: Any) -> Any:
+    return b * v + w * (g / s) * (g / s)
 
 
 @register("_fused_adamw_.default")
@@ -461,17 +469,16 @@ def _fused_adamw(
     sign, scale = -1.0 if maximize else 1.0, 1.0 if grad_scale is None else grad_scale
     for p, g, m, v, step in zip(params, grads, firsts, seconds, steps, strict=True):
         size, root = lr / (1 - beta1 ** float(step)), math.sqrt(1 - beta2 ** float(step))
-        _update(
-            place, m, "{0} + {2} * ({1} / {3} * {4} - {0})", lambda m, g, w, s, sign: m + w * (g / s * sign - m),
-            m, g, 1 - beta1, scale, sign,
+        w, u = 1 - beta1, 1 - beta2
+        _update(  # the parameter first, since moments of two bytes may round to 0
+            place, p,
+            "{0} * {4} - {5} * ({1} + {8} * ({3} / {11} * {12} - {1})) "
+            "/ (sqrt({9} * {2} + {10} * ({3} / {11}) * ({3} / {11})) / {6} + {7})",
+            lambda p, m, v, g, kept, size, root, eps, w, b, u, s, sign: (
+                p * kept - size * _first(m, g, w, s, sign) / (_second(v, g, b, u, s).sqrt() / root + eps)
+            ),
+            p, m, v, g, 1 - lr * weight_decay, size, root, eps, w, beta2, u, scale, sign,
         )  # fmt: skip
-        _update(
-            place, v, "{2} * {0} + {3} * ({1} / {4}) * ({1} / {4})",
-            lambda v, g, b, w, s: b * v + w * (g / s) * (g / s), v, g, beta2, 1 - beta2, scale,
-        )  # fmt: skip
-        _update(
-            place, p, "{0} * {3} - {4} * {1} / (sqrt({2}) / {5} + {6})",
-            lambda p, m, v, kept, size, root, eps: p * kept - size * m / (v.sqrt() / root + eps),
-            p, m, v, 1 - lr * weight_decay, size, root, eps,
-        )  # fmt: skip
+        _update(place, m, "{0} + {2} * ({1} / {3} * {4} - {0})", _first, m, g, w, scale, sign)
+        _update(place, v, "{2} * {0} + {3} * ({1} / {4}) * ({1} / {4})", _second, v, g, beta2, u, scale)
     return None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Mapping, Sequence
 
-__all__ = ["bindings", "constants", "elementwise"]
+__all__ = ["bindings", "constants", "elementwise", "windowed", "words"]
 
 _TYPES = {"f32": "f32", "bool": "u32", **dict.fromkeys(("i8", "i16", "i32", "i64"), "i32")}
 _TYPES |= dict.fromkeys(("u8", "u16", "u32", "u64"), "u32")
@@ -56,3 +58,52 @@ def constants(values: Mapping[str, int | bool | Sequence[int]]) -> str:
 def elementwise(*element_bytes: int) -> str:
     """Declare that elements do not depend on one another, with the bytes of one of each array."""
     return f"//! elementwise {' '.join(map(str, element_bytes))}\n"
+
+
+_BINDING = re.compile(r"@group\(0\) @binding\(\d+\) var<(.*)> (\w+): (.*);")
+
+
+def words(name: str) -> str:
+    """Declare `word_NAME(i)` and `set_word_NAME(i, word)` of an array of u32, which `windowed` can replace."""
+    return (
+        f"fn word_{name}(i: i32) -> u32 {{ return {name}[i]; }}\n"
+        f"fn set_word_{name}(i: i32, word: u32) {{ {name}[i] = word; }}\n"
+    )
+
+
+def windowed(text: str, counts: Sequence[int], log_words: int) -> str | None:
+    """Return a module that binds each array in windows of 2^log_words words, one after another.
+
+    Args:
+        text: a module of `bindings`.
+        counts: windows of each array; with one, an array is bound as before.
+
+    Returns:
+        The module; None if an array of several windows has no functions of `words`.
+    """
+    names = [match[2] for match in _BINDING.finditer(text) if match[1].startswith("storage")]
+    windows = dict(zip(names, counts, strict=True))
+    number = itertools.count()
+
+    def bound(match: re.Match[str]) -> str:
+        count = windows.get(match[2], 1)
+        parts = [match[2]] if count == 1 else [f"{match[2]}_{k}" for k in range(count)]
+        return "\n".join(f"@group(0) @binding({next(number)}) var<{match[1]}> {part}: {match[3]};" for part in parts)
+
+    text = _BINDING.sub(bound, text)
+    for name, count in windows.items():
+        if count == 1:
+            continue
+        if words(name) not in text:
+            return None
+        at = f"i & {(1 << log_words) - 1}"
+        labels = [*(f"case {k}" for k in range(count - 1)), "default"]
+        read = " ".join(f"{label}: {{ word = {name}_{k}[{at}]; }}" for k, label in enumerate(labels))
+        write = " ".join(f"{label}: {{ {name}_{k}[{at}] = word; }}" for k, label in enumerate(labels))
+        chosen = f"switch (i >> {log_words}u)"
+        text = text.replace(
+            words(name),
+            f"fn word_{name}(i: i32) -> u32 {{ var word = 0u; {chosen} {{ {read} }} return word; }}\n"
+            f"fn set_word_{name}(i: i32, word: u32) {{ {chosen} {{ {write} }} }}\n",
+        )
+    return text

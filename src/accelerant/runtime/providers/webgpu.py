@@ -10,7 +10,8 @@ The dialect "wgsl" is a WGSL module as a browser takes it, with these convention
   `linear_group`; others are refused.
 * `//! elementwise 8 8 4` in a module says that element i of the result depends on element i of each array alone, with
   the bytes of an element of each pointer, and that the last argument is the number of elements. Arrays larger than a
-  binding may be are then split over several dispatches; other kernels refuse them.
+  binding may be are then split over several dispatches. Of another module, arrays that are read and written by the
+  functions of wgsl.words are bound in several windows, as many as the device binds; other kernels refuse them.
 
 Dispatches are encoded into one command buffer, which is submitted when it has _BATCH of them, and before anything waits
 or copies. The scalars of a batch are written by one copy before it. Devices through OpenGL are left out: they repeat
@@ -39,6 +40,7 @@ from accelerant.config import launch_log
 from accelerant.errors import CompileError, DeviceLost, LaunchError
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
 from accelerant.runtime.compilation.kernel import Binary, Kernel, KernelSource, Resources
+from accelerant.runtime.compilation.wgsl import windowed
 from accelerant.runtime.host import fork_safe, has_gpu_node, host_memory
 from accelerant.runtime.monitoring.events import publish
 from accelerant.runtime.provider import (
@@ -241,8 +243,8 @@ class WebgpuProvider(ComputeProvider):
             else:
                 raise LaunchError(f"{where}: wanted a buffer, got {type(arg).__name__}")
         shape = opened.checked_block(program, kernel.name, block)
-        for groups, parts, numbers in _split(opened, program, kernel.name, grid, shape, buffers, values):
-            opened.dispatch(program, shape, groups, parts, numbers)
+        for variant, groups, parts, numbers in _split(opened, program, kernel.name, grid, shape, buffers, values):
+            opened.dispatch(variant, shape, groups, parts, numbers)
         if launch_log.enabled:
             log_launch(kernel.name, f"webgpu:{kernel.device}", grid, block, began)
 
@@ -369,16 +371,16 @@ class _WebgpuDevice:
 
     def build(self, source: KernelSource, text: str) -> Binary:
         """Let the driver check a module, and return its text as the "code"."""
-        self._module(source, text)
+        self._module(source.name, text)
         entries = {entry: entry for entry in source.entries}
         return Binary(code=text.encode(), symbols=entries, resources={entry: Resources() for entry in entries})
 
-    def _module(self, source: KernelSource, text: str) -> Any:
+    def _module(self, name: str, text: str) -> Any:
         if text not in self._modules:
             try:
                 self._modules[text] = self.device.create_shader_module(code=text)
             except self.errors as error:
-                where = f"kernel {source.name!r} does not compile for {self.info['device']}"
+                where = f"kernel {name!r} does not compile for {self.info['device']}"
                 raise CompileError(where, str(error)) from None
         return self._modules[text]
 
@@ -390,12 +392,23 @@ class _WebgpuDevice:
             raise CompileError(f"kernel {entry!r}: a launch has at most {_SCALAR_BYTES // 4} scalars here")
         if pointers > self.limits["max-storage-buffers-per-shader-stage"]:
             raise CompileError(f"kernel {entry!r}: {pointers} arrays; this device binds fewer")
-        program = _Program(self._module(source, text), text, entry, kinds)
+        program = _Program(self._module(source.name, text), text, entry, kinds)
         try:
             self._pipeline(program, program.block)
         except LaunchError as error:
             raise CompileError(f"kernel {source.name!r}: no pipeline of {entry!r}", str(error)) from None
         return program
+
+    def windowed(self, program: _Program, counts: Sequence[int], log_words: int) -> _Program | None:
+        """Return a program that binds each array in so many windows; None if its text has no words of one (wgsl.py)."""
+        key, entry = (*counts, log_words), program.entry
+        with self.lock:
+            if key not in program.windowed:
+                text = windowed(program.text, counts, log_words)
+                kinds = ("*u32",) * sum(counts) + tuple(kind for kind in program.kinds if not kind.startswith("*"))
+                made = None if text is None else _Program(self._module(entry, text), text, entry, kinds)
+                program.windowed[key] = made
+            return program.windowed[key]
 
     def _layout(self, pointers: int) -> tuple[Any, Any]:
         """Return the layouts of a group of bindings, and of pipelines: so many arrays, then the scalars."""
@@ -533,7 +546,7 @@ class _Program:
     """An entry point of a module, with its pipelines by block."""
 
     def __init__(self, module: Any, text: str, entry: str, kinds: Sequence[str]) -> None:
-        self.module, self.entry = module, entry
+        self.module, self.text, self.entry, self.kinds = module, text, entry, kinds
         self.pointers = sum(kind.startswith("*") for kind in kinds)
         formats = [_SCALARS[kind] for kind in kinds if not kind.startswith("*")]
         self.format = "<" + "".join(formats)
@@ -550,6 +563,7 @@ class _Program:
         self.block: tuple[int, int, int] = (*block, 1, 1)[:3]  # type: ignore[assignment]
         self.free = (*named, False, False)[:3]
         self.pipelines: dict[tuple[int, int, int], Any] = {}
+        self.windowed: dict[tuple[int, ...], _Program | None] = {}
 
 
 class _PooledMemory(CountedMemory):
@@ -638,8 +652,8 @@ def _scalar(kernel: Kernel, position: int, kind: str, arg: object) -> int | floa
 def _split(
     opened: _WebgpuDevice, program: _Program, name: str, grid: Sequence[int], block: tuple[int, int, int],
     buffers: Sequence[_PooledMemory | _Part], values: Sequence[int | float],
-) -> Iterator[tuple[tuple[int, int, int], list[_Binding], Sequence[int | float]]]:  # fmt: skip
-    """Yield grid, parts of the buffers and scalars of each dispatch of a launch: one, where every buffer can be bound.
+) -> Iterator[tuple[_Program, tuple[int, int, int], list[_Binding], Sequence[int | float]]]:  # fmt: skip
+    """Yield program, grid, parts of the buffers and scalars of each dispatch of a launch: one, or several of parts.
 
     Raises LaunchError before the first one.
     """
@@ -647,13 +661,25 @@ def _split(
     sizes = [memory.size for memory in buffers]
     if max(sizes, default=0) <= limit:
         parts = [(memory, memory.first, memory.size) for memory in buffers]
-        yield _grid(opened, program, name, grid), parts, values
+        yield program, _grid(opened, program, name, grid), parts, values
         return
     if len(program.element_bytes) != len(buffers) or any(size != 1 for size in (*grid[1:], *block[1:])):
-        raise LaunchError(
-            f"kernel {name!r}: an array of {max(sizes):,} bytes; a binding of this device has at most {limit:,}, and "
-            "only elementwise kernels are split"
-        )
+        parts = [part for memory in buffers for part in _windows(memory, limit)]
+        most = opened.limits["max-storage-buffers-per-shader-stage"]
+        variant = None
+        if len(parts) <= most:
+            counts = [len(_windows(memory, limit)) for memory in buffers]
+            variant = opened.windowed(program, counts, limit.bit_length() - 3)
+        if variant is None:
+            why = f"its arrays would be {len(parts)} bindings of at most {most}"
+            if len(parts) <= most:
+                why = "its module is neither elementwise nor reads arrays by the functions of wgsl.words"
+            raise LaunchError(
+                f"kernel {name!r}: an array of {max(sizes):,} bytes; a binding of this device has at most {limit:,}, "
+                f"and {why}"
+            )
+        yield variant, _grid(opened, program, name, grid), parts, values
+        return
     count, wide = int(values[-1]), max(program.element_bytes)
     step = limit // wide // 256 * 256  # every part begins at a multiple of 256 bytes
     step = max(256, step)
@@ -663,7 +689,14 @@ def _split(
             (memory, first * width, -(-here * width // 4) * 4)
             for memory, width in zip(buffers, program.element_bytes, strict=True)
         ]
-        yield _grid(opened, program, name, (-(-here // block[0]),)), parts, (*values[:-1], here)
+        yield program, _grid(opened, program, name, (-(-here // block[0]),)), parts, (*values[:-1], here)
+
+
+def _windows(memory: _PooledMemory | _Part, limit: int) -> list[_Binding]:
+    """Return a buffer as one binding, or in windows of the largest power of two of bytes that may be bound."""
+    size = memory.size if memory.size <= limit else 1 << limit.bit_length() - 1
+    starts = range(0, memory.size, size)
+    return [(memory, memory.first + start, min(size, memory.size - start)) for start in starts]
 
 
 def _grid(opened: _WebgpuDevice, program: _Program, name: str, grid: Sequence[int]) -> tuple[int, int, int]:

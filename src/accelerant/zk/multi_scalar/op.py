@@ -19,6 +19,7 @@ import numpy as np
 from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.weierstrass import Curve
+from accelerant.algebra.field import FieldArray
 from accelerant.algebra.field.launch import first_unreduced
 from accelerant.algebra.field.memory_space import HOST, MemorySpace, in_kind, is_tensor, space_at, space_of
 from accelerant.errors import ConfigError, FormatError, ShapeError
@@ -33,7 +34,7 @@ from accelerant.zk.multi_scalar.device import DeviceBases, start_msm
 from accelerant.zk.multi_scalar.device_kernels import accumulate_source
 from accelerant.zk.multi_scalar.device_plan import device_plan
 from accelerant.zk.multi_scalar.window_reduction import canonical
-from accelerant.zk.operands import Operand, array_operand, moved, plain_scalars, scalar_words
+from accelerant.zk.operands import Operand, array_operand, field_operand, moved, scalar_words
 
 __all__ = ["FixedBase", "msm", "msm_record", "run_sums", "scratch_bytes", "starter_of", "sums_outward"]
 
@@ -347,9 +348,10 @@ def _scalar_rows(
     Scalars on a device are checked by the returned function, which waits for the device; kernels accept any scalars, so
     sums may start before. Other scalars are checked here.
     """
-    field, scalars = curve.scalars, plain_scalars(curve.scalars, scalars)
-    listed = isinstance(scalars, (list, tuple))
-    if listed:
+    field, known = curve.scalars, isinstance(scalars, (list, tuple, FieldArray))
+    if isinstance(scalars, FieldArray):
+        operand = field_operand(field, scalars)
+    elif known:
         words = scalar_words(scalars, field.modulus, "the order")
         operand = Operand(words, words.shape[:-1], HOST)
     else:
@@ -360,7 +362,7 @@ def _scalar_rows(
         raise ShapeError(f"scalars must be ({n}, {limbs}) or (b, {n}, {limbs}) for {n} points, got {shape}")
 
     def check() -> FormatError | None:
-        index = None if listed else first_unreduced(operand.space, field, operand.words)
+        index = None if known else first_unreduced(operand.space, field, operand.words)
         if index is None:
             return None
         return FormatError(f"scalars[{index}] (flattened) is not below the order of {curve.name}")
