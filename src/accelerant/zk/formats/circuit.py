@@ -336,6 +336,10 @@ class Witness(MappedFile):
         """Canonical words (n_values, 4), a read-only view of the file, possibly unaligned."""
         return self.rows(_VALUES, self._field.limbs, count=self.n_values)
 
+    def copy_values(self, first: int, to: U64) -> None:
+        """Copy as many values as `to` has rows, from value `first` on; see `copy`."""
+        self.copy(_VALUES, first * self._field.size_bytes, to)
+
     def check(self) -> None:
         """Check that all values are below r; call it before using them. The error names the first one's offset."""
         check_below(self, _VALUES, self._field, self.values)

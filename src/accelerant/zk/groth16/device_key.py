@@ -33,6 +33,7 @@ from accelerant.errors import LaunchError, OutOfMemory
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.recorded_launch import RecordedLaunch
+from accelerant.zk.formats.circuit import Witness
 from accelerant.zk.formats.zkey import Zkey
 from accelerant.zk.groth16.keys import SECTIONS, U64, KeySums, Stages, UnreducedError
 from accelerant.zk.groth16.matrices import DeviceMatrix, SparseMatrix, gather, snarkjs_scalar_field, unreduced_blocks
@@ -160,8 +161,11 @@ class DeviceKey:
             }
             space.provider.synchronize(space.index)
 
-    def begin(self, values: U64, stages: Stages) -> KeySums:
+    def begin(self, witness: Witness, stages: Stages) -> KeySums:
         """See ProvingKey; waits only for the copy of the witness."""
+        return self._begin(witness.values, stages)
+
+    def _begin(self, values: U64, stages: Stages) -> KeySums:
         queues = self._queues
         with self._lock:  # queues and their scratch memory take one witness after the other
             fixed = self._fixed_vectors(len(values))
@@ -179,7 +183,7 @@ class DeviceKey:
         """
         queues = self._queues
         if not queues.captures:
-            return (lambda *_: None), functools.partial(self.begin, values)
+            return (lambda *_: None), functools.partial(self._begin, values)
         import torch
 
         fixed, source = self._fixed_vectors(len(values)), torch.from_numpy(values.view(np.int64))
@@ -302,7 +306,7 @@ class SplitKey:
         self.label = "+".join(key.label for key in self._keys)
         self._threads = ThreadPoolExecutor(_COPIERS, thread_name_prefix="accelerant-groth16")
 
-    def begin(self, values: U64, stages: Stages) -> KeySums:
+    def begin(self, witness: Witness, stages: Stages) -> KeySums:
         """See ProvingKey. One thread launches on all devices: several would wait for the interpreter's lock.
 
         All devices read one copy: if the file changed in between, r and s would not hide sums of parts of two
@@ -313,8 +317,8 @@ class SplitKey:
             with stages("witness"):
                 for key in self._keys:
                     key.await_read()
-                bounds = [len(values) * i // _PARTS for i in range(_PARTS + 1)]
-                copied = self._threads.map(self._copy, itertools.repeat(values), bounds[:-1], bounds[1:])
+                bounds = [len(self._witness) * i // _PARTS for i in range(_PARTS + 1)]
+                copied = self._threads.map(self._copy, itertools.repeat(witness), bounds[:-1], bounds[1:])
                 copies, starts = zip(*[key.receive(self._witness) for key in self._keys], strict=True)
                 for _, first, last in zip(copied, bounds[:-1], bounds[1:], strict=True):
                     for copy in copies:
@@ -348,8 +352,8 @@ class SplitKey:
 
         return KeySums(public, sum_, spans)
 
-    def _copy(self, values: U64, first: int, last: int) -> None:
-        np.copyto(self._witness[first:last], values[first:last])
+    def _copy(self, witness: Witness, first: int, last: int) -> None:
+        witness.copy_values(first, self._witness[first:last])
 
     def explain(self) -> str:
         """See ProvingKey; one line per section and device."""

@@ -24,6 +24,7 @@ from accelerant.config import settings
 from accelerant.errors import BackendUnavailable, ConfigError
 from accelerant.runtime.host import usable_cores
 from accelerant.runtime.provider import ComputeDevice, compile_seconds
+from accelerant.zk.formats.circuit import Witness
 from accelerant.zk.formats.elements import first_not_below
 from accelerant.zk.formats.zkey import Zkey
 from accelerant.zk.groth16.matrices import SparseMatrix, quotient, snarkjs_scalar_field
@@ -113,10 +114,10 @@ class ProvingKey(Protocol):
 
     label: str
 
-    def begin(self, values: U64, stages: Stages) -> KeySums:
+    def begin(self, witness: Witness, stages: Stages) -> KeySums:
         """Copy a witness and start its sums.
 
-        The values (n_vars, 4) lie in the mapped file, which may change at any time. `stages` also times the waits.
+        The file with its values, n_vars, may change at any time. `stages` also times the waits.
         """
         ...
 
@@ -180,24 +181,24 @@ class HostKey:
             self._sections = {name: _HostSection(curve, zkey, name) for name, curve in curves.items()}
         self._n_public = zkey.n_public
 
-    def begin(self, values: U64, stages: Stages) -> KeySums:
+    def begin(self, witness: Witness, stages: Stages) -> KeySums:
         """See ProvingKey; each sum is computed when it is called for."""
         with stages("witness"):
-            witness = np.array(values, np.uint64)
-            if first_not_below(witness, self._rows.field.modulus) is not None:
+            values = np.array(witness.values, np.uint64)
+            if first_not_below(values, self._rows.field.modulus) is not None:
                 raise UnreducedError
 
         private = self._n_public + 1
 
         def sum_(name: str) -> U64:
-            scalars = witness[private:] if name == "C" else witness
+            scalars = values[private:] if name == "C" else values
             if name == "H":
                 with stages("quotient"):
-                    scalars = quotient(self._rows, witness)
+                    scalars = quotient(self._rows, values)
             with stages(f"sum {name}"):
                 return self._sections[name].msm(scalars)
 
-        return KeySums(lambda: witness[1:private], sum_, dict)
+        return KeySums(lambda: values[1:private], sum_, dict)
 
     def explain(self) -> str:
         """See ProvingKey."""

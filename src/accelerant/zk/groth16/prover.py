@@ -181,7 +181,7 @@ class Prover:
                     "the witness is of another circuit"
                 )
             with _reduced(opened):
-                key = self._key.begin(opened.values, stages)
+                key = self._key.begin(opened, stages)
             open_until_the_end = files.pop_all()
 
         def finish(verified: bool) -> Proof:
