@@ -89,10 +89,13 @@ def train(arrays, parameters, context):
 
 
 def fit(arrays, parameters, context):
-    from accelerant.service.jobs import training
+    """Train as the service does, with frequent checkpoints."""
+    from accelerant.service import operations
 
-    text = arrays["text"].tobytes()
-    return training.run(context, text=text, steps=parameters.steps, checkpoint_every=5, cpu_threads=1)
+    operations._CHECKPOINT_S = 0.1
+    return operations.OPERATIONS["train"].run(
+        arrays, operations.PlacedTrainParameters(steps=parameters.steps, path=None), context
+    )
 
 
 OPERATIONS = {

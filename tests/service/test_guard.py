@@ -321,7 +321,7 @@ def test_a_long_answer_is_sent_in_parts_and_counted_until_it_is_read(tmp_path, r
 
     async def answer(name, scope, receive):
         inference.hold(scope["state"]["record"], size)
-        return Answer(bytes(size), BINARY)
+        return Answer(bytes(size), [(b"content-type", BINARY.encode())])
 
     async def send(message):
         if message["type"] == "http.response.body":

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from accelerant.errors import FormatError, UnsupportedDtype
 from accelerant.service.errors import QueueFull
 from accelerant.service.jobs import wire
-from accelerant.service.jobs.model import JobRequest
+from accelerant.service.jobs.model import JobRequest, merge_kind
 from accelerant.service.jobs.queue import Call, CallQueue, launches_of
 
 
@@ -21,7 +21,7 @@ def call(
 ):
     request = JobRequest(operation, parameters, {"x": np.zeros(rows, dtype)}, key, priority, cost_s=cost_s)
     future = asyncio.get_running_loop().create_future()
-    return Call(request, 1e12, elementwise, future, request.size_bytes)
+    return Call(request, 1e12, merge_kind(request) if elementwise else None, future, request.size_bytes)
 
 
 steps = st.lists(
@@ -133,6 +133,8 @@ def test_identical_elementwise_calls_are_one_launch():
         others[0].request.inputs["y"] = np.zeros(1, np.uint64)  # broadcasts
         others.append(call(n=2, rows=1))
         others[-1].request.inputs["y"] = np.zeros((1, 1), np.uint64)
+        for one in (others[0], others[-1]):
+            one.kind = merge_kind(one.request)
         launches = launches_of([same[0], *others[:3], same[1], *others[3:], same[2]])
         assert [launch.calls for launch in launches] == [same, *([one] for one in others)]
         assert launches[0].rows == [3, 0, 5]

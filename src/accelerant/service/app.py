@@ -148,7 +148,7 @@ async def infer(name: str, request: Request) -> Response:
     The guard calls `Inference` itself; this route describes it.
     """
     answer = await request.app.state.inference.answer(name, request.scope, request.receive)
-    return Response(answer.body, answer.status, answer.headers, answer.media_type)
+    return Response(answer.body, answer.status, {name.decode(): value.decode() for name, value in answer.headers})
 
 
 @_router.get("/jobs", tags=["jobs"], response_model=dict[str, Any])
@@ -183,7 +183,7 @@ async def job_result(id: str, request: Request) -> Response:
     operation = operation_named(request.app.state.operations, job.operation)
     inference.hold(request.scope["state"]["record"], job.result_bytes or 0)
     answer = await written(operation, await jobs.result(id, owner), format, inference.settings.json_bytes)
-    return Response(answer.body, answer.status, answer.headers, answer.media_type)
+    return Response(answer.body, answer.status, {name.decode(): value.decode() for name, value in answer.headers})
 
 
 @_router.delete("/jobs/{id}", tags=["jobs"])
@@ -239,6 +239,8 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     app.include_router(dashboard.router, responses=_ERRORS)
     _describe_errors(app)
     app.add_middleware(Guard, settings=settings, keys=keys, observers=observers, inference=app.state.inference)
+    outer = app.build_middleware_stack()
+    app.middleware_stack = outer.app  # type: ignore[attr-defined]  # the guard answers errors, as Starlette's outer one would
     return app
 
 

@@ -11,7 +11,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -34,7 +34,7 @@ from accelerant.service.bodies import (
 )
 from accelerant.service.errors import Refused
 from accelerant.service.guard import RequestRecord, allow, read_body
-from accelerant.service.jobs.model import JobRequest
+from accelerant.service.jobs.model import JobRequest, merge_kind
 from accelerant.service.jobs.service import JobService
 from accelerant.service.operations import Parameters, ServedOperation
 from accelerant.service.settings import ServiceSettings
@@ -42,7 +42,7 @@ from accelerant.service.settings import ServiceSettings
 __all__ = ["Answer", "Inference", "answer_format", "operation_named", "written"]
 
 FORMATS = (JSON, BINARY, SAFETENSORS, NPY, ARROW)
-_LENGTH = "inference-header-content-length"
+_TYPE, _LENGTH = b"content-type", b"inference-header-content-length"
 _CURL = "application/x-www-form-urlencoded"  # what `curl -d` says of JSON, unless it is told otherwise
 _ENVELOPE = ("priority", "timeout", "binary_data_output")
 _HEAD_BYTES, _HEADS_KEPT = 2048, 256
@@ -55,12 +55,11 @@ class Answer:
     """The answer to a request."""
 
     body: bytes
-    media_type: str
+    headers: list[tuple[bytes, bytes]]
     status: int = 200
-    headers: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Call:
     """A request that has been read and checked.
 
@@ -74,7 +73,6 @@ class _Call:
 
     operation: ServedOperation
     parameters: Parameters
-    request: JobRequest
     id: str | None
     binary: bool | frozenset[str]
     format: str
@@ -87,23 +85,20 @@ class _KnownHead:
     """A call whose inputs are all bytes: a request of the same head has the same arrays, parameters and answer."""
 
     call: _Call
+    request: JobRequest
     arrays: tuple[tuple[str, np.dtype[Any], tuple[int, ...], int], ...]
     size_bytes: int
 
-    def again(self, body: bytes, state: Mapping[str, Any]) -> _Call:
-        """Return the call with another request's values; FormatError for those that the operation refuses."""
-        call, earlier = self.call, self.call.request
+    def again(self, body: bytes, state: Mapping[str, Any]) -> JobRequest:
+        """Return the request with other values; FormatError for those that the operation refuses."""
+        call, earlier = self.call, self.request
         inputs: dict[str, npt.NDArray[Any]] = {
-            name: np.frombuffer(body, dtype, math.prod(shape), start).reshape(shape)
-            for name, dtype, shape, start in self.arrays
+            name: np.ndarray(shape, dtype, body, start) for name, dtype, shape, start in self.arrays
         }
         call.operation.check(inputs, call.parameters)
-        request = JobRequest(
+        return JobRequest(
             earlier.operation, earlier.parameters, inputs, state["key"].id, earlier.priority, earlier.deadline_s,
-            state["record"].request_id, earlier.cost_s,
-        )  # fmt: skip
-        return _Call(
-            call.operation, call.parameters, request, None, call.binary, call.format, call.is_job, call.result_bytes
+            state["record"].request_id, earlier.cost_s, earlier.kind,
         )  # fmt: skip
 
 
@@ -129,23 +124,26 @@ class Inference:
         allow(scope, operation.scope)
         body = await read_body(scope, receive, self.settings, functools.partial(self.hold, record))
         if len(body) < _IN_THREAD_BYTES:
-            call = self._read(operation, scope, body)
+            call, request = self._read(operation, scope, body)
         else:
-            call = await asyncio.to_thread(self._read, operation, scope, body)
+            call, request = await asyncio.to_thread(self._read, operation, scope, body)
         if call.is_job:
-            job = asdict(await self.jobs.submit(call.request))
-            return Answer(json.dumps({"job": job}).encode(), JSON, 202, {"location": f"/jobs/{job['id']}"})
+            job = asdict(await self.jobs.submit(request))
+            place = f"/jobs/{job['id']}".encode()
+            return Answer(json.dumps({"job": job}).encode(), [(_TYPE, JSON.encode()), (b"location", place)], 202)
         self.hold(record, call.result_bytes)
-        results, device = await self.jobs.call_on(call.request)
+        results, device = await self.jobs.call_on(request)
         record.backend = device.partition(":")[0]
         answer = await written(operation, results, call.format, self.settings.json_bytes, call)
-        answer.headers["accelerant-device"] = device
+        answer.headers.append((b"accelerant-device", device.encode()))
         return answer
 
-    def _read(self, operation: ServedOperation, scope: MutableMapping[str, Any], body: bytes) -> _Call:
+    def _read(
+        self, operation: ServedOperation, scope: MutableMapping[str, Any], body: bytes
+    ) -> tuple[_Call, JobRequest]:
         """Return the call that a request asks for; FormatError, ValidationError or another error of its inputs."""
-        headers: dict[bytes, bytes] = dict(scope["headers"])
-        length = headers.get(_LENGTH.encode())
+        headers: dict[bytes, bytes] = scope["state"]["fields"]
+        length = headers.get(_LENGTH)
         if length is not None and not (length.isdigit() and len(length) < 20):
             raise FormatError(f"Inference-Header-Content-Length must be a whole number, got {length[:80]!r}")
         size = None if length is None else int(length)
@@ -153,25 +151,26 @@ class Inference:
         key = operation.name, body[:size] if size is not None and size <= _HEAD_BYTES else None, *kind
         known = self._known.get(key)
         if known is not None and known.size_bytes == len(body):
-            return known.again(body, scope["state"])
-        call, values = self._parsed(operation, scope, headers, body, size)
+            return known.call, known.again(body, scope["state"])
+        call, request, values = self._parsed(operation, scope, headers, body, size)
         arrays, start = [], size or 0
         for name, value in values.items():
             if isinstance(value, bytes) or value.dtype == np.bool_:
-                return call
+                return call, request
             arrays.append((name, value.dtype, value.shape, start))
             start += value.nbytes
         if key[1] is not None and start == len(body) and call.id is None:
             if len(self._known) >= _HEADS_KEPT:
                 self._known.clear()
-            self._known[key] = _KnownHead(replace(call, request=replace(call.request, inputs={})), tuple(arrays), start)
-        return call
+            again = replace(request, inputs={}, kind=merge_kind(request) if operation.elementwise else None)
+            self._known[key] = _KnownHead(call, again, tuple(arrays), start)
+        return call, request
 
     def _parsed(
         self, operation: ServedOperation, scope: MutableMapping[str, Any], headers: Mapping[bytes, bytes], body: bytes,
         size: int | None,
-    ) -> tuple[_Call, Values]:  # fmt: skip
-        """Return the call, and the tensors in the body's order."""
+    ) -> tuple[_Call, JobRequest, Values]:  # fmt: skip
+        """Return the call, its request, and the tensors in the body's order."""
         settings, accept = self.settings, headers.get(b"accept", b"*/*").decode("latin-1")
         media = headers.get(b"content-type", JSON.encode()).decode("latin-1").partition(";")[0].strip().lower()
         identity, usual = None, media
@@ -207,8 +206,8 @@ class Inference:
             cost_s=cost_s,
         )
         is_job = operation.resumable or cost_s > settings.short_s or b"respond-async" in headers.get(b"prefer", b"")
-        call = _Call(operation, model, request, identity, binary, answer_format(accept, usual), is_job, needed)
-        return call, values
+        call = _Call(operation, model, identity, binary, answer_format(accept, usual), is_job, needed)
+        return call, request, values
 
     def hold(self, record: RequestRecord, size: int) -> None:
         """Count bytes of a request's body or result until it is answered; Refused if, with others', they are too many.
@@ -330,16 +329,20 @@ def _write(
         if spec.datatypes == ("BYTES",) and spec.name in values:
             values[spec.name] = results[spec.name].tobytes()
     if format not in (JSON, BINARY):
-        return Answer(write_tensors(format, values), format)
+        return Answer(write_tensors(format, values), [(_TYPE, format.encode())])
     head: dict[str, Any] = {"model_name": operation.name, "model_version": "1"}
     if call is not None and call.id is not None:
         head["id"] = call.id
     if binary is True and "id" not in head and not any(isinstance(x, bytes) for x in values.values()):
         text = _binary_head(operation.name, tuple((name, x.dtype, x.shape) for name, x in results.items()))
         body = b"".join([text, *(np.ascontiguousarray(x).data for x in results.values())])
-        return Answer(body, BINARY, headers={_LENGTH: str(len(text))})
+        return _binary(body, len(text))
     content, length = write_kserve(head, "outputs", values, binary)
-    return Answer(content, JSON) if length is None else Answer(content, BINARY, headers={_LENGTH: str(length)})
+    return Answer(content, [(_TYPE, JSON.encode())]) if length is None else _binary(content, length)
+
+
+def _binary(body: bytes, length: int) -> Answer:
+    return Answer(body, [(_TYPE, BINARY.encode()), (_LENGTH, b"%d" % length)])
 
 
 @functools.lru_cache(maxsize=_HEADS_KEPT)

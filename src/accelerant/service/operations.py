@@ -13,7 +13,7 @@ import secrets
 import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -22,9 +22,11 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
+from accelerant import zk
 from accelerant.algebra.curve.parameters import CURVES, curve_of
 from accelerant.algebra.field import words as field_words
 from accelerant.algebra.field.parameters import FIELDS, field_of
+from accelerant.config import override
 from accelerant.errors import ConfigError, FormatError, ShapeError
 from accelerant.runtime.files import clipped
 from accelerant.service.settings import ServiceSettings
@@ -111,10 +113,21 @@ def _accelerator(device: str) -> Accelerator:
     return Accelerator(device)
 
 
+def _integers(device: str, name: str, *arrays: npt.NDArray[Any], **options: Any) -> npt.NDArray[Any]:
+    """Run an operation on integers; on the CPU without an Accelerator, whose import of torch takes seconds."""
+    if device != "cpu":
+        call = getattr(_accelerator(device), name)
+    elif name in ("ntt", "msm"):
+        call = getattr(zk, name)
+    else:
+        call = getattr(zk.field(options.pop("field")), name.removeprefix("field_"))
+    return np.asarray(call(*arrays, **options))
+
+
 def warm(device: str) -> None:
-    """Load in a worker what its first call would wait for."""
+    """Load in a worker what its first call of a field would wait for."""
     x = np.ones(1, np.uint64)
-    _accelerator(device).field_mul(x, x)
+    _integers(device, "field_mul", x, x, field="goldilocks")
 
 
 # --- fields, transforms, curves --------------------------------------------------------------------------------------
@@ -153,7 +166,7 @@ def _elements(x: npt.NDArray[Any], field: str, name: str, *, nonzero: bool = Fal
         field_words.check_words(parameters, x.dtype.name, x.shape, name)
     rows = x.reshape(-1, parameters.limbs)
     top = parameters.modulus >> parameters.word_bits * (parameters.limbs - 1)
-    if len(rows) and int(rows[:, -1].max()) >= top and (wrong := field_words.not_below(parameters, rows)).any():
+    if len(rows) and np.maximum.reduce(rows[:, -1]) >= top and (wrong := field_words.not_below(parameters, rows)).any():
         raise FormatError(f"{name}[{int(wrong.argmax())}] (flattened) is not below the modulus of {field}")
     if nonzero and len(rows) and not (zero := rows.any(axis=1)).all():
         raise FormatError(f"{name}[{int(zero.argmin())}] (flattened) is 0, which has no inverse")
@@ -171,8 +184,7 @@ def _broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
 
 def _field_operation(name: str, summary: str, names: tuple[str, ...]) -> ServedOperation:
     def run(inputs: Arrays, parameters: FieldParameters, context: Context) -> Results:
-        call = getattr(_accelerator(context.device), name)
-        return {"z": np.asarray(call(*(inputs[x] for x in names), field=parameters.field))}
+        return {"z": _integers(context.device, name, *(inputs[x] for x in names), field=parameters.field)}
 
     def check(inputs: Arrays, parameters: FieldParameters) -> None:
         _broadcast(*(_elements(inputs[x], parameters.field, x, nonzero=name == "field_inv") for x in names))
@@ -190,7 +202,7 @@ def _field_operation(name: str, summary: str, names: tuple[str, ...]) -> ServedO
 
 def _ntt() -> ServedOperation:
     def run(inputs: Arrays, parameters: TransformParameters, context: Context) -> Results:
-        return {"y": np.asarray(_accelerator(context.device).ntt(inputs["x"], **parameters.model_dump()))}
+        return {"y": _integers(context.device, "ntt", inputs["x"], **parameters.model_dump())}
 
     def check(inputs: Arrays, parameters: TransformParameters) -> None:
         shape = _elements(inputs["x"], parameters.field, "x")
@@ -210,8 +222,8 @@ _MOST_SUMS = 4096
 
 def _msm() -> ServedOperation:
     def run(inputs: Arrays, parameters: SumParameters, context: Context) -> Results:
-        call = _accelerator(context.device).msm
-        return {"sum": np.asarray(call(inputs["scalars"], inputs["points"], **parameters.model_dump()))}
+        arrays = inputs["scalars"], inputs["points"]
+        return {"sum": _integers(context.device, "msm", *arrays, **parameters.model_dump())}
 
     def check(inputs: Arrays, parameters: SumParameters) -> None:
         scalars, points, curve = inputs["scalars"], inputs["points"], curve_of(parameters.curve)
@@ -600,7 +612,17 @@ class _Stopper:
         pass
 
 
+_CHECKPOINT_S = 20.0
+"""Seconds between checkpoints: the work of a training that is lost with its worker."""
+
+
 def _train(inputs: Arrays, parameters: PlacedTrainParameters, context: Context) -> Results:
+    # The library caches tokenizers, from which a text could be told: that of an upload goes with the job's folder.
+    with override(cache_dir=context.directory / "cache") if "text" in inputs else nullcontext():
+        return _trained(inputs, parameters, context)
+
+
+def _trained(inputs: Arrays, parameters: PlacedTrainParameters, context: Context) -> Results:
     import torch
 
     import accelerant
@@ -608,6 +630,7 @@ def _train(inputs: Arrays, parameters: PlacedTrainParameters, context: Context) 
     from accelerant.nn.train.folder import RunFolder
 
     changes = parameters.model_dump(include={"steps", "learning_rate", "seed"}, exclude_none=True)
+    changes["checkpoint_every_s"] = _CHECKPOINT_S
     folder, device, stopper = RunFolder(context.directory / "run"), torch.device(context.device), _Stopper(context)
     options: dict[str, Any] = {"progress": stopper, "ledger": accelerant.ledger().to_dict}
     if folder.checkpoint.exists() or folder.finished:

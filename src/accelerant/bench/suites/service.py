@@ -10,7 +10,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -43,6 +43,7 @@ _GROWTH_MIB = 16.0
 """Growth of the server's and the worker's memory over the rounds to stay within."""
 
 _QUEUE = 16
+_SAMPLES = 200
 _KILL_EVERY_S = 20.0
 
 
@@ -118,7 +119,7 @@ class ServiceSuite(Suite):
             Row(self.name, "field_mul", case, "fastapi", "echo of the same bodies", note=rates["echo"]).timed(
                 timings["echo"]
             ),
-            self._row("latency", case, note=_quantiles(latencies)).timed(Timing.of(latencies)),
+            self._row("latency", case, note=_quantiles(latencies)).timed(_timing(latencies)),
             self._row("memory", case, unit="MiB", target=_GROWTH_MIB, p20=grown, p50=grown, p80=grown,
                       note=f"growth from {self.requests:,} requests to {(_ROUNDS + 1) * self.requests:,}"),
         )  # fmt: skip
@@ -142,7 +143,7 @@ class ServiceSuite(Suite):
             began = time.perf_counter()
             call()
             plain.append((time.perf_counter() - began) * 1e3)
-        service, library = Timing.of(times), Timing.of(plain[100:])
+        service, library = _timing(times), Timing.of(plain[100:])
         note = f"{service.p50_ms - library.p50_ms:.2f} ms more than the call in a process; {_quantiles(times)}"
         run.add(
             self._row("request", case, note=note).timed(service),
@@ -246,6 +247,13 @@ def _device(run: SuiteRun) -> str:
 def _require(holds: bool, otherwise: str) -> None:
     if not holds:
         raise AccelerantError(otherwise)
+
+
+def _timing(times: list[float]) -> Timing:
+    """Return the quantiles of latencies, and at most 200 of them, evenly by rank, as samples."""
+    timing = Timing.of(times)
+    ordered = sorted(timing.samples)
+    return replace(timing, samples=tuple(ordered[:: -(-len(ordered) // _SAMPLES)]))
 
 
 def _quantiles(times: list[float]) -> str:

@@ -47,7 +47,7 @@ listener = socket.socket()
 listener.bind(("127.0.0.1", 0))
 listener.listen(1024)
 print("listening on http://127.0.0.1:%d" % listener.getsockname()[1], file=sys.stderr, flush=True)
-uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False)).run(sockets=[listener])
+uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_keep_alive=600)).run(sockets=[listener])
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Job", "JobRequest", "JobState", "QueueStats", "WorkerStats"]
+__all__ = ["Job", "JobRequest", "JobState", "QueueStats", "WorkerStats", "merge_kind"]
 
 
 class JobState(StrEnum):
@@ -27,7 +28,7 @@ class JobState(StrEnum):
         return self not in (JobState.QUEUED, JobState.RUNNING)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class JobRequest:
     """A validated request: its parameters are JSON, and shapes and dtypes of its inputs have been checked.
 
@@ -41,6 +42,7 @@ class JobRequest:
             deadline for jobs.
         request_id: id of the HTTP request, for logs.
         cost_s: estimate of the seconds that it takes; batches of short calls are cut by it.
+        kind: what `merge_kind` says of an elementwise operation, where it is known already.
     """
 
     operation: str
@@ -51,11 +53,21 @@ class JobRequest:
     deadline_s: float | None = None
     request_id: str = ""
     cost_s: float = 0.0
+    kind: tuple[Any, ...] | None = None
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the inputs."""
         return sum(array.nbytes for array in self.inputs.values())
+
+
+def merge_kind(request: JobRequest) -> tuple[Any, ...] | None:
+    """Return what calls of an elementwise operation that run as one have in common; None for one that runs alone."""
+    arrays = list(request.inputs.items())
+    if not arrays or not (shape := arrays[0][1].shape) or any(array.shape != shape for _, array in arrays):
+        return None  # joined arrays would broadcast otherwise
+    kinds = tuple((name, array.dtype.str) for name, array in arrays)
+    return request.operation, json.dumps(dict(request.parameters), sort_keys=True), shape[1:], kinds
 
 
 @dataclass(frozen=True)

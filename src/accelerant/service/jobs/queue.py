@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-import json
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -28,36 +27,22 @@ from accelerant.service.jobs.store import check_bounds
 __all__ = ["Call", "CallQueue", "Launch", "launches_of"]
 
 
-_sorted = json.JSONEncoder(sort_keys=True).encode  # json.dumps would make one in each call
-
-
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Call:
     """A short call: its request, the future that its caller awaits, and what has become of it so far.
 
-    `deadline` is of time.monotonic(); `avoid` the device on which its worker was lost; `device` the label
-    of the one that ran it.
+    Calls of one `kind` may be launched as one; one of None is launched alone. `deadline` is of time.monotonic(),
+    `avoid` the device on which its worker was lost, `device` the label of the one that ran it.
     """
 
     request: JobRequest
     deadline: float
-    elementwise: bool
+    kind: tuple[Any, ...] | None
     future: asyncio.Future[dict[str, np.ndarray]] = field(repr=False)
     size_bytes: int
     losses: int = 0
     avoid: str | None = None
     device: str = ""
-
-    def merge_key(self) -> tuple[Any, ...] | None:
-        """Return what calls of one launch have in common, or None if the call is launched alone."""
-        arrays = list(self.request.inputs.items())
-        if not self.elementwise or not arrays or not (shape := arrays[0][1].shape):
-            return None
-        if any(array.shape != shape for _, array in arrays):  # joined arrays would broadcast otherwise
-            return None
-        parameters = _sorted(dict(self.request.parameters))
-        kinds = tuple((name, array.dtype.str) for name, array in arrays)
-        return self.request.operation, parameters, shape[1:], kinds
 
 
 @dataclass(eq=False)
@@ -72,10 +57,10 @@ def launches_of(calls: list[Call]) -> list[Launch]:
     """Return the launches of a batch."""
     merged: dict[Any, Launch] = {}
     for call in calls:
-        key = call.merge_key() if len(calls) > 1 else None
-        launch = merged.setdefault(key if key is not None else call, Launch([], []))
+        joined = call.kind is not None and len(calls) > 1
+        launch = merged.setdefault(call.kind if joined else call, Launch([], []))
         launch.calls.append(call)
-        launch.rows.append(next(iter(call.request.inputs.values())).shape[0] if key is not None else 0)
+        launch.rows.append(next(iter(call.request.inputs.values())).shape[0] if joined else 0)
     return list(merged.values())
 
 
@@ -101,7 +86,7 @@ class CallQueue:
     ) -> None:
         self.most_calls, self.most_bytes = most_calls, most_bytes
         self.batch_s, self.batch_bytes, self.batch_calls = batch_s, batch_bytes, batch_calls
-        self.held = 0  # calls that wait or are in a worker, and their bytes
+        self.calls: set[Call] = set()  # that wait or are in a worker
         self.held_bytes = 0
         self._held_of: dict[str, tuple[int, int]] = {}  # the same by key
         self._numbers = itertools.count()
@@ -109,6 +94,11 @@ class CallQueue:
             OrderedDict()
         )  # a heap by key; first: next turn
         self._seconds = 0.01  # of a call, averaged over the latest
+
+    @property
+    def held(self) -> int:
+        """The number of calls that wait or are in a worker."""
+        return len(self.calls)
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -131,8 +121,8 @@ class CallQueue:
         self._push(call)
 
     def _hold(self, call: Call, change: int) -> None:
+        (self.calls.add if change > 0 else self.calls.discard)(call)
         key, size = call.request.key_id, change * call.size_bytes
-        self.held += change
         self.held_bytes += size
         count, held_bytes = self._held_of.pop(key, (0, 0))
         if count + change:

@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import secrets
 import time
@@ -47,7 +48,7 @@ from accelerant.service.errors import (
     WorkerLost,
 )  # fmt: skip
 from accelerant.service.jobs import wire
-from accelerant.service.jobs.model import Job, JobRequest, JobState, QueueStats
+from accelerant.service.jobs.model import Job, JobRequest, JobState, QueueStats, merge_kind
 from accelerant.service.jobs.queue import Call, CallQueue
 from accelerant.service.jobs.store import Claim, JobStore
 from accelerant.service.jobs.worker import load_operations
@@ -99,6 +100,9 @@ class JobService:
         self._accepting = False
         self._drained = False
         self._claiming = False
+        self._fed_soon = False
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_at = math.inf
         self._stopped: float | None = None  # when `stop_claiming` was called
         self._renewed = time.monotonic()
         self._pruned = 0.0
@@ -259,20 +263,37 @@ class JobService:
         operation = self._require_accepting(request.operation)
         limit_s = self.settings.deadline_s if request.deadline_s is None else request.deadline_s
         loop = asyncio.get_running_loop()
-        call = Call(
-            request, time.monotonic() + limit_s, operation.elementwise, loop.create_future(), request.size_bytes
-        )
+        kind = request.kind or (merge_kind(request) if operation.elementwise else None)
+        call = Call(request, time.monotonic() + limit_s, kind, loop.create_future(), request.size_bytes)
         self._queue.put(call)
-        self._feed()
-        late = DeadlineExceeded(f"{request.operation} did not end within {limit_s:g} s")
-        timer = loop.call_later(limit_s, _fail, call.future, late)  # a third of the cost of asyncio.timeout
-        try:
-            return await call.future, call.device
-        finally:
-            timer.cancel()
+        if not self._fed_soon:  # after the other requests that the event loop has ready, for larger batches
+            self._fed_soon = True
+            loop.call_soon(self._feed)
+        if call.deadline < self._alarm_at:
+            self._set_alarm(call.deadline)
+        return await call.future, call.device
+
+    def _set_alarm(self, deadline: float) -> None:
+        """Look at the calls' deadlines when the first one passes: one timer for all costs less than one each."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm_at = deadline
+        self._alarm = asyncio.get_running_loop().call_later(deadline - time.monotonic(), self._end_late)
+
+    def _end_late(self) -> None:
+        """Fail the calls that are past their deadline."""
+        self._alarm, self._alarm_at, now = None, math.inf, time.monotonic()
+        for call in self._queue.calls:
+            if call.deadline <= now and not call.future.done():
+                request = call.request
+                limit_s = self.settings.deadline_s if request.deadline_s is None else request.deadline_s
+                call.future.set_exception(DeadlineExceeded(f"{request.operation} did not end within {limit_s:g} s"))
+        if left := [call.deadline for call in self._queue.calls if not call.future.done()]:
+            self._set_alarm(min(left))
 
     def _feed(self) -> None:
         """Give waiting calls to the workers that have none."""
+        self._fed_soon = False
         ready = [worker for worker in self._workers if worker.ready.is_set()]
         for worker in ready:
             if not worker.launches and (calls := self._queue.take(worker.name, alone=len(ready) == 1)):
@@ -631,11 +652,6 @@ def _put(queue: asyncio.Queue[dict[str, Any]], event: dict[str, Any]) -> None:
     if queue.full():
         queue.get_nowait()
     queue.put_nowait(event)
-
-
-def _fail(future: asyncio.Future[Any], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -20,7 +20,18 @@ import numpy as np
 
 from accelerant.errors import FormatError, UnsupportedDtype
 
-__all__ = ["PREFIX", "Buffers", "described", "frame", "prefix", "read_file", "restored", "wipe", "write_file"]
+__all__ = [
+    "PREFIX",
+    "Buffers",
+    "bytes_of",
+    "described",
+    "frame",
+    "prefix",
+    "read_file",
+    "restored",
+    "wipe",
+    "write_file",
+]
 
 PREFIX = struct.Struct("<IQ")
 Buffers = list[bytes | memoryview]
@@ -31,17 +42,22 @@ def described(arrays: Mapping[str, np.ndarray]) -> tuple[list[list[Any]], Buffer
     entries: list[list[Any]] = []
     buffers: Buffers = []
     for name, array in arrays.items():
-        if array.dtype.kind in "OSU":
-            data: bytes | memoryview = _packed(array)
-            kind = "O"
-        elif array.dtype.kind in "biufc":
-            little = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-            data, kind = little.reshape(-1).view(np.uint8).data, little.dtype.str
-        else:
+        if array.dtype.kind not in "OSUbiufc":
             raise UnsupportedDtype(f"array {name!r} has dtype {array.dtype}, which is neither a number nor bytes")
+        data = bytes_of(array)
+        kind = "O" if array.dtype.kind in "OSU" else array.dtype.newbyteorder("<").str
         entries.append([name, kind, list(array.shape), len(data)])
         buffers.append(data)
     return entries, buffers
+
+
+def bytes_of(array: np.ndarray) -> bytes | memoryview:
+    """Return the bytes of an array that `described` has described."""
+    if array.dtype.kind in "OSU":
+        return _packed(array)
+    if not (array.flags.c_contiguous and array.dtype.str[0] != ">"):
+        array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    return array.reshape(-1).view(np.uint8).data
 
 
 def restored(entries: Iterable[Sequence[Any]], body: memoryview | bytes) -> dict[str, np.ndarray]:

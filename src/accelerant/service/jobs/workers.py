@@ -141,7 +141,7 @@ class WorkerProcess:
                     self._answered(head, body)
                 elif kind == "progress":
                     self._progressed(head)
-                elif kind == "ended" and self._ended is not None and not self._ended.done():
+                elif kind == "ended" and self._ended is not None and not self._ended.done() and head["id"] == self.job:
                     self._ended.set_result(head)
                 elif kind == "ledger":
                     self.ledger = head["ledger"]
@@ -213,7 +213,7 @@ class WorkerProcess:
             first = launch.calls[0].request
             entries, parts = wire.described(first.inputs)
             if len(launch.calls) > 1:
-                others = (wire.described(call.request.inputs)[1] for call in launch.calls[1:])
+                others = ([wire.bytes_of(x) for x in call.request.inputs.values()] for call in launch.calls[1:])
                 joined = list(zip(parts, *others, strict=True))
                 rows = sum(launch.rows)
                 entries = [
@@ -261,10 +261,10 @@ class WorkerProcess:
         that had lost a worker before.
         A job that passes its deadline without asking for it is ended, with the process.
         """
+        if not self.ready.is_set():  # the next process must not get what it would run beside the repetition
+            return {"lost": f"the worker of {self.name} ended", "suspect": True}
         self.job = message["id"]
         self._ended = asyncio.get_running_loop().create_future()
-        if not self.ready.is_set():
-            self._ended.set_result({"lost": f"the worker of {self.name} ended", "suspect": True})
         self._send(wire.frame({"kind": "job", **message}, {}))
         try:
             async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.time()) + _GRACE_S):
