@@ -798,3 +798,61 @@ def test_everything_else_on_a_gpu_runs_our_kernels(eager):
         with contextlib.suppress(ShapeError):
             ops.layer_norm(wants.bfloat16(), mixed)
     assert set(_served("layer_norm_fwd")) == {("triton", False)}
+
+
+# --- the op's own autograd function ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checks(monkeypatch):
+    """A new fast path of attention, which has learned no kind of call; counts the calls whose arguments are checked."""
+    from accelerant.ops.attention import op
+
+    seen = []
+    window = op.checked_window
+    monkeypatch.setattr(op, "checked_window", lambda *args: seen.append(args) or window(*args))
+    monkeypatch.setattr(op._cpu, "_missed", 0)
+    op._cpu._known.clear()
+    return seen
+
+
+def test_a_call_of_the_kind_before_goes_to_the_autograd_function_without_checks(checks):
+    q, k, v = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
+    found = []
+    for x in (q, q, q.detach().requires_grad_()):
+        found.append(torch.autograd.grad(ops.attention(x, k, v, causal=True).sum(), (x, k, v)))
+    assert len(checks) == 1
+    for gradients in found[1:]:
+        torch.testing.assert_close(gradients, found[0], rtol=0, atol=0)
+    (first,) = torch.autograd.grad(ops.attention(q, k, v, causal=True).sum(), (q,), create_graph=True)
+    assert first.requires_grad
+    assert len(checks) == 1
+
+
+def test_other_calls_are_checked(checks):
+    q, k, v, wrong = (torch.randn(1, 2, n, 8, requires_grad=True) for n in (5, 5, 5, 6))
+    longer = [torch.randn(1, 2, 6, 8, requires_grad=True) for _ in range(3)]
+    for call in (
+        lambda: ops.attention(q, k, v), lambda: ops.attention(q, k, v, causal=True), lambda: ops.attention(*longer),
+        lambda: ops.attention(q, k, v, window=2), lambda: ops.attention(q, k, v, return_lse=True),
+        lambda: ops.attention(q, k, v), lambda: ops.attention(q.detach(), k, v),
+    ):  # fmt: skip
+        before = len(checks)
+        call()
+        assert len(checks) == before + 1
+    ops.attention(q, k, v)  # the eighth, which is learned
+    before = len(checks)
+    ops.attention(q, k, v)
+    assert len(checks) == before
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ops.attention(q, k, v).dtype == torch.bfloat16
+    with torch.no_grad():
+        assert not ops.attention(q, k, v).requires_grad
+    assert len(checks) == before + 2
+    with pytest.raises(ShapeError, match="v must be"):
+        ops.attention(q, k, wrong)
+
+
+def test_a_dropout_that_draws_a_seed_is_never_repeated():
+    x = torch.ones(100, 1000, requires_grad=True)
+    assert not torch.equal(ops.dropout(x, 0.5), ops.dropout(x, 0.5))

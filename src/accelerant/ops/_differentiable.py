@@ -110,18 +110,21 @@ class _Recent(NamedTuple):
     grad: bool
     few: bool
     record: Any
+    apply: Callable[..., Any] | None = None
+    """What the public function does with the leading tensors, if it is the op's autograd function and not torch's."""
 
     @classmethod
     def of(
-        cls, args: tuple[Any, ...], options: Mapping[str, Any], grad: bool, few: bool, record: Any
-    ) -> _Recent | None:
+        cls, args: tuple[Any, ...], options: Mapping[str, Any], grad: bool, few: bool, record: Any,
+        apply: Callable[..., Any] | None = None,
+    ) -> _Recent | None:  # fmt: skip
         """Return what recognises the next call of a kind; None where other arguments precede a tensor."""
         values = (*args, *options.values())
         tensors = sum(isinstance(x, Tensor) for x in values)
         if _guards is None or not all(isinstance(x, Tensor) for x in values[:tensors]):
             return None
         check = _guards(*values[:tensors], dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-        return cls(check, tensors, len(values), tuple(options), values[tensors:], grad, few, record)
+        return cls(check, tensors, len(values), tuple(options), values[tensors:], grad, few, record, apply)
 
 
 @dataclass(slots=True)
@@ -140,10 +143,15 @@ _NONE = _Recent(check=lambda: False, tensors=0, length=-1, names=(), others=(), 
 
 
 class _Taken(threading.local):
-    """A thread's last call left to torch, by record and Operation, and whether it is in one of few elements."""
+    """A thread's last call left to torch, by record and Operation, and whether it is in one of few elements.
+
+    While `watches`, `applied` becomes the op, its arguments and the results of a call of its autograd function.
+    """
 
     last: Any = None
     few: bool = False
+    watches: bool = False
+    applied: Any = None
 
 
 class CpuFastPath:
@@ -160,6 +168,10 @@ class CpuFastPath:
     device, tensors that are not contiguous, subclasses, modes, transforms, torch.compile, autocast, settings that a
     choice depends on, `explain`, calls that are to be timed, and where `function` raises: errors are in the op's words.
 
+    With `pure`, a call that reaches the op's own autograd function is recognised, too, and its arguments are not
+    checked again. Kinds are learned at the 1st, 2nd, 4th, 8th, ... call that is not recognised, so that calls of
+    alternating kinds do not pay for it.
+
     Both give the same bits in the same layout, and save the same for the gradient: torch's checkpoint compares what two
     runs save, which may take different paths.
 
@@ -174,6 +186,8 @@ class CpuFastPath:
         any_layout: `function` also takes tensors that are not contiguous; strides are then part of a kind.
         few: whether `function` gives on a GPU what the public function gives, but for rounding, and is differentiable
             as often; called once per kind. None: never.
+        pure: beyond checks of everything but values of tensors, the public function does the same for all calls that
+            differ in their tensors alone. (One that draws a seed does not.)
     """
 
     def __init__(
@@ -183,10 +197,12 @@ class CpuFastPath:
         serves: Callable[..., bool] | None = None,
         any_layout: bool = False,
         few: Callable[..., bool] | None = None,
+        pure: bool = False,
     ) -> None:
         self._function, self._serves, self._serves_few = function, serves, few
-        self._any_layout = any_layout
+        self._any_layout, self._pure = any_layout, pure
         self._known: dict[Hashable, Any] = {}
+        self._missed = 0
         self.taken = _Taken()
 
     def run(self, operation: Operation, case: Case, args: tuple[Any, ...]) -> Any:
@@ -209,7 +225,7 @@ class CpuFastPath:
         def call(*args: P.args, **options: P.kwargs) -> R:
             values: tuple[Any, ...] = (*args, *options.values()) if options else args
             recent = _NONE if is_dynamo_compiling() else known.get(_RECENT, _NONE)
-            check, tensors, length, names, others, with_grad, few, record = recent
+            check, tensors, length, names, others, with_grad, few, record, apply = recent
             grad = is_grad_enabled()
             if not (
                 len(values) == length
@@ -224,6 +240,7 @@ class CpuFastPath:
                 if is_compiling():
                     return public(*args, **options)
                 key: tuple[Any, ...] = (grad, *options)
+                apply = None
                 few = learns = False
                 try:
                     for x in values:
@@ -235,7 +252,7 @@ class CpuFastPath:
                             elif any_layout and x.is_cpu:
                                 key += (x.stride(),)
                             elif not (x.is_cpu and x.is_contiguous()):
-                                return public(*args, **options)
+                                return self._watched(public, args, options, grad)  # type: ignore[no-any-return]
                             key += (x.dtype, x.shape, x.requires_grad)
                         elif kind in _VALUES:
                             key += (x,)
@@ -268,6 +285,8 @@ class CpuFastPath:
                 known[_RECENT] = known_kind.recent or _NONE
                 if known.get(key) is not known_kind:  # another thread has dropped the choices meanwhile
                     known.pop(_RECENT, None)
+            if apply is not None:
+                return apply(*values[:tensors])  # type: ignore[no-any-return]
             with _count_lock:
                 calls = record.calls + 1
                 counted = calls > 4 and calls % (_FEW_SAMPLE_EVERY if few else SAMPLE_EVERY)
@@ -302,12 +321,44 @@ class CpuFastPath:
         if few and not self._leaves_few(args, options):
             self._remember(key, _REFUSED)
             return public(*args, **options)
-        y = self._of_few(public, args, options) if few else public(*args, **options)
+        grad = torch.is_grad_enabled()
+        y = self._of_few(public, args, options) if few else self._watched(public, args, options, grad)
         if self.taken.last is not None:
             record, operation = self.taken.last
             operation.plans.add_dependent(self._known)
             served = few or self._serves is None or self._serves(*args, **options)
             self._remember(key, _Kind(record) if served else _REFUSED)
+        return y
+
+    def _watched(self, public: Callable[..., Any], args: Any, options: Any, grad: bool) -> Any:
+        """Call the public function, and now and then recognise the next call that runs an autograd function like it.
+
+        The function must get the tensors as they were given, and the public result must be its own, or its first.
+        """
+        self._missed += 1
+        learns = self._pure and grad and not self._missed & (self._missed - 1)
+        if not learns or active_modes() or forward_ad._current_level >= 0 or transforming() or _autocasts():
+            return public(*args, **options)
+        taken = self.taken
+        taken.watches, taken.applied = True, None
+        try:
+            y = public(*args, **options)
+            if taken.applied is None:
+                return y
+            op, given, results = taken.applied
+        finally:
+            taken.watches, taken.applied = False, None
+        first = isinstance(results, tuple) and y is results[0]
+        tensors = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
+        same = len(tensors) <= len(given) and all(map(is_, tensors, given))
+        if same and (first or y is results) and not any(isinstance(x, Tensor) for x in given[len(tensors) :]):
+            rest = given[len(tensors) :]
+
+            def apply(*tensors: Tensor) -> Any:
+                results = op(*tensors, *rest)
+                return results[0] if first else results
+
+            self._known[_RECENT] = _Recent.of(args, options, grad, False, None, apply) or _NONE
         return y
 
     def _leaves_few(self, args: Any, options: Any) -> bool:
@@ -480,7 +531,10 @@ class DifferentiableOp:
                 if result is not NotImplemented:
                     return self._cut(result)
         if learns and torch.is_grad_enabled():
-            return self._apply(*args)
+            results = self._apply(*args)
+            if self._cpu is not None and self._cpu.taken.watches:
+                self._cpu.taken.applied = self._apply, args, results
+            return results
         if self._infer is not None:
             return self._infer(*args)
         if self._forward is not None:

@@ -203,7 +203,7 @@ def _torch_serves(
     return nonempty and (contiguous or heads_last) and same_mask and q.shape[1] == k.shape[1] and plain
 
 
-_cpu = CpuFastPath(_torch_equivalent, serves=_torch_serves, any_layout=True)
+_cpu = CpuFastPath(_torch_equivalent, serves=_torch_serves, any_layout=True, pure=True)
 
 
 @_cpu

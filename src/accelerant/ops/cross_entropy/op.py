@@ -107,7 +107,7 @@ def _torch_serves(logits: Tensor, targets: Tensor, **_: object) -> bool:
     return logits.dim() == 2 and logits.numel() > 0 and not is_low(logits.dtype) and targets.dtype == torch.int64
 
 
-_cpu = CpuFastPath(_torch_equivalent, serves=_torch_serves)
+_cpu = CpuFastPath(_torch_equivalent, serves=_torch_serves, pure=True)
 
 
 @_cpu
