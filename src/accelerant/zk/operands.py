@@ -29,9 +29,9 @@ from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedD
 from accelerant.runtime.host import refuse_masked
 
 __all__ = [
-    "Check", "Operand", "array_operand", "check_of", "encoded_points", "field_operand", "in_threads", "montgomery_points",
-    "moved", "plain_scalars", "point_operand", "points_inward", "points_outward", "scalar_operand", "scalar_words",
-    "spread",
+    "Check", "Operand", "array_operand", "check_of", "encoded_points", "field_operand", "in_threads",
+    "montgomery_points", "moved", "plain_scalars", "point_operand", "points_inward", "points_outward", "scalar_operand",
+    "scalar_words", "spread",
 ]  # fmt: skip
 
 Shape = tuple[int, ...]

@@ -192,7 +192,7 @@ class Prover:
                     inputs = key.public()
                 with stages("blinding"):  # while a device computes the sums
                     public = tuple(field_words.decode(self._field, inputs))
-                    statement = Statement(self.verification_key, public) if verified else None
+                    statement = self._statement(public) if verified else None
                 sum_a, sum_b1 = key.sum("A"), key.sum("B1")
                 with stages("blinding"):
                     a = _sum(g1, self._g1["alpha1"], sum_a, delta1[:1])
@@ -241,6 +241,12 @@ class Prover:
             for curve, points in ((g1, np.concatenate([a, c])), (g2, b2))
         )
         return Proof(self.family, pi_a, pi_b, pi_c, public)
+
+    def _statement(self, public: tuple[int, ...]) -> Statement:
+        statement = Statement(self.verification_key, public)
+        if self._key.label != HOST.label:  # else nothing runs meanwhile
+            statement.prepare()
+        return statement
 
     def _verify(self, statement: Statement, proof: Proof) -> None:
         try:

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from accelerant.algebra.curve import launch
 from accelerant.algebra.curve.encoding import decode_points, encode_points
-from accelerant.algebra.curve.pairing import product, product_is_one
+from accelerant.algebra.curve.pairing import loops, product, product_is_one
 from accelerant.algebra.curve.parameters import Family, family_of
 from accelerant.algebra.curve.reference import multiply
 from accelerant.algebra.curve.weierstrass import Curve
@@ -201,15 +201,26 @@ class Statement:
         self._key, self._family = verification_key, family_of(verification_key.family)
         inputs = _checked_inputs(verification_key, self._family, public, "public")
         self._inputs = _inputs_point(curve_named(self._family.g1.name), verification_key, inputs)
+        self._first = np.stack([verification_key.alpha, self._inputs])
+        self._second = np.stack([verification_key.beta, verification_key.gamma])
+        self._values: U64 | None = None
+
+    def prepare(self) -> None:
+        """Run the Miller loops of the key and the inputs now. All four together take less time."""
+        with _named({"g1_points": ("alpha", "the sum of IC"), "g2_points": _KEY_POINTS}):
+            self._values = loops(self._family, self._first, self._second)
 
     def proved_by(self, proof: Proof) -> bool:
         """Return whether a proof on the key's curve verifies."""
         key, family = self._key, self._family
         a, c = _encoded(family.g1, [proof.a, proof.c], ("pi_a", "pi_c"))
         (b,) = _encoded(family.g2, [proof.b], ("pi_b",))
-        first = np.stack([*_negated(curve_named(family.g1.name), [a]), key.alpha, self._inputs, c])
-        second = np.stack([b, key.beta, key.gamma, key.delta])
-        return _is_one(family, first, second, ("pi_a", "alpha", "the sum of IC", "pi_c"), ("pi_b", *_KEY_POINTS))
+        first, second = np.stack([*_negated(curve_named(family.g1.name), [a]), c]), np.stack([b, key.delta])
+        names = [("pi_a", "pi_c"), ("pi_b", "delta")]
+        if self._values is None:
+            first, second = np.concatenate([first, self._first]), np.concatenate([second, self._second])
+            names = [(*names[0], "alpha", "the sum of IC"), (*names[1], *_KEY_POINTS)]
+        return _is_one(family, first, second, *names, values=self._values)
 
 
 def verify_many(verification_key: VerificationKey, public: Sequence[Sequence[int]], proofs: Sequence[Proof]) -> bool:
@@ -306,9 +317,12 @@ def _negated(group: EllipticCurve, points: Sequence[U64]) -> U64:
     return np.asarray(group.neg(np.stack(list(points)), check=False))
 
 
-def _is_one(family: Family, first: U64, second: U64, first_names: Sequence[str], second_names: Sequence[str]) -> bool:
+def _is_one(
+    family: Family, first: U64, second: U64, first_names: Sequence[str], second_names: Sequence[str],
+    values: U64 | None = None,
+) -> bool:  # fmt: skip
     with _named({"g1_points": first_names, "g2_points": second_names}):
-        return product_is_one(family, first, second)
+        return product_is_one(family, first, second, values=values)
 
 
 _INDEXED = re.compile(r"^(\w+)\[(\d+)\](?: \(flattened\))?")
