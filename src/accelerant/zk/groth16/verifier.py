@@ -216,11 +216,10 @@ class Statement:
         a, c = _encoded(family.g1, [proof.a, proof.c], ("pi_a", "pi_c"))
         (b,) = _encoded(family.g2, [proof.b], ("pi_b",))
         first, second = np.stack([*_negated(curve_named(family.g1.name), [a]), c]), np.stack([b, key.delta])
-        names = [("pi_a", "pi_c"), ("pi_b", "delta")]
         if self._values is None:
             first, second = np.concatenate([first, self._first]), np.concatenate([second, self._second])
-            names = [(*names[0], "alpha", "the sum of IC"), (*names[1], *_KEY_POINTS)]
-        return _is_one(family, first, second, *names, values=self._values)
+        first_names, second_names = ("pi_a", "pi_c", "alpha", "the sum of IC"), ("pi_b", "delta", *_KEY_POINTS)
+        return _is_one(family, first, second, first_names, second_names, self._values)
 
 
 def verify_many(verification_key: VerificationKey, public: Sequence[Sequence[int]], proofs: Sequence[Proof]) -> bool:
