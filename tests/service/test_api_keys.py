@@ -102,7 +102,9 @@ def test_the_service_beyond_loopback(tmp_path):
     with pytest.raises(ConfigError, match="has no API keys"):
         require_keys(ServiceSettings(host="0.0.0.0", directory=tmp_path / "state"))
     store = KeyStore(tmp_path / "state/keys.json")
-    field = json.loads(keys(tmp_path / "state", "create", "--name", "a", "--scope", "field", "--json"))
+    field = json.loads(
+        keys(tmp_path / "state", "create", "--name", "a", "--scope", "field", "--scope", "monitor", "--json")
+    )
     _, secret = store.create("b", ["admin"], rate=1, burst=2)
     listed = json.loads(keys(tmp_path / "state", "list", "--json"))
     assert [key["name"] for key in listed] == ["a", "b"]
@@ -146,8 +148,11 @@ def test_the_service_beyond_loopback(tmp_path):
         limited = next(answer for answer in statuses if answer.status_code == 429)
         assert int(limited.headers["retry-after"]) >= 1
 
-        store.revoke(field["id"])
-        time.sleep(1.2)
+        with http.stream("GET", "/events", headers=bearer) as events:
+            lines = events.iter_lines()
+            assert next(lines) == "event: start"
+            store.revoke(field["id"])
+            assert "event: state" in list(lines)  # which ends
         assert http.get("/v2", headers=bearer).status_code == 401
     assert server.stop() == 0
     log = "\n".join(server.lines)

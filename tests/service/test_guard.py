@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import logging
 import socket
 import struct
 import time
@@ -14,7 +15,7 @@ import pytest
 
 from accelerant.service.bodies import ARROW, BINARY, NPY, SAFETENSORS
 from accelerant.service.errors import Refused
-from accelerant.service.guard import Guard, RequestRecord
+from accelerant.service.guard import Guard, RequestRecord, _Formatter
 from accelerant.service.infer import Answer, Inference
 from accelerant.service.keys import KeyStore
 from accelerant.service.settings import ServiceSettings
@@ -238,6 +239,12 @@ def test_large_or_deep_json_is_refused(http):
     assert http.post(MUL, content=long, headers={"content-type": "application/json"}).status_code == 400
 
 
+def test_bfloat16_is_refused_with_what_to_send(http):
+    body, headers = kserve([entry([2], 4) | {"datatype": "BF16"}], bytes(4))
+    answer = http.post(MUL, content=body, headers=headers)
+    assert (answer.status_code, "send float32" in answer.json()["error"]) == (400, True)
+
+
 def test_paths_do_not_leave_their_folders(http):
     for path in (
         "/dashboard/../../etc/passwd",
@@ -336,8 +343,11 @@ def test_a_long_answer_is_sent_in_parts_and_counted_until_it_is_read(tmp_path, r
         asyncio.run(guard(scope, None, send))
         assert seen == [(1 << 20, True, size), (1 << 20, True, size), (1 << 20, False, size)]
     else:
-        with pytest.raises(Refused, match="was not read"):  # uvicorn closes the connection
+        with pytest.raises(Refused, match="was not read") as caught:  # uvicorn closes the connection, and logs it
             asyncio.run(guard(scope, None, send))
+        record = logging.LogRecord("uvicorn.error", 40, "", 0, "Exception\n", (), caught._excinfo)
+        assert _Formatter("text").format(record).count("\n") == 0
+        assert json.loads(_Formatter("json").format(record))["message"].startswith("Exception: the answer was not read")
     assert inference.held_bytes == 0
 
 

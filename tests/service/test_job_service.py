@@ -25,6 +25,7 @@ from accelerant.service.errors import (
     WorkerLost,
 )
 from accelerant.service.jobs.model import JobRequest, JobState
+from accelerant.service.jobs.workers import WorkerProcess
 
 X = np.arange(100, 1124, dtype=np.uint64)
 
@@ -45,6 +46,16 @@ async def started(service, job):
         while (job := await service.get(job.id, None)).state is not JobState.RUNNING:
             await asyncio.sleep(0.02)
     return job
+
+
+def test_a_job_is_not_sent_to_a_worker_that_is_starting():
+    """It would run beside its repetition, whose end the first one's would be taken for."""
+    nothing = dict.fromkeys(("started", "idle", "lost", "progressed"))
+    worker = WorkerProcess("cpu", "cpu", "served:OPERATIONS", **nothing)
+    sent = []
+    worker._send = sent.append
+    end = asyncio.run(worker.run_job({"id": "a"}, None))
+    assert (end["suspect"], worker.job, sent) == (True, None, [])
 
 
 def files(service):

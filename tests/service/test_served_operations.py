@@ -3,6 +3,7 @@
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ import torch
 
 import accelerant
 from accelerant import zk
+from accelerant.config import settings
 from accelerant.errors import ShapeError
 from accelerant.privacy.he import paillier
+from accelerant.service import operations
 from accelerant.service.bodies import BINARY, read_kserve, write_kserve
 from accelerant.service.operations import OPERATIONS
 
@@ -126,6 +129,13 @@ def test_epsilon(http):
     assert call(http, "privacy_epsilon", parameters=parameters | {"sigma": 0})["epsilon"].tolist() == [np.inf]
     answer = http.post("/v2/models/privacy_epsilon/infer", json={"parameters": parameters | {"sigma": 0}})
     assert answer.json()["outputs"][0]["data"] == ["Infinity"]
+
+
+def test_the_tokenizer_of_an_uploaded_text_goes_with_the_job(tmp_path, monkeypatch):
+    monkeypatch.setattr(operations, "_trained", lambda inputs, parameters, context: settings().cache_dir)
+    context = SimpleNamespace(directory=tmp_path)
+    assert OPERATIONS["train"].run({"text": np.zeros(1, np.uint8)}, None, context) == tmp_path / "cache"
+    assert OPERATIONS["train"].run({}, None, context) == settings().cache_dir != tmp_path / "cache"
 
 
 def test_training_then_generation(http, models):

@@ -135,11 +135,20 @@ def test_request_ids_are_kept_and_logged(http, server):
     assert (record["method"], record["path"], record["status"], record["key_id"]) == ("GET", "/v2", 200, "anonymous")
 
 
-def test_the_server_process_does_not_load_torch():
+def test_neither_the_server_nor_a_worker_of_integers_loads_torch():
+    """Its import takes seconds, in which a worker that was killed answers nothing."""
     program = """if True:
         import sys
+        import types
+        import numpy as np
         import accelerant.service.app
-        from accelerant.service import telemetry
+        from accelerant.service import operations, telemetry
+        from accelerant.service.jobs import worker
+        operations.warm(worker.find_devices("cpu")[0])
+        x, context = np.arange(1, 9, dtype=np.uint64), types.SimpleNamespace(device="cpu")
+        for name, inputs in (("field_inv", {"x": x}), ("ntt", {"x": x})):
+            operation = operations.OPERATIONS[name]
+            operation.run(inputs, operation.parameters(), context)
         from accelerant.runtime.monitoring.monitor import sample
         sample(*telemetry._present(["cpu:0"]))
         assert "torch" not in sys.modules

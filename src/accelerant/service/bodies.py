@@ -42,6 +42,7 @@ DATATYPES: dict[str, np.dtype[Any]] = {
 """KServe's names of dtypes."""
 
 _NAMES = {dtype: name for name, dtype in DATATYPES.items()}
+_NO_BF16 = ": NumPy, in whose arrays the service keeps tensors, has no bfloat16; send float32"
 _DIMENSIONS_MOST, _TENSORS_MOST = 8, 64
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _NON_FINITE = ("NaN", "Infinity", "-Infinity")
@@ -124,6 +125,7 @@ def _declared(entry: Any, key: str) -> tuple[str, tuple[int, ...], str, int | No
     if datatype not in DATATYPES and datatype != "BYTES":
         raise FormatError(
             f"tensor {clipped(name)}: datatype must be BYTES or one of {', '.join(DATATYPES)}; got {clipped(datatype)}"
+            f"{_NO_BF16 if datatype == 'BF16' else ''}"
         )
     sent = parameters.get("binary_data_size")
     if sent is not None and (type(sent) is not int or sent < 0):
@@ -288,7 +290,8 @@ def _read_safetensors(body: bytes) -> Values:
         raise FormatError(f"the body is not safetensors: {clipped(str(error))}") from None
     for name, entry in entries:
         if entry["dtype"] not in names:
-            raise FormatError(f"tensor {clipped(name)}: dtype {entry['dtype']} is none of {', '.join(names)}")
+            hint = _NO_BF16 if entry["dtype"] == "BF16" else ""
+            raise FormatError(f"tensor {clipped(name)}: dtype {entry['dtype']} is none of {', '.join(names)}{hint}")
         dtype = DATATYPES[names[entry["dtype"]]]
         values[name] = _viewed(name, memoryview(entry["data"]), _shape(name, entry["shape"]), dtype)
     return values

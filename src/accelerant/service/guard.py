@@ -40,6 +40,7 @@ __all__ = [
     "guarded_protocol",
     "log_to",
     "read_body",
+    "token_of",
 ]
 
 _LOG = logging.getLogger("accelerant.service")
@@ -194,7 +195,7 @@ class Guard:
         origin, host = fields.get(b"origin"), fields.get(b"host", b"").decode("latin-1")
         if origin is not None and _netloc(origin.decode("latin-1")) != host:
             raise Refused(403, "Forbidden", "pages of other sites may not call this service")
-        token = _token(fields)
+        token = token_of(fields)
         if token is None and not self.keys.exists and self._loopback:
             if fields.keys() & _FORWARDED:
                 raise Refused(403, "Forbidden", "a proxy's requests may be anybody's: make API keys for them")
@@ -238,7 +239,8 @@ def _inferred(scope: Scope) -> str | None:
     return None if "/" in name or not name else name
 
 
-def _token(fields: Mapping[bytes, bytes]) -> str | None:
+def token_of(fields: Mapping[bytes, bytes]) -> str | None:
+    """Return the API key that headers have."""
     bearer = fields.get(b"authorization")
     if bearer is not None and bearer[:7].lower() == b"bearer ":
         return bearer[7:].strip().decode("latin-1")
@@ -435,6 +437,9 @@ class _Formatter(logging.Formatter):
         self._json = style == "json"
 
     def format(self, entry: logging.LogRecord) -> str:
+        if entry.exc_info and isinstance(error := entry.exc_info[1], Refused):  # uvicorn's, of an answer that had begun
+            message = f"{entry.getMessage().strip()}: {error}"
+            entry = logging.makeLogRecord({**vars(entry), "msg": message, "args": (), "exc_info": None})
         if not self._json:
             return super().format(entry).replace("\n", "\n  ")
         line: dict[str, Any] = {"time": round(entry.created, 6), "level": entry.levelname.lower()}

@@ -7,7 +7,7 @@ data needs the scope "monitor" where the service demands keys.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response, StreamingResponse
 
-from accelerant.service.guard import authorize
+from accelerant.service.guard import authorize, token_of
 from accelerant.service.telemetry import Telemetry
 
 __all__ = ["router"]
@@ -101,10 +101,15 @@ async def events(request: Request) -> StreamingResponse:
     """Stream "start", then "state" once a second, and "job" and "ledger" when they change."""
     caller = authorize(request, "monitor")
     stream = _telemetry(request).events(caller.key_id)
+    token, keys = token_of(request.scope["state"]["fields"]), request.app.state.keys
+    valid = lambda: not keys.exists if token is None else keys.verify(token) is not None  # noqa: E731
     headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # nginx would collect them
-    return StreamingResponse(_encoded(stream), media_type="text/event-stream", headers=headers)
+    return StreamingResponse(_encoded(stream, valid), media_type="text/event-stream", headers=headers)
 
 
-async def _encoded(stream: AsyncIterator[tuple[str, dict[str, Any]]]) -> AsyncIterator[str]:
+async def _encoded(stream: AsyncIterator[tuple[str, dict[str, Any]]], valid: Callable[[], bool]) -> AsyncIterator[str]:
+    """Yield events as text, until the caller's key is not valid any more."""
     async for name, data in stream:
+        if not valid():
+            return
         yield f"event: {name}\ndata: {json.dumps(data)}\n\n"
