@@ -15,29 +15,67 @@
  * then the number of pieces. A piece is (bin, first entry). binned[position] = key in the bin << 32 | entry.
  * Bound by memory: 44 bytes per entry; 16 bytes of them in runs of about 8 entries. */
 
-/* Grid: `windows` times as many blocks as hold n entries, MSM_EACH per thread, a block's threads apart. Neighbouring blocks are of
- * different windows, so that fewer add to one bin at once. */
+#define MSM_NO_ENTRY (~(u64)0)
+#define MSM_IS_ENTRY(entry) ((u32)((entry) >> 32) != MSM_NONE)
+
+/* size[g] = number of a block's entries of group g, a bin or a bucket, g < groups; ranks[k] = number of those counted before
+ * found[k], whose group is MSM_GROUP_OF, or MSM_NO_ENTRY; and `filled`, whether there is an entry. A thread adds all its entries of
+ * one group at once: if most entries are of few groups, as those of equal scalars are, single additions contend for counters. */
+#define MSM_COUNT(groups)                                                                              \
+    ACL_LOCAL u32 size[groups];                                                                        \
+    ACL_LOCAL u32 filled;                                                                              \
+    u32 ranks[MSM_EACH], common = MSM_NONE, before_thread = 0;                                         \
+    for (i32 k = thread; k < (groups); k += MSM_BLOCK) {                                               \
+        size[k] = 0;                                                                                   \
+    }                                                                                                  \
+    if (thread == 0) {                                                                                 \
+        filled = 0;                                                                                    \
+    }                                                                                                  \
+    acl_barrier();                                                                                     \
+    for (i32 k = 0; k < MSM_EACH; k++) {                                                               \
+        common = MSM_IS_ENTRY(found[k]) ? (u32)(MSM_GROUP_OF(found[k])) : common;                        \
+    }                                                                                                  \
+    for (i32 k = 0; k < MSM_EACH; k++) {                                                               \
+        before_thread += (u32)(MSM_GROUP_OF(found[k])) == common;                                      \
+    }                                                                                                  \
+    if (common != MSM_NONE) {                                                                          \
+        filled = 1;                                                                                    \
+        before_thread = acl_atomic_add_u32(&size[common], before_thread);                              \
+    }                                                                                                  \
+    for (i32 k = 0; k < MSM_EACH; k++) {                                                               \
+        u32 group = (u32)(MSM_GROUP_OF(found[k]));                                                     \
+        if (group == common) {                                                                         \
+            ranks[k] = before_thread++;                                                                \
+        } else if (MSM_IS_ENTRY(found[k])) {                                                            \
+            ranks[k] = acl_atomic_add_u32(&size[group], 1);                                            \
+        }                                                                                              \
+    }                                                                                                  \
+    acl_barrier();
+
+/* The entries of a block of digits, MSM_EACH per thread, a block's threads apart, each with its key from that of the first `bin` of
+ * the window. Grid: `windows` times as many blocks as hold n entries. Neighbouring blocks are of different windows, so that fewer
+ * add to one bin at once. */
+#define MSM_OF_DIGITS(stride)                                                                          \
+    i32 thread = acl_local_id();                                                                       \
+    i64 w = acl_group_id() % windows;                                                                  \
+    i64 first = acl_group_id() / windows * MSM_PIECE + thread;                                         \
+    i64 bin = w * spread >> bin_bits, key = w * spread - 1 - (bin << bin_bits);                        \
+    u64 found[MSM_EACH];                                                                               \
+    for (i32 k = 0; k < MSM_EACH; k++) {                                                               \
+        i64 i = first + k * MSM_BLOCK;                                                                 \
+        u32 digit = i < n ? digits[w * n + i] : 0;                                                     \
+        u32 bucket = digit & 0x7fffffff;                                                               \
+        u32 entry = (u32)(i + w * (stride)) | (digit & 0x80000000);                                    \
+        found[k] = bucket ? (u64)(key + bucket) << 32 | entry : MSM_NO_ENTRY;                          \
+    }                                                                                                  \
+    MSM_COUNT(MSM_BINS)
+
+#define MSM_GROUP_OF(entry) ((entry) >> 32 >> bin_bits)
+
 ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_count(ACL_GLOBAL const u32 *digits, ACL_GLOBAL u32 *counts, i64 bins, i64 n, i64 windows,
                                                i64 spread, i32 bin_bits) {
-    ACL_LOCAL u32 size[MSM_BINS];
-    i32 thread = acl_local_id();
-    i64 w = acl_group_id() % windows;
-    i64 first = acl_group_id() / windows * MSM_PIECE + thread;
-    i64 bin = w * spread >> bin_bits, key = w * spread - 1 - (bin << bin_bits);
-    for (i32 k = thread; k < MSM_BINS; k += MSM_BLOCK) {
-        size[k] = 0;
-    }
-    acl_barrier();
-#pragma unroll
-    for (i32 k = 0; k < MSM_EACH; k++) {
-        i64 i = first + k * MSM_BLOCK;
-        u32 bucket = i < n ? digits[w * n + i] & 0x7fffffff : 0;
-        if (bucket) {
-            acl_atomic_add_u32(&size[(key + bucket) >> bin_bits], 1);
-        }
-    }
-    acl_barrier();
-    for (i32 k = thread; k < MSM_BINS; k += MSM_BLOCK) {
+    MSM_OF_DIGITS(0)
+    for (i32 k = thread; filled && k < MSM_BINS; k += MSM_BLOCK) {
         if (size[k]) {
             acl_atomic_add_u32(&counts[bins + bin + k], size[k]);
         }
@@ -71,12 +109,11 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_pieces(ACL_GLOBAL u32 *counts, ACL_GLOB
     }
 }
 
-#define MSM_NO_ENTRY (~(u64)0)
-
-/* Order a block's entries by group, a bin or a bucket, in local memory, and write them to out. size[g] is the number of entries
- * of group g, found[k] an entry, whose group is MSM_GROUP_OF, or MSM_NO_ENTRY, and ranks[k] its position in the group.
- * MSM_POSITION(g, count) is the position of the group's first entry in out. A thread has `own` consecutive groups. */
+/* After MSM_COUNT order the entries by group in local memory, and write them to out. MSM_POSITION(g, count) is the position of the
+ * group's first entry in out. A thread has `own` consecutive groups. */
 #define MSM_WRITE_BY_GROUP(own, out, value)                                                            \
+    ACL_LOCAL u32 tile[MSM_BLOCK];                                                                     \
+    ACL_LOCAL u64 staged[MSM_PIECE];                                                                   \
     u32 here[own], sum = 0;                                                                            \
     for (i32 k = 0; k < own; k++) {                                                                    \
         here[k] = size[own * thread + k];                                                              \
@@ -108,106 +145,53 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_pieces(ACL_GLOBAL u32 *counts, ACL_GLOB
         out[(i64)(u32)(size[MSM_GROUP_OF(entry)] + i)] = value;                                        \
     }
 
-/* Grid: as msm_count. A block reserves its part of each bin by one addition. */
+/* A block reserves its part of each bin by one addition. */
 ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_partition(ACL_GLOBAL const u32 *digits, ACL_GLOBAL u32 *counts, ACL_GLOBAL u64 *binned,
                                                    i64 bins, i64 n, i64 windows, i64 spread, i64 stride, i32 bin_bits) {
-    ACL_LOCAL u32 size[MSM_BINS];
-    ACL_LOCAL u32 tile[MSM_BLOCK];
-    ACL_LOCAL u64 staged[MSM_PIECE];
-    i32 thread = acl_local_id();
-    i64 w = acl_group_id() % windows;
-    i64 first = acl_group_id() / windows * MSM_PIECE + thread;
-    i64 bin = w * spread >> bin_bits, key = w * spread - 1 - (bin << bin_bits);
-    u64 found[MSM_EACH], in_bin = (((u64)1 << bin_bits) - 1) << 32 | 0xffffffff;
-    u32 ranks[MSM_EACH];
-    for (i32 k = thread; k < MSM_BINS; k += MSM_BLOCK) {
-        size[k] = 0;
+    MSM_OF_DIGITS(stride)
+    if (!filled) {
+        return;
     }
-    acl_barrier();
-#pragma unroll
-    for (i32 k = 0; k < MSM_EACH; k++) {
-        i64 i = first + k * MSM_BLOCK;
-        u32 digit = i < n ? digits[w * n + i] : 0;
-        u32 bucket = digit & 0x7fffffff;
-        u32 entry = (u32)(i + w * stride) | (digit & 0x80000000);
-        found[k] = bucket ? (u64)(key + bucket) << 32 | entry : MSM_NO_ENTRY;
-        ranks[k] = bucket ? acl_atomic_add_u32(&size[(key + bucket) >> bin_bits], 1) : 0;
-    }
-    acl_barrier();
-#define MSM_GROUP_OF(entry) ((entry) >> 32 >> bin_bits)
+    u64 in_bin = (((u64)1 << bin_bits) - 1) << 32 | 0xffffffff;
 #define MSM_POSITION(group, count) acl_atomic_add_u32(&counts[bins + bin + (group)], count)
     MSM_WRITE_BY_GROUP(MSM_BINS_PER_THREAD, binned, (entry & in_bin))
 #undef MSM_GROUP_OF
 #undef MSM_POSITION
 }
 
-/* The piece of a block: its bin, and its entries from `begin` to `end`, none beyond the last piece. */
+/* The entries of a block's piece, of bin `bin`, each with its key in the bin. Grid: one block per piece; those beyond the last piece
+ * end. */
 #define MSM_OF_PIECE                                                                                   \
-    i64 piece = acl_group_id(), bin = 0;                                                               \
-    u32 begin = 0, end = 0;                                                                            \
-    if (piece < counts[bins + count]) {                                                                \
-        bin = pieces[2 * piece];                                                                       \
-        begin = pieces[2 * piece + 1];                                                                 \
-        end = counts[bins + bin] - begin < MSM_PIECE ? counts[bins + bin] : begin + MSM_PIECE;         \
-    }
+    i32 thread = acl_local_id();                                                                       \
+    i64 piece = acl_group_id();                                                                        \
+    if (piece >= counts[bins + count]) {                                                               \
+        return;                                                                                        \
+    }                                                                                                  \
+    i64 bin = pieces[2 * piece];                                                                       \
+    u32 begin = pieces[2 * piece + 1];                                                                 \
+    u32 end = counts[bins + bin] - begin < MSM_PIECE ? counts[bins + bin] : begin + MSM_PIECE;         \
+    u64 found[MSM_EACH];                                                                               \
+    for (i32 k = 0; k < MSM_EACH; k++) {                                                               \
+        u32 i = begin + thread + k * MSM_BLOCK;                                                        \
+        found[k] = i < end ? binned[i] : MSM_NO_ENTRY;                                                 \
+    }                                                                                                  \
+    MSM_COUNT(MSM_BIN_KEYS)
 
-/* Grid: one block per piece. */
+#define MSM_GROUP_OF(entry) ((entry) >> 32)
+
 ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_rank_bins(ACL_GLOBAL const u64 *binned, ACL_GLOBAL const u32 *pieces,
                                                    ACL_GLOBAL u32 *counts, ACL_GLOBAL u32 *before, i64 bins, i64 count,
                                                    i32 bin_bits) {
-    ACL_LOCAL u32 size[MSM_BIN_KEYS];
-    i32 thread = acl_local_id();
     MSM_OF_PIECE
     for (i32 k = thread; k < 1 << bin_bits; k += MSM_BLOCK) {
-        size[k] = 0;
-    }
-    acl_barrier();
-    u32 key[MSM_EACH];
-#pragma unroll
-    for (i32 k = 0; k < MSM_EACH; k++) {
-        u32 i = begin + thread + k * MSM_BLOCK;
-        key[k] = i < end ? (u32)(binned[i] >> 32) : MSM_NONE;
-    }
-#pragma unroll
-    for (i32 k = 0; k < MSM_EACH; k++) {
-        if (key[k] != MSM_NONE) {
-            acl_atomic_add_u32(&size[key[k]], 1);
-        }
-    }
-    acl_barrier();
-    if (begin < end) {
-        for (i32 k = thread; k < 1 << bin_bits; k += MSM_BLOCK) {
-            before[(piece << bin_bits) + k] = size[k] ? acl_atomic_add_u32(&counts[(bin << bin_bits) + k], size[k]) : 0;
-        }
+        before[(piece << bin_bits) + k] = size[k] ? acl_atomic_add_u32(&counts[(bin << bin_bits) + k], size[k]) : 0;
     }
 }
 
-/* Grid: as msm_rank_bins. */
 ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_scatter_bins(ACL_GLOBAL const u64 *binned, ACL_GLOBAL const u32 *pieces,
                                                       ACL_GLOBAL const u32 *counts, ACL_GLOBAL const u32 *before,
                                                       ACL_GLOBAL u32 *sorted, i64 bins, i64 count, i32 bin_bits) {
-    ACL_LOCAL u32 size[MSM_BIN_KEYS];
-    ACL_LOCAL u32 tile[MSM_BLOCK];
-    ACL_LOCAL u64 staged[MSM_PIECE];
-    i32 thread = acl_local_id();
     MSM_OF_PIECE
-    u64 found[MSM_EACH];
-    u32 ranks[MSM_EACH];
-    for (i32 k = thread; k < MSM_BIN_KEYS; k += MSM_BLOCK) {
-        size[k] = 0;
-    }
-    acl_barrier();
-#pragma unroll
-    for (i32 k = 0; k < MSM_EACH; k++) {
-        u32 i = begin + thread + k * MSM_BLOCK;
-        found[k] = i < end ? binned[i] : MSM_NO_ENTRY;
-    }
-#pragma unroll
-    for (i32 k = 0; k < MSM_EACH; k++) {
-        ranks[k] = found[k] != MSM_NO_ENTRY ? acl_atomic_add_u32(&size[found[k] >> 32], 1) : 0;
-    }
-    acl_barrier();
-#define MSM_GROUP_OF(entry) ((entry) >> 32)
 #define MSM_POSITION(group, size_here) (counts[(bin << bin_bits) + (group)] + before[(piece << bin_bits) + (group)])
     MSM_WRITE_BY_GROUP(MSM_KEYS_PER_THREAD, sorted, (u32)entry)
 #undef MSM_GROUP_OF

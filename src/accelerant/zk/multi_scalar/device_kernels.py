@@ -24,7 +24,7 @@ SORT_BLOCK = 256  # threads of a block of sort.c and bins.c, a power of two
 ENTRIES_PER_THREAD = 4  # entries of a thread of msm_rank and msm_scatter
 PIECE = 4096  # entries of a block of bins.c, in 32 KiB of local memory; a multiple of SORT_BLOCK
 MAX_WINDOW_BINS = 2048  # largest number of bins of a set of buckets, whose counters are in local memory, too
-BINS_LOCAL_BYTES = 4 * (MAX_WINDOW_BINS + SORT_BLOCK) + 4 * SORT_BLOCK + 8 * PIECE  # of a block of msm_partition
+BINS_LOCAL_BYTES = 4 * (MAX_WINDOW_BINS + SORT_BLOCK) + 4 * SORT_BLOCK + 8 * PIECE + 8  # of a block of msm_partition
 MAX_BIN_BITS = 10  # log2 of the largest number of keys of a bin, likewise
 TILE = 1024  # keys of a block of msm_tiles and msm_segments; a multiple of SORT_BLOCK
 MAX_SEGMENT_UNITS = 1024  # largest number of units of a segment
@@ -63,7 +63,7 @@ _AFFINE = {
     "msm_affine_round": ("*u64", "*u32", "*u32", "*u64", "*u64", "*u64", "*u64", *("i64",) * 3, *("i32",) * 3),
 }
 _FOLD = {
-    "msm_combine": ("*u32", "*u32", "*u64", "i64", "i64"),
+    "msm_combine": ("*u32", "*u32", "*u64", "i64", "i64", "i32"),
     "msm_reduce": ("*u64", "*u64", "*u64", "*u64", "i64", "i64", "i32", "i32", "i32"),
 }
 _MULTIPLES = {"msm_multiples": ("*u64", "*u64", "i64", "i64", "i64", "i32")}

@@ -30,6 +30,10 @@ addresses and for the many 32-bit moves between products. Where rows are consecu
 to within 12%. BLS12-381's products cost 2.2 times as much and its bytes 1.5 times: two rounds gain 6 to 9% at 2^22
 points. ROUNDS has all measurements and decides.
 
+Skewed scalars (benchmarks/results/msm-h200.txt): with 2^22 equal ones a thread of msm_segments had 16,384 segments to
+write, a block of msm_combine as many to add, and the entries of a block of bins.c one counter; 14.1 ms, with each of
+these shared or done at once 12.6. Scalars of 0 and 1 take 2.2 ms, and 3.1 before; uniform ones 12.1 both ways.
+
 Also tried, for BN254: blocks that compute their own inversions, so that a round is one kernel and no product is written
 and read again. Round 0 then takes 7.3 to 8.5 ms: a block waits for its inversion, and no other fits beside it.
 
@@ -529,7 +533,10 @@ def _sum_launches(curve: Curve[Any], p: DevicePlan, first: int) -> Iterator[MsmL
     source, threads = kernels.fold_source(curve, p.fold_inlined), kernels.reduce_block(curve)
     groups, blocks = min(_COMBINE_BLOCKS, p.heavy), p.blocks(threads)
     if groups:
-        yield MsmLaunch(source, "msm_combine", groups, threads, ("heavy", "counts", "sums"), (p.keys, groups))
+        for again in (0, 1):
+            yield MsmLaunch(
+                source, "msm_combine", groups, threads, ("heavy", "counts", "sums"), (p.keys, groups, again)
+            )
     last = int(blocks == 1)
     arrays = ("sums", "sums", "results" if last else "plain", "weighted")
     yield MsmLaunch(source, "msm_reduce", p.sets * blocks, threads, arrays, (p.buckets, blocks, p.per_thread, 0, last))

@@ -25,14 +25,19 @@ typedef struct {
         }                                                                                              \
     }
 
-/* Grid: `groups` blocks of a power of two threads. A thread sums a heavy bucket of few segments, a block one of many. */
+/* Grid: `groups` blocks of a power of two threads. A thread sums a heavy bucket of few segments, blocks one of many: with fewer
+ * lines than blocks each sums a share, in place of its first segment, and a second launch, `again`, the shares. */
 ACL_KERNEL ACL_BLOCK(MSM_REDUCE_BLOCK) void msm_combine(ACL_GLOBAL const u32 *heavy, ACL_GLOBAL const u32 *counts,
-                                                        ACL_GLOBAL u64 *sums, i64 keys, i64 groups) {
+                                                        ACL_GLOBAL u64 *sums, i64 keys, i64 groups, i32 again) {
     ACL_LOCAL COORD_slot tile[MSM_REDUCE_BLOCK];
     i32 thread = acl_local_id();
     i64 lines = counts[keys + MSM_HEAVY];
+    i64 shares = lines && lines < groups ? groups / lines : 1;
+    if (again && shares == 1) {
+        return;
+    }
 #pragma unroll 1
-    for (i64 line = acl_global_id(); line < lines; line += groups * acl_local_size()) {
+    for (i64 line = acl_global_id(); line < lines && !again; line += groups * acl_local_size()) {
         u32 begin = heavy[3 * line + 1], parts = heavy[3 * line + 2];
         if (parts <= MSM_FEW) {
             COORD_xyzz sum = COORD_xyzz_load(sums, begin);
@@ -45,20 +50,25 @@ ACL_KERNEL ACL_BLOCK(MSM_REDUCE_BLOCK) void msm_combine(ACL_GLOBAL const u32 *he
         }
     }
 #pragma unroll 1
-    for (i64 line = acl_group_id(); line < lines; line += groups) {
+    for (i64 item = acl_group_id(); item < (again ? lines : lines * shares); item += groups) {
+        i64 line = again ? item : item / shares;
         u32 begin = heavy[3 * line + 1], parts = heavy[3 * line + 2];
-        if (parts <= MSM_FEW) {
+        u32 each = (parts + (u32)shares - 1) / (u32)shares;
+        each = each < (u32)acl_local_size() ? (u32)acl_local_size() : each;
+        u32 low = again ? 0 : (u32)(item % shares) * each, high = again || low + each > parts ? parts : low + each;
+        u32 step = again ? each : 1;
+        if (parts <= MSM_FEW || low >= high) {
             continue;
         }
         COORD_xyzz sum = COORD_xyzz_infinity();
 #pragma unroll 1
-        for (u32 part = thread; part < parts; part += acl_local_size()) {
+        for (u32 part = low + thread * step; part < high; part += acl_local_size() * step) {
             COORD_xyzz other = COORD_xyzz_load(sums, (i64)begin + part);
             COORD_xyzz_add(&sum, &other);
         }
         COORD_SUM_OF_BLOCK(sum)
         if (thread == 0) {
-            COORD_xyzz_store(sums, heavy[3 * line], sum);
+            COORD_xyzz_store(sums, again || shares == 1 ? heavy[3 * line] : (i64)begin + low, sum);
         }
         acl_barrier();
     }

@@ -169,15 +169,33 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_scan(ACL_GLOBAL u32 *counts, ACL_GLOBAL
     }
 }
 
-/* Grid: one block per tile, as msm_tiles; a thread has consecutive keys. A point of `sums` has `words` words. */
+#define MSM_SEGMENT(line, first_unit, units, sum)                                                      \
+    {                                                                                                  \
+        i64 of_line = 3 * (i64)(line);                                                                 \
+        segments[of_line] = first_unit;                                                                \
+        segments[of_line + 1] = units;                                                                 \
+        segments[of_line + 2] = sum;                                                                   \
+    }
+#define MSM_LONG 64
+#define MSM_LONG_LISTS 32
+
+/* Grid: one block per tile, as msm_tiles; a thread has consecutive keys. A point of `sums` has `words` words. A block together
+ * writes the empty buckets' sums, and the segments of MSM_LONG_LISTS buckets of more than MSM_LONG, each of which would take a
+ * thread as long as all others. */
 ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_segments(ACL_GLOBAL u32 *counts, ACL_GLOBAL const u32 *tiles, ACL_GLOBAL u32 *segments,
                                                   ACL_GLOBAL u32 *heavy, ACL_GLOBAL u64 *sums, ACL_GLOBAL u32 *sorted,
                                                   i64 keys, i32 length, i32 words, i32 rounds) {
     ACL_LOCAL u32 tile[MSM_BLOCK];
     ACL_LOCAL u32 of_length[MSM_LENGTH + 1];
+    ACL_LOCAL u32 empties, empty[MSM_TILE];
+    ACL_LOCAL u32 longs, long_begin[MSM_LONG_LISTS], long_full[MSM_LONG_LISTS], long_target[MSM_LONG_LISTS], long_at[MSM_LONG_LISTS];
     i32 thread = acl_local_id();
     i32 per_thread = MSM_TILE / acl_local_size();
     i64 first = acl_group_id() * MSM_TILE + (i64)thread * per_thread;
+    if (thread == 0) {
+        longs = 0;
+        empties = 0;
+    }
     for (i32 l = thread; l <= length; l += acl_local_size()) {
         of_length[l] = 0;
     }
@@ -211,10 +229,9 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_segments(ACL_GLOBAL u32 *counts, ACL_GL
         u32 full = count / length, rest = count % length, parts = full + (rest > 0);
         u32 target = (u32)key;
         counts[key] = (u32)position;
+        empty[key - (i64)acl_group_id() * MSM_TILE] = parts == 0;
         if (parts == 0) {
-            for (i32 k = 0; k < words; k++) {
-                sums[key * words + k] = 0;
-            }
+            empties = 1;
         }
         if (parts > 1) {
             u32 partial = acl_atomic_add_u32(&counts[keys + MSM_PARTIALS], parts);
@@ -224,14 +241,33 @@ ACL_KERNEL ACL_BLOCK(MSM_BLOCK) void msm_segments(ACL_GLOBAL u32 *counts, ACL_GL
             heavy[3 * (i64)line + 1] = target;
             heavy[3 * (i64)line + 2] = parts;
         }
-        i64 at = full ? acl_atomic_add_u32(&of_length[length], full) : 0;
-        for (u32 part = 0; part < parts; part++) {
-            u32 units = part < full ? (u32)length : rest;
-            i64 line = part < full ? at + part : acl_atomic_add_u32(&of_length[rest], 1);
-            segments[3 * line] = begin;
-            segments[3 * line + 1] = units;
-            segments[3 * line + 2] = target + part;
-            begin += units;
+        u32 at = full ? acl_atomic_add_u32(&of_length[length], full) : 0;
+        u32 list = full > MSM_LONG ? acl_atomic_add_u32(&longs, 1) : MSM_LONG_LISTS;
+        if (list < MSM_LONG_LISTS) {
+            long_begin[list] = begin;
+            long_full[list] = full;
+            long_target[list] = target;
+            long_at[list] = at;
+        }
+        for (u32 part = 0; list >= MSM_LONG_LISTS && part < full; part++) {
+            MSM_SEGMENT(at + part, begin + part * length, length, target + part)
+        }
+        if (rest) {
+            MSM_SEGMENT(acl_atomic_add_u32(&of_length[rest], 1), begin + full * length, rest, target + full)
+        }
+        begin += count;
+    }
+    acl_barrier();
+    for (u32 list = 0; list < longs && list < MSM_LONG_LISTS; list++) {
+        for (u32 part = thread; part < long_full[list]; part += acl_local_size()) {
+            MSM_SEGMENT(long_at[list] + part, long_begin[list] + part * length, length, long_target[list] + part)
+        }
+    }
+    i64 tile_key = (i64)acl_group_id() * MSM_TILE;
+    i32 tile_keys = keys - tile_key < MSM_TILE ? (i32)(keys - tile_key) : MSM_TILE;
+    for (i32 k = thread; empties && k < tile_keys * words; k += acl_local_size()) {
+        if (empty[k / words]) {
+            sums[tile_key * words + k] = 0;
         }
     }
 }
