@@ -1,8 +1,9 @@
 """The worker process of a device: it runs short calls and, at the same time, one job.
 
 The server starts it by `python -m accelerant.service.jobs.worker` with one end of a socket pair, on which frames of
-wire.py travel. One thread reads the socket, so that a long call keeps no lease and no stop from the job; one runs the
-short calls, and the main thread runs the job. The arrays of jobs are files, which do not pass through the server.
+wire.py travel. Of two threads one reads the socket while the other runs short calls, so that a long call keeps no lease
+and no stop from the job; the main thread runs the job. The arrays of jobs are files, which do not pass through the
+server.
 
 The process ends when the socket does, so it never outlives its server. A lost device ends it, too: the server starts
 another and repeats the work.
@@ -108,19 +109,19 @@ class Worker:
         self._socket, self.device, self.operations = connection, device, operations
         self._sending = fork_safe(threading.Lock())
         self._jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._calls: queue.SimpleQueue[tuple[list[dict[str, Any]], memoryview]] = queue.SimpleQueue()
+        self._reading = threading.Lock()
         self._running: Context | None = None
         self._worked = threading.Event()  # since the ledger was sent
         self._log = logging.getLogger("accelerant.service.worker")
 
     def run(self, label: str, others: Sequence[str]) -> NoReturn:
-        """Run jobs in this thread and short calls in another, until the socket ends.
+        """Run jobs in this thread and short calls in others, until the socket ends.
 
         `label` is the device's, and `others` name the devices that should have workers, too.
         """
         self.send({"kind": "ready", "device": self.device, "label": label, "others": list(others)})
-        threading.Thread(target=self._read, name="read", daemon=True).start()
-        threading.Thread(target=self._answer_calls, name="calls", daemon=True).start()
+        for name in ("calls", "more"):
+            threading.Thread(target=self._serve, name=name, daemon=True).start()
         threading.Thread(target=self._send_ledger, name="ledger", daemon=True).start()
         while True:
             self._run_job(self._jobs.get())
@@ -161,27 +162,29 @@ class Worker:
             view = view[count:]
         return content
 
-    def _read(self) -> NoReturn:
+    def _serve(self) -> NoReturn:
+        """Read frames in turns with the other thread; the one that reads calls runs them, as a hand-over takes time."""
         while True:
-            head_bytes, body_bytes = wire.PREFIX.unpack(self._receive(wire.PREFIX.size))
-            head = json.loads(self._receive(head_bytes))
-            body = memoryview(self._receive(body_bytes))
-            kind = head["kind"]
-            if kind == "calls":
-                self._calls.put((head["launches"], body))
-            elif kind == "job":
-                self._jobs.put(head)
-            elif (context := self._running) is not None and context._job == head["id"]:
-                if kind == "stop":
-                    context.stop = head["reason"]
-                elif kind == "lease":
-                    context.lease = head["until"]
+            with self._reading:
+                head_bytes, body_bytes = wire.PREFIX.unpack(self._receive(wire.PREFIX.size))
+                content = memoryview(self._receive(head_bytes + body_bytes))
+                head = json.loads(bytes(content[:head_bytes]))
+                self._told(head)
+            if head["kind"] == "calls":
+                self._run_calls(head["launches"], content[head_bytes:])
+
+    def _told(self, head: dict[str, Any]) -> None:
+        """Begin a job, or pass a message to the one that runs."""
+        kind = head["kind"]
+        if kind == "job":
+            self._jobs.put(head)
+        elif kind != "calls" and (context := self._running) is not None and context._job == head["id"]:
+            if kind == "stop":
+                context.stop = head["reason"]
+            elif kind == "lease":
+                context.lease = head["until"]
 
     # --- short calls -------------------------------------------------------------------------------------------------
-
-    def _answer_calls(self) -> NoReturn:
-        while True:
-            self._run_calls(*self._calls.get())
 
     def _run_calls(self, launches: list[dict[str, Any]], body: memoryview) -> None:
         """Run the launches of a batch; one that fails is repeated call by call, to tell which call has the error."""
