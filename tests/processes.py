@@ -9,8 +9,10 @@ import os
 import sys
 import traceback
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -20,6 +22,9 @@ def forkserver():
     context = multiprocessing.get_context("forkserver")
     modules = ["accelerant.cli.train", "accelerant.distributed", "accelerant.nn.train.job", "accelerant.privacy.dp"]
     context.set_forkserver_preload([*modules, "torch._dynamo"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET", raising=False)  # the processes of every test would have it
+        ensure_running()
     return context
 
 

@@ -3,10 +3,6 @@
 import gc
 import importlib.util
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +18,7 @@ from accelerant.runtime.compilation.host_c import c_compiler
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS
 from accelerant.runtime.dispatch import operations
 from accelerant.runtime.ledger import ledger
+from processes import results
 from requirements import require_backend
 
 pytestmark = pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) encount:RuntimeWarning")
@@ -431,12 +428,7 @@ def compile_kernels(target):
 def test_kernels_compile(target):
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton has no wheel for this system")
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parent), str(here.parents[1] / "src")])
-    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", f"import test_fusion; test_fusion.compile_kernels({target!r})"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
+    results(compile_kernels, (target,))
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ def test_a_small_run():
     for package in ("fastapi", "uvicorn", "sqlalchemy", "alembic"):
         require_module(package)
     cpu = registry.choose("cpu")
-    suite = ServiceSuite(requests=100, clients=8, minutes=1.0).resolve(cpu)
+    suite = ServiceSuite(requests=100, clients=8, minutes=0.3).resolve(cpu)
     record = Record(Environment.of(cpu), {"copy GB/s": 1.0})
     suite.measure(SuiteRun(cpu, record))
     rows = {(row.op, row.runner): row for row in record.rows}
@@ -27,7 +27,7 @@ def test_a_small_run():
     assert rows["field_mul", "fastapi"].p50 > 0
     assert rows["memory", "accelerant"].p50 < 64
     assert "none lost" in rows["overload", "accelerant"].note
-    assert "2 workers killed" in rows["faults", "accelerant"].note
+    assert "1 workers killed" in rows["faults", "accelerant"].note
 
 
 def test_the_client_reads_answers_in_pieces():
