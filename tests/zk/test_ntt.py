@@ -517,20 +517,3 @@ def test_the_oracles_roots_are_the_tables(field):
     assert ntt_reference([0, 1, *[0] * 6], field=field.name) == [
         pow(FIELDS[field.name].generator, (field.modulus - 1) // n * j, field.modulus) for j in range(n)
     ]
-
-
-def test_several_devices_share_a_batch():
-    """Equal parts of the first axis; one transform stays on the first device."""
-    x = np.random.default_rng(0).integers(0, 2**31 - 2**27, (5, 2, 8), np.uint32)
-    for devices in (["cpu"], ["cpu", "cpu"], ["cpu"] * 7):
-        for words in (x, torch.from_numpy(x.view(np.int32)).view(torch.uint32), x[0, 0]):
-            for options in ({}, {"inverse": True, "coset": 5}):
-                found = ntt(words, "babybear", devices=devices, **options)
-                assert type(found) is type(words)
-                assert np.array_equal(np.asarray(found), np.asarray(ntt(words, "babybear", **options)))
-    x[3, 1, 2] = 2**32 - 1
-    with pytest.raises(FormatError, match=r"\b58\b"):
-        ntt(x, "babybear", devices=["cpu", "cpu"])
-    for wrong in ({"devices": "cpu"}, {"devices": []}, {"devices": ["cpu"], "device": "cpu"}):
-        with pytest.raises(ConfigError, match="devices must be a list of devices"):
-            ntt(x, "babybear", **wrong)

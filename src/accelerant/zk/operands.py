@@ -6,11 +6,8 @@ Scalars may be secret: no error shows one.
 
 from __future__ import annotations
 
-import contextvars
 import math
 import operator
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,9 +26,8 @@ from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedD
 from accelerant.runtime.host import refuse_masked
 
 __all__ = [
-    "Check", "Operand", "array_operand", "check_of", "encoded_points", "field_operand", "in_threads",
-    "montgomery_points", "moved", "plain_scalars", "point_operand", "points_inward", "points_outward", "scalar_operand",
-    "scalar_words", "spread",
+    "Check", "Operand", "array_operand", "check_of", "encoded_points", "field_operand", "montgomery_points", "moved",
+    "plain_scalars", "point_operand", "points_inward", "points_outward", "scalar_operand", "scalar_words", "spread",
 ]  # fmt: skip
 
 Shape = tuple[int, ...]
@@ -282,15 +278,3 @@ def _integer(value: Any, label: str) -> int:
 
 def _label(index: int, shape: Shape) -> str:
     return f"scalars[{index}]{' (flattened)' * (len(shape) > 1)}" if shape else "scalars"
-
-
-# --- several devices -------------------------------------------------------------------------------------------------
-
-
-def in_threads(call: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
-    """Return call(...) of each row of arguments, in a thread each, with the caller's settings; one in the caller's."""
-    if len(arguments[0]) == 1:
-        return [call(*each) for each in zip(*arguments, strict=True)]
-    with ThreadPoolExecutor(len(arguments[0]), "accelerant-zk") as threads:
-        tasks = [threads.submit(contextvars.copy_context().run, call, *each) for each in zip(*arguments, strict=True)]
-        return [task.result() for task in tasks]

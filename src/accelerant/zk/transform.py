@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from accelerant.algebra.field import FieldArray, PrimeField, prime_field
 from accelerant.algebra.field.launch import cuda_space
-from accelerant.algebra.field.memory_space import HOST, MemorySpace, Verdict, is_tensor, signed_view, space_at, space_of
+from accelerant.algebra.field.memory_space import MemorySpace, Verdict, is_tensor, signed_view, space_at
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.words import check_words, decode, element_shape
 from accelerant.algebra.ntt.launch import LOG_MOST, transform
 from accelerant.algebra.ntt.plan import ORDERS
-from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
+from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.runtime.provider import ComputeDevice
-from accelerant.zk.operands import in_threads
 
 __all__ = ["ntt"]
 
@@ -32,7 +29,6 @@ def ntt(
     out: Any = None,
     device: str | ComputeDevice | None = None,
     reduce: bool = False,
-    devices: Sequence[str | ComputeDevice] | None = None,
 ) -> Any:
     """Return number-theoretic transforms along the last axis of elements.
 
@@ -56,9 +52,6 @@ def ntt(
             disjoint from it. In natural order all but small transforms need scratch of the same size.
         device: device of the computation; by default that of x.
         reduce: reduce elements that are not below p, which are an error otherwise.
-        devices: several devices, as in ["cuda:0", "cuda:1"], in place of one: each transforms an equal part of the
-            first axis of a batch of words, launched by a thread of its own. One transform is not divided: its elements
-            would cross between devices, which takes longer than its passes over memory.
 
     Returns:
         Canonical words of x's shape, kind and device; a FieldArray for a FieldArray; `out` if given.
@@ -67,17 +60,13 @@ def ntt(
         ShapeError: n is not a power of two, less than 2, or more than 2^27 or the field allows; out does not fit.
         UnsupportedDtype: neither the field's words nor integers.
         FormatError: an element is not below p; names the flattened index.
-        ConfigError: unknown field or order, no field, or a coset that is 0 or not an element of the field; devices
-            with a device, out or a FieldArray.
+        ConfigError: unknown field or order, no field, or a coset that is 0 or not an element of the field.
 
     Time depends on shape, order and coset only. Plans are cached, up to 256 with 2 GiB of twiddles.
     Source: Pollard 1971, Mathematics of Computation 25(114), pages 365 to 374.
     """
     if order not in ORDERS:
         raise ConfigError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
-    if devices is not None:
-        options = {"inverse": inverse, "coset": coset, "order": order, "reduce": reduce}
-        return _shared(x, field, devices, options, refused=device is not None or out is not None)
     if isinstance(x, FieldArray):  # the result stays in Montgomery form
         if field is not None and (field if isinstance(field, str) else field.name) != x.field.name:
             raise ConfigError(f"x is an array of {x.field.name}, not of {field}")
@@ -106,31 +95,6 @@ def ntt(
 
     answer = prime._each(run, (x,), device, reduce)
     return answer if out is None else out
-
-
-def _shared(
-    x: Any, field: Any, devices: Sequence[str | ComputeDevice], options: dict[str, Any], *, refused: bool
-) -> Any:  # fmt: skip
-    """Transform equal parts of a batch on several devices."""
-    if refused or isinstance(devices, str) or not devices or not (is_tensor(x) or isinstance(x, np.ndarray)):
-        raise ConfigError(
-            f"devices must be a list of devices, for words, and neither device nor out be given; got {devices!r}, "
-            f"{type(x).__name__}"
-        )
-    bounds = [len(x) * i // len(devices) for i in range(len(devices) + 1)] if x.ndim else [0]
-    used = [(each, first, last) for each, first, last in zip(devices, bounds, bounds[1:], strict=False) if first < last]
-    if len(used) < 2 or x.ndim < 2:
-        return ntt(x, field, device=devices[0], **options)
-    home = space_of(x) if is_tensor(x) else HOST
-    home.provider.synchronize(home.index)  # the threads' streams do not wait for the caller's
-    try:
-        parts = in_threads(
-            lambda each, first, last: ntt(x[first:last], field, device=each, **options), *zip(*used, strict=True)
-        )
-    except (FormatError, ShapeError):
-        return ntt(x, field, device=devices[0], **options)  # whose error has the whole array's shape and indices
-    home.provider.synchronize(home.index)
-    return np.concatenate(parts) if home is HOST and not is_tensor(x) else sys.modules["torch"].cat(parts)
 
 
 def _checked_at_once(field: Field, x: Any, inverse: bool, order: str) -> Any:

@@ -6,9 +6,11 @@ the scalars, which other users of the same machine may be able to measure.
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -136,7 +138,7 @@ class FixedBase:
             spaces = [space_at(each) for each in devices]
         self.curve, self.n, self.space = curve, _count(self._parameters, operand), spaces[0]
         bounds = [self.n * i // len(spaces) for i in range(len(spaces) + 1)]
-        self._parts = operands.in_threads(
+        self._parts = _in_threads(
             lambda space, first, last: _Part.of(self._parameters, operand, space, level, multiples, first, last),
             spaces, bounds[:-1], bounds[1:],
         )  # fmt: skip
@@ -162,7 +164,7 @@ class FixedBase:
         shares = [[part.share(home, row) for row in rows] for part in parts]
         if home is not HOST:
             home.provider.synchronize(home.index)  # the threads' streams do not wait for the caller's
-        sums = operands.in_threads(lambda part, share: run_sums(part.space, curve, share, part.start), parts, shares)
+        sums = _in_threads(lambda part, share: run_sums(part.space, curve, share, part.start), parts, shares)
         total = functools.reduce(functools.partial(launch.add, HOST, curve), sums)
         return sums_outward(curve, total, self.space, leading, self._kind)
 
@@ -208,6 +210,15 @@ class _Part(NamedTuple):
             words = home.getitem(row, (slice(self.first, self.last),))
             return words if home == self.space else home.store(words)
         return row[self.first : self.last].to(self.space.label)
+
+
+def _in_threads(call: Callable[..., Any], *arguments: Sequence[Any]) -> list[Any]:
+    """Return call(...) of each row of arguments, in a thread each, with the caller's settings; one in the caller's."""
+    if len(arguments[0]) == 1:
+        return [call(*each) for each in zip(*arguments, strict=True)]
+    with ThreadPoolExecutor(len(arguments[0]), "accelerant-msm") as threads:
+        tasks = [threads.submit(contextvars.copy_context().run, call, *each) for each in zip(*arguments, strict=True)]
+        return [task.result() for task in tasks]
 
 
 def scratch_bytes(curve: str, n: int, device: str | ComputeDevice) -> int:
