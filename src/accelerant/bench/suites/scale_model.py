@@ -10,17 +10,17 @@ A collective over p processes, as a ring, sends `messages` one after the other a
 
     time = latency messages + bytes share / bandwidth
 
-(Thakur, Rabenseifner, Gropp 2005, section 4). Latency and bandwidth are fitted to this run. A collective that runs
-beside computation slows it down by `lost` of the collective's time, which is measured too: beside the step itself for
-data parallel steps, elsewhere beside a product of matrices. Then
+(Thakur, Rabenseifner, Gropp 2005, section 4). Latency and bandwidth are fitted to this run. A collective of NCCL that
+runs beside computation slows it down by `lost` of the collective's time, measured beside a product of matrices. Then
 
-    data parallel      alone + sums that the backward pass, two thirds of the step, does not hide; the last bucket's
-                       never is, which holds an embedding tied to the output layer (Li et al. 2020,
-                       arXiv:2006.15704) + two passes over memory of the gradients that are copied into buckets: of
-                       all, or of the last bucket where copy engines sum
+    data parallel      alone + sums that the backward pass, two thirds of the step, does not hide, at least the last
+                       bucket's (Li et al. 2020, arXiv:2006.15704) + the gather of the rows of a tied embedding + passes
+                       over memory: 2 of gradients that are copied into buckets; 5 of gathered rows; where copy engines
+                       sum, 7 (p - 1) / p, of which others read 2, 2 are written and 3 add
     sharded            alone + what hides nothing: the gather of the outer parameters, the scatter of their gradients
                        - the update of the parameters that others hold
-    tensor parallel    alone / p + all collectives, as none is hidden
+    tensor parallel    the weights' bytes over the memory's rate, / p + the rest of the time alone, which each process
+                       has + all collectives, as none is hidden; sums take _IN_STEP times as long as back to back
     context parallel   alone / p + passes over memory that merge p parts + transfers that take longer than the work
 """
 
@@ -42,6 +42,10 @@ PEER_SUM, COPIED = "peer_sum", "copied_sum"
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "send_recv", PEER_SUM, COPIED)
 BESIDE = "all_reduce beside a product"
 """Op of the row that measures both at once; its p50 is the part of the collective's time that the product loses."""
+
+_IN_STEP = 2.0
+"""Time of a small sum between products, in that of sums back to back, whose launches overlap and which start together:
+of two H200 and four H100 decoding with the 8B shape."""
 
 _MOST = 1024
 _BACKWARD = 2 / 3
@@ -127,11 +131,11 @@ class Costs:
         return found[0] if isinstance(found, tuple) else found
 
     def data_parallel_ms(
-        self, alone_ms: float, buckets: Sequence[int], processes: int, lost: float
+        self, alone_ms: float, buckets: Sequence[int], processes: int, row_bytes: int = 0
     ) -> tuple[float, float]:
         """Return the time of a step that sums buckets of these bytes, and the part of it that waits for sums.
 
-        `lost` is the part of a hidden sum's time that this step loses, measured with it.
+        `row_bytes` are of the rows of a tied embedding that each process sends.
         """
         if processes == 1 or not buckets:
             return alone_ms, 0.0
@@ -139,8 +143,12 @@ class Costs:
         times = [link.ms(processes, size) for size in buckets]
         before, hiding = sum(times[:-1]), _BACKWARD * alone_ms
         shown = times[-1] + max(0.0, before - hiding)
-        packing = 2 * (buckets[-1] if link.op == COPIED else sum(buckets)) / self.copy_bytes_per_ms
-        return alone_ms + shown + packing + lost * min(before, hiding), shown
+        passes, lost = 2.0 * sum(buckets) + 5 * processes * row_bytes, self.lost * min(before, hiding)
+        if row_bytes:
+            shown += self.links["all_gather"].ms(processes, processes * row_bytes)
+        if link.op == COPIED:
+            passes, lost = passes + 7 * (processes - 1) / processes * sum(buckets), 0.0
+        return alone_ms + shown + passes / self.copy_bytes_per_ms + lost, shown
 
     def sharded_ms(self, alone_ms: float, block_params: int, outer_params: int, processes: int) -> float:
         """Return the time of a step whose parameters are gathered in bfloat16; gradients are scattered in float32."""
@@ -152,11 +160,15 @@ class Costs:
         return alone_ms + shown + max(0.0, hidden - alone_ms) + self.lost * min(hidden, alone_ms) - update
 
     def tensor_parallel_ms(
-        self, alone_ms: float, layers: int, width_bytes: int, vocabulary: int, processes: int
+        self, alone_ms: float, layers: int, width_bytes: int, vocabulary: int, processes: int, weight_bytes: int = 0
     ) -> float:
-        """Return the time of decoding a token: two sums a layer and the embedding's, and the logits' gather."""
-        sums = (2 * layers + 1) * self._sum(PEER_SUM, processes).ms(processes, width_bytes)
-        return alone_ms / processes + sums + self.links["all_gather"].ms(processes, 4 * vocabulary)
+        """Return the time of decoding a token: two sums a layer and the embedding's, and the logits' gather.
+
+        `weight_bytes` are read for each token; 0 if all of the time is divided.
+        """
+        sums = _IN_STEP * (2 * layers + 1) * self._sum(PEER_SUM, processes).ms(processes, width_bytes)
+        reading = min(alone_ms, weight_bytes / self.copy_bytes_per_ms) if weight_bytes else alone_ms
+        return alone_ms - reading * (1 - 1 / processes) + sums + self.links["all_gather"].ms(processes, 4 * vocabulary)
 
     def context_parallel_ms(self, alone_ms: float, q_bytes: int, kv_bytes: int, processes: int) -> float:
         """Return the time of causal attention forward; `q_bytes` and `kv_bytes` are of a process's queries and keys."""
@@ -172,10 +184,10 @@ def _processes_of(row: Row) -> int:
     return int(row.case.rpartition(", ")[2].split()[0])
 
 
-def outlook(alone_ms: float, buckets: Sequence[int], lost: float, costs: Costs) -> list[str]:
+def outlook(alone_ms: float, buckets: Sequence[int], costs: Costs, row_bytes: int = 0) -> list[str]:
     """Return notes: predicted efficiencies to 1,024 processes, and where communication is half of a step."""
     sizes = [2**k for k in range(1, _MOST.bit_length())]
-    steps = {p: costs.data_parallel_ms(alone_ms, buckets, p, lost) for p in sizes}
+    steps = {p: costs.data_parallel_ms(alone_ms, buckets, p, row_bytes) for p in sizes}
     table = ", ".join(f"{p}: {step:.4g} ms ({alone_ms / step:.2f})" for p, (step, _) in steps.items())
     half = next((p for p, (step, shown) in steps.items() if shown > step / 2), None)
     where = f"from {half} processes on" if half else f"nowhere up to {_MOST} processes"

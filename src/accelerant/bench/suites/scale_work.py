@@ -323,11 +323,8 @@ def _data_batch(
     buckets = ours.step.bucket_bytes
     slowest = this.slowest(before)
     this.emit("step without communication", case, "TrainStep", slowest)
-    lost = _lost(this, timed, alone, buckets)
-    note = "part of the sums' time that the step loses"
-    this.emit("all_reduce beside a step", case, "TrainStep", lost, unit="x", note=note)
     compared = {"alone_ms": statistics.median(slowest), "than": "without communication"}
-    predict = {"buckets": buckets, "lost": statistics.median(lost)}
+    predict = {"buckets": buckets, "row_bytes": ours.step.row_bytes}
     this.emit("step", case, "TrainStep", after, runner=OURS, **compared, predict=["data_parallel", predict], **facts)
     if peer is not None:
         plain = _plain_gpt_step(peer, this)
@@ -335,40 +332,6 @@ def _data_batch(
         name = f"DistributedDataParallel{', torch.compile' * this.gpu}"
         samples = timed(ours, plain)[1]  # in turns with ours: both see the same machine
         this.emit("step", case, name, samples, runner="torch", note="plain PyTorch", **compared)
-
-
-def _lost(this: _Process, timed: Callable[..., list[list[float]]], alone: _GptStep, buckets: list[int]) -> list[float]:
-    """Return the part of the time of sums that a step loses which runs beside them and waits for none of them."""
-    peers = _peer_sums(sum(buckets) // 4, this)
-    flat = torch.zeros(0 if peers else sum(buckets) // 4, device=this.where)
-
-    def start() -> Callable[[], None]:
-        first, works = 0, []
-        for size in (size // 4 for size in buckets):
-            if peers is None:
-                works.append(dist.all_reduce(flat[first : first + size], async_op=True))
-            else:
-                peers.start(first, size)
-            first += size
-
-        def finish() -> None:
-            if peers is not None:
-                peers.finish()
-            for work in works:
-                assert work is not None  # for the type checker: async_op
-                work.wait()
-
-        return finish
-
-    def beside(tokens: Tensor, targets: Tensor) -> Tensor:
-        finish = start()
-        loss = alone(tokens, targets)
-        finish()
-        return loss
-
-    before, both = map(this.slowest, timed(alone, beside))
-    (times,) = this.in_turns([lambda: start()()], together=2)
-    return [max(0.0, (b - a) / ms) for a, b, ms in zip(before, both, this.slowest(times), strict=True)]
 
 
 def _own_rows(data: TokenBatches, batch: int) -> TokenBatches:
@@ -532,6 +495,9 @@ def _tensor(this: _Process) -> None:
     alone, ours = this.in_turns([run.advance for run in runs], together=8)
     case = f"{'Llama 8B' if this.gpu else 'Llama, tiny'}, 1 token after {length}, bfloat16"
     predict = {"layers": config.layers, "width_bytes": 2 * config.width, "vocabulary": config.vocab_size}
+    predict["weight_bytes"] = (
+        2 * sum(each.numel() for each in model.parameters()) - 2 * config.vocab_size * config.width
+    )
     this.compare("decode", case, alone, ours, _TENSOR_X, ["tensor_parallel", predict], error=distance)
 
 

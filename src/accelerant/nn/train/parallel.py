@@ -217,6 +217,12 @@ class GradientReduction:
         """Bytes of each bucket, in the order of the sums."""
         return [bucket.size * bucket.dtype.itemsize for bucket in self._buckets]
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the rows of a table that this process sends in a step."""
+        apart = self._table
+        return 0 if apart is None else apart.count * apart.dtype.itemsize * self._params[apart.index].shape[1]
+
     # --- a table whose gradient has two parts (accelerant.ops.transformer.block.TableSums) ----------------------------
 
     def watch(self) -> None:

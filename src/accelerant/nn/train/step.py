@@ -383,6 +383,11 @@ class TrainStep(GraphedStep):
         """Bytes of the sums of gradients, in their order; empty for one process."""
         return [] if self._reduction is None else self._reduction.bucket_bytes
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a tied embedding's rows that this process sends in a step; 0 where its gradient is summed whole."""
+        return 0 if self._reduction is None else self._reduction.row_bytes
+
     def __call__(self, batches: Sequence[Batch], learning_rate: float) -> StepResult:
         """Do one step; nothing waits for the device.
 
