@@ -211,7 +211,7 @@ def _cases(gpu: bool) -> Iterator[tuple[str, str, Callable[[_UserRun], None]]]:
         models = tuple(replace(case, batch=2, tokens=16) for case in models if case.tokens < 1024)
     yield "first call", "first call msm", _measure_first
     for case in models:
-        yield case.name, f"{case.name} {case.text}", functools.partial(_measure_model, case)
+        yield case.name, f"{case.name} {case.label}", functools.partial(_measure_model, case)
 
 
 # --- ops -------------------------------------------------------------------------------------------------------------
@@ -304,13 +304,12 @@ _TINY = _config(512, 64, 128, 1, 4, 2, head_dim=16)
 
 @dataclass(frozen=True, slots=True)
 class _ModelCase:
-    """Sequences and tokens of a model, under autocast or with weights in bfloat16; compiled after patching, or not."""
+    """Sequences and tokens of a model, under autocast or with weights in bfloat16."""
 
     name: str
     batch: int
     tokens: int
     bfloat16: bool = False
-    compiled: bool = False
 
     @property
     def label(self) -> str:
@@ -318,14 +317,14 @@ class _ModelCase:
         return f"{self.batch}x{self.tokens} bf16 {kind}, AdamW, clipping"
 
     @property
-    def text(self) -> str:
-        return self.label + ", patched and compiled" * self.compiled
+    def short(self) -> bool:
+        """Whether all ways to train are measured."""
+        return self.tokens <= 512 and not self.bfloat16
 
 
 _GPT2, _QWEN3 = _ModelCase("gpt2", 4, 512), _ModelCase("qwen3", 1, 512)
 _MODEL_CASES = (
     _GPT2, _QWEN3, _ModelCase("bert", 8, 128), _ModelCase("llama", 2, 512), _ModelCase("qwen3", 4, 1024),
-    *(replace(case, compiled=True) for case in (_GPT2, _QWEN3)),
     *(replace(case, bfloat16=True) for case in (_GPT2, _QWEN3)),
 )  # fmt: skip
 
@@ -346,14 +345,14 @@ def _measure_model(case: _ModelCase, this: _UserRun) -> None:
     if importlib.util.find_spec("transformers") is None:
         raise MissingDependency("transformers", "huggingface", "bench user")
     graph = this.run.gpu and inspect.signature(own_nn.patch).parameters["graph"].default is False
-    ours = (
-        [COMPILED] if case.compiled else [OURS, *[GRAPH] * graph, *[STEP] * (case.tokens <= 512 and not case.bfloat16)]
-    )
-    if case.compiled and not this.peers("compile"):
-        return
+    compiled = this.peers("compile")
+    runners = (
+        "torch", *compiled, *[COMPILED] * (case.short and bool(compiled)),  # side by side: the host varies
+        *this.peers("liger"), OURS, *[GRAPH] * graph, *[STEP] * case.short,
+    )  # fmt: skip
     expected: float | None = None
-    for runner in ("torch", *(this.peers("compile", "liger") if not case.compiled else ()), *ours):
-        row = this.row(case.label, runner, target_x=1.0 if runner in ours else None)
+    for runner in runners:
+        row = this.row(case.label, runner, target_x=1.0 if runner.startswith(OURS) else None)
         try:
             with _step(case, runner, this.where) as step:
                 began = time.perf_counter()
@@ -362,8 +361,6 @@ def _measure_model(case: _ModelCase, this: _UserRun) -> None:
                 expected = loss if expected is None else expected
                 if not abs(loss - expected) <= _LOSS_TOLERANCE * abs(expected):
                     raise AccelerantError(f"the loss is {loss:.5g}, that of the model as it was {expected:.5g}")
-                if runner == "torch" and case.compiled:
-                    continue  # it has its row in the case without compiling
                 for _ in range(_WARM_UP):
                     step()
                 timing = back_to_back_ms(step, this.where, calls=_STEPS, budget_s=2 * this.suite.budget_s)
@@ -371,7 +368,7 @@ def _measure_model(case: _ModelCase, this: _UserRun) -> None:
             row = replace(row.timed(timing), note=f"{rate:,.0f} tokens/s, first loss {loss:.5f}")
         except Exception as error:
             if runner in ("torch", OURS):
-                raise AccelerantError(f"{case.name} {case.text}, {runner}: {failure_note(error)}") from error
+                raise AccelerantError(f"{case.name} {case.label}, {runner}: {failure_note(error)}") from error
             row = replace(row, note=failure_note(error))
         this.run.add(row)
         gc.collect()
