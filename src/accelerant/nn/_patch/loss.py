@@ -26,8 +26,8 @@ __all__ = ["CrossEntropyLoss", "causal_lm_forward", "causal_loss", "masked_lm_fo
 
 _LONGEST_MASK = 4096  # tokens, for which we build a mask: its memory is quadratic, 16 MiB here
 COMPILED = 2**28
-"""Logits below which torch.compile has torch's own loss: our ops, which it cannot look into, take the host 1 to 2 ms a
-step (H100, GPT-2 of 4 layers, 4x512 under autocast: 10.4 for 8.2). Above, their memory counts for more.
+"""Logits below which torch.compile has torch's own loss: our ops, which it cannot look into, cost the host more than
+they save. Above, their memory counts for more.
 """
 
 _BIAS_COLUMNS = 8  # appended to a weight for its bias, all but one zero: rows stay multiples of 16 bytes
