@@ -148,6 +148,7 @@ def test_what_was_changed_does_not_load(tmp_path, capsys):
         Certificate.load(path)
 
 
+@pytest.mark.slow
 def test_unknown_ops_and_absent_devices_are_refused():
     with pytest.raises(ConfigError, match="no op abacus; there are adamw_step, add, "):
         certify(CPU, ops=["gelu", "abacus"])

@@ -73,6 +73,7 @@ def test_the_compilers_really_compile():
     assert (done.returncode, failed) == (0, [])
 
 
+@pytest.mark.slow
 def test_for_people_and_programs(found, capsys, monkeypatch):
     monkeypatch.setattr(doctor, "checks", lambda progress: iter(found.values()))
     status, output, errors = run(capsys, "--json")

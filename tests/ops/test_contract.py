@@ -275,7 +275,7 @@ def test_opcheck(op, sample):
     opcheck(op, sample, ("test_schema", "test_autograd_registration", "test_faketensor"))
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(13)
 @pytest.mark.parametrize(("op", "sample"), marked(pytest.mark.slow, SOAK))
 def test_opcheck_traces_for_any_size(op, sample):
     opcheck(op, sample, (TRACED,))
@@ -399,7 +399,7 @@ def loss_of(call):
     return lambda *tensors: call(*tensors).square().sum()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(3, 2)  # each op in one of its ways or both
 @pytest.mark.parametrize(("op", "way"), TRANSFORMED)
 def test_func_grad(op, way):
     tensors, call, reference = transformed_parts(op, way)
@@ -412,7 +412,7 @@ def test_func_grad(op, way):
     torch.testing.assert_close(*twice, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(3, 2)  # each op in one of its ways or both
 @pytest.mark.parametrize(("op", "way"), TRANSFORMED)
 def test_func_jvp(op, way):
     tensors, call, reference = transformed_parts(op, way)
@@ -423,7 +423,7 @@ def test_func_jvp(op, way):
     same(dy, expected_dy)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(3, 2)  # each op in one of its ways or both
 @pytest.mark.parametrize(("op", "way"), TRANSFORMED)
 def test_func_jacobians(op, way):
     tensors, call, reference = transformed_parts(op, way)
@@ -433,7 +433,7 @@ def test_func_jacobians(op, way):
     same(torch.func.jacfwd(call, places)(*tensors), expected)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(3, 2)  # each op in one of its ways or both
 @pytest.mark.parametrize(("op", "way"), TRANSFORMED)
 def test_per_sample_gradients(op, way):
     """vmap(grad): a batch of the first tensor against the same others, as parameters are."""

@@ -91,6 +91,7 @@ def test_the_cuda_provider_returns_unused_memory_through_torch(monkeypatch):
         provider.trim(2)
 
 
+@pytest.mark.slow
 def test_backend_setting_from_the_environment():
     code = "from accelerant.runtime import registry; print(registry.choose().backend)"
     ran = subprocess.run(
@@ -100,6 +101,7 @@ def test_backend_setting_from_the_environment():
     assert "BackendUnavailable: backend 'rocm' is not available" in ran.stderr
 
 
+@pytest.mark.slow
 def test_a_provider_that_does_not_start_is_a_reason_and_takes_nothing_down(monkeypatch):
     """As with a driver that is too old for torch's CUDA, which only torch.cuda.init() finds."""
 

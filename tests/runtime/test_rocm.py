@@ -77,6 +77,7 @@ def test_what_does_not_compile_is_an_error_with_the_log():
         compile_hip(KernelSource("cuda_only", {"cuda": ""}, {"k": ()}), TARGET)
 
 
+@pytest.mark.slow
 def test_hip_refuses_to_load_without_a_device(tmp_path):
     """In a child process, since HIP's LLVM and PoCL's cannot share one."""
     (tmp_path / "code").write_bytes(compile_hip(self_test_source(), "gfx600").code)

@@ -376,10 +376,13 @@ KNOWN = [
 
 @pytest.mark.parametrize(("space", "name"), KNOWN, indirect=["space"])
 def test_known_answers(space, name):
-    """2^14 points."""
+    """2^14 points; on PoCL, where one takes seconds, a single sum."""
     curve, n = curve_of(name), 1 << 14
     scalars, points = words_of(vectors.msm_scalars(curve, n)), packed(curve, vectors.msm_points(curve, n))
     expected = vectors.MSM_ANSWERS[name, 14]
+    if space.backend == "opencl":
+        assert unpacked(curve, start_msm(space, curve, scalars, points).finish()) == expected
+        return
     for rounds in some_rounds(curve, 0, 3):
         assert unpacked(curve, start_msm(space, curve, scalars, points, rounds=rounds).finish()) == expected
         assert unpacked(curve, DeviceBases(space, curve, points, rounds=rounds).msm(scalars)) == expected

@@ -35,6 +35,7 @@ def test_the_product_of_gpus_takes_any_strides(batch, rows, inner, columns):
             torch.testing.assert_close(found.cpu(), left @ right, rtol=1e-5, atol=1e-5)  # sums of 45 products
 
 
+@pytest.mark.slow
 def test_a_process_ends_without_messages_of_the_driver(monkeypatch):
     """PoCL's compiler in a thread that outlives its folder, and its remarks on vectors of 16, are not for users."""
     require_backend("opencl")

@@ -9,6 +9,13 @@ from torch import nn
 
 import accelerant as acl
 from accelerant.errors import UnsupportedCase
+from requirements import require_backend
+
+
+@pytest.fixture(scope="module", params=[pytest.param("opencl", marks=pytest.mark.slow), "webgpu"])
+def device(request):
+    """PoCL takes half a second to compile a kernel."""
+    return require_backend(request.param)
 
 
 def test_sums_longer_than_a_thread_may_loop(device):

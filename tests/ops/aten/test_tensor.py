@@ -140,6 +140,7 @@ def test_an_lstm_moves_its_weights_though_they_have_weak_references(device):
 
 
 @pytest.mark.slow
+@pytest.mark.sample(3)  # each optimizer, both devices and both forms
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad"])
 @pytest.mark.parametrize("foreach", [False, True])
 def test_optimizers_of_torch_step_on_the_device(device, name, foreach):

@@ -164,6 +164,7 @@ def test_a_lying_server_learns_no_second_secret(rng, record_property):
     record_property("unmasked", unmasked)
 
 
+@pytest.mark.slow
 @pytest.mark.search(1)
 def test_a_lying_server_isolates_nobody_in_a_sparse_graph(rng, record_property):
     """It tells some clients that others have left, and passes on or exchanges what they state of their masks.
