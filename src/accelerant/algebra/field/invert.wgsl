@@ -1,13 +1,19 @@
 // Follows field.wgsl, and the arrays x and z; INVERSES, BITS and P_MINUS_2 are from wgsl.py.
 
-// 1/x of x in Montgomery form, 0 of 0: x^(p - 2).
+// 1/x of x in Montgomery form, 0 of 0: x^(p - 2). One product for both steps: compilers copy its text to each call.
 fn inverse_of(x: Element) -> Element {
     var z = x;
-    for (var bit = BITS - 2; bit >= 0; bit--) {
-        z = mul(z, z);
-        if (((P_MINUS_2[bit / 32] >> u32(bit % 32)) & 1u) == 1u) {
-            z = mul(z, x);
+    var y = x;
+    for (var step = 2 * BITS - 3; step >= 0; step--) {
+        let bit = step / 2;
+        if ((step & 1) == 1) {
+            y = z;
+        } else if (((P_MINUS_2[bit / 32] >> u32(bit % 32)) & 1u) == 1u) {
+            y = x;
+        } else {
+            continue;
         }
+        z = mul(z, y);
     }
     return z;
 }
@@ -27,7 +33,9 @@ fn invert(group: u32, thread: u32, n: i32, canonical: bool) {
     }
     var inverse = inverse_of(product);
     if (canonical) {
-        inverse = from_montgomery(from_montgomery(inverse));
+        for (var times = 0; times < 2; times++) {
+            inverse = from_montgomery(inverse);
+        }
     }
     for (var k = INVERSES - 1; k >= 0; k--) {
         if (first + k * threads < n) {

@@ -33,13 +33,18 @@ fn ntt_powers(
     let unit = u32(scalars.log_unit);
     let t = 1 + LADDER;
     let w = t + LADDER;
-    var v = load_ladder(0);
-    var step = one();
-    v = times(v, 1, select(0, row, scalars.by_row != 0));
-    v = times(v, t, select(0, c << unit, scalars.by_column != 0));
-    v = times(v, w, (row * c) << unit);
-    step = times(step, t, select(0, 1 << (log_apart + unit), scalars.by_column != 0));
-    step = times(step, w, row << (log_apart + unit));
+    // The first element and the step between elements; one loop, since compilers copy a function's text to each call.
+    var z = array<Element, 2>(load_ladder(0), one());
+    var firsts = array<i32, 5>(1, t, w, t, w);
+    var exponents = array<i32, 5>(
+        select(0, row, scalars.by_row != 0), select(0, c << unit, scalars.by_column != 0), (row * c) << unit,
+        select(0, 1 << (log_apart + unit), scalars.by_column != 0), row << (log_apart + unit)
+    );
+    for (var k = 0; k < 5; k++) {
+        z[k / 3] = times(z[k / 3], firsts[k], exponents[k]);
+    }
+    var v = z[0];
+    let step = z[1];
     for (var k = 0; k < 1 << u32(scalars.log_steps); k++) {
         store_z((position << u32(scalars.log_count)) + (k << log_apart) + c, v);
         v = mul(v, step);
