@@ -291,13 +291,13 @@ def test_a_signal_writes_a_checkpoint_and_the_rest_is_the_same(accelerant, tmp_p
     process = subprocess.Popen(
         command(*arguments), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200  # a limit for a process that hangs, on a loaded machine too
     while not (out / "metrics.jsonl").is_file() or len(losses(out)) < 3:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(number)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=200)
     assert process.returncode == 128 + number, errors
     assert f"Continue with:  accelerant train --resume {out}" in output
     done = int(re.search(r"Stopped after step (\d+) of 30", output)[1])
@@ -307,14 +307,9 @@ def test_a_signal_writes_a_checkpoint_and_the_rest_is_the_same(accelerant, tmp_p
     if number != signal.SIGINT:
         return
 
-    resumed = subprocess.run(
-        command("train", "--resume", out, "--device", "cpu", "--json"),
-        env=environment(),
-        capture_output=True,
-        timeout=120,
-    )
-    assert resumed.returncode == 0, resumed.stderr
-    assert json.loads(resumed.stdout)["status"] == "done"
+    status, resumed, errors = accelerant("train", "--resume", out, "--device", "cpu", "--json")
+    assert status == 0, errors
+    assert json.loads(resumed)["status"] == "done"
     straight = tmp_path / "straight"
     assert accelerant(*arguments[:-1], straight, "--json")[0] == 0  # on one thread too
     assert losses(out) == losses(straight)
@@ -405,8 +400,9 @@ def test_a_phase_shows_how_far_it_is_and_the_time_left(monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["opencl", "webgpu"])
-def test_training_on_a_device_without_torch_tensors_has_the_losses_of_the_cpu(accelerant, text, device):
+def test_training_on_a_device_without_torch_tensors_has_the_losses_of_the_cpu(accelerant, text, device, monkeypatch):
     require_backend(device)
+    monkeypatch.setitem(PRESETS, "tiny", PRESETS["tiny"].replaced(layers=1, width=32, validation_tokens=256))
     arguments = ("train", "--data", text, "--batch-size", 2, "--steps", 4, "--json")
     assert accelerant(*arguments, "--device", device, "--out", "device")[0] == 0
     assert accelerant(*arguments, "--device", "cpu", "--out", "host")[0] == 0
