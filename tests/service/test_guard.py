@@ -8,6 +8,7 @@ import logging
 import socket
 import struct
 import time
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 
 from accelerant.service.bodies import ARROW, BINARY, NPY, SAFETENSORS
 from accelerant.service.errors import Refused
-from accelerant.service.guard import Guard, RequestRecord, _Formatter
+from accelerant.service.guard import Guard, RequestRecord, _Formatter, _OneWrite
 from accelerant.service.infer import Answer, Inference
 from accelerant.service.keys import KeyStore
 from accelerant.service.settings import ServiceSettings
@@ -296,6 +297,19 @@ def test_requests_that_follow_a_body_in_one_packet_are_served(raw):
     assert raw.answer().startswith("HTTP/1.1 400")
     raw.send(b"host\r\nConnection: close\r\n\r\n")
     assert "HTTP/1.1 200" in raw.answer()
+
+
+def test_head_and_body_are_one_write():
+    """Not one of writelines, which in Python 3.12 buffers without a limit and writes to closed connections."""
+    proceed, written = b"HTTP/1.1 100 Continue\r\n\r\n", []
+    answer = _OneWrite(SimpleNamespace(write=written.append, is_closing=None, close=lambda: written.append(None)))
+    for part in (proceed, b"head", proceed, b"more"):
+        answer.write(part)
+    assert written == [proceed, b"head" + proceed, b"more"]
+    answer = _OneWrite(answer._transport)
+    answer.write(b"head")
+    answer.close()
+    assert written[3:] == [b"head", None]
 
 
 def statuses(guard, *paths):

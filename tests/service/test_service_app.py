@@ -1,6 +1,7 @@
 import io
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -49,6 +50,22 @@ def test_products_of_elements(http, field, binary):
     answer = http.post(MUL, **kserve(inputs, {"field": field, "binary_data_output": binary}, binary))
     assert answer.headers["content-type"] == (BINARY if binary else JSON)
     np.testing.assert_array_equal(outputs(answer)["z"], product(inputs, field))
+
+
+def test_calls_that_list_their_inputs_otherwise_are_not_confused(http):
+    """Equal heads are read once, and calls at the same time may be one launch."""
+    url, calls = "/v2/models/field_sub/infer", [elements(4) for _ in range(24)]
+
+    def difference(number):
+        names = "xy" if number % 2 else "yx"
+        return outputs(http.post(url, **kserve({name: calls[number][name] for name in names})))["z"]
+
+    for number in (0, 0, 1, 1):
+        difference(number)
+    with ThreadPoolExecutor(len(calls)) as pool:
+        found = list(pool.map(difference, range(len(calls))))
+    for inputs, z in zip(calls, found, strict=True):
+        np.testing.assert_array_equal(z, prime_field("goldilocks").sub(inputs["x"], inputs["y"]))
 
 
 @pytest.mark.parametrize("format", [SAFETENSORS, NPY, ARROW])

@@ -407,13 +407,14 @@ class _OneWrite:
         self._head: bytes | None = b""  # None once it is sent
 
     def write(self, data: bytes) -> None:
-        if self._head is None or data == b"HTTP/1.1 100 Continue\r\n\r\n":
+        if self._head is None or (not self._head and data == b"HTTP/1.1 100 Continue\r\n\r\n"):
             self._transport.write(data)
         elif not self._head:
             self._head = data
         else:
             head, self._head = self._head, None
-            self._transport.writelines([head, data])
+            # asyncio's writelines of Python 3.12 and 3.13 may neither pause its writer nor stop after a disconnection
+            self._transport.write(b"".join((head, data)))
 
     def close(self) -> None:
         if self._head:

@@ -153,17 +153,19 @@ class Inference:
         if known is not None and known.size_bytes == len(body):
             return known.call, known.again(body, scope["state"])
         call, request, values = self._parsed(operation, scope, headers, body, size)
-        arrays, start = [], size or 0
+        starts: dict[str, int] = {}
+        start = size or 0
         for name, value in values.items():
             if isinstance(value, bytes) or value.dtype == np.bool_:
                 return call, request
-            arrays.append((name, value.dtype, value.shape, start))
-            start += value.nbytes
+            starts[name], start = start, start + value.nbytes
         if key[1] is not None and start == len(body) and call.id is None:
             if len(self._known) >= _HEADS_KEPT:
                 self._known.clear()
             again = replace(request, inputs={}, kind=merge_kind(request) if operation.elementwise else None)
-            self._known[key] = _KnownHead(call, again, tuple(arrays), start)
+            # in the operation's order, whatever the body's: calls of a kind are joined by position
+            arrays = tuple((name, x.dtype, x.shape, starts[name]) for name, x in request.inputs.items())
+            self._known[key] = _KnownHead(call, again, arrays, start)
         return call, request
 
     def _parsed(
