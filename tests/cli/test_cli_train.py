@@ -400,9 +400,8 @@ def test_a_phase_shows_how_far_it_is_and_the_time_left(monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["opencl", "webgpu"])
-def test_training_on_a_device_without_torch_tensors_has_the_losses_of_the_cpu(accelerant, text, device, monkeypatch):
+def test_training_on_a_device_without_torch_tensors_has_the_losses_of_the_cpu(accelerant, text, device):
     require_backend(device)
-    monkeypatch.setitem(PRESETS, "tiny", PRESETS["tiny"].replaced(layers=1, width=32, validation_tokens=256))
     arguments = ("train", "--data", text, "--batch-size", 2, "--steps", 4, "--json")
     assert accelerant(*arguments, "--device", device, "--out", "device")[0] == 0
     assert accelerant(*arguments, "--device", "cpu", "--out", "host")[0] == 0
