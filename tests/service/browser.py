@@ -77,6 +77,7 @@ class Page:
     def picture(self, path):
         """Write the whole page as a PNG."""
         data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)["data"]
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(base64.b64decode(data))
 
 

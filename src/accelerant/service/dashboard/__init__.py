@@ -23,8 +23,6 @@ __all__ = ["router"]
 router = APIRouter(tags=["monitoring"])
 
 _TYPES = {
-    "index.html": "text/html; charset=utf-8",
-    "docs.html": "text/html; charset=utf-8",
     "style.css": "text/css; charset=utf-8",
     **dict.fromkeys(("common.js", "dashboard.js", "docs.js", "examples.js"), "text/javascript; charset=utf-8"),
     "icon.svg": "image/svg+xml",
@@ -43,25 +41,35 @@ def _file(name: str) -> bytes:
 
 
 def _static(name: str) -> Response:
+    return _response(_file(name), _TYPES[name])
+
+
+def _page(name: str, title: str, script: str) -> Response:
+    """Return a page, whose file follows the head that all have."""
+    head = _file("head.html").decode().format(title=title, script=script)
+    return _response(head.encode() + _file(name), "text/html; charset=utf-8")
+
+
+def _response(content: bytes, media_type: str) -> Response:
     headers = {
         "Content-Security-Policy": _POLICY,
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
     }
-    return Response(_file(name), media_type=_TYPES[name], headers=headers)
+    return Response(content, media_type=media_type, headers=headers)
 
 
 @router.get("/", include_in_schema=False)
 def index() -> Response:
     """Return the dashboard."""
-    return _static("index.html")
+    return _page("index.html", "Accelerant", "dashboard.js")
 
 
 @router.get("/docs", include_in_schema=False)
 def docs() -> Response:
     """Return the API's documentation; FastAPI's page would load its scripts from another host."""
-    return _static("docs.html")
+    return _page("docs.html", "Accelerant: the API", "docs.js")
 
 
 @router.get("/dashboard/{name}", include_in_schema=False)
