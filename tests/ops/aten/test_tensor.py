@@ -158,9 +158,9 @@ def test_optimizers_of_torch_step_on_the_device(device, name, foreach):
     torch.testing.assert_close(moved.weight.cpu(), host.weight)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_adamw_updates_parameters_by_moments_that_are_not_rounded(device, dtype):
+def test_adamw_updates_parameters_by_moments_that_are_not_rounded(device):
     """(1 - beta2) g^2 = 1e-9 is 0 in float16, and the step would be a thousand times too long."""
+    dtype = torch.float16
     start = [torch.ones(3, dtype=dtype), torch.full((3,), 2.0**-10, dtype=dtype), *torch.zeros(2, 3, dtype=dtype)]
     p, g, m, v = (acl.to(x, device) for x in start)
     options = {"lr": 0.125, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "eps": 1e-8}
