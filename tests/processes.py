@@ -30,7 +30,7 @@ def forkserver():
 
 def results(function, *calls):
     """Return function(*call) for each of the calls, which are made at the same time, each in a process of its own."""
-    with ProcessPoolExecutor(len(calls), mp_context=forkserver()) as pool:
+    with ProcessPoolExecutor(len(calls), forkserver(), max_tasks_per_child=1) as pool:
         return [each.result() for each in [pool.submit(function, *call) for call in calls]]
 
 

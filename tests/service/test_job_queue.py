@@ -157,6 +157,12 @@ def test_arrays_of_bytes_travel_as_they_are(tmp_path):
         wire.described({"when": np.zeros(2, "datetime64[s]")})
 
 
+def test_arrays_of_a_frame_are_aligned():
+    """Its receiver has head and body in one buffer, and fields copy arrays that are not aligned."""
+    for size in range(32):
+        assert (len(wire.prefix({"a": "a" * size}, 0)) - wire.PREFIX.size) % 16 == 0
+
+
 def test_a_file_that_cannot_be_written_leaves_no_part(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(28, "No space left on device")

@@ -95,8 +95,9 @@ _encoded = json.JSONEncoder(separators=(",", ":")).encode  # json.dumps would ma
 
 
 def prefix(head: Mapping[str, Any], size_bytes: int) -> bytes:
-    """Return the bytes of a frame ahead of its body of `size_bytes`."""
+    """Return the bytes of a frame ahead of its body of `size_bytes`, at a multiple of 16 from the head's start."""
     text = _encoded(head).encode()
+    text += b" " * (-len(text) % 16)  # fields copy arrays that are not aligned
     return PREFIX.pack(len(text), size_bytes) + text
 
 
