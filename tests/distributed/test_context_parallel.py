@@ -8,10 +8,10 @@ if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("torch was built without gloo", allow_module_level=True)
 
 import context_checks
-from processes import run
 
 from accelerant.distributed import context_parallel_attention
 from accelerant.errors import ConfigError
+from processes import run
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("torch was built without gloo", allow_module_level=True)
 
 import tensor_checks
+
 from processes import run
 
 pytestmark = pytest.mark.slow  # each process takes seconds
