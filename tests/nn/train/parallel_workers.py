@@ -240,24 +240,26 @@ def tied(rank, processes=2):
 
 
 class Penalised:
-    """A loss that uses the table of a GPT once more from some call on."""
+    """A loss that uses the table of a GPT once more from some call on, after the model or before it."""
 
-    def __init__(self, model, first):
-        self.model, self.left = model, first
+    def __init__(self, model, first, before=False):
+        self.model, self.left, self.before = model, first, before
 
     def __call__(self, tokens, targets):
         self.left -= 1
-        return self.model.loss(tokens, targets) + (self.model.wte.weight.square().mean() if self.left < 0 else 0)
+        terms = [lambda: self.model.loss(tokens, targets), lambda: self.model.wte.weight.square().mean()]
+        terms = terms[:1] if self.left >= 0 else terms[::-1] if self.before else terms
+        return sum(term() for term in terms)
 
 
 def penalised(rank):
     """Train with another use of the table in each step, then with one that comes later; return both outcomes."""
     layers.FUSED.add("cpu")
     found = []
-    for first in (0, 3):
+    for first, before in ((0, False), (0, True), (3, False)):
         torch.manual_seed(0)
         model = GPT(GPTConfig(vocab_size=300, context=8, layers=1, heads=2, width=16))
-        step = TrainStep(model, AdamW(model.parameters(), lr=1e-2), Penalised(model, first))
+        step = TrainStep(model, AdamW(model.parameters(), lr=1e-2), Penalised(model, first, before))
         tokens = torch.arange(16).view(2, 8) + rank
         try:
             losses = [step([(tokens, tokens)], 1e-2).loss.item() for _ in range(5)]

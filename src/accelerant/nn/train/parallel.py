@@ -155,7 +155,7 @@ class GradientReduction:
         self._memory: PeerMemory | None = None
         self._table: _Table | None = None
         self._uses: dict[int, list[tuple[int, torch.dtype] | None]] = {}
-        self._whole: dict[int, int] = {}
+        self._whole: dict[int, tuple[int, int]] = {}
         self._order: list[int] = []
         self._arrange(reversed(range(len(self._params))))
         this = weakref.ref(self)  # hooks must not keep this object alive
@@ -241,8 +241,8 @@ class GradientReduction:
         self._uses.setdefault(table.data_ptr(), []).append(None)
 
     def whole(self, table: Tensor, gradient: Tensor) -> None:
-        """Note a gradient in which both parts have met."""
-        self._whole[table.data_ptr()] = gradient.data_ptr()
+        """Note a gradient in which both parts have met, with its version: autograd may add others in place."""
+        self._whole[table.data_ptr()] = gradient.data_ptr(), gradient._version
 
     def takes_product(self, table: Tensor, gradient: Tensor) -> bool:
         """Start the sum of the output layer's part, if the step uses the table as its processes have agreed."""
@@ -325,7 +325,7 @@ class GradientReduction:
                 f"parameter {index}, an embedding tied to the output layer, has another gradient than in the first "
                 "step: make a new TrainStep where the loss changes"
             )
-        if grad is not None and self._whole.get(self._params[index].data_ptr()) == grad.data_ptr():
+        if grad is not None and self._whole.get(self._params[index].data_ptr()) == (grad.data_ptr(), grad._version):
             self._clean.add(index)  # nothing else was added to it
         if self._bucket_of[index] < len(self._launched) or not self._left[self._bucket_of[index]]:
             raise UnsupportedCase(
