@@ -5,6 +5,7 @@ import sys
 import threading
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -851,6 +852,28 @@ def test_other_calls_are_checked(checks):
     assert len(checks) == before + 2
     with pytest.raises(ShapeError, match="v must be"):
         ops.attention(q, k, wrong)
+
+
+def test_keywords_in_another_order_are_not_learned_from_one_tensor(checks):
+    q, k, v = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
+    for _ in range(4):
+        ops.attention(q, v=k, k=k)
+    torch.testing.assert_close(ops.attention(q, v=v, k=k), ops.attention(q, k, v), rtol=0, atol=0)
+
+
+def test_an_option_that_can_change_is_not_learned(monkeypatch):
+    from accelerant.ops.cross_entropy import op
+
+    monkeypatch.setattr(op._cpu, "_missed", 0)
+    op._cpu._known.clear()
+    smoothing, targets = np.array(0.0), torch.arange(3)
+    columns = torch.randn(5, 3)
+    losses = []
+    for value in (0.0, 0.5):
+        smoothing[()] = value
+        logits = columns.t().clone().requires_grad_()
+        losses.append(ops.cross_entropy(logits, targets, label_smoothing=smoothing, inplace_backward=True).item())
+    assert losses[0] != losses[1]
 
 
 def test_a_dropout_that_draws_a_seed_is_never_repeated():

@@ -349,10 +349,13 @@ class CpuFastPath:
         finally:
             taken.watches, taken.applied = False, None
         first = isinstance(results, tuple) and y is results[0]
-        tensors = [x for x in (*args, *options.values()) if isinstance(x, Tensor)]
-        same = len(tensors) <= len(given) and all(map(is_, tensors, given))
-        if same and (first or y is results) and not any(isinstance(x, Tensor) for x in given[len(tensors) :]):
-            rest = given[len(tensors) :]
+        values = (*args, *options.values())
+        tensors = [x for x in values if isinstance(x, Tensor)]
+        rest = given[len(tensors) :]
+        # Tensors that are one object do not tell the order of keywords, and an array would be the same after a change
+        same = len(set(map(id, tensors))) == len(tensors) <= len(given) and all(map(is_, tensors, given))
+        fixed = all(isinstance(x, Tensor) or type(x) in _VALUES for x in values)
+        if same and fixed and (first or y is results) and not any(isinstance(x, Tensor) for x in rest):
 
             def apply(*tensors: Tensor) -> Any:
                 results = op(*tensors, *rest)
