@@ -165,6 +165,9 @@ def test_a_closed_file_gives_no_arrays():
     witness.close()
     with pytest.raises(ValueError, match="closed"):
         _ = witness.values
+    path = VECTORS / "bn254" / "product.wtns"
+    with path.open("rb"), path.open("rb"), path.open("rb"), pytest.raises(OSError, match="Bad file"):  # of no other
+        witness.copy_values(0, np.empty((1, 4), np.uint64))
 
 
 @pytest.mark.parametrize("failing", ["fsync", "replace"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import circuits
@@ -288,6 +289,18 @@ def test_all_devices_add_up_one_copy_of_a_witness():
     key._keys, key._threads = [Part(), Part()], ThreadPoolExecutor(2)
     key._witness, key._lock = np.zeros((2, 4), np.uint64), threading.Lock()
     values = np.arange(8, dtype=np.uint64).reshape(2, 4)
+    slow = []
+
+    class Truncated:
+        def copy_values(self, first, to):
+            if not first:
+                raise FormatError("shorter now")
+            time.sleep(0.1)
+            slow.append(first)
+
+    with pytest.raises(FormatError, match="shorter now"):
+        key.begin(Truncated(), Stages())
+    assert len(slow) == 4  # the next witness is not mixed with what is late of this one
 
     class File:
         def copy_values(self, first, to):

@@ -152,6 +152,7 @@ class MappedFile(ABC):
     def close(self) -> None:
         """Release the mapping. Arrays that still refer to it keep it alive."""
         self._closed()
+        self._file = -1  # the number may be another file's
         with contextlib.suppress(BufferError):
             self.data.close()
 

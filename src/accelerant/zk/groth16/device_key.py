@@ -17,7 +17,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -246,10 +246,10 @@ class DeviceKey:
         if self._eager_proofs >= 0:
             return {}
         self._eager_proofs = None
-        fixed = {"witness": self.space.empty((n, 4), _U64)}
-        if self._rows is not None:
-            fixed["quotient"] = self.space.empty((self._rows.n, 4), _U64)
         try:
+            fixed = {"witness": self.space.empty((n, 4), _U64)}
+            if self._rows is not None:
+                fixed["quotient"] = self.space.empty((self._rows.n, 4), _U64)
             for name, section in self._sections.items():
                 section.capture(fixed["quotient" if name == "H" else "witness"])
         except (RuntimeError, LaunchError, OutOfMemory) as error:  # torch's errors of a capture are RuntimeErrors
@@ -318,11 +318,16 @@ class SplitKey:
                 for key in self._keys:
                     key.await_read()
                 bounds = [len(self._witness) * i // _PARTS for i in range(_PARTS + 1)]
-                copied = self._threads.map(self._copy, itertools.repeat(witness), bounds[:-1], bounds[1:])
-                copies, starts = zip(*[key.receive(self._witness) for key in self._keys], strict=True)
-                for _, first, last in zip(copied, bounds[:-1], bounds[1:], strict=True):
-                    for copy in copies:
-                        copy(first, last)
+                parts = list(itertools.pairwise(bounds))
+                copied = [self._threads.submit(self._copy, witness, *part) for part in parts]
+                try:
+                    copies, starts = zip(*[key.receive(self._witness) for key in self._keys], strict=True)
+                    for done, part in zip(copied, parts, strict=True):
+                        done.result()
+                        for copy in copies:
+                            copy(*part)
+                finally:  # no thread still writes when the next witness comes
+                    wait(copied)
             with stages("launches"):
                 pending = [start(each) for start, each in zip(starts, own, strict=True)]
         stages.compiled("launches", sum(each.compile_s for each in own))
