@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import accelerant.config
 import accelerant.ops
 
 pytest_plugins = ["soak"]
@@ -90,9 +91,17 @@ def _memory_for_other_processes(request):
         torch.cuda.empty_cache()
 
 
+@pytest.fixture(scope="session")
+def _optimised(tmp_path_factory):
+    return tmp_path_factory.mktemp("optimised")
+
+
 @pytest.fixture
-def optimised_opencl(monkeypatch):
+def optimised_opencl(monkeypatch, _optimised):
+    """PoCL optimises, and its binaries are apart from those that other tests build without."""
     monkeypatch.delenv("POCL_EXTRA_BUILD_FLAGS", raising=False)
+    with accelerant.config.override(cache_dir=_optimised):
+        yield
 
 
 def pytest_unconfigure():

@@ -21,7 +21,8 @@ def forkserver():
     """Return the context of multiprocessing. There is one server, so all its users import the same."""
     context = multiprocessing.get_context("forkserver")
     modules = ["accelerant.cli.train", "accelerant.distributed", "accelerant.nn.train.job", "accelerant.privacy.dp"]
-    context.set_forkserver_preload([*modules, "torch._dynamo"])
+    modules += ["accelerant.nn.train.sharded_checkpoint", "torch.distributed.launcher.api", "torch._dynamo"]
+    context.set_forkserver_preload(modules)
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TRITON_INTERPRET", raising=False)  # the processes of every test would have it
         ensure_running()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -17,15 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from accelerant.nn.optim import AdamW
 from accelerant.nn.train.checkpoint import Checkpoints, gathered, restored
+from processes import forkserver
 
 CPU = torch.device("cpu")
-PRELOADED = ["torch.distributed.fsdp", "accelerant.nn.train.trainer", "accelerant.nn.train.sharded_checkpoint"]
-"""Imported once, for all processes of all launches."""
 
 
 def launch(target, processes, folder, *args):
     """Run target(rank, processes, folder, *args) in processes that know each other through a file."""
-    multiprocessing.set_forkserver_preload(PRELOADED)
+    forkserver()
     for store in Path(folder).glob("store-*"):
         store.unlink()
     torch.multiprocessing.start_processes(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import math
-import multiprocessing
 import os
 import sys
 import traceback
@@ -21,6 +20,7 @@ from accelerant.nn.train.objective import Objective
 from accelerant.nn.train.step import LossScale, TrainStep
 from accelerant.runtime.peers import PeerMemory
 from accelerant.runtime.processes import Processes
+from processes import forkserver
 
 ROWS, CLASSES, IGNORED = 24, 5, -100
 
@@ -31,8 +31,7 @@ def launch(target, folder, *args, processes=2):
     They are forked by a server that has imported the library once.
     """
     folder.mkdir(exist_ok=True)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["accelerant.nn.train.sharded_checkpoint", "torch.distributed.launcher.api"])
+    context = forkserver()
     queue = context.Queue()
     started = [
         context.Process(target=_enter, args=(r, target, str(folder), processes, queue, args)) for r in range(processes)

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -15,6 +14,7 @@ from parallel_workers import launch
 
 import soak
 from accelerant.nn.train.checkpoint import load_checkpoint
+from processes import forkserver
 
 PROCESSES = 2
 KILLS, STEPS = (20, 200) if soak.MINUTES else (1, 40)
@@ -27,8 +27,7 @@ pytestmark = [
 
 def started(folder, device="cpu"):
     """The agent of torchrun, as a forked process."""
-    context = multiprocessing.get_context("forkserver")
-    launcher = context.Process(target=elastic, args=(str(folder), STEPS, PROCESSES, 2 * KILLS, device))
+    launcher = forkserver().Process(target=elastic, args=(str(folder), STEPS, PROCESSES, 2 * KILLS, device))
     launcher.start()
     return launcher
 

@@ -219,9 +219,9 @@ class Worker:
             result = self._run(launch, arrays, context)
             if rows is not None and any(array.ndim == 0 or array.shape[0] != rows for array in result.values()):
                 raise RuntimeError(f"{launch['operation']} is no elementwise operation")
+            self.send(head, result)
         except Exception as error:  # noqa: BLE001 - whatever an operation raises is the answer
             return self._described(launch["operation"], error)
-        self.send(head, result)
         return None
 
     def _run(self, given: dict[str, Any], arrays: dict[str, np.ndarray], context: Context) -> dict[str, np.ndarray]:

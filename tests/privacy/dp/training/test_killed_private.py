@@ -1,6 +1,5 @@
 """Private training over two processes, one of which is killed (SIGKILL) at a random moment."""
 
-import multiprocessing
 import time
 
 import pytest
@@ -9,6 +8,7 @@ from killed_workers import STEPS, train
 
 import soak
 from accelerant.privacy import dp
+from processes import forkserver
 
 KILLS = 5 if soak.MINUTES else 1
 
@@ -19,8 +19,7 @@ pytestmark = [
 
 
 def started(folder, attempt):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "accelerant.privacy.dp.training.private"])
+    context = forkserver()
     processes = [context.Process(target=train, args=(rank, str(folder), attempt), daemon=True) for rank in range(2)]
     for process in processes:
         process.start()
