@@ -128,7 +128,8 @@ def torch_forward(
         kept[1] = 1.0 / torch.exp(logits.float() - kept[0][:, None]).sum(1)
     dx = None
     if gradient:
-        dx = logits if inplace else torch.empty_like(logits, memory_format=torch.contiguous_format)
+        over = inplace and logits.is_contiguous()
+        dx = logits if over else torch.empty_like(logits, memory_format=torch.contiguous_format)
     losses = torch_rows(logits, targets, ignore_index, smoothing, dx, counts if mean else None)
     loss = losses if reduction == "none" else losses.sum() / counts[0] if mean else losses.sum()
     loss = loss.to(torch.float32 if wide else logits.dtype)

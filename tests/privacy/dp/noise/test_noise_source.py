@@ -16,6 +16,7 @@ from noise_reference import gaussian_reference
 from accelerant.errors import ConfigError, UnsupportedDtype
 from accelerant.ops.dropout.reference import philox_reference
 from accelerant.privacy.dp.noise import FastSource, SecureSource, launch
+from accelerant.privacy.dp.noise import source as noise_source
 from accelerant.privacy.dp.noise.discrete import GROUP, UNIT_BLOCKS, groups_of, make_plan
 from accelerant.privacy.dp.noise.launch import RANGE, add_steps, fused_source
 from accelerant.privacy.random import SecureStream
@@ -63,6 +64,18 @@ def test_each_tensor_gets_rounding_noise_and_scale(dtype):
         wanted.append((steps.to(real) * (GRID * scale)).to(dtype))
     secure().add_gaussian_(tensors, 1.0, grid=GRID, scale=scale)
     assert all(torch.equal(x, y) for x, y in zip(tensors, wanted, strict=True))
+
+
+@pytest.mark.parametrize("source", [secure, lambda: FastSource(1)], ids=["secure", "fast"])
+def test_shared_elements_get_noise_each_time(source):
+    """A tensor listed twice, with a part of it and its transpose; parts that share no element are still one group."""
+    x, y = torch.zeros(64, 64), torch.zeros(64)
+    source().add_gaussian_([x, y, x, x[:8], x.t()], 1.0, grid=GRID)
+    assert x[:8].square().mean() == pytest.approx(4.0, rel=0.3)
+    assert x[8:].square().mean() == pytest.approx(3.0, rel=0.15)
+    assert y.square().mean() == pytest.approx(1.0, rel=0.6)
+    assert len(noise_source._by_kind([*x, *x.flip(0), x[0, :0]])) == 1
+    assert len(noise_source._by_kind([*reversed([*x]), x[3:5]])) == 2
 
 
 def test_parameters_that_want_gradients_are_taken():

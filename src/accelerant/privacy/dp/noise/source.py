@@ -107,7 +107,7 @@ class SecureSource(NoiseSource):
         steps = grid_steps(std, grid)
         _check(tensors, scale)
         plan = make_plan(steps) if steps else None
-        for (device, dtype), members in _by_kind(tensors).items():
+        for (device, dtype, _), members in _by_kind(tensors).items():
             if plan is not None and dtype in launch.fused_dtypes(device):
                 with _contiguous(members) as dense:
                     launch.gaussian_add(self._stream, dense, plan, grid, scale)
@@ -191,7 +191,7 @@ class FastSource(NoiseSource):
         if not math.isfinite(width) or width < 0:
             raise ConfigError(f"the noise's width must be at least 0 and finite, got {width!r}")
         _check(tensors, scale)
-        for (device, dtype), members in _by_kind(tensors).items():
+        for (device, dtype, _), members in _by_kind(tensors).items():
             if dtype == torch.float32 or (device.type == "cuda" and dtype != torch.float64):
                 with _contiguous(members) as dense:
                     self._add_dense(dense, width, scale, laplace=laplace)
@@ -265,12 +265,31 @@ class FastSource(NoiseSource):
         return "FastSource()"
 
 
-def _by_kind(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """Group the tensors by device and dtype, in order."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+def _by_kind(tensors: Sequence[Tensor]) -> dict[tuple[torch.device, torch.dtype, int], list[Tensor]]:
+    """Group the tensors by device and dtype, in order; a CPU's that may share elements are in different groups."""
+    groups: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = {}
+    taken: dict[int, list[tuple[int, int]]] = {}
     for x in tensors:
-        groups.setdefault((x.device, x.dtype), []).append(x)
+        number = _first_apart(x, taken) if x.device.type == "cpu" and x.numel() else 0
+        groups.setdefault((x.device, x.dtype, number), []).append(x)
     return groups
+
+
+def _first_apart(x: Tensor, taken: dict[int, list[tuple[int, int]]]) -> int:
+    """Return the first group whose tensors in x's storage end before x or begin after it, and note x as one of it.
+
+    Args:
+        taken: address of a storage -> of each group, the addresses between which its tensors lie.
+    """
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    first, last = x.data_ptr(), x.data_ptr() + extent * x.element_size()
+    spans = taken.setdefault(x.untyped_storage().data_ptr(), [])
+    for number, (low, high) in enumerate(spans):
+        if last <= low or high <= first:
+            spans[number] = min(low, first), max(high, last)
+            return number
+    spans.append((first, last))
+    return len(spans) - 1
 
 
 @contextmanager
