@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import circuits
 import numpy as np
@@ -269,6 +271,45 @@ def test_what_a_lane_reads_it_loaded_itself(small, space, monkeypatch):
         key = DeviceKey(zkey, space, Stages())
     assert key._input == len(SECTIONS)
     assert [number for number, words in loaded if words.tolist() == [1, 2, 3]] == [key._input]
+
+
+def test_sums_are_captured_on_the_queues_that_write_their_scalars():
+    """A capture that fails leaves none: the others would keep their graphs' memory, and never be replayed."""
+    current, allocated = [None], []
+
+    class OneDevice:
+        def idle(self):
+            return True
+
+        @contextmanager
+        def queue(self, number):
+            current.append(number)
+            yield
+            current.pop()
+
+    class Space:
+        def empty(self, shape, dtype):
+            allocated.append((shape, current[-1]))
+
+    class Section:
+        def __init__(self, fails):
+            self.fails, self.graph = fails, None
+
+        def capture(self, values):
+            if self.fails:
+                raise RuntimeError("out of memory")
+            self.graph = "graph"
+
+        def release(self):
+            self.graph = None
+
+    key = DeviceKey.__new__(DeviceKey)
+    key.space, key.label, key._queues, key._input = Space(), "x:0", OneDevice(), 5
+    key._rows, key._eager_proofs, key._fixed = SimpleNamespace(n=8), 0, {}
+    key._sections = {"A": Section(False), "H": Section(True)}
+    assert key._fixed_vectors(3) == key._fixed_vectors(3) == {}
+    assert allocated == [((3, 4), 5), ((8, 4), 0)]
+    assert [section.graph for section in key._sections.values()] == [None, None]
 
 
 def test_all_devices_add_up_one_copy_of_a_witness():

@@ -247,14 +247,18 @@ class DeviceKey:
             return {}
         self._eager_proofs = None
         try:
-            fixed = {"witness": self.space.empty((n, 4), _U64)}
+            with self._queues.queue(self._input):  # allocated on the queues that write them
+                fixed = {"witness": self.space.empty((n, 4), _U64)}
             if self._rows is not None:
-                fixed["quotient"] = self.space.empty((self._rows.n, 4), _U64)
+                with self._queues.queue(0):
+                    fixed["quotient"] = self.space.empty((self._rows.n, 4), _U64)
             for name, section in self._sections.items():
                 section.capture(fixed["quotient" if name == "H" else "witness"])
         except (RuntimeError, LaunchError, OutOfMemory) as error:  # torch's errors of a capture are RuntimeErrors
             reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             ledger().fallback(FallbackRecord("msm", f"proof on {self.label}", "graph", "eager", reason))
+            for section in self._sections.values():
+                section.release()
             return {}
         self._fixed = fixed
         return fixed
@@ -513,6 +517,10 @@ class _DeviceSection:
         """
         if self._bases is not None and self._bases.plan is not None and self._bases.plan.points >= self._n:
             self._captured = values, *self._queues.captured(self._queue, f"sum {self._name}", self._start, values)
+
+    def release(self) -> None:
+        """Drop the captured sum, if there is one."""
+        self._captured = None
 
     def explain(self) -> str:
         label = self._queues.space.label
