@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accelerant.errors import DivergenceError, UnsupportedCase
+from accelerant.errors import AccelerantError, DivergenceError, UnsupportedCase
 from accelerant.nn import GPT, GPTConfig, layers
 from accelerant.nn.optim import AdamW
 from accelerant.nn.train import Callback, TrainConfig, fit
 from accelerant.nn.train.objective import Objective
 from accelerant.nn.train.step import LossScale, TrainStep
+from accelerant.ops.transformer import block
 from accelerant.runtime.peers import PeerMemory
 from accelerant.runtime.processes import Processes
 from processes import forkserver
@@ -233,9 +234,56 @@ def tied(rank, processes=2):
         parts = [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in batches]
         losses.append(step([parts[rank]] if processes == 2 else parts, 1e-2).loss.item())
         table = None if step._reduction is None else step._reduction._table
+        assert table is None or table.rows is None  # kept no longer than the step
         split.append(table is not None and table.split)
     layers.FUSED.discard("cpu")
     return losses, split, [parameter.detach().sum().item() for parameter in model.parameters()]
+
+
+def hooked(rank):
+    """Hook the table before step 0 or 3; return differences of what the hook saw to the gradient, and splits."""
+    layers.FUSED.add("cpu")
+    found = []
+    for first in (0, 3):
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(vocab_size=300, context=8, layers=1, heads=2, width=16))
+        step, table = TrainStep(model, AdamW(model.parameters(), lr=1e-2), model.loss), model.wte.weight
+        tokens, seen, differences, split = torch.arange(16).view(2, 8) + rank, [], [], []
+        for number in range(5):
+            if number == first:
+                table.register_hook(lambda gradient, seen=seen: seen.append(gradient.clone()))
+            (whole,) = torch.autograd.grad(model.loss(tokens, tokens), table)
+            seen.clear()
+            step([(tokens, tokens)], 1e-2)
+            differences += [(2 * each - whole).abs().max().item() for each in seen]
+            split.append(step._reduction._table is not None and step._reduction._table.split)
+        found.append((differences, split))
+    layers.FUSED.discard("cpu")
+    return found
+
+
+def interrupted(rank):
+    """Raise in a loss after its forward pass; return what is left of the step, and the gradient of a later pass."""
+    layers.FUSED.add("cpu")
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=300, context=8, layers=1, heads=2, width=16))
+    tokens, fails = torch.arange(16).view(2, 8), []
+
+    def loss(*batch):
+        found = model.loss(*batch)
+        return found.expand(2) if fails else found  # not a scalar, which is refused
+
+    step = TrainStep(model, AdamW(model.parameters(), lr=1e-2), loss)
+    step([(tokens, tokens)], 1e-2)
+    fails.append(True)
+    try:
+        step([(tokens, tokens)], 1e-2)
+    except AccelerantError as error:
+        left = len(block.table_sums), step._reduction._armed, type(error).__name__
+    model.zero_grad()
+    model.loss(tokens, tokens).backward()
+    layers.FUSED.discard("cpu")
+    return left, model.wte.weight.grad is not None
 
 
 class Penalised:

@@ -10,6 +10,8 @@ from parallel_workers import (
     diverged,
     fitted,
     flat,
+    hooked,
+    interrupted,
     launch,
     net,
     penalised,
@@ -47,6 +49,8 @@ def every(rank, folder):
         "diverged": diverged(rank),
         "tied": tied(rank),
         "penalised": penalised(rank),
+        "hooked": hooked(rank),
+        "interrupted": interrupted(rank),
     }
 
 
@@ -251,3 +255,21 @@ def test_other_uses_of_a_tied_table(both):
             assert whole
             assert losses[-1] < losses[0]
         assert "has another gradient than in the first step" in later
+
+
+@two
+def test_a_hook_sees_the_whole_gradient_of_a_tied_table(both):
+    for each in both:
+        (always, never), (later, until) = each["hooked"]
+        assert not any(never)
+        assert until == [False, True, True, False, False]
+        assert len(always) == 5
+        assert len(later) == 2
+        assert max(always + later) < 1e-6
+
+
+@two
+def test_a_step_that_raises_leaves_nothing_armed(both):
+    for each in both:
+        (sums, armed, _), has_gradient = each["interrupted"]
+        assert (sums, armed, has_gradient) == (0, False, True)

@@ -89,7 +89,7 @@ class _Table:
         count, dtype: of the rows that each process looks up. One whose step looks up others sums a whole gradient as
             the first part, and sends zeros; outside of captured steps, no later step has two parts then.
         split: whether the first part was taken in this step.
-        rows: of this step, with their tokens.
+        rows: with their tokens, until they are gathered.
     """
 
     index: int
@@ -253,6 +253,8 @@ class GradientReduction:
         used = self._uses.get(table.data_ptr())
         if param.data_ptr() != table.data_ptr() or param.grad is not None or used != [(apart.count, apart.dtype), None]:
             return False
+        if _is_hooked(param):
+            return False
         apart.split, param.grad = True, gradient
         self.ready(apart.index)
         return True
@@ -273,7 +275,7 @@ class GradientReduction:
             used = self._uses.get(param.data_ptr(), [])
             if (
                 len(used) == 2 and used[0] is not None and used[1] is None and used[0][1] in _ROW_DTYPES
-                and param.is_contiguous() and param.dim() == 2 and index in self._clean
+                and param.is_contiguous() and param.dim() == 2 and index in self._clean and not _is_hooked(param)
             ):  # fmt: skip
                 count, dtype = used[0]
                 gathered = self._processes.size * count * dtype.itemsize
@@ -297,6 +299,7 @@ class GradientReduction:
             torch.distributed.all_gather_into_tensor(to, each, async_op=True)
             for to, each in zip(every, (rows, tokens), strict=True)
         ]
+        apart.rows = None
 
         def wait() -> tuple[Tensor, Tensor]:
             for work in works:
@@ -312,6 +315,14 @@ class GradientReduction:
         self._launched, self._finished, self._has = [], list[int](), [0] * len(self._params)
         self._clean = set[int]()
         self._armed = True
+
+    def release(self) -> None:
+        """End a step, also one that raised before `finish`: later backward passes are not summed."""
+        self._armed = False
+        if self in block.table_sums:
+            block.table_sums.clear()
+        if self._table is not None:
+            self._table.rows = None
 
     def ready(self, index: int) -> None:
         """Note that a gradient is complete; start the sum of each bucket whose turn it is."""
@@ -410,6 +421,14 @@ class GradientReduction:
         elif given_up:  # no bucket would be summed before the table's
             self._table = None
             self._arrange(self._order)
+
+
+def _is_hooked(param: Tensor) -> bool:
+    """Return whether a parameter has hooks that are not a reduction's: they expect its whole gradient."""
+    after: Any = param._post_accumulate_grad_hooks
+    return bool(param._backward_hooks) or any(
+        getattr(hook, "func", None) is not _ready for hook in (after or {}).values()
+    )
 
 
 def _ready(reduction: weakref.ref[GradientReduction], index: int, _: Tensor) -> None:

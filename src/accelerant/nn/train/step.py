@@ -432,8 +432,20 @@ class TrainStep(GraphedStep):
 
     def _run(self, batches: Sequence[Sequence[Tensor]]) -> Tensor:
         """Run the whole step, eagerly or under capture; return the loss and the norm, (2,) float32."""
-        scale, reduction, processes = self.loss_scale, self._reduction, self._processes.size
         self.optimizer.zero_grad(set_to_none=True)
+        try:
+            total = self._gradients(batches)
+        finally:
+            if self._reduction is not None:
+                self._reduction.release()
+        norm = self._update()
+        if self.loss_scale is not None:
+            self.loss_scale.update(norm)
+        return torch.stack([total.float().reshape(()), norm.float().to(total.device)])
+
+    def _gradients(self, batches: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Compute the gradients, summed over the processes; return the loss."""
+        scale, reduction, processes = self.loss_scale, self._reduction, self._processes.size
         total: Tensor | None = None
         weights = None if self._weigh is None else self._weigh(batches)
         losses = self.accumulate * (1 if self._averages else processes)
@@ -462,10 +474,7 @@ class TrainStep(GraphedStep):
             reduction.finish(total)
         elif processes > 1:
             total = self._processes.sum_(total.float() / processes)
-        norm = self._update()
-        if scale is not None:
-            scale.update(norm)
-        return torch.stack([total.float().reshape(()), norm.float().to(total.device)])
+        return total
 
     def _update(self) -> Tensor:
         """Clip and update; return the gradients' norm, without the loss scale."""
