@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import shutil
+import sys
 import threading
 import time
 from collections import Counter
@@ -327,6 +328,33 @@ def test_servers_that_start_together_upgrade_once(state_url):
         thread.start()
     for thread in threads:
         thread.join()
+    assert errors == []
+
+
+def test_servers_that_create_the_file_together_wait_for_each_other(tmp_path):
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    errors = []
+
+    def connect(path, meet):
+        store = JobStore(f"sqlite:///{path}", owner="a", volume="v")
+        meet.wait()
+        try:
+            store.engine.connect().close()
+        except Exception as error:
+            errors.append(error)
+        store.close()
+
+    try:
+        for number in range(60):  # each of them fails once in seven if one of two does not wait
+            meet = threading.Barrier(4)
+            threads = [threading.Thread(target=connect, args=(tmp_path / f"{number}.db", meet)) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    finally:
+        sys.setswitchinterval(interval)
     assert errors == []
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import sqlite3
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -507,11 +508,25 @@ def _serialise(engine: sa.Engine) -> None:
     @sa.event.listens_for(engine, "connect")
     def connected(connection: Any, _: Any) -> None:
         connection.isolation_level = None  # the driver begins no transaction of its own
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=FULL")
         connection.execute("PRAGMA busy_timeout=30000")
+        _write_ahead(connection)
+        connection.execute("PRAGMA synchronous=FULL")
 
     @sa.event.listens_for(engine, "begin")
     def begun(connection: sa.Connection) -> None:
         reads = connection.get_execution_options().get("reads", False)
         connection.exec_driver_sql("BEGIN" if reads else "BEGIN IMMEDIATE")
+
+
+def _write_ahead(connection: sqlite3.Connection) -> None:
+    """Switch the file to the write-ahead log. SQLite waits for no other writer then, whatever the busy timeout."""
+    until = time.monotonic() + 30.0
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+        except sqlite3.OperationalError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.02)
+        else:
+            return
