@@ -307,6 +307,22 @@ def test_a_server_that_stops_claims_no_job(running):
     asyncio.run(main())
 
 
+def test_a_server_that_stops_as_its_worker_is_woken_ends(running, monkeypatch):
+    async def main():
+        async with asyncio.timeout(30.0), running() as service:
+            worker = service._workers[0]
+
+            async def close():
+                await type(worker).close(worker)
+                worker.wake.set()
+                await asyncio.sleep(0)  # the event's waiter is done when `drain` cancels the task around it
+
+            monkeypatch.setattr(worker, "close", close)
+            await asyncio.sleep(0.2)  # it waits for a job
+
+    asyncio.run(main())
+
+
 def test_results_of_earlier_attempts_go_with_the_job(running):
     async def main():
         async with running() as service:

@@ -411,7 +411,10 @@ class JobService:
             finally:
                 self._busy -= 1
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(worker.wake.wait(), self._poll_s)
+                async with asyncio.timeout(
+                    self._poll_s
+                ):  # wait_for of Python 3.11 may lose the cancellation by `drain`
+                    await worker.wake.wait()
 
     async def _claim_and_run(self, worker: WorkerProcess) -> bool:
         """Run the next job, if there is one, and return whether there was."""
@@ -511,7 +514,8 @@ class JobService:
         self._renewed = time.monotonic()
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._renew(), self._lease_s / 2)
+                async with asyncio.timeout(self._lease_s / 2):
+                    await self._renew()
             if time.monotonic() - self._renewed > self._lease_s:  # the store is out of reach: others run our jobs
                 for _, worker in self._running.values():
                     worker.kill(f"the worker of {worker.name} was ended: the job store cannot be reached")
