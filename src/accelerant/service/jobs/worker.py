@@ -109,7 +109,7 @@ class Worker:
         self._socket, self.device, self.operations = connection, device, operations
         self._sending = fork_safe(threading.Lock())
         self._jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._reading = threading.Lock()
+        self._reading = fork_safe(threading.Lock())
         self._running: Context | None = None
         self._worked = threading.Event()  # since the ledger was sent
         self._log = logging.getLogger("accelerant.service.worker")
