@@ -411,9 +411,8 @@ class JobService:
             finally:
                 self._busy -= 1
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(
-                    self._poll_s
-                ):  # wait_for of Python 3.11 may lose the cancellation by `drain`
+                # wait_for of Python 3.11 may lose the cancellation by `drain`
+                async with asyncio.timeout(self._poll_s):
                     await worker.wake.wait()
 
     async def _claim_and_run(self, worker: WorkerProcess) -> bool:
