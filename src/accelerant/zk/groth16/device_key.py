@@ -1,16 +1,19 @@
 """A proving key on one device or on several.
 
-A witness is copied once. All kernels are launched before the host waits: each sum on a queue of its own, and the
-quotient with the sum of H on another, so that the end of one sum, which leaves most of the device idle, overlaps the
-middle of the next. The sum over G2 takes longest and is launched first. The quotient's queue has priority, since most
-of its work is sequential. On CUDA the launches of each sum become a CUDA graph at the third proof, which a proof
-replays where none is under way: several sums' launches otherwise take a quarter of a proof that devices share.
+Threads read a witness from its file into pinned memory, and devices copy each part while the next is read: page faults
+of a mapping take several times as long. All kernels are launched before the host waits: each sum on a queue of its own,
+and the quotient with the sum of H on another, so that the end of one sum, which leaves most of the device idle,
+overlaps the middle of the next. The sum over G2 takes longest and is launched first. The quotient's queue has priority,
+since most of its work is sequential. On CUDA the launches of the quotient and of each sum become CUDA graphs at the
+third proof, and once more where two proofs are under way: launches otherwise take a quarter of a proof that devices
+share.
 
 Where the device has too little memory for all points, some sections stay on the host and are streamed for each proof.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -19,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -46,7 +50,7 @@ if TYPE_CHECKING:
     from accelerant.runtime.streams.graphs import Graph
     from accelerant.runtime.streams.stream import Event, Stream  # which import torch
 
-__all__ = ["Budgets", "DeviceKey", "Queues", "SectionPoints", "SplitKey", "budgets", "shares"]
+__all__ = ["Budgets", "DeviceKey", "KeyPart", "Queues", "SectionPoints", "budgets", "shares"]
 
 T = TypeVar("T")
 Words = Any
@@ -83,7 +87,10 @@ _STREAMED_CHUNKS = 3
 """Chunks of streamed points on the device: one in use, two being copied."""
 
 _EAGER_PROOFS = 2
-"""Proofs on an idle device before sums are captured: a key may serve one."""
+"""Proofs before sums are captured: a key may serve one."""
+
+_CAPTURED_SETS = 2
+"""Sets of vectors whose sums are captured: prove_many has two proofs under way."""
 
 _CAPTURED_SHARE = 0.25
 """Largest share of a device's room that may be the captured sums' vectors."""
@@ -98,26 +105,25 @@ _NO_LIMIT = 1 << 62
 _U64 = np.dtype(np.uint64)
 
 
-class DeviceKey:
-    """A ProvingKey on a device, in the memory space `space`; `sections` are those of which it has points."""
+class KeyPart:
+    """The part of a key in one memory space, `space`; `sections` are those of which it has points."""
 
     def __init__(
         self,
         zkey: Zkey,
         space: MemorySpace,
         stages: Stages,
+        parts: Mapping[str, Part],
         *,
-        parts: Mapping[str, Part] | None = None,
         free_bytes: int | None = None,
         overlap: bool = True,
     ) -> None:
-        """Copy a key, which may be closed afterwards, to a device.
+        """Copy a part of a key, which may be closed afterwards, to a device.
 
         Args:
             space: not the host's.
             stages: times "key: constraints" and "key: points".
-            parts: section -> (i, n): take the i-th of n parts of its points, and none of other sections, for devices
-                that share the sums; by default all points.
+            parts: section -> (i, n): take the i-th of n parts of its points, and none of other sections.
             free_bytes: device memory that may be taken; by default 0.8 of the free memory.
             overlap: use a queue for each sum instead of one for all.
 
@@ -128,10 +134,9 @@ class DeviceKey:
         self.space, self.label = space, space.label
         family = family_of(zkey.family)
         self._field, self._n_public = snarkjs_scalar_field(family), zkey.n_public
-        self._queues, self._lock = Queues(space, len(_LAUNCH_ORDER) + 1), fork_safe(threading.Lock())
+        self._queues = Queues(space, len(_LAUNCH_ORDER) + 1)
         self._read: Mark = None
         room = int(_MEMORY_SHARE * space.provider.memory(space.index).free_bytes) if free_bytes is None else free_bytes
-        parts = dict.fromkeys(SECTIONS, (0, 1)) if parts is None else parts
         self.sections = [name for name in _LAUNCH_ORDER if name in parts]
         self._rows: DeviceMatrix | None = None
         with stages("key: constraints"):
@@ -147,11 +152,11 @@ class DeviceKey:
                 for name, part in parts.items()
             }
             vectors = _SCALAR_BYTES * _VECTORS * (zkey.domain_size + zkey.n_vars)
-            captures = overlap and self._queues.captures and vectors <= _CAPTURED_SHARE * room
-            allowed = budgets(points, room - vectors * (1 + captures))
+            captures = overlap and self._queues.captures and _CAPTURED_SETS * vectors <= _CAPTURED_SHARE * room
+            allowed = budgets(points, room - vectors * (1 + _CAPTURED_SETS * captures))
             overlap = overlap and allowed.scratch is None  # where memory is short, sums run one after the other
-            self._eager_proofs = _EAGER_PROOFS if captures and overlap else None
-            self._fixed: dict[str, Words] = {}
+            self._captures, self._eager_proofs = captures and overlap, 0
+            self._captured: list[_Vectors] = []
             queues, self._input = (_QUEUES, _INPUT) if overlap else (dict.fromkeys(SECTIONS, 0), 0)
             # Allocated on the queue that reads it, so that its memory is not reused early if a proof is abandoned
             self._public = self._queues.load(self._input, np.arange(1, 1 + zkey.n_public, dtype=np.uint32))
@@ -161,47 +166,35 @@ class DeviceKey:
             }
             space.provider.synchronize(space.index)
 
-    def begin(self, witness: Witness, stages: Stages) -> KeySums:
-        """See ProvingKey; waits only for the copy of the witness."""
-        return self._begin(witness.values, stages)
-
-    def _begin(self, values: U64, stages: Stages) -> KeySums:
-        queues = self._queues
-        with self._lock:  # queues and their scratch memory take one witness after the other
-            fixed = self._fixed_vectors(len(values))
-            with stages("witness"), queues.queue(self._input):
-                witness = queues.load(self._input, values)
-                if fixed:
-                    witness = fixed["witness"].copy_(witness)
-            with stages("launches"):
-                return self._start(witness, fixed, stages)
-
     def receive(self, values: U64) -> tuple[Callable[[int, int], object], Callable[[Stages], KeySums]]:
         """Return functions that copy values first to last of a witness in pinned memory, and that start its sums then.
 
-        See `begin`; the caller has the lock.
+        Queues and their scratch memory take one witness after the other. Without queues all is copied at the start.
         """
         queues = self._queues
         if not queues.captures:
-            return (lambda *_: None), functools.partial(self._begin, values)
+            return (lambda *_: None), lambda stages: self._start(_Vectors(self.space.load(values)), stages)
         import torch
 
-        fixed, source = self._fixed_vectors(len(values)), torch.from_numpy(values.view(np.int64))
-        with queues.queue(self._input):
-            witness = fixed["witness"] if fixed else self.space.empty(values.shape, _U64)
+        vectors, source = self._vectors(len(values)), torch.from_numpy(values.view(np.int64))
 
         def copy(first: int, last: int) -> None:
             with queues.queue(self._input):
-                witness[first:last].copy_(source[first:last], non_blocking=True)
+                vectors.witness[first:last].copy_(source[first:last], non_blocking=True)
 
-        return copy, functools.partial(self._start, witness, fixed)
+        return copy, functools.partial(self._start, vectors)
 
-    def _start(self, witness: Words, fixed: Mapping[str, Words], stages: Stages) -> KeySums:
+    def _start(self, vectors: _Vectors, stages: Stages) -> KeySums:
         """Launch all kernels on a witness that the input's queue copies."""
-        queues, space, field, spans, n = self._queues, self.space, self._field, Spans(), int(witness.shape[0])
+        queues, space, field, spans = self._queues, self.space, self._field, Spans()
+        witness, n = vectors.witness, int(vectors.witness.shape[0])
         in_use: list[Any] = [witness]  # kept alive until all queues have read them
         self._read = copied = queues.mark(self._input)
-        pending = {name: self._sections[name].begin(witness, copied, spans) for name in self.sections if name != "H"}
+        pending = {
+            name: self._sections[name].begin(witness, copied, spans, vectors.sums.get(name))
+            for name in self.sections
+            if name != "H"
+        }
         with queues.queue(self._input):
             unreduced = queues.fetch(self._input, unreduced_blocks(space, field, witness, n))
             public = queues.fetch(self._input, gather(space, field, witness, self._public, self._n_public))
@@ -209,10 +202,14 @@ class DeviceKey:
             queues.wait(0, copied)
             with queues.queue(0):
                 start = queues.mark(0)
-                quotient = self._rows.quotient(witness)
-                in_use.append(fixed["quotient"].copy_(quotient) if fixed else quotient)
+                if vectors.graph is None:
+                    in_use.append(self._rows.quotient(witness))
+                else:
+                    vectors.graph.replay()
+                    in_use.append(vectors.quotient)
                 spans["quotient"] = start, queues.mark(0)
-            pending["H"] = self._sections["H"].begin(in_use[-1], spans["quotient"][1], spans)
+            pending["H"] = self._sections["H"].begin(in_use[-1], spans["quotient"][1], spans, vectors.sums.get("H"))
+        vectors.ends = [queues.mark(self._input), *(end for _, end in spans.values())]
 
         def inputs_() -> U64:
             with stages("device"):
@@ -233,35 +230,34 @@ class DeviceKey:
 
         return KeySums(inputs_, sum_, times)
 
-    def _fixed_vectors(self, n: int) -> dict[str, Words]:
-        """Return the vectors whose sums are replayed, n values of a witness and the quotient; none if a proof is on.
+    def _vectors(self, n: int) -> _Vectors:
+        """Return vectors for a witness of n values: captured ones, if a set of them is free, else new ones.
 
-        Captures the sums at the third call.
+        Captures the sums of new ones from the third call on.
         """
-        if not self._queues.idle():
-            return {}
-        if self._eager_proofs is None:
-            return self._fixed
-        self._eager_proofs -= 1
-        if self._eager_proofs >= 0:
-            return {}
-        self._eager_proofs = None
+        for vectors in self._captured:
+            if all(end.done() for end in vectors.ends):
+                return vectors
+        with self._queues.queue(self._input):  # allocated on the queue that writes it
+            vectors = _Vectors(self.space.empty((n, 4), _U64))
+        if not self._captures or len(self._captured) == _CAPTURED_SETS:
+            return vectors
+        self._eager_proofs += 1
+        if self._eager_proofs <= _EAGER_PROOFS:
+            return vectors
         try:
-            with self._queues.queue(self._input):  # allocated on the queues that write them
-                fixed = {"witness": self.space.empty((n, 4), _U64)}
             if self._rows is not None:
-                with self._queues.queue(0):
-                    fixed["quotient"] = self.space.empty((self._rows.n, 4), _U64)
+                quotient = self._queues.captured(0, "quotient", self._rows.quotient, vectors.witness)
+                vectors.quotient, vectors.graph = quotient
             for name, section in self._sections.items():
-                section.capture(fixed["quotient" if name == "H" else "witness"])
+                section.capture(vectors.quotient if name == "H" else vectors.witness, vectors.sums)
         except (RuntimeError, LaunchError, OutOfMemory) as error:  # torch's errors of a capture are RuntimeErrors
             reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             ledger().fallback(FallbackRecord("msm", f"proof on {self.label}", "graph", "eager", reason))
-            for section in self._sections.values():
-                section.release()
-            return {}
-        self._fixed = fixed
-        return fixed
+            self._captures = False
+            return _Vectors(vectors.witness)
+        self._captured.append(vectors)
+        return vectors
 
     def await_read(self) -> None:
         """Wait until the last witness has been read, which pinned memory must not change before."""
@@ -293,21 +289,39 @@ def shares(n_points: Mapping[str, int], count: int) -> list[dict[str, Part]]:
     return taken
 
 
-class SplitKey:
-    """A ProvingKey on several devices, each with some sections or parts of them: see `shares`.
+@dataclass(slots=True)
+class _Vectors:
+    """The scalars of a proof's sums on a device.
+
+    Attributes:
+        witness: (n, 4).
+        quotient, graph: the quotient of the witness, and the graph that computes it; None where it is not captured.
+        sums: section -> its sum of these scalars, and the graph that computes it, where it is captured.
+        ends: marks of the end of all work that uses the vectors.
+    """
+
+    witness: Words
+    quotient: Words = None
+    graph: Graph | None = None
+    sums: dict[str, tuple[PendingMsm, Graph]] = dataclasses.field(default_factory=dict)
+    ends: list[Mark] = dataclasses.field(default_factory=list)
+
+
+class DeviceKey:
+    """A ProvingKey on one device, or on several with some sections each or parts of them: see `shares`.
 
     Each device gets the whole witness. One that has points of H computes the whole quotient, a twentieth of a proof's
     work; copying it from one device to the others would take longer.
     """
 
-    def __init__(self, zkey: Zkey, spaces: Sequence[MemorySpace], stages: Stages) -> None:
-        """Copy a part of the key to each device; arguments and errors as DeviceKey."""
+    def __init__(self, zkey: Zkey, spaces: Sequence[MemorySpace], stages: Stages, **options: Any) -> None:
+        """Copy a part of the key to each device; other arguments and errors as KeyPart."""
         self._family = family_of(zkey.family)
         parts = shares({name: len(words) for name, words in zkey.points.items()}, len(spaces))
         used = [(space, part) for space, part in zip(spaces, parts, strict=True) if part]
-        self._keys = [DeviceKey(zkey, space, stages, parts=part) for space, part in used]
+        self._parts = [KeyPart(zkey, space, stages, part, **options) for space, part in used]
         self._witness, self._lock = _host_words((zkey.n_vars, 4), spaces), fork_safe(threading.Lock())
-        self.label = "+".join(key.label for key in self._keys)
+        self.label = "+".join(part.label for part in self._parts)
         self._threads = ThreadPoolExecutor(_COPIERS, thread_name_prefix="accelerant-groth16")
 
     def begin(self, witness: Witness, stages: Stages) -> KeySums:
@@ -316,22 +330,22 @@ class SplitKey:
         All devices read one copy: if the file changed in between, r and s would not hide sums of parts of two
         witnesses. Its memory is kept, since new pages cost more than the copy, and pinned, since each device reads it.
         """
-        own = [Stages() for _ in self._keys]
+        own = [Stages() for _ in self._parts]
         with self._lock:
             with stages("witness"):
-                for key in self._keys:
-                    key.await_read()
+                for part in self._parts:
+                    part.await_read()
                 bounds = [len(self._witness) * i // _PARTS for i in range(_PARTS + 1)]
-                parts = list(itertools.pairwise(bounds))
-                copied = [self._threads.submit(self._copy, witness, *part) for part in parts]
+                rows = list(itertools.pairwise(bounds))
+                read = [self._threads.submit(self._copy, witness, *some) for some in rows]
                 try:
-                    copies, starts = zip(*[key.receive(self._witness) for key in self._keys], strict=True)
-                    for done, part in zip(copied, parts, strict=True):
+                    copies, starts = zip(*[part.receive(self._witness) for part in self._parts], strict=True)
+                    for done, some in zip(read, rows, strict=True):
                         done.result()
                         for copy in copies:
-                            copy(*part)
+                            copy(*some)
                 finally:  # no thread still writes when the next witness comes
-                    wait(copied)
+                    wait(read)
             with stages("launches"):
                 pending = [start(each) for start, each in zip(starts, own, strict=True)]
         stages.compiled("launches", sum(each.compile_s for each in own))
@@ -346,17 +360,17 @@ class SplitKey:
 
         def sum_(name: str) -> U64:
             curve: Curve[Any] = self._family.g2 if name == "B2" else self._family.g1
-            holders = (part for key, part in zip(self._keys, pending, strict=True) if name in key.sections)
+            holders = (sums for part, sums in zip(self._parts, pending, strict=True) if name in part.sections)
             with stages("device"):
-                points = (part.sum(name).reshape(1, *curve.shape) for part in holders)
+                points = (sums.sum(name).reshape(1, *curve.shape) for sums in holders)
                 total: U64 = functools.reduce(functools.partial(launch.add, HOST, curve), points)
             return total
 
         def spans() -> dict[str, float]:
             return {
-                f"{key.label} {name}": seconds
-                for key, part in zip(self._keys, pending, strict=True)
-                for name, seconds in part.spans().items()
+                f"{part.label} {name}" if len(pending) > 1 else name: seconds
+                for part, sums in zip(self._parts, pending, strict=True)
+                for name, seconds in sums.spans().items()
             }
 
         return KeySums(public, sum_, spans)
@@ -366,7 +380,7 @@ class SplitKey:
 
     def explain(self) -> str:
         """See ProvingKey; one line per section and device."""
-        return "\n".join(key.explain() for key in self._keys)
+        return "\n".join(part.explain() for part in self._parts)
 
 
 def _host_words(shape: tuple[int, ...], spaces: Sequence[MemorySpace]) -> U64:
@@ -468,7 +482,6 @@ class _DeviceSection:
         self._curve, self._n, self._scratch = points.curve, len(points.words), allowed.scratch
         self._indices = None if points.indices is None else queues.load(queue, points.indices)
         self._bases: DeviceBases | None = None
-        self._captured: tuple[Words, PendingMsm, Graph] | None = None
         self._streamed = np.empty((0, 0), np.uint64)
         free_bytes = allowed.points[name]
         if free_bytes is None:
@@ -480,20 +493,23 @@ class _DeviceSection:
                 queues.space, points.curve, words, free_bytes=free_bytes, keep_scratch=keep, rounds=rounds
             )
 
-    def begin(self, values: Words, after: Mark, spans: Spans) -> Callable[[], U64]:
+    def begin(
+        self, values: Words, after: Mark, spans: Spans, captured: tuple[PendingMsm, Graph] | None
+    ) -> Callable[[], U64]:
         """Launch a sum; return a function that waits for it: words of one point, affine in Montgomery form.
 
         The scalars `values` are computed before the mark `after`, and kept alive by the caller until the sum has ended.
+        `captured` is what `capture` added for them.
         """
         queues, queue = self._queues, self._queue
         queues.wait(queue, after)
         with queues.queue(queue):
             first = queues.mark(queue)
-            if self._captured is not None and values is self._captured[0]:
-                _, pending, graph = self._captured
-                graph.replay()
-            else:
+            if captured is None:
                 pending = self._start(values)
+            else:
+                pending, graph = captured
+                graph.replay()
             results = [queues.fetch(queue, words) for words in pending.results]
             spans[f"sum {self._name}"] = first, queues.mark(queue)
         return lambda: pending.finish([fetch() for fetch in results])
@@ -510,17 +526,13 @@ class _DeviceSection:
             load = functools.partial(self._queues.load, self._queue)
             return start_msm(space, self._curve, values, self._streamed, free_bytes=self._scratch, load=load)
 
-    def capture(self, values: Words) -> None:
-        """Capture the launches of a sum of these scalars, which stay in memory; `begin` with them replays it.
+    def capture(self, values: Words, sums: dict[str, tuple[PendingMsm, Graph]]) -> None:
+        """Capture the launches of a sum of these scalars, which stay in memory, and add it to `sums`.
 
-        The device is idle. Sums in chunks stay as they are: between chunks the host may wait.
+        Sums in chunks stay as they are: between chunks the host may wait.
         """
         if self._bases is not None and self._bases.plan is not None and self._bases.plan.points >= self._n:
-            self._captured = values, *self._queues.captured(self._queue, f"sum {self._name}", self._start, values)
-
-    def release(self) -> None:
-        """Drop the captured sum, if there is one."""
-        self._captured = None
+            sums[self._name] = self._queues.captured(self._queue, f"sum {self._name}", self._start, values)
 
     def explain(self) -> str:
         label = self._queues.space.label
@@ -553,10 +565,6 @@ class Queues:
     def captures(self) -> bool:
         """True where launches can be captured."""
         return bool(self._streams)
-
-    def idle(self) -> bool:
-        """Return whether the device has done all work issued to the queues."""
-        return all(stream.done() for stream in self._streams)
 
     def captured(self, number: int, name: str, call: Callable[..., T], *args: Any) -> tuple[T, Graph]:
         """Return the result of a call that launches on a queue, in memory that replays of the graph write."""

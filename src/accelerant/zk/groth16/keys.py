@@ -156,9 +156,9 @@ def proving_key(zkey: Zkey, device: Devices, stages: Stages) -> ProvingKey:
     spaces = spaces_of(device, zkey.domain_size)
     if spaces == (HOST,):
         return HostKey(zkey, stages)
-    from accelerant.zk.groth16.device_key import DeviceKey, SplitKey  # unused by a proof on the CPU
+    from accelerant.zk.groth16.device_key import DeviceKey  # unused by a proof on the CPU
 
-    return SplitKey(zkey, spaces, stages) if len(spaces) > 1 else DeviceKey(zkey, spaces[0], stages)
+    return DeviceKey(zkey, spaces, stages)
 
 
 # --- the CPU ---------------------------------------------------------------------------------------------------------
