@@ -6,7 +6,7 @@ ARGS   ?=
 LOCK   ?=
 export LOCK
 
-.PHONY: run test test-slow lint licenses lock unit coverage docs wheel certificate gpu-test soak soak-service clean help
+.PHONY: run test test-slow lint licenses lock unit collect coverage docs wheel certificate gpu-test soak soak-service clean help
 
 help:            ## what each target does
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -30,13 +30,19 @@ licenses: $(VENV)/.installed-dev ## the license of every dependency
 lock: $(VENV)/.installed         ## versions and hashes of this machine's wheels, for: make run LOCK=requirements.lock
 	$(BIN)/python scripts/lock.py requirements.lock
 
-# The children that tests start import the package too: without .pyc files each of them compiles it anew.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n 2 --dist worksteal
+# Nothing is compiled as it is installed: without .pyc files each process would compile what it imports anew.
+export PYTHONDONTWRITEBYTECODE :=
+
+# Tests often wait for processes that they start: three workers keep two cores busy.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest -n 3 --dist worksteal
 
 TIER ?= not slow
 
 unit: $(VENV)/.installed-dev     ## the tests, but for the slow ones
 	$(PYTEST) -m "$(TIER)" $(ARGS)
+
+collect: $(VENV)/.installed-dev  ## import every test, which leaves .pyc files
+	-$(BIN)/pytest --collect-only -qq >/dev/null
 
 coverage: $(VENV)/.installed-dev   ## the fast tests once more, with the share of lines that they run, by file
 	$(PYTEST) -m "not slow" --cov=accelerant --cov-report=term:skip-covered $(ARGS)
@@ -65,8 +71,7 @@ MINUTES ?= 24
 RECORD  ?= $(if $(ARGS),,benchmarks/results/soak/record.json)
 
 soak: $(VENV)/.installed-dev     ## search for broken guarantees, and record it; of some: make soak MINUTES=5 ARGS="-k ledger"
-	SOAK_MINUTES=$(MINUTES) SOAK_RECORD=$(RECORD) $(PYTEST) --dist load --maxschedchunk 1 -m "search or soak" \
-		-o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true $(ARGS)
+	SOAK_MINUTES=$(MINUTES) SOAK_RECORD=$(RECORD) $(PYTEST) --dist load --maxschedchunk 1 -m "search or soak" $(ARGS)
 
 $(VENV)/.installed: pyproject.toml constraints.txt scripts/setup
 	scripts/setup $(VENV) $(PYTHON)

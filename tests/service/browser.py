@@ -36,7 +36,7 @@ class Page:
         number = next(self._numbers)
         self._connection.send(json.dumps({"id": number, "method": method, "params": parameters}))
         while True:
-            message = json.loads(self._connection.recv(timeout=30))
+            message = json.loads(self._connection.recv(timeout=120))
             if message.get("method") == "Runtime.exceptionThrown":
                 self.problems.append(message["params"]["exceptionDetails"]["exception"].get("description"))
             elif message.get("method") == "Log.entryAdded" and message["params"]["entry"]["level"] == "error":
@@ -51,7 +51,7 @@ class Page:
         assert "exceptionDetails" not in found, found["exceptionDetails"]["exception"]["description"]
         return found["result"].get("value")
 
-    def wait(self, expression, seconds=20):
+    def wait(self, expression, seconds=120):
         """Return the value of an expression once it is true."""
         until = time.monotonic() + seconds
         while not (value := self.evaluate(expression)):
@@ -92,13 +92,13 @@ def open_page(address, folder):
     browser = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         ports = folder / "DevToolsActivePort"
-        until = time.monotonic() + 30
+        until = time.monotonic() + 120
         while not (ports.exists() and ports.read_text().strip()):
             assert browser.poll() is None, "Chromium ended"
             assert time.monotonic() < until, "Chromium does not listen"
             time.sleep(0.05)
         port = ports.read_text().split()[0]
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/json/list", timeout=60) as answer:
             target = next(one for one in json.load(answer) if one["type"] == "page")
         with connect(target["webSocketDebuggerUrl"], max_size=1 << 28) as connection:
             page = Page(connection)

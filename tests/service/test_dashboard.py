@@ -101,7 +101,7 @@ def test_the_form_runs_an_example_that_the_browser_checks(page, operation, field
         document.getElementById("example-result").replaceChildren();
         document.querySelector("#example .main").click();
     }})()""")
-    result = page.wait("document.getElementById('example-result').innerText", seconds=60)
+    result = page.wait("document.getElementById('example-result').innerText")
     assert "checked in this browser" in result
     assert expected in page.evaluate("document.querySelector('#example-result pre').textContent")
 
@@ -215,14 +215,16 @@ def test_the_apis_page_shows_operations_and_requests(page, server, scheme):
 def test_a_click_cancels_a_job_that_waits(page, server):
     with Client(server.url, trust_env=False) as client:
         running = client.submit("train", {}, steps=10**6)
-        waiting = client.submit("field_add", {"x": np.arange(4, dtype=np.uint64), "y": np.uint64([1])})
-        row = f"document.querySelector('[data-id=\"{waiting.id}\"]')"
-        page.wait(f"{row}?.innerText.includes('queued')")
-        page.evaluate(f"{row}.querySelector('button').click()")
-        page.wait(f"{row}.innerText.includes('cancelled') && !{row}.querySelector('button')")
-        assert client.job(waiting.id).state == "cancelled"
-        page.wait(f"!!document.querySelector('[data-id=\"{running.id}\"] progress:not([hidden])')")
-        client.cancel(running.id)
+        try:
+            waiting = client.submit("field_add", {"x": np.arange(4, dtype=np.uint64), "y": np.uint64([1])})
+            row = f"document.querySelector('[data-id=\"{waiting.id}\"]')"
+            page.wait(f"{row}?.innerText.includes('queued')")
+            page.evaluate(f"{row}.querySelector('button').click()")
+            page.wait(f"{row}.innerText.includes('cancelled') && !{row}.querySelector('button')")
+            assert client.job(waiting.id).state == "cancelled"
+            page.wait(f"!!document.querySelector('[data-id=\"{running.id}\"] progress:not([hidden])')")
+        finally:
+            client.cancel(running.id)  # or the tests that follow wait for it
         with pytest.raises(Cancelled):
             client.result(running.id)
 
@@ -240,7 +242,7 @@ def test_a_key_opens_the_page_and_a_stop_ends_its_stream(tmp_path):
             page.evaluate("document.querySelector('#key button').click()")
         page.wait("document.getElementById('link').dataset.state === 'live'")
         page.evaluate("document.querySelector('#example .main').click()")
-        assert "checked" in page.wait("document.getElementById('example-result').innerText", seconds=60)
+        assert "checked" in page.wait("document.getElementById('example-result').innerText")
         assert server.stop() == 0
         page.wait("document.getElementById('link').innerText === 'Reconnecting'")
     assert not [line for line in server.lines if "graceful shutdown" in line]  # the stream did not hold it up
