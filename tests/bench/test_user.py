@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import accelerant.ops
 from accelerant.bench import Environment, Record, Row
-from accelerant.bench.record import COMPILED, GRAPH, STEP
+from accelerant.bench.record import COMPILED, EAGER, STEP
 from accelerant.bench.suite import SuiteRun, collect, run_suite
 from accelerant.bench.suites import algebra, user
 from accelerant.bench.suites.user import UserSuite
@@ -183,7 +183,7 @@ def test_a_model_is_trained_by_each_runner_and_resumed(tmp_path, capsys, monkeyp
 def test_a_patched_model_with_another_loss_is_an_error(cpu, monkeypatch):
     pytest.importorskip("transformers", reason="the models are those of transformers, an optional package")
 
-    def broken(model, graph=False):
+    def broken(model, graph=None):
         model.lm_head.weight.data.mul_(9)
 
     monkeypatch.setattr(user.own_nn, "patch", broken)
@@ -211,5 +211,6 @@ def test_a_model_on_a_gpu_runs_by_each_runner():
     gpu = registry.choose("cuda")
     suite = UserSuite(case=("gpt2 4x512 bf16 autocast, AdamW, clipping",), against=("torch",), budget_s=0.0, jobs=1)
     rows = {row.runner: row for row in run_suite(suite.resolve(gpu), gpu).rows}
-    assert {"torch", "accelerant", STEP} <= set(rows) <= {"torch", "accelerant", GRAPH, STEP, COMPILED}
+    assert {"torch", "accelerant", EAGER, STEP} <= set(rows) <= {"torch", "accelerant", EAGER, STEP, COMPILED}
+    assert "CUDA graphs: " in rows["accelerant"].note
     assert all(row.p50 for row in rows.values())

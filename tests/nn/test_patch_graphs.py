@@ -1,11 +1,14 @@
-"""patch(graph=True): calls replayed from graphs equal eager calls, and what cannot be captured runs eagerly.
+"""patch with CUDA graphs: calls replayed from graphs equal eager calls, and what cannot be captured runs eagerly.
 
 Without a GPU a graph's replay runs the captured function again, and writes its results over those of the capture.
 """
 
+import contextlib
 import copy
 import pickle
 import random
+import re
+import threading
 import warnings
 from functools import partial
 
@@ -17,6 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import accelerant as acl
 from accelerant.errors import FallbackWarning, LaunchError
 from accelerant.nn._patch import graphs
+from accelerant.runtime.ledger import ledger
 
 BEFORE = graphs.EAGER_CALLS
 
@@ -45,20 +49,34 @@ class Rerun:
         for shared in () if self.following is None else self.following.memory:
             if shared is not None:  # one pool: what the backward pass left may lie where this pass writes
                 shared.fill_(float("nan"))
-        rebuild = self.captured._rebuild
+        rebuild, run = self.captured._rebuild, self.captured._run
         self.captured._needed, self.captured._run = self.needed, self.run
         with torch.enable_grad():
             results = self.fn()
-        self.captured._rebuild = rebuild
+        self.captured._rebuild, self.captured._run = rebuild, run
         with torch.no_grad():
             for to, found in zip(self.memory, results, strict=True):
                 if to is not None:
                     to.copy_(found)
 
 
+class Trial(contextlib.nullcontext):
+    """An eager call whose times and memory the test chooses."""
+
+    waits, kept_bytes = True, 1 << 20
+
+    def __enter__(self):
+        return self
+
+    def host_bound(self):
+        return self.waits
+
+
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
     monkeypatch.setattr(graphs, "Graph", Rerun)
+    monkeypatch.setattr(graphs, "_Trial", Trial)
+    monkeypatch.setattr(graphs, "_free_bytes", lambda: 1 << 30)
     monkeypatch.setattr(graphs, "_DEVICE", "cpu")
 
 
@@ -142,9 +160,9 @@ def rows(seed=0, count=5):
     return torch.randn(count, 4, generator=torch.Generator().manual_seed(seed))
 
 
-def warmed(net, calls=BEFORE + 1, **options):
+def warmed(net, calls=BEFORE + 1, count=5, leaf=False):
     for call in range(calls):
-        net(rows(call), **options)[0].sum().backward()
+        net(rows(call, count).requires_grad_(leaf))[0].sum().backward()
     net.zero_grad()
     return net
 
@@ -259,35 +277,78 @@ def test_a_forward_that_a_replay_would_not_repeat_runs_eagerly(net, trick, reaso
     assert not net.report.graphs["captured"]
 
 
-def test_parameters_changed_before_the_backward_pass_raise(net):
+def test_parameters_changed_in_place_before_the_backward_pass_raise_as_torch_does(net):
     warmed(net)
     y = net(rows())[0].sum()
     with torch.no_grad():
         net.head.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
-    del y
-    y = net(rows())[0].sum()
+
+
+def moved(net, y):
     net.head.weight.data = net.head.weight.data.clone()
-    with pytest.raises(LaunchError, match="moved between"):
-        y.backward()
+    y.sum().backward()
 
 
-def test_a_second_backward_pass_and_a_derivative_of_it_raise(net):
+def kept(net, y):
+    y.sum().backward(retain_graph=True)
+    net.eval()
+    y.square().sum().backward()
+    net.train()
+
+
+def differentiated(net, y):
+    found = torch.autograd.grad(y.square().sum(), net.norm.weight, create_graph=True)
+    found[0].square().sum().backward()
+
+
+def after_another(net, y):
+    y.sum().backward(retain_graph=True)
+    net(rows(4).requires_grad_(True))[0].sum().backward()
+    y.square().sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore::accelerant.errors.FallbackWarning")
+@pytest.mark.parametrize("backward", [moved, kept, differentiated, after_another])
+def test_what_a_backward_graph_cannot_do_runs_the_call_again(net, backward):
+    warmed(net, leaf=True)
+    found = []
+    for plain in (False, True):
+        net.zero_grad()
+        x = rows(3).requires_grad_(True)
+        y = (Net.forward(net, x) if plain else net(x))[0]
+        backward(net, y)
+        found.append([x.grad, *(param.grad for param in net.parameters())])
+    assert net.report.graphs["replayed"] >= 1
+    for one, two in zip(*found, strict=True):
+        assert (one is None) == (two is None)
+        if one is not None:
+            torch.testing.assert_close(one, two)
+    replayed = net.report.graphs["replayed"]
+    net(rows().requires_grad_(True))  # its key stays eager
+    assert net.report.graphs["replayed"] == replayed
+
+
+@pytest.mark.filterwarnings("ignore::accelerant.errors.FallbackWarning")
+def test_a_second_backward_pass_needs_what_the_first_one_had(net):
     warmed(net)
-    y = net(rows())[0].sum()
-    y.backward(retain_graph=True)
-    with pytest.raises(LaunchError, match=r"runs once .* patch\(model, graph=False\)"):
-        y.backward()
     y = net(rows())[0].sum()
     y.backward()
     with pytest.raises(RuntimeError, match="second time"):
         y.backward()
-    y = net(rows())[0].sum()
-    with pytest.raises(LaunchError, match="create_graph"):
-        torch.autograd.grad(y, net.head.weight, create_graph=True)
-    del y
-    assert_right(net, rows(5))  # usable after each
+    x = rows()
+    y = net(x)[0].sum()
+    y.backward(retain_graph=True)
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="inplace operation: an argument of Net"):
+        y.backward()
+    warmed(net, count=4)
+    y = net(rows(count=4))[0].sum()
+    y.backward(retain_graph=True)
+    net.scale = 3.0
+    with pytest.raises(LaunchError, match=r"were changed between .* patch\(model, graph=False\)"):
+        y.backward()
 
 
 def test_a_few_shapes_have_graphs_and_others_run_eagerly(net):
@@ -593,3 +654,75 @@ def test_unpatch_restores_the_forward(model):
     acl.nn.patch(model, graph=True)
     acl.nn.unpatch(model)
     assert "forward" not in model.__dict__
+
+
+@pytest.fixture
+def quiet():
+    """No warning and no error tells of a call that runs eagerly where nobody asked for graphs."""
+    with acl.config.override(fallback="forbid"), warnings.catch_warnings(action="error", category=FallbackWarning):
+        yield
+
+
+def test_by_default_a_model_whose_device_waits_for_the_host_has_graphs(model, quiet):
+    other = copy.deepcopy(model)
+    acl.nn.patch(model, graph=False)
+    report = acl.nn.patch(other)
+    assert trained(other) == pytest.approx(trained(model), rel=1e-6)
+    assert report.graphs == {"captured": 1, "replayed": 8 - BEFORE, "eager: before the capture": BEFORE}
+    one = other(input_ids=ids(1), labels=ids(1)).loss
+    two = other(input_ids=ids(2), labels=ids(2)).loss
+    (one + two).backward()
+    assert report.graphs["eager: the backward pass of an earlier call is still to come"] == 1
+
+
+@pytest.mark.parametrize(
+    ("waits", "free", "reason"),
+    [(False, 1 << 30, "does not wait for the host"), (True, 1 << 22, r"would hold 0\.00\d+ GiB, more than 1 / 4")],
+)
+def test_by_default_a_graph_that_costs_more_than_it_saves_is_not_captured(
+    model, quiet, monkeypatch, waits, free, reason
+):
+    monkeypatch.setattr(Trial, "waits", waits)
+    monkeypatch.setattr(graphs, "_free_bytes", lambda: free)
+    report = acl.nn.patch(model)
+    trained(model, BEFORE + 1)
+    checked = []
+    monkeypatch.setattr(graphs._State, "holds", lambda self: checked.append(self))
+    trained(model, 40)
+    ((outcome, calls),) = [(k, n) for k, n in report.graphs.items() if k != "eager: before the capture"]
+    assert calls == 41
+    assert re.search(reason, outcome)
+    assert not checked  # the decision is final, and costs the calls that follow nothing
+    assert any(entry.reason == outcome.removeprefix("eager: ") for entry in ledger()._fallbacks)
+
+
+def test_by_default_a_model_that_keeps_changing_is_left_alone_in_the_end(model, quiet):
+    report = acl.nn.patch(model)
+    for _ in range(2 * graphs._CREDIT):
+        model.lm_head.weight.data = model.lm_head.weight.data.clone()
+        trained(model, 1)
+    assert report.graphs["eager: few calls could run from graphs"] > graphs._CREDIT / 2
+    assert not report.graphs["captured"]
+
+
+def test_by_default_only_known_code_is_captured(model, quiet):
+    net = Net().train()
+    report = acl.nn.patch(net)
+    warmed(net)
+    assert not report.graphs
+    assert "no CUDA graphs by default: the code of Net may do more" in report.notes[-1]
+    report = acl.nn.patch(model)
+    model.lm_head = Net()
+    model.lm_head.forward = torch.nn.Linear(32, 64).forward
+    trained(model, BEFORE + 1)
+    assert not report.graphs["captured"]
+    assert any("the code of Net may do more than its operations" in outcome for outcome in report.graphs)
+
+
+def test_by_default_threads_do_not_share_graphs(model, quiet):
+    report = acl.nn.patch(model)
+    trained(model, BEFORE + 1)
+    thread = threading.Thread(target=trained, args=(model, BEFORE))
+    thread.start()
+    thread.join()
+    assert report.graphs == {"captured": 1, "replayed": 1, "eager: before the capture": 2 * BEFORE}

@@ -78,7 +78,7 @@ CASES += [(family, OPTIONS[i]) for family in ("bert", "qwen3") for i in (0, 1, -
 def test_training_from_graphs_is_training_without(family, options):
     model = wide(family)
     other = copy.deepcopy(model)
-    acl.nn.patch(model)
+    acl.nn.patch(model, graph=False)
     report = acl.nn.patch(other, graph=True)
     assert_same_training(model, other, **options)
     captured = 2 if options.get("mask") == "both" else 1
@@ -94,7 +94,7 @@ def test_activation_checkpointing_is_captured(family):
     other = copy.deepcopy(model)
     for each in (model, other):
         each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    acl.nn.patch(model)
+    acl.nn.patch(model, graph=False)
     report = acl.nn.patch(other, graph=True)
     assert_same_training(model, other)
     assert report.graphs["replayed"] == 7
@@ -190,7 +190,7 @@ def test_a_failed_capture_leaves_everything_usable():
 def test_replaced_and_moved_parameters_and_evaluation_between():
     model = wide()
     other = copy.deepcopy(model)
-    acl.nn.patch(model)
+    acl.nn.patch(model, graph=False)
     report = acl.nn.patch(other, graph=True)
     for each in (model, other):
         torch.manual_seed(1)
@@ -212,7 +212,7 @@ def test_under_distributed_data_parallel(tmp_path):
     try:
         model = wide()
         other = copy.deepcopy(model)
-        acl.nn.patch(model)
+        acl.nn.patch(model, graph=False)
         report = acl.nn.patch(other, graph=True)
         for view in (False, True):
             wrapped = torch.nn.parallel.DistributedDataParallel(other, gradient_as_bucket_view=view)
@@ -262,3 +262,55 @@ def test_two_streams_have_graphs_of_their_own():
         with stream:
             trained(model, 5)
     assert report.graphs["captured"] == 2
+
+
+def test_by_default_a_small_model_runs_from_graphs_and_a_large_batch_does_not():
+    model = wide()
+    report = acl.nn.patch(model)
+    trained(model, 8)
+    assert report.graphs == {"eager: before the capture": 3, "captured": 1, "replayed": 5}
+    wider = torch.nn.TransformerEncoderLayer(2048, 16, 8192, 0.0, batch_first=True, device="cuda").train()
+    report = acl.nn.patch(wider)
+    x = torch.randn(16, 2048, 2048, device="cuda")
+    for _ in range(6):
+        wider(x).sum().backward()
+    assert report.graphs["eager: the device does not wait for the host"] == 3
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_second_backward_pass_has_the_masks_of_the_replay(dropout):
+    model = wide(resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
+    report = acl.nn.patch(model)
+    trained(model, 5)
+    assert report.graphs["replayed"] == 2
+    loss = model(input_ids=ids(1), labels=ids(1)).loss
+    loss.backward(retain_graph=True)
+    first = [param.grad.clone() for param in model.parameters()]
+    torch.rand(100, device="cuda")
+    model.zero_grad()
+    loss.backward()
+    for param, grad in zip(model.parameters(), first, strict=True):
+        torch.testing.assert_close(param.grad, grad, rtol=2e-3, atol=2e-4)
+    before = report.graphs["replayed"]
+    trained(model, 1, amp=False)
+    assert report.graphs["replayed"] == before
+
+
+def test_gradients_of_gradients_by_default():
+    net = torch.nn.Sequential(torch.nn.LayerNorm(256), torch.nn.Linear(256, 256), torch.nn.GELU()).cuda().train()
+    report = acl.nn.patch(net)
+    x = torch.randn(64, 256, device="cuda")
+    penalties = []
+    for step in range(6):
+        leaf = x.clone().requires_grad_(True)
+        y = net(leaf).square().sum()
+        if step < 4:
+            y.backward()
+            continue
+        (grad,) = torch.autograd.grad(y, leaf, create_graph=True)
+        penalties.append(grad.square().sum())
+    assert report.graphs["replayed"] == 2
+    torch.testing.assert_close(*penalties)
+    net.zero_grad()
+    penalties[0].backward()
+    assert all(param.grad is not None for param in net.parameters())

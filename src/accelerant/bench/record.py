@@ -35,8 +35,8 @@ from accelerant.runtime.ledger import quantile
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = [
-    "COMPILED", "DETERMINISTIC", "DEVICE", "GRAPH", "NAIVE", "NUMPY", "OURS", "OUT_OF_MEMORY", "OWN", "STEP", "UNFUSED",
-    "Environment", "Record", "Row", "environment_variable", "failure_note", "installed_version",
+    "COMPILED", "DETERMINISTIC", "DEVICE", "EAGER", "GRAPH", "NAIVE", "NUMPY", "OURS", "OUT_OF_MEMORY", "OWN", "STEP",
+    "UNFUSED", "Environment", "Record", "Row", "environment_variable", "failure_note", "installed_version",
 ]  # fmt: skip
 
 DEVICE, OURS = "device", "accelerant"
@@ -48,8 +48,11 @@ OWN = "accelerant, own kernel"
 DETERMINISTIC = "accelerant, deterministic"
 """Runner of rows measured with the setting `deterministic`, for ops that it may slow down."""
 
-COMPILED, GRAPH, STEP = "accelerant, compiled", "accelerant, graph=True", "accelerant, TrainStep"
-"""Runners of patched models: under torch.compile, with `patch(graph=True)`, and trained by TrainStep."""
+COMPILED, STEP = "accelerant, compiled", "accelerant, TrainStep"
+EAGER, GRAPH = "accelerant, graph=False", "accelerant, graph=True"
+"""Runners of patched models: under torch.compile, trained by TrainStep, without CUDA graphs, and with them where asked
+for; OURS is `patch(model)`, whose notes tell whether it captured any.
+"""
 
 OUT_OF_MEMORY = "out of memory: "
 """Prefix of the note of a row without a time because the device lacked memory."""
@@ -291,7 +294,7 @@ class Row:
     @property
     def ours(self) -> bool:
         """True if a user's call runs it: with dispatch's choice, or a patched model."""
-        return self.runner in (OURS, COMPILED, GRAPH, STEP)
+        return self.runner in (OURS, COMPILED, EAGER, GRAPH, STEP)
 
     @property
     def peer(self) -> bool:

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import gc
 import importlib
-import inspect
 import json
 import os
 import subprocess
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 
 from accelerant import nn as own_nn
 from accelerant import ops
-from accelerant.bench.record import COMPILED, GRAPH, OURS, STEP, Environment, Record, Row, failure_note
+from accelerant.bench.record import COMPILED, EAGER, OURS, STEP, Environment, Record, Row, failure_note
 from accelerant.bench.subjects import OPS
 from accelerant.bench.suite import Suite, SuiteCase, SuiteRun, check_names, measure_cases, option
 from accelerant.bench.suites import algebra
@@ -344,17 +343,16 @@ def _measure_model(case: _ModelCase, this: _UserRun) -> None:
     """
     if importlib.util.find_spec("transformers") is None:
         raise MissingDependency("transformers", "huggingface", "bench user")
-    graph = this.run.gpu and inspect.signature(own_nn.patch).parameters["graph"].default is False
     compiled = this.peers("compile")
     runners = (
         "torch", *compiled, *[COMPILED] * (case.short and bool(compiled)),  # side by side: the host varies
-        *this.peers("liger"), OURS, *[GRAPH] * graph, *[STEP] * case.short,
+        *this.peers("liger"), OURS, *[EAGER] * this.run.gpu, *[STEP] * case.short,
     )  # fmt: skip
     expected: float | None = None
     for runner in runners:
-        row = this.row(case.label, runner, target_x=1.0 if runner.startswith(OURS) else None)
+        row = this.row(case.label, runner, target_x=1.0 if runner in (OURS, COMPILED, STEP) else None)
         try:
-            with _step(case, runner, this.where) as step:
+            with _step(case, runner, this.where) as (step, report):
                 began = time.perf_counter()
                 loss = float(step())
                 row = replace(row, cold_ms=1e3 * (time.perf_counter() - began), timing="steps back to back")
@@ -365,7 +363,9 @@ def _measure_model(case: _ModelCase, this: _UserRun) -> None:
                     step()
                 timing = back_to_back_ms(step, this.where, calls=_STEPS, budget_s=2 * this.suite.budget_s)
             rate = 1e3 * case.batch * case.tokens / timing.p50_ms
-            row = replace(row.timed(timing), note=f"{rate:,.0f} tokens/s, first loss {loss:.5f}")
+            graphs = ", ".join(f"{outcome} {calls}" for outcome, calls in report.graphs.items()) if report else ""
+            note = f"{rate:,.0f} tokens/s, first loss {loss:.5f}{graphs and f', CUDA graphs: {graphs}'}"
+            row = replace(row.timed(timing), note=note)
         except Exception as error:
             if runner in ("torch", OURS):
                 raise AccelerantError(f"{case.name} {case.label}, {runner}: {failure_note(error)}") from error
@@ -377,8 +377,12 @@ def _measure_model(case: _ModelCase, this: _UserRun) -> None:
 
 
 @contextlib.contextmanager
-def _step(case: _ModelCase, runner: str, where: torch.device) -> Iterator[Step]:
-    """Yield a runner's training step, as a user writes it, from the same weights each time; it returns the loss.
+def _step(
+    case: _ModelCase, runner: str, where: torch.device
+) -> Iterator[tuple[Step, own_nn.PatchReport | None]]:  # fmt: skip
+    """Yield a runner's training step, as a user writes it, from the same weights each time, and the report of patch.
+
+    The step returns the loss.
 
     Liger replaces classes of the module that the model's class is in; they are restored afterwards.
     """
@@ -397,19 +401,19 @@ def _step(case: _ModelCase, runner: str, where: torch.device) -> Iterator[Step]:
     model.config.use_cache = False
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(model.config.vocab_size, (case.batch, case.tokens), generator=generator).to(where)
-    parameters, called = list(model.parameters()), model
+    parameters, called, report = list(model.parameters()), model, None
     try:
         if runner == "liger":
             liger = importlib.import_module("liger_kernel.transformers")
             getattr(liger, f"apply_liger_kernel_to_{case.name}")(model=model)
         elif runner.startswith(OURS):
-            own_nn.patch(model, graph=True) if runner == GRAPH else own_nn.patch(model)
+            report = own_nn.patch(model, graph=False) if runner == EAGER else own_nn.patch(model)
         if runner == STEP:
             captured = TrainStep(
                 model, AdamW(parameters, lr=_LEARNING_RATE), lambda ids: model(input_ids=ids, labels=ids).loss,
                 max_grad_norm=_CLIP, precision=torch.bfloat16,
             )  # fmt: skip
-            yield lambda: captured([(ids,)], _LEARNING_RATE).loss
+            yield lambda: captured([(ids,)], _LEARNING_RATE).loss, None
             return
         if runner in ("torch.compile", COMPILED):
             torch.compiler.reset()
@@ -425,7 +429,7 @@ def _step(case: _ModelCase, runner: str, where: torch.device) -> Iterator[Step]:
             optimizer.zero_grad(set_to_none=True)
             return loss.detach()
 
-        yield step
+        yield step, report
     finally:
         vars(module_of).update(before)
 

@@ -23,7 +23,8 @@ _REPLICATE = "_replicate_for_data_parallel"
 
 
 def patch(
-    model: nn.Module, *, loss: bool = True, padding: str = "exact", embedding: bool = True, graph: bool = False
+    model: nn.Module, *, loss: bool = True, padding: str = "exact", embedding: bool = True,
+    graph: bool | None = None,
 ) -> PatchReport:  # fmt: skip
     """Put a model onto Accelerant's ops, in place: one of Hugging Face, of torch.nn's layers, or both.
 
@@ -49,8 +50,10 @@ def patch(
             positions are undefined (as with FlashAttention in transformers).
         embedding: whether to replace token and position embeddings.
         graph: whether calls in training run from CUDA graphs: the forward pass as one, the backward pass as another,
-            captured after three eager calls with arguments of the same shapes. Calls that cannot be captured run
-            eagerly; the report counts them by reason. The page on Hugging Face models lists what else differs.
+            captured after three eager calls with arguments of the same shapes. None: where the device waited for the
+            host in these calls, for models whose code is torch's, transformers' or peft's, within a quarter of the
+            free memory. True: always, with a warning for calls that cannot be captured. Other calls run eagerly; the
+            report counts them by reason. The page on Hugging Face models lists what else differs.
 
     Returns:
         a report of all modules that changed or were left alone, with reasons; it counts attention fallbacks later on.
@@ -104,8 +107,8 @@ def patch(
             config: Any = module.config
             record.configs.append(config)
             config._attn_implementation_internal = ATTENTION_NAME
-    if graph:
-        _add_graphs(model, record)
+    if graph is not False:
+        _add_graphs(model, record, automatic=graph is None)
     model.__dict__[RECORD] = record
     model.__dict__[_REPLICATE] = _refuse_replica
     return report
@@ -128,12 +131,19 @@ def unpatch(model: nn.Module) -> None:
     del model.__dict__[RECORD], model.__dict__[_REPLICATE]
 
 
-def _add_graphs(model: nn.Module, record: Record) -> None:
-    """Let the model's forward, replaced or not, run from CUDA graphs."""
+def _add_graphs(model: nn.Module, record: Record, *, automatic: bool) -> None:
+    """Let the model's forward, replaced or not, run from CUDA graphs: if `automatic`, where they can be of use."""
     graphs = importlib.import_module("accelerant.nn._patch.graphs")
+    if automatic and not graphs.may_capture():
+        return
+    if automatic and (unknown := graphs.unknown_code(model)) is not None:
+        record.report.notes.append(
+            f"no CUDA graphs by default: {unknown} may do more than its operations (graph=True captures it)"
+        )
+        return
     inner = next((forward for module, forward in record.forwards if module is model), type(model).forward)
     record.forwards = [pair for pair in record.forwards if pair[0] is not model]
-    record.graphs = graphs.Graphs(inner, record.report)
+    record.graphs = graphs.Graphs(inner, record.report, automatic)
     kind: Any = type(model)
     record.replace_forward(model, graphs.graphed_forward if record.plain else signed(graphs.graphed_forward, kind))
 

@@ -8,12 +8,17 @@ and calls hooks of parameters and DDP's, as it does otherwise. Outputs and gradi
 graphs: the next forward pass writes there.
 
 A graph is only correct while the model is as it was at the capture. Each call compares the model's modules, attributes,
-parameters, buffers and their memory. Whatever cannot be captured runs eagerly, and is counted with its reason.
+parameters, buffers and their memory. Whatever cannot be captured runs eagerly, and is counted with its reason. What a
+backward graph cannot do, a second pass or one that is itself differentiated, runs the call again, eagerly.
+
+By default (`automatic`) only calls are captured whose device waits for the host, as measured in the eager ones.
 """
 
 from __future__ import annotations
 
 import random
+import threading
+import time
 import warnings
 import weakref
 from collections import deque
@@ -50,6 +55,18 @@ _IDLE_CALLS = 64
 _MOST_KEYS = 64
 """Keys whose calls are counted."""
 
+_CREDIT = 32
+"""Eager calls that are watched by default; a capture counts as four, and a replay takes one back."""
+
+_LAG = 1.1
+"""Device time of a forward pass by its host time, above which the device does not wait for the host."""
+
+_SHARE = 4
+"""By default a graph holds at most 1 / 4 of the free memory."""
+
+_KNOWN = ("torch.nn.", "transformers.", "peft.", "accelerate.", "accelerant.")
+"""Modules whose code is captured by default: a forward pass does nothing besides its operations."""
+
 _DEVICE = "cuda"
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
@@ -69,13 +86,18 @@ class _Reason(UnsupportedCase):
 # --- one captured call -----------------------------------------------------------------------------------------------
 
 
+_Again = tuple[Sequence[Tensor], list[int], Tensor | None]
+
+
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, captured: _Captured, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.captured, ctx.done = captured, False
         captured.pending = weakref.ref(ctx)
-        ctx.save_for_backward(*tensors[len(captured.inputs) :])
+        given = tensors[: len(captured.inputs)]
+        ctx.again = given, _versions(given), torch.cuda.get_rng_state() if captured.draws else None
+        ctx.save_for_backward(*tensors[len(given) :])
         captured.forward_graph.replay()
         outputs = tuple([out.clone() for out in captured.outputs])
         ctx.mark_non_differentiable(*[out for out, to in zip(outputs, captured.out_grads, strict=True) if to is None])
@@ -84,30 +106,33 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         params = ctx.saved_tensors  # raises if one was changed in place, and after a backward pass that kept no graph
-        if torch.is_grad_enabled() or ctx.done:
-            raise LaunchError(
-                "the backward pass of a CUDA graph runs once for a forward pass, and has no derivative: a second "
-                "backward(), after retain_graph=True, and create_graph=True need patch(model, graph=False)"
-            )
-        if [param.data_ptr() for param in params] != ctx.captured.addresses:
-            raise LaunchError("parameters were moved between the forward and the backward pass of a CUDA graph")
-        ctx.done = True
-        return None, *ctx.captured.backward(grads)
+        captured: _Captured = ctx.captured
+        again = ctx.again
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.again = None  # frees the arguments
+        done, ctx.done = ctx.done, True
+        if torch.is_grad_enabled() or done or [param.data_ptr() for param in params] != captured.addresses:
+            return None, *captured.run_again(again, grads)
+        return None, *captured.backward(grads)
 
 
 class _Captured:
     """The two graphs of one key, and the tensors that they read and write."""
 
-    def __init__(self, model: nn.Module, run: Forward, values: list[Any], key: tuple[Any, ...], draws: bool) -> None:
+    def __init__(
+        self, run: Forward, values: list[Any], key: tuple[Any, ...], full_masks: bool | None, state: _State, draws: bool
+    ) -> None:  # fmt: skip
         self.last = 0
-        self._run, self._names = run, key[0]
+        self.retired = False  # whether a backward pass had to run the call again: the graphs do not suit this loop
+        self.draws = draws
+        self._run, self._names, self._low, self._state = run, key[0], key[2], state
         self._live: list[Tensor] = []
         self.pending: Callable[[], Any] = lambda: None  # the autograd node of the last call, while it is alive
         self._values = [
             x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in values
         ]
         self.inputs: list[Tensor] = [x for x in self._values if isinstance(x, Tensor)]
-        with _capturable(model, draws, key[-1]) as leaves:
+        with _capturable(state.model, draws, full_masks) as leaves:
             self._needed = [x for x in (*self.inputs, *leaves) if x.requires_grad]
             self.forward_graph, self._backward_graph = Graph("patch: forward"), Graph("patch: backward")
             self.outputs = [out.detach() for out in self.forward_graph.capture(self._run_forward, warm_up=0)]
@@ -127,10 +152,12 @@ class _Captured:
         self._reached = [{i for i, x in enumerate((*self.inputs, *used)) if id(x) in ids} for ids in reached]
         self._live, self._needed = [], []
 
+    def _result(self, values: Sequence[Any]) -> Any:
+        split = len(values) - len(self._names)
+        return self._run(*values[:split], **dict(zip(self._names, values[split:], strict=True)))
+
     def _run_forward(self) -> list[Tensor]:
-        split = len(self._values) - len(self._names)
-        options = dict(zip(self._names, self._values[split:], strict=True))
-        self._live, self._rebuild = _flattened(self._run(*self._values[:split], **options))
+        self._live, self._rebuild = _flattened(self._result(self._values))
         return self._live
 
     def _run_backward(self) -> list[Tensor | None]:
@@ -151,6 +178,40 @@ class _Captured:
                 static.copy_(value, non_blocking=True)
         outputs: tuple[Tensor, ...] = _Replay.apply(self, *given, *self.params)  # type: ignore[no-untyped-call]
         return self._rebuild(outputs)
+
+    def run_again(self, again: _Again, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the gradients of a call by running it eagerly: those may be differentiated, and computed repeatedly.
+
+        Args:
+            again: the call's arguments that are tensors, their versions then, and the state of the device's random
+                number generator before the call, if it draws.
+            grads: gradients of the outputs.
+        """
+        given, versions, drawn = again
+        if _versions(given) != versions:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: an "
+                f"argument of {type(self._state.model).__name__} was changed before a second backward pass"
+            )
+        self.retired = True
+        remaining = iter(given)
+        values = [next(remaining) if isinstance(x, Tensor) else x for x in self._values]
+        inputs = [*given, *self.params]
+        wanted = [x for x in inputs if x.requires_grad]
+        with (
+            self._state.restored(), _drawing_from(drawn), torch.enable_grad(),
+            torch.autocast(_DEVICE, dtype=self._low, enabled=self._low is not None),
+        ):  # fmt: skip
+            outputs, _ = _flattened(self._result(values))
+        pairs = [pair for pair in zip(outputs, grads, strict=True) if pair[0].requires_grad and pair[1] is not None]
+        if not pairs:
+            return [None] * len(inputs)
+        results, given_grads = zip(*pairs, strict=True)
+        found = torch.autograd.grad(
+            results, wanted, given_grads, create_graph=torch.is_grad_enabled(), allow_unused=True
+        )  # fmt: skip
+        by_input = dict(zip(map(id, wanted), found, strict=True))
+        return [by_input.get(id(x)) for x in inputs]
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Replay the backward pass for gradients of the outputs; return copies of those of inputs and parameters."""
@@ -181,6 +242,20 @@ def _leaves_of(out: Tensor) -> set[int]:
             found.add(id(getattr(node, "variable", None)))
             todo += [following for following, _ in node.next_functions]
     return found
+
+
+@contextmanager
+def _drawing_from(state: Tensor | None) -> Iterator[None]:
+    """Set the state of the device's random number generator inside the block; None leaves it."""
+    if state is None:
+        yield
+        return
+    now = torch.cuda.get_rng_state()
+    torch.cuda.set_rng_state(state)
+    try:
+        yield
+    finally:
+        torch.cuda.set_rng_state(now)
 
 
 @contextmanager
@@ -240,9 +315,7 @@ def _flattened(result: Any) -> tuple[list[Tensor], Callable[[Sequence[Tensor]], 
 def _key(values: Sequence[Any], names: tuple[str, ...]) -> tuple[Any, ...]:
     """Return the key of a call's arguments; raise _Reason for one that no graph can take."""
     parts: list[Any] = []
-    full_masks = None
     for place, value in enumerate(values):
-        name = names[place - len(values)] if place >= len(values) - len(names) else f"number {place}"
         if isinstance(value, Tensor):
             if (
                 type(value) not in (Tensor, nn.Parameter)
@@ -251,17 +324,23 @@ def _key(values: Sequence[Any], names: tuple[str, ...]) -> tuple[Any, ...]:
             ):
                 raise _Reason(f"an argument is a {type(value).__name__} on {value.device}")
             parts.append((value.shape, value.dtype, value.requires_grad))
-            if name.endswith("attention_mask") and value.dim() == 2:  # waits for the device, as the model itself does
-                full_masks = full_masks is not False and bool(value.all())
         elif isinstance(value, _PLAIN):
             parts.append((type(value), value))
         else:
+            name = names[place - len(values)] if place >= len(values) - len(names) else f"number {place}"
             raise _Reason(f"argument {name} is a {type(value).__name__}")
     low = torch.get_autocast_dtype(_DEVICE) if torch.is_autocast_enabled(_DEVICE) else None
     chosen = settings().deterministic, settings().implementation, torch.are_deterministic_algorithms_enabled()
     numerics = torch.backends.cuda.matmul.fp32_precision, *chosen
     stream = torch.cuda.current_stream() if _DEVICE == "cuda" else None  # memory is only reused in a stream's order
-    return names, tuple(parts), low, numerics, stream, full_masks
+    return names, tuple(parts), low, numerics, stream, threading.get_ident()
+
+
+def _full_masks(values: Sequence[Any], names: tuple[str, ...]) -> bool | None:
+    """Return whether attention masks have no padding, which the model itself looks up too; None without a mask."""
+    named = zip(reversed(names), reversed(values), strict=False)
+    masks = [x for name, x in named if name.endswith("attention_mask") and isinstance(x, Tensor) and x.dim() == 2]
+    return all(bool(mask.all()) for mask in masks) if masks else None  # waits for the device
 
 
 class _State:
@@ -271,7 +350,9 @@ class _State:
     _INTERNAL = frozenset(vars(nn.Module())) - {"_parameters", "_buffers", "_modules"} | {MARK}
 
     def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self._modules, params = list(model.modules()), list(model.parameters())
+        self._training = [module.training for module in self._modules]
         self._hooks: list[Any] = [vars(torch.nn.modules.module)[f"_global{name}"] for name in self._HOOKS]
         self._views: list[tuple[Any, tuple[Any, ...]]] = []
         for module in self._modules:
@@ -293,10 +374,29 @@ class _State:
     def _of_tensors(self) -> list[Any]:
         return [(x.data_ptr(), x.shape, x.stride(), x.dtype, x.requires_grad) for x in self._tensors]
 
+    def _same_modules(self) -> bool:
+        return all(len(now) == len(then) and all(map(is_, now, then)) for now, then in self._views)
+
     def holds(self) -> bool:
         """Return whether the model is still as it was."""
-        same = all(len(now) == len(then) and all(map(is_, now, then)) for now, then in self._views)
-        return same and self._of_tensors() == self._facts
+        return self._same_modules() and self._of_tensors() == self._facts
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Set the modules to training or evaluation as they were, inside the block; raise if more has changed."""
+        now = [module.training for module in self._modules]
+        try:
+            for module, training in zip(self._modules, self._training, strict=True):
+                module.training = training
+            if not self._same_modules():
+                raise LaunchError(
+                    "modules or attributes were changed between the forward pass and a second backward pass of a "
+                    "model that runs from CUDA graphs; patch(model, graph=False) allows it"
+                )
+            yield
+        finally:
+            for module, training in zip(self._modules, now, strict=True):
+                module.training = training
 
     def obstacle(self) -> str | None:
         """Return why no call of the model can be captured at present, or None."""
@@ -308,11 +408,13 @@ class _State:
             return f"a {type(hooked[0]).__name__} has hooks"
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return "saved tensors have hooks (a checkpoint around the model, or save_on_cpu)"
+        if torch.is_anomaly_enabled():
+            return "anomalies are looked for in each operation"
         return None
 
 
 def _in_capture() -> bool:
-    return _DEVICE == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return _DEVICE == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _random_states() -> tuple[Any, Any]:
@@ -326,6 +428,61 @@ def _versions(values: Sequence[Any]) -> list[int]:
     return [x._version for x in values if isinstance(x, Tensor) and not x.is_inference()]
 
 
+# --- whether a graph helps ------------------------------------------------------------------------------------------
+
+
+class _Trial:
+    """An eager call: its time on the host and on the device, and the memory that it keeps for its backward pass."""
+
+    def __init__(self) -> None:
+        self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def __enter__(self) -> _Trial:
+        self.kept_bytes = -torch.cuda.memory_allocated()
+        self._began.record()
+        self._host_ms = -1e3 * time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._host_ms += 1e3 * time.perf_counter()
+        self._ended.record()
+        self.kept_bytes += torch.cuda.memory_allocated()
+
+    def host_bound(self) -> bool:
+        """Return whether the device waited for the host, without waiting for either."""
+        return bool(self._ended.query()) and self._began.elapsed_time(self._ended) < _LAG * self._host_ms
+
+
+def _free_bytes() -> int:
+    return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+
+def _objection(trials: Sequence[_Trial], model: nn.Module) -> str | None:
+    """Return why no graph is captured by default after these calls, or None."""
+    if not all(trial.host_bound() for trial in trials[1:]):  # the first one compiles
+        return "the device does not wait for the host"
+    needed = trials[-1].kept_bytes + sum(x.numel() * x.element_size() for x in model.parameters() if x.requires_grad)
+    if needed * _SHARE > (free := _free_bytes()):
+        return f"its graphs would hold {needed / 2**30:.2g} GiB, more than 1 / {_SHARE} of the {free / 2**30:.2g} free"
+    return None
+
+
+def unknown_code(model: nn.Module) -> str | None:
+    """Return what of a model's code may do more than its operations, which replays would leave out; None if known."""
+    for module in model.modules():
+        own = vars(module)
+        for each in (type(module), own.get("forward"), own.get("_loss_function")):
+            function = getattr(each, "__func__", each)
+            if function is not None and not f"{getattr(function, '__module__', None)}.".startswith(_KNOWN):
+                return f"the code of {getattr(function, '__qualname__', type(module).__name__)}"
+    return None
+
+
+def may_capture() -> bool:
+    """Return whether this process can capture graphs."""
+    return _DEVICE != "cuda" or (torch.version.cuda is not None and torch.cuda.is_available())
+
+
 # --- all calls of a model --------------------------------------------------------------------------------------------
 
 
@@ -335,19 +492,25 @@ class Graphs:
     Args:
         forward: the model's forward without graphs, called with the model first.
         report: counts calls by outcome.
+        automatic: whether to capture only where a graph helps, and to run other calls eagerly without a warning.
     """
 
-    def __init__(self, forward: Forward, report: PatchReport) -> None:
-        self._forward, self._report = forward, report
+    def __init__(self, forward: Forward, report: PatchReport, automatic: bool) -> None:
+        self._forward, self._report, self._automatic = forward, report, automatic
+        self._credit, self._off = _CREDIT, ""
+        self._forget()
+
+    def _forget(self) -> None:
+        """Discard all graphs, and what is known of calls."""
         self._captured: dict[Any, _Captured] = {}
-        self._eager: dict[Any, int] = {}
+        self._eager: dict[Any, list[_Trial]] = {}
         self._refused: dict[Any, str] = {}
         self._state: _State | None = None
         self._draws = False
         self._count = 0
 
     def __getstate__(self) -> Any:
-        return self._forward, self._report  # a copy of the model has other parameters
+        return self._forward, self._report, self._automatic  # a copy of the model has other parameters
 
     def __setstate__(self, state: Any) -> None:
         self.__init__(*state)  # type: ignore[misc]
@@ -357,45 +520,65 @@ class Graphs:
         if not model.training or not torch.is_grad_enabled() or torch.compiler.is_compiling() or _in_capture():
             return self._forward(model, *args, **kwargs)  # evaluation, generation, TrainStep: not a fallback
         try:
-            self._check(model)
+            if self._off:
+                raise _Reason(self._off)
             values = [*args, *kwargs.values()]
+            if not self._automatic:
+                self._check(model)
             key = _key(values, tuple(kwargs))
-            captured = self._ready(model, key, values)
+            if self._automatic:
+                if key in self._refused:  # for good: nothing else is looked at
+                    raise _Reason(self._refused[key])
+                self._check(model)
+            full_masks = _full_masks(values, key[0])
+            captured = self._ready(model, key, full_masks, values)
         except _Reason as reason:
             self._refuse(model, str(reason))
             return self._forward(model, *args, **kwargs)
         if captured is None:
-            return self._warm_up(model, args, kwargs, key, values)
+            return self._warm_up(model, args, kwargs, (key, full_masks), values)
         self._report.graphs["replayed"] += 1
+        self._credit = min(self._credit + 2, _CREDIT)
         captured.last = self._count
         return captured(values)
 
     def _check(self, model: nn.Module) -> None:
         """Raise _Reason if no call can be captured at present; discard captured calls of a model that has changed."""
         self._count += 1
+        self._credit -= 1
+        if self._automatic and self._credit < 0:
+            self._forget()
+            self._off = "few calls could run from graphs"
+            raise _Reason(self._off)
         if is_watched():
             raise _Reason("a mode or a transform of torch is active, which has to see each operation")
         if self._state is not None and not self._state.holds():
             recent = self._count < _IDLE_CALLS
-            self.__init__(self._forward, self._report)  # type: ignore[misc]
+            self._forget()
             if recent:
                 raise _Reason("modules, parameters or attributes of the model keep changing")
+        if self._state is None and self._automatic and (unknown := unknown_code(model)) is not None:
+            raise _Reason(f"{unknown} may do more than its operations")
         state = self._state = _State(model) if self._state is None else self._state
         if reason := state.obstacle():
             raise _Reason(reason)
 
-    def _ready(self, model: nn.Module, key: Any, values: list[Any]) -> _Captured | None:
+    def _ready(self, model: nn.Module, key: Any, full_masks: bool | None, values: list[Any]) -> _Captured | None:
         """Return the graphs of a key, captured now if it is time; None before that."""
-        reason, captured = self._refused.get(key), self._captured.get(key)
+        reason, captured = self._refused.get(key), self._captured.get((key, full_masks))
+        if captured is not None and captured.retired:
+            del self._captured[key, full_masks]
+            reason = self._refused[key] = "a backward pass ran twice, was differentiated, or came after a change"
         if captured is not None and not getattr(captured.pending(), "done", True):  # it needs the activations
             reason = "the backward pass of an earlier call is still to come"
-        if captured is None and key not in self._eager and len(self._eager) >= _MOST_KEYS:
+        trials = self._eager.get((key, full_masks))
+        if captured is None and trials is None and len(self._eager) >= _MOST_KEYS:
             del self._eager[next(iter(self._eager))]
             reason = f"more than {_MOST_KEYS} shapes and values of arguments"
         if reason is not None:
             raise _Reason(reason)
-        if captured is None and self._eager.get(key, 0) >= EAGER_CALLS:
-            return self._capture(model, key, values)
+        if captured is None and trials is not None and len(trials) >= EAGER_CALLS:
+            return self._capture(model, key, full_masks, values)
         return captured
 
     def _warm_up(
@@ -403,31 +586,39 @@ class Graphs:
     ) -> Any:  # fmt: skip
         """Run a call eagerly; note what a replay would not do."""
         self._report.graphs["eager: before the capture"] += 1
-        calls = self._eager[key] = self._eager.get(key, 0) + 1
+        trials = self._eager.setdefault(key, [])
         state, (host, device), versions = _State(model), _random_states(), _versions(values)
-        with ahead_of_capture():
+        with ahead_of_capture(), _Trial() as trial:
             result = self._forward(model, *args, **kwargs)
+        trials.append(trial)
         host_after, device_after = _random_states()
         self._draws |= device_after != device
         if host_after != host:
-            self._refused[key] = "its forward draws random numbers on the host (layers left out at random)"
+            self._refused[key[0]] = "its forward draws random numbers on the host (layers left out at random)"
         elif _versions(values) != versions:
-            self._refused[key] = "its forward writes into its arguments"
-        elif calls == EAGER_CALLS and not state.holds():  # the first calls may create buffers and attributes
-            self._refused[key] = "its forward changes modules or their attributes"
+            self._refused[key[0]] = "its forward writes into its arguments"
+        elif len(trials) == EAGER_CALLS and not state.holds():  # the first calls may create buffers and attributes
+            self._refused[key[0]] = "its forward changes modules or their attributes"
         if not self._captured:  # else the next call finds the change
             self._state = _State(model)
         return result
 
-    def _capture(self, model: nn.Module, key: Any, values: list[Any]) -> _Captured:
+    def _capture(self, model: nn.Module, key: Any, full_masks: bool | None, values: list[Any]) -> _Captured:
+        if self._automatic and (reason := _objection(self._eager[key, full_masks], model)) is not None:
+            self._refused[key] = reason
+            raise _Reason(reason)
         if len(self._captured) >= MOST_GRAPHS:
             idle = min(self._captured, key=lambda each: self._captured[each].last)
             if self._count - self._captured[idle].last < _IDLE_CALLS:
                 raise _Reason(f"{MOST_GRAPHS} other shapes or values of arguments have graphs")
             del self._captured[idle]
+        self._credit -= 4
+        assert self._state is not None  # of the check before
         try:
             with ahead_of_capture():
-                captured = _Captured(model, partial(self._forward, model), values, key, self._draws)
+                captured = _Captured(
+                    partial(self._forward, model), values, key, full_masks, self._state, self._draws
+                )  # fmt: skip
         except Exception as raised:  # noqa: BLE001  whatever it is, the eager call that follows decides
             error: BaseException = raised
             while error.__context__ is not None:  # the capture's end raises another
@@ -435,13 +626,17 @@ class Graphs:
             failed = f"the capture failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             self._refused[key] = str(error) if isinstance(error, _Reason) else failed
             raise _Reason(self._refused[key]) from None
-        self._captured[key] = captured
+        self._captured[key, full_masks] = captured
         self._report.graphs["captured"] += 1
         return captured
 
     def _refuse(self, model: nn.Module, reason: str) -> None:
-        """Count a call that runs eagerly with its reason; raise if the fallback policy says so."""
+        """Count a call that runs eagerly, with its reason; warn or raise as the policy says if graphs were wanted."""
         self._report.graphs[f"eager: {reason}"] += 1
+        if self._automatic:
+            if self._report.graphs[f"eager: {reason}"] == 1:
+                ledger().fallback(FallbackRecord("patch", type(model).__name__, "graph", "eager", reason))
+            return
         if settings().fallback == "forbid":
             raise LaunchError(f"a call of {type(model).__name__} cannot be a CUDA graph: {reason}")
         new = ledger().fallback(FallbackRecord("patch", type(model).__name__, "graph", "eager", reason))
