@@ -204,6 +204,33 @@ def test_outputs_and_gradients_that_the_user_keeps_are_not_overwritten(net):
     assert all(map(torch.equal, grads, copies))
 
 
+@pytest.mark.filterwarnings("ignore::accelerant.errors.FallbackWarning")
+@pytest.mark.parametrize("use", ["set to none", "accumulated", "kept", "viewed"])
+def test_gradients_lie_in_the_graphs_memory_while_the_next_call_finds_them_unused(net, use):
+    warmed(net)
+    seen, kept = set(), []
+    for step in range(4):
+        net(rows(step))[0].sum().backward()
+        seen.add(net.head.bias.grad.data_ptr())
+        if use == "kept":
+            kept.append(net.head.weight.grad)
+        elif use == "viewed":
+            kept.append(net.head.weight.grad[0])
+        values = [x.clone() for x in kept]
+        if use != "accumulated":
+            net.zero_grad()
+        net(rows(step + 10))
+        assert all(map(torch.equal, kept, values))
+    lent = net.__dict__["_accelerant_patch"].graphs._captured
+    assert (len(seen) == 1) == (use == "set to none")
+    assert all(each._lends == (use == "set to none") for each in lent.values())
+    eager = net.report.graphs["eager: gradients of an earlier call are kept"]
+    assert (eager > 0) == (use in ("kept", "viewed"))
+    net.zero_grad()
+    kept.clear()
+    assert_right(net, rows(5))
+
+
 def change_attribute(net):
     net.scale = 3.0
 

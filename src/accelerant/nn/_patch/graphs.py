@@ -4,8 +4,8 @@ A call in training mode is identified by its key: shapes, dtypes and values of t
 first calls of a key run eagerly, because they compile kernels; the next one captures the forward pass, and with it the
 backward pass of all outputs. From then on a call is one autograd function whose forward replays the first graph and
 whose backward replays the second. The parameters are inputs of that function, so that autograd accumulates `.grad`,
-and calls hooks of parameters and DDP's, as it does otherwise. Outputs and gradients are copied out of the memory of the
-graphs: the next forward pass writes there.
+and calls hooks of parameters and DDP's, as it does otherwise. Outputs are copied out of the memory of the graphs, since
+the next forward pass writes there. Gradients are in that memory: one that is still in use then is moved first.
 
 A graph is only correct while the model is as it was at the capture. Each call compares the model's modules, attributes,
 parameters, buffers and their memory. Whatever cannot be captured runs eagerly, and is counted with its reason. What a
@@ -21,7 +21,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -147,6 +147,16 @@ class _Captured:
         self.params = [leaves[leaf] for leaf in used]
         self.addresses = [param.data_ptr() for param in self.params]
         self._grads = [by_leaf.get(id(x)) for x in (*self.inputs, *used)]
+        # Memory of its own is lent to .grad; of a gradient that shares memory with another tensor, copies are given.
+        tensors = [
+            x for x in (*self.inputs, *self.params, *self.outputs, *self.out_grads, *self._grads) if x is not None
+        ]
+        sharing = Counter(x.untyped_storage()._cdata for x in tensors)
+        places = range(len(self.inputs), len(self._grads))
+        storages = {place: grad.untyped_storage() for place in places if (grad := self._grads[place]) is not None}
+        self._lent = {place: found for place, found in storages.items() if sharing[found._cdata] == 1}
+        self._lends = True
+        self._holders = {place: _holders(found) for place, found in self._lent.items()}
         self._dirty = [False] * len(self.out_grads)
         reached = [_leaves_of(out) for out in self._live]
         self._reached = [{i for i, x in enumerate((*self.inputs, *used)) if id(x) in ids} for ids in reached]
@@ -214,7 +224,7 @@ class _Captured:
         return [by_input.get(id(x)) for x in inputs]
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Replay the backward pass for gradients of the outputs; return copies of those of inputs and parameters."""
+        """Replay the backward pass for gradients of the outputs; return those of inputs and parameters."""
         for place, (static, grad) in enumerate(zip(self.out_grads, grads, strict=True)):
             if grad is not None and static is not None:
                 static.copy_(grad)
@@ -223,13 +233,38 @@ class _Captured:
             self._dirty[place] = grad is not None
         self._backward_graph.replay()
         # A zero that flows from an output without gradient is none: it must not reach an optimizer's weight decay.
-        reached = [places for places, grad in zip(self._reached, grads, strict=True) if grad is not None]
-        wanted = [grad for i, grad in enumerate(self._grads) if grad is not None and any(i in each for each in reached)]
+        reached = set().union(*[places for places, grad in zip(self._reached, grads, strict=True) if grad is not None])
+        found = [grad if place in reached else None for place, grad in enumerate(self._grads)]
+        lent = self._lent if self._lends else {}
+        copied = [grad for place, grad in enumerate(found) if grad is not None and place not in lent]
         copies: dict[int, Tensor] = {}
-        for dtype in {grad.dtype for grad in wanted}:  # those of one dtype in few launches
-            same = [grad for grad in wanted if grad.dtype == dtype]
+        for dtype in {grad.dtype for grad in copied}:  # those of one dtype in few launches
+            same = [grad for grad in copied if grad.dtype == dtype]
             copies |= zip(map(id, same), torch._foreach_mul(same, 1.0), strict=True)
-        return [copies.get(id(grad)) for grad in self._grads]
+        return [
+            None if grad is None else grad.detach() if place in lent else copies[id(grad)]
+            for place, grad in enumerate(found)
+        ]
+
+    def take_back(self) -> bool:
+        """Give gradients that are still in use memory of their own; return False if not only .grad uses them.
+
+        The loop accumulates gradients then, or keeps them over the next forward pass: from now on they are copied.
+        """
+        used = [place for place, storage in self._lent.items() if _holders(storage) > self._holders[place]]
+        if not used:
+            return True
+        for place in used:
+            grad = self.params[place - len(self.inputs)].grad
+            if grad is not None and grad.untyped_storage()._cdata == self._lent[place]._cdata:
+                grad.data = grad.data.clone()
+        self._lends = False
+        self._lent = {place: self._lent[place] for place in used if _holders(self._lent[place]) > self._holders[place]}
+        return not self._lent
+
+
+def _holders(storage: torch.UntypedStorage) -> int:
+    return torch._C._storage_Use_Count(storage._cdata)
 
 
 def _leaves_of(out: Tensor) -> set[int]:
@@ -571,6 +606,8 @@ class Graphs:
             reason = self._refused[key] = "a backward pass ran twice, was differentiated, or came after a change"
         if captured is not None and not getattr(captured.pending(), "done", True):  # it needs the activations
             reason = "the backward pass of an earlier call is still to come"
+        elif captured is not None and not captured.take_back():
+            reason = "gradients of an earlier call are kept"
         trials = self._eager.get((key, full_masks))
         if captured is None and trials is None and len(self._eager) >= _MOST_KEYS:
             del self._eager[next(iter(self._eager))]
