@@ -34,227 +34,132 @@ accelerant train --resume runs/books"""
 
 _PROFILED_STEPS = 5
 
-_RESULTS, _SPEED, _PRIVACY = "Text and results", "Speed and memory", "Private training"
-"""Groups of options in the help."""
-
-_Paths = Annotated[
-    list[str] | None, typer.Argument(metavar="[PATH]...", help="Text to train on; the same as --data PATH.")
-]
-_Preset = Annotated[str | None, typer.Option(help="tiny, small, gpt2 or rnn (an LSTM). Default: tiny.")]
-_Data = Annotated[
-    list[str] | None,
-    typer.Option(metavar="stdlib|PATH...", help="Text to train on. Default: stdlib.", rich_help_panel=_RESULTS),
-]
-_Steps = Annotated[
-    int | None, typer.Option(help="Optimiser steps. Default: the preset's. With --resume: steps in all, to train on.")
-]
-_Epochs = Annotated[
-    float | None, typer.Option(help="Passes over the text, instead of --steps. With --resume: passes in all.")
-]
-_Init = Annotated[
-    str | None,
-    typer.Option(
-        "--init-from",
-        metavar="DIR",
-        help="Start from the model and tokenizer in this folder: GPT-2 of Hugging Face, or an earlier run.",
-    ),
-]
-_Rate = Annotated[
-    float | None, typer.Option(help="Peak learning rate. Default: the preset's; with --init-from a tenth of it.")
-]
-_Device = Annotated[
-    str | None, typer.Option(help="auto, cuda, opencl, webgpu or cpu. Default: auto; with --resume, the run's.")
-]
-_Out = Annotated[
-    str | None,
-    typer.Option(metavar="DIR", help="Folder for the results. Default: runs/PRESET.", rich_help_panel=_RESULTS),
-]
-_Resume = Annotated[
-    str | None,
-    typer.Option(metavar="DIR", help="Continue the interrupted run in this folder.", rich_help_panel=_RESULTS),
-]
-_Overwrite = Annotated[
-    bool,
-    typer.Option(
-        "--overwrite",
-        help="Remove an earlier run in the folder. Default: move it to a subfolder.",
-        rich_help_panel=_RESULTS,
-    ),
-]
-_Seed = Annotated[int | None, typer.Option(help="Seed of the weights, batches and sample. Default: 0.")]
-_Batch = Annotated[
-    int | None,
-    typer.Option(
-        "--batch-size",
-        help="Windows per step; with --private on average. Default: the preset's.",
-        rich_help_panel=_SPEED,
-    ),
-]
-_MicroBatch = Annotated[
-    int | None,
-    typer.Option(help="Windows on the device at a time. Default: the preset's, or what fits.", rich_help_panel=_SPEED),
-]
-_Threads = Annotated[
-    int | None,
-    typer.Option(
-        help="Threads on the CPU. Default: OMP_NUM_THREADS, else 1 for tiny, whose steps are too small to share, and "
-        "one per core for the others.",
-        rich_help_panel=_SPEED,
-    ),
-]
-_Deterministic = Annotated[
-    bool | None,
-    typer.Option(
-        "--deterministic/--no-deterministic",
-        help="Same seed, same bits. Default: yes on the CPU, no on a GPU, where it costs speed.",
-        rich_help_panel=_SPEED,
-    ),
-]
-_Recompute = Annotated[
-    bool,
-    typer.Option(
-        "--recompute",
-        help="Recompute activations in the backward pass: less memory, more time.",
-        rich_help_panel=_SPEED,
-    ),
-]
-_Profile = Annotated[
-    bool,
-    typer.Option(
-        "--profile",
-        help="Profile some steps: trace.json for Chrome, kernels.txt with the time by kernel.",
-        rich_help_panel=_RESULTS,
-    ),
-]
-_Log = Annotated[
-    str | None,
-    typer.Option(metavar="jsonl|tensorboard", help="Log of the steps. Default: jsonl.", rich_help_panel=_RESULTS),
-]
-_Gpus = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        help="Train on N GPUs of this machine, with a process for each; with --device cpu in N processes. For more "
-        "machines: torchrun. Default: 1.",
-        rich_help_panel=_SPEED,
-    ),
-]
-_ReduceDtype = Annotated[
-    str | None,
-    typer.Option(
-        "--reduce-dtype",
-        metavar="NAME",
-        help="In which several GPUs add up gradients: float32, or bfloat16 for half the traffic. Default: float32.",
-        rich_help_panel=_SPEED,
-    ),
-]
-_Precision = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Precision of the training: auto, float32, bfloat16, float16 or fp8. Default: auto, bfloat16 on a GPU "
-        "that supports it, else float32.",
-        rich_help_panel=_SPEED,
-    ),
-]
-_Federated = Annotated[
-    bool,
-    typer.Option(
-        "--federated",
-        help="Simulate ten clients that learn scikit-learn's digits by secure aggregation, without and with noise. "
-        "--steps: rounds.",
-        rich_help_panel=_PRIVACY,
-    ),
-]
-_Private = Annotated[
-    bool,
-    typer.Option(
-        "--private",
-        help="Differentially private steps (DP-SGD); needs a target or a noise multiplier.",
-        rich_help_panel=_PRIVACY,
-    ),
-]
-_Target = Annotated[
-    float | None,
-    typer.Option(
-        "--target-epsilon",
-        help="With --private: epsilon at the end, which determines the noise.",
-        rich_help_panel=_PRIVACY,
-    ),
-]
-_Delta = Annotated[float | None, typer.Option(help="With --private: delta. Default: 1e-5.", rich_help_panel=_PRIVACY)]
-_Norm = Annotated[
-    float | None,
-    typer.Option(
-        help="With --private: norm to which a window's gradient is clipped. Default: 1.", rich_help_panel=_PRIVACY
-    ),
-]
-_Noise = Annotated[
-    float | None,
-    typer.Option(
-        "--noise-multiplier",
-        help="With --private: noise over the clipping norm. With a target: stop there.",
-        rich_help_panel=_PRIVACY,
-    ),
-]
-_Insecure = Annotated[
-    bool,
-    typer.Option(
-        "--insecure-noise",
-        help="With --private: noise from Philox, for research; recorded in the ledger.",
-        rich_help_panel=_PRIVACY,
-    ),
-]
-_Spent = Annotated[
-    str | None,
-    typer.Option(
-        "--ledger",
-        metavar="FILE",
-        help="With --private: privacy ledger of all trainings on these data. Default: one in the run's folder.",
-        rich_help_panel=_PRIVACY,
-    ),
-]
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object at the end, and no progress.")]
-
 
 def register(app: typer.Typer) -> None:
     """Add the command to the application."""
     app.command("train", epilog=_EXAMPLES, rich_help_panel="Training")(train)
 
 
+def _option(text: str, *flags: str, panel: str | None = None, metavar: str | None = None) -> Any:
+    """Return an option in a group of the help; without flags, those that typer makes of the parameter's name."""
+    return typer.Option(*flags, metavar=metavar, help=text, rich_help_panel=panel)
+
+
+_results = partial(_option, panel="Text and results")
+_speed = partial(_option, panel="Speed and memory")
+_privacy = partial(_option, panel="Private training")
+
+
 def train(
     context: typer.Context,
-    paths: _Paths = None,
-    preset: _Preset = None,
-    data: _Data = None,
-    steps: _Steps = None,
-    epochs: _Epochs = None,
-    init_from: _Init = None,
-    learning_rate: _Rate = None,
-    device: _Device = None,
-    out: _Out = None,
-    resume: _Resume = None,
-    overwrite: _Overwrite = False,
-    seed: _Seed = None,
-    batch_size: _Batch = None,
-    micro_batch: _MicroBatch = None,
-    threads: _Threads = None,
-    deterministic: _Deterministic = None,
-    recompute: _Recompute = False,
-    profile: _Profile = False,
-    log: _Log = None,
-    precision: _Precision = None,
-    gpus: _Gpus = None,
-    reduce_dtype: _ReduceDtype = None,
-    private: _Private = False,
-    federated: _Federated = False,
-    target_epsilon: _Target = None,
-    delta: _Delta = None,
-    max_grad_norm: _Norm = None,
-    noise_multiplier: _Noise = None,
-    insecure_noise: _Insecure = False,
-    ledger: _Spent = None,
-    json_output: _Json = False,
+    paths: Annotated[
+        list[str] | None, typer.Argument(metavar="[PATH]...", help="Text to train on; the same as --data PATH.")
+    ] = None,
+    preset: Annotated[str | None, _option("tiny, small, gpt2 or rnn (an LSTM). Default: tiny.")] = None,
+    data: Annotated[list[str] | None, _results("Text to train on. Default: stdlib.", metavar="stdlib|PATH...")] = None,
+    steps: Annotated[
+        int | None, _option("Optimiser steps. Default: the preset's. With --resume: steps in all, to train on.")
+    ] = None,
+    epochs: Annotated[
+        float | None, _option("Passes over the text, instead of --steps. With --resume: passes in all.")
+    ] = None,
+    init_from: Annotated[
+        str | None,
+        _option(
+            "Start from the model and tokenizer in this folder: GPT-2 of Hugging Face, or an earlier run.",
+            metavar="DIR",
+        ),
+    ] = None,
+    learning_rate: Annotated[
+        float | None, _option("Peak learning rate. Default: the preset's; with --init-from a tenth of it.")
+    ] = None,
+    device: Annotated[
+        str | None, _option("auto, cuda, opencl, webgpu or cpu. Default: auto; with --resume, the run's.")
+    ] = None,
+    out: Annotated[str | None, _results("Folder for the results. Default: runs/PRESET.", metavar="DIR")] = None,
+    resume: Annotated[str | None, _results("Continue the interrupted run in this folder.", metavar="DIR")] = None,
+    overwrite: Annotated[
+        bool, _results("Remove an earlier run in the folder. Default: move it to a subfolder.", "--overwrite")
+    ] = False,
+    seed: Annotated[int | None, _option("Seed of the weights, batches and sample. Default: 0.")] = None,
+    batch_size: Annotated[
+        int | None, _speed("Windows per step; with --private on average. Default: the preset's.")
+    ] = None,
+    micro_batch: Annotated[
+        int | None, _speed("Windows on the device at a time. Default: the preset's, or what fits.")
+    ] = None,
+    threads: Annotated[
+        int | None,
+        _speed(
+            "Threads on the CPU. Default: OMP_NUM_THREADS, else 1 for tiny, whose steps are too small to share, and "
+            "one per core for the others."
+        ),
+    ] = None,
+    deterministic: Annotated[
+        bool | None, _speed("Same seed, same bits. Default: yes on the CPU, no on a GPU, where it costs speed.")
+    ] = None,
+    recompute: Annotated[
+        bool, _speed("Recompute activations in the backward pass: less memory, more time.", "--recompute")
+    ] = False,
+    profile: Annotated[
+        bool, _results("Profile some steps: trace.json for Chrome, kernels.txt with the time by kernel.", "--profile")
+    ] = False,
+    log: Annotated[str | None, _results("Log of the steps. Default: jsonl.", metavar="jsonl|tensorboard")] = None,
+    precision: Annotated[
+        str | None,
+        _speed(
+            "Precision of the training: auto, float32, bfloat16, float16 or fp8. Default: auto, bfloat16 on a GPU "
+            "that supports it, else float32.",
+            metavar="NAME",
+        ),
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        _speed(
+            "Train on N GPUs of this machine, with a process for each; with --device cpu in N processes. For more "
+            "machines: torchrun. Default: 1.",
+            metavar="N",
+        ),
+    ] = None,
+    reduce_dtype: Annotated[
+        str | None,
+        _speed(
+            "In which several GPUs add up gradients: float32, or bfloat16 for half the traffic. Default: float32.",
+            metavar="NAME",
+        ),
+    ] = None,
+    private: Annotated[
+        bool, _privacy("Differentially private steps (DP-SGD); needs a target or a noise multiplier.", "--private")
+    ] = False,
+    federated: Annotated[
+        bool,
+        _privacy(
+            "Simulate ten clients that learn scikit-learn's digits by secure aggregation, without and with noise. "
+            "--steps: rounds.",
+            "--federated",
+        ),
+    ] = False,
+    target_epsilon: Annotated[
+        float | None, _privacy("With --private: epsilon at the end, which determines the noise.")
+    ] = None,
+    delta: Annotated[float | None, _privacy("With --private: delta. Default: 1e-5.")] = None,
+    max_grad_norm: Annotated[
+        float | None, _privacy("With --private: norm to which a window's gradient is clipped. Default: 1.")
+    ] = None,
+    noise_multiplier: Annotated[
+        float | None, _privacy("With --private: noise over the clipping norm. With a target: stop there.")
+    ] = None,
+    insecure_noise: Annotated[
+        bool, _privacy("With --private: noise from Philox, for research; recorded in the ledger.", "--insecure-noise")
+    ] = False,
+    ledger: Annotated[
+        str | None,
+        _privacy(
+            "With --private: privacy ledger of all trainings on these data. Default: one in the run's folder.",
+            metavar="FILE",
+        ),
+    ] = None,
+    json_output: Annotated[bool, _option("Print one JSON object at the end, and no progress.", "--json")] = False,
 ) -> None:
     """Train a language model on text and write model, metrics, sample and report to a folder.
 
@@ -331,17 +236,9 @@ def train(
     folder = Path(run.training.folder if out is None else out)
     extension = _extension(folder, dp_options) if private else None
     _run(
-        folder,
-        run,
-        device,
-        json_output,
-        deterministic,
-        extension,
-        gpus,
-        context.obj,
-        overwrite=overwrite,
+        folder, run, device, json_output, deterministic, extension, gpus, context.obj, overwrite=overwrite,
         epochs=epochs,
-    )
+    )  # fmt: skip
 
 
 def _federated(options: dict[str, Any], json_output: bool) -> None:
