@@ -3,39 +3,13 @@
  * Defined by program.py: FIELD_MODULUS p, below 2^31; FIELD_INVERSE -1/p mod R; FIELD_ONE R mod p; FIELD_R2 R^2 mod p.
  * An element is below p. No branch depends on one. */
 #define FIELD_WORD u32
+#define FIELD_P FIELD_MODULUS
 
 typedef u32 FIELD;
-
-ACL_DEVICE FIELD FIELD_load(ACL_GLOBAL const FIELD_WORD *x, i64 index) {
-    return x[index];
-}
-
-ACL_DEVICE void FIELD_store(ACL_GLOBAL FIELD_WORD *z, i64 index, FIELD x) {
-    z[index] = x;
-}
-
-ACL_DEVICE FIELD FIELD_zero(void) {
-    return 0;
-}
 
 /* 1 in Montgomery form. */
 ACL_DEVICE FIELD FIELD_one(void) {
     return FIELD_ONE;
-}
-
-/* Return all bits set if x is 0, else none. */
-ACL_DEVICE u32 FIELD_is_zero(FIELD x) {
-    return 0 - (u32)(x == 0);
-}
-
-/* Return x if mask has all bits set, y if it has none. */
-ACL_DEVICE FIELD FIELD_select(u32 mask, FIELD x, FIELD y) {
-    return mask ? x : y;
-}
-
-/* Return whether x is below p; x is any word. */
-ACL_DEVICE u32 FIELD_is_reduced(FIELD x) {
-    return x < FIELD_MODULUS;
 }
 
 /* x - p where x >= p, with x < 2 p: x - p wraps to more than x where x < p, so this is a minimum. */
@@ -60,10 +34,6 @@ ACL_DEVICE FIELD FIELD_mul(FIELD x, FIELD y) {
     u64 product = (u64)x * y;
     u32 m = (u32)product * FIELD_INVERSE;
     return FIELD_reduced((u32)(((u64)m * FIELD_MODULUS + product) >> 32));
-}
-
-ACL_DEVICE FIELD FIELD_square(FIELD x) {
-    return FIELD_mul(x, x);
 }
 
 /* x R mod p of any word x. */

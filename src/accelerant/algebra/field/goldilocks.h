@@ -9,35 +9,8 @@
 
 typedef u64 FIELD;
 
-ACL_DEVICE FIELD FIELD_load(ACL_GLOBAL const FIELD_WORD *x, i64 index) {
-    return x[index];
-}
-
-ACL_DEVICE void FIELD_store(ACL_GLOBAL FIELD_WORD *z, i64 index, FIELD x) {
-    z[index] = x;
-}
-
-ACL_DEVICE FIELD FIELD_zero(void) {
-    return 0;
-}
-
 ACL_DEVICE FIELD FIELD_one(void) {
     return 1;
-}
-
-/* Return all bits set if x is 0, else none. */
-ACL_DEVICE u32 FIELD_is_zero(FIELD x) {
-    return 0 - (u32)(x == 0);
-}
-
-/* Return x if mask has all bits set, y if it has none. */
-ACL_DEVICE FIELD FIELD_select(u32 mask, FIELD x, FIELD y) {
-    return mask ? x : y;
-}
-
-/* Return whether x is below p; x is any word. */
-ACL_DEVICE u32 FIELD_is_reduced(FIELD x) {
-    return x < FIELD_P;
 }
 
 /* x mod p; x is any word, and 2^64 < 2 p. */
@@ -72,10 +45,6 @@ ACL_DEVICE FIELD FIELD_mul(FIELD x, FIELD y) {
     u64 sum = rest + part;
     sum += FIELD_EPSILON & (0 - (u64)(sum < part));
     return FIELD_reduced(sum);
-}
-
-ACL_DEVICE FIELD FIELD_square(FIELD x) {
-    return FIELD_mul(x, x);
 }
 
 /* Reduce any word mod p. */

@@ -1,6 +1,7 @@
 """A field's programs, assembled from its constants and the C files of this folder.
 
-Two C dialects share the kernels (kernel.c) and the elements (limbs.h, goldilocks.h, mersenne61.h, babybear.h):
+Two C dialects share the kernels (kernel.c) and the elements (limbs.h; word.h with goldilocks.h,
+mersenne61.h or babybear.h):
 
     portable   arithmetic in C (limbs_c.h): CUDA, HIP and OpenCL
     cuda       for fields of several limbs: NVIDIA's carry chains behind the same names (limbs_ptx.h, ptx.py)
@@ -141,7 +142,7 @@ def field_text(field: Field, prefix: str, dialect: str) -> str:
         raise ConfigError(f"field_text knows the dialects portable and cuda, got {dialect!r}")
     macros = ""
     if field.limbs == 1:
-        files = [_SPECIAL.get(field.modulus, "babybear.h")]
+        files = [_SPECIAL.get(field.modulus, "babybear.h"), "word.h"]
     elif dialect == "cuda":
         files, macros = ["limbs.h", "limbs_ptx.h"], ptx_macros(field, prefix)
     else:
