@@ -10,6 +10,16 @@
     print(private.epsilon(), private.ledger.statement())
 
 DP-SGD: Abadi et al. 2016, arXiv:1607.00133, algorithm 1, with Poisson sampling and add-or-remove-one neighbours.
+
+Of several processes each clips the examples of its share of the data. The sums go to rank 0, the only one that draws
+noise and writes the ledger, and that sends the noisy sum back: a reduction and a broadcast, together the traffic of one
+all-reduce. The alternative, noise of std / sqrt(processes) in each process, is exact only for the continuous Gaussian:
+a sum of discrete Gaussians is not one (Kairouz, Liu and Steinke 2021, arXiv:2102.06387, bound the difference), and each
+process would know its share. Here every process is trusted, as the trainer is.
+
+The noise covers what rank 0 knows, so the processes must agree on all that decides it: at the start on the settings of
+`make_private`, before each step on its clipping norm, sampling, expected batch, precision and trained parameters. Each
+of the two is one exchange of accelerant.runtime.processes.
 """
 
 from __future__ import annotations
@@ -36,7 +46,6 @@ from accelerant.privacy.dp.sampling import DrawnBatch, GroupedSampler, PoissonBa
 from accelerant.privacy.dp.sampling.batches import rows_of
 from accelerant.privacy.dp.sampling.poisson import Units, delta_remark, require_sampler
 from accelerant.privacy.dp.training.adaptive import AdaptiveClipping, AdaptiveNorm
-from accelerant.privacy.dp.training.distributed import require_unwrapped
 from accelerant.privacy.dp.training.gradients import least_noise
 from accelerant.privacy.dp.training.optimizer import PrivateOptimizer, require_float32
 from accelerant.runtime.processes import Processes
@@ -47,6 +56,8 @@ Clipping = Literal["flat", "per_layer", "adaptive"]
 
 _private: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models with a clipper attached: a second one would clip what the first has clipped."""
+
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 class PrivateTraining:
@@ -79,7 +90,7 @@ class PrivateTraining:
         def before_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
             private = known()
             if private is not None and torch.is_grad_enabled():
-                require_unwrapped(module)
+                _require_unwrapped(module)
             if private is not None and module is own():  # not a copy of it
                 if torch.is_grad_enabled():
                     private.require_as_attached()
@@ -449,7 +460,7 @@ def _require_match(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Check model and optimizer before anything is attached; return the number of trained values."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    require_unwrapped(model)
+    _require_unwrapped(model)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if isinstance(optimizer, PrivateOptimizer):
@@ -520,3 +531,15 @@ def _calibrated(arguments: _Arguments, ledger: Ledger, secure: bool, dimensions:
     # Twice: the count of adaptive clipping has noise of its own.
     charged = 2 * NoisySum(make_source(secure), 1.0, dimensions).plan(arguments.sensitivity).delta
     return least_noise(arguments.budget, arguments.sample_rate, steps, ledger, charged)
+
+
+def _require_unwrapped(model: nn.Module) -> None:
+    """Raise UnsupportedCase if a model is a DistributedDataParallel or DataParallel, or is called by one."""
+    wrapper = model if isinstance(model, _WRAPPERS) else getattr(_WRAPPERS[0], "_active_ddp_module", None)
+    if wrapper is None and not getattr(model, "_is_replica", False):
+        return
+    name = "DataParallel" if wrapper is None else type(wrapper).__name__
+    raise UnsupportedCase(
+        f"{name} adds gradients up before they are clipped: give its module to make_private, and call that; the "
+        "private step sums over the processes of torch.distributed itself"
+    )
