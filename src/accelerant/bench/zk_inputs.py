@@ -15,7 +15,6 @@ Source of splitmix64: Steele, Lea and Flood 2014, OOPSLA, "Fast splittable pseud
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ import numpy.typing as npt
 
 from accelerant.algebra.curve.reference import multiply
 from accelerant.algebra.field.parameters import Field
+from accelerant.algebra.ntt.reference import permuted
 from accelerant.zk import FieldArray, PrimeField
 from accelerant.zk.elliptic_curve import EllipticCurve
 
@@ -120,7 +120,7 @@ def power_table(field: PrimeField, log_n: int, device: str) -> FieldArray:
     half = log_n // 2
     rows = _powers(1, w, 1 << log_n - half, p)
     columns = _powers(1, pow(w, 1 << log_n - half, p), 1 << half, p)
-    return _outer(field, _permuted(rows), _permuted(columns), device)
+    return _outer(field, permuted(rows), permuted(columns), device)
 
 
 def _powers(start: int, base: int, n: int, p: int) -> list[int]:
@@ -128,20 +128,6 @@ def _powers(start: int, base: int, n: int, p: int) -> list[int]:
     for _ in range(n - 1):
         powers.append(powers[-1] * base % p)
     return powers
-
-
-def _permuted(values: list[int]) -> list[int]:
-    bits = len(values).bit_length() - 1
-    return [values[reversed_bits(i, bits)] for i in range(len(values))]
-
-
-@functools.cache
-def reversed_bits(index: int, bits: int) -> int:
-    """Return the index with its bits reversed."""
-    result = 0
-    for _ in range(bits):
-        index, result = index >> 1, result << 1 | index & 1
-    return result
 
 
 def _outer(field: PrimeField, rows: list[int], columns: list[int], device: str) -> FieldArray:

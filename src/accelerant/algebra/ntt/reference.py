@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from accelerant.algebra.field.parameters import field_of
 
-__all__ = ["bit_reversed", "ntt_reference"]
+__all__ = ["bit_reversed", "ntt_reference", "permuted"]
 
 
 def bit_reversed(index: int, bits: int) -> int:
@@ -14,7 +14,8 @@ def bit_reversed(index: int, bits: int) -> int:
     return int(f"{index:0{bits}b}"[::-1], 2) if bits else 0
 
 
-def _permuted(x: Sequence[int]) -> list[int]:
+def permuted(x: Sequence[int]) -> list[int]:
+    """Return 2^k numbers in bit-reversed order."""
     bits = len(x).bit_length() - 1
     return [x[bit_reversed(i, bits)] for i in range(len(x))]
 
@@ -31,13 +32,13 @@ def ntt_reference(
     row, n = field_of(field), len(x)
     p, w = row.modulus, row.root_of_unity(n)
     if order == "bit_reversed_to_natural":
-        x = _permuted(x)
+        x = permuted(x)
     if inverse:
         y, unscaled, scale = _halves(x, pow(w, -1, p), p), pow(coset, -1, p), pow(n, -1, p)
         y = [value * scale % p for value in _scaled(y, unscaled, p)]
     else:
         y = _halves(_scaled(x, coset, p), w, p)
-    return _permuted(y) if order == "natural_to_bit_reversed" else y
+    return permuted(y) if order == "natural_to_bit_reversed" else y
 
 
 def _scaled(x: Sequence[int], base: int, p: int) -> list[int]:

@@ -318,8 +318,7 @@ class OpenclTensors(TensorDevice):
         kept = [at for at in range(len(shape)) if at not in dims]
         strides = [expanded(tuple(x.shape), tuple(x.stride()), shape) for x in inputs]
         sizes, steps = merged(
-            tuple(shape[at] for at in kept),
-            tuple(tuple(s[at] for at in kept) for s in (tuple(out.stride()), *strides)),
+            tuple(shape[at] for at in kept), tuple(tuple(s[at] for at in kept) for s in (tuple(out.stride()), *strides))
         )
         inner, inner_steps = merged(
             tuple(shape[at] for at in dims), tuple(tuple(s[at] for at in dims) for s in strides)
@@ -463,7 +462,7 @@ class OpenclTensors(TensorDevice):
     def matmul(self, out: DeviceTensor, a: DeviceTensor, b: DeviceTensor) -> None:
         if out.dtype in (torch.float16, torch.bfloat16):  # products of float32 are exact, and sums as torch's
             wide = self.empty(out.shape, torch.float32)
-            a, b = (self._converted(x, torch.float32) for x in (a, b))
+            a, b = (self.converted(x, torch.float32) for x in (a, b))
             self.matmul(wide, a, b)
             self.copy(out, wide)
             return
@@ -548,11 +547,6 @@ class OpenclTensors(TensorDevice):
         sizes = {"BK": _DEPTH, "TILE": tile, "G": groups, "WIDTH": tile + 4}
         head = f"typedef {kind}4 T4;\n" + "".join(f"#define {name} {size}\n" for name, size in sizes.items())
         self._run(text, kind, "matmul", body, (-(-columns // tile), -(-rows // tile), batch), (256, 1, 1), head)
-
-    def _converted(self, x: DeviceTensor, dtype: torch.dtype) -> DeviceTensor:
-        out = self.empty(x.shape, dtype)
-        self.copy(out, x)
-        return out
 
     # --- text --------------------------------------------------------------------------------------------------------
 

@@ -467,7 +467,7 @@ class WebgpuTensors(TensorDevice):
                 self._integer_product(out, a, b)
                 return
             wide = self.empty(out.shape, torch.float32)
-            self.matmul(wide, *(self._as_float32(x) for x in (a, b)))
+            self.matmul(wide, *(self.converted(x, torch.float32) for x in (a, b)))
             self.copy(out, wide)
             return
         batch, rows, columns = out.shape
@@ -532,11 +532,6 @@ class WebgpuTensors(TensorDevice):
             raise UnsupportedCase(
                 f"a loop of {rounds:,} rounds; {self.label} is software, which may end one at {_ROUNDS:,}"
             )
-
-    def _as_float32(self, x: DeviceTensor) -> DeviceTensor:
-        out = self.empty(x.shape, torch.float32)
-        self.copy(out, x)
-        return out
 
     def _integer_product(self, out: DeviceTensor, a: DeviceTensor, b: DeviceTensor) -> None:
         (batch, rows, inner), columns = a.shape, b.shape[2]

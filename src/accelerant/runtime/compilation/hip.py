@@ -20,7 +20,7 @@ from accelerant.runtime.compilation.host_c import run_compiler
 from accelerant.runtime.compilation.kernel import Binary, KernelSource, Resources, first_line, portable_header
 from accelerant.runtime.compilation.options import header_hashes
 
-__all__ = ["HIP_DIALECTS", "compile_hip", "hip_key", "hiprtc_problem", "hiprtc_version", "library_names"]
+__all__ = ["HIP_DIALECTS", "compile_hip", "hip_key", "hiprtc_version", "library_names"]
 
 HIP_DIALECTS = ("portable",)
 """Dialects that are compiled."""
@@ -62,15 +62,6 @@ def hiprtc_version() -> str:
     """Return the compiler with its versions; raise CompileError without one."""
     major, minor, runtime = _ask("to name its version")["versions"]
     return f"hiprtc {major}.{minor}, HIP {_torch_hip() or runtime}"
-
-
-def hiprtc_problem() -> str:
-    """Return why there is no hiprtc; empty if it answers."""
-    try:
-        hiprtc_version()
-    except CompileError as error:
-        return str(error)
-    return ""
 
 
 def _ask(what: str, **asked: Any) -> dict[str, Any]:
