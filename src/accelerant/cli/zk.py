@@ -12,14 +12,7 @@ import typer
 from accelerant.cli.app import InvalidProofError, write
 from accelerant.cli.help import Application
 from accelerant.cli.terminal import console
-from accelerant.cli.zk_prove import (
-    StageDisplay,
-    prove_files,
-    read_json,
-    resolve_targets,
-    warn_forgeable,
-    write_all,
-)
+from accelerant.cli.zk_prove import StageDisplay, prove_files, read_json, resolve_targets, warn_forgeable, write_all
 from accelerant.errors import ConfigError
 from accelerant.runtime.files import escaped
 
@@ -96,8 +89,7 @@ def prove_many(
         Path, typer.Option(help="Folder for NAME.proof.json and NAME.public.json; made if absent.")
     ] = Path(),
     ray: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Prove on a Ray cluster: HOST:PORT, ray://HOST:PORT, or auto."),
+        str | None, typer.Option(metavar="ADDRESS", help="Prove on a Ray cluster: HOST:PORT, ray://HOST:PORT, or auto.")
     ] = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes; by default one a GPU, or one a host without GPUs.")

@@ -30,12 +30,7 @@ from accelerant.nn._precision import LowWeights
 from accelerant.nn.layers import DRAW_NOTHING, float8_weights, require_float8
 from accelerant.nn.optim import MultiTensorOptimizer, clip_grad_norm_
 from accelerant.nn.train.data import Batch
-from accelerant.nn.train.parallel import (
-    GradientReduction,
-    described,
-    is_reduced_elsewhere,
-    start_equal,
-)
+from accelerant.nn.train.parallel import GradientReduction, described, is_reduced_elsewhere, start_equal
 from accelerant.ops._library import is_distributed
 from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.processes import Processes

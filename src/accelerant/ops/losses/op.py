@@ -64,22 +64,12 @@ class _Loss(NamedTuple):
 
 
 _LOSSES = {
-    "mse_loss": _Loss(
-        lambda x, t, p: (x - t).square(),
-        lambda x, t, p: (2.0 * (x - t), 2.0 * (t - x)),
-    ),
-    "l1_loss": _Loss(
-        lambda x, t, p: (x - t).abs(),
-        lambda x, t, p: (torch.sign(x - t), torch.sign(t - x)),
-    ),
+    "mse_loss": _Loss(lambda x, t, p: (x - t).square(), lambda x, t, p: (2.0 * (x - t), 2.0 * (t - x))),
+    "l1_loss": _Loss(lambda x, t, p: (x - t).abs(), lambda x, t, p: (torch.sign(x - t), torch.sign(t - x))),
     "binary_cross_entropy": _Loss(
-        _bce,
-        lambda x, t, p: ((x - t) / (x * (1.0 - x)).clamp(min=1e-12), -torch.logit(x).clamp(-100.0, 100.0)),
+        _bce, lambda x, t, p: ((x - t) / (x * (1.0 - x)).clamp(min=1e-12), -torch.logit(x).clamp(-100.0, 100.0))
     ),
-    "binary_cross_entropy_with_logits": _Loss(
-        _bce_logits,
-        _bce_logits_slopes,
-    ),
+    "binary_cross_entropy_with_logits": _Loss(_bce_logits, _bce_logits_slopes),
 }
 
 

@@ -197,10 +197,7 @@ def _attention_cost(case: Case) -> Cost:
 
 _attend_backward = Operation(
     "attention_packed_bwd",
-    (
-        Implementation("hopper", _hopper_packed, refuses=hopper_bwd.refuses, own=True),
-        Implementation("copied", _copied),
-    ),
+    (Implementation("hopper", _hopper_packed, refuses=hopper_bwd.refuses, own=True), Implementation("copied", _copied)),
     cost=_attention_cost,
 )
 

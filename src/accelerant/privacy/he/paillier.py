@@ -68,15 +68,7 @@ from accelerant.privacy.he.encoding import (
     scale_of,
     signed_numbers,
 )  # fmt: skip
-from accelerant.privacy.he.messages import (
-    KINDS,
-    Origin,
-    Reader,
-    host_array,
-    open_box,
-    sealed,
-    write_private,
-)
+from accelerant.privacy.he.messages import KINDS, Origin, Reader, host_array, open_box, sealed, write_private
 from accelerant.privacy.random import SecureStream
 from accelerant.runtime.files import read_regular
 

@@ -169,11 +169,7 @@ def _binary(name: str, compiled: Any, backend: str, warp_size: int) -> Binary:
         code=code,
         symbols={name: metadata.name},
         resources={name: Resources(shared_bytes=metadata.shared)},
-        metadata={
-            "parameters": parameters,
-            "threads": metadata.num_warps * warp_size,
-            "shared_bytes": metadata.shared,
-        },
+        metadata={"parameters": parameters, "threads": metadata.num_warps * warp_size, "shared_bytes": metadata.shared},
     )
 
 

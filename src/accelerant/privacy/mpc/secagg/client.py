@@ -79,9 +79,7 @@ class _Round:
         return crypto("ciphers.aead").ChaCha20Poly1305(key)
 
 
-def _step(
-    method: Callable[Concatenate[Client, _P], bytes],
-) -> Callable[Concatenate[Client, _P], bytes]:
+def _step(method: Callable[Concatenate[Client, _P], bytes]) -> Callable[Concatenate[Client, _P], bytes]:
     """Abort the client if a step fails: its secrets of the round are forgotten, and the round is not resumed."""
 
     @functools.wraps(method)
