@@ -123,6 +123,25 @@ def test_a_call_that_lost_a_worker_runs_alone():
     asyncio.run(main())
 
 
+def test_calls_that_were_given_up_do_not_stay_behind_those_of_a_higher_priority():
+    async def main():
+        queue = CallQueue(100, 1 << 20, batch_calls=1)
+        first = call(priority=1)
+        queue.put(first)
+        for _ in range(1000):
+            given_up = call()
+            queue.put(given_up)
+            given_up.future.cancel()
+            await asyncio.sleep(0)
+            assert len(queue) <= 2 * queue.held
+        assert queue.take("cpu", alone=True) == [first]
+        first.future.set_result({})
+        await asyncio.sleep(0)
+        assert (len(queue), queue.by_key()) == (0, {})
+
+    asyncio.run(main())
+
+
 def test_identical_elementwise_calls_are_one_launch():
     async def main():
         same = [call("a", rows=3, n=1), call("b", rows=0, n=1), call("c", rows=5, n=1)]

@@ -125,8 +125,19 @@ class CallQueue:
         key, size = call.request.key_id, change * call.size_bytes
         self.held_bytes += size
         count, held_bytes = self._held_of.pop(key, (0, 0))
-        if count + change:
-            self._held_of[key] = count + change, held_bytes + size
+        count += change
+        if count:
+            self._held_of[key] = count, held_bytes + size
+        if change < 0 and len(self._waiting.get(key, ())) > 2 * count:
+            self._forget_ended(key)
+
+    def _forget_ended(self, key: str) -> None:
+        """Drop a key's calls that ended while they waited: behind calls of a higher priority they might stay."""
+        heap = [entry for entry in self._waiting[key] if not entry[-1].future.done()]
+        heapq.heapify(heap)
+        self._waiting[key] = heap
+        if not heap:
+            del self._waiting[key]
 
     def put_back(self, call: Call) -> None:
         """Add a call whose worker was lost ahead of its key's other calls; it is within the bounds already."""

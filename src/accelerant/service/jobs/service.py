@@ -69,6 +69,9 @@ _STORE_ERRORS = (DBAPIError, OSError)
 _PRUNE_S = 30.0
 """Time between two removals of old jobs."""
 
+_LATE_S = 0.02
+"""Time between two looks at the deadlines of the calls."""
+
 _ORPHAN_S = 3600.0
 """Age of a folder from which it is of no job that is being added."""
 
@@ -289,7 +292,7 @@ class JobService:
                 limit_s = self.settings.deadline_s if request.deadline_s is None else request.deadline_s
                 call.future.set_exception(DeadlineExceeded(f"{request.operation} did not end within {limit_s:g} s"))
         if left := [call.deadline for call in self._queue.calls if not call.future.done()]:
-            self._set_alarm(min(left))
+            self._set_alarm(max(min(left), now + _LATE_S))  # not once for each of many
 
     def _feed(self) -> None:
         """Give waiting calls to the workers that have none."""
