@@ -37,12 +37,17 @@ from accelerant.nn.models.generation import require_tokens
 from accelerant.nn.models.gpt import GPT
 from accelerant.nn.models.language_model import LanguageModel
 from accelerant.nn.models.llama import Llama, LlamaAttention
+from accelerant.ops._launch import ceil_div, next_power_of_2
 from accelerant.ops.attention.op import attention_bwd, check_heads, checked, options_of, shapes_of
+from accelerant.runtime.compilation.triton import TritonKernel, refuses_triton
 from accelerant.runtime.dispatch import Case
 
 __all__ = ["context_parallel", "context_parallel_attention", "join_sequence", "split_sequence"]
 
 M = TypeVar("M", bound=LanguageModel)
+
+_MERGE = TritonKernel("accelerant.distributed.triton_kernels", "merge")
+_MERGED_ROWS = 16
 
 
 # --- the split of a sequence -----------------------------------------------------------------------------------------
@@ -95,15 +100,15 @@ class _Ring:
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         self._to, self._from = (dist.get_global_rank(group, (self.rank + way) % self.size) for way in (1, -1))
 
-    def pass_on(self, x: Tensor) -> Callable[[], Tensor]:
-        """Send x, which must not change before the result is called: that waits for as much from the previous one."""
+    def pass_on(self, *xs: Tensor) -> Callable[[], tuple[Tensor, ...]]:
+        """Send tensors, which must not change before the result is called: that waits for the previous process's."""
         if self.size == 1:
-            return lambda: x
-        received = torch.empty_like(x)
-        sent = dist.P2POp(dist.isend, x, self._to, self.group)
-        works = dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, received, self._from, self.group)])
+            return lambda: xs
+        received = tuple(map(torch.empty_like, xs))
+        sends = [dist.P2POp(dist.isend, x, self._to, self.group) for x in xs]
+        works = dist.batch_isend_irecv(sends + [dist.P2POp(dist.irecv, x, self._from, self.group) for x in received])
 
-        def wait() -> Tensor:
+        def wait() -> tuple[Tensor, ...]:
             for work in works:  # on a GPU the current stream waits, not the host
                 work.wait()
             return received
@@ -121,22 +126,35 @@ def _visible(ring: _Ring, step: int, rows: int, causal: bool) -> tuple[slice, sl
     return slice(rows // 2, rows), everything, False
 
 
+def _merge(o: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge results of other keys into o (B, H, S, D) and lse (B, H, S), rows of a longer sequence, in place."""
+    if part.dtype != torch.float64 and refuses_triton(part.device) is None:
+        rows, D = part_lse.numel(), part.shape[3]
+        _MERGE.launch(
+            (ceil_div(rows, _MERGED_ROWS),),
+            (o, lse, part.contiguous(), part_lse.contiguous(), rows, part.shape[2], lse.stride(1), D),
+            {"BLOCK": _MERGED_ROWS, "BLOCK_D": next_power_of_2(D)}, num_warps=4,
+        )  # fmt: skip
+        return
+    share = (part_lse - lse).sigmoid_().unsqueeze(-1)
+    o.copy_(o.to(lse.dtype).lerp_(part.to(lse.dtype), share))
+    lse.copy_(torch.logaddexp(lse, part_lse))
+
+
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring, causal: bool, scale: float) -> Tensor:
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        kv, S = torch.stack((k, v)), q.shape[2]
+        kv: tuple[Tensor, ...] = (k.contiguous(), v.contiguous())
+        S = q.shape[2]
         o = lse = q.new_empty(0)
         for step in range(ring.size):
-            coming = ring.pass_on(kv) if step + 1 < ring.size else None
+            coming = ring.pass_on(*kv) if step + 1 < ring.size else None
             rows, keys, masked = _visible(ring, step, S, causal)
             now = (q[:, :, rows].contiguous(), kv[0][:, :, keys], kv[1][:, :, keys])
             o_step, lse_step = ops.attention(*now, masked, scale, return_lse=True)
             if step:
-                before, after = lse[:, :, rows], torch.logaddexp(lse[:, :, rows], lse_step)
-                merged = o[:, :, rows].to(wide)
-                o[:, :, rows] = merged.lerp_(o_step.to(wide), (lse_step - before).sigmoid_().unsqueeze(-1))
-                before.copy_(after)
+                _merge(o[:, :, rows], lse[:, :, rows], o_step, lse_step)
             else:  # a sum of two is rounded once in its own dtype
                 dtype = wide if ring.size > 2 else q.dtype
                 o, lse = o_step.to(dtype).contiguous(), lse_step.clone()
@@ -152,26 +170,29 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, o, lse = ctx.saved_tensors
         ring, causal, scale = ctx.settings
         wide, S = lse.dtype, q.shape[2]
-        dq, kv = torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format), torch.stack((k, v))
-        dkv = torch.zeros_like(kv, dtype=wide)
-        homeward: Callable[[], Tensor] | None = None
+        dq, kv = (
+            torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format),
+            (k.contiguous(), v.contiguous()),
+        )
+        dkv = tuple(torch.zeros_like(x, dtype=wide) for x in kv)
+        homeward: Callable[[], tuple[Tensor, ...]] | None = None
         for step in range(ring.size):
-            coming = ring.pass_on(kv) if step + 1 < ring.size else None
+            coming = ring.pass_on(*kv) if step + 1 < ring.size else None
             rows, keys, masked = _visible(ring, step, S, causal)
             q_, do_, o_, lse_ = (x[:, :, rows].contiguous() for x in (q, do, o, lse))
-            k_, v_ = kv[0][:, :, keys], kv[1][:, :, keys]
+            k_, v_ = (x[:, :, keys] for x in kv)
             case = Case(q.device, q.dtype, (*q.shape[:2], k.shape[1], q_.shape[2], k_.shape[2], q.shape[3]),
                         options_of(masked, -1))  # fmt: skip
-            dq_step, dk_step, dv_step = attention_bwd(case, do_, q_, k_, v_, o_, lse_, masked, scale, -1)
+            dq_step, *dkv_step = attention_bwd(case, do_, q_, k_, v_, o_, lse_, masked, scale, -1)
             dq[:, :, rows] += dq_step
             if homeward is not None:
                 dkv = homeward()
-            dkv[0][:, :, keys] += dk_step
-            dkv[1][:, :, keys] += dv_step
-            homeward = ring.pass_on(dkv)
+            for total, part in zip(dkv, dkv_step, strict=True):
+                total[:, :, keys] += part
+            homeward = ring.pass_on(*dkv)
             kv = kv if coming is None else coming()
         assert homeward is not None  # for the type checker: a group has at least one process
-        dk, dv = homeward().to(k.dtype)
+        dk, dv = (x.to(k.dtype) for x in homeward())
         return dq.to(q.dtype), dk, dv, None, None, None
 
 

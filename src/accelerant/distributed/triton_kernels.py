@@ -1,4 +1,6 @@
-"""A sum over the GPUs of one host, of arrays of which latency is the cost.
+"""Sums of small arrays over the GPUs of one host, and the merge of attention to two sets of keys.
+
+peer_sum, of which latency is the cost:
 
     y = sum_s x_s, in float32, in the order of processes s; so every process has the same bits
 
@@ -105,3 +107,28 @@ def peer_sum(
         tl.store(words_ptr + at, left | right, mask=inside)
     tl.debug_barrier()  # all warps have read the number
     tl.store(numbers_ptr + program, number)
+
+
+@triton.jit
+def merge(
+    o_ptr, lse_ptr, part_ptr, part_lse_ptr, rows, S, STRIDE, D, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Merge attention to other keys into o and lse, in place, as context_parallel.py says.
+
+    Rows of part (heads, S, D) and part_lse (heads, S) are dense; those of o and lse begin a sequence's STRIDE apart.
+    Grid: a program per BLOCK rows. Bound: memory, three times the part's bytes.
+    """
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    there = row // S * STRIDE + row % S
+    lse = tl.load(lse_ptr + there, mask=inside, other=0.0)
+    part_lse = tl.load(part_lse_ptr + row, mask=inside, other=0.0)
+    share = 1.0 / (1.0 + tl.exp(lse - part_lse))
+    d = tl.arange(0, BLOCK_D)[None, :]
+    mask = inside[:, None] & (d < D)
+    o = tl.load(o_ptr + there[:, None] * D + d, mask=mask, other=0.0).to(tl.float32)
+    part = tl.load(part_ptr + row[:, None] * D + d, mask=mask, other=0.0).to(tl.float32)
+    tl.store(o_ptr + there[:, None] * D + d, (o + share[:, None] * (part - o)).to(o_ptr.dtype.element_ty), mask=mask)
+    low, high = tl.minimum(lse, part_lse), tl.maximum(lse, part_lse)
+    tl.debug_barrier()  # all warps have read lse
+    tl.store(lse_ptr + there, high + tl.log(1.0 + tl.exp(low - high)), mask=inside)
