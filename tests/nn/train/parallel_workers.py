@@ -217,6 +217,8 @@ def share_without_room(rank):
 def tied(rank, processes=2):
     """Losses of a GPT whose fused functions run on the CPU, and whether its table's gradient was summed in two parts.
 
+    Last the shapes of matrices whose gradients were copied into buckets, which products do not write there.
+
     Both processes look up as many rows but in the last two steps. One process takes both batches one after the other.
     """
     layers.FUSED.add("cpu")
@@ -226,7 +228,13 @@ def tied(rank, processes=2):
         model, AdamW(model.parameters(), lr=1e-2), model.loss, max_grad_norm=0.5, accumulate=2 // processes,
         bucket_bytes=4096,
     )  # fmt: skip
-    losses, split = [], []
+    losses, split, copied, copy = [], [], set(), torch._foreach_copy_
+
+    def recorded(to, gradients):
+        copied.update(tuple(each.shape) for each in gradients if each.dim() == 2)
+        copy(to, gradients)
+
+    torch._foreach_copy_ = recorded
     for number in range(8):
         drawn = torch.randint(300, (2, 2, 9), generator=torch.Generator().manual_seed(number))
         drawn[0, 0] = drawn[1, 0]  # rows that both look up
@@ -236,8 +244,9 @@ def tied(rank, processes=2):
         table = None if step._reduction is None else step._reduction._table
         assert table is None or table.rows is None  # kept no longer than the step
         split.append(table is not None and table.split)
+    torch._foreach_copy_ = copy
     layers.FUSED.discard("cpu")
-    return losses, split, [parameter.detach().sum().item() for parameter in model.parameters()]
+    return losses, split, copied, [parameter.detach().sum().item() for parameter in model.parameters()]
 
 
 def hooked(rank):

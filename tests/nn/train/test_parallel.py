@@ -237,14 +237,15 @@ def test_memory_that_one_process_lacks_makes_none_wait(tmp_path):
 @two
 def test_a_tied_table_is_summed_in_two_parts(both):
     """The output layer's while the backward pass runs, and rows that the embedding looked up at the end."""
-    losses, none, sums = tied(0, processes=1)
+    losses, none, _, sums = tied(0, processes=1)
     assert not any(none)
     for each in both:
-        found, split, found_sums = each["tied"]
+        found, split, copied, found_sums = each["tied"]
+        assert copied == {(8, 16)}  # that of positions: products write theirs into the buckets
         assert split == [False, *[True] * 5, False, False]
         assert found == pytest.approx(losses, rel=1e-6)
         assert found_sums == pytest.approx(sums, rel=1e-4, abs=1e-5)
-    assert both[0]["tied"][2] == both[1]["tied"][2]
+    assert both[0]["tied"][3] == both[1]["tied"][3]
 
 
 @two

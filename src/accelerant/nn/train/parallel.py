@@ -111,6 +111,7 @@ class _Bucket:
         offsets: of their gradients, in elements.
         size: elements in all.
         first: offset of the bucket in the memory of all.
+        flat: its memory while it is filled; None where copy engines sum, in memory that stays.
     """
 
     indices: list[int]
@@ -119,6 +120,7 @@ class _Bucket:
     dtype: torch.dtype
     device: torch.device
     first: int = 0
+    flat: Tensor | None = None
 
 
 class GradientReduction:
@@ -223,7 +225,28 @@ class GradientReduction:
         apart = self._table
         return 0 if apart is None else apart.count * apart.dtype.itemsize * self._params[apart.index].shape[1]
 
-    # --- a table whose gradient has two parts (accelerant.ops.transformer.block.TableSums) ----------------------------
+    # --- products that write into buckets, and a table in two parts (accelerant.ops.transformer.block.TableSums) ------
+
+    def place(self, weight: Tensor, shape: Sequence[int]) -> Tensor | None:
+        """Return the memory of a bucket for the first gradient of a parameter in a step's last backward pass."""
+        index = self._at.pop(weight.data_ptr(), None) if self._armed else None
+        if index is None:
+            return None
+        param, bucket = self._params[index], self._buckets[self._bucket_of[index]]
+        if (
+            param.dtype != bucket.dtype or param.shape != tuple(shape) or not param.is_contiguous()
+            or param.grad is not None or _is_hooked(param)
+        ):  # fmt: skip
+            return None
+        return _laid_out(self._flat(bucket), param, bucket.offsets[bucket.indices.index(index)])
+
+    def _flat(self, bucket: _Bucket) -> Tensor:
+        """Return a bucket's memory in this step."""
+        if self._sums is not None:
+            return self._sums.memory.own[bucket.first : bucket.first + bucket.size]
+        if bucket.flat is None:
+            bucket.flat = torch.empty(bucket.size, dtype=bucket.dtype, device=bucket.device)
+        return bucket.flat
 
     def watch(self) -> None:
         """Begin to note which tables are used; the next forward pass is the last one of the step."""
@@ -286,34 +309,40 @@ class GradientReduction:
             return None
         return _Table(mine[0], mine[1], _ROW_DTYPES[mine[2]])
 
-    def _gather(self, apart: _Table) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Start to gather the rows and tokens of all processes; return a function that waits for them."""
+    def _gather(self, apart: _Table) -> Callable[[], None]:
+        """Start to gather the rows and tokens of all processes; return a function that adds them to the gradient."""
         param, p = self._params[apart.index], self._processes.size
         if apart.rows is None:
             rows = torch.zeros(apart.count, param.shape[1], dtype=apart.dtype, device=param.device)
             tokens = torch.zeros(apart.count, dtype=torch.int64, device=param.device)
         else:
             rows, tokens = (each.contiguous() for each in apart.rows)
-        every = [each.new_empty(p * len(each), *each.shape[1:]) for each in (rows, tokens)]
-        works = [
+        every = [each.new_empty(p * len(each), *each.shape[1:]) for each in (tokens, rows)]
+        works: list[Any] = [
             torch.distributed.all_gather_into_tensor(to, each, async_op=True)
-            for to, each in zip(every, (rows, tokens), strict=True)
+            for to, each in zip(every, (tokens, rows), strict=True)
         ]
         apart.rows = None
+        works[0].wait()
+        order = torch.sort(every[0], stable=True) if param.is_cuda else None  # while the last sums are under way
 
-        def wait() -> tuple[Tensor, Tensor]:
-            for work in works:
-                assert work is not None  # for the type checker: async_op
-                work.wait()
-            return every[0], every[1]
+        def add() -> None:
+            works[1].wait()
+            if param.grad is None:
+                return
+            if order is not None:  # the order of the sums depends on the tokens alone
+                launch_backward_sorted(every[1], every[0], param.grad, -1, (True, True), into=param.grad, order=order)
+            else:
+                param.grad.index_add_(0, every[0], every[1].to(param.grad.dtype))
 
-        return wait
+        return add
 
     def arm(self) -> None:
         """Begin to sum: the next backward pass is the last one of the step."""
         self._left = [len(bucket.indices) for bucket in self._buckets]
         self._launched, self._finished, self._has = [], list[int](), [0] * len(self._params)
         self._clean = set[int]()
+        self._at = {param.data_ptr(): index for index, param in enumerate(self._params)}
         self._armed = True
 
     def release(self) -> None:
@@ -323,6 +352,8 @@ class GradientReduction:
             block.table_sums.clear()
         if self._table is not None:
             self._table.rows = None
+        for bucket in self._buckets:
+            bucket.flat = None
 
     def ready(self, index: int) -> None:
         """Note that a gradient is complete; start the sum of each bucket whose turn it is."""
@@ -350,29 +381,24 @@ class GradientReduction:
 
     @torch.no_grad()
     def _launch(self, bucket: _Bucket) -> None:
-        found = [self._params[index].grad for index in bucket.indices]
-        whole = bucket.size == sum(0 if grad is None else grad.numel() for grad in found)
-        if self._sums is None:
-            flat = torch.empty(bucket.size, dtype=bucket.dtype, device=bucket.device)
-        else:
-            flat = self._sums.memory.own[bucket.first : bucket.first + bucket.size]
+        flat, bucket.flat = self._flat(bucket), None
         views, to, grads = [], [], []
         for index, offset in zip(bucket.indices, bucket.offsets, strict=True):
             param = self._params[index]
             view = _laid_out(flat, param, offset)
             views.append(view)
             if param.grad is None:
+                view.zero_()
                 continue
             if param.grad.layout != torch.strided:
                 raise UnsupportedCase(
                     "processes that train together need dense gradients: an embedding has sparse ones"
                 )
             self._has[index] = 1
-            to.append(view)
-            grads.append(param.grad)
+            if param.grad.data_ptr() != view.data_ptr() or param.grad.dtype != view.dtype:
+                to.append(view)
+                grads.append(param.grad)
             param.grad = None
-        if not whole:
-            flat.zero_()  # gaps between gradients, and missing ones
         if to:
             torch._foreach_copy_(to, grads)
         work = None
@@ -392,7 +418,7 @@ class GradientReduction:
             self._launch(self._buckets[len(self._launched)])
         self._armed = False
         block.table_sums.clear()
-        gathered = None if self._table is None else self._gather(self._table)
+        add_rows = None if self._table is None else self._gather(self._table)
         summed = torch.distributed.all_reduce(loss, async_op=True)  # not earlier: all processes have one order
         capturing = self._params[0].is_cuda and torch.cuda.is_current_stream_capturing()
         given_up = 0
@@ -410,8 +436,8 @@ class GradientReduction:
                 param = self._params[index]
                 if self._used[index]:
                     param.grad = view if view.dtype == param.dtype else view.to(param.dtype)
-        if self._table is not None and gathered is not None:
-            _add_rows(self._params[self._table.index], *gathered())
+        if add_rows is not None:
+            add_rows()
         if not (self._ordered or capturing):
             self._ordered = True
             seen = set(self._finished)
@@ -434,16 +460,6 @@ def _is_hooked(param: Tensor) -> bool:
 def _ready(reduction: weakref.ref[GradientReduction], index: int, _: Tensor) -> None:
     if (found := reduction()) is not None:
         found.ready(index)
-
-
-def _add_rows(param: Tensor, rows: Tensor, tokens: Tensor) -> None:
-    """Add rows to those of a gradient that tokens select, in an order that depends on the tokens alone."""
-    if param.grad is None:
-        return
-    if param.is_cuda:
-        launch_backward_sorted(rows, tokens, param.grad, -1, (True, True), into=param.grad)
-    else:
-        param.grad.index_add_(0, tokens, rows.to(param.grad.dtype))
 
 
 def _laid_out(flat: Tensor, param: Tensor, offset: int) -> Tensor:

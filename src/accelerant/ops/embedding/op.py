@@ -149,11 +149,11 @@ def launch_backward_atomic(
 
 def launch_backward_sorted(
     dy: Tensor, indices: Tensor, weight: Tensor, padding_idx: int, needs: Sequence[bool], chunk: int | None = None,
-    into: Tensor | None = None,
+    into: Tensor | None = None, order: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor]:  # fmt: skip
     """Sum the gradients of each row in a fixed order, after torch's sort of the indices; few tokens are not sorted.
 
-    `into` are contiguous rows to which the sums are added, in place of zeros.
+    `into` are contiguous rows to which the sums are added, in place of zeros; `order` is that sort if it is done.
     """
     V, D = weight.shape
     dweight = torch.zeros((V, D), dtype=weight.dtype, device=weight.device) if into is None else into
@@ -172,11 +172,11 @@ def launch_backward_sorted(
             weight.device, weight.dtype, (T, D),
             lambda chunk: launch_backward_sorted(dy, indices, weight, padding_idx, needs, chunk),
         )  # fmt: skip
-    numbers, order = torch.sort(indices.reshape(-1), stable=True)
+    numbers, places = order or torch.sort(indices.reshape(-1), stable=True)
     chunks = ceil_div(T, chunk)
     parts = torch.empty((chunks, 2, D), dtype=torch.float32, device=weight.device)
     fixed, warps = {"CHUNK": chunk, "BLOCK_D": block_d, "ADDS": into is not None}, 1  # 16 bytes per thread
-    args = (dy, numbers, order, dweight, parts, T, V, D, padding_idx)
+    args = (dy, numbers, places, dweight, parts, T, V, D, padding_idx)
     KERNELS["bwd"].launch((chunks, blocks), args, fixed, num_warps=warps)
     if chunks > 1:
         join = (numbers, dweight, parts, T, V, D, padding_idx)

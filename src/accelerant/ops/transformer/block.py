@@ -38,16 +38,19 @@ from accelerant.runtime.dispatch import Case
 
 __all__ = [
     "Attention", "Block", "BlockSpec", "ColumnSums", "Embed", "FusedLinear", "FusedMLP", "Gradients", "TableSums",
-    "TiedLoss", "fused_attention", "fused_block", "fused_embed", "fused_linear", "fused_mlp", "gradients_of",
+    "TiedLoss", "fused_attention", "fused_block", "fused_embed", "fused_linear", "fused_mlp", "gradients_of", "placed",
     "table_sums", "tied_loss",
 ]  # fmt: skip
 
 
 class TableSums(Protocol):
-    """Sums of a tied table's gradient over processes: the output layer's part, and the looked up rows apart.
+    """Sums of gradients over processes: where products leave theirs, and the two parts of a tied table's apart.
 
     Both parts otherwise meet at the end of the backward pass, when nothing is left that hides their sum.
     """
+
+    def place(self, weight: Tensor, shape: Sequence[int]) -> Tensor | None:
+        """Return the memory in which a parameter's gradient is summed; None where it is copied there."""
 
     def looks_up(self, table: Tensor, count: int, dtype: torch.dtype) -> None:
         """Note that this many rows of a table are looked up, in a dtype."""
@@ -67,6 +70,12 @@ class TableSums(Protocol):
 
 table_sums: list[TableSums] = []
 """That of the step which is under way, if its processes sum gradients; none or one."""
+
+
+def placed(weight: Tensor, rows: int, columns: int) -> Tensor | None:
+    """Return the memory (rows, columns) in which the step sums the gradient of a weight; None for memory of its own."""
+    return next((sums.place(weight, (rows, columns)) for sums in table_sums), None)
+
 
 Gradients = tuple[Tensor | None, ...]
 _Params = Sequence[Tensor | None]
@@ -141,7 +150,9 @@ def _linear_gradients(
     if needs[0]:
         transposed = not weight.is_contiguous()
         a, b = (x, dy) if transposed else (dy, x)
-        dweight = torch.mm(a.t(), b) if weight.dtype is x.dtype else op.linear_dw(a, b, weight.dtype)
+        out = placed(weight, a.shape[1], b.shape[1])
+        same = weight.dtype is x.dtype
+        dweight = torch.mm(a.t(), b, out=out) if same else op.linear_dw(a, b, weight.dtype, out)
         dweight = dweight.t() if transposed else dweight
     if needs[1] and bias is not None:
         dbias = op.column_sums(dy, bias.dtype) if sums is None or sums.dtype != bias.dtype else sums
@@ -559,7 +570,13 @@ class TiedLoss(torch.autograd.Function):
             else:
                 sink.linear(table, None, ends.scaled(gradients[1], dy), hidden, forming.examples)
             gradients[1] = None
-        scaled = [None if gradient is None else ends.scaled(gradient, dy) for gradient in gradients]
+        dhidden, dtable = gradients
+        out = None if dtable is None else placed(table, *table.shape)
+        if out is not None:
+            dtable = torch.mul(dtable, dy, out=out)
+        elif dtable is not None:
+            dtable = ends.scaled(dtable, dy)
+        scaled = None if dhidden is None else ends.scaled(dhidden, dy), dtable
         cast = [None if g is None else g.to(dtype) for g, dtype in zip(scaled, ctx.dtypes, strict=True)]
         if cast[1] is not None and any(sums.takes_product(table, cast[1]) for sums in table_sums):
             cast[1] = None

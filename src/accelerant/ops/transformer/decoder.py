@@ -18,7 +18,7 @@ from accelerant.ops.attention.op import attention_bwd, attention_fwd, options_of
 from accelerant.ops.norm.op import _add_rms_norm, _rms_norm
 from accelerant.ops.rope.op import _rope
 from accelerant.ops.swiglu.op import swiglu_bwd, swiglu_fwd
-from accelerant.ops.transformer.block import Gradients, gradients_of
+from accelerant.ops.transformer.block import Gradients, gradients_of, placed
 from accelerant.ops.transformer.op import column_sums, linear_dw
 from accelerant.runtime.dispatch import Case
 
@@ -160,7 +160,8 @@ def _linear_gradients(
             dx.addmm_(dy, weights[i])
         dw = None
         if needs[2 * i]:
-            dw = torch.mm(dy.t(), x) if weight.dtype is dy.dtype else linear_dw(dy, x, weight.dtype)
+            out, same = placed(weight, *weight.shape), weight.dtype is dy.dtype
+            dw = torch.mm(dy.t(), x, out=out) if same else linear_dw(dy, x, weight.dtype, out)
         gradients += (dw, column_sums(dy, bias.dtype) if needs[2 * i + 1] else None)
     return dx, gradients
 

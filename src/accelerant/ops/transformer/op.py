@@ -55,10 +55,11 @@ _NormGradients = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 # --- products --------------------------------------------------------------------------------------------------------
 
 
-def _run_dw(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+def _run_dw(dy: Tensor, x: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     if x.is_cuda and torch.version.hip is None and dtype == torch.float32:
-        return torch.mm(dy.t(), x, out_dtype=dtype)
-    return torch.mm(dy.t(), x).to(dtype)
+        return torch.mm(dy.t(), x, out_dtype=dtype, out=out)
+    dw = torch.mm(dy.t(), x)
+    return dw.to(dtype) if out is None else out.copy_(dw)
 
 
 _linear_dw = Operation("linear_dw", (Implementation("torch", _run_dw),), cost=product_cost)
@@ -76,10 +77,13 @@ def linear_dx(dy: Tensor, weight: Tensor | Float8Weight) -> Tensor:
     return float8.linear_dx(dy, weight) if isinstance(weight, Float8Weight) else torch.mm(dy, weight)
 
 
-def linear_dw(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the gradient (N, K) of linear's weight in a `dtype` other than x's; the sum over rows is rounded once."""
+def linear_dw(dy: Tensor, x: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Return the gradient (N, K) of linear's weight in a `dtype` other than x's; the sum over rows is rounded once.
+
+    `out`, (N, K) of that dtype, gets it if given.
+    """
     case = Case(dy.device, dy.dtype, (dy.shape[1], x.shape[1], dy.shape[0]))
-    dw: Tensor = _linear_dw(case, dy, x, dtype)
+    dw: Tensor = _linear_dw(case, dy, x, dtype, out)
     return dw
 
 
