@@ -35,6 +35,8 @@ from accelerant.nn.models import hugging_face
 from accelerant.nn.models.generation import Cache
 from accelerant.nn.models.llama import GatedMLP, Llama, LlamaAttention, decode_linear
 from accelerant.ops.cross_entropy.op import check_loss, check_targets
+from accelerant.ops.decode.launch import usual_plan
+from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.peers import PeerSum
 
 __all__ = ["tensor_parallel", "vocabulary_parallel_cross_entropy", "whole_state_dict"]
@@ -90,6 +92,19 @@ def vocabulary_parallel_cross_entropy(hidden: Tensor, weight: Tensor, targets: T
     total, logit = _leave(torch.stack(((mine - largest).exp(), chosen)), mesh).unbind()
     counted = targets != -100
     return torch.where(counted, largest + total.log() - logit, 0.0).sum() / counted.sum()
+
+
+_LINEAR_SUM = TritonKernel("accelerant.distributed.triton_kernels", "linear_sum")
+
+
+def _summed(x: Tensor, weight: Tensor, residual: Tensor, sums: PeerSum) -> Tensor:
+    """Return residual + the sum of the processes' x W^T in one kernel, for a row x (1, K) and weight (N, K)."""
+    N, K = weight.shape
+    y, plan = torch.empty_like(residual), usual_plan(N, K, weight.element_size(), False)
+    constants = {"SETS": plan.sets, "BLOCK_N": plan.block_n, "BLOCK_K": plan.block_k, "UNROLL": plan.unroll}
+    grid = (N // (plan.sets * plan.block_n),)
+    sums.launch_outputs(_LINEAR_SUM, grid, (x, weight, residual, y), (N, K), constants, plan.num_warps)
+    return y
 
 
 # --- layers ----------------------------------------------------------------------------------------------------------
@@ -171,6 +186,9 @@ class _TensorParallelLlama(Llama):
         return _leave(super().decode(tokens, cache), self.mesh, columns=True)
 
     def _joined(self, layer: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
+        weight: Any = layer.weight
+        if x.shape[0] == 1 and weight.dtype is x.dtype and self.sums.takes_outputs(weight.shape[0]):
+            return _summed(x, weight, residual, self.sums)
         y = decode_linear(layer, x, residual=None if self.mesh.get_local_rank() else residual)  # in the sum once
         return self.sums(y)
 

@@ -12,8 +12,9 @@ words of call n - 1, which the others sent after they had read those of call n -
 A word that does not come within the time limit ends the process's work on the device: the program writes 1 + its source
 into a word of the host's memory, which outlives that, and traps.
 
-Layout: memory (2, processes, ROOM) of 8 bytes; numbers (programs,) int32, of the last call of each program; addresses
-(processes + 2,) int64, of the memory of each process, of the host's word, and the limit in ns.
+Layout: memory (4, processes, ROOM) of 8 bytes, the second half of linear_sum; numbers (programs,) int32, of the last
+call of each program; addresses (processes + 2,) int64, of the memory of each process, of the host's word, and the limit
+in ns.
 Grid: a program per BLOCK words, a thread per word. Bounds: latency; twice the array's bytes go to each other process.
 
 Source: NCCL's protocol LL.
@@ -21,6 +22,8 @@ Source: NCCL's protocol LL.
 
 import triton
 import triton.language as tl
+
+from accelerant.ops.decode.triton_kernels import products
 
 
 @triton.jit
@@ -107,6 +110,47 @@ def peer_sum(
         tl.store(words_ptr + at, left | right, mask=inside)
     tl.debug_barrier()  # all warps have read the number
     tl.store(numbers_ptr + program, number)
+
+
+@triton.jit
+def linear_sum(
+    x_ptr, weight_ptr, residual_ptr, y_ptr, addresses_ptr, numbers_ptr, N, K,
+    ROOM: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
+    SETS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Multiply a row x by weight (N, K) transposed, sum over the processes in float32, and add the residual.
+
+    Each output is a word, which its program sends and waits for as in peer_sum, in memory behind that of peer_sum.
+    numbers (N,) are of each output, so that layers with other tilings follow each other. N is a multiple of a program's
+    outputs. Programs wait in the order in which they start, so the first ones that wait are resident everywhere.
+    """
+    first = tl.program_id(0) * (SETS * BLOCK_N)
+    z = products(x_ptr, None, weight_ptr, None, 0, first, N, K, 0.0, False, False, SETS, BLOCK_N, BLOCK_K, UNROLL)
+    here = tl.load(addresses_ptr + RANK)
+    missing = tl.load(addresses_ptr + SIZE)
+    patience = tl.load(addresses_ptr + SIZE + 1)
+    for r in tl.static_range(SETS):
+        n = first + r * BLOCK_N + tl.arange(0, BLOCK_N)
+        number = tl.load(numbers_ptr + n) + 1
+        at = ((2 + (number & 1)) * SIZE + RANK) * ROOM + n
+        for i in tl.static_range(1, SIZE):
+            there = tl.load(addresses_ptr + (RANK + i) % SIZE)
+            _send(there + at.to(tl.int64) * 8, z[r].to(tl.int32, bitcast=True), number)
+    for r in tl.static_range(SETS):
+        n = first + r * BLOCK_N + tl.arange(0, BLOCK_N)
+        number = tl.load(numbers_ptr + n) + 1
+        y = tl.zeros([BLOCK_N], tl.float32)
+        for source in tl.static_range(SIZE):
+            if source == RANK:
+                y += z[r]
+            else:
+                at = ((2 + (number & 1)) * SIZE + source) * ROOM + n
+                word = _receive(here + at.to(tl.int64) * 8, number, source + 1, missing, patience)
+                y += word.to(tl.float32, bitcast=True)
+        y += tl.load(residual_ptr + n).to(tl.float32)
+        tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty))
+        tl.debug_barrier()  # all warps have read the number
+        tl.store(numbers_ptr + n, number)
 
 
 @triton.jit

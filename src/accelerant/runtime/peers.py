@@ -14,7 +14,7 @@ memory; its barrier is one block on the device, so all of it can be captured in 
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -208,12 +208,13 @@ class PeerSum:
         try:
             if reason := refuses_triton(device):
                 raise UnsupportedCase(reason)
-            self._memory = PeerMemory(2 * mesh.size() * _ROOM, torch.int64, device, self._group)
+            self._memory = PeerMemory(4 * mesh.size() * _ROOM, torch.int64, device, self._group)
         except UnsupportedCase as error:
             ledger().fallback(FallbackRecord("tensor_parallel", "small sums", "peer_sum", "NCCL", str(error)))
             return
         self._addresses = _for_kernel(self._memory.addresses, mesh.mesh.flatten().tolist(), patience_s, device)
         self._numbers = torch.zeros(_ROOM // _BLOCK, dtype=torch.int32, device=device)
+        self._output_numbers = torch.zeros(_ROOM, dtype=torch.int32, device=device)
 
     def takes(self, x: Tensor) -> bool:
         """Return whether one kernel sums such an array."""
@@ -231,6 +232,26 @@ class PeerSum:
         _launch_sum(x, self._addresses, self._numbers, self._memory.rank, self._memory.size)
         return x
 
+    def takes_outputs(self, count: int) -> bool:
+        """Return whether `launch_outputs` can sum so many outputs of a kernel."""
+        return self._memory is not None and count <= _ROOM and not count % 16
+
+    def launch_outputs(
+        self, kernel: TritonKernel, grid: tuple[int], tensors: tuple[Tensor, ...], sizes: tuple[int, ...],
+        constants: Mapping[str, int], num_warps: int,
+    ) -> None:  # fmt: skip
+        """Launch a kernel that sums its outputs itself (linear_sum of accelerant.distributed.triton_kernels)."""
+        assert self._memory is not None  # for the type checker: takes_outputs was True
+        _require_all()
+        args: tuple[Tensor | int, ...] = (*tensors, self._addresses, self._output_numbers, *sizes)
+        own = {"ROOM": _ROOM, "RANK": self._memory.rank, "SIZE": self._memory.size}
+        kernel.launch(grid, args, {**own, **constants}, num_warps=num_warps)
+
+
+def _require_all() -> None:
+    if silent := silent_peer():
+        raise LaunchError(f"rank {silent[0]} {silent[1]}")
+
 
 def _for_kernel(addresses: list[int], ranks: list[int], patience_s: float, device: torch.device) -> Tensor:
     """Return the addresses of all processes' memory and of a new word in _missing, and the limit in ns."""
@@ -240,8 +261,7 @@ def _for_kernel(addresses: list[int], ranks: list[int], patience_s: float, devic
 
 
 def _launch_sum(x: Tensor, addresses: Tensor, numbers: Tensor, rank: int, size: int) -> None:
-    if silent := silent_peer():
-        raise LaunchError(f"rank {silent[0]} {silent[1]}")
+    _require_all()
     words = x.numel() * x.element_size() // 4
     constants = {"ROOM": _ROOM, "RANK": rank, "SIZE": size, "WIDE": x.dtype == torch.float32, "BLOCK": _BLOCK}
     _KERNEL.launch((-(-words // _BLOCK),), (x, addresses, numbers, words), constants, num_warps=_WARPS)

@@ -92,15 +92,13 @@ def _finish(
 
 
 @triton.jit
-def decode_linear(
-    x_ptr, norm_ptr, weight_ptr, scale_ptr, residual_ptr, y_ptr, N, K, eps,
+def products(
+    x_ptr, norm_ptr, weight_ptr, scale_ptr, row, first, N, K, eps,
     GATED: tl.constexpr, BYTES: tl.constexpr, SETS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
+    """Return z of a row of x, for each set of BLOCK_N rows of the weight from `first` on."""
     STEP: tl.constexpr = BLOCK_K * UNROLL
-    OUTPUTS: tl.constexpr = SETS // 2 if GATED else SETS
-    row = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0) * (OUTPUTS * BLOCK_N)
     lanes = tl.broadcast_to(tl.arange(0, BLOCK_K)[None, :], (BLOCK_N, BLOCK_K))
     x_at = x_ptr + row * K + lanes  # as wide as the weights, so that each thread holds the elements of x that it needs
     weight_at, numbers = _rows(weight_ptr, first, lanes, N, K, GATED, SETS, BLOCK_N)
@@ -146,6 +144,21 @@ def decode_linear(
     sums, z = (acc0, acc1, acc2, acc3), ()
     for r in tl.static_range(SETS):
         z = z + (_scaled(sums[r], factor, scale_ptr, numbers[r]),)  # noqa: RUF005
+    return z
+
+
+@triton.jit
+def decode_linear(
+    x_ptr, norm_ptr, weight_ptr, scale_ptr, residual_ptr, y_ptr, N, K, eps,
+    GATED: tl.constexpr, BYTES: tl.constexpr, SETS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    OUTPUTS: tl.constexpr = SETS // 2 if GATED else SETS
+    row = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * (OUTPUTS * BLOCK_N)
+    z = products(
+        x_ptr, norm_ptr, weight_ptr, scale_ptr, row, first, N, K, eps, GATED, BYTES, SETS, BLOCK_N, BLOCK_K, UNROLL
+    )  # fmt: skip
     _finish(z, residual_ptr, y_ptr, row, first, N, GATED, SETS, BLOCK_N)
 
 
