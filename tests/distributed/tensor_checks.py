@@ -171,7 +171,7 @@ def sharded_models_train_as_one_process():
             layers.FUSED = fused
             torch.manual_seed(2)
             one = make().to(dtype)
-            model = distributed.shard(copy.deepcopy(one), mesh)
+            model = distributed.shard(copy.deepcopy(one), mesh, reshard_after_forward=bool(fused))
             optimizers = [AdamW(each.parameters(), weight_decay=0.1) for each in (model, one)]
             steps = [
                 TrainStep(each, optimizer, lambda *batch, each=each: each.loss(*batch), max_grad_norm=0.5)

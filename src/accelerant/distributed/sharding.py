@@ -56,6 +56,8 @@ def shard(model: M, mesh: DeviceMesh, *, precision: torch.dtype | None = None, r
         precision: dtype in which parameters are gathered and layers compute, bfloat16 or float16; gradients are reduced
             and parameters updated in their own dtype. None: their own. TrainStep(precision=) of the same dtype adds a
             loss in float32.
+        reshard_after_forward: free a block's parameters after its forward pass. False keeps those of all blocks for the
+            backward pass, in `precision`: one gather less in a step.
 
     Returns:
         the model.
@@ -80,8 +82,9 @@ def shard(model: M, mesh: DeviceMesh, *, precision: torch.dtype | None = None, r
     policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=None if precision is None else torch.float32)
     # A block's inputs have the right dtype already; the rotary tables among them stay in float32.
     inner = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
-    for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=inner)
+    for block in blocks:  # the backward pass begins with the last one
+        free = reshard_after_forward and block is not blocks[-1]
+        fully_shard(block, mesh=mesh, mp_policy=inner, reshard_after_forward=free)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     changed: Any = model
     for name in ("loss", "prefill"):

@@ -402,7 +402,8 @@ def _sharded(this: _Process) -> None:
     weights = {name: value.cpu() for name, value in model.state_dict().items()} if this.peer else {}
     del alone, alone_model
     this.free()
-    distributed.shard(model, this.mesh, precision=this.precision)
+    # Weights stay between the passes, which takes no more memory than the peer.
+    distributed.shard(model, this.mesh, precision=this.precision, reshard_after_forward=False)
     ours = _own_llama_step(model, this)
     _require_near("the loss with sharded parameters", float(ours(*data[0])), wanted)
     samples = timed(ours)
