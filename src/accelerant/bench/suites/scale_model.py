@@ -43,10 +43,6 @@ OPS = ("all_reduce", "all_gather", "reduce_scatter", "send_recv", PEER_SUM, COPI
 BESIDE = "all_reduce beside a product"
 """Op of the row that measures both at once; its p50 is the part of the collective's time that the product loses."""
 
-_IN_STEP = 2.0
-"""Time of a small sum between products, in that of sums back to back, whose launches overlap and which start together:
-of two H200 and four H100 decoding with the 8B shape."""
-
 _MOST = 1024
 _BACKWARD = 2 / 3
 _ADAM_BYTES = 28
@@ -143,8 +139,9 @@ class Costs:
         times = [link.ms(processes, size) for size in buckets]
         before, hiding = sum(times[:-1]), _BACKWARD * alone_ms
         shown = times[-1] + max(0.0, before - hiding)
-        passes, lost = 2.0 * sum(buckets) + 5 * processes * row_bytes, self.lost * min(before, hiding)
+        passes, lost = 5.0 * processes * row_bytes, self.lost * min(before, hiding)
         if row_bytes:
+            passes += 2 * buckets[0]
             shown += self.links["all_gather"].ms(processes, processes * row_bytes)
         if link.op == COPIED:
             passes, lost = passes + 7 * (processes - 1) / processes * sum(buckets), 0.0
@@ -154,7 +151,7 @@ class Costs:
         """Return the time of a step whose parameters are gathered in bfloat16; gradients are scattered in float32."""
         gather, scatter = self.links["all_gather"], self.links["reduce_scatter"]
         shown = gather.ms(processes, 2 * outer_params) + scatter.ms(processes, 4 * outer_params)
-        hidden = 2 * gather.ms(processes, 2 * block_params) + scatter.ms(processes, 4 * block_params)
+        hidden = gather.ms(processes, 2 * block_params) + scatter.ms(processes, 4 * block_params)
         params = block_params + outer_params
         update = _ADAM_BYTES * params * (1 - 1 / processes) / self.copy_bytes_per_ms
         return alone_ms + shown + max(0.0, hidden - alone_ms) + self.lost * min(hidden, alone_ms) - update
@@ -166,7 +163,7 @@ class Costs:
 
         `weight_bytes` are read for each token; 0 if all of the time is divided.
         """
-        sums = _IN_STEP * (2 * layers + 1) * self._sum(PEER_SUM, processes).ms(processes, width_bytes)
+        sums = (2 * layers + 1) * self._sum(PEER_SUM, processes).ms(processes, width_bytes)
         reading = min(alone_ms, weight_bytes / self.copy_bytes_per_ms) if weight_bytes else alone_ms
         return alone_ms - reading * (1 - 1 / processes) + sums + self.links["all_gather"].ms(processes, 4 * vocabulary)
 
