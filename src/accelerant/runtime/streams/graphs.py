@@ -23,7 +23,7 @@ from accelerant.runtime.dispatch.plan import Decision, observers
 from accelerant.runtime.ledger import Ledger, OpKey, ledger
 from accelerant.runtime.streams.stream import capturing
 
-__all__ = ["Graph", "ahead_of_capture", "captures_ahead", "counting"]
+__all__ = ["Graph", "ahead_of_capture", "captures_ahead", "counting", "without_collection"]
 
 _ahead = 0
 _autograd_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -68,9 +68,14 @@ def counting(is_captured: Callable[[torch.device], bool] = capturing) -> Iterato
         observers.remove(observe)
 
 
+_uncollected = 0
+
+
 @contextmanager
-def _without_collection() -> Iterator[None]:
-    """Collect garbage, then disable the collection inside the block.
+def without_collection() -> Iterator[None]:
+    """Collect garbage, which takes tens of milliseconds, then disable the collection inside the block.
+
+    Blocks inside do not collect: those who capture several graphs, one after the other, surround them all.
 
     A gradient's node belongs to the stream of its first use. One that a cycle keeps from an eager step would make the
     capture wait for that stream: "dependency created on uncaptured work in another stream".
@@ -79,12 +84,16 @@ def _without_collection() -> Iterator[None]:
     returns it in the middle of another capture, that event belongs to the capture, and the next allocation of pinned
     memory, .item() included, fails when it queries the event: "invalid argument" (torch 2.11).
     """
-    gc.collect()
+    global _uncollected
+    if not _uncollected:
+        gc.collect()
     was_on = gc.isenabled()
     gc.disable()
+    _uncollected += 1
     try:
         yield
     finally:
+        _uncollected -= 1
         if was_on:
             gc.enable()
 
@@ -128,7 +137,7 @@ class Graph:
                 fn(*args, **kwargs)
         current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with counting() as calls, _without_collection(), ahead_of_capture() if warm_up else nullcontext():
+        with counting() as calls, without_collection(), ahead_of_capture() if warm_up else nullcontext():
             try:
                 # Other threads may do what a capture forbids, such as pinning memory for the next batch.
                 with torch.cuda.graph(graph, pool=pool, stream=on, capture_error_mode="thread_local"):

@@ -245,12 +245,11 @@ class KeyPart:
         self._eager_proofs += 1
         if self._eager_proofs <= _EAGER_PROOFS:
             return vectors
+        from accelerant.runtime.streams.graphs import without_collection
+
         try:
-            if self._rows is not None:
-                quotient = self._queues.captured(0, "quotient", self._rows.quotient, vectors.witness)
-                vectors.quotient, vectors.graph = quotient
-            for name, section in self._sections.items():
-                section.capture(vectors.quotient if name == "H" else vectors.witness, vectors.sums)
+            with without_collection():
+                self._capture(vectors)
         except (RuntimeError, LaunchError, OutOfMemory) as error:  # torch's errors of a capture are RuntimeErrors
             reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             ledger().fallback(FallbackRecord("msm", f"proof on {self.label}", "graph", "eager", reason))
@@ -258,6 +257,14 @@ class KeyPart:
             return _Vectors(vectors.witness)
         self._captured.append(vectors)
         return vectors
+
+    def _capture(self, vectors: _Vectors) -> None:
+        """Capture the quotient of a witness and the sums."""
+        if self._rows is not None:
+            quotient = self._queues.captured(0, "quotient", self._rows.quotient, vectors.witness)
+            vectors.quotient, vectors.graph = quotient
+        for name, section in self._sections.items():
+            section.capture(vectors.quotient if name == "H" else vectors.witness, vectors.sums)
 
     def await_read(self) -> None:
         """Wait until the last witness has been read, which pinned memory must not change before."""
@@ -560,6 +567,7 @@ class Queues:
             # One more for copies, which must not wait for the work of a queue
             self._streams = [Stream(space.label, priority=-1 if number == 0 else 0) for number in range(count + 1)]
         self._copied: deque[Event] = deque()
+        self._results: dict[Any, list[Any]] = {}
 
     @property
     def captures(self) -> bool:
@@ -618,14 +626,16 @@ class Queues:
             return lambda: self.space.store(words)
         import torch
 
-        target = torch.empty(words.shape, dtype=words.dtype, pin_memory=True)
+        free = self._results.setdefault((number, words.shape, words.dtype), [])
+        new = functools.partial(torch.empty, words.shape, dtype=words.dtype, pin_memory=True)
+        target = _Result(free, free.pop() if free else new())
         with self.queue(number):
-            target.copy_(words, non_blocking=True)
+            target.words.copy_(words, non_blocking=True)
         done = self._streams[number].record()
 
         def wait() -> npt.NDArray[Any]:
             done.synchronize()
-            values: npt.NDArray[Any] = target.numpy()
+            values: npt.NDArray[Any] = target.words.numpy().copy()
             return values.view(f"u{values.itemsize}")
 
         return wait
@@ -636,3 +646,17 @@ class Queues:
             return None
         last.synchronize()
         return float(first.elapsed_ms(last)) / 1e3
+
+
+class _Result:
+    """Pinned memory that later results of a queue use when nothing refers to this one.
+
+    It is never freed: torch's allocator (2.11) would record an event on the queue, and if another thread captured that
+    queue's work then, the event would belong to the capture, and allocations of pinned memory would fail from then on.
+    """
+
+    def __init__(self, free: list[Any], words: Any) -> None:
+        self._free, self.words = free, words
+
+    def __del__(self) -> None:
+        self._free.append(self.words)
