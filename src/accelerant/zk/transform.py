@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -104,10 +105,11 @@ def _checked_at_once(field: Field, x: Any, inverse: bool, order: str) -> Any:
         return None
     _check_points(field, x.shape)
     verdict = Verdict.of(space)
-    y = transform(space, field, x, inverse=inverse, coset=1, order=order, verdict=verdict)
-    return None if verdict.is_set() else space.unsigned(y)
+    y = space.unsigned(transform(space, field, x, inverse=inverse, coset=1, order=order, verdict=verdict))
+    return None if verdict.is_set() else y
 
 
+@functools.lru_cache(maxsize=256)
 def _check_points(field: Field, shape: Any) -> None:
     elements = element_shape(field, tuple(shape))
     if not elements:

@@ -62,7 +62,7 @@ def cuda_space(field: Field, *arrays: Any) -> MemorySpace | None:
     for x in arrays:
         if not (is_tensor(x) and x.is_cuda and x.is_contiguous() and x.data_ptr() % 16 == 0):
             return None
-        if x.shape != first.shape or x.dtype != first.dtype or x.device != first.device:
+        if x is not first and (x.shape != first.shape or x.dtype != first.dtype or x.device != first.device):
             return None
     return space_of(first) if _are_words(field, first.dtype, first.shape[-1:]) else None
 
@@ -85,7 +85,8 @@ def checked_at_once(field: Field, op: str, *arrays: Any) -> Any:
     z, verdict = space.empty(arrays[0].shape, dtype_of(field)), Verdict.of(space)
     with RecordedLaunch(record, space.provider, space.index):
         start(*(each.data_ptr() for each in (*arrays, z, verdict)))
-    return None if verdict.is_set() else space.unsigned(z)
+    z = space.unsigned(z)
+    return None if verdict.is_set() else z
 
 
 @functools.lru_cache(maxsize=256)

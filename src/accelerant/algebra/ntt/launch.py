@@ -54,13 +54,12 @@ def transform(
         verdict: set if an element of x is not below the modulus; on CUDA devices.
     """
     record, n, batch = _case(space, field, tuple(x.shape), inverse, coset != 1, order)
-    keep = out is not None and is_limited()
-    out = space.empty(tuple(x.shape), dtype_of(field)) if out is None else out
     if not batch:
-        return out
+        return space.empty(tuple(x.shape), dtype_of(field)) if out is None else out
+    keep = out is not None and is_limited()
     plan = _plan(space, field, n.bit_length() - 1, math.gcd(batch, 16), inverse, coset, order)
     with RecordedLaunch(record, space.provider, space.index):
-        run(plan, space, x, out, n * batch, keep=keep, verdict=verdict)
+        out = run(plan, space, x, out, n * batch, keep=keep, verdict=verdict)
     if plan.retired:  # another thread dropped it and may have waited for the device before these launches
         space.provider.synchronize(space.index)
     return out
@@ -69,20 +68,24 @@ def transform(
 def run(
     plan: NttPlan, space: MemorySpace, x: Any, out: Any, elements: int, *, keep: bool = False,
     verdict: Verdict | None = None,
-) -> None:  # fmt: skip
+) -> Any:  # fmt: skip
     """Launch the passes of a plan; if the last one is not in place, those before it work in scratch memory.
 
-    They do so to `keep` what `out` holds if a time limit passes, too.
+    They do so to `keep` what `out` holds if a time limit passes, too. Return `out`, or new words if that is None.
     """
     last = len(plan.passes) - 1
     moves = not plan.passes[last].in_place or (keep and last > 0)
-    work = space.empty(tuple(x.shape), dtype_of(plan.field)) if moves else out
+    work = space.empty(tuple(x.shape), dtype_of(plan.field)) if moves and last else None
     for number in range(last + 1):
         judges = () if verdict is None or number else (verdict,)
-        plan.launch(number, x, out if moves and number == last else work, elements, *judges)
-        x = work
+        target = work if moves and number < last else out
+        if target is None:  # allocated late: a device begins with the first pass meanwhile
+            target = out = space.empty(tuple(x.shape), dtype_of(plan.field))
+        plan.launch(number, x, target, elements, *judges)
+        x = target
         if number < last:
             check_time(f"after {number + 1} of {last + 1} passes", lambda: space.provider.synchronize(space.index))
+    return out
 
 
 @functools.lru_cache(maxsize=4096)
