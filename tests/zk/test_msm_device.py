@@ -623,16 +623,22 @@ def test_scalars_are_checked_while_their_sum_is_made():
 
 
 @pytest.mark.gpu
-def test_scalars_on_a_gpu_are_checked():
+def test_arguments_on_a_gpu_are_checked():
     import torch
 
     require_backend("cuda")
     curve = curve_of("bn254_g1")
-    points = torch.from_numpy(encode_points(curve, [point(curve, log) for log in few(curve)])).cuda()
-    scalars = words_of([1, 2, 3, curve.order, 5, curve.order + 1])
+    words = encode_points(curve, [point(curve, log) for log in few(curve)])
+    points, scalars = torch.from_numpy(words).cuda(), words_of([1, 2, 3, curve.order, 5, curve.order + 1])
     for run in (lambda s: msm(s, points, curve.name), FixedBase(curve.name, points).msm):
         with pytest.raises(FormatError, match=r"^scalars\[3\] \(flattened\) is not below the order of bn254_g1$"):
             run(torch.from_numpy(scalars).cuda())
+    for place, word, wrong in (((4, 1, 3), 2**64 - 1, "not below the modulus"), ((2, 0, 0), 5, "not on bn254_g1")):
+        bad = words.copy()
+        bad[place] = word
+        for given in (torch.from_numpy(bad).cuda(), torch.from_numpy(np.repeat(bad, 2, axis=0)).cuda()[::2]):
+            with pytest.raises(FormatError, match=rf"^points\[{place[0]}\] \(flattened\).* {wrong}"):
+                msm(words_of([1] * 6), given, curve.name)
 
 
 def test_windows_grow_with_the_points():

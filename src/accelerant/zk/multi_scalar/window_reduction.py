@@ -18,7 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant.algebra.curve.encoding import decode_points, encode_points
-from accelerant.algebra.curve.reference import jacobian_add, jacobian_double, jacobian_from_affine, jacobian_to_affine
+from accelerant.algebra.curve.reference import (
+    Jacobian,
+    jacobian_add,
+    jacobian_double,
+    jacobian_from_affine,
+    jacobian_to_affine,
+)
 from accelerant.algebra.curve.weierstrass import Affine, Curve
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.program import montgomery_radix
@@ -59,12 +65,26 @@ def reduce_by_python(curve: Curve[Any], window: int, sums: U64) -> U64:
     elements = [k.join(values[i : i + k.degree]) for i in range(0, len(values), k.degree)]
     total = jacobian_from_affine(curve, None)
     for w in reversed(range(windows)):
-        for _ in range(window if w < windows - 1 else 0):
-            total = jacobian_double(curve, total)
+        total = _doubled(curve, total, window if w < windows - 1 else 0)
         for chunk in range(chunks):
             x, y, z = elements[3 * (chunk * windows + w) :][:3]
             total = jacobian_add(curve, total, (k.mul(x, z), k.mul(y, k.square(z)), z))
     return _scaled(curve, [jacobian_to_affine(curve, total)], montgomery_radix(k.base)).reshape(-1)
+
+
+def _doubled(curve: Curve[Any], point: Jacobian[Any], times: int) -> Jacobian[Any]:
+    """Return 2^times P by jacobian_double; over Fq without calls of methods, which take a third of its time."""
+    if curve.coordinates.degree > 1:
+        for _ in range(times):
+            point = jacobian_double(curve, point)
+        return point
+    (x, y, z), p = point, curve.coordinates.base.modulus
+    for _ in range(times):
+        b, e, z = y * y % p, 3 * x * x % p, 2 * y * z % p
+        d = 4 * x * b % p
+        x = (e * e - 2 * d) % p
+        y = (e * (d - x) - 8 * b * b) % p
+    return x, y, z
 
 
 def reduce_by_kernel(curve: Curve[Any], window: int, sums: U64) -> U64:
