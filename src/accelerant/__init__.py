@@ -10,15 +10,12 @@
 
 from __future__ import annotations
 
-import importlib
-
 from accelerant import errors
+from accelerant._lazy import lazy
 from accelerant._version import __version__
 
 TYPE_CHECKING = False  # of typing, whose import would take 30 ms in which Ctrl-C prints a traceback of the command line
 if TYPE_CHECKING:
-    from typing import Any
-
     from accelerant import algebra, distributed, nn, ops, privacy, zk
     from accelerant.accelerator import Accelerator, AcceleratorConfig
     from accelerant.accelerator.fusion import fuse
@@ -40,34 +37,22 @@ __all__ = [
     "predict_peak", "privacy", "to", "watch_devices", "zk",
 ]  # fmt: skip
 
-_SUBPACKAGES = ("algebra", "distributed", "nn", "ops", "privacy", "zk")
 _NAMES = {
-    "Accelerator": "accelerant.accelerator",
-    "AcceleratorConfig": "accelerant.accelerator",
-    "CompileOptions": "accelerant.runtime.compilation.options",
-    "devices": "accelerant.runtime.registry",
-    "explain": "accelerant.runtime.dispatch",
-    "fuse": "accelerant.accelerator.fusion",
-    "kernel": "accelerant.runtime.user_kernel",
-    "ledger": "accelerant.runtime.ledger",
-    "measure": "accelerant.runtime.monitoring.monitor",
-    "optimal_batch_size": "accelerant.runtime.memory.batch_size",
-    "optimize": "accelerant.nn._patch.api",
-    "predict_peak": "accelerant.runtime.memory.peak",
-    "to": "accelerant.ops.aten.tensor",
-    "watch_devices": "accelerant.runtime.monitoring.events",
+    "accelerator": ("Accelerator", "AcceleratorConfig"),
+    "accelerator.fusion": ("fuse",),
+    "nn._patch.api": ("optimize",),
+    "ops.aten.tensor": ("to",),
+    "runtime.compilation.options": ("CompileOptions",),
+    "runtime.dispatch": ("explain",),
+    "runtime.ledger": ("ledger",),
+    "runtime.memory.batch_size": ("optimal_batch_size",),
+    "runtime.memory.peak": ("predict_peak",),
+    "runtime.monitoring.events": ("watch_devices",),
+    "runtime.monitoring.monitor": ("measure",),
+    "runtime.registry": ("devices",),
+    "runtime.user_kernel": ("kernel",),
 }
-
+"""The public names that each module of this package defines."""
 
 if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none
-
-    def __getattr__(name: str) -> Any:
-        if name in _SUBPACKAGES:
-            return importlib.import_module(f"accelerant.{name}")
-        if name in _NAMES:
-            return getattr(importlib.import_module(_NAMES[name]), name)
-        raise AttributeError(f"module 'accelerant' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    __getattr__, __dir__ = lazy(__name__, __all__, _NAMES)

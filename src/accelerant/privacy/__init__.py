@@ -6,22 +6,14 @@
 None of this code has been audited.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from accelerant._lazy import lazy
 
 if TYPE_CHECKING:
     from accelerant.privacy import dp, federated, he, mpc
 
 __all__ = ["dp", "federated", "he", "mpc"]
 
-
 if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none
-
-    def __getattr__(name: str) -> Any:
-        if name in __all__:
-            return importlib.import_module(f"{__name__}.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    __getattr__, __dir__ = lazy(__name__, __all__, {})

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from accelerant._lazy import lazy
 
 if TYPE_CHECKING:
     from accelerant.service.client import AsyncClient, Client
 
 __all__ = ["AsyncClient", "Client"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from accelerant.service import client
-
-    return getattr(client, name)
+if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none
+    __getattr__, __dir__ = lazy(__name__, __all__, {"client": __all__})

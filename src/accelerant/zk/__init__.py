@@ -8,9 +8,9 @@
 on first use. The CPU needs NumPy and llvmlite only; torch is imported only for devices.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from accelerant._lazy import lazy
 from accelerant.algebra.field import FieldArray, PrimeField, register_field
 from accelerant.algebra.field import prime_field as field
 from accelerant.zk.elliptic_curve import EllipticCurve, curve, pairing_product_is_one, register_curve
@@ -25,10 +25,5 @@ __all__ = [
     "pairing_product_is_one", "register_curve", "register_field",
 ]  # fmt: skip
 
-
 if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none
-
-    def __getattr__(name: str) -> Any:
-        if name in ("formats", "groth16"):
-            return importlib.import_module(f"{__name__}.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__, __dir__ = lazy(__name__, __all__, {})

@@ -16,8 +16,9 @@ has been audited. Names load on first use.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from accelerant._lazy import lazy
 
 if TYPE_CHECKING:
     from accelerant.privacy.dp.clipping import PerExampleClipper
@@ -50,15 +51,5 @@ _NAMES = {
 }
 """The public names that each module of this package defines."""
 
-
 if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none
-
-    def __getattr__(name: str) -> Any:
-        for module, names in _NAMES.items():
-            if name in names:
-                return getattr(importlib.import_module(f"{__name__}.{module}"), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    __getattr__, __dir__ = lazy(__name__, __all__, _NAMES)

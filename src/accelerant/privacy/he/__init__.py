@@ -8,8 +8,9 @@ array([3., 5.])
 None of this code has been audited.
 """
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from accelerant._lazy import lazy
 
 if TYPE_CHECKING:
     from accelerant.privacy.he import bfv, paillier
@@ -28,12 +29,4 @@ def decrypt_batch(private: Any, encrypted: Any, **options: Any) -> Any:
 
 
 if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none
-
-    def __getattr__(name: str) -> Any:
-        if name in __all__:
-            return importlib.import_module(f"{__name__}.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    __getattr__, __dir__ = lazy(__name__, __all__, {})

@@ -8,8 +8,9 @@ tensor([ 3, -4])
 None of this code has been audited. Names load on first use.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from accelerant._lazy import lazy
 
 if TYPE_CHECKING:
     from accelerant.privacy.mpc import beaver, shamir
@@ -18,18 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SecureAggregation", "beaver", "secure_aggregate", "shamir"]
 
-_MODULES = {"SecureAggregation": "secagg.setup", "secure_aggregate": "secagg.aggregate"}
-
-
 if not TYPE_CHECKING:  # a type checker has the imports above, and reports a name that is in none
-
-    def __getattr__(name: str) -> Any:
-        if name in _MODULES:
-            return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-        if name in __all__:
-            return importlib.import_module(f"{__name__}.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    __getattr__, __dir__ = lazy(
+        __name__, __all__, {"secagg.setup": ("SecureAggregation",), "secagg.aggregate": ("secure_aggregate",)}
+    )
