@@ -25,7 +25,9 @@ from accelerant.service.errors import (
     WorkerLost,
 )
 from accelerant.service.jobs.model import JobRequest, JobState
+from accelerant.service.jobs.service import JobService
 from accelerant.service.jobs.workers import WorkerProcess
+from accelerant.service.settings import ServiceSettings
 
 X = np.arange(100, 1124, dtype=np.uint64)
 
@@ -267,6 +269,20 @@ def test_deadlines(running, monkeypatch):
             assert (await ended(service, long)).state is JobState.SUCCEEDED
 
     asyncio.run(main())
+
+
+def test_deadlines_of_many_calls_are_looked_at_together(tmp_path, monkeypatch):
+    service = JobService(ServiceSettings(directory=tmp_path), operations="served:OPERATIONS")
+    service._accepting, looks, end_late = True, [], service._end_late
+    monkeypatch.setattr(service, "_feed", lambda: None)
+    monkeypatch.setattr(service, "_end_late", lambda: (looks.append(0), end_late()))
+
+    async def main():
+        calls = (service.call(request("double", deadline_s=0.1 + 0.001 * i)) for i in range(300))
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    assert {type(result) for result in asyncio.run(main())} == {DeadlineExceeded}
+    assert len(looks) < 30
 
 
 def test_the_queue_is_bounded_by_count_and_bytes(running):
