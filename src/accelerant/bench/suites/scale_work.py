@@ -65,7 +65,7 @@ _DATA_X = {32: 0.98, 4: 0.93}
 _SHARDED_X, _TENSOR_X, _CONTEXT_X = 1.1, 1.6, 1.85
 """Targets on two H200: of the speed of one device alone by batch; of torch's sharded step; of one device."""
 
-_GptStep = Callable[[Tensor, Tensor], Tensor]
+_Step = Callable[[Tensor, Tensor], Tensor]
 
 _WARM_UP = 4
 _RATE = 1e-4
@@ -290,7 +290,7 @@ def _data(this: _Process, parameters: str, batches: Sequence[int]) -> None:
     alone = {}
     for batch in batches:  # before `meet`: nothing reduces these gradients
         torch.manual_seed(0)
-        alone[batch] = _OwnGptStep(GPT(config).to(this.where), this)
+        alone[batch] = _OwnStep(GPT(config).to(this.where), this)
     this.meet()
     for number, batch in enumerate(batches):
         case = f"GPT {parameters} {batch}x{config.context}"
@@ -300,17 +300,17 @@ def _data(this: _Process, parameters: str, batches: Sequence[int]) -> None:
 
 
 def _data_batch(
-    this: _Process, config: GPTConfig, case: str, batch: int, alone: _GptStep, facts: dict[str, Any]
+    this: _Process, config: GPTConfig, case: str, batch: int, alone: _Step, facts: dict[str, Any]
 ) -> None:  # fmt: skip
     data, turn = _own_rows(TokenBatches.drawn(config, batch * this.size, this.where), batch), itertools.count()
     torch.manual_seed(0)  # the weights of `alone`
     model = GPT(config).to(this.where)
     peer = PlainGPT.like(model) if this.peer else None
-    ours = _OwnGptStep(model, this)
+    ours = _OwnStep(model, this)
     wanted, found = this.mean(alone(*data.batch(0))), float(ours(*data.batch(0)))  # which is the processes' mean
     _require_near("the loss of all processes", found, wanted)
 
-    def timed(*steps: _GptStep) -> list[list[float]]:
+    def timed(*steps: _Step) -> list[list[float]]:
         calls = [functools.partial(lambda step: step(*data.batch(next(turn))), step) for step in steps]
         return this.in_turns(calls, together=2)
 
@@ -339,10 +339,10 @@ def _own_rows(data: TokenBatches, batch: int) -> TokenBatches:
     return TokenBatches([(tokens[mine].contiguous(), targets[mine].contiguous()) for tokens, targets in data.pairs])
 
 
-class _OwnGptStep:
+class _OwnStep:
     """Our step, whose loss is the mean over the processes."""
 
-    def __init__(self, model: GPT, this: _Process) -> None:
+    def __init__(self, model: GPT | Llama, this: _Process) -> None:
         self.step = TrainStep(
             model, AdamW(list(model.parameters()), lr=_RATE), model.loss, max_grad_norm=1.0, precision=this.precision
         )
@@ -351,18 +351,27 @@ class _OwnGptStep:
         return self.step([(tokens, targets)], _RATE).loss
 
 
-def _plain_gpt_step(model: PlainGPT, this: _Process) -> _GptStep:
-    """Return the usual loop: DistributedDataParallel, torch.compile on a GPU, autocast, clipping, fused AdamW."""
+def _plain_gpt_step(model: PlainGPT, this: _Process) -> _Step:
+    """Return the usual loop: DistributedDataParallel, torch.compile on a GPU, autocast."""
     parallel = nn.parallel.DistributedDataParallel(
         model, device_ids=[this.where.index] if this.gpu else None, gradient_as_bucket_view=True
     )
     torch.compiler.reset()  # else a second batch size is compiled for any size, which is slower
     forward: Callable[..., Tensor] = torch.compile(parallel) if this.gpu else parallel
+
+    def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(this.where.type, torch.bfloat16, enabled=this.gpu):
+            return forward(tokens, targets)
+
+    return _plain_step(model, loss_of)
+
+
+def _plain_step(model: nn.Module, loss_of: _Step) -> _Step:
+    """Return the usual loop around a loss: clipping and fused AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, fused=True)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(this.where.type, torch.bfloat16, enabled=this.gpu):
-            loss = forward(tokens, targets)
+        loss = loss_of(tokens, targets)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -385,7 +394,7 @@ def _sharded(this: _Process) -> None:
     case = f"{'Llama 1B' if this.gpu else 'Llama, tiny'} {batch}x{config.context}"
     tokens = batch * config.context
     alone_model = copy.deepcopy(model)
-    alone = _own_llama_step(alone_model, this)
+    alone = _OwnStep(alone_model, this)
     this.meet()
     drawn = torch.randint(
         config.vocab_size, (4, batch * this.size, config.context + 1), generator=torch.Generator().manual_seed(0)
@@ -404,7 +413,7 @@ def _sharded(this: _Process) -> None:
     this.free()
     # Weights stay between the passes, which takes no more memory than the peer.
     distributed.shard(model, this.mesh, precision=this.precision, reshard_after_forward=False)
-    ours = _own_llama_step(model, this)
+    ours = _OwnStep(model, this)
     _require_near("the loss with sharded parameters", float(ours(*data[0])), wanted)
     samples = timed(ours)
     predict = ["sharded", {"block_params": params - outer, "outer_params": outer}]
@@ -426,15 +435,8 @@ def _sharded(this: _Process) -> None:
     this.emit("sharded step", case, name, samples, runner="torch", tokens=tokens, peak_bytes=this.peak())
 
 
-def _own_llama_step(model: Llama, this: _Process) -> Callable[[Tensor, Tensor], Tensor]:
-    step = TrainStep(
-        model, AdamW(list(model.parameters()), lr=_RATE), model.loss, max_grad_norm=1.0, precision=this.precision,
-    )  # fmt: skip
-    return lambda tokens, targets: step([(tokens, targets)], _RATE).loss
-
-
-def _plain_llama_step(model: PlainLlama, this: _Process) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return torch's own way: FSDP2 by compiled blocks, a compiled loss, clipping, fused AdamW."""
+def _plain_llama_step(model: PlainLlama, this: _Process) -> _Step:
+    """Return torch's own way: FSDP2 by compiled blocks, a compiled loss."""
     mesh = this.mesh
     policy = MixedPrecisionPolicy(this.precision, torch.float32 if this.gpu else None)
     inner = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
@@ -443,22 +445,12 @@ def _plain_llama_step(model: PlainLlama, this: _Process) -> Callable[[Tensor, Te
             block.compile()
         fully_shard(block, mesh=mesh, mp_policy=inner)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, fused=True)
 
     def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     loss_of: Callable[..., Tensor] = torch.compile(cross_entropy) if this.gpu else cross_entropy
-
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss = loss_of(model(tokens), targets)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return step
+    return _plain_step(model, lambda tokens, targets: loss_of(model(tokens), targets))
 
 
 # --- tensor parallel -------------------------------------------------------------------------------------------------
