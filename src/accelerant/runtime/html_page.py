@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from html import escape
 
 __all__ = [
-    "Bar", "Line", "Point", "Reference", "bars", "card", "document", "facts", "line_chart", "smoothed", "table",
-    "text_table", "ticks",
+    "Bar", "Line", "Point", "Reference", "bars", "card", "document", "facts", "line_chart", "short_number", "smoothed",
+    "table", "text_table", "ticks",
 ]  # fmt: skip
 
 _STYLE = """
@@ -261,9 +261,9 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
     return [(sum(x for x, _ in run) / len(run), sum(y for _, y in run) / len(run)) for run in runs]
 
 
-def _label(value: float) -> str:
-    """Format a tick: 1500 as 1.5k, 0.25 as 0.25."""
-    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+def short_number(value: float) -> str:
+    """Format a number in four digits: 1500 as 1.5k, 0.25 as 0.25."""
+    for limit, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= limit:
             return f"{value / limit:.4g}{letter}"
     return f"{value:.4g}"
@@ -297,11 +297,11 @@ def line_chart(
     for y in ticks(low_y, high_y):
         px, py = at(low_x, y)
         parts.append(f'<line class="grid" x1="{px}" y1="{py}" x2="{_WIDTH - _RIGHT}" y2="{py}"/>')
-        parts.append(f'<text class="tick" x="{px - 8}" y="{py + 4}" text-anchor="end">{_label(y)}</text>')
+        parts.append(f'<text class="tick" x="{px - 8}" y="{py + 4}" text-anchor="end">{short_number(y)}</text>')
     for x in ticks(low_x, high_x, 6):
         px, py = at(x, low_y)
         parts.append(f'<line class="axis" x1="{px}" y1="{py}" x2="{px}" y2="{py + 5}"/>')
-        parts.append(f'<text class="tick" x="{px}" y="{py + 19}" text-anchor="middle">{_label(x)}</text>')
+        parts.append(f'<text class="tick" x="{px}" y="{py + 19}" text-anchor="middle">{short_number(x)}</text>')
     base = _HEIGHT - _BOTTOM
     parts.append(f'<line class="axis" x1="{_LEFT}" y1="{base}" x2="{_WIDTH - _RIGHT}" y2="{base}"/>')
     for reference in references:

@@ -11,8 +11,19 @@ from typing import Any
 
 from accelerant.nn.train.callbacks import Curve
 from accelerant.nn.train.history import StepRecord
-from accelerant.runtime.html_page import Line, Reference, card, document, facts, line_chart, smoothed, table
+from accelerant.runtime.html_page import (
+    Line,
+    Reference,
+    card,
+    document,
+    facts,
+    line_chart,
+    short_number,
+    smoothed,
+    table,
+)
 from accelerant.runtime.ledger import row_cells, sections
+from accelerant.runtime.memory.limits import size_text
 
 __all__ = ["build_report"]
 
@@ -79,13 +90,13 @@ def _facts(summary: Mapping[str, Any]) -> str:
     memory = "resident" if str(summary["device"]).startswith("cpu") else "allocated"
     together = f", of {count} processes" if (count := summary.get("processes", 1)) > 1 else ""
     if predicted is not None:
-        memory += f"; {_bytes(predicted)} predicted"
+        memory += f"; {size_text(predicted)} predicted"
     items = [
         ("Held-out loss", f"{summary['validation_nats_per_byte']:.3f}", "nats a byte"),
         ("Bigram model", f"{summary['bigram_nats_per_byte']:.3f}", f"unigram {summary['unigram_nats_per_byte']:.3f}"),
         ("Throughput", "not recorded" if speed is None else f"{speed:,.0f}", f"tokens a second, median{together}"),
         ("Learned from", f"{tokens / 1e6:,.2f} M" if tokens >= 1e6 else f"{tokens:,}", f"tokens in {steps:,} steps"),
-        ("Peak memory", _bytes(summary["peak_memory_bytes"]), memory),
+        ("Peak memory", size_text(summary["peak_memory_bytes"]), memory),
         ("Time", f"{summary['seconds']:,.0f} s", "in all"),
     ]
     if summary.get("loss_scale"):
@@ -147,8 +158,8 @@ def _ledger_cells(row: Mapping[str, Any]) -> list[tuple[str, str]]:
         *[("word", str(value)) for value in (row.get("op"), row.get("implementation"), device)],
         ("case", str(row.get("case"))),
         *[("number", text) for text in (f"{calls:,}", each, total, share)],
-        ("number", _bytes(moved) if moved else "-"),
-        ("number", _scaled(flops) if flops else "-"),
+        ("number", size_text(moved) if moved else "-"),
+        ("number", short_number(flops) if flops else "-"),
         ("soft", refused),
     ]
 
@@ -173,18 +184,3 @@ def _data(config: Mapping[str, Any]) -> list[tuple[str, object]]:
     corpus = config["corpus"]
     rows = [(name.replace("_", " "), value) for name, value in corpus.items()]
     return [(name, f"{value:,}" if isinstance(value, int) else value) for name, value in rows]
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:.0f} {unit}" if size >= 100 or unit == "B" else f"{size:.1f} {unit}"
-
-
-def _scaled(value: float) -> str:
-    for limit, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= limit:
-            return f"{value / limit:.1f} {letter}"
-    return f"{value:.0f}"
