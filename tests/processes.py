@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import io
 import multiprocessing
 import os
+import signal
+import subprocess
 import sys
+import tempfile
 import traceback
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.forkserver import ensure_running
@@ -15,6 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+
+from accelerant.cli import main
 
 
 def forkserver():
@@ -33,6 +39,67 @@ def results(function, *calls):
     """Return function(*call) for each of the calls, which are made at the same time, each in a process of its own."""
     with ProcessPoolExecutor(len(calls), forkserver(), max_tasks_per_child=1) as pool:
         return [each.result() for each in [pool.submit(function, *call) for call in calls]]
+
+
+class Command:
+    """`accelerant ARGUMENTS` in a process of its own, on one thread, with the methods of subprocess.Popen.
+
+    Args:
+        before: is called in the process first.
+    """
+
+    def __init__(self, *arguments, cwd=".", environment=None, before=None):
+        self._folder = tempfile.TemporaryDirectory()
+        for name in ("output", "errors"):
+            Path(self._folder.name, name).touch()
+        given = (list(map(str, arguments)), Path(cwd).absolute(), environment or {}, self._folder.name, before)
+        self._process = forkserver().Process(target=_command, args=given)
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self):
+        return self._process.exitcode
+
+    returncode = property(poll)
+
+    def wait(self, timeout=None):
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("accelerant", timeout)
+        return self.returncode
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def communicate(self, timeout=None):
+        """Return what the process wrote to its output and errors once it has ended."""
+        self.wait(timeout)
+        return tuple(Path(self._folder.name, name).read_text() for name in ("output", "errors"))
+
+
+def _command(arguments, cwd, environment, folder, before):
+    for number, name in enumerate(("output", "errors"), 1):
+        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY), number)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.update(environment)
+    os.chdir(cwd)
+    torch.set_num_threads(1)
+    if before is not None:
+        before()
+    main(arguments)
+
+
+def printed(program, *arguments):
+    """Return what a program prints in a process of its own, in which Triton compiles: here it may interpret."""
+    return results(_print, (program, arguments))[0]
+
+
+def _print(program, arguments):
+    sys.argv = ["-c", *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        exec(compile(program, "<program>", "exec"), {"__name__": "__main__"})
+    return text.getvalue()
 
 
 @contextlib.contextmanager

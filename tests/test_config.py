@@ -268,7 +268,7 @@ def test_override_holds_in_a_backward_pass_on_the_gpu():
 def test_override_does_not_reach_other_threads():
     """As Accelerators do it: each call under its own policy, at the same time from several threads."""
     seen = {}
-    together = threading.Barrier(3, timeout=20)
+    together = threading.Barrier(3, timeout=120)
 
     def work(policy):
         if policy is None:

@@ -18,7 +18,7 @@ def test_a_small_run():
     for package in ("fastapi", "uvicorn", "sqlalchemy", "alembic"):
         require_module(package)
     cpu = registry.choose("cpu")
-    suite = ServiceSuite(requests=100, clients=8, minutes=0.3).resolve(cpu)
+    suite = ServiceSuite(requests=100, clients=8, minutes=0.15).resolve(cpu)
     record = Record(Environment.of(cpu), {"copy GB/s": 1.0})
     suite.measure(SuiteRun(cpu, record))
     rows = {(row.op, row.runner): row for row in record.rows}

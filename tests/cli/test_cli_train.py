@@ -14,6 +14,7 @@ from accelerant.cli.train_view import LineView, verdict
 from accelerant.config import override
 from accelerant.nn.train.config import PRESETS
 from accelerant.runtime.host import usable_cores
+from processes import Command
 from requirements import require_backend
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -39,15 +40,6 @@ def accelerant(capsys, tmp_path, monkeypatch):
         return ended.value.code or 0, *capsys.readouterr()
 
     return run
-
-
-def command(*arguments):
-    return [sys.executable, "-m", "accelerant", *(str(argument) for argument in arguments)]
-
-
-def environment():
-    path = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
 
 
 def losses(out):
@@ -277,7 +269,9 @@ def test_help_has_an_example_and_does_not_load_torch():
         "import sys\nfrom accelerant.cli import main\n"
         "try:\n    main(['train', '--help'])\nfinally:\n    assert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", script], env=environment(), capture_output=True, text=True, timeout=60)
+    path = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "--preset" in done.stdout
     assert "accelerant train notes.txt" in done.stdout
@@ -288,9 +282,7 @@ def test_help_has_an_example_and_does_not_load_torch():
 def test_a_signal_writes_a_checkpoint_and_the_rest_is_the_same(accelerant, tmp_path, text, number):
     out = tmp_path / "out"
     arguments = ("train", "--data", text, "--steps", 30, "--device", "cpu", "--out", out)
-    process = subprocess.Popen(
-        command(*arguments), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = Command(*arguments, environment={"COLUMNS": "200"})
     deadline = time.monotonic() + 200  # a limit for a process that hangs, on a loaded machine too
     while not (out / "metrics.jsonl").is_file() or len(losses(out)) < 3:
         assert process.poll() is None, process.communicate()[1]
@@ -338,17 +330,17 @@ def test_the_backend_of_the_settings_is_used_and_named(accelerant, text, monkeyp
 def test_a_second_process_is_refused_and_a_killed_one_does_not_block(accelerant, tmp_path, text):
     out = tmp_path / "out"
     arguments = ("train", "--data", text, "--steps", 100_000, "--device", "cpu", "--out", out, "--json")
-    process = subprocess.Popen(command(*arguments), env=environment(), stderr=subprocess.PIPE, text=True)
+    process = Command(*arguments)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while not (out / "metrics.jsonl").is_file() or len(losses(out)) < 1:
             assert process.poll() is None, process.communicate()[1]
             assert time.monotonic() < deadline
             time.sleep(0.02)
         status, _, errors = accelerant(*arguments)
     finally:
-        process.kill()
-        process.communicate()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
     assert status == 2
     assert f"{out} is in use by process {process.pid}" in errors
     status, _, errors = accelerant("train", "--resume", out)

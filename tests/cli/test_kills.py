@@ -1,12 +1,10 @@
 """Commands that are killed (SIGKILL) at random moments, and started again until they finish, as a person would."""
 
 import json
-import os
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,30 +13,24 @@ import torch
 
 import soak
 from accelerant.nn.train.checkpoint import load_checkpoint
+from accelerant.nn.train.config import PRESETS
 from accelerant.privacy import dp
+from processes import Command
 
-SOURCE = Path(__file__).parents[2] / "src"
 RANGE = Path(__file__).parents[1] / "vectors" / "groth16" / "range"
 STEPS = 24
-MAIN = """
-import sys
-from accelerant.nn.train.config import PRESETS
-PRESETS["tiny"] = PRESETS["tiny"].replaced(checkpoint_every=2, validation_tokens=1024, sample_tokens=8)
-from accelerant.cli import main
-main(sys.argv[1:])
-"""
 KILLS = 8 if soak.MINUTES else 1
 
 pytestmark = pytest.mark.slow
 
 
+def quick():
+    """Trainings write a checkpoint every second step."""
+    PRESETS["tiny"] = PRESETS["tiny"].replaced(checkpoint_every=2, validation_tokens=1024, sample_tokens=8)
+
+
 def start(*arguments, cwd):
-    path = os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ACCELERANT_BACKEND": "cpu"}
-    command = [sys.executable, "-c", MAIN, *map(str, arguments)]
-    return subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return Command(*arguments, cwd=cwd, environment={"ACCELERANT_BACKEND": "cpu"}, before=quick)
 
 
 def finished(process):
@@ -63,8 +55,8 @@ def train_through_kills(arguments, out, rng):
     begun = time.monotonic()
     for _ in range(KILLS):
         process = start(*again, cwd=out.parent)
-        # Half of the kills come at any time from the start on, the others while steps are made.
-        if rng.random() < 0.5:
+        # Half of the kills come at any time from the start on, the others, or the only one, while steps are made.
+        if KILLS == 1 or rng.random() < 0.5:
             lines = len((out / "metrics.jsonl").read_bytes().splitlines()) if (out / "metrics.jsonl").exists() else 0
             while process.poll() is None and time.monotonic() - begun < 600:
                 if (out / "metrics.jsonl").exists() and len((out / "metrics.jsonl").read_bytes().splitlines()) != lines:
@@ -72,7 +64,7 @@ def train_through_kills(arguments, out, rng):
                 time.sleep(0.01)
             met += kill(process, 0.5 * rng.random())
         else:
-            met += kill(process, 4 * rng.random())
+            met += kill(process, 2 * rng.random())
         again = ("train", "--resume", out.name)
         if not (out / "checkpoint.safetensors").exists():  # as its message says, there is nothing to go on with
             again = ("train", *arguments, "--out", out.name)

@@ -63,7 +63,7 @@ def test_what_is_no_stored_file_is_refused_in_one_line(accelerant, pipe, path):
         assert (status, output) == (2, ""), command
         assert errors.count("\n") == 1, (command, errors)
         assert errors.startswith("accelerant: ")
-        assert took_s < 5  # about 0.1 s on an idle machine
+        assert took_s < 60  # about 0.1 s on an idle machine; what is read to its end has none
 
 
 def test_a_folder_with_pipes_and_links_to_devices_is_read_without_them(accelerant, pipe, tmp_path):
@@ -94,7 +94,7 @@ def test_shards_configs_and_checkpoints_of_another_kind_are_refused(accelerant, 
         began = time.monotonic()
         with pytest.raises(FormatError, match=name.split("-of")[0]):
             GPT.from_pretrained(name)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 60
 
 
 @pytest.mark.slow

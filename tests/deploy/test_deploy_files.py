@@ -139,7 +139,7 @@ def test_the_two_jobs_are_of_the_same_pod():
     assert int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < indexed["terminationGracePeriodSeconds"]
 
 
-STEPS = 200
+STEPS = 100
 
 
 @pytest.fixture

@@ -1,9 +1,5 @@
 import importlib.util
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +14,7 @@ from accelerant.ops.attention.reference import attention_reference
 from accelerant.runtime import registry
 from accelerant.runtime.dispatch import Case, operations
 from accelerant.runtime.ledger import ledger
+from processes import printed
 
 
 def tensors(B=1, Hq=2, S=33, D=16, Hkv=None, Skv=None, dtype=torch.float32):
@@ -539,14 +536,8 @@ for kernel in ("fwd", "bwd_q", "bwd_kv"):
     ],
 )
 def test_tiles_fit_shared_memory(part):
-    """The widest heads of each kind of device; in a process of its own, since Triton compiles or interprets."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(ops.__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "-c", SIZES, part], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [line.split() for line in done.stdout.splitlines()]
+    """The widest heads of each kind of device."""
+    rows = [line.split() for line in printed(SIZES, part).splitlines()]
     assert len(rows) == 3
     too_big = [row for row in rows if int(row[3]) > LIMITS[row[0]]]
     assert not too_big

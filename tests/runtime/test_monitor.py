@@ -283,11 +283,12 @@ def measured(monkeypatch, cpu):
 
 
 def test_energy_from_the_counter(measured):
+    began = time.perf_counter()
     found = measured(lambda: time.sleep(0.1), Reader(200.0))
     assert found.energy_source == "counter"
     assert found.seconds >= 0.1
     assert found.power_mean_w == pytest.approx(200.0, rel=0.05)
-    assert found.energy_j == pytest.approx(200.0 * found.seconds, rel=0.2)
+    assert 200.0 * 0.8 * found.seconds < found.energy_j < 200.0 * (time.perf_counter() - began)
     assert found.readings >= 4
     assert found.temperature_start_c == found.temperature_end_c == found.temperature_peak_c == 50.0
     assert found.reasons == {}
@@ -295,9 +296,10 @@ def test_energy_from_the_counter(measured):
 
 @pytest.mark.parametrize("reader", [Reader(200.0, counter=False), Reader(200.0, step_j=1e9)])
 def test_energy_from_power_where_no_counter_is_or_moves(measured, reader):
+    began = time.perf_counter()
     found = measured(lambda: time.sleep(0.1), reader)
     assert found.energy_source == "power"
-    assert found.energy_j == pytest.approx(200.0 * found.seconds, rel=0.2)
+    assert 200.0 * 0.8 * found.seconds < found.energy_j < 200.0 * (time.perf_counter() - began)
     assert found.power_peak_w == 200.0
 
 

@@ -123,11 +123,11 @@ def test_one_race_at_a_time_but_one_within_another():
 
     def waits():
         began.set()
-        done.wait(10)
+        done.wait(60)
 
     thread = threading.Thread(target=lambda: race([("waits", waits)], CPU, budget_s=1e-3))
     thread.start()
-    began.wait(10)
+    began.wait(60)
     other.append(race([("second", sleeping(1e-5))], CPU))
     done.set()
     thread.join()

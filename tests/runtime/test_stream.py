@@ -227,29 +227,29 @@ async def awaited(future):
 def test_a_wait_without_an_end_is_an_error():
     first, second, gate = Stream("cpu"), Stream("cpu"), threading.Event()
     later = []
-    behind = submit(lambda: gate.wait(5) and later[0].result(), stream=first)
+    behind = submit(lambda: gate.wait(60) and later[0].result(), stream=first)
     later.append(submit(int, stream=first))
     gate.set()
     with pytest.raises(AccelerantError, match="waits for itself, or for work that is queued behind it"):
-        behind.result(5)
+        behind.result(60)
     both = threading.Barrier(2)  # each of two streams waits for work queued on the other
 
     def cross(other):
-        both.wait(5)
+        both.wait(60)
         return submit(int, stream=other).result()
 
     outcomes = [submit(cross, second, stream=first), submit(cross, first, stream=second)]
     errors = []
     for outcome in outcomes:
         try:
-            outcome.result(5)
+            outcome.result(60)
         except AccelerantError as error:
             errors.append(error)
     assert len(errors) == 1
 
 
 def test_asyncio_awaits_many_futures_at_once_and_its_loop_goes_on():
-    count, nap = 24, 0.05
+    count, nap = 24, 0.2
     beats = 0
 
     async def heart():

@@ -47,7 +47,7 @@ class Server:
         entries = [json.loads(line) for line in self.lines]
         return [entry for entry in entries if "request_id" in entry]
 
-    def record(self, request_id, wait_s=20):
+    def record(self, request_id, wait_s=120):
         """The line of a request, which the server writes soon after its answer."""
         end = time.monotonic() + wait_s
         while not (found := [record for record in self.records() if record["request_id"] == request_id]):

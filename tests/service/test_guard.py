@@ -29,7 +29,7 @@ class Raw:
 
     def __init__(self, server):
         host, port = server.url.removeprefix("http://").split(":")
-        self.socket = socket.create_connection((host, int(port)), timeout=20)
+        self.socket = socket.create_connection((host, int(port)), timeout=120)
 
     def send(self, data):
         self.socket.sendall(data)
@@ -116,7 +116,7 @@ def test_all_bodies_together_are_bounded(server, raw, http):
                 connection.send(head + bytes(7_000_000))
         assert raw.answer().startswith("HTTP/1.1 503")
     raw.socket.close()
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     body, headers = kserve([entry([500_000], 4_000_000), entry([500_000], 4_000_000, "y")], bytes(8_000_000)[:-200])
     while http.post(MUL, content=body, headers=headers).status_code == 503:
         assert time.monotonic() < end
@@ -280,7 +280,7 @@ def test_pages_of_other_sites_and_other_names_of_the_host_are_refused(http):
 def test_what_follows_a_request_in_progress_is_bounded(raw, http, parts):
     raw.send(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
     raw.answer()
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         for part in parts:
             raw.send(part)

@@ -57,7 +57,7 @@ def test_jobs_of_a_killed_server_are_taken_over(running, state_url):
         async with running(state_url=state_url) as service, another_server(service) as other:
             jobs = [await service.submit(request("work", np.arange(n), steps=10, seconds=0.4)) for n in range(8)]
             train = await service.submit(request("train", steps=100, seconds=4.0))
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(60.0):
                 while len(await service.list(None, JobState.RUNNING)) < 2:
                     await asyncio.sleep(0.02)
             other.send_signal(signal.SIGKILL)
@@ -77,7 +77,7 @@ def test_a_job_is_cancelled_through_another_server(running, state_url):
             job = await started(service, await service.submit(request("work", steps=1000, seconds=30.0)))
             async with running(state_url=state_url) as other:
                 await other.cancel(job.id, "key")
-                assert (await ended(other, job, 5.0)).state is JobState.CANCELLED
+                assert (await ended(other, job, 20.0)).state is JobState.CANCELLED
 
     asyncio.run(main())
 
@@ -126,7 +126,7 @@ def test_every_request_has_a_true_end_while_workers_are_killed(running, tmp_path
             clients = [calls(service, until) for _ in range(8)]
             await asyncio.gather(*clients, submits(service, until, jobs), kills(service, until))
             for job, number in jobs:
-                job = await ended(service, job, 60.0)
+                job = await ended(service, job)
                 if job.state is JobState.FAILED:
                     assert job.attempts == 2
                     assert job.error.endswith("was ended by SIGKILL, for the second time")
@@ -134,7 +134,7 @@ def test_every_request_has_a_true_end_while_workers_are_killed(running, tmp_path
                     result = await service.result(job.id, None)
                     assert result.get("count", result.get("y")) == (20 if job.operation == "train" else number + 1)
             assert sum(worker.restarts for worker in service.stats().workers) > 0
-            async with asyncio.timeout(10.0):  # a job's files are wiped when the store knows its end
+            async with asyncio.timeout(60.0):  # a job's files are wiped when the store knows its end
                 while any(path.name in ("inputs", "work") for path in Path(service.settings.directory).rglob("*")):
                     await asyncio.sleep(0.05)
 
@@ -294,7 +294,7 @@ def test_a_server_that_stops_claims_no_job(running):
             train = await started(service, await service.submit(request("train", steps=100, seconds=20.0)))
             service.stop_claiming()
             later = await service.submit(request("work"))
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(60.0):
                 while (await service.get(train.id, None)).state is not JobState.QUEUED:
                     await asyncio.sleep(0.02)
             np.testing.assert_array_equal((await service.call(request("double")))["y"], 2 * X)
@@ -309,7 +309,7 @@ def test_a_server_that_stops_claims_no_job(running):
 
 def test_a_server_that_stops_as_its_worker_is_woken_ends(running, monkeypatch):
     async def main():
-        async with asyncio.timeout(30.0), running() as service:
+        async with asyncio.timeout(120.0), running() as service:
             worker = service._workers[0]
 
             async def close():
@@ -332,7 +332,7 @@ def test_results_of_earlier_attempts_go_with_the_job(running):
                 (folder / "result.0").write_bytes(b"secret")
             for job in jobs:
                 await ended(service, job)
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(60.0):
                 while folders[1].exists():
                     await asyncio.sleep(0.02)
             assert [path.name for path in folders[0].iterdir()] == ["result.1"]

@@ -33,7 +33,7 @@ def try_requests(server, examples):
             @hypothesis.seed(1)
             @hypothesis.given(case=operation.as_strategy())
             def run(case):
-                answer = case.call(session=None, base_url=server.url, timeout=30)
+                answer = case.call(session=None, base_url=server.url, timeout=120)
                 ready = "/ready" in case.path and answer.status_code == 503
                 assert answer.status_code < 500 or ready, f"{case.as_curl_command()}\n{answer.text}"
 
@@ -42,13 +42,12 @@ def try_requests(server, examples):
     assert {"/v2/models/{name}/infer", "/jobs/{id}", "/jobs"} <= paths
 
 
-def test_no_request_fails_in_the_server(server):
-    try_requests(server, 8)
-
-
-@pytest.mark.slow
-def test_no_request_of_many_fails_in_the_server(server):
-    try_requests(server, 300)
+@pytest.mark.parametrize(
+    "examples",
+    [8, pytest.param(80, marks=pytest.mark.slow), pytest.param(300, marks=[pytest.mark.slow, pytest.mark.soak])],
+)
+def test_no_request_fails_in_the_server(server, examples):
+    try_requests(server, examples)
 
 
 def test_spans_continue_the_trace_of_the_client(tmp_path):

@@ -138,6 +138,11 @@ def cases(curve):
     return found
 
 
+def cases_at(space, curve):
+    """Every case; on PoCL, where points take milliseconds, every third."""
+    return cases(curve)[:: 3 if space.backend == "opencl" else 1]
+
+
 def expected_of(curve, scalars, logarithms):
     total = sum(scalar * log for scalar, log in zip(scalars, logarithms, strict=True))
     return point(curve, total % curve.order)
@@ -330,7 +335,7 @@ def test_every_cut_gives_the_same(space, name):
 def test_sums_over_fixed_points_are_exact(space, name):
     """With the points' multiples, and without where they have no room."""
     curve = curve_of(name)
-    for scalars, logarithms in cases(curve):
+    for scalars, logarithms in cases_at(space, curve):
         expected = expected_of(curve, scalars, logarithms)
         points = [point(curve, log) for log in logarithms]
         cuts = (
@@ -352,7 +357,7 @@ def test_sums_over_fixed_points_are_exact(space, name):
 def test_several_devices_share_a_sum(space, name):
     """This one, the last one of its kind, and the CPU, which may have no point."""
     curve, others = curve_of(name), [space.label, "cpu", space.provider.devices()[-1]]
-    for scalars, logarithms in cases(curve):
+    for scalars, logarithms in cases_at(space, curve):
         points = encode_points(curve, [point(curve, log) for log in logarithms])
         words = words_of(scalars)
         expected = msm(words, points, name)

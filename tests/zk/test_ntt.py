@@ -372,20 +372,20 @@ def test_a_plan_that_is_there_waits_for_none_that_is_made():
 
     def make():
         started.set()
-        assert asked.wait(5)
+        assert asked.wait(60)
         return _Plan()
 
     started = threading.Event()
     with ThreadPoolExecutor(1) as thread:
         made = thread.submit(plans.get, "made", make)
-        assert started.wait(5)
+        assert started.wait(60)
         assert plans.get("kept", _Plan) is kept
         asked.set()
         assert plans.get("made", _Plan) is made.result()
 
 
 def test_threads_that_make_one_plan_get_the_same():
-    plans, barrier = launch._Plans(), threading.Barrier(2, timeout=5)
+    plans, barrier = launch._Plans(), threading.Barrier(2, timeout=60)
 
     def make():
         barrier.wait()

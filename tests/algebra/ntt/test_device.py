@@ -255,10 +255,10 @@ def test_a_pointed_launch_of_two_threads(monkeypatch):
     found, both = {}, threading.Barrier(2)
 
     def read(*arguments):
-        both.wait(10)  # both threads have set their pointers
+        both.wait(60)  # both threads have set their pointers
         pointers = (ctypes.c_void_p * 3).from_address(arguments[-2])
         mine = [ctypes.c_uint64.from_address(each).value for each in pointers]
-        both.wait(10)
+        both.wait(60)
         found[threading.current_thread().name] = mine
         return (0,)
 

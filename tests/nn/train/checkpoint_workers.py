@@ -36,7 +36,7 @@ def _enter(rank, target, processes, folder, *args):
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store-{processes}", rank=rank, world_size=processes,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=120),
     )  # fmt: skip
     try:
         target(rank, processes, Path(folder), *args)

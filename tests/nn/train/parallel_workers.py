@@ -40,7 +40,7 @@ def launch(target, folder, *args, processes=2):
     for each in started:
         each.start()
     try:
-        found = dict(queue.get(timeout=60) for _ in started)  # a limit for processes that hang, on a loaded machine
+        found = dict(queue.get(timeout=240) for _ in started)  # a limit for processes that hang, on a loaded machine
     finally:
         for each in started:
             each.join(10)
@@ -53,7 +53,7 @@ def _enter(rank, target, folder, processes, queue, args):
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes,
-        timeout=datetime.timedelta(seconds=40),
+        timeout=datetime.timedelta(seconds=120),
     )  # fmt: skip
     try:
         found = target(rank, *args)

@@ -37,13 +37,14 @@ def test_a_gpt_has_the_losses_of_the_cpu(device):
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)  # the requirement of issue 25
 
 
-def test_a_classifier_of_digits_has_the_losses_of_the_cpu(device):
+@pytest.mark.parametrize("steps", [50, pytest.param(200, marks=pytest.mark.soak)])
+def test_a_classifier_of_digits_has_the_losses_of_the_cpu(device, steps):
     datasets = pytest.importorskip("sklearn.datasets", reason="scikit-learn has the digits; the extra dev installs it")
     x, y = datasets.load_digits(return_X_y=True)
     x, y = torch.tensor(x / 16, dtype=torch.float32), torch.tensor(y)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 10))
-    order = [torch.arange(step * 64, (step + 1) * 64) % 1500 for step in range(200)]
+    order = [torch.arange(step * 64, (step + 1) * 64) % 1500 for step in range(steps)]
     moved = acl.to(copy.deepcopy(model), device)
 
     def make_loss(model, inputs, targets):

@@ -58,7 +58,7 @@ def test_a_process_that_fails_is_not_waited_for(monkeypatch, program):
     process = compiler_process(monkeypatch, program)
     ended = threading.Thread(target=process.wait, args=("a",), daemon=True)
     ended.start()
-    ended.join(20)
+    ended.join(120)
     assert not ended.is_alive()
 
 
@@ -71,7 +71,7 @@ def test_a_process_whose_kernels_are_not_found_is_ended(monkeypatch, empty):
     with process._changed:
         assert process._changed.wait_for(lambda: process._at == "a", 20)
     process.wait("a")
-    assert process._process.wait(20) == -signal.SIGKILL
+    assert process._process.wait(120) == -signal.SIGKILL
     process.wait("b")
 
 
@@ -83,7 +83,7 @@ def test_a_process_that_hangs_is_ended(monkeypatch):
     with process._changed:
         assert process._changed.wait_for(lambda: process._at == "a", 20)
     process.wait("a")
-    assert process._process.wait(20) == -signal.SIGKILL
+    assert process._process.wait(120) == -signal.SIGKILL
     assert process._at == ""
 
 

@@ -2,9 +2,6 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +11,7 @@ from torch import nn
 from accelerant.privacy.dp.clipping import launch
 from accelerant.privacy.dp.clipping.contributions import Rows
 from accelerant.runtime.ledger import ledger
+from processes import printed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [
@@ -184,10 +182,6 @@ for name, types, constants, warps in cases:
 
 @pytest.mark.slow
 def test_kernels_compile_for_hopper_without_spills():
-    """In a process of its own: here Triton's functions are decorated for the interpreter."""
-    clean = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", _COMPILE], capture_output=True, text=True, env=clean)
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = [json.loads(line) for line in printed(_COMPILE).splitlines()]
     assert len(rows) == 7
     assert all(row.get("stack", 0) == 0 for row in rows), rows

@@ -22,7 +22,7 @@ def train(rank, folder, attempt):
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115  the error of one whose partner was killed
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting-{attempt}", rank=rank, world_size=2,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(seconds=120),
     )  # fmt: skip
     folder = Path(folder)
     model = mlp(seed=rank)
