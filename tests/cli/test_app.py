@@ -6,7 +6,7 @@ import sys
 import pytest
 import typer
 
-from accelerant.cli.app import GROUPS, build_app
+from accelerant.cli.app import GROUPS, build_app, main
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -32,3 +32,20 @@ def test_an_unknown_command_is_wrong_usage():
     )
     assert done.returncode == 2
     assert "No such command 'prove'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("doctor --verify absent.json", "accelerant: absent.json: No such file or directory\n"),
+        ("jobs list --key-file absent.key", "accelerant: absent.key: No such file or directory\n"),
+        ("tune --limit-s nan", "Invalid value for '--limit-s': nan is no number"),
+        ("bench gelu --budget-s nan", "Invalid value for '--budget-s': nan is no number"),
+    ],
+)
+def test_a_wrong_path_or_nan_is_bad_input(line, why, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(line.split())
+    assert ended.value.code == 2
+    assert why in capsys.readouterr().err

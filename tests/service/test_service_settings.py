@@ -1,5 +1,6 @@
 import pytest
 
+from accelerant.cli import main
 from accelerant.config import load as library_settings
 from accelerant.errors import ConfigError
 from accelerant.service.settings import ServiceSettings, load
@@ -43,3 +44,26 @@ def test_addresses_and_secrets():
     assert all(ServiceSettings(host=host).is_loopback for host in ("127.0.0.1", "localhost", "::1", "127.9.9.9"))
     assert not any(ServiceSettings(host=host).is_loopback for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"))
     assert "secret" not in repr(ServiceSettings(state_url="postgresql://user:secret@host/name"))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "status", "why"),
+    [
+        ("--state-url", "foo://x", 2, "accelerant: state_url must be of sqlite or postgresql, got 'foo'"),
+        ("--state-url", "sqlite:////absent/x.db", 1, "cannot use sqlite:////absent/x.db: unable to open"),
+        ("--directory", "empty", 2, "empty cannot be made: File exists"),
+        ("--device", "toaster", 1, "worker of toaster: unknown backend 'toaster'"),
+        ("--tls-certificate", "absent", 2, "tls_certificate absent and tls_key empty must be the PEM files"),
+        ("--tls-certificate", "empty", 2, "tls_certificate empty and tls_key empty must be the PEM files"),
+    ],
+)
+def test_a_start_that_fails_says_why_without_a_traceback(tmp_path, monkeypatch, capfd, option, value, status, why):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").touch()
+    other = ("--tls-key", "empty") if option == "--tls-certificate" else ()
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--port", "0", "--directory", str(tmp_path / "state"), option, value, *other])
+    errors = capfd.readouterr().err + (ended.value.code if isinstance(ended.value.code, str) else "")
+    assert (1 if isinstance(ended.value.code, str) else ended.value.code) == status
+    assert why in errors
+    assert "Traceback" not in errors

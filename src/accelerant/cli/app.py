@@ -133,6 +133,8 @@ def exit_status(failure: int = 1) -> Iterator[None]:
         _fail(error, 2 if isinstance(error, _BAD_INPUT) else failure)
     except BrokenPipeError:  # the reader of the output has closed it
         _end(failure)
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:  # a wrong path is bad input
+        _fail(f"{error.filename}: {error.strerror}" if error.filename else error, 2)
     except OSError as error:
         _fail(error, failure)
     except MemoryError as error:

@@ -51,7 +51,15 @@ class _Page:
 
 
 class HelpCommand(_Page, TyperCommand):
-    """A command with such a page."""
+    """A command with such a page. A number that has bounds is not NaN, which no bound refuses."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments."""
+        rest = super().parse_args(ctx, args)
+        for option in self.get_params(ctx):
+            if option.type.name == "float range" and (value := ctx.params[option.name]) is not None and value != value:
+                raise typer.BadParameter("nan is no number", ctx=ctx, param=option)
+        return rest
 
 
 class HelpGroup(_Page, TyperGroup):

@@ -211,7 +211,11 @@ def create_app(settings: ServiceSettings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await app.state.jobs.start()
+        try:
+            await app.state.jobs.start()
+        except Exception as error:
+            app.state.failure = error
+            raise
         try:
             with Telemetry(app.state.jobs, settings) as telemetry:
                 app.state.telemetry = telemetry
@@ -230,7 +234,7 @@ def create_app(settings: ServiceSettings) -> FastAPI:
         summary="Field operations, transforms, proofs, neural operations and private computing over HTTP",
     )  # fmt: skip
     app.state.settings, app.state.keys, app.state.observers = settings, keys, observers
-    app.state.on_stop = []
+    app.state.on_stop, app.state.failure = [], None
     app.state.operations, app.state.jobs, app.state.draining = served(settings), JobService(settings), False
     app.state.inference = Inference(settings, app.state.operations, app.state.jobs)
     for error in (RequestValidationError, HTTPException):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 import sys
 from types import FrameType
 from typing import Any
@@ -12,6 +13,7 @@ import uvicorn
 
 from accelerant.errors import ConfigError
 from accelerant.service.app import create_app
+from accelerant.service.errors import ServiceError
 from accelerant.service.guard import guarded_protocol, log_to
 from accelerant.service.keys import KeyStore
 from accelerant.service.settings import ServiceSettings
@@ -23,6 +25,18 @@ _LOG = logging.getLogger("accelerant.service")
 
 class _Server(uvicorn.Server):
     """uvicorn's server, which says where it listens, and is not ready from the first signal on."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start as uvicorn does, but for the traceback of a failed start, which `run` raises."""
+        log = logging.getLogger("uvicorn.error")
+        log.addFilter(self._is_not_failure)
+        try:
+            await super().startup(sockets)
+        finally:
+            log.removeFilter(self._is_not_failure)
+
+    def _is_not_failure(self, record: logging.LogRecord) -> bool:
+        return self.config.app.state.failure is None  # type: ignore[union-attr]  # a FastAPI application
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Take no new work, and end what would not end by itself."""
@@ -52,7 +66,11 @@ def require_keys(settings: ServiceSettings) -> None:
 
 
 def run(settings: ServiceSettings) -> None:
-    """Serve until a signal ends it; ConfigError as `require_keys` raises it."""
+    """Serve until a signal ends it.
+
+    Raises:
+        ConfigError: as `require_keys` raises it; or the certificate, the directory or the job store cannot be used.
+    """
     require_keys(settings)
     requests = log_to(sys.stderr, settings.log)
     if not settings.is_loopback and not settings.tls_certificate:
@@ -65,11 +83,20 @@ def run(settings: ServiceSettings) -> None:
         timeout_keep_alive=30, timeout_graceful_shutdown=int(settings.drain_s) or 1,
         ssl_certfile=settings.tls_certificate or None, ssl_keyfile=settings.tls_key or None,
     )  # fmt: skip
+    try:
+        config.load()
+    except OSError as error:  # an error of TLS is one, and names no file
+        raise ConfigError(
+            f"tls_certificate {settings.tls_certificate} and tls_key {settings.tls_key} must be the PEM files of a "
+            f"certificate and its key: {error.strerror or error}"
+        ) from None
     server = _Server(config)
     signal.signal(signal.SIGTERM, lambda number, frame: None)  # uvicorn raises it again after the drain: status 0
     try:
         server.run()
     finally:
         requests.flush()
+    if isinstance(app.state.failure, ServiceError):
+        raise SystemExit(f"accelerant: {app.state.failure}")
     if not server.started:
-        raise SystemExit(1)
+        raise app.state.failure or SystemExit(1)

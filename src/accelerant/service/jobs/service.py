@@ -120,7 +120,7 @@ class JobService:
 
         Raises:
             ConfigError: the directory belongs to others, or the store to a newer service.
-            ServiceError: no worker starts; the message is the reason.
+            ServiceError: no worker starts, or the store cannot be used; the message is the reason.
         """
         owner = secrets.token_hex(16)
         volume = await self._in_thread(open_directory, self._directory)
@@ -131,7 +131,10 @@ class JobService:
             resumable={name for name, operation in self._operations.items() if operation.resumable},
             lease_s=self._lease_s,
         )
-        await self._in_thread(self._store.upgrade)
+        try:
+            await self._in_thread(self._store.upgrade)
+        except DBAPIError as error:
+            raise StoreUnavailable(f"cannot use {self._store.engine.url.render_as_string()}: {error.orig}") from None
         devices = list(self.settings.devices) or ["auto"]
         for number, device in enumerate(devices):
             self._add_worker(device, device if devices.count(device) == 1 else f"{device}#{number}")
@@ -667,7 +670,10 @@ def _log_failure(task: asyncio.Task[None]) -> None:
 
 def open_directory(directory: Path) -> str:
     """Create the private directory, and return the name of the volume, which its first server gave it."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"directory {directory} cannot be made: {error.strerror}") from None
     (directory / "jobs").mkdir(mode=0o700, exist_ok=True)
     status = directory.stat()
     if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o077):

@@ -289,7 +289,10 @@ def main() -> NoReturn:
         signal.signal(number, signal.SIG_IGN)
     os.set_inheritable(given.socket, False)
     os.umask(0o077)
-    device, label, others = find_devices(given.device)
+    try:
+        device, label, others = find_devices(given.device)
+    except AccelerantError as error:
+        sys.exit(f"worker of {given.device}: {error}")
     operations = load_operations(given.operations)
     warm = getattr(sys.modules[given.operations.partition(":")[0]], "warm", None)
     if warm is not None:
