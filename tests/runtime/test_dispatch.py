@@ -78,6 +78,38 @@ def test_no_implementation_is_an_error_with_every_reason(book):
         op(CASE)
 
 
+def test_a_bound_call_is_counted_and_obeys_what_changes(book):
+    def bind(x):
+        return lambda x: f"bound, {x}"
+
+    op = operation(Implementation("fast", lambda x: "plain", own=True, bind=bind), Implementation("slow", lambda x: 0))
+    call = op.bound(CASE)
+    assert [call(number) for number in range(6)] == ["plain"] * 4 + ["bound, 4", "bound, 5"]  # four are timed
+    assert ran(book) == {("probe", "fast"): 6}
+    with force(probe="slow"):
+        assert call(6) == 0
+    explained = explain_quietly(call, 7)
+    assert explained.result == "plain"
+    assert [decision.implementation for decision in explained.decisions] == ["fast"]
+    op.forget()
+    assert [call(8), call(9)] == ["plain", "bound, 9"]
+    assert ran(book) == {("probe", "fast"): 9, ("probe", "slow"): 1}
+
+
+def test_a_bound_call_that_fails_falls_back(book):
+    def bind(x):
+        return failing(LaunchError("too many resources"))
+
+    op = operation(
+        Implementation("fast", lambda x: "fast", own=True, bind=bind), Implementation("plain", lambda x: "plain")
+    )
+    call = op.bound(CASE)
+    assert [call(number) for number in range(4)] == ["fast"] * 4
+    with pytest.warns(FallbackWarning, match="fast failed, plain ran instead"):
+        assert call(4) == "plain"
+    assert [call(number) for number in range(6)] == ["plain"] * 6
+
+
 def test_a_failure_falls_back_from_the_inputs_warns_once_and_stays(book):
     calls = []
 

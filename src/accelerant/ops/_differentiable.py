@@ -31,7 +31,7 @@ import re
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -46,7 +46,6 @@ from accelerant.ops._library import (
     below_autograd,
     define,
     is_ordinary,
-    is_plain,
     keys_of,
     ordinary_keys,
     transforming,
@@ -345,7 +344,7 @@ class CpuFastPath:
             y = public(*args, **options)
             if taken.applied is None:
                 return y
-            op, given, results = taken.applied
+            bound, given, results = taken.applied
         finally:
             taken.watches, taken.applied = False, None
         first = isinstance(results, tuple) and y is results[0]
@@ -356,10 +355,10 @@ class CpuFastPath:
         same = len(set(map(id, tensors))) == len(tensors) <= len(given) and all(map(is_, tensors, given))
         fixed = all(isinstance(x, Tensor) or type(x) in _VALUES for x in values)
         if same and fixed and (first or y is results) and not any(isinstance(x, Tensor) for x in rest):
+            op = bound(given, results, first)
 
             def apply(*tensors: Tensor) -> Any:
-                results = op(*tensors, *rest)
-                return results[0] if first else results
+                return op(*tensors, *rest)
 
             self._known[_RECENT] = _Recent.of(args, options, grad, False, None, apply) or _NONE
         return y
@@ -422,6 +421,9 @@ class DifferentiableOp:
         finish_gradient: (gradient of the first result, that state, the arguments that are no tensors, needs) -> as
             `backward`. The first backward pass gives the state away; another one (retain_graph=True), one that is
             differentiated itself, and traced calls use `backward`.
+        bind: (the arguments, the public results) -> what replaces `forward`, `backward`, `eager_gradient` and
+            `finish_gradient` in calls whose tensors differ from these in their memory alone, by Operation.bound. The
+            gradients that it is called with may have other strides, and nothing but plain calls come to it.
 
     Attributes:
         forward, backward: for callers that differentiate several ops in one autograd function.
@@ -453,6 +455,7 @@ class DifferentiableOp:
         cpu_args: tuple[Any, ...] | None = None,
         eager_gradient: Callable[..., tuple[tuple[Tensor | None, ...], Any, bool] | None] | None = None,
         finish_gradient: Callable[..., Sequence[Tensor | None]] | None = None,
+        bind: Callable[..., Mapping[str, Callable[..., Any]]] | None = None,
     ) -> None:
         head, _, results = schema.partition("->")
         self.name = head.partition("(")[0]
@@ -470,6 +473,8 @@ class DifferentiableOp:
         inputs = [*(f"d_{name}" for name in outputs[:differentiable]), *saves]
         self._likes = tuple(inputs.index(like if like in saves else f"d_{like}") for like in gradients.values())
         self._saved = tuple((name in names, (names if name in names else outputs).index(name)) for name in saves)
+        self._take_saved = _taker([at if given else self._width + at for given, at in self._saved])
+        self._take_options = _taker(self._options)
         self._outputs, self._public, self._differentiable = len(outputs), public, differentiable
         self._backward_rank = (len(outputs[:differentiable]), len(saves))
         self._operation, self._case, self._infer_args = operation, case, infer_args
@@ -481,16 +486,19 @@ class DifferentiableOp:
         self._cpu, self._cpu_case = cpu, cpu_case or case
         self._cpu_args = infer_args if cpu_args is None else cpu_args
         self._eager_gradient, self._finish_gradient = eager_gradient, finish_gradient
+        self._bind = bind
         self._second = Operation(
             f"{self.name}_bwd_create_graph",
             (Implementation("torch", self.composite_backward),),
             cost=lambda _: Cost(0, 0),
         )
-        eager, traced = self._autograd_functions()
-        # Past Function.apply, which looks for transforms and dead wrappers in Python: plain tensors have neither.
-        self._apply: Callable[..., Any] = super(torch.autograd.Function, eager).apply  # type: ignore[misc]
+        self._apply = self._eager_function(public)
         self._op = define(
-            schema, kernel=self.forward, fake=fake, differentiable=traced.apply, composite=self._padded(composite)
+            schema,
+            kernel=self.forward,
+            fake=fake,
+            differentiable=self._traced_function(),
+            composite=self._padded(composite),
         )
         mark = "" if differentiable == 1 else "?"
         kinds = {name: kind for kind, name in arguments} | dict.fromkeys(outputs, "Tensor")
@@ -536,7 +544,7 @@ class DifferentiableOp:
         if learns and torch.is_grad_enabled():
             results = self._apply(*args)
             if self._cpu is not None and self._cpu.taken.watches:
-                self._cpu.taken.applied = self._apply, args, results
+                self._cpu.taken.applied = self._bound, args, results
             return results
         if self._infer is not None:
             return self._infer(*args)
@@ -553,23 +561,57 @@ class DifferentiableOp:
 
     # --- autograd ----------------------------------------------------------------------------------------------------
 
-    def _autograd_functions(self) -> tuple[type[torch.autograd.Function], type[torch.autograd.Function]]:
-        """Return the autograd functions for plain tensors and for traced ones, which see every result."""
+    def _eager_function(
+        self, shown: int, *, forward: Callable[..., Any] | None = None, backward: Callable[..., Any] | None = None,
+        eager_gradient: Callable[..., Any] | None = None, finish_gradient: Callable[..., Any] | None = None,
+    ) -> Callable[..., Any]:  # fmt: skip
+        """Return the call of an autograd function for plain tensors that gives the first `shown` results."""
+        run = forward or self._forward
+        eager_gradient = eager_gradient or self._eager_gradient
+        finish = finish_gradient or self._finish_gradient
 
         def eager_forward(ctx: Any, *args: Any) -> Any:
-            if self._eager_gradient is None:
-                if self._forward is not None:
-                    return self._save(ctx, args, self._forward(*args), self._public)
+            if eager_gradient is None:
+                if run is not None:
+                    return self._save(ctx, args, run(*args), shown)
                 results = self._operation(self._case(*args), *args)  # type: ignore[misc]  # as in forward
-                return self._save(ctx, args, results, self._public)
+                return self._save(ctx, args, results, shown)
             ctx.eager, ctx.overwritten = None, False
-            made = self._eager_gradient(self._needs(ctx), *args)
+            made = eager_gradient(self._needs(ctx), *args)
             if made is None:
-                return self._save(ctx, args, self.forward(*args), self._public)
+                return self._save(ctx, args, self.forward(*args), shown)
             results, ctx.eager, ctx.overwritten = made
-            return self._save(ctx, args, results, self._public)
+            return self._save(ctx, args, results, shown)
 
-        def traced_forward(ctx: Any, *args: Any) -> Any:
+        def eager_backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+            dys = dys[: self._differentiable]
+            dy = dys[0]
+            if finish is None:
+                return self._gradients(ctx, dys, backward)
+            state = ctx.eager
+            if state is None or dy is None or is_grad_enabled() or not _is_plain(dy):
+                if ctx.overwritten:
+                    raise UnsupportedCase(
+                        f"{self.name} wrote its gradient over its input: there can be one backward pass, and none that "
+                        "is differentiated itself (create_graph=True) or transformed; call it without the in-place "
+                        "option for more"
+                    )
+                return self._gradients(ctx, dys, backward)
+            ctx.eager = None  # the caller may keep or change the gradients
+            needs = self._needs(ctx)
+            return self._placed(finish(dy, state, *ctx.options, needs), needs)
+
+        # Past Function.apply, which looks for transforms and dead wrappers in Python: plain tensors have neither.
+        function = self._function(eager_forward, eager_backward)
+        if hasattr(function, "_backward_cls"):  # past a function in Python that asks whether `backward` or `vjp` is it
+            function._backward_cls.apply = eager_backward
+        apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+        return apply
+
+    def _traced_function(self) -> Callable[..., Any]:
+        """Return the call of an autograd function for traced tensors, which see every result."""
+
+        def forward(ctx: Any, *args: Any) -> Any:
             with below_autograd():
                 results = self._op(*args)
             return self._save(ctx, args, results, self._outputs)
@@ -577,31 +619,20 @@ class DifferentiableOp:
         def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
             return self._gradients(ctx, dys[: self._differentiable])
 
-        def eager_backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
-            if self._eager_gradient is None or self._finish_gradient is None:
-                return self._gradients(ctx, dys[: self._differentiable])
-            dy, state = dys[0], ctx.eager
-            if state is None or dy is None or torch.is_grad_enabled() or not is_plain(dy):
-                if ctx.overwritten:
-                    raise UnsupportedCase(
-                        f"{self.name} wrote its gradient over its input: there can be one backward pass, and none that "
-                        "is differentiated itself (create_graph=True) or transformed; call it without the in-place "
-                        "option for more"
-                    )
-                return self._gradients(ctx, dys[: self._differentiable])
-            ctx.eager = None  # the caller may keep or change the gradients
-            gradients: list[Tensor | None] = [None] * self._width
-            finished = self._finish_gradient(dy, state, *ctx.options, self._needs(ctx))
-            for position, gradient in zip(self._positions, finished, strict=True):
-                gradients[position] = gradient
-            return tuple(gradients)
+        apply: Callable[..., Any] = self._function(forward, backward, "Traced").apply
+        return apply
 
-        title = "".join(part.capitalize() for part in self.name.split("_"))  # seen in profiles
-        eager, traced = (
-            type(name, (torch.autograd.Function,), {"forward": staticmethod(f), "backward": staticmethod(b)})
-            for name, f, b in ((title, eager_forward, eager_backward), (f"{title}Traced", traced_forward, backward))
-        )
-        return eager, traced
+    def _function(self, forward: Callable[..., Any], backward: Callable[..., Any], end: str = "") -> Any:
+        title = "".join(part.capitalize() for part in self.name.split("_")) + end  # seen in profiles
+        steps = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        return type(title, (torch.autograd.Function,), steps)
+
+    def _bound(self, args: tuple[Any, ...], results: Any, first: bool) -> Callable[..., Any]:
+        """Return what gives the results of `_apply`, or the first, for tensors that differ in their memory alone."""
+        if self._bind is not None:
+            return self._eager_function(1 if first else self._public, **self._bind(args, results))
+        apply = self._apply
+        return (lambda *args: apply(*args)[0]) if first else apply
 
     def _needs(self, ctx: Any) -> tuple[bool, ...]:
         needed = ctx.needs_input_grad
@@ -609,46 +640,50 @@ class DifferentiableOp:
 
     def _save(self, ctx: Any, args: tuple[Any, ...], results: Any, shown: int) -> Any:
         outputs = results if isinstance(results, tuple) else (results,)
-        saved = []  # loops, since a comprehension is a call
-        for argument, at in self._saved:
-            saved.append(args[at] if argument else outputs[at])
+        saved = self._take_saved(args + outputs)
         for at, users in self._only_for:
             if not any(ctx.needs_input_grad[position] for position in users):
-                saved[at] = None
+                saved = (*saved[:at], None, *saved[at + 1 :])
         ctx.save_for_backward(*saved)
-        options = ctx.options = []
-        for i in self._options:
-            options.append(args[i])
+        ctx.options = self._take_options(args)
         if shown > self._differentiable:
             ctx.mark_non_differentiable(*outputs[self._differentiable : shown])
         if shown > 1:
             ctx.set_materialize_grads(False)
         return outputs[:shown] if shown > 1 else outputs[0]
 
-    def _gradients(self, ctx: Any, dys: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    def _placed(self, found: Sequence[Tensor | None], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        """Return the gradients of all arguments, None where none is needed."""
         gradients: list[Tensor | None] = [None] * self._width
-        first = dys[0] if dys[0] is not None else next((dy for dy in dys if dy is not None), None)
-        if first is None:
-            return tuple(gradients)
-        needs = self._needs(ctx)
-        for position, entry in self._shared:
-            needs = (*needs[:entry], needs[entry] or ctx.needs_input_grad[position], *needs[entry + 1 :])
-        args = (*dys, *ctx.saved_tensors, *ctx.options, needs)
-        results: Sequence[Tensor | None]
-        watched = active_modes() or forward_ad._current_level >= 0 or transforming()
-        if watched or not (ordinary_keys.get(keys_of(first).raw_repr()) or is_ordinary(first)):
-            traced = self._op_backward(*args[:-1], list(needs))
-            results = traced if isinstance(traced, (tuple, list)) else (traced,)
-        elif torch.is_grad_enabled():
-            results = self._second(Case(first.device, first.dtype, first.shape, ("create_graph",)), *args)
-        else:
-            results = self.backward(*args)
-        for position, need, gradient in zip(self._positions, needs, results, strict=True):
+        for position, need, gradient in zip(self._positions, needs, found, strict=True):
             if need:
                 gradients[position] = gradient
         for position, entry in self._shared:
             gradients[position] = gradients[self._positions[entry]]
         return tuple(gradients)
+
+    def _gradients(
+        self, ctx: Any, dys: tuple[Tensor | None, ...], bound: Callable[..., Any] | None = None
+    ) -> tuple[Tensor | None, ...]:
+        first = dys[0]
+        if first is None:
+            first = next((dy for dy in dys if dy is not None), None)
+            if first is None:
+                return (None,) * self._width
+        needs = self._needs(ctx)
+        for position, entry in self._shared:
+            needs = (*needs[:entry], needs[entry] or ctx.needs_input_grad[position], *needs[entry + 1 :])
+        args = (*dys, *ctx.saved_tensors, *ctx.options, needs)
+        results: Sequence[Tensor | None]
+        watched = active_modes() or forward_ad._current_level >= 0 or transforming()  # is_plain, inlined
+        if watched or not (ordinary_keys.get(keys_of(first).raw_repr()) or is_ordinary(first)):
+            traced = self._op_backward(*args[:-1], list(needs))
+            results = traced if isinstance(traced, (tuple, list)) else (traced,)
+        elif is_grad_enabled():
+            results = self._second(Case(first.device, first.dtype, first.shape, ("create_graph",)), *args)
+        else:
+            results = (bound or self.backward)(*args)
+        return self._placed(results, needs)
 
     def _recomputed(self, *args: Any) -> list[Tensor | None]:
         """Return the gradients from torch, by running the composite again on the saved arguments."""
@@ -736,3 +771,17 @@ class DifferentiableOp:
 
 def _contiguous(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Do what is_plain does, in one function."""
+    watched = active_modes() or forward_ad._current_level >= 0 or transforming()
+    return not watched and (ordinary_keys.get(keys_of(x).raw_repr()) or is_ordinary(x))
+
+
+def _taker(positions: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """Return a function that takes these places of a tuple, in one call of C."""
+    first = positions[0] if positions else 0
+    if list(positions) == list(range(first, first + len(positions))):
+        return itemgetter(slice(first, first + len(positions)))
+    return itemgetter(*positions)

@@ -130,9 +130,13 @@ class Repeats:
         known = self._known.get(key)
         if known is None:
             return False
-        for prepared, places in known:
-            prepared.start([pointers[place] for place in places])
+        _start(known, pointers)
         return True
+
+    def bound(self, key: Hashable) -> Callable[[Sequence[int]], None] | None:
+        """Return `start` of a key, or None where that is not known; plans that change later do not change it."""
+        known = self._known.get(key)
+        return None if known is None else functools.partial(_start, known)
 
     @contextlib.contextmanager
     def recorded(self, key: Hashable, pointers: Sequence[int]) -> Iterator[None]:
@@ -154,6 +158,11 @@ class Repeats:
             if len(self._known) >= _KNOWN_LIMIT:
                 self._known.clear()
             self._known[key] = tuple((prepared, tuple(map(places.__getitem__, used))) for prepared, used in found)
+
+
+def _start(known: Sequence[tuple[PreparedLaunch, tuple[int, ...]]], pointers: Sequence[int]) -> None:
+    for prepared, places in known:
+        prepared.start([pointers[place] for place in places])
 
 
 def are_repeatable() -> bool:

@@ -6,6 +6,7 @@ import functools
 import math
 import re
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,8 @@ from accelerant.runtime.dispatch import Case
 from accelerant.runtime.providers.cuda_launch import PackedLaunch
 
 __all__ = [
-    "KINDS", "PARTS", "BackwardPlan", "Shares", "launch_hopper", "plan_for", "program", "refuses", "shares_for",
+    "KINDS", "PARTS", "BackwardPlan", "Shares", "bind_launch", "launch_hopper", "plan_for", "program", "refuses",
+    "shares_for",
 ]  # fmt: skip
 
 KINDS = ("struct",)
@@ -203,38 +205,81 @@ def launch_hopper(
         deterministic: give the same bits each time, by one block per key/value head; slow where there are few.
         out: memory for the gradients, with strides that are multiples of 16 bytes, the last dimension contiguous.
     """
-    inputs = q, k, v
     dq, dk, dv = out or (like(q), like(k), like(v))
-    do, q, k, v, o = (readable(x) for x in (do, q, k, v, o))
-    lse = lse.contiguous() if lse.data_ptr() % 16 == 0 else lse.clone(memory_format=torch.contiguous_format)
+    plan, sizes = _plan_and_sizes(q, k, causal, deterministic)
+    space = torch.empty(sum(sizes), dtype=torch.float32, device=q.device)
+    used = *(readable(x) for x in (do, q, k, v, o)), _aligned(lse)
+    for launch in _launches_for(plan, used, (dq, dk, dv), space, sizes, causal, scale):
+        launch.start()
+    return out or (as_laid(q, dq), as_laid(k, dk), as_laid(v, dv))
+
+
+def bind_launch(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float, deterministic: bool
+) -> Callable[..., Any] | None:
+    """Return launch_hopper for tensors that differ from these in their memory alone, or None if it copies some."""
+    if any(readable(x) is not x for x in (q, k, v, o)) or _aligned(lse) is not lse:
+        return None
+    known: LaunchCache[tuple[PackedLaunch, ...]] = LaunchCache()
+    plan, sizes = _plan_and_sizes(q, k, causal, deterministic)
+    size, where, strides = sum(sizes), q.device, o.stride()
+    empty, empty_like, float32 = torch.empty, torch.empty_like, torch.float32
+
+    def launch(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *_: object) -> Any:
+        if do.stride() != strides:
+            return launch_hopper(do, q, k, v, o, lse, causal, scale, deterministic)
+        dq, dk, dv, space = empty_like(q), empty_like(k), empty_like(v), empty(size, dtype=float32, device=where)
+        pointers = (
+            do.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse.data_ptr(), dq.data_ptr(),
+            dk.data_ptr(), dv.data_ptr(), space.data_ptr(),
+        )  # fmt: skip
+        launches = known.get(pointers)
+        if launches is None:
+            if any(pointer % 16 for pointer in pointers):
+                return launch_hopper(do, q, k, v, o, lse, causal, scale, deterministic)
+            inputs = do, q, k, v, o, lse
+            launches = known.keep(pointers, _prepare(plan, inputs, (dq, dk, dv), space, sizes, causal, scale))
+        for prepared in launches:
+            prepared.start()
+        return dq, dk, dv
+
+    return launch
+
+
+def _aligned(lse: Tensor) -> Tensor:
+    return lse.contiguous() if lse.data_ptr() % 16 == 0 else lse.clone(memory_format=torch.contiguous_format)
+
+
+def _plan_and_sizes(q: Tensor, k: Tensor, causal: bool, deterministic: bool) -> tuple[BackwardPlan, tuple[int, ...]]:
+    """Return the plan, and the float32 numbers of row statistics, of sums of dq, and of counts."""
     B, Hq, S, D = q.shape
     Hkv, Skv = k.shape[1:3]
     processors = multiprocessors(q.device)
     plan = plan_for((B, Hq, Hkv, S, Skv, D), processors, causal, deterministic)
     tiles = ceil_div(S, plan.tile_q)
     heads = min(processors, B * Hkv) * (Hq // Hkv) if plan.sums == "whole" else B * Hq
-    stats = 2 * B * Hq * tiles * plan.tile_q
-    sums = heads * tiles * plan.tile_q * plan.width
-    space = torch.empty(stats + sums + B * Hq * (tiles + 1), dtype=torch.float32, device=q.device)
+    rows = tiles * plan.tile_q
+    return plan, (2 * B * Hq * rows, heads * rows * plan.width, B * Hq * (tiles + 1))
+
+
+def _launches_for(
+    plan: BackwardPlan, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, Tensor, Tensor], space: Tensor,
+    sizes: tuple[int, ...], causal: bool, scale: float,
+) -> tuple[PackedLaunch, ...]:  # fmt: skip
+    """Return the launches, prepared before if they were."""
+    do, q, k, v, o, lse = inputs
+    dq, dk, dv = gradients
     key = (
         do.data_ptr(), q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse.data_ptr(), dq.data_ptr(),
         dk.data_ptr(), dv.data_ptr(), space.data_ptr(), plan, q.dtype, causal, scale, q.shape, k.shape, do.stride(),
         q.stride(), k.stride(), v.stride(), o.stride(), dq.stride(), dk.stride(), dv.stride(), q.get_device(),
     )  # fmt: skip
-    launches = _launches.get(key)
-    if launches is None:
-        prepared = _prepare(plan, (do, q, k, v, o, lse), (dq, dk, dv), space, (stats, sums), causal, scale)
-        launches = _launches.keep(key, prepared)
-    for launch in launches:
-        launch.start()
-    if out is not None:
-        return out
-    return as_laid(inputs[0], dq), as_laid(inputs[1], dk), as_laid(inputs[2], dv)
+    return _launches.get(key) or _launches.keep(key, _prepare(plan, inputs, gradients, space, sizes, causal, scale))
 
 
 def _prepare(
     plan: BackwardPlan, inputs: tuple[Tensor, ...], gradients: tuple[Tensor, Tensor, Tensor], space: Tensor,
-    space_sizes: tuple[int, int], causal: bool, scale: float,
+    space_sizes: tuple[int, ...], causal: bool, scale: float,
 ) -> tuple[PackedLaunch, ...]:  # fmt: skip
     """Prepare the launches; their arguments are struct RowsJob and struct Job of hopper_bwd.cu."""
     do, q, k, v, o, lse = inputs

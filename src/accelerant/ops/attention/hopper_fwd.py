@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,17 @@ from accelerant.runtime.memory.live_set import ordinary_tensors
 from accelerant.runtime.providers.cuda_launch import PackedLaunch
 from accelerant.runtime.streams.stream import capturing
 
-__all__ = ["KINDS", "PLANS", "ForwardPlan", "launch_hopper", "plan_for", "program", "refuses", "refuses_heads"]
+__all__ = [
+    "KINDS",
+    "PLANS",
+    "ForwardPlan",
+    "bind_launch",
+    "launch_hopper",
+    "plan_for",
+    "program",
+    "refuses",
+    "refuses_heads",
+]
 
 KINDS = ("struct", "struct", "struct", "struct", "*f32", "*u32", "struct", "f32")
 """Kinds of the kernel's arguments: tensor maps of q, k, v and o; lse; ticket counter; struct Shape; scale log2(e)."""
@@ -188,6 +199,34 @@ def launch_hopper(
     if not captured and all(a is b for a, b in zip(inputs, used, strict=True)):
         _launches.keep(key, launch)
     return o, lse
+
+
+def bind_launch(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int
+) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Return launch_hopper for tensors that differ from these in their memory alone, or None if it copies some."""
+    if scale <= 0 or any(readable(x) is not x for x in (q, k, v)):
+        return None
+    known: LaunchCache[PackedLaunch] = LaunchCache()
+    shape, device, where = q.shape[:3], q.get_device(), q.device
+    empty, empty_like, float32 = torch.empty, torch.empty_like, torch.float32
+    stream_of = torch._C._cuda_getCurrentRawStream
+
+    def launch(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+        if capturing(device):
+            return launch_hopper(q, k, v, causal, scale)
+        o, lse, stream = empty_like(q), empty(shape, dtype=float32, device=where), stream_of(device)
+        pointers = q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse.data_ptr(), stream
+        prepared = known.get(pointers)
+        if prepared is None:
+            if any(pointer % 16 for pointer in pointers[:3]):
+                return launch_hopper(q, k, v, causal, scale)
+            ticket = _stream_ticket(device, stream)
+            prepared = known.keep(pointers, _prepare(q, k, v, o, lse, causal, scale, ticket))
+        prepared.start()
+        return o, lse
+
+    return launch
 
 
 def _prepare(

@@ -77,6 +77,12 @@ def _hopper_backward(
     return hopper_bwd.launch_hopper(do, q, k, v, o, lse, causal, scale, rules().deterministic)
 
 
+def _bind_hopper_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, causal: bool, scale: float, window: int
+) -> Callable[..., Any] | None:
+    return hopper_bwd.bind_launch(q, k, v, o, lse, causal, scale, rules().deterministic)
+
+
 def _cost(case: Case, *, products: int, tensors: int) -> Cost:
     """Return the cost of `products` matrix products that read or write each of q and k `tensors` times.
 
@@ -96,7 +102,9 @@ def _cost(case: Case, *, products: int, tensors: int) -> Cost:
 attention_fwd = Operation(
     "attention_fwd",
     (
-        Implementation("hopper", hopper_fwd.launch_hopper, refuses=hopper_fwd.refuses, own=True),
+        Implementation(
+            "hopper", hopper_fwd.launch_hopper, refuses=hopper_fwd.refuses, own=True, bind=hopper_fwd.bind_launch
+        ),
         CUDNN[0],
         FLASH_4[0],
         FLASH[0],
@@ -110,7 +118,7 @@ attention_fwd = Operation(
 attention_bwd = Operation(
     "attention_bwd",
     (
-        Implementation("hopper", _hopper_backward, refuses=hopper_bwd.refuses, own=True),
+        Implementation("hopper", _hopper_backward, refuses=hopper_bwd.refuses, own=True, bind=_bind_hopper_backward),
         FLASH_4[1],
         CUDNN[1],
         FLASH[1],
@@ -360,6 +368,13 @@ def _backward(
     return result
 
 
+def _bind(args: tuple[Any, ...], results: object) -> dict[str, Callable[..., Any]]:
+    """Return forward and backward pass for more tensors like these."""
+    case = _case(*args)
+    forward, backward = attention_fwd.bound(case), attention_bwd.bound(case)
+    return {"forward": forward, "backward": lambda *args: backward(*args[:-1])}
+
+
 def _composite(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int) -> tuple[Tensor, Tensor]:
     o, lse = attend(q, k, v, causal, scale, window)
     return o, lse.detach()
@@ -383,6 +398,7 @@ _attention = DifferentiableOp(
     keeps_layout=True,
     cpu=_cpu,
     cpu_case=_cpu_case,
+    bind=_bind,
 )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +29,8 @@ from accelerant.runtime.memory.live_set import ordinary_tensors
 
 __all__ = [
     "COUNTS", "FEW", "FEW_ROWS", "FEW_WARPS", "HELD_PLANS", "KERNELS", "TUNED_BACKWARD", "TUNED_ROWS", "TUNED_WIDE",
-    "WIDE_FROM", "WIDE_PLANS", "WidePlan", "backward_plan", "count", "launch_backward", "launch_forward", "launch_rows",
-    "reduce", "row_plan", "scale_", "wide_plan", "wide_plans",
+    "WIDE_FROM", "WIDE_PLANS", "WidePlan", "backward_plan", "bind_forward", "count", "launch_backward",
+    "launch_forward", "launch_rows", "reduce", "row_plan", "scale_", "wide_plan", "wide_plans",
 ]  # fmt: skip
 
 _WIDTHS = {
@@ -330,10 +331,7 @@ def _launch_few(
     pointers: list[int] = []
     if are_repeatable():
         pointers = [rows.data_ptr(), targets.data_ptr(), loss.data_ptr(), dx.data_ptr()]
-        key = (
-            M, N, stride, rows.dtype, targets.dtype, dtype, rows.get_device(), ignore_index, smoothing, mean,
-            *[pointer & 15 for pointer in pointers],
-        )  # fmt: skip
+        key = _few_key(rows, stride, targets, ignore_index, smoothing, mean, dtype, pointers)
         if _FORWARD.start(key, pointers):
             return loss, statistics, counts, dx
     block_n = max(16, next_power_of_2(N))
@@ -342,6 +340,41 @@ def _launch_few(
     with _FORWARD.recorded(key, pointers):
         KERNELS["few"].launch((1,), args, fixed, num_warps=FEW_WARPS)
     return loss, statistics, counts, dx
+
+
+def _few_key(
+    rows: Tensor, stride: int, targets: Tensor, ignore_index: int, smoothing: float, mean: bool, dtype: torch.dtype,
+    pointers: Sequence[int],
+) -> tuple[object, ...]:  # fmt: skip
+    return (
+        *rows.shape, stride, rows.dtype, targets.dtype, dtype, rows.get_device(), ignore_index, smoothing, mean,
+        *[pointer & 15 for pointer in pointers],
+    )  # fmt: skip
+
+
+def bind_forward(
+    logits: Tensor, targets: Tensor, ignore_index: int, smoothing: float, reduction: str, wide: bool,
+    inplace: bool = False, gradient: bool = False,
+) -> Callable[..., Any] | None:  # fmt: skip
+    """Return launch_forward for few tensors that differ from these in their memory alone; None for others."""
+    if inplace or not (gradient and logits.is_contiguous() and targets.is_contiguous()):
+        return None
+    dtype, device, mean = torch.float32 if wide else logits.dtype, logits.device, reduction == "mean"
+    key = _few_key(logits, logits.shape[1], targets, ignore_index, smoothing, mean, dtype, (0,) * 4)
+    start = _FORWARD.bound(key)
+    if start is None:
+        return None
+    nothing, empty, empty_like = _nothing(device), torch.empty, torch.empty_like
+
+    def launch(logits: Tensor, targets: Tensor, *settings: Any) -> tuple[Tensor, ...]:
+        loss, dx = empty((), dtype=dtype, device=device), empty_like(logits)
+        pointers = logits.data_ptr(), targets.data_ptr(), loss.data_ptr(), dx.data_ptr()
+        if (pointers[0] | pointers[1] | pointers[2] | pointers[3]) & 15:
+            return launch_forward(logits, targets, *settings)
+        start(pointers)
+        return loss, *nothing, dx
+
+    return launch
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from accelerant.ops._launch import triton_operation
 from accelerant.ops._library import autocast_dtype, is_plain, name_of
 from accelerant.ops._refusals import check_dtype, not_a_tensor, refuses_triton_kernel
 from accelerant.ops.cross_entropy import hopper
-from accelerant.ops.cross_entropy.launch import COUNTS, launch_backward, launch_forward
+from accelerant.ops.cross_entropy.launch import COUNTS, bind_forward, launch_backward, launch_forward
 from accelerant.ops.cross_entropy.torch_ops import is_low, torch_backward, torch_composite, torch_forward
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
 
@@ -61,7 +61,7 @@ def _cost(case: Case) -> Cost:
 
 _FORWARD = (
     Implementation("hopper", hopper.launch_hopper, refuses=hopper.refuses, own=True),
-    Implementation("triton", launch_forward, refuses=refuses_triton_kernel, own=True),
+    Implementation("triton", launch_forward, refuses=refuses_triton_kernel, own=True, bind=bind_forward),
     Implementation("torch", torch_forward, differentiable=True),
 )
 cross_entropy_fwd = Operation("cross_entropy_fwd", _FORWARD, cost=_cost)
@@ -248,6 +248,24 @@ def _finish_gradient(
     return (cross_entropy_bwd(_case(dx, "scale"), dy, *ahead, ignore_index, smoothing, reduction, dx),)
 
 
+def _bind(args: tuple[Any, ...], results: object) -> dict[str, Callable[..., Any]]:
+    """Return how to make and finish the gradient of more logits like these, where it comes with the loss."""
+    logits, _, ignore_index, smoothing, reduction, wide, inplace = args
+    if reduction == "none" or inplace or logits.dtype not in _EAGER or logits.is_cpu:  # there targets are checked
+        return {}
+    settings = ignore_index, smoothing, reduction
+    forward, scale = cross_entropy_fwd.bound(_case(logits, "gradient")), cross_entropy_bwd.bound(_case(logits, "scale"))
+
+    def eager(needs: Sequence[bool], logits: Tensor, targets: Tensor, *_: object) -> Any:
+        *results, dx = forward(logits, targets, *settings, wide, False, True)
+        return tuple(results), (dx, targets, *results[1:]), False
+
+    def finish(dy: Tensor, ahead: tuple[Tensor, ...], *_: object) -> tuple[Tensor]:
+        return (scale(dy, *ahead, *settings, ahead[0]),)
+
+    return {"eager_gradient": eager, "finish_gradient": finish}
+
+
 def _backward(
     dy: Tensor, logits: Tensor, targets: Tensor, statistics: Tensor, counts: Tensor, *settings: Any
 ) -> tuple[Tensor]:
@@ -282,5 +300,6 @@ _cross_entropy = DifferentiableOp(
     operation=cross_entropy_fwd,
     cpu=_cpu,
     cpu_case=_cpu_case,
+    bind=_bind,
     cpu_args=(False, False),
 )

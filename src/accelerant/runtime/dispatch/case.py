@@ -75,6 +75,8 @@ class Implementation:
             one of few elements on a GPU, the op can leave the gradient to torch's autograd.
         group: implementations of an op and of its backward op that read each other's saved tensors, for example
             "cudnn"; "" for those that share the op's own form. See saved_by.
+        bind: the arguments -> a function that does the same as `run` for arguments whose tensors differ from these in
+            their memory alone, with less for the host to do; None where there is none. See Operation.bound.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Implementation:
     mutates: bool = False
     differentiable: bool = False
     group: str = ""
+    bind: Callable[..., Callable[..., Any] | None] | None = None
 
 
 _SAVED_BY = "saved by "

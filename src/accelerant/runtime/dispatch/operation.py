@@ -97,6 +97,8 @@ _TABLED = frozenset({"cuda"})
 
 _ledger = ledger()
 _operations: dict[str, Operation] = {}
+_UNBOUND: tuple[Any, Any, Any] = object(), None, None
+"""What a bound call has before it was made."""
 
 
 def _has_no_table(device: torch.device) -> bool:
@@ -137,6 +139,8 @@ class Operation:
         self._cost = cost
         self._bucket = bucket or (lambda case: (*rounded(case.shape), *case.options))
         self._broken: dict[Case, dict[str, Exception]] = {}
+        self._era: dict[str, object] = {}
+        self.plans.add_dependent(self._era)
         self._sources = Sources([candidate.run for candidate in implementations])
         _operations[name] = self
 
@@ -178,6 +182,44 @@ class Operation:
             for observer in list(observers):
                 observer(plan.decision)
         return result
+
+    def bound(self, case: Case) -> Callable[..., Any]:
+        """Return the call of a case for arguments whose tensors differ in their memory alone, which nothing checks.
+
+        Its first call decides as any does. The next ones look up no plan and run what the implementation has bound, but
+        for calls that are timed, watched by `explain`, or under other settings than usual.
+        """
+        bound: tuple[object, DispatchPlan, Callable[..., Any]] | None = None
+        era, lock = self._era, _ledger.lock
+
+        def call(*args: Any) -> Any:
+            nonlocal bound
+            usual = not (choice_overrides or predictions or torch_wants_determinism())
+            begun, plan, run = bound or _UNBOUND
+            current = era.get("") is begun
+            if current and usual and not observers:
+                record = plan.record
+                with lock:
+                    calls = record.calls + 1
+                    counted = calls > 4 and calls % SAMPLE_EVERY
+                    if counted:
+                        record.calls = calls
+                if counted:
+                    try:
+                        return run(*args)
+                    except Exception as error:  # noqa: BLE001 - sorted by _recover
+                        return self._recover(case, plan, error, args)[1]
+                    except BaseException:
+                        _ledger.failed(record)
+                        raise
+            result = self(case, *args)
+            plan = self._usual.get(case) if usual and not current else None
+            if plan is not None and not plan.failed and not rules().debug:
+                bind = self.named(plan.decision.implementation).bind
+                bound = era.setdefault("", object()), plan, (bind and bind(*args)) or plan.run
+            return result
+
+        return call
 
     def _run_on_fakes(self, case: Case, args: tuple[Any, ...]) -> Any:
         """Run the preferred implementation that runs on tensors without memory, without plans and ledger.
