@@ -3,7 +3,6 @@
 Without a GPU a graph's replay runs the captured function again, and writes its results over those of the capture.
 """
 
-import contextlib
 import copy
 import pickle
 import random
@@ -60,22 +59,30 @@ class Rerun:
                     to.copy_(found)
 
 
-class Trial(contextlib.nullcontext):
-    """An eager call whose times and memory the test chooses."""
+class Event:
+    """A moment of a device; each is `Event.apart_ms` after the one before, which changes by a factor."""
 
-    waits, kept_bytes = True, 1 << 20
+    now_ms, apart_ms, factor = 0.0, 1e-3, 1.0
 
-    def __enter__(self):
-        return self
+    def __init__(self):
+        Event.now_ms += Event.apart_ms
+        Event.apart_ms *= Event.factor
+        self.at_ms = Event.now_ms
 
-    def host_bound(self):
-        return self.waits
+    def query(self):
+        return True
+
+    def elapsed_time(self, later):
+        return later.at_ms - self.at_ms
 
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
     monkeypatch.setattr(graphs, "Graph", Rerun)
-    monkeypatch.setattr(graphs, "_Trial", Trial)
+    monkeypatch.setattr(graphs, "_event", Event)
+    monkeypatch.setattr(graphs, "_allocated_bytes", lambda: 0)
+    for name, value in (("apart_ms", 1e-3), ("factor", 1.0)):
+        monkeypatch.setattr(Event, name, value)
     monkeypatch.setattr(graphs, "_free_bytes", lambda: 1 << 30)
     monkeypatch.setattr(graphs, "_DEVICE", "cpu")
 
@@ -703,20 +710,26 @@ def test_by_default_a_model_whose_device_waits_for_the_host_has_graphs(model, qu
 
 
 @pytest.mark.parametrize(
-    ("waits", "free", "reason"),
-    [(False, 1 << 30, "does not wait for the host"), (True, 1 << 22, r"would hold 0\.00\d+ GiB, more than 1 / 4")],
-)
-def test_by_default_a_graph_that_costs_more_than_it_saves_is_not_captured(
-    model, quiet, monkeypatch, waits, free, reason
+    ("apart_ms", "factor", "free", "replayed", "reason"),
+    [
+        (1e9, 1.0, 1 << 30, 0, "does not wait for the host"), (1e-3, 1.5, 1 << 30, graphs._LAPS, "make no step faster"),
+        (1e-3, 1.0, 1 << 16, 0, r"would hold 5\.\de-05 GiB, more than 1 / 4"),
+    ],
+)  # fmt: skip
+def test_by_default_a_graph_that_costs_more_than_it_saves_is_not_kept(
+    model, quiet, monkeypatch, apart_ms, factor, free, replayed, reason
 ):
-    monkeypatch.setattr(Trial, "waits", waits)
+    monkeypatch.setattr(Event, "apart_ms", apart_ms)
+    monkeypatch.setattr(Event, "factor", factor)
     monkeypatch.setattr(graphs, "_free_bytes", lambda: free)
     report = acl.nn.patch(model)
-    trained(model, BEFORE + 1)
+    trained(model, BEFORE + replayed + 1)
     checked = []
     monkeypatch.setattr(graphs._State, "holds", lambda self: checked.append(self))
     trained(model, 40)
-    ((outcome, calls),) = [(k, n) for k, n in report.graphs.items() if k != "eager: before the capture"]
+    assert (report.graphs.pop("eager: before the capture"), report.graphs.pop("replayed", 0)) == (BEFORE, replayed)
+    report.graphs.pop("captured", 0)
+    ((outcome, calls),) = report.graphs.items()
     assert calls == 41
     assert re.search(reason, outcome)
     assert not checked  # the decision is final, and costs the calls that follow nothing

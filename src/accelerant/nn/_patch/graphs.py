@@ -11,7 +11,7 @@ A graph is only correct while the model is as it was at the capture. Each call c
 parameters, buffers and their memory. Whatever cannot be captured runs eagerly, and is counted with its reason. What a
 backward graph cannot do, a second pass or one that is itself differentiated, runs the call again, eagerly.
 
-By default (`automatic`) only calls are captured whose device waits for the host, as measured in the eager ones.
+By default (`automatic`) graphs are kept where they make steps faster, by the device's clock, and fit into memory.
 """
 
 from __future__ import annotations
@@ -58,8 +58,11 @@ _MOST_KEYS = 64
 _CREDIT = 32
 """Eager calls that are watched by default; a capture counts as four, and a replay takes one back."""
 
-_LAG = 1.1
-"""Device time of a forward pass by its host time, above which the device does not wait for the host."""
+_LAG = 3.0
+"""Device time of an eager forward pass by its host time, above which the device has no reason to wait for the host."""
+
+_LAPS, _GAIN = 5, 0.97
+"""Replays after which the fastest of their steps is compared with the fastest eager one, of which it may take 0.97."""
 
 _SHARE = 4
 """By default a graph holds at most 1 / 4 of the free memory."""
@@ -120,9 +123,11 @@ class _Captured:
     """The two graphs of one key, and the tensors that they read and write."""
 
     def __init__(
-        self, run: Forward, values: list[Any], key: tuple[Any, ...], full_masks: bool | None, state: _State, draws: bool
+        self, run: Forward, values: list[Any], key: tuple[Any, ...], full_masks: bool | None, state: _State,
+        draws: bool, eager_laps: list[_Lap],
     ) -> None:  # fmt: skip
         self.last = 0
+        self.eager_laps, self.laps = eager_laps, list[_Lap]()
         self.retired = False  # whether a backward pass had to run the call again: the graphs do not suit this loop
         self.draws = draws
         self._run, self._names, self._low, self._state = run, key[0], key[2], state
@@ -161,6 +166,14 @@ class _Captured:
         reached = [_leaves_of(out) for out in self._live]
         self._reached = [{i for i, x in enumerate((*self.inputs, *used)) if id(x) in ids} for ids in reached]
         self._live, self._needed = [], []
+
+    def is_slow(self) -> bool:
+        """Return whether steps turned out no faster than eager ones were."""
+        if len(self.laps) < _LAPS or not self.eager_laps or not self.laps[-1][1].query():
+            return False
+        slow = _shortest_ms(self.laps) > _GAIN * _shortest_ms(self.eager_laps)
+        self.eager_laps = []  # compared once
+        return slow
 
     def _result(self, values: Sequence[Any]) -> Any:
         split = len(values) - len(self._names)
@@ -466,26 +479,47 @@ def _versions(values: Sequence[Any]) -> list[int]:
 # --- whether a graph helps ------------------------------------------------------------------------------------------
 
 
+_Lap = tuple[torch.cuda.Event, torch.cuda.Event]
+
+
+def _event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _shortest_ms(laps: Sequence[_Lap]) -> float:
+    times: list[float] = [began.elapsed_time(ended) for began, ended in laps]
+    return min(times)
+
+
 class _Trial:
-    """An eager call: its time on the host and on the device, and the memory that it keeps for its backward pass."""
+    """An eager call: its time on the host and on the device, and the memory that it keeps for its backward pass.
+
+    Attributes:
+        laps: from the start of the call to that of the model's next one, once that has begun.
+    """
 
     def __init__(self) -> None:
-        self._began, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.laps: list[_Lap] = []
 
     def __enter__(self) -> _Trial:
-        self.kept_bytes = -torch.cuda.memory_allocated()
-        self._began.record()
-        self._host_ms = -1e3 * time.perf_counter()
+        self.kept_bytes = -_allocated_bytes()
+        self._began, self._host_ms = _event(), -1e3 * time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._host_ms += 1e3 * time.perf_counter()
-        self._ended.record()
-        self.kept_bytes += torch.cuda.memory_allocated()
+        self._ended = _event()
+        self.kept_bytes += _allocated_bytes()
 
-    def host_bound(self) -> bool:
-        """Return whether the device waited for the host, without waiting for either."""
-        return bool(self._ended.query()) and self._began.elapsed_time(self._ended) < _LAG * self._host_ms
+    def lags(self) -> bool:
+        """Return whether the device was far behind the host, without waiting for it."""
+        return not self._ended.query() or self._began.elapsed_time(self._ended) > _LAG * self._host_ms
+
+
+def _allocated_bytes() -> int:
+    return torch.cuda.memory_allocated()
 
 
 def _free_bytes() -> int:
@@ -494,7 +528,7 @@ def _free_bytes() -> int:
 
 def _objection(trials: Sequence[_Trial], model: nn.Module) -> str | None:
     """Return why no graph is captured by default after these calls, or None."""
-    if not all(trial.host_bound() for trial in trials[1:]):  # the first one compiles
+    if any(trial.lags() for trial in trials[1:]):  # the first one compiles
         return "the device does not wait for the host"
     needed = trials[-1].kept_bytes + sum(x.numel() * x.element_size() for x in model.parameters() if x.requires_grad)
     if needed * _SHARE > (free := _free_bytes()):
@@ -533,6 +567,8 @@ class Graphs:
     def __init__(self, forward: Forward, report: PatchReport, automatic: bool) -> None:
         self._forward, self._report, self._automatic = forward, report, automatic
         self._credit, self._off = _CREDIT, ""
+        self._began: torch.cuda.Event | None = None  # the start of the last call
+        self._laps: list[_Lap] | None = None  # to which the time until the next one is added
         self._forget()
 
     def _forget(self) -> None:
@@ -563,8 +599,10 @@ class Graphs:
             key = _key(values, tuple(kwargs))
             if self._automatic:
                 if key in self._refused:  # for good: nothing else is looked at
+                    self._laps = None
                     raise _Reason(self._refused[key])
                 self._check(model)
+                self._lap()
             full_masks = _full_masks(values, key[0])
             captured = self._ready(model, key, full_masks, values)
         except _Reason as reason:
@@ -575,7 +613,16 @@ class Graphs:
         self._report.graphs["replayed"] += 1
         self._credit = min(self._credit + 2, _CREDIT)
         captured.last = self._count
+        if captured.eager_laps:
+            self._laps = captured.laps
         return captured(values)
+
+    def _lap(self) -> None:
+        """End the time of the call before, and begin that of this one."""
+        now = _event()
+        if self._laps is not None and self._began is not None:
+            self._laps.append((self._began, now))
+        self._began, self._laps = now, None
 
     def _check(self, model: nn.Module) -> None:
         """Raise _Reason if no call can be captured at present; discard captured calls of a model that has changed."""
@@ -604,6 +651,9 @@ class Graphs:
         if captured is not None and captured.retired:
             del self._captured[key, full_masks]
             reason = self._refused[key] = "a backward pass ran twice, was differentiated, or came after a change"
+        elif captured is not None and captured.is_slow():
+            del self._captured[key, full_masks]
+            reason = self._refused[key] = "its graphs make no step faster"
         if captured is not None and not getattr(captured.pending(), "done", True):  # it needs the activations
             reason = "the backward pass of an earlier call is still to come"
         elif captured is not None and not captured.take_back():
@@ -628,6 +678,7 @@ class Graphs:
         with ahead_of_capture(), _Trial() as trial:
             result = self._forward(model, *args, **kwargs)
         trials.append(trial)
+        self._laps = trial.laps
         host_after, device_after = _random_states()
         self._draws |= device_after != device
         if host_after != host:
@@ -654,7 +705,8 @@ class Graphs:
         try:
             with ahead_of_capture():
                 captured = _Captured(
-                    partial(self._forward, model), values, key, full_masks, self._state, self._draws
+                    partial(self._forward, model), values, key, full_masks, self._state, self._draws,
+                    [lap for trial in self._eager[key, full_masks][1:] for lap in trial.laps],
                 )  # fmt: skip
         except Exception as raised:  # noqa: BLE001  whatever it is, the eager call that follows decides
             error: BaseException = raised
