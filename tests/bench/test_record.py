@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from accelerant.bench import Environment, Record, Row, host_time_us, time_ms, wall_ms
-from accelerant.bench.timer import Timing, back_to_back_ms, covers
+from accelerant.bench.timer import Timing, back_to_back_ms, covers, host_times_us
 from accelerant.errors import FormatError
 from accelerant.runtime import registry
 
@@ -146,3 +146,6 @@ def test_timers_order_quick_and_slow():
     assert paced.wall_ms > 0
     assert Timing.of([2.0]).beside(paced).wall_ms == paced.wall_ms
     assert 0 < host_time_us(lambda: None, calls=100, rounds=3).p50_ms < 100
+    made: list[int] = []
+    host_times_us([lambda: made.append(0), lambda: made.append(1)], calls=2, rounds=1)
+    assert made == [0, 0, 1, 1] * 3

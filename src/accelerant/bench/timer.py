@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 import torch
 
 __all__ = [
-    "Timing", "back_to_back_ms", "covers", "first_ms", "host_time_us", "rotated_ms", "second_call_s", "synchronize",
-    "time_in_turns", "time_ms", "wall_ms",
+    "Timing", "back_to_back_ms", "covers", "first_ms", "host_time_us", "host_times_us", "rotated_ms",
+    "second_call_s", "synchronize", "time_in_turns", "time_ms", "wall_ms",
 ]  # fmt: skip
 
 _FLUSH_BYTES = 2**30
@@ -207,16 +207,22 @@ def host_time_us(fn: Callable[[], object], *, calls: int = 200, rounds: int = 15
     Each round synchronizes, then makes the calls back to back, too few for the launch queue to fill up. Cyclic garbage
     collection stays on, as in a user's program.
     """
-    samples = []
+    return host_times_us([fn], calls=calls, rounds=rounds)[0]
+
+
+def host_times_us(fns: Sequence[Callable[[], object]], *, calls: int = 200, rounds: int = 15) -> list[Timing]:
+    """Return host_time_us of functions that take turns in each round, so that what slows the host slows all."""
+    samples: list[list[float]] = [[] for _ in fns]
     for _ in range(rounds + 2):
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(calls):
-            fn()
-        samples.append((time.perf_counter() - began) / calls * 1e6)
-    timing = Timing.of(samples[2:])
-    return Timing(timing.p20_ms, timing.p50_ms, timing.p80_ms, rounds * calls)
+        for fn, times in zip(fns, samples, strict=True):
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(calls):
+                fn()
+            times.append((time.perf_counter() - began) / calls * 1e6)
+    timings = [Timing.of(times[2:]) for times in samples]
+    return [Timing(timing.p20_ms, timing.p50_ms, timing.p80_ms, rounds * calls) for timing in timings]
 
 
 def _repeats(once_s: float, budget_s: float, least: int | None = None) -> int:

@@ -34,11 +34,12 @@ from accelerant.bench.suites import algebra
 from accelerant.bench.suites.neural import compiling
 from accelerant.bench.suites.neural_cases import OpCase, Oracle, as_tuple, call_of, leaves_of
 from accelerant.bench.suites.neural_plan import for_cpu
-from accelerant.bench.timer import Timing, back_to_back_ms, first_ms, host_time_us, time_ms, wall_ms
+from accelerant.bench.timer import Timing, back_to_back_ms, first_ms, host_times_us, time_ms, wall_ms
 from accelerant.errors import AccelerantError, ConfigError, MissingDependency
 from accelerant.nn.optim import AdamW
 from accelerant.nn.train.step import TrainStep
 from accelerant.ops._cases import Benchmark, Indices, Sample
+from accelerant.runtime import registry
 from accelerant.runtime.host import python_child
 from accelerant.runtime.provider import ComputeDevice
 
@@ -108,6 +109,8 @@ class UserSuite(Suite):
         What either needs is compiled in several processes before its first case.
         """
         run = replace(run, until=time.monotonic() + _LIMIT_S) if run.gpu and run.until is None else run
+        host = registry.choose("cpu")
+        run.record.notes.append(f"host: {host.name}, {host.properties['cores']} cores")
         cases, models = self.cases(run), {key for op, key, _ in _cases(run.gpu) if op in MODELS}
         parts = [[case for case in cases if (case.key in models) is late] for late in (False, True)]
 
@@ -244,6 +247,8 @@ def _measure_op(op: str, sample: Sample, host: bool, this: _UserRun) -> None:
     makers: dict[str, Callable[[], Callable[..., Any]]] = {OURS: lambda: getattr(ops, op)}
     makers |= dict.fromkeys(this.peers("torch"), lambda: theirs)
     makers |= dict.fromkeys(this.peers("compile"), lambda: torch.compile(theirs, dynamic=False))
+    in_turns: list[tuple[Row, Callable[[], object], Timing]] = []
+    failed: list[Row] = []
     for runner, make in makers.items():
         for direction in ("forward + backward, host time",) if host else ("forward", "backward"):
             label = f"{case.label} {direction}"
@@ -258,14 +263,18 @@ def _measure_op(op: str, sample: Sample, host: bool, this: _UserRun) -> None:
                     raise AccelerantError(f"{row.op} {row.case}: {wrong}")
                 if host:
                     plain = back_to_back_ms(call, this.where, budget_s=this.suite.budget_s)
-                    row = replace(row.timed(host_time_us(call, rounds=7).beside(plain)), timing="host, back to back")
-                    this.run.add(row)
+                    in_turns.append((row, call, plain))
                 else:
                     this.add_call(row, call)
             except Exception as error:
                 if runner == OURS:
                     raise
-                this.run.add(replace(row, note=failure_note(error)))
+                failed.append(replace(row, note=failure_note(error)))
+    times = host_times_us([call for _, call, _ in in_turns])
+    for (row, _, plain), timing in zip(in_turns, times, strict=True):
+        this.run.add(replace(row.timed(timing.beside(plain)), timing="host, back to back in turns"))
+    for row in failed:
+        this.run.add(row)
 
 
 def _both(fn: Callable[..., Any], case: OpCase) -> Callable[[], object]:
