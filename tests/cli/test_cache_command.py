@@ -17,6 +17,7 @@ from accelerant.runtime import registry
 from accelerant.runtime.compilation.cache import KernelCache, kernel_key
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS, KernelSource
 from accelerant.runtime.providers.cuda import OfflineCudaProvider
+from processes import Command
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -198,17 +199,11 @@ def test_warm_for_architectures_without_a_device(run, cache):
 def test_warm_with_triton(tmp_path):
     """In a process of its own: the tests may have made Triton an interpreter here."""
     pytest.importorskip("triton")
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "ACCELERANT_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, "-m", "accelerant", "cache", "warm", "gelu_fwd", "--arch", "sm_80", "--json"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)
+    command = ("cache", "warm", "gelu_fwd", "--arch", "sm_80", "--json")
+    done = Command(*command, environment={"ACCELERANT_CACHE_DIR": str(tmp_path)})
+    output, errors = done.communicate(300)
+    assert done.returncode == 0, errors
+    rows = json.loads(output)
     assert {(row["kernel"], row["target"]) for row in rows} == {("gelu_fwd", "sm_80")}
     assert len(KernelCache(tmp_path / "kernels").entries()) == len(rows) == len({row["detail"] for row in rows})
 

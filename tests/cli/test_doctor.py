@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -17,6 +15,7 @@ from accelerant.cli.app import main
 from accelerant.config import override
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.cache import kernel_key
+from processes import Command
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -62,11 +61,8 @@ def test_each_device_proves_that_it_computes(found):
 @pytest.mark.skipif(sys.platform != "linux", reason="these packages are for Linux")
 def test_the_compilers_really_compile():
     """In a process of its own: the tests may have made Triton an interpreter here."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "accelerant", "doctor", "--json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    done = Command("doctor", "--json")
+    checks = {check["name"]: check for check in json.loads(done.communicate(300)[0])["checks"]}
     assert "field_add for sm_90 in" in checks["compiler NVRTC"]["found"]
     assert "for sm_90 in" in checks["compiler Triton"]["found"]
     failed = [check for check in checks.values() if check["status"] == "failed"]

@@ -298,7 +298,7 @@ def test_second_derivative_in_low_precision(op):
     assert op not in WITH_KERNELS or all(row["refused"] or row["implementation"] == "triton" for row in first)
 
 
-@pytest.mark.sample(11)
+@pytest.mark.sample(11, 2)  # test_fake_tensors_pass_through has every op
 @pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("op", DIFFERENTIABLE)
 def test_compiles_to_one_graph(op, dynamic):
