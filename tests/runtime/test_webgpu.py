@@ -99,7 +99,14 @@ def test_arrays_above_the_binding_limit_are_split(provider, opened, monkeypatch)
     assert counts == [512, 512, 512, 464]
 
 
-@pytest.mark.parametrize("name", ["babybear", pytest.param("bn254_fr", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "babybear",
+        pytest.param("goldilocks", marks=pytest.mark.slow),
+        pytest.param("bn254_fr", marks=[pytest.mark.slow, pytest.mark.soak]),  # takes seconds to compile
+    ],
+)
 def test_arrays_of_other_kernels_are_bound_in_windows(provider, opened, monkeypatch, name):
     """Sums, products, powers, inverses, the check of the input, and transforms, of four windows."""
     field, n = zk.field(name), 1024

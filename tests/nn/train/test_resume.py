@@ -3,10 +3,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,12 +11,12 @@ from problems import Convolutional, Dense, digits, spiral
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from accelerant.errors import ConfigError, FormatError
-from accelerant.nn.train import Callback, TrainConfig, Trainer, fit
+from accelerant.nn.train import Callback, TrainConfig, Trainer, checkpoint, fit
 from accelerant.nn.train.checkpoint import Checkpoints, load_checkpoint, save_checkpoint
 from accelerant.nn.train.history import read_metrics
 from accelerant.nn.train.step import LossScale
+from processes import forkserver
 
-HERE = Path(__file__).parent
 CONFIG = TrainConfig(steps=20, batch_size=8, learning_rate=1e-2, device="cpu", predict_memory=False, checkpoint_every=6)
 
 
@@ -226,17 +222,8 @@ def test_a_checkpoint_that_vanished_between_two_names_is_no_loss(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-previous.safetensors"]
 
 
-SCRIPT = """
-    import os, random, signal, sys
-    sys.path[:0] = [{here!r}]
-    import numpy as np
-    import torch
-    torch.set_num_threads(1)
-    from problems import Dense, spiral
-    from accelerant.nn.train import Callback, TrainConfig, fit
-    from accelerant.nn.train import checkpoint
-
-    folder, how = sys.argv[1:]
+def run_until_killed(folder, how):
+    """The run of the test below, which ends while it writes a checkpoint, or between two steps."""
 
     class Kill(Callback):
         def before_step(self, trainer, step):
@@ -246,34 +233,24 @@ SCRIPT = """
     whole = checkpoint.save_checkpoint
 
     def torn(path, tensors, document):
+        whole(path, tensors, document)
         if how == "save" and document["step"] == 12:
-            whole(path, tensors, document)
             path.write_bytes(path.read_bytes()[:1000])
             os.kill(os.getpid(), signal.SIGKILL)
-        whole(path, tensors, document)
 
     checkpoint.save_checkpoint = torn
+    torch.set_num_threads(1)
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(0)
-    model = Dense(16, dropout=0.3)
-    config = TrainConfig(
-        steps=20, batch_size=8, learning_rate=1e-2, device="cpu", predict_memory=False, checkpoint_every=6,
-        folder=folder,
-    )
-    fit(model, *spiral(40, 0), config, callbacks=[Kill()], resume=True)
-"""
+    config = dataclasses.replace(CONFIG, folder=str(folder))
+    fit(Dense(16, dropout=0.3), *spiral(40, 0), config, callbacks=[Kill()], resume=True)
 
 
-def run_script(folder, how):
-    script = textwrap.dedent(SCRIPT).format(here=str(HERE))
-    path = os.pathsep.join([str(HERE.parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, "-c", script, str(folder), how],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def exit_code(folder, how):
+    process = forkserver().Process(target=run_until_killed, args=(folder, how))
+    process.start()
+    process.join(300)
+    return process.exitcode
 
 
 @pytest.mark.slow
@@ -283,9 +260,9 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path):
     model = Dense(16, dropout=0.3)
     straight = fit(model, *spiral(40, 0), dataclasses.replace(CONFIG, folder=str(tmp_path / "straight")))
     folder = tmp_path / "run"
-    assert run_script(folder, "save").returncode == -signal.SIGKILL  # while the checkpoint of step 12 is written
+    assert exit_code(folder, "save") == -signal.SIGKILL  # while the checkpoint of step 12 is written
     assert load_checkpoint(folder / "checkpoint.safetensors")[1]["step"] == 6
-    assert run_script(folder, "step").returncode == -signal.SIGKILL  # between two steps
+    assert exit_code(folder, "step") == -signal.SIGKILL  # between two steps
     config = dataclasses.replace(CONFIG, folder=str(folder), checkpoint_every=6)
     assert fit(Dense(16, dropout=0.3), *spiral(40, 0), config, resume=True).resumed_from == 12
     a, b = (load_checkpoint(each / "checkpoint.safetensors")[0] for each in (folder, tmp_path / "straight"))
