@@ -145,7 +145,8 @@ class Worker:
             self._worked.wait()
             time.sleep(_LEDGER_S)
             self._worked.clear()
-            self.send({"kind": "ledger", "ledger": ledger().to_dict()})
+            text = json.dumps(ledger().to_dict(), separators=(",", ":")).encode()
+            self.send({"kind": "ledger"}, {"ledger": np.frombuffer(text, np.uint8)})
 
     # --- the socket --------------------------------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ class WorkerProcess:
         self.ready = asyncio.Event()
         self.wake = asyncio.Event()  # there may be a job to run
         self.label = device
-        self.ledger: dict[str, Any] = {}  # of the process: operations, fallbacks and their times
+        self._ledger: bytes | dict[str, Any] = {}
         self.restarts = 0
         self.launches: list[Launch] = []
         self.job: str | None = None
@@ -85,6 +85,13 @@ class WorkerProcess:
         calls = sum(len(launch.calls) for launch in self.launches)
         pid = self._process.pid if self._process is not None and self.ready.is_set() else None
         return WorkerStats(self.name, self.label, self.ready.is_set(), self.restarts, self.job, calls, pid)
+
+    @property
+    def ledger(self) -> dict[str, Any]:
+        """The process's operations, fallbacks and their times; read when they are asked for: they may be megabytes."""
+        if isinstance(self._ledger, bytes):
+            self._ledger = dict(json.loads(self._ledger))
+        return self._ledger
 
     # --- the process -------------------------------------------------------------------------------------------------
 
@@ -144,7 +151,7 @@ class WorkerProcess:
                 elif kind == "ended" and self._ended is not None and not self._ended.done() and head["id"] == self.job:
                     self._ended.set_result(head)
                 elif kind == "ledger":
-                    self.ledger = head["ledger"]
+                    self._ledger = bytes(body)
                 elif kind == "lost":
                     self._reason = head["reason"]
                     publish(self.label, "lost", self._reason)
