@@ -534,6 +534,22 @@ class Loop:
                 self.kept.clear()
                 out.sum().backward()
 
+    def twice(self):
+        out = self.call()[0]
+        if out.requires_grad:
+            out.sum().backward(retain_graph=True)
+            self.net.train(self.rng.random() < 0.5)
+            if self.rng.random() < 0.5:
+                self.seen += self.call()
+            out.tanh().sum().backward()
+            self.net.train()
+
+    def penalty(self):
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(self.rng.randrange(1000))).requires_grad_(True)
+        (found,) = torch.autograd.grad(self.net(x)[0].tanh().sum(), x, create_graph=True)
+        self.seen.append(found)
+        found.tanh().sum().backward()
+
     def write_output(self):
         out = self.call()[0]
         (out * 2).sum().backward()
@@ -589,7 +605,7 @@ class Loop:
 
     ACTIONS = (
         [train_and_step] * 30 + [train] * 12 + [step] * 3 + [two_calls] * 3 + [forward_only] * 3 + [keep, late_backward]
-        + [write_output, evaluate, freeze, replace, load, change, shift, hook, keep_gradients]
+        + [twice, penalty, write_output, evaluate, freeze, replace, load, change, shift, hook, keep_gradients]
     )  # fmt: skip
 
     def act(self):
@@ -632,6 +648,8 @@ def test_any_sequence_of_a_users_actions_gives_what_it_gives_without_graphs(rng,
         for number in range(60):
             names, failed = zip(*[loop.act() for loop in loops], strict=True)
             if any(failed):  # the other may have gone on: eagerly, not every changed parameter is needed
+                break
+            if not all(param.isfinite().all() for param in loops[0].net.parameters()):  # squares of squares
                 break
             compare(*loops, (seed, number, names))
             examples += 1

@@ -50,10 +50,10 @@ def patch(
             positions are undefined (as with FlashAttention in transformers).
         embedding: whether to replace token and position embeddings.
         graph: whether calls in training run from CUDA graphs: the forward pass as one, the backward pass as another,
-            captured after three eager calls with arguments of the same shapes. None: where the device waited for the
-            host in these calls, for models whose code is torch's, transformers' or peft's, within a quarter of the
-            free memory. True: always, with a warning for calls that cannot be captured. Other calls run eagerly; the
-            report counts them by reason. The page on Hugging Face models lists what else differs.
+            captured after three eager calls with arguments of the same shapes. None: where that makes steps faster,
+            for modules of torch, transformers and peft, within a quarter of the free memory. True: always, with a
+            warning for calls that cannot be captured. Other calls run eagerly; the report counts them by reason. The
+            page on Hugging Face models lists what else differs.
 
     Returns:
         a report of all modules that changed or were left alone, with reasons; it counts attention fallbacks later on.

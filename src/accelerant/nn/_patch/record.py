@@ -84,8 +84,8 @@ class PatchReport:
         notes: facts that a user of the model must know, such as when logits are computed.
         fallbacks: number of later attention calls that torch served, by reason; updated while the model runs. Calls
             inside graphs of torch.compile are not counted.
-        graphs: with patch(graph=True), number of training calls by outcome: "replayed" from a CUDA graph, or "eager: "
-            and the reason; and that of captures.
+        graphs: number of training calls by outcome: "replayed" from a CUDA graph, or "eager: " and the reason; and that
+            of captures. Empty with patch(graph=False), and where this process can capture none.
     """
 
     model: str
@@ -213,7 +213,7 @@ class Record(_Picklable):
         losses: models and the functions that replace their loss_function.
         configs: configs whose attention was switched from "sdpa".
         plain: whether the model contains no model of transformers.
-        graphs: the Graphs of patch(graph=True).
+        graphs: the Graphs of a model that may run from CUDA graphs.
     """
 
     report: PatchReport
