@@ -93,7 +93,7 @@ def test_no_kernel_knows_its_wave(name, clang):
     """What clang sees for AMD has no operation between the threads of a wave, and no size of one."""
     text = f"{portable_header()}\n{SOURCES[name]().dialects['portable']}"
     options = ["-x", "hip", "--cuda-device-only", "--offload-arch=gfx90a", "-nogpuinc", "-nogpulib", "-E", "-P", "-"]
-    done = subprocess.run([clang, *options], input=text, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([clang, *options], input=text, capture_output=True, text=True, timeout=300, check=True)
     assert "amdgpu_flat_work_group_size" in done.stdout or "__attribute__((global))" in done.stdout
     between = r"__shfl\w*|__ballot\w*|__any\w*|__all\w*|__\w*warp\w*|warpSize|sub_group\w*|__activemask\w*"
     assert re.findall(between, done.stdout) == []

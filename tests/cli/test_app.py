@@ -28,7 +28,7 @@ def test_a_named_group_is_imported_alone():
 
 def test_an_unknown_command_is_wrong_usage():
     done = subprocess.run(
-        [sys.executable, "-m", "accelerant", "prove"], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-m", "accelerant", "prove"], capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 2
     assert "No such command 'prove'" in done.stderr

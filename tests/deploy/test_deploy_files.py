@@ -176,14 +176,14 @@ def nodes(tmp_path):
 @pytest.mark.slow
 def test_the_job_trains_on_two_nodes_and_goes_on_after_an_eviction(tmp_path, nodes):
     first, second = nodes()
-    metrics, end = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+    metrics, end = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 300
     while not (metrics.exists() and metrics.read_text().count("\n") > 10):
         assert first.poll() is None, (tmp_path / "0.log").read_text()
         assert time.monotonic() < end
         time.sleep(0.02)
     second.send_signal(signal.SIGTERM)
-    assert first.wait(60) != 0
-    assert second.wait(60) != 0
+    assert first.wait(200) != 0
+    assert second.wait(200) != 0
     assert 10 < metrics.read_text().count("\n") < STEPS
     assert [node.wait(240) for node in nodes()] == [0, 0], (tmp_path / "2.log").read_text()
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(1, STEPS + 1))

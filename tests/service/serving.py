@@ -40,7 +40,7 @@ class Server:
             raise RuntimeError("\n".join(self.lines))
 
     def client(self, **options):
-        return httpx.Client(base_url=self.url, timeout=60, trust_env=False, **options)
+        return httpx.Client(base_url=self.url, timeout=120, trust_env=False, **options)
 
     def records(self):
         """The lines of the log that are about requests."""
@@ -58,6 +58,6 @@ class Server:
     def stop(self):
         """Send SIGTERM; return the exit status."""
         self.process.send_signal(signal.SIGTERM)
-        status = self.process.wait(timeout=60)
+        status = self.process.wait(timeout=120)
         self.process.stderr.close()
         return status

@@ -452,7 +452,7 @@ print(sorted(name for name in sys.modules if name.partition(".")[0] in ("torch",
 
 
 def test_the_cpu_imports_no_torch():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
 
