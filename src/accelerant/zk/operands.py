@@ -96,8 +96,10 @@ def spread(space: MemorySpace, words: Any, leading: Shape, shape: Shape, tail: S
 # --- points ----------------------------------------------------------------------------------------------------------
 
 
-def point_operand(curve: Curve[Any], x: Any, name: str) -> Operand:
+def point_operand(curve: Curve[Any], x: Any, name: str, *, check: bool = True) -> Operand:
     """Return points with coordinates below the modulus, from words, or one Python point or a list of them.
+
+    Without `check` the coordinates of words are not compared with the modulus.
 
     Raises:
         UnsupportedDtype, ShapeError, ConfigError: as array_operand; not a Python point.
@@ -107,7 +109,8 @@ def point_operand(curve: Curve[Any], x: Any, name: str) -> Operand:
         words = encoded_points(curve, x, name)
         return Operand(words, words.shape[: words.ndim - len(curve.shape)], HOST, free=True)
     operand = array_operand(x, curve.coordinates.base, name, curve.shape)
-    launch.check_reduced(operand.space, curve, operand.words, name)
+    if check:
+        launch.check_reduced(operand.space, curve, operand.words, name)
     return operand
 
 

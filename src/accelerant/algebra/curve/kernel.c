@@ -1,6 +1,7 @@
 /* Functions on arrays of points. Preceded by point.h and complete.h, with COORD replaced.
  *
- * Layout: n points, affine, x then y in Montgomery form, infinity all zeros; all on the curve, except in curve_off_curve.
+ * Layout: n points, affine, x then y in Montgomery form, infinity all zeros; all on the curve, except in curve_off_curve and
+ * curve_inward, which takes canonical ones.
  * Grid: one thread per point; CURVE_ADDS points in curve_add; one block per chunk of points in curve_off_curve and
  * curve_off_subgroup. A block has at most CURVE_BLOCK threads, a power of two.
  * Bound by arithmetic: curve_add takes 5M + 2S per point and a share of an inversion; curve_mul 64 additions and 256
@@ -174,6 +175,36 @@ ACL_DEVICE u32 COORD_in_subgroup(COORD_affine p) {
     if (thread == 0 && start < n) {                                                                    \
         first[acl_group_id()] = least;                                                                 \
     }
+
+ACL_CONSTANT u64 COORD_order[] = {CURVE_ORDER};
+
+/* Convert canonical points to Montgomery form. *verdict becomes 1 where a coefficient is not below the modulus, a point is off
+ * the curve, or a scalar is not below r. */
+ACL_KERNEL ACL_BLOCK(CURVE_BLOCK) void curve_inward(ACL_GLOBAL const u64 *x, ACL_GLOBAL u64 *z, ACL_GLOBAL const u64 *scalars,
+                                                    ACL_GLOBAL u32 *verdict, i64 n, i64 n_scalars) {
+    i64 i = acl_global_id();
+    u32 good = 1;
+    if (i < n) {
+#pragma unroll 1
+        for (i64 k = CURVE_PARTS * i; k < CURVE_PARTS * (i + 1); k++) {
+            BASE part = BASE_load(x, k);
+            good &= BASE_is_reduced(part);
+            BASE_store(z, k, BASE_to_montgomery(part));
+        }
+        good &= COORD_on_curve(COORD_affine_load(z, i));
+    }
+    if (i < n_scalars) {
+        u64 borrow = 0;
+        for (i32 k = 0; k < 4; k++) {
+            u64 word = scalars[4 * i + k];
+            borrow = word < COORD_order[k] || word - COORD_order[k] < borrow;
+        }
+        good &= (u32)borrow;
+    }
+    if (!good) {
+        *verdict = 1;
+    }
+}
 
 ACL_KERNEL ACL_BLOCK(CURVE_BLOCK) void curve_off_curve(ACL_GLOBAL const u64 *x, ACL_GLOBAL i64 *first, i64 n, i64 chunk) {
     CURVE_FIRST_BUT(COORD_on_curve)

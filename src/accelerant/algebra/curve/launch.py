@@ -18,14 +18,14 @@ import numpy.typing as npt
 from accelerant.algebra.curve.program import grid_and_block, kernel_source
 from accelerant.algebra.curve.weierstrass import SCALAR_WORDS, Curve
 from accelerant.algebra.field import launch as field_launch
-from accelerant.algebra.field.memory_space import HOST, MemorySpace
+from accelerant.algebra.field.memory_space import HOST, MemorySpace, Verdict
 from accelerant.algebra.field.words import dtype_of
 from accelerant.errors import FormatError, ShapeError
 from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.recorded_launch import RecordedLaunch, launch, sole_record
 
 __all__ = [
-    "SCALAR_WORDS", "Test", "add", "check_reduced", "first_off", "from_montgomery", "multiply", "neg", "off",
+    "SCALAR_WORDS", "Test", "add", "check_reduced", "first_off", "from_montgomery", "inward", "multiply", "neg", "off",
     "to_montgomery", "unreduced_coordinate",
 ]  # fmt: skip
 
@@ -45,6 +45,21 @@ _ADDITION, _DOUBLING, _BITS = 12, 8, 256
 def to_montgomery(space: MemorySpace, curve: Curve[Any], points: Words) -> Words:
     """Convert canonical points to Montgomery form."""
     return field_launch.unary(space, curve.coordinates.base, "to_montgomery", points, "canonical")
+
+
+def inward(space: MemorySpace, curve: Curve[Any], points: Words, scalars: Words | None, verdict: Verdict) -> Words:
+    """Convert canonical points of a CUDA device to Montgomery form, without waiting for it.
+
+    The kernel sets the verdict if a coefficient is not below the modulus, a point is off the curve, or a scalar, of
+    (..., 4) words, is not below the order.
+    """
+    n, z = _count(points), space.empty(tuple(points.shape), dtype_of(curve.coordinates.base))
+    count = 0 if scalars is None else prod(scalars.shape[:-1])
+    arrays = (points, z, points if scalars is None else scalars, verdict)
+    with RecordedLaunch(_record(curve, "inward", space, n, 0), space.provider, space.index):
+        if max(n, count):
+            _launch(space, curve, "inward", arrays, (n, count), max(n, count))
+    return z
 
 
 def from_montgomery(space: MemorySpace, curve: Curve[Any], points: Words) -> Words:
@@ -250,7 +265,7 @@ def _launch(
     launch(space, kernel_source(curve, entry), entry, blocks, threads, arrays, *sizes)
 
 
-_POINT_ARRAYS = {"add": 3, "neg": 2, "mul": 2, "off_curve": 1, "off_subgroup": 1}
+_POINT_ARRAYS = {"add": 3, "neg": 2, "mul": 2, "inward": 2, "off_curve": 1, "off_subgroup": 1}
 """Arrays of points that an entry reads and writes."""
 
 

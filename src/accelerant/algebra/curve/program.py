@@ -43,6 +43,7 @@ ENTRIES: dict[str, tuple[str, ...]] = {
     "curve_add": ("*u64", "*u64", "*u64", "i64"),
     "curve_neg": ("*u64", "*u64", "i64"),
     "curve_mul": ("*u64", "*u64", "*u64", "i64", "i64", "i64"),
+    "curve_inward": ("*u64", "*u64", "*u64", "*u32", "i64", "i64"),
     "curve_off_curve": ("*u64", "*i64", "i64", "i64"),
     "curve_off_subgroup": ("*u64", "*i64", "i64", "i64"),
 }
@@ -51,6 +52,7 @@ ENTRIES: dict[str, tuple[str, ...]] = {
     curve_add            x P, y P, z P, n                                        z may be x or y
     curve_neg            x P, z P, n
     curve_mul            x P, scalars *u64, z P, n, x_step, scalar_step          z_i = s_i x_i
+    curve_inward         x P canonical, z P, scalars *u64, verdict *u32, n, n_scalars
     curve_off_curve      x P, first *i64, n, chunk
     curve_off_subgroup   x P, first *i64, n, chunk
 
@@ -58,7 +60,7 @@ Points are affine, x then y (over Fq2 c0 then c1), in Montgomery form with R of 
 montgomery_radix, infinity all zeros. Except in curve_off_curve they are on the curve; any two may be equal, opposite or
 infinite. On curves of even order, curve_add and curve_mul take points of the subgroup only. A scalar is four words, any
 number below 2^256, not reduced mod r. A step is 1, or 0 to broadcast one point or scalar. For chunk c, first[c] is the
-least index in it of a point off the curve, or out of the subgroup of order r, else n.
+least index in it of a point off the curve, or out of the subgroup of order r, else n. curve_inward is not for the CPU.
 
 Time and addresses of curve_mul depend neither on the scalars nor on the points.
 """
@@ -133,6 +135,8 @@ def _kernels(curve: Curve[Any], dialect: str, entry: str | None) -> str:
     values: dict[str, int | str] = {
         "CURVE_BLOCK": BLOCK,
         "CURVE_ADDS": ADDS,
+        "CURVE_PARTS": 2 * k.degree,
+        "CURVE_ORDER": ", ".join(f"0x{word:x}UL" for word in curve.scalars.words(curve.order, 64, 4)),
         "CURVE_EIGENVALUE": ", ".join(f"0x{word:x}UL" for word in words),
         "CURVE_EIGENVALUE_BITS": eigenvalue.bit_length(),
         "COORD_B": coordinate(curve, curve.b),

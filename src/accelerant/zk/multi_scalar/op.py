@@ -21,7 +21,7 @@ from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field import FieldArray
 from accelerant.algebra.field.launch import first_unreduced
-from accelerant.algebra.field.memory_space import HOST, MemorySpace, in_kind, is_tensor, space_at, space_of
+from accelerant.algebra.field.memory_space import HOST, MemorySpace, Verdict, in_kind, is_tensor, space_at, space_of
 from accelerant.errors import ConfigError, FormatError, ShapeError
 from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.provider import ComputeDevice
@@ -79,11 +79,18 @@ def msm(
     if devices is not None:
         return FixedBase(curve, points, check=check, multiples=False, devices=devices).msm(scalars)
     parameters, level = _curve(curve), operands.check_of(check)
-    operand = operands.point_operand(parameters, points, "points")
-    rows, leading, check_scalars = _scalar_rows(parameters, scalars, operand.space, _count(parameters, operand))
+    # On curves of even order the kernels take points of the subgroup only
+    curve_alone = parameters.cofactor == 1 or (level == "curve" and parameters.cofactor % 2 == 1)
+    by_one = curve_alone and bool(level) and is_tensor(points) and points.is_cuda
+    operand = operands.point_operand(parameters, points, "points", check=not by_one)
+    space, n = operand.space, _count(parameters, operand)
+    rows, leading, unchecked, check_sum = _scalar_rows(parameters, scalars, space, n)
     # The check of the points comes last, since it takes longest. Only the returned function keeps their words alive.
-    start = starter_of(operand.space, parameters, _point_words(parameters, operand, operand.space, level))
-    total = run_sums(operand.space, parameters, rows, start, check_scalars)
+    if by_one:
+        start, check_sum = _inward_by_one(parameters, operand, unchecked, check_sum)
+    else:
+        start = starter_of(space, parameters, _point_words(parameters, operand, space, level))
+    total = run_sums(space, parameters, rows, start, check_sum)
     return sums_outward(parameters, total, operand.space, leading, operand)
 
 
@@ -154,11 +161,11 @@ class FixedBase:
         """Return the sum of scalars[i] times point i, for each row of scalars; arguments, result and errors as msm."""
         curve, parts = self._parameters, self._parts
         if len(parts) == 1:
-            rows, leading, check = _scalar_rows(curve, scalars, self.space, self.n)
+            rows, leading, _, check = _scalar_rows(curve, scalars, self.space, self.n)
             total = run_sums(self.space, curve, rows, parts[0].start, check)
             return sums_outward(curve, total, self.space, leading, self._kind)
         home = space_of(scalars) if is_tensor(scalars) else HOST
-        rows, leading, check = _scalar_rows(curve, scalars, home, self.n)
+        rows, leading, _, check = _scalar_rows(curve, scalars, home, self.n)
         if (error := check()) is not None:
             raise error
         shares = [[part.share(home, row) for row in rows] for part in parts]
@@ -333,6 +340,30 @@ def _point_words(
     return space.reshape(words, (n, math.prod(curve.shape)))
 
 
+def _inward_by_one(
+    curve: Curve[Any], operand: Operand, scalars: Words | None, check_scalars: _Check
+) -> tuple[Callable[[Words], Words | Pending], _Check]:
+    """Return starter_of points of a CUDA device, which the kernel that converts them checks, and their scalars too.
+
+    The other function waits for the device and returns the error; sums may start before.
+    """
+    space, n = operand.space, _count(curve, operand)
+    verdict, words = Verdict.of(space), space.reshape(operand.words, (n, *curve.shape))
+    converted = launch.inward(space, curve, words, scalars, verdict)
+
+    def check() -> FormatError | None:
+        if not verdict.is_set():
+            return None
+        try:
+            launch.check_reduced(space, curve, words, "points")
+            operands.points_inward(curve, operand, space, "points", "curve")
+        except FormatError as error:
+            return error
+        return check_scalars() or FormatError("points or scalars were changed while they were read")
+
+    return starter_of(space, curve, space.reshape(converted, (n, math.prod(curve.shape)))), check
+
+
 def _count(curve: Curve[Any], operand: Operand) -> int:
     if len(operand.leading) != 1:
         tail = ", ".join(map(str, curve.shape))
@@ -342,11 +373,11 @@ def _count(curve: Curve[Any], operand: Operand) -> int:
 
 def _scalar_rows(
     curve: Curve[Any], scalars: Any, space: MemorySpace, n: int
-) -> tuple[list[Words], tuple[int, ...], _Check]:
+) -> tuple[list[Words], tuple[int, ...], Words | None, _Check]:
     """Return rows of scalars in a memory space, (n, 4) each, the leading dimensions of their sums, and a check.
 
-    Scalars on a device are checked by the returned function, which waits for the device; kernels accept any scalars, so
-    sums may start before. Other scalars are checked here.
+    Scalars on a device, which are returned too, are checked by the returned function, which waits for the device;
+    kernels accept any scalars, so sums may start before. Other scalars are checked here.
     """
     field, known = curve.scalars, isinstance(scalars, (list, tuple, FieldArray))
     if isinstance(scalars, FieldArray):
@@ -372,4 +403,4 @@ def _scalar_rows(
         raise error
     words = moved(operand, space)
     rows = [words] if len(leading) == 1 else [space.getitem(words, (i,)) for i in range(leading[0])]
-    return rows, leading[:-1], _all_valid if checked else check
+    return rows, leading[:-1], None if checked or known else words, _all_valid if checked else check
