@@ -63,11 +63,11 @@ Part = tuple[int, int]
 _MEMORY_SHARE = 0.8
 """Largest share of the free memory that a key takes."""
 
-_LAUNCH_ORDER = ("B2", "A", "C", "B1", "H")
-"""Order in which sums are launched. H waits for the quotient."""
+_LAUNCH_ORDER = ("B2", "A", "C", "B1", "quotient", "H")
+"""Order of launches. H waits for the quotient."""
 
-_QUEUES = {name: (1 + number) % len(_LAUNCH_ORDER) for number, name in enumerate(_LAUNCH_ORDER)}
-_INPUT = len(_LAUNCH_ORDER)
+_QUEUES = {"quotient": 0, "H": 0, "B2": 1, "A": 2, "C": 3, "B1": 4}
+_INPUT = 5
 """The queue that copies the witness; it does not wait for other queues' work on the previous one."""
 
 _SCALAR_BYTES, _VECTORS = 32, 6
@@ -134,7 +134,7 @@ class KeyPart:
         self.space, self.label = space, space.label
         family = family_of(zkey.family)
         self._field, self._n_public = snarkjs_scalar_field(family), zkey.n_public
-        self._queues = Queues(space, len(_LAUNCH_ORDER) + 1)
+        self._queues = Queues(space, _INPUT + 1)
         self._read: Mark = None
         room = int(_MEMORY_SHARE * space.provider.memory(space.index).free_bytes) if free_bytes is None else free_bytes
         self.sections = [name for name in _LAUNCH_ORDER if name in parts]
@@ -190,25 +190,24 @@ class KeyPart:
         witness, n = vectors.witness, int(vectors.witness.shape[0])
         in_use: list[Any] = [witness]  # kept alive until all queues have read them
         self._read = copied = queues.mark(self._input)
-        pending = {
-            name: self._sections[name].begin(witness, copied, spans, vectors.sums.get(name))
-            for name in self.sections
-            if name != "H"
-        }
         with queues.queue(self._input):
             unreduced = queues.fetch(self._input, unreduced_blocks(space, field, witness, n))
             public = queues.fetch(self._input, gather(space, field, witness, self._public, self._n_public))
-        if self._rows is not None:
-            queues.wait(0, copied)
-            with queues.queue(0):
-                start = queues.mark(0)
-                if vectors.graph is None:
-                    in_use.append(self._rows.quotient(witness))
-                else:
-                    vectors.graph.replay()
-                    in_use.append(vectors.quotient)
-                spans["quotient"] = start, queues.mark(0)
-            pending["H"] = self._sections["H"].begin(in_use[-1], spans["quotient"][1], spans, vectors.sums.get("H"))
+        pending: dict[str, Callable[[], U64]] = {}
+        for name in _LAUNCH_ORDER:
+            if name == "quotient" and self._rows is not None:
+                queues.wait(0, copied)
+                with queues.queue(0):
+                    start = queues.mark(0)
+                    if vectors.graph is None:
+                        in_use.append(self._rows.quotient(witness))
+                    else:
+                        vectors.graph.replay()
+                        in_use.append(vectors.quotient)
+                    spans["quotient"] = start, queues.mark(0)
+            elif name in self.sections:
+                scalars = (in_use[-1], spans["quotient"][1]) if name == "H" else (witness, copied)
+                pending[name] = self._sections[name].begin(*scalars, spans, vectors.sums.get(name))
         vectors.ends = [queues.mark(self._input), *(end for _, end in spans.values())]
 
         def inputs_() -> U64:
