@@ -1,6 +1,7 @@
 """`accelerant zk prove-many` on processes of this host; tests/runtime/test_jobs.py has it on a cluster."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -39,7 +40,8 @@ def test_proofs_of_many_witnesses(run, witnesses, tmp_path):
     failing = [tmp_path / name for name in ("cut.wtns", "other.wtns", "absent.wtns")]
     status, output, error = run(key, *failing, *witnesses, "--out", out, "--workers", 2)
     lines = output.splitlines()
-    assert (status, len(lines), error) == (1, 4, "")
+    assert (status, len(lines)) == (1, 4)
+    assert re.fullmatch(r"(\d of 6 witnesses, \d failed, [\d.]+/s\n)*", error)  # on a loaded machine, its progress
     assert lines[0].startswith(f"{failing[0]}: {failing[0]}: section 2")
     assert "the witness is of another circuit" in lines[1]
     assert "absent.wtns" in lines[2]
