@@ -72,10 +72,10 @@ _uncollected = 0
 
 
 @contextmanager
-def without_collection() -> Iterator[None]:
+def without_collection(*, collect: bool = True) -> Iterator[None]:
     """Collect garbage, which takes tens of milliseconds, then disable the collection inside the block.
 
-    Blocks inside do not collect: those who capture several graphs, one after the other, surround them all.
+    Blocks inside do not collect. `collect=False`: nothing that is captured belongs to autograd.
 
     A gradient's node belongs to the stream of its first use. One that a cycle keeps from an eager step would make the
     capture wait for that stream: "dependency created on uncaptured work in another stream".
@@ -85,7 +85,7 @@ def without_collection() -> Iterator[None]:
     memory, .item() included, fails when it queries the event: "invalid argument" (torch 2.11).
     """
     global _uncollected
-    if not _uncollected:
+    if collect and not _uncollected:
         gc.collect()
     was_on = gc.isenabled()
     gc.disable()

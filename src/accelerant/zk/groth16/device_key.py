@@ -247,7 +247,7 @@ class KeyPart:
         from accelerant.runtime.streams.graphs import without_collection
 
         try:
-            with without_collection():
+            with without_collection(collect=False):
                 self._capture(vectors)
         except (RuntimeError, LaunchError, OutOfMemory) as error:  # torch's errors of a capture are RuntimeErrors
             reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
