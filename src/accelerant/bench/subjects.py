@@ -40,14 +40,6 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> 
     return torch.cat((one * cos - two * sin, two * cos + one * sin), -1).to(x.dtype)
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor, *, inplace_backward: bool = False, **options: Any) -> Tensor:
-    return F.cross_entropy(logits, targets, **options)
-
-
-def _linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
-    return F.cross_entropy(F.linear(hidden, weight), targets, **options)
-
-
 def attention_by_torch(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     """Compute attention by the back end that torch chooses."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
@@ -158,13 +150,13 @@ _OWN: dict[str, Subject] = {
     "rope": Subject(_rope, constants=(1, 2)),
     "embedding": Subject(F.embedding, shared=(1,)),
     "dropout": Subject(lambda x, p=0.5, seed=None: F.dropout(x, p), random=True),
-    "cross_entropy": Subject(_cross_entropy, odd=_reduced),
+    "cross_entropy": Subject(_torch_function("cross_entropy"), odd=_reduced),
     **{
         name: Subject(_torch_function(name), constants=(1,), odd=_reduced)
         for name in ("mse_loss", "l1_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits")
     },
     "linear_cross_entropy": Subject(
-        _linear_cross_entropy,
+        _torch_function("linear_cross_entropy"),
         flops=lambda inputs, _: 2 * inputs[0].numel() * inputs[1].shape[0],
         shared=(1,),
         odd=_reduced,
