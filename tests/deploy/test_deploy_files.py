@@ -147,7 +147,7 @@ def nodes(tmp_path):
     """Return a function that starts the Job's command as its pods do, on this machine and without GPUs."""
     container = INDEXED[2]["spec"]["template"]["spec"]["containers"][0]
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
-    flags = ["--preset", "tiny", "--device", "cpu", "--data", str(tmp_path / "text.txt"), "--steps", str(STEPS)]
+    flags = f"--preset tiny --device cpu --batch-size 2 --steps {STEPS} --data {tmp_path}/text.txt".split()
     command = [*container["command"], *container["args"][:2], *flags]
     started = []
 
