@@ -885,3 +885,26 @@ def test_an_option_that_can_change_is_not_learned(monkeypatch):
 def test_a_dropout_that_draws_a_seed_is_never_repeated():
     x = torch.ones(100, 1000, requires_grad=True)
     assert not torch.equal(ops.dropout(x, 0.5), ops.dropout(x, 0.5))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bound_launches_give_what_the_first_calls_give(dtype, eager):
+    q, k, v, do = (torch.randn(2, 4, 128, 64, device="cuda", dtype=dtype).requires_grad_() for _ in range(4))
+    flat = torch.randn(64 * 1000 + 1, device="cuda", dtype=dtype)
+    x, shifted = flat[:-1].view(64, 1000).clone().requires_grad_(), flat[1:].view(64, 1000)
+    shifted.copy_(x.detach()).requires_grad_()  # like x, but for the alignment
+    classes, factor = torch.arange(64, device="cuda"), torch.tensor(3.0, device="cuda", dtype=dtype)
+
+    def found(logits):
+        y = ops.attention(q, k, v, causal=True)
+        loss = ops.cross_entropy(logits, classes)
+        (dx,) = torch.autograd.grad(loss, logits, factor)
+        return y, *torch.autograd.grad(y, (q, k, v), do.detach()), loss, dx
+
+    first = found(x)
+    for _ in range(12):
+        for logits in (x, x.detach().clone().requires_grad_(), shifted):
+            torch.testing.assert_close(found(logits), first, rtol=2e-2, atol=2e-3)
+    for op in ("attention_fwd", "attention_bwd", "cross_entropy_fwd", "cross_entropy_bwd"):
+        assert sum(_served(op).values()) == 37

@@ -208,14 +208,14 @@ def bind_launch(
     if scale <= 0 or any(readable(x) is not x for x in (q, k, v)):
         return None
     known: LaunchCache[PackedLaunch] = LaunchCache()
-    shape, device, where = q.shape[:3], q.get_device(), q.device
-    empty, empty_like, float32 = torch.empty, torch.empty_like, torch.float32
-    stream_of = torch._C._cuda_getCurrentRawStream
+    device, empty_like, stream_of = q.get_device(), torch.empty_like, torch._C._cuda_getCurrentRawStream
+    with ordinary_tensors():  # empty_like takes 2 us, of an expanded number too; empty of these sizes 5
+        lse_like = torch.empty(1, dtype=torch.float32, device=q.device).expand(q.shape[:3])
 
     def launch(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
         if capturing(device):
             return launch_hopper(q, k, v, causal, scale)
-        o, lse, stream = empty_like(q), empty(shape, dtype=float32, device=where), stream_of(device)
+        o, lse, stream = empty_like(q), empty_like(lse_like), stream_of(device)
         pointers = q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr(), lse.data_ptr(), stream
         prepared = known.get(pointers)
         if prepared is None:
