@@ -754,6 +754,39 @@ def test_by_default_a_graph_that_costs_more_than_it_saves_is_not_kept(
     assert any(entry.reason == outcome.removeprefix("eager: ") for entry in ledger()._fallbacks)
 
 
+def test_by_default_memory_that_runs_out_is_taken_from_the_graphs(model, quiet, monkeypatch):
+    report = acl.nn.patch(model)
+    trained(model, BEFORE + 1)
+    graphs_of = model.__dict__["_accelerant_patch"].graphs
+    forward, failures = graphs_of._forward, [torch.OutOfMemoryError("no memory")]
+
+    def scarce(*args, **kwargs):
+        if failures:
+            raise failures.pop()
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(graphs_of, "_forward", scarce)
+    loss = model(input_ids=ids(1, 8), labels=ids(1, 8)).loss
+    loss.backward()
+    assert not failures
+    assert not graphs_of._captured
+    trained(model, 2)
+    assert report.graphs["eager: memory ran out beside the graphs"] == 2
+    failures.append(torch.OutOfMemoryError("no memory"))
+    with pytest.raises(torch.OutOfMemoryError):
+        model(input_ids=ids(), labels=ids())
+
+
+def test_by_default_a_models_graphs_share_a_quarter_of_the_memory(model, quiet, monkeypatch):
+    monkeypatch.setattr(graphs, "_free_bytes", lambda: 1 << 18)  # gradients take 62 KiB
+    report = acl.nn.patch(model)
+    for length in (16, 8):
+        for _ in range(BEFORE + 2):
+            model(input_ids=ids(0, length), labels=ids(0, length)).loss.backward()
+    assert report.graphs["captured"] == 1
+    assert sum(calls for outcome, calls in report.graphs.items() if "more than 1 / 4" in outcome) == 2
+
+
 def test_by_default_a_model_that_keeps_changing_is_left_alone_in_the_end(model, quiet):
     report = acl.nn.patch(model)
     for _ in range(2 * graphs._CREDIT):

@@ -25,6 +25,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -65,7 +66,7 @@ _LAPS, _GAIN = 5, 0.97
 """Replays after which the fastest of their steps is compared with the fastest eager one, of which it may take 0.97."""
 
 _SHARE = 4
-"""By default a graph holds at most 1 / 4 of the free memory."""
+"""By default a model's graphs hold at most 1 / 4 of the memory that was free without them."""
 
 _KNOWN = ("torch.nn.", "transformers.", "peft.", "accelerate.", "accelerant.")
 """Modules whose code is captured by default: a forward pass does nothing besides its operations."""
@@ -126,7 +127,7 @@ class _Captured:
         self, run: Forward, values: list[Any], key: tuple[Any, ...], full_masks: bool | None, state: _State,
         draws: bool, eager_laps: list[_Lap],
     ) -> None:  # fmt: skip
-        self.last = 0
+        self.last = self.held_bytes = 0
         self.eager_laps, self.laps = eager_laps, list[_Lap]()
         self.retired = False  # whether a backward pass had to run the call again: the graphs do not suit this loop
         self.draws = draws
@@ -402,7 +403,7 @@ class _State:
         self._modules, params = list(model.modules()), list(model.parameters())
         self._training = [module.training for module in self._modules]
         self._hooks: list[Any] = [vars(torch.nn.modules.module)[f"_global{name}"] for name in self._HOOKS]
-        self._views: list[tuple[Any, tuple[Any, ...]]] = []
+        self._views: list[Any] = []
         for module in self._modules:
             if module is not model:  # its own hooks run outside of its forward
                 self._hooks += [getattr(module, name) for name in self._HOOKS]
@@ -410,9 +411,9 @@ class _State:
                 if hasattr(each, "__dict__") and not callable(each) and not isinstance(each, Tensor):
                     each = vars(each)  # of a config
                 if isinstance(each, dict | list | set | deque):
-                    now = each.values() if isinstance(each, dict) else each
-                    self._views.append((now, tuple(now)))
-        held = {id(x): x for _, values in self._views for x in values if isinstance(x, Tensor)}
+                    self._views.append(each.values() if isinstance(each, dict) else each)
+        self._lengths, self._values = [*map(len, self._views)], [*chain.from_iterable(self._views)]
+        held = {id(x): x for x in self._values if isinstance(x, Tensor)}
         self._tensors = [x for x in held.values() if type(x) in _TENSORS and x.layout is torch.strided]
         self._facts = self._of_tensors()
         kinds, self._devices = {type(x) for x in params}, {x.device for x in params}
@@ -423,7 +424,8 @@ class _State:
         return [(x.data_ptr(), x.shape, x.stride(), x.dtype, x.requires_grad) for x in self._tensors]
 
     def _same_modules(self) -> bool:
-        return all(len(now) == len(then) and all(map(is_, now, then)) for now, then in self._views)
+        same = [*map(len, self._views)] == self._lengths
+        return same and all(map(is_, chain.from_iterable(self._views), self._values))
 
     def holds(self) -> bool:
         """Return whether the model is still as it was."""
@@ -526,13 +528,23 @@ def _free_bytes() -> int:
     return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
-def _objection(trials: Sequence[_Trial], model: nn.Module) -> str | None:
-    """Return why no graph is captured by default after these calls, or None."""
+def _needed_bytes(trial: _Trial, model: nn.Module) -> int:
+    """Return the size of the activations of a call, and of gradients."""
+    return trial.kept_bytes + sum(x.numel() * x.element_size() for x in model.parameters() if x.requires_grad)
+
+
+def _objection(trials: Sequence[_Trial], needed: int, held: int) -> str | None:
+    """Return why no graph that needs so much memory is captured by default after these calls, or None.
+
+    Args:
+        trials: eager calls of its key.
+        needed, held: bytes of this graph, and of the model's other ones.
+    """
     if any(trial.lags() for trial in trials[1:]):  # the first one compiles
         return "the device does not wait for the host"
-    needed = trials[-1].kept_bytes + sum(x.numel() * x.element_size() for x in model.parameters() if x.requires_grad)
-    if needed * _SHARE > (free := _free_bytes()):
-        return f"its graphs would hold {needed / 2**30:.2g} GiB, more than 1 / {_SHARE} of the {free / 2**30:.2g} free"
+    total, free = needed + held, held + _free_bytes()
+    if total * _SHARE > free:
+        return f"its graphs would hold {total / 2**30:.2g} GiB, more than 1 / {_SHARE} of the {free / 2**30:.2g} free"
     return None
 
 
@@ -607,7 +619,7 @@ class Graphs:
             captured = self._ready(model, key, full_masks, values)
         except _Reason as reason:
             self._refuse(model, str(reason))
-            return self._forward(model, *args, **kwargs)
+            return self._run_eagerly(model, args, kwargs)
         if captured is None:
             return self._warm_up(model, args, kwargs, (key, full_masks), values)
         self._report.graphs["replayed"] += 1
@@ -616,6 +628,16 @@ class Graphs:
         if captured.eager_laps:
             self._laps = captured.laps
         return captured(values)
+
+    def _run_eagerly(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return self._forward(model, *args, **kwargs)
+        except torch.OutOfMemoryError:
+            if not self._automatic or not self._captured:
+                raise
+        self._forget()  # nobody asked for graphs that take this memory
+        self._off = "memory ran out beside the graphs"
+        return self._forward(model, *args, **kwargs)
 
     def _lap(self) -> None:
         """End the time of the call before, and begin that of this one."""
@@ -676,7 +698,7 @@ class Graphs:
         trials = self._eager.setdefault(key, [])
         state, (host, device), versions = _State(model), _random_states(), _versions(values)
         with ahead_of_capture(), _Trial() as trial:
-            result = self._forward(model, *args, **kwargs)
+            result = self._run_eagerly(model, args, kwargs)
         trials.append(trial)
         self._laps = trial.laps
         host_after, device_after = _random_states()
@@ -687,12 +709,14 @@ class Graphs:
             self._refused[key[0]] = "its forward writes into its arguments"
         elif len(trials) == EAGER_CALLS and not state.holds():  # the first calls may create buffers and attributes
             self._refused[key[0]] = "its forward changes modules or their attributes"
-        if not self._captured:  # else the next call finds the change
+        if not self._captured and not self._off:  # else the next call finds the change
             self._state = _State(model)
         return result
 
     def _capture(self, model: nn.Module, key: Any, full_masks: bool | None, values: list[Any]) -> _Captured:
-        if self._automatic and (reason := _objection(self._eager[key, full_masks], model)) is not None:
+        trials = self._eager[key, full_masks]
+        needed, held = _needed_bytes(trials[-1], model), sum(each.held_bytes for each in self._captured.values())
+        if self._automatic and (reason := _objection(trials, needed, held)) is not None:
             self._refused[key] = reason
             raise _Reason(reason)
         if len(self._captured) >= MOST_GRAPHS:
@@ -706,7 +730,7 @@ class Graphs:
             with ahead_of_capture():
                 captured = _Captured(
                     partial(self._forward, model), values, key, full_masks, self._state, self._draws,
-                    [lap for trial in self._eager[key, full_masks][1:] for lap in trial.laps],
+                    [lap for trial in trials[1:] for lap in trial.laps],
                 )  # fmt: skip
         except Exception as raised:  # noqa: BLE001  whatever it is, the eager call that follows decides
             error: BaseException = raised
@@ -715,6 +739,7 @@ class Graphs:
             failed = f"the capture failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             self._refused[key] = str(error) if isinstance(error, _Reason) else failed
             raise _Reason(self._refused[key]) from None
+        captured.held_bytes = needed
         self._captured[key, full_masks] = captured
         self._report.graphs["captured"] += 1
         return captured
