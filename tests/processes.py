@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import datetime
 import io
@@ -56,6 +57,7 @@ class Command:
         self._process = forkserver().Process(target=_command, args=given)
         self._process.start()
         self.pid = self._process.pid
+        atexit.register(self.send_signal, signal.SIGKILL)  # or the tests' process would wait for it
 
     def poll(self):
         return self._process.exitcode
