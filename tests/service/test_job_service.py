@@ -1,6 +1,7 @@
 """JobService on real worker processes: results, merging, failures, cancellation, restarts, bounds."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -315,7 +316,7 @@ def test_the_queue_is_bounded_by_count_and_bytes(running):
 
 def test_retention_and_the_limit_of_results(running, monkeypatch):
     async def main():
-        async with running(stored_bytes=3 * 8300, retention_s=1.0) as service:
+        async with running(stored_bytes=3 * 8300) as service:
             jobs = [await service.submit(request("work", key_id="many")) for _ in range(3)]
             jobs.append(await service.submit(request("work", key_id="few")))
             for job in jobs:
@@ -325,7 +326,8 @@ def test_retention_and_the_limit_of_results(running, monkeypatch):
                 await service.result(jobs[0].id, "many")  # the oldest of the key that has most
             for job in jobs[1:]:
                 np.testing.assert_array_equal((await service.result(job.id, None))["y"], X + 1)
-            await asyncio.sleep(1.2)
+            monkeypatch.setattr(service, "settings", dataclasses.replace(service.settings, retention_s=1e-3))
+            await asyncio.sleep(0.01)
             await asyncio.to_thread(service._prune)
             assert await service.list(None) == []
             await only(service)
