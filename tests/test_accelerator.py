@@ -430,7 +430,7 @@ def test_close_waits_for_submitted_calls():
 def test_a_submitted_call_that_closes_is_an_error():
     acc = Accelerator("cpu")
     with pytest.raises(AccelerantError, match="waits for itself"):
-        acc.submit(acc.close).result(5)
+        acc.submit(acc.close).result(60)
     acc.close()
 
 
@@ -752,7 +752,7 @@ def test_the_end_of_a_batch_raises_the_first_error_after_the_other_calls(acc):
     ]  # fmt: skip
     assert good.done()
     assert good.result().tolist() == [3]
-    torch.testing.assert_close(after.result(timeout=1), x / 3)
+    torch.testing.assert_close(after.result(timeout=60), x / 3)
     for call, kind, words in (
         (large, FormatError, "not below the modulus"), (stranger, UnsupportedDtype, r"builtins\.str"),
         (unlike, ConfigError, "eps must be a number, got str"),
@@ -787,7 +787,7 @@ def test_futures_are_awaited_and_asked(acc):
     gate.set()
     assert future.done()
     with pytest.raises(UnsupportedDtype):
-        acc.submit(acc.gelu, "abc").result(10)
+        acc.submit(acc.gelu, "abc").result(60)
 
 
 def test_a_batch_keeps_the_memory_limit():

@@ -46,7 +46,7 @@ def commands(lines, change=None, interrupt=None):
                     os.kill(each.pid, signal.SIGINT)
                 break
             time.sleep(0.05)
-        found = dict(queue.get(timeout=100) for _ in started)  # a limit for processes that hang, on a loaded machine
+        found = dict(queue.get(timeout=240) for _ in started)  # a limit for processes that hang, on a loaded machine
     finally:
         for each in started:
             each.join(10)
