@@ -92,7 +92,7 @@ def _finish(
 
 
 @triton.jit
-def products(
+def _products(
     x_ptr, norm_ptr, weight_ptr, scale_ptr, row, first, N, K, eps,
     GATED: tl.constexpr, BYTES: tl.constexpr, SETS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr,
@@ -156,7 +156,7 @@ def decode_linear(
     OUTPUTS: tl.constexpr = SETS // 2 if GATED else SETS
     row = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * (OUTPUTS * BLOCK_N)
-    z = products(
+    z = _products(
         x_ptr, norm_ptr, weight_ptr, scale_ptr, row, first, N, K, eps, GATED, BYTES, SETS, BLOCK_N, BLOCK_K, UNROLL
     )  # fmt: skip
     _finish(z, residual_ptr, y_ptr, row, first, N, GATED, SETS, BLOCK_N)
