@@ -14,7 +14,7 @@ from functools import partial
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AttentionInterface, GPT2Config, GPT2LMHeadModel
 
 import accelerant as acl
 from accelerant.errors import FallbackWarning, LaunchError
@@ -808,6 +808,19 @@ def test_by_default_only_known_code_is_captured(model, quiet):
     trained(model, BEFORE + 1)
     assert not report.graphs["captured"]
     assert any("the code of Net may do more than its operations" in outcome for outcome in report.graphs)
+
+
+def mine(module, query, key, value, attention_mask, **_):
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value).transpose(1, 2), None
+
+
+def test_by_default_an_attention_function_of_the_user_is_not_captured(model, quiet):
+    AttentionInterface.register("mine", mine)
+    model.set_attn_implementation("mine")
+    report = acl.nn.patch(model)
+    trained(model, BEFORE + 1)
+    assert not report.graphs
+    assert "no CUDA graphs by default: the code of mine may" in report.notes[-1]
 
 
 def test_by_default_threads_do_not_share_graphs(model, quiet):

@@ -17,6 +17,7 @@ By default (`automatic`) graphs are kept where they make steps faster, by the de
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 import warnings
@@ -550,9 +551,11 @@ def _objection(trials: Sequence[_Trial], needed: int, held: int) -> str | None:
 
 def unknown_code(model: nn.Module) -> str | None:
     """Return what of a model's code may do more than its operations, which replays would leave out; None if known."""
+    attention: Any = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {})
     for module in model.modules():
         own = vars(module)
-        for each in (type(module), own.get("forward"), own.get("_loss_function")):
+        attends = attention.get(getattr(own.get("config"), "_attn_implementation", None))
+        for each in (type(module), own.get("forward"), own.get("_loss_function"), attends):
             function = getattr(each, "__func__", each)
             if function is not None and not f"{getattr(function, '__module__', None)}.".startswith(_KNOWN):
                 return f"the code of {getattr(function, '__qualname__', type(module).__name__)}"
