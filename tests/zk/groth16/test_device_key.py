@@ -7,6 +7,7 @@ there is slow.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -24,7 +25,7 @@ from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.words import encode, random
 from accelerant.cli.app import main
 from accelerant.config import override
-from accelerant.errors import BackendUnavailable, ConfigError, FormatError, ShapeError
+from accelerant.errors import BackendUnavailable, ConfigError, DeviceLost, FormatError, ShapeError
 from accelerant.runtime.ledger import ledger
 from accelerant.zk.formats import TERM, Witness, Zkey, write_r1cs, write_wtns
 from accelerant.zk.groth16 import Prover, device_key, keys, verify
@@ -377,6 +378,22 @@ def test_all_devices_add_up_one_copy_of_a_witness():
     assert np.array_equal(witness, values)
     assert not np.shares_memory(witness, values)
     assert [row for first, last in parts for row in range(first, last)] == [0, 1]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_child_waits_for_no_threads():
+    """It has none of those that read witnesses."""
+    part = KeyPart.__new__(KeyPart)
+    part.space, part._read = space_at(require_backend("opencl")), None
+    part.await_read()
+    child = os.fork()
+    if child == 0:
+        try:
+            part.await_read()
+        except DeviceLost:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

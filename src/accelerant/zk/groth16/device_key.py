@@ -266,8 +266,13 @@ class KeyPart:
             section.capture(vectors.quotient if name == "H" else vectors.witness, vectors.sums)
 
     def await_read(self) -> None:
-        """Wait until the last witness has been read, which pinned memory must not change before."""
-        if self._read is not None:
+        """Wait until the last witness has been read, which pinned memory must not change before.
+
+        DeviceLost in a forked child, which has none of the threads that read the next one.
+        """
+        if self._read is None:
+            self.space.provider.memory(self.space.index)
+        else:
             self._read.synchronize()
 
     def explain(self) -> str:
