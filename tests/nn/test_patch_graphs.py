@@ -32,8 +32,11 @@ class Rerun:
 
     def capture(self, fn, *, warm_up, pool=None):
         captured = fn.__self__
+        buffers = [(x, x.clone()) for x in captured._run.args[0].buffers()]
         with torch.random.fork_rng():
             results = fn()
+        for x, value in buffers:  # a capture runs nothing
+            x.data.copy_(value)
         if pool is None:
             model = captured._run.args[0]
             held = [*model.parameters(), *model.buffers()]
@@ -41,7 +44,7 @@ class Rerun:
         else:
             pool.following, self.run = self, pool.run
         self.fn, self.captured, self.needed = fn, captured, captured._needed
-        self.memory = [None if x is None else x.detach() for x in results]
+        self.memory = [x.detach() if x is not None and x.requires_grad else x for x in results]
         return results
 
     def replay(self):
@@ -238,6 +241,71 @@ def test_gradients_lie_in_the_graphs_memory_while_the_next_call_finds_them_unuse
     assert_right(net, rows(5))
 
 
+def test_a_view_of_a_gradient_stays_one_while_gradients_are_zeroed_in_place(net):
+    warmed(net)
+    found = []
+    for plain in (True, False):
+        net.zero_grad()
+        views = None
+        for step in range(3):
+            (Net.forward(net, rows(step)) if plain else net(rows(step)))[0].sum().backward()
+            views = views or [param.grad.view(-1) for param in (net.head.weight, net.head.bias)]
+            for view in views:  # as a sum over processes changes gradients
+                view.mul_(0.5)
+            found.append([param.grad.clone() for param in (net.head.weight, net.head.bias)])
+            net.zero_grad(set_to_none=False)
+    for one, two in zip(found[:3], found[3:], strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_gradients_are_copied_for_hooks_which_may_use_them_on_another_stream(net):
+    warmed(net)
+    (captured,) = net.__dict__["_accelerant_patch"].graphs._captured.values()
+    own = {storage.data_ptr() for storage in captured._lent.values()}
+    seen = []
+    for hooked in (False, True):
+        if hooked:
+            net.norm.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.data_ptr()))
+        net(rows())[0].sum().backward()
+        assert (net.norm.weight.grad.data_ptr() in own) is not hooked
+        net.zero_grad()
+    assert not own & set(seen)
+
+
+class Hoards(torch.autograd.Function):
+    kept = None
+
+    @staticmethod
+    def forward(ctx, weight, x):
+        ctx.save_for_backward(x)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        found = (dy * x).sum(0)
+        Hoards.kept = found.detach()
+        return found, None
+
+
+class HoardingScale(torch.nn.LayerNorm):
+    def forward(self, x):
+        return Hoards.apply(self.weight, x)
+
+
+def test_memory_that_a_capture_leaves_in_use_is_not_lent(net):
+    net.norm = HoardingScale(4)
+    warmed(net)
+    Hoards.kept = None  # as the collection of garbage may do later
+    for step in range(2):
+        net(rows(step))[0].sum().backward()
+    found = net.norm.weight.grad
+    net.zero_grad()
+    for step in range(2):
+        Net.forward(net, rows(step))[0].sum().backward()
+    torch.testing.assert_close(found, net.norm.weight.grad)
+
+
 def change_attribute(net):
     net.scale = 3.0
 
@@ -362,6 +430,27 @@ def test_what_a_backward_graph_cannot_do_runs_the_call_again(net, backward):
     replayed = net.report.graphs["replayed"]
     net(rows().requires_grad_(True))  # its key stays eager
     assert net.report.graphs["replayed"] == replayed
+
+
+@pytest.mark.parametrize("kind", ["batch norm", "spectral norm"])
+def test_a_call_that_runs_again_begins_with_the_buffers_that_it_had_and_leaves_them(kind):
+    found = []
+    for graph in (False, True):
+        torch.manual_seed(0)
+        first, norm = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)
+        if kind == "spectral norm":
+            first, norm = torch.nn.utils.parametrizations.spectral_norm(first), torch.nn.Tanh()
+        net = torch.nn.Sequential(first, norm, torch.nn.Linear(4, 2)).train()
+        report = acl.nn.patch(net, graph=graph)
+        for step in range(BEFORE + 2):
+            net(rows(step).requires_grad_(True)).square().sum().backward()
+        x = rows(9).requires_grad_(True)
+        (dx,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
+        dx.square().sum().backward()
+        found.append([x.grad, *(param.grad for param in net.parameters()), *net.buffers()])
+    assert report.graphs["replayed"] == 3
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two)
 
 
 @pytest.mark.filterwarnings("ignore::accelerant.errors.FallbackWarning")
@@ -821,6 +910,44 @@ def test_by_default_an_attention_function_of_the_user_is_not_captured(model, qui
     trained(model, BEFORE + 1)
     assert not report.graphs
     assert "no CUDA graphs by default: the code of mine may" in report.notes[-1]
+
+
+def test_by_default_a_forward_that_was_replaced_in_its_class_is_not_captured(model, quiet, monkeypatch):
+    kind = type(model.transformer.h[0].mlp)
+    inner = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: inner(self, x))
+    report = acl.nn.patch(model)
+    trained(model, BEFORE + 1)
+    assert not report.graphs
+    assert "lambda" in report.notes[-1]
+
+
+@pytest.mark.parametrize("by_torch", [False, True])
+def test_by_default_a_deterministic_run_does_not_depend_on_measured_times(model, quiet, by_torch):
+    report = acl.nn.patch(model)
+    torch.use_deterministic_algorithms(by_torch)
+    try:
+        with acl.config.override(deterministic=not by_torch):
+            trained(model, BEFORE + 1)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert report.graphs == {"eager: results may not depend on measured times (deterministic)": BEFORE + 1}
+    trained(model, BEFORE + 1)
+    assert report.graphs["replayed"] == 1
+
+
+def test_by_default_times_are_compared_once_the_device_is_over_them_on_all_streams(model, quiet, monkeypatch):
+    report = acl.nn.patch(model)
+    trained(model, BEFORE + graphs._LAPS)
+    (captured,) = model.__dict__["_accelerant_patch"].graphs._captured.values()
+    late = captured.laps[0][0]
+    monkeypatch.setattr(Event, "query", lambda self: self is not late)
+    trained(model, 2)
+    assert captured.eager_laps
+    late = None
+    trained(model, 1)
+    assert not captured.eager_laps
+    assert report.graphs["replayed"] == graphs._LAPS + 3
 
 
 def test_by_default_threads_do_not_share_graphs(model, quiet):

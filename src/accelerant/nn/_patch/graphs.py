@@ -72,6 +72,9 @@ _SHARE = 4
 _KNOWN = ("torch.nn.", "transformers.", "peft.", "accelerate.", "accelerant.")
 """Modules whose code is captured by default: a forward pass does nothing besides its operations."""
 
+_UNUSED = 2
+"""Holders of the memory of a gradient that nobody uses: its tensor, and the object that stands for the memory here."""
+
 _DEVICE = "cuda"
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
@@ -91,7 +94,7 @@ class _Reason(UnsupportedCase):
 # --- one captured call -----------------------------------------------------------------------------------------------
 
 
-_Again = tuple[Sequence[Tensor], list[int], Tensor | None]
+_Again = tuple[Sequence[Tensor], list[int], Tensor | None, list[Tensor]]
 
 
 class _Replay(torch.autograd.Function):
@@ -101,7 +104,8 @@ class _Replay(torch.autograd.Function):
         ctx.captured, ctx.done = captured, False
         captured.pending = weakref.ref(ctx)
         given = tensors[: len(captured.inputs)]
-        ctx.again = given, _versions(given), torch.cuda.get_rng_state() if captured.draws else None
+        drawn = torch.cuda.get_rng_state() if captured.draws else None
+        ctx.again = given, _versions(given), drawn, [x.clone() for x in captured.written]
         ctx.save_for_backward(*tensors[len(given) :])
         captured.forward_graph.replay()
         outputs = tuple([out.clone() for out in captured.outputs])
@@ -126,12 +130,12 @@ class _Captured:
 
     def __init__(
         self, run: Forward, values: list[Any], key: tuple[Any, ...], full_masks: bool | None, state: _State,
-        draws: bool, eager_laps: list[_Lap],
+        draws: bool, written: Sequence[Tensor], eager_laps: list[_Lap],
     ) -> None:  # fmt: skip
         self.last = self.held_bytes = 0
         self.eager_laps, self.laps = eager_laps, list[_Lap]()
         self.retired = False  # whether a backward pass had to run the call again: the graphs do not suit this loop
-        self.draws = draws
+        self.draws, self.written = draws, written
         self._run, self._names, self._low, self._state = run, key[0], key[2], state
         self._live: list[Tensor] = []
         self.pending: Callable[[], Any] = lambda: None  # the autograd node of the last call, while it is alive
@@ -161,9 +165,11 @@ class _Captured:
         sharing = Counter(x.untyped_storage()._cdata for x in tensors)
         places = range(len(self.inputs), len(self._grads))
         storages = {place: grad.untyped_storage() for place in places if (grad := self._grads[place]) is not None}
-        self._lent = {place: found for place, found in storages.items() if sharing[found._cdata] == 1}
+        self._lent = {
+            place: found for place, found in storages.items()
+            if sharing[found._cdata] == 1 and _holders(found) == _UNUSED
+        }  # fmt: skip
         self._lends = True
-        self._holders = {place: _holders(found) for place, found in self._lent.items()}
         self._dirty = [False] * len(self.out_grads)
         reached = [_leaves_of(out) for out in self._live]
         self._reached = [{i for i, x in enumerate((*self.inputs, *used)) if id(x) in ids} for ids in reached]
@@ -171,7 +177,9 @@ class _Captured:
 
     def is_slow(self) -> bool:
         """Return whether steps turned out no faster than eager ones were."""
-        if len(self.laps) < _LAPS or not self.eager_laps or not self.laps[-1][1].query():
+        if len(self.laps) < _LAPS or not self.eager_laps:
+            return False
+        if not all(event.query() for lap in (*self.laps, *self.eager_laps) for event in lap):  # of several streams
             return False
         slow = _shortest_ms(self.laps) > _GAIN * _shortest_ms(self.eager_laps)
         self.eager_laps = []  # compared once
@@ -189,9 +197,9 @@ class _Captured:
         pairs = [(out, grad) for out, grad in zip(self._live, self.out_grads, strict=True) if grad is not None]
         outputs, out_grads = zip(*pairs, strict=True)
         found = torch.autograd.grad(outputs, self._needed, out_grads, allow_unused=True)
-        # Laid out as its parameter, the copy of a gradient becomes .grad without another.
+        # Laid out as its parameter, a gradient becomes .grad without a copy. A view's base would hold its memory too.
         return [
-            torch.empty_like(x).copy_(grad) if grad is not None and grad.stride() != x.stride() else grad
+            None if grad is None else grad.data if grad.stride() == x.stride() else torch.empty_like(x).copy_(grad)
             for x, grad in zip(self._needed, found, strict=True)
         ]
 
@@ -208,11 +216,11 @@ class _Captured:
         """Return the gradients of a call by running it eagerly: those may be differentiated, and computed repeatedly.
 
         Args:
-            again: the call's arguments that are tensors, their versions then, and the state of the device's random
-                number generator before the call, if it draws.
+            again: the call's arguments that are tensors, their versions then, and what was before the call: the state
+                of the device's random number generator, if it draws, and the buffers into which it writes.
             grads: gradients of the outputs.
         """
-        given, versions, drawn = again
+        given, versions, drawn, buffers = again
         if _versions(given) != versions:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: an "
@@ -224,7 +232,8 @@ class _Captured:
         inputs = [*given, *self.params]
         wanted = [x for x in inputs if x.requires_grad]
         with (
-            self._state.restored(), _drawing_from(drawn), torch.enable_grad(),
+            self._state.restored(), _drawing_from(drawn), _holding(self.written, buffers), ahead_of_capture(),
+            torch.enable_grad(),
             torch.autocast(_DEVICE, dtype=self._low, enabled=self._low is not None),
         ):  # fmt: skip
             outputs, _ = _flattened(self._result(values))
@@ -250,7 +259,8 @@ class _Captured:
         # A zero that flows from an output without gradient is none: it must not reach an optimizer's weight decay.
         reached = set().union(*[places for places, grad in zip(self._reached, grads, strict=True) if grad is not None])
         found = [grad if place in reached else None for place, grad in enumerate(self._grads)]
-        lent = self._lent if self._lends else {}
+        # A hook may start work on another stream, and drop the gradient before that is done.
+        lent = self._lent if self._lends and not any(map(_has_gradient_hooks, self.params)) else {}
         copied = [grad for place, grad in enumerate(found) if grad is not None and place not in lent]
         copies: dict[int, Tensor] = {}
         for dtype in {grad.dtype for grad in copied}:  # those of one dtype in few launches
@@ -266,20 +276,24 @@ class _Captured:
 
         The loop accumulates gradients then, or keeps them over the next forward pass: from now on they are copied.
         """
-        used = [place for place, storage in self._lent.items() if _holders(storage) > self._holders[place]]
+        used = [place for place, storage in self._lent.items() if _holders(storage) > _UNUSED]
         if not used:
             return True
         for place in used:
-            grad = self.params[place - len(self.inputs)].grad
-            if grad is not None and grad.untyped_storage()._cdata == self._lent[place]._cdata:
+            grad, viewed = self.params[place - len(self.inputs)].grad, _holders(self._lent[place]) > _UNUSED + 1
+            if not viewed and grad is not None and grad.untyped_storage()._cdata == self._lent[place]._cdata:
                 grad.data = grad.data.clone()
         self._lends = False
-        self._lent = {place: self._lent[place] for place in used if _holders(self._lent[place]) > self._holders[place]}
+        self._lent = {place: self._lent[place] for place in used if _holders(self._lent[place]) > _UNUSED}
         return not self._lent
 
 
 def _holders(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
+
+
+def _has_gradient_hooks(param: Tensor) -> bool:
+    return bool(param._post_accumulate_grad_hooks or param._backward_hooks)
 
 
 def _leaves_of(out: Tensor) -> set[int]:
@@ -306,6 +320,19 @@ def _drawing_from(state: Tensor | None) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_rng_state(now)
+
+
+@contextmanager
+def _holding(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Iterator[None]:
+    """Give tensors other values inside the block, which autograd does not see."""
+    now = [x.clone() for x in tensors]
+    for x, value in zip(tensors, values, strict=True):
+        x.data.copy_(value)
+    try:
+        yield
+    finally:
+        for x, value in zip(tensors, now, strict=True):
+            x.data.copy_(value)
 
 
 @contextmanager
@@ -475,6 +502,10 @@ def _random_states() -> tuple[Any, Any]:
     return host, torch.cuda.get_rng_state().tolist() if _DEVICE == "cuda" else None
 
 
+def _bytes_of(x: Tensor) -> Tensor:
+    return x.detach().flatten().view(torch.uint8)
+
+
 def _versions(values: Sequence[Any]) -> list[int]:
     return [x._version for x in values if isinstance(x, Tensor) and not x.is_inference()]
 
@@ -555,7 +586,8 @@ def unknown_code(model: nn.Module) -> str | None:
     for module in model.modules():
         own = vars(module)
         attends = attention.get(getattr(own.get("config"), "_attn_implementation", None))
-        for each in (type(module), own.get("forward"), own.get("_loss_function"), attends):
+        replaced = own.get("forward"), own.get("_loss_function"), attends
+        for each in (type(module), type(module).forward, *replaced):
             function = getattr(each, "__func__", each)
             if function is not None and not f"{getattr(function, '__module__', None)}.".startswith(_KNOWN):
                 return f"the code of {getattr(function, '__qualname__', type(module).__name__)}"
@@ -563,8 +595,8 @@ def unknown_code(model: nn.Module) -> str | None:
 
 
 def may_capture() -> bool:
-    """Return whether this process can capture graphs."""
-    return _DEVICE != "cuda" or (torch.version.cuda is not None and torch.cuda.is_available())
+    """Return whether this process can capture graphs; it can be forked afterwards, unlike after is_available()."""
+    return _DEVICE != "cuda" or (torch.version.cuda is not None and torch.cuda.device_count() > 0)
 
 
 # --- all calls of a model --------------------------------------------------------------------------------------------
@@ -593,6 +625,7 @@ class Graphs:
         self._refused: dict[Any, str] = {}
         self._state: _State | None = None
         self._draws = False
+        self._written: set[Tensor] = set()
         self._count = 0
 
     def __getstate__(self) -> Any:
@@ -651,6 +684,8 @@ class Graphs:
 
     def _check(self, model: nn.Module) -> None:
         """Raise _Reason if no call can be captured at present; discard captured calls of a model that has changed."""
+        if self._automatic and (settings().deterministic or torch.are_deterministic_algorithms_enabled()):
+            raise _Reason("results may not depend on measured times (deterministic)")
         self._count += 1
         self._credit -= 1
         if self._automatic and self._credit < 0:
@@ -700,12 +735,14 @@ class Graphs:
         self._report.graphs["eager: before the capture"] += 1
         trials = self._eager.setdefault(key, [])
         state, (host, device), versions = _State(model), _random_states(), _versions(values)
+        buffers = [] if trials else [(x, x.clone()) for x in model.buffers() if x.layout is torch.strided]
         with ahead_of_capture(), _Trial() as trial:
             result = self._run_eagerly(model, args, kwargs)
         trials.append(trial)
         self._laps = trial.laps
         host_after, device_after = _random_states()
         self._draws |= device_after != device
+        self._written |= {x for x, then in buffers if not torch.equal(_bytes_of(x), _bytes_of(then))}  # waits
         if host_after != host:
             self._refused[key[0]] = "its forward draws random numbers on the host (layers left out at random)"
         elif _versions(values) != versions:
@@ -732,7 +769,7 @@ class Graphs:
         try:
             with ahead_of_capture():
                 captured = _Captured(
-                    partial(self._forward, model), values, key, full_masks, self._state, self._draws,
+                    partial(self._forward, model), values, key, full_masks, self._state, self._draws, [*self._written],
                     [lap for trial in trials[1:] for lap in trial.laps],
                 )  # fmt: skip
         except Exception as raised:  # noqa: BLE001  whatever it is, the eager call that follows decides
