@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import gc
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
 
 from accelerant.runtime.dispatch.race import obstacle
+from accelerant.runtime.streams.graphs import without_collection
 from accelerant.runtime.streams.stream import capturing
 
 
@@ -48,3 +50,13 @@ def test_other_devices_capture_nothing(two_devices):
 def test_a_race_is_put_off_where_its_own_device_captures(two_devices):
     assert obstacle(torch.device("cuda:1"), ()) == "a CUDA graph is being captured"
     assert obstacle(torch.device("cuda:0"), ()) is None
+
+
+def test_garbage_waits_for_the_captures_of_all_threads():
+    one, other = ExitStack(), ExitStack()
+    one.enter_context(without_collection())
+    other.enter_context(without_collection())
+    one.close()
+    assert not gc.isenabled()
+    other.close()
+    assert gc.isenabled()

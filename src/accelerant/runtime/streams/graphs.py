@@ -68,7 +68,7 @@ def counting(is_captured: Callable[[torch.device], bool] = capturing) -> Iterato
         observers.remove(observe)
 
 
-_uncollected = 0
+_uncollected, _was_on = 0, False
 
 
 @contextmanager
@@ -84,17 +84,19 @@ def without_collection(*, collect: bool = True) -> Iterator[None]:
     returns it in the middle of another capture, that event belongs to the capture, and the next allocation of pinned
     memory, .item() included, fails when it queries the event: "invalid argument" (torch 2.11).
     """
-    global _uncollected
+    global _uncollected, _was_on
     if collect and not _uncollected:
         gc.collect()
-    was_on = gc.isenabled()
-    gc.disable()
     _uncollected += 1
+    if gc.isenabled():
+        gc.disable()
+        _was_on = True
     try:
         yield
     finally:
         _uncollected -= 1
-        if was_on:
+        if _was_on and not _uncollected:  # the last of the blocks, which may be of several threads
+            _was_on = False
             gc.enable()
 
 
