@@ -957,3 +957,31 @@ def test_by_default_threads_do_not_share_graphs(model, quiet):
     thread.start()
     thread.join()
     assert report.graphs == {"captured": 1, "replayed": 1, "eager: before the capture": 2 * BEFORE}
+
+
+@pytest.mark.filterwarnings("ignore::accelerant.errors.FallbackWarning")
+def test_a_capture_takes_no_parameters_from_the_calls_of_other_threads(net):
+    params, main = list(net.parameters()), threading.current_thread()
+    captures, called, found = threading.Event(), threading.Event(), []
+
+    def meet(x):
+        if threading.current_thread() is main and not captures.is_set():
+            captures.set()
+            called.wait(0.3)
+
+    def other():
+        captures.wait()
+        y = sum(out.sum() for out in net(rows()))
+        called.set()
+        found.extend(torch.autograd.grad(y, params, allow_unused=True))
+
+    net.trick = meet
+    captures.set()
+    warmed(net, BEFORE)
+    captures.clear()
+    thread = threading.Thread(target=other)
+    thread.start()
+    warmed(net, 1)
+    thread.join()
+    assert net.report.graphs["captured"] == 1
+    assert all(grad is not None for grad in found)

@@ -614,6 +614,7 @@ class Graphs:
     def __init__(self, forward: Forward, report: PatchReport, automatic: bool) -> None:
         self._forward, self._report, self._automatic = forward, report, automatic
         self._credit, self._off = _CREDIT, ""
+        self._lock, self._running = threading.RLock(), 0  # eager calls, which a capture would give other parameters
         self._began: torch.cuda.Event | None = None  # the start of the last call
         self._laps: list[_Lap] | None = None  # to which the time until the next one is added
         self._forget()
@@ -639,20 +640,21 @@ class Graphs:
         if not model.training or not torch.is_grad_enabled() or torch.compiler.is_compiling() or _in_capture():
             return self._forward(model, *args, **kwargs)  # evaluation, generation, TrainStep: not a fallback
         try:
-            if self._off:
-                raise _Reason(self._off)
-            values = [*args, *kwargs.values()]
-            if not self._automatic:
-                self._check(model)
-            key = _key(values, tuple(kwargs))
-            if self._automatic:
-                if key in self._refused:  # for good: nothing else is looked at
-                    self._laps = None
-                    raise _Reason(self._refused[key])
-                self._check(model)
-                self._lap()
-            full_masks = _full_masks(values, key[0])
-            captured = self._ready(model, key, full_masks, values)
+            with self._lock:
+                if self._off:
+                    raise _Reason(self._off)
+                values = [*args, *kwargs.values()]
+                if not self._automatic:
+                    self._check(model)
+                key = _key(values, tuple(kwargs))
+                if self._automatic:
+                    if key in self._refused:  # for good: nothing else is looked at
+                        self._laps = None
+                        raise _Reason(self._refused[key])
+                    self._check(model)
+                    self._lap()
+                full_masks = _full_masks(values, key[0])
+                captured = self._ready(model, key, full_masks, values)
         except _Reason as reason:
             self._refuse(model, str(reason))
             return self._run_eagerly(model, args, kwargs)
@@ -666,11 +668,16 @@ class Graphs:
         return captured(values)
 
     def _run_eagerly(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._lock:
+            self._running += 1
         try:
             return self._forward(model, *args, **kwargs)
         except torch.OutOfMemoryError:
             if not self._automatic or not self._captured:
                 raise
+        finally:
+            with self._lock:
+                self._running -= 1
         self._forget()  # nobody asked for graphs that take this memory
         self._off = "memory ran out beside the graphs"
         return self._forward(model, *args, **kwargs)
@@ -754,6 +761,8 @@ class Graphs:
         return result
 
     def _capture(self, model: nn.Module, key: Any, full_masks: bool | None, values: list[Any]) -> _Captured:
+        if self._running:
+            raise _Reason("another thread runs the model")
         trials = self._eager[key, full_masks]
         needed, held = _needed_bytes(trials[-1], model), sum(each.held_bytes for each in self._captured.values())
         if self._automatic and (reason := _objection(trials, needed, held)) is not None:
