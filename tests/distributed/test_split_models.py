@@ -43,3 +43,4 @@ def test_a_product_that_sums_itself_of_one_process(monkeypatch):
     for call in (1, 2):
         torch.testing.assert_close(_summed(x, weight, residual, sums), residual + x @ weight.t(), rtol=1e-5, atol=1e-4)
         assert sums._output_numbers.tolist() == [call] * N
+    assert [sums.takes_outputs(N, dtype) for dtype in (torch.bfloat16, torch.float64)] == [True, False]  # in float32

@@ -113,14 +113,14 @@ def check_summed_products(mesh):
             torch.manual_seed(N)
             x, weight = torch.randn(mesh.size(), 1, K).to(dtype), torch.randn(mesh.size(), N, K).to(dtype)
             residual = torch.randn(1, N).to(dtype)
-            assert sums.takes_outputs(N)
+            assert sums.takes_outputs(N, dtype)
             y = _summed(x[rank].cuda(), weight[rank].cuda(), residual.cuda(), sums)
             wanted = residual.double() + (x.double() @ weight.double().mT).sum(0)
             torch.testing.assert_close(y.cpu().double(), wanted, rtol=near, atol=near)
             others = [torch.empty_like(y) for _ in range(mesh.size())]
             dist.all_gather(others, y)
             assert all(torch.equal(y, other) for other in others)
-    assert not sums.takes_outputs(1 << 15)
+    assert not sums.takes_outputs(1 << 15, torch.float32)
 
 
 def check_decoding(mesh):

@@ -187,7 +187,7 @@ class _TensorParallelLlama(Llama):
 
     def _joined(self, layer: nn.Module, x: Tensor, residual: Tensor) -> Tensor:
         weight: Any = layer.weight
-        if x.shape[0] == 1 and weight.dtype is x.dtype and self.sums.takes_outputs(weight.shape[0]):
+        if x.shape[0] == 1 and weight.dtype is x.dtype and self.sums.takes_outputs(weight.shape[0], x.dtype):
             return _summed(x, weight, residual, self.sums)
         y = decode_linear(layer, x, residual=None if self.mesh.get_local_rank() else residual)  # in the sum once
         return self.sums(y)

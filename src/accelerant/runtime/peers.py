@@ -168,6 +168,9 @@ class PeerSums:
 _ROOM = 1 << 14
 """Words of 4 bytes of the longest array; NCCL is faster for longer ones."""
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Of arrays whose sums are those of float32."""
+
 _WARPS = 4
 _BLOCK = 32 * _WARPS  # a word a thread, so that a warp writes 256 bytes in a row
 
@@ -221,7 +224,7 @@ class PeerSum:
         size = x.numel() * x.element_size()
         return (
             self._memory is not None and x.is_cuda and x.is_contiguous() and 0 < size <= 4 * _ROOM and not size % 4
-            and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and not x.data_ptr() % 4
+            and x.dtype in _DTYPES and not x.data_ptr() % 4
         )  # fmt: skip
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -232,9 +235,9 @@ class PeerSum:
         _launch_sum(x, self._addresses, self._numbers, self._memory.rank, self._memory.size)
         return x
 
-    def takes_outputs(self, count: int) -> bool:
+    def takes_outputs(self, count: int, dtype: torch.dtype) -> bool:
         """Return whether `launch_outputs` can sum so many outputs of a kernel."""
-        return self._memory is not None and count <= _ROOM and not count % 16
+        return self._memory is not None and count <= _ROOM and not count % 16 and dtype in _DTYPES
 
     def launch_outputs(
         self, kernel: TritonKernel, grid: tuple[int], tensors: tuple[Tensor, ...], sizes: tuple[int, ...],
