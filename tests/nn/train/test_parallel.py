@@ -213,6 +213,21 @@ def test_buckets_hold_every_parameter_once_and_begin_small():
         GradientReduction(params, Two(), bucket_bytes=0)
 
 
+@pytest.mark.parametrize("sizes", [(5, 64), (64, 64)])
+def test_buckets_begin_with_numbers_between_gradients(sizes):
+    """Memory of earlier arrays may hold NaN, for which NCCL looks with TORCH_NCCL_NAN_CHECK."""
+    reduction = GradientReduction([torch.nn.Parameter(torch.zeros(size)) for size in sizes], Two())
+    torch.use_deterministic_algorithms(True)  # new memory is NaN
+    try:
+        for bucket in reduction._buckets:
+            memory = reduction._flat(bucket)
+            for index, offset in zip(bucket.indices, bucket.offsets, strict=True):
+                memory[offset : offset + sizes[index]] = 0.0
+            assert memory.isfinite().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_a_reduction_that_is_gone_leaves_no_hooks():
     model = net()
     reduction = GradientReduction(list(model.parameters()), Two())

@@ -245,7 +245,9 @@ class GradientReduction:
         if self._sums is not None:
             return self._sums.memory.own[bucket.first : bucket.first + bucket.size]
         if bucket.flat is None:
-            bucket.flat = torch.empty(bucket.size, dtype=bucket.dtype, device=bucket.device)
+            whole = bucket.size == sum(self._params[index].numel() for index in bucket.indices)
+            new = torch.empty if whole else torch.zeros  # gaps are summed, too, and NCCL may be told to look for NaN
+            bucket.flat = new(bucket.size, dtype=bucket.dtype, device=bucket.device)
         return bucket.flat
 
     def watch(self) -> None:
