@@ -453,6 +453,41 @@ def test_a_call_that_runs_again_begins_with_the_buffers_that_it_had_and_leaves_t
         torch.testing.assert_close(one, two)
 
 
+class Towers(Net):
+    def forward(self, x):
+        return self.head(self.norm(x)), self.other(x)
+
+
+@pytest.mark.filterwarnings("ignore::accelerant.errors.FallbackWarning")
+def test_outputs_without_a_common_history_have_backward_passes_of_their_own():
+    torch.manual_seed(0)
+    net = Towers().train()
+    net.report = acl.nn.patch(net, graph=True)
+    warmed(net)
+    found = []
+    for plain in (True, False):
+        net.zero_grad()
+        outputs = Towers.forward(net, rows()) if plain else net(rows())
+        for out in outputs:
+            out.square().sum().backward()
+            with torch.no_grad():
+                net.norm.weight.add_(0.0)  # the other tower's
+        with pytest.raises(RuntimeError, match="second time"):
+            outputs[1].sum().backward()
+        found.append([param.grad for param in net.parameters()])
+    assert net.report.graphs["replayed"] == 2
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two)
+    net = Towers().train()
+    net.report = acl.nn.patch(net, graph=True)
+    one, two = warmed(net)(rows())
+    one.sum().backward()
+    with torch.no_grad():
+        net.other.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="inplace operation: a parameter of Towers"):
+        two.sum().backward()
+
+
 @pytest.mark.filterwarnings("ignore::accelerant.errors.FallbackWarning")
 def test_a_second_backward_pass_needs_what_the_first_one_had(net):
     warmed(net)

@@ -101,12 +101,13 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, captured: _Captured, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.captured, ctx.done = captured, False
+        ctx.captured, ctx.done, ctx.spent = captured, False, set[int]()
         captured.pending = weakref.ref(ctx)
         given = tensors[: len(captured.inputs)]
         drawn = torch.cuda.get_rng_state() if captured.draws else None
         ctx.again = given, _versions(given), drawn, [x.clone() for x in captured.written]
         ctx.save_for_backward(*tensors[len(given) :])
+        ctx.params = (tensors[len(given) :], _versions(tensors[len(given) :])) if captured.parted else None
         captured.forward_graph.replay()
         outputs = tuple([out.clone() for out in captured.outputs])
         ctx.mark_non_differentiable(*[out for out, to in zip(outputs, captured.out_grads, strict=True) if to is None])
@@ -114,11 +115,17 @@ class _Replay(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        params = ctx.saved_tensors  # raises if one was changed in place, and after a backward pass that kept no graph
         captured: _Captured = ctx.captured
-        again = ctx.again
+        again, given = ctx.again, {place for place, grad in enumerate(grads) if grad is not None}
+        if ctx.spent and not ctx.spent & given:  # these outputs have no history with those of earlier passes
+            captured.check(given, *ctx.params)
+            params = ctx.params[0]
+        else:
+            params = ctx.saved_tensors  # raises if one was changed in place, and after a pass that kept no graph
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            ctx.again = None  # frees the arguments
+            ctx.spent = ctx.spent.union(*[captured.tied[place] for place in given])
+            if not captured.parted:
+                ctx.again = None  # frees the arguments
         done, ctx.done = ctx.done, True
         if torch.is_grad_enabled() or done or [param.data_ptr() for param in params] != captured.addresses:
             return None, *captured.run_again(again, grads)
@@ -171,8 +178,11 @@ class _Captured:
         }  # fmt: skip
         self._lends = True
         self._dirty = [False] * len(self.out_grads)
-        reached = [_leaves_of(out) for out in self._live]
+        reached, histories = zip(*[_history(out) for out in self._live], strict=True)
         self._reached = [{i for i, x in enumerate((*self.inputs, *used)) if id(x) in ids} for ids in reached]
+        # Outputs without a common history can have backward passes of their own, none of which keeps the graph.
+        self.tied = [{place for place, nodes in enumerate(histories) if nodes & own} for own in histories]
+        self.parted = any(tied and len(tied) < sum(map(bool, histories)) for tied in self.tied)
         self._live, self._needed = [], []
 
     def is_slow(self) -> bool:
@@ -184,6 +194,15 @@ class _Captured:
         slow = _shortest_ms(self.laps) > _GAIN * _shortest_ms(self.eager_laps)
         self.eager_laps = []  # compared once
         return slow
+
+    def check(self, outputs: set[int], params: Sequence[Tensor], versions: Sequence[int]) -> None:
+        """Raise as torch does if a parameter that these outputs depend on has another version than in their call."""
+        places = {place - len(self.inputs) for output in outputs for place in self._reached[output]}
+        if any(place >= 0 and params[place]._version != versions[place] for place in places):
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"parameter of {type(self._state.model).__name__}"
+            )
 
     def _result(self, values: Sequence[Any]) -> Any:
         split = len(values) - len(self._names)
@@ -296,8 +315,8 @@ def _has_gradient_hooks(param: Tensor) -> bool:
     return bool(param._post_accumulate_grad_hooks or param._backward_hooks)
 
 
-def _leaves_of(out: Tensor) -> set[int]:
-    """Return the identities of the leaves that a tensor depends on."""
+def _history(out: Tensor) -> tuple[set[int], set[Any]]:
+    """Return the identities of the leaves that a tensor depends on, and the nodes of autograd between them."""
     found, seen, todo = {id(out)}, set(), [out.grad_fn]
     while todo:
         node = todo.pop()
@@ -305,7 +324,7 @@ def _leaves_of(out: Tensor) -> set[int]:
             seen.add(node)
             found.add(id(getattr(node, "variable", None)))
             todo += [following for following, _ in node.next_functions]
-    return found
+    return found, {node for node in seen if not hasattr(node, "variable")}
 
 
 @contextmanager
