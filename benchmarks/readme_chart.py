@@ -211,7 +211,6 @@ def files() -> dict[Path, str]:
         (ROOT / "README.md", "chart", _readme_section(shown)),
         (ROOT / "docs" / "benchmarks.md", "figures", _figures_section(shown)),
         (ROOT / "docs" / "benchmarks.md", "user", _user_section(_record("user-h200"))),
-        (ROOT / "docs" / "benchmarks.md", "user-calls", _user_section(_record("user-calls-h100"))),
         (ROOT / "docs" / "benchmarks.md", "slower", _slower_section()),
         (ROOT / "docs" / "scaling.md", "scale", _scale_section(sorted(RESULTS.glob("scale-*.json"), reverse=True))),
     ):

@@ -35,7 +35,7 @@ from accelerant.runtime.ledger import quantile
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = [
-    "COMPILED", "DETERMINISTIC", "DEVICE", "EAGER", "GRAPH", "NAIVE", "NUMPY", "OURS", "OUT_OF_MEMORY", "OWN", "STEP",
+    "COMPILED", "DETERMINISTIC", "DEVICE", "EAGER", "NAIVE", "NUMPY", "OURS", "OUT_OF_MEMORY", "OWN", "STEP",
     "UNFUSED", "Environment", "Record", "Row", "environment_variable", "failure_note", "installed_version",
 ]  # fmt: skip
 
@@ -48,10 +48,9 @@ OWN = "accelerant, own kernel"
 DETERMINISTIC = "accelerant, deterministic"
 """Runner of rows measured with the setting `deterministic`, for ops that it may slow down."""
 
-COMPILED, STEP = "accelerant, compiled", "accelerant, TrainStep"
-EAGER, GRAPH = "accelerant, graph=False", "accelerant, graph=True"
-"""Runners of patched models: under torch.compile, trained by TrainStep, without CUDA graphs, and with them where asked
-for; OURS is `patch(model)`, whose notes tell whether it captured any.
+COMPILED, STEP, EAGER = "accelerant, compiled", "accelerant, TrainStep", "accelerant, graph=False"
+"""Runners of patched models: under torch.compile, trained by TrainStep, and without CUDA graphs. OURS is `patch(model)`,
+whose notes tell whether it captured any.
 """
 
 OUT_OF_MEMORY = "out of memory: "
@@ -294,7 +293,7 @@ class Row:
     @property
     def ours(self) -> bool:
         """True if a user's call runs it: with dispatch's choice, or a patched model."""
-        return self.runner in (OURS, COMPILED, EAGER, GRAPH, STEP)
+        return self.runner in (OURS, COMPILED, EAGER, STEP)
 
     @property
     def peer(self) -> bool:
