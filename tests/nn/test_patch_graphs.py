@@ -901,6 +901,27 @@ def test_by_default_memory_that_runs_out_is_taken_from_the_graphs(model, quiet, 
         model(input_ids=ids(), labels=ids())
 
 
+def test_a_call_that_begins_anew_with_the_graphs_memory_updates_buffers_once(quiet, monkeypatch):
+    net = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Tanh()).train()
+    acl.nn.patch(net)
+    for step in range(BEFORE + 1):
+        net(rows(step)).sum().backward()
+    graphs_of = net.__dict__["_accelerant_patch"].graphs
+    assert graphs_of._captured
+    forward, failures = graphs_of._forward, [torch.OutOfMemoryError("no memory")]
+
+    def scarce(*args, **kwargs):
+        y = forward(*args, **kwargs)
+        if failures:
+            raise failures.pop()
+        return y
+
+    monkeypatch.setattr(graphs_of, "_forward", scarce)
+    net(rows(0, 7)).sum().backward()
+    assert not graphs_of._captured
+    assert net[0].num_batches_tracked == BEFORE + 2
+
+
 def test_by_default_a_models_graphs_share_a_quarter_of_the_memory(model, quiet, monkeypatch):
     monkeypatch.setattr(graphs, "_free_bytes", lambda: 1 << 18)  # gradients take 62 KiB
     report = acl.nn.patch(model)

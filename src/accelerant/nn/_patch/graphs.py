@@ -689,6 +689,7 @@ class Graphs:
     def _run_eagerly(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._lock:
             self._running += 1
+            written = [(x, x.clone()) for x in self._written] if self._captured else []
         try:
             return self._forward(model, *args, **kwargs)
         except torch.OutOfMemoryError:
@@ -699,6 +700,8 @@ class Graphs:
                 self._running -= 1
         self._forget()  # nobody asked for graphs that take this memory
         self._off = "memory ran out beside the graphs"
+        for x, value in written:  # as if the call had not begun
+            x.data.copy_(value)
         return self._forward(model, *args, **kwargs)
 
     def _lap(self) -> None:
