@@ -260,7 +260,7 @@ def hooked(rank):
         tokens, seen, differences, split = torch.arange(16).view(2, 8) + rank, [], [], []
         for number in range(5):
             if number == first:
-                table.register_hook(lambda gradient, seen=seen: seen.append(gradient.clone()))
+                table.register_hook(lambda gradient, seen=seen: seen.append(gradient))  # which stays as it is
             (whole,) = torch.autograd.grad(model.loss(tokens, tokens), table)
             seen.clear()
             step([(tokens, tokens)], 1e-2)
