@@ -49,8 +49,8 @@ DETERMINISTIC = "accelerant, deterministic"
 """Runner of rows measured with the setting `deterministic`, for ops that it may slow down."""
 
 COMPILED, STEP, EAGER = "accelerant, compiled", "accelerant, TrainStep", "accelerant, graph=False"
-"""Runners of patched models: under torch.compile, trained by TrainStep, and without CUDA graphs. OURS is `patch(model)`,
-whose notes tell whether it captured any.
+"""Runners of patched models: under torch.compile, trained by TrainStep, and without CUDA graphs. OURS is `patch(model)`;
+its notes tell whether it captured any.
 """
 
 OUT_OF_MEMORY = "out of memory: "
