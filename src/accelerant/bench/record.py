@@ -49,7 +49,7 @@ DETERMINISTIC = "accelerant, deterministic"
 """Runner of rows measured with the setting `deterministic`, for ops that it may slow down."""
 
 COMPILED, STEP, EAGER = "accelerant, compiled", "accelerant, TrainStep", "accelerant, graph=False"
-"""Runners of patched models: under torch.compile, trained by TrainStep, and without CUDA graphs. OURS is `patch(model)`;
+"""Runners of patched models: under torch.compile, trained by TrainStep, without CUDA graphs. OURS is `patch(model)`;
 its notes tell whether it captured any.
 """
 
