@@ -40,6 +40,7 @@ from accelerant.config import settings
 from accelerant.errors import FallbackWarning, LaunchError, UnsupportedCase
 from accelerant.nn._patch.record import MARK, PARTS, RECORD, Capture, Forward, PatchReport, has_hooks
 from accelerant.ops._library import is_watched
+from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import FallbackRecord, ledger
 from accelerant.runtime.streams.graphs import Graph, ahead_of_capture
 
@@ -633,7 +634,8 @@ class Graphs:
     def __init__(self, forward: Forward, report: PatchReport, automatic: bool) -> None:
         self._forward, self._report, self._automatic = forward, report, automatic
         self._credit, self._off = _CREDIT, ""
-        self._lock, self._running = threading.RLock(), 0  # eager calls, which a capture would give other parameters
+        self._lock = fork_safe(threading.RLock())
+        self._running = 0  # eager calls, which a capture would give other parameters
         self._began: torch.cuda.Event | None = None  # the start of the last call
         self._laps: list[_Lap] | None = None  # to which the time until the next one is added
         self._forget()
