@@ -55,9 +55,9 @@ def test_brackets_side_by_side_and_in_strings_are_not_depth():
     assert decode_json(json.dumps(value)) == value
 
 
-@pytest.mark.parametrize("text", ["", "[", '"' + "[" * 200, b"\xff[", "]" * 200 + "[" * 50])
+@pytest.mark.parametrize("text", ["", " \n", "[", '"' + "[" * 200, b"\xff[", "]" * 200 + "[" * 50])
 def test_what_is_no_json_is_a_value_error(text):
-    with pytest.raises(ValueError, match=r"Expecting|Unterminated|can't decode"):
+    with pytest.raises(ValueError, match=r"empty|Expecting|Unterminated|can't decode"):
         decode_json(text)
 
 

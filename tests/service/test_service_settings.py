@@ -1,3 +1,5 @@
+import socket
+
 import pytest
 
 from accelerant.cli import main
@@ -67,3 +69,13 @@ def test_a_start_that_fails_says_why_without_a_traceback(tmp_path, monkeypatch, 
     assert (1 if isinstance(ended.value.code, str) else ended.value.code) == status
     assert why in errors
     assert "Traceback" not in errors
+
+
+def test_an_address_in_use_is_refused_before_anything_is_made(tmp_path, capfd):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SystemExit) as ended:
+            main(["serve", "--port", str(port), "--directory", str(tmp_path / "state")])
+    assert ended.value.code == 2
+    assert f"cannot listen on host 127.0.0.1, port {port}: Address already in use" in capfd.readouterr().err
+    assert not (tmp_path / "state").exists()

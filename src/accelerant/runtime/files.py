@@ -264,6 +264,8 @@ def decode_json(text: str | bytes) -> Any:
             depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0][0], 0)
             if depth > MAX_DEPTH:
                 raise ValueError(f"more than {MAX_DEPTH} levels of arrays and objects")
+    if not decoded.strip():
+        raise ValueError("it is empty")
     return json.loads(decoded)
 
 

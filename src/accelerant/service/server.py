@@ -65,13 +65,25 @@ def require_keys(settings: ServiceSettings) -> None:
         )
 
 
+def _require_address(settings: ServiceSettings) -> None:
+    """Raise ConfigError if the service cannot listen on its address, before workers start."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        socket.create_server((settings.host, settings.port), family=family).close()
+    except OSError as error:
+        address = f"host {settings.host}, port {settings.port}"
+        raise ConfigError(f"cannot listen on {address}: {error.strerror or error}") from None
+
+
 def run(settings: ServiceSettings) -> None:
     """Serve until a signal ends it.
 
     Raises:
-        ConfigError: as `require_keys` raises it; or the certificate, the directory or the job store cannot be used.
+        ConfigError: as `require_keys` raises it; or the address, the certificate, the directory or the job store cannot
+            be used.
     """
     require_keys(settings)
+    _require_address(settings)
     requests = log_to(sys.stderr, settings.log)
     if not settings.is_loopback and not settings.tls_certificate:
         _LOG.warning("without TLS, keys and data travel in the clear: set tls_certificate, or let a proxy do it")
