@@ -157,7 +157,7 @@ def test_the_service_beyond_loopback(tmp_path):
     assert server.stop() == 0
     log = "\n".join(server.lines)
     assert field["token"] not in log
-    assert secret.rpartition("_")[2] not in log
+    assert secret.split("_", 2)[2] not in log
     assert any(record["key_id"] == field["id"] and record["operation"] == "field_mul" for record in server.records())
 
 
