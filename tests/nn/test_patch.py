@@ -10,6 +10,7 @@ import pickle
 import pytest
 import torch
 from patch_models import CAUSAL, FAMILIES, ROTARY, assert_same, batch, make, outcome, transformers
+from requirements import require_module
 from torch import nn
 from transformers import activations
 
@@ -443,31 +444,31 @@ def test_a_class_whose_forward_another_library_replaced(monkeypatch):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_adapters_are_called_not_looked_through(when):
-    class Adapted(nn.Module):
-        def __init__(self, layer):
-            super().__init__()
-            self.layer, self.extra = layer, nn.Parameter(torch.ones(1))
+@pytest.mark.parametrize(
+    ("family", "target"), [("bert", "intermediate.dense"), ("llama", "lm_head"), ("llama", "up_proj")]
+)
+def test_adapters_of_peft_are_called_not_looked_through(family, target, when):
+    """Their gradients stay, too, and what they were merged into."""
+    require_module("peft")
+    import peft
 
-        def forward(self, x):
-            return self.layer(x) + self.extra
-
-    def adapt(model):
-        for block in model.bert.encoder.layer:
-            block.intermediate.dense = Adapted(block.intermediate.dense)
-
-    model, inputs = make("bert"), batch("bert")
-    plain = copy.deepcopy(model)
-    adapt(plain)
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=[target], init_lora_weights=False)
+    plain, inputs = peft.get_peft_model(make(family), config), batch(family)
     wanted = outcome(plain, inputs)
-    if when == "before":
-        adapt(model)
-        report = acl.nn.patch(model)
-        assert left(report, "BertIntermediate") == {"its dense is a Adapted, not a Linear"}
-    else:
+    model = make(family)
+    if when == "after":
         acl.nn.patch(model)
-        adapt(model)
-    assert_same(outcome(model, inputs), wanted, **TIGHT)
+    adapted = peft.get_peft_model(model, config)
+    adapted.load_state_dict(plain.state_dict())
+    if when == "before":
+        report = acl.nn.patch(adapted)
+        if family == "bert":
+            assert left(report, "BertIntermediate") == {"its dense is a peft.tuners.lora.layer.Linear, not a Linear"}
+    assert_same(outcome(adapted, inputs), wanted, **TIGHT)
+    merged, expected = (each.eval().merge_and_unload() for each in (adapted, plain))
+    with torch.no_grad():
+        torch.testing.assert_close(merged(**inputs).logits, expected(**inputs).logits, **TIGHT)
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def _gelu_mlp(first: str, activation: str, *rest: str, kind: type[nn.Module] = n
         if approximate is None:
             return f"its activation is a {type(act).__name__}, ours a GELU"
         if type(layer) is not kind or (kind is Conv1D and differs(Conv1D.forward, "conv1d")):
-            return f"its {first} is a {type(layer).__name__}, not a {kind.__name__}"
+            return f"its {first} is a {type(layer).__module__}.{type(layer).__name__}, not a {kind.__name__}"
         settings = {"approximate": approximate, "activation": type(act), "names": (first, activation, rest)}
         return ModulePlan([("mlp", f"ops.linear_gelu({approximate!r})")], blocks.gelu_mlp_forward, options=settings)
 
