@@ -10,7 +10,6 @@ import pickle
 import pytest
 import torch
 from patch_models import CAUSAL, FAMILIES, ROTARY, assert_same, batch, make, outcome, transformers
-from requirements import require_module
 from torch import nn
 from transformers import activations
 
@@ -18,6 +17,7 @@ import accelerant as acl
 from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.nn._patch import fingerprints
 from accelerant.nn._patch.loss import _OUTPUTS
+from requirements import require_module
 
 TIGHT = {"rtol": 2e-5, "atol": 2e-6}
 """Of float32 on a CPU: sums in another order."""
