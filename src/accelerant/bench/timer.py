@@ -12,7 +12,8 @@ is read around the call, and the two kinds of time are one.
 
 `rotated_ms` times calls that a program makes one after the other on other memory each time, as the layers of a model
 do: a single call of some 20 us also shows what starting it costs. `host_time_us` is the host's part alone.
-`time_in_turns` compares calls on a CPU, whose speed changes from one second to the next, by alternating them.
+`time_in_turns` compares calls on a CPU, whose speed changes from one second to the next, by alternating them;
+`back_to_back_times_ms` does so for calls that keep a device busy.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from dataclasses import dataclass, replace
 import torch
 
 __all__ = [
-    "Timing", "back_to_back_ms", "covers", "first_ms", "host_time_us", "host_times_us", "rotated_ms",
-    "second_call_s", "synchronize", "time_in_turns", "time_ms", "wall_ms",
+    "Timing", "back_to_back_ms", "back_to_back_times_ms", "covers", "first_ms", "host_time_us", "host_times_us",
+    "rotated_ms", "second_call_s", "synchronize", "time_in_turns", "time_ms", "wall_ms",
 ]  # fmt: skip
 
 _FLUSH_BYTES = 2**30
@@ -160,6 +161,9 @@ def wall_ms(
 _IN_A_ROW = 20
 """Calls back to back: too few to fill the launch queue."""
 
+_TURNS = 4
+"""Turns of each of several functions that are timed back to back."""
+
 
 def back_to_back_ms(
     fn: Callable[[], object], device: torch.device, *, calls: int = _IN_A_ROW, budget_s: float = 0.3
@@ -178,6 +182,22 @@ def back_to_back_ms(
     row = wall_ms(several, device, budget_s=budget_s * 2 / 3, least=_SLOW_REPEATS)
     timing = Timing.of([sample / count for sample in row.samples])
     return replace(timing, wall_ms=alone.p50_ms, back_to_back_ms=timing.p50_ms)
+
+
+def back_to_back_times_ms(
+    fns: Sequence[Callable[[], object]], device: torch.device, *, calls: int = _IN_A_ROW, budget_s: float = 0.3
+) -> list[Timing]:
+    """Return back_to_back_ms of functions that take turns, so that what slows the host slows all."""
+    rounds = _TURNS if len(fns) > 1 else 1
+    turns = [
+        [back_to_back_ms(fn, device, calls=calls, budget_s=budget_s / rounds) for fn in fns] for _ in range(rounds)
+    ]
+    timings = []
+    for parts in zip(*turns, strict=True):
+        timing = Timing.of([sample for part in parts for sample in part.samples])
+        alone = statistics.median(part.wall_ms for part in parts if part.wall_ms is not None)
+        timings.append(replace(timing, wall_ms=alone, back_to_back_ms=timing.p50_ms))
+    return timings
 
 
 def first_ms(call: Callable[[], object], device: torch.device) -> float:

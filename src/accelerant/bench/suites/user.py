@@ -34,7 +34,15 @@ from accelerant.bench.suites import algebra
 from accelerant.bench.suites.neural import compiling
 from accelerant.bench.suites.neural_cases import OpCase, Oracle, as_tuple, call_of, leaves_of
 from accelerant.bench.suites.neural_plan import for_cpu
-from accelerant.bench.timer import Timing, back_to_back_ms, first_ms, host_times_us, time_ms, wall_ms
+from accelerant.bench.timer import (
+    Timing,
+    back_to_back_ms,
+    back_to_back_times_ms,
+    first_ms,
+    host_times_us,
+    time_ms,
+    wall_ms,
+)
 from accelerant.errors import AccelerantError, ConfigError, MissingDependency
 from accelerant.nn.optim import AdamW
 from accelerant.nn.train.step import TrainStep
@@ -346,6 +354,8 @@ Step = Callable[[], Tensor]
 def _measure_model(case: _ModelCase, this: _UserRun) -> None:
     """Measure a training step of each runner from the same weights on the same batch; the first losses must agree.
 
+    The two compiled models take turns: the speed of a host varies by more than they differ.
+
     Raises:
         MissingDependency: transformers is not installed.
         AccelerantError: a patched model computes another loss.
@@ -353,36 +363,50 @@ def _measure_model(case: _ModelCase, this: _UserRun) -> None:
     if importlib.util.find_spec("transformers") is None:
         raise MissingDependency("transformers", "huggingface", "bench user")
     compiled = this.peers("compile")
-    runners = (
-        "torch", *compiled, *[COMPILED] * (case.short and bool(compiled)),  # side by side: the host varies
-        *this.peers("liger"), OURS, *[EAGER] * this.run.gpu, *[STEP] * case.short,
-    )  # fmt: skip
-    expected: float | None = None
-    for runner in runners:
-        row = this.row(case.label, runner, target_x=1.0 if runner in (OURS, COMPILED, STEP) else None)
+    together = [*compiled, *[COMPILED] * (case.short and bool(compiled))]
+    others = [*this.peers("liger"), OURS, *[EAGER] * this.run.gpu, *[STEP] * case.short]
+    losses: list[float] = []
+    for runners in (["torch"], together, *([runner] for runner in others)):
+        rows = [
+            this.row(case.label, each, target_x=1.0 if each in (OURS, COMPILED, STEP) else None) for each in runners
+        ]
         try:
-            with _step(case, runner, this.where) as (step, report):
-                began = time.perf_counter()
-                loss = float(step())
-                row = replace(row, cold_ms=1e3 * (time.perf_counter() - began), timing="steps back to back")
-                expected = loss if expected is None else expected
-                if not abs(loss - expected) <= _LOSS_TOLERANCE * abs(expected):
-                    raise AccelerantError(f"the loss is {loss:.5g}, that of the model as it was {expected:.5g}")
-                for _ in range(_WARM_UP):
-                    step()
-                timing = back_to_back_ms(step, this.where, calls=_STEPS, budget_s=2 * this.suite.budget_s)
-            rate = 1e3 * case.batch * case.tokens / timing.p50_ms
-            graphs = ", ".join(f"{outcome} {calls}" for outcome, calls in report.graphs.items()) if report else ""
-            note = f"{rate:,.0f} tokens/s, first loss {loss:.5f}{graphs and f', CUDA graphs: {graphs}'}"
-            row = replace(row.timed(timing), note=note)
+            rows = _measured_in_turns(case, rows, losses, this)
         except Exception as error:
-            if runner in ("torch", OURS):
-                raise AccelerantError(f"{case.name} {case.label}, {runner}: {failure_note(error)}") from error
-            row = replace(row, note=failure_note(error))
-        this.run.add(row)
+            why = f"{', '.join(runners)}: {failure_note(error)}"
+            if runners[0] in ("torch", OURS):
+                raise AccelerantError(f"{case.name} {case.label}, {why}") from error
+            rows = [replace(row, note=why) for row in rows]
+        for row in rows:
+            this.run.add(row)
         gc.collect()
         if this.run.gpu:
             torch.cuda.empty_cache()
+
+
+def _measured_in_turns(case: _ModelCase, rows: list[Row], losses: list[float], this: _UserRun) -> list[Row]:
+    """Return the rows with the times of their runners' steps, and add the first losses, which must be as the first."""
+    torch.compiler.reset()
+    with contextlib.ExitStack() as models:
+        running = [models.enter_context(_step(case, row.runner, this.where)) for row in rows]
+        cold = []
+        for step, _ in running:
+            began = time.perf_counter()
+            losses.append(float(step()))
+            cold.append(1e3 * (time.perf_counter() - began))
+            if not abs(losses[-1] - losses[0]) <= _LOSS_TOLERANCE * abs(losses[0]):
+                raise AccelerantError(f"the loss is {losses[-1]:.5g}, that of the model as it was {losses[0]:.5g}")
+            for _ in range(_WARM_UP):
+                step()
+        steps = [step for step, _ in running]
+        timings = back_to_back_times_ms(steps, this.where, calls=_STEPS, budget_s=2 * this.suite.budget_s)
+    measured = []
+    for row, timing, first, loss, (_, report) in zip(rows, timings, cold, losses[-len(rows) :], running, strict=True):
+        graphs = ", ".join(f"{outcome} {calls}" for outcome, calls in report.graphs.items()) if report else ""
+        note = f"{1e3 * case.batch * case.tokens / timing.p50_ms:,.0f} tokens/s, first loss {loss:.5f}"
+        note += graphs and f", CUDA graphs: {graphs}"
+        measured.append(replace(row.timed(timing), cold_ms=first, timing="steps back to back", note=note))
+    return measured
 
 
 @contextlib.contextmanager
@@ -425,7 +449,6 @@ def _step(
             yield lambda: captured([(ids,)], _LEARNING_RATE).loss, None
             return
         if runner in ("torch.compile", COMPILED):
-            torch.compiler.reset()
             called = torch.compile(model)
         optimizer = torch.optim.AdamW(parameters, lr=_LEARNING_RATE, fused=True)
 
