@@ -366,7 +366,7 @@ def _measure_model(case: _ModelCase, this: _UserRun) -> None:
     together = [*compiled, *[COMPILED] * (case.short and bool(compiled))]
     others = [*this.peers("liger"), OURS, *[EAGER] * this.run.gpu, *[STEP] * case.short]
     losses: list[float] = []
-    for runners in (["torch"], together, *([runner] for runner in others)):
+    for runners in filter(None, (["torch"], together, *([runner] for runner in others))):
         rows = [
             this.row(case.label, each, target_x=1.0 if each in (OURS, COMPILED, STEP) else None) for each in runners
         ]
