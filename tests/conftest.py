@@ -1,6 +1,10 @@
 """Set-up of every test: the Triton interpreter where there is no GPU, a cache of the run's own, the gpu marker."""
 
 import gc
+
+gc.disable()  # until all is collected: what is imported and collected lives on, and a third of the time went to walk it
+
+# ruff: noqa: E402
 import importlib
 import os
 import shutil
@@ -79,6 +83,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish():
     # Thousands of collected tests are millions of objects that live to the end: without this each full garbage
     # collection, of which tests ask for many, walks them for a second.
+    gc.enable()
     gc.collect()
     gc.freeze()
 

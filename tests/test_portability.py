@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -83,8 +84,16 @@ def python_files():
 # --- the text --------------------------------------------------------------------------------------------------------
 
 
+NAMED = re.compile(
+    rf"\b(import|from)\b.*\b({'|'.join(sorted({*POSIX_MODULES, *BLOCKED}))})\b"
+    rf"|\.({'|'.join(sorted(set().union(*POSIX_NAMES.values())))})\b"
+)
+
+
 def offences(text):
     """Uses of what only POSIX has, unless something asked first whether it is there."""
+    if not NAMED.search(text):
+        return []
     tree = ast.parse(text)
     return sorted(found for node in ast.iter_child_nodes(tree) for found in _offences(node, frozenset(), True))
 
