@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import accelerant.config
 import accelerant.ops
 
 pytest_plugins = ["soak"]
@@ -28,7 +27,7 @@ _CACHE = None if "PYTEST_XDIST_WORKER" in os.environ else tempfile.mkdtemp(prefi
 if _CACHE:
     os.environ["ACCELERANT_CACHE_DIR"] = _CACHE
 
-# PoCL compiles without its optimiser, in a third to a tenth of the time; the soak and test_msm_device.py have it.
+# PoCL compiles without its optimiser, in a third to a tenth of the time; the soak has it.
 if "SOAK_MINUTES" not in os.environ:
     os.environ["POCL_EXTRA_BUILD_FLAGS"] = "-cl-opt-disable"
 
@@ -94,19 +93,6 @@ def _memory_for_other_processes(request):
     yield
     if "gpu" in request.keywords:
         torch.cuda.empty_cache()
-
-
-@pytest.fixture(scope="session")
-def _optimised(tmp_path_factory):
-    return tmp_path_factory.mktemp("optimised")
-
-
-@pytest.fixture
-def optimised_opencl(monkeypatch, _optimised):
-    """PoCL optimises, and its binaries are apart from those that other tests build without."""
-    monkeypatch.delenv("POCL_EXTRA_BUILD_FLAGS", raising=False)
-    with accelerant.config.override(cache_dir=_optimised):
-        yield
 
 
 def pytest_unconfigure():
