@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from train_workers import small
 
 from accelerant.cli import main
 from accelerant.cli.train_view import LineView, verdict
@@ -31,8 +32,8 @@ def text(tmp_path):
 def accelerant(capsys, tmp_path, monkeypatch):
     """Runs a command line in this process, in a folder of its own; returns status, output and errors."""
     monkeypatch.chdir(tmp_path)
-    # A short validation and sample: most of the time of a run of few steps.
-    monkeypatch.setitem(PRESETS, "tiny", PRESETS["tiny"].replaced(validation_tokens=1024, sample_tokens=8))
+    monkeypatch.setitem(PRESETS, "tiny", PRESETS["tiny"])
+    small()
 
     def run(*arguments):
         with pytest.raises(SystemExit) as ended:
@@ -103,13 +104,6 @@ def test_a_run_begins_with_the_model_of_another_and_resumes_for_more_epochs(acce
 
 
 @pytest.mark.slow
-def test_determinism_can_be_chosen(accelerant, text):
-    for option, expected in (("--no-deterministic", False), ("--deterministic", True)):
-        assert accelerant("train", "--data", text, "--steps", 1, "--device", "cpu", "--json", option)[0] == 0
-        assert json.loads(Path("runs/tiny/config.json").read_text())["run"]["deterministic"] is expected
-
-
-@pytest.mark.slow
 def test_threads_are_the_option_or_those_of_the_environment_or_one(accelerant, text, monkeypatch):
     import torch
 
@@ -138,9 +132,10 @@ def test_a_profile_is_written_beside_the_run(accelerant, text):
 
 
 @pytest.mark.slow
-def test_recomputing_gives_the_same_losses(accelerant, text):
-    for name, option in (("a", ()), ("b", ("--recompute",))):
-        accelerant("train", "--data", text, "--steps", 3, "--device", "cpu", "--json", "--out", name, *option)
+def test_recomputing_gives_the_same_losses_and_determinism_can_be_chosen(accelerant, text):
+    for name, options in (("a", ("--no-deterministic",)), ("b", ("--recompute", "--deterministic"))):
+        accelerant("train", "--data", text, "--steps", 3, "--device", "cpu", "--json", "--out", name, *options)
+        assert json.loads(Path(name, "config.json").read_text())["run"]["deterministic"] is (name == "b")
     assert losses(Path("a")) == losses(Path("b"))
 
 
@@ -281,8 +276,8 @@ def test_help_has_an_example_and_does_not_load_torch():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_writes_a_checkpoint_and_the_rest_is_the_same(accelerant, tmp_path, text, number):
     out = tmp_path / "out"
-    arguments = ("train", "--data", text, "--steps", 30, "--device", "cpu", "--out", out)
-    process = Command(*arguments, environment={"COLUMNS": "200"})
+    arguments = ("train", "--data", text, "--steps", 200, "--device", "cpu", "--out", out)
+    process = Command(*arguments, environment={"COLUMNS": "200"}, before=small)
     deadline = time.monotonic() + 200  # a limit for a process that hangs, on a loaded machine too
     while not (out / "metrics.jsonl").is_file() or len(losses(out)) < 3:
         assert process.poll() is None, process.communicate()[1]
@@ -292,8 +287,8 @@ def test_a_signal_writes_a_checkpoint_and_the_rest_is_the_same(accelerant, tmp_p
     output, errors = process.communicate(timeout=200)
     assert process.returncode == 128 + number, errors
     assert f"Continue with:  accelerant train --resume {out}" in output
-    done = int(re.search(r"Stopped after step (\d+) of 30", output)[1])
-    assert 3 <= done < 30
+    done = int(re.search(r"Stopped after step (\d+) of 200", output)[1])
+    assert 3 <= done < 200
     assert len(losses(out)) == done
     assert not (out / "summary.json").exists()
     if number != signal.SIGINT:

@@ -16,10 +16,10 @@ from processes import forkserver
 
 
 def small():
-    """Shorten the evaluation and the sample of the preset, most of the time of a run of few steps."""
+    """Make the preset's model, evaluation and sample small: most of the time of a run of few steps."""
     from accelerant.nn.train.config import PRESETS
 
-    PRESETS["tiny"] = PRESETS["tiny"].replaced(validation_tokens=1024, sample_tokens=8)
+    PRESETS["tiny"] = PRESETS["tiny"].replaced(layers=1, width=32, validation_tokens=1024, sample_tokens=8)
 
 
 def commands(lines, change=None, interrupt=None):
