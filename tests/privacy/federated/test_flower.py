@@ -127,7 +127,7 @@ def flower(tmp_path):
         **os.environ, "FLWR_HOME": str(tmp_path / "home"), "FLWR_TELEMETRY_ENABLED": "0", "OMP_NUM_THREADS": "1",
         "PATH": f"{scripts}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": f"{HERE / 'flower_app'}:{os.environ.get('PYTHONPATH', '')}",
-        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "1",
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.2",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
     }  # fmt: skip
     warm = subprocess.Popen(
@@ -157,7 +157,7 @@ def flower(tmp_path):
 def test_a_round_on_flower_with_a_node_killed(flower, tmp_path):
     signing, verification = make_identities(CLIENTS)
     parties = {
-        "setup": SETUP, "folder": str(tmp_path), "timeout_s": 30.0,
+        "setup": SETUP, "folder": str(tmp_path), "timeout_s": 12.0,
         "signing": [key.private_bytes_raw().hex() for key in signing],
         "verification": [key.hex() for key in verification],
     }  # fmt: skip

@@ -550,7 +550,7 @@ def test_two_splits_of_one_secret_differ():
 
 
 @pytest.mark.slow  # drivers compile kernels
-@pytest.mark.sample(3)  # the arithmetic of each field and device is tested in algebra/field
+@pytest.mark.sample(5)  # the arithmetic of each field and device is tested in algebra/field
 @pytest.mark.parametrize("field", shamir.FIELDS)
 @pytest.mark.parametrize("device", ["opencl", "webgpu"])
 def test_shares_computed_on_opencl_and_webgpu_are_the_cpus_bit_for_bit(device, field, monkeypatch):

@@ -186,8 +186,7 @@ def test_a_copy_of_a_model_has_its_own_weights():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_torch_compile_leaves_what_feeds_the_sink_to_python(backend):
+def test_torch_compile_leaves_what_feeds_the_sink_to_python():
     from accelerant.privacy.dp.clipping import PerExampleClipper
 
     torch._dynamo.reset()
@@ -197,7 +196,7 @@ def test_torch_compile_leaves_what_feeds_the_sink_to_python(backend):
     by_logits(model, idx, targets).backward()
     expected, norms = [each.grad.clone() for each in model.parameters()], clipper.norms
     model.zero_grad()
-    by_logits(torch.compile(model, backend=backend), idx, targets).backward()
+    by_logits(torch.compile(model, backend="aot_eager"), idx, targets).backward()
     assert clipper.norms is not norms
     torch.testing.assert_close(clipper.norms, norms)
     for each, grad in zip(model.parameters(), expected, strict=True):

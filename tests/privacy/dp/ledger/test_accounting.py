@@ -175,10 +175,9 @@ def test_extreme_noise_has_an_answer(noise):
 
 
 @pytest.mark.slow
-@given(
-    sigma=st.floats(0.7, 5), rate=st.sampled_from([1e-3, 0.02, 0.3]), count=st.integers(1, 300), more=st.integers(1, 50)
+@pytest.mark.parametrize(
+    ("sigma", "rate", "count", "more"), [(0.7, 0.3, 20, 1), (1.5, 0.02, 300, 50), (5.0, 1e-3, 1, 3)]
 )
-@settings(max_examples=4, deadline=None)
 def test_more_steps_never_cost_less_and_the_cross_check_is_looser(sigma, rate, count, more):
     step = Event("gaussian", sigma, "poisson", rate)
     one, two = epsilon(step.times(count)), epsilon(step.times(count + more))
@@ -197,7 +196,7 @@ def test_a_count_that_changes_reuses_the_distribution_of_one_step():
     step = Event("gaussian", 1.3, "poisson", 0.01)
     epsilon(step.times(1000))
     before = accounting._distribution.cache_info().misses
-    for count in range(1001, 1006):
+    for count in range(1001, 1003):
         epsilon(step.times(count))
     assert accounting._distribution.cache_info().misses == before
 
@@ -219,10 +218,11 @@ def test_more_steps_than_a_block():
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["pld", "rdp"])
 def test_remaining_is_the_last_that_fits(method):
-    done = [STEP.times(500), Event("gaussian", 20.0)]
-    count = remaining(done, STEP, 1.0, DELTA, method=method)
-    assert epsilon(*done, STEP.times(count), method=method) <= 1.0
-    assert epsilon(*done, STEP.times(count + 1), method=method) > 1.0
+    step = Event("gaussian", 2.0, "poisson", 0.02)
+    done = [step.times(50), Event("gaussian", 20.0)]
+    count = remaining(done, step, 1.0, DELTA, method=method)
+    assert epsilon(*done, step.times(count), method=method) <= 1.0
+    assert epsilon(*done, step.times(count + 1), method=method) > 1.0
 
 
 @pytest.mark.slow

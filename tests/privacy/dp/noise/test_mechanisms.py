@@ -168,7 +168,7 @@ ASKED = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(("epsilon", "delta", "value", "sensitivity"), ASKED)
 def test_the_exact_delta_is_within_the_one_asked(monkeypatch, epsilon, delta, value, sensitivity):
     plans = []

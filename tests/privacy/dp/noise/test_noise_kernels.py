@@ -105,7 +105,7 @@ def test_llvm_adds_as_torch_does(n):
     assert x.isfinite().all()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("terms", BY_TERMS)
 def test_portable_draws_equal_the_reference(opencl, terms):

@@ -232,9 +232,9 @@ def calibrate(
     way = check_method(method)
     check_whole("steps", steps, 1)
 
-    def cost(noise: float, by: str, past: Sequence[Event] = ()) -> float:
+    def cost(noise: float) -> float:
         event = Event(mechanism, noise, sampling, sample_rate, steps, charged)
-        return spent([*past, event], delta, method=by).epsilon
+        return spent([*before, event], delta, method=way).epsilon
 
     spent_before = spent(before, delta, method=way)
     if spent_before.epsilon > target_epsilon:
@@ -242,10 +242,16 @@ def calibrate(
             f"what was done to the data already has epsilon {spent_before.epsilon:.6g} at delta {delta:g}: no noise "
             f"brings it down to {target_epsilon:g}"
         )
+
+    def guess(noise: float) -> float:
+        release = release_of(Event(mechanism, noise, sampling, sample_rate))
+        return rdp_epsilon({release: steps}, delta - steps * charged, orders) if steps * charged < delta else math.inf
+
     # RDP first: it is fast and a close upper bound. Without `before`, which by RDP may already exceed the target.
-    noise, power = _least_noise(lambda noise: cost(noise, "rdp"), target_epsilon, 1.0, 1.2)
-    if way == "pld" or before:
-        noise, _ = _least_noise(lambda noise: cost(noise, way, before), target_epsilon, noise, power)
+    orders = _ORDERS if way == "rdp" else _WHOLE_ORDERS
+    noise, power = _least_noise(guess, target_epsilon, 1.0, 1.2)
+    if way == "pld" or before or charged:
+        noise, _ = _least_noise(cost, target_epsilon, noise, power)
     return noise
 
 
@@ -290,10 +296,11 @@ def _next_probe(aim: float, low: float, high: float) -> float:
 
 # --- composition by dp-accounting ------------------------------------------------------------------------------------
 
-_ORDERS: Final = (
+_ORDERS: Final[tuple[float, ...]] = (
     *(1 + tenths / 10 for tenths in range(1, 100)),
     *(float(order) for order in (*range(11, 64), 128, 256, 512, 1024)),
 )
+_WHOLE_ORDERS: Final = tuple(order for order in _ORDERS if order.is_integer())  # an eighth of the time of all
 _PLD_LIMIT: Final = 1e4  # an epsilon above is meaningless, and its distribution has too many points
 _POINTS: Final = 1e6  # of one release's distribution: more take seconds; a fifth where the interval is finer than usual
 _USUAL: Final = 1e-4
@@ -309,9 +316,9 @@ def pld_epsilon(counts: Mapping[Release, int], delta: float) -> float:
     Above 10^4, and for deltas below the resolution of floating point, it is the bound by Renyi divergence, which holds
     as well. Releases must have noise, and counts must be 1 or more. Raises MissingDependency without dp-accounting.
     """
-    bound = rdp_epsilon(counts, delta)
+    bound = rdp_epsilon(counts, delta, _WHOLE_ORDERS)
     if not counts or bound > _PLD_LIMIT:
-        return bound
+        return rdp_epsilon(counts, delta)
     interval = next(interval for limit, interval in _INTERVALS if bound < limit)
     widest = max(map(_widest_loss, counts))
     while widest / interval > (_POINTS if interval >= _USUAL else _POINTS / 5):
@@ -327,15 +334,15 @@ def _epsilon_by_interval(interval: float, counts: Mapping[Release, int], delta: 
     return float(reduce(lambda total, other: total.compose(other), distributions).get_epsilon_for_delta(delta))
 
 
-def rdp_epsilon(counts: Mapping[Release, int], delta: float) -> float:
+def rdp_epsilon(counts: Mapping[Release, int], delta: float, orders: tuple[float, ...] = _ORDERS) -> float:
     """Return epsilon of these releases at delta, by Renyi divergence; arguments and errors of `pld_epsilon`."""
     if not counts:
         return 0.0
-    total = np.zeros(len(_ORDERS))
+    total = np.zeros(len(orders))
     for release, count in counts.items():
-        total += count * rdp_values(release, _ORDERS)
+        total += count * rdp_values(release, orders)
     rdp = _load("rdp.rdp_privacy_accountant")
-    return float(rdp.compute_epsilon(_ORDERS, total, delta)[0])
+    return float(rdp.compute_epsilon(orders, total, delta)[0])
 
 
 @lru_cache(maxsize=256)
