@@ -425,40 +425,8 @@ def _distribution(release: Release, interval: float) -> Any:
     if pure is not None:
         parameters = _load("pld.common").DifferentialPrivacyParameters(pure, 0.0)
         return pld.from_privacy_parameters(parameters, value_discretization_interval=interval)
-    if exact:
-        return pld.from_laplace_mechanism(
-            release.noise_multiplier, value_discretization_interval=interval, sampling_prob=release.sample_rate
-        )
-    relation = _load("pld.privacy_loss_mechanism").AdjacencyType
-    removed = _gaussian(release, interval, relation.REMOVE)
-    return pld.PrivacyLossDistribution(
-        removed, _gaussian(release, interval, relation.ADD) if release.sample_rate < 1 else None
-    )
-
-
-def _gaussian(release: Release, interval: float, relation: Any) -> Any:
-    """Return dp-accounting's `from_gaussian_mechanism` for one relation, from arrays: its loop takes 0.5 s."""
-    rate = release.sample_rate
-    loss = _load("pld.privacy_loss_mechanism").GaussianPrivacyLoss(
-        release.noise_multiplier, sampling_prob=rate, adjacency_type=relation
-    )
-    bounds = loss.connect_dots_bounds()
-    first, last = math.floor(bounds.epsilon_lower / interval), math.ceil(bounds.epsilon_upper / interval)
-    epsilons = np.arange(first, last + 1) * interval
-    deltas = np.zeros(len(epsilons))
-    # The loss l of the Gaussian at which that of the sampled one, +-log(1 - q + q exp(+-l)), is epsilon
-    sign = 1 if relation.name == "REMOVE" else -1
-    found = sign * epsilons > math.log1p(-rate) if rate < 1 else np.full(len(epsilons), True)
-    reached = sign * epsilons[found]
-    if rate < 1:
-        with np.errstate(divide="ignore"):
-            reached = reached - math.log(rate) + np.log1p(-np.exp(math.log1p(-rate) - reached))
-    at = (1 - sign) / 2 - 0.5 - sign * reached * release.noise_multiplier**2
-    deltas[found] = loss.mu_upper_cdf(at) - np.exp(epsilons[found] + loss.mu_lower_log_cdf(at))
-    if sign == 1:
-        deltas[~found] = -np.expm1(epsilons[~found])  # all the density of the one is above that of the other
-    create = _load("pld.pld_pmf").create_pmf_pessimistic_connect_dots_fixed_gap
-    return create(interval, first, last, np.clip(deltas, 0, 1))
+    make = pld.from_laplace_mechanism if exact else pld.from_gaussian_mechanism
+    return make(release.noise_multiplier, value_discretization_interval=interval, sampling_prob=release.sample_rate)
 
 
 @contextlib.contextmanager
