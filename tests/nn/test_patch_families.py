@@ -217,9 +217,15 @@ def test_under_autocast(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "phi3", "t5"])
-def test_compiles_whole(family):
-    layers = {"phi3": {"num_hidden_layers": 1}, "t5": {"num_layers": 1, "num_decoder_layers": 1}}.get(family, {})
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [
+        ("gemma3", {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}),
+        pytest.param("t5", {"num_layers": 1, "num_decoder_layers": 1}, marks=pytest.mark.soak),
+        pytest.param("phi3", {"num_hidden_layers": 1}, marks=pytest.mark.soak),
+    ],
+)
+def test_compiles_whole(family, layers):
     model, inputs = make(family, **layers), batch(family)
     wanted = outcome(model, inputs)
     acl.nn.patch(model)

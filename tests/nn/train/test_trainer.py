@@ -249,24 +249,12 @@ def test_recomputing_changes_memory_and_not_the_numbers():
 
 
 @pytest.mark.slow
-def test_recomputing_blocks_is_predicted_to_take_less():
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]
-    model = nn.Sequential(*blocks, nn.Linear(64, 3))
-    x, y = torch.randn(2048, 64), torch.randint(3, (2048,))
-    config = with_(steps=1, batch_size=2048, predict_memory=True)
-    whole = fit(model, x, y, config).predicted_peak_bytes
-    less = fit(model, x, y, dataclasses.replace(config, recompute=("[0-5]",))).predicted_peak_bytes
-    assert less < 0.7 * whole
-
-
-@pytest.mark.slow
 def test_a_gpts_blocks_can_be_recomputed():
-    idx = torch.randint(64, (16, 33), generator=torch.Generator().manual_seed(0))
-    config = with_(steps=3, predict_memory=True)
+    idx = torch.randint(16, (16, 33), generator=torch.Generator().manual_seed(0))
+    config = with_(steps=2, predict_memory=True)
     found = {}
     for patterns in ((), ("blocks.*",)):
-        model = made(GPT, GPTConfig(vocab_size=64, context=32, layers=6, heads=2, width=32))
+        model = made(GPT, GPTConfig(vocab_size=16, context=32, layers=3, heads=2, width=32))
         found[patterns] = fit(model, idx[:, :-1], idx[:, 1:], dataclasses.replace(config, recompute=patterns))
     kept, again = found[()], found["blocks.*",]
     assert again.losses == kept.losses
