@@ -4,7 +4,10 @@ from accelerant.ops.aten.device import TENSOR_DEVICES
 from requirements import require_backend
 
 
-@pytest.fixture(scope="session", params=sorted(TENSOR_DEVICES))
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param(name, marks=[pytest.mark.slow] * (name == "opencl")) for name in sorted(TENSOR_DEVICES)],
+)
 def device(request):
-    """Each backend with tensors of its own that is present, its first device."""
+    """Each backend with tensors of its own that is present; PoCL takes half a second to compile a kernel."""
     return require_backend(request.param)

@@ -21,18 +21,18 @@ def moved(x, place):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("batch", "rows", "inner", "columns"), [(1, 5, 3, 7), (3, 70, 33, 130), (1, 1100, 45, 1000)])
+@pytest.mark.parametrize(("batch", "rows", "inner", "columns"), [(1, 5, 3, 7), (3, 150, 33, 130)])
 def test_the_product_of_gpus_takes_any_strides(batch, rows, inner, columns):
     require_backend("opencl")
     place = OpenclTensors(registry.create("opencl"), 0)
     place.is_cpu = False
     a, b = torch.randn(batch, rows, inner), torch.randn(batch, inner, columns)
     wide = torch.randn(batch, rows, 3 * inner)[:, :, ::3]
-    for left in (a, a.transpose(1, 2).contiguous().transpose(1, 2), wide):
-        for right in (b, b.transpose(1, 2).contiguous().transpose(1, 2)):
-            found = place.empty((batch, rows, columns), torch.float32)
-            place.matmul(found, moved(left, place), moved(right, place))
-            torch.testing.assert_close(found.cpu(), left @ right, rtol=1e-5, atol=1e-5)  # sums of 45 products
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (a, b)]
+    for left, right in ((a, b), turned, (wide, b)):
+        found = place.empty((batch, rows, columns), torch.float32)
+        place.matmul(found, moved(left, place), moved(right, place))
+        torch.testing.assert_close(found.cpu(), left @ right, rtol=1e-5, atol=1e-5)  # sums of 33 products
 
 
 @pytest.mark.slow

@@ -12,21 +12,16 @@ import accelerant as acl
 from accelerant import errors
 from accelerant.config import override
 from accelerant.ops.aten import DeviceTensor
+from requirements import require_backend
+
+
+@pytest.fixture(scope="module")
+def device():
+    return require_backend("webgpu")
 
 
 def host_calls():
     return [row for row in acl.ledger().to_dict()["ops"] if row["implementation"] == "host"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, torch.uint8, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3, 4)])
-def test_values_come_back(device, dtype, shape):
-    x = torch.randint(0, 2, shape).to(dtype)
-    moved = acl.to(x, device)
-    assert isinstance(moved, DeviceTensor)
-    assert (moved.shape, moved.dtype) == (x.shape, x.dtype)
-    assert torch.equal(moved.cpu(), x)
-    assert torch.equal(acl.to(moved, "cpu"), x)
 
 
 def test_a_tensor_as_text_list_number_and_array(device):
@@ -140,9 +135,10 @@ def test_an_lstm_moves_its_weights_though_they_have_weak_references(device):
 
 
 @pytest.mark.slow
-@pytest.mark.sample(3)  # each optimizer, both devices and both forms
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad"])
-@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize(
+    ("name", "foreach"),
+    [("SGD", False), ("SGD", True), ("Adam", False), ("AdamW", True), ("RMSprop", False), ("Adagrad", True)],
+)
 def test_optimizers_of_torch_step_on_the_device(device, name, foreach):
     host = nn.Linear(3, 2)
     moved, x = acl.to(copy.deepcopy(host), device), torch.randn(5, 3)
