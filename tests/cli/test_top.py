@@ -1,14 +1,13 @@
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import select
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -16,8 +15,7 @@ from accelerant.cli import top
 from accelerant.cli.app import main
 from accelerant.runtime import registry
 from accelerant.runtime.monitoring.monitor import ProcessMemory, Sample
-
-SOURCE = Path(__file__).parents[2] / "src"
+from processes import Command
 
 
 def run(capsys, *arguments):
@@ -90,6 +88,12 @@ def test_a_senseless_interval_is_refused(capsys, interval):
     assert errors == f"accelerant: --interval must be 0.1 to 3600 seconds, got {float(interval)}\n"
 
 
+def on_terminal(name):
+    for number in (0, 1):
+        os.dup2(os.open(name, os.O_RDWR), number)
+    sys.stdin, sys.stdout = open(0), open(1, "w")  # noqa: SIM115 - for the rest of the process
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="a pseudo terminal is POSIX's")
 @pytest.mark.parametrize("key", [b"", b"q"], ids=["ctrl-c", "q"])
@@ -97,38 +101,31 @@ def test_on_a_terminal_it_is_live_until_q_or_ctrl_c(key):
     import pty
 
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "accelerant", "top", "--interval", "0.2"],
-        env={**os.environ, "PYTHONPATH": str(SOURCE), "TERM": "xterm", "COLUMNS": "120", "LINES": "40"},
-        stdin=theirs,
-        stdout=theirs,
-        stderr=subprocess.PIPE,
-    )
-    os.close(theirs)
+    size = {"TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
+    before = functools.partial(on_terminal, os.ttyname(theirs))
+    process = Command("top", "--interval", "0.2", environment=size, before=before)
     seen, deadline = b"", time.monotonic() + 120
+
+    def read(found):
+        nonlocal seen
+        while not found() and time.monotonic() < deadline:
+            if select.select([ours], [], [], 0.05)[0]:
+                seen += os.read(ours, 1 << 16)
+
     try:
-        while seen.count(b"q quit") < 3 and time.monotonic() < deadline:
-            if select.select([ours], [], [], 0.2)[0]:
-                seen += os.read(ours, 1 << 16)
+        read(lambda: seen.count(b"q quit") >= 3)
         os.write(ours, b"n")
-        while b"n name*" not in seen and time.monotonic() < deadline:
-            if select.select([ours], [], [], 0.2)[0]:
-                seen += os.read(ours, 1 << 16)
+        read(lambda: b"n name*" in seen)
         if key:
             os.write(ours, key)
         else:
             process.send_signal(signal.SIGINT)
-        while process.poll() is None and time.monotonic() < deadline:
-            if select.select([ours], [], [], 0.2)[0]:
-                try:
-                    os.read(ours, 1 << 16)
-                except OSError:  # Linux's way of saying that the other end is closed
-                    break
-        assert process.wait(timeout=120) == 0, process.stderr.read()
+        read(lambda: process.poll() is not None)
+        assert process.poll() == 0, process.communicate(1)[1]
     finally:
-        process.kill()
-        process.stderr.close()
+        process.send_signal(signal.SIGKILL)
         os.close(ours)
+        os.close(theirs)
     assert seen.count(b"q quit") >= 3
     assert b"n name*" in seen
     assert b"cpu:0" in seen

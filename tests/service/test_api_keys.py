@@ -1,12 +1,11 @@
 import json
 import ssl
-import subprocess
-import sys
 import time
 
 import pytest
 from serving import Server
 
+from accelerant.cli import main
 from accelerant.errors import ConfigError, FormatError
 from accelerant.service.keys import KeyStore
 from accelerant.service.server import require_keys
@@ -88,25 +87,21 @@ def test_a_file_that_is_damaged_later_does_not_open_the_service(store):
     assert running.exists
 
 
-def keys(directory, *arguments, status=0):
-    done = subprocess.run(
-        [sys.executable, "-m", "accelerant", "keys", *arguments], capture_output=True, text=True,
-        env={"ACCELERANT_SERVE_DIRECTORY": str(directory), "PATH": ""}, check=False,
-    )  # fmt: skip
-    assert done.returncode == status, done.stderr
-    return done.stdout
-
-
-def test_the_service_beyond_loopback(tmp_path):
+def test_the_service_beyond_loopback(tmp_path, monkeypatch, capsys):
     """Keys by the command, scopes, rates, TLS, revocation while the service runs, and no secret in the log."""
     with pytest.raises(ConfigError, match="has no API keys"):
         require_keys(ServiceSettings(host="0.0.0.0", directory=tmp_path / "state"))
     store = KeyStore(tmp_path / "state/keys.json")
-    field = json.loads(
-        keys(tmp_path / "state", "create", "--name", "a", "--scope", "field", "--scope", "monitor", "--json")
-    )
+    monkeypatch.setenv("ACCELERANT_SERVE_DIRECTORY", str(tmp_path / "state"))
+
+    def keys(*arguments):
+        with pytest.raises(SystemExit, match="0"):
+            main(["keys", *arguments, "--json"])
+        return json.loads(capsys.readouterr().out)
+
+    field = keys("create", "--name", "a", "--scope", "field", "--scope", "monitor")
     _, secret = store.create("b", ["admin"], rate=1, burst=2)
-    listed = json.loads(keys(tmp_path / "state", "list", "--json"))
+    listed = keys("list")
     assert [key["name"] for key in listed] == ["a", "b"]
     assert "token" not in listed[0]
     certificate, key = certificate_for_localhost(tmp_path)

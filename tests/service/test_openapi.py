@@ -42,7 +42,7 @@ def try_requests(server, examples):
     assert {"/v2/models/{name}/infer", "/jobs/{id}", "/jobs"} <= paths
 
 
-@pytest.mark.parametrize("examples", [10, pytest.param(300, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("examples", [5, pytest.param(300, marks=pytest.mark.soak)])
 def test_no_request_fails_in_the_server(server, examples):
     try_requests(server, examples)
 

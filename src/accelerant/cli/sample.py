@@ -62,17 +62,17 @@ def sample(
         raise ConfigError(f"--tokens must be below 2**31, got {tokens}")
     if seed is not None and not 0 <= seed < 2**63:
         raise ConfigError(f"--seed must be 0 to 2**63 - 1, got {seed}")
-    from accelerant.cli.train import choose_device
-    from accelerant.nn.models.generation import Sampling
-    from accelerant.nn.text import load_text_model
-
-    Sampling(temperature, top_k or None, top_p)  # raises for other values before the model is loaded
     try:
         text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     except UnicodeDecodeError:
         raise ConfigError(f"the standard input is not text in {sys.stdin.encoding}") from None
     if any("\ud800" <= character <= "\udfff" for character in text):  # how Python shows bytes of other encodings
         raise ConfigError(f"the prompt is not UTF-8 text: {text!r}")
+    from accelerant.cli.train import choose_device
+    from accelerant.nn.models.generation import Sampling
+    from accelerant.nn.text import load_text_model
+
+    Sampling(temperature, top_k or None, top_p)  # raises for other values before the model is loaded
     seed = secrets.randbelow(2**31) if seed is None else seed
     source = load_text_model(Path(folder).expanduser(), choose_device(device, "--device"))
     ids = source.prompt(text)

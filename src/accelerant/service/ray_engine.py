@@ -51,7 +51,7 @@ class _Replica:
             raise RuntimeError("no worker process can be started on this node's devices")
 
 
-_STREAM_S = 15.0
+_STREAM_S = 5.0
 """Longest stream of events. Ray Serve drains a replica when its requests have ended, and says nothing before."""
 
 _LOST_AFTER = 10
