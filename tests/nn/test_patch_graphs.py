@@ -762,7 +762,7 @@ def compare(one, two, example):
 def test_any_sequence_of_a_users_actions_gives_what_it_gives_without_graphs(rng, record_property, monkeypatch):
     monkeypatch.setattr(graphs, "EAGER_CALLS", 1)
     examples = replayed = 0
-    for _ in range(10):
+    for _ in range(3):
         seed, loops = rng.randrange(1 << 30), []
         for graph in (False, True):
             torch.manual_seed(seed)
@@ -778,7 +778,7 @@ def test_any_sequence_of_a_users_actions_gives_what_it_gives_without_graphs(rng,
             compare(*loops, (seed, number, names))
             examples += 1
         replayed += report.graphs["replayed"]
-    assert replayed > 50
+    assert replayed > 15
     record_property("examples", examples)
 
 

@@ -1,6 +1,10 @@
+import os
+import signal
+
 import pytest
 import torch
 
+from accelerant.nn.train import run_training
 from accelerant.nn.train.config import preset
 
 MICRO = preset("tiny").replaced(
@@ -22,10 +26,13 @@ MICRO = preset("tiny").replaced(
 )
 
 
+TEXT = "".join(f"the {n}th line of some text, for learning\n" for n in range(100))
+
+
 @pytest.fixture
 def text(tmp_path):
     path = tmp_path / "text.txt"
-    path.write_text("".join(f"the {n}th line of some text, for learning\n" for n in range(100)))
+    path.write_text(TEXT)
     return path
 
 
@@ -75,3 +82,27 @@ class Watcher:
 @pytest.fixture
 def watcher():
     return Watcher
+
+
+@pytest.fixture(scope="session")
+def straight(tmp_path_factory):
+    """The folder of the uninterrupted run, which no test changes."""
+    return _trained(tmp_path_factory.mktemp("straight"), Watcher())
+
+
+@pytest.fixture(scope="session")
+def interrupted_once(tmp_path_factory):
+    """The folder of a run that was interrupted at step 5, which tests copy."""
+    watch = Watcher(5, lambda: os.kill(os.getpid(), signal.SIGINT))
+    return _trained(tmp_path_factory.mktemp("interrupted"), watch)
+
+
+def _trained(folder, watch):
+    path = folder / "text.txt"
+    path.write_text(TEXT)
+    run = MICRO.replaced(data=(str(path),), seed=3)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in each test: the sums' order follows
+    run_training(run, folder / "run", torch.device("cpu"), progress=watch, ledger=lambda: {"ops": [], "fallbacks": []})
+    torch.set_num_threads(before)
+    return folder / "run"

@@ -155,8 +155,7 @@ def test_micro_batches_do_not_change_the_gradient(train):
 
 @pytest.mark.parametrize("at", [1, 7, 11, 12])
 @pytest.mark.sample(2)
-def test_an_interrupted_run_continues_exactly(train, watcher, cpu, at):
-    _, straight = train("straight")
+def test_an_interrupted_run_continues_exactly(straight, train, watcher, cpu, at):
     interrupted, out = train("run", watch=watcher(at, stop))
     assert interrupted.signal == signal.SIGINT
     assert interrupted.summary["steps_done"] == min(at + 1, 12)  # the step in progress is done
@@ -170,8 +169,7 @@ def test_an_interrupted_run_continues_exactly(train, watcher, cpu, at):
 
 
 @pytest.mark.slow
-def test_lines_past_the_checkpoint_are_dropped(train, watcher, cpu):
-    _, straight = train("straight")
+def test_lines_past_the_checkpoint_are_dropped(straight, train, watcher, cpu):
     _, out = train("run", watch=watcher(5, stop))
     with (out / "metrics.jsonl").open("a") as file:  # as a crash some steps after the checkpoint leaves it
         file.writelines((straight / "metrics.jsonl").read_text().splitlines(keepends=True)[6:9])
@@ -182,8 +180,7 @@ def test_lines_past_the_checkpoint_are_dropped(train, watcher, cpu):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [5, 12])
-def test_a_run_without_its_metrics_goes_on_and_says_so(train, watcher, cpu, at):
-    _, straight = train("straight")
+def test_a_run_without_its_metrics_goes_on_and_says_so(straight, train, watcher, cpu, at):
     _, out = train("run", watch=watcher(at, stop))
     (out / "metrics.jsonl").unlink()
     watch, notes = watcher(), []
@@ -363,8 +360,12 @@ def test_resume_refuses_what_is_no_run(tmp_path, watcher, cpu):
 
 
 @pytest.fixture
-def interrupted(train, watcher):
-    return train("run", watch=watcher(5, stop))[1]
+def interrupted(interrupted_once, text):
+    folder = shutil.copytree(interrupted_once, text.with_name("run"))
+    config = json.loads((folder / "config.json").read_text())
+    config["run"]["data"] = [str(text)]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 @pytest.fixture
@@ -803,9 +804,8 @@ def test_a_disk_without_room_for_the_checkpoints_is_refused_before_the_earlier_r
 
 
 @pytest.mark.slow
-def test_a_full_disk_names_the_file_and_keeps_what_fits(train, watcher, cpu, disk):
+def test_a_full_disk_names_the_file_and_keeps_what_fits(straight, train, watcher, cpu, disk, tmp_path):
     """First without the metrics, then with room for one checkpoint, then for two, and for the weights alone."""
-    _, straight = train("straight")
     checkpoint, model = ((straight / name).stat().st_size for name in ("checkpoint.safetensors", "model.safetensors"))
 
     def resume(out):
@@ -814,7 +814,7 @@ def test_a_full_disk_names_the_file_and_keeps_what_fits(train, watcher, cpu, dis
     disk.lines = 5
     with pytest.raises(OSError, match=r"No space .*; step 6 is kept in a checkpoint.*: 'metrics.jsonl'"):
         train("run")
-    out, disk.lines = straight.with_name("run"), 1 << 30
+    out, disk.lines = tmp_path / "run", 1 << 30
     assert load_checkpoint(out / "checkpoint.safetensors")[1]["step"] == 6
 
     disk.files = checkpoint + 100
@@ -828,13 +828,12 @@ def test_a_full_disk_names_the_file_and_keeps_what_fits(train, watcher, cpu, dis
     disk.files = model + 100
     with pytest.raises(OSError, match=r"the weights so far are in .*model.safetensors: '.*/checkpoint.safetensors'"):
         train("other")
-    weights = load_run(straight.with_name("other"))[0].state_dict()
+    weights = load_run(tmp_path / "other")[0].state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in load_file(straight / "model.safetensors").items())
 
 
 @pytest.mark.slow
-def test_results_that_find_no_room_are_written_by_a_resumption(train, watcher, cpu, disk):
-    _, straight = train("straight")
+def test_results_that_find_no_room_are_written_by_a_resumption(straight, train, watcher, cpu, disk, tmp_path):
     checkpoint = (straight / "checkpoint.safetensors").stat().st_size
     disk.files = checkpoint + 400
     with pytest.raises(
@@ -842,6 +841,6 @@ def test_results_that_find_no_room_are_written_by_a_resumption(train, watcher, c
     ):
         train("run")
     disk.files = 1 << 30
-    out = straight.with_name("run")
+    out = tmp_path / "run"
     assert resume_training(out, cpu, progress=watcher(), ledger=lambda: NO_CALLS).summary["status"] == "done"
     assert (out / "model.safetensors").read_bytes() == (straight / "model.safetensors").read_bytes()
