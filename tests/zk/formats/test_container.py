@@ -7,8 +7,6 @@ import mmap
 import os
 import stat
 import struct
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -249,14 +247,3 @@ def test_a_file_that_is_cut_while_it_is_opened(tmp_path, monkeypatch, left):
     monkeypatch.setattr(mmap, "mmap", cut_first)
     with pytest.raises(FormatError, match="while it was being opened"):
         Witness.open(path)
-
-
-@pytest.mark.slow
-def test_reading_and_checking_import_no_torch():
-    program = (
-        "import sys\nfrom accelerant.zk.formats import describe\n"
-        f"describe({str(VECTORS / 'bn254' / 'product.zkey')!r}, check=True)\n"
-        "print(sorted(name for name in sys.modules if name.partition('.')[0] in ('torch', 'triton', 'cuda')))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
