@@ -101,6 +101,7 @@ def test_sums(provider, name):
 
 
 @pytest.mark.parametrize(("provider", "name"), each("curve_neg"), indirect=["provider"])
+@pytest.mark.sample(3)
 def test_opposites(provider, name):
     curve = curve_of(name)
     x = some_points(curve, BLOCK + 3)
@@ -165,6 +166,7 @@ def test_points_off_the_curve_are_found(provider, name):
 
 
 @pytest.mark.parametrize(("provider", "name"), each("curve_inward"), indirect=["provider"])
+@pytest.mark.sample(3)
 def test_arguments_of_a_sum_are_converted_and_checked(provider, name):
     """More points than scalars, and fewer; the verdict of each wrong coefficient, point and scalar."""
     curve = curve_of(name)
@@ -294,23 +296,21 @@ REGISTERS = {
 SPILLS = {"bn254_g2": 64, "bls12_381_g2": 640}
 """Bytes, where registers run out: beside calls of a product of 42 or 144 wide multiply-adds each."""
 
-QUICK_BUDGETS = {("sm_90a", "bn254_g1", "curve_mul"), ("sm_80", "bn254_g1", "curve_add")}
-
-
-SOAK_BUDGETS = [pytest.mark.slow, pytest.mark.soak]
-"""Budgets for sm_80: the same kernels as for sm_90a."""
+CURVE_OF = dict(zip(ENTRIES, [*CURVES] * 2, strict=False))
+"""The curve for which an entry's budget is tested in each run, for sm_90a: each of both once at least."""
 
 BUDGETS = [
     pytest.param(
-        *case,
-        marks=[] if case in QUICK_BUDGETS else [pytest.mark.slow] if case[0] == "sm_90a" else SOAK_BUDGETS,
-        id="-".join(case),
+        target,
+        name,
+        entry,
+        marks=[pytest.mark.slow] if (target, name) == ("sm_90a", CURVE_OF[entry]) else [pytest.mark.soak],
+        id=f"{target}-{name}-{entry}",
     )
-    for case in itertools.product(("sm_80", "sm_90a"), CURVES, ENTRIES)
+    for target, name, entry in itertools.product(("sm_80", "sm_90a"), CURVES, ENTRIES)
 ]
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize(("target", "name", "entry"), BUDGETS)
 def test_nvrtc_compiles_with_few_registers(target, name, entry):
     pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")
@@ -323,7 +323,7 @@ def test_nvrtc_compiles_with_few_registers(target, name, entry):
     assert resources.spill_bytes <= SPILLS.get(name, 0)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(len(CUDA_TARGETS))
 @pytest.mark.slow
 @pytest.mark.parametrize("target", CUDA_TARGETS)
 def test_nvrtc_compiles_for_each_target(target):
@@ -337,8 +337,8 @@ def test_nvrtc_compiles_for_each_target(target):
     assert resources.spill_bytes == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["bn254_g1", pytest.param("bls12_381_g2", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["bn254_g1", "bls12_381_g2"])
 def test_the_portable_text_compiles_for_nvidia_too(name):
     """What HIP and OpenCL run; ptxas is the strictest reader at hand."""
     pytest.importorskip("cuda.core", reason="cuda-core is for Linux and Windows")

@@ -66,7 +66,7 @@ def test_groups_and_infinity(family):
     assert product_is_one(family, *encoded(family, []))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(5, 3)
 @each_family
 @pytest.mark.parametrize("n", range(2, 14))
 def test_bilinear(family, n):

@@ -332,7 +332,7 @@ LAST = Variant(along_in=True, along_out=True, reversed_out=True)
 NATURAL = Variant(along_in=True)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("variant", [FORWARD, LAST, NATURAL], ids=["first", "last", "natural"])
