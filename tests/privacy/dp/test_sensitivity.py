@@ -268,7 +268,7 @@ both = pytest.mark.parametrize("norms", ["ghost", "instantiate"])
 precisions = pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
 
 
-@pytest.mark.parametrize("bits", [8, 12, 14, 20])
+@pytest.mark.parametrize("bits", [12, 20])
 @pytest.mark.parametrize("name", ["linear", "conv1d"])
 def test_rows_that_cancel_but_for_their_last_bits(name, bits):
     """Inputs a and a (1 + 2^-bits), output gradients of opposite sign: no float32 product of Gram matrices sees it."""

@@ -214,7 +214,7 @@ def test_every_drawn_row_is_in_one_batch_of_its_draw(kind, microbatch):
             seen.append(super()._draw_units().tolist())
             return np.array(seen[-1], np.int64)
 
-    batches = PoissonBatches(KINDS[kind], Remembered(20, 0.1, steps=300), microbatch=microbatch)
+    batches = PoissonBatches(KINDS[kind], Remembered(20, 0.1, steps=150), microbatch=microbatch)
     sizes = set()
 
     def noted():

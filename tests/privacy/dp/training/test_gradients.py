@@ -224,7 +224,7 @@ def test_others_that_spend_the_ledgers_budget_end_it_sooner():
 
 @pytest.mark.usefixtures("fixed_entropy")
 def test_the_noise_of_a_released_sum_is_that_of_its_sensitivity():
-    privatizer = planned(steps=2)
+    privatizer = planned()
     noise = privatizer.release_sum(torch.full((2000,), 3.0), sensitivity=5.0) - 3.0
     assert float(noise.std()) == pytest.approx(5.0 * privatizer.noise_multiplier, rel=0.1)  # 5 deviations and the grid
     assert abs(float(noise.mean())) < 5 * float(noise.std()) / 2000**0.5

@@ -215,10 +215,10 @@ def one_hot(y):
 def test_a_loss_of_the_other_reduction_is_refused(loss, found):
     """The bound would change with the number of rows, which one example changes: for all rows together, by 2 C."""
     wanted = {"sum": "mean", "mean": "sum"}[found]
-    x, y = points()
+    x, y = points(8)
     for given, refused in ((wanted, True), (found, False)):
         model = mlp()
-        with private(model, 1.0, loss_reduction=given, expected_batch_size=40):
+        with private(model, 1.0, loss_reduction=given, expected_batch_size=8):
             value = loss(model(x), y)
             if refused:
                 with pytest.raises(ConfigError, match=f"is a {found} over the batch .*Give loss_reduction='{found}'"):
@@ -239,17 +239,17 @@ def test_a_loss_of_the_other_reduction_is_refused(loss, found):
     ],
 )
 def test_a_sum_that_is_divided_may_be_a_mean(loss):
-    x, y = points()
+    x, y = points(8)
     model = mlp()
-    with private(model, 1.0, expected_batch_size=40) as training:
+    with private(model, 1.0, expected_batch_size=8) as training:
         loss(model(x), y).backward()
         assert training.optimizer.tracker.passes == 1
 
 
 def test_a_model_whose_parts_are_called_is_named_as_unchecked():
-    x, y = points()
+    x, y = points(8)
     model = mlp()
-    with private(model, 1.0, expected_batch_size=40), pytest.warns(UserWarning, match="parts were called"):
+    with private(model, 1.0, expected_batch_size=8), pytest.warns(UserWarning, match="parts were called"):
         F.cross_entropy(model[2](model[1](model[0](x))), y).backward()
 
 
@@ -281,16 +281,16 @@ def seeded():
 
 
 def test_the_check_leaves_no_trace():
-    (x, y), found = points(), []
+    (x, y), found = points(8), []
     for check in (True, False):
         torch.manual_seed(0)
         model = Many()
-        with warnings.catch_warnings(), private(model, 1.0, expected_batch_size=40) as training:
+        with warnings.catch_warnings(), private(model, 1.0, expected_batch_size=8) as training:
             warnings.simplefilter("error")
             first = training.optimizer.separation
             first._modes[True].done, first._called = not check, True
             seeded()
-            loss = F.cross_entropy(model({"x": x, "name": "rows"}, scale=torch.ones(40))["logits"], y)
+            loss = F.cross_entropy(model({"x": x, "name": "rows"}, scale=torch.ones(8))["logits"], y)
             loss.backward()
             assert not first.pending
             assert training.optimizer.tracker.passes == 1
@@ -372,11 +372,11 @@ def test_a_layer_whose_gradients_never_change_costs_no_comparison_of_rows(monkey
     model, compared = mlp(), []
     for name, param in model.named_parameters():
         param.requires_grad_(name.endswith("bias"))
-    with private(model, 1.0, expected_batch_size=40) as training:
+    with private(model, 1.0, expected_batch_size=8) as training:
         known = separation._other_rows
         monkeypatch.setattr(separation, "_other_rows", lambda *given: compared.append(given) or known(*given))
         for _ in range(9):
-            model(points()[0])
+            model(points(8)[0])
         assert training.optimizer.separation.pending
     assert len(compared) == 4
 
@@ -436,8 +436,8 @@ class Averaging(nn.Module):
 
 
 def test_a_stored_buffer_that_follows_the_examples_is_warned_of():
-    (x, y), model = points(), nn.Sequential(Averaging())
-    with private(model, 1.0, expected_batch_size=40):
+    (x, y), model = points(8), nn.Sequential(Averaging())
+    with private(model, 1.0, expected_batch_size=8):
         with pytest.warns(UserWarning, match=r"the buffer 0\.mean follows the examples") as caught:
             classify(model, x, y).backward()
         assert len(caught) == 1
