@@ -20,7 +20,7 @@ def sample_of(op):
     return sample.tensors(torch.float32), sample.options
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(5, 3)
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("convert", [lambda x: x.numpy(), lambda x: x.tolist()], ids=["numpy", "list"])
 @pytest.mark.parametrize("op", OPS)

@@ -640,7 +640,7 @@ def mask_of(shape, kind, dtype=torch.float32):
     return torch.randn(shape).masked_fill(hidden, -math.inf if kind == "-inf" else torch.finfo(dtype).min).to(dtype)
 
 
-@pytest.mark.sample(11)
+@pytest.mark.sample(11, 4)
 @pytest.mark.parametrize("implementation", ["interpreted", "uninterpreted"])
 @pytest.mark.parametrize("kind", ["bool", "-inf", "lowest"])
 @pytest.mark.parametrize("shape", MASKS, ids=str)

@@ -149,7 +149,7 @@ def each_implementation():
             yield pytest.param(op, sample, dtype, implementation, id=name)
 
 
-@pytest.mark.sample(13, 3)
+@pytest.mark.sample(13, 6)
 @pytest.mark.parametrize(("op", "sample", "dtype", "implementation"), list(each_implementation()))
 def test_matches_the_reference(op, sample, dtype, implementation, request):
     """Each that dispatch may choose: our kernels, and what a CPU without Triton's interpreter runs."""
@@ -269,7 +269,7 @@ def marked(first, others):
     return [pytest.param(*param.values, id=param.id, marks=each) for param, each in zip(OPCHECKED, marks, strict=True)]
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(7, 2)
 @pytest.mark.parametrize(("op", "sample"), marked((), pytest.mark.slow))
 def test_opcheck(op, sample):
     opcheck(op, sample, ("test_schema", "test_autograd_registration", "test_faketensor"))
@@ -448,7 +448,7 @@ def test_per_sample_gradients(op, way):
     same(actual, expected)
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(7, 2)
 @pytest.mark.parametrize(
     ("op", "way", "place"),
     [

@@ -566,7 +566,7 @@ def test_gradient_is_torchs_and_the_ledger_says_so(name):
     assert min(row["ms_first"], backward["ms_first"]) > 0
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(5, 2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", AUTOGRAD_CALLS)
 def test_it_is_what_the_own_way_gives(name, dtype):
@@ -675,7 +675,7 @@ def test_a_loss_of_many_logits_makes_its_gradient_itself(dtype):
     assert {row["implementation"] for row in ledger().to_dict()["ops"]} == {"torch"}
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(5, 3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", AUTOGRAD_CALLS)
 def test_under_autocast_as_the_own_way(name, dtype):

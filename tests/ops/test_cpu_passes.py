@@ -100,7 +100,7 @@ def test_no_such_class(wrong, rows, learns):
         ops.linear_cross_entropy(logits, torch.randn(100, 100), targets)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(5, 3)
 @LOW
 @pytest.mark.parametrize("padding_idx", [None, 2, -1])
 @pytest.mark.parametrize("index", [torch.int64, torch.int32])
@@ -127,7 +127,7 @@ def test_no_such_row(wrong, dtype, learns):
         ops.embedding(torch.tensor([0, wrong]), table)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(5, 3)
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("chunk", [1, 40, 200])

@@ -90,7 +90,7 @@ KINDS = pytest.mark.parametrize(
 # --- linear ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(5, 3)
 @WAYS
 @KINDS
 @pytest.mark.parametrize("integers", [False, True], ids=["floats", "integers"])

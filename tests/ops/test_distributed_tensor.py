@@ -38,7 +38,7 @@ def mesh():
     dist.destroy_process_group()
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(5, 3)
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", CALLS)
 def test_ops_take_distributed_tensors(mesh, name, mode):

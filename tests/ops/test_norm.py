@@ -226,7 +226,7 @@ def test_rms_norm_does_not_centre(interpreted):
     torch.testing.assert_close(ops.rms_norm(torch.full((2, 9), -4.0)), -torch.ones(2, 9))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(5, 3)
 @pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("width", [40, 768, 20000])
@@ -245,7 +245,7 @@ def test_not_a_number_stays_in_its_row(op, value, width, interpreted):
 ADDS = pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(5, 3)
 @ADDS
 @pytest.mark.parametrize("width", [40, 768, 9000, 20000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -279,7 +279,7 @@ def test_a_wide_stream_and_narrow_branches(op, width, interpreted):
     assert torch.equal(found[1], wide[1])
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(5, 3)
 @ADDS
 @pytest.mark.parametrize("width", [40, 9000])
 @pytest.mark.parametrize("used", ["y", "s", "both"])

@@ -51,7 +51,7 @@ def test_softmax_is_torchs(op, shape, options, why):
     assert refused["triton"].startswith(why)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(5, 3)
 @pytest.mark.parametrize("op", SOFTMAX)
 @pytest.mark.parametrize(
     ("shape", "options"),

@@ -58,7 +58,7 @@ def test_zeros_have_scale_1(width, run, interpreted):
     assert not q[:, 1:].any()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(3, 3)
 @BOTH
 @WIDTHS
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -61,7 +61,7 @@ def ran(name):
 # --- pieces ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(5, 3)
 @BOTH
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 @pytest.mark.parametrize("shape", cases.MATRICES, ids=str)
@@ -80,7 +80,7 @@ def test_column_sums_of_a_matrix_with_gaps(interpreted):
 EACH = pytest.mark.parametrize(("examples", "T", "N"), [(1, 1, 5), (3, 7, 24), (2, 260, 130), (4, 33, 768), (0, 3, 8)])
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(5, 3)
 @BOTH
 @EACH
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -138,7 +138,7 @@ def test_many_partial_sums_take_narrow_strips(interpreted):
     close(launch_join(x, F32), x.double().sum(0), F32)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(5, 3)
 @BOTH
 @pytest.mark.parametrize("dtype", [F32, F16, BF16])
 @pytest.mark.parametrize("shape", cases.MATRICES, ids=str)

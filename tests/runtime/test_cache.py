@@ -27,21 +27,19 @@ def warnings_of(caplog):
     return [record.getMessage() for record in caplog.records if record.name == "accelerant.cache"]
 
 
-@pytest.mark.parametrize("bits", [range(3, 4), pytest.param(range(8), marks=pytest.mark.slow)])
-def test_an_entry_heals_from_any_flipped_bit(cache, bits):
+def test_an_entry_heals_from_a_flipped_bit_of_any_byte(cache):
     """The checksum once covered the code alone: a flip in a symbol's name was an error in every later process."""
     for name in ("code", "report.json"):
         path = cache.root / KEY / name
         sound = path.read_bytes()
         for position in range(len(sound)):
-            for bit in bits:
-                spoiled = bytearray(sound)
-                spoiled[position] ^= 1 << bit
-                path.write_bytes(spoiled)
-                for _ in range(2):
-                    binary, found = cache.get_or_build(KEY, lambda: BINARY, name="k", target="t", compiler="c")
-                    assert binary == BINARY, (name, position, bit)
-                assert found, (name, position, bit)
+            spoiled = bytearray(sound)
+            spoiled[position] ^= 1 << position % 8
+            path.write_bytes(spoiled)
+            for _ in range(2):
+                binary, found = cache.get_or_build(KEY, lambda: BINARY, name="k", target="t", compiler="c")
+                assert binary == BINARY, (name, position)
+            assert found, (name, position)
 
 
 def test_an_entry_under_another_key_is_not_loaded(cache):

@@ -307,7 +307,7 @@ ERRORS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(5, 3)
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("where", ["call", "last of two", "mutating", "mark before", "mark after", "race", "recorded"])
 def test_every_failure_is_counted_once(book, monkeypatch, error, where):

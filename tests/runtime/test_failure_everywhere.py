@@ -160,7 +160,7 @@ class Calls:
         self.count, self.fails, self.error = 0, fails, error
 
 
-@pytest.fixture(params=["opencl", "webgpu"])
+@pytest.fixture(params=[pytest.param("opencl", marks=pytest.mark.soak), "webgpu"])  # PoCL compiles for 12 s
 def calls(request, monkeypatch):
     return Calls(registry.create(require_backend(request.param)), monkeypatch), request.param
 

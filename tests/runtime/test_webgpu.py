@@ -103,8 +103,8 @@ def test_arrays_above_the_binding_limit_are_split(provider, opened, monkeypatch)
     "name",
     [
         "babybear",
-        pytest.param("goldilocks", marks=pytest.mark.slow),
-        pytest.param("bn254_fr", marks=[pytest.mark.slow, pytest.mark.soak]),  # takes seconds to compile
+        pytest.param("goldilocks", marks=pytest.mark.soak),
+        pytest.param("bn254_fr", marks=pytest.mark.soak),  # takes seconds to compile
     ],
 )
 def test_arrays_of_other_kernels_are_bound_in_windows(provider, opened, monkeypatch, name):
