@@ -181,22 +181,19 @@ def test_neural_leaves_a_folder_and_goes_on_with_it(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (("--against", "torch"), "is of a run with --against none; this one has --against torch"),
-        (("--dtypes", "bf16"), "is of a run with --dtypes default; this one has --dtypes bfloat16"),
-        (("--budget-s", "0.5"), "is of a run with --budget-s 0; this one has --budget-s 0.5"),
-    ],
-)
-def test_a_run_goes_on_only_as_it_was_begun(other, message, tmp_path, capsys):
+def test_a_run_goes_on_only_as_it_was_begun(tmp_path, capsys):
     arguments = ["neural", *QUICK, "--op", "relu", "--against", "none", "--limit-s", "0", "--out", str(tmp_path)]
     assert status(*arguments) == 0
     before = (tmp_path / "rows.jsonl").read_bytes()
-    capsys.readouterr()
-    assert status(*arguments, "--resume", *other) == 2
-    assert message in capsys.readouterr().err
-    assert (tmp_path / "rows.jsonl").read_bytes() == before
+    for *other, message in (
+        ("--against", "torch", "is of a run with --against none; this one has --against torch"),
+        ("--dtypes", "bf16", "is of a run with --dtypes default; this one has --dtypes bfloat16"),
+        ("--budget-s", "0.5", "is of a run with --budget-s 0; this one has --budget-s 0.5"),
+    ):
+        capsys.readouterr()
+        assert status(*arguments, "--resume", *other) == 2
+        assert message in capsys.readouterr().err
+        assert (tmp_path / "rows.jsonl").read_bytes() == before
     assert status(*arguments, "--resume", "--odd") == 0  # more cases are no other rows
 
 
