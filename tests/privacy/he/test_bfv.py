@@ -219,10 +219,9 @@ def test_errors_and_secrets():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["cpu", "opencl", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["opencl", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_devices(device):
-    if device != "cpu":
-        require_backend(device)
+    require_backend(device)
     public, private = bfv.keygen(8192, rotations=[3], device=device)
     x = rows(np.random.default_rng(1), 2, 8192)
     a, b = public.encrypt(x), public.encrypt(x[:, ::-1])

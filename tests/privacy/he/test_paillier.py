@@ -603,13 +603,15 @@ def test_ciphertexts_on_a_device(backend):
     x = torch.tensor([[1.5, -2.0], [0.25, 3.0]], device="cuda" if backend == "cuda" else "cpu")
     for c in (public.encrypt(x, device=device), private.encrypt(x, device=device), public.encrypt(x).to(device)):
         assert c.residues.space.backend == backend
-        for found, wanted in [
-            (c, x), (c + c, 2 * x), (c - 1, x - 1), (3 * c, 3 * x), (c.sum(0), x.sum(0)), (c[1], x[1]), (-c, -x),
-            (c @ x.T, x @ x.T), (c * x, x * x), (c.rerandomize(), x),
-            (EncryptedTensor.from_bytes(c.to_bytes(), public, device=device), x.cpu()),
-        ]:  # fmt: skip
-            assert torch.equal(private.decrypt(found), wanted)
-        assert private.decrypt(c.to("cpu")[0, 0]) == 1.5
+        assert torch.equal(private.decrypt(c), x)
+        assert torch.equal(private.decrypt(c + c), 2 * x)
+    for found, wanted in [
+        (c - 1, x - 1), (3 * c, 3 * x), (c.sum(0), x.sum(0)), (c[1], x[1]), (-c, -x), (c @ x.T, x @ x.T),
+        (c * x, x * x), (c.rerandomize(), x),
+        (EncryptedTensor.from_bytes(c.to_bytes(), public, device=device), x.cpu()),
+    ]:  # fmt: skip
+        assert torch.equal(private.decrypt(found), wanted)
+    assert private.decrypt(c.to("cpu")[0, 0]) == 1.5
     numbers = torch.tensor([5, -7, 2**62, -(2**63)], device=x.device)
     c = public.encrypt(numbers, device=device)
     assert torch.equal(private.decrypt(c), numbers)

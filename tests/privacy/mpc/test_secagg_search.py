@@ -172,7 +172,7 @@ def test_a_lying_server_isolates_nobody_in_a_sparse_graph(rng, record_property):
     Where a seed is revealed, its owner has a mask in common with every survivor that it drew.
     """
     n, revealed = 24, 0
-    for attempt in range(4):
+    for attempt in range(3):
         setup, (signing, keys) = mpc.SecureAggregation(n, 16, 2, clip=1.0, neighbours="auto"), make_identities(n)
         clients = [setup.client(i, key, keys) for i, key in enumerate(signing)]
         context, server, answers = setup.context(0, keys), setup.server(0, keys), dict.fromkeys(range(n), b"")
@@ -180,7 +180,7 @@ def test_a_lying_server_isolates_nobody_in_a_sparse_graph(rng, record_property):
             for i, answer in answers.items():
                 server.receive(getattr(clients[i], step)(0 if step == "advertise" else answer))
             answers = server.advance()
-        cheated = set(rng.sample(range(n), attempt % 3))
+        cheated = set(rng.sample(range(n), attempt))
         part, forging = rng.choice((0.1, 1.0)), rng.choice((0, 0.1))
         stated = {}
         for i, answer in answers.items():

@@ -12,7 +12,6 @@ import torch
 from accelerant.errors import ConfigError
 from accelerant.privacy.random import SecureStream
 from accelerant.privacy.random.stream import chacha20_words, key_words
-from processes import results
 
 KEY = bytes(range(32))
 
@@ -123,16 +122,6 @@ def test_forked_processes_have_keys_of_their_own():
     mine = repr(words_of(stream))
     assert len({mine, *children}) == 3
     assert mine == repr(words_of(SecureStream(KEY)))  # the parent goes on as it was
-
-
-def some_words():
-    return SecureStream().words(4).tolist()
-
-
-@pytest.mark.slow
-def test_processes_have_keys_of_their_own():
-    first, second = results(some_words, (), ())
-    assert first != second
 
 
 def test_nothing_shows_the_key():

@@ -103,7 +103,7 @@ FAR_APART = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(3, 2)
 @pytest.mark.parametrize("mechanism", ["laplace", "gaussian"])
 @pytest.mark.parametrize("pair", FAR_APART, ids=lambda pair: repr(pair[0]))
 @pytest.mark.usefixtures("fixed_entropy")

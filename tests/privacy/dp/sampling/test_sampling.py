@@ -203,7 +203,7 @@ KINDS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(3, 2)
 @pytest.mark.parametrize("microbatch", [None, 1, 3, 64])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_drawn_row_is_in_one_batch_of_its_draw(kind, microbatch):

@@ -489,25 +489,6 @@ def test_detached_the_model_is_ordinary_again():
         training.batches((x, y))
 
 
-@pytest.mark.slow
-def test_it_learns_at_epsilon_8():
-    """Two classes on a spiral of 600 points: 0.9 right without noise in training, three quarters with it."""
-    generator = torch.Generator().manual_seed(0)
-    angle = torch.rand(600, generator=generator) * 6.0
-    label = torch.arange(600) % 2
-    turn = angle + label * torch.pi
-    x = torch.stack([turn.cos(), turn.sin()], 1) * (angle[:, None] / 6 + 0.2)
-    features = torch.cat([x, x[:, :1] * x[:, 1:], x**2, torch.sin(3 * x), torch.cos(3 * x)], 1)
-    torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(9, 32), nn.Tanh(), nn.Linear(32, 2))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
-    options = {"noise_multiplier": None, "target_epsilon": 8.0, "steps": 150, "max_grad_norm": 1.0}
-    with private(model, 0.2, optimizer=optimizer, **options) as training:
-        train(training, (features, label))
-        assert training.epsilon() <= 8.0
-    assert float((model(features).argmax(1) == label).double().mean()) > 0.75
-
-
 def test_parameters_change_only_by_steps():
     data, model = points(), mlp()
     with private(model, 0.5) as training:
