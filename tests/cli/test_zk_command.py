@@ -329,11 +329,13 @@ def process(arguments, *, before="", environment=None, **streams):
     return done.returncode, done.stderr
 
 
-@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
-    "arguments", [VERIFY, *(pytest.param(each, marks=pytest.mark.slow) for each in (PROVE, [*VERIFY, "--json"]))]
+    ("arguments", "unbuffered"),
+    [
+        (VERIFY, ""),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((PROVE, "1"), ([*VERIFY, "--json"], ""))),
+    ],
 )
-@pytest.mark.sample(2)
 def test_a_full_standard_output_says_nothing_of_the_proof(folder, arguments, unbuffered):
     with open("/dev/full", "w", encoding="utf-8") as full:
         status, error = process(arguments, stdout=full, environment={"PYTHONUNBUFFERED": unbuffered})
