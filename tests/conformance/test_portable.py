@@ -78,7 +78,7 @@ def stack_of(field, entry):
     return INVERSES * field.size_bytes if entry.startswith("field_inv") else 0
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(3, 3)
 @pytest.mark.parametrize("target", CUDA_TARGETS)
 @pytest.mark.parametrize("name", SOURCES)
 def test_nvrtc_compiles_it_for_each_target(name, target):

@@ -125,7 +125,7 @@ def test_sums_are_those_of_the_reference(form):
     assert found == msm_sum(curve, scalars, points) == msm_buckets(curve, scalars, points)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(5, 3)
 @each_form
 @pytest.mark.parametrize("bits", [4, 5, 8, 13])
 @pytest.mark.parametrize(("parts", "group"), [(1, 1), (3, 1), (1, 3), (2, 100)])

@@ -239,9 +239,12 @@ def built(name, form, cpu):
 
 
 def each_build(test):
-    names = ["bn254_g1", pytest.param("bls12_381_g2", marks=pytest.mark.slow)]
     builds = [("scalar", "x86-64"), ("scalar", "znver4"), ("vector", "znver4"), ("vector", "icelake-server")]
-    test = pytest.mark.parametrize("name", names)(pytest.mark.parametrize(("form", "cpu"), builds)(test))
+    cases = [("bn254_g1", *build) for build in builds]
+    for number, build in enumerate(builds):
+        mark = pytest.mark.soak if number % 2 else pytest.mark.slow
+        cases.append(pytest.param("bls12_381_g2", *build, marks=mark))
+    test = pytest.mark.parametrize(("name", "form", "cpu"), cases)(test)
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     return pytest.mark.skipif(not is_x86, reason="reads x86's instructions")(test)
 

@@ -283,7 +283,7 @@ def test_generated_circuits(tmp_path, family, n_constraints, n_public):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "n_constraints"), [("bn254", 32000), ("bls12_381", 9000)])
+@pytest.mark.parametrize(("family", "n_constraints"), [("bn254", 9000), ("bls12_381", 3000)])
 def test_large_circuits(tmp_path, family, n_constraints):
     circuits.write_circuit(tmp_path, family, n_constraints, 5)
     setup_with_known_tau(tmp_path / "circuit.r1cs", tmp_path / "circuit.zkey")
