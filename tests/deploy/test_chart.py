@@ -65,7 +65,7 @@ VALUES = {
 every_set = pytest.mark.parametrize("name", VALUES)
 
 
-class UniqueKeys(yaml.SafeLoader):
+class UniqueKeys(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
     """YAML in which a key that stands twice is an error, as it is for kubectl."""
 
     def construct_mapping(self, node, deep=False):
@@ -107,14 +107,13 @@ def test_lint_has_no_warning(tmp_path, name):
 
 
 @every_set
-@pytest.mark.parametrize("version", ["1.27", "1.37"])
-def test_objects_follow_the_schemas_of_kubernetes(tmp_path, name, version):
+def test_objects_follow_the_schemas_of_kubernetes(tmp_path, name):
     require_module("kubernetes_validate")
     import kubernetes_validate
 
     objects = rendered(tmp_path, VALUES[name])
     for item in objects:
-        if item["kind"] not in CUSTOM:
+        for version in () if item["kind"] in CUSTOM else ("1.27", "1.37"):
             kubernetes_validate.validate(item, version, strict=True)
     names = [(item["kind"], item["metadata"]["name"]) for item in objects]
     assert len(names) == len(set(names))

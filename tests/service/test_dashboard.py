@@ -155,8 +155,9 @@ def test_every_control_has_a_name(page):
     page.call("Accessibility.disable")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 820, 1440, 2200])
+@pytest.mark.parametrize(
+    ("width", "scheme"), [(390, "light"), (390, "dark"), (820, "light"), (1440, "dark"), (2200, "light")]
+)
 def test_it_fits_and_is_legible(page, width, scheme):
     page.look(width, 900, scheme)
     page.evaluate("window.scrollTo(0, 0); document.activeElement.blur()")
