@@ -100,8 +100,7 @@ def test_sums_of_the_gradient_on_the_way(shape, needs, interpreted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("width", [96, 9000])
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 96), (torch.float16, 9000)])
 def test_float32_weights_beside_low_precision(dtype, width, interpreted):
     x = torch.randn(5, width).to(dtype).requires_grad_()
     weight, bias = torch.randn(width, requires_grad=True), torch.randn(width, requires_grad=True)
@@ -259,19 +258,21 @@ def test_normalises_the_rounded_sum(op, width, dtype, interpreted):
     assert torch.equal(y, launch.launch_forward(centre, s, weight, None, 1e-5, False, plan=plan)[0])
 
 
-@ADDS
-@pytest.mark.parametrize("width", [40, pytest.param(20000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("op", "width"),
+    [("layer_norm", 40), ("rms_norm", 40), pytest.param("layer_norm", 20000, marks=pytest.mark.slow)],
+)
 def test_a_wide_stream_and_narrow_branches(op, width, interpreted):
     """As under autocast: the residual is float32, and so are the sum and its gradient."""
     centre, low = op == "layer_norm", torch.float16
-    x, residual, weight = torch.randn(4, width).to(low), torch.randn(4, width), torch.randn(width)
+    x, residual, weight = torch.randn(2, width).to(low), torch.randn(2, width), torch.randn(width)
     y, s, statistics = launch.launch_forward(centre, x, weight, None, 1e-5, True, residual, low)
     assert (y.dtype, s.dtype) == (low, torch.float32)
     torch.testing.assert_close(s, x + residual)
     expected, kept = launch.launch_forward(centre, s, weight, None, 1e-5)
     assert torch.equal(statistics, kept)
     assert torch.equal(y, expected.to(low))
-    dy, ds = torch.randn(4, width).to(low), torch.randn(4, width)
+    dy, ds = torch.randn(2, width).to(low), torch.randn(2, width)
     arguments = (s, weight, None, statistics, 1e-5, (True, True, False), ds)
     found, wide = (launch.launch_backward(centre, each, *arguments) for each in (dy, dy.float()))
     assert found[0].dtype == torch.float32
