@@ -163,18 +163,25 @@ def test_unknown_operations_are_left_to_servers_that_know_them(opened):
     assert store.claim("cpu", ["newer"]).job.id == "a"
 
 
+@pytest.fixture
+def store(tmp_path):
+    store = JobStore(f"sqlite:///{tmp_path}/jobs.db", owner="one", volume="v")
+    store.upgrade()
+    yield store
+    store.close()
+
+
 @examples(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(jobs=st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 2)), max_size=14))
-def test_keys_take_turns_and_priorities_order_a_keys_own_jobs(tmp_path, jobs):
-    store = JobStore(f"sqlite:///{tmp_path}/{time.time_ns()}.db", owner="one", volume="v")
-    store.upgrade()
+def test_keys_take_turns_and_priorities_order_a_keys_own_jobs(store, jobs):
+    with store.engine.begin() as connection:
+        connection.execute(sa.text("DELETE FROM accelerant_jobs"))
     for number, (key, priority) in enumerate(jobs):
         add(store, str(number), key, priority=priority)
     order = []
     while (job := claim(store)) is not None:
         order.append(job)
         store.finish(job, JobState.SUCCEEDED)
-    store.close()
     waiting = Counter(key for key, _ in jobs)
     served = Counter()
     for job in order:
@@ -390,9 +397,7 @@ def test_old_jobs_go_in_slices(opened, monkeypatch):
     assert [store.prune(-1.0, 10)[0] for _ in range(3)] == [ids[7:11], ids[11:], []]
 
 
-def test_a_read_waits_for_no_writer(tmp_path):
-    store = JobStore(f"sqlite:///{tmp_path}/jobs.db", owner="one", volume="v")
-    store.upgrade()
+def test_a_read_waits_for_no_writer(store):
     add(store, "a")
     begun = time.monotonic()
     with store.engine.begin():  # as a writer
@@ -400,4 +405,3 @@ def test_a_read_waits_for_no_writer(tmp_path):
         assert store.counts()[1] == {"key": 1}
         assert store.states(["a", "b"]) == {"a": JobState.QUEUED}
     assert time.monotonic() - begun < 25.0  # a writer's lock is waited for 30 s
-    store.close()

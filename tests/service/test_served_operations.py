@@ -138,8 +138,9 @@ def test_the_tokenizer_of_an_uploaded_text_goes_with_the_job(tmp_path, monkeypat
     assert OPERATIONS["train"].run({}, None, context) == settings().cache_dir != tmp_path / "cache"
 
 
+@pytest.mark.slow
 def test_training_then_generation(http, models):
-    text = b"the cat sat on the mat. " * 4000
+    text = b"the cat sat on the mat. " * 400
     found = call(http, "train", {"text": text}, {"preset": "tiny", "steps": 3, "batch_size": 2, "seed": 1})
     summary = json.loads(found["summary"])
     assert summary["status"] == "done"
