@@ -207,8 +207,6 @@ def test_the_apis_page_shows_operations_and_requests(page, server, scheme):
     assert page.evaluate(CONTRAST) == []
     assert page.problems == []
     page.picture(PICTURES / f"docs-390-{scheme}.png")
-    page.look(1440, 900, scheme)
-    page.picture(PICTURES / f"docs-1440-{scheme}.png")
     page.call("Page.navigate", url=f"{server.url}/")
     page.wait(READY)
 
