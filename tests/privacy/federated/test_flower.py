@@ -157,7 +157,7 @@ def flower(tmp_path):
 def test_a_round_on_flower_with_a_node_killed(flower, tmp_path):
     signing, verification = make_identities(CLIENTS)
     parties = {
-        "setup": SETUP, "folder": str(tmp_path), "timeout_s": 12.0,
+        "setup": SETUP, "folder": str(tmp_path), "timeout_s": 20.0,
         "signing": [key.private_bytes_raw().hex() for key in signing],
         "verification": [key.hex() for key in verification],
     }  # fmt: skip
