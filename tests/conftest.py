@@ -5,6 +5,7 @@ import gc
 gc.disable()  # until all is collected: what is imported and collected lives on, and a third of the time went to walk it
 
 # ruff: noqa: E402
+import atexit
 import importlib
 import os
 import shutil
@@ -83,8 +84,8 @@ def pytest_collection_finish():
     # Thousands of collected tests are millions of objects that live to the end: without this each full garbage
     # collection, of which tests ask for many, walks them for a second.
     gc.enable()
-    gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # or C extensions report what is frozen as leaks; pytest collects before that
 
 
 @pytest.fixture(autouse=HAS_GPU)
@@ -96,6 +97,5 @@ def _memory_for_other_processes(request):
 
 
 def pytest_unconfigure():
-    gc.unfreeze()  # or C extensions report what is frozen as leaks
     if _CACHE:
         shutil.rmtree(_CACHE, ignore_errors=True)
