@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from accelerant.bench.ceilings import threads_text
 from accelerant.bench.plain_models import PlainGPT
 from accelerant.bench.suites.model import TokenBatches, step_flops, step_times
+from accelerant.bench.timer import time_in_turns
 from accelerant.errors import AccelerantError
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.optim import AdamW
@@ -58,12 +60,11 @@ def cpu_step_ms(step_of: Callable[[GPTConfig], Step], config: GPTConfig, batch: 
     Raises:
         AccelerantError: the longer step was not slower, on a machine that does other work.
     """
-    where, times = torch.device("cpu"), []
+    where, steps = torch.device("cpu"), []
     for length in (_FEW, _MORE):
         small = replace(config, context=length)
-        step, data = step_of(small), TokenBatches.drawn(small, 1, where, contiguous=True)
-        step(*data.batch(0))
-        times.append(min(step_times(step, data, where, 0.3).samples))  # other work on the machine only adds
+        steps.append(partial(step_of(small), *TokenBatches.drawn(small, 1, where, contiguous=True).batch(0)))
+    times = [min(timing.samples) for timing in time_in_turns(steps)]  # other work on the machine only adds
     if times[1] <= times[0]:
         raise AccelerantError(f"steps of {_FEW} and {_MORE} tokens took {times[0]:.3g} and {times[1]:.3g} ms")
     each = (times[1] - times[0]) / (_MORE - _FEW)

@@ -89,14 +89,12 @@ def train(arrays, parameters, context):
 
 
 def fit(arrays, parameters, context):
-    """Train as the service does, with frequent checkpoints, and a short validation and sample."""
-    from accelerant.nn.train.config import PRESETS
+    """Train as the service does, with frequent checkpoints."""
     from accelerant.service import operations
 
-    PRESETS["tiny"] = PRESETS["tiny"].replaced(layers=1, width=32, validation_tokens=1024, sample_tokens=8)
     operations._CHECKPOINT_S = 0.1
     return operations.OPERATIONS["train"].run(
-        arrays, operations.PlacedTrainParameters(steps=parameters.steps, batch_size=2, path=None), context
+        arrays, operations.PlacedTrainParameters(steps=parameters.steps, path=None), context
     )
 
 
