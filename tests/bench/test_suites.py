@@ -213,14 +213,14 @@ def test_a_batch_that_differs_is_an_error(cpu):
 
 def test_the_cpu_column_measures_all_rows_where_they_are_quick():
     sizes = []
-    x = torch.randn(4096, 8)
+    x = torch.randn(16, 8)
 
     def make(rows):
         sizes.append(rows)
         return lambda: x[:rows] + 1
 
-    taken, note = cpu_time_ms(make, 4096, budget_s=0.0)
-    assert sizes == [4, 4096]
+    taken, note = cpu_time_ms(make, 16, budget_s=0.0)
+    assert sizes == [1, 16]  # with more, one pause of the first call leaves rows out
     assert taken > 0
     assert note == "1 thread"
 
