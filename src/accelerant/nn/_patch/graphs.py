@@ -798,7 +798,7 @@ class Graphs:
                 raise _Reason(f"{MOST_GRAPHS} other shapes or values of arguments have graphs")
             del self._captured[idle]
         self._credit -= 4
-        assert self._state is not None  # of the check before
+        assert self._state is not None  # for the type checker: _check sets it, under the lock that is held since
         try:
             with ahead_of_capture():
                 captured = _Captured(

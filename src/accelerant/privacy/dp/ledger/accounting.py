@@ -300,7 +300,7 @@ _ORDERS: Final[tuple[float, ...]] = (
     *(1 + tenths / 10 for tenths in range(1, 100)),
     *(float(order) for order in (*range(11, 64), 128, 256, 512, 1024)),
 )
-_WHOLE_ORDERS: Final = tuple(order for order in _ORDERS if order.is_integer())  # an eighth of the time of all
+_WHOLE_ORDERS: Final = tuple(order for order in _ORDERS if order.is_integer())  # finite sums, not series
 _PLD_LIMIT: Final = 1e4  # an epsilon above is meaningless, and its distribution has too many points
 _POINTS: Final = 1e6  # of one release's distribution: more take seconds; a fifth where the interval is finer than usual
 _USUAL: Final = 1e-4
