@@ -1,9 +1,11 @@
-"""The kernels of one captured training step of ours on a GPU, by torch.profiler.
+"""The kernels of one training step on a GPU, by torch.profiler: a captured step of ours, or a model's of `bench user`.
 
     python -m benchmarks.step_kernels --batch 32 --precision fp8
     python -m benchmarks.step_kernels --private 64x1024
+    python -m benchmarks.step_kernels --model "gpt2 4x512 bf16 autocast" --runner "accelerant, compiled"
 
-Prints the kernels that take most, and the sums of matrix products, attention, our other kernels, and the rest.
+Prints the kernels that take most, and the sums of matrix products, attention, our other kernels, and the rest; of a
+model also what its host does, and a step's time by the clock: where that is above the sum, the device waits.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from accelerant.bench.record import OURS
+from accelerant.bench.suites.user import MODEL_CASES, MODEL_RUNNERS, model_step
+from accelerant.bench.timer import back_to_back_ms
 from accelerant.cli.app import exit_status
 from accelerant.errors import ConfigError
 from accelerant.nn import GPT, GPTConfig
@@ -25,7 +30,16 @@ from benchmarks.dp_steps import PrivateKind, parse_case, private_step
 from benchmarks.gpt_steps import WARM_UP, TokenBatches, own_step
 from benchmarks.training import GPT2
 
-__all__ = ["KINDS", "KernelShare", "kernel_shares", "kernel_table", "main", "private_step_shares", "step_shares"]
+__all__ = [
+    "KINDS",
+    "KernelShare",
+    "kernel_shares",
+    "kernel_table",
+    "main",
+    "model_step_shares",
+    "private_step_shares",
+    "step_shares",
+]
 
 KINDS = ("matmul", "attention", "own", "other")
 """Products (ours with an epilogue among them), attention, our other kernels, the rest."""
@@ -40,7 +54,10 @@ _OWN = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class KernelShare:
-    """A kernel's part of a step: its name in the profiler, its kind of KINDS, and its time and calls in one step."""
+    """A kernel's part of a step: its name in the profiler, its kind of KINDS, and its time and calls in one step.
+
+    What the host does has the kind "host", a step's time by the clock "clock".
+    """
 
     name: str
     kind: str
@@ -71,20 +88,39 @@ def private_step_shares(device: ComputeDevice, case: str) -> list[KernelShare]:
         return kernel_shares(lambda: step(*data.batch(0)))
 
 
-def kernel_shares(step: Callable[[], object]) -> list[KernelShare]:
-    """Return the kernels of one call on a CUDA device, the longest first."""
+def model_step_shares(device: ComputeDevice, case: str, runner: str) -> list[KernelShare]:
+    """Return the time by the clock of a step of a case of `bench user`, its kernels, and what the host does in it."""
+    where = torch.device(device.torch_device)
+    with model_step(MODEL_CASES[case], runner, where) as (step, _):
+        for _ in range(WARM_UP):
+            step()
+        by_clock = KernelShare("a step, back to back", "clock", back_to_back_ms(step, where).p50_ms, 1)
+        return [by_clock, *kernel_shares(step, host=True)]
+
+
+def kernel_shares(step: Callable[[], object], *, host: bool = False) -> list[KernelShare]:
+    """Return the kernels of one call on a CUDA device, the longest first; with `host` then what the host does.
+
+    The profiler adds to the host's times.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CUDA, *[ProfilerActivity.CPU] * host]) as profiled:
         step()
         torch.cuda.synchronize()
+    events = profiled.key_averages()
     shares = [
         KernelShare(event.key, _kind(event.key), event.self_device_time_total / 1e3, event.count)
-        for event in profiled.key_averages()
+        for event in events
         if str(event.device_type).endswith("CUDA") and event.self_device_time_total > 0
     ]
-    return sorted(shares, key=lambda share: -share.ms)
+    calls = [
+        KernelShare(event.key, "host", event.self_cpu_time_total / 1e3, event.count)
+        for event in events
+        if str(event.device_type).endswith("CPU") and host
+    ]
+    return [share for part in (shares, calls) for share in sorted(part, key=lambda share: -share.ms)]
 
 
 def _kind(name: str) -> str:
@@ -96,9 +132,14 @@ def _kind(name: str) -> str:
 
 
 def kernel_table(shares: Sequence[KernelShare]) -> str:
-    """Return a table of the longest kernels, the sums by kind, and our share of what is not product or attention."""
+    """Return a table of the longest kernels, the sums by kind, and our share of what is not product or attention.
+
+    The clock's time and what the host does most precede it.
+    """
+    before, shares = ([share for share in shares if (share.kind in KINDS) is kernel] for kernel in (False, True))
     total = sum(share.ms for share in shares)
-    lines = [f"{share.ms:8.3f} ms {share.calls:5d} x  {share.kind:9s}  {share.name[:90]}" for share in shares[:40]]
+    longest = [*before[:20], *shares[:40]]
+    lines = [f"{share.ms:8.3f} ms {share.calls:5d} x  {share.kind:9s}  {share.name[:90]}" for share in longest]
     by_kind = {kind: sum(share.ms for share in shares if share.kind == kind) for kind in KINDS}
     lines += [f"{ms:8.3f} ms {100 * ms / total:5.1f} %  {kind}" for kind, ms in by_kind.items()]
     rest = by_kind["own"] + by_kind["other"]
@@ -113,14 +154,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, default=32, help="sequences in a step")
     parser.add_argument("--precision", choices=("bf16", "fp8"), default="bf16")
     parser.add_argument("--private", metavar="CASE", help="a private step instead: BATCHxLENGTH or BATCHxLENGTH/PART")
+    parser.add_argument("--model", metavar="CASE", help=f"a Hugging Face model's instead: {'; '.join(MODEL_CASES)}")
+    parser.add_argument("--runner", default=OURS, help=f"how that is trained: {'; '.join(MODEL_RUNNERS)}")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     with exit_status():
+        for flag, value, known in (("model", options.model, MODEL_CASES), ("runner", options.runner, MODEL_RUNNERS)):
+            if value is not None and value not in known:
+                raise ConfigError(f"--{flag}: {value!r} is none of {'; '.join(known)}")
         device = registry.choose(options.device)
         if not device.torch_device.startswith("cuda"):
             raise ConfigError("--device: the profiler's times are a GPU's; take --device cuda")
-        if options.private is not None:
+        if options.model is not None:
+            shares = model_step_shares(device, options.model, options.runner)
+        elif options.private is not None:
             shares = private_step_shares(device, options.private)
         else:
             shares = step_shares(device, options.batch, float8=options.precision == "fp8")

@@ -527,7 +527,7 @@ def test_a_rotated_case_says_so():
 
 def test_the_time_of_one_of_several_calls():
     timing, how = rotated_ms([lambda: time.sleep(0.004)] * 4, torch.device("cpu"), budget_s=0.0)
-    assert 4 <= timing.p50_ms < 12
+    assert 4 <= timing.p50_ms < 16
     assert how == "4 copies in turn"
 
 

@@ -44,10 +44,29 @@ def test_wrong_usage(arguments, words, capsys):
     assert words in capsys.readouterr().err
 
 
-def test_kernels_need_a_gpu(capsys):
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "take --device cuda"),
+        (["--model", "gpt2"], "--model: 'gpt2' is none of gpt2 4x512 bf16 autocast;"),
+        (["--runner", "eager"], "--runner: 'eager' is none of torch; torch.compile; accelerant, compiled;"),
+    ],
+)
+def test_kernels_need_a_gpu_and_names_that_are_known(arguments, words, capsys):
     with pytest.raises(SystemExit, match="2"):
-        step_kernels.main(["--device", "cpu"])
-    assert "take --device cuda" in capsys.readouterr().err
+        step_kernels.main(["--device", "cpu", *arguments])
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_what_device_and_host_do_in_a_step_of_a_hugging_face_model(capsys):
+    step_kernels.main(
+        ["--device", "cuda", "--model", "bert 8x128 bf16 autocast", "--runner", "accelerant, graph=False"]
+    )
+    printed = capsys.readouterr().out
+    assert "ms a step by the clock" in printed
+    assert "aten::" in printed
+    assert "host" in printed
 
 
 def test_a_peer_named_twice_is_listed_once(capsys):

@@ -52,10 +52,10 @@ def test_a_lifetime_ends(store):
 
 
 def test_rates_are_bounded(store):
-    key, _ = store.create("ci", ["field"], rate=20, burst=3)
+    key, _ = store.create("ci", ["field"], rate=4, burst=3)
     assert [store.wait_s(key) for _ in range(3)] == [0, 0, 0]
-    assert 0 < store.wait_s(key) <= 0.05
-    time.sleep(0.06)
+    assert 0 < store.wait_s(key) <= 0.25
+    time.sleep(0.26)
     assert store.wait_s(key) == 0
 
 

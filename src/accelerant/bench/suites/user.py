@@ -51,7 +51,7 @@ from accelerant.runtime import registry
 from accelerant.runtime.host import python_child
 from accelerant.runtime.provider import ComputeDevice
 
-__all__ = ["MODELS", "UserSuite"]
+__all__ = ["MODELS", "MODEL_CASES", "MODEL_RUNNERS", "ModelCase", "Step", "UserSuite", "model_step"]
 
 _PEERS = {"torch": "torch", "compile": "torch.compile", "liger": "liger"}
 """Runners by their names in --against."""
@@ -216,9 +216,9 @@ def _cases(gpu: bool) -> Iterator[tuple[str, str, Callable[[_UserRun], None]]]:
         yield "ntt", f"ntt {name} 2^{log_n}", functools.partial(_measure_ntt, name, log_n)
     for n in (1 << 20, 1 << 25) if gpu else (1 << 14,):
         yield "field_add", f"field_add goldilocks {n:,}", functools.partial(_measure_add, n)
-    models = _MODEL_CASES
+    models = list(MODEL_CASES.values())
     if not gpu:  # all have the same few tokens
-        models = tuple(replace(case, batch=2, tokens=16) for case in models if case.tokens < 1024)
+        models = [replace(case, batch=2, tokens=16) for case in models if case.tokens < 1024]
     yield "first call", "first call msm", _measure_first
     for case in models:
         yield case.name, f"{case.name} {case.label}", functools.partial(_measure_model, case)
@@ -319,7 +319,7 @@ _TINY = _config(512, 64, 128, 1, 4, 2, head_dim=16)
 
 
 @dataclass(frozen=True, slots=True)
-class _ModelCase:
+class ModelCase:
     """Sequences and tokens of a model, under autocast or with weights in bfloat16."""
 
     name: str
@@ -329,6 +329,7 @@ class _ModelCase:
 
     @property
     def label(self) -> str:
+        """The case of a row."""
         kind = "weights" if self.bfloat16 else "autocast"
         return f"{self.batch}x{self.tokens} bf16 {kind}, AdamW, clipping"
 
@@ -338,11 +339,16 @@ class _ModelCase:
         return self.tokens <= 512 and not self.bfloat16
 
 
-_GPT2, _QWEN3 = _ModelCase("gpt2", 4, 512), _ModelCase("qwen3", 1, 512)
-_MODEL_CASES = (
-    _GPT2, _QWEN3, _ModelCase("bert", 8, 128), _ModelCase("llama", 2, 512), _ModelCase("qwen3", 4, 1024),
+_GPT2, _QWEN3 = ModelCase("gpt2", 4, 512), ModelCase("qwen3", 1, 512)
+_CASES = (
+    _GPT2, _QWEN3, ModelCase("bert", 8, 128), ModelCase("llama", 2, 512), ModelCase("qwen3", 4, 1024),
     *(replace(case, bfloat16=True) for case in (_GPT2, _QWEN3)),
 )  # fmt: skip
+
+MODEL_CASES = {f"{case.name} {case.label.partition(',')[0]}": case for case in _CASES}
+"""The models' cases by name, size and precision."""
+
+MODEL_RUNNERS = ("torch", _PEERS["compile"], COMPILED, _PEERS["liger"], OURS, EAGER, STEP)
 
 _CLIP, _LEARNING_RATE, _LOSS_TOLERANCE = 1.0, 1e-5, 5e-3
 _WARM_UP, _STEPS = 4, 5
@@ -351,7 +357,7 @@ _WARM_UP, _STEPS = 4, 5
 Step = Callable[[], Tensor]
 
 
-def _measure_model(case: _ModelCase, this: _UserRun) -> None:
+def _measure_model(case: ModelCase, this: _UserRun) -> None:
     """Measure a training step of each runner from the same weights on the same batch; the first losses must agree.
 
     The two compiled models take turns: the speed of a host varies by more than they differ.
@@ -384,11 +390,11 @@ def _measure_model(case: _ModelCase, this: _UserRun) -> None:
             torch.cuda.empty_cache()
 
 
-def _measured_in_turns(case: _ModelCase, rows: list[Row], losses: list[float], this: _UserRun) -> list[Row]:
+def _measured_in_turns(case: ModelCase, rows: list[Row], losses: list[float], this: _UserRun) -> list[Row]:
     """Return the rows with the times of their runners' steps, and add the first losses, which must be as the first."""
     torch.compiler.reset()
     with contextlib.ExitStack() as models:
-        running = [models.enter_context(_step(case, row.runner, this.where)) for row in rows]
+        running = [models.enter_context(model_step(case, row.runner, this.where)) for row in rows]
         cold = []
         for step, _ in running:
             began = time.perf_counter()
@@ -410,8 +416,8 @@ def _measured_in_turns(case: _ModelCase, rows: list[Row], losses: list[float], t
 
 
 @contextlib.contextmanager
-def _step(
-    case: _ModelCase, runner: str, where: torch.device
+def model_step(
+    case: ModelCase, runner: str, where: torch.device
 ) -> Iterator[tuple[Step, own_nn.PatchReport | None]]:  # fmt: skip
     """Yield a runner's training step, as a user writes it, from the same weights each time, and the report of patch.
 
