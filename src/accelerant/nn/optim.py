@@ -223,6 +223,8 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
 
     def _update_on(self, device: torch.device, owned: _DeviceParameters, grads: list[Tensor]) -> None:
         new = self._complete(device, owned, grads)
+        if device.type == "meta":  # predictions of memory step so: there is state, and no value to update
+            return
         tensors = self._tensors(owned, grads, new)
         if owned.distributed:
             columns: dict[str, Any] = dict(zip(Tensors._fields[:6], tensors[:6], strict=True))

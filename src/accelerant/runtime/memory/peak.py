@@ -269,11 +269,13 @@ def _optimizer_bytes(optimizer: OptimizerLike, step: ModelStep, granularity: int
         with live:
             copied.step()
             kept = live.live_bytes
+            if fused:
+                return kept - before, 0
             live.reset_peak()
             copied.step()
     except (RuntimeError, TypeError) as error:  # needs values, or a closure
         raise UnsupportedCase(f"{type(copied).__name__} does not step without values: {error}") from error
-    return kept - before, 0 if fused else live.peak_bytes - kept
+    return kept - before, live.peak_bytes - kept
 
 
 def _make_optimizer(
