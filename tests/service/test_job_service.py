@@ -432,14 +432,14 @@ def test_training_resumes_after_more_losses_than_one(running):
 def test_a_real_training_goes_on_from_its_checkpoint(running, settings):
     """The model of a run that lost its worker, and then its server, is bit for bit that of an undisturbed one."""
     text = (Path(__file__).read_bytes() * 2)[:30_000]
-    fit = JobRequest("fit", {"steps": 60}, {"text": np.frombuffer(text, np.uint8)})
+    fit = JobRequest("fit", {"steps": 120}, {"text": np.frombuffer(text, np.uint8)})
 
     async def reached(service, job, steps):
         async with asyncio.timeout(180.0):
             while True:
                 job = await service.get(job.id, None)
                 assert not job.state.final, job
-                if job.message.startswith("step ") and job.progress > 0.99 * steps / 60:
+                if job.message.startswith("step ") and job.progress > 0.99 * steps / 120:
                     return
                 await asyncio.sleep(0.02)
 
@@ -456,7 +456,7 @@ def test_a_real_training_goes_on_from_its_checkpoint(running, settings):
             result = await service.result(job.id, None)
             undisturbed = await ended(service, await service.submit(fit))
             wanted = await service.result(undisturbed.id, None)
-            assert json.loads(result["summary"].tobytes())["steps"] == 60
+            assert json.loads(result["summary"].tobytes())["steps"] == 120
             np.testing.assert_array_equal(result["model"], wanted["model"])
             await only(service, "result.3", "result.1")
 

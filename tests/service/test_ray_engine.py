@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from serving import Server
 
 from accelerant import zk
-from accelerant.errors import ConfigError
+from accelerant.errors import AccelerantError, ConfigError
 from accelerant.service import ray_engine
 from accelerant.service.bodies import SAFETENSORS, read_tensors, write_tensors
 from accelerant.service.settings import ServiceSettings
@@ -46,6 +46,9 @@ def test_settings_that_do_not_fit_are_refused(tmp_path):
         ray_engine.run(ServiceSettings(directory=tmp_path, state_url=url, tls_certificate="a", tls_key="b"))
     with pytest.raises(ConfigError, match="has no API keys"):
         ray_engine.run(ServiceSettings(directory=tmp_path, state_url=url, host="0.0.0.0"))
+    url = "postgresql://user:secret@127.0.0.1:1/name"
+    with pytest.raises(AccelerantError, match=r"cannot use postgresql.*://user:\*\*\*@127.0.0.1:1/name: "):
+        ray_engine.run(ServiceSettings(directory=tmp_path, state_url=url))
     assert not list(tmp_path.iterdir())
 
 
@@ -61,11 +64,37 @@ def cluster(monkeypatch):
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
     memory = {"object_store_memory": 80 << 20, "num_gpus": 0}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, **memory})
     node = cluster.add_node(num_cpus=1, **memory)
     yield cluster, node
     cluster.shutdown()
+
+
+@pytest.fixture
+def port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def applications(cluster, port):
+    """The names of all applications that the cluster serves, of which one is not ours."""
+    import ray
+    from ray import serve
+
+    @serve.deployment(ray_actor_options={"num_cpus": 0})
+    class Greeter:
+        def __call__(self, request):
+            return "hello"
+
+    ray.init(address=cluster[0].address, log_to_driver=False)
+    serve.start(http_options={"port": port, "location": "EveryNode"})
+    serve.run(Greeter.bind(), name="other", route_prefix="/other")
+    yield lambda: set(serve.status().applications)
+    ray.shutdown()
 
 
 class Load:
@@ -111,11 +140,8 @@ def wait_for(found, seconds):
 
 
 @pytest.mark.slow
-def test_a_node_dies_under_load_and_no_accepted_job_is_lost(cluster, tmp_path, postgres_url):
+def test_a_node_dies_under_load_and_no_accepted_job_is_lost(cluster, applications, port, tmp_path, postgres_url):
     ray_cluster, node = cluster
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     settings = tmp_path / "service.toml"
     settings.write_text("lease_s = 3\ndrain_s = 30\n")
     environment = {"ACCELERANT_SERVE_STATE_URL": postgres_url, "RAY_USAGE_STATS_ENABLED": "0"}
@@ -134,7 +160,7 @@ def test_a_node_dies_under_load_and_no_accepted_job_is_lost(cluster, tmp_path, p
                     return answer.json()["jobs"]
 
     server = Server(
-        tmp_path / "private", "--port", port, "--engine", "ray", "--address", ray_cluster.address,
+        tmp_path / "private", "--port", str(port), "--engine", "ray", "--address", ray_cluster.address,
         "--config", str(settings), env=environment, wait_s=240,
     )  # fmt: skip
     try:
@@ -159,6 +185,7 @@ def test_a_node_dies_under_load_and_no_accepted_job_is_lost(cluster, tmp_path, p
                 stopped = time.monotonic()
                 assert server.stop() == 0
                 assert time.monotonic() - stopped < 45  # Ray Serve kills after 55
+            assert applications() == {"other"}
         engine = sa.create_engine(postgres_url.replace("://", "+pg8000://"))
         with engine.connect() as connection:
             query = sa.text("SELECT state, attempts FROM accelerant_jobs WHERE id = :id")

@@ -24,11 +24,13 @@ from typing import Any, ClassVar
 
 from fastapi import FastAPI
 
-from accelerant.errors import ConfigError, MissingDependency
+from accelerant.errors import AccelerantError, ConfigError, MissingDependency
 from accelerant.runtime.jobs import connect_ray, ray_module
 from accelerant.service.app import create_app
+from accelerant.service.errors import StoreUnavailable
 from accelerant.service.guard import log_to
 from accelerant.service.jobs.service import open_directory
+from accelerant.service.jobs.store import JobStore
 from accelerant.service.server import require_keys
 from accelerant.service.settings import ServiceSettings
 from accelerant.service.telemetry import Telemetry
@@ -80,12 +82,20 @@ def run(settings: ServiceSettings, address: str | None = None, replicas: int | N
     Raises:
         ConfigError: a setting does not fit; there is no cluster; it has fewer GPUs or nodes than replicas.
         MissingDependency: the extra ray is not installed.
+        AccelerantError: the job store cannot be used; Ray Serve does not start the replicas.
     """
     require_keys(settings)
     if not settings.state_url.startswith("postgresql"):
         raise ConfigError("--engine ray needs state_url=postgresql://USER:PASSWORD@HOST/NAME, which all replicas share")
     if settings.tls_certificate:
         raise ConfigError("--engine ray has no TLS: leave tls_certificate out, and let a proxy in front of it do it")
+    store = JobStore(settings.state_url, owner="", volume="")
+    try:
+        store.upgrade()
+    except StoreUnavailable as error:  # that of a replica would say less, and later
+        raise AccelerantError(str(error)) from None
+    finally:
+        store.close()
     volume = open_directory(Path(settings.directory))
     ray, serve = ray_module(), _serve_module()
     log_to(sys.stderr, settings.log)
@@ -95,14 +105,17 @@ def run(settings: ServiceSettings, address: str | None = None, replicas: int | N
     try:
         count, resources, device = _placement(ray, replicas)
         served = replace(settings, devices=settings.devices or (device,))
-        _deploy(serve, served, volume, count, resources)
         try:
+            _deploy(ray, serve, served, volume, count, resources)
             host = f"[{settings.host}]" if ":" in settings.host else settings.host
             _LOG.info("%d replicas are listening on http://%s:%d", count, host, settings.port)
             _until_signal()
             _LOG.info("stopping")
         finally:
-            serve.shutdown()
+            if serve.status().applications.keys() - {_NAME}:  # other people's
+                serve.delete(_NAME)
+            else:
+                serve.shutdown()
     finally:
         if connected:
             ray.shutdown()
@@ -129,12 +142,14 @@ def _placement(ray: Any, replicas: int | None) -> tuple[int, dict[str, Any], str
     return count, resources, device
 
 
-def _deploy(serve: Any, settings: ServiceSettings, volume: str, count: int, resources: dict[str, Any]) -> None:
-    """Start the replicas and the proxies, and wait until they are ready."""
-    serve.start(
-        http_options={"host": settings.host, "port": settings.port, "location": "EveryNode"},
-        logging_config={"enable_access_log": False, "log_level": "WARNING"},
-    )
+def _deploy(
+    ray: Any, serve: Any, settings: ServiceSettings, volume: str, count: int, resources: dict[str, Any]
+) -> None:  # fmt: skip
+    """Start the replicas and the proxies, and wait until they are ready.
+
+    Raises:
+        AccelerantError: Ray Serve gave up, on a busy cluster, say, or for an error of a replica, which it names.
+    """
 
     def build() -> FastAPI:
         return _application(settings, volume)
@@ -149,7 +164,21 @@ def _deploy(serve: Any, settings: ServiceSettings, volume: str, count: int, reso
         health_check_period_s=5.0,
         **options,
     )
-    serve.run(deployment(serve.ingress(build)(_Replica)).bind(), name=_NAME, route_prefix="/")
+    try:
+        serve.start(
+            http_options={"host": settings.host, "port": settings.port, "location": "EveryNode"},
+            logging_config={"enable_access_log": False, "log_level": "WARNING"},
+        )
+        serve.run(deployment(serve.ingress(build)(_Replica)).bind(), name=_NAME, route_prefix="/")
+    except ray.exceptions.RayError as error:
+        raise AccelerantError(
+            f"Ray Serve did not start: {error}\nOn busy nodes, where it kills a proxy that is not ready in 5 s, start "
+            "Ray with RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S=60"
+        ) from error
+    except RuntimeError as error:
+        found = serve.status().applications.get(_NAME)
+        reasons = [deployment.message for deployment in found.deployments.values()] if found else []
+        raise AccelerantError("\n".join([f"the service did not start: {error}", *reasons])) from error
 
 
 def _until_signal() -> None:

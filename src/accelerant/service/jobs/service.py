@@ -131,10 +131,7 @@ class JobService:
             resumable={name for name, operation in self._operations.items() if operation.resumable},
             lease_s=self._lease_s,
         )
-        try:
-            await self._in_thread(self._store.upgrade)
-        except DBAPIError as error:
-            raise StoreUnavailable(f"cannot use {self._store.engine.url.render_as_string()}: {error.orig}") from None
+        await self._in_thread(self._store.upgrade)
         devices = list(self.settings.devices) or ["auto"]
         for number, device in enumerate(devices):
             self._add_worker(device, device if devices.count(device) == 1 else f"{device}#{number}")

@@ -37,7 +37,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy.dialects import postgresql, sqlite
 
 from accelerant.errors import ConfigError, MissingDependency
-from accelerant.service.errors import JobNotFound, QueueFull
+from accelerant.service.errors import JobNotFound, QueueFull, StoreUnavailable
 from accelerant.service.jobs.model import Job, JobState
 
 __all__ = ["Claim", "JobStore"]
@@ -169,18 +169,23 @@ class JobStore:
     def upgrade(self, migrations: Path = _MIGRATIONS, known: int = REVISION) -> None:
         """Create or upgrade the schema; one of a newer version than `known` is left as it is.
 
-        Raises ConfigError if that newer version has declared that this one cannot work on it.
+        Raises:
+            ConfigError: that newer version has declared that this one cannot work on it.
+            StoreUnavailable: the database cannot be used, and why.
         """
         config = Config(attributes={"version_table": _VERSION_TABLE})
         config.set_main_option("script_location", str(migrations).replace("%", "%%"))
         ours = {revision.revision for revision in ScriptDirectory.from_config(config).walk_revisions()}
-        with self._begin(alone=True) as connection:
-            context = MigrationContext.configure(connection, opts={"version_table": _VERSION_TABLE})
-            current = context.get_current_revision()
-            if current is None or current in ours:
-                config.attributes["connection"] = connection
-                command.upgrade(config, "head")
-            oldest = connection.execute(sa.select(_schema.c.oldest_revision)).scalar_one()
+        try:
+            with self._begin(alone=True) as connection:
+                context = MigrationContext.configure(connection, opts={"version_table": _VERSION_TABLE})
+                current = context.get_current_revision()
+                if current is None or current in ours:
+                    config.attributes["connection"] = connection
+                    command.upgrade(config, "head")
+                oldest = connection.execute(sa.select(_schema.c.oldest_revision)).scalar_one()
+        except sa.exc.DBAPIError as error:
+            raise StoreUnavailable(f"cannot use {self.engine.url.render_as_string()}: {error.orig}") from None
         if oldest > known:
             raise ConfigError(
                 f"the job store has schema {current}, which needs a service of schema {oldest} or newer; "
