@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from accelerant.cli import main
+from accelerant.cli.app import exit_status
 from accelerant.errors import FormatError
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.train.config import PRESETS
@@ -130,6 +131,18 @@ def test_a_sparse_file_of_a_terabyte_is_one_line(accelerant):
         assert errors.count("\n") == 1
         assert took_s < 5
     assert accelerant("train", "--resume", ".")[0] == 2
+
+
+def test_ctrl_c_while_a_class_is_made_is_an_interrupt():
+    """Python 3.11 raises a RuntimeError from what __set_name__ raises, as where a module is being imported."""
+
+    class Interrupted:
+        def __set_name__(self, owner, name):
+            raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as ended, exit_status():
+        type("Owner", (), {"name": Interrupted()})
+    assert ended.value.code == 130
 
 
 @pytest.mark.sample(2)

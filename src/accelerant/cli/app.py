@@ -142,6 +142,8 @@ def exit_status(failure: int = 1) -> Iterator[None]:
     except KeyboardInterrupt:
         _fail("interrupted", 130)
     except Exception as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):  # Python 3.11 wraps what __set_name__ raises
+            _fail("interrupted", 130)
         if "DefaultCPUAllocator" in str(error):  # torch's RuntimeError for the host's memory
             _fail(f"out of memory: {str(error).splitlines()[0]}", failure)
         if failure == 1:  # Python's own status of an unhandled exception
