@@ -82,7 +82,7 @@ def test_a_host_stream_keeps_the_order_and_direct_work_comes_after():
     stream = Stream("cpu")
     seen = []
     for i in range(5):
-        submit(lambda i=i: (time.sleep(0.002), seen.append(i)), stream=stream)
+        submit(lambda i=i: (time.sleep(0.03), seen.append(i)), stream=stream)
     mark = stream.record()
     assert not mark.done()
     with pytest.raises(TimeLimitExceeded, match=r"0\.0 s"):

@@ -34,20 +34,20 @@ def test_a_key_is_valid_until_it_is_revoked_and_its_secret_is_not_stored(store):
 
 def test_rotation_keeps_the_id_and_the_old_secret_for_a_time(store):
     key, old = store.create("ci", ["field"])
-    rotated, new = store.rotate(key.id, grace_s=0.3)
+    rotated, new = store.rotate(key.id, grace_s=1.0)
     assert rotated.id == key.id
     assert store.verify(old) is not None
     assert store.verify(new) is not None
-    time.sleep(0.35)
+    time.sleep(1.1)
     assert store.verify(old) is None
     assert store.verify(new) is not None
     assert len(store.rotate(key.id, grace_s=0)[0].secrets) == 1
 
 
 def test_a_lifetime_ends(store):
-    _, token = store.create("ci", ["field"], lifetime_s=0.2)
+    _, token = store.create("ci", ["field"], lifetime_s=1.0)
     assert store.verify(token) is not None
-    time.sleep(0.25)
+    time.sleep(1.1)
     assert store.verify(token) is None
 
 

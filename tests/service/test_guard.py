@@ -337,7 +337,7 @@ def test_health_and_metrics_are_answered_under_overload(tmp_path):
 
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_long_answer_is_sent_in_parts_and_counted_until_it_is_read(tmp_path, reads):
-    settings = ServiceSettings(body_timeout_s=0.2, body_rate_bytes_s=1 << 30, bodies_bytes=4_000_000)
+    settings = ServiceSettings(body_timeout_s=0.5, body_rate_bytes_s=1 << 30, bodies_bytes=4_000_000)
     inference, size, seen = Inference(settings, {}, None), 3 << 20, []
 
     async def answer(name, scope, receive):
@@ -347,7 +347,7 @@ def test_a_long_answer_is_sent_in_parts_and_counted_until_it_is_read(tmp_path, r
     async def send(message):
         if message["type"] == "http.response.body":
             seen.append((len(message["body"]), message["more_body"], inference.held_bytes))
-            await asyncio.sleep(0.0 if reads else 1.0)
+            await asyncio.sleep(0.0 if reads else 5.0)
 
     inference.answer = answer
     keys = KeyStore(tmp_path / "keys.json")

@@ -100,12 +100,12 @@ def test_a_store_that_is_not_one(tmp_path):
 
 
 def test_the_job_of_a_server_that_ended_is_taken_over_and_fenced(opened):
-    gone, other, elsewhere = opened("gone", lease_s=0.2), opened("other"), opened("elsewhere", volume="w")
+    gone, other, elsewhere = opened("gone", lease_s=1.0), opened("other"), opened("elsewhere", volume="w")
     add(gone, "a")
     first = claim(gone)
     assert other.take_over() == []
     assert gone.renew([first]) == ({"a"}, set())
-    time.sleep(0.3)
+    time.sleep(1.1)
     assert elsewhere.take_over() == []  # it does not have the job's files
     assert other.take_over() == [("a", JobState.QUEUED)]
     assert elsewhere.claim("cpu", OPERATIONS) is None
