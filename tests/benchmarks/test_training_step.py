@@ -107,5 +107,8 @@ def test_kinds_of_kernels(name, kind):
 def test_the_table_sums_by_kind():
     shares = [KernelShare("nvjet", "matmul", 6.0, 3), KernelShare("norm_bwd", "own", 3.0, 2)]
     shares.append(KernelShare("Memset", "other", 1.0, 1))
+    shares += [KernelShare("a step, back to back", "clock", 12.0, 1), KernelShare("aten::mm", "host", 0.5, 3)]
     table = kernel_table(shares)
     assert "10.000 ms in all; of 4.000 ms besides products and attention 75.0% are ours" in table
+    assert table.splitlines()[0].endswith("clock      a step, back to back")
+    assert table.splitlines()[1].endswith("host       aten::mm")

@@ -416,9 +416,7 @@ def _measured_in_turns(case: ModelCase, rows: list[Row], losses: list[float], th
 
 
 @contextlib.contextmanager
-def model_step(
-    case: ModelCase, runner: str, where: torch.device
-) -> Iterator[tuple[Step, own_nn.PatchReport | None]]:  # fmt: skip
+def model_step(case: ModelCase, runner: str, where: torch.device) -> Iterator[tuple[Step, own_nn.PatchReport | None]]:
     """Yield a runner's training step, as a user writes it, from the same weights each time, and the report of patch.
 
     The step returns the loss.
