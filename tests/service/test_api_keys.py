@@ -21,7 +21,7 @@ def test_a_key_is_valid_until_it_is_revoked_and_its_secret_is_not_stored(store):
     key, token = store.create("ci", ["field"])
     assert store.verify(token) == key
     assert KeyStore(store.path).verify(token) == key
-    assert token.rpartition("_")[2] not in store.path.read_text()
+    assert token.split("_", 2)[2] not in store.path.read_text()  # the secret, which may have a "_"
     assert store.path.stat().st_mode & 0o777 == 0o600
     assert token not in repr(key)
     for wrong in (token[:-1], token + "x", token.replace("acl", "abc"), f"acl_{'0' * 12}_{'A' * 43}", "", "é"):
