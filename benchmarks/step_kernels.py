@@ -22,7 +22,7 @@ from accelerant.bench.record import OURS
 from accelerant.bench.suites.user import MODEL_CASES, MODEL_RUNNERS, model_step
 from accelerant.bench.timer import back_to_back_ms
 from accelerant.cli.app import exit_status
-from accelerant.errors import ConfigError
+from accelerant.errors import AccelerantError, ConfigError
 from accelerant.nn import GPT, GPTConfig
 from accelerant.runtime import registry
 from accelerant.runtime.provider import ComputeDevice
@@ -102,6 +102,9 @@ def kernel_shares(step: Callable[[], object], *, host: bool = False) -> list[Ker
     """Return the kernels of one call on a CUDA device, the longest first; with `host` then what the host does.
 
     The profiler adds to the host's times.
+
+    Raises:
+        AccelerantError: the profiler saw no kernel.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -115,6 +118,8 @@ def kernel_shares(step: Callable[[], object], *, host: bool = False) -> list[Ker
         for event in events
         if str(event.device_type).endswith("CUDA") and event.self_device_time_total > 0
     ]
+    if not shares:
+        raise AccelerantError("torch.profiler saw no kernel: see its warnings; CUPTI may be missing or lack memory")
     calls = [
         KernelShare(event.key, "host", event.self_cpu_time_total / 1e3, event.count)
         for event in events

@@ -32,6 +32,9 @@ if _CACHE:
 if "SOAK_MINUTES" not in os.environ:
     os.environ["POCL_EXTRA_BUILD_FLAGS"] = "-cl-opt-disable"
 
+# JAX would take three quarters of a GPU, which other tests and workers use.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 if not HAS_GPU and "TRITON_INTERPRET" not in os.environ:
     # Triton decides between compiler and interpreter when a function is decorated, its own library's included: so the
     # variable must stand while triton and our kernels are first imported. Afterwards only the tests of ops set it

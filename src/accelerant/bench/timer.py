@@ -18,6 +18,7 @@ do: a single call of some 20 us also shows what starting it costs. `host_time_us
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -82,14 +83,16 @@ _TURN_S = 2e-4
 """Shorter calls are timed several at a time, so that reading the clock does not count."""
 
 
-def time_in_turns(calls: Sequence[Callable[[], object]], *, budget_s: float = 0.3) -> list[Timing]:
+def time_in_turns(
+    calls: Sequence[Callable[[], object]], *, budget_s: float = 0.3, least: int | None = None
+) -> list[Timing]:
     """Return the host times of synchronous calls that take turns; each round begins with another call.
 
-    Each takes `budget_s` seconds; at least 10 rounds are made, or 3 where a call takes above 50 ms.
+    Each takes `budget_s` seconds; at least `least` rounds are made, by default 10, or 3 where a call takes above 50 ms.
     """
     once_s = [second_call_s(call) for call in calls]
     together = [max(1, int(_TURN_S / max(s, 1e-7))) for s in once_s]
-    rounds = _repeats(max((s * n for s, n in zip(once_s, together, strict=True)), default=0.0), budget_s)
+    rounds = _repeats(max((s * n for s, n in zip(once_s, together, strict=True)), default=0.0), budget_s, least)
     samples: list[list[float]] = [[] for _ in calls]
     for i in range(rounds):
         for turn in range(len(calls)):
@@ -161,9 +164,6 @@ def wall_ms(
 _IN_A_ROW = 20
 """Calls back to back: too few to fill the launch queue."""
 
-_TURNS = 4
-"""Turns of each of several functions that are timed back to back."""
-
 
 def back_to_back_ms(
     fn: Callable[[], object], device: torch.device, *, calls: int = _IN_A_ROW, budget_s: float = 0.3
@@ -172,32 +172,28 @@ def back_to_back_ms(
 
     A third of the `budget_s` seconds goes to calls from an idle device to an idle device; `wall_ms` is theirs.
     """
-    alone = wall_ms(fn, device, budget_s=budget_s / 3, least=_SLOW_REPEATS)
-    count = max(2, min(calls, int(1e3 * budget_s / 6 / alone.p50_ms)))
-
-    def several() -> None:
-        for _ in range(count):
-            fn()
-
-    row = wall_ms(several, device, budget_s=budget_s * 2 / 3, least=_SLOW_REPEATS)
-    timing = Timing.of([sample / count for sample in row.samples])
-    return replace(timing, wall_ms=alone.p50_ms, back_to_back_ms=timing.p50_ms)
+    return back_to_back_times_ms([fn], device, calls=calls, budget_s=budget_s)[0]
 
 
 def back_to_back_times_ms(
     fns: Sequence[Callable[[], object]], device: torch.device, *, calls: int = _IN_A_ROW, budget_s: float = 0.3
 ) -> list[Timing]:
-    """Return back_to_back_ms of functions that take turns, so that what slows the host slows all."""
-    rounds = _TURNS if len(fns) > 1 else 1
-    turns = [
-        [back_to_back_ms(fn, device, calls=calls, budget_s=budget_s / rounds) for fn in fns] for _ in range(rounds)
-    ]
-    timings = []
-    for parts in zip(*turns, strict=True):
-        timing = Timing.of([sample for part in parts for sample in part.samples])
-        alone = statistics.median(part.wall_ms for part in parts if part.wall_ms is not None)
-        timings.append(replace(timing, wall_ms=alone, back_to_back_ms=timing.p50_ms))
-    return timings
+    """Return back_to_back_ms of functions that take turns after each sample, so that what slows the host slows all.
+
+    The budget is that of each function.
+    """
+    alone = [wall_ms(fn, device, budget_s=budget_s / 3, least=_SLOW_REPEATS).p50_ms for fn in fns]
+    counts = [max(2, min(calls, int(1e3 * budget_s / 6 / ms))) for ms in alone]
+
+    def several(fn: Callable[[], object], count: int) -> None:
+        for _ in range(count):
+            fn()
+        synchronize(device)
+
+    rows = [functools.partial(several, fn, count) for fn, count in zip(fns, counts, strict=True)]
+    timings = time_in_turns(rows, budget_s=budget_s * 2 / 3, least=_SLOW_REPEATS)
+    ones = [Timing.of([x / count for x in row.samples]) for row, count in zip(timings, counts, strict=True)]
+    return [replace(one, wall_ms=ms, back_to_back_ms=one.p50_ms) for one, ms in zip(ones, alone, strict=True)]
 
 
 def first_ms(call: Callable[[], object], device: torch.device) -> float:

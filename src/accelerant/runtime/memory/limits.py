@@ -139,8 +139,9 @@ def allocate(size_bytes: int, device: DeviceLike = "auto") -> Buffer:
 def limit(limit_bytes: int, device: DeviceLike = "auto") -> Iterator[None]:
     """Limit the memory that a block of code may hold beyond what is held at its start.
 
-    CUDA: tensors and buffers of the whole process. The allocator refuses a request that passes the limit by more than
-    one of its segments (22 MiB); a smaller excess raises at the end of the block. Other backends: buffers, when they
+    CUDA: tensors and buffers of the whole process. The allocator refuses to take memory from the device that passes the
+    limit by more than one of its segments (22 MiB); another excess, as in a segment that is partly in use, raises at
+    the end of the block. Other backends: buffers, when they
     are allocated; on the CPU also this thread's tensors, after the op that made them. Past the limit, OutOfMemory is
     raised.
     """
