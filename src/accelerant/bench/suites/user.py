@@ -351,7 +351,7 @@ MODEL_CASES = {f"{case.name} {case.label.partition(',')[0]}": case for case in _
 MODEL_RUNNERS = ("torch", _PEERS["compile"], COMPILED, _PEERS["liger"], OURS, EAGER, STEP)
 
 _CLIP, _LEARNING_RATE, _LOSS_TOLERANCE = 1.0, 1e-5, 5e-3
-_WARM_UP, _STEPS, _IN_TURNS = 4, 5, 80
+_WARM_UP, _STEPS, _IN_TURNS = 4, 5, 40
 """Steps after the first and before the timed ones, as graphs are captured in them; steps between two synchronizations;
 and how many times the budget of a figure each of two runners takes whose times differ by less than a host's vary.
 """
@@ -362,7 +362,8 @@ Step = Callable[[], Tensor]
 def _measure_model(case: ModelCase, this: _UserRun) -> None:
     """Measure a training step of each runner from the same weights on the same batch; the first losses must agree.
 
-    The two compiled models take turns: the speed of a host varies by more than they differ.
+    The model as it was and patched without graphs take turns, and so do the two compiled: the speed of a host varies by
+    more than they differ.
 
     Raises:
         MissingDependency: transformers is not installed.
@@ -371,10 +372,10 @@ def _measure_model(case: ModelCase, this: _UserRun) -> None:
     if importlib.util.find_spec("transformers") is None:
         raise MissingDependency("transformers", "huggingface", "bench user")
     compiled = this.peers("compile")
-    together = [*compiled, *[COMPILED] * (case.short and bool(compiled))]
-    others = [*this.peers("liger"), OURS, *[EAGER] * this.run.gpu, *[STEP] * case.short]
+    pairs = ["torch", *[EAGER] * this.run.gpu], [*compiled, *[COMPILED] * (case.short and bool(compiled))]
+    others = [*this.peers("liger"), OURS, *[STEP] * case.short]
     losses: list[float] = []
-    for runners in filter(None, (["torch"], together, *([runner] for runner in others))):
+    for runners in filter(None, (*pairs, *([runner] for runner in others))):
         rows = [
             this.row(case.label, each, target_x=1.0 if each in (OURS, COMPILED, STEP) else None) for each in runners
         ]
