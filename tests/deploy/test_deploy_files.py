@@ -106,6 +106,7 @@ def test_alerts_are_of_valid_expressions():
 # --- training --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_training_objects_follow_their_schemas():
     require_module("kubernetes_validate")
     require_module("kubeflow_trainer_api")

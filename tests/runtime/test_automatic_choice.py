@@ -99,6 +99,7 @@ def test_a_gpu_of_nvidia_is_chosen_by_cuda_and_without_it_by_opencl(monkeypatch)
     assert (chosen.backend, chosen.properties["kind"]) == ("opencl", "gpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["opencl", "webgpu"])
 def test_pocl_and_lavapipe_are_software(name, monkeypatch):
     require_backend(name)

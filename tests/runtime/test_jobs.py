@@ -96,6 +96,7 @@ def test_arguments():
     assert Accelerator("cpu").map(square, []) == []
 
 
+@pytest.mark.slow
 def test_an_address_without_a_cluster():
     pytest.importorskip("ray")
     with pytest.raises(ConfigError, match=r"there is no Ray cluster at '127\.0\.0\.1:1'"):

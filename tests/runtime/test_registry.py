@@ -281,6 +281,14 @@ def test_tensors_without_kernels_of_ours_run_torchs_operations(kind):
     assert reasons == {"triton": f"Accelerant has no kernels for {name}: torch's operations run", "torch": None}
 
 
+def test_a_backend_without_a_provider_has_its_own_reason_once_it_has_one(monkeypatch):
+    monkeypatch.setattr(registry, "_reasons", {})
+    with monkeypatch.context() as without:
+        without.delitem(registry.PROVIDERS, "cuda")
+        assert registry.reason_absent("cuda") == "this version has no provider for it"
+    assert registry.reason_absent("cuda") != "this version has no provider for it"
+
+
 def test_a_rocm_build_of_torch_runs_torchs_operations(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.2")
     assert registry.reason_without_kernels(torch.device("cuda")).startswith("Accelerant has no kernels for rocm")

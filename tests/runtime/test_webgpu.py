@@ -99,6 +99,7 @@ def test_arrays_above_the_binding_limit_are_split(provider, opened, monkeypatch)
     assert counts == [512, 512, 512, 464]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -87,6 +87,7 @@ def test_a_file_that_is_damaged_later_does_not_open_the_service(store):
     assert running.exists
 
 
+@pytest.mark.slow
 def test_the_service_beyond_loopback(tmp_path, monkeypatch, capsys):
     """Keys by the command, scopes, rates, TLS, revocation while the service runs, and no secret in the log."""
     with pytest.raises(ConfigError, match="has no API keys"):

@@ -47,6 +47,7 @@ def test_transforms_and_sums_are_the_librarys(client):
     np.testing.assert_array_equal(client.msm([5, 0, 7], points), curve.mul(curve.generator, 26))
 
 
+@pytest.mark.slow
 def test_neural_operations_and_epsilon_are_the_librarys(client):
     x = np.random.default_rng(0).standard_normal((2, 6)).astype(np.float32)
     accelerator = acl.Accelerator("cpu")
@@ -79,6 +80,7 @@ def test_every_operation_has_a_method_with_its_defaults():
             assert default == given.default or (default is inspect.Parameter.empty and given.is_required()), option
 
 
+@pytest.mark.slow
 def test_a_job_reports_and_ends_with_the_result(server):
     seen = []
     with Client(server.url, progress=seen.append, trust_env=False) as client:

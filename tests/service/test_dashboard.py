@@ -228,6 +228,7 @@ def test_a_click_cancels_a_job_that_waits(page, server):
             client.result(running.id)
 
 
+@pytest.mark.slow
 def test_a_key_opens_the_page_and_a_stop_ends_its_stream(tmp_path):
     _, token = KeyStore(tmp_path / "state" / "keys.json").create("me", ["monitor", "field"])
     server = Server(tmp_path / "state", "--device", "cpu")

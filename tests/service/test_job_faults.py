@@ -24,6 +24,8 @@ from accelerant.service.errors import DeadlineExceeded, StoreUnavailable, Worker
 from accelerant.service.jobs import wire
 from accelerant.service.jobs.model import JobState
 
+pytestmark = pytest.mark.slow
+
 SERVER = """
 import asyncio, pathlib, sys
 from accelerant.service.jobs.service import JobService
@@ -83,7 +85,7 @@ def test_a_job_is_cancelled_through_another_server(running, postgres_url):
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("kills", [6, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.soak])])
+@pytest.mark.parametrize("kills", [6, pytest.param(60, marks=pytest.mark.soak)])
 def test_every_request_has_a_true_end_while_workers_are_killed(running, kills):
     """Two workers, one of which is killed at random times: results are right, or the second loss is stated."""
     generator, numbers, over = random.Random(kills), itertools.count(), asyncio.Event()

@@ -180,6 +180,7 @@ def test_failures_are_stated(running):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "lost"])
 def test_a_lost_worker_is_restarted_and_its_work_repeated_once(running, tmp_path, how):
     reason = {"kill": "the worker of cpu was ended by SIGKILL", "lost": "cpu was lost: illegal memory access"}[how]
@@ -243,6 +244,7 @@ def test_cancel(running):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_deadlines(running, monkeypatch):
     monkeypatch.setattr("accelerant.service.jobs.workers._GRACE_S", 1.0)
     monkeypatch.setattr("accelerant.service.jobs.workers._STUCK_S", 0.5)
@@ -374,6 +376,7 @@ def test_events(running):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_drain_ends_work_and_keeps_the_rest(running):
     async def main():
         async with running() as service:
@@ -407,6 +410,7 @@ def test_drain_ends_work_and_keeps_the_rest(running):
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_training_resumes_after_more_losses_than_one(running):
     async def main():
         async with running() as service:

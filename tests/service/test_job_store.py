@@ -195,6 +195,7 @@ def test_keys_take_turns_and_priorities_order_a_keys_own_jobs(store, jobs):
     assert len(order) == len(jobs)
 
 
+@pytest.mark.slow
 def test_bounds_hold_for_many_threads(opened):
     stores = [opened(f"server{number}") for number in range(2)]
     refused = []
@@ -232,6 +233,7 @@ def _claim_all(url, owner, queue):
     queue.put(None)
 
 
+@pytest.mark.slow
 def test_two_servers_never_run_the_same_attempt(opened, state_url):
     store = opened()
     for number in range(40):

@@ -152,6 +152,7 @@ def test_request_ids_are_kept_and_logged(http, server):
     assert (record["method"], record["path"], record["status"], record["key_id"]) == ("GET", "/v2", 200, "anonymous")
 
 
+@pytest.mark.slow
 def test_neither_the_server_nor_a_worker_of_integers_loads_torch():
     """Its import takes seconds, in which a worker that was killed answers nothing."""
     program = """if True:

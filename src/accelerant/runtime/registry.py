@@ -153,9 +153,7 @@ def _error_text(what: str, error: BaseException) -> str:
 
 
 def _probed(name: str) -> str:
-    """Return why a backend cannot be used; errors of other packages become reasons."""
-    if name not in PROVIDERS and name not in _registered:
-        return "this version has no provider for it"
+    """Return why a backend that has a provider cannot be used; errors of other packages become reasons."""
     try:
         kind: Any = _provider_class(name)  # of any type, from another package
         if name not in BACKENDS and not (isinstance(kind, type) and issubclass(kind, ComputeProvider)):
@@ -199,6 +197,8 @@ def reason_absent(name: str) -> str:
     """Return why a backend cannot be used here; empty if it can. Probed once a process."""
     name = backend_named(name)
     with _lock:
+        if name not in PROVIDERS and name not in _registered:
+            return "this version has no provider for it"
         if name not in _reasons:
             _reasons[name] = _probed(name)
         return _reasons[name]

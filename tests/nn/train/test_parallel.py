@@ -243,6 +243,7 @@ def test_memory_of_other_processes_is_cudas():
         PeerMemory(64, torch.float32, torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_memory_that_one_process_lacks_makes_none_wait(tmp_path):
     """Nobody begins the rendezvous, which waits for all."""
     found = launch(share_without_room, tmp_path / "meeting")
