@@ -218,6 +218,9 @@ def test_a_repetition_goes_to_another_device(running, tmp_path):
                 await asyncio.sleep(0.01)
             assert job.state is JobState.SUCCEEDED
             assert names - {None} == {"cpu#0", "cpu#1"}
+            async with asyncio.timeout(60.0):  # the only one that takes work also gets the repetition
+                while not all(worker.alive for worker in service.stats().workers):
+                    await asyncio.sleep(0.01)
             restarts = [worker.restarts for worker in service.stats().workers]
             with pytest.raises(WorkerLost):
                 await service.call(request("work", how="kill", log=str(log)))

@@ -57,8 +57,8 @@ def test_errors_are_one_line(run, job, tmp_path, monkeypatch):
     status, _, err = run("list", "--state", "done")
     assert (status, err.count("\n")) == (2, 1)
     assert "--state must be one of queued" in err
-    status, _, err = run("show", "")
-    assert status == 2
+    for command in ("show", "cancel"):
+        assert run(command, "")[::2] == (2, "accelerant: the job's id is empty\n")
     (tmp_path / "key").write_text("\n")
     status, _, err = run("list", "--key-file", str(tmp_path / "key"))
     assert (status, err.count("\n")) == (2, 1)

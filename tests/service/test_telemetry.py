@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import re
+import time
 from pathlib import Path
 
 import numpy as np
@@ -50,9 +51,15 @@ def scraped(server):
             changes(server, lambda seen: any(row["calls"] for row in seen.get("ledger", {}).get("rows", ())))
         )
         assert until["ledger"]["rows"]
-        answer = http.get("/metrics")
-        assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-        return before, samples(answer.text)
+        end = time.monotonic() + 60.0
+        while True:
+            answer = http.get("/metrics")
+            assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+            after = samples(answer.text)
+            if named(after, "accelerant_jobs", state="succeeded")[0]:  # counted about once a second
+                return before, after
+            assert time.monotonic() < end
+            time.sleep(0.1)
 
 
 async def changes(server, enough):

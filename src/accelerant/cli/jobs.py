@@ -14,7 +14,7 @@ import typer
 
 from accelerant.cli.help import Application
 from accelerant.cli.terminal import print_table
-from accelerant.errors import AccelerantError, ConfigError
+from accelerant.errors import ConfigError
 from accelerant.runtime.files import escaped
 
 if TYPE_CHECKING:
@@ -80,24 +80,22 @@ def cancel(id: _Id, url: _Url = None, key_file: _KeyFile = None, json_output: _J
 
 @contextmanager
 def _client(url: str | None, key_file: Path | None) -> Iterator[Client]:
-    """Yield a client; an error of the service is one of the command."""
+    """Yield a client of the service."""
     from accelerant.service.client import Client
-    from accelerant.service.errors import ServiceError
 
     key = None
     if key_file is not None:
         key = key_file.read_text(encoding="utf-8").strip()
         if not key:
             raise ConfigError(f"--key-file {key_file} is empty")
-    try:
-        with Client(url, key=key, timeout_s=30.0) as client:
-            yield client
-    except ServiceError as error:
-        raise AccelerantError(str(error)) from None
+    with Client(url, key=key, timeout_s=30.0) as client:
+        yield client
 
 
 def _whole(client: Client, id: str) -> str:
     """Return the id that begins so; as it is if none of the latest does."""
+    if not id:  # an unset variable of a script, which every job would begin with
+        raise ConfigError("the job's id is empty")
     if len(id) >= 32:
         return id
     found = [job.id for job in client.jobs(limit=1000) if job.id.startswith(id)]

@@ -26,7 +26,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-class ServiceError(Exception):
+class ServiceError(library.AccelerantError):
     """Base class of the service's errors."""
 
     status: int = 500
@@ -110,7 +110,7 @@ class WorkerLost(JobFailed):
 def error_named(kind: str, message: str) -> Exception | None:
     """Return the library's or the service's error of a name, as another process raised it; None for other names."""
     found = getattr(library, kind, None) or globals().get(kind)
-    if not (isinstance(found, type) and issubclass(found, library.AccelerantError | ServiceError)) or found is Refused:
+    if not (isinstance(found, type) and issubclass(found, library.AccelerantError)) or found is Refused:
         return None
     error = found.__new__(found, message)  # some take other arguments than their message
     error.args = (message,)

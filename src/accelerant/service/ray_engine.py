@@ -27,7 +27,6 @@ from fastapi import FastAPI
 from accelerant.errors import AccelerantError, ConfigError, MissingDependency
 from accelerant.runtime.jobs import connect_ray, ray_module
 from accelerant.service.app import create_app
-from accelerant.service.errors import StoreUnavailable
 from accelerant.service.guard import log_to
 from accelerant.service.jobs.service import open_directory
 from accelerant.service.jobs.store import JobStore
@@ -82,7 +81,8 @@ def run(settings: ServiceSettings, address: str | None = None, replicas: int | N
     Raises:
         ConfigError: a setting does not fit; there is no cluster; it has fewer GPUs or nodes than replicas.
         MissingDependency: the extra ray is not installed.
-        AccelerantError: the job store cannot be used; Ray Serve does not start the replicas.
+        StoreUnavailable: the job store cannot be used.
+        AccelerantError: Ray Serve does not start the replicas.
     """
     require_keys(settings)
     if not settings.state_url.startswith("postgresql"):
@@ -91,9 +91,7 @@ def run(settings: ServiceSettings, address: str | None = None, replicas: int | N
         raise ConfigError("--engine ray has no TLS: leave tls_certificate out, and let a proxy in front of it do it")
     store = JobStore(settings.state_url, owner="", volume="")
     try:
-        store.upgrade()
-    except StoreUnavailable as error:  # that of a replica would say less, and later
-        raise AccelerantError(str(error)) from None
+        store.upgrade()  # the error of a replica would say less, and later
     finally:
         store.close()
     volume = open_directory(Path(settings.directory))

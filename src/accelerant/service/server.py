@@ -13,7 +13,6 @@ import uvicorn
 
 from accelerant.errors import ConfigError
 from accelerant.service.app import create_app
-from accelerant.service.errors import ServiceError
 from accelerant.service.guard import guarded_protocol, log_to
 from accelerant.service.keys import KeyStore
 from accelerant.service.settings import ServiceSettings
@@ -108,7 +107,5 @@ def run(settings: ServiceSettings) -> None:
         server.run()
     finally:
         requests.flush()
-    if isinstance(app.state.failure, ServiceError):
-        raise SystemExit(f"accelerant: {app.state.failure}")
     if not server.started:
         raise app.state.failure or SystemExit(1)

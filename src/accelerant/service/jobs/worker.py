@@ -32,7 +32,7 @@ from accelerant.errors import AccelerantError, DeviceLost
 from accelerant.runtime import registry
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import ledger
-from accelerant.service.errors import Cancelled, DeadlineExceeded, ServiceError
+from accelerant.service.errors import Cancelled, DeadlineExceeded
 from accelerant.service.jobs import wire
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ class Worker:
         if isinstance(error, DeviceLost):
             self.send({"kind": "lost", "reason": f"{self.device} was lost: {error}"})
             os._exit(70)
-        if isinstance(error, AccelerantError | ServiceError):
+        if isinstance(error, AccelerantError):
             return [type(error).__name__, str(error)]
         if isinstance(error, MemoryError):
             return ["OutOfMemory", f"{operation} needs more memory than there is"]
