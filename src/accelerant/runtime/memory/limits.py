@@ -141,9 +141,8 @@ def limit(limit_bytes: int, device: DeviceLike = "auto") -> Iterator[None]:
 
     CUDA: tensors and buffers of the whole process. The allocator refuses to take memory from the device that passes the
     limit by more than one of its segments (22 MiB); another excess, as in a segment that is partly in use, raises at
-    the end of the block. Other backends: buffers, when they
-    are allocated; on the CPU also this thread's tensors, after the op that made them. Past the limit, OutOfMemory is
-    raised.
+    the end of the block. Other backends: buffers, when they are allocated; on the CPU also this thread's tensors, after
+    the op that made them. Past the limit, OutOfMemory is raised.
     """
     if limit_bytes < 0:
         raise ConfigError(f"limit_bytes must be 0 or more, got {limit_bytes}")
