@@ -278,6 +278,22 @@ def test_leases_do_not_wait_for_lists(running, monkeypatch):
     asyncio.run(main())
 
 
+def test_a_slow_store_repeats_no_job_that_has_ended(running, monkeypatch):
+    async def main():
+        async with running() as service:
+            finish = service.store.finish
+
+            def slow(*arguments, **named):
+                time.sleep(1.5 * service.settings.lease_s)
+                return finish(*arguments, **named)
+
+            monkeypatch.setattr(service.store, "finish", slow)
+            job = await ended(service, await service.submit(request("work")))
+            assert (job.state, job.attempts) == (JobState.SUCCEEDED, 1)
+
+    asyncio.run(main())
+
+
 def test_a_submission_of_which_the_store_says_nothing_is_not_repeated(running, monkeypatch):
     async def main():
         async with running() as service:

@@ -447,10 +447,10 @@ class JobService:
                 "result": str(self._result_file(job)), "lease": time.time() + self._lease_s,
             }  # fmt: skip
             ended = await worker.run_job(message, claim.deadline)
+            self._seconds += 0.2 * (time.monotonic() - began - self._seconds)
+            await self._tried(self._write_end, job, ended, repeat_s=self._lease_s)
         finally:
-            del self._running[job.id]  # before the store says that the job is not running: see _renew
-        self._seconds += 0.2 * (time.monotonic() - began - self._seconds)
-        await self._tried(self._write_end, job, ended, repeat_s=self._lease_s)
+            del self._running[job.id]
         with contextlib.suppress(ServiceError):
             self._publish(await self.get(job.id, None))
         self._wake()
@@ -519,8 +519,9 @@ class JobService:
                 async with asyncio.timeout(self._lease_s / 2):
                     await self._renew()
             if time.monotonic() - self._renewed > self._lease_s:  # the store is out of reach: others run our jobs
-                for _, worker in self._running.values():
-                    worker.kill(f"the worker of {worker.name} was ended: the job store cannot be reached")
+                for id, (_, worker) in self._running.items():
+                    if worker.job == id:
+                        worker.kill(f"the worker of {worker.name} was ended: the job store cannot be reached")
             await asyncio.sleep(self._poll_s)
 
     async def _renew(self) -> None:
@@ -533,7 +534,7 @@ class JobService:
         self._renewed = time.monotonic()
         held, cancelled = answer
         for id, (_, worker) in running.items():
-            if id not in self._running:
+            if worker.job != id:  # it has ended, and the store may know already
                 continue
             if id not in held:
                 worker.kill(f"the worker of {worker.name} was ended: another server has its job")
