@@ -95,7 +95,7 @@ def state_url(request, tmp_path):
 @pytest.fixture
 def settings(tmp_path):
     return ServiceSettings(
-        state_url=f"sqlite:///{tmp_path}/jobs.db", directory=tmp_path / "private", devices=("cpu",), lease_s=2.0
+        state_url=f"sqlite:///{tmp_path}/jobs.db", directory=tmp_path / "private", devices=("cpu",), lease_s=4.0
     )
 
 

@@ -32,7 +32,7 @@ from accelerant.service.jobs.service import JobService
 from accelerant.service.settings import ServiceSettings
 url, directory = sys.argv[1:]
 async def main():
-    settings = ServiceSettings(state_url=url, directory=pathlib.Path(directory), devices=("cpu",), lease_s=2.0)
+    settings = ServiceSettings(state_url=url, directory=pathlib.Path(directory), devices=("cpu",), lease_s=4.0)
     service = JobService(settings, operations="served:OPERATIONS")
     await service.start()
     print("ready", flush=True)
