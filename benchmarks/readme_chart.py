@@ -327,7 +327,9 @@ def _user_section(record: Record) -> str:
         case = re.sub(r"@[\dx@]+", "", row.case)  # the other arguments' sizes
         peers = [_figure(by_case[row.case_key].get(name)) for name in _USER_PEERS]
         device = "" if row.device_ms is None else f"{plain(row.device_ms)} ms"
-        reached = {True: "yes", False: "no", None: ""}[row.reached] + " (level)" * row.level
+        reached = {True: "yes", False: "no", None: ""}[row.reached] + " (level)" * (
+            row.level and row.reached is not None
+        )
         runner = row.runner.removeprefix("accelerant, ")
         cells = (f"{row.op} {case}", runner, _figure(row), device, *peers, row.aims, reached)
         lines.append(f"| {' | '.join(cells)} |")

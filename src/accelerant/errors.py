@@ -17,7 +17,8 @@
     ├── DivergenceError         a loss, a gradient or, in debug mode, a result is not finite
     ├── ProtocolError           a multi-party protocol was not followed
     ├── TimeLimitExceeded       a call or a wait passed its time limit      (also TimeoutError)
-    └── BudgetExceeded          a privacy budget would be overspent, or a noise budget is
+    ├── BudgetExceeded          a privacy budget would be overspent, or a noise budget is
+    └── ServiceError            the service refused a request or cannot serve it (accelerant.service.errors)
 
 and one warning, FallbackWarning: another implementation or device ran than the preferred one.
 Messages state what was expected, what was given and what to do.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from accelerant.bench import Environment, Record, Row, host_time_us, time_ms, wall_ms
-from accelerant.bench.timer import Timing, back_to_back_ms, covers, host_times_us
+from accelerant.bench.timer import Timing, back_to_back_ms, back_to_back_times_ms, covers, host_times_us
 from accelerant.errors import FormatError
 from accelerant.runtime import registry
 
@@ -145,6 +146,11 @@ def test_timers_order_quick_and_slow():
     assert paced.back_to_back_ms == paced.p50_ms
     assert paced.wall_ms > 0
     assert Timing.of([2.0]).beside(paced).wall_ms == paced.wall_ms
+    turns: list[str] = []
+    functions = [functools.partial(turns.append, "a"), functools.partial(turns.append, "b")]
+    back_to_back_times_ms(functions, torch.device("cpu"), calls=2, budget_s=0.0)
+    assert "ababab" in "".join(turns)  # from an idle device to an idle one
+    assert "aabb" in "".join(turns)
     assert 0 < host_time_us(lambda: None, calls=100, rounds=3).p50_ms < 100
     made: list[int] = []
     host_times_us([lambda: made.append(0), lambda: made.append(1)], calls=2, rounds=1)

@@ -196,6 +196,21 @@ def test_a_patched_model_with_another_loss_is_an_error(cpu, monkeypatch):
         run_suite(UserSuite(case=("gpt2 2x16 bf16 autocast",), budget_s=0.0, against=()).resolve(cpu), cpu)
 
 
+def test_of_two_models_in_turns_one_that_fails_leaves_the_other_its_figure(cpu, monkeypatch):
+    pytest.importorskip("transformers", reason="the models are those of transformers, an optional package")
+
+    def measured(case, rows, losses, this):
+        if any(row.runner == COMPILED for row in rows):
+            raise RuntimeError("no memory for it")
+        return [row.timed(user.Timing.of([3.0])) for row in rows]
+
+    monkeypatch.setattr(user, "_measured_in_turns", measured)
+    suite = UserSuite(case=("gpt2 2x16 bf16 autocast",), budget_s=0.0, against=("compile",))
+    found = {row.runner: (row.p50, row.note) for row in run_suite(suite.resolve(cpu), cpu).rows}
+    assert found["torch.compile"][0] == 3.0
+    assert found[COMPILED] == (None, "RuntimeError: no memory for it")
+
+
 @pytest.mark.gpu
 def test_a_gpu_has_wall_and_device_times_and_targets():
     gpu = registry.choose("cuda")

@@ -294,6 +294,24 @@ def test_a_slow_store_repeats_no_job_that_has_ended(running, monkeypatch):
     asyncio.run(main())
 
 
+def test_a_repetition_that_begins_before_its_release_returns_keeps_its_lease(running, monkeypatch, tmp_path):
+    async def main():
+        async with running(devices=("cpu", "cpu")) as service:
+            release, lease_s = service.store.release, service.settings.lease_s
+
+            def slow(*arguments, **named):
+                state = release(*arguments, **named)
+                time.sleep(0.5 * lease_s)
+                return state
+
+            monkeypatch.setattr(service.store, "release", slow)
+            once = {"how": "kill", "once": str(tmp_path / "once"), "seconds": 2.5 * lease_s}
+            job = await ended(service, await service.submit(request("work", **once)))
+            assert (job.state, job.attempts) == (JobState.SUCCEEDED, 2)
+
+    asyncio.run(main())
+
+
 def test_a_submission_of_which_the_store_says_nothing_is_not_repeated(running, monkeypatch):
     async def main():
         async with running() as service:

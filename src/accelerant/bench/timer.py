@@ -182,7 +182,11 @@ def back_to_back_times_ms(
 
     The budget is that of each function.
     """
-    alone = [wall_ms(fn, device, budget_s=budget_s / 3, least=_SLOW_REPEATS).p50_ms for fn in fns]
+    for fn in fns:
+        fn()
+    rounds = _repeats(max(first_ms(fn, device) for fn in fns) / 1e3, budget_s / 3, _SLOW_REPEATS)
+    singles = [[first_ms(fn, device) for fn in fns] for _ in range(rounds)]
+    alone = [statistics.median(times) for times in zip(*singles, strict=True)]
     counts = [max(2, min(calls, int(1e3 * budget_s / 6 / ms))) for ms in alone]
 
     def several(fn: Callable[[], object], count: int) -> None:

@@ -94,7 +94,7 @@ def _client(url: str | None, key_file: Path | None) -> Iterator[Client]:
 
 def _whole(client: Client, id: str) -> str:
     """Return the id that begins so; as it is if none of the latest does."""
-    if not id:  # an unset variable of a script, which every job would begin with
+    if not id:  # such as an unset shell variable: every id begins with it
         raise ConfigError("the job's id is empty")
     if len(id) >= 32:
         return id

@@ -245,8 +245,8 @@ class _Calls:
         """Run an operation of `operations` and return its outputs; inputs are arrays, and bytes for a text or a file.
 
         Raises:
-            AccelerantError: what the operation raised.
             ServiceError: the service refused the call, or its job failed.
+            AccelerantError: what the operation raised.
             TimeLimitExceeded: there is no result within `timeout_s`.
             ConnectionError: the service cannot be reached, or closed the connection.
         """

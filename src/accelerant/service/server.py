@@ -78,8 +78,10 @@ def run(settings: ServiceSettings) -> None:
     """Serve until a signal ends it.
 
     Raises:
-        ConfigError: as `require_keys` raises it; or the address, the certificate, the directory or the job store cannot
-            be used.
+        ConfigError: as `require_keys` raises it; the address, the certificate or the directory cannot be used; or the
+            job store needs a newer service.
+        StoreUnavailable: the job store cannot be used.
+        ServiceError: no worker starts.
     """
     require_keys(settings)
     _require_address(settings)

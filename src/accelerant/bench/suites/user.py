@@ -61,7 +61,7 @@ _MSM_MS, _FIRST_MS, _HOST_MS, _RATE = 10.0, 10.0, 0.03, 0.8
 kernel's rate that an addition of many words reaches.
 """
 
-_LIMIT_S, _COMPILE_S, _SHARE = 360.0, 75.0, 0.2
+_LIMIT_S, _COMPILE_S, _SHARE = 600.0, 75.0, 0.2
 """Seconds after which no case begins by default; seconds that compiling for the calls, and for the models, may take in
 other processes, and the share of the device's memory that one of them may.
 """
@@ -79,7 +79,7 @@ class UserSuite(Suite):
     against: tuple[str, ...] | None = option(
         None, "torch, compile, liger, or none; by default all, on a CPU torch.", metavar="LIST", comma=True, same=True
     )
-    budget_s: float = option(0.1, "Seconds of calls behind each figure.", min=0.0, same=True)
+    budget_s: float = option(0.1, "Seconds of calls for a figure; 40 times for models in turns.", min=0.0, same=True)
     jobs: int | None = option(None, "Processes that compile first; by default all cores but two, on a CPU 1.", min=1)
 
     def resolve(self, device: ComputeDevice) -> Self:
@@ -112,7 +112,7 @@ class UserSuite(Suite):
         return row.suite == self.name and self._wants(row.op, f"{row.op} {row.case}")
 
     def measure(self, run: SuiteRun) -> None:
-        """Measure all cases, on a GPU by default those that begin in 360 seconds: the calls first, then the models.
+        """Measure all cases, on a GPU by default those that begin in 600 seconds: the calls first, then the models.
 
         What either needs is compiled in several processes before its first case.
         """
@@ -351,10 +351,11 @@ MODEL_CASES = {f"{case.name} {case.label.partition(',')[0]}": case for case in _
 MODEL_RUNNERS = ("torch", _PEERS["compile"], COMPILED, _PEERS["liger"], OURS, EAGER, STEP)
 
 _CLIP, _LEARNING_RATE, _LOSS_TOLERANCE = 1.0, 1e-5, 5e-3
-_WARM_UP, _STEPS, _IN_TURNS = 4, 5, 40
-"""Steps after the first and before the timed ones, as graphs are captured in them; steps between two synchronizations;
-and how many times the budget of a figure each of two runners takes whose times differ by less than a host's vary.
-"""
+_WARM_UP, _STEPS = 4, 5
+"""Steps after the first and before the timed ones, as graphs are captured in them; steps between synchronizations."""
+
+_IN_TURNS = 40
+"""Factor on `budget_s` for two runners that take turns: they differ by less than the speed of a host varies."""
 
 Step = Callable[[], Tensor]
 
@@ -375,17 +376,21 @@ def _measure_model(case: ModelCase, this: _UserRun) -> None:
     pairs = ["torch", *[EAGER] * this.run.gpu], [*compiled, *[COMPILED] * (case.short and bool(compiled))]
     others = [*this.peers("liger"), OURS, *[STEP] * case.short]
     losses: list[float] = []
-    for runners in filter(None, (*pairs, *([runner] for runner in others))):
+    waiting = [runners for runners in (*pairs, *([runner] for runner in others)) if runners]
+    while waiting:
+        runners = waiting.pop(0)
         rows = [
             this.row(case.label, each, target_x=1.0 if each in (OURS, COMPILED, STEP) else None) for each in runners
         ]
         try:
             rows = _measured_in_turns(case, rows, losses, this)
         except Exception as error:
-            why = f"{', '.join(runners)}: {failure_note(error)}"
-            if runners[0] in ("torch", OURS):
-                raise AccelerantError(f"{case.name} {case.label}, {why}") from error
-            rows = [replace(row, note=why) for row in rows]
+            if len(runners) > 1:  # one of them fails, or the device has no memory for both
+                waiting[:0], rows = [[runner] for runner in runners], []
+            elif runners[0] in ("torch", OURS):
+                raise AccelerantError(f"{case.name} {case.label}, {runners[0]}: {failure_note(error)}") from error
+            else:
+                rows = [replace(row, note=failure_note(error)) for row in rows]
         for row in rows:
             this.run.add(row)
         gc.collect()

@@ -139,10 +139,11 @@ def allocate(size_bytes: int, device: DeviceLike = "auto") -> Buffer:
 def limit(limit_bytes: int, device: DeviceLike = "auto") -> Iterator[None]:
     """Limit the memory that a block of code may hold beyond what is held at its start.
 
-    CUDA: tensors and buffers of the whole process. The allocator refuses to take memory from the device that passes the
-    limit by more than one of its segments (22 MiB); another excess, as in a segment that is partly in use, raises at
-    the end of the block. Other backends: buffers, when they are allocated; on the CPU also this thread's tensors, after
-    the op that made them. Past the limit, OutOfMemory is raised.
+    CUDA: tensors and buffers of the whole process. A request is refused at once if the allocator would have to take
+    memory from the device beyond the limit by more than 22 MiB (a segment of its own). Any other excess, such as a
+    tensor placed in memory that the allocator holds, raises at the end of the block. Other backends: buffers, when they
+    are allocated; on the CPU also this thread's tensors, after the op that made them. Past the limit, OutOfMemory is
+    raised.
     """
     if limit_bytes < 0:
         raise ConfigError(f"limit_bytes must be 0 or more, got {limit_bytes}")

@@ -450,7 +450,8 @@ class JobService:
             self._seconds += 0.2 * (time.monotonic() - began - self._seconds)
             await self._tried(self._write_end, job, ended, repeat_s=self._lease_s)
         finally:
-            del self._running[job.id]
+            if job.id in self._running and self._running[job.id][1] is worker:  # another may repeat it already
+                del self._running[job.id]
         with contextlib.suppress(ServiceError):
             self._publish(await self.get(job.id, None))
         self._wake()
@@ -534,7 +535,7 @@ class JobService:
         self._renewed = time.monotonic()
         held, cancelled = answer
         for id, (_, worker) in running.items():
-            if worker.job != id:  # it has ended, and the store may know already
+            if worker.job != id:  # not sent yet, or ended, which the store may know already
                 continue
             if id not in held:
                 worker.kill(f"the worker of {worker.name} was ended: another server has its job")
