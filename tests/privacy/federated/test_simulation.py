@@ -73,6 +73,17 @@ def test_buffers_tell_nothing_of_the_data():
     assert not torch.equal(trained[1].weight, start[1].weight)
 
 
+def test_evaluation_writes_nothing_into_the_model():
+    """A forward pass scales the rows that it looks up down to `max_norm`: those that the data have."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(20, 8, max_norm=1.0), nn.Flatten(), nn.Linear(16, 2))
+    with torch.no_grad():
+        net[0].weight.mul_(3)
+    data = torch.randint(0, 10, (40, 2)), torch.randint(0, 2, (40,))
+    trained, _ = federated.simulate(net, data, clients=4, rounds=1, max_norm=0.01, noise_multiplier=2.0)
+    assert (trained[0].weight.norm(dim=1) > 1.01).all()
+
+
 def test_bad_arguments():
     with pytest.raises(ShapeError, match="a row for each"):
         federated.simulate(model(), DATA, clients=121)

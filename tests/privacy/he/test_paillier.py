@@ -103,6 +103,13 @@ def test_values_come_back_exactly(keys, dtype):
         assert torch.equal(y, x)
 
 
+def test_numpy_has_no_bfloat16(keys):
+    public, private = keys
+    encrypted = public.encrypt(np.array([1.5], np.float32))
+    with pytest.raises(UnsupportedDtype, match="NumPy has no bfloat16"):
+        private.decrypt(encrypted, dtype="bfloat16")
+
+
 def test_small_floats_are_rounded_to_the_precision(keys):
     public, private = keys
     x = np.array([2.0**-70, -(2.0**-60), 1e-300, 1 + 2**-20], np.float32)

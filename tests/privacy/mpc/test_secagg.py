@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import os
 import pickle
 from fractions import Fraction
 
@@ -449,6 +450,22 @@ def test_secrets_are_not_shown_or_copied(party):
     for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(ConfigError, match="not copied"):
             duplicate(client)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_of_a_client_leaves_its_round(party):
+    """Parent and child would each answer once, for different survivors: with both secrets of a client."""
+    _, answers = party.upto("consistency")
+    child = os.fork()
+    if not child:
+        try:
+            party.clients[0].consistency(answers[0])
+        except ProtocolError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert party.clients[0].consistency(answers[0])
 
 
 def test_a_changed_share_is_seen(party):

@@ -136,8 +136,8 @@ def simulate(
         vector += result.mean.to(vector)
         vector_to_parameters(vector.clone(), model.parameters())
         model.eval()
-        with torch.no_grad():
-            outputs, wanted = model(tested[0]), tested[1]
+        with torch.no_grad():  # a copy: forward may write to parameters (max_norm), and the data may be private
+            outputs, wanted = copy.deepcopy(model)(tested[0]), tested[1]
             report.losses.append(float(loss(outputs, wanted)))
             report.accuracies.append(float((outputs.argmax(-1) == wanted).double().mean()))
         report.survivors.append(result.survivors)

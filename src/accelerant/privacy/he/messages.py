@@ -136,7 +136,9 @@ def host_array(x: Any, dtypes: tuple[str, ...], scheme: str) -> tuple[npt.NDArra
 
 def in_kind(array: npt.NDArray[Any], origin: Origin) -> Any:
     """Return an array of the library, dtype and device of an origin."""
-    if origin.kind == "numpy" and origin.dtype != "bfloat16":
+    if origin.kind == "numpy":
+        if origin.dtype == "bfloat16":
+            raise UnsupportedDtype("NumPy has no bfloat16: decrypt with dtype='float32'")
         return array
     if origin.kind == "torch":
         return torch.from_numpy(array).to(origin.device, getattr(torch, origin.dtype))

@@ -522,6 +522,8 @@ def replaced(layer):
         (lambda: replaced(nn.BatchNorm1d(3).eval().requires_grad_(False)), "it mixes the examples"),
         (lambda: nn.InstanceNorm1d(3, track_running_stats=True), "track_running_stats=False"),
         (lambda: nn.Embedding(4, 3, max_norm=1.0), "max_norm"),
+        (lambda: nn.Embedding.from_pretrained(torch.ones(4, 3), max_norm=1.0), "max_norm"),  # frozen
+        (lambda: nn.EmbeddingBag(4, 3, max_norm=1.0).requires_grad_(requires_grad=False), "max_norm"),
         (lambda: nn.Embedding(4, 3, sparse=True), "sparse=False"),
         (lambda: nn.Embedding(4, 3, scale_grad_by_freq=True), "scale_grad_by_freq"),
         (lambda: nn.LSTM(3, 4), "batch_first=True"),

@@ -2,6 +2,7 @@
 
 import math
 import sys
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -195,6 +196,13 @@ def test_more_steps_than_a_block():
     """A Gaussian composed by its variance, through the blocks that very many steps are composed in."""
     many = epsilon(Event("gaussian", 1000.0, "poisson", 0.999999, 2**17 + 3))
     assert many == pytest.approx(epsilon(Event("gaussian", 1000 / (2**17 + 3) ** 0.5)), rel=1e-3)
+
+
+@pytest.mark.parametrize("step", [Event("gaussian", 1e6), Event("gaussian", 1e4, "poisson", 0.001)])
+def test_no_count_takes_long(step):
+    began = time.perf_counter()
+    assert 0 < epsilon(step.times(2**50)) < math.inf
+    assert time.perf_counter() - began < 10.0
 
 
 # --- how many more ---------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import soak
 from accelerant.errors import BudgetExceeded, ConfigError, FormatError
-from accelerant.privacy.dp.ledger import Budget, Ledger
+from accelerant.privacy.dp.ledger import Budget, Ledger, journal
 from accelerant.privacy.dp.ledger.accounting import spent
 from accelerant.privacy.dp.ledger.events import Event
 from accelerant.privacy.dp.ledger.journal import _START, _next_chain
@@ -248,6 +248,26 @@ def test_ctrl_c_at_any_write_leaves_a_ledger_that_can_be_read(tmp_path, monkeypa
         ledger.settle()
     with Ledger(tmp_path / "privacy.jsonl") as ledger:
         assert sum(event.count for event in ledger.events) == done
+
+
+def test_ctrl_c_while_settling_under_counts_nothing(tmp_path, monkeypatch):
+    path, event, recorded, size = tmp_path / "privacy.jsonl", Event("gaussian", 2.0), 0, 0
+    ledger = Ledger(path)
+    while recorded < 2000 or path.stat().st_size == size:  # until a block has been reserved
+        size = path.stat().st_size
+        ledger.record(event)
+        recorded += 1
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        patch.setattr(journal, "open_regular", interrupted)  # of the copy of the last line's hash
+        ledger.settle()
+    for _ in range(20):
+        ledger.record(event)
+    assert sum(each.count for each in Ledger.read(path).events) >= recorded + 20
+    abandon(ledger)
 
 
 @pytest.mark.parametrize("how", ["deleted", "replaced", "truncated"])

@@ -60,6 +60,11 @@ def test_a_tensor_alone_and_an_empty_batch():
     assert float(noisy.std()) * 4 == pytest.approx(1.0, rel=0.12)  # 5 deviations of an estimated deviation
 
 
+def test_a_parameter_may_be_a_scalar():
+    mean = make(max_grad_norm=5.0)({"scale": torch.tensor([1.0, 2.0, 3.0, 6.0]), "weight": torch.zeros(4, 3)})
+    assert mean["scale"] == torch.tensor((1.0 + 2.0 + 3.0 + 5.0) / 4)
+
+
 def test_what_comes_out_is_on_the_grid_of_the_noise():
     """Nothing of the floating-point sum is left in the low bits."""
     privatizer = make(noise_multiplier=1.0, expected_batch_size=1.0)

@@ -556,15 +556,24 @@ def test_a_failure_at_the_end_of_make_private_leaves_nothing_attached(monkeypatc
     private(model).close()  # and it can be made private
 
 
-def test_draws_that_made_a_step_are_not_kept():
-    training = private(mlp(), 0.5, noise_multiplier=1.0)
-    for batch in training.batches(points(), steps=20):
-        classify(training.model, *batch.tensors).backward()
-        training.step()
-    del batch
+def test_two_trainings_make_no_step_of_one_draw():
+    """Each would be amplified as if its draw were its own, but what one does not show of an example the other may."""
+    first, second, third = (private(mlp(), 0.5, noise_multiplier=1.0) for _ in range(3))
+    batch = next(first.batches(points()))
+    with pytest.raises(ConfigError, match="another private training"):
+        second.use(batch)
+    classify(first.model, *batch.tensors).backward()
+    first.step()
+    with pytest.raises(ConfigError, match="made a step already"):
+        second.use(batch)
+    batch = next(first.batches(points()))
+    first.close()
+    del first
     gc.collect()
-    assert len(training._tracker._stepped) <= 1
-    training.close()
+    with pytest.raises(ConfigError, match="another private training"):
+        third.use(batch)
+    for training in (second, third):
+        training.close()
 
 
 def test_a_drawn_batch_has_no_copies_that_could_make_a_second_step():

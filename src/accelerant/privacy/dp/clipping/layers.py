@@ -151,8 +151,6 @@ class _EmbeddingRule(LayerRule):
 
     @classmethod
     def refusal(cls, module: nn.Embedding) -> str | None:
-        if module.max_norm is not None:
-            return "max_norm changes the table in the forward pass: leave it out"
         if module.scale_grad_by_freq:
             return "scale_grad_by_freq mixes the examples of a batch: leave it out"
         if module.sparse:

@@ -177,6 +177,8 @@ def survey(model: nn.Module) -> Survey:
 def _mixes_examples(module: nn.Module) -> str | None:
     if isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
         return "its running statistics keep what examples held: take track_running_stats=False"
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+        return "max_norm changes the rows of the tokens in the forward pass, frozen or not: leave it out"
     if not isinstance(module, _BatchNorm):
         return None
     if module.training or not _has_statistics(module):

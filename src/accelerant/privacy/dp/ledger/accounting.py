@@ -43,7 +43,7 @@ Method = Literal["pld", "rdp"]
 
 _MAX_RELEASES: Final = 16  # distinct ones composed exactly: each costs 0.3 s once. More have their noise rounded down
 _MAX_NOISE: Final = 1e6  # larger multipliers are accounted as this one: their squares overflow
-_MAX_STEPS: Final = 10**9
+_MAX_STEPS: Final = 10**9  # of one kind: the distributions of more take minutes
 _SLACK: Final = 1e-7  # relative excess of an epsilon under charged deltas over the least one
 
 
@@ -313,11 +313,12 @@ _INTERVALS: Final = ((0.05, 1e-6), (0.5, 1e-5), (30.0, 1e-4), (1000.0, 1e-3), (m
 def pld_epsilon(counts: Mapping[Release, int], delta: float) -> float:
     """Return epsilon of these releases at delta, by privacy loss distributions.
 
-    Above 10^4, and for deltas below the resolution of floating point, it is the bound by Renyi divergence, which holds
-    as well. Releases must have noise, and counts must be 1 or more. Raises MissingDependency without dp-accounting.
+    Above 10^4, for more than 10^9 releases of a kind, and for deltas below the resolution of floating point, it is the
+    bound by Renyi divergence, which holds as well. Releases must have noise, and counts must be 1 or more. Raises
+    MissingDependency without dp-accounting.
     """
     bound = rdp_epsilon(counts, delta, _WHOLE_ORDERS)
-    if not counts or bound > _PLD_LIMIT:
+    if not counts or bound > _PLD_LIMIT or max(counts.values()) > _MAX_STEPS:
         return rdp_epsilon(counts, delta)
     interval = next(interval for limit, interval in _INTERVALS if bound < limit)
     widest = max(map(_widest_loss, counts))

@@ -213,8 +213,8 @@ class RunWriter:
 
     def settle(self, *, closed: bool) -> None:
         """Replace the reservations by the exact counts."""
+        self._reserved = self.used.copy()  # first: Ctrl-C may come after the line was written
         self._journal.append({"kind": "used", "run": self._run, "closed": closed, "events": _records(self.used)})
-        self._reserved = self.used.copy()
 
     def merge(self, more: Mapping[str, Counter[Event]]) -> None:
         """Write events of other runs, by their ids."""

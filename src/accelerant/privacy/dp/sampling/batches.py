@@ -2,7 +2,7 @@
 
 Draws are split into parts of one shape if memory or a CUDA graph requires it. The privacy claim of a step requires that
 each example adds at most one clipped gradient to the sum, so a `DrawTracker` checks that each drawn row goes through
-backward once and that each draw makes one step.
+backward once and that each draw makes one step, of one training.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ class Draw:
         before: the draw that the same iterator made before this one; None for its first.
     """
 
-    __slots__ = ("__weakref__", "_before", "examples", "first")
+    __slots__ = ("__weakref__", "_before", "examples", "first", "stepped", "tracker")
 
     def __init__(self, examples: int, before: Draw | None = None) -> None:
         self.examples, self.first = examples, before is None
         self._before = None if before is None else weakref.ref(before)
+        self.stepped = False
+        self.tracker: weakref.ref[DrawTracker] | None = None  # of the training that began to use it
 
     def follows(self, draw: Draw | None) -> bool:
         """Return whether no draw of the same iterator was made between that one and this."""
@@ -219,7 +221,6 @@ class DrawTracker:
         self._drawn = 0  # examples of the draw so far
         self._origin: object = None
         self._draw: Draw | None = None
-        self._stepped: weakref.WeakSet[Draw] = weakref.WeakSet()
         self._warned = False
 
     @property
@@ -256,12 +257,17 @@ class DrawTracker:
 
         Raises:
             ConfigError: no step followed the previous draw or other batches; the previous part was left out, or is
-                still to be used; the draw made a step already.
+                still to be used; the draw made a step already, or another training uses it.
         """
-        if batch.draw in self._stepped:
+        if batch.draw is not None and batch.draw.stepped:
             raise ConfigError(
                 "this draw has made a step already: amplification by sampling requires a new draw for each step. "
                 "Iterate batches(data) or draws(data) again, and keep no list of them"
+            )
+        if batch.draw is not None and batch.draw.tracker is not None and batch.draw.tracker() is not self:
+            raise ConfigError(
+                "another private training has used this draw: amplification by sampling requires a new draw for each "
+                "step of each training. Take batches from this one's batches(data) or draws(data)"
             )
         if self.awaited and origin is not None and origin is self._origin:
             raise ConfigError(
@@ -283,6 +289,8 @@ class DrawTracker:
             self._require_all()
         self._rows, self._seen, self._last, self._open = batch.rows, 0, batch.last, True
         self._origin, self._draw = origin, batch.draw
+        if batch.draw is not None:
+            batch.draw.tracker = weakref.ref(self)
         self._drawn += batch.examples
 
     def add(self, rows: int) -> None:
@@ -319,12 +327,12 @@ class DrawTracker:
         """Mark the draw as used up by a step."""
         self.forget()
         if self._open and self._draw is not None:
-            self._stepped.add(self._draw)
+            self._draw.stepped = True
         self._open = False
 
     def _warn_of_choice(self, draw: Draw | None) -> None:
         """Warn once if the draw before this one made no step: the accounting is of draws that nobody chose."""
-        given_up = self._draw not in (None, draw) and self._draw not in self._stepped
+        given_up = self._draw is not None and self._draw is not draw and not self._draw.stepped
         skipped = draw is not None and not draw.follows(self._draw)
         if (given_up or skipped) and not self._warned:
             self._warned = True

@@ -168,7 +168,10 @@ class GradientPrivatizer:
 
     def _add(self, part: Mapping[str, Tensor], grid: float, sums: Mapping[str, Tensor]) -> None:
         """Add some examples' clipped gradients, rounded to the grid where there is one."""
-        wide = {name: each.detach().to(torch.float64).flatten(1) for name, each in part.items()}
+        wide = {
+            name: each.detach().to(torch.float64).reshape(len(each), each.shape[1:].numel())
+            for name, each in part.items()
+        }
         squares = {name: (each * each).sum(1) for name, each in wide.items()}
         finite = torch.stack([each.isfinite() for each in squares.values()]).all(0)
         if "" in self._norms:

@@ -25,6 +25,7 @@ from accelerant.privacy.mpc.secagg import messages
 from accelerant.privacy.mpc.secagg.encoding import wrapped
 from accelerant.privacy.mpc.secagg.masks import SignedSeed, mask_sums
 from accelerant.privacy.mpc.secagg.messages import Reader, crypto
+from accelerant.privacy.random.stream import renewed_after_fork
 from accelerant.runtime.files import read_regular, temporary_path, write_atomic
 
 if TYPE_CHECKING:
@@ -124,6 +125,11 @@ class Client:
             if not text.strip().isdigit():
                 raise ConfigError(f"{self._path} does not hold the number of the last round")
             self.last_round = int(text)
+        renewed_after_fork.add(self)
+
+    def _renew(self) -> None:
+        """Drop the round in a fork of the process: with its parent it would reveal both secrets of a client."""
+        self._round = None
 
     def __repr__(self) -> str:
         stage = "no round" if self._round is None else messages.STAGES[self._round.stage]
