@@ -7,10 +7,12 @@ import itertools
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -278,25 +280,162 @@ def test_leases_do_not_wait_for_lists(running, monkeypatch):
     asyncio.run(main())
 
 
-def test_a_slow_store_repeats_no_job_that_has_ended(running, monkeypatch):
+@pytest.mark.parametrize("how", ["slow", "away"])
+def test_a_job_that_has_ended_is_not_repeated_while_its_end_is_written(running, monkeypatch, how):
     async def main():
-        async with running() as service:
-            finish = service.store.finish
+        async with running(lease_s=2.0) as service:
+            finish, first = service.store.finish, []
 
-            def slow(*arguments, **named):
-                time.sleep(1.5 * service.settings.lease_s)
+            def late(*arguments, **named):
+                first.append(time.monotonic())
+                if how == "slow":
+                    time.sleep(3.0)
+                elif time.monotonic() < first[0] + 3.0:
+                    raise ConnectionResetError(104, "Connection reset by peer")
                 return finish(*arguments, **named)
 
-            monkeypatch.setattr(service.store, "finish", slow)
+            monkeypatch.setattr(service.store, "finish", late)
+            job = await ended(service, await service.submit(request("work", deadline_s=2.0)))
+            assert (job.state, job.attempts) == (JobState.SUCCEEDED, 1)
+
+    asyncio.run(main())
+
+
+def test_stalls_of_the_store_fail_no_job(running):
+    """The server ends the work, as another may have taken it over; that is not the job's doing."""
+
+    async def main():
+        async with running(lease_s=1.0) as service:
+            job = await service.submit(request("work", steps=5, seconds=5.0))
+            for _ in range(2):
+                async with asyncio.timeout(60.0):
+                    while service._workers[0].job is None:
+                        await asyncio.sleep(0.02)
+                await asyncio.sleep(0.5)
+                other = sqlite3.connect(service.settings.state_url.removeprefix("sqlite:///"), isolation_level=None)
+                other.execute("BEGIN IMMEDIATE")
+                await asyncio.sleep(2.0)
+                other.close()
+            job = await ended(service, job)
+            assert (job.state, job.attempts) == (JobState.SUCCEEDED, 3)
+
+    asyncio.run(main())
+
+
+def test_renewals_that_take_most_of_a_lease_fail_no_job(running, monkeypatch):
+    async def main():
+        async with running(lease_s=2.0) as service:
+            renew = service.store.renew
+            monkeypatch.setattr(service.store, "renew", lambda *given: (renew(*given), time.sleep(1.2))[0])
+            await asyncio.sleep(2.5)
+            job = await ended(service, await service.submit(request("work", seconds=1.9)))
+            assert (job.state, job.attempts) == (JobState.SUCCEEDED, 1)
+
+    asyncio.run(main())
+
+
+def test_a_clock_that_is_set_forward_repeats_no_job(running, monkeypatch):
+    async def main():
+        async with running(devices=("cpu", "cpu"), lease_s=2.0) as service:
+            job = await started(service, await service.submit(request("work", seconds=4.0)))
+            clock = types.SimpleNamespace(time=lambda: time.time() + 60.0, monotonic=time.monotonic)
+            renew = service.store.renew
+            for module in ("store", "service"):
+                monkeypatch.setattr(f"accelerant.service.jobs.{module}.time", clock)
+            service.store.renew = lambda *given: (time.sleep(1.0), renew(*given))[1]  # after others have looked
+            job = await ended(service, job)
+            assert (job.state, job.attempts) == (JobState.SUCCEEDED, 1)
+
+    asyncio.run(main())
+
+
+def test_a_server_that_stood_still_keeps_what_its_worker_did(running):
+    async def main():
+        async with running(lease_s=1.0) as service:
+            job = await started(service, await service.submit(request("work", seconds=1.5)))
+            time.sleep(2.5)
+            job = await ended(service, job)
+            assert (job.state, job.attempts) == (JobState.SUCCEEDED, 1)
+
+    asyncio.run(main())
+
+
+def test_bad_calls_fail_no_job_beside_them(running):
+    async def main():
+        async with running() as service:
+            job = await service.submit(request("work", steps=30, seconds=4.0))
+            for _ in range(2):
+                async with asyncio.timeout(60.0):
+                    while service._workers[0].job is None:
+                        await asyncio.sleep(0.02)
+                with pytest.raises(WorkerLost):
+                    await service.call(request("work", how="kill"))
+            assert (await ended(service, job)).state is JobState.SUCCEEDED
+
+    asyncio.run(main())
+
+
+def test_a_claim_whose_answer_was_lost_is_no_loss_of_the_job(running, monkeypatch):
+    async def main():
+        async with running(lease_s=1.0) as service:
+            claim, cut = service.store.claim, []
+
+            def lossy(*arguments, **named):
+                claimed = claim(*arguments, **named)
+                if claimed is not None and len(cut) < 2:
+                    cut.append(claimed)
+                    raise ConnectionResetError(104, "Connection reset by peer")
+                return claimed
+
+            monkeypatch.setattr(service.store, "claim", lossy)
+            job = await ended(service, await service.submit(request("work")))
+            assert (job.state, job.attempts) == (JobState.SUCCEEDED, 3)
+
+    asyncio.run(main())
+
+
+def test_a_job_is_not_charged_for_a_worker_that_had_ended(running, monkeypatch):
+    async def main():
+        async with running() as service:
+            worker = service._workers[0]
+            ended_because = worker._ended_because
+
+            async def slow():
+                await asyncio.sleep(1.0)
+                return await ended_because()
+
+            monkeypatch.setattr(worker, "_ended_because", slow)
+            os.kill(worker.stats().pid, signal.SIGKILL)
+            await asyncio.sleep(0.3)
             job = await ended(service, await service.submit(request("work")))
             assert (job.state, job.attempts) == (JobState.SUCCEEDED, 1)
 
     asyncio.run(main())
 
 
+def test_reports_of_progress_do_not_pile_up(running, monkeypatch):
+    async def main():
+        async with running() as service:
+            report, at_work, most = service.store.report, threading.Semaphore(1), []
+
+            def slow(job, progress, message):
+                most.append(at_work.acquire(blocking=False))
+                time.sleep(0.8)
+                at_work.release()
+                return report(job, progress, message)
+
+            monkeypatch.setattr(service.store, "report", slow)
+            job = await ended(service, await service.submit(request("work", steps=40, seconds=4.0)))
+            assert job.state is JobState.SUCCEEDED
+            assert len(most) >= 2
+            assert all(most)  # one after the other
+
+    asyncio.run(main())
+
+
 def test_a_repetition_that_begins_before_its_release_returns_keeps_its_lease(running, monkeypatch, tmp_path):
     async def main():
-        async with running(devices=("cpu", "cpu")) as service:
+        async with running(devices=("cpu", "cpu"), lease_s=2.0) as service:
             release, lease_s = service.store.release, service.settings.lease_s
 
             def slow(*arguments, **named):

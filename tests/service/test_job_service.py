@@ -27,6 +27,7 @@ from accelerant.service.errors import (
 )
 from accelerant.service.jobs.model import JobRequest, JobState
 from accelerant.service.jobs.service import JobService
+from accelerant.service.jobs.worker import Worker
 from accelerant.service.jobs.workers import WorkerProcess
 from accelerant.service.settings import ServiceSettings
 
@@ -58,7 +59,17 @@ def test_a_job_is_not_sent_to_a_worker_that_is_starting():
     sent = []
     worker._send = sent.append
     end = asyncio.run(worker.run_job({"id": "a"}, None))
-    assert (end["suspect"], worker.job, sent) == (True, None, [])
+    assert (end["blameless"], worker.job, sent) == (True, None, [])
+
+
+def test_a_message_that_follows_a_job_is_the_jobs():
+    """The thread that reads may see it before the one that runs jobs has seen the job."""
+    worker = Worker(None, "cpu", {})
+    worker._told({"kind": "job", "id": "a", "directory": "", "deadline": None, "lease": 1.0})
+    worker._told({"kind": "stop", "id": "a", "reason": "drain"})
+    worker._told({"kind": "lease", "id": "a", "until": 2.0})
+    _, context = worker._jobs.get_nowait()
+    assert (context.stop, context.lease) == ("drain", 2.0)
 
 
 def files(service):
@@ -486,6 +497,8 @@ def test_what_a_killed_server_left_is_removed(running, monkeypatch):
             assert {path.name for path in Path(service.settings.directory, "jobs").iterdir()} == {done.id, waits.id}
             assert files(service) == {"result.1", "inputs"}
             assert not service._folder(done.id).joinpath("inputs").exists()
+            monkeypatch.setattr(service, "_wipe_inputs", None)  # nothing is left to wipe
+            await asyncio.to_thread(service._remove_orphans)
 
     asyncio.run(main())
 

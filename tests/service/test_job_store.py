@@ -121,6 +121,48 @@ def test_the_job_of_a_server_that_ended_is_taken_over_and_fenced(opened):
     assert other.get("a", None).error == "WorkerLost: the worker ended, for the second time"
 
 
+def after_a_statement(store, call):
+    """Call once, after the next statement of a store."""
+
+    @sa.event.listens_for(store.engine, "after_cursor_execute", once=True)
+    def called(*_):
+        call()
+
+
+def test_a_cancellation_is_seen_by_who_releases_the_job(opened):
+    one, other = opened("one"), opened("other")
+    add(one, "a")
+    job = claim(one)
+    states = []
+    releases = threading.Thread(target=lambda: states.append(one.release(job, lost="the worker ended")))
+    after_a_statement(other, lambda: (releases.start(), releases.join(0.5)))
+    assert not other.cancel("a")
+    releases.join()
+    assert states == [JobState.CANCELLED]
+
+
+def test_a_job_that_expires_is_not_claimed_meanwhile(opened):
+    one, other = opened("one"), opened("other")
+    add(one, "a", deadline=time.time() - 1)
+    claimed = []
+    claims = threading.Thread(target=lambda: claimed.append(claim(one)))
+    after_a_statement(other, lambda: (claims.start(), claims.join(0.5)))
+    assert other.expire() == ["a"]
+    claims.join()
+    assert claimed == [None]
+    assert one.get("a", None).state is JobState.FAILED
+
+
+def test_a_clock_that_was_ahead_starves_no_key(opened, monkeypatch):
+    store = opened()
+    for id, key in (("1", "a"), ("2", "b"), ("3", "a"), ("4", "b")):
+        add(store, id, key)
+    with monkeypatch.context() as patch:
+        patch.setattr(module.time, "time", lambda now=time.time: now() + 3600.0)
+        assert claim(store).id == "1"
+    assert [claim(store).id for _ in range(3)] == ["2", "3", "4"]  # not 4 before 3
+
+
 def test_losses_of_a_resumable_job_count_anew_after_progress(opened):
     store = opened()
     for operation, end in (("work", JobState.FAILED), ("train", JobState.QUEUED)):

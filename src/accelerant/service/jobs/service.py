@@ -4,8 +4,9 @@ A short call stays in memory: queue, worker, answer. A job is durable when `subm
 the service's private directory, its record a row of the store. An accepted request outlives failures:
 
     worker or device lost    the request runs once more, on another device if there is one; the second loss fails it
-                             with the reason. Progress of a resumable job between two losses starts the count anew;
-                             the loss is not counted for a job if a call ran beside it that had lost a worker before.
+                             with the reason. Progress of a resumable job between two losses starts the count anew. A
+                             loss with another cause, such as a call that ran beside the job, is not counted at first
+    store away               work goes on for as long as the lease, and what has ended is written when the store is back
     server stops (SIGTERM)   `drain`: running work ends, resumable jobs save their state and go back to the queue
     server killed            its jobs go back to the queue when their leases expire, on any server of the same store
 
@@ -75,6 +76,12 @@ _LATE_S = 0.02
 _ORPHAN_S = 3600.0
 """Age of a folder from which it is of no job that is being added."""
 
+_END_S = 600.0
+"""Time for which a server tries to write how a job ended, while the store is away."""
+
+_MOST_EXCUSED = 5
+"""Attempts of a job of which a loss is not counted that had another cause."""
+
 
 class JobService:
     """The queue and the workers of one server process. Its methods belong to one event loop.
@@ -99,6 +106,8 @@ class JobService:
         self._lease_thread = ThreadPoolExecutor(1, thread_name_prefix="lease")  # which wait for no list and no file
         self._tasks: set[asyncio.Task[None]] = set()
         self._running: dict[str, tuple[Claim, WorkerProcess]] = {}
+        self._reporting: set[str] = set()  # jobs whose progress is being written
+        self._wiped: set[str] = set()  # ended jobs without inputs
         self._busy = 0  # workers that claim or run a job
         self._accepting = False
         self._drained = False
@@ -108,7 +117,6 @@ class JobService:
         self._alarm_at = math.inf
         self._stopped: float | None = None  # when `stop_claiming` was called
         self._renewed = time.monotonic()
-        self._pruned = 0.0
         self._counts: tuple[dict[str, int], dict[str, int], int] = ({}, {}, 0)
         self._subscribers: set[asyncio.Queue[dict[str, Any]]] = set()
         self._seconds = 1.0  # of a job, averaged over the latest
@@ -140,6 +148,7 @@ class JobService:
         self._wake()
         self._spawn(self._watch())
         self._spawn(self._hold())
+        self._spawn(self._tidy())
 
     def _add_worker(self, device: str, name: str) -> None:
         worker = WorkerProcess(
@@ -211,11 +220,12 @@ class JobService:
         self._disk_threads.shutdown(wait=False)
         self._lease_thread.shutdown(wait=False)
 
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(_log_failure)
+        return task
 
     async def _stored(self, function: Callable[..., _T], *arguments: Any, **named: Any) -> _T:
         """Use the store for a caller."""
@@ -435,6 +445,8 @@ class JobService:
     async def _run(self, claim: Claim, worker: WorkerProcess) -> None:
         """Run an attempt of a job, and write how it ended."""
         job, folder = claim.job, self._folder(claim.job.id)
+        if (earlier := self._running.get(job.id)) is not None and earlier[1].job == job.id:
+            earlier[1].kill("another attempt of its job has begun", blameless=True)
         self._running[job.id] = claim, worker
         self._publish(job)
         began = time.monotonic()
@@ -448,7 +460,7 @@ class JobService:
             }  # fmt: skip
             ended = await worker.run_job(message, claim.deadline)
             self._seconds += 0.2 * (time.monotonic() - began - self._seconds)
-            await self._tried(self._write_end, job, ended, repeat_s=self._lease_s)
+            await self._tried(self._write_end, job, ended, repeat_s=_END_S)
         finally:
             if job.id in self._running and self._running[job.id][1] is worker:  # another may repeat it already
                 del self._running[job.id]
@@ -460,7 +472,8 @@ class JobService:
         """Write how an attempt ended; wipe what a job that has ended leaves."""
         if "lost" in ended or "suspended" in ended:
             lost = "" if self._drained else str(ended.get("lost", ""))
-            state = self.store.release(job, lost=lost, counted=not ended.get("suspect"))
+            counted = not ended.get("blameless") or job.attempts > _MOST_EXCUSED
+            state = self.store.release(job, lost=lost, counted=counted)
             if state is not None and state.final:
                 self._wipe_all_but(job.id, None)
             return
@@ -497,7 +510,19 @@ class JobService:
             job = replace(entry[0].job, progress=head["progress"], message=head["message"])
             self._running[job.id] = replace(entry[0], job=job), entry[1]
             self._publish(job)
-            self._spawn(self._tried(self.store.report, job, job.progress, job.message))
+            if job.id not in self._reporting:
+                self._reporting.add(job.id)
+                self._spawn(self._report(job.id))
+
+    async def _report(self, id: str) -> None:
+        """Write the latest progress of a job; what is reported meanwhile is the next to be written."""
+        written: Job | None = None
+        try:
+            while (entry := self._running.get(id)) is not None and entry[0].job is not written:
+                written = entry[0].job
+                await self._tried(self.store.report, written, written.progress, written.message)
+        finally:
+            self._reporting.discard(id)
 
     # --- keeping the store -------------------------------------------------------------------------------------------
 
@@ -506,24 +531,33 @@ class JobService:
         return min(1.0, self._lease_s / 4)
 
     async def _watch(self) -> None:
-        """Take over the jobs of servers that are gone, and remove what is old."""
+        """Take over the jobs of servers that are gone."""
         while True:
             await self._tried(self._watch_once)
             self._publish_queue()
             await asyncio.sleep(self._poll_s)
 
+    async def _tidy(self) -> None:
+        """Remove what is old, which may take long: the jobs of servers that are gone do not wait for it."""
+        while True:
+            await self._tried(self._prune)
+            await self._tried(self._remove_orphans)
+            await asyncio.sleep(_PRUNE_S)
+
     async def _hold(self) -> None:
         """Renew the leases of the jobs that run here."""
         self._renewed = time.monotonic()
+        renewal = self._spawn(self._renew())
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._lease_s / 2):
-                    await self._renew()
+            await asyncio.wait({renewal}, timeout=self._lease_s / 2)  # what takes longer may still succeed
             if time.monotonic() - self._renewed > self._lease_s:  # the store is out of reach: others run our jobs
                 for id, (_, worker) in self._running.items():
                     if worker.job == id:
-                        worker.kill(f"the worker of {worker.name} was ended: the job store cannot be reached")
+                        reason = f"the worker of {worker.name} was ended: the job store cannot be reached"
+                        worker.kill(reason, blameless=True)
             await asyncio.sleep(self._poll_s)
+            if renewal.done():
+                renewal = self._spawn(self._renew())
 
     async def _renew(self) -> None:
         running = dict(self._running)
@@ -534,11 +568,12 @@ class JobService:
             return
         self._renewed = time.monotonic()
         held, cancelled = answer
-        for id, (_, worker) in running.items():
-            if worker.job != id:  # not sent yet, or ended, which the store may know already
-                continue
+        for id, (claim, worker) in running.items():
+            now = self._running.get(id)
+            if now is None or now[0].job.attempts != claim.job.attempts or worker.job != id:
+                continue  # it has ended since, or is not sent yet
             if id not in held:
-                worker.kill(f"the worker of {worker.name} was ended: another server has its job")
+                worker.kill(f"the worker of {worker.name} was ended: another server has its job", blameless=True)
             elif id in cancelled:
                 worker.tell_job("stop", reason="cancel")
             else:
@@ -546,19 +581,15 @@ class JobService:
 
     def _watch_once(self) -> None:
         self._counts = self.store.counts()
-        for id, state in self.store.take_over():
+        for id, state in self.store.take_over(set(self._running)):
             _log.warning("job %s: its server ended; it is %s", id, state)
             if state.final:
                 self._wipe_all_but(id, None)
         for id in self.store.expire():
             self._wipe_all_but(id, None)
-        if time.monotonic() - self._pruned > _PRUNE_S:
-            self._prune()
-            self._remove_orphans()
 
     def _prune(self) -> None:
         """Remove jobs past their retention, and results beyond their limit."""
-        self._pruned = time.monotonic()
         removed, gone = self.store.prune(self.settings.retention_s, self.settings.stored_bytes)
         for id in removed:
             wire.wipe(self._folder(id))
@@ -572,11 +603,13 @@ class JobService:
             with contextlib.suppress(FileNotFoundError):  # another server has removed it
                 folders[path.name] = path.stat().st_mtime
         states = self.store.states(folders)
+        self._wiped &= folders.keys()
         for id, changed in folders.items():
             if id not in states and time.time() - changed > _ORPHAN_S:
                 wire.wipe(self._folder(id))
-            elif id in states and states[id].final:
+            elif id in states and states[id].final and id not in self._wiped:
                 self._wipe_inputs(id)
+                self._wiped.add(id)
 
     # --- files -------------------------------------------------------------------------------------------------------
 

@@ -238,6 +238,7 @@ class JobStore:
     def cancel(self, id: str) -> bool:
         """Cancel a queued job and return True, or ask the server that runs it to."""
         with self._begin() as connection:
+            connection.execute(sa.select(_jobs.c.id).where(_jobs.c.id == id).with_for_update())
             done = connection.execute(
                 _jobs.update()
                 .where(_jobs.c.id == id, _jobs.c.state == _QUEUED)
@@ -276,11 +277,12 @@ class JobStore:
         ready = [_jobs.c.state == _QUEUED, _jobs.c.volume == self.volume, _jobs.c.operation.in_(sorted(operations))]
         if not alone:
             ready.append(sa.or_(_jobs.c.avoid.is_(None), _jobs.c.avoid != place))
+        served = sa.case((_turns.c.claimed <= now, _turns.c.claimed), else_=0.0)  # a clock may have been set back
         query = (
             sa.select(_jobs.c.id, _jobs.c.key_id)
             .select_from(_jobs.outerjoin(_turns, _turns.c.key_id == _jobs.c.key_id))
             .where(*ready)
-            .order_by(sa.func.coalesce(_turns.c.claimed, 0.0), _jobs.c.priority.desc(), _jobs.c.created, _jobs.c.id)
+            .order_by(served, _jobs.c.priority.desc(), _jobs.c.created, _jobs.c.id)
             .limit(1)
             .with_for_update(skip_locked=True, of=_jobs)
         )
@@ -383,16 +385,21 @@ class JobStore:
                         cancelled.add(job.id)
         return held, cancelled
 
-    def take_over(self) -> list[tuple[str, JobState]]:
-        """Give the jobs of servers that are gone back to the queue; return their ids and new states."""
+    def take_over(self, running: Collection[str] = ()) -> list[tuple[str, JobState]]:
+        """Give the jobs of servers that are gone back to the queue; return their ids and new states.
+
+        Those that are `running` here, whose leases are late, stay. Of others of this server the claim's answer was
+        lost, and they never ran.
+        """
         expired = sa.and_(_jobs.c.state == _RUNNING, _jobs.c.lease < time.time(), _jobs.c.volume == self.volume)
+        states = []
         with self._begin() as connection:
-            query = sa.select(_jobs.c.id).where(expired).with_for_update(skip_locked=True)
-            found = [row.id for row in connection.execute(query)]
-            states = [
-                (id, self._release(connection, sa.and_(_jobs.c.id == id, expired), "its server ended", None, True))
-                for id in found
-            ]
+            query = sa.select(_jobs.c.id, _jobs.c.owner).where(expired).with_for_update(skip_locked=True)
+            for id, owner in connection.execute(query).all():
+                ours = owner == self.owner
+                if not (ours and id in running):
+                    which = sa.and_(_jobs.c.id == id, expired)
+                    states.append((id, self._release(connection, which, "its server ended", None, not ours)))
         return [(id, state) for id, state in states if state is not None]
 
     def expire(self) -> list[str]:
@@ -400,7 +407,8 @@ class JobStore:
         now = time.time()
         late = sa.and_(_jobs.c.state == _QUEUED, _jobs.c.deadline < now)
         with self._begin() as connection:
-            ids = list(connection.execute(sa.select(_jobs.c.id).where(late).limit(_SLICE)).scalars())
+            query = sa.select(_jobs.c.id).where(late).limit(_SLICE).with_for_update(skip_locked=True)
+            ids = list(connection.execute(query).scalars())
             if ids:
                 error = "DeadlineExceeded: the deadline passed while the job was queued"
                 connection.execute(

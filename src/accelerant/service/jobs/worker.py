@@ -76,7 +76,7 @@ class Context:
         return self._directory
 
     def progress(self, fraction: float, message: str = "") -> None:
-        """Report the share of the work that is done, and end the operation if it is to stop.
+        """Report the share of the work that is done, and end the operation if it is to stop before all of it is.
 
         Raises:
             Cancelled: the job was cancelled.
@@ -85,7 +85,7 @@ class Context:
         """
         if self.stop == "cancel":
             raise Cancelled("the job was cancelled")
-        if self.stop or (self.lease is not None and time.time() > self.lease):
+        if fraction < 1.0 and (self.stop or (self.lease is not None and time.time() > self.lease)):
             raise Suspended(self.stop or "the server's lease has expired")
         now = time.time()
         if self.deadline is not None and now > self.deadline:
@@ -108,7 +108,7 @@ class Worker:
     def __init__(self, connection: socket.socket, device: str, operations: Mapping[str, ServedOperation]) -> None:
         self._socket, self.device, self.operations = connection, device, operations
         self._sending = fork_safe(threading.Lock())
-        self._jobs: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[dict[str, Any], Context]] = queue.SimpleQueue()
         self._reading = fork_safe(threading.Lock())
         self._running: Context | None = None
         self._worked = threading.Event()  # since the ledger was sent
@@ -124,7 +124,7 @@ class Worker:
             threading.Thread(target=self._serve, name=name, daemon=True).start()
         threading.Thread(target=self._send_ledger, name="ledger", daemon=True).start()
         while True:
-            self._run_job(self._jobs.get())
+            self._run_job(*self._jobs.get())
 
     def send(self, head: dict[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
         """Send a frame."""
@@ -177,8 +177,10 @@ class Worker:
     def _told(self, head: dict[str, Any]) -> None:
         """Begin a job, or pass a message to the one that runs."""
         kind = head["kind"]
-        if kind == "job":
-            self._jobs.put(head)
+        if kind == "job":  # the context is there before the next frame, which may be for it
+            self._running = Context(self.device, Path(head["directory"]), head["deadline"], self, head["id"])
+            self._running.lease = head["lease"]
+            self._jobs.put((head, self._running))
         elif kind != "calls" and (context := self._running) is not None and context._job == head["id"]:
             if kind == "stop":
                 context.stop = head["reason"]
@@ -246,11 +248,8 @@ class Worker:
 
     # --- jobs --------------------------------------------------------------------------------------------------------
 
-    def _run_job(self, given: dict[str, Any]) -> None:
+    def _run_job(self, given: dict[str, Any], context: Context) -> None:
         """Run a job from its file of inputs, write the file of its result, and say how it ended."""
-        context = Context(self.device, Path(given["directory"]), given["deadline"], self, given["id"])
-        context.lease = given["lease"]
-        self._running = context
         answer: dict[str, Any] = {"kind": "ended", "id": given["id"], "attempt": given["attempt"]}
         try:
             context.directory.mkdir(mode=0o700, parents=True, exist_ok=True)

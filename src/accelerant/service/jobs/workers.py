@@ -76,7 +76,7 @@ class WorkerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._sent = 0.0
-        self._reason = ""
+        self._reason, self._blameless = "", False
         self._closing = False
         self._watched: asyncio.TimerHandle | None = None
 
@@ -102,11 +102,12 @@ class WorkerProcess:
             try:
                 reader = await self._start()
                 was_ready = await self._listen(reader)
+                self.ready.clear()
                 reason = await self._ended_because()
             except OSError as error:  # no processes or files are left
                 was_ready, reason = False, f"the worker of {self.name} cannot be started: {error}"
             calls = [call for launch in self.launches for call in launch.calls]
-            suspect = any(call.losses for call in calls)
+            blameless = self._blameless or bool(calls)
             self._taken()
             self.ready.clear()
             self.failure = "" if was_ready else reason
@@ -115,7 +116,7 @@ class WorkerProcess:
                 _log.warning("%s; it starts again", reason)
             self._lost(self, reason, calls)
             if self._ended is not None and not self._ended.done():
-                self._ended.set_result({"lost": reason, "suspect": suspect})
+                self._ended.set_result({"lost": reason, "blameless": blameless})
             pause = _BACKOFF_S[0] if was_ready else min(longest, 2 * pause)
             if not self._closing:
                 await asyncio.sleep(pause)
@@ -132,7 +133,7 @@ class WorkerProcess:
 
     async def _listen(self, reader: asyncio.StreamReader) -> bool:
         """Handle what the worker sends until its end; return whether it got ready."""
-        self._reason = ""
+        self._reason, self._blameless = "", False
         try:
             async with asyncio.timeout(_START_S):
                 head, _ = await self._receive(reader)
@@ -187,9 +188,9 @@ class WorkerProcess:
                 return f"the worker of {self.name} was ended by {signal.Signals(-status).name}"
         return f"the worker of {self.name} ended with status {status}"
 
-    def kill(self, reason: str) -> None:
-        """End the process at once, for a reason; it starts again."""
-        self._reason = reason
+    def kill(self, reason: str, *, blameless: bool = False) -> None:
+        """End the process at once, for a reason; it starts again. A job that it runs may be `blameless`."""
+        self._reason, self._blameless = reason, blameless
         if self._process is not None:
             self._process.kill()
 
@@ -262,14 +263,13 @@ class WorkerProcess:
             self._idle(count, time.monotonic() - self._sent)
 
     async def run_job(self, message: dict[str, Any], deadline: float | None) -> dict[str, Any]:
-        """Run a job and return how it ended: the worker's message, or {"lost": reason, "suspect": bool}.
+        """Run a job and return how it ended: the worker's message, or {"lost": reason, "blameless": bool}.
 
-        A loss is suspect, and not the job's doing, if the worker was lost before the job began, or while a call ran
-        that had lost a worker before.
+        The job is blameless if the worker was lost before it began, while calls ran beside it, or by the server.
         A job that passes its deadline without asking for it is ended, with the process.
         """
         if not self.ready.is_set():  # the next process must not get what it would run beside the repetition
-            return {"lost": f"the worker of {self.name} ended", "suspect": True}
+            return {"lost": f"the worker of {self.name} ended", "blameless": True}
         self.job = message["id"]
         self._ended = asyncio.get_running_loop().create_future()
         self._send(wire.frame({"kind": "job", **message}, {}))
