@@ -137,7 +137,7 @@ def test_every_request_has_a_true_end_while_workers_are_killed(running, kills):
             for job, number in jobs:
                 job = await ended(service, job)
                 if job.state is JobState.FAILED:
-                    assert job.attempts >= 2  # a loss beside a call that may have ended the worker does not count
+                    assert job.attempts >= 2  # the first losses beside calls, which may be the cause, do not count
                     assert job.error.endswith("was ended by SIGKILL, for the second time")
                 else:
                     result = await service.result(job.id, None)

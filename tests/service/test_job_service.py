@@ -59,7 +59,7 @@ def test_a_job_is_not_sent_to_a_worker_that_is_starting():
     sent = []
     worker._send = sent.append
     end = asyncio.run(worker.run_job({"id": "a"}, None))
-    assert (end["blameless"], worker.job, sent) == (True, None, [])
+    assert (end["begun"], worker.job, sent) == (False, None, [])
 
 
 def test_a_message_that_follows_a_job_is_the_jobs():

@@ -472,7 +472,8 @@ class JobService:
         """Write how an attempt ended; wipe what a job that has ended leaves."""
         if "lost" in ended or "suspended" in ended:
             lost = "" if self._drained else str(ended.get("lost", ""))
-            counted = not ended.get("blameless") or job.attempts > _MOST_EXCUSED
+            excused = ended.get("blameless") and job.attempts <= _MOST_EXCUSED
+            counted = ended.get("begun", True) and not excused
             state = self.store.release(job, lost=lost, counted=counted)
             if state is not None and state.final:
                 self._wipe_all_but(job.id, None)

@@ -265,11 +265,12 @@ class WorkerProcess:
     async def run_job(self, message: dict[str, Any], deadline: float | None) -> dict[str, Any]:
         """Run a job and return how it ended: the worker's message, or {"lost": reason, "blameless": bool}.
 
-        The job is blameless if the worker was lost before it began, while calls ran beside it, or by the server.
+        The job is blameless if calls ran beside it, or the server ended the worker. It has not "begun" if the worker
+        had ended before.
         A job that passes its deadline without asking for it is ended, with the process.
         """
         if not self.ready.is_set():  # the next process must not get what it would run beside the repetition
-            return {"lost": f"the worker of {self.name} ended", "blameless": True}
+            return {"lost": f"the worker of {self.name} ended", "begun": False}
         self.job = message["id"]
         self._ended = asyncio.get_running_loop().create_future()
         self._send(wire.frame({"kind": "job", **message}, {}))
