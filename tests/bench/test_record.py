@@ -118,11 +118,19 @@ def test_a_record_with_figures_that_no_run_writes_is_refused(tmp_path, name, val
         Record.load(path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"environment": {}, "ceilings": {}, "rows": []}'])
-def test_what_is_no_record_is_refused(tmp_path, text):
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", ""),
+        ("[]", "it must be an object"),
+        ("{}", "'rows'"),
+        ('{"environment": {}, "ceilings": {}, "rows": []}', "lacks the field"),
+    ],
+)
+def test_what_is_no_record_is_refused(tmp_path, text, why):
     path = tmp_path / "x.json"
     path.write_text(text)
-    with pytest.raises(FormatError, match=r"x\.json is not a benchmark record"):
+    with pytest.raises(FormatError, match=rf"x\.json is not a benchmark record: .*{why}"):
         Record.load(path)
 
 

@@ -1,5 +1,6 @@
 """The application as a whole: which groups there are, and that one of them is imported alone."""
 
+import shlex
 import subprocess
 import sys
 
@@ -49,3 +50,48 @@ def test_a_wrong_path_or_nan_is_bad_input(line, why, tmp_path, monkeypatch, caps
         main(line.split())
     assert ended.value.code == 2
     assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("bench gelu --device cpu --out ''", "--out"),
+        ("bench gelu --device cpu --size ''", "--size"),
+        ("bench all --suite neural --suite ''", "--suite"),
+        ("bench compare '' x", "BASELINE"),
+        ("bench check x ''", "RECORD"),
+        ("compile x -I ''", "--include"),
+        ("data info ''", "FILE"),
+        ("doctor --certify --quick --ops ''", "--ops"),
+        ("doctor --verify ''", "--verify"),
+        ("jobs show ''", "ID"),
+        ("jobs list --key-file ''", "--key-file"),
+        ("keys list --config ''", "--config"),
+        ("privacy statement ''", "LEDGER"),
+        ("profile ''", "SCRIPT"),
+        ("serve --directory ''", "--directory"),
+        ("serve --state-url=", "--state-url"),
+        ("serve --device cpu --device ''", "--device"),
+        ("tune --dtype ''", "--dtype"),
+        ("tune --table ''", "--table"),
+        ("zk prove '' x", "CIRCUIT.ZKEY"),
+        ("zk prove-many x y '' --out z", "WITNESS.WTNS"),
+        ("zk prove-many x y --ray ''", "--ray"),
+        ("zk verify x '' y", "PUBLIC.JSON"),
+    ],
+)
+def test_an_empty_argument_is_refused_by_name(line, name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(shlex.split(line))
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"accelerant: {name} must not be empty\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_arguments_of_a_profiled_script_may_be_empty(tmp_path, capsys):
+    (tmp_path / "show.py").write_text("import sys\nprint(sys.argv[1:])\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["profile", "--no-ceilings", str(tmp_path / "show.py"), "", "x"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("['', 'x']\n")

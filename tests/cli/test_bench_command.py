@@ -291,6 +291,7 @@ def test_an_op_is_a_command_with_sizes_of_its_own(capsys):
         (["bandwidth", "--sizes", "1048576GiB", "--device", "cpu"], "needs 6 buffers"),
         (["bandwidth", "--device", "cpu:x"], "cpu:x"),
         (["algebra", "--device", "cpu", "--report", "."], "--report: . is a folder"),
+        (["gelu", "--device", "cpu", "--out", "n.txt"], "--out: n.txt must be a .json file, or a folder"),
     ],
 )
 def test_wrong_usage_is_one_clear_line_and_exit_2(arguments, message, capsys):

@@ -162,6 +162,7 @@ def test_the_windows_of_a_step_and_of_its_parts(accelerant, text):
         (["stdlib", "text.txt"], "stdlib or paths, not both"),
         (["--resume", "absent", "text.txt"], "--resume continues a run as it was: leave out --data"),
         (["--steps", "-3"], "steps must be above 0, got -3"),
+        (["--steps", "9" * 23], f"steps must be at most 1,000,000,000, got {'9' * 23}"),
         (["--seed", "-1"], "seed must be 0 to"),
         (["--threads", "0"], "threads must be above 0, got 0"),
         (["--log", "paper"], "log must be jsonl or tensorboard, got 'paper'"),
@@ -169,20 +170,21 @@ def test_the_windows_of_a_step_and_of_its_parts(accelerant, text):
         (["--batch-size", "24", "--micro-batch", "16"], "micro_batch must divide the batch of 24, got 16"),
         (["--batch-size", "0"], "batch_size must be above 0, got 0"),
         (["--batch-size", "-8"], "batch_size must be above 0, got -8"),
+        (["--batch-size", "9" * 20], rf"--batch-size {'9' * 20} has .* GiB of tokens a step, and .* are free"),
         (["--resume", "absent", "--batch-size", "8"], "leave out --batch-size"),
         (["--device", "abacus"], "--device must be auto, cuda, opencl, webgpu or cpu, got 'abacus'"),
         (["--data", "text.txt", "--out", "text.txt/run"], "cannot write to text.txt/run: text.txt is not a folder"),
         (["--data", "text.txt", "--out", "text.txt"], "cannot write to text.txt: text.txt is not a folder"),
-        (["--data", ""], "--data must not be empty: name a path"),
-        (["--data", "text.txt", ""], "--data must not be empty: name a path"),
-        (["--out", ""], "--out must not be empty: name a folder"),
-        (["--resume", ""], "--resume must not be empty: name a folder"),
+        (["--data", ""], "--data must not be empty"),
+        (["--data", "text.txt", ""], "PATH must not be empty"),
+        (["--out", ""], "--out must not be empty"),
+        (["--resume", ""], "--resume must not be empty"),
         (["--resume", "absent"], "absent holds no run: there is no config.json"),
         (["--resume", "absent", "--steps", "0"], "steps must be above 0, got 0"),
         (["--epochs", "2", "--steps", "5"], "--steps 5 and --epochs 2 exclude each other: give one of them"),
         (["--epochs", "-1"], "epochs must be above 0, got -1.0"),
         (["--data", "text.txt", "--epochs", "1e300"], r"epochs must be fewer: 1e\+300 are .* steps"),
-        (["--init-from", ""], "--init-from must not be empty: name a folder"),
+        (["--init-from", ""], "--init-from must not be empty"),
         (["--init-from", "absent"], "--init-from needs the folder of a run or of a GPT-2 model, got '.*absent'"),
         (["--init-from", "."], "config.json: no such file"),
         (["--resume", "absent", "--init-from", "x"], "leave out --init-from"),
@@ -349,11 +351,13 @@ def test_the_verdict_is_a_success_or_the_command_that_leads_there():
     summary = {
         "validation_nats_per_byte": 2.0,
         "bigram_nats_per_byte": 2.5,
+        "unigram_nats_per_byte": 3.5,
         "preset": "tiny",
         "steps": 100,
         "out": "a b",
     }
     assert verdict(summary) == "beaten: 20.0% less loss"
+    assert verdict({**summary, "unigram_nats_per_byte": 1.9}).startswith("the unigram model has less loss than both")
     summary |= {"validation_nats_per_byte": 3.0, "steps_to_bigram": 1500}
     command = "accelerant train --resume 'a b' --steps"
     assert verdict(summary) == f"not beaten yet; about 1,500 steps more:  {command} 1600"

@@ -86,6 +86,8 @@ def test_a_bpe_is_trained_kept_and_used(accelerant, text):
         (("prepare", "", "--out", "a"), "PATH must not be empty"),
         (("prepare", "text.txt", "--out", ""), "--out must not be empty"),
         (("prepare", "text.txt", "--out", "a", "--tokenizer", "absent.json"), "cannot read the tokenizer absent.json"),
+        (("prepare", "text.txt", "--out", "a", "--tokenizer", "text.txt"), "text.txt: not a tokenizer"),
+        (("prepare", "text.txt", "--out", "a", "--tokenizer", "bytes", "--vocab-size", "5"), "--vocab-size is for"),
         (("prepare", "text.txt", "--out", "text.txt/a"), "cannot write to text.txt/a"),
         (("info", "absent"), "no token file absent"),
         (("info", "text.txt"), "text.txt is no token file: make one with accelerant data prepare"),

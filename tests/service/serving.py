@@ -33,7 +33,8 @@ class Server:
                     found.put(match[1])
             found.put(None)
 
-        threading.Thread(target=read, daemon=True).start()
+        self.reader = threading.Thread(target=read, daemon=True)
+        self.reader.start()
         self.url = found.get(timeout=wait_s)
         if self.url is None:
             self.process.wait()

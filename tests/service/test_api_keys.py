@@ -87,6 +87,22 @@ def test_a_file_that_is_damaged_later_does_not_open_the_service(store):
     assert running.exists
 
 
+def test_days_are_bounded_and_a_stored_key_of_longer_is_listed(store, monkeypatch, capsys):
+    monkeypatch.setenv("ACCELERANT_SERVE_KEYS_FILE", str(store.path))
+    create, rotate = ["create", "--name", "a", "--scope", "field"], ["rotate", "0"]
+    for command, option in ((create, "--days"), (rotate, "--days"), (rotate, "--grace-days")):
+        for value in ("1e300", "-1", "nan"):
+            with pytest.raises(SystemExit, match="2"):
+                main(["keys", *command, option, value])
+            error = capsys.readouterr().err
+            assert f"'{option}': {float(value)} is" in error
+    assert not store.path.exists()
+    store.create("old", ["field"], lifetime_s=1e305)
+    with pytest.raises(SystemExit, match="0"):
+        main(["keys", "list"])
+    assert "old  field  until " in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_the_service_beyond_loopback(tmp_path, monkeypatch, capsys):
     """Keys by the command, scopes, rates, TLS, revocation while the service runs, and no secret in the log."""

@@ -117,7 +117,9 @@ def test_wrong_arguments_are_refused_before_anything_is_sent():
         (lambda: Client("localhost:8080"), "must begin with http"),
         (lambda: Client(timeout_s=0), "above 0"),
         (lambda: Client().field_add([1], [2], field="nope"), "unknown field"),
-        (lambda: Client().job(""), "is empty"),
+        (lambda: Client().job(""), "'' is not the name"),
+        (lambda: Client().job("../x"), "'../x' is not the name"),
+        (lambda: Client("http://127.0.0.1:99999"), "must be 1 to 65535, got 'http://127.0.0.1:99999'"),
     ):
         with pytest.raises(errors.ConfigError, match=message):
             make()

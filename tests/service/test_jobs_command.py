@@ -58,7 +58,11 @@ def test_errors_are_one_line(run, job, tmp_path, monkeypatch):
     assert (status, err.count("\n")) == (2, 1)
     assert "--state must be one of queued" in err
     for command in ("show", "cancel"):
-        assert run(command, "")[::2] == (2, "accelerant: the job's id is empty\n")
+        assert run(command, "../x")[::2] == (2, "accelerant: '../x' is not the name of an operation or a job\n")
+    (tmp_path / "key").write_bytes(b"\xff")
+    assert run("list", "--key-file", str(tmp_path / "key"))[::2] == (
+        2, f"accelerant: --key-file {tmp_path / 'key'} is not text\n",
+    )  # fmt: skip
     (tmp_path / "key").write_text("\n")
     status, _, err = run("list", "--key-file", str(tmp_path / "key"))
     assert (status, err.count("\n")) == (2, 1)

@@ -1,6 +1,10 @@
+import json
+import signal
 import socket
+import time
 
 import pytest
+from serving import Server
 
 from accelerant.cli import main
 from accelerant.config import load as library_settings
@@ -42,6 +46,11 @@ def test_bad_files_are_refused(tmp_path, text, why):
         load(file, {})
 
 
+def test_an_empty_job_store_is_not_sqlite():
+    with pytest.raises(ConfigError, match="ACCELERANT_SERVE_STATE_URL must not be empty"):
+        load(None, {"ACCELERANT_SERVE_STATE_URL": ""})
+
+
 def test_addresses_and_secrets():
     assert all(ServiceSettings(host=host).is_loopback for host in ("127.0.0.1", "localhost", "::1", "127.9.9.9"))
     assert not any(ServiceSettings(host=host).is_loopback for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"))
@@ -69,6 +78,19 @@ def test_a_start_that_fails_says_why_without_a_traceback(tmp_path, monkeypatch, 
     assert (1 if isinstance(ended.value.code, str) else ended.value.code) == status
     assert why in errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_leaves_no_traceback_in_the_log(tmp_path):
+    server = Server(tmp_path / "state", "--device", "cpu")
+    for _ in range(2):
+        server.process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    assert server.process.wait(timeout=120) == 130
+    server.reader.join(timeout=120)
+    entries = [json.loads(line) for line in server.lines if line.startswith("{")]
+    assert "stopping on signal 2" in [entry["message"] for entry in entries]
+    assert not [entry for entry in entries if entry["level"] == "error"]
 
 
 def test_an_address_in_use_is_refused_before_anything_is_made(tmp_path, capfd):

@@ -445,7 +445,7 @@ class Record:
     def load(cls, path: Path) -> Record:
         """Read what `save` wrote; FormatError if it is not a record."""
         try:
-            table = decode_json(read_regular(path))
+            table = typed(dict[str, Any], decode_json(read_regular(path)), "it")
             rows = [Row.read(row) for row in table["rows"]]
             environment = typed(Environment, table["environment"])
             notes = typed(list[str], table.get("notes", []), "notes")

@@ -288,6 +288,8 @@ class _RunOptions:
         folder = out if out is not None and (out.is_dir() or not out.suffix) else None
         if self.resume and folder is None:
             raise ConfigError("--resume: --out must name the folder of the run to go on with")
+        if folder is None and out is not None and out.suffix.lower() != ".json":
+            raise ConfigError(f"--out: {out} must be a .json file, or a folder")
         if folder is not None:
             try:
                 folder.mkdir(parents=True, exist_ok=True)

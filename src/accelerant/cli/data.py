@@ -35,7 +35,9 @@ _Tokenizer = Annotated[
     str,
     typer.Option(metavar="bpe|bytes|PATH", help="bpe is trained on a sample of the text; PATH is a tokenizer.json."),
 ]
-_Vocabulary = Annotated[int, typer.Option("--vocab-size", help="Maximum number of tokens of a trained BPE.")]
+_Vocabulary = Annotated[
+    int | None, typer.Option("--vocab-size", help="Maximum number of tokens of a trained BPE. Default: 50257.")
+]
 _Field = Annotated[str, typer.Option("--field", help="Field of each JSON object that contains the text.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and no progress.")]
 _File = Annotated[str, typer.Argument(metavar="FILE", help="A token file.")]
@@ -51,7 +53,7 @@ def register(app: typer.Typer) -> None:
 
 
 def prepare(
-    paths: _Paths, out: _Out, tokenizer: _Tokenizer = "bpe", vocab_size: _Vocabulary = 50257, field: _Field = "text",
+    paths: _Paths, out: _Out, tokenizer: _Tokenizer = "bpe", vocab_size: _Vocabulary = None, field: _Field = "text",
     json_output: _Json = False,
 ) -> None:  # fmt: skip
     """Turn text into a token file, in memory that does not grow with the text.
@@ -59,9 +61,8 @@ def prepare(
     The file gets its name when it is complete; Ctrl-C leaves nothing.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # otherwise the library may use a single core
-    for name, value in (("PATH", paths), ("--out", [out]), ("--tokenizer", [tokenizer])):
-        if "" in value:  # an unset shell variable
-            raise ConfigError(f"{name} must not be empty")
+    if vocab_size is not None and tokenizer != "bpe":
+        raise ConfigError(f"--vocab-size is for --tokenizer bpe, which is trained; {tokenizer} has its own size")
     from accelerant.nn.train.corpus import prepare_tokens
 
     with _progress_bar(quiet=json_output) as show:
@@ -69,7 +70,7 @@ def prepare(
             [os.path.expanduser(path) for path in paths],
             Path(out).expanduser(),
             tokenizer=tokenizer if tokenizer in ("bpe", "bytes") else os.path.expanduser(tokenizer),
-            vocab_size=vocab_size,
+            vocab_size=50257 if vocab_size is None else vocab_size,
             text_field=field,
             watch=show,
         )

@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from accelerant.cli.terminal import columns, console, is_live, wrapped
+from accelerant.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,6 +33,9 @@ _NARROW = 64
 
 _TYPES = {"str": "TEXT", "int": "N", "int range": "N", "float": "X", "float range": "X", "path": "PATH", "file": "FILE"}
 _CLICK_TYPES = {"INTEGER": "N", "FLOAT": "X", "INTEGER RANGE": "N", "FLOAT RANGE": "X"}
+
+_MAY_BE_EMPTY = ("prompt", "arguments")
+"""Parameters of which the empty text is a value: the prompt of a sample, and the arguments of a profiled script."""
 
 
 class _Page:
@@ -51,11 +55,21 @@ class _Page:
 
 
 class HelpCommand(_Page, TyperCommand):
-    """A command with such a page. A number that has bounds is not NaN, which no bound refuses."""
+    """A command with such a page.
+
+    A number that has bounds is not NaN, which no bound refuses. No argument is empty, as an unset shell variable is: as
+    a path it would be the current folder, as an option the same as without it.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments."""
+        given, *_ = self.make_parser(ctx).parse_args(list(args))  # converted, an empty path is "."
         rest = super().parse_args(ctx, args)
+        for param in self.get_params(ctx):
+            values = given.get(param.name)
+            if "" in (values if isinstance(values, (list, tuple)) else [values]) and param.name not in _MAY_BE_EMPTY:
+                name = _argument(param).rstrip(".") if param.param_type_name == "argument" else param.opts[0]
+                raise ConfigError(f"{name} must not be empty")
         for option in self.get_params(ctx):
             if option.type.name == "float range" and (value := ctx.params[option.name]) is not None and value != value:
                 raise typer.BadParameter("nan is no number", ctx=ctx, param=option)

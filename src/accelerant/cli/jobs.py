@@ -85,7 +85,10 @@ def _client(url: str | None, key_file: Path | None) -> Iterator[Client]:
 
     key = None
     if key_file is not None:
-        key = key_file.read_text(encoding="utf-8").strip()
+        try:
+            key = key_file.read_text(encoding="utf-8").strip()
+        except UnicodeDecodeError:
+            raise ConfigError(f"--key-file {key_file} is not text") from None
         if not key:
             raise ConfigError(f"--key-file {key_file} is empty")
     with Client(url, key=key, timeout_s=30.0) as client:
@@ -94,8 +97,6 @@ def _client(url: str | None, key_file: Path | None) -> Iterator[Client]:
 
 def _whole(client: Client, id: str) -> str:
     """Return the id that begins so; as it is if none of the latest does."""
-    if not id:  # such as an unset shell variable: every id begins with it
-        raise ConfigError("the job's id is empty")
     if len(id) >= 32:
         return id
     found = [job.id for job in client.jobs(limit=1000) if job.id.startswith(id)]

@@ -20,7 +20,9 @@ __all__ = ["create", "list_keys", "register", "revoke", "rotate"]
 
 _Config = Annotated[Path | None, typer.Option(help="The service's TOML file.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_Days = Annotated[float | None, typer.Option(min=0, max=36500, help="Days until the secret expires. Default: never.")]
 _DAY_S = 86400.0
+_LAST_S = 32503680000.0  # the year 3000, after which time.localtime may overflow
 
 
 def register(app: typer.Typer) -> None:
@@ -43,7 +45,7 @@ def create(
     scope: Annotated[list[str], typer.Option(help="What it allows; may be repeated. admin allows everything.")],
     rate: Annotated[float | None, typer.Option(help="Requests a second on average. Default: no limit.")] = None,
     burst: Annotated[int | None, typer.Option(help="Requests at once. Default: those of two seconds.")] = None,
-    days: Annotated[float | None, typer.Option(help="Days until it expires. Default: never.")] = None,
+    days: _Days = None,
     config: _Config = None,
     json_output: _Json = False,
 ) -> None:
@@ -61,7 +63,7 @@ def list_keys(config: _Config = None, json_output: _Json = False) -> None:
         return
     for key in keys:
         end = key["until"]
-        until = "" if end is None else f"  until {time.strftime('%Y-%m-%d %H:%M', time.localtime(end))}"
+        until = "" if end is None else f"  until {time.strftime('%Y-%m-%d %H:%M', time.localtime(min(end, _LAST_S)))}"
         rate = "" if key["rate"] is None else f"  {key['rate']:g} requests/s"
         print(f"{key['id']}  {key['name']}  {','.join(key['scopes'])}{rate}{until}")
 
@@ -73,8 +75,8 @@ def revoke(id: Annotated[str, typer.Argument(help="Id of the key.")], config: _C
 
 def rotate(
     id: Annotated[str, typer.Argument(help="Id of the key.")],
-    grace_days: Annotated[float, typer.Option(help="Days that the old secret stays valid.")] = 1.0,
-    days: Annotated[float | None, typer.Option(help="Days until the new secret expires. Default: never.")] = None,
+    grace_days: Annotated[float, typer.Option(min=0, max=36500, help="Days that the old secret stays valid.")] = 1.0,
+    days: _Days = None,
     config: _Config = None,
     json_output: _Json = False,
 ) -> None:

@@ -54,8 +54,6 @@ def sample(
     RUN is the folder of a run, finished or not, or a folder that transformers' save_pretrained wrote: GPT-2 or Llama,
     with its tokenizer. The text is printed while it is generated.
     """
-    if not folder:
-        raise ConfigError("RUN must not be empty: name a folder")
     if top_k < 0:
         raise ConfigError(f"--top-k must be 0 or more, got {top_k}")
     if tokens >= 2**31:

@@ -91,8 +91,8 @@ def train(
     threads: Annotated[
         int | None,
         _speed(
-            "Threads on the CPU. Default: OMP_NUM_THREADS, else 1 for tiny, whose steps are too small to share, and "
-            "one per core for the others."
+            "Threads on the CPU. Default: OMP_NUM_THREADS, else 1 for tiny and rnn, whose steps are too small to "
+            "share, and one per core for the others."
         ),
     ] = None,
     deterministic: Annotated[
@@ -190,11 +190,6 @@ def train(
         raise ConfigError(f"{alone[0]} goes with --private")
     if steps is not None and epochs is not None:
         raise ConfigError(f"--steps {steps} and --epochs {epochs:g} exclude each other: give one of them")
-    folders = {"--out": [out], "--resume": [resume], "--init-from": [init_from]}
-    for name, values in {"--data": sources, **folders, "--ledger": [ledger]}.items():
-        if "" in values:  # an unset shell variable; as a path it would be the current folder
-            kind = "folder" if name in folders else "path"
-            raise ConfigError(f"{name} must not be empty: name a {kind}")
     # Must be set before torch is loaded: threads that spin while they wait occupy cores that others need.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # otherwise the library may use a single core
@@ -261,11 +256,17 @@ def _federated(options: dict[str, Any], json_output: bool) -> None:
 def _extension(folder: Path, options: dict[str, Any]) -> Extension:
     """Return the extension of a private run; an option that was not given is None."""
     from accelerant.nn.train.folder import RunFolder
+    from accelerant.privacy.dp.ledger import Ledger
     from accelerant.privacy.dp.training.run import PrivateRun, PrivateSettings
 
     given = {name: value for name, value in options.items() if value is not None}
     secure, ledger = not given.pop("--insecure-noise", False), given.pop("--ledger", None)
     path = folder / RunFolder.LEDGER if ledger is None else Path(ledger).expanduser()
+    if ledger is not None and rank() == 0:  # before the text is read, which may take long
+        if path.is_dir() or not (path.parent.is_dir() or path.resolve().parent == folder.resolve()):
+            raise ConfigError(f"--ledger {ledger} must be a file, in a folder that exists")
+        if path.is_file() and path.stat().st_size:
+            Ledger.read(path)
     values = {name.removeprefix("--").replace("-", "_"): value for name, value in given.items()}
     path = path.absolute() if ledger is None else path.resolve()  # a link in a run's folder is not written through
     return PrivateRun(PrivateSettings(str(path), secure=secure, **values))

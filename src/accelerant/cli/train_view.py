@@ -105,12 +105,14 @@ def _quoted(text: str) -> str:
 
 
 def verdict(summary: dict[str, Any]) -> str:
-    """Return whether the model beats the bigram model, or the command that trains it so far."""
+    """Return whether the model beats the bigram and the unigram model, or the command that trains it so far."""
     from accelerant.nn.train.config import PRESETS  # imports torch, which the command needs later than this module
 
-    ratio = summary["validation_nats_per_byte"] / summary["bigram_nats_per_byte"]
-    if ratio < 1:
-        return f"beaten: {1 - ratio:.1%} less loss"
+    loss, bigram = summary["validation_nats_per_byte"], summary["bigram_nats_per_byte"]
+    if summary["unigram_nats_per_byte"] <= loss < bigram:
+        return "the unigram model has less loss than both: train on, or on more text"
+    if loss < bigram:
+        return f"beaten: {1 - loss / bigram:.1%} less loss"
     more, steps, known = summary.get("steps_to_bigram"), summary["steps"], PRESETS.get(summary["preset"])
     if more is not None:
         text, steps = f"not beaten yet; about {more:,} steps more", steps + more

@@ -41,7 +41,7 @@ def plain(arguments: Sequence[str]) -> Callable[[], None] | None:
     """Return the proof that the arguments after `zk prove` request; None where typer must parse them."""
     flags = [argument for argument in arguments if argument.startswith("-")]
     files = [Path(argument) for argument in arguments if not argument.startswith("-")]
-    if not _MIN_FILES <= len(files) <= _MAX_FILES or not all(flag in _FLAGS for flag in flags):
+    if not _MIN_FILES <= len(files) <= _MAX_FILES or "" in arguments or not all(flag in _FLAGS for flag in flags):
         return None
     zkey, witness, proof, public = [*files, *map(Path, _DEFAULT_FILES[len(files) - _MIN_FILES :])]
     options = dict(map(_FLAGS.__getitem__, flags))

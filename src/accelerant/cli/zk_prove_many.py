@@ -42,7 +42,12 @@ def prove_many_files(
 
     start = time.perf_counter()
     if device not in ("auto", "cpu", "cuda", "opencl"):
-        raise ConfigError(f"--device must be auto, cpu, cuda or opencl, got {device!r}; CUDA_VISIBLE_DEVICES has GPUs")
+        raise ConfigError(f"--device must be auto, cpu, cuda or opencl, got {device!r}")
+    for witness in witnesses:
+        if not witness.is_file():
+            raise ConfigError(f"{witness}: no such file")
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out} is not a folder")
     with Zkey.open(zkey) as opened:
         key = VerificationKey.from_zkey(opened)
     if not json_output:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from functools import update_wrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
+from urllib.parse import quote, urlsplit
 
 import numpy as np
 import numpy.typing as npt
@@ -108,6 +109,12 @@ class _Calls:
         self.url = (url or os.environ.get("ACCELERANT_URL") or DEFAULT_URL).rstrip("/")
         if not self.url.startswith(("http://", "https://")):
             raise ConfigError(f"the service's URL must begin with http:// or https://, got {self.url!r}")
+        try:
+            listening = urlsplit(self.url).port != 0
+        except ValueError:  # no number, or above 65535
+            listening = False
+        if not listening:
+            raise ConfigError(f"the port of the service's URL must be 1 to 65535, got {self.url!r}")
         if not timeout_s > 0:
             raise ConfigError(f"timeout_s must be above 0, got {timeout_s}")
         self.timeout_s, self.progress = timeout_s, progress
@@ -462,10 +469,8 @@ def _bytes(file: _File) -> bytes:
 
 def _segment(name: str) -> str:
     """Return a name as a segment of a path."""
-    from urllib.parse import quote
-
-    if not name:
-        raise ConfigError("a name of an operation or a job is empty")
+    if not name.strip(".") or "/" in name:
+        raise ConfigError(f"{name!r} is not the name of an operation or a job")
     return quote(name, safe="")
 
 

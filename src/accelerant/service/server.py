@@ -46,6 +46,8 @@ class _Server(uvicorn.Server):
             for close in state.on_stop:
                 close()
         super().handle_exit(sig, frame)
+        if self.force_exit:  # a second Ctrl-C cancels the application, which is no error to log
+            logging.getLogger("uvicorn.error").addFilter(lambda record: "CancelledError" not in record.getMessage())
 
     def _log_started_message(self, listeners: Any) -> None:
         scheme = "https" if self.config.ssl_certfile else "http"

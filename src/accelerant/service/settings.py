@@ -153,6 +153,8 @@ def load(path: str | Path | None = None, environ: Mapping[str, str] | None = Non
             raise ConfigError(f"{path}: not TOML: {error}") from None
         values |= {name: _converted(name, value, str(path)) for name, value in table.items()}
     for variable, text in environ.items():
+        if variable == f"{PREFIX}STATE_URL" and not text:  # SQLite instead would lose the jobs of a cluster
+            raise ConfigError(f"{variable} must not be empty: unset it for SQLite in the service's folder")
         # "tcp://..." is what Kubernetes sets as the PORT of a service named accelerant-serve
         if variable.startswith(PREFIX) and text and not text.startswith("tcp://"):
             name = variable.removeprefix(PREFIX).lower()

@@ -35,6 +35,8 @@ _POSITIVE = frozenset({
 _MOST = {"layers": 1 << 12, "validations": 1 << 16, "sample_tokens": 1 << 20}
 """Largest values of a RunConfig's fields, for files with values that would keep the machine busy for days."""
 
+_MOST_STEPS = 10**9
+
 
 def _check_field(name: str, value: object, hint: Any) -> None:
     """Raise ConfigError unless a value fits its field's type and range."""
@@ -238,6 +240,8 @@ class RunConfig:
                 raise ConfigError(f"{name} must be at most {most}, got {getattr(self, name)}")
         if self.training.steps < 1:
             raise ConfigError(f"steps must be above 0, got {self.training.steps}")
+        if self.training.steps > _MOST_STEPS:
+            raise ConfigError(f"steps must be at most {_MOST_STEPS:,}, got {self.training.steps}")
         if not self.data:
             raise ConfigError("data must name stdlib or at least one path")
         if "" in self.data:

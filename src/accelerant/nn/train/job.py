@@ -54,6 +54,7 @@ from accelerant.nn.train.trainer import Trainer
 from accelerant.ops.aten.device import serves
 from accelerant.runtime import registry
 from accelerant.runtime.files import typed, write_atomic
+from accelerant.runtime.host import host_memory
 from accelerant.runtime.processes import Processes
 
 __all__ = [
@@ -130,6 +131,12 @@ def run_training(
             if epochs is not None:
                 run.epoch_steps(epochs, 1)  # raises for a bad value before anything is read
             share_of(run.training.batch_size, processes)
+            size = 8 * (run.training.context + 1) * run.training.batch_size // processes.size
+            if size > (free := host_memory().get("MemAvailable", size)):
+                raise ConfigError(
+                    f"--batch-size {run.training.batch_size} has {size >> 30:,} GiB of tokens a step, "
+                    f"and {free >> 30:,} GiB of memory are free: give a smaller one"
+                )
             if run.init_from:
                 run, initial, tokenizer = _initial(run, out)
             if run.model == "rnn" and (run.training.precision == "fp8" or run.training.recompute):

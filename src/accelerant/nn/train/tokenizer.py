@@ -177,6 +177,8 @@ def load_bpe(path: Path) -> BPETokenizer:
     """Read a tokenizer.json; raise FormatError unless it is a byte-level BPE with an end-of-text token."""
     try:
         return BPETokenizer(read_regular(path, 1 << 28).decode())
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise FormatError(f"cannot read the tokenizer {path}: {error}") from None
 

@@ -114,8 +114,10 @@ def test_poisson_sampling_is_refused_where_records_are_replaced():
 # --- no answer, and why ----------------------------------------------------------------------------------------------
 
 
-def test_no_noise_is_no_privacy():
-    found = spent([STEP, Event("gaussian", 0.0, count=3)], DELTA)
+@pytest.mark.parametrize("method", ["pld", "rdp"])
+@pytest.mark.parametrize("noise", [0.0, 1e-300, 1e-155])  # the inverse of its square overflows
+def test_no_noise_is_no_privacy(noise, method):
+    found = spent([STEP, Event("gaussian", noise, "poisson", 0.1, 3)], DELTA, method=method)
     assert found.epsilon == math.inf
     assert "3 releases (gaussian) have no noise" in found.reason
 

@@ -419,10 +419,15 @@ def test_the_command(accelerant, run, monkeypatch):
         (["--private", "--target-epsilon", "-1"], "target_epsilon must be"),
         (["--private", "--noise-multiplier", "1", "--delta", "2"], "delta must be"),
         (["--private", "--resume", "out"], "leave out --private"),
-        (["--private", "--noise-multiplier", "1", "--ledger", ""], "--ledger must not be empty: name a path"),
+        (["--private", "--noise-multiplier", "1", "--ledger", ""], "--ledger must not be empty"),
+        (["--private", "--noise-multiplier", "1", "--ledger", "text.txt"], "text.txt, line 1: no record of a privacy"),
+        (["--private", "--noise-multiplier", "1", "--ledger", "."], "--ledger . must be a file, in a folder that"),
+        (["--private", "--noise-multiplier", "1", "--ledger", "no/l.jsonl"], "--ledger no/l.jsonl must be a file, in"),
     ],
 )
-def test_options_are_checked(accelerant, options, message):
+def test_options_are_checked(accelerant, monkeypatch, options, message):
+    monkeypatch.setattr("accelerant.nn.train.job.tokenize", None)  # refused before the text is read
+    Path("text.txt").write_text("no ledger\n")
     status, _, errors = accelerant("train", *options)
     assert status == 2
     assert message in errors

@@ -43,6 +43,7 @@ Method = Literal["pld", "rdp"]
 
 _MAX_RELEASES: Final = 16  # distinct ones composed exactly: each costs 0.3 s once. More have their noise rounded down
 _MAX_NOISE: Final = 1e6  # larger multipliers are accounted as this one: their squares overflow
+_MIN_NOISE: Final = 1e-100  # smaller ones are no noise: the inverses of their squares overflow
 _MAX_STEPS: Final = 10**9  # of one kind: the distributions of more take minutes
 _SLACK: Final = 1e-7  # relative excess of an epsilon under charged deltas over the least one
 
@@ -181,8 +182,9 @@ def _releases(events: Sequence[Event], neighbouring: str) -> tuple[Mapping[Relea
     """
     counts: Counter[Release] = Counter()
     for event in events:
-        if event.noise_multiplier == 0:
-            return {}, f"{event.count} releases ({event.mechanism}) have no noise: noise_multiplier is 0"
+        if event.noise_multiplier < _MIN_NOISE:
+            given = f"noise_multiplier is {event.noise_multiplier:g}"
+            return {}, f"{event.count} releases ({event.mechanism}) have no noise: {given}"
         if event.amplified and neighbouring == "replace-one":
             raise UnsupportedCase(
                 "Poisson sampling is accounted for units that are added or removed, not replaced: make the ledger with "
