@@ -438,3 +438,14 @@ def test_a_parameter_put_in_another_ones_place_is_updated():
         optimizer.param_groups[0]["params"][0] = torch.nn.Parameter(torch.randn(7))
 
     follow(AdamW(leaves(), lr=0.1), torch.optim.AdamW(leaves(), lr=0.1), [lambda o: None, exchange, lambda o: None])
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "options"), [(AdamW, torch.optim.AdamW, {}), (SGD, torch.optim.SGD, {"momentum": 0.9})]
+)
+def test_a_state_put_in_another_ones_place_is_used(ours, theirs, options):
+    def forget(optimizer):
+        optimizer.state[optimizer.param_groups[0]["params"][1]] = {}
+
+    nothing = [lambda o: None] * 2
+    follow(ours(leaves(), lr=0.1, **options), theirs(leaves(), lr=0.1, **options), [*nothing, forget, *nothing])

@@ -147,6 +147,13 @@ def test_draws_follow_the_probabilities(temperature):
     torch.testing.assert_close(shares(Sampling(temperature), LOGITS), expected, rtol=0, atol=0.01)
 
 
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.9}])
+@pytest.mark.parametrize("temperature", [1e-25, 1e-38, 5e-324])
+def test_the_least_temperatures_take_the_likeliest(temperature, options):
+    logits = torch.randn(4, 256, generator=torch.Generator().manual_seed(0)) * 5
+    assert torch.equal(Sampling(temperature, **options).choose(logits, torch.rand(4)), logits.argmax(-1))
+
+
 def test_top_k_and_top_p_keep_the_likeliest():
     p = LOGITS[0].softmax(-1)
     kept = torch.tensor([False, True, False, True, False, True])

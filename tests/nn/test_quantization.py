@@ -166,6 +166,8 @@ class Head(nn.Module):
         self.attention = nn.MultiheadAttention(4, 1)
         self.watched = nn.Linear(4, 4)
         self.watched.register_forward_hook(lambda *args: None)
+        self.wrapped = nn.Linear(4, 4)
+        self.wrapped.forward = lambda x: x
         self.body.append(self.body[0])
 
 
@@ -177,9 +179,20 @@ def test_what_is_left_and_why():
         "tied": "its weight is also that of Embedding",
         "attention.out_proj": "NonDynamicallyQuantizableLinear is derived from Linear and may compute something else",
         "watched": "it has hooks",
+        "wrapped": "its forward was replaced by another library",
     }
     assert report.model.body[0] is report.model.body[2]
     assert "left tied: its weight is also that of Embedding" in str(report)
+
+
+def test_an_encoder_of_torch_works_without_gradients():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2).eval()
+    x, padding = torch.randn(2, 5, 32), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    with torch.no_grad():
+        wanted = [encoder(x), encoder(x, src_key_padding_mask=padding)[~padding]]
+        ann.quantize(encoder)
+        found = [encoder(x), encoder(x, src_key_padding_mask=padding)[~padding]]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0.05)
 
 
 def test_skip_by_name_and_by_function():

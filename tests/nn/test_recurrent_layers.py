@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.nn import GRU, LSTM, RNN
@@ -51,6 +52,27 @@ def test_dropout_is_for_training():
     assert not torch.equal(layer(x)[0], layer(x)[0])
     layer.eval()
     assert torch.equal(layer(x)[0], layer(x)[0])
+
+
+def test_a_reentrant_checkpoint_draws_the_masks_once(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    layer, drawn = LSTM(8, 32, 2, dropout=0.5), []
+    x = torch.randn(3, 20, 8, requires_grad=True)
+
+    def forward(x):
+        y, _ = layer(x)
+        drawn.append(y.detach())
+        return y
+
+    checkpoint(forward, x, use_reentrant=True).sum().backward()
+    torch.testing.assert_close(*drawn)
+
+
+@pytest.mark.parametrize("kind", [LSTM, GRU, RNN])
+def test_a_batch_of_no_rows_has_gradients(kind):
+    layer = kind(5, 32)
+    layer(torch.zeros(0, 20, 5))[0].sum().backward()
+    assert all(torch.equal(each.grad, torch.zeros_like(each)) for each in layer.parameters())
 
 
 def test_relu_is_torchs_too():

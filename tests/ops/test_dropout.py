@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 from accelerant import ops
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
@@ -134,8 +135,18 @@ def test_without_kernel_and_seed_it_is_torchs(uninterpreted, monkeypatch):
     assert {row["op"] for row in ledger().to_dict()["ops"]} >= {"dropout_native_fwd", "dropout_native_bwd"}
 
 
-@pytest.mark.parametrize(("learns", "most"), [(False, 2048), (True, 8192)])
-def test_few_elements_on_a_cpu_are_torchs(learns, most, uninterpreted):
+@pytest.mark.parametrize("n", [2049, 8192, 8193])
+def test_a_reentrant_checkpoint_draws_one_mask(n, uninterpreted):
+    x = torch.ones(n, requires_grad=True)
+    y = checkpoint(lambda x: ops.dropout(x, 0.5), x, use_reentrant=True)
+    y.sum().backward()
+    assert torch.equal(x.grad, y)
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_few_elements_on_a_cpu_are_torchs(learns, uninterpreted):
+    most = 8192
+
     def found(call, n):
         x = torch.arange(1.0, n + 1).requires_grad_(learns)
         torch.manual_seed(6)

@@ -188,7 +188,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
         groups = self.param_groups
         seen = (
             id(self.state),
-            len(self.state),
+            tuple(map(id, self.state.values())),  # a caller may replace a parameter's state
             tuple([(id(param), param.device) for group in groups for param in group["params"]]),
             tuple([(len(group["params"]), bool(group.get("momentum"))) for group in groups]),
         )
@@ -276,7 +276,7 @@ class MultiTensorOptimizer(torch.optim.Optimizer):
                 self.state[param] = state
             if "momentum_buffer" in missing:
                 new.append(i)
-        self._seen = (id(self.state), len(self.state), *self._seen[2:])
+        self._seen = (id(self.state), tuple(map(id, self.state.values())), *self._seen[2:])
         owned.complete = True
         return tuple(new)
 

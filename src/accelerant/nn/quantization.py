@@ -166,6 +166,11 @@ def quantize(
         changes.append((name, parent, key, quantised[layer]))
     for _, parent, key, new in changes:
         parent._modules[key] = new  # like add_module, but for containers whose keys are not attribute names
+    for module in model.modules():  # torch's fused inference reads the weights of these layers itself
+        if isinstance(module, nn.TransformerEncoderLayer) and any(isinstance(m, LinearInt8) for m in module.children()):
+            module.activation_relu_or_gelu = 0
+        if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, LinearInt8) for m in module.modules()):
+            module.use_nested_tensor = False
     return QuantizationReport(model, mode, tuple(name for name, *_ in changes), skipped, before, _size_bytes(model))
 
 
@@ -192,6 +197,8 @@ def _reason_against(name: str, layer: Any, skip: Skip, owners: dict[int, set[nn.
     if len(owners[id(layer.weight)]) > 1:
         others = sorted(type(owner).__name__ for owner in owners[id(layer.weight)] if owner is not layer)
         return f"its weight is also that of {', '.join(others)}"
+    if "forward" in layer.__dict__:
+        return "its forward was replaced by another library"
     if any((layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)):
         return "it has hooks"
     return None

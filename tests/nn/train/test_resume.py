@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from problems import Convolutional, Dense, digits, spiral
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from accelerant.errors import ConfigError, FormatError
 from accelerant.nn.train import Callback, TrainConfig, Trainer, checkpoint, fit
@@ -90,6 +90,8 @@ class Stream(IterableDataset):
         return (items[number] for number in range(37))
 
 
+NOISY = Noisy()
+
 CASES = {
     "dense, dropout": (dense, spiral(40, 0), {}),
     "convolutional, batch norm": (convolutional, digits(40, 0), {}),
@@ -99,6 +101,15 @@ CASES = {
     "evaluated": (dense, spiral(40, 0), {"validation": spiral(20, 1), "changes": {"patience": 50, "keep_best": True}}),
     "dataset": (dense, lambda: (Noisy(),), {}),
     "loader": (dense, lambda: (DataLoader(Noisy(), batch_size=8, shuffle=True),), {}),
+    "loader, batches of the caller's": (
+        dense,
+        lambda: (
+            DataLoader(
+                NOISY, batch_sampler=BatchSampler(RandomSampler(NOISY, generator=torch.Generator()), 8, drop_last=False)
+            ),
+        ),
+        {},
+    ),
     "stream": (dense, lambda: (Stream(),), {}),
     "loader, accumulated, odd": (
         dense,

@@ -187,6 +187,14 @@ def test_bytes_of_text_files_in_order_with_a_line_between(tmp_path):
     assert [path.name for path in out.parent.iterdir()] == ["all.tokens"]
 
 
+def test_bytes_that_are_not_utf8_stay_as_they_are(tmp_path):
+    content = "café naïve\n".encode("latin-1") * 40 + bytes(range(1, 256))
+    (tmp_path / "a.txt").write_bytes(content)
+    info = prepare_tokens([tmp_path / "a.txt"], tmp_path / "a.tokens", tokenizer="bytes")
+    assert TokenFile(tmp_path / "a.tokens").tokens.astype(np.uint8).tobytes() == content + b"\n"
+    assert info.text_bytes == len(content)
+
+
 def test_json_lines_are_a_document_each(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\n\n{"text": "tw\\u00f6\\ud800", "id": 3}\n')

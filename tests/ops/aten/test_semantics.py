@@ -94,6 +94,7 @@ def test_numbers_beside_integers_and_halves(device):
     x, y = torch.tensor([1e9, 5.0, -7.0]), torch.tensor([3.0, math.inf, 3.0])
     assert torch.equal(torch.remainder(acl.to(x, device), acl.to(y, device)).cpu(), torch.remainder(x, y))
     assert acl.to(torch.tensor([math.inf]), device).log1p().item() == math.inf
+    assert math.isnan(acl.to(torch.tensor([-math.inf]), device).log1p().item())
 
 
 @each_device

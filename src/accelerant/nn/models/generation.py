@@ -111,7 +111,9 @@ class Sampling:
         """
         if self.temperature == 0:
             return _argmax(logits)
-        logits = logits / self.temperature
+        if self.temperature < 1e-20:  # the quotients would be infinite, and their softmax NaN
+            logits = logits - logits.amax(-1, keepdim=True)
+        logits = logits / max(self.temperature, torch.finfo(logits.dtype).tiny)
         k = logits.shape[-1] if self.top_k is None else min(self.top_k, logits.shape[-1])
         if k == logits.shape[-1] and self.top_p is None:
             return _draw(torch.softmax(logits, dim=-1), uniform)

@@ -404,7 +404,8 @@ def prepare_tokens(
     with TokenWriter(out, vocab_size=chosen.vocab_size, tokenizer=tokenizer_hash(chosen), source=source) as writer:
         batch: list[tuple[str, bool]] = []  # enough parts at a time to keep the tokenizer's threads busy
         length = 0
-        for part in _parts(files, text_field, count):
+        errors = "surrogateescape" if isinstance(chosen, ByteTokenizer) else "replace"  # each byte is a token
+        for part in _parts(files, text_field, count, errors):
             batch.append(part)
             length += len(part[0])
             if length >= _READ:
@@ -429,25 +430,27 @@ def _tokenizer(
     return train_bpe_on((part for number, (part, _) in parts if not number % stride), vocab_size)
 
 
-def _parts(files: Sequence[Path], text_field: str, count: _ReadCount) -> Iterator[tuple[str, bool]]:
+def _parts(
+    files: Sequence[Path], text_field: str, count: _ReadCount, errors: str = "replace"
+) -> Iterator[tuple[str, bool]]:
     """Iterate the parts of all documents, each with whether it is its document's last."""
     for path in files:
         lines = path.suffix.lower() in _JSON_LINES
-        documents = _json_texts(path, text_field, count) if lines else iter([_text_parts(path, count)])
+        documents = _json_texts(path, text_field, count) if lines else iter([_text_parts(path, count, errors)])
         for document in documents:
             count.documents += 1
             part = next(document, "")
             for following in document:
-                count.text_bytes += len(part.encode())
+                count.text_bytes += len(part.encode(errors=errors))
                 yield part, False
                 part = following
-            count.text_bytes += len(part.encode())
+            count.text_bytes += len(part.encode(errors=errors))
             yield part, True
 
 
-def _text_parts(path: Path, count: _ReadCount) -> Iterator[str]:
+def _text_parts(path: Path, count: _ReadCount, errors: str) -> Iterator[str]:
     """Iterate a text file in parts that end between words."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder = codecs.getincrementaldecoder("utf-8")(errors)
     text, searched = "", 0
     with _opened(path) as file:
         while data := file.read(_READ):

@@ -405,7 +405,11 @@ class _LoaderSource(Source):
     def _epoch(self, epoch: int) -> Iterator[Any]:
         """Iterate the batches of an epoch, in an order drawn from (seed, epoch)."""
         seed = int(_philox(self._seed, epoch).random_raw()) >> 1  # below 2**63
-        for part in (self._loader.sampler, self._loader.batch_sampler):
+        for part in (
+            self._loader.sampler,
+            self._loader.batch_sampler,
+            getattr(self._loader.batch_sampler, "sampler", None),  # of a batch_sampler of the caller's
+        ):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
             if isinstance(generator := getattr(part, "generator", None), torch.Generator):

@@ -70,7 +70,7 @@ class ByteTokenizer:
     def encode_pieces(self, pieces: Sequence[tuple[str, bool]]) -> NDArray[np.uint16 | np.uint32]:
         """Return the tokens of consecutive parts of documents, each with whether it is its document's last."""
         text = "".join(piece + "\n" * last for piece, last in pieces)
-        return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
+        return np.frombuffer(text.encode(errors="surrogateescape"), np.uint8).astype(np.uint16)
 
     def encode_text(self, text: str) -> list[int]:
         """Return the tokens of a prompt."""

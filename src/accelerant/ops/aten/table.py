@@ -214,7 +214,7 @@ for _name, _template in {
     "tanh": "tanh({0})", "sigmoid": "1 / (1 + exp(-{0}))", "sin": "sin({0})", "cos": "cos({0})", "erf": "erf({0})",
     "log2": "log2({0})", "log10": "log({0}) * 0.4342944819032518",
     "exp2": "exp2({0})",
-    "log1p": "select(log(1 + {0}) * ({0} / ((1 + {0}) - 1)), {0}, 1 + {0} == 1 || is_inf({0}))",
+    "log1p": "select(log(1 + {0}) * ({0} / ((1 + {0}) - 1)), {0}, 1 + {0} == 1 || (is_inf({0}) && {0} > 0))",
     "silu": "{0} / (1 + exp(-{0}))",
 }.items():  # fmt: skip
     _unary(_name, _template)

@@ -28,8 +28,11 @@ __all__ = [
     "launch_llvm_backward", "launch_llvm_masked", "refuses_llvm", "threshold", "torch_dropout", "torch_masked",
 ]  # fmt: skip
 
-_FEW, _FEW_LEARNING = 2048, 8192
-"""Up to this many elements torch's dropout is faster on a CPU, without and with a gradient."""
+_FEW = 8192
+"""Up to this many elements torch's dropout is faster on a CPU with a gradient; without one it is up to 2,048.
+
+A reentrant checkpoint runs once without and once with one, and must draw the same mask.
+"""
 
 kernel = TritonKernel("accelerant.ops.dropout.triton_kernels", "dropout_fwd")
 
@@ -247,8 +250,7 @@ def _prefers_torch(x: Tensor) -> bool:
         return False
     if refuses_llvm(case) is not None:
         return True
-    few = _FEW_LEARNING if x.requires_grad and torch.is_grad_enabled() else _FEW
-    return x.numel() <= few and not rules().forced
+    return x.numel() <= _FEW and not rules().forced
 
 
 def _keeps_mask(x: Tensor) -> bool:

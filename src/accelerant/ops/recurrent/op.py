@@ -124,7 +124,7 @@ class _Layer(torch.autograd.Function):
         before = torch.cat((h[:, None], y[:, :-1]), 1).view(B * T, H) if need[1] else None
         return (
             None, None, (of_x @ w_ih).view(x.shape) if need_x else None, dh, None if c is None else dc,
-            of_x.t() @ x.reshape(B * T, -1) if need[0] else None, None if before is None else of_h.t() @ before,
+            of_x.t() @ x.reshape(B * T, x.shape[2]) if need[0] else None, None if before is None else of_h.t() @ before,
             of_x.sum(0) if need[2] else None, of_h.sum(0) if need[3] else None,
         )  # fmt: skip
 
@@ -349,7 +349,8 @@ def recurrent(
     others = (*states, *weights)
     traced = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type) or not is_plain(x)
     traced = traced or not all(is_ordinary(one) and one.dtype == x.dtype for one in others)
-    learns = torch.is_grad_enabled() and any(one.requires_grad for one in (x, *others))
+    masked = dropout > 0 and training and layers > 1  # a reentrant checkpoint must draw one mask without and with grad
+    learns = (torch.is_grad_enabled() or masked) and any(one.requires_grad for one in (x, *others))
     size = sum(weight.numel() for weight in weights)
     threads = torch.get_num_threads() if x.device.type == "cpu" else 0
     options = (size, hidden * (2 if bidirectional else 1), cell, hidden, traced, learns, threads)
