@@ -4,6 +4,7 @@ import collections
 import functools
 import json
 import math
+import os
 import pickle
 import random
 import subprocess
@@ -12,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from job_functions import dies_once, end, odd, refuse, square
+from job_functions import answer, dies_once, end, odd, refuse, square
 
 from accelerant import Accelerator
 from accelerant.errors import AccelerantError, ConfigError
@@ -124,6 +125,24 @@ def test_local_processes(tmp_path):
         acc.map(odd, [0, 2], engine="local")
     assert error.value.item_index == 1
     assert error.value.__notes__[-1] == "of items[1]"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_items_that_leave_in_other_ways():
+    items = ["exit", "read", "frozen", "textless", "child", "if __name__ == '__main__': f()"]
+    outcomes = {one.index: one for one in run_jobs(functools.partial(functools.partial, answer), items, workers=2)}
+    assert str(outcomes[0].error) == "SystemExit: 3"
+    assert outcomes[1].value == b""
+    assert str(outcomes[2].error).startswith("FrozenError")
+    assert str(outcomes[3].error) == "TextlessError: its text cannot be made"
+    assert "3 workers died with it" in str(outcomes[4].error)
+    assert outcomes[5].value == items[5]
+
+
+def test_a_text_with_the_name_of_the_main_program_is_not_of_it():
+    assert not jobs._of_main(pickle.dumps("if __name__ == '__main__': f()"))
+    assert jobs._of_main(b"\x80\x04\x8c\x08__main__\x8c\x01f\x93.")
 
 
 @pytest.mark.slow

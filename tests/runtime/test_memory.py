@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import math
 import os
 import random
 import subprocess
@@ -138,6 +139,8 @@ def test_a_limited_block_refuses_buffers_and_tensors_and_ends_with_the_block():
     torch.zeros(MIB)
     registry.create("cpu").check_limit(1 << 60)
     del before
+    with pytest.raises(ConfigError, match="got nan"), limit(math.nan, "cpu"):
+        pass
     with pytest.raises(ConfigError, match="-1"), limit(-1, "cpu"):
         pass
 

@@ -228,6 +228,15 @@ def test_the_cpu_computes_the_integers_of_opencl(data):
     assert not any(found[0][500:])
 
 
+@pytest.mark.parametrize(("name", "barrier"), [("local", ""), ("threads", "acl_barrier();")])
+def test_names_and_texts_of_a_kernel_are_its_own(name, barrier):
+    body = f"{{ {barrier} y[acl_global_id()] = more ? 2 : 1; }}"
+    helper = f"ACL_DEVICE void helper(ACL_GLOBAL i32 *y, bool more) {body}"
+    y = np.zeros(4, np.int32)
+    acl.kernel(f"{helper} ACL_KERNEL void {name}(ACL_GLOBAL i32 *y, bool more) {body}", device="cpu")(1, 4, y, True)
+    assert y.tolist() == [2] * 4
+
+
 @pytest.mark.parametrize("threads", [1, 128])
 def test_threads_wait_at_barriers(threads):
     x, total = np.arange(3000, dtype=np.uint32), np.zeros(1, np.uint32)

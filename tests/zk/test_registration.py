@@ -199,6 +199,8 @@ def test_what_is_no_curve_is_refused(g1, changed, message):
     [
         ("x-1", Q, 15, "must be an identifier"),
         ("even", Q + 1, 15, "is not prime"),
+        ("none", 0, 2, "is not prime"),
+        ("carmichael", 4943 * 3492583 * 4315959443, 5, "is not prime"),  # Fermat's test finds no witness
         ("square", Q, 4, "is a square"),
         ("one_word", 2**61 - 1, 37, "an even number of 64-bit words with a spare bit, got 61 bits"),
         ("full", 2**256 - 2**32 - 977, 3, "with a spare bit, got 256 bits"),

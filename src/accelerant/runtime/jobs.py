@@ -19,6 +19,7 @@ import importlib.util
 import logging
 import os
 import pickle
+import pickletools
 import queue
 import signal
 import socket
@@ -181,28 +182,41 @@ def _answered(index: int, call: Callable[[], Any]) -> _Reply:
     start = time.perf_counter()
     try:
         ok, data = True, _dumps(call(), "the result")
-    except Exception as error:  # noqa: BLE001 - sent to who asked
+    except BaseException as error:  # noqa: BLE001 - sent to who asked; a pool's thread would keep SystemExit for itself
         ok, data = False, _packed(error)
     return _Reply(index, ok, data, time.perf_counter() - start)
 
 
-def _packed(error: Exception) -> bytes:
-    """Return an exception pickled, with its traceback as a note; one that does not survive that, as AccelerantError."""
-    error.add_note("in a worker:\n" + "".join(traceback.format_exception(error)).rstrip())
-    with contextlib.suppress(Exception):  # any that its class raises
+def _packed(error: BaseException) -> bytes:
+    """Return an exception pickled, with its traceback as a note.
+
+    One that does not survive that, or that would end who asked (SystemExit), is an AccelerantError.
+    """
+    note = "in a worker:\n" + "".join(traceback.format_exception(error)).rstrip()
+    with contextlib.suppress(Exception):  # any that its class raises; a frozen dataclass takes no note
+        error.add_note(note)
         data = pickle.dumps(error)
-        if type(pickle.loads(data)) is type(error):
+        if isinstance(error, Exception) and type(pickle.loads(data)) is type(error):
             return data
-    replacement = AccelerantError(f"{type(error).__name__}: {error}")
-    replacement.__notes__ = error.__notes__
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - of its class's own method
+        text = "its text cannot be made"
+    replacement = AccelerantError(f"{type(error).__name__}: {text}")
+    replacement.add_note(note)
     return pickle.dumps(replacement)
+
+
+def _of_main(data: bytes) -> bool:
+    """Return whether a pickle refers to the main program; a longer text that has its name does not."""
+    return b"__main__" in data and any(argument == "__main__" for _, argument, _ in pickletools.genops(data))
 
 
 def _dumps(value: Any, name: str) -> bytes:
     """Return a value pickled; by cloudpickle, if there is one, where pickle cannot, or refers to the main program."""
     try:
         data = pickle.dumps(value)
-        if b"__main__" not in data:
+        if not _of_main(data):
             return data
         reason = "it is of the main program, which workers do not import"
     except Exception as error:  # noqa: BLE001 - of any class's own methods
@@ -223,8 +237,13 @@ _CHILD = "from accelerant.runtime.jobs import _serve; _serve()"
 def _serve() -> None:
     """Answer requests of standard input until it ends: first _Worker's arguments, then indices and items."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent ends this one
-    requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what the function prints
+    with open(os.devnull, "r+b") as nothing:  # what it, and programs that it starts, read: not the requests
+        os.dup2(nothing.fileno(), 0)
+    unused = os.open(os.devnull, os.O_RDWR)
+    if hasattr(os, "register_at_fork"):  # a child that outlives this process would hide its end
+        os.register_at_fork(after_in_child=lambda: os.dup2(unused, replies.fileno()))
     lock = fork_safe(threading.Lock())
 
     def send(reply: _Reply) -> None:

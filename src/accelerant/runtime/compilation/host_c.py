@@ -70,9 +70,9 @@ typedef struct {
 int acl_run_blocks(void (*)(void *const *), void *const *, long long, long long, long long, int, int);
 """
 _LOOP = """\
-    for (i64 group = begin; group < end; group++) {{
-        for (i32 outer = 0; outer < threads; outer += width) {{
-            for (i32 local = 0; local < width; local++) {{
+    for (i64 acl_group = acl_begin; acl_group < acl_end; acl_group++) {{
+        for (i32 acl_outer = 0; acl_outer < acl_threads; acl_outer += acl_width) {{
+            for (i32 acl_local = 0; acl_local < acl_width; acl_local++) {{
                 {body}
             }}
         }}
@@ -158,10 +158,11 @@ def load_c(binary: Binary, entry: str, types: Sequence[Any]) -> Callable[..., No
 def _unit(source: KernelSource, program: str) -> tuple[str, bool]:
     """Return the text to compile, and whether a kernel has barriers."""
     plain = without_comments(program)
-    bodies = {kernel.name: plain[slice(*kernel.body)] for kernel in find_kernels(program, "portable")}
+    kernels = find_kernels(program, "portable")
+    bodies = {kernel.name: plain[slice(*kernel.body)] for kernel in kernels}
     rest = plain
-    for body in sorted(bodies.values(), key=len, reverse=True):
-        rest = rest.replace(body, " ")
+    for start, end in sorted((kernel.body for kernel in kernels), reverse=True):  # a helper may have the same text
+        rest = f"{rest[:start]} {rest[end:]}"
     options = source.compile_options
     paths = (Path(path) for path, digest in header_hashes(program, options.folders) if digest)
     headers = (without_comments(read_regular(path).decode(errors="replace")) for path in paths)
@@ -189,22 +190,23 @@ def _unit(source: KernelSource, program: str) -> tuple[str, bool]:
 def _runner(entry: str, kinds: Sequence[str], shared: bool, waits: bool) -> str:
     """Return the function that runs blocks of an entry point."""
     types = ["void *" if kind.startswith("*") else f"{_C_TYPES[kind]} " for kind in kinds]
-    parameters = "".join(f", {kind}a{i}" for i, kind in enumerate(types))
-    values = [f"a{i}" for i in range(len(types))]
+    parameters = "".join(f", {kind}acl_a{i}" for i, kind in enumerate(types))
+    values = [f"acl_a{i}" for i in range(len(types))]
     head = (
         f'__attribute__((visibility("default"))) int acl_run_{entry}'
-        f"(i64 begin, i64 end, i64 grid, i32 width, i32 threads{parameters}) {{\n"
+        f"(i64 acl_begin, i64 acl_end, i64 acl_grid, i32 acl_width, i32 acl_threads{parameters}) {{\n"
     )
     if waits:
-        loads = ", ".join(f"*({kind}*)a[{i}]" for i, kind in enumerate(types))
-        call = f"static void acl_call_{entry}(void *const *a) {{ (void)a; {entry}({loads}); }}\n"
+        loads = ", ".join(f"*({kind}*)acl_a[{i}]" for i, kind in enumerate(types))
+        call = f"static void acl_call_{entry}(void *const *acl_a) {{ (void)acl_a; {entry}({loads}); }}\n"
         pointers = ", ".join(f"&{value}" for value in values) or "0"
-        run = f"    return acl_run_blocks(acl_call_{entry}, arguments, begin, end, grid, width, threads);\n"
-        return f"{call}{head}    void *const arguments[] = {{{pointers}}};\n{run}}}"
-    body = f"{entry}({', '.join(['here'] * (not shared) + values)});"
-    here = "const acl_item here = {group % grid, local, width};"
+        blocks = "acl_begin, acl_end, acl_grid, acl_width, acl_threads"
+        run = f"    return acl_run_blocks(acl_call_{entry}, acl_all, {blocks});\n"
+        return f"{call}{head}    void *const acl_all[] = {{{pointers}}};\n{run}}}"
+    body = f"{entry}({', '.join(['acl_here'] * (not shared) + values)});"
+    here = "const acl_item acl_here = {acl_group % acl_grid, acl_local, acl_width};"
     if shared:
-        here = "acl_here.group = group % grid, acl_here.local = local, acl_here.size = width;"
+        here = "acl_here.group = acl_group % acl_grid, acl_here.local = acl_local, acl_here.size = acl_width;"
     return head + _LOOP.format(body=f"{here}\n                {body}") + "}"
 
 

@@ -39,6 +39,7 @@ typedef long long i64;
 #define ACL_GLOBAL
 #if defined(ACL_HOST) /* compilation/host_c.py declares acl_here */
 #define ACL_KERNEL static inline __attribute__((always_inline))
+#define bool _Bool /* as in CUDA C++ and OpenCL C */
 #define ACL_BLOCK(threads)
 #define ACL_DEVICE static inline
 #define ACL_FAR static __attribute__((noinline))

@@ -145,7 +145,7 @@ def limit(limit_bytes: int, device: DeviceLike = "auto") -> Iterator[None]:
     are allocated; on the CPU also this thread's tensors, after the op that made them. Past the limit, OutOfMemory is
     raised.
     """
-    if limit_bytes < 0:
+    if not limit_bytes >= 0:  # NaN too
         raise ConfigError(f"limit_bytes must be 0 or more, got {limit_bytes}")
     target = find_device(device)
     if target.backend == "cuda":
