@@ -1,4 +1,5 @@
 import json
+import os
 import ssl
 import time
 
@@ -65,6 +66,9 @@ def test_bad_arguments_and_files_are_refused(store):
             store.create(*arguments)
     with pytest.raises(ConfigError, match="rate must be above 0"):
         store.create("a", ["field"], rate=0)
+    for name in ("rate", "burst"):  # which the file could not hold
+        with pytest.raises(ConfigError, match=f"{name} must be at most 1,000,000,000, got 1"):
+            store.create("a", ["field"], **{name: 10**19})
     with pytest.raises(ConfigError, match="no key '1'"):
         store.revoke("1")
     for text in ("", "[]", '{"keys": 3}', '{"keys": [{"id": 5}]}'):
@@ -81,10 +85,22 @@ def test_a_file_that_is_damaged_later_does_not_open_the_service(store):
     running._looked = -10.0
     assert running.verify(token) == key
     assert running.exists
+    store.path.write_text("{")
+    started = KeyStore(store.path)  # which has never read it
+    assert started.verify(token) is None
+    assert started.exists
     store.path.write_text('{"keys": []}')
     running._looked = -10.0
     assert running.verify(token) is None
     assert running.exists
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root writes files of others")
+def test_root_leaves_the_file_to_who_runs_the_service(store):
+    _, token = store.create("ci", ["field"])
+    os.chown(store.path, 12345, 12345)
+    store.revoke(token[4:16])
+    assert (store.path.stat().st_uid, store.path.stat().st_mode & 0o777) == (12345, 0o600)
 
 
 def test_days_are_bounded_and_a_stored_key_of_longer_is_listed(store, monkeypatch, capsys):

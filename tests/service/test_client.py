@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import os
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -37,6 +38,25 @@ def test_field_operations_are_the_librarys(client):
             assert found.dtype == x.dtype
         np.testing.assert_array_equal(client.field_inv(x, field=name), field.inv(x))
         assert field.decode(client.field_add([1, field.modulus - 1], [2, 1], field=name)) == [3, 0]
+
+
+def test_a_number_is_an_array_of_no_dimension(client):
+    assert client.field_mul(np.uint64(3), np.uint64(4), field="goldilocks").shape == ()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_has_connections_of_its_own(client):
+    x = np.arange(4, dtype=np.uint64)
+    client.field_mul(x, x, field="goldilocks")
+    mine = client._http
+    child = os.fork()
+    if not child:
+        client.field_mul(x, x, field="goldilocks")
+        os._exit(int(client._http is mine))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    client.field_mul(x, x, field="goldilocks")
+    assert client._http is mine
 
 
 def test_transforms_and_sums_are_the_librarys(client):

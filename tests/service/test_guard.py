@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gzip
+import io
 import json
 import logging
 import socket
@@ -14,11 +15,12 @@ import httpx
 import numpy as np
 import pytest
 
-from accelerant.service.bodies import ARROW, BINARY, NPY, SAFETENSORS
+from accelerant.service.bodies import ARROW, BINARY, JSON, NPY, SAFETENSORS
 from accelerant.service.errors import Refused
-from accelerant.service.guard import Guard, RequestRecord, _Formatter, _OneWrite
-from accelerant.service.infer import Answer, Inference
+from accelerant.service.guard import Guard, GuardedProtocol, RequestLog, RequestRecord, _Formatter, _OneWrite
+from accelerant.service.infer import Answer, Inference, answer_format
 from accelerant.service.keys import KeyStore
+from accelerant.service.operations import OPERATIONS, NoParameters
 from accelerant.service.settings import ServiceSettings
 
 MUL = "/v2/models/field_mul/infer"
@@ -107,6 +109,43 @@ def test_a_chunked_body_beyond_the_limit_is_refused_while_it_streams(raw):
     assert sent < 50_000_000
 
 
+def test_headers_after_a_chunked_body_are_forgotten():
+    protocol = GuardedProtocol.__new__(GuardedProtocol)
+    protocol.headers, protocol._in_headers = [], True
+    protocol.on_header(b"a", b"b")
+    protocol._in_headers = False
+    protocol.on_header(b"c", b"d")
+    assert protocol.headers == [(b"a", b"b")]
+
+
+def test_a_log_that_cannot_be_written_keeps_no_lines():
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+    log = RequestLog(Full(), "json")
+    log._lines.append("one\n")
+    log.flush()
+    assert log._lines == []
+
+
+@pytest.mark.parametrize(
+    ("accept", "format"),
+    [("application/x-npy;q=0, application/json", JSON), ("application/x-npy; q=0.5", NPY), ("*/*", SAFETENSORS)],
+)
+def test_what_a_client_does_not_accept_is_not_sent(accept, format):
+    assert answer_format(accept, SAFETENSORS) == format
+    with pytest.raises(Refused):
+        answer_format("*/*;q=0", SAFETENSORS)
+
+
+def test_the_cost_of_a_product_counts_the_batches_that_broadcast():
+    inputs = {"a": np.zeros((1, 8, 4), np.float32), "b": np.zeros((512, 4, 1), np.float32)}
+    wide = {"a": np.zeros((512, 8, 4), np.float32), "b": np.zeros((512, 4, 1), np.float32)}
+    product = OPERATIONS["matmul"]
+    assert product.cost(inputs, NoParameters()) == product.cost(wide, NoParameters()) > 0
+
+
 def test_all_bodies_together_are_bounded(server, raw, http):
     head = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 7500000\r\n\r\n" % MUL.encode()
     other = Raw(server)
@@ -153,6 +192,8 @@ def test_declared_sizes_are_compared_with_the_bytes(http):
         ([2.0], 16, "whole numbers"),
         ([1] * 9, 8, "at most 8"),
         ([2], -1, "whole number"),
+        ([2**30, 0], 0, "is too large"),  # no bytes, and work for each row
+        ([2**47, 2**47, 0], 0, "is too large"),
     ):
         body, headers = kserve([entry(shape, size)], bytes(16))
         answer = http.post(MUL, content=body, headers=headers)
@@ -185,6 +226,7 @@ def test_crafted_arrays_are_refused(http, tmp_path):
         (NPY, npy("{'descr': '<u8', 'fortran_order': False, 'shape': (2,")),
         (SAFETENSORS, struct.pack("<Q", len(huge)) + huge + bytes(16)),
         (SAFETENSORS, struct.pack("<Q", 2**62) + b"{}"),
+        (SAFETENSORS, struct.pack("<Q", 2**20) + b"{}" + b" " * (2**20 - 2)),  # a header of more than json_bytes
         (ARROW, b"\xff\xff\xff\xff\x10\x00\x00\x00" + bytes(16)),
         (ARROW, bytes(range(256)) * 4),
         (SAFETENSORS, b""),
@@ -236,6 +278,10 @@ def test_large_or_deep_json_is_refused(http):
     ):
         answer = http.post(MUL, content=body, headers={"content-type": "application/json"})
         assert answer.status_code == 400, answer.text
+    for shape, data in (([2, 3], [[1, 2], [3, 4], [5, 6]]), ([2, 2], [[1, 2, 3], [4]])):
+        inputs = [{"name": name, "shape": shape, "datatype": "UINT64", "data": data} for name in "xy"]
+        answer = http.post(MUL, json={"inputs": inputs})
+        assert (answer.status_code, "nested as its shape" in answer.text) == (400, True)
     long = b'{"inputs":[{"name":"x","shape":[1],"datatype":"UINT64","data":[' + b"9" * 5000 + b"]}]}"
     assert http.post(MUL, content=long, headers={"content-type": "application/json"}).status_code == 400
 
@@ -263,10 +309,10 @@ def test_pages_of_other_sites_and_other_names_of_the_host_are_refused(http):
         assert http.get("/v2", headers={"origin": origin}).status_code == 403
     assert http.get("/v2", headers={"host": "evil.example"}).status_code == 403
     port = http.base_url.port
-    for header in ("forwarded", "x-forwarded-for"):
+    for header in ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip"):
         assert http.get("/v2", headers={header: "10.0.0.1"}).status_code == 403
     same = http.get("/v2", headers={"origin": f"http://127.0.0.1:{port}", "host": f"127.0.0.1:{port}"})
-    assert same.status_code == 200
+    assert (same.status_code, same.headers["cache-control"]) == (200, "no-store")
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,8 @@ DATATYPES: dict[str, np.dtype[Any]] = {
 _NAMES = {dtype: name for name, dtype in DATATYPES.items()}
 _NO_BF16 = ": NumPy, in whose arrays the service keeps tensors, has no bfloat16; send float32"
 _DIMENSIONS_MOST, _TENSORS_MOST = 8, 64
+_EMPTY_MOST = 1 << 24
+"""Largest product of the other dimensions of a tensor without elements."""
 _ENCODER = json.JSONEncoder(allow_nan=False, separators=(",", ":"))
 _NON_FINITE = ("NaN", "Infinity", "-Infinity")
 """Strings for these numbers, as in the JSON form of Protocol Buffers: JSON itself has none."""
@@ -139,6 +141,8 @@ def _shape(name: str, shape: Any) -> tuple[int, ...]:
         raise FormatError(
             f"tensor {clipped(name)}: shape must be at most {_DIMENSIONS_MOST} whole numbers, got {clipped(shape)}"
         )
+    if 0 in shape and math.prod(max(1, n) for n in shape) > _EMPTY_MOST:  # no bytes bound what is done for each row
+        raise FormatError(f"tensor {clipped(name)}: shape {clipped(shape)} is too large")
     return tuple(shape)
 
 
@@ -184,10 +188,11 @@ def _from_list(name: str, data: Any, shape: tuple[int, ...], datatype: str) -> V
             raise FormatError(f"tensor {clipped(name)}: the string is not Unicode text") from None
     dtype = DATATYPES[datatype]
     flat: list[Any] = data
-    for _ in shape[1:]:
+    for axis, size in enumerate(shape[1:], 1):
         if flat and isinstance(flat[0], list):
-            if not all(isinstance(row, list) for row in flat):
-                raise FormatError(f"tensor {clipped(name)}: data must be nested evenly")
+            even = len(flat) == math.prod(shape[:axis])
+            if not (even and all(isinstance(row, list) and len(row) == size for row in flat)):
+                raise FormatError(f"tensor {clipped(name)}: data must be flat, or nested as its shape {list(shape)}")
             flat = [value for row in flat for value in row]
     allowed: tuple[type, ...] = {"b": (bool,), "f": (int, float)}.get(dtype.kind, (int,))
     if not {*map(type, flat)} <= {*allowed}:
@@ -253,17 +258,21 @@ def _listed(name: str, value: Value) -> list[Any]:
 # --- other formats ---------------------------------------------------------------------------------------------------
 
 
-def read_tensors(format: str, body: bytes, names: Collection[str]) -> Values:
-    """Return the arrays of a body by name; `names` are those of .npy arrays, which follow each other in this order."""
+def read_tensors(format: str, body: bytes, names: Collection[str], *, most_json: int = 1 << 62) -> Values:
+    """Return the arrays of a body by name; `names` are those of .npy arrays, which follow each other in this order.
+
+    Args:
+        most_json: largest header of safetensors and metadata of Arrow, which become objects as JSON does.
+    """
     if format == NPY:
         return _read_npy(body, names)
-    return {SAFETENSORS: _read_safetensors, ARROW: _read_arrow}[format](body)
+    return {SAFETENSORS: _read_safetensors, ARROW: _read_arrow}[format](body, most_json)
 
 
 def write_tensors(format: str, values: Mapping[str, Value]) -> bytes:
     """Return arrays as a body; bytes become arrays of uint8."""
     arrays = {
-        name: np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.ascontiguousarray(value)
+        name: np.frombuffer(value, np.uint8) if isinstance(value, bytes) else np.asarray(value, order="C")
         for name, value in values.items()
     }
     if format == SAFETENSORS:
@@ -278,11 +287,13 @@ def write_tensors(format: str, values: Mapping[str, Value]) -> bytes:
     return _write_arrow(arrays)
 
 
-def _read_safetensors(body: bytes) -> Values:
+def _read_safetensors(body: bytes, most_json: int) -> Values:
     from safetensors import SafetensorError, deserialize
 
     names = {"F16": "FP16", "F32": "FP32", "F64": "FP64", "BOOL": "BOOL"}
     names |= {f"{kind[0]}{bits}": f"{kind}{bits}" for kind in ("UINT", "INT") for bits in (8, 16, 32, 64)}
+    if (size := int.from_bytes(body[:8], "little")) > most_json:
+        raise FormatError(f"the header has {size:,} bytes, more than {most_json:,}")
     values: Values = {}
     try:
         entries = deserialize(body)  # type: ignore[no-untyped-call]
@@ -325,7 +336,7 @@ def _read_npy(body: bytes, names: Collection[str]) -> Values:
         start = stream.tell()
         end = start + math.prod(shape) * dtype.itemsize
         array = _viewed(name, memoryview(body)[start:end], shape, dtype, "F" if fortran else "C")
-        values[name] = np.ascontiguousarray(array, dtype.newbyteorder("<"))
+        values[name] = np.asarray(array, dtype.newbyteorder("<"), order="C")  # ascontiguousarray: no 0-d
         stream.seek(end)
     if stream.tell() != len(body):
         raise FormatError(f"{len(body) - stream.tell():,} bytes follow the arrays {', '.join(names)}")
@@ -344,12 +355,16 @@ def _arrow() -> Any:
     return pyarrow
 
 
-def _read_arrow(body: bytes) -> Values:
+def _read_arrow(body: bytes, most_json: int) -> Values:
     arrow = _arrow()
     values: Values = {}
+    described = 0
     try:
         reader = arrow.ipc.MessageReader.open_stream(body)
         for message in reader:
+            described += message.metadata.size
+            if described > most_json:
+                raise FormatError(f"the metadata have more than {most_json:,} bytes")
             if message.type == "dictionary" or (message.type == "record batch" and _is_compressed(message.metadata)):
                 raise FormatError("Arrow IPC with dictionaries or compression is not read: write plain columns")
         table = arrow.ipc.open_stream(body).read_all()
@@ -370,7 +385,7 @@ def _read_arrow(body: bytes) -> Values:
             array = array.flatten()
         if array.null_count or not (arrow.types.is_integer(array.type) or arrow.types.is_floating(array.type)):
             raise FormatError(f"column {clipped(name)} must have integers or floats and no nulls, got {array.type}")
-        values[name] = array.to_numpy(zero_copy_only=False).reshape(shape)
+        values[name] = array.to_numpy(zero_copy_only=False).reshape(_shape(name, shape))
     return values
 
 

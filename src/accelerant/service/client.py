@@ -23,7 +23,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from functools import update_wrapper
+from functools import partial, update_wrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 from urllib.parse import quote, urlsplit
@@ -122,7 +122,9 @@ class _Calls:
         if key := key or os.environ.get("ACCELERANT_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
         kind = httpx.Client if isinstance(self, Client) else httpx.AsyncClient
-        self._http = kind(base_url=self.url, headers=headers, timeout=timeout_s, follow_redirects=False, **options)
+        given: dict[str, Any] = {"base_url": self.url, "headers": headers, "timeout": timeout_s, **options}
+        self._connect: Callable[[], Any] = partial(kind, follow_redirects=False, **given)
+        self._http, self._process = self._connect(), os.getpid()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
@@ -315,6 +317,11 @@ class _Calls:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
+    def _own_connections(self) -> None:
+        """Leave the connections to the process that made them: another one would read its answers."""
+        if self._process != os.getpid():
+            self._http, self._process = self._connect(), os.getpid()
+
     def _until(self) -> float:
         return time.monotonic() + self.timeout_s
 
@@ -334,7 +341,7 @@ class _Calls:
     def _post(
         self, operation: str, inputs: Mapping[str, Any], parameters: Mapping[str, Any], until: float, **headers: str
     ) -> Steps[httpx.Response]:
-        values = {name: x if isinstance(x, bytes) else np.ascontiguousarray(x) for name, x in inputs.items()}
+        values = {name: x if isinstance(x, bytes) else np.asarray(x, order="C") for name, x in inputs.items()}
         given = {name: value for name, value in parameters.items() if value is not None}
         content, length = write_kserve({"parameters": {**given, "binary_data_output": True}}, "inputs", values)
         headers |= {"Content-Type": BINARY, "Accept": BINARY}
@@ -391,6 +398,7 @@ class Client(_Calls):
     _http: httpx.Client
 
     def _run(self, steps: Steps[_T]) -> _T:
+        self._own_connections()
         answer: httpx.Response | None = None
         try:
             while True:
@@ -423,6 +431,7 @@ class AsyncClient(_Calls):
     _http: httpx.AsyncClient
 
     async def _run(self, steps: Steps[_T]) -> _T:
+        self._own_connections()
         answer: httpx.Response | None = None
         try:
             while True:

@@ -18,7 +18,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -49,7 +49,7 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _PUBLIC = frozenset({"/", "/v2/health/live", "/v2/health/ready", "/openapi.json", "/docs", "/favicon.ico"})
 _ALWAYS = frozenset({"/v2/health/live", "/v2/health/ready", "/metrics"})
 """Paths that are served under overload: a supervisor would end a server that does not answer them."""
-_FORWARDED = frozenset({b"forwarded", b"x-forwarded-for"})
+_FORWARDED = frozenset({b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"})
 _PIPELINED_MOST = 16
 _PART_BYTES = 1 << 20
 """Longer answers are sent in parts, each after the one before: uvicorn takes all of a part into memory."""
@@ -129,6 +129,8 @@ class Guard:
                     (b"x-request-id", request_id.encode()),
                     (b"x-content-type-options", b"nosniff"),
                 ]
+                if not any(name.lower() == b"cache-control" for name, _ in message["headers"]):
+                    message["headers"].append((b"cache-control", b"no-store"))  # X-Api-Key says nothing to caches
             body = message.get("body", b"")
             record.bytes_out += len(body)
             if len(body) > _PART_BYTES:
@@ -371,6 +373,11 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._in_headers, self._header_bytes = True, 0
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header; forget those that follow a chunked body, which nobody reads and no limit bounds."""
+        if self._in_headers:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """Stop the timer; bound the requests that wait on this connection."""
         self._in_headers = False
@@ -476,10 +483,12 @@ class RequestLog:
             self._lines.append(f"{now} {record.status} {record.method} {path} {took} {record.request_id}\n")
 
     def flush(self) -> None:
-        """Write the lines now."""
-        self._stream.write("".join(self._lines))
-        self._stream.flush()
-        self._lines.clear()
+        """Write the lines now; what cannot be written, to a full disk or a closed pipe, is lost."""
+        text = "".join(self._lines)
+        self._lines.clear()  # first: lines that stayed would be collected for ever
+        with suppress(OSError, ValueError):
+            self._stream.write(text)
+            self._stream.flush()
 
 
 def log_to(stream: Any, style: str) -> RequestLog:

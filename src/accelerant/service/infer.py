@@ -10,6 +10,7 @@ import asyncio
 import functools
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -46,6 +47,7 @@ _TYPE, _LENGTH = b"content-type", b"inference-header-content-length"
 _CURL = "application/x-www-form-urlencoded"  # what `curl -d` says of JSON, unless it is told otherwise
 _ENVELOPE = ("priority", "timeout", "binary_data_output")
 _HEAD_BYTES, _HEADS_KEPT = 2048, 256
+_REFUSED = re.compile(r"(?:^|;)\s*[qQ]=0(?:\.0*)?\s*(?:;|$)")  # the weight of what a client does not accept
 _IN_THREAD_BYTES = 1 << 20
 """Bodies from this size are read, and results written, in a thread: the event loop answers others meanwhile."""
 
@@ -185,7 +187,8 @@ class Inference:
             binary = _binary_outputs(head, parameters)
             usual = BINARY if binary else JSON
         elif media in FORMATS:
-            values = read_tensors(media, body, [spec.name for spec in operation.inputs])
+            names = [spec.name for spec in operation.inputs]
+            values = read_tensors(media, body, names, most_json=settings.json_bytes)
             parameters = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
         else:
             raise Refused(415, "UnsupportedMediaType", f"bodies are {', '.join(FORMATS)}; got {media[:80]!r}")
@@ -207,7 +210,8 @@ class Inference:
             request_id=state["record"].request_id,
             cost_s=cost_s,
         )
-        is_job = operation.resumable or cost_s > settings.short_s or b"respond-async" in headers.get(b"prefer", b"")
+        asked = b"respond-async" in headers.get(b"prefer", b"").lower()
+        is_job = operation.resumable or cost_s > settings.short_s or asked
         call = _Call(operation, model, identity, binary, answer_format(accept, usual), is_job, needed)
         return call, request, values
 
@@ -239,7 +243,10 @@ def answer_format(accept: str, usual: str) -> str:
     if accept == "*/*":
         return usual
     for part in accept.split(","):
-        wanted = part.partition(";")[0].strip().lower()
+        kind, _, options = part.partition(";")
+        wanted = kind.strip().lower()
+        if _REFUSED.search(options):
+            continue
         if wanted in FORMATS:
             return wanted
         if wanted in ("", "*/*", "application/*"):

@@ -28,6 +28,8 @@ __all__ = ["ANONYMOUS", "Key", "KeyStore"]
 
 _LOG = logging.getLogger("accelerant.service")
 _TOKEN = re.compile(r"acl_([0-9a-f]{12})_([A-Za-z0-9_-]{43})")
+_RATE_MOST = 1e9
+"""Largest rate and burst: the file holds integers of 63 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ class KeyStore:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._keys: dict[str, Key] = {}
+        self._present = False
         self._stamp: tuple[int, int, int] | None = None
         self._looked = -1.0
         self._buckets: dict[str, tuple[float, float]] = {}
@@ -112,9 +115,9 @@ class KeyStore:
 
     @property
     def exists(self) -> bool:
-        """Whether there is a file of keys, even one without any: then each request needs one."""
+        """Whether there is a file of keys, even one without any or that cannot be read: then each request needs one."""
         self._refresh()
-        return self._stamp is not None
+        return self._present
 
     def wait_s(self, key: Key) -> float:
         """Count a request against a key's rate; return 0, or the seconds until the next one is allowed."""
@@ -142,6 +145,8 @@ class KeyStore:
         for what, value in (("rate", rate), ("burst", burst), ("lifetime", lifetime_s)):
             if value is not None and not value > 0:
                 raise ConfigError(f"{what} must be above 0, got {value}")
+            if what != "lifetime" and (value or 0) > _RATE_MOST:
+                raise ConfigError(f"{what} must be at most {_RATE_MOST:,.0f}, got {value}")
         identity = secrets.token_hex(6)
         token, secret = _new_secret(identity, lifetime_s)
         largest = burst or max(1, round(2 * (rate or 1)))
@@ -187,8 +192,12 @@ class KeyStore:
         try:
             status = os.stat(self.path)
         except FileNotFoundError:
-            self._keys, self._stamp = {}, None
+            self._keys, self._stamp, self._present = {}, None, False
             return
+        except OSError:
+            self._present = True  # it may be there: the service does not open
+            raise
+        self._present = True
         stamp = status.st_mtime_ns, status.st_size, status.st_ino
         if stamp == self._stamp:
             return
@@ -204,6 +213,7 @@ class KeyStore:
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
+            _keep_owner(descriptor, self.path)
             try:
                 import fcntl
 
@@ -214,9 +224,17 @@ class KeyStore:
             yield
             text = json.dumps({"format": 1, "keys": [asdict(key) for key in self._keys.values()]}, indent=1)
             with AtomicFile(self.path, mode=0o600) as file:
+                _keep_owner(file.fileno(), self.path)
                 file.write(text.encode())
         finally:
             os.close(descriptor)
+
+
+def _keep_owner(descriptor: int, path: Path) -> None:
+    """Give a file that root writes to the owner of the one at `path`, or of its folder, who runs the service."""
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        owner = os.stat(path if path.exists() else path.parent)
+        os.fchown(descriptor, owner.st_uid, owner.st_gid)
 
 
 def _digest(token: str) -> str:

@@ -381,6 +381,12 @@ def _matmul_bytes(inputs: Arrays, parameters: NoParameters) -> int:
     return size
 
 
+def _matmul_cost(inputs: Arrays, parameters: NoParameters) -> float:
+    a = inputs["a"]
+    operations: float = 2.0 * (_matmul_bytes(inputs, parameters) // a.itemsize) * a.shape[-1]
+    return operations / _CPU_FLOPS_S
+
+
 def _check_attention(inputs: Arrays, parameters: AttentionParameters) -> None:
     q, k, v = (inputs[name] for name in "qkv")
     good = q.ndim == k.ndim == 4 and k.shape == v.shape and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
@@ -424,7 +430,7 @@ _NEURAL = (
     ),
     _neural(
         "matmul", "Product of matrices", ("a", "b"), NoParameters, _check_matmul,
-        lambda given, _: 2.0 * given["a"].size * given["b"].shape[-1] / _CPU_FLOPS_S, result_bytes=_matmul_bytes,
+        _matmul_cost, result_bytes=_matmul_bytes,
     ),
     _neural(
         "attention", "Scaled dot-product attention, also with fewer heads of keys", ("q", "k", "v"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import socket
@@ -20,6 +21,8 @@ from accelerant.service.settings import ServiceSettings
 __all__ = ["require_keys", "run"]
 
 _LOG = logging.getLogger("accelerant.service")
+_FILES = 512
+"""Files beside connections: of jobs, the store and the workers."""
 
 
 class _Server(uvicorn.Server):
@@ -41,10 +44,11 @@ class _Server(uvicorn.Server):
         """Take no new work, and end what would not end by itself."""
         state = self.config.app.state  # type: ignore[union-attr]  # a FastAPI application
         if not state.draining:
-            _LOG.info("stopping on signal %d", sig)
             state.draining = True
             for close in state.on_stop:
                 close()
+            # not here: the signal may have come while the log was being written, which is not reentrant
+            asyncio.get_running_loop().call_soon_threadsafe(_LOG.info, "stopping on signal %d", sig)
         super().handle_exit(sig, frame)
         if self.force_exit:  # a second Ctrl-C cancels the application, which is no error to log
             logging.getLogger("uvicorn.error").addFilter(lambda record: "CancelledError" not in record.getMessage())
@@ -76,6 +80,21 @@ def _require_address(settings: ServiceSettings) -> None:
         raise ConfigError(f"cannot listen on {address}: {error.strerror or error}") from None
 
 
+def _allow_files(settings: ServiceSettings) -> None:
+    """Let this process open as many files as its connections are, and those of its work, where the system does."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = settings.connections + _FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        if allowed < wanted:
+            _LOG.warning("%d open files are allowed, %d are needed for `connections`", allowed, wanted)
+
+
 def run(settings: ServiceSettings) -> None:
     """Serve until a signal ends it.
 
@@ -88,6 +107,7 @@ def run(settings: ServiceSettings) -> None:
     require_keys(settings)
     _require_address(settings)
     requests = log_to(sys.stderr, settings.log)
+    _allow_files(settings)
     if not settings.is_loopback and not settings.tls_certificate:
         _LOG.warning("without TLS, keys and data travel in the clear: set tls_certificate, or let a proxy do it")
     app = create_app(settings)
