@@ -309,6 +309,23 @@ def test_conditions_and_bool_arrays():
     assert both.tolist() == [[True, False, True]]
 
 
+@pytest.mark.parametrize("n", [0, 65, 100])
+def test_whole_powers_of_any_number(n):
+    x = torch.tensor([[-1.01, 0.99, math.inf, -math.inf, math.nan]])
+    torch.testing.assert_close(acl.fuse(lambda x: x**n)(x), x**n, equal_nan=True)
+
+
+def test_a_result_of_another_shape_is_refused():
+    with pytest.raises(UnsupportedCase, match=r"result 1 has shape \(3, 8\), the inputs \(2, 3, 8\)"):
+        acl.fuse(lambda x, y: (x + y, y * 2))(torch.ones(2, 3, 8), torch.ones(3, 8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_default_eps_of_rms_norm_is_torchs(dtype):
+    x = torch.linspace(-0.02, 0.02, 64).to(dtype)[None]
+    torch.testing.assert_close(acl.fuse(lambda x: F.rms_norm(x, (64,)))(x), F.rms_norm(x, (64,)))
+
+
 REFUSED = {
     "control": (lambda x: x if x.sum() > 0 else -x, "decides what the function does.*use torch.where.*line"),
     "number": (lambda x: math.exp(x[0]) if False else math.exp(x), "decides what the function does"),
@@ -335,6 +352,9 @@ REFUSED = {
     "nothing": (lambda x: (), "returns nothing"),
     "count": (lambda x: (x > 0).sum(-1), "sum of a condition"),
     "integer": (lambda x: x.to(torch.int32), "a conversion to torch.int32"),
+    "conditions": (lambda x: ((x > 0) + (x > -1)) * x, "a sum of conditions"),
+    "infinite power": (lambda x: x**math.inf, "a power of inf"),
+    "large power": (lambda x: x**2000, "a power of 2000"),
 }
 
 

@@ -141,9 +141,18 @@ def test_logits_are_made_when_they_are_read():
     assert isinstance(output, transformers.modeling_outputs.CausalLMOutputWithPast)
     torch.testing.assert_close(output["logits"], wanted, **TIGHT)
     assert output.logits is output[1]
+    assert output.get("logits") is output.logits
     output.logits = None
     assert output.to_tuple()[0] is output.loss
     assert not any("logits" in note for note in acl.nn.patch(make("llama"), loss=False).notes)
+
+
+def test_logits_are_of_the_weights_of_the_call():
+    model, inputs = make("llama"), batch("llama")
+    larger = {name: 1.5 * x.detach() for name, x in model.named_parameters()}
+    wanted = torch.func.functional_call(model, larger, (), inputs).logits
+    acl.nn.patch(model)
+    torch.testing.assert_close(torch.func.functional_call(model, larger, (), inputs).logits, wanted, **TIGHT)
 
 
 def test_a_copy_of_an_output_has_its_logits_or_says_why_not():

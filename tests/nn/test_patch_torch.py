@@ -171,6 +171,32 @@ def test_hooks_of_layers_inside_a_fused_one_run(part):
     assert seen == [part]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_default_eps_of_rms_norm_is_torchs(dtype):
+    norm, x = nn.Sequential(nn.RMSNorm(64)).to(dtype), torch.linspace(-0.02, 0.02, 64).to(dtype)[None]
+    wanted = norm(x)
+    acl.nn.patch(norm)
+    torch.testing.assert_close(norm(x), wanted)
+
+
+def test_a_wrapper_undoes_the_patch_of_what_it_wraps():
+    model = Net()
+    acl.nn.patch(model)
+    acl.nn.unpatch(torch.compile(model, backend="eager"))
+    assert acl.nn.patch(model).counts["attention"] == 4
+
+
+def test_a_sequence_whose_first_layer_takes_a_list():
+    class Joined(nn.Module):
+        def forward(self, parts):
+            return torch.cat(parts, -1)
+
+    net, parts = nn.Sequential(Joined(), nn.Linear(8, 4), nn.GELU()), [torch.ones(2, 4)] * 2
+    wanted = net(parts)
+    acl.nn.patch(net)
+    torch.testing.assert_close(net(parts), wanted)
+
+
 def test_options_and_what_cannot_be_patched():
     report = acl.nn.patch(Net(), loss=False, embedding=False)
     assert not {"loss", "embedding"} & report.counts.keys()

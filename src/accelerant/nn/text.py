@@ -59,7 +59,10 @@ class TextModel:
         """Return the text after the first `given` tokens, without what ends it."""
         new = list(tokens[given:])
         ends = [index for index, token in enumerate(new) if token in self.stops]
-        return self.tokenizer.decode(new[: ends[0]] if ends else new)
+        new = new[: ends[0]] if ends else new
+        # Some decoders drop a space at the beginning of a text, which the new one is not.
+        before, whole = self.tokenizer.decode(tokens[:given]), self.tokenizer.decode([*tokens[:given], *new])
+        return whole[len(before) :] if whole.startswith(before) else self.tokenizer.decode(new)
 
 
 def load_text_model(folder: Path, device: torch.device) -> TextModel:

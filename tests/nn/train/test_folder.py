@@ -2,11 +2,12 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from accelerant.errors import ConfigError
-from accelerant.nn.train.folder import RunLock
+from accelerant.nn.train.folder import RunFolder, RunLock
 
 
 @pytest.fixture(params=["flock", "file"])
@@ -67,3 +68,32 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot write to"):
         RunLock(tmp_path / "file" / "run").take()
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("moved", range(4))
+def test_a_run_that_is_killed_while_another_is_moved_aside_loses_nothing(tmp_path, monkeypatch, moved):
+    folder = RunFolder(tmp_path)
+    files = {"config.json": "{}", "metrics.jsonl": "1", "checkpoint.safetensors": "2"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    rename, done = Path.rename, []
+
+    def killed(path, to):
+        if len(done) == moved:
+            raise Killed
+        done.append(path)
+        return rename(path, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", killed)
+        with pytest.raises(Killed):
+            folder.start()
+    assert folder.config.is_file() or moved == 3
+    assert "unfinished-1" in folder.start()
+    kept = tmp_path / "unfinished-1"
+    assert {path.name: path.read_text() for path in kept.iterdir()} == files
+    assert not (tmp_path / ".accelerant-moving").exists()

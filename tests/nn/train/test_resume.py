@@ -1,4 +1,5 @@
 import dataclasses
+import errno
 import json
 import os
 import random
@@ -201,6 +202,29 @@ def test_where_the_last_checkpoint_is_torn_the_one_before_serves(tmp_path, how):
     words = "damaged" if how == "flipped" else "torn"
     assert words in history.notes[0]
     assert history.notes[0].endswith("using the previous one, of step 12")
+
+
+def test_the_only_good_checkpoint_is_kept_when_the_disk_is_full_and_until_there_is_another(tmp_path, monkeypatch):
+    for step in (1, 2):
+        Checkpoints(tmp_path).save({"a": torch.full((2,), float(step))}, {"step": step})
+    damaged(tmp_path, "checkpoint.safetensors", "flipped")
+    resumed = Checkpoints(tmp_path)
+    assert resumed.load()[1]["step"] == 1
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(resumed.path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_tensors", full)
+        with pytest.raises(OSError, match="No space left"):
+            resumed.save({"a": torch.ones(2)}, {"step": 3})
+    assert Checkpoints(tmp_path).load()[1]["step"] == 1
+    Checkpoints(tmp_path).save({"a": torch.ones(2)}, {"step": 2})
+    damaged(tmp_path, "checkpoint.safetensors", "flipped")
+    resumed = Checkpoints(tmp_path)
+    resumed.load()
+    resumed.save({"a": torch.ones(2)}, {"step": 4})
+    assert load_checkpoint(resumed.previous)[1]["step"] == 1
 
 
 def test_where_both_are_torn_nothing_is_touched(tmp_path):

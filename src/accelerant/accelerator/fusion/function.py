@@ -332,12 +332,17 @@ class FusedFunction:
             wide.append((*domain.rows, columns) if expands else None)
             inputs.append((Input(by_row or expands, columns == domain.N, x.dtype), len(shape)))
         program, returned, single = self._record(key, domain, inputs, values, places, names)
+        results = tuple(domain.shape(each.ndim, True, each.by_column, each.dropped) for each in returned)
+        for number, (shape, each) in enumerate(zip(results, returned, strict=True)):
+            if math.prod(shape) != domain.M * (domain.N if each.by_column else 1):
+                text = f"result {number} has shape {shape}, the inputs {tuple(whole)}"
+                raise UnsupportedCase(f"fuse: {text}: compute it outside of the fused function")
         return _Plan(
             program,
             domain,
             tuple(each.size(domain.M, domain.N) for each, _ in inputs),
             tuple(wide),
-            tuple(domain.shape(each.ndim, True, each.by_column, each.dropped) for each in returned),
+            results,
             single,
         )
 

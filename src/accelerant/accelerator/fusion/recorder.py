@@ -274,6 +274,8 @@ def _binary(build: Callable[[Expr, Any], Expr]) -> Callable[..., Traced]:
 
 def _sum_or_difference(sign: float) -> Callable[..., Traced]:
     def function(x: Any, y: Any, *, alpha: float = 1) -> Traced:
+        if _dtype_of(x, y) == torch.bool:
+            raise TypeError("a sum of conditions: use | and &")
         return _binary(lambda a, b: a + b * (sign * alpha) if sign * alpha != -1 else a - b)(x, y)
 
     return function
@@ -304,8 +306,12 @@ def _power_of(a: Expr, n: float) -> Expr:
         return a.do("sqrt")
     if n == -0.5:
         return a.do("rsqrt")
-    if n != int(n) or abs(n) > 64:
+    if not math.isfinite(n):
+        raise TypeError(f"a power of {n}")
+    if n != int(n):
         return (a.do("log") * n).do("exp")
+    if abs(n) > 1024:
+        raise TypeError(f"a power of {n:g}")
     result, factor, left = None, a, abs(int(n))
     while left:
         if left % 2:
@@ -313,7 +319,7 @@ def _power_of(a: Expr, n: float) -> Expr:
         left //= 2
         factor = factor * factor if left else factor
     if result is None:
-        return a * 0.0 + 1.0
+        return where(a.equals(a), 1.0, 1.0)  # also of NaN and infinities
     return result if n > 0 else 1.0 / result
 
 
@@ -464,9 +470,8 @@ def _layer_norm(
 
 
 def _rms_norm(x: Traced, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Traced:
-    return _normalised(
-        x, normalized_shape, weight, None, torch.finfo(x.dtype).eps if eps is None else eps, centred=False
-    )
+    eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps  # as torch does
+    return _normalised(x, normalized_shape, weight, None, eps, centred=False)
 
 
 # --- activations -----------------------------------------------------------------------------------------------------

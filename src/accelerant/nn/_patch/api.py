@@ -128,7 +128,8 @@ def unpatch(model: nn.Module) -> None:
         return
     record.check()
     record.undo()
-    del model.__dict__[RECORD], model.__dict__[_REPLICATE]
+    owner = next(each for each in model.modules() if each.__dict__.get(RECORD) is record)  # a wrapper hands it on
+    del owner.__dict__[RECORD], owner.__dict__[_REPLICATE]
 
 
 def _add_graphs(model: nn.Module, record: Record, *, automatic: bool) -> None:

@@ -135,6 +135,7 @@ def _pattern_of_arguments(
     if attention_mask is not None:
         if attention_mask.shape[-1] < kv_offset + kv_length:  # transformers treats keys beyond it as padding
             return None
+        attention_mask = attention_mask[..., kv_offset : kv_offset + kv_length]
         if not (bool(attention_mask.all()) if Capture.full_masks is None else Capture.full_masks):
             padding = attention_mask
     return Pattern(causal, window, padding)
@@ -146,10 +147,11 @@ def _version(mask: Tensor) -> int:
 
 def _is_window(function: Any, size: int) -> bool:
     """Return whether a mask function allows keys at distances 0 to size - 1 before the query; tests the boundaries."""
-    zero, query = torch.zeros((), dtype=torch.int64), torch.tensor(3 * size + 7)
+    zero = torch.zeros((), dtype=torch.int64)
+    queries = [torch.tensor(3 * size + at) for at in (7, 8)]  # two: a chunk of `size` looks like a window at its end
     expected = {1: False, 0: True, 1 - size: True, -size: False, -2 * size: False}
     try:
-        return all(bool(function(zero, zero, query, query + d)) is seen for d, seen in expected.items())
+        return all(bool(function(zero, zero, q, q + d)) is seen for q in queries for d, seen in expected.items())
     except (IndexError, RuntimeError):  # it indexes smaller tensors: not a window function
         return False
 

@@ -204,7 +204,7 @@ def _other_outputs(output: Any) -> dict[str, Any]:
 # --- logits computed when they are read ------------------------------------------------------------------------------
 
 
-def _training_output(kind: Any, loss: Tensor, others: dict[str, Any], head: nn.Module, hidden: Tensor) -> Any:
+def _training_output(kind: Any, loss: Tensor, others: dict[str, Any], head: Any, hidden: Tensor) -> Any:
     """Return an output of class `kind` whose logits are computed when they are read; None under torch.compile.
 
     They are computed under the present gradient mode and autocast.
@@ -213,13 +213,14 @@ def _training_output(kind: Any, loss: Tensor, others: dict[str, Any], head: nn.M
         return kind(loss=loss, **others)
     device = hidden.device.type
     grad_enabled, low_dtype = torch.is_grad_enabled(), autocast_dtype(device)
+    weight, bias = head.weight, head.bias  # those of now, which functional_call replaces
 
     def compute() -> Tensor:
         # The caller may have turned autocast on since. "meta" has none.
         off = contextlib.nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
         low = off if low_dtype is None else torch.autocast(device, dtype=low_dtype)
         with torch.set_grad_enabled(grad_enabled), low:
-            logits: Tensor = head(hidden)
+            logits: Tensor = F.linear(hidden, weight, bias)
             return logits
 
     output = _lazy_class(kind)(loss=loss, **others)
@@ -228,7 +229,7 @@ def _training_output(kind: Any, loss: Tensor, others: dict[str, Any], head: nn.M
     return output
 
 
-def _remade(kind: Any, head: nn.Module, parts: dict[str, Any]) -> Any:
+def _remade(kind: Any, head: Any, parts: dict[str, Any]) -> Any:
     return _training_output(kind, parts["loss"], parts["others"], head, parts["hidden"])
 
 
@@ -286,6 +287,13 @@ class _LazyLogits:
         if key == 0 and self.__dict__.get("loss") is not None:
             return self.__dict__["loss"]
         return self.to_tuple()[key] if not isinstance(key, str) else super().__getitem__(key)  # type: ignore[misc]
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return a field, the logits computed, or the default."""
+        if key == "logits":
+            logits = self._get_logits()
+            return default if logits is None else logits
+        return super().get(key, default)  # type: ignore[misc]
 
     def __reduce__(self) -> Any:
         """Copy or pickle as the model's usual output, with the logits computed now."""

@@ -141,7 +141,9 @@ def layer_norm_forward(self: Any, input: Tensor) -> Any:
 def _rms_norm_forward(self: Any, x: Tensor) -> Any:
     if leaves(x) or not keeps_dtype(x, self.weight):
         return type(self).forward(self, x)
-    return ops.rms_norm(x, self.weight, torch.finfo(x.dtype).eps if self.eps is None else self.eps)
+    computed = torch.promote_types(x.dtype, torch.float32)  # in which torch computes, whose default this is
+    eps = torch.finfo(computed).eps if self.eps is None else self.eps
+    return ops.rms_norm(x, self.weight, eps)
 
 
 def _softmax_forward(self: Any, input: Tensor) -> Any:
@@ -211,7 +213,7 @@ def _sequential_forward(self: Any, input: Any) -> Any:
     at = 0
     while at < len(layers):
         layer, after = layers[at], layers[at + 1] if at + 1 < len(layers) else None
-        if after is not None and not is_small(input) and _is_gelu(after) and is_bare(layer, nn.Linear):
+        if after is not None and is_bare(layer, nn.Linear) and _is_gelu(after) and not is_small(input):
             input = ops.linear_gelu(input, layer.weight, layer.bias, after.approximate)
             at += 2
         else:

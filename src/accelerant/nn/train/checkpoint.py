@@ -220,6 +220,7 @@ class Checkpoints:
         self._processes = Processes()
         self._saver: ShardSaver | None = None
         self._written = False
+        self._damaged = False  # the last one, which must not replace the previous one
 
     @property
     def exist(self) -> bool:
@@ -280,9 +281,10 @@ class Checkpoints:
             if error.errno is None:
                 raise
             raise OSError(error.errno, error.strerror, str(self.path)) from None
-        if self.path.is_file():
+        if self.path.is_file() and not self._damaged:
             os.replace(self.path, self.previous)
         os.replace(self._fresh, self.path)  # a process killed before this line leaves the previous one
+        self._damaged = False
 
     def _remove_unlisted(self) -> None:
         """Remove shards of which there is no checkpoint, unless one cannot be read."""
@@ -301,7 +303,12 @@ class Checkpoints:
         except OSError as error:
             if not (is_full(error) and self.path.is_file() and self.previous.is_file()):
                 raise
-            self.previous.unlink()
+            try:
+                _checked(self.path)
+            except FormatError:  # the previous one is the only one
+                self.path.unlink()
+            else:
+                self.previous.unlink()
             write()
 
     def load(self, like: Mapping[str, Tensor] | None = None) -> tuple[dict[str, Tensor], dict[str, Any], str | None]:
@@ -318,6 +325,7 @@ class Checkpoints:
                 tensors, document = _load_state(self.previous, like)
             except FormatError:
                 raise error from None
+            self._damaged = True
             return tensors, document, f"{error}; using the previous one, of step {document.get('step')}"
 
     def clean(self) -> None:

@@ -46,6 +46,9 @@ class RunFolder:
 
     EVENT_LOGS = "tensorboard"
 
+    _MOVING = ".accelerant-moving"
+    """Subfolder of an earlier run while its files are moved."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config, self.metrics, self.checkpoint, self.tokenizer = (path / name for name in self.FILES[:4])
@@ -97,25 +100,35 @@ class RunFolder:
             (self.path / ".accelerant-write-test").unlink()
             old = [self.path / name for name in self.FILES if (self.path / name).is_file()]
             shards = list(self.path.glob(Checkpoints.SHARDS))
-            if not overwrite and (Checkpoints(self.path).exist or self.finished or self.model.is_file()):
+            holds = Checkpoints(self.path).exist or self.finished or self.model.is_file()
+            if (holds and not overwrite) or (self.path / self._MOVING).is_dir():
                 note = self._move_aside([*old, *shards, *self.path.glob(f"{self.LEDGER}*"), *self._event_logs()])
             else:
-                for file in sorted(old, key=lambda file: file != self.summary):
-                    file.unlink()  # the summary first: a partly removed run is not a finished one
+                self.summary.unlink(missing_ok=True)  # first: a partly removed run is not a finished one
                 for folder in (*shards, *self._event_logs()):
                     shutil.rmtree(folder)
+                for file in sorted(old, key=lambda file: file == self.config):  # last: it says whose the others are
+                    file.unlink(missing_ok=True)
                 note = self._keep_ledger()
         except OSError as error:
             raise ConfigError(f"cannot write to {self.path}: {error.strerror or error}") from None
         return note
 
     def _move_aside(self, files: Sequence[Path]) -> str:
-        """Move a run's files into a subfolder; return a note for the user."""
-        finished, private = self.finished, (self.path / self.LEDGER).is_file()
+        """Move a run's files into a subfolder; return a note for the user.
+
+        They keep together if the process is killed: the next call moves the rest. config.json is moved last.
+        """
+        moving = self.path / self._MOVING
+        moving.mkdir(exist_ok=True)
+        finished, private = (
+            any((folder / name).is_file() for folder in (self.path, moving))
+            for name in (self.summary.name, self.LEDGER)
+        )
         kept = self._free_name("finished" if finished else "unfinished")
-        kept.mkdir()
-        for file in files:
-            file.rename(kept / file.name)
+        for file in sorted(files, key=lambda file: file == self.config):
+            file.rename(moving / file.name)
+        moving.rename(kept)
         if not finished:
             return f"kept the unfinished run that was here: {RunFolder(kept).resume_command}"
         note = f"kept the finished run that was here in {kept} (--overwrite replaces it)"
@@ -127,8 +140,8 @@ class RunFolder:
 
     def reopen(self, config: Mapping[str, Any]) -> None:
         """Replace config.json by that of a run with another number of steps, which is no longer finished."""
+        self.summary.unlink(missing_ok=True)  # first: with it the run would still be a finished one
         self.write_config(config)
-        self.summary.unlink(missing_ok=True)
 
     def read_config(self) -> dict[str, Any]:
         """Read config.json; raise FormatError if it does not exist, or is not a run's."""
