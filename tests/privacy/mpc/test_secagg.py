@@ -459,11 +459,13 @@ def test_a_fork_of_a_client_leaves_its_round(party):
     _, answers = party.upto("consistency")
     child = os.fork()
     if not child:
+        refused = 1
         try:
             party.clients[0].consistency(answers[0])
         except ProtocolError:
-            os._exit(0)
-        os._exit(1)
+            refused = 0
+        finally:
+            os._exit(refused)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert party.clients[0].consistency(answers[0])
 
