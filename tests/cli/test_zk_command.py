@@ -251,7 +251,7 @@ MUTATIONS = {
     ),
 }
 MALFORMED = {
-    "public + r": "public.json[3] is ", "one public less": "public has 17 inputs; the verification key is for 18",
+    "public + r": "public.json[3] is ", "one public less": "public.json has 17 inputs; the verification key is for 18",
     "pi_a + q": "proof.json: pi_a[0] is ", "pi_a off the curve": "proof.json: pi_a, ",
     "pi_b off the curve": "proof.json: pi_b, ", "pi_b out of the subgroup": "is on bn254_g2 but not in its subgroup",
     "another curve": "is not on bls12_381_g1",

@@ -12,7 +12,7 @@ import typer
 from accelerant.cli.app import InvalidProofError, write
 from accelerant.cli.help import Application
 from accelerant.cli.terminal import console
-from accelerant.cli.zk_prove import StageDisplay, prove_files, read_json, resolve_targets, warn_forgeable, write_all
+from accelerant.cli.zk_prove import StageDisplay, prove_files, read_texts, resolve_targets, warn_forgeable, write_all
 from accelerant.errors import ConfigError
 from accelerant.runtime.files import escaped
 
@@ -119,9 +119,9 @@ def verify(key: _Key, public: _Public, proof: _Proof, json_output: _Json = False
     from accelerant.zk.groth16 import VerificationKey
     from accelerant.zk.groth16 import verify as verify_proof
 
-    texts = [read_json(path) for path in (key, public, proof)]
+    texts = read_texts((key, "a verification key"), (public, "public inputs"), (proof, "a proof"))
     trusted = VerificationKey.from_json(texts[0], name=str(key))
-    parsed = _parse_proof(texts[2], texts[1], proof, public)
+    parsed = _parse_proof(texts[2], texts[1], proof, public, trusted.n_public)
     valid = verify_proof(trusted, parsed.public or (), parsed)
     reason = "" if valid else "the equation of the pairings does not hold"
     if json_output:
@@ -150,7 +150,8 @@ def export_vk(zkey: _Zkey, key: _KeyOut = Path("verification_key.json"), json_ou
 
 def calldata(public: _Public, proof: _Proof, json_output: _Json = False) -> None:
     """Print the arguments of verifyProof in snarkjs's Solidity verifier."""
-    text = _parse_proof(read_json(proof), read_json(public), proof, public).to_calldata()
+    texts = read_texts((public, "public inputs"), (proof, "a proof"))
+    text = _parse_proof(texts[1], texts[0], proof, public).to_calldata()
     write(json.dumps({"calldata": json.loads(f"[{text}]")}) if json_output else text)
 
 
@@ -244,7 +245,9 @@ def _contribution(index: int, kind: str, name: str, beacon: str = "", iterations
     return line
 
 
-def _parse_proof(proof_text: bytes, public_text: bytes, proof: Path, public: Path) -> Proof:
+def _parse_proof(
+    proof_text: bytes, public_text: bytes, proof: Path, public: Path, n_public: int | None = None
+) -> Proof:
     from accelerant.zk.groth16 import Proof
 
-    return Proof.from_json(proof_text, public_text, name=str(proof), public_name=str(public))
+    return Proof.from_json(proof_text, public_text, n_public=n_public, name=str(proof), public_name=str(public))

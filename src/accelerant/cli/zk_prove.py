@@ -22,11 +22,14 @@ from accelerant.errors import ConfigError
 from accelerant.runtime.files import AtomicFile, escaped, read_regular
 
 __all__ = [
-    "StageDisplay", "plain", "prove_files", "read_json", "resolve_targets", "warn_forgeable", "write_all",
+    "StageDisplay", "plain", "prove_files", "read_json", "read_texts", "resolve_targets", "warn_forgeable", "write_all",
 ]  # fmt: skip
 
 _MAX_JSON_BYTES = 64 << 20
 """Largest JSON file that is read: a verification key of 300,000 public inputs has that size."""
+
+_HEAD_BYTES = 1024
+"""Bytes in which the first character of a JSON text is looked for."""
 
 _FLAGS = {
     "--self-verify": ("self_verify", True),
@@ -116,6 +119,25 @@ def read_json(path: Path) -> bytes:
         return read_regular(path, _MAX_JSON_BYTES)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def read_texts(*files: tuple[Path, str]) -> list[bytes]:
+    """Return the contents of JSON files, given with their kind: a verification key, public inputs or a proof.
+
+    ConfigError as read_json, and where a file is evidently of another kind; it says which order the command takes.
+    """
+    texts = [read_json(path) for path, _ in files]
+    for (path, wanted), text in zip(files, texts, strict=True):
+        is_of = {
+            "public inputs": text[:_HEAD_BYTES].lstrip().startswith(b"["),
+            "a verification key": b'"vk_alpha_1"' in text,
+            "a proof": b'"pi_a"' in text,
+        }
+        found = next((kind for kind, fits in is_of.items() if fits), wanted)
+        if found != wanted and not is_of[wanted]:
+            order = ", ".join(kind.removeprefix("a ") for _, kind in files)
+            raise ConfigError(f"{path} has {found}, not {wanted}: the command takes, in this order, {order}")
+    return texts
 
 
 def warn_forgeable(path: Path, reason: str | None) -> None:

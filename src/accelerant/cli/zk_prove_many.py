@@ -119,7 +119,7 @@ def _is_proved(key: VerificationKey, witness: Path, proof: Path, public: Path) -
             return False
         with Witness.open(witness) as opened:
             inputs = tuple(int.from_bytes(row.tobytes(), "little") for row in opened.values[1 : 1 + key.n_public])
-        parsed = Proof.from_json(read_json(proof), read_json(public))
+        parsed = Proof.from_json(read_json(proof), read_json(public), n_public=key.n_public)
         return parsed.public == inputs and verify(key, inputs, parsed)
     except (AccelerantError, OSError):  # made again, or refused by the prover with the reason
         return False

@@ -21,6 +21,7 @@ import stat
 import time
 import types
 import typing
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from decimal import ROUND_CEILING, Context, Decimal
@@ -38,6 +39,9 @@ MAX_DEPTH = 100
 """Levels of arrays and objects that `decode_json` reads; real files have fewer than ten."""
 
 _TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)  # an unterminated string matches to the end, once
+
+_SHOWN_BITS = 512
+"""Bits of the largest integer that `clipped` shows whole."""
 
 _NAME_CHARACTERS = 32
 """Characters of a file's name (at most 128 bytes) in its temporary file's name, which then fits any file system."""
@@ -251,8 +255,10 @@ class JsonRecord:
         return asdict(self)  # type: ignore[call-overload,no-any-return]  # subclasses are dataclasses
 
 
-def decode_json(text: str | bytes) -> Any:
+def decode_json(text: str | bytes, *, unique: bool = False) -> Any:
     """Return the value of a JSON text, in UTF-8 if it is bytes; raise ValueError for another text or deep nesting.
+
+    With `unique` an object that gives a name twice is refused: readers disagree on which of the values counts.
 
     json.loads recurses once a level and stops at the interpreter's recursion limit, which other packages raise beyond
     what the C stack holds; a deep text then ends the process. The depth, at most MAX_DEPTH, is therefore counted first.
@@ -266,7 +272,15 @@ def decode_json(text: str | bytes) -> Any:
                 raise ValueError(f"more than {MAX_DEPTH} levels of arrays and objects")
     if not decoded.strip():
         raise ValueError("it is empty")
-    return json.loads(decoded)
+    return json.loads(decoded, object_pairs_hook=_unique if unique else None)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"the name {clipped(twice)} is given twice in one object")
+    return found
 
 
 _WORDS = {int: "a whole number of at most 63 bits", float: "a number", bool: "true or false", str: "text"}
@@ -336,8 +350,19 @@ def _words(kind: Any) -> str:
 
 
 def clipped(value: object, length: int = 80) -> str:
-    """Return the start of a value's representation, for messages about untrusted values."""
-    text = repr(value[: length + 1] if isinstance(value, str) else value)
+    """Return the start of a value's representation, for messages about untrusted values.
+
+    Of an integer of more than 512 bits it is the first 64 bits and the size: Python refuses to print 4,300 digits.
+    """
+    if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
+        bits = value.bit_length()
+        return f"{'-' * (value < 0)}{abs(value) >> bits - 64:#x}... (an integer of {bits:,} bits)"
+    if isinstance(value, int):
+        return repr(value)
+    try:
+        text = repr(value[: length + 1] if isinstance(value, str) else value)
+    except ValueError:
+        return f"a {type(value).__name__} with an integer of more digits than Python prints"
     return text if len(text) <= length else f"{text[:length]}{text[0] if isinstance(value, str) else ''}..."
 
 

@@ -215,7 +215,7 @@ ORDER_TWO = np.array([5, *[0] * 7], np.uint64)  # y = 0: of order 2 for the doub
         ({"delta1": None, "beta1": None}, "beta1 is infinity"),
         ({"delta1": None}, "delta1 is infinity"),
         ({name: None for name in HEADER if name != "gamma2"}, "alpha1 is infinity"),
-        ({"delta1": ORDER_TWO}, "point 0 is not on bn254_g1"),
+        ({"delta1": ORDER_TWO}, "delta1 is not on bn254_g1"),
     ],
 )
 def test_a_key_that_hides_nothing_is_refused(tmp_path, changes, match):
@@ -237,7 +237,7 @@ def test_a_key_whose_delta1_has_a_small_order_is_refused(tmp_path):
     with pytest.raises(FormatError, match="beta1 is infinity"):
         Prover(evil)
     evil = rewritten(folder, tmp_path / "evil.zkey", delta1=order_three)
-    with pytest.raises(FormatError, match=r"point 0 is on bls12_381_g1 but not in its subgroup"):
+    with pytest.raises(FormatError, match=r"delta1 is on bls12_381_g1 but not in its subgroup"):
         Prover(evil)
 
 

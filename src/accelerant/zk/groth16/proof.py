@@ -8,19 +8,27 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.parameters import FAMILIES, Curve, Family, family_of
+from accelerant.algebra.field.memory_space import HOST
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase, UnsupportedDtype
-from accelerant.runtime.files import decode_json
+from accelerant.runtime.files import clipped, decode_json
+from accelerant.zk.operands import point_operand, points_inward
 
 __all__ = [
-    "SNARKJS_CURVES", "G1Point", "G2Point", "Proof", "abbreviated", "check_inputs", "dump_json", "parse_groth16",
-    "point_from_json", "point_to_json",
+    "SNARKJS_CURVES", "G1Point", "G2Point", "Proof", "abbreviated", "check_inputs", "dump_json", "encoded_points",
+    "most_public_bytes", "named", "parse_groth16", "point_from_json", "point_to_json",
 ]  # fmt: skip
 
+U64 = npt.NDArray[np.uint64]
 G1Point = tuple[int, int] | None
 G2Point = tuple[tuple[int, int], tuple[int, int]] | None
 
@@ -29,6 +37,9 @@ SNARKJS_CURVES = {"bn254": "bn128", "bls12_381": "bls12381"}
 
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,120}", re.ASCII)
 """BLS12-381's modulus has 115 digits: longer numbers are not reduced, and are refused without parsing them."""
+
+_MAX_PROOF_BYTES = 1 << 16
+"""Longest text of a proof that is parsed; snarkjs writes about 1,000 bytes."""
 
 _MAX_SHOWN = 60
 """Characters of a value in an error message."""
@@ -54,43 +65,63 @@ class Proof:
 
     @classmethod
     def from_json(
-        cls, text: str | bytes, public: str | bytes | None = None, *, name: str = "proof", public_name: str = "public"
+        cls,
+        text: str | bytes,
+        public: str | bytes | None = None,
+        *,
+        n_public: int | None = None,
+        name: str = "proof",
+        public_name: str = "public",
     ) -> Proof:
         """Read snarkjs's proof.json, and public.json if the inputs are to be kept with the proof.
 
+        Args:
+            text: proof.json, at most 64 KiB.
+            public: public.json.
+            n_public: number of public inputs that the verification key takes; more text than so many need is refused
+                before it is parsed, another number of them before their values are.
+            name, public_name: of the texts, for messages.
+
         Raises:
-            FormatError: malformed JSON, a coordinate that is not reduced, or a point off its curve; names the element.
+            FormatError: malformed JSON, a name given twice, a coordinate or input that is not reduced, a point off its
+                curve, another number of inputs, or too much text; names the element.
         """
+        _check_size(text, _MAX_PROOF_BYTES, f"{name}: a proof")
         value, family = parse_groth16(text, name)
         for key in ("pi_a", "pi_b", "pi_c"):
             if key not in value:
                 raise FormatError(f'{name} has no "{key}"')
         curves: dict[str, Curve[Any]] = {"pi_a": family.g1, "pi_b": family.g2, "pi_c": family.g1}
         a, b, c = (point_from_json(value[key], curve, f"{name}: {key}") for key, curve in curves.items())
-        inputs = None
-        if public is not None:
-            rows = _parse(public, public_name)
-            if not isinstance(rows, list):
-                raise FormatError(f"{public_name} must be a list of decimal strings, got {abbreviated(rows)}")
-            inputs = tuple(_number(row, family.r, f"{public_name}[{i}]") for i, row in enumerate(rows))
+        inputs = None if public is None else _inputs_from_json(public, family, n_public, public_name)
         return cls(family.name, a, b, c, inputs)
 
     def to_json(self) -> str:
-        """Return the contents of snarkjs's proof.json."""
-        family = family_of(self.family)
+        """Return the contents of snarkjs's proof.json.
+
+        Raises:
+            FormatError, UnsupportedDtype: a point that `verify` refuses, too.
+        """
+        family, (a, b, c) = family_of(self.family), self._checked_points()
         return dump_json(
             {
-                "pi_a": point_to_json(family.g1, self.a),
-                "pi_b": point_to_json(family.g2, self.b),
-                "pi_c": point_to_json(family.g1, self.c),
+                "pi_a": point_to_json(family.g1, a),
+                "pi_b": point_to_json(family.g2, b),
+                "pi_c": point_to_json(family.g1, c),
                 "protocol": "groth16",
                 "curve": SNARKJS_CURVES[family.name],
             }
         )
 
     def public_json(self) -> str:
-        """Return the contents of snarkjs's public.json; raises ConfigError where the public inputs are unknown."""
-        return dump_json([str(value) for value in self._known_public()])
+        """Return the contents of snarkjs's public.json.
+
+        Raises:
+            ConfigError: the public inputs are unknown.
+            FormatError, UnsupportedDtype: an input that `verify` refuses, too.
+        """
+        inputs = check_inputs(self._known_public(), family_of(self.family), "public")
+        return dump_json([str(value) for value in inputs])
 
     def to_calldata(self, public: Sequence[int] | None = None) -> str:
         """Return the arguments of verifyProof in snarkjs's Solidity contract, as `zkey export soliditycalldata` does.
@@ -102,18 +133,33 @@ class Proof:
 
         Raises:
             ConfigError: the public inputs are unknown.
-            FormatError, UnsupportedDtype: an input is not below the order r, or not a Python integer.
+            FormatError, UnsupportedDtype: an input or a point that `verify` refuses, too.
             UnsupportedCase: another curve than BN254, or a point at infinity.
         """
         known = self._known_public() if public is None else public
         inputs = check_inputs(known, family_of(self.family), "public")
         if self.family != "bn254":
             raise UnsupportedCase(f"call data is for contracts on BN254; this proof is on {self.family}")
-        if self.a is None or self.b is None or self.c is None:
+        points = self._checked_points()
+        if None in points:
             raise UnsupportedCase("snarkjs's call data has no form for a point at infinity, which no honest proof has")
-        pairs = ",".join(f"[{', '.join(map(_word, reversed(pair)))}]" for pair in self.b)
-        a, c = (", ".join(map(_word, point)) for point in (self.a, self.c))
+        pairs = ",".join(f"[{', '.join(map(_word, reversed(pair)))}]" for pair in points[1])
+        a, c = (", ".join(map(_word, points[i])) for i in (0, 2))
         return f"[{a}],[{pairs}],[{c}],[{','.join(map(_word, inputs))}]"
+
+    def _checked_points(self) -> list[Any]:
+        """Return a, b and c after the checks of `verify`: types, reduced, on the curve, in the subgroup."""
+        family, found = family_of(self.family), []
+        for name, curve, point in (
+            ("pi_a", family.g1, self.a),
+            ("pi_b", family.g2, self.b),
+            ("pi_c", family.g1, self.c),
+        ):
+            words = encoded_points(curve, [point], [name])
+            with named({"points": [name]}):
+                points_inward(curve, point_operand(curve, words, "points"), HOST, "points", "subgroup")
+            found += decode_points(curve, words, check=False)
+        return found
 
     def _known_public(self) -> tuple[int, ...]:
         if self.public is None:
@@ -126,16 +172,54 @@ def check_inputs(public: Sequence[int], family: Family, name: str) -> list[int]:
 
     UnsupportedDtype names the index of one that is no Python integer, FormatError of one not from 0 to below r.
     """
-    try:
-        values = list(public)
-    except TypeError:
-        raise UnsupportedDtype(f"{name} must be a sequence of Python integers, got {type(public).__name__}") from None
+    if isinstance(public, str | bytes | bytearray | Mapping | Set) or not isinstance(public, Iterable):
+        raise UnsupportedDtype(f"{name} must be a sequence of Python integers, got {type(public).__name__}")
+    values = list(public)
     for i, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, int):
-            raise UnsupportedDtype(f"{name}[{i}] must be a Python integer, got {type(value).__name__} {value!r}")
+            raise UnsupportedDtype(f"{name}[{i}] must be a Python integer, got {type(value).__name__} {clipped(value)}")
         if not 0 <= value < family.r:
-            raise FormatError(f"{name}[{i}] is {value}, not from 0 to below the order {family.r}")
+            raise FormatError(f"{name}[{i}] is {clipped(value)}, not from 0 to below the order {family.r}")
     return values
+
+
+def encoded_points(curve: Curve[Any], points: Sequence[Any], names: Sequence[str]) -> U64:
+    """Return a proof's points as canonical words, checking their types: a Proof made in Python may hold anything."""
+    degree = curve.coordinates.degree
+    for point, name in zip(points, names, strict=True):
+        if point is not None and not _is_nested_pair(point, degree):
+            expected = "a pair of Python integers" if degree == 1 else "a pair of pairs of Python integers"
+            raise UnsupportedDtype(f"{name} must be {expected}, or None for infinity; got {_types(point)}")
+    with named({"points": names}):
+        return encode_points(curve, points)
+
+
+def _is_nested_pair(value: object, degree: int) -> bool:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        return False
+    if degree == 1:
+        return all(isinstance(part, int) and not isinstance(part, bool) for part in value)
+    return all(_is_nested_pair(part, 1) for part in value)
+
+
+def _types(value: object) -> str:
+    """Return the types in a point, without its values."""
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_types, value))})"
+    return type(value).__name__
+
+
+_INDEXED = re.compile(r"^(\w+)\[(\d+)\](?: \(flattened\))?")
+
+
+@contextmanager
+def named(names: Mapping[str, Sequence[str]]) -> Iterator[None]:
+    """Replace an argument and index at the start of an error's text by the name of that point."""
+    try:
+        yield
+    except FormatError as error:
+        text = _INDEXED.sub(lambda match: names[match[1]][int(match[2])] if match[1] in names else match[0], str(error))
+        raise FormatError(text) from None
 
 
 def _word(value: int) -> str:
@@ -143,6 +227,30 @@ def _word(value: int) -> str:
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def most_public_bytes(n_public: int) -> int:
+    """Return the most bytes of public.json that are read for so many inputs: 79 each, and room for spaces."""
+    return 1024 + 256 * n_public
+
+
+def _check_size(text: str | bytes, most: int, what: str) -> None:
+    if isinstance(text, str | bytes) and len(text) > most:
+        raise FormatError(f"{what} has at most {most:,} bytes, got {len(text):,}")
+
+
+def _inputs_from_json(text: str | bytes, family: Family, n_public: int | None, name: str) -> tuple[int, ...]:
+    if n_public is not None:
+        _check_size(text, most_public_bytes(n_public), f"{name}: a list of {n_public} public inputs")
+    open_list, open_object = ("[", "{") if isinstance(text, str) else (b"[", b"{")
+    if isinstance(text, str | bytes) and (text.count(open_list) != 1 or open_object in text):  # type: ignore[arg-type, operator]  # of one type
+        raise FormatError(f"{name} must be a list of decimal strings, without other lists and objects")
+    rows = _parse(text, name)
+    if not isinstance(rows, list):
+        raise FormatError(f"{name} must be a list of decimal strings, got {abbreviated(rows)}")
+    if n_public is not None and len(rows) != n_public:
+        raise FormatError(f"{name} has {len(rows)} inputs; the verification key is for {n_public}")
+    return tuple(_number(row, family.r, f"{name}[{i}]") for i, row in enumerate(rows))
 
 
 def parse_groth16(text: str | bytes, what: str) -> tuple[Mapping[str, Any], Family]:
@@ -166,7 +274,7 @@ def _parse(text: str | bytes, what: str) -> Any:
     if not isinstance(text, str | bytes):
         raise UnsupportedDtype(f"{what} must be JSON text or its bytes, got {type(text).__name__}")
     try:
-        return decode_json(text)
+        return decode_json(text, unique=True)
     except ValueError as error:
         raise FormatError(f"{what} is not JSON: {error}") from None
 

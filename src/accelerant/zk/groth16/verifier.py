@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,10 +29,10 @@ from accelerant.algebra.curve.reference import multiply
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.words import encode
-from accelerant.errors import ConfigError, FormatError, UnsupportedDtype
+from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
 from accelerant.zk.elliptic_curve import EllipticCurve
 from accelerant.zk.elliptic_curve import curve as curve_named
-from accelerant.zk.formats.elements import why_forgeable
+from accelerant.zk.formats.forgeable import why_forgeable
 from accelerant.zk.formats.zkey import Zkey
 from accelerant.zk.groth16.proof import (
     SNARKJS_CURVES,
@@ -40,11 +40,14 @@ from accelerant.zk.groth16.proof import (
     abbreviated,
     check_inputs,
     dump_json,
+    encoded_points,
+    named,
     parse_groth16,
     point_from_json,
     point_to_json,
 )
 from accelerant.zk.multi_scalar.op import msm
+from accelerant.zk.operands import point_operand, points_inward
 
 __all__ = ["Statement", "VerificationKey", "verify", "verify_many"]
 
@@ -53,8 +56,10 @@ U64 = npt.NDArray[np.uint64]
 _MAX_INPUTS = 1 << 24
 """Largest accepted number of public inputs, more than any circuit of 2^28 constraints in use has."""
 
+_KEY_POINTS = ("beta", "gamma", "delta")
+_POINTS = ("alpha", *_KEY_POINTS)
 _FINITE = ("vk_alpha_1", "vk_beta_2", "vk_gamma_2", "vk_delta_2")
-"""Points of a verification key that must not be infinity."""
+"""Points of a verification key that must not be infinity, and their names in JSON."""
 
 _FEW_INPUTS = 64
 """With more public inputs a multi-scalar multiplication is faster than separate multiples."""
@@ -66,11 +71,20 @@ _COEFFICIENT_BYTES = 16
 class VerificationKey:
     """The verification key of a circuit: points as canonical words, infinity all zeros.
 
+    Every key is checked when it is made, wherever it comes from: all points are on their curves and in the subgroups of
+    order r, and only IC may have infinity. Its arrays are read-only copies.
+
     Attributes:
         family: "bn254" or "bls12_381".
         alpha: alpha1, (2, limbs).
         beta, gamma, delta: beta2, gamma2, delta2, (2, 2, limbs).
         ic: (nPublic + 1, 2, limbs).
+
+    Raises:
+        ConfigError: unknown family.
+        UnsupportedDtype, ShapeError: words that are not those of points.
+        FormatError: a coordinate that is not reduced, a point off its curve or outside the subgroup, or infinity where
+            no honest key has it; names the point.
     """
 
     family: str
@@ -80,6 +94,26 @@ class VerificationKey:
     delta: U64
     ic: U64
 
+    def __post_init__(self) -> None:
+        """Check and copy the points."""
+        family = family_of(self.family)
+        for curve, names in ((family.g1, ("alpha",)), (family.g2, _KEY_POINTS), (family.g1, ("ic",))):
+            several = names == ("ic",)
+            shape = ("nPublic + 1",) * several + curve.shape
+            arrays = [np.array(getattr(self, name)) for name in names]
+            for name, words in zip(names, arrays, strict=True):
+                if words.shape[several:] != curve.shape or not words.size:
+                    raise ShapeError(f"{name} must be ({', '.join(map(str, shape))}), got {words.shape}")
+                if not several and not words.any():
+                    raise FormatError(f"{name} is infinity, which no honest key has: anyone could forge proofs for it")
+                words.setflags(write=False)
+                object.__setattr__(self, name, words)
+            stacked = arrays[0] if several else np.stack(arrays)
+            shown = [f"ic[{i}]" for i in range(len(stacked))] if several else names
+            with named({"points": shown}):
+                operand = point_operand(curve, stacked, "points")
+                points_inward(curve, operand, HOST, "points", "subgroup")
+
     @property
     def n_public(self) -> int:
         """Number of public inputs."""
@@ -88,15 +122,18 @@ class VerificationKey:
     @property
     def forgeable(self) -> str | None:
         """Why anyone can forge proofs for this key; None where its points do not reveal that."""
-        return why_forgeable(self.gamma, self.delta)
+        return why_forgeable(
+            family_of(self.family), self.ic,
+            alpha=self.alpha, beta=self.beta, gamma=self.gamma, delta=self.delta,
+        )  # fmt: skip
 
     @classmethod
     def from_json(cls, text: str | bytes, *, name: str = "verification key") -> VerificationKey:
         """Read snarkjs's verification_key.json; vk_alphabeta_12, which follows from the rest, is ignored.
 
         Raises:
-            FormatError: malformed JSON, a coordinate that is not reduced, a point off its curve, or a point at infinity
-                other than in IC; names the element.
+            FormatError: malformed JSON, a name given twice, a coordinate that is not reduced, a point off its curve or
+                outside the subgroup, or a point at infinity other than in IC; names the element.
         """
         value, family = parse_groth16(text, name)
         n_public, rows = value.get("nPublic"), value.get("IC")
@@ -108,22 +145,18 @@ class VerificationKey:
         ic = [point_from_json(row, family.g1, f"{name}: IC[{i}]") for i, row in enumerate(rows)]
         alpha = point_from_json(value.get(_FINITE[0]), family.g1, f"{name}: {_FINITE[0]}")
         g2_points = [point_from_json(value.get(key), family.g2, f"{name}: {key}") for key in _FINITE[1:]]
-        for key, point in zip(_FINITE, (alpha, *g2_points), strict=True):
-            if point is None:
-                raise FormatError(
-                    f"{name}: {key} is infinity, which no honest key has: anyone could forge proofs for it"
-                )
         beta, gamma, delta = encode_points(family.g2, g2_points)
         words = encode_points(family.g1, [alpha, *ic])
-        return cls(family.name, words[0], beta, gamma, delta, words[1:])
+        with _prefixed(name, {**dict(zip(_POINTS, _FINITE, strict=True)), "ic": "IC"}):
+            return cls(family.name, words[0], beta, gamma, delta, words[1:])
 
     @classmethod
     def from_zkey(cls, zkey: Any) -> VerificationKey:
         """Return the verification key contained in a proving key, an open zk.formats.Zkey or the path of one.
 
         Raises:
-            FormatError: the file is malformed, or a point of its header is infinity, off its curve or outside the
-                subgroup.
+            FormatError: the file is malformed, a point of its header is infinity, or one of the header or IC is off its
+                curve or outside the subgroup.
         """
         if not isinstance(zkey, Zkey):
             with Zkey.open(zkey) as opened:
@@ -198,7 +231,7 @@ class Statement:
     """
 
     def __init__(self, verification_key: VerificationKey, public: Sequence[int]) -> None:
-        self._key, self._family = verification_key, family_of(verification_key.family)
+        self._key, self._family = verification_key, _common_family(verification_key, ())
         inputs = _checked_inputs(verification_key, self._family, public, "public")
         self._inputs = _inputs_point(curve_named(self._family.g1.name), verification_key, inputs)
         self._first = np.stack([verification_key.alpha, self._inputs])
@@ -207,14 +240,14 @@ class Statement:
 
     def prepare(self) -> None:
         """Run the Miller loops of the key and the inputs now. All four together take less time."""
-        with _named({"g1_points": ("alpha", "the sum of IC"), "g2_points": _KEY_POINTS}):
+        with named({"g1_points": ("alpha", "the sum of IC"), "g2_points": _KEY_POINTS}):
             self._values = loops(self._family, self._first, self._second)
 
     def proved_by(self, proof: Proof) -> bool:
         """Return whether a proof on the key's curve verifies."""
         key, family = self._key, self._family
-        a, c = _encoded(family.g1, [proof.a, proof.c], ("pi_a", "pi_c"))
-        (b,) = _encoded(family.g2, [proof.b], ("pi_b",))
+        a, c = encoded_points(family.g1, [proof.a, proof.c], ("pi_a", "pi_c"))
+        (b,) = encoded_points(family.g2, [proof.b], ("pi_b",))
         first, second = np.stack([*_negated(curve_named(family.g1.name), [a]), c]), np.stack([b, key.delta])
         if self._values is None:
             first, second = np.concatenate([first, self._first]), np.concatenate([second, self._second])
@@ -235,23 +268,24 @@ def verify_many(verification_key: VerificationKey, public: Sequence[Sequence[int
         ConfigError: the numbers of input lists and proofs differ, or two curves.
         UnsupportedDtype, FormatError: as verify; names the proof's index.
     """
+    public, proofs = _listed(public, "public", "lists of public inputs"), _listed(proofs, "proofs", "proofs")
+    key, family = verification_key, _common_family(verification_key, proofs)
     if len(public) != len(proofs):
         raise ConfigError(f"wanted as many lists of public inputs as proofs, got {len(public)} and {len(proofs)}")
     if not proofs:
         return True
-    key, family = verification_key, _common_family(verification_key, proofs)
     group, r = curve_named(family.g1.name), family.r
     rho = [int.from_bytes(os.urandom(_COEFFICIENT_BYTES), "little") for _ in proofs]
     rows = [_checked_inputs(key, family, row, f"public[{i}]") for i, row in enumerate(public)]
     inputs = [sum(c * row[j] for c, row in zip(rho, rows, strict=True)) % r for j in range(key.n_public)]
     total = sum(rho) % r
     a_names, b_names, c_names = ([f"proofs[{i}].{name}" for i in range(len(proofs))] for name in "abc")
-    a = _encoded(family.g1, [proof.a for proof in proofs], a_names)
-    c = _encoded(family.g1, [proof.c for proof in proofs], c_names)
-    b = _encoded(family.g2, [proof.b for proof in proofs], b_names)
-    with _named({"points": a_names}):
+    a = encoded_points(family.g1, [proof.a for proof in proofs], a_names)
+    c = encoded_points(family.g1, [proof.c for proof in proofs], c_names)
+    b = encoded_points(family.g2, [proof.b for proof in proofs], b_names)
+    with named({"points": a_names}):
         a = group.mul(a, rho)
-    with _named({"points": c_names}):
+    with named({"points": c_names}):
         c = msm(rho, c, family.g1.name, check="subgroup")
     ends = [group.mul(key.alpha, total), _inputs_point(group, key, inputs, total), c]
     first = np.concatenate([a, _negated(group, ends)])
@@ -260,11 +294,20 @@ def verify_many(verification_key: VerificationKey, public: Sequence[Sequence[int
     return _is_one(family, first, second, g1_names, (*b_names, *_KEY_POINTS))
 
 
-_KEY_POINTS = ("beta", "gamma", "delta")
+def _listed(values: Any, name: str, what: str) -> list[Any]:
+    if isinstance(values, str | bytes | Mapping | Set | Proof | VerificationKey) or not isinstance(values, Iterable):
+        raise UnsupportedDtype(f"{name} must be a sequence of {what}, got {type(values).__name__}")
+    return list(values)
 
 
 def _common_family(key: VerificationKey, proofs: Sequence[Proof]) -> Family:
-    for proof in proofs:
+    if not isinstance(key, VerificationKey):
+        raise UnsupportedDtype(
+            f"verification_key must be a VerificationKey, got {type(key).__name__}: VerificationKey.from_json reads one"
+        )
+    for i, proof in enumerate(proofs):
+        if not isinstance(proof, Proof):
+            raise UnsupportedDtype(f"proof {i} must be a Proof, got {type(proof).__name__}: Proof.from_json reads one")
         if proof.family != key.family:
             raise ConfigError(f"the verification key is on {key.family}, the proof on {proof.family}")
     return family_of(key.family)
@@ -277,34 +320,8 @@ def _checked_inputs(key: VerificationKey, family: Family, public: Sequence[int],
     return inputs
 
 
-def _encoded(curve: Curve[Any], points: Sequence[Any], names: Sequence[str]) -> U64:
-    """Return a proof's points as canonical words, checking their types: a Proof made in Python may hold anything."""
-    degree = curve.coordinates.degree
-    for point, name in zip(points, names, strict=True):
-        if point is not None and not _is_nested_pair(point, degree):
-            expected = "a pair of Python integers" if degree == 1 else "a pair of pairs of Python integers"
-            raise UnsupportedDtype(f"{name} must be {expected}, or None for infinity; got {_types(point)}")
-    with _named({"points": names}):
-        return encode_points(curve, points)
-
-
-def _is_nested_pair(value: object, degree: int) -> bool:
-    if not isinstance(value, tuple | list) or len(value) != 2:
-        return False
-    if degree == 1:
-        return all(isinstance(part, int) and not isinstance(part, bool) for part in value)
-    return all(_is_nested_pair(part, 1) for part in value)
-
-
-def _types(value: object) -> str:
-    """Return the types in a point, without its values."""
-    if isinstance(value, tuple | list):
-        return f"({', '.join(map(_types, value))})"
-    return type(value).__name__
-
-
 def _inputs_point(group: EllipticCurve, key: VerificationKey, inputs: Sequence[int], first: int = 1) -> U64:
-    """Return first IC_0 + sum x_i IC_i, canonical. Only the sum is checked to be in the subgroup, by the pairing."""
+    """Return first IC_0 + sum x_i IC_i, canonical."""
     scalars = [first, *inputs]
     if len(scalars) > _FEW_INPUTS:
         words = encode(group.parameters.scalars, scalars)
@@ -320,18 +337,15 @@ def _is_one(
     family: Family, first: U64, second: U64, first_names: Sequence[str], second_names: Sequence[str],
     values: U64 | None = None,
 ) -> bool:  # fmt: skip
-    with _named({"g1_points": first_names, "g2_points": second_names}):
+    with named({"g1_points": first_names, "g2_points": second_names}):
         return product_is_one(family, first, second, values=values)
 
 
-_INDEXED = re.compile(r"^(\w+)\[(\d+)\](?: \(flattened\))?")
-
-
 @contextmanager
-def _named(names: Mapping[str, Sequence[str]]) -> Iterator[None]:
-    """Replace an argument and index at the start of an error's text by the name of that point."""
+def _prefixed(prefix: str, names: Mapping[str, str]) -> Iterator[None]:
+    """Prepend a name to an error's text, whose first word is renamed."""
     try:
         yield
     except FormatError as error:
-        text = _INDEXED.sub(lambda match: names[match[1]][int(match[2])] if match[1] in names else match[0], str(error))
-        raise FormatError(text) from None
+        text = re.sub(r"^\w+", lambda match: names.get(match[0], match[0]), str(error))
+        raise FormatError(f"{prefix}: {text}") from None

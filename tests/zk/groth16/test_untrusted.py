@@ -1,0 +1,588 @@
+"""Keys, points, numbers and batches that strangers send: what each entrance of a verifier answers.
+
+The sweep is of every element of a key and a proof, every kind of wrong point, both curves, and every entrance.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from accelerant.algebra.curve.encoding import decode_points, encode_points
+from accelerant.algebra.curve.parameters import endomorphism, family_of
+from accelerant.algebra.curve.reference import add, in_subgroup, multiply, negate
+from accelerant.cli.app import main
+from accelerant.errors import AccelerantError, ConfigError, FormatError, ShapeError, UnsupportedDtype
+from accelerant.zk.formats import Zkey, write_zkey
+from accelerant.zk.formats.elements import montgomery_points
+from accelerant.zk.groth16 import Proof, VerificationKey, prove, verify, verify_many
+from accelerant.zk.groth16.proof import point_to_json
+
+VECTORS = Path(__file__).parents[2] / "vectors"
+H = 10**5000
+"""An integer that Python refuses to print."""
+
+FAMILIES = ["bn254", "bls12_381"]
+KEY = {"alpha": "g1", "beta": "g2", "gamma": "g2", "delta": "g2", "ic[0]": "g1", "ic[2]": "g1"}
+JSON_NAMES = {"alpha": "vk_alpha_1", "beta": "vk_beta_2", "gamma": "vk_gamma_2", "delta": "vk_delta_2"}
+ZKEY_NAMES = {"alpha": "alpha1", "beta": "beta2", "gamma": "gamma2", "delta": "delta2"}
+
+
+@functools.cache
+def folder(family):
+    return VECTORS / "formats" / family
+
+
+@functools.cache
+def key_of(family):
+    return VerificationKey.from_json((folder(family) / "verification_key.json").read_text())
+
+
+@functools.cache
+def points_of(family):
+    """The key's points in Python."""
+    key, pairing = key_of(family), family_of(family)
+    found = {name: decode_points(getattr(pairing, KEY[name]), getattr(key, name)[None])[0] for name in JSON_NAMES}
+    return found | {f"ic[{i}]": point for i, point in enumerate(decode_points(pairing.g1, key.ic))}
+
+
+@functools.cache
+def torsion(family, group):
+    """Points on the curve of a small order, by the order; none if every point is in the subgroup."""
+    pairing = family_of(family)
+    curve = getattr(pairing, group)
+    orders = {"bn254_g1": (), "bn254_g2": (10069,), "bls12_381_g1": (3, 11), "bls12_381_g2": (13,)}[curve.name]
+    k, found = curve.coordinates, {}
+    for order in orders:
+        rest = curve.cofactor * curve.order
+        while rest % order == 0:
+            rest //= order
+        point = None
+        for x in range(1, 100):
+            x = k.join([x] + [1] * (k.degree - 1))
+            y = k.sqrt(curve.right_side(x))
+            point = None if y is None else multiply(curve, rest, (x, y))
+            if point is not None:
+                break
+        while multiply(curve, order, point) is not None:
+            point = multiply(curve, order, point)
+        found[order] = point
+    return found
+
+
+def wrong_points(family, group, point):
+    """Kind -> point that is wrong in this way."""
+    curve = getattr(family_of(family), group)
+    k = curve.coordinates
+    kinds = {"off the curve": (point[0], k.add(point[1], k.one)), "x and y exchanged": (point[1], point[0])}
+    for order, small in torsion(family, group).items():
+        kinds |= {f"of order {order}": small, f"plus a point of order {order}": add(curve, point, small)}
+    for x in range(1, 60):
+        x = k.join([x] + [1] * (k.degree - 1))
+        y = k.sqrt(curve.right_side(x))
+        if y is not None and not in_subgroup(curve, (x, y)):
+            kinds["out of the subgroup"] = (x, y)
+            break
+    return kinds
+
+
+def key_with(family, name, point):
+    """The key with another point, as the constructor takes it."""
+    curve = getattr(family_of(family), KEY[name])
+    (words,) = encode_points(curve, [point])
+    key = key_of(family)
+    if name.startswith("ic"):
+        ic = key.ic.copy()
+        ic[int(name[3])] = words
+        return dataclasses.replace(key, ic=ic)
+    return dataclasses.replace(key, **{name: words})
+
+
+def json_with(family, name, rows):
+    value = json.loads((folder(family) / "verification_key.json").read_text())
+    if name.startswith("ic"):
+        value["IC"][int(name[3])] = rows
+    else:
+        value[JSON_NAMES[name]] = rows
+    return json.dumps(value)
+
+
+def zkey_with(path, family, name, point):
+    """Write a proving key with another point, and return its path."""
+    curve = getattr(family_of(family), KEY[name])
+    (words,) = montgomery_points(curve, encode_points(curve, [point]))
+    names = ("alpha1", "beta1", "beta2", "gamma2", "delta1", "delta2", "a", "b1", "b2", "c", "h", "coefficients")
+    with Zkey.open(folder(family) / "product.zkey") as zkey:
+        arrays = {each: np.array(getattr(zkey, each)) for each in (*names, "ic")}
+        if name.startswith("ic"):
+            arrays["ic"][int(name[3])] = words
+        else:
+            arrays[ZKEY_NAMES[name]] = words
+        write_zkey(path, family, n_public=zkey.n_public, **arrays)
+    return path
+
+
+def command(capsys, *arguments):
+    with pytest.raises(SystemExit) as ended:
+        main(["zk", *map(str, arguments)])
+    return ended.value.code or 0, *capsys.readouterr()
+
+
+# --- keys ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", KEY)
+def test_a_wrong_point_of_a_key_is_refused_where_the_key_enters(family, name, tmp_path, capsys):
+    curve, point = getattr(family_of(family), KEY[name]), points_of(family)[name]
+    upper = name.replace("ic", "IC")
+    for kind, wrong in wrong_points(family, KEY[name], point).items():
+        what = "not on|subgroup"
+        with pytest.raises(FormatError, match=rf"^{name.replace('[', '.').replace(']', '.')}.*({what})"):
+            key_with(family, name, wrong)
+        text = json_with(family, name, point_to_json(curve, wrong))
+        with pytest.raises(FormatError, match=what) as refused:
+            VerificationKey.from_json(text, name="vk.json")
+        assert str(refused.value).startswith(f"vk.json: {JSON_NAMES.get(name, upper)}"), kind
+        evil = zkey_with(tmp_path / "evil.zkey", family, name, wrong)
+        with pytest.raises(FormatError, match=rf"evil.zkey: section [23] .*({what})"):
+            VerificationKey.from_zkey(evil)
+        status, output, error = command(capsys, "export-vk", evil, tmp_path / "vk.json")
+        assert (status, output) == (2, ""), kind
+        assert "not on" in error or "subgroup" in error
+        assert not (tmp_path / "vk.json").exists()
+    assert key_with(family, name, negate(curve, point)).forgeable is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", KEY)
+def test_infinity_and_unreduced_coordinates_of_a_key(family, name, tmp_path):
+    curve, point = getattr(family_of(family), KEY[name]), points_of(family)[name]
+    q = curve.coordinates.base.modulus
+    infinite = json_with(family, name, point_to_json(curve, None))
+    evil = zkey_with(tmp_path / "evil.zkey", family, name, None)
+    if name.startswith("ic"):
+        assert f"IC[{name[3]}] of this key is infinity" in VerificationKey.from_json(infinite).forgeable
+        assert VerificationKey.from_zkey(evil).forgeable == VerificationKey.from_json(infinite).forgeable
+    else:
+        for read in (
+            lambda: VerificationKey.from_json(infinite),
+            lambda: key_with(family, name, None),
+            lambda: VerificationKey.from_zkey(evil),
+        ):
+            with pytest.raises(FormatError, match=f"({name}|{JSON_NAMES[name]}|{ZKEY_NAMES[name]}) is infinity"):
+                read()
+        with Zkey.open(evil) as zkey:
+            assert f"{ZKEY_NAMES[name]} of this key is infinity" in zkey.forgeable
+    rows = point_to_json(curve, point)
+    first = rows[0] if curve.coordinates.degree == 1 else rows[0][0]
+    for number in (str(int(first) + q), str(q), f"-{first}", f"+{first}", f"0{first}", f"{first} "):
+        changed = [number if curve.coordinates.degree == 1 else [number, rows[0][1]], *rows[1:]]
+        with pytest.raises(FormatError, match=r"not below the modulus|decimal string"):
+            VerificationKey.from_json(json_with(family, name, changed))
+    words = encode_points(curve, [point])[0]
+    words.reshape(-1, curve.coordinates.base.limbs)[0] = [q >> 64 * i & (2**64 - 1) for i in range(words.shape[-1])]
+    changes = {"ic": np.stack([words, words])} if name.startswith("ic") else {name: words}
+    with pytest.raises(FormatError, match="not below the modulus"):
+        dataclasses.replace(key_of(family), **changes)
+
+
+def test_words_that_are_no_key():
+    key = key_of("bn254")
+    for changes, error, match in (
+        ({"family": "bn255"}, ConfigError, "unknown pairing 'bn255'"),
+        ({"family": ["bn254"]}, ConfigError, "unknown pairing"),
+        ({"family": "bls12_381"}, ShapeError, "alpha must be"),
+        ({"alpha": key.alpha.astype(np.int64)}, UnsupportedDtype, "points must be uint64"),
+        ({"alpha": None}, ShapeError, "alpha must be"),
+        ({"beta": key.beta[0]}, ShapeError, r"beta must be \(2, 2, 4\), got"),
+        ({"ic": key.ic[:0]}, ShapeError, r"ic must be \(nPublic \+ 1, 2, 4\), got \(0, 2, 4\)"),
+        ({"ic": key.ic[0]}, ShapeError, "ic must be"),
+    ):
+        with pytest.raises(error, match=match):
+            dataclasses.replace(key, **changes)
+
+
+def test_a_key_cannot_change_after_its_check():
+    key = key_of("bn254")
+    source = key.ic.copy()
+    made = dataclasses.replace(key, ic=source)
+    source[:] = 1
+    assert np.array_equal(made.ic, key.ic)
+    for name in ("alpha", "beta", "gamma", "delta", "ic"):
+        with pytest.raises(ValueError, match="read-only"):
+            getattr(made, name)[:] = 0
+    again = pickle.loads(pickle.dumps(made))
+    assert again.to_json() == key.to_json()
+
+
+# --- keys that anyone can forge proofs for ---------------------------------------------------------------------------
+
+
+def related_keys(family):
+    """Name -> a key with two related points, whose logarithms are otherwise unknown, and a proof that needs no witness.
+
+    The proof is (public, A, B, C) where the points of the key suffice to make it, and None where it takes the powers of
+    tau as well.
+    """
+    pairing, p = family_of(family), points_of(family)
+    g1, g2, r = pairing.g1, pairing.g2, pairing.r
+    public = (5, 77)
+    total = p["ic[0]"]
+    for i, x in enumerate(public):
+        total = add(g1, total, multiply(g1, x, p[f"ic[{i + 1}]"]))
+    psi = endomorphism(g2)
+    alpha, beta, gamma, delta = p["alpha"], p["beta"], p["gamma"], p["delta"]
+    eigenvalue = psi.eigenvalue if multiply(g2, psi.eigenvalue, gamma) == psi.apply(g2, gamma) else -psi.eigenvalue
+    for k in (1, -1, 2, -3, 16, pow(16, -1, r), 15 * pow(-7, -1, r) % r, eigenvalue):
+        inverse = pow(k, -1, r)
+        yield f"delta {k}", {"delta": multiply(g2, inverse, gamma)}, (public, alpha, beta, multiply(g1, -k, total))
+    yield "beta", {"beta": multiply(g2, 3, gamma)}, (public, add(g1, multiply(g1, 3, alpha), total), gamma, None)
+    yield "beta and delta", {"beta": multiply(g2, -2, delta)}, (public, total, gamma, multiply(g1, 2, alpha))
+    yield "delta 1", {"gamma": multiply(g2, 7**99, gamma), "delta": multiply(g2, 4, g2.generator)}, None
+    yield "beta 1", {"gamma": multiply(g2, 7**99, gamma), "beta": negate(g2, g2.generator)}, None
+    yield "alpha 1", {"alpha": multiply(g1, 5, g1.generator)}, None
+    zero = (0, 0)
+    yield "ic 0 infinite", {"ic[0]": None}, (zero, alpha, beta, None)
+    three = add(g2, beta, multiply(g2, 3, gamma))
+    yield "ic 0 alpha", {"ic[0]": multiply(g1, 3, alpha)}, (zero, alpha, three, None)
+    yield "ic 1 infinite", {"ic[1]": None}, None
+    yield "ic 0 opposite", {"ic[0]": negate(g1, p["ic[2]"])}, ((0, 1), alpha, beta, None)
+    yield "ic 1 equal", {"ic[1]": p["ic[2]"]}, None
+
+
+def with_points(family, changes):
+    key = key_of(family)
+    for name, point in changes.items():
+        curve = getattr(family_of(family), "g1" if name[0] in "ai" else "g2")
+        (words,) = encode_points(curve, [point])
+        if name.startswith("ic"):
+            ic = key.ic.copy()
+            ic[int(name[3])] = words
+            key = dataclasses.replace(key, ic=ic)
+        else:
+            key = dataclasses.replace(key, **{name: words})
+    return key
+
+
+@pytest.mark.parametrize("family", ["bn254", pytest.param("bls12_381", marks=pytest.mark.slow)])
+def test_forgeable_keys_say_so(family):
+    """Each kind of related points is reported, and where the key suffices the forged proof verifies."""
+    assert key_of(family).forgeable is None
+    forged = 0
+    for name, changes, proof in related_keys(family):
+        key = with_points(family, changes)
+        assert key.forgeable is not None, name
+        if proof is not None:
+            public, a, b, c = proof
+            assert verify(key, public, Proof(family, a, b, c)), name
+            forged += 1
+    assert forged == 13
+
+
+def test_unrelated_points_are_not_called_forgeable():
+    """Factors that nobody would try, and gamma = 1, which every key of snarkjs has."""
+    g2 = family_of("bn254").g2
+    assert points_of("bn254")["gamma"] == g2.generator
+    for k in (17, 3**50, -(7**40)):
+        assert with_points("bn254", {"delta": multiply(g2, k, points_of("bn254")["beta"])}).forgeable is None
+    for circuit in ("range", "poseidon"):
+        text = (VECTORS / "groth16" / circuit / "verification_key.json").read_text()
+        assert VerificationKey.from_json(text).forgeable is None
+
+
+def test_a_forgeable_proving_key_says_so(tmp_path):
+    """The header of a .zkey is in Montgomery form; its report is that of its verification key."""
+    gamma = points_of("bn254")["gamma"]
+    evil = zkey_with(tmp_path / "evil.zkey", "bn254", "delta", negate(family_of("bn254").g2, gamma))
+    with Zkey.open(evil) as zkey:
+        assert (
+            zkey.forgeable
+            == "gamma2 and delta2 of this key are related by a small factor, so anyone can forge proofs for it"
+        )
+        assert VerificationKey.from_zkey(zkey).forgeable == zkey.forgeable
+
+
+# --- proofs ----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def proof_of(family):
+    """A valid proof of the family's key."""
+    return prove(folder(family) / "product.zkey", folder(family) / "product.wtns")
+
+
+@pytest.mark.parametrize("family", ["bn254", pytest.param("bls12_381", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_a_wrong_point_of_a_proof_is_refused_everywhere(family, name, tmp_path, capsys):
+    key, proof, group = key_of(family), proof_of(family), "g2" if name == "b" else "g1"
+    curve, point = getattr(family_of(family), group), getattr(proof, name)
+    public = proof.public
+    (tmp_path / "q.json").write_text(proof.public_json())
+    for kind, wrong in wrong_points(family, group, point).items():
+        forged = dataclasses.replace(proof, **{name: wrong})
+        for call in (
+            lambda forged=forged: verify(key, public, forged),
+            lambda forged=forged: verify_many(key, [public], [forged]),
+            lambda forged=forged: verify_many(key, [public] * 3, [proof, forged, proof]),
+            forged.to_json,
+        ):
+            for _ in range(3):  # a random combination must not hide it now and then
+                with pytest.raises(FormatError, match=rf"^(pi_|proofs\[[01]\]\.){name}.*(not on|subgroup)"):
+                    call()
+        text = dataclasses.replace(proof, **{name: None}).to_json()
+        value = json.loads(text) | {f"pi_{name}": point_to_json(curve, wrong)}
+        (tmp_path / "p.json").write_text(json.dumps(value))
+        status, output, error = command(
+            capsys, "verify", folder(family) / "verification_key.json", tmp_path / "q.json", tmp_path / "p.json"
+        )
+        assert (status, output) == (2, ""), kind
+        assert "not on" in error or "subgroup" in error
+    for wrong in (None, negate(curve, point), curve.generator, multiply(curve, 2, point)):
+        other = dataclasses.replace(proof, **{name: wrong})
+        assert not verify(key, public, other)
+        assert not verify_many(key, [public] * 2, [proof, other])
+    q = curve.coordinates.base.modulus
+    x, y = point
+    for moved in ((x + q, y), (x, y - q)) if group == "g1" else (((x[0] + q, x[1]), y), (x, (y[0], y[1] - q))):
+        other = dataclasses.replace(proof, **{name: moved})
+        for call in (lambda other=other: verify(key, public, other), other.to_json):
+            with pytest.raises(FormatError, match="not reduced"):
+                call()
+
+
+def test_pi_c_of_small_order_in_a_batch():
+    """Random coefficients annihilate a point of order 3 in a third of the draws: each pi_C is tested by itself."""
+    key, pairing = key_of("bls12_381"), family_of("bls12_381")
+    good = Proof("bls12_381", pairing.g1.generator, pairing.g2.generator, pairing.g1.generator)
+    forged = dataclasses.replace(good, c=add(pairing.g1, good.c, (0, 2)))
+    for _ in range(12):
+        with pytest.raises(FormatError, match=r"^proofs\[1\]\.c .*out of the subgroup of bls12_381_g1"):
+            verify_many(key, [(1, 2)] * 2, [good, forged])
+
+
+def test_a_batch_draws_coefficients_of_128_bits(monkeypatch):
+    """With one byte a wrong proof would pass with probability 1/256."""
+    drawn, real = [], os.urandom
+    monkeypatch.setattr(os, "urandom", lambda size: drawn.append(size) or real(size))
+    proof = proof_of("bn254")
+    assert verify_many(key_of("bn254"), [proof.public] * 3, [proof] * 3)
+    assert drawn == [16] * 3
+
+
+def test_batches():
+    key, proof = key_of("bn254"), proof_of("bn254")
+    public, g1 = proof.public, family_of("bn254").g1
+    assert verify_many(key, [], [])
+    assert verify_many(key, iter([public] * 2), (proof for _ in range(2)))
+    assert verify_many(key, [iter(public)], [proof])
+    bad = dataclasses.replace(proof, c=add(g1, proof.c, g1.generator))
+    opposite = dataclasses.replace(proof, c=add(g1, proof.c, negate(g1, g1.generator)))
+    for n in (1, 2, 5):
+        for at in range(n):
+            assert not verify_many(key, [public] * n, [bad if i == at else proof for i in range(n)])
+    for wrong in ([bad, bad], [bad, opposite], [proof, bad, proof, opposite]):
+        assert not verify_many(key, [public] * len(wrong), wrong)
+    other = ((public[0] + 1) % family_of("bn254").r, *public[1:])
+    assert not verify_many(key, [other, public], [proof, proof])
+    with pytest.raises(ConfigError, match="the verification key is on bn254, the proof on bls12_381"):
+        verify_many(key, [public] * 2, [proof, dataclasses.replace(proof, family="bls12_381")])
+    for arguments, match in (
+        ((None, [public], [proof]), "verification_key must be a VerificationKey, got NoneType"),
+        ((key, [public], [None]), "proof 0 must be a Proof, got NoneType"),
+        ((key, [public], proof), "proofs must be a sequence of proofs, got Proof"),
+        ((key, 5, [proof]), "public must be a sequence of lists of public inputs, got int"),
+        ((key, {public: 1}, [proof]), "got dict"),
+        ((key, "12", [proof]), "got str"),
+        ((key, [5], [proof]), r"public\[0\] must be a sequence of Python integers, got int"),
+        ((key, [b"\1\2"], [proof]), r"public\[0\] must be a sequence of Python integers, got bytes"),
+        ((key, [{1, 2}], [proof]), r"public\[0\] must be a sequence of Python integers, got set"),
+    ):
+        with pytest.raises(UnsupportedDtype, match=match):
+            verify_many(*arguments)
+    for arguments in ((None, public, proof), (key, public, None), (key, public, proof.to_json()), (proof, public, key)):
+        with pytest.raises(UnsupportedDtype, match=r"must be a (VerificationKey|Proof)"):
+            verify(*arguments)
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_numbers_in_json(family):
+    """Only the one decimal text of a number below r is read."""
+    r, text = family_of(family).r, good_text(family)
+    for value in ("0", "1", str(r - 1)):
+        assert Proof.from_json(text, json.dumps([value])).public == (int(value),)
+    texts = [
+        "-1",
+        "+1",
+        "-0",
+        "1_0",
+        "01",
+        "00",
+        "0x1",
+        "1.0",
+        "1e3",
+        "1,0",
+        "nan",
+        "\u0661",
+        "\uff11",
+        "\u00b2",
+        "1\0",
+    ]
+    texts += [str(r), str(r + 1), str(2 * r), " 1", "1 ", "1\n", "\t1", "", "9" * 5000]
+    wrong = [*texts, 1, 0, 1.5, True, None, {}]
+    for value in wrong:
+        for rows in ([value], ["1", value]):
+            with pytest.raises(FormatError, match=r"^public(\[\d\])? (must be|is)"):
+                Proof.from_json(text, json.dumps(rows))
+    for value in (
+        "[]",
+        "[[]]",
+        '["1",',
+        '{"0": "1"}',
+        '"1"',
+        "1",
+        "null",
+        "",
+        "[" * 5000,
+        '[["1"]]',
+        "[1e999]",
+        "[NaN]",
+        f"[{'9' * 5000}]",
+    ):
+        if value != "[]":
+            with pytest.raises(FormatError, match=r"^public"):
+                Proof.from_json(text, value)
+
+
+@functools.cache
+def good_text(family):
+    pairing = family_of(family)
+    return Proof(family, pairing.g1.generator, pairing.g2.generator, pairing.g1.generator).to_json()
+
+
+def test_numbers_in_python():
+    key, proof = key_of("bn254"), proof_of("bn254")
+    first, r = proof.public[0], family_of("bn254").r
+    for wrong in (r, r + 1, first + r, first - r, -1, 2**256, 2**256 + first, H, -H):
+        for call in (
+            lambda wrong=wrong: verify(key, [wrong, *proof.public[1:]], proof),
+            lambda wrong=wrong: verify_many(key, [[wrong, *proof.public[1:]]], [proof]),
+            lambda wrong=wrong: proof.to_calldata([wrong]),
+            dataclasses.replace(proof, public=(wrong,)).public_json,
+        ):
+            with pytest.raises(FormatError, match=r"not from 0 to below the order"):
+                call()
+    for wrong in (True, 1.0, "1", None, np.int64(1), [1], 1j, [H]):
+        for call in (
+            lambda wrong=wrong: verify(key, [wrong, *proof.public[1:]], proof),
+            lambda wrong=wrong: proof.to_calldata([wrong]),
+            dataclasses.replace(proof, public=(wrong,)).public_json,
+        ):
+            with pytest.raises(UnsupportedDtype, match=r"public\[0\] must be a Python integer, got"):
+                call()
+
+
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_writers_check_what_verify_checks(name):
+    """A Proof of Python may hold anything; what no reader takes is not written."""
+    proof = proof_of("bn254")
+    group = "g2" if name == "b" else "g1"
+    x, y = getattr(proof, name)
+    pairs = [(-1, 2), (x, y, 1), (1.0, 2.0), (True, 2), (H, y), "12", 5, (x,), [x, [y]], (np.uint64(1), np.uint64(2))]
+    if group == "g2":
+        pairs = [(pair, y) for pair in [(-1, 2), (True, 1), (1.0, 2.0), (H, 1)]] + [(x, y, (1, 0)), (x[0], y[0]), x, 5]
+    for wrong in pairs:
+        broken = dataclasses.replace(proof, **{name: wrong})
+        for write in (broken.to_json, broken.to_calldata, lambda broken=broken: broken.to_calldata([])):
+            with pytest.raises((FormatError, UnsupportedDtype), match=f"^pi_{name} "):
+                write()
+    zero = (0, 0) if group == "g1" else ((0, 0), (0, 0))
+    infinite = dataclasses.replace(proof, **{name: zero})  # as the arrays of this library and EIP-196 encode it
+    assert getattr(Proof.from_json(infinite.to_json()), name) is None
+    with pytest.raises(AccelerantError, match="no form for a point at infinity"):
+        infinite.to_calldata()
+    with pytest.raises(ConfigError, match="unknown pairing"):
+        dataclasses.replace(proof, family=None).to_json()
+
+
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_name_given_twice_is_refused():
+    """Readers disagree on which value counts."""
+    proof = good_text("bn254")
+    key = (folder("bn254") / "verification_key.json").read_text()
+    for text in (
+        '{"pi_a": ["1", "2", "1"],' + proof[1:],
+        proof[:-1] + ', "curve": "bn128"}',
+        '{"x": {"y": 1, "y": 1},' + proof[1:],
+    ):
+        with pytest.raises(FormatError, match=r"^proof is not JSON: the name '(pi_a|curve|y)' is given twice"):
+            Proof.from_json(text)
+    with pytest.raises(FormatError, match=r"^verification key is not JSON: the name 'nPublic' is given twice"):
+        VerificationKey.from_json('{"nPublic": 2,' + key[1:])
+    with pytest.raises(FormatError, match=r"^proof is not JSON: the name 'pi_a' is given twice"):
+        Proof.from_json('{"\\u0070i_a": 1,' + proof[1:])
+
+
+def test_public_inputs_are_counted_before_they_are_read():
+    proof = good_text("bn254")
+    for rows, match in (
+        (json.dumps(["1"] * 3), "public has 3 inputs; the verification key is for 2"),
+        (json.dumps(["x"]), "public has 1 inputs; the verification key is for 2"),
+        ('["1",' + " " * 2000 + '"2"]', "public: a list of 2 public inputs has at most 1,536 bytes, got 2,009"),
+    ):
+        for text in (rows, rows.encode()):
+            with pytest.raises(FormatError, match=match):
+                Proof.from_json(proof, text, n_public=2)
+    largest = json.dumps([str(family_of("bn254").r - 1)] * 50, indent=1)
+    assert len(Proof.from_json(proof, largest, n_public=50).public) == 50
+    with pytest.raises(FormatError, match="proof: a proof has at most 65,536 bytes"):
+        Proof.from_json(proof + " " * (1 << 16))
+
+
+def test_sixteen_megabytes_are_refused_unread(tmp_path, capsys, monkeypatch):
+    """It took 5 to 9 s to parse them, until they were counted."""
+    key, proof = folder("bn254") / "verification_key.json", tmp_path / "p.json"
+    proof.write_text(good_text("bn254"))
+    (tmp_path / "ones.json").write_text("[" + ",".join(['"1"'] * 4_000_000) + "]")
+    (tmp_path / "lists.json").write_text("[" + ",".join(["[]"] * 5_300_000) + "]")
+    parsed, real = [], json.loads
+    monkeypatch.setattr(json, "loads", lambda text, **options: parsed.append(len(text)) or real(text, **options))
+    for name in ("ones.json", "lists.json"):
+        status, output, error = command(capsys, "verify", key, tmp_path / name, proof)
+        assert (status, output) == (2, "")
+        assert f"{name}: a list of 2 public inputs has at most 1,536 bytes, got 1" in error
+    assert max(parsed) < 10_000
+
+
+def test_exchanged_files_are_named(capsys, tmp_path):
+    texts = {"key": (folder("bn254") / "verification_key.json").read_text(), "public": ' \n["1", "2"]'}
+    texts["proof"] = good_text("bn254")
+    paths = {name: tmp_path / f"{name}.json" for name in texts}
+    for name, text in texts.items():
+        paths[name].write_text(text)
+    order = "the command takes, in this order, verification key, public inputs, proof"
+    for names, found in (
+        (("key", "proof", "public"), "proof.json has a proof, not public inputs"),
+        (("public", "key", "proof"), "public.json has public inputs, not a verification key"),
+        (("proof", "public", "key"), "proof.json has a proof, not a verification key"),
+        (("key", "public", "public"), "public.json has public inputs, not a proof"),
+        (("key", "public", "key"), "key.json has a verification key, not a proof"),
+    ):
+        status, output, error = command(capsys, "verify", *(paths[name] for name in names))
+        assert (status, output) == (2, "")
+        assert f"{found}: {order}" in error
+    status, _, error = command(capsys, "calldata", paths["proof"], paths["public"])
+    assert status == 2
+    assert "proof.json has a proof, not public inputs: the command takes, in this order, public inputs, proof" in error
