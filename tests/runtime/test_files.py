@@ -24,6 +24,7 @@ from accelerant.runtime.files import (
     open_regular,
     plain,
     read_regular,
+    remove_folder_of,
     typed,
     write_atomic,
 )
@@ -349,3 +350,19 @@ def test_only_temporary_files_of_this_name_are_removed(path):
     before = set(path.parent.iterdir())
     write_atomic(path, b"after")
     assert before - set(path.parent.iterdir()) == {path.parent / ".kept.txt.3.0123abcd.tmp"}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_temporary_folder_goes_with_the_process_that_made_it(tmp_path):
+    folder, maker = tmp_path / "folder", os.getpid()
+    folder.mkdir()
+    (folder / "file").touch()
+    child = os.fork()  # which has what its parent has registered with atexit
+    if child == 0:
+        remove_folder_of(maker, str(folder))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert (folder / "file").exists()
+    remove_folder_of(maker, str(folder))
+    assert not folder.exists()
+    remove_folder_of(maker, str(folder))  # gone already: no error

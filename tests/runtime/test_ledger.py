@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +15,16 @@ from accelerant.runtime import html_page
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch import operation as dispatch
 from accelerant.runtime.html_page import text_table
-from accelerant.runtime.ledger import FallbackRecord, Ledger, OpRecord, merged, prometheus_text, sections
+from accelerant.runtime.ledger import (
+    FallbackRecord,
+    Ledger,
+    OpRecord,
+    label_text,
+    merged,
+    prometheus_text,
+    quantile,
+    sections,
+)
 from accelerant.runtime.streams.graphs import Graph, ahead_of_capture, counting
 
 CPU = torch.device("cpu")
@@ -214,6 +225,21 @@ def test_a_reason_is_no_label_of_a_counter(book, op):
     assert total.endswith(" 2")
 
 
+@pytest.mark.parametrize("text", ['a"b', "a\\", 'a\\"b', "a\nb", 'a\\nb", op="c'])
+def test_labels_are_escaped_as_prometheus_reads_them(text):
+    written = label_text({"op": text, "ran": "b"}, ("op", "wanted", "ran"))
+    found = re.fullmatch(r'op="((?:[^"\\\n]|\\[\\"n])*)",ran="b"', written)
+    assert found
+    assert re.sub(r"\\(.)", lambda part: {"n": "\n"}.get(part[1], part[1]), found[1]) == text
+
+
+def test_quantiles_are_numpys():
+    for samples in ([7.0], [1.0, 2.0], [0.0, 1.0, 5.0, 6.0, 30.0]):
+        for q in (0.0, 0.2, 0.25, 0.5, 0.8, 0.99, 1.0):
+            assert quantile(samples, q) == pytest.approx(np.quantile(samples, q), rel=1e-12), (samples, q)
+    assert quantile([], 0.5) is None
+
+
 def test_ledgers_of_several_processes_add_up():
     def exported(calls, ms, device="cpu"):
         book = Ledger()
@@ -268,6 +294,21 @@ def test_a_phase_has_its_calls_and_the_time_that_no_op_has(book, op, sleeper):
     lines = str(book).splitlines()
     assert any(line.startswith("training: 0.0") for line in lines)
     assert sum(line.startswith("not attributed") for line in lines) == 2
+
+
+def test_the_first_call_counts_as_it_was_timed_in_the_phase_that_it_ran_in(book, op):
+    """It may compile the kernel."""
+    for name in ("before", "after", "after"):
+        with book.phase(name):
+            op(case(4))
+    (record,) = book.records()
+    record.samples_ms.clear()
+    record.samples_ms.extend([2.0, 2.0])
+    record.first_ms = 99.0
+    phases = {phase["phase"]: phase["ops"][0] for phase in book.to_dict()["phases"]}
+    assert {name: (row["calls"], row["ms_total"]) for name, row in phases.items()} == {
+        "before": (1, 99.0), "after": (2, 4.0),
+    }  # fmt: skip
 
 
 def test_phases_of_two_threads_end_in_any_order(book):

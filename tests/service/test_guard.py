@@ -17,7 +17,15 @@ import pytest
 
 from accelerant.service.bodies import ARROW, BINARY, JSON, NPY, SAFETENSORS
 from accelerant.service.errors import Refused
-from accelerant.service.guard import Guard, GuardedProtocol, RequestLog, RequestRecord, _Formatter, _OneWrite
+from accelerant.service.guard import (
+    Guard,
+    GuardedProtocol,
+    RequestLog,
+    RequestRecord,
+    _Formatter,
+    _OneWrite,
+    read_body,
+)
 from accelerant.service.infer import Answer, Inference, answer_format
 from accelerant.service.keys import KeyStore
 from accelerant.service.operations import OPERATIONS, NoParameters
@@ -358,27 +366,141 @@ def test_head_and_body_are_one_write():
     assert written[3:] == [b"head", None]
 
 
-def statuses(guard, *paths):
-    """Statuses of GET requests to a guard in this process."""
+async def empty(scope, receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+def asked(guard, requests):
+    """Answers of (method, path, headers) of a guard in this process."""
 
     async def ask():
         async with httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url="http://127.0.0.1") as client:
-            return [(await client.get(path)).status_code for path in paths]
+            return [await client.request(method, path, headers=headers) for method, path, headers in requests]
 
     return asyncio.run(ask())
 
 
 def test_health_and_metrics_are_answered_under_overload(tmp_path):
-    async def application(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
-
-    guard = Guard(
-        application, settings=ServiceSettings(concurrency=1), keys=KeyStore(tmp_path / "keys.json"), observers=[]
-    )
+    guard = Guard(empty, settings=ServiceSettings(concurrency=1), keys=KeyStore(tmp_path / "keys.json"), observers=[])
     guard._running = 1
-    assert statuses(guard, "/v2", "/v2/health/live", "/v2/health/ready", "/metrics") == [503, 200, 200, 200]
+    paths = ("/v2", "/v2/health/live", "/v2/health/ready", "/metrics")
+    answers = asked(guard, [("GET", path, {}) for path in paths])
+    assert [answer.status_code for answer in answers] == [503, 200, 200, 200]
+    assert answers[0].headers["retry-after"] == "1"
     assert ServiceSettings().concurrency > ServiceSettings().queue_jobs  # a full queue answers 429
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_who_needs_a_key(tmp_path, host):
+    keys = KeyStore(tmp_path / "keys.json")
+    guard = Guard(empty, settings=ServiceSettings(host=host), keys=keys, observers=[])
+    public = [("GET", path, {}) for path in ("/", "/v2/health/live", "/v2/health/ready", "/dashboard/x")]
+    private = [("GET", "/v2", {}), ("GET", "/metrics", {}), ("GET", "/dashboard", {}), ("POST", "/", {})]
+    without = [answer.status_code for answer in asked(guard, public + private)]
+    assert without == [200] * 4 + [200 if host == "127.0.0.1" else 401] * 4
+    key, token = keys.create("ci", ["field"])
+    keys._looked = -10.0  # else it looks at the file once in a while
+    assert [answer.status_code for answer in asked(guard, public + private)] == [200] * 4 + [401] * 4
+    assert asked(guard, [("GET", "/v2", {"authorization": f"Basic {token}"})])[0].status_code == 401
+    wrong = [{"authorization": f"Bearer {token[:-3]}abc"}, {"x-api-key": "acl_"}]
+    for answer in asked(guard, [("GET", path, headers) for headers in wrong for path in ("/v2", "/")]):
+        assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+    right = [{"authorization": f"bearer {token} "}, {"x-api-key": token}, {"x-api-key": token, "via": "1.1 proxy"}]
+    assert [each.status_code for each in asked(guard, [("GET", "/v2", headers) for headers in right])] == [200] * 3
+    keys.revoke(key.id)
+    keys._looked = -10.0
+    assert asked(guard, [("GET", "/v2", right[0])])[0].status_code == 401
+
+
+def test_a_key_that_asks_too_often_is_told_when_to_come_back(tmp_path):
+    keys = KeyStore(tmp_path / "keys.json")
+    _, token = keys.create("ci", ["field"], rate=0.01, burst=2)
+    guard = Guard(empty, settings=ServiceSettings(), keys=keys, observers=[])
+    answers = asked(guard, [("GET", "/v2", {"x-api-key": token})] * 3)
+    assert [answer.status_code for answer in answers] == [200, 200, 429]
+    assert 90 <= int(answers[2].headers["retry-after"]) <= 100
+    assert "0.01 requests a second" in answers[2].json()["error"]
+
+
+def test_headers_and_requests_at_once_are_bounded_exactly(tmp_path):
+    keys = KeyStore(tmp_path / "keys.json")
+    guard = Guard(empty, settings=ServiceSettings(header_bytes=4096, concurrency=2), keys=keys, observers=[])
+
+    def status(padding):
+        headers = [(b"host", b"127.0.0.1"), (b"x", b"a" * (4096 - 14 + padding))]
+        sent = []
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {"type": "http", "method": "GET", "path": "/v2", "headers": headers}
+        asyncio.run(guard(scope, None, send))
+        return sent[0]["status"]
+
+    assert [status(padding) for padding in (0, 1)] == [200, 431]
+    guard._running = 1
+    assert status(0) == 200
+    guard._running = 2
+    assert status(0) == 503
+
+
+class Clock(asyncio.SelectorEventLoop):
+    """A loop in which nothing is waited for: its clock goes to the next event."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        select, self.now_s = self._selector.select, 0.0
+        monkeypatch.setattr("time.monotonic", lambda: self.now_s)  # the guard's clock, and that of time()
+        self._selector.select = lambda wait_s: self._advance(wait_s) or select(0)
+
+    def _advance(self, wait_s):
+        self.now_s += wait_s or 0.0
+
+
+def body_of(monkeypatch, parts, *, declared=None, **settings):
+    """Read a body whose parts come after so many seconds each: bytes, or the status of the refusal and its time."""
+
+    async def receive():
+        wait_s, part = coming.pop(0)
+        await asyncio.sleep(wait_s)
+        if part is None:
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": part, "more_body": bool(coming)}
+
+    coming, held = list(parts), []
+    fields = {} if declared is None else {b"content-length": declared}
+    state = {"fields": fields, "record": RequestRecord("a", "POST", "/")}
+    clock = Clock(monkeypatch)
+    try:
+        body = clock.run_until_complete(read_body({"state": state}, receive, ServiceSettings(**settings), held.append))
+        assert sum(held) == len(body)
+        return body
+    except Refused as refused:
+        return refused.status, clock.now_s
+    finally:
+        clock.close()
+
+
+def test_a_body_is_refused_when_its_average_rate_is_too_low(monkeypatch):
+    limits = {"body_timeout_s": 10.0, "body_rate_bytes_s": 100}
+    steady = [(0.9, b"x" * 100)] * 30  # 27 s, of which body_timeout_s alone allows 10
+    assert body_of(monkeypatch, steady, **limits) == b"x" * 3000
+    assert body_of(monkeypatch, [(9.9, b"")], **limits) == b""
+    assert body_of(monkeypatch, [(10.1, b"")], **limits) == (408, 10.0)
+    # 500 bytes allow 5 s more, counted from the beginning of the body and not from its last part
+    assert body_of(monkeypatch, [(6.0, b"x" * 500), (8.9, b"y")], **limits) == b"x" * 500 + b"y"
+    assert body_of(monkeypatch, [(6.0, b"x" * 500), (9.1, b"y")], **limits) == (408, 15.0)
+    assert body_of(monkeypatch, [(0.0, b"x"), (1.0, None)], **limits) == (400, 1.0)
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_body_has_at_most_so_many_bytes(monkeypatch, declared):
+    for size, wanted in ((1000, b"x" * 1000), (1001, (413, 0.0))):
+        parts = [(0.0, b"x" * 400), (0.0, b"x" * (size - 400))]
+        length = str(size).encode() if declared else None
+        assert body_of(monkeypatch, parts, declared=length, body_bytes=1000) == wanted
+        assert body_of(monkeypatch, [(0.0, b"x" * size)], declared=length, body_bytes=1000) == wanted
 
 
 @pytest.mark.parametrize("reads", [True, False])

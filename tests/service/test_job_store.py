@@ -99,25 +99,34 @@ def test_a_store_that_is_not_one(tmp_path):
             JobStore(url, owner="one", volume="v")
 
 
-def test_the_job_of_a_server_that_ended_is_taken_over_and_fenced(opened):
-    gone, other, elsewhere = opened("gone", lease_s=1.0), opened("other"), opened("elsewhere", volume="w")
+@pytest.mark.parametrize("next_server", ["another", "the same"])  # which had lost the connection
+def test_an_attempt_whose_lease_ended_is_taken_over_and_fenced(opened, next_server):
+    gone, other, elsewhere = opened("gone"), opened("other"), opened("elsewhere", volume="w")
     add(gone, "a")
     first = claim(gone)
     assert other.take_over() == []
+    # Another server cannot say anything about it.
+    assert other.renew([first]) == (set(), set())
+    assert not other.report(first, 0.9, "")
+    assert not other.finish(first, JobState.RUNNING)
+    assert other.release(first, lost="lost") is None
+    gone.lease_s = -1.0  # this lease has ended when it is given
     assert gone.renew([first]) == ({"a"}, set())
-    time.sleep(1.1)
     assert elsewhere.take_over() == []  # it does not have the job's files
     assert other.take_over() == [("a", JobState.QUEUED)]
     assert elsewhere.claim("cpu", OPERATIONS) is None
-    second = claim(other)
+    gone.lease_s = 30.0
+    claimer = other if next_server == "another" else gone
+    second = claim(claimer)
     assert (second.attempts, second.message) == (2, "its server ended; it runs again")
-    # What the first server still says about it changes nothing.
+    # What the first server still says about its attempt changes nothing.
     assert gone.renew([first]) == (set(), set())
     assert not gone.report(first, 0.9, "")
-    assert not gone.finish(first, JobState.SUCCEEDED, result_bytes=1)
+    for state in (JobState.SUCCEEDED, JobState.RUNNING):  # the second is the state that the job has
+        assert not gone.finish(first, state, result_bytes=1)
     assert gone.release(first, lost="lost") is None
-    assert other.get("a", None).state is JobState.RUNNING
-    assert other.release(second, lost="the worker ended") is JobState.FAILED
+    assert other.get("a", None) == second
+    assert claimer.release(second, lost="the worker ended") is JobState.FAILED
     assert other.get("a", None).error == "WorkerLost: the worker ended, for the second time"
 
 

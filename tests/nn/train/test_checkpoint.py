@@ -63,6 +63,23 @@ def test_a_changed_document_is_noticed(path):
         load_checkpoint(path)
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b'"c":{', b'"d":{'),  # the order of names stays
+        (b'"dtype":"BF16","shape":[3]', b'"dtype":"F16", "shape":[3]'),
+        (b'"shape":[2,3]', b'"shape":[3,2]'),
+        (b'"shape":[0,4]', b'"shape":[4,0]'),
+    ],
+)
+def test_a_changed_header_is_noticed(path, old, new):
+    content = path.read_bytes()
+    assert content.count(old) == 1
+    path.write_bytes(content.replace(old, new))
+    with pytest.raises(FormatError, match="does not match its checksum"):
+        load_checkpoint(path)
+
+
 def test_another_programs_file_is_refused(tmp_path):
     from safetensors.torch import save_file
 

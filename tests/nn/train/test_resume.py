@@ -360,27 +360,29 @@ def test_a_run_that_was_stopped_early_has_nothing_left_to_do(tmp_path):
     assert fit(dense(), *spiral(40, 0), patient, validation=spiral(20, 1), resume=True).status == "done"
 
 
-def test_a_callbacks_state_comes_back(tmp_path):
-    class Counter(Callback):
-        count = 0
+class Counter(Callback):
+    def __init__(self, by=1):
+        self.count, self.by = 0, by
 
-        def before_step(self, trainer, step):
-            self.count += 1
+    def before_step(self, trainer, step):
+        self.count += self.by
 
-        def state(self):
-            return {"count": self.count}
+    def state(self):
+        return {"count": self.count}
 
-        def restore(self, state):
-            self.count = state["count"]
+    def restore(self, state):
+        self.count = state["count"]
 
+
+def test_states_of_callbacks_come_back(tmp_path):
     config = dataclasses.replace(CONFIG, folder=str(tmp_path))
     with pytest.raises(KeyboardInterrupt):
-        fit(dense(), *spiral(40, 0), config, callbacks=[Counter(), Interrupt(9)])
-    counter = Counter()
+        fit(dense(), *spiral(40, 0), config, callbacks=[Counter(1), Interrupt(9), Counter(100)])
     with pytest.raises(ConfigError, match="has the state of a callback Counter, which this training lacks"):
-        fit(dense(), *spiral(40, 0), config, resume=True)
-    fit(dense(), *spiral(40, 0), config, callbacks=[Interrupt(-1), counter], resume=True)
-    assert counter.count == 20
+        fit(dense(), *spiral(40, 0), config, callbacks=[Counter()], resume=True)
+    one, other = Counter(1), Counter(100)
+    fit(dense(), *spiral(40, 0), config, callbacks=[Interrupt(-1), one, other], resume=True)
+    assert (one.count, other.count) == (20, 2000)  # those of one class in their order
 
 
 def test_resuming_needs_a_folder_and_begins_where_it_holds_nothing(tmp_path):

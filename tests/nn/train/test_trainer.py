@@ -2,6 +2,8 @@ import dataclasses
 import json
 import logging
 import math
+import os
+import signal
 import sys
 import types
 
@@ -22,6 +24,7 @@ from accelerant.errors import (
 )
 from accelerant.nn import GPT, GPTConfig
 from accelerant.nn.train import Callback, Evaluation, PrintProgress, TrainConfig, Trainer, accuracy, fit
+from accelerant.nn.train.checkpoint import load_checkpoint
 from accelerant.nn.train.objective import Objective, evaluate
 
 QUICK = TrainConfig(steps=12, batch_size=16, learning_rate=1e-2, device="cpu", predict_memory=False)
@@ -507,6 +510,23 @@ def test_the_best_parameters_are_kept(tmp_path, folder):
     model, history = wander([5, 4, 6, 7, 8, 9, 9, 9, 9, 9], keep_best=True, **where)
     assert history.status == "done"
     assert model.weight.item() == model.weights[1] != model.weights[-1]
+
+
+def test_an_interrupted_run_has_the_parameters_of_its_last_step(tmp_path):
+    """It goes on from them; those of its best evaluation are in a file."""
+    model = Wandering([5, 4, 6, 7])
+    config = with_(steps=40, evaluate_every=4, clip=0.0, keep_best=True, folder=str(tmp_path / "run"))
+    x = torch.full((16, 1), 3.0)
+
+    class Stop(Callback):
+        def before_step(self, trainer, step):
+            if step == 17:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, x, None, config, validation=x[:1], callbacks=[Stop()])
+    last, best = (load_checkpoint(tmp_path / "run" / f"{name}.safetensors")[0] for name in ("checkpoint", "best"))
+    assert model.weight.item() == last["model.weight"].item() != best["weight"].item() == model.weights[1]
 
 
 def test_patience_without_held_out_data_is_refused():
