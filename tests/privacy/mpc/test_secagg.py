@@ -1,15 +1,20 @@
 """Secure aggregation: exact sums under dropouts, and everything that parties refuse."""
 
 import copy
+import hmac
 import itertools
 import math
 import os
 import pickle
+from dataclasses import fields, replace
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from accelerant.errors import (
     BudgetExceeded,
@@ -18,14 +23,23 @@ from accelerant.errors import (
     FormatError,
     ProtocolError,
     ShapeError,
+    UnsupportedCase,
+    UnsupportedDtype,
 )
 from accelerant.privacy import mpc
 from accelerant.privacy.dp import Budget, Ledger
+from accelerant.privacy.mpc.secagg import client as parties
 from accelerant.privacy.mpc.secagg import messages
 from accelerant.privacy.mpc.secagg.aggregate import run_round
 from accelerant.privacy.mpc.secagg.encoding import scaled_down
 from accelerant.privacy.mpc.secagg.messages import STAGES, Reader
-from accelerant.privacy.mpc.secagg.setup import failure_log2, least_neighbours, local_threshold, make_identities
+from accelerant.privacy.mpc.secagg.setup import (
+    SECURITY,
+    failure_log2,
+    least_neighbours,
+    local_threshold,
+    make_identities,
+)
 
 CLIENTS, SIZE = 5, 33
 
@@ -164,7 +178,7 @@ def test_members_of_a_sparse_graph_have_one_list_of_members():
 
 def test_weights():
     updates = [torch.full((2, 3), i + 1) for i in range(4)]
-    total, report = mpc.secure_aggregate(updates, threshold=3, weights=[5, 1, 2, 9], leaving={"mask": [3]})
+    total, report = mpc.secure_aggregate(updates, threshold=3, weights=np.array([5, 1, 2, 9]), leaving={"mask": [3]})
     assert torch.equal(total, torch.full((2, 3), 5 + 2 + 6))
     assert report.weight == 8
     assert total.dtype == torch.int64
@@ -181,6 +195,89 @@ def test_floats_and_arrays_are_rounded_to_a_fine_step():
     assert report.survivors == (0, 1, 2)
     with pytest.raises(DivergenceError, match="update 1 has elements that are NaN or infinite"):
         mpc.secure_aggregate([updates[0], updates[1] * math.inf], threshold=2)
+
+
+def test_a_models_parameters_are_aggregated_as_they_are():
+    module = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
+    module[1].num_batches_tracked += 3
+    forms = [
+        {"w": torch.ones(3)},
+        [torch.ones(2), np.full((1, 2), 0.5)],
+        {"layers": [{"w": torch.ones(2, 2)}, (torch.tensor(2), True)], "n": torch.arange(2)},
+        module.state_dict(),
+    ]
+    for form in forms:
+        total = mpc.secure_aggregate([form] * 3, threshold=2, clip=4.0).total
+        leaves, wanted = map(tree_flatten, (total, form))
+        assert (total.keys() if isinstance(form, dict) else type(total)) == (
+            form.keys() if isinstance(form, dict) else type(form)
+        )
+        for found, each in zip(leaves[0], wanted[0], strict=True):
+            each = torch.as_tensor(each)
+            assert found.dtype == (torch.float64 if each.is_floating_point() else torch.int64)
+            assert torch.allclose(found.double(), 3 * each.detach().double(), atol=1e-6)
+    own = dict(module.named_parameters())
+    for each in (module, iter(module.parameters())):
+        total = mpc.secure_aggregate([each, own if each is module else list(own.values())], threshold=2).total
+        found = total if isinstance(total, dict) else dict(zip(own, total, strict=True))
+        assert all(torch.allclose(found[name], 2 * own[name].double(), atol=1e-6) for name in own)
+    ordered = [{"a": torch.ones(1), "b": torch.zeros(1)}, {"b": torch.zeros(1), "a": torch.ones(1)}]
+    assert mpc.secure_aggregate(ordered, threshold=2).total["a"] == 2
+    noisy = mpc.secure_aggregate([{"n": torch.ones(4).int()}] * 3, 2, max_norm=2.0, noise_multiplier=1.0).total["n"]
+    assert noisy.dtype == torch.float64
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize(
+    ("update", "error", "message"),
+    [
+        (torch.tensor([1.7 + 5j]), UnsupportedDtype, "complex64: take torch.view_as_real"),
+        (np.array([1 + 1j]), UnsupportedDtype, "complex128"),
+        ([1j], UnsupportedDtype, "complex64"),
+        (lambda: torch.quantize_per_tensor(torch.ones(1), 0.1, 0, torch.quint8), UnsupportedDtype, "its dequantize"),
+        (np.array(["1"]), UnsupportedDtype, "array of <U1"),
+        (["1"], UnsupportedDtype, "got a list"),
+        (np.array([1, None], object), UnsupportedDtype, "array of object"),
+        (None, UnsupportedDtype, "NoneType"),
+        ([[1], [1, 2]], UnsupportedDtype, "got a list"),
+        ([2**70], UnsupportedDtype, "got a list"),
+        (np.ma.array([1, 2], mask=[0, 1]), UnsupportedDtype, "masked"),
+        (torch.eye(2).to_sparse(), UnsupportedCase, "sparse"),
+        (torch.ones(2, device="meta"), UnsupportedCase, "meta"),
+        (torch.tensor([math.nan]), DivergenceError, "NaN or infinite"),
+        (np.array([-math.inf], np.float16), DivergenceError, "NaN or infinite"),
+    ],
+)
+def test_what_is_no_real_number_is_refused(update, error, message):
+    """Before a round begins, whatever the clip; by a client before it sends anything; inside of a model by its name."""
+    update = update() if callable(update) else update
+    for updates, options in (
+        ([update] * 3, {}),
+        ([update] * 3, {"clip": 1.0}),
+        ([{"w": update}] * 3, {"max_norm": 1.0}),
+    ):
+        with pytest.raises(error, match=message):
+            mpc.secure_aggregate(updates, 2, **options)
+    with pytest.raises(error, match=message):
+        mpc.SecureAggregation(2, 2, 1, clip=1.0).encoding.encode(update, 1, torch.device("cpu"))
+
+
+def test_updates_that_differ_are_refused():
+    one = torch.ones(2)
+    for updates, message in [
+        ([one, torch.ones(1)], r"update 1 is torch.float32 \(1,\), update 0 torch.float32 \(2,\)"),
+        ([one, one.int()], "one shape and kind"),
+        ([one.bool(), one], "one shape and kind"),
+        ([{"w": one}, {"w": one, "b": one}], r"update 1 has \['b'\], which update 0 has not"),
+        ([{"w": one, "b": one}, {"w": one}], r"update 0 has \['b'\], which update 1 has not"),
+        ([{"w": one}, one], "has not"),
+        ([[one], [one, one]], r"\[1\], which update 0 has not"),
+        ([{"w": [one]}, {"w": [one[:1]]}], r"update 1\['w'\]\[0\] is"),
+    ]:
+        with pytest.raises(ShapeError, match=message):
+            mpc.secure_aggregate(updates, 2)
+    with pytest.raises(ConfigError, match="in a call of their own"):
+        mpc.secure_aggregate([{"w": one, "n": torch.tensor(2**40)}] * 2, 2)
 
 
 def test_clipping_bounds_what_a_client_contributes():
@@ -302,6 +399,53 @@ def test_the_failure_bound_is_the_sum_of_its_docstring(total):
     )
     found = failure_log2(clients, clients, threshold, colluders, k)
     assert found == pytest.approx(math.log2(wanted) if wanted else -math.inf)
+
+
+def test_strengths():
+    """Lengths of secrets, and keys by HKDF-SHA256 (RFC 5869) of the standard library, each for one purpose."""
+    private = [X25519PrivateKey.from_private_bytes(bytes([i]) * 32) for i in (1, 2)]
+    public, context = private[1].public_key().public_bytes_raw(), bytes(range(32))
+
+    def hkdf(purpose, first, second):
+        extracted = hmac.digest(context, private[0].exchange(private[1].public_key()), "sha256")
+        info = b"accelerant secure aggregation " + purpose + first.to_bytes(4, "little") + second.to_bytes(4, "little")
+        return hmac.digest(extracted, info + b"\1", "sha256")
+
+    for purpose, first, second in ((b"mask", 0, 1), (b"shares", 1, 0), (b"shares", 70_000, 3)):
+        assert parties.derived(private[0], public, context, purpose, first, second) == hkdf(purpose, first, second)
+    assert parties.mask_seed(private[0], public, context, 7, 3) == (hkdf(b"mask", 3, 7), -1)
+    assert parties.mask_seed(private[0], public, context, 3, 7) == (hkdf(b"mask", 3, 7), 1)
+    with pytest.raises(ProtocolError, match="no valid X25519 key"):
+        parties.derived(private[0], bytes(32), context, b"mask", 0, 1)
+    party = Party(size=2)
+    seeds, aead = set(), set()
+    for number in (0, 1):
+        party.upto("mask", number)
+        for own, each in enumerate(party.clients):
+            state = each._round
+            seeds |= {state.seed, state.share_key.private_bytes_raw(), state.mask_key.private_bytes_raw()}
+            for other in state.drawn:
+                keys = (state.share_key, state.keys[other][0], state.context, b"shares")
+                aead |= {parties.derived(*keys, *pair) for pair in ((own, other), (other, own))}
+    assert {len(seed) for seed in seeds} == {32}
+    assert len(seeds) == 2 * 3 * CLIENTS  # all fresh
+    assert len(aead) == 2 * CLIENTS * (CLIENTS - 1)  # a key for each message, so that nonce 0 is used once
+    assert (parties.SECRET_BYTES, parties.SHARE_BYTES, parties.SEALED_BYTES, SECURITY) == (35, 40, 96, -40.0)
+
+
+def test_the_context_has_every_setting():
+    setup = mpc.SecureAggregation(5, 4, 8, clip=1.0)
+    keys = make_identities(5)[1]
+    others = [
+        {"threshold": 5}, {"size": 9}, {"clip": 2.0}, {"max_norm": 1.0}, {"step": 0.5}, {"max_weight": 2},
+        {"colluders": 1}, {"neighbours": 4}, {"max_norm": 1.0, "noise_multiplier": 1.0},
+    ]  # fmt: skip
+    contexts = [replace(setup, **change).context(3, keys) for change in others]
+    contexts += [setup.context(3, keys), setup.context(4, keys), setup.context(3, keys[::-1])]
+    contexts += [setup.context(3, keys, b"model"), mpc.SecureAggregation(4, 4, 8, clip=1.0).context(3, keys[:4])]
+    assert len(set(contexts)) == len(contexts)
+    assert {len(each) for each in contexts} == {32}
+    assert {name for change in others for name in change} == {each.name for each in fields(setup)} - {"clients"}
 
 
 def test_sparse_graphs_of_many_clients_have_few_neighbours():

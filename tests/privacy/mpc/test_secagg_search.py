@@ -1,4 +1,7 @@
-"""Searches for a leak of secure aggregation: random dropouts, a lying server, and what views tell."""
+"""Searches for a leak of secure aggregation: random dropouts, a hostile network, and what views tell.
+
+test_secagg_lies.py has the lying server.
+"""
 
 import numpy as np
 import pytest
@@ -7,7 +10,7 @@ import torch
 from accelerant.errors import FormatError, ProtocolError
 from accelerant.privacy import mpc
 from accelerant.privacy.mpc.secagg import messages
-from accelerant.privacy.mpc.secagg.client import mask_seed, survivors_digest
+from accelerant.privacy.mpc.secagg.client import mask_seed
 from accelerant.privacy.mpc.secagg.masks import mask_sums
 from accelerant.privacy.mpc.secagg.messages import STAGES, Reader
 from accelerant.privacy.mpc.secagg.setup import make_identities
@@ -88,10 +91,13 @@ class Network:
 def test_dropouts_and_a_hostile_network_give_the_exact_sum_or_an_abort(rng, record_property):
     """The server is honest, and the network changes messages in both directions."""
     outcomes = {"sums": 0, "aborts": 0}
-    for _ in range(8):
+    first = [(0.0, 0.0), (1.0, 0.0), (0.0, 1.0)]  # a quiet round, one that all leave, one of changed messages only
+    for leaving, hostile in [
+        *first,
+        *((rng.choice((0.0, 0.05, 0.15)), rng.choice((0.0, 0.02, 0.1))) for _ in range(6)),
+    ]:
         net = Network(rng)
         server, answers = net.setup.server(0, net.keys), dict.fromkeys(range(len(net.clients)), b"")
-        leaving, hostile = rng.choice((0.0, 0.05, 0.15)), rng.choice((0.0, 0.02, 0.1))
         net.masked = {}
         try:
             for stage in STAGES:
@@ -113,55 +119,17 @@ def test_dropouts_and_a_hostile_network_give_the_exact_sum_or_an_abort(rng, reco
                     net.masked = dict.fromkeys(answers, True)
             result = server.finish()
         except ProtocolError:
+            assert leaving or hostile
             outcomes["aborts"] += 1
         else:
+            assert leaving < 1
             outcomes["sums"] += 1
             assert len(result.survivors) >= net.setup.threshold
             assert torch.equal(result.sum, sum(net.updates[i] for i in result.survivors).double())
         net.assert_nothing_leaks()
+    assert min(outcomes.values()) > 0
     for name, count in outcomes.items():
         record_property(name, count)
-
-
-@pytest.mark.search(3)
-def test_a_lying_server_learns_no_second_secret(rng, record_property):
-    """The server states other survivors to each client, moves signatures, and asks for both secrets."""
-    unmasked = 0
-    for _ in range(12):
-        net = Network(rng)
-        n, everyone = len(net.clients), range(len(net.clients))
-        server, answers = net.setup.server(0, net.keys), dict.fromkeys(everyone, b"")
-        for stage in STAGES[:2]:
-            for i, answer in answers.items():
-                server.receive(net.step(stage, i, answer))
-            answers = server.advance()
-        net.masked = {i: net.step("mask", i, answer) for i, answer in answers.items()}
-        # Two or three lists, of which each client gets one, often too short or without the client.
-        lists = [
-            sorted(rng.sample(everyone, rng.randint(net.setup.threshold - 1, n))) for _ in range(rng.randint(1, 3))
-        ]
-        told = {i: rng.choice(lists) for i in everyone}
-        signatures = {}
-        for i in everyone:
-            body = messages.pack_ids(told[i])
-            message = net.step("consistency", i, messages.pack_message(3, net.context, i, body))
-            if message is not None:
-                signatures[i] = message[-64:]
-        for i in net.colluders:  # they sign everything
-            signatures.pop(i, None)
-        for i in everyone:
-            digest = survivors_digest(told[i], server._members)
-            shown = {j: each for j, each in signatures.items() if rng.random() < 0.97 and j in told[i]}
-            for j in net.colluders & set(told[i]):
-                shown[j] = net.signing[j].sign(messages.pack_message(3, net.context, j, digest))
-            if rng.random() < 0.3 and shown:  # a signature under another name
-                shown[rng.choice(told[i])] = rng.choice(list(shown.values()))
-            answer = messages.pack_message(4, net.context, i, messages.pack_pieces(shown))
-            first = net.step("unmask", i, answer)
-            assert net.step("unmask", i, answer) is None  # nor a second time
-            unmasked += first is not None
-        net.assert_nothing_leaks()
-    record_property("unmasked", unmasked)
 
 
 @pytest.mark.slow

@@ -5,16 +5,17 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from accelerant.errors import ConfigError, DivergenceError, ShapeError
 from accelerant.privacy.mpc.secagg.client import Client
+from accelerant.privacy.mpc.secagg.encoding import real_tensor
 from accelerant.privacy.mpc.secagg.messages import STAGES
 from accelerant.privacy.mpc.secagg.server import Aggregate, Server
 from accelerant.privacy.mpc.secagg.setup import SecureAggregation, make_identities
@@ -29,9 +30,9 @@ Leaving = Mapping[str, Collection[int]]
 
 
 class Result(NamedTuple):
-    """The sum over the survivors, and the round's report."""
+    """The sum over the survivors, in the form of an update, and the round's report."""
 
-    total: Tensor
+    total: Any
     report: Aggregate
 
 
@@ -46,7 +47,9 @@ def secure_aggregate(
     This shows what a deployment costs and returns. It hides nothing from this process, which has all the secrets.
 
     Args:
-        client_updates: tensors or arrays of one shape and dtype. Integers are summed exactly.
+        client_updates: an update for each client: a tensor, array or list of numbers; or a model's parameters as a
+            module, or as a dict, list or tuple of these. All have the same names and shapes. Integers and booleans are
+            summed exactly; floats in steps that follow from `clip`, one for all tensors.
         threshold: t, more than half of the clients and colluders together.
         clip: as for SecureAggregation; by default the largest magnitude of all updates, which clients that do not trust
             each other would have to agree on.
@@ -58,45 +61,123 @@ def secure_aggregate(
         device: of masks and sum.
 
     Returns:
-        total, in the updates' shape: float64, or int64 of integers; and the report: survivors, weight, and bytes and
-        seconds by stage.
+        total, as an update: tensors of float64, of integers int64 unless there is noise, in dicts by name (also of a
+        module), lists and tuples; and the report: survivors, weight, and bytes and seconds by stage.
 
     Raises:
-        ConfigError: an invalid setting; no updates. ShapeError: updates of different shapes.
+        ConfigError: an invalid setting; no updates.
+        ShapeError: updates of different names or shapes, or some of integers and others of floats.
+        UnsupportedDtype: an update is not of real numbers (complex, quantised, strings).
+        UnsupportedCase: a sparse tensor, or one without values.
         ProtocolError: fewer clients than the threshold stayed.
         BudgetExceeded: the ledger's budget does not allow the noisy sum.
         DivergenceError: an update is not finite.
     """
-    updates = [torch.as_tensor(update).detach() for update in client_updates]
-    if len(updates) < 2:
-        raise ConfigError(f"secure aggregation needs at least 2 updates, got {len(updates)}")
-    first = updates[0]
+    forms = [_listed(update) for update in client_updates]
+    if len(forms) < 2:
+        raise ConfigError(f"secure aggregation needs at least 2 updates, got {len(forms)}")
+    parts = [dict(_parts(form, f"update {i}")) for i, form in enumerate(forms)]
+    _check_alike(parts)
+    first, place = parts[0], torch.device(device)
+    updates = [
+        torch.cat([part[path].reshape(-1).to(place, torch.float64) for path in first] or [torch.zeros(0)])
+        for part in parts
+    ]
+    given = [1] * len(updates) if weights is None else np.asarray(weights).tolist()
+    if len(given) != len(updates):
+        raise ShapeError(f"{len(given)} weights for {len(updates)} updates")
     for i, update in enumerate(updates):
-        if update.shape != first.shape or update.is_floating_point() != first.is_floating_point():
-            raise ShapeError(
-                f"updates must have one shape and kind: update {i} is {update.dtype} {tuple(update.shape)}, update 0 "
-                f"{first.dtype} {tuple(first.shape)}"
-            )
-    if weights is not None and len(weights) != len(updates):
-        raise ShapeError(f"{len(weights)} weights for {len(updates)} updates")
+        if not bool(update.isfinite().all()):
+            raise DivergenceError(f"update {i} has elements that are NaN or infinite")
     if clip is None and max_norm is None:
-        largest = [float(update.double().abs().max()) if update.numel() else 1.0 for update in updates]
-        if wrong := [i for i, size in enumerate(largest) if not math.isfinite(size)]:
-            raise DivergenceError(f"update {wrong[0]} has elements that are NaN or infinite")
-        clip = max(largest) or 1.0
-    whole = not first.is_floating_point() and not noise_multiplier
+        clip = max(float(update.abs().max()) if update.numel() else 1.0 for update in updates) or 1.0
+    whole = {path: not part.is_floating_point() and not noise_multiplier for path, part in first.items()}
+    step = 1.0 if all(whole.values()) else None
     setup = SecureAggregation(
-        clients=len(updates), threshold=threshold, size=first.numel(), clip=clip, max_norm=max_norm,
-        noise_multiplier=noise_multiplier, step=1.0 if whole else None, colluders=colluders, neighbours=neighbours,
-        max_weight=1 if weights is None else max(2, *weights),
+        clients=len(updates), threshold=threshold, size=updates[0].numel(), clip=clip, max_norm=max_norm,
+        noise_multiplier=noise_multiplier, step=step, colluders=colluders, neighbours=neighbours,
+        max_weight=1 if weights is None else max(2, *given),
     )  # fmt: skip
+    if any(whole.values()) and setup.encoding.step > 1:
+        raise ConfigError(
+            f"integers among floats are not summed exactly in steps of {setup.encoding.step:g}, which clip {clip} "
+            "needs: aggregate them in a call of their own, or as floats"
+        )
     signing, keys = make_identities(setup.clients)
     clients = [setup.client(i, key, keys, device=device) for i, key in enumerate(signing)]
     server = setup.server(0, keys, ledger=ledger, device=device)
-    given = [1] * len(updates) if weights is None else list(weights)
     report = run_round(server, clients, lambda i: (updates[i], given[i]), 0, leaving or {})
-    total = report.sum.reshape(first.shape)
-    return Result(total.round().to(torch.int64) if whole else total, report)
+    sums = iter(report.sum.split([part.numel() for part in first.values()]))
+    totals = {path: next(sums).reshape(part.shape) for path, part in first.items()}
+    exact = {path: total.round().to(torch.int64) if whole[path] else total for path, total in totals.items()}
+    return Result(_filled(forms[0], exact), report)
+
+
+_Path = tuple[Any, ...]
+
+
+def _listed(update: Any) -> Any:
+    """Return an update with modules as dicts of their parameters, and iterators as lists."""
+    if isinstance(update, nn.Module):
+        return dict(update.named_parameters())
+    if isinstance(update, Mapping):
+        return {name: _listed(part) for name, part in update.items()}
+    if isinstance(update, Iterator):
+        update = list(update)
+    if isinstance(update, (list, tuple)) and any(_holds_arrays(part) for part in update):
+        parts = [_listed(part) for part in update]
+        return tuple(parts) if isinstance(update, tuple) else parts
+    return update  # an array, or a nested list of numbers
+
+
+def _holds_arrays(part: Any) -> bool:
+    if isinstance(part, (list, tuple)):
+        return any(map(_holds_arrays, part))
+    return isinstance(part, (Tensor, np.ndarray, Mapping, nn.Module, Iterator))
+
+
+def _inner(form: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Return the names and parts of an update of `_listed`; None of an array."""
+    if isinstance(form, dict):
+        return form.items()
+    return enumerate(form) if isinstance(form, (list, tuple)) and any(map(_holds_arrays, form)) else None
+
+
+def _parts(form: Any, name: str, path: _Path = ()) -> Iterator[tuple[_Path, Tensor]]:
+    """Yield the tensors of an update by their paths, such as ("layers", 0)."""
+    inner = _inner(form)
+    if inner is None:
+        yield path, real_tensor(form, name + "".join(f"[{each!r}]" for each in path))
+        return
+    for key, part in inner:
+        yield from _parts(part, name, (*path, key))
+
+
+def _filled(form: Any, found: Mapping[_Path, Tensor], path: _Path = ()) -> Any:
+    """Return the tensors that are found in the form of an update."""
+    inner = _inner(form)
+    if inner is None:
+        return found[path]
+    parts = {key: _filled(part, found, (*path, key)) for key, part in inner}
+    return parts if isinstance(form, dict) else type(form)(parts.values())
+
+
+def _check_alike(parts: Sequence[Mapping[_Path, Tensor]]) -> None:
+    """Raise ShapeError unless all updates have the names, shapes and kinds (integers or floats) of the first."""
+    first = parts[0]
+    for i, part in enumerate(parts):
+        if part.keys() != first.keys():
+            path, *_ = [path for path in (*part, *first) if (path in part) != (path in first)]
+            has, lacks = (i, 0) if path in part else (0, i)
+            raise ShapeError(f"update {has} has {list(path) or 'one array'}, which update {lacks} has not")
+        for path, x in part.items():
+            y = first[path]
+            if x.shape != y.shape or x.is_floating_point() != y.is_floating_point():
+                at = "".join(f"[{each!r}]" for each in path)
+                raise ShapeError(
+                    f"updates must have one shape and kind: update {i}{at} is {x.dtype} {tuple(x.shape)}, update 0{at} "
+                    f"{y.dtype} {tuple(y.shape)}"
+                )
 
 
 def run_round(

@@ -200,13 +200,14 @@ class Client:
 
         Args:
             answer: of the server to `share_keys`.
-            update: tensor or array of setup.size elements.
+            update: tensor or array of setup.size real numbers, in any shape.
             weight: of the update in the sum, 1 to setup.max_weight.
             about: the request that the update answers, as it was given to `advertise`.
 
         Raises:
             ProtocolError, FormatError: as for every step; another request than that of `advertise`.
-            ShapeError, ConfigError, DivergenceError: update or weight is not valid; the round is aborted as well.
+            ShapeError, UnsupportedDtype, UnsupportedCase, ConfigError, DivergenceError: update or weight is not valid;
+                the round is aborted as well.
             BudgetExceeded: this client's ledger allows no further round; nothing is sent, and the round is aborted.
         """
         state, body = self._next(answer, messages.MASK)

@@ -29,16 +29,19 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from accelerant.errors import ConfigError, DivergenceError, ShapeError
+from accelerant.errors import ConfigError, DivergenceError, ShapeError, UnsupportedCase, UnsupportedDtype
+from accelerant.ops.aten import DeviceTensor
 from accelerant.privacy.dp.ledger.events import Event
 from accelerant.privacy.dp.noise.charge import charge
 from accelerant.privacy.dp.noise.discrete import SMOOTH, WIDEST, log_ratio
 from accelerant.privacy.dp.noise.source import SecureSource
+from accelerant.runtime.host import refuse_masked
 
-__all__ = ["Encoding", "make_encoding", "scaled_down", "wrapped"]
+__all__ = ["Encoding", "make_encoding", "real_tensor", "scaled_down", "wrapped"]
 
 _HALF = 2**31
 _TAIL = 12
@@ -78,15 +81,20 @@ class Encoding:
         """Return an update as (words,) int32 on a device, with this client's noise.
 
         Raises:
+            UnsupportedDtype, UnsupportedCase: as for real_tensor.
             ShapeError: another number of elements.
             DivergenceError: an element is NaN or infinite.
             ConfigError: a weight out of range.
         """
-        x = torch.as_tensor(update).detach().reshape(-1).to(device, torch.float64)
+        x = real_tensor(update, "the update").reshape(-1).to(device, torch.float64)
         if x.numel() != self.size:
             raise ShapeError(f"an update has {self.size} elements, got {x.numel()}")
-        if isinstance(weight, bool) or not isinstance(weight, int) or not 1 <= weight <= self.max_weight:
-            raise ConfigError(f"a weight must be a whole number from 1 to max_weight = {self.max_weight}")
+        whole = isinstance(weight, (int, np.integer)) and not isinstance(weight, bool)
+        if not whole or not 1 <= weight <= self.max_weight:
+            raise ConfigError(
+                f"a weight must be a whole number from 1 to max_weight = {self.max_weight}, got {weight!r}"
+            )
+        weight = int(weight)
         if not bool(x.isfinite().all()):
             raise DivergenceError("the update has elements that are NaN or infinite: it is not sent")
         if self.max_norm is not None:
@@ -110,6 +118,29 @@ class Encoding:
             source=SecureSource.name if self.std else "", secure=True if self.std else None,
             note=f"secure aggregation: noise of at least {self.least} honest clients",
         )  # fmt: skip
+
+
+def real_tensor(value: Any, name: str) -> Tensor:
+    """Return a tensor, array, number or nested list of numbers as a tensor of integers, booleans or floats.
+
+    Raises UnsupportedDtype for complex and quantised numbers, strings, objects and containers of arrays, ShapeError for
+    lists of unequal length, UnsupportedCase for a sparse tensor or one without values; names `name`, never a value.
+    """
+    refuse_masked(value, name)
+    try:
+        tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        kind = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
+        raise UnsupportedDtype(
+            f"{name} must be a tensor or array of real numbers, got {kind} that torch does not read: flatten a model's "
+            "parameters with torch.nn.utils.parameters_to_vector, convert other numbers to float64"
+        ) from None
+    if tensor.is_complex() or tensor.is_quantized:
+        remedy = "take torch.view_as_real of it" if tensor.is_complex() else "take its dequantize()"
+        raise UnsupportedDtype(f"{name} must be of real numbers, got {tensor.dtype}: {remedy}")
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type == "meta":
+        raise UnsupportedCase(f"{name} must be a dense tensor with values, got {tensor.layout} on {tensor.device}")
+    return tensor.cpu() if isinstance(tensor, DeviceTensor) else tensor
 
 
 def scaled_down(x: Tensor, max_norm: float) -> Tensor:
