@@ -79,6 +79,16 @@ def test_statement(ledger, capsys):
     assert capsys.readouterr().out.startswith("# Privacy statement\n")
 
 
+def test_the_statement_is_at_the_delta_that_was_chosen(ledger, capsys):
+    with Ledger(ledger, unit="user") as found:
+        found.describe(delta=1e-7)
+    assert status("statement", str(ledger)) == 0
+    assert "at delta 1e-07" in capsys.readouterr().out
+    assert status("statement", str(ledger), "--json") == 0
+    stated = json.loads(capsys.readouterr().out)
+    assert (stated["delta"], stated["epsilon"]) == (1e-7, found.epsilon(1e-7))
+
+
 def test_what_is_no_ledger_exits_2(ledger, tmp_path, capsys):
     ledger.write_bytes(ledger.read_bytes().replace(b"user", b"unit"))
     assert status("statement", str(ledger)) == 2

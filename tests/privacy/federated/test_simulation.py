@@ -56,11 +56,30 @@ def test_private_rounds_are_charged():
     _, report = federated.simulate(
         model(), DATA, clients=4, rounds=2, max_norm=1.0, noise_multiplier=4.0, ledger=ledger, delta=1e-3
     )
-    assert report.epsilon == ledger.epsilon(1e-3) < 2
+    assert report.epsilon == ledger.epsilon(1e-3) == ledger.statement().epsilon < 2
+    assert (report.delta, ledger.statement().units) == (1e-3, 4)
     assert sum(event.count for event in ledger.events) == 2
     tight = Ledger(unit="client", budget=Budget(0.1, 1e-3))
     with pytest.raises(BudgetExceeded):
         federated.simulate(model(), DATA, clients=4, rounds=1, max_norm=1.0, noise_multiplier=4.0, ledger=tight)
+
+
+@pytest.mark.parametrize(("delta", "chosen"), [(None, 1e-7), (1e-6, 1e-6)])
+def test_delta_is_the_ledgers_unless_it_is_given(delta, chosen):
+    ledger = Ledger(unit="client", budget=Budget(20.0, 1e-7, "rdp"))
+    _, report = federated.simulate(
+        model(), DATA, clients=3, rounds=1, max_norm=1.0, noise_multiplier=4.0, ledger=ledger, delta=delta
+    )
+    assert (report.delta, report.epsilon) == (chosen, ledger.statement().epsilon)
+    assert ledger.statement().delta == chosen
+
+
+def test_a_ledger_of_examples_is_refused():
+    """One example more changes its client's update by up to twice the norm."""
+    with pytest.raises(ConfigError, match=r'the sum is over clients.*unit="client"'):
+        federated.simulate(
+            model(), DATA, clients=3, rounds=1, max_norm=1.0, noise_multiplier=4.0, ledger=Ledger(), delta=1e-5
+        )
 
 
 def test_buffers_tell_nothing_of_the_data():

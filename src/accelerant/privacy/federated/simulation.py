@@ -22,7 +22,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from accelerant.errors import ConfigError, MissingDependency, ShapeError
 from accelerant.privacy.dp.ledger import Ledger
-from accelerant.privacy.dp.ledger.events import check_number, check_whole
+from accelerant.privacy.dp.ledger.events import DEFAULT_DELTA, check_delta, check_number, check_whole
 from accelerant.privacy.mpc.secagg.aggregate import Leaving, run_round
 from accelerant.privacy.mpc.secagg.server import StageReport
 from accelerant.privacy.mpc.secagg.setup import SecureAggregation, make_identities
@@ -45,7 +45,7 @@ class FederatedReport:
     """
 
     epsilon: float = math.inf
-    delta: float = 1e-5
+    delta: float = DEFAULT_DELTA
     losses: list[float] = field(default_factory=list)
     accuracies: list[float] = field(default_factory=list)
     survivors: list[tuple[int, ...]] = field(default_factory=list)
@@ -68,8 +68,8 @@ def simulate(
     test: Data | None = None, local_epochs: int = 1, batch_size: int = 32, learning_rate: float = 0.1,
     loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy, clip: float = 1.0, max_norm: float | None = None,
     noise_multiplier: float = 0.0, colluders: int = 0, neighbours: Any = None,
-    leaving: Mapping[int, Leaving] | None = None, ledger: Ledger | None = None, delta: float = 1e-5, seed: int = 0,
-    progress: Callable[[int, FederatedReport], None] | None = None,
+    leaving: Mapping[int, Leaving] | None = None, ledger: Ledger | None = None, delta: float | None = None,
+    seed: int = 0, progress: Callable[[int, FederatedReport], None] | None = None,
 ) -> Simulation:  # fmt: skip
     """Train a copy of a model by federated averaging, with the whole protocol of secure aggregation in each round.
 
@@ -84,6 +84,7 @@ def simulate(
         clip, max_norm, noise_multiplier, colluders, neighbours: as for SecureAggregation, of a client's update.
         leaving: by round, from 0, the clients that leave from a stage on: {1: {"consistency": [3]}}.
         ledger: of the data; by default a new one. The unit of privacy is a client with all its rows.
+        delta: of epsilon in the report; by default the ledger's, or 1e-5.
         seed: of shuffles. Keys and noise are the system's randomness.
         progress: called after each round.
 
@@ -104,7 +105,9 @@ def simulate(
     check_number("learning_rate", learning_rate)
     if threshold is None:
         threshold = max(-(-2 * clients // 3), (clients + colluders) // 2 + 1)
-    model, report = copy.deepcopy(model), FederatedReport(delta=delta)
+    if delta is not None:
+        check_delta(delta)
+    model, report = copy.deepcopy(model), FederatedReport()
     vector = parameters_to_vector(model.parameters()).detach().clone()
     if not vector.is_floating_point():
         raise ConfigError("a model without floating-point parameters cannot be averaged")
@@ -114,6 +117,9 @@ def simulate(
     )  # fmt: skip
     if ledger is None and noise_multiplier:
         ledger = Ledger(unit="client")
+    if ledger is not None:
+        ledger.describe(delta=delta, units=clients)
+    report.delta = delta or (None if ledger is None else ledger.delta) or DEFAULT_DELTA
     signing, keys = make_identities(clients)
     parties = [setup.client(i, key, keys, device=vector.device) for i, key in enumerate(signing)]
     generator = torch.Generator().manual_seed(seed)
@@ -146,7 +152,7 @@ def simulate(
             for each, value in asdict(stage).items():
                 setattr(total, each, getattr(total, each) + value)
         if noise_multiplier and ledger is not None:
-            report.epsilon = ledger.epsilon(delta)
+            report.epsilon = ledger.epsilon(report.delta)
         if progress is not None:
             progress(number, report)
     return Simulation(model, report)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 
@@ -37,12 +38,92 @@ def test_numbers(ledger):
     assert found.versions["dp-accounting"]
 
 
-def test_delta_is_the_budgets_where_none_is_given(ledger):
-    assert ledger.statement().delta == 1e-6
-    plain = Ledger().statement()
-    assert plain.delta == 1e-5
-    assert "No delta was chosen" in plain.remarks[0]
-    assert not any("No delta" in remark for remark in Ledger().statement(1e-5).remarks)
+def test_without_a_delta_the_last_chosen_one_is_stated_and_all_are_listed(tmp_path):
+    """Chosen by a budget or by `describe`; the file keeps both."""
+    path = tmp_path / "privacy.jsonl"
+    event = Event("gaussian", 20.0)
+    with Ledger(path, budget=Budget(2.0, 1e-6)) as ledger:
+        ledger.record(event)
+        assert (ledger.delta, ledger.statement().delta, ledger.statement().others) == (1e-6, 1e-6, ())
+        ledger.describe(delta=1e-7, units=12345)
+        assert ledger.delta == 1e-7
+    with Ledger(path) as ledger:
+        ledger.describe(delta=1e-8, units=99)
+        ledger.describe(delta=1e-7)
+    for found in (ledger, Ledger.read(path)):
+        assert found.deltas == (1e-6, 1e-8, 1e-7)
+        statement = found.statement()
+        assert (statement.delta, statement.budget, statement.units) == (1e-7, (2.0, 1e-6, "pld"), 12000)
+        assert statement.epsilon == found.epsilon() == spent([event], 1e-7).epsilon
+        assert statement.others == tuple((delta, spent([event], delta).epsilon) for delta in (1e-6, 1e-8))
+        assert "No delta" not in str(statement)
+    plain = Ledger()
+    assert (plain.delta, plain.statement().delta, plain.epsilon()) == (None, 1e-5, 0.0)
+    assert "No delta was chosen" in plain.statement().remarks[0]
+    assert not any("No delta" in remark for remark in plain.statement(1e-5).remarks)
+
+
+@pytest.mark.parametrize("given", [{"delta": 0.0}, {"delta": 1.0}, {"units": 0}, {"delta": 1e-7, "units": 2.5}])
+def test_what_cannot_be_described_leaves_the_ledger_as_it_was(tmp_path, given):
+    with Ledger(tmp_path / "privacy.jsonl") as ledger:
+        before = ledger.path.read_bytes()
+        with pytest.raises(ConfigError, match=next(reversed(given))):
+            ledger.describe(**given)
+        assert (ledger.path.read_bytes(), ledger.delta, ledger.units) == (before, None, 0)
+    with pytest.raises(ConfigError, match="is closed"):
+        ledger.describe(delta=1e-5)
+
+
+def test_a_lawyer_reads_what_it_means():
+    """The bound in one sentence, units, several rows of a person, what is covered, the idealisation, tuning."""
+    ledger = Ledger(unit="patient")
+    ledger.describe(delta=1e-7, units=1437)
+    ledger.record(Event("gaussian", 20.0, idealised=True))
+    statement = ledger.statement()
+    epsilon, text = statement.epsilon, str(statement)
+    factor, right = math.exp(epsilon), 100 * (math.exp(epsilon) + 1e-7) / (1 + math.exp(epsilon))
+    assert "whether one patient is in the data or not changes the probability of each outcome" in statement.meaning
+    stated = re.search(r"e\^epsilon = ([\d.]+), .* in at most ([\d.]+)% of cases", statement.meaning)
+    assert factor <= float(stated[1]) < factor * 1.01
+    assert right <= float(stated[2]) < right + 0.11
+    assert "Number of units: about 1,400\n" in text
+    double = re.search(r"With 2: epsilon ([\d.]+) at delta ([\d.e-]+)", text)
+    assert float(double[1]) == pytest.approx(2 * epsilon, rel=1e-5)
+    assert 1e-7 * (1 + factor) <= float(double[2]) < 1.02e-7 * (1 + factor)
+    for said in (
+        "Covered:\n  The results of the events above: a training's parameters after each step",
+        "Not covered:\n  Losses, accuracies, norms and other figures that were measured on the data without noise",
+        "held out",
+        "trial runs that tuned settings",
+        "the proof is for exact sums; this run used floating point",
+    ):
+        assert said in text, said
+    assert "no bound on what the results reveal" in str(infinite())
+    assert json.loads(infinite().to_json())["others"] == [[1e-06, "inf"]]
+
+
+def infinite():
+    ledger = Ledger(budget=None)
+    ledger.describe(delta=1e-6)
+    ledger.record(Event("gaussian", 0.0))
+    return ledger.statement(1e-5)
+
+
+def test_a_delta_not_below_one_over_the_units_is_said():
+    ledger = Ledger()
+    ledger.describe(delta=1e-3, units=1000)
+    assert "Delta 0.001 is not below one over the about 1,000 units" in str(ledger.statement())
+    assert "is not below one" not in str(ledger.statement(9e-4))
+
+
+def test_numbers_are_not_rounded_to_others():
+    """A delta or a sampling rate rounded down, or noise rounded up, would be of a mechanism that costs more."""
+    delta, rate, noise = 1.23456749e-7, 0.012345674, 1.23456751
+    ledger = Ledger(budget=Budget(1.2345675, delta))
+    ledger.record(Event("gaussian", 1000 * noise, "poisson", rate))
+    text = str(ledger.statement())
+    for said in (f"at delta {delta!r}", f"probability {rate!r}", f"multiplier {1000 * noise!r}", "epsilon 1.2345675 "):
+        assert said in text, said
 
 
 @pytest.mark.parametrize("form", [str, lambda statement: statement.to_markdown()])
@@ -64,7 +145,7 @@ def test_text_says_all(ledger, form):
         "without amplification",
         "ended in order",
         "Not secure: noise of philox gaussian",
-        "Idealised sum: the sum before the noise was in floating point",
+        "Idealised sum: the proof is for exact sums; this run used floating point",
         "The discrete Gaussian is accounted as the continuous one",
         "None of this code has been audited",
         "52 releases, 2 kind(s)",
@@ -119,15 +200,3 @@ def test_markdown_is_not_broken_by_names(tmp_path):
 def test_delta_without_meaning():
     with pytest.raises(ConfigError, match="delta must be in"):
         Ledger().statement(2.0)
-
-
-@pytest.mark.slow
-def test_without_a_delta_that_of_the_last_budget_is_shown(tmp_path):
-    path = tmp_path / "privacy.jsonl"
-    for budget in (Budget(2.0, 1e-6), Budget(3.0, 1e-7), None):
-        with Ledger(path, budget=budget) as ledger:
-            ledger.record(Event("gaussian", 20.0, "poisson", 0.01))
-    statement = Ledger.read(path).statement()
-    assert (statement.delta, statement.budget) == (1e-7, (3.0, 1e-7, "pld"))
-    assert "No delta was chosen" not in str(statement)
-    assert Ledger.read(path).statement(1e-5).delta == 1e-5

@@ -54,6 +54,7 @@ def test_a_gaussian_release_of_epsilon_and_delta_costs_them():
     found = dp.release(torch.zeros(50), mechanism="gaussian", sensitivity=1.0, epsilon=1.0, delta=1e-5, ledger=ledger)
     assert found.shape == (50,)
     assert 0.99 < ledger.epsilon(1e-5) <= 1.0
+    assert ledger.statement().delta == ledger.delta == 1e-5
     # Analytic Gaussian (Balle and Wang 2018): sigma 3.7304 for epsilon 1, delta 1e-5
     assert ledger.events[0].noise_multiplier == pytest.approx(3.7304, rel=2e-3)
 

@@ -222,6 +222,28 @@ def test_the_noise_for_a_target_is_enough_and_no_more(tmp_path):
         private(mlp(), 1.0, **{**options, "target_epsilon": 2.0})
 
 
+@pytest.mark.parametrize("kind", ["memory", "path", "budget of another delta", "after a training of another delta"])
+def test_one_delta_is_stated_everywhere(tmp_path, kind):
+    """That of make_private: in epsilon(), the ledger and its file, the statement and its JSON."""
+    path = None if kind == "memory" else tmp_path / "privacy.jsonl"
+    if kind == "budget of another delta":
+        path = dp.Ledger(path, budget=dp.Budget(50.0, 1e-6, "rdp"))
+    elif path and "after" in kind:
+        private(mlp(), 1.0, noise_multiplier=8.0, delta=1e-6, ledger=path).close()
+    with private(mlp(), 1.0, noise_multiplier=8.0, delta=1e-7, ledger=path) as training:
+        train(training, points(), steps=2)
+        ledger = training.ledger
+        wanted = dp.Ledger.epsilon(ledger, 1e-7)
+        books = [ledger] if ledger.path is None else [ledger, dp.Ledger.read(ledger.path)]
+        for book in books:
+            statement = book.statement()
+            assert (training.epsilon(), book.epsilon(), statement.epsilon) == (wanted,) * 3
+            assert (training.delta, book.delta, statement.delta) == (1e-7,) * 3
+            assert statement.units == 40
+            assert [delta for delta, _ in statement.others] == ([1e-6] if "other" in kind else [])
+            assert "No delta was chosen" not in str(statement)
+
+
 def test_the_expected_batch_size_is_that_of_the_data():
     data, model = points(40), mlp()
     with private(model, 0.25) as training:

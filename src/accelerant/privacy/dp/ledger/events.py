@@ -15,8 +15,8 @@ from accelerant.errors import ConfigError, FormatError
 from accelerant.runtime.files import clipped
 
 __all__ = [
-    "CHARGED_UP_TO", "Event", "Mechanism", "Neighbouring", "Sampling", "check_delta", "check_neighbouring",
-    "check_number", "check_whole",
+    "CHARGED_UP_TO", "DEFAULT_DELTA", "Event", "Mechanism", "Neighbouring", "Sampling", "about", "check_delta",
+    "check_neighbouring", "check_number", "check_whole",
 ]  # fmt: skip
 
 Mechanism = Literal["gaussian", "laplace", "discrete_gaussian", "discrete_laplace", "randomized_response"]
@@ -25,6 +25,9 @@ Neighbouring = Literal["add-or-remove-one", "replace-one"]
 
 CHARGED_UP_TO: Final = 16.0
 """The total epsilon for which an event's delta is stated: total variation t costs (1 + exp(epsilon)) t of delta."""
+
+DEFAULT_DELTA: Final = 1e-5
+"""The delta at which epsilon is stated where nobody chose one."""
 
 _KINDS: Final[Mapping[str, tuple[Any, str]]] = {
     "note": (str, "text"), "source": (str, "text"), "secure": (bool | None, "True, False or None"),
@@ -132,6 +135,12 @@ def check_whole(name: str, value: object, least: int) -> int:
     if value >= 1 << 63:
         raise ConfigError(f"{name} must be below 2^63, got {clipped(value)}")
     return value
+
+
+def about(count: int) -> int:
+    """Return a number rounded down to two digits: what is said of the size of private data, which is not private."""
+    unit: int = 10 ** max(0, len(str(count)) - 2)
+    return count // unit * unit
 
 
 def check_number(

@@ -26,7 +26,15 @@ from typing import Any, Final, NoReturn
 
 from accelerant.errors import BudgetExceeded, ConfigError, FormatError
 from accelerant.privacy.dp.ledger.accounting import check_method, most_within, remaining, spent
-from accelerant.privacy.dp.ledger.events import Event, check_delta, check_neighbouring, check_number
+from accelerant.privacy.dp.ledger.events import (
+    DEFAULT_DELTA,
+    Event,
+    about,
+    check_delta,
+    check_neighbouring,
+    check_number,
+    check_whole,
+)
 from accelerant.privacy.dp.ledger.journal import Journal, read_journal
 from accelerant.privacy.dp.ledger.runs import VERSION, History, Run, RunWriter, fresh_id
 from accelerant.privacy.dp.ledger.statement import Statement, make_statement
@@ -157,6 +165,8 @@ class Ledger:
             self._hold([])
         else:
             self._open(self.path, any_dataset, loosen_budget)
+        if budget is not None:
+            self._history.describe(budget.delta, None)
         self._past = self._history.counts
         self._used: Counter[Event] = Counter() if self._writer is None else self._writer.used
 
@@ -261,6 +271,47 @@ class Ledger:
             self._history.merge(lacking)
             self._past = self._history.counts
 
+    def describe(self, *, delta: float | None = None, units: int | None = None) -> None:
+        """Record, for the statement, the delta at which epsilon is stated, and about how many units the data have.
+
+        `make_private` and the other functions that take a delta call this. Each chosen delta is in the statement.
+
+        Args:
+            delta: in (0, 1).
+            units: 1 or more; rounded to two digits, since the exact number is not private.
+
+        Raises:
+            ConfigError: an invalid value; the ledger is closed, or another process's.
+            OSError: the disk is full; nothing was recorded.
+        """
+        if delta is not None:
+            check_delta(delta)
+        if units is not None:
+            units = about(check_whole("units", units, 1))
+        with self._lock:
+            delta = None if delta == self.delta else delta
+            units = None if units is None or units <= self._history.units else units
+            if delta is None and units is None:
+                return
+            if self.path is not None:
+                self._open_writer().describe(delta, units)
+            self._history.describe(delta, units)
+
+    @property
+    def delta(self) -> float | None:
+        """The delta at which epsilon is stated: that which a budget, a training or `describe` chose last, or None."""
+        return self._history.deltas[-1] if self._history.deltas else None
+
+    @property
+    def deltas(self) -> tuple[float, ...]:
+        """All deltas that were chosen, the last choice last."""
+        return tuple(self._history.deltas)
+
+    @property
+    def units(self) -> int:
+        """About how many units the data have, in two digits; 0 if it was not recorded."""
+        return self._history.units
+
     def require(self, event: Event) -> None:
         """Check that an event fits the budget, without recording it; BudgetExceeded if it does not."""
         with self._lock:
@@ -317,16 +368,17 @@ class Ledger:
         runs = ((f"when run {n} began", facts.get("unguarded")) for n, facts in enumerate(self.openings, 1))
         return tuple(f"{why} {when}" for when, why in (*runs, ("when it was read", self._unguarded)) if why)
 
-    def epsilon(self, delta: float, method: str = "pld") -> float:
+    def epsilon(self, delta: float | None = None, method: str = "pld") -> float:
         """Return epsilon at delta of all events; infinite where one has no noise or delta is used up (see `statement`).
 
         Args:
-            delta: in (0, 1).
+            delta: in (0, 1); None: the chosen one, as in `statement`.
             method: "pld", privacy loss distributions, or "rdp", Renyi divergence, which is looser.
 
         Raises the errors of `accounting.spent`.
         """
-        return spent(self.events, delta, method=method, neighbouring=self.neighbouring).epsilon
+        chosen = delta if delta is not None else self.delta or DEFAULT_DELTA
+        return spent(self.events, chosen, method=method, neighbouring=self.neighbouring).epsilon
 
     def remaining(self, epsilon: float, delta: float, event: Event, method: str = "pld") -> int:
         """Return how many more of event (its count is ignored) stay within epsilon at delta; errors as of `epsilon`."""
@@ -335,7 +387,7 @@ class Ledger:
     def statement(self, delta: float | None = None) -> Statement:
         """Return the ledger's statement for a reviewer: epsilon at delta, events, sampling, noise, assumptions.
 
-        delta is by default the budget's, or that of the last run that had one, or else 1e-5.
+        delta is by default the one that was chosen last, by a budget, a training or `describe`, or else 1e-5.
         """
         return make_statement(self, delta)
 

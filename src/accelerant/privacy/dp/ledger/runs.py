@@ -8,6 +8,7 @@ So after a crash all reserved events are counted, and only the first event of a 
     {"kind": "reserve", "run", "event", "count"}
     {"kind": "used", "run", "closed", "events": [[event, count], ...]}
     {"kind": "merged", "run", "runs": {id: [[event, count], ...]}}
+    {"kind": "described", "run", "delta", "units"}                         one of the two, or both
 
 A run has an id of 128 random bits, which its checkpoints hold: their events are merged into another ledger by id, each
 once. Optional fields of a run's record are "earlier", the beginning of the ids of runs before it that have none (files
@@ -27,7 +28,7 @@ from typing import Any, Final
 
 from accelerant._version import __version__
 from accelerant.errors import FormatError
-from accelerant.privacy.dp.ledger.events import Event, check_neighbouring, check_whole
+from accelerant.privacy.dp.ledger.events import Event, check_delta, check_neighbouring, check_whole
 from accelerant.privacy.dp.ledger.journal import Journal
 from accelerant.runtime.files import clipped, typed
 
@@ -72,11 +73,15 @@ class History:
     Attributes:
         facts: of the first record: unit, neighbouring, dataset. Empty for an empty file.
         merged: events of other runs by their ids, from checkpoints, without those that `runs` has.
+        deltas: that were chosen, by budgets or otherwise, each once; the last choice is the last.
+        units: about how many units the data have, at most; 0 if nobody said.
     """
 
     facts: Mapping[str, Any] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
     merged: dict[str, Counter[Event]] = field(default_factory=dict)
+    deltas: list[float] = field(default_factory=list)
+    units: int = 0
 
     @property
     def counts(self) -> Counter[Event]:
@@ -113,6 +118,12 @@ class History:
         for name, counts in more.items():
             self.merged[name] = self.merged.get(name, Counter()) + counts
 
+    def describe(self, delta: float | None, units: int | None) -> None:
+        """Take the last chosen delta, and a number of units."""
+        if delta is not None:
+            self.deltas = [one for one in self.deltas if one != delta] + [delta]
+        self.units = max(self.units, units or 0)
+
     @classmethod
     def replay(cls, records: Sequence[Mapping[str, Any]], path: Path) -> History:
         """Replay a file's records; FormatError names the line of an invalid one."""
@@ -144,6 +155,8 @@ class History:
             if "earlier" in facts:
                 self.name_runs(facts["earlier"])
             self.runs.append(Run(facts, facts.get("id", "")))
+            if (budget := facts.get("budget")) is not None:
+                self.describe(check_delta(budget[1]), None)
             return
         run = self.runs[-1]
         if record["run"] != len(self.runs) or run.closed:
@@ -160,6 +173,11 @@ class History:
         elif kind == "merged":
             self.merge(
                 {name: _counts(events) for name, events in typed(dict[str, Any], record["runs"], "runs").items()}
+            )
+        elif kind == "described":
+            delta, units = record.get("delta"), record.get("units")
+            self.describe(
+                None if delta is None else check_delta(delta), None if units is None else check_whole("units", units, 1)
             )
         else:
             raise FormatError(f"a record of kind {kind!r}")
@@ -220,6 +238,11 @@ class RunWriter:
         """Write events of other runs, by their ids."""
         runs = {name: _records(counts) for name, counts in more.items()}
         self._journal.append({"kind": "merged", "run": self._run, "runs": runs})
+
+    def describe(self, delta: float | None, units: int | None) -> None:
+        """Write a chosen delta, a number of units, or both."""
+        given = {name: value for name, value in (("delta", delta), ("units", units)) if value is not None}
+        self._journal.append({"kind": "described", "run": self._run, **given})
 
     def close(self) -> None:
         """Settle, and close the file; a fork of the process writes nothing."""

@@ -9,7 +9,7 @@ from dataclasses import asdict, astuple, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from accelerant.privacy.dp.ledger.accounting import spent
-from accelerant.privacy.dp.ledger.events import Event, check_delta
+from accelerant.privacy.dp.ledger.events import DEFAULT_DELTA, Event, check_delta
 from accelerant.privacy.dp.ledger.runs import versions
 from accelerant.runtime.files import plain
 
@@ -18,14 +18,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Statement", "make_statement"]
 
-_DELTA: Final = 1e-5
-
 _RELATIONS: Final = {
     "add-or-remove-one": "neighbouring data sets differ by one {unit} added or removed",
     "replace-one": "neighbouring data sets differ by one {unit} replaced",
 }
 _SAMPLINGS: Final = {
-    "poisson": "Poisson: each {unit} in each draw independently, probability {rate:.6g}; accounted as amplification",
+    "poisson": "Poisson: each {unit} in each draw independently, probability {rate}; accounted as amplification",
     "none": "none: all records are used",
     "shuffled": "shuffled batches: accounted without amplification, each release as if it used every record",
     "unknown": "unknown: accounted without amplification, each release as if it used every record",
@@ -41,11 +39,15 @@ class Statement:
         epsilon: at delta, by privacy loss distributions; may be infinite.
         epsilon_rdp: the cross-check by Renyi divergence, an upper bound as well.
         reason: why epsilon is infinite, or empty.
+        meaning: of epsilon and delta, in one sentence.
+        units: about how many the data have; None if it was not recorded.
+        others: (delta, epsilon) at other deltas that were chosen, by a budget or a training.
         charged_delta: the part of delta that cut tails and rounding take.
         budget: (epsilon, delta, method), or None.
         events: equal ones as one with its count.
         datasets: the names that were given.
         runs: of the file, in order: time, dataset, releases, closed, versions.
+        covered, not_covered: what epsilon is of, and what it is not, in words.
         remarks: assumptions, in words.
         versions: of the libraries that computed the statement.
     """
@@ -57,11 +59,16 @@ class Statement:
     epsilon: float
     epsilon_rdp: float
     reason: str
+    meaning: str
+    units: int | None
+    others: tuple[tuple[float, float], ...]
     charged_delta: float
     budget: tuple[float, float, str] | None
     events: tuple[Event, ...]
     datasets: tuple[str, ...]
     runs: tuple[dict[str, Any], ...]
+    covered: tuple[str, ...]
+    not_covered: tuple[str, ...]
     remarks: tuple[str, ...]
     versions: dict[str, str]
 
@@ -75,8 +82,8 @@ class Statement:
         """Return one JSON object; an infinite epsilon is the string "inf"."""
         fields = asdict(self)
         for name in ("epsilon", "epsilon_rdp"):
-            if math.isinf(fields[name]):
-                fields[name] = "inf"
+            fields[name] = _json_number(fields[name])
+        fields["others"] = [(delta, _json_number(epsilon)) for delta, epsilon in self.others]
         return json.dumps(fields)
 
     def to_markdown(self) -> str:
@@ -93,12 +100,17 @@ class Statement:
         if self.datasets:
             yield "Data", ", ".join(self.datasets)
         reason = f" ({self.reason})" if self.reason else ""
-        yield "Epsilon", f"{_number(self.epsilon)} at delta {self.delta:g}{reason}"
+        yield "Epsilon", f"{_number(self.epsilon)} at delta {_exact(self.delta)}{reason}"
+        yield "Meaning", self.meaning
+        yield "Number of units", f"about {self.units:,}" if self.units else "not recorded"
+        if self.others:
+            found = (f"epsilon {_number(epsilon)} at delta {_exact(delta)}" for delta, epsilon in self.others)
+            yield "Other deltas that were chosen", "; ".join(found)
         yield "Accountant", "dp-accounting, privacy loss distributions"
         yield "Cross-check", f"epsilon {_number(self.epsilon_rdp)} by Renyi divergence, a looser bound"
         yield "Delta charged", f"{self.charged_delta:.3g}, subtracted from delta before epsilon is computed"
         if self.budget is not None:
-            yield "Budget", f"epsilon {self.budget[0]:g} at delta {self.budget[1]:g} ({self.budget[2]})"
+            yield "Budget", f"epsilon {_exact(self.budget[0])} at delta {_exact(self.budget[1])} ({self.budget[2]})"
         releases = sum(event.count for event in self.events)
         yield "Composition", f"{releases} releases, {len(self.events)} kind(s); their order does not matter"
         yield "Versions", ", ".join(f"{name} {version}" for name, version in self.versions.items())
@@ -107,15 +119,17 @@ class Statement:
         yield "Events", self._event_lines()
         if self.runs:
             yield "Runs", self._run_lines()
+        yield "Covered", self.covered
+        yield "Not covered", self.not_covered
         yield "Assumptions", self.remarks
 
     def _event_lines(self) -> Iterator[str]:
         for event in self.events:
-            sampling = _SAMPLINGS[event.sampling].format(unit=self.unit, rate=event.sample_rate)
+            sampling = _SAMPLINGS[event.sampling].format(unit=self.unit, rate=_exact(event.sample_rate))
             secure = {True: "secure", False: "not secure", None: "security not recorded"}[event.secure]
             noise = f"{event.source or 'source not recorded'}, {secure}" if event.noise_multiplier else "none"
             parts = [
-                f"{event.count} x {event.mechanism}, noise multiplier {event.noise_multiplier:.6g}",
+                f"{event.count} x {event.mechanism}, noise multiplier {_exact(event.noise_multiplier)}",
                 f"sampling {sampling}",
                 f"noise {noise}",
                 f"delta charged each {event.delta:.3g}" if event.delta else "",
@@ -136,10 +150,13 @@ class Statement:
 def make_statement(ledger: Ledger, delta: float | None = None) -> Statement:
     """Return the statement of a ledger; see `Ledger.statement`."""
     budget = None if ledger.budget is None else astuple(ledger.budget)
-    chosen = delta if delta is not None else budget[1] if budget is not None else _DELTA
+    by_default = delta is None and ledger.delta is None
+    chosen = delta if delta is not None else ledger.delta or DEFAULT_DELTA
     check_delta(chosen)
     events = ledger.events
     cost = spent(events, chosen, neighbouring=ledger.neighbouring)
+    others = [one for one in dict.fromkeys(ledger.deltas) if one != chosen]
+    done = [event for event in events if event.count]
     runs = tuple(
         {
             "time": run.facts.get("time", ""),
@@ -155,10 +172,15 @@ def make_statement(ledger: Ledger, delta: float | None = None) -> Statement:
         unit=ledger.unit, neighbouring=ledger.neighbouring, delta=chosen, budget=budget, events=events, runs=runs,
         relation=_RELATIONS[ledger.neighbouring].format(unit=ledger.unit), epsilon=cost.epsilon, reason=cost.reason,
         epsilon_rdp=spent(events, chosen, method="rdp", neighbouring=ledger.neighbouring).epsilon,
-        charged_delta=cost.charged, datasets=tuple(datasets), versions=versions(),
+        charged_delta=cost.charged, datasets=tuple(datasets), versions=versions(), units=ledger.units or None,
+        others=tuple((one, spent(events, one, neighbouring=ledger.neighbouring).epsilon) for one in others),
+        meaning=_meaning(cost.epsilon, chosen, _CHANGES[ledger.neighbouring].format(unit=ledger.unit)),
+        covered=_covered(done), not_covered=tuple(_not_covered(ledger.unit)),
         remarks=(
             *_file_remarks(ledger),
-            *_remarks(events, len(datasets), chosen_by_default=delta is None and budget is None),
+            *_delta_remarks(chosen, ledger, by_default=by_default),
+            _several_units(cost.epsilon, chosen, ledger.unit),
+            *_remarks(done, len(datasets)),
         ),
     )  # fmt: skip
 
@@ -180,12 +202,85 @@ def _file_remarks(ledger: Ledger) -> Iterator[str]:
         yield f"{releases} releases are of {len(ledger.merged)} other run(s), taken from checkpoints."
 
 
-def _remarks(events: tuple[Event, ...], datasets: int, *, chosen_by_default: bool) -> Iterator[str]:
-    done = [event for event in events if event.count]
-    if chosen_by_default:
-        yield f"No delta was chosen: {_DELTA:g} is shown. It should be well below one over the number of units."
+_CHANGES: Final = {
+    "add-or-remove-one": "whether one {unit} is in the data or not",
+    "replace-one": "which values one {unit} has in the data",
+}
+
+
+def _meaning(epsilon: float, delta: float, change: str) -> str:
+    """Return what epsilon and delta mean, in one sentence."""
+    if math.isinf(epsilon):
+        return f"there is no bound on what the results reveal of {change}"
+    ratio = math.exp(epsilon) if epsilon < 700 else math.inf
+    factor = plain(ratio, 3, up=True) if ratio < 1e6 else f"e^{_number(epsilon)}"
+    right = "" if epsilon > 30 else (
+        f"; who finds both equally likely, and guesses from the results, is right in at most "
+        f"{plain(min(100.0, 100 * (ratio + delta) / (1 + ratio)), 3, up=True)}% of cases"
+    )  # fmt: skip
+    return (
+        f"{change} changes the probability of each outcome by a factor of at most e^epsilon = {factor}, and by at "
+        f"most delta = {_exact(delta)} in addition{right}"
+    )
+
+
+def _several_units(epsilon: float, delta: float, unit: str) -> str:
+    """Return who is a unit, and what a person with several of them has (group privacy)."""
+    begin = f"A unit is one {unit}, with all that it adds to a release. "
+    if math.isinf(epsilon):
+        return f"{begin}Nobody has a bound."
+    found = []
+    for count in (2, 10):
+        total = count * epsilon
+        # delta (e^(k epsilon) - 1) / (e^epsilon - 1), in logarithms
+        grown = math.log(delta) + _log_expm1(total) - _log_expm1(epsilon) if epsilon else math.log(delta * count)
+        bound = f"{count}: epsilon {_number(total)} at delta {math.exp(grown) * 1.005:.2e}" if grown < 0 else ""
+        found.append(bound or f"{count}: no bound, since delta is 1")
+    return (
+        f"{begin}A person with k units, such as several rows, has k times epsilon, at delta times "
+        f"(e^(k epsilon) - 1) / (e^epsilon - 1). With {'; with '.join(found)}."
+    )
+
+
+def _log_expm1(x: float) -> float:
+    """Return log(e^x - 1) of x above 0."""
+    return x + math.log(-math.expm1(-x))
+
+
+def _covered(done: list[Event]) -> tuple[str, ...]:
+    if not done:
+        return ("Nothing was released.",)
+    return (
+        "The results of the events above: a training's parameters after each step, a query's answer with noise.",
+        "All that is computed from them without the data: what a model generates or predicts.",
+    )
+
+
+def _not_covered(unit: str) -> Iterator[str]:
+    yield (
+        "Losses, accuracies, norms and other figures that were measured on the data without noise, on rows that were "
+        "held out as well: of the training's own records, metrics, reports and logs."
+    )
+    yield f"The number of units ({unit}) and what follows from it, such as the sampling rate; the choice of settings."
+    yield "The data, the drawn records, the noise before it was added, and files stored with the results."
+    yield (
+        "Other runs on the same data: each adds to the cost. So do trial runs that tuned settings, whether their "
+        "results were kept or not, unless they are in this ledger."
+    )
+
+
+def _delta_remarks(delta: float, ledger: Ledger, *, by_default: bool) -> Iterator[str]:
+    if by_default:
+        yield f"No delta was chosen: {delta:g} is shown. It should be well below one over the number of units."
+    elif ledger.units and delta * ledger.units >= 1:
+        yield (
+            f"Delta {_exact(delta)} is not below one over the about {ledger.units:,} units: to publish some of them as "
+            "they are would be as private. A smaller delta has a larger epsilon."
+        )
+
+
+def _remarks(done: list[Event], datasets: int) -> Iterator[str]:
     yield "Those who ran the releases saw the data and are trusted; the noise and the drawn records are secret."
-    yield "Only this ledger is counted: other runs on the same data, trial runs too, add to the cost."
     for event in done:
         if event.noise_multiplier == 0:
             yield f"{event.count} releases have no noise: they have no privacy, and neither has the total."
@@ -199,8 +294,8 @@ def _remarks(events: tuple[Event, ...], datasets: int, *, chosen_by_default: boo
         yield "For some releases it was not recorded whether their noise is secure."
     if any(event.idealised for event in done):
         yield (
-            "Idealised sum: the sum before the noise was in floating point, where rounding has no useful bound; "
-            "epsilon is that of exact sums (Mironov 2012)."
+            "Idealised sum: the proof is for exact sums; this run used floating point. Before the noise was added, "
+            "sums were rounded, and how one unit changes the rounding of the others has no useful bound (Mironov 2012)."
         )
     if any(event.sampling in ("shuffled", "unknown") for event in done):
         yield (
@@ -217,6 +312,16 @@ def _remarks(events: tuple[Event, ...], datasets: int, *, chosen_by_default: boo
     if datasets > 1:
         yield "Several data sets: epsilon is that of a unit that is in all of them."
     yield "None of this code has been audited."
+
+
+def _exact(value: float) -> str:
+    """Return a number in six digits if it has no more, else all of them: rounded, a delta would be another one."""
+    text = f"{value:g}"
+    return text if float(text) == value else repr(value)
+
+
+def _json_number(epsilon: float) -> float | str:
+    return "inf" if math.isinf(epsilon) else epsilon
 
 
 def _number(epsilon: float) -> str:

@@ -84,7 +84,7 @@ def release(
         epsilon: of this release. With gaussian, delta is required too; the least noise is found for the pair.
         noise_multiplier: scale of the noise (b, or the standard deviation) over the sensitivity, instead of epsilon.
         secure: as for `gaussian_noise_`.
-        ledger: records the event before anything is drawn.
+        ledger: records the event before anything is drawn; its statement is at this delta if it has none yet.
         note: for the ledger's reader, such as the query.
 
     Returns:
@@ -116,6 +116,8 @@ def release(
         noisy, plan = _calibrated(planned, check_number("epsilon", epsilon), check_number("delta", delta, most=0.5))
     if ledger is not None:
         ledger.record(noisy.event(plan, "none", 1.0, note=note))
+        if delta is not None and ledger.delta is None:
+            ledger.describe(delta=delta)
     noised = (_whole_with_noise if whole else _with_noise)(exact.reshape(-1), noisy, plan)
     return _like(value, noised, exact.shape)
 

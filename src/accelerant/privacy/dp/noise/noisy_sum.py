@@ -25,7 +25,16 @@ from accelerant.privacy.dp.noise import FastSource, NoiseSource, SecureSource
 from accelerant.privacy.dp.noise.charge import Charge, charge, choose_grid, laplace_charge
 from accelerant.privacy.dp.noise.discrete import SMOOTH
 
-__all__ = ["Kind", "NoisePlan", "NoisySum", "charge_of", "grid_of", "make_source", "require_clipped_unit"]
+__all__ = [
+    "Kind",
+    "NoisePlan",
+    "NoisySum",
+    "charge_of",
+    "grid_of",
+    "make_source",
+    "require_client_unit",
+    "require_clipped_unit",
+]
 
 Kind = Literal["gaussian", "laplace"]
 _CHARGES = {"gaussian": charge, "laplace": laplace_charge}
@@ -39,6 +48,19 @@ def require_clipped_unit(ledger: Ledger) -> Ledger:
             'that is added or removed: make the ledger with neighbouring="add-or-remove-one"'
         )
     return ledger
+
+
+def require_client_unit(ledger: Ledger) -> Ledger:
+    """Return the ledger of sums over clients; ConfigError if its units are replaced, or examples.
+
+    An example more changes its client's update by up to twice the norm that bounds it, as a replacement does.
+    """
+    if ledger.unit == "example":
+        raise ConfigError(
+            "the sum is over clients, and the ledger's unit is an example, for which the noise is not enough: create "
+            'it by Ledger(path, unit="client")'
+        )
+    return require_clipped_unit(ledger)
 
 
 def make_source(secure: bool) -> NoiseSource:

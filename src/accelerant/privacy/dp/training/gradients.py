@@ -233,6 +233,7 @@ class Privatizer(GradientPrivatizer):
                 sampling="poisson", sample_rate=sample_rate, secure=secure, ledger=book,
             )  # fmt: skip
             self._calibrate(_USUAL_NUMBERS)
+            book.describe(delta=self._target.delta)
         except BaseException:
             if book is not ledger:
                 book.close()

@@ -148,6 +148,7 @@ class PrivateTraining:
             count = sampler.size
         if not self._warned_of_delta and (remark := self.remark_on_delta(count)):
             warnings.warn(remark, UserWarning, stacklevel=3)
+        self.ledger.describe(units=count)
         if self.optimizer.expected_batch_size is None:
             self.optimizer.expected_batch_size = self.sample_rate * count
         return PoissonBatches(data, sampler, microbatch=self._microbatch if microbatch is None else microbatch)
@@ -406,6 +407,7 @@ def make_private(
             adaptive=AdaptiveNorm(adaptive, source, noise) if isinstance(adaptive, AdaptiveClipping) else None,
         )  # fmt: skip
         undo.callback(private.detach)
+        book.describe(delta=arguments.delta)
         training = PrivateTraining(model, private, arguments, units, owns_ledger=owned)
         undo.pop_all()
     _private.add(model)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from accelerant.errors import ConfigError, ProtocolError
-from accelerant.privacy.dp.noise.noisy_sum import require_clipped_unit
+from accelerant.privacy.dp.noise.noisy_sum import require_client_unit
 from accelerant.privacy.mpc import shamir
 from accelerant.privacy.mpc.secagg import messages
 from accelerant.privacy.mpc.secagg.encoding import wrapped
@@ -117,7 +117,7 @@ class Client:
         self.setup, self.identity, self.device = setup, identity, torch.device(device)
         self._sign, self._verification_keys = signing_key.sign, tuple(map(bytes, verification_keys))
         self._path = None if state_path is None else Path(state_path)
-        self._ledger = None if ledger is None else require_clipped_unit(ledger)
+        self._ledger = None if ledger is None else require_client_unit(ledger)
         self._round: _Round | None = None
         self.last_round = -1
         if self._path is not None and self._path.exists():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from accelerant.errors import AccelerantError, ProtocolError
-from accelerant.privacy.dp.noise.noisy_sum import require_clipped_unit
+from accelerant.privacy.dp.noise.noisy_sum import require_client_unit
 from accelerant.privacy.mpc.secagg import messages
 from accelerant.privacy.mpc.secagg.client import (
     SEALED_BYTES,
@@ -85,7 +85,7 @@ class Server:
         ledger: Ledger | None = None, device: torch.device | str = "cpu",
     ) -> None:  # fmt: skip
         self.setup, self.device = setup, torch.device(device)
-        self._ledger = None if ledger is None else require_clipped_unit(ledger)
+        self._ledger = None if ledger is None else require_client_unit(ledger)
         self._number, self._keys = round_number, tuple(map(bytes, verification_keys))
         self._context = setup.context(round_number, self._keys)
         self._stage = messages.ADVERTISE
