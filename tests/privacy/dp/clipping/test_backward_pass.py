@@ -164,6 +164,25 @@ def test_nonfinite_counts_over_passes():
     assert int(clipper.nonfinite) == 6
 
 
+@modes
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+@pytest.mark.parametrize("bound", [2e-10, 1e-3, 1e30])
+def test_norms_of_tiny_and_huge_gradients(bound, clipping, norms):
+    """Their squares leave the range of float32: no example adds more than the bound, and small norms are not 0."""
+    model = Chain(nn.Linear(4, 3), nn.Linear(3, 2)).requires_grad_(True)
+    x = torch.randn(1, 3, 4)
+    for power in (-40, -30, -24, -18, -12, -8, 0, 12, 18, 24, 37):
+        model.zero_grad()
+        clipper = PerExampleClipper(model, max_grad_norm=bound, clipping=clipping, norms=norms)
+        (model(x).double().sum() * 10.0**power).backward()
+        clipper.detach()
+        assert float(gradient_of(model).norm()) <= bound
+        if -30 <= power < 18:
+            assert float(clipper.norms) > 0
+            assert int(clipper.nonfinite) == 0
+        assert float(clipper.norms) <= bound or float(gradient_of(model).norm()) > 0.98 * bound or power > 17
+
+
 def test_what_is_called_after_a_pass():
     model, x = small(), batch()
     seen = []
@@ -309,6 +328,9 @@ def test_the_bound_may_change_between_passes():
         ({"max_grad_norm": -1.0}, "above 0"),
         ({"max_grad_norm": float("nan")}, "above 0"),
         ({"max_grad_norm": float("inf")}, "above 0"),
+        ({"max_grad_norm": 1e-25}, "1e-10 to 1e\\+30, .* got 1e-25.*Multiply the loss by a constant"),
+        ({"max_grad_norm": 1e31}, "1e-10 to 1e\\+30"),
+        ({"max_grad_norm": 1.9e-10, "clipping": "per_layer"}, "1e-10 to 1e\\+30, for each layer too"),
         ({"max_grad_norm": {"layers.0": 1.0}}, "flat clipping takes one number"),
         ({"max_grad_norm": {"layers.0": 1.0}, "clipping": "per_layer"}, r"missing \['layers.1'"),
         ({"clipping": "global"}, "'flat' or 'per_layer', got 'global'"),
@@ -417,6 +439,35 @@ def test_a_second_pass_through_one_graph_is_refused():
     model, x = small(), batch()
     PerExampleClipper(model, max_grad_norm=1.0)
     loss = loss_of(model, x)
+    loss.backward(retain_graph=True)
+    with pytest.raises(UnsupportedCase, match="call backward\\(\\) once"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (lambda: nn.Linear(4, 3), (2, 4)),
+        (lambda: nn.LayerNorm(4), (2, 4)),
+        (lambda: nn.GroupNorm(2, 4), (2, 4, 3)),
+        (lambda: nn.Conv1d(4, 3, 2), (2, 4, 3)),
+        (lambda: nn.LSTM(4, 3, batch_first=True), (2, 5, 4)),
+        (lambda: nn.GRU(4, 3, batch_first=True), (2, 5, 4)),
+        (lambda: nn.Embedding(5, 3), (2, 4)),
+        (lambda: nn.MultiheadAttention(4, 2, kdim=4, vdim=4, batch_first=True), (2, 5, 4)),
+    ],
+)
+@pytest.mark.parametrize("clipping", ["flat", "per_layer"])
+def test_a_second_backward_pass_after_a_forward_pass_that_was_dropped(layer, shape, clipping):
+    """The dropped one's contributions are still announced; each example would add up to 2 C."""
+    model = Chain(layer())
+    x = torch.randint(5, shape) if isinstance(model.layers[0], nn.Embedding) else torch.randn(shape)
+    if isinstance(model.layers[0], nn.MultiheadAttention):
+        attention = model.layers[0]
+        model.forward = lambda x: attention(x, x, x)[0]
+    PerExampleClipper(model, max_grad_norm=1.0, clipping=clipping)
+    model(x)
+    loss = model(x).sum()
     loss.backward(retain_graph=True)
     with pytest.raises(UnsupportedCase, match="call backward\\(\\) once"):
         loss.backward()

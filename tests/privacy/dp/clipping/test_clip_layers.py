@@ -286,6 +286,84 @@ def test_autocast(norms):
     assert float((found - expected).norm() / expected.norm()) < 2e-2
 
 
+def llama_norm():
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    return modeling.LlamaRMSNorm(6, eps=0.5)
+
+
+def random_parameters(layer):
+    with torch.no_grad():
+        for each in layer.parameters():
+            each.copy_(torch.rand_like(each) + 0.5)
+    return layer
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16, "autocast"])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: nn.LayerNorm(6, eps=0.5),
+        lambda: nn.RMSNorm(6, eps=0.5),
+        lambda: nn.RMSNorm(6),
+        lambda: our.LayerNorm(6, eps=0.5),
+        lambda: our.RMSNorm(6, eps=0.5),
+        lambda: nn.GroupNorm(2, 4, eps=0.5),
+        lambda: nn.InstanceNorm1d(4, eps=0.5, affine=True),
+        llama_norm,
+        lambda: nn.Linear(6, 5),
+        lambda: our.Linear(6, 5),
+        lambda: nn.Conv1d(4, 5, 2),
+        lambda: nn.MultiheadAttention(6, 2, batch_first=True),
+    ],
+)
+def test_a_layer_computes_what_it_computes_without_a_clipper(layer, precision):
+    """In dtype and value, with an eps beside which the input is small; per-example gradients are those of one row."""
+    layer, x = random_parameters(layer()), 0.3 * torch.randn(3, 4, 6)
+    if precision == torch.bfloat16:
+        layer, x = layer.bfloat16(), x.bfloat16()
+
+    def call(x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+            y = layer(x, x, x) if isinstance(layer, nn.MultiheadAttention) else layer(x)
+        return y[0] if isinstance(y, tuple) else y
+
+    parameters = list(layer.parameters())
+    expected = call(x)
+    rows = [torch.autograd.grad(call(x[i : i + 1]).float().sum(), parameters) for i in range(3)]
+    norms = torch.stack([torch.cat([g.flatten() for g in row]).double().norm() for row in rows])
+    clipper = PerExampleClipper(layer, max_grad_norm=1.0, loss_reduction="sum")
+    y = call(x)
+    low = precision != torch.float32
+    torch.testing.assert_close(y, expected, rtol=2e-2 * low + 1e-5, atol=2e-2 * low + 1e-6)
+    y.float().sum().backward()
+    torch.testing.assert_close(clipper.norms.double(), norms, rtol=2e-2 * low + 1e-5, atol=0)
+
+
+def test_autocast_computes_a_layer_norm_in_float32():
+    """As it does on a GPU; a CPU's layer_norm alone would round its result to bfloat16."""
+    layer, x = random_parameters(nn.LayerNorm(6)), torch.randn(3, 4, 6).bfloat16()
+    rows = [torch.autograd.grad(layer(x[i : i + 1].float()).sin().sum(), list(layer.parameters())) for i in range(3)]
+    expected = layer(x.float())
+    clipper = PerExampleClipper(layer, max_grad_norm=1.0, loss_reduction="sum")
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-6)
+    y.sin().sum().backward()
+    norms = torch.stack([torch.cat(row).norm() for row in rows])
+    torch.testing.assert_close(clipper.norms, norms, rtol=1e-5, atol=0)
+
+
+def test_a_scale_in_low_precision_is_summed_in_float32():
+    """The gradient of a scale over 4096 positions in bfloat16, as torch's norms accumulate it."""
+    layer = nn.GroupNorm(1, 1).bfloat16()
+    x = (1 + torch.rand(2, 1, 4096)).bfloat16()
+    clipper = PerExampleClipper(layer, max_grad_norm=1e-3, loss_reduction="sum")
+    clipper.begin(x)
+    scale_shift(x, layer.weight, layer.bias, (1,), clipper, x.dtype).sum().backward()
+    expected = torch.stack((x.double().sum((1, 2)), torch.full((2,), 4096.0))).norm(dim=0)
+    torch.testing.assert_close(clipper.norms.double(), expected, rtol=1e-5, atol=0)
+
+
 def frozen(layer):
     """A BatchNorm with statistics of its own, as after training elsewhere."""
     layer(torch.randn(64, layer.num_features, *[5] * (not isinstance(layer, nn.BatchNorm1d)) * 2))

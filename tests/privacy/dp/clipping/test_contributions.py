@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from accelerant.privacy.dp.clipping import launch
 from accelerant.privacy.dp.clipping.contributions import Dense, Lookup, Rows, cross, merged, prefers_ghost
+from accelerant.privacy.dp.clipping.convolution import Convolution, Windows
 
 quick = settings(max_examples=15, deadline=None, derandomize=True)
 few = st.integers(1, 6)
@@ -178,12 +179,62 @@ def test_the_choice():
         assert not prefers_ghost(8, 4096, 64, 64, 4, device)
 
 
-def test_the_margin_covers_products_of_a_cpu_in_bfloat16():
-    """Formed gradients are summed by a product of matrices, whose factors that setting rounds."""
-    products, cpu = torch.backends.mkldnn.matmul, torch.device("cpu")
-    before, products.fp32_precision = products.fp32_precision, "bf16"
-    try:
-        assert launch.margin(torch.float32, cpu) > 2.0**-8
-        assert launch.margin(torch.float64, cpu) < 2.0**-49
-    finally:
-        products.fp32_precision = before
+@pytest.fixture
+def _bfloat16_products():
+    settings = torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv
+    before = [each.fp32_precision for each in settings]
+    yield [setattr(each, "fp32_precision", "bf16") for each in settings]
+    for each, value in zip(settings, before, strict=True):
+        each.fp32_precision = value
+
+
+def pieces_of_products():
+    torch.manual_seed(0)
+    windows = Windows((1,), (0,), (1,), 1)
+    return [rows(2, 1, 4, 3, torch.float32), rows(2, 5, 4, 3, torch.float32),
+            Convolution(torch.randn(2, 3, 6), torch.randn(2, 4, 5), torch.randn(4, 3, 2), windows)]  # fmt: skip
+
+
+BOUNDS = [piece.bound().sqrt() for piece in pieces_of_products()]
+
+
+@pytest.mark.usefixtures("_bfloat16_products")
+def test_bounds_cover_products_of_a_cpu_in_bfloat16():
+    """Gradients, formed or not, are summed by a product of matrices, whose factors that setting rounds."""
+    for piece, before in zip(pieces_of_products(), BOUNDS, strict=True):
+        assert (piece.bound().sqrt() >= before * (1 + 2.0**-8)).all()
+    assert launch.margin(torch.float32, torch.device("cpu")) > 2.0**-8
+    assert launch.margin(torch.float64, torch.device("cpu")) < 2.0**-49
+
+
+def test_the_bound_of_a_tied_table_has_both_masses():
+    """A lookup that cancels the product: the sum's bound is a part of what was rounded, of both."""
+    torch.manual_seed(0)
+    a, g = torch.randn(2, 1, 4), torch.zeros(2, 1, 5)
+    g[:, 0, 3] = 2.0
+    table = Lookup(torch.full((2, 1), 3), -2 * a, 5)
+    mass = 2 * a[:, 0].norm(dim=1)
+    torch.testing.assert_close(Rows(a, g).bound(table).sqrt().float(), 2 * mass / 64)
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_formed_gradients_are_summed_in_the_wider_dtype(low):
+    each = [torch.full((1, 2), 1.0, dtype=low), torch.full((1, 2), 2.0**-12)]
+    for parts in (each, each[::-1]):
+        (found,) = merged([Dense(part.clone()) for part in parts])
+        assert torch.equal(found.each, torch.full((1, 2), 1 + 2.0**-12))
+        assert torch.equal(parts[0], each[0] if parts is each else each[1])
+
+
+@pytest.mark.parametrize("value", [1e-20, 1e-30])
+@pytest.mark.parametrize("known", [False, True])
+def test_squares_that_are_below_float32_are_not_lost(value, known):
+    """A factor's square would be 0; squares of the gradients are in float64 on a CPU."""
+    each = torch.full((1, 4), 1.0)
+    squares = torch.full((1,), 4.0) if known else None
+    found = Dense(each, squares, torch.tensor(value)).bound()
+    torch.testing.assert_close(
+        found, torch.tensor([4 * float(torch.tensor(value)) ** 2], dtype=torch.float64), rtol=1e-6, atol=0
+    )
+    found = Dense(each * value).bound()
+    torch.testing.assert_close(found.sqrt(), torch.tensor([2 * value], dtype=torch.float64), rtol=1e-6, atol=0)

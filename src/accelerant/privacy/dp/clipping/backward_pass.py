@@ -12,7 +12,7 @@ from torch import Tensor
 
 from accelerant.errors import ShapeError, UnsupportedCase
 from accelerant.privacy.dp.clipping.contributions import Contribution, Dense, Lookup, Rows, merged
-from accelerant.privacy.dp.clipping.launch import margin, wide
+from accelerant.privacy.dp.clipping.launch import margin, unresolved, wide
 
 __all__ = ["BackwardPass", "ClippedGroup", "ClippingPlan", "Group", "makes_gradient"]
 
@@ -158,16 +158,18 @@ class BackwardPass:
         known += [bundle.bound() for bundle, _ in bundles]
         each = [part for share in shares.values() for part in share.contributions] + [bundle for bundle, _ in bundles]
         dtype = torch.float64 if all(part.dtype == torch.float64 for part in each) else torch.float32
-        total = torch.stack(known).sum(0, dtype=torch.float64).to(dtype)  # in float32, large ones overflow: left out
+        total = torch.stack(known).sum(0, dtype=torch.float64)
         scale = (total.shape[0] if self._plan.mean else 1.0) / self._loss_scale
-        norms = total.sqrt() * scale
-        drop = ~torch.isfinite(norms)
+        lengths = total.sqrt() * scale  # a root of float32 squares would be 0 for small norms
+        norms = lengths.to(dtype)
+        drop = ~torch.isfinite(total.to(dtype)) | ~torch.isfinite(norms)  # in float32, large ones overflow: left out
         left_out = drop
         if self._mask is not None:
             counted = self._mask.to(device=drop.device, dtype=torch.bool)
             left_out, drop = drop & counted, drop | ~counted
         self._left_out = left_out if self._left_out is None else self._left_out | left_out
-        above = norms.double() * (1.0 + margin(dtype, norms.device))
+        lost = unresolved(dtype, sum(parameter.numel() for parameter in group.parameters.values()))
+        above = (total + lost).sqrt() * scale * (1.0 + margin(dtype, norms.device))
         factors = (group.limit.to(norms.device) / above).clamp_(max=1.0).masked_fill_(drop, 0.0).to(dtype)
         weights = factors * scale
         self.clipped[group.name] = ClippedGroup(norms, factors)

@@ -23,7 +23,10 @@ from accelerant.privacy.dp.clipping.contributions import Contribution, Dense, Lo
 from accelerant.privacy.dp.clipping.launch import wide
 from accelerant.privacy.dp.clipping.layers import SECOND_PASS
 
-__all__ = ["PerExampleClipper", "batch_size"]
+__all__ = ["LARGEST_NORM", "LEAST_NORM", "PerExampleClipper", "batch_size", "require_norm"]
+
+LEAST_NORM, LARGEST_NORM = 1e-10, 1e30
+"""Bounds of max_grad_norm, of one layer too. Norms that lack what float32 loses (launch.unresolved) are smaller."""
 
 
 class PerExampleClipper:
@@ -35,8 +38,8 @@ class PerExampleClipper:
 
     Args:
         model: of supported layers; see the package. Its parameters that require gradients now are clipped.
-        max_grad_norm: C, above 0. For "per_layer": each layer gets C / sqrt(layers); or a mapping from names of layers
-            (as in named_modules) to their bounds.
+        max_grad_norm: C, 1e-10 to 1e30. For "per_layer": each layer gets C / sqrt(layers); or a mapping from names of
+            layers (as in named_modules) to their bounds.
         clipping: "flat": by the norm over all parameters. "per_layer": each layer by its own, and its contributions are
             freed as soon as it is done.
         loss_reduction: "mean": the loss is (1 / B) sum of the examples' losses; "sum": their sum.
@@ -161,8 +164,8 @@ class PerExampleClipper:
             bounds = [float(value[group.name]) for group in groups]
         else:
             bounds = [float(value) / math.sqrt(len(groups) or 1)] * len(groups)
-        if not all(bound > 0 and math.isfinite(bound) for bound in bounds):
-            raise ConfigError(f"max_grad_norm must be above 0 and finite, got {value!r}")
+        for bound in bounds:
+            require_norm(bound, value)
         for group, bound in zip(groups, bounds, strict=True):
             group.bound = bound
             group.limit.fill_(bound)
@@ -370,7 +373,8 @@ class PerExampleClipper:
         if len(clipped) == 1:
             (self._norms, self._factors), *_ = clipped.values()
         else:
-            self._norms = torch.stack([group.norms for group in clipped.values()]).square().sum(0).sqrt()
+            each = torch.stack([group.norms for group in clipped.values()])
+            self._norms = torch.linalg.vector_norm(each, dim=0, dtype=torch.float64).to(each.dtype)
             self._factors = torch.stack([group.factors for group in clipped.values()]).amin(0)
         self.idealised = self.idealised or not done.formed
         if done.nonfinite is not None:
@@ -381,6 +385,17 @@ class PerExampleClipper:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as None: a copy of a parameter in another process has no sink."""
         return type(None), ()
+
+
+def require_norm(bound: float, given: object) -> None:
+    """Raise ConfigError for a clipping norm, of one layer or of all, beyond LEAST_NORM and LARGEST_NORM."""
+    if not (bound > 0 and math.isfinite(bound)):
+        raise ConfigError(f"max_grad_norm must be above 0 and finite, got {given!r}")
+    if not LEAST_NORM <= bound <= LARGEST_NORM:
+        raise ConfigError(
+            f"max_grad_norm must be {LEAST_NORM:g} to {LARGEST_NORM:g}, for each layer too, got {given!r}: squares of "
+            "such norms leave the range of float32. Multiply the loss by a constant, and max_grad_norm with it"
+        )
 
 
 def _by_example(rows: Tensor, examples: int) -> Tensor:

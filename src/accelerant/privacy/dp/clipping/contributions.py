@@ -206,7 +206,7 @@ class Dense(Contribution):
     def bound(self) -> Tensor:
         """Return norms of the numbers that are summed: no product with the factor is rounded."""
         sums = launch.squares(self.each) if self.known is None else self.known
-        return sums if self.factor is None else sums * self.factor.to(sums.dtype).square()
+        return sums if self.factor is None else sums.double() * self.factor.double().square()
 
     def multiplied(self) -> Dense:
         """Apply the factor, in place."""

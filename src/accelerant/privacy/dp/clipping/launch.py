@@ -39,7 +39,7 @@ from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
 __all__ = [
     "FLOAT32_ROUNDOFF", "KERNELS", "add_rows_", "bounded", "chunks", "clear_", "cleared", "factor_roundoff", "form",
-    "ghost_terms", "low_product", "margin", "scaled", "squares", "torch_squares", "weighted_sum", "wide",
+    "ghost_terms", "low_product", "margin", "scaled", "squares", "torch_squares", "unresolved", "weighted_sum", "wide",
 ]  # fmt: skip
 
 _NAMES = ("squares", "sum", "scale", "clear", "ghost", "bound")
@@ -90,6 +90,15 @@ def margin(dtype: torch.dtype, device: torch.device) -> float:
     """
     eps = torch.finfo(dtype).eps
     return 6 * eps + factor_roundoff(dtype, device) if device.type == "cpu" else 32 * eps
+
+
+def unresolved(dtype: torch.dtype, size: int) -> float:
+    """Return what a squared norm of `size` values may lack since smaller squares and products are 0 in that dtype.
+
+    They are of each value of a formed gradient, or of each pair of up to 2^20 positions. The clipping norms that are
+    accepted are far above its root (clipper.py).
+    """
+    return (size + 2.0**40) * torch.finfo(dtype).tiny
 
 
 def factor_roundoff(dtype: torch.dtype, device: torch.device) -> float:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError
 from accelerant.privacy.dp.clipping import PerExampleClipper
+from accelerant.privacy.dp.clipping.clipper import LARGEST_NORM, LEAST_NORM
 from accelerant.privacy.dp.ledger.events import check_number
 from accelerant.privacy.dp.noise import NoiseSource
 from accelerant.privacy.dp.noise.noisy_sum import NoisySum
@@ -28,8 +29,8 @@ _COUNT_SENSITIVITY = 0.5
 _LEAST_SHARE = 5.0
 """Least multiplier of the count over the whole's: the gradients then get 2.1% more noise than without the count."""
 
-_LARGEST_CHANGE, _LARGEST_NORM = 2.0, 2.0**60
-"""Limits of a step's change, in natural logarithms, and of the norm: with few expected examples the count is noise."""
+_LARGEST_CHANGE = 2.0
+"""Limit of a step's change, in natural logarithms: with few expected examples the count is noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +121,7 @@ class AdaptiveNorm:
         share = 0.5 + float(count) / expected
         change = -self.settings.learning_rate * (share - self.settings.quantile)
         moved = _norm_of(clipper) * math.exp(min(_LARGEST_CHANGE, max(-_LARGEST_CHANGE, change)))
-        clipper.set_bounds(min(_LARGEST_NORM, max(1.0 / _LARGEST_NORM, moved)))
+        clipper.set_bounds(min(LARGEST_NORM, max(LEAST_NORM, moved)))
         self.forget()
 
     def forget(self) -> None:

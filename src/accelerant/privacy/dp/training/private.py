@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import warnings
 import weakref
 from collections.abc import Generator, Mapping, Sequence
@@ -38,6 +39,7 @@ from torch import Tensor, nn
 
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase
 from accelerant.privacy.dp.clipping import PerExampleClipper
+from accelerant.privacy.dp.clipping.clipper import require_norm
 from accelerant.privacy.dp.clipping.rules import mark
 from accelerant.privacy.dp.ledger import Budget, Ledger
 from accelerant.privacy.dp.ledger.events import check_number, check_whole
@@ -446,15 +448,17 @@ class _Arguments:
                 check_whole(name, value, 1)
         check_number("delta", self.delta, most=0.5)
         norms = self.max_grad_norm if isinstance(self.max_grad_norm, Mapping) else {"max_grad_norm": self.max_grad_norm}
-        squares = [check_number(name, value) ** 2 for name, value in norms.items()]
-        if not squares:
+        bounds = [check_number(name, value) for name, value in norms.items()]
+        if not bounds:
             raise ConfigError("max_grad_norm names no layer")
+        for bound in bounds:
+            require_norm(bound, self.max_grad_norm)
         if self.expected_batch_size is not None:
             check_number("expected_batch_size", self.expected_batch_size)
         if noise is not None:
             self.noise_multiplier = check_number("noise_multiplier", noise, open_below=False)
         self.sample_rate = check_number("sample_rate", self.sample_rate, most=1.0)
-        self.sensitivity = sum(squares) ** 0.5
+        self.sensitivity = math.hypot(*bounds)
         self.budget = None if target is None else Budget(target, self.delta)
 
 
