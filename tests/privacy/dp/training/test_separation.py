@@ -193,6 +193,80 @@ def test_a_batch_of_one_is_checked_when_there_are_two():
             model(x[:2])
 
 
+class Rounded(torch.autograd.Function):
+    """Attention that rounds the gradient of q as kernels do, at random.
+
+    Blocks of keys are added in random order, or, with a share, that part of the elements is one unit of bfloat16 off.
+    """
+
+    @staticmethod
+    @torch.autocast("cpu", enabled=False)
+    def forward(ctx, q, k, v, share, generator):
+        weights = (q.float() @ k.float().mT).softmax(-1)
+        ctx.save_for_backward(q, k, v, weights)
+        ctx.share, ctx.generator = share, generator
+        return (weights @ v.float()).to(q.dtype)
+
+    @staticmethod
+    @torch.autocast("cpu", enabled=False)
+    def backward(ctx, dy):
+        q, k, v, weights = ctx.saved_tensors
+        dv, ds = weights.mT @ dy.float(), dy.float() @ v.float().mT
+        ds = weights * (ds - (ds * weights).sum(-1, keepdim=True))
+        if ctx.share is None:
+            dq = torch.zeros_like(q)
+            for block in torch.randperm(8, generator=ctx.generator):
+                dq += (ds[..., block::8] @ k.float()[..., block::8, :]).to(q.dtype)
+        else:
+            dq = ds @ k.float()
+            off = torch.rand(dq.shape, generator=ctx.generator) < ctx.share
+            dq += off * torch.randn(dq.shape, generator=ctx.generator).sign() * dq.abs() / 2**8
+        return dq.to(q.dtype), (ds.mT @ q.float()).to(q.dtype), dv.to(q.dtype), None, None
+
+
+class Rounding(nn.Module):
+    def __init__(self, share, seed, mix=0.0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.q, self.k, self.v, self.last = (
+            nn.Linear(*size) for size in ((6, 16), *[(16, 16)] * 3, (16, 3))
+        )
+        self.share, self.mix, self.generator = share, mix, torch.Generator().manual_seed(seed)
+
+    def forward(self, x):
+        h = self.first(x).tanh()
+        h = h + self.mix * h.mean(0)
+        return self.last(h + Rounded.apply(self.q(h), self.k(h), self.v(h), self.share, self.generator))
+
+
+def refusals(trials, **settings):
+    """How many of so many models with seeds of their own are refused."""
+    count = 0
+    for seed in range(trials):
+        model = Rounding(seed=seed, **settings)
+        with private(model, 1.0, expected_batch_size=8), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            try:
+                model(torch.randn(8, 16, 6))
+            except UnsupportedCase:
+                count += 1
+    return count
+
+
+@pytest.mark.parametrize("share", [None, 1e-4, 1e-3, 1e-2, 0.1])
+@pytest.mark.parametrize("low", [True, False])
+def test_rounding_at_random_is_not_taken_for_a_mixture(share, low):
+    with torch.autocast("cpu", torch.bfloat16, enabled=low):
+        assert not refusals(6, share=share)
+
+
+@pytest.mark.parametrize("mix", [1e-3, 1e-2, 0.03, 0.1])
+@pytest.mark.parametrize(("share", "low"), [(None, True), (1e-3, True), (1e-2, False)])
+def test_a_small_mixture_is_refused_beside_rounding(mix, share, low):
+    with torch.autocast("cpu", torch.bfloat16, enabled=low):
+        assert refusals(1, share=share, mix=mix) == 1
+
+
 # --- losses ----------------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,12 @@ second (Sperner 1928): 6 pairs of passes for 20 rows, 8 for 70, 12 for 924.
 
 The seeds, the shapes and the random output gradients are the same in each pass, so that dropout does not matter. The
 generators of random numbers, and the buffers and attributes of the modules, are restored after each.
+
+Two passes differ by rounding, too: kernels that add in any order, matrices in bfloat16. Rounding is independent from
+pass to pass and what rows tell each other is not, so two differences are taken, each of passes of its own, and their
+inner product: for n numbers of rounding it is 1 / sqrt(n) of the product of their norms, for a mixture its square. What
+is above an eighth of the precision is suspicious. It is refused if differences in float32, with deterministic
+kernels, all have it in common.
 """
 
 from __future__ import annotations
@@ -35,8 +41,11 @@ from accelerant.runtime.memory.peak import modules_restored
 
 __all__ = ["SeparationCheck"]
 
-_TOLERANCE = 1e-4
-"""Largest change of a norm that counts as none, relative to the layer's largest; rounding changes it by less."""
+_TOLERANCE = 2e-5
+"""Largest change of an example's gradient that counts as none in float32, relative to the layer's largest."""
+
+_REPEATS = 8
+"""Differences in float32 of which every two must have a change in common that is refused: signs of rounding vary."""
 
 _RANDOM = 1e-2
 """Change between two equal passes from which on a model is random in a way that the seeds do not determine."""
@@ -63,21 +72,38 @@ class _Gradients:
     def of(cls, norms: Tensor, sums: list[Tensor]) -> _Gradients:
         return cls(norms.double().nan_to_num(-1.0, -1.0).cpu(), sums)
 
-    def moved(self, other: _Gradients) -> Tensor:
-        """Return by how much the norms differ."""
-        return (self.norms - other.norms).abs()
+    def minus(self, other: _Gradients, kept: Tensor) -> tuple[_Difference, _Difference]:
+        """Return the differences of norms and sums from another pass, both over the rows that were kept."""
+        scale = max(float(other.norms[kept].abs().max()), math.sqrt(_dot(other.sums, other.sums)))
+        sums = [one - two for one, two in zip(self.sums, other.sums, strict=True)]
+        return _Difference([(self.norms - other.norms)[kept]], scale), _Difference(sums, scale)
 
-    def distance(self, other: _Gradients) -> float:
-        """Return the norm of the difference of the sums; of sums that are not finite, 0."""
-        pairs = zip(self.sums, other.sums, strict=True)
-        found = math.hypot(*(float((one.double() - two.double()).norm()) for one, two in pairs))
-        return found if math.isfinite(found) else 0.0
 
-    def tolerance(self, scale: float) -> float:
-        """Return the change of the sums that counts as none, for a largest norm of an example."""
-        eps = max((torch.finfo(each.dtype).eps for each in self.sums), default=0.0)
-        largest = math.hypot(*(float(each.double().norm()) for each in self.sums))
-        return (_TOLERANCE + 4 * eps) * max(scale, largest if math.isfinite(largest) else 0.0)
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """What replaced rows changed of a layer's gradients of the kept ones; the scale is the largest gradient."""
+
+    values: list[Tensor]
+    scale: float
+
+    def common(self, other: _Difference) -> float:
+        """Return the size of what two differences have in common, relative to the gradients."""
+        return math.sqrt(max(0.0, _dot(self.values, other.values))) / max(self.scale, sys.float_info.min)
+
+    def equals(self, other: _Difference) -> bool:
+        return all(map(torch.equal, self.values, other.values))
+
+
+_Part = tuple[str, int]
+"""A layer, and 0 for its norms or 1 for its sums: a norm does not show a change of sign, a sum does."""
+
+
+def _dot(one: list[Tensor], two: list[Tensor]) -> float:
+    """Return the inner product of two lists of tensors; 0 if it is not finite."""
+    found = math.fsum(
+        float(torch.linalg.vecdot(a.flatten().double(), b.flatten().double())) for a, b in zip(one, two, strict=True)
+    )
+    return found if math.isfinite(found) else 0.0
 
 
 class SeparationCheck:
@@ -149,61 +175,19 @@ class SeparationCheck:
     def _check(self, other: Tensor, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[set[str], set[str]]:
         """Compare passes; return the layers that were used, and those that showed their examples apart."""
         model, rows = self._clipper.model, len(other)
-
-        buffers: list[dict[str, Tensor]] = []
-
-        def passed(replaced: Tensor, shared: Container[int] = (), mask: Tensor | None = None) -> dict[str, _Gradients]:
-            norms, sums = trial(torch.where(replaced, other, torch.arange(rows)), shared, mask)
-            return {name: _Gradients.of(norms[name], sums[name]) for name in norms}
-
-        def trial(index: Tensor, shared: Container[int], mask: Tensor | None = None) -> Any:
-            args, kwargs = _mapped(inputs, lambda each: _detached(each, rows, None if id(each) in shared else index))
-            # The hooks keep these passes from those of a checkpoint that the model is called in.
-            with _restored(model), torch.autograd.graph.saved_tensors_hooks(_same, _same):
-                found = self._clipper.trial(lambda: model(*args, **kwargs), mask)
-                if len(index) == rows:
-                    buffers.append(_stored(model))
-            return found
-
-        def takes_another_row(shared: Container[int] = ()) -> bool:
-            """Return whether the model runs with one row more, in the inputs of so many rows that are not shared."""
-            try:
-                trial(torch.arange(rows + 1).clamp_(max=rows - 1), shared)
-            except torch.OutOfMemoryError:
-                raise
-            except (RuntimeError, ValueError, IndexError, AssertionError, UnsupportedCase):
-                return False
-            return True
-
-        none = torch.zeros(rows, dtype=torch.bool)
-        before, again = passed(none), passed(none)
-        scale = {name: float(each.norms.abs().max()) for name, each in before.items()}
-        noise = {
-            name: (float(before[name].moved(again[name]).max()), before[name].distance(again[name])) for name in before
-        }
-        if not before or any(noise[name][0] > _RANDOM * scale[name] for name in before):
-            self._warn("two equal passes of the model differ" if before else "the model returned no tensors")
+        passes = _Passes(self._clipper, other, inputs)
+        equal = passes.begin()
+        if equal is False:
+            passes.precise = True
+            equal = passes.begin()
+        if not equal:
+            self._warn("the model returned no tensors" if equal is None else "two equal passes of the model differ")
             return set(), set()
-
-        def compared(shared: Container[int] = ()) -> tuple[set[str], set[str]]:
-            """Return the layers where gradients of rows that were kept changed, and those where any did."""
-            mixed, changed = set(), set()
-            for replaced in _patterns(rows):
-                alone, after = passed(none, shared, ~replaced), passed(replaced, shared, ~replaced)
-                for name in after:
-                    moved = before[name].moved(after[name]) > 4 * noise[name][0] + _TOLERANCE * scale[name]
-                    # A norm does not show a change of sign, a sum does.
-                    most = 4 * noise[name][1] + alone[name].tolerance(scale[name])
-                    if bool(moved[~replaced].any()) or alone[name].distance(after[name]) > most:
-                        mixed.add(name)
-                    if bool(moved.any()):
-                        changed.add(name)
-            return mixed, changed
-
-        mixed, changed = compared()
+        mixed, changed = passes.compare()
         square = _square(inputs, rows) if mixed else set()
-        if square and takes_another_row(square) and not takes_another_row():  # they are no rows of examples
-            mixed, changed = compared(square)
+        if square and passes.takes_another_row(square) and not passes.takes_another_row():  # they are no rows
+            passes.shared = square
+            mixed, changed = passes.compare()
         if mixed:
             layers = dict.fromkeys(name.rpartition(".")[0] for name, _ in self._clipper.parameters)
             names = ", ".join(name or type(model).__name__ for name in layers if name in mixed)
@@ -215,8 +199,8 @@ class SeparationCheck:
                 + f"; one of shape ({rows}, {rows}) may be such an input, or a row for each example"
                 * bool(square)
             )
-        for name, value in buffers[0].items():
-            same = [name in now and torch.equal(value, now[name]) for now in buffers[1:]]
+        for name, value in passes.buffers[0].items():
+            same = [name in now and torch.equal(value, now[name]) for now in passes.buffers[1:]]
             if same[0] and not all(same):
                 warnings.warn(
                     f"the buffer {name} follows the examples of the batch: it is stored with the model, and no noise "
@@ -226,7 +210,7 @@ class SeparationCheck:
                 )
         if not changed:
             self._warn("no row of the input changes any gradient")
-        return set(before), changed
+        return passes.layers, changed
 
     def _warn(self, reason: str) -> None:
         if not self._warned:
@@ -237,6 +221,153 @@ class SeparationCheck:
                 UserWarning,
                 stacklevel=3,
             )
+
+
+class _Passes:
+    """Passes of a model over a batch, some of whose rows are replaced by others.
+
+    Args:
+        clipper: attached to the model.
+        other: (B,) the row that replaces each row.
+        inputs: of the model.
+
+    Attributes:
+        precise: whether passes are in float32, with deterministic kernels.
+        shared: identities of inputs whose first dimension is no row.
+        buffers: those that the model stores, after each pass.
+    """
+
+    def __init__(self, clipper: PerExampleClipper, other: Tensor, inputs: Any) -> None:
+        self._clipper, self._other, self._inputs, self._rows = clipper, other, inputs, torch.arange(len(other))
+        self._device = clipper.parameters[0][1].device.type
+        self.precise = False
+        self.shared: Container[int] = ()
+        self.buffers: list[dict[str, Tensor]] = []
+        self._before: dict[str, Tensor] = {}
+        self._noise: dict[str, float] = {}
+
+    @property
+    def layers(self) -> set[str]:
+        """The layers that the passes use."""
+        return set(self._before)
+
+    def begin(self) -> bool | None:
+        """Find the norms of the examples and their noise; return whether it is rounding, None if there are none."""
+        passes = [self._passed(self._rows) for _ in range(2)]
+        self._before, again = ({name: each.norms for name, each in found.items()} for found in passes)
+        self._noise = {name: float((each - again[name]).abs().max()) for name, each in self._before.items()}
+        if not self._before:
+            return None
+        return all(self._noise[name] <= _RANDOM * float(each.abs().max()) for name, each in self._before.items())
+
+    def compare(self) -> tuple[set[str], set[str]]:
+        """Return the layers where gradients of rows that were kept changed, and those where any did."""
+        mixed, changed = set[str](), set[str]()
+        for replaced in _patterns(len(self._rows)):
+            moved, first = self._difference(replaced)
+            for name, norms in moved.items():
+                scale = float(self._before[name].abs().max())
+                if bool((norms > 4 * self._noise[name] + _TOLERANCE * scale).any()):
+                    changed.add(name)
+            suspects = {part for part, each in first.items() if self._shows(each, each) and part[0] not in mixed}
+            if suspects:
+                second = self._difference(replaced)[1]
+                suspects = {part for part in suspects & second.keys() if self._shows(first[part], second[part])}
+            if suspects:
+                first = {}  # their memory
+                mixed |= self._confirmed(replaced, suspects)
+        return mixed, changed
+
+    def _shows(self, one: _Difference, two: _Difference) -> bool:
+        """Return whether two differences have more in common than an eighth of the passes' precision."""
+        tolerance = _TOLERANCE
+        if not self.precise and torch.is_autocast_enabled(self._device):
+            tolerance = max(tolerance, torch.finfo(torch.get_autocast_dtype(self._device)).eps / 8)
+        return one.common(two) > tolerance
+
+    def _confirmed(self, replaced: Tensor, suspects: set[_Part]) -> set[str]:
+        """Return the layers where differences of precise passes all have a change in common."""
+        before, self.precise = self.precise, True
+        known: list[dict[_Part, _Difference]] = []
+        try:
+            while suspects and len(known) < _REPEATS:
+                found = self._difference(replaced)[1]
+                known.append({part: found[part] for part in suspects & found.keys()})
+                suspects = {
+                    part for part in known[-1] if all(self._shows(known[-1][part], each[part]) for each in known)
+                }
+                if len(known) > 1 and all(known[0][part].equals(known[-1][part]) for part in suspects):
+                    break  # nothing is random
+        finally:
+            self.precise = before
+        return {name for name, _ in suspects}
+
+    def _difference(self, replaced: Tensor) -> tuple[dict[str, Tensor], dict[_Part, _Difference]]:
+        """Return how the rows' norms moved when some rows were replaced, and what changed of those that were kept."""
+        kept = ~replaced
+        alone, after = (
+            self._passed(self._rows, kept),
+            self._passed(torch.where(replaced, self._other, self._rows), kept),
+        )
+        moved = {name: (self._before[name] - after[name].norms).abs() for name in after}
+        changes = {name: after[name].minus(alone.pop(name), kept) for name in after}
+        return moved, {(name, kind): each for name, both in changes.items() for kind, each in enumerate(both)}
+
+    def takes_another_row(self, shared: Container[int] = ()) -> bool:
+        """Return whether the model runs with one row more, in the inputs of so many rows that are not shared."""
+        try:
+            self._run(torch.arange(len(self._rows) + 1).clamp_(max=len(self._rows) - 1), shared)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, IndexError, AssertionError, UnsupportedCase):
+            return False
+        return True
+
+    def _passed(self, index: Tensor, mask: Tensor | None = None) -> dict[str, _Gradients]:
+        norms, sums = self._run(index, self.shared, mask)
+        return {name: _Gradients.of(norms[name], sums[name]) for name in norms}
+
+    def _run(self, index: Tensor, shared: Container[int], mask: Tensor | None = None) -> Any:
+        """Run the model on the rows of an index; in float32 if the passes are precise and it can."""
+        if self.precise:
+            try:
+                with _deterministic(), torch.autocast(self._device, enabled=False):
+                    return self._trial(index, shared, mask)
+            except RuntimeError:  # it needs autocast, or less memory
+                with _deterministic():
+                    return self._trial(index, shared, mask)
+        return self._trial(index, shared, mask)
+
+    def _trial(self, index: Tensor, shared: Container[int], mask: Tensor | None) -> Any:
+        model, rows = self._clipper.model, len(self._rows)
+        widened = self.precise and not torch.is_autocast_enabled(self._device)
+
+        def given(each: Tensor) -> Tensor:
+            return _detached(each, rows, None if id(each) in shared else index, widened)
+
+        args, kwargs = _mapped(self._inputs, given)
+        # The hooks keep these passes from those of a checkpoint that the model is called in.
+        with _restored(model), torch.autograd.graph.saved_tensors_hooks(_same, _same):
+            found = self._clipper.trial(lambda: model(*args, **kwargs), mask)
+            if len(index) == rows:
+                self.buffers.append(_stored(model))
+        return found
+
+
+@contextmanager
+def _deterministic() -> Generator[None]:
+    """Choose deterministic kernels where there are any."""
+    settings: Any = torch.utils.deterministic
+    mode, filled = torch.get_deterministic_debug_mode(), settings.fill_uninitialized_memory
+    try:
+        torch.set_deterministic_debug_mode("warn")
+        settings.fill_uninitialized_memory = False
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*determinis.*")
+            yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
+        settings.fill_uninitialized_memory = filled
 
 
 def _stored(model: nn.Module) -> dict[str, Tensor]:
@@ -282,9 +413,11 @@ def _same(each: Tensor) -> Tensor:
     return each
 
 
-def _detached(each: Tensor, rows: int, index: Tensor | None) -> Tensor:
+def _detached(each: Tensor, rows: int, index: Tensor | None, widened: bool) -> Tensor:
     """Return an input of the model, with the rows of an index if it has so many, as a leaf of its own."""
     mine = each.detach()
+    if widened and each.dtype in (torch.bfloat16, torch.float16):
+        mine = mine.float()
     if index is not None and each.shape[:1] == (rows,):
         mine = mine.index_select(0, index.to(each.device))
     return mine.requires_grad_(each.requires_grad)
