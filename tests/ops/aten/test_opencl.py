@@ -36,6 +36,17 @@ def test_the_product_of_gpus_takes_any_strides(batch, rows, inner, columns):
 
 
 @pytest.mark.slow
+def test_long_products_of_gpus_lose_no_digits():
+    require_backend("opencl")
+    place = OpenclTensors(registry.create("opencl"), 0)
+    place.is_cpu = False
+    found = place.empty((1, 2, 3), torch.float32)
+    a, b = torch.full((1, 2, 100_001), 0.1), torch.full((1, 100_001, 3), 0.1)
+    place.matmul(found, moved(a, place), moved(b, place))  # terms one after the other: 8e-4
+    torch.testing.assert_close(found.cpu().double(), a.double() @ b.double(), rtol=3e-5, atol=0)
+
+
+@pytest.mark.slow
 def test_a_process_ends_without_messages_of_the_driver(monkeypatch):
     """PoCL's compiler in a thread that outlives its folder, and its remarks on vectors of 16, are not for users."""
     require_backend("opencl")

@@ -34,6 +34,32 @@ def test_sums_longer_than_a_thread_may_loop(device):
     assert total.tolist() == [70_000]
 
 
+@each_device
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.sum(), lambda x: x.mean(0), lambda x: x.reshape(2, -1).mean(-1), lambda x: (x * x).mean(),
+        lambda x: x.reshape(-1, 2).sum(0), lambda x: x.norm(), lambda x: torch.dot(x, x),
+        lambda x: torch.mv(x.reshape(20, -1), x[:50_000]), lambda x: x.reshape(20, -1) @ x.reshape(20, -1).T,
+        lambda x: F.mse_loss(x, x * 0), lambda x: F.cross_entropy(x.reshape(-1, 2), (x.view(-1, 2)[:, 0] > 1).long()),
+        lambda x: (x.reshape(2, -1) + x[:2, None] * 1e3).var(-1, unbiased=False) + 1,
+        lambda x: torch.logsumexp(x, 0), lambda x: torch.softmax(x, 0)[:3] * 1e6,
+    ],
+)  # fmt: skip
+def test_long_sums_lose_no_digits(device, function):
+    x = torch.full((1_000_000,), 0.1)
+    wanted = function(x.double())
+    torch.testing.assert_close(function(acl.to(x, device)).cpu().double(), wanted, rtol=1.5e-6, atol=0)
+
+
+@each_device
+def test_infinite_and_missing_terms_of_sums(device):
+    x = torch.ones(3, 5000)
+    x[0, 7], x[1, 2000], x[2, 3], x[2, 4000] = math.inf, math.nan, math.inf, -math.inf
+    assert str(acl.to(x, device).sum(-1).tolist()) == "[inf, nan, nan]"
+    assert str((acl.to(x, device) @ acl.to(torch.ones(5000, 2), device))[:, 1].tolist()) == "[inf, nan, nan]"
+
+
 def test_data_is_replaced_with_its_memory(device):
     x = acl.to(torch.ones(3), device)
     x.data = x.data * 2

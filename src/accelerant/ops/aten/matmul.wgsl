@@ -3,6 +3,7 @@
 // Grid: a block of 16 by 16 threads for 64 by 64 elements, 4 by 4 of a thread in registers. Tiles of 64 by 16 and 16 by 64
 // elements pass through workgroup memory, 8 KiB. Per step of K a thread reads 8 words of it for 16 multiply-adds.
 // Bound by arithmetic for large matrices, by memory where M or N is below 64.
+// Sums of 256 terms are added up, so that rounding errors grow with K / 256 + 256.
 
 var<workgroup> tile_a: array<f32, 1024>;
 var<workgroup> tile_b: array<f32, 1024>;
@@ -17,7 +18,14 @@ fn matmul(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_id)
     let a_at = scalars.x0_at + z * scalars.x0_batch;
     let b_at = scalars.x1_at + z * scalars.x1_batch;
     var sums: array<vec4<f32>, 4>;
+    var totals: array<vec4<f32>, 4>;
     for (var k = 0; k < scalars.K; k += 16) {
+        if (k % 256 == 0) {
+            for (var part = 0; part < 4; part++) {
+                totals[part] += sums[part];
+                sums[part] = vec4<f32>();
+            }
+        }
         for (var part = 0; part < 4; part++) {
             let number = index + 256 * part;
             let a_row = first.x + number / 16;
@@ -47,11 +55,12 @@ fn matmul(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_id)
     }
     for (var part = 0; part < 4; part++) {
         let out_row = first.x + row + 16 * part;
+        let values = totals[part] + sums[part];
         for (var across = 0; across < 4; across++) {
             let out_column = first.y + column + 16 * across;
             if (out_row < scalars.M && out_column < scalars.N) {
                 let at = scalars.out_at + z * scalars.out_batch + out_row * scalars.out_row;
-                out[at + out_column * scalars.out_column] = sums[part][across];
+                out[at + out_column * scalars.out_column] = values[across];
             }
         }
     }
@@ -70,7 +79,14 @@ fn matmul_blocked(@builtin(global_invocation_id) id: vec3<u32>) {
     var a_at = scalars.x0_at + z * scalars.x0_batch + rows * scalars.x0_row;
     var b_at = scalars.x1_at + z * scalars.x1_batch + columns * scalars.x1_column;
     var sums: array<vec4<f32>, 4>;
+    var totals: array<vec4<f32>, 4>;
     for (var k = 0; k < scalars.K; k++) {
+        if (k % 256 == 0) {
+            for (var part = 0; part < 4; part++) {
+                totals[part] += sums[part];
+                sums[part] = vec4<f32>();
+            }
+        }
         let b = vec4<f32>(x1[b_at.x], x1[b_at.y], x1[b_at.z], x1[b_at.w]);
         sums[0] += x0[a_at.x] * b;
         sums[1] += x0[a_at.y] * b;
@@ -80,12 +96,13 @@ fn matmul_blocked(@builtin(global_invocation_id) id: vec3<u32>) {
         b_at += vec4<i32>(scalars.x1_row);
     }
     for (var part = 0; part < 4; part++) {
+        let values = totals[part] + sums[part];
         for (var across = 0; across < 4; across++) {
             let out_row = first.x + part;
             let out_column = first.y + across;
             if (out_row < scalars.M && out_column < scalars.N) {
                 let at = scalars.out_at + z * scalars.out_batch + out_row * scalars.out_row;
-                out[at + out_column * scalars.out_column] = sums[part][across];
+                out[at + out_column * scalars.out_column] = values[across];
             }
         }
     }

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 
 from accelerant.ops.aten.device import TensorDevice, expanded, merged
+from accelerant.ops.aten.table import deep_product
 from accelerant.ops.aten.tensor import DeviceTensor
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.provider import ComputeProvider
@@ -118,6 +119,17 @@ _ROWS, _COLUMNS = 8, 16
 
 _DEPTH = 16
 """Inner dimension of the tiles of the product on a GPU."""
+
+_DEPTH_CPU, _DEPTH_GPU = 256, 2048
+"""Terms of a product that are added one after the other; sums of so many are added with compensation."""
+
+_TWO_SUM = (
+    "const {type} next = {a} + {v}, added = next - {a}; {rest} += ({a} - (next - added)) + ({v} - added); {a} = next;"
+)
+"""Add v to a, and the rounding error to `rest`, which becomes NaN where a sum is not finite.
+
+Source: Knuth's TwoSum and Neumaier's sum, in Higham 2002, Accuracy and Stability of Numerical Algorithms, 4.3.
+"""
 
 _TILED = """
     __local T4 a_tile[BK * WIDTH / 4], b_tile[BK * WIDTH / 4];
@@ -348,6 +360,7 @@ class OpenclTensors(TensorDevice):
         if indexed:
             better = ">" if kind == "argmax" else "<"
             accumulate = f"if (r == 0 || (a == a && (v != v || v {better} a))) {{ a = v; where = r; }}"
+        compensated = kind == "sum" and value in ("float", "double")
         low, high = ("-INFINITY", "INFINITY") if value in ("float", "double") else _LIMITS[value]
         body = [
             f"    const {text.index} i = {'get_group_id(0)' if lanes > 1 else 'get_global_id(0)'};",
@@ -357,13 +370,15 @@ class OpenclTensors(TensorDevice):
             *(f"    const {text.index} b{at} = {bases[at + 1]};" for at in range(len(inputs))),
             f"    const T lowest = {low}, highest = {high};",
             f"    T a = {neutral};",
+            *(["    T rest = 0;"] if compensated else []),
             *([f"    {text.index} where = 0;"] if indexed else []),
             f"    for ({text.index} r = {'get_local_id(0)' if lanes > 1 else '0'}; r < length; r += {lanes}) {{",
             *(f"    {line}" for line in inner_lines),
             *loads,
             f"        const T v = {pre};",
-            f"        {accumulate}",
+            f"        {_TWO_SUM.format(type='T', a='a', v='v', rest='rest') if compensated else accumulate}",
             "    }",
+            *(["    a = isnan(rest) ? a : a + rest;"] if compensated else []),
         ]
         if lanes > 1:
             body += [
@@ -489,6 +504,33 @@ class OpenclTensors(TensorDevice):
             lines.append(f"    const {text.index} m{at} = first + {at} < M ? first + {at} : M - 1;")
             lines.append(f"    __global const T* a{at} = x0{steps[0].replace(' + m', f' + m{at}', 1)};")
         along = steps[1].removeprefix(" + ") or "0"
+
+        def sums(type_: str, row: str) -> list[str]:
+            """Return lines that set c0, c1, ... to sums over K: blocks of _DEPTH_CPU terms, added with compensation."""
+            compensated = inner > _DEPTH_CPU and kind in ("float", "double")
+            each = range(height)
+            depth = f"block + {_DEPTH_CPU} < K ? block + {_DEPTH_CPU} : K" if compensated else "K"
+            nan = (
+                "isnan(e{at}) ? c{at} : c{at} + e{at}" if type_ == "T" else "c{at} + select(e{at}, (V)0, isnan(e{at}))"
+            )
+            return [
+                *(f"        {type_} c{at} = 0{f', e{at} = 0' * compensated};" for at in each),
+                f"        for ({text.index} block = 0; block < K; block += {_DEPTH_CPU if compensated else 'K'}) {{",
+                *(f"            {type_} p{at} = 0;" for at in each),
+                f"            for ({text.index} k = block; k < ({depth}); ++k) {{",
+                f"                const {type_} row = {row};",
+                *(f"                p{at} += a{at}[{along}] * row;" for at in each),
+                "            }",
+                *(
+                    f"            {{ {_TWO_SUM.format(type=type_, a=f'c{at}', v=f'p{at}', rest=f'e{at}')} }}"
+                    if compensated
+                    else f"            c{at} = p{at};"
+                    for at in each
+                ),
+                "        }",
+                *(f"        c{at} = {nan.format(at=at)};" for at in each if compensated),
+            ]
+
         body = [
             f"    const {text.index} n = get_global_id(0) * {_COLUMNS}, first = get_global_id(1) * {height};",
             f"    const {text.index} z = get_global_id(2);",
@@ -498,20 +540,12 @@ class OpenclTensors(TensorDevice):
             "    __global T* out = out_whole + out_at + z * out_batch + n;",
             *lines,
             f"    if (n + {_COLUMNS} <= N) {{",
-            *(f"        V c{at} = 0;" for at in range(height)),
-            f"        for ({text.index} k = 0; k < K; ++k) {{",
-            "            const V row = vload16(0, x1 + k * b_row);",
-            *(f"            c{at} += a{at}[{along}] * row;" for at in range(height)),
-            "        }",
+            *sums("V", "vload16(0, x1 + k * b_row)"),
             *(f"        if (first + {at} < M) vstore16(c{at}, 0, out + m{at} * c_row);" for at in range(height)),
             "        return;",
             "    }",
             f"    for ({text.index} e = 0; n + e < N; ++e) {{",
-            *(f"        T c{at} = 0;" for at in range(height)),
-            f"        for ({text.index} k = 0; k < K; ++k) {{",
-            "            const T each = x1[k * b_row + e];",
-            *(f"            c{at} += a{at}[{along}] * each;" for at in range(height)),
-            "        }",
+            *sums("T", "x1[k * b_row + e]"),
             *(f"        if (first + {at} < M) out[m{at} * c_row + e] = c{at};" for at in range(height)),
             "    }",
         ]
@@ -525,6 +559,9 @@ class OpenclTensors(TensorDevice):
     def _tiled_matmul(self, out: DeviceTensor, a: DeviceTensor, b: DeviceTensor) -> None:
         """Write a product by work-groups that share tiles in local memory, for GPUs; operands may have any strides."""
         batch, rows, columns = out.shape
+        if a.shape[2] > _DEPTH_GPU and out.dtype.is_floating_point:
+            deep_product(self, out, a, b, _DEPTH_GPU)
+            return
         large = batch * -(-rows // 128) * -(-columns // 128)
         groups = 2 if min(rows, columns) > 64 and large >= self._units else 1  # one for each unit, at least
         tile = 64 * groups

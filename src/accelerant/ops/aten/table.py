@@ -24,6 +24,7 @@ from accelerant.ops.aten.tensor import DeviceTensor
 __all__ = [
     "TABLE",
     "aten",
+    "deep_product",
     "dims_of",
     "elementwise",
     "operand",
@@ -610,6 +611,17 @@ def reduction(
         return out
     kept = [at for at in range(len(shape)) if at not in dims]
     return strided(out, [out.shape[at] for at in kept], [out.stride(at) for at in kept])
+
+
+def deep_product(place: TensorDevice, out: DeviceTensor, a: DeviceTensor, b: DeviceTensor, depth: int) -> None:
+    """Write a product of many terms as the sum of products of `depth` terms."""
+    parts: Any = place.empty((-(-a.shape[2] // depth), *out.shape), out.dtype)
+    for at in range(parts.shape[0]):
+        along = slice(at * depth, (at + 1) * depth)
+        x: Any = a[:, :, along]
+        y: Any = b[:, along]
+        place.matmul(parts[at], x, y)
+    place.reduce(strided(out, (1, *out.shape), (0, *out.stride())), "sum", (parts,), [0])
 
 
 def _sum_dtype(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:

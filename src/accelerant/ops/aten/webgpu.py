@@ -19,7 +19,7 @@ import torch
 
 from accelerant.errors import UnsupportedCase
 from accelerant.ops.aten.device import TensorDevice, expanded, merged
-from accelerant.ops.aten.table import strided
+from accelerant.ops.aten.table import deep_product, strided
 from accelerant.ops.aten.tensor import DeviceTensor
 from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.compilation.wgsl import bindings
@@ -71,6 +71,15 @@ _NUMBERS = {
     "i64": ("vec2<u32>()", "vec2<u32>(1u, 0u)", "vec2<u32>(0u, 0x80000000u)", "vec2<u32>(0xffffffffu, 0x7fffffffu)"),
 }
 """Type of expressions -> 0, 1, and the least and the largest number."""
+
+_BLOCKS = (
+    "added++;"
+    " if ((added & 31) == 0) { middle += a; a = 0.0; if ((added & 1023) == 0) { total += middle; middle = 0.0; } }"
+)
+"""After each term of a long sum: sums of 32 terms are added up, and sums of 1,024; drivers drop a compensation."""
+
+_DEPTH = 65536
+"""Terms of a product of matrices; sums of so many are added up."""
 
 _COMBINE = {"sum": (0, "a + v"), "prod": (1, "a * v"), "max": (2, "max(a, v)"), "min": (3, "min(a, v)")}
 """Kind of reduction -> index of its neutral number, and combination of `a` and `v`."""
@@ -306,6 +315,7 @@ class WebgpuTensors(TensorDevice):
         text.number("count", outputs)
         neutral, combine = _COMBINE[kind.removeprefix("arg")]
         accumulate = f"a = {_expression(combine, value)[0]};"
+        blocks = kind == "sum" and value == "f32" and length > 32 * lanes
         if indexed:
             better = _expression("v > a" if kind == "argmax" else "v < a", value)[0]
             accumulate = f"if (r == 0 || (!acl_is_nan(a) && (acl_is_nan(v) || {better}))) {{ a = v; best = r; }}"
@@ -316,12 +326,15 @@ class WebgpuTensors(TensorDevice):
             *(f"let b{at} = {bases[at + 1]};" for at in range(len(inputs))),
             *named,
             f"var a: T = {_NUMBERS[value][neutral]}; var best = 0;",
+            *(["var added = 0; var middle = 0.0; var total = 0.0;"] if blocks else []),
             f"for (var r = {'i32(thread)' if lanes > 1 else '0'}; r < scalars.length; r += {lanes}) {{",
             *along,
             *(_operand(x, at, offsets[at], compute) for at, x in enumerate(inputs)),
             f"let v = {_converted(*_expression(pre, value), value)};",
             accumulate,
+            *([_BLOCKS] if blocks else []),
             "}",
+            *(["a += middle; a += total;"] if blocks else []),
         ]
         head = ""
         if lanes > 1:
@@ -475,6 +488,9 @@ class WebgpuTensors(TensorDevice):
             self._matmul_parts(out, a, b)
             return
         self._check_rounds(a.shape[2])
+        if a.shape[2] > _DEPTH:
+            deep_product(self, out, a, b, _DEPTH)
+            return
         entry = "matmul_blocked" if self.is_cpu else "matmul"
         if entry not in self._kernels:
             self._kernels[entry] = self.provider.compile(matmul_source(), entry=entry, device=self.index)
