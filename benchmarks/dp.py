@@ -38,6 +38,7 @@ from benchmarks.dp_steps import (
     parse_case,
     peer_step,
     precision_on,
+    private_loop_step,
     private_step,
     run_alone,
     run_in_turns,
@@ -54,6 +55,11 @@ _SHARES = {
     (16, 1024, "secure"): 0.8, (16, 1024, "Philox"): 0.9, (128, 128, "secure"): 0.75,
 }  # fmt: skip
 """Targets of GPT-2 124M on an H200: the share of our own speed without privacy, by batch, length and kind."""
+
+_LOOP_SHARES = {
+    (64, 256, "secure"): 0.85, (64, 256, "Philox"): 0.9, (16, 1024, "secure"): 0.9, (16, 1024, "Philox"): 0.93,
+}  # fmt: skip
+"""The same of plain modules in a loop: the share of the same loop's speed without privacy."""
 
 _CPU_SHARE = 1 / 1.25
 _MEMORY, _PARTS_MEMORY = 1.8, 1.3
@@ -74,8 +80,9 @@ class DpSuite(Suite):
     )
 
     case: tuple[str, ...] | None = option(
-        None, "BATCHxLENGTH, BATCHxLENGTH/PART with virtual batches of PART rows, tiny (the preset), or noise; may be "
-        "repeated. By default on a GPU 64x1024/16, noise, 16x1024, 128x128; on a CPU tiny, noise.",
+        None, "BATCHxLENGTH, BATCHxLENGTH/PART with virtual batches of PART rows, 'BATCHxLENGTH loop' of plain modules "
+        "in an ordinary loop, tiny (the preset), or noise; may be repeated. By default on a GPU 64x1024/16, noise, "
+        "16x1024, 128x128, 64x256 loop, 16x1024 loop; on a CPU tiny, noise.",
     )  # fmt: skip
     against: tuple[str, ...] = option(
         ("torch", "opacus"), "Peers: torch (plain, not private), opacus (opacus ghost, opacus fast, opacus hooks), "
@@ -106,7 +113,8 @@ class DpSuite(Suite):
                 raise ConfigError(f"--against: no peer {name!r}; there are {', '.join(PEERS)}")
             peers += [peer for peer in known if peer not in peers]
         gpu = device.torch_device.startswith("cuda")
-        case = self.case or (("64x1024/16", "noise", "16x1024", "128x128") if gpu else ("tiny", "noise"))
+        on_gpu = ("64x1024/16", "noise", "16x1024", "128x128", "64x256 loop", "16x1024 loop")
+        case = self.case or (on_gpu if gpu else ("tiny", "noise"))
         for text in case:
             if text != "noise":
                 parse_case(text, self.model)
@@ -128,13 +136,17 @@ class DpSuite(Suite):
                 cases.append(SuiteCase(f"noise 2^{self.draws}", measure))
                 continue
             case = parsed[text]
+            if case.loop:
+                measure = functools.partial(_measure_loop, case, self.budget_s)
+                cases.append(SuiteCase(case.text("with and without privacy", precision), measure))
+                continue
             peers = self.against if in_turns and not case.config.tied else ()
             parts = "" if case.part is None else f", in parts of {case.part} too"
             key = case.text(", ".join((f"ours{parts}", *peers)), precision)
             measure = functools.partial(_measure_ours, case, self.budget_s, peers)
             cases.append(SuiteCase(key, measure, on_cpu=functools.partial(_on_cpu, case)))
         for case in parsed.values():
-            for peer in () if case.config.tied or in_turns else self.against:
+            for peer in () if case.config.tied or in_turns or case.loop else self.against:
                 measure = functools.partial(_measure_peer, peer, case, self.budget_s)
                 cases.append(SuiteCase(case.text(peer, precision), measure))
         return cases
@@ -201,6 +213,23 @@ def _measure_ours(case: PrivateCase, budget_s: float, peers: Sequence[str], run:
         run.add(_peer_row(peer, case, where, result))
 
 
+def _measure_loop(case: PrivateCase, budget_s: float, run: SuiteRun) -> None:
+    """Measure an ordinary loop over plain modules, with privacy and without, in turns.
+
+    Raises:
+        AccelerantError: a loss is not finite, or far from the one without privacy.
+    """
+    where, kinds = run.torch_device, [PrivateKind(secure=True), PrivateKind(secure=False)]
+    run.progress(f"{case.name}, a loop over plain modules, in turns")
+    makers: list[StepMaker] = [functools.partial(peer_step, "torch", case, where)]
+    makers += [functools.partial(private_loop_step, case, kind, where) for kind in kinds]
+    plain, *private = run_in_turns(makers, case, where, budget_s)
+    run.add(_peer_row("torch", case, where, plain))
+    for kind, result in zip(kinds, private, strict=True):
+        _check_losses(case, kind, result.losses, plain.losses)
+        run.add(_private_row(case, kind, run, result, plain))
+
+
 def _results(makers: Sequence[StepMaker], case: PrivateCase, budget_s: float, run: SuiteRun) -> Iterable[StepResult]:
     """Yield each step's figures: on a GPU as they are measured, one after the other; on a CPU in turns."""
     if not run.gpu:
@@ -223,7 +252,8 @@ def _private_row(case: PrivateCase, kind: PrivateKind, run: SuiteRun, result: St
     row = _row(case, variant, run.torch_device, result, _OURS, "private gpt step")
     share = plain.timing.p50_ms / result.timing.p50_ms
     target = _target_share(case, kind, run)
-    note = f"{share:.3f} of our speed without privacy" + (f" (asked: {target:.2f})" if target else "")
+    whose = "torch's" if case.loop else "our"
+    note = f"{share:.3f} of {whose} speed without privacy" + (f" (asked: {target:.2f})" if target else "")
     if result.peak is not None and plain.peak is not None:
         most = _MEMORY if kind.part is None else _PARTS_MEMORY
         note += f", {result.peak / plain.peak:.2f}x its memory"
@@ -240,7 +270,8 @@ def _target_share(case: PrivateCase, kind: PrivateKind, run: SuiteRun) -> float 
         return None if run.gpu else _CPU_SHARE
     if not run.is_model("H200") or case.config != replace(GPT2_UNTIED, context=case.config.context):
         return None
-    return _SHARES.get((case.batch, case.config.context, kind.target_key))
+    shares = _LOOP_SHARES if case.loop else _SHARES
+    return shares.get((case.batch, case.config.context, kind.target_key))
 
 
 def _measure_peer(peer: str, case: PrivateCase, budget_s: float, run: SuiteRun) -> None:

@@ -51,6 +51,7 @@ __all__ = [
     "parse_case",
     "peer_step",
     "precision_on",
+    "private_loop_step",
     "private_step",
     "run_alone",
     "run_in_turns",
@@ -85,12 +86,14 @@ class PrivateCase:
         config: the model; its context is a row's length.
         part: rows of a virtual batch, measured in addition; None for no virtual steps.
         preset: the model is that of the preset tiny.
+        loop: a user's own: plain modules and torch's AdamW in an ordinary loop, beside the same without privacy.
     """
 
     batch: int
     config: GPTConfig
     part: int | None = None
     preset: bool = False
+    loop: bool = False
 
     def __post_init__(self) -> None:
         if self.batch < 1 or (self.part is not None and (self.part < 1 or self.batch % self.part)):
@@ -105,7 +108,8 @@ class PrivateCase:
         """Return the case as rows have it."""
         config = self.config
         shape = f"{config.layers} layers of {config.width}, {'tied' if config.tied else 'untied'}"
-        return f"{self.name} {shape}, {'bf16 autocast' if precision else 'float32'}, {variant}"
+        loop = ", plain modules in a loop" * self.loop
+        return f"{self.name} {shape}, {'bf16 autocast' if precision else 'float32'}{loop}, {variant}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,7 @@ class PrivateKind:
 
 
 def parse_case(text: str, model: GPTConfig = GPT2_UNTIED) -> PrivateCase:
-    """Parse "64x1024", "64x1024/16" with virtual batches of 16 rows, or "tiny".
+    """Parse "64x1024", "64x1024/16" with virtual batches of 16 rows, "64x256 loop", or "tiny".
 
     Raises:
         ConfigError: the text is none of these.
@@ -135,11 +139,14 @@ def parse_case(text: str, model: GPTConfig = GPT2_UNTIED) -> PrivateCase:
     if text == "tiny":
         config = GPTConfig(_TINY.vocab_size, _TINY.training.context, _TINY.layers, _TINY.heads, _TINY.width)
         return PrivateCase(_TINY.training.batch_size, config, preset=True)
+    text, loop, _ = text.partition(" loop")
     sizes, divided, part = text.partition("/")
     batch, _, context = sizes.partition("x")
     if not all(number.isdecimal() and int(number) > 0 for number in (batch, context, part if divided else "1")):
-        raise ConfigError(f'a case is "BATCHxLENGTH", "BATCHxLENGTH/PART" or "tiny", got {text!r}')
-    return PrivateCase(int(batch), replace(model, context=int(context)), int(part) if part else None)
+        known = '"BATCHxLENGTH", "BATCHxLENGTH/PART", "BATCHxLENGTH loop" or "tiny"'
+        raise ConfigError(f"a case is {known}, got {text + loop!r}")
+    config = replace(model, context=int(context))
+    return PrivateCase(int(batch), config, int(part) if part else None, loop=bool(loop))
 
 
 def precision_on(where: torch.device) -> torch.dtype | None:
@@ -186,6 +193,36 @@ def private_step(case: PrivateCase, kind: PrivateKind, where: torch.device) -> I
             return result.loss
 
         yield call, lambda: f"PrivateStep, {'graphs' if step.captured else 'eager'}"
+
+
+@contextmanager
+def private_loop_step(case: PrivateCase, kind: PrivateKind, where: torch.device) -> Iterator[PreparedStep]:
+    """Yield a step of an ordinary private loop over plain modules, with torch's AdamW."""
+    from accelerant.privacy.dp.sampling import DrawnBatch
+    from accelerant.privacy.dp.sampling.batches import Draw
+    from accelerant.privacy.dp.training.private import make_private
+
+    torch.manual_seed(0)
+    model = PlainGPT.like(GPT(case.config).to(where))
+    fused = where.type == "cuda"
+    optimizer = torch.optim.AdamW(parameter_groups(model), lr=RATE, betas=BETAS, fused=fused)
+    precision, mask = precision_on(where), torch.ones(case.batch, dtype=torch.bool)
+    with make_private(
+        model, optimizer, noise_multiplier=_NOISE_MULTIPLIER, delta=1 / (10 * _DATASET_ROWS),
+        max_grad_norm=_MAX_GRAD_NORM, sample_rate=case.batch / _DATASET_ROWS, expected_batch_size=case.batch,
+        secure=kind.secure,
+    ) as private:  # fmt: skip
+
+        def call(tokens: Tensor, targets: Tensor) -> Tensor:
+            private.use(DrawnBatch((tokens, targets), mask, True, case.batch, case.batch, Draw(case.batch)))
+            with torch.autocast(where.type, dtype=precision or torch.bfloat16, enabled=precision is not None):
+                loss: Tensor = model(tokens, targets)
+            loss.backward()
+            private.optimizer.step()
+            private.optimizer.zero_grad()
+            return loss.detach()
+
+        yield call, lambda: "make_private"
 
 
 # --- peers -----------------------------------------------------------------------------------------------------------
@@ -266,6 +303,9 @@ def _opacus(name: str) -> Any:
 
 # --- running steps ---------------------------------------------------------------------------------------------------
 
+_TOGETHER = 5
+"""Steps between two synchronisations with a GPU: the host runs ahead, as in a loop that seldom reads a loss."""
+
 
 @dataclass(slots=True)
 class StepResult:
@@ -301,12 +341,21 @@ def run_alone(make: StepMaker, case: PrivateCase, where: torch.device, budget_s:
 def run_in_turns(
     makers: Sequence[StepMaker], case: PrivateCase, where: torch.device, budget_s: float
 ) -> list[StepResult]:
-    """Run steps on a CPU in turns, since its speed changes from one second to the next."""
+    """Run steps in turns, since a host's speed changes from one second to the next; on a GPU several to a turn."""
     data = TokenBatches.drawn(case.config, case.batch, where, contiguous=True)
+    together = _TOGETHER if where.type == "cuda" else 1
+
+    def turn(step: Step) -> None:
+        for i in range(together):
+            step(*data.batch(i if together > 1 else 0))
+        if where.type == "cuda":
+            torch.cuda.synchronize(where)
+
     with ExitStack() as stack:
         steps = [stack.enter_context(make()) for make in makers]
         losses = [[float(step(*data.batch(i))) for i in range(WARM_UP)] for step, _ in steps]
-        timings = time_in_turns([functools.partial(step, *data.batch(0)) for step, _ in steps], budget_s=budget_s)
+        turns = time_in_turns([functools.partial(turn, step) for step, _ in steps], budget_s=budget_s)
+        timings = [Timing.of([each / together for each in timing.samples], wall=True) for timing in turns]
         return [
             StepResult(timing, timing.samples, None, first, describe())
             for timing, first, (_, describe) in zip(timings, losses, steps, strict=True)

@@ -65,6 +65,15 @@ def test_rows_of_a_case(cpu):
     assert plain.flops == secure.flops == 32 * (6 * (12 * 2 * 16**2 + 50 * 16) + 6 * 2 * 8 * 16)
 
 
+def test_a_loop_over_plain_modules_is_compared_with_the_same_loop_without_privacy(cpu):
+    plain, secure, philox = measured(cpu, case=("4x8 loop",), against=()).rows
+    assert [(row.case, row.runner) for row in (plain, secure, philox)] == [
+        (f"{SHAPE}, plain modules in a loop, {variant}", runner)
+        for variant, runner in (("not private", "torch"), ("secure", "accelerant"), ("Philox", "accelerant"))
+    ]
+    assert philox.note.startswith(f"{plain.p50 / philox.p50:.3f} of torch's speed without privacy; ")
+
+
 @pytest.mark.slow
 def test_noise_changes_the_losses_after_the_first_and_never_in_the_same_way(cpu):
     def losses(note):
@@ -91,7 +100,7 @@ def test_the_preset_aims_at_a_share_of_its_speed_without_privacy(cpu, monkeypatc
 def test_what_an_h200_is_asked_for(cpu):
     h200 = h200_run(cpu)
     asked = {}
-    for name in ("64x1024/16", "16x1024", "128x128", "32x1024"):
+    for name in ("64x1024/16", "16x1024", "128x128", "32x1024", "64x256 loop", "16x1024 loop"):
         case = parse_case(name)
         kinds = [PrivateKind(secure=True), PrivateKind(secure=False), PrivateKind(secure=True, part=case.part)]
         asked[name] = [suite._target_share(case, kind, h200) for kind in kinds]
@@ -100,6 +109,8 @@ def test_what_an_h200_is_asked_for(cpu):
         "16x1024": [0.8, 0.9, 0.8],
         "128x128": [0.75, None, 0.75],
         "32x1024": [None, None, None],
+        "64x256 loop": [0.85, 0.9, 0.85],
+        "16x1024 loop": [0.9, 0.93, 0.9],
     }
     assert suite._target_share(parse_case("64x1024", TINY), PrivateKind(secure=True), h200) is None
 
@@ -273,7 +284,7 @@ def test_noise_of_another_spread_is_an_error(spoil):
 # --- what is asked for -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["64", "64x", "x8", "0x8", "4x8/", "4x8/3", "4x-8", "large"])
+@pytest.mark.parametrize("text", ["64", "64x", "x8", "0x8", "4x8/", "4x8/3", "4x-8", "large", " loop"])
 def test_cases_that_are_none(text):
     with pytest.raises(ConfigError, match=r"parts|BATCHxLENGTH"):
         parse_case(text)
@@ -288,7 +299,9 @@ def test_peers_that_are_none(cpu, capsys):
 
 
 def test_defaults(cpu):
-    assert DpSuite().resolve(h200_run(cpu).device).case == ("64x1024/16", "noise", "16x1024", "128x128")
+    assert DpSuite().resolve(h200_run(cpu).device).case == (
+        "64x1024/16", "noise", "16x1024", "128x128", "64x256 loop", "16x1024 loop",
+    )  # fmt: skip
     assert DpSuite().resolve(cpu).case == ("tiny", "noise")
     case = parse_case("64x1024/16")
     assert (case.batch, case.config.context, case.part, case.config.tied) == (64, 1024, 16, False)

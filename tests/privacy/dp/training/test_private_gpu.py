@@ -1,6 +1,7 @@
 """Private steps on a GPU: the update of microbatches of one, bfloat16, noise of the right size."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -38,6 +39,23 @@ def test_an_ordinary_loop_is_a_loop_of_microbatches_of_one():
             p.data -= (0.3 * total / 12).float()
     for ours, theirs in zip(parameters(model), parameters(plain), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_a_private_backward_pass_runs_on_the_calling_thread_and_others_on_autograds_own():
+    threads, model = [], mlp().cuda()
+    other = torch.nn.Linear(2, 2).cuda()
+    with private(model, 0.3, lr=0.3) as training:
+        for batch in training.batches(points(), steps=1):
+            value = loss(model, *batch.tensors)
+            value.register_hook(lambda grad: threads.append(threading.get_ident()))
+            value.backward()
+            assert torch._C._is_multithreading_enabled()
+            training.optimizer.step()
+        loss(model, *batch.tensors)  # without a backward pass
+    y = other(torch.ones(1, 2).cuda()).sum()
+    y.register_hook(lambda grad: threads.append(threading.get_ident()))
+    y.backward()
+    assert threads[0] == threading.get_ident() != threads[1]
 
 
 @pytest.mark.parametrize("secure", [True, False])

@@ -148,6 +148,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._released = False  # .grad is the noisy mean
         self._updating = False
         self._warned = self._warned_of_plateau = False
+        self._threads: Any = None  # restores autograd's own threads
         check = weakref.WeakMethod(self.require_own)  # the hook, on all optimizers, must not keep this one alive
 
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -335,6 +336,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if self.tracker.used:
             self.clipper.mask = None  # it was the draw's
         self.tracker.released()
+        self._release_thread()
         self.stepped = True
         self.steps += 1
 
@@ -381,6 +383,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     def detach(self) -> None:
         """Release the wrapped optimizer; a sum that no step has released is cleared."""
         self._unwatch()
+        self._release_thread()
         self.clipper.keep_sums(None)
         if not self._released:
             self._clear()
@@ -411,7 +414,22 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.require_untouched()
         self.separation.before_backward()
 
+    def keep_thread(self) -> None:
+        """Let backward passes over a GPU run on this thread until one has ended.
+
+        The layers' functions are Python's: called from autograd's own thread they took GPT-2's step 50 ms of the host's
+        time instead of 39, on an H200.
+        """
+        if self._threads is None and self._params[0].is_cuda:
+            self._threads = torch.autograd.set_multithreading_enabled(False)
+
+    def _release_thread(self) -> None:
+        threads, self._threads = self._threads, None
+        if threads is not None:
+            torch.autograd.set_multithreading_enabled(threads.prev)
+
     def _backward_ended(self, norms: Tensor, factors: Tensor) -> None:
+        self._release_thread()
         self.tracker.add(norms.numel())
         if self._adaptive is not None:
             self._adaptive.count(norms, self.clipper)

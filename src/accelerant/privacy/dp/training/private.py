@@ -97,6 +97,8 @@ class PrivateTraining:
                 if torch.is_grad_enabled():
                     private.require_as_attached()
                 private.drop_released()
+                if torch.is_grad_enabled():
+                    private.keep_thread()
                 if torch.is_grad_enabled() and private.separation.pending:
                     private.separation.before_forward(args, kwargs)
 
@@ -175,7 +177,9 @@ class PrivateTraining:
         if batch.sampler is not None and batch.sampler not in self._samplers:
             self._require_sampler(batch.sampler)
         self._tracker.begin(batch, origin)
-        self.clipper.mask = None if batch.mask is None else batch.mask.to(self.clipper.parameters[0][1].device)
+        device = self.clipper.parameters[0][1].device
+        # Waiting for this copy would wait for the step before.
+        self.clipper.mask = None if batch.mask is None else batch.mask.to(device, non_blocking=True)
 
     def _used(self, batches: PoissonBatches) -> Generator[DrawnBatch, None, None]:
         try:
