@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import importlib
 import inspect
 import io
 import json
@@ -9,14 +10,15 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 from patch_models import CAUSAL, FAMILIES, ROTARY, assert_same, batch, make, outcome, transformers
 from torch import nn
 from transformers import activations
 
 import accelerant as acl
 from accelerant.errors import ConfigError, UnsupportedCase
-from accelerant.nn._patch import fingerprints
-from accelerant.nn._patch.loss import _OUTPUTS
+from accelerant.nn._patch import blocks, fingerprints
+from accelerant.nn._patch.loss import _OUTPUTS, CrossEntropyLoss, causal_loss, masked_loss
 from requirements import require_module
 
 TIGHT = {"rtol": 2e-5, "atol": 2e-6}
@@ -170,6 +172,10 @@ def test_a_copy_of_an_output_has_its_logits_or_says_why_not():
     assert type(output)(dict(output.items())).logits.dtype == torch.float32
     assert output.logits.dtype == torch.bfloat16
     apart = type(output)(loss=output.loss * 1)
+    _OUTPUTS[id(stranger := torch.ones(()))] = _OUTPUTS[id(output.loss)]  # a new tensor where another was
+    with pytest.raises(UnsupportedCase, match="another loss than the step's"):
+        type(output)(loss=stranger).logits  # noqa: B018
+    del _OUTPUTS[id(stranger)]
     assert apart[0] is apart.loss
     assert repr(apart) == f"CausalLMOutputWithPast(loss={apart.loss!r}, logits=...)"
     for read in (lambda: apart.logits, lambda: apart["logits"], lambda: apart[1], apart.to_tuple):
@@ -233,6 +239,41 @@ def test_logits_are_what_they_would_have_been_at_the_forward_pass():
     with torch.autocast("cpu", torch.bfloat16):
         low = model(**inputs)
     assert low.logits.dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("loss", [causal_loss, masked_loss])
+def test_losses_of_given_logits_are_not_rounded_to_their_dtype(loss, dtype):
+    usual = transformers.loss.loss_utils
+    usual = usual.ForCausalLMLoss if loss is causal_loss else usual.ForMaskedLMLoss
+    values, labels = torch.randn(2, 13, 97, generator=torch.Generator().manual_seed(0)), batch("llama")["labels"]
+    for options in ({}, {"ignore_index": 5}, {"num_items_in_batch": 3}, {"num_items_in_batch": torch.tensor(3.0)}):
+        found = []
+        for compute in (loss, usual):
+            logits = values.to(dtype, copy=True).requires_grad_()
+            given = labels.where(labels >= 0, options.get("ignore_index", -100))
+            found.append(compute(logits, given, 97, **options))
+            found[-1].backward()
+            found.append(logits.grad)
+        torch.testing.assert_close(found[0], found[2], rtol=1e-6, atol=0.0)  # and float32
+        torch.testing.assert_close(found[1], found[3], rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_the_loss_of_classes_has_torchs_options():
+    """The class that replaces torch's inside of transformers' forwards of classifiers."""
+    z, classes = torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 2, 4, 2, 1, 3])
+    targets = [classes, z.softmax(1)]
+    for options in ({}, {"ignore_index": 2}, {"label_smoothing": 0.3}, {"reduction": "sum"}, {"reduction": "none"},
+                    {"weight": torch.rand(5)}):  # fmt: skip
+        for target in targets[: 1 if "ignore_index" in options else 2]:
+            found = []
+            for kind in (CrossEntropyLoss, nn.CrossEntropyLoss):
+                x = z.clone().requires_grad_()
+                found.append(kind(**options)(x, target))
+                found[-1].sum().backward()
+                found.append(x.grad)
+            torch.testing.assert_close(found[:2], found[2:], **TIGHT)
 
 
 def test_the_loss_of_a_float64_model_is_float32_as_transformers_has_it():
@@ -388,6 +429,46 @@ def test_every_activation_is_right_or_left_alone(name):
     else:
         kind = type(model.transformer.h[0].mlp.act).__name__
         assert left(report, "GPT2MLP") == {f"its activation is a {kind}, ours a GELU"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_scale_of_one_plus_weight_is_not_rounded(dtype):
+    """Gemma's: 1 + 0.0039 is 1 in bfloat16, which torch and we add in float32."""
+    acl.nn.patch(model := make("gemma2", num_hidden_layers=1).to(dtype).requires_grad_(False))
+    norm = model.model.norm
+    norm.weight.fill_(0.0039)
+    x = torch.randn(64, 48, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    truth = F.rms_norm(x.double(), (48,), 1.0 + norm.weight.double(), norm.eps)
+    ratio = float((norm(x).double() / truth).mean())
+    assert abs(ratio - 1) < {torch.float64: 1e-12, torch.float32: 1e-7, torch.bfloat16: 5e-4}[dtype]
+
+
+@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "width"), [("llama", 8), ("llama", 4), ("phi3", 8), ("phi3", 6), ("phi3", 5), ("phi3", 10)]
+)
+def test_rotary_tables_that_our_rope_does_not_take_go_to_the_model(kind, width, unsqueeze_dim):
+    """Ours are as wide as the heads, or for functions that leave the other features as they are, narrower and even."""
+    apply = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}").apply_rotary_pos_emb
+    called = []
+
+    def counted(*arguments, **options):
+        called.append(1)
+        return apply(*arguments, **options)
+
+    ours = blocks.rotary(counted, partial=kind == "phi3")
+    shape = (2, 3, 5, 8) if unsqueeze_dim == 1 else (2, 5, 3, 8)
+    q, k = torch.randn(shape), torch.randn(shape)
+    angles = torch.randn(2, 5, (width + 1) // 2).repeat(1, 1, 2)[..., :width]
+    cos, sin = angles.cos(), angles.sin()
+    if (kind, width) in (("llama", 4), ("phi3", 10)):
+        with pytest.raises(RuntimeError, match="size"):
+            ours(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return
+    found, wanted = (each(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim) for each in (ours, apply))
+    for one, two in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, two, **TIGHT)
+    assert bool(called) == (width == 5)
 
 
 @pytest.mark.parametrize("act", [nn.ReLU(), nn.GELU(), nn.GELU("tanh")])

@@ -138,7 +138,6 @@ def test_gradients_of_embeddings_and_of_gradients(family, fused):
     assert len(fused) == 2
 
 
-@pytest.mark.sample(7)
 @pytest.mark.parametrize(
     "change", ["cache", "hook", "adapter", "dropout", "no gradient", "evaluation of attention weights"]
 )
@@ -181,7 +180,17 @@ def test_what_is_not_fused(family, change, fused):
     assert len(fused) == other
 
 
-@pytest.mark.sample(4)
+@pytest.mark.parametrize("family", ["gpt2", "qwen3", "bert", "vit"])
+@pytest.mark.parametrize("option", ["causal", "bidirectional", "position_bias"])
+def test_options_of_attention_that_a_call_gives_are_obeyed(family, option):
+    S = 17 if family == "vit" else 13
+    more = {"is_causal": option == "causal"} if option != "position_bias" else {option: torch.randn(1, 1, S, S)}
+    model, inputs = make(family), batch(family) | more
+    before = outcome(model, inputs)
+    acl.nn.patch(model)
+    assert_same(outcome(model, inputs), before, **TIGHT)
+
+
 @pytest.mark.parametrize(
     ("family", "name", "part"),
     [

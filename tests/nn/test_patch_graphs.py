@@ -201,6 +201,14 @@ def test_an_output_without_gradient_leaves_its_parameters_without(net):
     assert net.head.weight.grad is not None
     assert_right(net, rows(10))
     assert net.other.weight.grad is not None
+    # The gradient that the other output had in that pass is none of the next one's.
+    found = []
+    for plain in (False, True):
+        net.zero_grad()
+        (Net.forward(net, rows(11)) if plain else net(rows(11)))[0].sum().backward()
+        found.append(net.norm.weight.grad.clone())
+    torch.testing.assert_close(*found)
+    assert net.report.graphs["replayed"] == 4
 
 
 def test_outputs_and_gradients_that_the_user_keeps_are_not_overwritten(net):
@@ -1041,3 +1049,28 @@ def test_a_capture_takes_no_parameters_from_the_calls_of_other_threads(net):
     thread.join()
     assert net.report.graphs["captured"] == 1
     assert all(grad is not None for grad in found)
+
+
+def test_nothing_is_captured_while_another_thread_runs_the_model(net):
+    """The capture would give the parameters of its copy to that call."""
+    main, runs, ends = threading.current_thread(), threading.Event(), threading.Event()
+
+    def meet(x):
+        if threading.current_thread() is not main:
+            runs.set()
+            ends.wait(60)
+
+    net.trick = meet
+    warmed(net, BEFORE)
+    thread = threading.Thread(target=net, args=(rows(),))
+    thread.start()
+    assert runs.wait(60)
+    try:
+        with pytest.warns(FallbackWarning, match="another thread runs the model"):
+            warmed(net, 1)
+        assert net.report.graphs["captured"] == 0
+    finally:
+        ends.set()
+        thread.join()
+    warmed(net, 1)
+    assert net.report.graphs["captured"] == 1

@@ -252,6 +252,39 @@ def test_masks_of_attention(separate):
     assert not report.fallbacks
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_options_of_losses_and_layers_are_those_of_torch(reduction):
+    generator = torch.Generator().manual_seed(2)
+    z, y = torch.randn(6, 5, generator=generator), torch.rand(6, 5, generator=generator)
+    classes, tokens = torch.tensor([0, 2, 4, 2, 1, 3]), torch.tensor([[0, 3], [2, 3]])
+    weight = torch.rand(5, generator=generator)
+    cases = [
+        *((nn.CrossEntropyLoss(**options, reduction=reduction), z, classes) for options in (
+            {}, {"ignore_index": 2}, {"label_smoothing": 0.3}, {"ignore_index": 2, "label_smoothing": 0.3},
+            {"weight": weight}, {"weight": weight, "ignore_index": 2},
+        )),
+        (nn.MSELoss(reduction=reduction), z, y), (nn.L1Loss(reduction=reduction), z, y),
+        (nn.BCELoss(reduction=reduction), z.sigmoid(), y), (nn.BCELoss(weight, reduction=reduction), z.sigmoid(), y),
+        (nn.BCEWithLogitsLoss(weight, reduction=reduction, pos_weight=2 * weight), z, y),
+        (nn.BCEWithLogitsLoss(reduction=reduction, pos_weight=2 * weight), z, y),
+        (nn.LayerNorm(5, eps=0.5), z), (nn.LayerNorm(5, bias=False), z), (nn.RMSNorm(5, eps=0.5), z),
+        (nn.GELU("tanh"), z), (nn.GELU(), z), (nn.SiLU(), z), (nn.Softmax(0), z), (nn.LogSoftmax(0), z),
+        (nn.Embedding(4, 3, padding_idx=3), tokens), (nn.Embedding(4, 3, max_norm=0.5), tokens),
+        (nn.Embedding(4, 3, scale_grad_by_freq=True), tokens),
+    ]  # fmt: skip
+    for module, *given in cases:
+        plain = copy.deepcopy(module)
+        acl.nn.patch(module)
+        found = []
+        for each in (module, plain):
+            inputs = [x.clone().requires_grad_(x.is_floating_point()) for x in given]
+            result = each(*inputs)
+            (result * torch.linspace(1, 2, result.numel()).view(result.shape)).sum().backward()
+            found.append([result, *(x.grad for x in (*inputs, *each.parameters()))])
+        for one, two in zip(*found, strict=True):
+            torch.testing.assert_close(one, two, **TIGHT, msg=lambda text, plain=plain: f"{plain}: {text}")
+
+
 def test_losses_of_other_shapes_are_torchs():
     images, classes = torch.randn(2, 4, 3, 3), torch.randint(4, (2, 3, 3))
     pairs = [(nn.CrossEntropyLoss(), images, classes),
