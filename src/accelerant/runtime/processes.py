@@ -112,7 +112,7 @@ class Processes:
             raise _shared(failed)
         for rank, (described, _) in enumerate(found):
             _raise_again(described, rank)
-        for name, value in shown.items():
+        for name in dict.fromkeys(name for _, theirs in found for name in theirs):  # one may lack a setting
             for rank, (_, theirs) in enumerate(found):
                 if theirs.get(name) != found[0][1].get(name):
                     if hidden and name in hidden:
@@ -120,7 +120,7 @@ class Processes:
                     raise _shared(
                         ConfigError(
                             f"{name} must be the same in each process: {found[0][1].get(name)} in rank 0, "
-                            f"{theirs.get(name)} in rank {rank} (here {value})"
+                            f"{theirs.get(name)} in rank {rank} (here {shown.get(name)})"
                         )
                     )
 

@@ -9,6 +9,7 @@ import torch
 from loops import classify, clipped_sums, mlp, parameters, points, private
 
 from accelerant.errors import AccelerantError
+from accelerant.nn.optim import AdamW
 from accelerant.privacy import dp
 from accelerant.privacy.dp.training.step import PrivateStep
 from processes import group, results
@@ -111,6 +112,9 @@ def test_no_group_is_drawn_by_two_processes(both):
     assert [each["unit"] for each in found] == ["user", "user"]
 
 
+ADAM = {"kind": torch.optim.Adam, "lr": 0.1, "foreach": False}
+OURS = {"kind": AdamW, "lr": 0.1}
+
 STARTS = [  # name, argument, values in rank 0 and 1, arguments of both
     ("max_grad_norm", "max_grad_norm", 1.0, 10.0, {}),
     ("the norm of a layer", "max_grad_norm", {"0": 1.0, "2": 1}, {"0": 1.0, "2": 2.0}, {"clipping": "per_layer"}),
@@ -124,8 +128,29 @@ STARTS = [  # name, argument, values in rank 0 and 1, arguments of both
     ("groups", "groups", None, torch.arange(40) // 4, {}),
     ("other groups", "groups", torch.arange(40) // 5, torch.arange(40) // 4, {}),  # a user would be in two shares
     ("an invalid value", "delta", 1e-5, 2.0, {}),
+    ("the learning rate", "optimizer", {"lr": 0.1}, {"lr": 0.2}, {}),
+    ("the class", "optimizer", {"lr": 0.1}, {"lr": 0.1, "kind": torch.optim.Adam}, {}),
+    ("momentum", "optimizer", {"lr": 0.1, "momentum": 0.9}, {"lr": 0.1}, {}),
+    ("a group", "optimizer", {"lr": 0.1, "groups": (1,)}, {"lr": 0.1, "groups": (2,)}, {}),
+    ("betas", "optimizer", {**ADAM, "betas": (0.9, 0.999)}, {**ADAM, "betas": (0.9, 0.99)}, {}),
+    ("a group's decay", "optimizer", {**ADAM, "weight_decay": 0.1}, {**ADAM, "weight_decay": 0.2}, {}),
+    ("a state", "optimizer", {**ADAM, "stepped": True}, ADAM, {}),
+    ("an own setting", "optimizer", {**OURS, "max_grad_norm": 1.0}, {**OURS, "max_grad_norm": 2.0}, {}),
     ("equal numbers", "max_grad_norm", 1, 1.0, {"ledger": None}),
+    ("equal rates", "optimizer", {"lr": 1}, {"lr": torch.tensor(1.0)}, {"ledger": None}),
 ]
+
+
+def optimizer_of(model, *, kind=torch.optim.SGD, groups=(4,), stepped=False, **options):
+    """The first `groups[0]` parameters are a group, the others another; with `stepped`, after a step."""
+    params = list(model.parameters())
+    found = kind([{"params": part} for part in (params[: groups[0]], params[groups[0] :]) if part], **options)
+    if stepped:
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        found.step()
+    return found
+
 
 DISAGREEMENTS = {
     "max_grad_norm": "ConfigError: max_grad_norm must be the same in each process: 1.0 in rank 0, 10.0 in rank 1",
@@ -139,6 +164,17 @@ DISAGREEMENTS = {
     "loss_reduction": "loss_reduction must be .*: mean in rank 0, sum in rank 1",
     "groups": "groups must be those of all rows, the same in each process",
     "other groups": "groups must be those of all rows, the same in each process",
+    "the learning rate": r"optimizer's lr must be .*: \[0.1\] in rank 0, \[0.2\] in rank 1",
+    "the class": "optimizer must be .*: SGD in rank 0, Adam in rank 1",
+    "momentum": r"optimizer's momentum must be .*: \[0.9\] in rank 0, \[0.0\] in rank 1",
+    "a group": r"optimizer's parameters must be .*\[\['0.weight'\], \['0.bias'.*in rank 0",
+    "betas": r"optimizer's betas must be .*: \[\[0.9, 0.999\]\] in rank 0, \[\[0.9, 0.99\]\] in rank 1",
+    "a group's decay": r"optimizer's weight_decay must be .*: \[0.1\] in rank 0, \[0.2\] in rank 1",
+    "a state": r"optimizer's state must be .*\{'0.bias': .* in rank 0, \{\} in rank 1",
+    "an own setting": r"optimizer's max_grad_norm must be .*: \[1.0\] in rank 0, \[2.0\] in rank 1",
+    "a default": "optimizer's default max_grad_norm must be .*: None in rank 0, inf in rank 1",
+    "a later rate": r"optimizer's lr must be .*: \[1.0\] in rank 0, \[0.5\] in rank 1",
+    "the rate of a step": "learning rate must be .*: 0.1 in rank 0, 0.2 in rank 1",
     "an invalid value": "delta must be a number, above 0 and at most 0.5; got 2.0",
     "dtypes": r"dtypes must be .*: \['torch.float32'\] in rank 0, \['torch.float64'\] in rank 1",
     "ledger": "ConfigError: .*cannot write to the ledger .*No such file or directory",
@@ -163,9 +199,12 @@ def disagree(rank, folder):
 
     def start(setting, values, common):
         options = {"noise_multiplier": 1.0, "ledger": f"{folder}/spent.jsonl", **common, setting: values[rank]}
-        private(mlp(), options.pop("rate", 1.0), **options).close()
+        model = mlp()
+        if setting == "optimizer":
+            options["optimizer"] = optimizer_of(model, **options["optimizer"])
+        private(model, options.pop("rate", 1.0), **options).close()
 
-    def step(change, own_batches=False, precision=None):
+    def step(change, own_batches=False, precision=None, rates=(0.1, 0.1)):
         with private(mlp(), 1.0, noise_multiplier=1.0, ledger=f"{folder}/steps.jsonl") as training:
             before = [p.detach().clone() for p in training.model.parameters()]
             if precision is not None:
@@ -178,7 +217,7 @@ def disagree(rank, folder):
             else:
                 batch = next(iter(training.draws(data, steps=1)))
                 if precision is not None:
-                    return make(batch, 0.1) and None
+                    return make(batch, rates[rank]) and None
                 training.use(batch)
                 classify(training.model, *batch.tensors).backward()
             if rank:
@@ -194,6 +233,16 @@ def disagree(rank, folder):
 
     def edit(training):
         training.optimizer.expected_batch_size = 41.0
+
+    def default():
+        model = mlp()
+        own = optimizer_of(model, **OURS, max_grad_norm=1.0)
+        if rank:
+            own.defaults["max_grad_norm"] = float("inf")
+        private(model, 1.0, noise_multiplier=1.0, optimizer=own).close()
+
+    def slow_down(training):
+        training.optimizer.param_groups[0]["lr"] = 0.5
 
     def freeze(training):
         training.optimizer.zero_grad()
@@ -217,6 +266,9 @@ def disagree(rank, folder):
         attempt("frozen", lambda: step(freeze))
         attempt("sampled", lambda: step(lambda training: None, own_batches=True))
         attempt("failure", lambda: step(spoil))
+        attempt("a default", default)
+        attempt("a later rate", lambda: step(slow_down))
+        attempt("the rate of a step", lambda: step(None, precision=torch.float32, rates=(0.1, 0.2)))
         attempt("precision", lambda: step(None, precision=torch.bfloat16 if rank else torch.float32))
         torch.distributed.barrier()
     return found
@@ -229,7 +281,7 @@ def test_processes_that_do_not_agree_all_say_what_differs(tmp_path):
     for each in found:
         for name, message in DISAGREEMENTS.items():
             assert re.search(message, str(each[name])), (name, each[name])
-        assert each["equal numbers"] is None
+        assert each["equal numbers"] is each["equal rates"] is None
         assert not each["exists"]
-        assert each["events"] == [0, 0, 0, 0, 0]
+        assert each["events"] == [0, 0, 0, 0, 0, 0]
     assert dp.Ledger.read(tmp_path / "steps.jsonl").events == ()

@@ -34,7 +34,7 @@ from accelerant.privacy.dp.training.adaptive import AdaptiveNorm
 from accelerant.privacy.dp.training.separation import SeparationCheck
 from accelerant.runtime.processes import Processes
 
-__all__ = ["PrivateOptimizer", "require_float32"]
+__all__ = ["PrivateOptimizer", "require_float32", "settings_of"]
 
 _FOREIGN_BATCH = (
     "this batch was not drawn by the sampler of make_private: its steps are accounted without amplification by "
@@ -243,8 +243,11 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.sums.clear()  # they are the noisy means in .grad
         self.finish()
 
-    def prepare(self) -> NoisePlan | None:
-        """Check a step, and enter it in the ledger; return its noise, None while parts of the draw are missing."""
+    def prepare(self, learning_rate: float | None = None) -> NoisePlan | None:
+        """Check a step, and enter it in the ledger; return its noise, None while parts of the draw are missing.
+
+        learning_rate: of the step, where it is not in the groups yet.
+        """
         if not self.tracker.complete:
             self.require_untouched()
             return None
@@ -259,6 +262,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
             if self.processes.size > 1:  # the sums of the others would meet other parameters' here
                 trained = [name for name, x in self.clipper.parameters if x.requires_grad or id(x) in self.sums]
                 agreed["trained parameters"] = trained
+                agreed |= settings_of(self.inner)  # else the parameters part, and the next sum is of several models
+                if learning_rate is not None:
+                    agreed["learning rate"] = float(learning_rate)
         if sampling == "unknown" and not self._warned:
             self._warned = True
             warnings.warn(_FOREIGN_BATCH, UserWarning, stacklevel=3)
@@ -485,6 +491,27 @@ class PrivateOptimizer(torch.optim.Optimizer):
             raise ConfigError(_CHANGED if self._withheld else _BEFORE)
         if any(total._version != self._versions.get(key) for key, total in self.sums.items()):
             raise ConfigError(_BEFORE)
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """Return class and options of an optimizer, each with its value in every group, for processes to compare."""
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    own = {
+        name: value for name, value in optimizer.defaults.items() if any(group.get(name) != value for group in groups)
+    }  # accelerant.nn.optim reads some there
+    named = dict.fromkeys(name for group in groups for name in group)
+    found: dict[str, object] = {"optimizer": type(optimizer).__name__}
+    found |= {f"optimizer's {name}": [_number(group.get(name)) for group in groups] for name in named}
+    return found | {f"optimizer's default {name}": _number(value) for name, value in own.items()}
+
+
+def _number(value: Any) -> object:
+    """Return a value of an optimizer's option as text shows it: 1, 1.0 and tensors of them are the same."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [_number(each) for each in value]
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 def _held(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -49,7 +49,7 @@ from accelerant.privacy.dp.sampling.batches import rows_of
 from accelerant.privacy.dp.sampling.poisson import Units, delta_remark, require_sampler
 from accelerant.privacy.dp.training.adaptive import AdaptiveClipping, AdaptiveNorm
 from accelerant.privacy.dp.training.gradients import least_noise
-from accelerant.privacy.dp.training.optimizer import PrivateOptimizer, require_float32
+from accelerant.privacy.dp.training.optimizer import PrivateOptimizer, require_float32, settings_of
 from accelerant.runtime.processes import Processes
 
 __all__ = ["Clipping", "PrivateTraining", "make_private"]
@@ -380,7 +380,8 @@ def make_private(
         if processes.size > 1:
             settings |= {name: _number(getattr(arguments, name)) for name in _AGREED}
             settings |= {"clipping": adaptive, "loss_reduction": loss_reduction, "secure": secure}
-            settings |= {"groups": units.digest, **_numerics(model)}
+            settings |= {"groups": units.digest, **_numerics(model), **settings_of(optimizer)}
+            settings |= _layout(model, optimizer)
     with contextlib.ExitStack() as undo:
         opened: list[Ledger] = []
 
@@ -520,6 +521,21 @@ def _numerics(model: nn.Module) -> dict[str, object]:
         "dtypes": sorted({str(each.dtype) for each in model.parameters()}),
         "float32 matmul precision": torch.get_float32_matmul_precision(),
     }
+
+
+def _layout(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """Return which parameters an optimizer's groups have, and what it keeps of each: steps, names and shapes."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def kept(value: Any) -> object:
+        return (value.item() if value.numel() == 1 else tuple(value.shape)) if isinstance(value, Tensor) else value
+
+    groups = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+    state = {
+        names[id(parameter)]: {name: kept(value) for name, value in sorted(each.items())}
+        for parameter, each in optimizer.state.items()
+    }
+    return {"optimizer's parameters": groups, "optimizer's state": dict(sorted(state.items()))}
 
 
 def _require_ledger(ledger: Ledger | str | Path | None, units: Units) -> None:

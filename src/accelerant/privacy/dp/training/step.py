@@ -119,7 +119,7 @@ class PrivateStep(GraphedStep):
         loss = self._run_part(batch)
         if not batch.last:
             return None
-        plan = optimizer.prepare()
+        plan = optimizer.prepare(learning_rate)
         assert plan is not None  # for the type checker: the draw is complete
         self._run_update(plan, learning_rate)
         optimizer.finish()
