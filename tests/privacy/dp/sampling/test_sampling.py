@@ -83,6 +83,17 @@ def test_the_threshold_itself_is_out(low):
     assert bool(draws(sampler)[0]) == (low < 0)
 
 
+@pytest.mark.parametrize("rate", [255 / 256, 255.5 / 256, 1 - 2.0**-53])
+@pytest.mark.parametrize("low", [-1, 0, 1])
+def test_a_rate_just_below_one_draws_not_all(rate, low):
+    """Of the first byte 255 the other bits decide; only a rate of 1 needs none."""
+    number = int(rate * 2**53) + low
+    if number < 1 << 53:
+        sampler = FixedBytes(1, rate, [number >> 45], [(number & (2**45 - 1)) << 8] if number >> 45 == 255 else [])
+        assert bool(draws(sampler)[0]) == (low < 0)
+    assert draws(FixedBytes(1, rate, [255], [(2**45 - 1) << 8])) == [[]]
+
+
 def test_the_rate_is_what_is_used():
     sampler = PoissonSampler(10, 1 / 3)
     assert sampler.sample_rate * 2**53 == int(sampler.sample_rate * 2**53)
@@ -128,9 +139,10 @@ def test_draws_are_ascending_int64_of_any_length():
 
 
 def test_without_steps_it_does_not_end():
-    sampler = iter(PoissonSampler(10, 0.5))
-    for _ in range(50):
-        next(sampler)
+    sampler = PoissonSampler(10, 0.5)
+    found = [draw.tolist() for draw, _ in zip(sampler, range(50), strict=False)]
+    assert (len(found), sampler.draws) == (50, 51)  # zip takes one more
+    assert len({tuple(draw) for draw in found}) > 10
 
 
 # --- no seed ---------------------------------------------------------------------------------------------------------

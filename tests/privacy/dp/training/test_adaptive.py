@@ -50,6 +50,17 @@ def test_the_gradients_get_what_the_count_leaves():
         assert training.clipper.max_grad_norm != 1.0
 
 
+def test_the_event_is_charged_for_the_noise_of_the_count_as_well():
+    data, model = points(), mlp()
+    with private(model, 0.5, noise_multiplier=1.2, clipping="adaptive") as training:
+        for batch in training.batches(data, steps=1):
+            classify(model, *batch.tensors).backward()
+            plan = training.optimizer.prepare()
+        count = training.optimizer._adaptive.delta
+        assert [event.delta for event in training.ledger.events] == [plan.delta + count]
+        assert min(count, plan.delta) > 0
+
+
 def test_the_count_costs_two_per_cent_by_default():
     data, model = points(), mlp()
     with private(model, 0.5, noise_multiplier=2.0, clipping="adaptive") as training:
