@@ -100,6 +100,25 @@ def test_tensors_on_the_gpu_are_passed_as_they_are(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("debug", [False, True])
+def test_tensors_of_opencl_are_passed_as_they_are(debug):
+    x, y = acl.to([torch.arange(5.0), torch.ones(5)], require_backend("opencl"))
+    saxpy = acl.kernel(SAXPY)
+    with override(debug=debug):
+        saxpy(1, 128, 2.0, x, y.view(5, 1), 5)  # y = 2 x + y
+        assert y.tolist() == [1.0, 3.0, 5.0, 7.0, 9.0]
+        with pytest.raises(LaunchError, match=r"argument 1 \(x\): a view that begins within another .*x\.clone\(\)"):
+            saxpy(1, 128, 2.0, x[1:], y, 4)
+        with pytest.raises(UnsupportedDtype, match="wanted an array of float32, got float64"):
+            saxpy(1, 128, 2.0, x.double(), y, 5)
+        with pytest.raises(LaunchError, match="wanted a contiguous array"):
+            saxpy(1, 128, 2.0, x.expand(2, 5), y, 5)
+        with pytest.raises(LaunchError, match="for cpu; its arrays are on opencl:0"):
+            acl.kernel(SAXPY, device="cpu")(1, 128, 2.0, x, y, 5)
+        saxpy(1, 128, 2.0, torch.ones(1, 5)[:, 1], y[:1], 1)  # of the host, with the stride 5
+        assert y[0].item() == 3
+
+
 def test_cupy_arrays_are_passed_in_their_stream():
     cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
     with cupy.cuda.Stream(non_blocking=True):

@@ -107,6 +107,7 @@ class _Array:
         device: label of its device; empty on the host.
         result: the tensor of one that the kernel may write; JAX gets it as a new array.
         stream: of CuPy, on which the array is valid.
+        buffer: the memory of a tensor of `acl.to`, which has no address.
     """
 
     pointer: int
@@ -115,6 +116,7 @@ class _Array:
     device: str = ""
     result: Any = None
     stream: int | None = None
+    buffer: Buffer | None = None
 
     def data_ptr(self) -> int:
         return self.pointer
@@ -126,7 +128,7 @@ class _Array:
         import torch
 
         tensor: torch.Tensor = self.owner[1]
-        shared: npt.NDArray[np.uint8] = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+        shared: npt.NDArray[np.uint8] = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
         return shared
 
 
@@ -201,9 +203,11 @@ class UserKernel:
                     buffer = provider.copy_to_device(array.host_bytes(), device.index)
                     staged[array.pointer, array.size_bytes] = buffer
         passed = [
-            staged.get((value.pointer, value.size_bytes), value)
-            if isinstance(value, _Array) and not value.device
-            else value
+            value
+            if not isinstance(value, _Array)
+            else value.buffer or value
+            if value.device
+            else staged.get((value.pointer, value.size_bytes), value)
             for value in values
         ]
         self._check_alignment(passed)
@@ -316,6 +320,11 @@ class UserKernel:
             raise self._refused(position, "the tensor has no memory (device meta)")
         if library in _IMMUTABLE and written:
             tensor = tensor.clone()
+        if isinstance(getattr(tensor, "buffer", None), Buffer):
+            if tensor.storage_offset():
+                raise self._refused(position, "a view that begins within another tensor; pass a copy: x.clone()")
+            owner, result = (arg, tensor), tensor if written else None
+            return _Array(0, tensor.nbytes, owner, tensor.place.label, result, buffer=tensor.buffer)
         label = "" if tensor.is_cpu else _label_of(tensor.device)
         return _Array(tensor.data_ptr(), tensor.nbytes, (arg, tensor), label, tensor if written else None)
 
@@ -375,7 +384,8 @@ class UserKernel:
             if self.dialect not in provider.dialects:
                 known = ", ".join(_LANGUAGES[each] for each in provider.dialects if each in _LANGUAGES) or "no kernels"
                 raise CompileError(
-                    f"kernel {self.name!r} is {_LANGUAGES[self.dialect]}; {device.backend} takes {known}"
+                    f"kernel {self.name!r} is {_LANGUAGES[self.dialect]}; {device.backend} takes {known}; pass arrays "
+                    "of the host (x.cpu()), or of a device that takes it"
                 )
             source = checked_source(self._source, self.dialect, self.parameters) if debug else self._source
             if source is None:

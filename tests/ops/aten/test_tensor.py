@@ -5,6 +5,7 @@ import io
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -164,3 +165,186 @@ def test_adamw_updates_parameters_by_moments_that_are_not_rounded(device):
         torch._fused_adamw_([p], [g], [m], [v], [], [torch.tensor(1.0)], **options, amsgrad=False, maximize=False)
     torch.testing.assert_close(p.cpu(), torch.full((3,), 0.875, dtype=dtype))
     torch.testing.assert_close(m.cpu().float(), torch.full((3,), 0.1 * 2.0**-10), atol=1e-7, rtol=1e-3)
+
+
+ADDRESSES = {
+    "address": lambda x: x.data_ptr(),
+    "storage": lambda x: x.untyped_storage(),
+    "typed storage": lambda x: x.storage(),
+    "memory that processes share": lambda x: x.share_memory_(),
+    "module": lambda x: nn.ParameterList([x]).share_memory(),
+    "safetensors": lambda x: safetensors.torch.save({"x": x}),
+}
+
+
+@pytest.mark.parametrize("name", ADDRESSES)
+def test_memory_without_an_address_is_refused(device, name):
+    with pytest.raises(errors.UnsupportedCase, match=rf"a tensor on {device}:0 has no .*; x\.cpu\(\) is a copy"):
+        ADDRESSES[name](acl.to(torch.ones(4), device))
+
+
+def test_code_in_cplusplus_finds_no_address(device):
+    x = acl.to(torch.ones(4), device)
+    x.data = x * 2  # whose memory is another
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch.utils.dlpack.to_dlpack(x)
+    host = torch.zeros(4)
+    with pytest.raises(RuntimeError, match="incompatible tensor type"):
+        host.data = x
+    assert host.tolist() == [0] * 4
+    assert not x.is_shared()
+
+
+def test_arrays_of_other_libraries_are_copies(device):
+    x = acl.to(torch.arange(6.0)[2:], device)
+    expected = [2.0, 3.0, 4.0, 5.0]
+    for array in (np.from_dlpack(x), torch.from_dlpack(x), np.array(x), x.numpy()):
+        assert array.tolist() == expected
+    for refused, error in (
+        (lambda: np.from_dlpack(x, copy=False), BufferError),
+        (lambda: x.__array__(copy=False), ValueError),
+    ):
+        with pytest.raises(error, match="copy=False"):
+            refused()
+    with pytest.raises(BufferError, match="require gradient"):
+        torch.from_dlpack(x.requires_grad_())
+
+
+def test_a_kernel_in_c_is_refused_where_the_device_takes_none(device):
+    k = acl.kernel("ACL_KERNEL void f(ACL_GLOBAL float *y) { y[0] = 1.0f; }")
+    with pytest.raises(errors.CompileError, match=rf"portable C; {device} takes no kernels; .* \(x\.cpu\(\)\)"):
+        k(1, 1, acl.to(torch.zeros(4), device))
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.ones(1, 5)[:, 0],
+        torch.arange(5.0)[3:4].as_strided((1, 1), (7, 3)),
+        torch.ones(1, 4)[:, ::2],
+        torch.ones(2, 3)[:1].t(),
+        torch.view_as_complex(torch.ones(1, 2)).conj().imag,  # negative by a bit of the tensor
+    ],
+)
+def test_strides_of_dimensions_of_one_element_may_be_any(device, x):
+    assert torch.equal(acl.to(x, device).cpu(), x)
+
+
+def test_tensors_that_are_not_dense_are_refused(device):
+    with pytest.raises(errors.UnsupportedCase, match=r"dense tensors alone, not of torch\.sparse_coo; .*to_dense"):
+        acl.to(torch.eye(2).to_sparse(), device)
+
+
+def test_shallow_copies_stay_on_the_device(device):
+    x = acl.to(torch.ones(3), device)
+    y = copy.copy(x)
+    y.add_(1)
+    assert (type(y), x.tolist()) == (DeviceTensor, [2.0] * 3)
+    layer = acl.to(nn.Linear(2, 2), device)
+    weight = copy.copy(layer.weight)
+    assert isinstance(weight, nn.Parameter)
+    assert weight.buffer is layer.weight.buffer
+
+
+def test_modules_go_to_the_host_and_to_other_dtypes(device):
+    layer = acl.to(nn.BatchNorm1d(2), device)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    layer(acl.to(torch.randn(4, 2), device)).sum().backward()
+    parameters = [*layer.parameters()]
+    assert layer.half().weight.dtype == torch.float16
+    assert isinstance(layer.weight, DeviceTensor)
+    assert layer.float().cpu() is layer
+    assert [*map(type, layer.state_dict().values())] == [torch.Tensor] * 5
+    assert all(a is b for a, b in zip(parameters, layer.parameters(), strict=True))
+    bias = layer.bias.detach().clone()
+    optimizer.step()
+    torch.testing.assert_close(layer.bias.detach(), bias - 0.5 * 4)
+    layer.weight.data.add_(1)
+    moved = acl.to(nn.Linear(2, 2), device)
+    moved.weight.data = torch.ones(2, 2)  # made on x.device
+    assert isinstance(moved.weight, DeviceTensor)
+
+
+def test_a_dtype_that_the_device_lacks_is_refused(device):
+    layer = acl.to(nn.Linear(2, 2), device)
+    for cast in (layer.double, lambda: layer.weight.to(torch.float64), lambda: torch.fft.fft(layer.weight)):
+        with pytest.raises(errors.UnsupportedDtype, match=r"result is torch\.(float64|complex64), .* x\.cpu\(\)"):
+            cast()
+    assert isinstance(layer.weight, DeviceTensor)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("AdamW", {"fused": True}), ("Adam", {"foreach": True}), ("SGD", {"momentum": 0.9}), ("LBFGS", {"max_iter": 2})],
+)
+def test_optimizers_go_on_from_a_reloaded_state(device, name, options):
+    host = nn.Linear(3, 2)
+    moved, x = acl.to(copy.deepcopy(host), device), torch.randn(5, 3)
+
+    def trained(layer, batch, load):
+        def made():
+            return getattr(torch.optim, name)(layer.parameters(), lr=0.01, **options)
+
+        def loss():
+            layer.zero_grad()
+            value = layer(batch).square().mean()
+            value.backward()
+            return value
+
+        optimizer = made()
+        for step in range(4):
+            optimizer.step(loss)
+            if step == 1:
+                optimizer, state = made(), optimizer.state_dict()
+                optimizer.load_state_dict(load(state))
+        return [each for state in optimizer.state.values() for key, each in state.items() if key != "step"]
+
+    def loaded(state):
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        return torch.load(file, map_location="cpu")
+
+    trained(host, x, lambda state: state)
+    acl.ledger().reset()
+    states = trained(moved, acl.to(x, device), loaded)
+    torch.testing.assert_close(moved.weight.cpu(), host.weight, atol=1e-5, rtol=1e-5)
+    assert all(isinstance(each, DeviceTensor) for each in states if isinstance(each, torch.Tensor))
+    if name != "LBFGS":
+        assert not host_calls()
+        acl.to(moved, "cpu")
+        trained(moved, x, lambda state: state)
+
+
+def test_states_follow_a_module_to_the_host(device):
+    layer = acl.to(nn.Linear(2, 1), device)
+    optimizer = torch.optim.Adam(layer.parameters())
+    for place in (device, "cpu", device):
+        acl.to(layer, place)
+        layer(acl.to(torch.ones(1, 2), place)).sum().backward()
+        optimizer.step()
+        state = optimizer.state[layer.weight]["exp_avg"]
+        assert isinstance(state, DeviceTensor) == (place == device)
+
+
+def test_results_go_to_out(device):
+    a, b = torch.randn(2, 3), torch.randn(2, 3)
+    x, y = acl.to(a, device), acl.to(b, device)
+    calls = {
+        (4, 3): lambda x, y, out: torch.cat((x, y), out=out),
+        (2, 2, 3): lambda x, y, out: torch.stack((x, y), out=out),
+        (2, 3): lambda x, y, out: torch.add(x, y, alpha=2, out=out),
+        (3,): lambda x, y, out: torch.sum(x, 0, out=out),
+        (2, 2): lambda x, y, out: torch.mm(x, y.t(), out=out),
+    }
+    for shape, call in calls.items():
+        for out in (acl.to(torch.zeros(shape), device), torch.zeros(shape)):
+            assert call(x, y, out) is out
+            torch.testing.assert_close(out.cpu(), call(a, b, torch.zeros(shape)))
+    values, at = acl.to([torch.zeros(2), torch.zeros(2, dtype=torch.int64)], device)
+    torch.max(x, 1, out=(values, at))
+    assert at.tolist() == a.argmax(1).tolist()
+    with pytest.raises(errors.UnsupportedCase, match=r"aten\.cat\.out: out= has shape \(3,\), the result \(4, 3\)"):
+        torch.cat((x, y), out=acl.to(torch.zeros(3), device))
+    with pytest.raises(RuntimeError, match=r"out= of torch\.int64 cannot hold"):
+        torch.cat((x, y), out=acl.to(torch.zeros(4, 3, dtype=torch.int64), device))

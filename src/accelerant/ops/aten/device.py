@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from accelerant.errors import UnsupportedDtype
+from accelerant.errors import UnsupportedCase, UnsupportedDtype
 from accelerant.runtime import registry
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.provider import Buffer, ComputeDevice, ComputeProvider
@@ -101,9 +101,12 @@ class TensorDevice(ABC):
 
     def upload(self, x: torch.Tensor) -> DeviceTensor:
         """Return a copy of a host tensor."""
+        if x.layout != torch.strided:
+            raise UnsupportedCase(f"{self.label} has dense tensors alone, not of {x.layout}; pass x.to_dense()")
         out = self.empty(x.shape, x.dtype)
         if x.numel():
-            flat = x.detach().contiguous().reshape(-1).view(torch.uint8)
+            dense = x.detach().contiguous().resolve_neg()  # whose strides of dimensions of one element may be any
+            flat = dense.as_strided((x.numel(),), (1,)).view(torch.uint8)
             self.provider.copy_to_device(flat.numpy(), self.index, out=out.buffer)
         return out
 

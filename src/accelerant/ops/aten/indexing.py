@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from accelerant.ops.aten.device import SEVERAL, TensorDevice
-from accelerant.ops.aten.table import aten, elementwise, operand, register, strided
+from accelerant.ops.aten.table import aten, dim_of, elementwise, fits, operand, register, strided
 from accelerant.ops.aten.tensor import DeviceTensor
 
 __all__: list[str] = []
+_INDICES = (torch.int32, torch.int64)
 
 
 def _along(index: DeviceTensor, dim: int, size: Sequence[int]) -> DeviceTensor:
@@ -41,10 +43,10 @@ def _gathered(place: TensorDevice, size: Sequence[int], x: DeviceTensor, dim: in
 
 @register("index_select.default")
 def _index_select(place: TensorDevice, x: Any, dim: int, index: Any) -> Any:
+    dim = dim_of(dim, x.dim())
+    if not x.dim() or index.dim() > 1 or index.dtype not in _INDICES:
+        return NotImplemented  # torch's error
     index = _vector(place, index)
-    if not x.dim():
-        return NotImplemented
-    dim = dim % x.dim()
     size = [*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]]
     return _gathered(place, size, x, dim, _along(index, dim, size))
 
@@ -53,8 +55,10 @@ def _index_select(place: TensorDevice, x: Any, dim: int, index: Any) -> Any:
 def _embedding(
     place: TensorDevice, weight: Any, index: Any, padding_idx: int = -1, scale_grad: bool = False, sparse: bool = False
 ) -> Any:
+    if weight.dim() != 2 or index.dtype not in _INDICES:
+        return NotImplemented  # torch's error
     shape = (*index.shape, weight.shape[1])
-    out = _index_select(place, operand(place, weight), 0, index)
+    out = _index_select(place, operand(place, weight), 0, _vector(place, index))
     strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
     return strided(out, shape, strides)
 
@@ -63,9 +67,9 @@ def _embedding(
 def _embedding_backward(
     place: TensorDevice, dy: Any, index: Any, rows: int, padding_idx: int, scale_grad_by_freq: bool
 ) -> Any:
-    if scale_grad_by_freq:
-        return NotImplemented
     width = dy.shape[-1]
+    if scale_grad_by_freq or dy.numel() != index.numel() * width:
+        return NotImplemented
     index, dy = _vector(place, index), operand(place, dy)
     dweight = elementwise(place, "{0}", (0,), dy.dtype, out=place.empty((rows, width), dy.dtype))
     flat = dy if dy.is_contiguous() else place.contiguous(dy)
@@ -79,14 +83,15 @@ def _embedding_backward(
 
 @register("gather.default")
 def _gather(place: TensorDevice, x: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
-    if not x.dim() or not index.dim():
+    if not fits(aten.gather.default, x, dim, index) or not x.dim() or not index.dim():
         return NotImplemented
     index = place.upload(index) if not isinstance(index, DeviceTensor) else index
-    return _gathered(place, index.shape, operand(place, x), dim % x.dim(), index)
+    return _gathered(place, index.shape, operand(place, x), dim_of(dim, x.dim()), index)
 
 
 def _scattered(place: TensorDevice, out: DeviceTensor, dim: int, index: Any, source: Any, add: bool) -> Any:
-    if not out.dim() or not index.dim():
+    func = aten.scatter_add.default if add else aten.scatter.src if isinstance(source, Tensor) else aten.scatter.value
+    if not fits(func, out, dim, index, source) or not out.dim() or not index.dim():
         return NotImplemented
     index = place.upload(index) if not isinstance(index, DeviceTensor) else index
     source = operand(place, source)
@@ -95,7 +100,7 @@ def _scattered(place: TensorDevice, out: DeviceTensor, dim: int, index: Any, sou
     else:
         source = elementwise(place, "{0}", (source,), out.dtype, out=place.empty(index.shape, out.dtype))
     if index.numel():
-        place.scatter(out, dim % out.dim(), index, source, add=add)
+        place.scatter(out, dim_of(dim, out.dim()), index, source, add=add)
     return out
 
 
@@ -116,7 +121,10 @@ def _scatter_add_(
     if alpha != 1:
         return NotImplemented
     if index.dim() == 1 and x.dim() > 1:  # index_add
-        index = _along(_vector(place, index), dim % x.dim(), source.shape)
+        dim = dim_of(dim, x.dim())
+        if list(source.shape) != [*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]] or index.dtype not in _INDICES:
+            return NotImplemented  # torch's error
+        index = _along(_vector(place, index), dim, source.shape)
     return _scattered(place, x, dim, index, source, add=True)
 
 
@@ -153,8 +161,10 @@ def _linear(place: TensorDevice, x: DeviceTensor, indices: Sequence[Any]) -> tup
     None where the kernels do not serve the indices.
     """
     at = [dim for dim, index in enumerate(indices) if index is not None]
-    if not at or at[-1] - at[0] + 1 != len(at) or any(indices[dim].dtype in (torch.bool, torch.uint8) for dim in at):
+    if not at or at[-1] - at[0] + 1 != len(at) or any(indices[dim].dtype not in _INDICES for dim in at):
         return None
+    if at[-1] >= x.dim():
+        raise IndexError(f"too many indices for tensor of dimension {x.dim()} (got {len(indices)})")
     linear: Any = None
     count = 1
     for dim in at:
@@ -189,7 +199,7 @@ def _index(place: TensorDevice, x: Any, indices: Sequence[Any]) -> Any:
     merged = _merged(x, dim, count)
     if merged is None:
         merged = _merged(place.contiguous(x), dim, count)
-    out = _index_select(place, merged, dim, linear)
+    out = _index_select(place, merged, dim, _vector(place, linear))
     return out if out is NotImplemented else strided(out, shape, place.empty(shape, torch.bool).stride())
 
 

@@ -14,7 +14,19 @@ import torch
 
 from accelerant.config import settings
 from accelerant.ops.aten.device import TensorDevice
-from accelerant.ops.aten.table import aten, dims_of, elementwise, operand, reduced, reduction, register, strided, wide
+from accelerant.ops.aten.table import (
+    aten,
+    dim_of,
+    dims_of,
+    elementwise,
+    fits,
+    operand,
+    reduced,
+    reduction,
+    register,
+    strided,
+    wide,
+)
 from accelerant.ops.aten.tensor import DeviceTensor, note_fallback
 from accelerant.runtime.dispatch.operation import recoverable
 
@@ -31,6 +43,8 @@ def _batched(x: DeviceTensor) -> DeviceTensor:
 def _product(place: TensorDevice, a: Any, b: Any) -> DeviceTensor:
     """Return the batched product; the sizes are checked."""
     a, b = operand(place, a), operand(place, b)
+    if a.dim() != 3 or b.dim() != 3:
+        raise RuntimeError(f"bmm: batch1 and batch2 must be 3D tensors, got {a.dim()}D and {b.dim()}D")
     if a.dtype != b.dtype:
         raise RuntimeError(f"expected m1 and m2 to have the same dtype, but got: {a.dtype} != {b.dtype}")
     if a.shape[2] != b.shape[1] or a.shape[0] != b.shape[0]:
@@ -86,14 +100,18 @@ def _baddbmm(place: TensorDevice, x: Any, a: Any, b: Any, *, beta: Any = 1, alph
 @register("mv.default")
 def _mv(place: TensorDevice, a: Any, b: Any) -> Any:
     b = operand(place, b)
+    if b.dim() != 1:
+        raise RuntimeError(f"mv: vector + matrix @ vector expected, got a matrix of {a.dim()}D @ {b.dim()}D")
     out = _mm(place, a, strided(b, (b.shape[0], 1), (b.stride(0), 1)))
     return strided(out, out.shape[:1], (1,))
 
 
 @register("dot.default")
 def _dot(place: TensorDevice, a: Any, b: Any) -> Any:
-    if a.shape != b.shape:
-        raise RuntimeError(f"dot: sizes differ, {tuple(a.shape)} and {tuple(b.shape)}")
+    if a.shape != b.shape or a.dim() != 1 or a.dtype != b.dtype:
+        raise RuntimeError(
+            f"dot: wanted two vectors alike, got {tuple(a.shape)} of {a.dtype} and {tuple(b.shape)} of {b.dtype}"
+        )
     return reduction(place, "sum", (operand(place, a), operand(place, b)), [0], a.dtype, pre="x0 * x1")
 
 
@@ -154,11 +172,12 @@ def _shifted(place: TensorDevice, x: DeviceTensor, dim: int) -> tuple[DeviceTens
 
 
 def _softmax_of(place: TensorDevice, x: Any, dim: int, template: str) -> Any:
+    dim = dim_of(dim, x.dim())
     if not x.dtype.is_floating_point:
         return NotImplemented
     if not x.dim() or not x.numel():
         return elementwise(place, template, (x, x, 1), x.dtype)
-    largest, total = _shifted(place, x, dim % x.dim())
+    largest, total = _shifted(place, x, dim)
     return elementwise(place, template, (x, largest, total), x.dtype)
 
 
@@ -177,7 +196,7 @@ def _softmax_backward(place: TensorDevice, dy: Any, y: Any, dim: int, dtype: tor
     dy = operand(place, dy)
     if not y.dim() or not y.numel():
         return elementwise(place, "{0} * 0", (y,), dtype)
-    inner = reduction(place, "sum", (dy, y), [dim % y.dim()], y.dtype, pre="x0 * x1", keepdim=True)
+    inner = reduction(place, "sum", (dy, y), [dim_of(dim, y.dim())], y.dtype, pre="x0 * x1", keepdim=True)
     return elementwise(place, "{1} * ({0} - {2})", (dy, y, inner), dtype)
 
 
@@ -186,7 +205,7 @@ def _log_softmax_backward(place: TensorDevice, dy: Any, y: Any, dim: int, dtype:
     dy = operand(place, dy)
     if not y.dim() or not y.numel():
         return elementwise(place, "{0} * 0", (y,), dtype)
-    total = reduction(place, "sum", (dy,), [dim % y.dim()], y.dtype, keepdim=True)
+    total = reduction(place, "sum", (dy,), [dim_of(dim, y.dim())], y.dtype, keepdim=True)
     return elementwise(place, "{0} - exp({1}) * {2}", (dy, y, total), dtype)
 
 
@@ -207,9 +226,9 @@ def _logsumexp(place: TensorDevice, x: Any, dim: Any, keepdim: bool = False) -> 
 
 @register("native_layer_norm.default")
 def _layer_norm(place: TensorDevice, x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
+    if not fits(aten.native_layer_norm.default, x, shape, weight, bias, eps):
+        return NotImplemented
     dims = list(range(x.dim() - len(shape), x.dim()))
-    if list(x.shape[dims[0] :]) != list(shape):
-        raise RuntimeError(f"layer_norm: normalized_shape {list(shape)} is not the end of {tuple(x.shape)}")
     count = float(math.prod(shape))
     if not x.numel():
         return place.empty(x.shape, x.dtype), *(place.empty(reduced(x.shape, dims), x.dtype) for _ in range(2))
@@ -378,7 +397,8 @@ def _picked(place: TensorDevice, x: Any, target: Any) -> tuple[Any, Any]:
 
 @register("nll_loss_forward.default")
 def _nll_loss(place: TensorDevice, x: Any, target: Any, weight: Any, reduce: int, ignore_index: int) -> Any:
-    if weight is not None or x.dim() > 2:
+    case = (x, target, weight, reduce, ignore_index)
+    if weight is not None or x.dim() > 2 or not fits(aten.nll_loss_forward.default, *case):
         return NotImplemented
     rows, index = _picked(place, x, target)
     losses = place.empty(index.shape, x.dtype)
@@ -399,7 +419,8 @@ def _nll_loss(place: TensorDevice, x: Any, target: Any, weight: Any, reduce: int
 def _nll_loss_backward(
     place: TensorDevice, dy: Any, x: Any, target: Any, weight: Any, reduce: int, ignore_index: int, total_weight: Any
 ) -> Any:
-    if weight is not None or x.dim() > 2:
+    case = (dy, x, target, weight, reduce, ignore_index, total_weight)
+    if weight is not None or x.dim() > 2 or not fits(aten.nll_loss_backward.default, *case):
         return NotImplemented
     rows, index = _picked(place, x, target)
     dx = place.empty(rows.shape, x.dtype)

@@ -9,11 +9,13 @@ Most entries are one expression: `{0}`, `{1}`, ... are the operands, which are t
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import math
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +27,10 @@ __all__ = [
     "TABLE",
     "aten",
     "deep_product",
+    "dim_of",
     "dims_of",
     "elementwise",
+    "fits",
     "operand",
     "promoted",
     "reduced",
@@ -48,11 +52,14 @@ def register(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        takes_out = "out" in inspect.signature(function).parameters  # else DeviceTensor copies the result
         for name in names:
             base, _, overload = name.partition(".")
             packet = getattr(aten, base)
             for each in [overload] if overload else packet.overloads():
-                TABLE[getattr(packet, each)] = _in_place(function) if base.endswith("_") else function
+                op = getattr(packet, each)
+                if takes_out or not any(argument.is_out for argument in op._schema.arguments):
+                    TABLE[op] = _in_place(function) if base.endswith("_") else function
         return function
 
     return decorate
@@ -148,8 +155,15 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+_LARGEST = 3.4028235677973366e38 - 2.0**74
+"""Numbers beyond are rounded to an infinite float32."""
+
+
 def _number(x: Any, dtype: torch.dtype) -> Any:
-    """Return a number as torch casts it to an integral dtype: wrapped to its bits; to bool, whether it is not 0."""
+    """Return a number as torch casts it: to integers wrapped to their bits; to float32 infinite beyond its range."""
+    if dtype.is_floating_point:
+        beyond = dtype != torch.float64 and not -_LARGEST <= x <= _LARGEST and x == x
+        return math.copysign(math.inf, x) if beyond else x
     if dtype == torch.bool or not isinstance(x, int):
         return torch.tensor(x).to(dtype).item()
     bits = 8 * dtype.itemsize
@@ -186,9 +200,7 @@ def elementwise(
         if given:
             _check_written(out, tensors, dtype)
         numbers = tuple(not isinstance(x, DeviceTensor) for x in whole)
-        scalars = [x for x in whole if not isinstance(x, DeviceTensor)]
-        if scalars and not compute.is_floating_point:
-            scalars = [_number(x, compute) for x in scalars]
+        scalars = [_number(x, compute) for x in whole if not isinstance(x, DeviceTensor)]
         place.map(out, _numbered(template, numbers), tensors, scalars, integers, compute=compute)
     return out
 
@@ -512,16 +524,22 @@ def _equal(place: TensorDevice, a: Any, b: Any) -> bool:
     return not a.numel() or bool((a == b).all().item())
 
 
+def _matrix_sizes(name: str, x: Tensor) -> tuple[int, int]:
+    if x.dim() < 2:
+        raise RuntimeError(f"{name}: input tensor must have at least 2 dimensions, got {x.dim()}")
+    return x.shape[-2], x.shape[-1]
+
+
 @register("tril", "tril_")
 def _tril(place: TensorDevice, x: DeviceTensor, diagonal: int = 0, *, out: DeviceTensor | None = None) -> Any:
-    rows, columns = x.shape[-2:]
+    rows, columns = _matrix_sizes("tril", x)
     template = "select(0, {0}, i % n0 <= (i / n0) % n1 + n2)"
     return elementwise(place, template, (x,), x.dtype, out=out, integers=(columns, rows, diagonal))
 
 
 @register("triu", "triu_")
 def _triu(place: TensorDevice, x: DeviceTensor, diagonal: int = 0, *, out: DeviceTensor | None = None) -> Any:
-    rows, columns = x.shape[-2:]
+    rows, columns = _matrix_sizes("triu", x)
     template = "select(0, {0}, i % n0 >= (i / n0) % n1 + n2)"
     return elementwise(place, template, (x,), x.dtype, out=out, integers=(columns, rows, diagonal))
 
@@ -534,11 +552,11 @@ def _cat(place: TensorDevice, tensors: Sequence[Any], dim: int = 0) -> Any:
         dtype = torch.promote_types(dtype, x.dtype)
     if dtype not in place.dtypes:
         return NotImplemented
-    dim = dim % parts[0].dim()
+    if not fits(aten.cat.default, tensors, dim):
+        return NotImplemented
+    dim = dim_of(dim, parts[0].dim())
     size = list(parts[0].shape)
     size[dim] = sum(x.shape[dim] for x in parts)
-    if any(n != m for x in parts for at, (n, m) in enumerate(zip(x.shape, size, strict=True)) if at != dim):
-        raise RuntimeError(f"cat: sizes must match except in dimension {dim}, got {[tuple(x.shape) for x in parts]}")
     out, at = place.empty(size, dtype), 0
     for x in parts:
         part = strided(out, x.shape, out.stride(), at * out.stride(dim))
@@ -567,7 +585,9 @@ def _split(place: TensorDevice, x: DeviceTensor, size: int, dim: int = 0) -> Any
 
 @register("stack")
 def _stack(place: TensorDevice, tensors: Sequence[Any], dim: int = 0) -> Any:
-    dim = dim % (tensors[0].dim() + 1)
+    dim = dim_of(dim, tensors[0].dim() + 1)
+    if any(x.shape != tensors[0].shape for x in tensors):
+        raise RuntimeError(f"stack expects each tensor to be equal size, got {[tuple(x.shape) for x in tensors]}")
     lifted = [(x if isinstance(x, DeviceTensor) else place.upload(x)).unsqueeze(dim) for x in tensors]
     return _cat(place, lifted, dim)
 
@@ -575,18 +595,60 @@ def _stack(place: TensorDevice, tensors: Sequence[Any], dim: int = 0) -> Any:
 # --- reductions ------------------------------------------------------------------------------------------------------
 
 
+def dim_of(dim: int, rank: int) -> int:
+    """Return a dimension counted from the first; torch's error for one that a tensor of this rank does not have."""
+    rank = max(rank, 1)
+    if not -rank <= dim < rank:
+        raise IndexError(f"Dimension out of range (expected to be in range of [{-rank}, {rank - 1}], but got {dim})")
+    return dim % rank
+
+
+def fits(func: Any, *args: Any) -> bool:
+    """Return whether torch accepts the shapes and dtypes of a call; raise its error where it does not.
+
+    Kernels read at strides and indices, so a tensor of another shape would be read beyond its end. Torch's checks run
+    on tensors without memory, once for each combination; those may refuse what it accepts, which the host then runs.
+    """
+    return _fits(func, *map(_layout, args))
+
+
+class _Layout(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def on(self, device: str) -> Tensor:
+        return torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
+
+
+def _layout(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return _Layout(tuple(x.shape), x.dtype)
+    return tuple(map(_layout, x)) if isinstance(x, (list, tuple)) else x
+
+
+@lru_cache(maxsize=4096)
+def _fits(func: Any, *args: Any) -> bool:
+    def tensors(x: Any, device: str) -> Any:
+        if isinstance(x, _Layout):
+            return x.on(device)
+        return [tensors(each, device) for each in x] if isinstance(x, tuple) else x
+
+    with contextlib.suppress(Exception):  # in Python, with errors of other types
+        func(*tensors(args, "meta"))
+        return True
+    func(*tensors(args, "cpu"))
+    return False
+
+
 def dims_of(x: Tensor, dims: Any) -> list[int]:
     """Return the dimensions that an argument names; all of them for None and an empty list."""
     if dims is None or (isinstance(dims, (list, tuple)) and not dims):
         return list(range(x.dim()))
-    rank = max(x.dim(), 1)
-    listed = [dims] if isinstance(dims, int) else list(dims)
+    listed = [dim_of(dim, x.dim()) for dim in ([dims] if isinstance(dims, int) else dims)]
     for dim in listed:
-        if not -rank <= dim < rank:
-            raise IndexError(
-                f"Dimension out of range (expected to be in range of [{-rank}, {rank - 1}], but got {dim})"
-            )
-    return sorted({dim % rank for dim in listed} if x.dim() else set())
+        if listed.count(dim) > 1:
+            raise RuntimeError(f"dim {dim} appears multiple times in the list of dims")
+    return sorted(listed) if x.dim() else []
 
 
 def reduced(size: Sequence[int], dims: Sequence[int]) -> list[int]:
@@ -682,6 +744,7 @@ def _argument(kind: str) -> Callable[..., Any]:
             found = reduction(place, kind, (flat,), [0], torch.int64, compute=x.dtype)
             return strided(found, (1,) * x.dim(), (1,) * x.dim()) if keepdim else found
         if not x.dim():
+            dims_of(x, dim)  # its check
             return _filled(place, (), torch.int64, 0)
         return reduction(place, kind, (x,), dims_of(x, dim), torch.int64, compute=x.dtype, keepdim=keepdim)
 
@@ -765,6 +828,8 @@ def _seed(generator: Any) -> tuple[int, int]:
 def _uniform(
     place: TensorDevice, x: Any, low: float = 0.0, high: float = 1.0, *, generator: Any = None, out: DeviceTensor
 ) -> Any:
+    if not x.dtype.is_floating_point or not low <= high:
+        return NotImplemented  # torch's error
     drawn, steps = "uniform(i, n0, n1)", {torch.float16: 2048.0, torch.bfloat16: 256.0}.get(x.dtype)
     if steps:  # as many bits as the dtype has, or values near 1 are rounded to it
         drawn = f"floor({drawn} * {steps}) / {steps}"
@@ -777,11 +842,15 @@ def _uniform(
 def _normal(
     place: TensorDevice, x: Any, mean: float = 0.0, std: float = 1.0, *, generator: Any = None, out: DeviceTensor
 ) -> Any:
+    if not x.dtype.is_floating_point or not std >= 0:
+        return NotImplemented  # torch's error
     return elementwise(place, "{0} + {1} * normal(i, n0, n1)", (mean, std), x.dtype, out=x, integers=_seed(generator))
 
 
 @register("bernoulli_.float")
 def _bernoulli(place: TensorDevice, x: Any, p: float = 0.5, *, generator: Any = None, out: DeviceTensor) -> Any:
+    if not 0 <= p <= 1:
+        return NotImplemented  # torch's error
     template, compute = "select(0, 1, uniform(i, n0, n1) < {0})", torch.float32
     return elementwise(place, template, (p,), x.dtype, compute=compute, out=x, integers=_seed(generator))
 
@@ -806,6 +875,8 @@ def _randn_like(place: TensorDevice, x: Any, *, dtype: Any = None, **_: Any) -> 
 
 @register("native_dropout")
 def _dropout(place: TensorDevice, x: Any, p: float, train: bool | None) -> Any:
+    if not 0 <= p <= 1:
+        return NotImplemented  # torch's error
     if train is False or p == 0:
         return place.contiguous(x), _filled(place, x.shape, torch.bool, 1)
     template = "uniform(i, n0, n1) >= {0}"

@@ -19,11 +19,13 @@ from weakref import getweakrefcount
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from accelerant.config import settings
-from accelerant.errors import FallbackWarning, UnsupportedCase
+from accelerant.errors import FallbackWarning, UnsupportedCase, UnsupportedDtype
 from accelerant.ops._library import composed, composite_of
 from accelerant.ops.aten.device import TensorDevice, tensor_device
 from accelerant.runtime import registry
@@ -38,6 +40,8 @@ _ledger = ledger()
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _T = TypeVar("_T")
 _torch_data: Any = torch._C.TensorBase.data  # the property
+_left = WeakTensorKeyDictionary()
+"""What `cpu` returned: as data of a tensor (`module.cpu()`) it moves that to the host, and other data do not."""
 
 
 class DeviceTensor(Tensor):
@@ -63,6 +67,7 @@ class DeviceTensor(Tensor):
             cls, size, strides=stride, storage_offset=offset, dtype=dtype, device=_CPU
         )
         made.place, made.buffer = place, buffer
+        torch._C._set_throw_on_mutable_data_ptr(made)  # or code in C++ would write to address 0
         return made
 
     @classmethod
@@ -76,14 +81,23 @@ class DeviceTensor(Tensor):
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
         """Return a copy on the host; gradients flow back."""
-        return to(self, "cpu")
+        host = to(self, "cpu")
+        _left[host] = None
+        return host
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return a copy as a NumPy array."""
         return (self.detach() if force else self).cpu().numpy()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        if copy is False:
+            raise ValueError(f"a tensor on {self.place.label} is an array only as a copy, which copy=False refuses")
         return self.numpy() if dtype is None else self.numpy().astype(dtype)
+
+    def __dlpack__(self, *, copy: bool | None = None, **options: Any) -> Any:
+        if copy is False:
+            raise BufferError(f"a tensor on {self.place.label} leaves it only as a copy, which copy=False refuses")
+        return self.cpu().__dlpack__(**options)
 
     def tolist(self) -> Any:
         """Return the values as nested lists."""
@@ -98,6 +112,31 @@ class DeviceTensor(Tensor):
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if self.dim() == 0 else format(repr(self), spec)
 
+    # --- the memory, which has no address in this process ------------------------------------------------------------
+
+    def data_ptr(self) -> int:
+        """Raise UnsupportedCase: the memory is the device's."""
+        raise self._no_address("address")
+
+    def untyped_storage(self) -> Any:
+        """Raise UnsupportedCase: the memory is the device's."""
+        raise self._no_address("storage")
+
+    def storage(self) -> Any:
+        """Raise UnsupportedCase: the memory is the device's."""
+        raise self._no_address("storage")
+
+    def share_memory_(self) -> Any:
+        """Raise UnsupportedCase: processes share memory of the host alone."""
+        raise self._no_address("memory that processes share")
+
+    def is_shared(self) -> bool:
+        """Return False: processes share memory of the host alone."""
+        return False
+
+    def _no_address(self, what: str) -> UnsupportedCase:
+        return UnsupportedCase(f"a tensor on {self.place.label} has no {what}; x.cpu() is a copy of the host that has")
+
     # --- the content -------------------------------------------------------------------------------------------------
 
     @property
@@ -107,11 +146,21 @@ class DeviceTensor(Tensor):
 
     @data.setter
     def data(self, x: Tensor) -> None:
+        if not isinstance(x, DeviceTensor) and (x in _left or not x.is_cpu):  # module.cpu(), .cuda()
+            grad, moved = self.grad, _like(x.detach(), self)
+            torch.utils.swap_tensors(self, moved)
+            self.grad = None if grad is None else grad.cpu().to(x.device)
+            return
         new = x if isinstance(x, DeviceTensor) else self.place.upload(x)
         _torch_data.__set__(self, new)
+        torch._C._set_throw_on_mutable_data_ptr(self)
         self.place, self.buffer = new.place, new.buffer
 
     # --- copies of objects -------------------------------------------------------------------------------------------
+
+    def __copy__(self) -> Any:
+        """Return another tensor of the same memory, as torch does."""
+        return _like(self.detach(), self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -130,6 +179,20 @@ class DeviceTensor(Tensor):
 
 
 composed.add(DeviceTensor)
+_compatible: Any = torch.ops.aten._has_compatible_shallow_copy_type.default
+
+
+def _takes_data(keys: Any, x: Tensor, data: Tensor) -> bool:
+    """Return whether `x.data = data` is possible: a tensor of the host cannot become one of another class."""
+    if isinstance(data, DeviceTensor) and not isinstance(x, DeviceTensor):
+        return False
+    after = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.PythonTLSSnapshot)
+    return bool(_compatible.redispatch(keys & after, x, data))
+
+
+_torch_library = torch.library.Library("aten", "IMPL")
+_torch_library.impl("_has_compatible_shallow_copy_type", _takes_data, "PythonTLSSnapshot", with_keyset=True)
+# the key of subclasses alone
 
 
 def _like(copied: Tensor, original: Tensor) -> Any:
@@ -153,8 +216,33 @@ class _Transfer(torch.autograd.Function):
         return _moved(dy, ctx.origin), None
 
 
+@cache
+def _follow_optimizers() -> None:
+    """Have the optimizers of this process move their state to where their parameters are, before each step.
+
+    `Optimizer.load_state_dict` puts it on `x.device`, and a module may have been moved since the last step.
+    """
+
+    def run(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for parameter, state in optimizer.state.items():
+            for name, value in state.items() if isinstance(parameter, Tensor) else ():
+                if name != "step" and isinstance(value, (Tensor, list)):  # a step is a number of the host
+                    state[name] = tree_map(partial(_beside, parameter), value)
+
+    register_optimizer_step_pre_hook(run)
+
+
+def _beside(parameter: Tensor, x: Any) -> Any:
+    there = getattr(parameter, "place", None)
+    if not isinstance(x, Tensor) or getattr(x, "place", None) is there:
+        return x
+    return _moved(x, parameter.device if there is None else there.label)
+
+
 def _moved(x: Tensor, device: registry.DeviceLike) -> Tensor:
     place = tensor_device(device)
+    if place is not None:
+        _follow_optimizers()
     if isinstance(x, DeviceTensor):
         if x.place is place:
             return x
@@ -238,7 +326,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         handler = _handlers[func, type(place)] = _handler(func, place)
     if handler is None:
         return _on_host(func, place, args, kwargs)
-    if args and isinstance(args[0], Tensor) and not isinstance(args[0], DeviceTensor) and _writes(func):
+    if (written := _written(func)) and _writes_host(written, args, kwargs):
         return _on_host(func, place, args, kwargs, reason="it writes a tensor of the host")
     if handler is _view or handler is _reshape:
         return handler(func, place, args, kwargs)
@@ -279,6 +367,9 @@ def _handler(func: Any, place: TensorDevice) -> _Handler | None:
     known = place.overrides.get(func) or TABLE.get(func)
     if known is not None:
         return known
+    if (functional := _without_out(func)) is not None:
+        _nested.add(func)
+        return partial(_into, func, functional)
     if func._schema.name.startswith("aten::_foreach_"):
         _nested.add(func)
         return partial(_each, func)
@@ -291,6 +382,38 @@ def _handler(func: Any, place: TensorDevice) -> _Handler | None:
         return _reshape
     aliases = [returned.alias_info for returned in func._schema.returns]
     return _view if any(alias is not None and not alias.is_write for alias in aliases) else None
+
+
+def _without_out(func: Any) -> Any:
+    """Return the overload that returns new tensors, of one that writes those of out=; None for other operations."""
+    given = [(each.name, str(each.type)) for each in func._schema.arguments if not each.is_out]
+    if len(given) == len(func._schema.arguments):
+        return None
+    for name in func.overloadpacket.overloads():
+        other = getattr(func.overloadpacket, name)
+        arguments = other._schema.arguments
+        if [(each.name, str(each.type)) for each in arguments] == given and not other._schema.is_mutable:
+            return other
+    return None
+
+
+def _into(func: Any, functional: Any, _: TensorDevice, *args: Any, **kwargs: Any) -> Any:
+    """Run an operation of new tensors, and copy them to those of out=."""
+    names = [each.name for each in func._schema.arguments if each.is_out]
+    targets = [kwargs.pop(name) for name in names]
+    results = functional(*args, **kwargs)
+    whole = [results] if isinstance(results, Tensor) else results
+    for target, result in zip(targets, whole, strict=True):
+        if not torch.can_cast(result.dtype, target.dtype):
+            raise RuntimeError(f"{func}: the result is {result.dtype}, which out= of {target.dtype} cannot hold")
+        if target.shape != result.shape:
+            raise UnsupportedCase(
+                f"{func}: out= has shape {tuple(target.shape)}, the result {tuple(result.shape)}; a tensor on "
+                f"{target.place.label} is not resized: pass one of that shape"
+            )
+    for target, result in zip(targets, whole, strict=True):
+        target.copy_(result)
+    return targets[0] if isinstance(results, Tensor) else tuple(targets)
 
 
 def _each(func: Any, _: TensorDevice, *args: Any, **kwargs: Any) -> Any:
@@ -365,10 +488,22 @@ def _elsewhere(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device
 
 
 @cache
-def _writes(func: Any) -> bool:
-    """Return whether an operation writes its first argument."""
-    alias = func._schema.arguments[0].alias_info
-    return alias is not None and alias.is_write
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return the positions and names of the arguments that an operation writes."""
+    return tuple(
+        (at, each.name)
+        for at, each in enumerate(func._schema.arguments)
+        if each.alias_info is not None and each.alias_info.is_write
+    )
+
+
+def _writes_host(written: Sequence[tuple[int, str]], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    for at, name in written:
+        given = args[at] if at < len(args) else kwargs.get(name)
+        for each in given if isinstance(given, (list, tuple)) else (given,):
+            if isinstance(each, Tensor) and not isinstance(each, DeviceTensor):
+                return True
+    return False
 
 
 _nested: set[Any] = set()
@@ -415,7 +550,9 @@ def _on_host(
         if any(x is own for own in leaves):
             return x
         if x.dtype not in place.dtypes:
-            return x
+            raise UnsupportedDtype(
+                f"{func}: the result is {x.dtype}, and {place.label} has no tensors of it; compute it from x.cpu()"
+            )
         size += x.numel() * x.dtype.itemsize
         return place.upload(x)
 
