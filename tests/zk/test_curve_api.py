@@ -387,12 +387,9 @@ REFUSED_SCALARS = {
     ),
     "uneven": ([[1234567, 2], 3], ShapeError, r"nested evenly, got lists and integers side by side$"),
     "uneven within": ([[[1234567], 3]], ShapeError, r"nested evenly, got lists and integers side by side$"),
-    "array": ([WORDS[0]], UnsupportedDtype, r"^scalars\[0\] is an array: stack words into one \(n, 4\) array$"),
-    "arrays": (list(WORDS), UnsupportedDtype, r"^scalars\[0\] is an array"),
     "array after integers": ((1, WORDS[0]), UnsupportedDtype, r"^scalars\[1\] is an array"),
     "array of one integer": ([1, np.array(5)], UnsupportedDtype, r"^scalars\[1\] is an array"),
     "array in a row": ([[1], [WORDS[0]]], UnsupportedDtype, r"^scalars\[1\] \(flattened\) is an array"),
-    "tensor": ([torch.from_numpy(WORDS)[0]], UnsupportedDtype, r"^scalars\[0\] is an array"),
     "field array": ([FR.array([1, 2])], UnsupportedDtype, r"^scalars\[0\] is an array"),
 }
 

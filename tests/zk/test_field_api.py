@@ -137,7 +137,7 @@ def test_random_is_uniform_and_below_the_modulus(field):
     assert field.random((2, 3)).shape[:2] == (2, 3)
     assert field.random(0).shape[0] == 0
     assert isinstance(field.decode(field.random(())), int)
-    with pytest.raises(ShapeError, match=r"0 or more, got \(2, -1\)"):
+    with pytest.raises(ShapeError, match=r"0 or more, .*; got \(2, -1\)"):
         field.random((2, -1))
 
 

@@ -417,11 +417,6 @@ def test_the_first_scalar_not_below_the_order_is_named():
         ([1, 1234567.5], UnsupportedDtype, r"^scalars\[1\] must be an integer, got float$"),
         (["1234567", 2], UnsupportedDtype, r"^scalars\[0\] must be an integer, got str$"),
         ([[1234567, 2], [3]], ShapeError, r"^scalars must be nested evenly, got lists of 1 and of 2 side by side$"),
-        (
-            list(np.full((2, 4), 1234567, np.uint64)),
-            UnsupportedDtype,
-            r"^scalars\[0\] is an array: stack words into one",
-        ),
         ([1, 1234567 << 300], FormatError, r"^scalars\[1\] is not from 0 to below the order$"),
     ],
 )

@@ -489,7 +489,7 @@ def test_refusals(call, error, match):
 
 def test_field_arrays_are_refused_where_they_cannot_be():
     x = field_of("goldilocks").array(WORDS)
-    with pytest.raises(ConfigError, match="x is an array of goldilocks, not of babybear"):
+    with pytest.raises(ConfigError, match="x is an array of goldilocks, not of 'babybear'"):
         ntt(x, "babybear")
     with pytest.raises(ConfigError, match="ntt takes no out= for one"):
         ntt(x, out=x)

@@ -349,7 +349,7 @@ def _words(kind: Any) -> str:
     return "null" if kind is types.NoneType else _WORDS.get(kind, "an object")
 
 
-def clipped(value: object, length: int = 80) -> str:
+def clipped(value: object, length: int = 80, *, hexadecimal: bool = False) -> str:
     """Return the start of a value's representation, for messages about untrusted values.
 
     Of an integer of more than 512 bits it is the first 64 bits and the size: Python refuses to print 4,300 digits.
@@ -358,7 +358,7 @@ def clipped(value: object, length: int = 80) -> str:
         bits = value.bit_length()
         return f"{'-' * (value < 0)}{abs(value) >> bits - 64:#x}... (an integer of {bits:,} bits)"
     if isinstance(value, int):
-        return repr(value)
+        return f"{value:#x}" if hexadecimal else repr(value)
     try:
         text = repr(value[: length + 1] if isinstance(value, str) else value)
     except ValueError:

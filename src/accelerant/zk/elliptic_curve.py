@@ -282,7 +282,7 @@ def curve(name: str) -> EllipticCurve:
 
     An unknown one raises ConfigError, which lists the known ones.
     """
-    return _curve(name if isinstance(name, str) else repr(name))
+    return _curve(curve_of(name).name)
 
 
 @functools.cache
@@ -333,7 +333,7 @@ def pairing_product_is_one(g1_points: Any, g2_points: Any, curve: str = "bn254",
         ShapeError: other shapes, or different numbers of points.
         FormatError: a coordinate is not below the modulus, or a point fails check; names the first such point.
     """
-    family = family_of(curve if isinstance(curve, str) else repr(curve))
+    family = family_of(curve)
     g1_words, g2_words = (
         _host_points(curve_of(f"{family.name}_{group}"), points, f"{group}_points")
         for group, points in (("g1", g1_points), ("g2", g2_points))

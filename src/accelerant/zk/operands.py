@@ -20,9 +20,10 @@ from accelerant.algebra.curve.launch import SCALAR_WORDS
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field import FieldArray
 from accelerant.algebra.field import words as host
-from accelerant.algebra.field.memory_space import HOST, MemorySpace, in_kind, is_tensor, signed_view, space_of
+from accelerant.algebra.field.memory_space import HOST, MemorySpace, in_kind, is_tensor, signed_view, space_of, stacked
 from accelerant.algebra.field.parameters import Field
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
+from accelerant.runtime.files import clipped
 from accelerant.runtime.host import refuse_masked
 
 __all__ = [
@@ -105,6 +106,7 @@ def point_operand(curve: Curve[Any], x: Any, name: str, *, check: bool = True) -
         UnsupportedDtype, ShapeError, ConfigError: as array_operand; not a Python point.
         FormatError: a coordinate is not below the modulus; names it and its point's index.
     """
+    x = stacked(x, name)
     if x is None or isinstance(x, (tuple, list)):
         words = encoded_points(curve, x, name)
         return Operand(words, words.shape[: words.ndim - len(curve.shape)], HOST, free=True)
@@ -133,7 +135,7 @@ def _check_python(curve: Curve[Any], point: object, name: str) -> None:
         parts = list(point)
         if degree == 2:
             parts = [part for pair in point if isinstance(pair, tuple) and len(pair) == 2 for part in pair]
-    whole = len(parts) == 2 * degree and all(isinstance(part, int) for part in parts)
+    whole = len(parts) == 2 * degree and all(isinstance(part, int) and not isinstance(part, bool) for part in parts)
     if point is not None and not whole:
         expected = "(x, y) of integers" if degree == 1 else "((x0, x1), (y0, y1)) of integers"
         raise UnsupportedDtype(f"{name} must be {expected}, or None for infinity, got {_types(point)}")
@@ -159,8 +161,9 @@ def check_of(check: bool | str) -> Check:
     """Return the check that a user's argument requests; ConfigError for another value."""
     if isinstance(check, bool):
         return "subgroup" if check else ""
-    if check not in ("curve", "subgroup"):
-        raise ConfigError(f'check must be "curve", "subgroup", True (which is "subgroup") or False, got {check!r}')
+    if not isinstance(check, str) or check not in ("curve", "subgroup"):
+        shown = clipped(check)
+        raise ConfigError(f'check must be "curve", "subgroup", True (which is "subgroup") or False, got {shown}')
     return check  # type: ignore[return-value]  # mypy does not narrow a str to these
 
 
@@ -207,6 +210,7 @@ def scalar_operand(field: Field, scalars: Any) -> Operand:
         UnsupportedDtype, ShapeError, FormatError: something else; names the index of an integer, not its value.
         ConfigError: a FieldArray of another field.
     """
+    scalars = stacked(scalars, "scalars")
     if isinstance(scalars, (int, np.integer, list, tuple)):
         words = scalar_words(scalars, 1 << 64 * SCALAR_WORDS, "2^256")
         return Operand(words, words.shape[:-1], HOST, free=True)

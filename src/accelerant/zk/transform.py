@@ -9,12 +9,13 @@ import numpy as np
 
 from accelerant.algebra.field import FieldArray, PrimeField, prime_field
 from accelerant.algebra.field.launch import cuda_space
-from accelerant.algebra.field.memory_space import MemorySpace, Verdict, is_tensor, signed_view, space_at
+from accelerant.algebra.field.memory_space import MemorySpace, Verdict, is_tensor, signed_view, space_at, stacked
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.words import check_words, decode, element_shape
 from accelerant.algebra.ntt.launch import LOG_MOST, transform
 from accelerant.algebra.ntt.plan import ORDERS
 from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
+from accelerant.runtime.files import clipped
 from accelerant.runtime.provider import ComputeDevice
 
 __all__ = ["ntt"]
@@ -66,11 +67,14 @@ def ntt(
     Time depends on shape, order and coset only. Plans are cached, up to 256 with 2 GiB of twiddles.
     Source: Pollard 1971, Mathematics of Computation 25(114), pages 365 to 374.
     """
-    if order not in ORDERS:
-        raise ConfigError(f"order must be one of {', '.join(ORDERS)}, got {order!r}")
+    if not isinstance(order, str) or order not in ORDERS:
+        raise ConfigError(f"order must be one of {', '.join(ORDERS)}, got {clipped(order)}")
+    for name, flag in (("inverse", inverse), ("reduce", reduce)):
+        if not isinstance(flag, bool | np.bool_):
+            raise ConfigError(f"{name} must be True or False, got {clipped(flag)}")
     if isinstance(x, FieldArray):  # the result stays in Montgomery form
-        if field is not None and (field if isinstance(field, str) else field.name) != x.field.name:
-            raise ConfigError(f"x is an array of {x.field.name}, not of {field}")
+        if field is not None and field is not x.field and not (isinstance(field, str) and field == x.field.name):
+            raise ConfigError(f"x is an array of {x.field.name}, not of {clipped(field)}")
         if out is not None:
             raise ConfigError("FieldArrays do not change: ntt takes no out= for one")
         _check_points(x.field.parameters, x.words.shape)
@@ -85,6 +89,7 @@ def ntt(
         y = _checked_at_once(prime.parameters, x, inverse, order)
         if y is not None:
             return y
+    x = stacked(x, "x")
     if not is_tensor(x) and (not isinstance(x, np.ndarray) or x.dtype == object):
         x = prime.encode(x, reduce=reduce)
     _check_points(prime.parameters, x.shape)
@@ -138,7 +143,7 @@ def _coset(field: PrimeField, coset: Any) -> int:
     if isinstance(g, bool) or not isinstance(g, (int, np.integer)):
         raise UnsupportedDtype(f"coset must be one element of {field.name}, got {type(coset).__name__}")
     if not 0 < g < field.modulus:
-        raise ConfigError(f"coset must be from 1 to below the modulus of {field.name}, got {g}")
+        raise ConfigError(f"coset must be from 1 to below the modulus of {field.name}, got {clipped(int(g))}")
     return int(g)
 
 

@@ -33,6 +33,7 @@ from accelerant.algebra.curve.reference import in_subgroup
 from accelerant.algebra.curve.weierstrass import Affine, Curve
 from accelerant.algebra.field.words import decode
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
+from accelerant.runtime.files import clipped
 
 __all__ = [
     "Layout", "check_points", "decode_points", "encode_points", "point_bytes", "points_from_bytes", "points_to_bytes",
@@ -184,8 +185,8 @@ def _flags_of(curve: Curve[E], layout: Layout) -> _Flags:
 
 
 def _coefficient_bytes(curve: Curve[E], layout: Layout) -> int:
-    if layout not in get_args(Layout):
-        raise ConfigError(f"unknown layout {layout!r}; known are {', '.join(get_args(Layout))}")
+    if not isinstance(layout, str) or layout not in get_args(Layout):
+        raise ConfigError(f"unknown layout {clipped(layout)}; known are {', '.join(get_args(Layout))}")
     size = curve.coordinates.base.size_bytes
     return -(-size // _EVM_WORD) * _EVM_WORD if layout == "evm" else size
 
@@ -221,7 +222,8 @@ def _element(curve: Curve[E], parts: Sequence[int], name: str, index: int) -> E:
         if not 0 <= value < modulus:
             where = f"points[{index}] {name}" + f".c{i}" * (len(parts) > 1)
             raise FormatError(
-                f"{where} is {value:#x}, not reduced: it must be from 0 to below the modulus {modulus:#x}"
+                f"{where} is {clipped(value, hexadecimal=True)}, not reduced: it must be from 0 to below the modulus "
+                f"{modulus:#x}"
             )
     return curve.coordinates.join(parts)
 

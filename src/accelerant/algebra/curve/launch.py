@@ -21,6 +21,7 @@ from accelerant.algebra.field import launch as field_launch
 from accelerant.algebra.field.memory_space import HOST, MemorySpace, Verdict
 from accelerant.algebra.field.words import dtype_of
 from accelerant.errors import FormatError, ShapeError
+from accelerant.runtime.files import clipped
 from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.recorded_launch import RecordedLaunch, launch, sole_record
 
@@ -227,7 +228,7 @@ def unreduced_coordinate(curve: Curve[Any], point: str, part: int, value: int) -
     degree, modulus = curve.coordinates.degree, curve.coordinates.base.modulus
     coordinate = "xy"[part // degree] + (f".c{part % degree}" if degree > 1 else "")
     what = "negative" if value < 0 else f"not below the modulus {modulus:#x}"
-    return FormatError(f"{point} {coordinate} is {value:#x}, {what}")
+    return FormatError(f"{point} {coordinate} is {clipped(value, hexadecimal=True)}, {what}")
 
 
 def _count(words: Words) -> int:

@@ -28,6 +28,7 @@ from accelerant.algebra.curve.weierstrass import (
 )
 from accelerant.algebra.field.parameters import FIELDS, FQ2, Field, field_of
 from accelerant.errors import ConfigError
+from accelerant.runtime.files import clipped
 
 __all__ = [
     "CURVES", "FAMILIES", "Curve", "Endomorphism", "Family", "curve_of", "endomorphism", "family_of", "register_curve",
@@ -196,14 +197,14 @@ CURVES: dict[str, Callable[[], Curve[Any]]] = {
 def curve_of(name: str) -> Curve[Any]:
     """Return the curve of a name; ConfigError if there is none."""
     if not isinstance(name, str) or name not in CURVES:
-        raise ConfigError(f"unknown curve {name!r}; known are {', '.join(CURVES)}")
+        raise ConfigError(f"unknown curve {clipped(name)}; known are {', '.join(CURVES)}")
     return CURVES[name]()
 
 
 def family_of(name: str) -> Family:
     """Return the family of a name, bn254 or bls12_381; ConfigError if there is none."""
     if not isinstance(name, str) or name not in FAMILIES:
-        raise ConfigError(f"unknown pairing {name!r}; known are {', '.join(FAMILIES)}")
+        raise ConfigError(f"unknown pairing {clipped(name)}; known are {', '.join(FAMILIES)}")
     return FAMILIES[name]
 
 
@@ -214,14 +215,21 @@ def register_curve(
 
     The cofactor is derived from the orders of the fields. Arguments and errors are those of zk.register_curve.
     """
-    if not (name.isidentifier() and name.isascii()):
-        raise ConfigError(f"a curve's name must be an identifier, got {name!r}")
+    if not (isinstance(name, str) and name.isidentifier() and name.isascii()):
+        raise ConfigError(f"a curve's name must be an identifier, got {clipped(name)}")
+    if not (isinstance(generator, tuple | list) and len(generator) == 2):
+        raise ConfigError(f"{name}: the generator must be a pair (x, y), got {clipped(generator)}")
+    for what, value in (("a", a), ("b", b), ("generator's x", generator[0]), ("generator's y", generator[1])):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(
+                f"{name}: the {what} must be a Python integer, got {type(value).__name__} {clipped(value)}"
+            )
     base, scalars = field_of(field), field_of(scalar_field)
     q, r = base.modulus, scalars.modulus
     if a % q:
-        raise ConfigError(f"{name}: kernels are for curves y^2 = x^3 + b, with a = 0; got a = {a}")
+        raise ConfigError(f"{name}: kernels are for curves y^2 = x^3 + b, with a = 0; got a = {clipped(a)}")
     if not b % q:
-        raise ConfigError(f"{name}: b must not be 0 mod q, got {b}: (0, 0) encodes infinity")
+        raise ConfigError(f"{name}: b must not be 0 mod q, got {clipped(b)}: (0, 0) encodes infinity")
     for purpose, row, fits, limits in (
         ("coordinates", base, base.limbs % 2 == 0, "an even number of"),
         ("scalars", scalars, scalars.limbs == SCALAR_WORDS, SCALAR_WORDS),
@@ -234,7 +242,9 @@ def register_curve(
         raise ConfigError(f"{name}: not exactly one multiple of r = {r} is in Hasse's interval of {field}")
     x, y = generator
     if not (0 <= x < q and 0 <= y < q):
-        raise ConfigError(f"{name}: the generator's coordinates must be from 0 to below q, got {generator}")
+        raise ConfigError(
+            f"{name}: the generator's coordinates must be from 0 to below q, got ({clipped(x)}, {clipped(y)})"
+        )
     curve = _checked(Curve(name, PrimeCoordinates(base), scalars, b % q, (x, y), cofactor))
     rng, root = random.Random(0), None
     while root is None:

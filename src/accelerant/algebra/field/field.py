@@ -25,9 +25,19 @@ import numpy.typing as npt
 
 from accelerant.algebra.field import launch, parameters
 from accelerant.algebra.field import words as host
-from accelerant.algebra.field.memory_space import HOST, MemorySpace, in_kind, is_tensor, signed_view, space_at, space_of
+from accelerant.algebra.field.memory_space import (
+    HOST,
+    MemorySpace,
+    in_kind,
+    is_tensor,
+    signed_view,
+    space_at,
+    space_of,
+    stacked,
+)
 from accelerant.algebra.field.parameters import Field, field_of
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
+from accelerant.runtime.files import clipped
 from accelerant.runtime.host import refuse_masked
 from accelerant.runtime.provider import ComputeDevice
 
@@ -110,12 +120,9 @@ class PrimeField:
     def random(self, shape: int | Sequence[int]) -> npt.NDArray[Any]:
         """Draw uniform elements from the system's entropy, by rejection; return canonical words on the host.
 
-        ShapeError for a negative size.
+        UnsupportedDtype for sizes that are no integers, ShapeError for negative ones, OutOfMemory for too many.
         """
-        sizes = (shape,) if isinstance(shape, int) else tuple(map(operator.index, shape))
-        if min(sizes, default=0) < 0:
-            raise ShapeError(f"sizes must be 0 or more, got {sizes}")
-        return host.random(self.parameters, sizes)
+        return host.random(self.parameters, host.sizes_of(shape))
 
     def array(self, x: Any, *, device: Device = None, reduce: bool = False) -> FieldArray:
         """Return canonical words, integers or another FieldArray of this field as a FieldArray.
@@ -171,14 +178,14 @@ class PrimeField:
         return self._each(launch.dotted, (x, y), device, reduce, "canonical")
 
     def _binary(self, op: str, x: Any, y: Any, device: Device, reduce: bool) -> Any:
-        if device is None and not reduce and (z := launch.checked_at_once(self.parameters, op, x, y)) is not None:
+        if device is None and reduce is False and (z := launch.checked_at_once(self.parameters, op, x, y)) is not None:
             return z
         return self._each(
             lambda space, field, a, b: launch.binary(space, field, op, a, b, "canonical"), (x, y), device, reduce
         )
 
     def _unary(self, op: str, x: Any, device: Device, reduce: bool) -> Any:
-        if device is None and not reduce and (z := launch.checked_at_once(self.parameters, op, x)) is not None:
+        if device is None and reduce is False and (z := launch.checked_at_once(self.parameters, op, x)) is not None:
             return z
         return self._each(lambda space, field, a: launch.unary(space, field, op, a, "canonical"), (x,), device, reduce)
 
@@ -198,7 +205,9 @@ class PrimeField:
 
     def _operand(self, x: Any, name: str, reduce: bool) -> _Operand:
         """Return contiguous words below the modulus, or raise the error that the class documents."""
-        field = self.parameters
+        if not isinstance(reduce, bool | np.bool_):  # "no" would mean yes
+            raise ConfigError(f"reduce must be True or False, got {clipped(reduce)}")
+        field, x = self.parameters, stacked(x, name)
         if isinstance(x, (int, np.integer, list, tuple)) or (isinstance(x, np.ndarray) and x.dtype == object):
             return _Operand(host.encode(field, x, reduce=reduce, name=name), HOST, movable=True)
         if is_tensor(x):
@@ -313,13 +322,14 @@ class FieldArray:
 
     def reshape(self, *shape: int | Sequence[int]) -> FieldArray:
         """Return the same elements in another shape; one size may be -1. ShapeError for another number of elements."""
-        flat = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        sizes = [operator.index(size) for size in flat]  # type: ignore[arg-type]  # of either spelling
+        flat = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
+        sizes = [host.index_of(size, "a size") for size in flat]  # type: ignore[union-attr]  # of either spelling
         known = math.prod(size for size in sizes if size != -1)
         if sizes.count(-1) == 1 and known > 0 and self.size % known == 0:
             sizes[sizes.index(-1)] = self.size // known
         if min(sizes, default=0) < 0 or math.prod(sizes) != self.size:
-            raise ShapeError(f"{self.size} elements of shape {self.shape} cannot be reshaped to {tuple(flat)}")
+            wanted = ", ".join(map(clipped, sizes))
+            raise ShapeError(f"{self.size} elements of shape {self.shape} cannot be reshaped to ({wanted})")
         return self._of(self.space.reshape(self.words, (*sizes, *host.tail_of(self.field.parameters))))
 
     # --- arithmetic ----------------------------------------------------------------------------------------------
@@ -452,12 +462,16 @@ def _broadcast(field: Field, space: MemorySpace, words: list[Any]) -> list[Any]:
     return [array if tuple(array.shape) == shape else space.broadcast(array, shape) for array in words]
 
 
-@functools.cache
 def prime_field(name: str) -> PrimeField:
     """Return the field of a name: goldilocks, babybear, mersenne61, bn254_fr, _fq, bls12_381_fr, _fq, or registered.
 
     ConfigError for another name lists the known ones.
     """
+    return _prime_field(field_of(name).name)
+
+
+@functools.cache
+def _prime_field(name: str) -> PrimeField:
     return PrimeField(field_of(name))
 
 

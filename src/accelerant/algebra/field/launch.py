@@ -16,8 +16,9 @@ import numpy as np
 from accelerant.algebra.field.memory_space import HOST, MemorySpace, Verdict, is_tensor, space_of
 from accelerant.algebra.field.parameters import Field
 from accelerant.algebra.field.program import grid_and_block, kernel_source
-from accelerant.algebra.field.words import decode, dtype_of, element_shape, tail_of, unreduced
+from accelerant.algebra.field.words import decode, dtype_of, element_shape, index_of, tail_of, unreduced
 from accelerant.errors import FormatError, ShapeError
+from accelerant.runtime.files import clipped
 from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.recorded_launch import RecordedLaunch, compiled, launch, sole_record
 
@@ -128,8 +129,9 @@ def summed(space: MemorySpace, field: Field, x: Words, axis: int | None, form: R
     shape, tail = element_shape(field, x.shape), tail_of(field)
     left: tuple[int, ...] = ()
     if axis is not None:
+        axis = index_of(axis, "axis")
         if not -len(shape) <= axis < len(shape):
-            raise ShapeError(f"x has {len(shape)} axes of elements, shape {shape}; there is no axis {axis}")
+            raise ShapeError(f"x has {len(shape)} axes of elements, shape {shape}; there is no axis {clipped(axis)}")
         axis %= len(shape)
         left = (*shape[:axis], *shape[axis + 1 :])
         x = space.move_axis(x, axis, len(tail))

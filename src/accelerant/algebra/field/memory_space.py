@@ -15,11 +15,14 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from accelerant.errors import ConfigError
+from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.runtime import registry
+from accelerant.runtime.files import clipped
 from accelerant.runtime.provider import Buffer, ComputeDevice, ComputeProvider, Pointer, out_of_memory
 
-__all__ = ["HOST", "MemorySpace", "Verdict", "in_kind", "is_tensor", "signed_view", "space_at", "space_of"]
+__all__ = [
+    "HOST", "MemorySpace", "Verdict", "in_kind", "is_tensor", "signed_view", "space_at", "space_of", "stacked",
+]  # fmt: skip
 
 Shape = tuple[int, ...]
 _ALIGNMENT = 16
@@ -324,6 +327,33 @@ def _space_on(device: Any) -> MemorySpace:
     return _Tensors(device.type, device.index or 0)
 
 
+_DEVICE_DIGITS = 9
+"""Most digits of a device's number."""
+
+
+def stacked(x: Any, name: str) -> Any:
+    """Return nested lists of arrays or tensors as one; anything else, as lists of Python integers, unchanged.
+
+    ShapeError or UnsupportedDtype where the arrays are of several shapes, libraries or dtypes, or not all are arrays.
+    """
+    leaf = x
+    while isinstance(leaf, list | tuple) and leaf:
+        leaf = leaf[0]
+    if leaf is x or not (isinstance(leaf, np.ndarray) or is_tensor(leaf)):
+        return x
+    parts = [stacked(part, f"{name}[{i}]") for i, part in enumerate(x)]
+    first = parts[0]
+    for i, part in enumerate(parts):
+        if type(part) is not type(first) or part.dtype != first.dtype:
+            kinds = [f"{type(each).__name__} of {getattr(each, 'dtype', 'Python')}" for each in (first, part)]
+            raise UnsupportedDtype(
+                f"{name} must be arrays of one library and dtype; [0] is {kinds[0]}, [{i}] {kinds[1]}"
+            )
+        if part.shape != first.shape or getattr(part, "device", None) != getattr(first, "device", None):
+            raise ShapeError(f"{name} must be arrays of one shape and device, got {first.shape} and {part.shape}")
+    return sys.modules["torch"].stack(parts) if is_tensor(first) else np.stack(parts)
+
+
 def space_at(device: str | ComputeDevice) -> MemorySpace:
     """Return the memory space of a device: "cpu", "cuda", "cuda:1", "opencl", or what accelerant.devices() lists.
 
@@ -332,9 +362,13 @@ def space_at(device: str | ComputeDevice) -> MemorySpace:
     if isinstance(device, ComputeDevice):
         backend, index = device.backend, device.index
     else:
+        if isinstance(device, int | float | complex | bytes | tuple | list | dict | np.ndarray):
+            raise ConfigError(f"device must be a name as 'cpu' or 'cuda:1', got {clipped(device)}")
         backend, _, number = str(device).partition(":")
-        if number and not number.isdecimal():
-            raise ConfigError(f"device {device!r}: wanted a backend's name, or a name and a number as in 'cuda:1'")
+        if number and not (number.isascii() and number.isdecimal() and len(number) <= _DEVICE_DIGITS):
+            raise ConfigError(
+                f"device {clipped(device)}: wanted a backend's name, or a name and a number as in 'cuda:1'"
+            )
         index = int(number or 0)
     chosen = registry.choose(backend, index)
     if chosen.backend == "cpu":

@@ -17,6 +17,7 @@ import secrets
 from dataclasses import dataclass, field
 
 from accelerant.errors import ConfigError
+from accelerant.runtime.files import clipped
 
 __all__ = ["FIELDS", "FQ2", "Field", "QuadraticField", "field_of", "register_field"]
 
@@ -48,7 +49,9 @@ class Field:
         """
         p = self.modulus
         if p < 3 or p % 2 == 0 or pow(self.generator, (p - 1) // 2, p) != p - 1:
-            raise ValueError(f"{self.name}: {self.generator} is a square mod {p}, or {p} is no odd prime")
+            raise ValueError(
+                f"{self.name}: {clipped(self.generator)} is a square mod {clipped(p)}, or that is no odd prime"
+            )
         bits = p.bit_length()
         word_bits = 32 if bits <= 32 else 64
         for name, value in (("bits", bits), ("word_bits", word_bits), ("limbs", -(-bits // word_bits))):
@@ -68,7 +71,7 @@ class Field:
     def root_of_unity(self, order: int) -> int:
         """Return the root of unity generator^((p - 1) / order); ConfigError unless order is a divisor of p - 1."""
         if order < 1 or (self.modulus - 1) % order:
-            raise ConfigError(f"{self.name} has no root of unity of order {order}: it does not divide p - 1")
+            raise ConfigError(f"{self.name} has no root of unity of order {clipped(order)}: it does not divide p - 1")
         return pow(self.generator, (self.modulus - 1) // order, self.modulus)
 
     def montgomery_radix(self, limb_bits: int, limbs: int) -> int:
@@ -129,9 +132,13 @@ FQ2 = {name: QuadraticField(f"{name}2", FIELDS[name]) for name in ("bn254_fq", "
 
 def field_of(name: str) -> Field:
     """Return the field of a name; ConfigError if there is none."""
-    if name not in FIELDS:
-        raise ConfigError(f"unknown field {name!r}; known are {', '.join(FIELDS)}")
+    if not isinstance(name, str) or name not in FIELDS:
+        raise ConfigError(f"unknown field {clipped(name)}; known are {', '.join(FIELDS)}")
     return FIELDS[name]
+
+
+_MOST_BITS = 4096
+"""Bits of the largest modulus that is tested for primality: it takes seconds beyond."""
 
 
 def _is_prime(n: int) -> bool:
@@ -148,10 +155,17 @@ def _is_prime(n: int) -> bool:
 
 def register_field(name: str, modulus: int, generator: int) -> Field:
     """Register a prime field for this process; arguments and errors as algebra.field.register_field."""
-    if not (name.isidentifier() and name.isascii()):
-        raise ConfigError(f"a field's name must be an identifier, got {name!r}")
+    if not (isinstance(name, str) and name.isidentifier() and name.isascii()):
+        raise ConfigError(f"a field's name must be an identifier, got {clipped(name)}")
+    for what, value in (("modulus", modulus), ("generator", generator)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(
+                f"{name}: the {what} must be a Python integer, got {type(value).__name__} {clipped(value)}"
+            )
+    if modulus.bit_length() > _MOST_BITS:
+        raise ConfigError(f"{name}: the modulus must have at most {_MOST_BITS:,} bits, got {modulus.bit_length():,}")
     if not _is_prime(modulus):
-        raise ConfigError(f"{name}: the modulus {modulus} is not prime")
+        raise ConfigError(f"{name}: the modulus {clipped(modulus)} is not prime")
     try:
         field = Field(name, modulus, generator % modulus)
     except ValueError as error:

@@ -16,9 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from accelerant.algebra.field.parameters import Field
-from accelerant.errors import FormatError, ShapeError, UnsupportedDtype
+from accelerant.errors import FormatError, OutOfMemory, ShapeError, UnsupportedDtype
+from accelerant.runtime.files import clipped
 
-__all__ = ["check_words", "decode", "dtype_of", "element_shape", "encode", "not_below", "random", "tail_of"]
+__all__ = [
+    "check_words", "decode", "dtype_of", "element_shape", "encode", "index_of", "not_below", "random", "sizes_of",
+    "tail_of",
+]  # fmt: skip
 
 Words = npt.NDArray[Any]
 Shape = tuple[int, ...]
@@ -77,19 +81,38 @@ def encode(field: Field, values: Any, *, reduce: bool = False, name: str = "x") 
     return _from_bytes(field, out).reshape((*array.shape, *tail_of(field)))
 
 
+def index_of(value: object, name: str) -> int:
+    """Return a Python or NumPy integer as int; UnsupportedDtype for anything else, booleans too."""
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError("a boolean")
+        return operator.index(value)  # type: ignore[arg-type]  # TypeError for anything else
+    except TypeError:
+        raise UnsupportedDtype(f"{name} must be an integer, got {type(value).__name__} {clipped(value)}") from None
+
+
+def sizes_of(shape: Any) -> Shape:
+    """Return a shape, an integer or a sequence of them; ShapeError for a negative size, or more than 2^63 elements."""
+    sequence = isinstance(shape, tuple | list) or (isinstance(shape, np.ndarray) and shape.ndim > 0)
+    sizes = tuple(index_of(size, "a size") for size in shape) if sequence else (index_of(shape, "shape"),)
+    if min(sizes, default=0) < 0 or math.prod(sizes) >= 1 << 63:
+        raise ShapeError(f"sizes must be 0 or more, of less than 2^63 elements; got ({', '.join(map(clipped, sizes))})")
+    return sizes
+
+
 def _integer(value: object, index: int, name: str) -> int:
     try:
         if isinstance(value, (bool, np.bool_)):
             raise TypeError("a boolean")
         return operator.index(value)  # type: ignore[arg-type]  # TypeError for anything else
     except TypeError:
-        raise UnsupportedDtype(f"{name}[{index}] (flattened) is {value!r}, not an integer") from None
+        raise UnsupportedDtype(f"{name}[{index}] (flattened) is {clipped(value)}, not an integer") from None
 
 
 def unreduced(name: str, index: int, value: int, modulus: int) -> FormatError:
     """Return the error of an element that is not below the modulus."""
     what = "negative" if value < 0 else f"not below the modulus {modulus}"
-    return FormatError(f"{name}[{index}] (flattened) is {value}, {what}")
+    return FormatError(f"{name}[{index}] (flattened) is {clipped(value)}, {what}")
 
 
 def _from_bytes(field: Field, data: bytes | bytearray) -> Words:
@@ -109,7 +132,12 @@ def decode(field: Field, words: Words) -> Any:
 
 def random(field: Field, shape: Shape) -> Words:
     """Draw uniform elements from the system's entropy, by rejection: fewer than two draws an element on average."""
-    words = _bits(field, math.prod(shape))
+    n = math.prod(shape)
+    try:
+        words = _bits(field, n)
+    except (MemoryError, OverflowError):
+        size = n * field.size_bytes
+        raise OutOfMemory(f"{n:,} elements of {field.name} take {size:,} bytes, which this host has not") from None
     missing = np.flatnonzero(not_below(field, words))
     while missing.size:
         words[missing] = _bits(field, missing.size)

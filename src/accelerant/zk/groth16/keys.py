@@ -22,6 +22,7 @@ from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.memory_space import HOST, MemorySpace, space_at
 from accelerant.config import settings
 from accelerant.errors import BackendUnavailable, ConfigError
+from accelerant.runtime.files import clipped
 from accelerant.runtime.host import usable_cores
 from accelerant.runtime.provider import ComputeDevice, compile_seconds
 from accelerant.zk.formats.circuit import Witness
@@ -135,7 +136,7 @@ def spaces_of(device: Devices, domain_size: int) -> tuple[MemorySpace, ...]:
         return (_automatic(domain_size) if device == "auto" else space_at(device),)
     spaces = tuple(map(space_at, device))
     if not spaces or (len(spaces) > 1 and HOST in spaces):
-        raise ConfigError(f"device must be one, or several of which none is the CPU; got {device!r}")
+        raise ConfigError(f"device must be one, or several of which none is the CPU; got {clipped(device)}")
     return spaces
 
 

@@ -21,8 +21,18 @@ from accelerant.algebra.curve.parameters import curve_of
 from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field import FieldArray
 from accelerant.algebra.field.launch import first_unreduced
-from accelerant.algebra.field.memory_space import HOST, MemorySpace, Verdict, in_kind, is_tensor, space_at, space_of
+from accelerant.algebra.field.memory_space import (
+    HOST,
+    MemorySpace,
+    Verdict,
+    in_kind,
+    is_tensor,
+    space_at,
+    space_of,
+    stacked,
+)
 from accelerant.errors import ConfigError, FormatError, ShapeError
+from accelerant.runtime.files import clipped
 from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.provider import ComputeDevice
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
@@ -52,9 +62,10 @@ def msm(
 
     Args:
         scalars: (n, 4) uint64, canonical, below the curve's order; or (b, n, 4), for b sums over the same points; or
-            Python integers, n or b lists of n; or a FieldArray of the curve's scalar_field.
+            Python integers, n or b lists of n; or lists of arrays; or a FieldArray of the curve's scalar_field.
         points: (n, 2, limbs) uint64, canonical affine coordinates, x then y, infinity all zeros; (n, 2, 2, limbs) where
-            coordinates are in Fq2, c0 first. A NumPy array or a torch tensor.
+            coordinates are in Fq2, c0 first. A NumPy array or a torch tensor, or a list of such for one point each; or
+            Python points.
         curve: bn254_g1, bn254_g2, bls12_381_g1, bls12_381_g2, or a registered curve.
         check: "curve" refuses points off the curve, at a few percent of the sum's time. "subgroup" or True also refuses
             points outside the subgroup of order r: the sum is right with them, but it is not in the subgroup, which
@@ -135,9 +146,9 @@ class FixedBase:
         """
         self._parameters, level = _curve(curve), operands.check_of(check)
         operand = operands.point_operand(self._parameters, points, "points")
-        if devices is not None and (device is not None or isinstance(devices, str) or not devices):
+        if devices is not None and (device is not None or not isinstance(devices, tuple | list) or not devices):
             raise ConfigError(
-                f"devices must be a list of devices, and device not be given; got {devices!r}, {device!r}"
+                f"devices must be a list of devices, and device not be given; got {clipped(devices)}, {clipped(device)}"
             )
         if devices is None:
             spaces = [operand.space if device is None else space_at(device)]
@@ -328,7 +339,7 @@ def msm_record(space: MemorySpace, curve: Curve[Any], n: int, rows: int) -> OpRe
 
 
 def _curve(name: Any) -> Curve[Any]:
-    return curve_of(name if isinstance(name, str) else repr(name))
+    return curve_of(name)
 
 
 def _point_words(
@@ -379,6 +390,7 @@ def _scalar_rows(
     Scalars on a device, which are returned too, are checked by the returned function, which waits for the device;
     kernels accept any scalars, so sums may start before. Other scalars are checked here.
     """
+    scalars = stacked(scalars, "scalars")
     field, known = curve.scalars, isinstance(scalars, (list, tuple, FieldArray))
     if isinstance(scalars, FieldArray):
         operand = field_operand(field, scalars)
