@@ -9,7 +9,7 @@ import pytest
 
 from accelerant.runtime import registry
 
-SNARKJS = Path(__file__).parent / "interop" / "snarkjs" / "node_modules" / "snarkjs" / "build" / "cli.cjs"
+INTEROP = Path(__file__).parent / "interop"
 REQUIRED_BACKENDS = ("cpu", "opencl", "webgpu")
 """Backends of every machine that runs CI; scripts/ci-setup installs PoCL and lavapipe."""
 
@@ -36,7 +36,18 @@ def require_module(name, extra="dev"):
 
 def snarkjs_command():
     """Return the command line of the snarkjs that the tests pin."""
+    return _node_command("snarkjs", INTEROP / "snarkjs" / "node_modules" / "snarkjs" / "build" / "cli.cjs")
+
+
+def solidity_command():
+    """Return the command line of tests/interop/solidity/call.mjs, with the packages that the tests pin."""
+    folder = INTEROP / "solidity"
+    _node_command("the compiler of Solidity", folder / "node_modules" / "solc")
+    return _node_command("call.mjs", folder / "call.mjs")
+
+
+def _node_command(what, path):
     node = shutil.which("node")
     require("" if node else "Node is not here: scripts/ci-setup installs it")
-    require("" if SNARKJS.exists() else "snarkjs is not here: scripts/ci-setup installs it")
-    return [node, str(SNARKJS)]
+    require("" if path.exists() else f"{what} is not here: scripts/ci-setup installs it")
+    return [node, str(path)]

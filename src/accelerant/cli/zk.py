@@ -19,7 +19,7 @@ from accelerant.runtime.files import escaped
 if TYPE_CHECKING:
     from accelerant.zk.groth16 import Proof
 
-__all__ = ["calldata", "export_vk", "inspect", "prove", "prove_many", "register", "setup", "verify"]
+__all__ = ["calldata", "export_vk", "inspect", "prove", "prove_many", "register", "setup", "verifier", "verify"]
 
 
 def _file(metavar: str, text: str) -> Any:
@@ -51,6 +51,7 @@ def register(app: typer.Typer) -> None:
         "accelerant zk inspect downloaded.zkey --check",
         export_vk: "zk export-vk circuit.zkey verification_key.json",
         calldata: "zk calldata public.json proof.json",
+        verifier: "zk verifier verification_key.json --out verifier.sol",
         setup: "zk setup circuit.r1cs circuit.zkey --insecure-known-tau",
     }
     for command, example in commands.items():
@@ -153,6 +154,31 @@ def calldata(public: _Public, proof: _Proof, json_output: _Json = False) -> None
     texts = read_texts((public, "public inputs"), (proof, "a proof"))
     text = _parse_proof(texts[1], texts[0], proof, public).to_calldata()
     write(json.dumps({"calldata": json.loads(f"[{text}]")}) if json_output else text)
+
+
+def verifier(
+    key: _Key,
+    out: Annotated[Path, typer.Option(metavar="VERIFIER.SOL", help="Contract to write.")] = Path("verifier.sol"),
+    name: Annotated[str, typer.Option(help="Name of the contract.")] = "Groth16Verifier",
+    json_output: _Json = False,
+) -> None:
+    """Write a Solidity contract that verifies proofs of a circuit, with the interface of snarkjs's verifier.
+
+    Its verifyProof takes what `zk calldata` prints. For BN254 only: Ethereum's precompiled contracts of EIP-196 and
+    EIP-197 do the arithmetic.
+    """
+    (target,) = resolve_targets([out], [key])
+    from accelerant.zk.groth16 import VerificationKey
+
+    (text,) = read_texts((key, "a verification key"))
+    trusted = VerificationKey.from_json(text, name=str(key))
+    write_all({target: trusted.to_solidity(name)})
+    if json_output:
+        facts = {"contract": str(out), "name": name, "curve": trusted.family, "public_inputs": trusted.n_public}
+        write(json.dumps(facts | {"forgeable": trusted.forgeable}))
+    else:
+        warn_forgeable(key, trusted.forgeable)
+        write(f"{escaped(out)}: contract {name}, {trusted.n_public} public inputs, {trusted.family}")
 
 
 def setup(

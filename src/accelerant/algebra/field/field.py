@@ -323,7 +323,7 @@ class FieldArray:
     def reshape(self, *shape: int | Sequence[int]) -> FieldArray:
         """Return the same elements in another shape; one size may be -1. ShapeError for another number of elements."""
         flat = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
-        sizes = [host.index_of(size, "a size") for size in flat]  # type: ignore[union-attr]  # of either spelling
+        sizes = [host.index_of(size, "a size") for size in flat]
         known = math.prod(size for size in sizes if size != -1)
         if sizes.count(-1) == 1 and known > 0 and self.size % known == 0:
             sizes[sizes.index(-1)] = self.size // known

@@ -359,10 +359,11 @@ def space_at(device: str | ComputeDevice) -> MemorySpace:
 
     ConfigError for no such backend or device, BackendUnavailable with the reason if the backend is not available.
     """
+    given: object = device
     if isinstance(device, ComputeDevice):
         backend, index = device.backend, device.index
     else:
-        if isinstance(device, int | float | complex | bytes | tuple | list | dict | np.ndarray):
+        if isinstance(given, int | float | complex | bytes | tuple | list | dict | np.ndarray):
             raise ConfigError(f"device must be a name as 'cpu' or 'cuda:1', got {clipped(device)}")
         backend, _, number = str(device).partition(":")
         if number and not (number.isascii() and number.isdecimal() and len(number) <= _DEVICE_DIGITS):

@@ -149,12 +149,13 @@ class Proof:
 
     def _checked_points(self) -> list[Any]:
         """Return a, b and c after the checks of `verify`: types, reduced, on the curve, in the subgroup."""
-        family, found = family_of(self.family), []
-        for name, curve, point in (
-            ("pi_a", family.g1, self.a),
-            ("pi_b", family.g2, self.b),
-            ("pi_c", family.g1, self.c),
-        ):
+        family, found = family_of(self.family), list[Any]()
+        points: dict[str, tuple[Curve[Any], Any]] = {
+            "pi_a": (family.g1, self.a),
+            "pi_b": (family.g2, self.b),
+            "pi_c": (family.g1, self.c),
+        }
+        for name, (curve, point) in points.items():
             words = encoded_points(curve, [point], [name])
             with named({"points": [name]}):
                 points_inward(curve, point_operand(curve, words, "points"), HOST, "points", "subgroup")

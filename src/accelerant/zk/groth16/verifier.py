@@ -46,6 +46,7 @@ from accelerant.zk.groth16.proof import (
     point_from_json,
     point_to_json,
 )
+from accelerant.zk.groth16.solidity import verifier_contract
 from accelerant.zk.multi_scalar.op import msm
 from accelerant.zk.operands import point_operand, points_inward
 
@@ -191,6 +192,15 @@ class VerificationKey:
                 "IC": [point_to_json(family.g1, point) for point in ic],
             }
         )
+
+    def to_solidity(self, name: str = "Groth16Verifier") -> str:
+        """Return a Solidity contract that verifies proofs for this key, on BN254; see zk.groth16.solidity.
+
+        Raises:
+            UnsupportedCase: the key is on BLS12-381.
+            ConfigError: the name is not an identifier of Solidity.
+        """
+        return verifier_contract(self, name)
 
 
 def _canonical(curve: Curve[Any], words: U64) -> U64:
