@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from accelerant.errors import ProtocolError
+from accelerant.errors import AccelerantError, ConfigError, ShapeError, UnsupportedDtype
 from accelerant.privacy import mpc
 from accelerant.privacy.mpc.secagg.setup import make_identities
 
 pytest.importorskip("flwr", reason="the extra federated is not installed")
 
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from accelerant.privacy.federated.flower import secure_round
@@ -32,13 +32,15 @@ SETUP = {"clients": CLIENTS, "threshold": 2, "size": 8, "clip": 16.0, "step": 2.
 class Nodes:
     """A network of nodes in this process, with a ServerApp that may change what each of them gets."""
 
-    def __init__(self, folder, changed):
+    def __init__(self, folder, changed=lambda node, message: message, trained=None, **options):
         from accelerant.privacy.federated.flower import secure_aggregation_mod
 
         self.setup, (self.signing, self.keys) = mpc.SecureAggregation(**SETUP), make_identities(CLIENTS)
         self.folder, self.changed, self.trained, self.errors = folder, changed, [], []
+        self.train = trained or self.train
+        folder.mkdir()
         self.mod = secure_aggregation_mod(
-            lambda i: self.setup.client(i, self.signing[i], self.keys, state_path=self.folder / str(i))
+            lambda i: self.setup.client(i, self.signing[i], self.keys, state_path=self.folder / str(i)), **options
         )
 
     def get_node_ids(self):
@@ -55,16 +57,20 @@ class Nodes:
             node = message.metadata.dst_node_id
             try:
                 yield self.mod(self.changed(node, message), node - 1, self.train)
-            except ProtocolError as error:
+            except AccelerantError as error:
                 self.errors.append((node, str(error)))
                 yield Message(Error(0, "failed"), reply_to=message)
 
 
-def test_a_server_cannot_ask_one_node_for_something_else(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def task(monkeypatch):
+    """What Flower's runtime tells a process of itself."""
+    for name in ("_run_id", "_task_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
+
+
+def test_a_server_cannot_ask_one_node_for_something_else(tmp_path):
     """Other arrays, another learning rate, another type of message: no sum has the update of a node that got them."""
-    monkeypatch.setattr(TaskIdentity, "_run_id", 1)
-    monkeypatch.setattr(TaskIdentity, "_task_id", 1)
-    monkeypatch.setattr(TaskIdentity, "_node_id", 1)
     arrays, config = ArrayRecord([np.zeros((2, 3)), np.ones(2)]), ConfigRecord({"rate": 0.5, "names": ["a", "b"]})
 
     def lying(stage, **records):
@@ -85,12 +91,147 @@ def test_a_server_cannot_ask_one_node_for_something_else(tmp_path, monkeypatch):
         (lambda node, message: message, None),
     ]):  # fmt: skip
         nodes = Nodes(tmp_path / str(number), changed)
-        nodes.folder.mkdir()
         server = nodes.setup.server(3, nodes.keys)
         found, report = secure_round(nodes, server, 3, arrays, config=config)
         assert report.survivors == ((0, 1, 2) if number == 4 else (0, 2))
         assert [each.tolist() for each in found.to_numpy_ndarrays()] == [[[0.5] * 3] * 2, [1.5] * 2]
         assert [node for node, text in nodes.errors if error in text] == ([2] if error else [])
+
+
+MODEL = {"w": np.full((2, 3), 4.0, np.float32), "b": np.ones(2, np.float32)}
+
+
+def named(arrays):
+    return ArrayRecord({name: Array(np.asarray(each)) for name, each in arrays.items()})
+
+
+def moved(arrays, by=1.0):
+    return {name: each + np.asarray(by, each.dtype) for name, each in arrays.items()}
+
+
+W, B = MODEL.values()
+OTHERS = {
+    "a number": ({"w": np.float32(5)}, ShapeError, "the 2 arrays that it got, got 1"),
+    "a flat array": ({"w": np.concatenate([W.reshape(-1), B])}, ShapeError, "got 1"),
+    "no arrays": ({}, ShapeError, "got 0"),
+    "one array more": ({**MODEL, "c": B[:0]}, ShapeError, "got 3"),
+    "transposed": ({"w": W.T, "b": B}, ShapeError, r"array 0 as it got it, 'w' \(2, 3\) float32, got 'w' \(3, 2\)"),
+    "a scalar for an array": ({"w": W, "b": np.float32(1)}, ShapeError, r"got 'b' \(\) float32"),
+    "one element for two": ({"w": W, "b": B[:1]}, ShapeError, r"got 'b' \(1,\)"),
+    "flattened": ({"w": W.reshape(-1), "b": B}, ShapeError, r"got 'w' \(6,\)"),
+    "an axis more": ({"w": W[None], "b": B}, ShapeError, r"got 'w' \(1, 2, 3\)"),
+    "in another order": ({"b": B, "w": W}, ShapeError, "array 0 .*got 'b'"),
+    "under other names": ({"w": W, "c": B}, ShapeError, "got 'c'"),
+    "names exchanged": ({"b": W, "w": B}, ShapeError, "got 'b'"),
+    "another precision": ({"w": W, "b": B.astype(np.float64)}, UnsupportedDtype, "'b' .* float32, got .*float64"),
+    "half precision": ({"w": W.astype(np.float16), "b": B}, UnsupportedDtype, "got .*float16"),
+    "another byte order": ({"w": W.astype(">f4"), "b": B}, UnsupportedDtype, "got .*>f4"),
+    "integers": ({"w": W.astype(np.int32), "b": B}, UnsupportedDtype, "reply is int32: means are of floating-point"),
+    "booleans": ({"w": W, "b": B > 0}, UnsupportedDtype, "reply is bool"),
+    "complex numbers": ({"w": W + 1j, "b": B}, UnsupportedDtype, "reply is complex"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_arrays_of_another_form_do_not_leave_the_node(tmp_path, case):
+    arrays, error, message = OTHERS[case]
+    raised = []
+
+    def train(asked, context):
+        wrong = context == 1
+        return Message(RecordDict({"arrays": named(arrays if wrong else moved(MODEL))}), reply_to=asked)
+
+    nodes = Nodes(tmp_path / "a", trained=train)
+
+    def mod(*args, plain=nodes.mod):
+        try:
+            return plain(*args)
+        except AccelerantError as each:
+            raised.append(each)
+            raise
+
+    nodes.mod = mod
+    found, report = secure_round(nodes, nodes.setup.server(3, nodes.keys), 3, named(MODEL))
+    assert report.survivors == (0, 2)
+    assert {name: each.numpy().tolist() for name, each in found.items()} == {
+        name: each.tolist() for name, each in moved(MODEL).items()
+    }
+    assert [type(each) for each in raised] == [error]
+    with pytest.raises(error, match=message):
+        raise raised[0]
+
+
+def test_names_and_dtypes_of_the_mean_are_the_models(tmp_path):
+    model = {"b": np.ones(1, np.float16), "a": np.zeros((2, 3)), "empty": np.zeros((0, 4)), "c": np.zeros(())}
+    nodes = Nodes(
+        tmp_path / "a", trained=lambda asked, i: Message(RecordDict({"x": named(moved(model, i))}), reply_to=asked)
+    )
+    found, _ = secure_round(nodes, nodes.setup.server(3, nodes.keys), 3, named(model))
+    assert [(name, each.dtype, tuple(each.shape)) for name, each in found.items()] == [
+        (name, str(each.dtype), each.shape) for name, each in model.items()
+    ]
+    assert (found["b"].numpy() == 2).all()
+
+
+def test_the_server_compares_what_nodes_state_of_their_arrays(tmp_path):
+    """A node without the check, or that states something else, leaves the round; so does one whose reply is no list."""
+    for number, stated in enumerate([["'w' (6,) float32", "'b' (2,) float32"], [], [1.0, 2.0], 5, "text", None]):
+        nodes = Nodes(
+            tmp_path / str(number), trained=lambda asked, i: Message(RecordDict({"x": named(MODEL)}), reply_to=asked)
+        )
+
+        def mod(message, context, train, plain=nodes.mod, stated=stated):
+            reply = plain(message, context, train)
+            record = reply.content["secagg"]
+            if context == 1 and "arrays" in record:
+                del record["arrays"]
+                if stated is not None:
+                    record["arrays"] = stated
+            return reply
+
+        nodes.mod = mod
+        _, report = secure_round(nodes, nodes.setup.server(3, nodes.keys), 3, named(MODEL))
+        assert report.survivors == (0, 2)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint8, np.bool_, np.complex64, "U2"])
+def test_models_of_other_than_floats_are_refused_before_a_round(tmp_path, dtype):
+    nodes = Nodes(tmp_path / "a")
+    arrays = named({"w": np.zeros((2, 3)), "count": np.zeros(2, dtype)})
+    with pytest.raises(UnsupportedDtype, match=r"array 'count' of the ArrayRecord is .*Leave it out"):
+        secure_round(nodes, nodes.setup.server(3, nodes.keys), 3, arrays)
+    assert not nodes.trained
+    with pytest.raises(ConfigError, match="the arrays have 6 elements, the setup 8"):
+        secure_round(nodes, nodes.setup.server(3, nodes.keys), 3, named({"w": np.zeros((2, 3))}))
+
+
+def test_one_array_record_and_a_whole_weight(tmp_path):
+    """Without them the node leaves the round, with an error that says what is missing."""
+
+    def replies(records):
+        return lambda asked, i: Message(
+            RecordDict(records(i) if i == 1 else {"x": named(moved(MODEL, i)), "m": MetricRecord({"n": i + 1})}),
+            reply_to=asked,
+        )
+
+    one = {"x": named(MODEL)}
+    for number, (records, message) in enumerate([
+        (lambda i: {}, "one ArrayRecord, got 0"),
+        (lambda i: {**one, "y": named(MODEL)}, "one ArrayRecord, got 2"),
+        (lambda i: one, r"one whole number 'n' in its metrics, got \[\]"),
+        (lambda i: {**one, "m": MetricRecord({"n": 1.5})}, r"whole number 'n' .*got \[1.5\]"),
+        (lambda i: {**one, "m": MetricRecord({"n": 0})}, "from 1 to max_weight = 4, got 0"),
+        (lambda i: {**one, "m": MetricRecord({"n": 5})}, "from 1 to max_weight = 4, got 5"),
+    ]):  # fmt: skip
+        nodes = Nodes(tmp_path / str(number), trained=replies(records), weights="n")
+        nodes.setup = mpc.SecureAggregation(**{**SETUP, "step": None, "max_weight": 4})
+        found, report = secure_round(nodes, nodes.setup.server(3, nodes.keys), 3, named(MODEL))
+        assert (report.survivors, report.weight) == ((0, 2), 4)
+        assert np.allclose(found["b"].numpy(), 1 + 2 * 3 / 4)
+        ((node, text),) = nodes.errors
+        assert node == 2
+        with pytest.raises(ValueError, match=message):
+            raise ValueError(text)
 
 
 def free_ports(count):

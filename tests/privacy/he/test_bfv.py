@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
+import math
+import operator
 import pickle
 import struct
 from dataclasses import replace
@@ -80,10 +83,49 @@ def test_shapes(small):
     short = public.encrypt([5, -6])
     assert private.decrypt(short).tolist() == [5, -6]
     assert private.decrypt(short * [[1, 2], [3, 4]]).tolist() == [[5, -12], [15, -24]]
-    assert private.decrypt(short + public.encrypt([[1], [2]])).tolist() == [[6, -6], [7, -6]]
+    assert private.decrypt(short + public.encrypt([[1, 0], [2, 0]])).tolist() == [[6, -6], [7, -6]]
+    total = public.encrypt([[1, 2], [3, 4]]).sum()
+    assert private.decrypt(total.sum() * 2).tolist() == private.decrypt(total * [[2]]).tolist() == [[6], [14]]
     assert private.decrypt(short.rotate(1))[:2].tolist() == [-6, 0]
     assert private.decrypt(public.encrypt(np.zeros((0, 3), int))).shape == (0, 3)
     assert repr(short).startswith("Ciphertext((2,), about 15")
+
+
+OPERANDS = (
+    2, np.int64(-3), np.array(2), [2], (3,), [1, -2, 3], np.array([2]), np.array([[2]]), np.array([[1], [-2]]),
+    np.array([[1, 2, 3], [4, 5, 6]]), np.array([[[2]], [[3]]]), np.arange(6, dtype=np.uint8).reshape(2, 1, 3),
+    np.array([1, 2]), np.array([[1, 2]]), np.arange(4), np.zeros(0, int), np.zeros((2, 0), int), np.ones((3, 1), int),
+)  # fmt: skip
+"""Integers by which encrypted vectors are added, subtracted and multiplied, some of shapes that do not broadcast."""
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 3), (2, 3), (2, 1, 3), (1,), (2, 1)])
+def test_operands_broadcast_as_numpys_or_are_refused(small, shape):
+    """+ - *, from both sides, with numbers, lists, NumPy and torch arrays and ciphertexts: never another result."""
+    public, private = small
+    x = np.arange(1, math.prod(shape) + 1).reshape(shape)
+    c = public.encrypt(x)
+    for operand in OPERANDS:
+        plain = np.asarray(operand)
+        forms = [operand, *([torch.from_numpy(plain)] if isinstance(operand, np.ndarray) else [])]
+        if plain.ndim and plain.shape[-1]:
+            forms.append(public.encrypt(plain))
+        for form, op in itertools.product(forms, (operator.add, operator.sub, operator.mul)):
+            encrypted = isinstance(form, bfv.Ciphertext)
+            try:
+                wanted = op(x, plain.astype(int)), op(plain.astype(int), x)
+            except ValueError:
+                wanted = None
+            repeated = shape[-1] == 1 != plain.shape[-1] if plain.ndim else False
+            if wanted is None or repeated or (encrypted and plain.shape[-1] != shape[-1]) or plain.shape[-1:] == (0,):
+                for call in (lambda: op(c, form), lambda: op(form, c)):  # noqa: B023  called here
+                    with pytest.raises(ShapeError, match=r"do not broadcast|from 1 to 64"):
+                        call()
+                continue
+            for found, each in zip((op(c, form), op(form, c)), wanted, strict=True):
+                values = private.decrypt(found)
+                assert values.shape == each.shape == found.shape
+                assert (values == each).all(), (operand, op)
 
 
 def test_two_encryptions_differ(small):

@@ -5,7 +5,10 @@
 
 The five stages are messages of type "train" with a ConfigRecord "secagg". Only that of the mask stage reaches the app's
 train function: the difference between the arrays that it returns and those that it got is the update, and everything
-else of its reply stays on the node. A SuperNode runs each message in a process of its own, so the client waits in a
+else of its reply stays on the node. It returns arrays of the same number, order, names, shapes and dtypes: the mod
+compares them, since nobody sees a masked update, and the server compares what the mod states of them.
+
+A SuperNode runs each message in a process of its own, so the client waits in a
 file between them (`Client.suspend`), which make_client names by state_path.
 
 The first message of a round has the digest of everything else that the server will send in the mask stage: the arrays,
@@ -19,14 +22,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from accelerant.errors import ConfigError, FormatError, MissingDependency, ProtocolError
+from accelerant.errors import ConfigError, FormatError, MissingDependency, ProtocolError, ShapeError, UnsupportedDtype
 from accelerant.privacy.mpc.secagg.messages import STAGES
 
 if TYPE_CHECKING:
@@ -41,6 +44,9 @@ _log = logging.getLogger(__name__)
 def secure_aggregation_mod(make_client: Callable[[Any], Client], *, weights: str | None = None) -> Any:
     """Return a mod that sends the update of the app's train function masked.
 
+    A train function that returns other arrays than it got, or integers, raises ShapeError or UnsupportedDtype on the
+    node, which then leaves the round.
+
     Args:
         make_client: returns the client of a flwr Context: SecureAggregation.client(..., state_path=...). Identity and
             keys come from the node's own configuration, never from the server's message.
@@ -52,7 +58,7 @@ def secure_aggregation_mod(make_client: Callable[[Any], Client], *, weights: str
         asked = message.content.config_records.get("secagg")
         if asked is None:
             raise ProtocolError("the message is not of secure aggregation: this client sends nothing else")
-        stage, answer = asked["stage"], asked["answer"]
+        stage, answer, stated = asked["stage"], asked["answer"], {}
         client = make_client(context)
         if stage == STAGES[0]:
             sent = client.advertise(asked["round"], asked["about"])
@@ -61,20 +67,20 @@ def secure_aggregation_mod(make_client: Callable[[Any], Client], *, weights: str
             if stage == "share":
                 sent = client.share_keys(answer)
             elif stage == "mask":
-                about = _digest(message)
+                about, given = _digest(message), _arrays(message, "the server's message")
                 reply = call_next(message, context)
-                update = _flat(_arrays(reply)) - _flat(_arrays(message))
-                weight = 1
-                if weights is not None:
-                    weight = int(next(iter(reply.content.metric_records.values()))[weights])
-                sent = client.masked_input(answer, update, weight, about)
+                returned = _arrays(reply, "the train function's reply")
+                stated["arrays"] = _form(given)
+                _check_form(_form(returned), stated["arrays"])
+                weight = 1 if weights is None else _weight(reply, weights)
+                sent = client.masked_input(answer, _flat(returned) - _flat(given), weight, about)
             elif stage in STAGES[3:]:
                 sent = client.consistency(answer) if stage == STAGES[3] else client.unmask(answer)
             else:
                 raise ProtocolError("there is no such stage of secure aggregation")
         if stage != STAGES[-1]:
             client.suspend()
-        record = flwr.ConfigRecord({"message": sent})
+        record = flwr.ConfigRecord({"message": sent, **stated})
         return flwr.Message(flwr.RecordDict({"secagg": record}), reply_to=message)
 
     return mod
@@ -91,14 +97,19 @@ def secure_round(
         config: ConfigRecord for the app's train function.
         timeout_s: for the replies of each stage; nodes that are later, or whose app raises, have left the round.
 
+    Returns:
+        ArrayRecord with the names, shapes and dtypes of `arrays`, and the report.
+
     Raises:
         ConfigError: the arrays do not have the setup's size.
+        UnsupportedDtype: an array is not of floating-point numbers, such as a counter of batches: leave it out.
         ProtocolError: fewer nodes than the threshold stayed; the arrays are unchanged.
     """
     flwr = _flwr()
-    old = arrays.to_numpy_ndarrays()
-    if sum(each.size for each in old) != server.setup.size:
-        raise ConfigError(f"the arrays have {sum(each.size for each in old)} elements, the setup {server.setup.size}")
+    old = _floats(arrays, "the ArrayRecord")
+    form, size = _form(old), sum(each.size for each in old.values())
+    if size != server.setup.size:
+        raise ConfigError(f"the arrays have {size} elements, the setup {server.setup.size}")
     answers = dict.fromkeys(grid.get_node_ids(), b"")
     asked = {"arrays": arrays} if config is None else {"arrays": arrays, "config": config}
     about = _digest(flwr.Message(flwr.RecordDict(asked), 0, "train"))
@@ -115,16 +126,20 @@ def secure_round(
             try:
                 if reply.has_error():
                     raise ProtocolError(f"its app failed: {reply.error.reason}")
-                node_of[server.receive(reply.content["secagg"]["message"])] = node
-            except (ProtocolError, FormatError, KeyError) as error:
+                record = reply.content["secagg"]
+                if stage == "mask":
+                    stated = record["arrays"]
+                    _check_form(list(map(str, stated)) if isinstance(stated, list) else [], form)
+                node_of[server.receive(record["message"])] = node
+            except (ProtocolError, FormatError, ShapeError, UnsupportedDtype, KeyError) as error:
                 _log.warning("node %s leaves round %s in stage %s: %s", node, round_number, stage, error)
         answers = {node_of[client]: answer for client, answer in server.advance().items()}
     result = server.finish()
-    mean, new = result.mean.numpy(), []
-    for each in old:
-        new.append((each + mean[: each.size].reshape(each.shape)).astype(each.dtype))
+    mean, new = result.mean.numpy(), {}
+    for name, each in old.items():
+        new[name] = flwr.Array(np.asarray(each + mean[: each.size].reshape(each.shape), each.dtype))
         mean = mean[each.size :]
-    return flwr.ArrayRecord(numpy_ndarrays=new), result
+    return flwr.ArrayRecord(new), result
 
 
 def _flwr() -> Any:
@@ -148,12 +163,53 @@ def _digest(message: Any) -> bytes:
     return digest.digest()
 
 
-def _arrays(message: Any) -> list[NDArray[Any]]:
-    """Return the arrays of a message's one ArrayRecord."""
-    (record,) = message.content.array_records.values()
-    arrays: list[NDArray[Any]] = record.to_numpy_ndarrays()
-    return arrays
+def _arrays(message: Any, what: str) -> dict[str, NDArray[Any]]:
+    """Return the arrays of a message's one ArrayRecord by name, or raise ShapeError or UnsupportedDtype."""
+    records = list(message.content.array_records.values())
+    if len(records) != 1:
+        raise ShapeError(f"{what} must have one ArrayRecord, got {len(records)}")
+    return _floats(records[0], what)
 
 
-def _flat(arrays: list[NDArray[Any]]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate([np.asarray(each, np.float64).reshape(-1) for each in arrays]))
+def _floats(record: Any, what: str) -> dict[str, NDArray[Any]]:
+    """Return the arrays of an ArrayRecord by name; UnsupportedDtype unless they are floating-point numbers."""
+    found = {}
+    for name, array in record.items():
+        if array.stype != "numpy.ndarray":
+            raise UnsupportedDtype(f"array {name!r} of {what} must be of NumPy, got {array.stype}")
+        found[name] = array.numpy()
+        if found[name].dtype.kind != "f":
+            raise UnsupportedDtype(
+                f"array {name!r} of {what} is {found[name].dtype}: means are of floating-point arrays. Leave it "
+                "out, or convert it to float32"
+            )
+    return found
+
+
+def _form(arrays: Mapping[str, NDArray[Any]]) -> list[str]:
+    return [f"{name!r} {each.shape} {each.dtype}" for name, each in arrays.items()]
+
+
+def _check_form(returned: list[str], given: list[str]) -> None:
+    """Raise ShapeError or UnsupportedDtype unless arrays have the number, order, names, shapes and dtypes of others."""
+    if len(returned) != len(given):
+        raise ShapeError(f"the train function must return the {len(given)} arrays that it got, got {len(returned)}")
+    for i, (found, wanted) in enumerate(zip(returned, given, strict=True)):
+        if found != wanted:
+            error = UnsupportedDtype if found.rpartition(" ")[0] == wanted.rpartition(" ")[0] else ShapeError
+            raise error(f"the train function must return array {i} as it got it, {wanted}, got {found}")
+
+
+def _weight(reply: Any, name: str) -> int:
+    """Return a whole number of a reply's metrics, or raise ConfigError."""
+    metrics = [record[name] for record in reply.content.metric_records.values() if name in record]
+    if len(metrics) != 1 or int(metrics[0]) != metrics[0]:
+        raise ConfigError(
+            f"the train function's reply must have one whole number {name!r} in its metrics, got {metrics}"
+        )
+    return int(metrics[0])
+
+
+def _flat(arrays: Mapping[str, NDArray[Any]]) -> torch.Tensor:
+    parts = [each.astype(np.float64).reshape(-1) for each in arrays.values()]
+    return torch.from_numpy(np.concatenate(parts or [np.zeros(0)]))

@@ -384,7 +384,10 @@ def _plain(parameters: Parameters, values: Any) -> tuple[npt.NDArray[np.int64], 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ciphertext:
-    """Encrypted vectors. + - * take ciphertexts of the same key and shapes, and integers.
+    """Encrypted vectors. + - * take ciphertexts of the same key, and integers.
+
+    Shapes broadcast as NumPy's, but an encrypted number, (..., 1), is not repeated along the slots: ShapeError.
+    A ciphertext of all n slots, such as a rotated one, takes shorter ones, whose other slots are 0.
 
     Attributes:
         public: the key.
@@ -431,7 +434,7 @@ class Ciphertext:
             plain, shape = self._plain_operand(other)
             added = np.zeros((len(plain), 2, scheme.k, scheme.n), np.uint32)
             added[:, 0] = scheme.scaled(scheme.encode(plain))
-            x, y, shape = self._broadcast(scheme.space.load(added), shape)
+            x, y, shape = self._broadcast(scheme.space.load(added), shape, plain=True)
             budget = self.budget_bits - 0.1
         return Ciphertext(self.public, scheme.rns.add(x, y, 1, scheme.k, subtract=subtract), shape, budget, self.origin)
 
@@ -446,7 +449,7 @@ class Ciphertext:
         coefficients = centered(scheme.encode(plain), scheme.t)
         moduli = np.array(scheme.data, np.int64)[:, None]  # t may be larger
         rows = scheme.space.load((coefficients[:, None] % moduli).astype(np.uint32))
-        x, rows, shape = self._broadcast(rows, shape)
+        x, rows, shape = self._broadcast(rows, shape, plain=True)
         budget = self.budget_bits - scheme.plain_product_bits(coefficients)
         return Ciphertext(self.public, scheme.times_plain(x, rows), shape, budget, self.origin)
 
@@ -471,7 +474,9 @@ class Ciphertext:
 
     def sum(self) -> Ciphertext:
         """Return the sums of all slots, (..., 1): log2 n rotations."""
-        total = self
+        if self.shape[-1] == 1:
+            return self  # of a sum all slots have the number
+        total = replace(self, shape=(*self.shape[:-1], self.public.n))
         for i in range(self.public.n.bit_length() - 2):
             total = total + total.rotate(1 << i)
         total = total + total.swap_halves()
@@ -484,14 +489,18 @@ class Ciphertext:
 
     def _matched(self, other: Ciphertext) -> tuple[Any, Any, tuple[int, ...]]:
         _same_key(self.public, other.public)
-        return self._broadcast(other.data, other.shape)
+        return self._broadcast(other.data, other.shape, plain=False)
 
-    def _broadcast(self, data: Any, shape: tuple[int, ...]) -> tuple[Any, Any, tuple[int, ...]]:
+    def _broadcast(self, data: Any, shape: tuple[int, ...], *, plain: bool) -> tuple[Any, Any, tuple[int, ...]]:
         """Return both operands' words with one batch, and the shape of the result."""
+        lengths, n = {self.shape[-1], shape[-1]}, self.public.n
         try:
             lead = np.broadcast_shapes(self.shape[:-1], shape[:-1])
         except ValueError:
             raise ShapeError(f"shapes {self.shape} and {shape} do not broadcast") from None
+        if len(lengths) > 1 and (plain or 1 in lengths or n not in lengths):
+            repeated = ": an encrypted number is not repeated in other slots, encrypt it in each" * (1 in lengths)
+            raise ShapeError(f"shapes {self.shape} and {shape} do not broadcast{repeated}")
         both = []
         for words, own in ((self.data, self.shape), (data, shape)):
             if own[:-1] != lead:
@@ -499,11 +508,13 @@ class Ciphertext:
                 wide = space.broadcast(space.reshape(words, (*own[:-1], *tail)), (*lead, *tail))
                 words = space.reshape(wide, (math.prod(lead), *tail))
             both.append(words)
-        return both[0], both[1], (*lead, max(self.shape[-1], shape[-1]))
+        return both[0], both[1], (*lead, max(lengths))
 
     def _plain_operand(self, other: Any) -> tuple[npt.NDArray[np.int64], tuple[int, ...]]:
         array, _ = host_array(other, _INTEGERS, "BFV")
-        return _plain(self.public.parameters, array if array.ndim else np.full(self.shape[-1], array))[:2]
+        if array.shape[-1:] in ((), (1,)):
+            array = np.broadcast_to(array, (*array.shape[:-1], self.shape[-1]))
+        return _plain(self.public.parameters, array)[:2]
 
     def to_bytes(self) -> bytes:
         """Return the ciphertexts as bytes, bound to the key by its fingerprint."""
