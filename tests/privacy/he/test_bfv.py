@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import itertools
 import math
 import operator
@@ -19,6 +20,7 @@ from accelerant.algebra.ntt.rns import is_prime
 from accelerant.errors import BudgetExceeded, ConfigError, FormatError, RangeError, ShapeError, UnsupportedDtype
 from accelerant.privacy import he
 from accelerant.privacy.he import bfv, bfv_scheme, messages
+from accelerant.privacy.random import SecureStream
 from accelerant.runtime.ledger import ledger
 from requirements import require_backend
 
@@ -193,14 +195,45 @@ def test_products_as_integers(small, signs):
 
 @pytest.mark.parametrize("security", [128, 192, 256])
 def test_parameters_keep_to_the_table(security):
-    for n in (4096, 8192, 16384, 32768)[security > 128 :]:
-        parameters = bfv.Parameters(n, 786433 if n < 32768 else T, security)
+    # 33710081 is a plain modulus for which half of the room that products need takes one auxiliary prime less
+    cases = [(4096, 33710081), *((n, 786433 if n < 32768 else T) for n in (4096, 8192, 16384, 32768))]
+    for n, plain_modulus in cases[2 * (security > 128) :]:
+        parameters = bfv.Parameters(n, plain_modulus, security)
         data, special, auxiliary = parameters.primes
         product = special
         for p in data:
             product *= p
         assert product.bit_length() <= bfv_scheme.MAX_LOG_Q[security][n]
+        # products of n terms, times t, of coefficients up to Q / 2 in both signs, and room to convert them back
+        assert math.prod(auxiliary) > 4 * parameters.plain_modulus * n * math.prod(data)
         assert len({special, *data, *auxiliary, parameters.plain_modulus}) == len(data) + len(auxiliary) + 2
+
+
+def test_plaintexts_are_scaled_to_the_nearest(small):
+    """round(Q m / t) mod each prime, exactly, of every m at an edge: a floor adds t / 2 to all noise."""
+    scheme = small[0]._scheme
+    m = np.array([0, 1, 2, T // 2, T // 2 + 1, T - 2, T - 1, *range(1000, 1057)], np.uint32)
+    wanted = [[(2 * scheme.q * int(each) + T) // (2 * T) % p for each in m] for p in scheme.data]
+    assert scheme.scaled(m).tolist() == wanted
+
+
+def test_strengths():
+    """Defaults, the published table's secret and error, and seeds of 256 bits."""
+    defaults = [each.default for each in inspect.signature(bfv.keygen).parameters.values()]
+    assert defaults == [8192, 65537, 128, False, "cpu"]
+    assert inspect.signature(bfv.Parameters).parameters["security"].default == 128
+    table = {
+        128: {1024: 27, 2048: 54, 4096: 109, 8192: 218, 16384: 438, 32768: 881},
+        192: {1024: 19, 2048: 37, 4096: 75, 8192: 152, 16384: 305, 32768: 611},
+        256: {1024: 14, 2048: 29, 4096: 58, 8192: 118, 16384: 237, 32768: 476},
+    }
+    assert table == {s: {n: b for n, b in row.items() if n != 64} for s, row in bfv_scheme.MAX_LOG_Q.items()}
+    assert bfv._SEED_BYTES == len(bfv._seed(SecureStream())) == 32
+    stream = SecureStream(bytes(range(32)))
+    bits = np.unpackbits(stream.words(2 * 1000).numpy().view(np.uint8).reshape(-1, 4), axis=-1, bitorder="little")
+    heads = bits[:, 11:].astype(int).sum(-1)  # the upper 21 bits
+    errors = bfv_scheme.error_polynomials(SecureStream(bytes(range(32))), 1000)
+    assert errors.tolist() == (heads[:1000] - heads[1000:]).tolist()
 
 
 @pytest.mark.parametrize(
@@ -247,14 +280,21 @@ def test_refusals(small):
 
 
 def test_errors_and_secrets():
-    from accelerant.privacy.random import SecureStream
-
     stream = SecureStream(bytes(32))
     secret, errors = bfv_scheme.ternary(stream, 30000), bfv_scheme.error_polynomials(stream, 30000)
     assert [abs((secret == v).mean() - 1 / 3) < 0.01 for v in (-1, 0, 1)] == [True] * 3
     assert abs(errors.std() - 10.5**0.5) < 0.05
     assert abs(errors.mean()) < 0.07
     assert abs(errors).max() <= 21
+
+    class Words:  # of 2^32, one is no multiple of 3: it is drawn again
+        left = 2**32 - 1, 0, 1, 2**32 - 2, 2**32 - 1, 5
+
+        def words(self, count):
+            taken, self.left = self.left[:count], self.left[count:]
+            return torch.from_numpy(np.array(taken, np.uint32).view(np.int32))
+
+    assert bfv_scheme.ternary(Words(), 4).tolist() == [-1, 0, 1, 1]
     rows = bfv_scheme.uniform_rows(bytes(32), 1, (1032193, 12289), 4096)
     assert (rows[0].max(-1) < [1032193, 12289]).all()
     assert (abs(rows[0].mean(-1) / [1032193, 12289] - 0.5) < 0.02).all()
@@ -367,6 +407,8 @@ def test_damaged_messages_are_format_errors(small, rng, record_property, quick_c
         (public.encrypt([[1, 2]]).to_bytes(), lambda data: bfv.Ciphertext.from_bytes(data, public)),
         (private.encrypt([1, 2]).to_bytes(), lambda data: bfv.Ciphertext.from_bytes(data, public)),
     ]
+    for data, read in samples:
+        assert read(data) is not None
     for _ in range(200):
         data, read = rng.choice(samples)
         damaged, at = bytearray(data), rng.randrange(len(data)) if rng.random() < 0.5 else rng.randrange(70)
@@ -380,10 +422,13 @@ def test_damaged_messages_are_format_errors(small, rng, record_property, quick_c
             case _:
                 damaged[at : at + 40] = rng.choice(samples)[0][at : at + 40]
         try:
-            read(bytes(damaged))
+            found = read(bytes(damaged))
         except FormatError:
+            assert damaged != data
             record_property("refused", 1)
-        else:
+        else:  # another message of the same meaning: no byte is ignored
+            again = found.to_bytes() if not isinstance(found, bfv.PrivateKey) else data
+            assert again == bytes(damaged)
             record_property("read", 1)
 
 

@@ -1,12 +1,16 @@
 """Paillier against Python integers, phe, and plain arithmetic; its bounds, its messages, and what they do not tell."""
 
 import copy
+import hashlib
+import inspect
 import io
+import itertools
 import math
 import operator
 import os
 import pickle
 import re
+import secrets
 import stat
 import sys
 import types
@@ -138,6 +142,74 @@ def test_crt_encryption_gives_nth_residues_of_both_primes(keys):
     assert 1 not in masks
 
 
+@pytest.fixture
+def drawn(monkeypatch):
+    """What Paillier asks of the operating system's randomness: bound and number, or count and bytes."""
+    found = []
+
+    def spied(draw):
+        def spy(size):
+            found.append((size, draw(size)))
+            return found[-1][1]
+
+        return spy
+
+    for name in ("randbelow", "token_bytes"):
+        monkeypatch.setattr(secrets, name, spied(getattr(secrets, name)))
+    return found
+
+
+def test_masks_are_of_the_whole_group(keys, drawn):
+    """Encryptions are (1 + m n) r^n mod n^2 of r from 1 to n - 1; with the key r is given modulo p and q."""
+    public, private = keys
+    n, square = public.n, public.n**2
+    x = [5, -6, 7]
+    assert public.encrypt(x).to_ints() == [
+        (1 + m * n) * pow(r + 1, n, square) % square for m, (_, r) in zip(x, drawn, strict=True)
+    ]
+    assert {bound for bound, _ in drawn} == {n - 1}
+    drawn.clear()
+    found = private.encrypt(x).to_ints()
+    assert [bound for bound, _ in drawn] == [private.p - 1] * 3 + [private.q - 1] * 3
+    for prime, numbers in ((private.p, drawn[:3]), (private.q, drawn[3:])):
+        residues = [(1 + m * n) * pow(r + 1, prime, prime**2) % prime**2 for m, (_, r) in zip(x, numbers, strict=True)]
+        assert [c % prime**2 for c in found] == residues
+
+
+def test_fast_masks_are_powers_of_a_known_base(keys, drawn):
+    """h is -x^2 of SHAKE-256 of n, so that its powers are residues of symbol 1; exponents have half of n's bits."""
+    public, _ = keys
+    n, square = public.n, public.n**2
+    size = (n.bit_length() + 7) // 8
+    x = int.from_bytes(hashlib.shake_256(b"accelerant Paillier h" + n.to_bytes(size, "big")).digest(size + 16), "big")
+    h = pow(-(x**2) % n, n, square)
+    found = public.encrypt([3, -4], fast=True).to_ints()
+    ((count, data),) = drawn
+    assert count == len(data) == 2 * 64  # of 1024 bits
+    exponents = [int.from_bytes(data[at : at + 64], "little") for at in (0, 64)]
+    assert found == [(1 + m * n) * pow(h, a, square) % square for m, a in zip((3, -4), exponents, strict=True)]
+
+
+def test_strengths(monkeypatch, drawn):
+    """Defaults and constants on which security rests: key sizes, the derivation of passphrases, fresh salts."""
+    defaults = {name: each.default for name, each in inspect.signature(keygen).parameters.items()}
+    assert defaults == {"bits": 3072, "insecure": False}
+    assert (paillier.BITS_LEAST, paillier.BITS_MOST) == (2048, 8192)
+    for call in (PublicKey, PrivateKey, PublicKey.from_bytes, PrivateKey.from_bytes, PrivateKey.load):
+        assert inspect.signature(call).parameters["insecure"].default is False
+    options = inspect.signature(PublicKey.encrypt).parameters
+    assert not any(options[name].default for name in ("fast", "pack"))
+    from cryptography.hazmat.primitives.kdf import scrypt
+
+    asked, real = [], scrypt.Scrypt
+    monkeypatch.setattr(scrypt, "Scrypt", lambda salt, **cost: asked.append((salt, cost)) or real(salt, **cost))
+    data = messages.sealed(b"a head--", b"secret", "a word")
+    assert [size for size, _ in drawn] == [16, 12]
+    assert asked == [(drawn[0][1], {"length": 32, "n": 2**16, "r": 8, "p": 1})]
+    assert data[:36] == b"a head--" + drawn[0][1] + drawn[1][1]
+    assert len(data) == 36 + len(b"secret") + 16
+
+
 @pytest.mark.slow
 def test_keygen_of_2048_bits():
     public, private = keygen(2048)
@@ -197,6 +269,32 @@ def test_arithmetic_equals_plain_arithmetic(private, kind):
         assert tuple(answer.shape) == tuple(wanted.shape)
         assert (answer == wanted).all(), (found, answer, wanted)
         assert not answer.shape or type(answer) is type(x)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (2, 1, 3), (1,), (2, 1), ()])
+def test_operands_broadcast_as_numpys(private, shape):
+    """+ - * from both sides, with numbers, lists, NumPy and torch arrays, ciphertexts: NumPy's result or an error."""
+    x = np.arange(1, math.prod(shape) + 1).reshape(shape)
+    c = private.encrypt(x)
+    for operand in (
+        2, np.int64(-3), np.array(2), [2], np.array([2]), np.array([1, -2, 3]), np.array([[1], [-2]]), np.array([1, 2]),
+        np.arange(6, dtype=np.uint8).reshape(2, 1, 3), np.zeros(0, int), np.ones((3, 1), int),
+    ):  # fmt: skip
+        plain = np.asarray(operand)
+        forms = [operand, private.encrypt(plain), *([torch.from_numpy(plain)] if plain is operand else [])]
+        for form, op in itertools.product(forms, (operator.add, operator.sub, operator.mul)):
+            if op is operator.mul and isinstance(form, EncryptedTensor):
+                continue
+            try:
+                wanted = op(x, plain.astype(int)), op(plain.astype(int), x)
+            except ValueError:
+                with pytest.raises(ShapeError, match="do not broadcast"):
+                    op(c, form)
+                continue
+            for found, each in zip((op(c, form), op(form, c)), wanted, strict=True):
+                values = private.decrypt(found)
+                assert np.shape(values) == each.shape == found.shape
+                assert (np.asarray(values) == each).all(), (operand, op)
 
 
 def test_the_other_operand_may_be_on_the_left_of_numpy_arrays(private):
@@ -306,6 +404,25 @@ def test_refused_operands(private):
         c * math.nan
     with pytest.raises(UnsupportedDtype):
         private.decrypt(c, dtype="complex64")
+
+
+def test_no_result_is_fresh(keys):
+    """A result would show its plain operand, or of which ciphertexts it is the product: so it leaves with new masks."""
+    public, _ = keys
+    a, b, square = public.encrypt([7, 8]), public.encrypt([1, 2]), public.n**2
+    assert (a + b).to_ints()[0] != a.to_ints()[0] * b.to_ints()[0] % square
+    results = [
+        a + b, a - b, a + 1, 1 + a, a - 1, 1 - a, -a, a * 2, 2 * a, a * [2, 3], a * [[2], [3]], a / 2, a @ [1, 1],
+        a.sum(), a + 0.5, a._at_exponent(-1), a + public.encrypt([[1], [2]]), a[[0, 0]], a.reshape(2, 1) + b,
+        public.encrypt([1, 2], pack=True) + public.encrypt([1, 2], pack=True),
+    ]  # fmt: skip
+    for result in results:
+        assert not result.fresh
+        data = result.to_bytes()
+        assert data != result.to_bytes(rerandomize=False)
+        assert not EncryptedTensor.from_bytes(data, public).fresh
+    for same in (a[::-1], a[0], a.reshape(2, 1), a.to("cpu"), (a + b).rerandomize()):
+        assert same.fresh
 
 
 def test_results_are_rerandomised_before_they_leave(keys):
@@ -548,6 +665,8 @@ def test_damaged_messages_are_format_errors(keys, rng, record_property, monkeypa
         (public.encrypt([[1, 2]]).to_bytes(), lambda data: EncryptedTensor.from_bytes(data, public)),
         (public.encrypt([1, 2], pack=True).to_bytes(), lambda data: EncryptedTensor.from_bytes(data, public)),
     ]
+    for data, read in samples:
+        assert read(data) is not None
     for _ in range(200):
         data, read = rng.choice(samples)
         damaged = bytearray(data)
@@ -565,9 +684,13 @@ def test_damaged_messages_are_format_errors(keys, rng, record_property, monkeypa
                 damaged[at : at + 8] = other[at : at + 8]
         try:
             found = read(bytes(damaged))
-            assert isinstance(found, (PublicKey, PrivateKey, EncryptedTensor))
+            if isinstance(found, EncryptedTensor):
+                assert found.to_bytes(rerandomize=False) == bytes(damaged)
+            else:  # the primes are authentic
+                assert found.to_bytes() == bytes(damaged) if isinstance(found, PublicKey) else found == private
             record_property("read", 1)
         except FormatError as error:
+            assert damaged != data
             assert_shows_nothing(str(error), private)
             record_property("refused", 1)
 

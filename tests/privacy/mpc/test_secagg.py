@@ -523,6 +523,89 @@ def test_the_server_refuses_messages_and_goes_on(party):
         server.finish()
 
 
+def test_the_server_refuses_what_a_client_signs_wrongly(party):
+    """A client that follows only the format: at each stage bodies that are too short, too long, or of other clients."""
+    context, n = party.setup.context(0, party.keys), CLIENTS
+    server, answers = party.server(), dict.fromkeys(range(n), b"")
+    with pytest.raises(ProtocolError, match="after all stages, this is advertise"):
+        server.finish()
+
+    def changed(of, at, by):
+        return {i: by if i == at else each for i, each in of.items()}
+
+    def bodies(stage, body):
+        if stage == "advertise":
+            return [body[:-1], body + b"0", b""]
+        if stage == "mask":
+            return [body[:-1], body[:-4], body + bytes(4), b""]
+        if stage == "consistency":
+            members = server._members
+            return [parties.survivors_digest(others, members) for others in (range(n), (0, 1, 2))] + [body[:-1]]
+        reader = Reader(body, n)
+        sealed = reader.pieces()
+        if stage == "share":
+            some = next(iter(sealed))
+            others = [
+                {}, {i: each for i, each in sealed.items() if i != some}, {**sealed, 0: sealed[some]},
+                {0: sealed[some], **{i: each for i, each in sealed.items() if i != some}},
+                changed(sealed, some, sealed[some][:-1]), changed(sealed, some, sealed[some] + b"0"),
+            ]  # fmt: skip
+            return [*map(messages.pack_pieces, others), body + b"0"]
+        keys, some = reader.pieces(), next(iter(sealed))
+        pairs = [
+            ({}, keys), ({i: each for i, each in sealed.items() if i != some}, keys), (sealed, {some: sealed[some]}),
+            ({**sealed, 4: sealed[some]}, keys), (sealed, {}), (keys, sealed), (changed(sealed, some, bytes(39)), keys),
+            (changed(sealed, some, bytes(41)), keys), (sealed, changed(keys, 4, bytes(39))),
+        ]  # fmt: skip
+        return [*(messages.pack_pieces(a) + messages.pack_pieces(b) for a, b in pairs), body + b"0"]
+
+    for stage in STAGES:
+        if stage == "mask":
+            answers.pop(4)  # its key is revealed at the end
+        true = {i: party.step(stage, i, answer) for i, answer in answers.items()}
+        good = true[0]
+        for body in bodies(stage, good[42:-64]):
+            bad = messages.pack_signed(STAGES.index(stage), context, 0, body, party.signing[0].sign)
+            with pytest.raises((ProtocolError, FormatError)):
+                server.receive(bad)
+            assert 0 not in server._received
+        for message in true.values():
+            server.receive(message)
+        if stage == "mask":
+            late = messages.pack_signed(messages.CONSISTENCY, context, 4, b"", party.signing[4].sign)
+        answers = server.advance()
+        with pytest.raises(ProtocolError, match="before its first message"):
+            server.bind(b"another request")
+        if stage != "unmask":
+            with pytest.raises(ProtocolError, match="known after all stages"):
+                server.finish()
+        if stage == "mask":
+            with pytest.raises(ProtocolError, match="client 4 has left the round"):
+                server.receive(late)
+    for call in (lambda: server.receive(good), server.advance):
+        with pytest.raises(ProtocolError, match=r"is done"):
+            call()
+    assert torch.equal(server.finish().sum, party.sum(range(4)))
+
+
+def test_a_changed_share_of_a_key_is_seen():
+    """With exactly as many shares as needed: the key must give the public key that its owner signed."""
+    party = Party(3, 2, size=2)
+    party.updates = [torch.zeros(2)] * 3
+    server, answers = party.server(), dict.fromkeys(range(3), b"")
+    for stage in STAGES:
+        if stage == "mask":
+            answers.pop(2)
+        for i, answer in answers.items():
+            server.receive(party.step(stage, i, answer))
+        answers = server.advance()
+    share = bytearray(server._received[1][2])
+    share[3] ^= 1  # X25519 ignores the lowest bits of a key
+    server._received[1][2] = bytes(share)
+    with pytest.raises(ProtocolError, match="client 2's key were changed"):
+        server.finish()
+
+
 def test_clients_of_other_settings_or_keys_are_refused(party):
     other = Party(clip=4.0)
     server = party.server()
