@@ -170,6 +170,10 @@ class Extension(Callback):
         """Return the Trainer's config."""
         return config
 
+    def named(self, sha256: str, description: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Return the text's name in checkpoints, which resuming compares, and its description in config.json."""
+        return sha256, description
+
     def source(self, tokens: Tokens, config: TrainConfig, fingerprint: str) -> Source | None:
         """Return the source of the batches, before the run's folder is changed; None for ordinary windows.
 

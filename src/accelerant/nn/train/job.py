@@ -153,7 +153,8 @@ def run_training(
                     TensorBoard(out)  # raises if it is not installed, before an earlier run is removed
                 stack.enter_context(lock)
             stack.enter_context(closing(extension))
-        text = _tokenized(run, progress, None if tokenizer is None else RunFolder(Path(run.init_from)).tokenizer)
+        known = None if tokenizer is None else RunFolder(Path(run.init_from)).tokenizer
+        text = _tokenized(run, progress, known, extension)
         with processes.agreed({}):
             if tokenizer is not None and tokenizer_hash(text.tokenizer) != tokenizer_hash(tokenizer):
                 raise ConfigError(
@@ -183,6 +184,9 @@ def run_training(
         return session.execute(resume=False)
 
 
+_HIDDEN = {"the text": "the text must be the same in each process: give each the same --data"}
+
+
 def _settings(run: RunConfig, device: torch.device) -> dict[str, object]:
     """Return what must be the same in all processes of a run."""
     values = run.to_dict()
@@ -192,16 +196,19 @@ def _settings(run: RunConfig, device: torch.device) -> dict[str, object]:
     return {"accelerant": __version__, "torch": torch.__version__, "device": device.type, **settings}
 
 
-def _tokenized(run: RunConfig, progress: Progress, tokenizer_from: Path | None) -> TokenizedText:
+def _tokenized(
+    run: RunConfig, progress: Progress, tokenizer_from: Path | None, extension: Extension
+) -> TokenizedText:  # fmt: skip
     """Return the text, the same in all processes: rank 0 reads it first, and the others find its tokenizer cached."""
     processes, same = Processes(), dict[str, object]()
     for turn in (True, False) if processes.size > 1 else (True,):
-        with processes.agreed(same):
+        with processes.agreed(same, _HIDDEN):
             if processes.first == turn:
                 text = tokenize(run, progress, tokenizer_from=tokenizer_from)
             if not turn:
                 same |= {"the text": text.sha256, "its tokenizer": tokenizer_hash(text.tokenizer)}
-    return text
+    name, description = extension.named(text.sha256, text.description)
+    return dataclasses.replace(text, sha256=name, description=description)
 
 
 def resume_training(
@@ -229,6 +236,7 @@ def resume_training(
     with ExitStack() as stack:
         with processes.agreed(same):
             if epochs is not None:
+                chosen.require_extensible()
                 values = folder.read_config()
                 try:
                     tokens = typed(
@@ -260,7 +268,7 @@ def resume_training(
                 chosen.require_extensible()
                 run = run.replaced(steps=steps)
             same |= _settings(run, device)
-        text = _tokenized(run, progress, folder.tokenizer)
+        text = _tokenized(run, progress, folder.tokenizer, chosen)
         with processes.agreed({}):
             config = chosen.configured(_config(run, out, device))
             source = chosen.source(text.train, config, text.sha256)

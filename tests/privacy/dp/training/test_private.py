@@ -451,7 +451,7 @@ def test_who_is_counted_stands_in_the_ledger():
 def test_a_delta_that_is_not_below_one_over_the_units_is_said_once():
     with private(mlp(), 0.5, delta=0.03) as training:
         with pytest.warns(
-            UserWarning, match=r"not below one over the 40 units \(example\).*one in 33 .*0\.001 or less"
+            UserWarning, match=r"not below one over the about 40 units \(example\).*one in 33 .*0\.001 or less"
         ):
             training.draws(points())
         with warnings.catch_warnings():
@@ -495,6 +495,20 @@ def test_a_checkpoint_goes_on_and_holds_no_key():
             other.load_state_dict(state)
         with pytest.raises(FormatError, match="not the state"):
             other.load_state_dict({"optimizer": {}})
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, None), (7.5, 7.5)])
+def test_a_checkpoint_does_not_tell_how_many_examples_there_are(given, kept):
+    """Two data sets with an example more or less would have two checkpoints, whatever the noise."""
+    with private(mlp(), 0.5, noise_multiplier=1.0, expected_batch_size=given) as training:
+        train(training, points(37), steps=1)
+        state = training.state_dict()
+    assert state["expected_batch_size"] == kept
+    assert training.optimizer.expected_batch_size == (given or 18.5)
+    with private(mlp(), 0.5, noise_multiplier=1.0) as training:
+        training.load_state_dict(state)
+        train(training, points(37), steps=1)
+        assert training.optimizer.expected_batch_size == (given or 18.5)
 
 
 def test_detached_the_model_is_ordinary_again():

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.privacy.dp.ledger import Ledger
-from accelerant.privacy.dp.ledger.events import check_whole
+from accelerant.privacy.dp.ledger.events import about, check_whole
 from accelerant.privacy.dp.sampling.batches import require_poisson
 from accelerant.privacy.random import SecureStream
 
@@ -277,8 +277,8 @@ def delta_remark(delta: float, count: int, unit: str) -> str:
     if delta * count < 1:
         return ""
     return (
-        f"delta {delta:g} is not below one over the {count:,} units ({unit}): to publish one in {1 / delta:,.0f} as it "
-        f"is would be as private. Choose {10.0 ** math.floor(math.log10(0.1 / count)):g} or less"
+        f"delta {delta:g} is not below one over the about {about(count):,} units ({unit}): to publish one in "
+        f"{1 / delta:,.0f} as it is would be as private. Choose {10.0 ** math.floor(math.log10(0.1 / count)):g} or less"
     )
 
 

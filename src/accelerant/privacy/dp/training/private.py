@@ -84,6 +84,7 @@ class PrivateTraining:
         self._microbatch, self._units, self._owns_ledger = arguments.microbatch, units, owns_ledger
         self._tracker, self._processes = optimizer.tracker, optimizer.processes
         self._warned_of_delta = False
+        self._derived: float | None = None  # expected batch size from the number of units, which a state must not tell
         self._samplers: weakref.WeakSet[PoissonSampler] = weakref.WeakSet()
         self._attached = True
         known, own = weakref.ref(optimizer), weakref.ref(model)
@@ -154,7 +155,7 @@ class PrivateTraining:
             warnings.warn(remark, UserWarning, stacklevel=3)
         self.ledger.describe(units=count)
         if self.optimizer.expected_batch_size is None:
-            self.optimizer.expected_batch_size = self.sample_rate * count
+            self._derived = self.optimizer.expected_batch_size = self.sample_rate * count
         return PoissonBatches(data, sampler, microbatch=self._microbatch if microbatch is None else microbatch)
 
     def remark_on_delta(self, count: int) -> str:
@@ -212,21 +213,22 @@ class PrivateTraining:
         return self.ledger.epsilon(self.delta if delta is None else delta, method=method)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: optimizer, clipping norm, steps, the ledger's events; no key and no noise.
+        """Return the state for a checkpoint: optimizer, clipping norm, steps, the ledger's events.
+
+        No key, no noise, and nothing of the data: an expected batch size that `batches` derived from it is left out.
 
         The noise and the draws of a resumed training are fresh: a repeated key would let two noisy sums be subtracted.
         """
-        norm = self.clipper.max_grad_norm
+        norm, expected = self.clipper.max_grad_norm, self.optimizer.expected_batch_size
         return {
             "version": 1,
             "optimizer": self.optimizer.state_dict(),
             "max_grad_norm": dict(norm) if isinstance(norm, Mapping) else norm,
             "noise_multiplier": self.noise_multiplier,
-            "expected_batch_size": self.optimizer.expected_batch_size,
+            "expected_batch_size": None if expected == self._derived else expected,
             "steps": self.optimizer.steps,
             "unit": self.ledger.unit,
             "grouped": self._units.groups is not None,  # a digest would confirm a guess of one user
-            "ledger": None if self.ledger.path is None else str(self.ledger.path),
             "spent": self.ledger.by_run(),
         }
 
@@ -263,7 +265,8 @@ class PrivateTraining:
         self.ledger.merge(state.get("spent", {}))
         self.optimizer.load_state_dict(state["optimizer"])
         self.clipper.set_bounds(state["max_grad_norm"])
-        self.optimizer.expected_batch_size = state["expected_batch_size"]
+        if state["expected_batch_size"] is not None:
+            self.optimizer.expected_batch_size = state["expected_batch_size"]
         self.optimizer.steps = int(state["steps"])
 
     def detach(self) -> None:

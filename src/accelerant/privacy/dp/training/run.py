@@ -3,9 +3,10 @@
 
 The unit of privacy is one window: context + 1 tokens in a row, cut from the training part at multiples of context + 1,
 so that each token belongs to exactly one window and the windows do not depend on the steps. A document that fills
-several windows has several times the epsilon. The number of windows, the corpus's other sizes and the held-out part
-are not covered; nor are the losses of the training, which are measured on it without noise, nor the SHA-256 that names
-the text in checkpoints and in the ledger.
+several windows has several times the epsilon. The number of windows, which is rounded to two digits wherever it leaves,
+the corpus's other sizes and the held-out part are not covered; nor are the losses of the training, which are measured
+on it without noise. No file has a digest of the text, which would confirm a guess of it: so nothing compares the text
+of a resumed run, or of another run with the same ledger.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from accelerant.nn.train.tokenfile import Tokens, is_token_file
 from accelerant.nn.train.trainer import Trainer
 from accelerant.privacy.dp.ledger import Budget, Ledger
 from accelerant.privacy.dp.ledger.accounting import spent
-from accelerant.privacy.dp.ledger.events import Event, check_number
+from accelerant.privacy.dp.ledger.events import Event, about, check_number
 from accelerant.privacy.dp.sampling import DrawnBatch
 from accelerant.privacy.dp.training.private import PrivateTraining, make_private
 from accelerant.privacy.dp.training.step import PrivateStep
@@ -45,10 +46,9 @@ _CURVE_POINTS = 12
 _NO_TARGET = -100  # ignored by the loss
 _SPENT = "the privacy budget is spent"
 _NOT_COVERED = (
-    "Private are the parameters, and what was made from them: model and sample. Not covered are metrics.jsonl and this "
-    "page: training losses, n-gram models and sizes are computed from the text without noise. Keep them to yourself. "
-    "Checkpoints, config.json and the ledger name the text by its SHA-256: who knows all of it but one window could "
-    "check a guess."
+    "Private are the parameters, and what was made from them: model and sample. Not covered are metrics.jsonl, "
+    "summary.json, checkpoints, logs and this page: the losses of training and held-out text, n-gram models and speeds "
+    "are measured on the text without noise; nor is config.json, which names its files. Keep them to yourself."
 )
 
 
@@ -100,7 +100,7 @@ class PrivateRun(Extension):
         self._private: PrivateTraining | None = None
         self._source: WindowSource | None = None
         self._shared_ledger: Ledger | None = None
-        self._delta_remark = self._dataset = self._unit = ""
+        self._delta_remark = self._unit = ""
         self._folder = Path()
         self._step = 0
         self._processes = Processes()
@@ -134,6 +134,9 @@ class PrivateRun(Extension):
                 "file with a tokenizer from elsewhere (accelerant data prepare --tokenizer PATH) and give it as --data"
             )
 
+    def named(self, sha256: str, description: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        return "", {"source": "a private text"}
+
     def require_extensible(self) -> None:
         raise ConfigError(
             "the noise of a private run is for its number of steps: start a new run, with --ledger to add to this one's"
@@ -155,7 +158,7 @@ class PrivateRun(Extension):
         folder = Path(config.folder)
         path = self._ledger_path(folder)
         self._source = WindowSource(tokens, config, fingerprint)
-        self._dataset, self._unit = fingerprint, f"window of {config.context + 1} tokens"
+        self._unit = f"window of {config.context + 1} tokens"
         self.settings = replace(self.settings, ledger=str(path))
         spent([Event("gaussian", 1.0)], self.settings.delta, method="rdp")  # raises where there is no accountant
         self._processes = Processes()
@@ -199,7 +202,7 @@ class PrivateRun(Extension):
         """Return the settings, with the noise that was found, and the unit."""
         if self._source is None:
             return {}
-        more = {"windows": self._source.windows, "sample_rate": self._source.rate, "unit": self._training.ledger.unit}
+        more = {"sample_rate": self._source.rate, "unit": self._training.ledger.unit}
         kept = replace(self.settings, ledger="") if self._is_own_ledger(self._folder) else self.settings
         return {"settings": asdict(kept), **more}
 
@@ -224,7 +227,7 @@ class PrivateRun(Extension):
     def _open_ledger(self) -> Ledger:
         settings = self.settings
         budget = None if settings.target_epsilon is None else Budget(settings.target_epsilon, settings.delta)
-        return Ledger(settings.ledger, unit=self._unit, budget=budget, dataset=self._dataset)
+        return Ledger(settings.ledger, unit=self._unit, budget=budget)
 
     def _check_ledger(self) -> None:
         """Check a ledger of other runs, before anything is written."""
@@ -292,7 +295,7 @@ class PrivateRun(Extension):
             "max_grad_norm": settings.max_grad_norm,
             "sample_rate": private.sample_rate,
             "unit": private.ledger.unit,
-            "windows": 0 if self._source is None else self._source.windows,
+            "windows": 0 if self._source is None else about(self._source.windows),
             "secure": settings.secure,
             "ledger": settings.ledger,
             "statement": str(path),
@@ -407,7 +410,7 @@ class WindowSource(TokenSource):
 
     Attributes:
         windows: their number.
-        rate: of the sampling: batch_size over windows.
+        rate: of the sampling: batch_size over windows in two digits, since the ledger shows it; at most 1.
         private: the training that draws them.
         drawn: the parts of the current step.
     """
@@ -420,10 +423,10 @@ class WindowSource(TokenSource):
         self._data = _Windows(tokens, config.context, self._windows)
         self._rows = config.micro_batch
         self.windows = len(self._data)
-        self.rate = config.batch_size / max(1, self.windows)
+        self.rate = min(1.0, config.batch_size / max(1, about(self.windows)))
         self.private: PrivateTraining | None = None
         self.drawn: list[DrawnBatch] = []
-        if self.rate > 1:
+        if config.batch_size > self.windows:
             raise ConfigError(
                 f"not enough data: the training part has {self.windows} windows of {config.context + 1} tokens, a "
                 f"batch draws {config.batch_size} of them; give --data more text, or a smaller --batch-size"
