@@ -12,7 +12,7 @@ from torch import Tensor
 
 from accelerant.errors import ShapeError, UnsupportedCase
 from accelerant.privacy.dp.clipping.contributions import Contribution, Dense, Lookup, Rows, merged
-from accelerant.privacy.dp.clipping.launch import margin, unresolved, wide
+from accelerant.privacy.dp.clipping.launch import Gram, bounded, margin, unresolved, wide
 
 __all__ = ["BackwardPass", "ClippedGroup", "ClippingPlan", "Group", "makes_gradient"]
 
@@ -62,11 +62,11 @@ class ClippedGroup(NamedTuple):
 
 @dataclass(slots=True)
 class _Share:
-    """A parameter's contributions, how many have arrived, and their squared norm once it is known."""
+    """A parameter's contributions, how many have arrived, and the terms of their squared norm once they are known."""
 
     contributions: list[Contribution] = field(default_factory=list)
     arrived: int = 0
-    squares: Tensor | None = None
+    squares: Tensor | Gram | None = None
 
 
 class BackwardPass:
@@ -139,12 +139,12 @@ class BackwardPass:
         parts = [part.chosen(self._plan.norms) for part in merged(share.contributions)]
         match parts:
             case [part]:
-                squares = part.bound()
+                squares = part.terms()
             case [Rows() as rows, Lookup() as lookup]:  # a table tied to an output layer
-                squares = rows.bound(lookup)
+                squares = rows.terms(lookup)
             case _:
                 parts = merged(parts)
-                squares = parts[0].bound()
+                squares = parts[0].terms()
         share.contributions, share.squares = parts, squares
 
     def _sum(self, group: Group) -> None:
@@ -154,11 +154,12 @@ class BackwardPass:
         for share in shares.values():
             if share.squares is None:
                 self._settle(share)
-        known = [share.squares for share in shares.values() if share.squares is not None]
-        known += [bundle.bound() for bundle, _ in bundles]
+        terms = [share.squares for share in shares.values()] + [bundle.terms() for bundle, _ in bundles]
+        grams = [each for each in terms if isinstance(each, Gram)]
+        known = [each for each in terms if isinstance(each, Tensor)] + ([bounded(grams)] if grams else [])
         each = [part for share in shares.values() for part in share.contributions] + [bundle for bundle, _ in bundles]
         dtype = torch.float64 if all(part.dtype == torch.float64 for part in each) else torch.float32
-        total = torch.stack(known).sum(0, dtype=torch.float64)
+        total = torch.cat(known, 1).sum(1, dtype=torch.float64)
         scale = (total.shape[0] if self._plan.mean else 1.0) / self._loss_scale
         lengths = total.sqrt() * scale  # a root of float32 squares would be 0 for small norms
         norms = lengths.to(dtype)

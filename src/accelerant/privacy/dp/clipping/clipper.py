@@ -291,10 +291,11 @@ class PerExampleClipper:
     def gradients(
         self, parameter: Tensor, each: Tensor, squares: Tensor | None = None, factor: Tensor | None = None
     ) -> None:
-        self.contribute(parameter, Dense(each, squares, factor), each.shape[0])
+        known = None if squares is None else squares[:, None]
+        self.contribute(parameter, Dense(each, known, factor), each.shape[0])
 
     def form(self, a: Tensor, g: Tensor, out: Tensor) -> Tensor:
-        return launch.form(a, g, out)[1]
+        return launch.form(a, g, out)[1].sum(1)
 
     def contribute(self, parameter: Tensor, contribution: Contribution, examples: int) -> None:
         """Take a contribution of any kind to a parameter's per-example gradients."""

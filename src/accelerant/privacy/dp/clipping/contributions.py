@@ -29,7 +29,7 @@ from torch import Tensor
 from accelerant.ops._launch import add_product
 from accelerant.ops.transformer.ends import scaled
 from accelerant.privacy.dp.clipping import launch
-from accelerant.privacy.dp.clipping.launch import chunks, wide
+from accelerant.privacy.dp.clipping.launch import Gram, chunks, wide
 from accelerant.runtime.dispatch.tuning import Tuned
 
 __all__ = ["Contribution", "Dense", "Lookup", "Rows", "cross", "merged", "prefers_ghost"]
@@ -56,6 +56,10 @@ class Contribution(ABC):
 
         Of gradients that are not formed: the square of an upper bound that covers the rounding of `total` (launch.py).
         """
+
+    def terms(self) -> Tensor | Gram:
+        """Return terms of `bound`, (B, n), or what `launch.bounded` takes them of."""
+        return self.bound()[:, None]
 
     @abstractmethod
     def dense(self) -> Dense:
@@ -127,15 +131,18 @@ class Rows(Contribution):
     def dtype(self) -> torch.dtype:
         return self.a.dtype
 
-    def bound(self, lookup: Lookup | None = None) -> Tensor:
-        """Return the bounds; of the sum of both gradients, where `lookup` is of the same parameter."""
+    def bound(self) -> Tensor:
+        return launch.bounded([self.terms()])[:, 0]
+
+    def terms(self, lookup: Lookup | None = None) -> Gram:
+        """Return the terms of the bounds; of the sum of both gradients, where `lookup` is of the same parameter."""
         squares, masses = launch.ghost_terms(self.a, self.g)
         if lookup is not None:
             other = lookup.bound()[:, None].to(squares.dtype)
             twice = cross(lookup, self)[:, None].mul_(2).to(squares.dtype)
             squares, masses = torch.cat((squares, other, twice), 1), torch.cat((masses, other.sqrt()), 1)
         shape = (*self.a.shape[1:], self.g.shape[2])
-        return launch.bounded(squares, masses, shape, launch.factor_roundoff(self.a.dtype, self.a.device))
+        return Gram.of(squares, masses, shape, launch.factor_roundoff(self.a.dtype, self.a.device))
 
     def dense(self) -> Dense:
         return Dense(*launch.form(self.a, self.g))  # in the dtype of the factors
@@ -178,8 +185,7 @@ class Rows(Contribution):
         """
         low = launch.low_product(self.a.dtype, self.a.device)
         dtype = torch.bfloat16 if low else wide(self.a.dtype)
-        a = launch.scaled(self.a, weights, drop, dtype)
-        g = (launch.clear_ if self.consumed else launch.cleared)(self.g, drop).to(dtype)
+        a, g = launch.factors(self.a, self.g, weights, drop, dtype, consumed=self.consumed)
         return g.flatten(0, 1).t(), a.flatten(0, 1)
 
 
@@ -188,7 +194,7 @@ class Dense(Contribution):
     """Formed per-example gradients, (B, ...), and their squared norms where these are known.
 
     Attributes:
-        known: (B,), yet to be multiplied by the square of `factor`.
+        known: terms of the squared norms, (B, n), yet to be multiplied by the square of `factor`.
     """
 
     each: Tensor
@@ -204,9 +210,12 @@ class Dense(Contribution):
         return True
 
     def bound(self) -> Tensor:
-        """Return norms of the numbers that are summed: no product with the factor is rounded."""
-        sums = launch.squares(self.each) if self.known is None else self.known
-        return sums if self.factor is None else sums.double() * self.factor.double().square()
+        return self.terms().sum(1)
+
+    def terms(self) -> Tensor:
+        """Return squares of the numbers that are summed: no product with the factor is rounded."""
+        squares = launch.squares(self.each)[:, None] if self.known is None else self.known
+        return squares if self.factor is None else squares.double() * self.factor.double().square()
 
     def multiplied(self) -> Dense:
         """Apply the factor, in place."""

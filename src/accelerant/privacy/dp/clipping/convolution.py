@@ -50,8 +50,8 @@ class Convolution(Contribution):
         for part in self._chunks():
             a, g = self._rows(part)
             terms = launch.ghost_terms(a.flatten(0, 1), g.flatten(0, 1))
-            bounds = launch.bounded(*terms, (*a.shape[2:], g.shape[3]), _factor_roundoff(dtype, self.x.device))
-            total[part] = bounds.view(-1, groups).sum(1)
+            gram = launch.Gram.of(*terms, (*a.shape[2:], g.shape[3]), _factor_roundoff(dtype, self.x.device))
+            total[part] = launch.bounded([gram]).view(-1, groups).sum(1)
         return total
 
     def dense(self) -> Dense:

@@ -25,8 +25,9 @@ that are formed are of the very numbers, with a relative error (`margin`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,15 +39,16 @@ from accelerant.runtime.compilation.triton import TritonKernel, interpreting
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
 __all__ = [
-    "FLOAT32_ROUNDOFF", "KERNELS", "add_rows_", "bounded", "chunks", "clear_", "cleared", "factor_roundoff", "form",
-    "ghost_terms", "low_product", "margin", "scaled", "squares", "torch_squares", "unresolved", "weighted_sum", "wide",
+    "FLOAT32_ROUNDOFF", "KERNELS", "Gram", "add_rows_", "bounded", "chunks", "cleared", "factor_roundoff", "factors",
+    "form", "ghost_terms", "low_product", "margin", "scaled", "squares", "torch_squares", "unresolved", "weighted_sum",
+    "wide",
 ]  # fmt: skip
 
-_NAMES = ("squares", "sum", "scale", "clear", "ghost", "bound")
+_NAMES = ("squares", "sum", "scale", "ghost")
 KERNELS = {name: TritonKernel("accelerant.privacy.dp.clipping.triton_kernels", f"clip_{name}") for name in _NAMES}
 
 SPAN, BLOCK = 16384, 2048
-"""Values of an example per program of squares, scale and clear, and per iteration: 16 a thread of 4 warps."""
+"""Values of an example per program of squares and scale, and per iteration: 16 a thread of 4 warps."""
 
 SUM_BLOCK, SUM_WIDE = 1024, 1 << 18
 """Columns per program of sum; an eighth of that where there are too few columns to fill the device."""
@@ -226,49 +228,62 @@ def ghost_terms(a: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return terms
 
 
-def _triton_bound(squares: Tensor, masses: Tensor, gram: float, product: float) -> Tensor:
-    (B, terms), tiles = squares.shape, masses.shape[1]
-    y = torch.empty(B, dtype=torch.float32, device=squares.device)
-    if B:
-        args = (squares.contiguous(), masses.contiguous(), y, terms, tiles, gram, product)
-        KERNELS["bound"].launch((B,), args, {"FLOOR": FLOOR, "BLOCK": 256})
-    return y
+class Gram(NamedTuple):
+    """Terms of the squared norms of products that are not formed, and what covers their rounding; see the module.
 
-
-def _torch_bound(squares: Tensor, masses: Tensor, gram: float, product: float) -> Tensor:
-    mass = masses.sum(1)
-    norm = torch.addcmul(squares.sum(1), mass, mass, value=gram).clamp_(min=0).sqrt_().add_(mass, alpha=product)
-    return torch.maximum(norm, mass.mul_(FLOOR)).square_()
-
-
-_bound = triton_operation("clip_bound", _triton_bound, _torch_bound, cost=accesses(1, 1))
-
-
-def bounded(squares: Tensor, masses: Tensor, shape: tuple[int, int, int], roundoff: float) -> Tensor:
-    """Return squares of upper bounds of norms, (B,), from terms of squared norms and masses; see the module.
-
-    Args:
-        shape: T, K and N.
-        roundoff: of the factors in the weighted sum.
+    Attributes:
+        squares, masses: (B, n) and (B, m), to be summed over dimension 1.
+        gram, product: errors of the squares, by the squared mass, and of the weighted sum, by the mass.
+        alone: each product is of one position: its norm is the mass.
     """
-    T, K, N = shape
-    gram = (K + N + 64) * torch.finfo(squares.dtype).eps / 2
-    product = roundoff + T * min(roundoff, 2.0**-24)
-    if T == 1 and masses.shape[1] == 1:  # the mass is the norm
-        return (masses[:, 0] * (1.0 + gram + product)).square_()
-    if _direct(squares) or squares.dtype == torch.float64:
-        return _torch_bound(squares, masses, gram, product)
-    return _run(_bound, squares, masses, gram, product)
+
+    squares: Tensor
+    masses: Tensor
+    gram: float
+    product: float
+    alone: bool
+
+    @classmethod
+    def of(cls, squares: Tensor, masses: Tensor, shape: tuple[int, int, int], roundoff: float) -> Gram:
+        """Return those of products of T positions, K and N wide; `roundoff`: of the factors in the weighted sum."""
+        T, K, N = shape
+        gram = (K + N + 64) * torch.finfo(squares.dtype).eps / 2
+        return cls(squares, masses, gram, roundoff + T * min(roundoff, 2.0**-24), T == 1 and masses.shape[1] == 1)
+
+
+def bounded(terms: Sequence[Gram]) -> Tensor:
+    """Return squares of upper bounds of norms, (B, len(terms)), in any order; those of one shape in the same calls."""
+    alike: dict[tuple[int, int, torch.dtype, bool], list[Gram]] = {}
+    for each in terms:
+        key = (each.squares.shape[1], each.masses.shape[1], each.squares.dtype, each.alone)
+        alike.setdefault(key, []).append(each)
+    found = []
+    for (*_, dtype, alone), members in alike.items():
+        masses = torch.stack([each.masses for each in members], 1).sum(2)
+        gram = _row(tuple(each.gram for each in members), dtype, masses.device)
+        product = _row(tuple(each.product for each in members), dtype, masses.device)
+        if alone:
+            found.append(masses.mul_(gram + product + 1.0).square_())
+            continue
+        squares = torch.stack([each.squares for each in members], 1).sum(2)
+        norms = torch.addcmul(squares, masses.square(), gram).clamp_(min=0).sqrt_().addcmul_(masses, product)
+        found.append(torch.maximum(norms, masses.mul_(FLOOR)).square_())  # NaN stays: the example is left out
+    return found[0] if len(found) == 1 else torch.cat(found, 1)
+
+
+@functools.lru_cache(maxsize=256)
+def _row(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return numbers on a device: a CUDA graph cannot copy them there."""
+    return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 def _hopper_form(a: Tensor, g: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    products, parts = hopper.launch_form(a, g, out)
-    return products, parts.sum(1)
+    return hopper.launch_form(a, g, out)
 
 
 def _torch_form(a: Tensor, g: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
     products = torch.bmm(g.mT, a) if out is None else torch.bmm(g.mT, a, out=out)
-    return products, squares(products)
+    return products, squares(products)[:, None]
 
 
 def _form_cost(case: Case) -> Cost:
@@ -284,7 +299,7 @@ _form = Operation(
 
 
 def form(a: Tensor, g: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return each g_i^T a_i, (B, N, K) in the factors' dtype, and the squared norms of these rounded values, (B,).
+    """Return each g_i^T a_i, (B, N, K) in the factors' dtype, and terms of their squared norms, once rounded, (B, n).
 
     a (B, T, K) are inputs, g (B, T, N) gradients of outputs; the products go to `out`, contiguous, if it is given.
     All at once: to form a part and take its norm while it is in a cache of 50 MiB made a step 1% slower on an H200.
@@ -348,11 +363,14 @@ def _broadcast(each: Tensor, x: Tensor) -> Tensor:
     return each.view(-1, *([1] * (x.dim() - 1)))
 
 
-def _triton_scale(x: Tensor, weights: Tensor, drop: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _triton_scale(
+    x: Tensor, weights: Tensor, drop: Tensor | None, dtype: torch.dtype, g: Tensor | None = None
+) -> Tensor:
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
     if x.numel():
         P, spans = _spans(x)
-        args = (x.contiguous(), weights.float(), y, P, spans)
+        flags, Q = (None, 0) if drop is None or g is None else (drop.view(torch.uint8), g[0].numel())
+        args = (x.contiguous(), weights.float(), y, None if flags is None else g, flags, P, Q, spans)
         KERNELS["scale"].launch((x.shape[0] * spans,), args, {"SPAN": SPAN, "BLOCK": BLOCK})
     return y
 
@@ -377,19 +395,24 @@ def cleared(x: Tensor, drop: Tensor | None) -> Tensor:
     return x if drop is None else x.masked_fill(_broadcast(drop, x), 0)
 
 
-def _triton_clear(x: Tensor, drop: Tensor) -> Tensor:
-    if not x.is_contiguous():
-        return cleared(x, drop)
-    if x.numel():
-        P, spans = _spans(x)
-        args = (x, drop.view(torch.uint8), P, spans)
-        KERNELS["clear"].launch((x.shape[0] * spans,), args, {"SPAN": SPAN, "BLOCK": BLOCK})
-    return x
+def _torch_factors(
+    x: Tensor, weights: Tensor, drop: Tensor | None, dtype: torch.dtype, g: Tensor | None = None
+) -> Tensor:
+    if g is not None and drop is not None:
+        g.masked_fill_(_broadcast(drop, g), 0)
+    return _torch_scale(x, weights, drop, dtype)
 
 
-_clear = triton_operation("clip_clear", _triton_clear, cleared, cost=accesses(0, 2), mutates=True)
+_factors = triton_operation("clip_factors", _triton_scale, _torch_factors, cost=accesses(2, 2), mutates=True)
 
 
-def clear_(x: Tensor, drop: Tensor | None) -> Tensor:
-    """Apply `cleared`, in place where a kernel runs: examples that are kept are neither read nor written."""
-    return cleared(x, drop) if drop is None or _direct(x) else _run(_clear, x, drop)
+def factors(
+    a: Tensor, g: Tensor, weights: Tensor, drop: Tensor | None, dtype: torch.dtype, *, consumed: bool
+) -> tuple[Tensor, Tensor]:
+    """Return `scaled` a and `cleared` g in a dtype; g is cleared in place if it is consumed and a kernel runs.
+
+    Examples of g that are kept are neither read nor written then.
+    """
+    if _direct(a) or drop is None or not (consumed and g.is_contiguous()):
+        return scaled(a, weights, drop, dtype), cleared(g, drop).to(dtype)
+    return _run(_factors, a, weights, drop, dtype, g), g.to(dtype)

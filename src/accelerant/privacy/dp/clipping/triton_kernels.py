@@ -2,20 +2,19 @@
 
     squares  parts[b, c] = sum of x[b, p]^2 over the span c of p
     sum      y[p] (+)= sum over b of weight[b] x[b, p], where weight[b] is not 0: x[b] is not read there
-    scale    y[b, p] = weight[b] x[b, p], rounded once; exactly 0 where weight[b] is 0
-    clear    x[b, p] = 0 where weight[b] is 0 and drop[b]; others are neither read nor written
+    scale    y[b, p] = weight[b] x[b, p], rounded once; exactly 0 where weight[b] is 0.
+             With g: g[b, q] = 0 where drop[b]; others are neither read nor written
     ghost    parts[b, i, j] = sum over positions t of tile i, s of tile j of (A_bt . A_bs) (G_bt . G_bs), j <= i, those
              below the diagonal twice: without the (T, T) matrices in memory
              masses[b, i] = sum over positions t of tile i of |A_bt| |G_bt|
-    bound    y[b] = max(sqrt(sum of parts[b] + gram m^2) + product m, FLOOR m)^2, m the sum of masses[b]
 
 Source: Bu, Wang, Zha and Karypis 2022, arXiv:2210.00038, section 2; Li et al. 2022, arXiv:2110.05679, section 4.
 Layout: dense; weights and sums in float32, squares of the rounded values.
-Grid:   squares, scale, clear: an example's span of SPAN values a program. sum: BLOCK_P columns a program, one example
-        after the other. bound: an example a program. ghost: a pair of tiles of BLOCK_T positions of an example a
-        program; those above the diagonal exit immediately.
-Bound:  memory, except ghost: B P read by squares and sum, 2 B P by scale, nothing by clear. ghost: T (T + BLOCK_T)
-        (N + K) operations an example.
+Grid:   squares, scale: an example's span of SPAN values a program. sum: BLOCK_P columns a program, one example after
+        the other. ghost: a pair of tiles of BLOCK_T positions of an example a program; those above the diagonal exit
+        immediately.
+Bound:  memory, except ghost: B P read by squares and sum, 2 B P by scale. ghost: T (T + BLOCK_T) (N + K) operations an
+        example.
 """
 
 import triton
@@ -54,7 +53,9 @@ def clip_sum(x_ptr, weights_ptr, y_ptr, B, P, ADDS: tl.constexpr, BLOCK_P: tl.co
 
 
 @triton.jit
-def clip_scale(x_ptr, weights_ptr, y_ptr, P, chunks, SPAN: tl.constexpr, BLOCK: tl.constexpr):
+def clip_scale(
+    x_ptr, weights_ptr, y_ptr, g_ptr, drop_ptr, P, Q, chunks, SPAN: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     row = (tl.program_id(0) // chunks).to(tl.int64)
     chunk = tl.program_id(0) % chunks
     weight = tl.load(weights_ptr + row)
@@ -64,17 +65,12 @@ def clip_scale(x_ptr, weights_ptr, y_ptr, P, chunks, SPAN: tl.constexpr, BLOCK: 
         at = chunk * SPAN + start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + at, mask=at < tl.where(weight != 0.0, P, 0), other=0.0).to(tl.float32)
         tl.store(y_ptr + at, (x * weight).to(y_ptr.dtype.element_ty), mask=at < P)
-
-
-@triton.jit
-def clip_clear(x_ptr, drop_ptr, P, chunks, SPAN: tl.constexpr, BLOCK: tl.constexpr):
-    row = (tl.program_id(0) // chunks).to(tl.int64)
-    chunk = tl.program_id(0) % chunks
-    if tl.load(drop_ptr + row) != 0:
-        x_ptr += row * P
-        for start in range(0, SPAN, BLOCK):
-            at = chunk * SPAN + start + tl.arange(0, BLOCK)
-            tl.store(x_ptr + at, tl.zeros([BLOCK], dtype=x_ptr.dtype.element_ty), mask=at < P)
+    if g_ptr is not None:  # noqa: SIM102  a condition of compilation
+        if tl.load(drop_ptr + row) != 0:
+            g_ptr += row * Q
+            for start in range(chunk * BLOCK, Q, chunks * BLOCK):
+                at = start + tl.arange(0, BLOCK)
+                tl.store(g_ptr + at, tl.zeros([BLOCK], dtype=g_ptr.dtype.element_ty), mask=at < Q)
 
 
 @triton.jit
@@ -117,24 +113,3 @@ def clip_ghost(
             each = tl.where(left < T, tl.sqrt(squares_a) * tl.sqrt(squares_g), 0.0)
             tl.store(masses_ptr + row * tiles + i, tl.sum(each, 0))
     tl.store(parts_ptr + row * tiles * tiles + tl.program_id(1), total)
-
-
-@triton.jit
-def clip_bound(
-    parts_ptr, masses_ptr, y_ptr, terms, tiles, gram, product, FLOOR: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    square = tl.zeros([BLOCK], dtype=tl.float32)
-    for start in range(0, terms, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        square += tl.load(parts_ptr + row * terms + at, mask=at < terms, other=0.0)
-    mass = tl.zeros([BLOCK], dtype=tl.float32)
-    for start in range(0, tiles, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        mass += tl.load(masses_ptr + row * tiles + at, mask=at < tiles, other=0.0)
-    mass = tl.sum(mass, 0)
-    square = tl.sum(square, 0) + gram * mass * mass
-    # Comparisons, not tl.maximum: NaN must stay, so that the example is left out.
-    norm = tl.sqrt(tl.where(square < 0.0, 0.0, square)) + product * mass
-    norm = tl.where(norm < FLOOR * mass, FLOOR * mass, norm)
-    tl.store(y_ptr + row, norm * norm)
