@@ -113,10 +113,16 @@ def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def _announce(x: Tensor, params: _Params) -> int | None:
-    """Announce the parameters to their sink; return the number of examples in x, None without a sink."""
+def _announce(ctx: Any, x: Tensor, params: _Params) -> None:
+    """Announce the parameters to their sink, if they have one; keep them, and the number of examples in x."""
     sink = first_sink(params)
-    return None if sink is None else announce(sink, x, *params)
+    ctx.examples = None if sink is None else announce(sink, x, *params)
+    ctx.sunk = None if sink is None else params
+
+
+def _with_sinks(ctx: Any, saved: _Params) -> _Params:
+    """Return saved parameters: hooks on saved tensors, of checkpoints for example, return copies without a sink."""
+    return saved if ctx.sunk is None else ctx.sunk
 
 
 def _required(params: _Params, needs: Sequence[bool]) -> list[Tensor | None]:
@@ -198,13 +204,13 @@ class FusedLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, cast_weight: _Weight, cast_bias: Tensor | None
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias, *flattened([cast_weight]))
-        ctx.examples = _announce(x, (weight, bias))
+        _announce(ctx, x, (weight, bias))
         return op.linear(_rows(x), cast_weight, cast_bias).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Gradients:
-        x, weight, bias, *parts = ctx.saved_tensors
-        (cast_weight,) = unflattened(parts)
+        x, *saved = ctx.saved_tensors
+        (weight, bias), (cast_weight,) = _with_sinks(ctx, saved[:2]), unflattened(saved[2:])
         needs = ctx.needs_input_grad
         dy, rows = _rows(dy), _rows(x)
         if torch.is_grad_enabled():
@@ -283,13 +289,13 @@ class FusedMLP(torch.autograd.Function):
         params, (up, up_bias, down, down_bias) = tensors[:4], tensors[4:]
         m, z = _mlp_forward(_rows(x), up, up_bias, down, down_bias, "tanh", any(ctx.needs_input_grad))
         ctx.save_for_backward(x, z, *params, *flattened([up, down]))
-        ctx.examples = _announce(x, params)
+        _announce(ctx, x, params)
         return m.view(*x.shape[:-1], m.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, dm: Tensor) -> Gradients:
         x, z, *rest = ctx.saved_tensors
-        params, weights = rest[:4], unflattened(rest[4:])
+        params, weights = _with_sinks(ctx, rest[:4]), unflattened(rest[4:])
         needs = ctx.needs_input_grad[:5]
         if torch.is_grad_enabled():
             _refuse_float8(weights[0])
@@ -380,7 +386,7 @@ class Block(torch.autograd.Function):
             s = s2
         weights = flattened(casts[::2]) if casts else ()
         ctx.save_for_backward(s1, t1, y1, qkv, o, lse, s2, t2, y2, z, *params, *weights)
-        ctx.examples = _announce(x, params)
+        _announce(ctx, x, params)
         ctx.spec, ctx.single, ctx.before, ctx.after = spec, residual is None, before, after
         ctx.set_materialize_grads(False)
         return y, s
@@ -388,7 +394,7 @@ class Block(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, ds: Tensor | None) -> Gradients:
         s1, t1, y1, qkv, o, lse, s2, t2, y2, z, *rest = ctx.saved_tensors
-        params, spec, examples = rest[:12], ctx.spec, ctx.examples
+        params, spec, examples = _with_sinks(ctx, rest[:12]), ctx.spec, ctx.examples
         weights = unflattened(rest[12:]) if rest[12:] else (params[2], params[4], params[8], params[10])
         needs = ctx.needs_input_grad[5:17]
         norm_1, norm_2, mlp_params = params[:2], params[6:8], params[8:]
@@ -497,7 +503,7 @@ class Embed(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(tokens, table, positions)
         ctx.set_materialize_grads(False)
-        _announce(tokens, (table, positions))
+        _announce(ctx, tokens, (table, positions))
         for sums in table_sums:
             sums.looks_up(table, tokens.numel(), dtype)
         return ends.embed(tokens, table, positions, dtype), table.view_as(table)
@@ -505,7 +511,8 @@ class Embed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, dtable: Tensor | None) -> Gradients:
-        tokens, table, positions = ctx.saved_tensors
+        tokens, *saved = ctx.saved_tensors
+        table, positions = _with_sinks(ctx, saved)
         if dy is None:
             return None, dtable, None, None
         B, T, D = dy.shape
@@ -553,13 +560,15 @@ class TiedLoss(torch.autograd.Function):
             sink.expect(table)
         loss, *ctx.gradients = ends.tied_loss(hidden, cast_table, targets, classes, ignore_index, needs, forming)
         ctx.save_for_backward(hidden, table, cast_table, targets)
+        ctx.sunk = None if sink is None else [table]
         ctx.options, ctx.dtypes = (classes, ignore_index, needs, forming), (hidden.dtype, table.dtype)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Gradients:
-        hidden, table, *others = ctx.saved_tensors
+        hidden, saved, *others = ctx.saved_tensors
+        (table,) = _with_sinks(ctx, [saved])
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             _, *gradients = ends.tied_loss(hidden, *others, *ctx.options)

@@ -1,11 +1,15 @@
 """The fused blocks of a GPU, run on the CPU: what they give the sink."""
 
+import warnings
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from accelerant.errors import ShapeError
 from accelerant.nn import GPT, MLP, GPTConfig, layers
 from accelerant.privacy.dp.clipping import PerExampleClipper
+from accelerant.privacy.dp.training.separation import SeparationCheck
 
 BOUND = 0.5
 
@@ -124,3 +128,29 @@ def test_a_layer_that_does_not_get_the_examples_first_is_refused(fused):
     PerExampleClipper(model, max_grad_norm=BOUND)
     with pytest.raises(ShapeError, match="batch of 3 examples"):
         model(torch.randn(3, 5, 32))
+
+
+@pytest.mark.parametrize("T", [8, 40])
+@pytest.mark.parametrize("where", ["hooks", "checkpoint", "check"])
+def test_saved_tensors_that_are_copies(fused, where, T):
+    """Hooks on saved tensors, of a checkpoint or of the check of a first batch, return parameters without a sink."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=50, context=64, layers=2, heads=2, width=32))
+    rows = torch.randint(0, 50, (4, T + 1))
+    idx, targets = rows[:, :-1], rows[:, 1:]
+    wanted = one_by_one(model, idx, targets)
+    clipper = PerExampleClipper(model, max_grad_norm=BOUND)
+    if where == "checkpoint":
+        checkpoint(model.loss, idx, targets, use_reentrant=False).backward()
+    elif where == "hooks":
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+            model.loss(idx, targets).backward()
+    else:
+        check = SeparationCheck(clipper)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # "it was not checked"
+            check.before_forward((idx,), {})
+        assert not check.pending
+        model.loss(idx, targets).backward()
+    for name, each in model.named_parameters():
+        assert (each.grad - wanted[name]).norm() < 3e-6 * wanted[name].norm().clamp(min=1e-12), name

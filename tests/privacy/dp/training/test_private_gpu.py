@@ -49,8 +49,8 @@ def test_a_private_backward_pass_runs_on_the_calling_thread_and_others_on_autogr
             value = loss(model, *batch.tensors)
             value.register_hook(lambda grad: threads.append(threading.get_ident()))
             value.backward()
-            assert torch._C._is_multithreading_enabled()
             training.optimizer.step()
+            assert torch._C._is_multithreading_enabled()
         loss(model, *batch.tensors)  # without a backward pass
     y = other(torch.ones(1, 2).cuda()).sum()
     y.register_hook(lambda grad: threads.append(threading.get_ident()))

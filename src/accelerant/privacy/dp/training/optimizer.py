@@ -421,7 +421,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.separation.before_backward()
 
     def keep_thread(self) -> None:
-        """Let backward passes over a GPU run on this thread until one has ended.
+        """Let backward passes over a GPU run on this thread, until the step.
 
         The layers' functions are Python's: called from autograd's own thread they took GPT-2's step 50 ms of the host's
         time instead of 39, on an H200.
@@ -435,7 +435,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
             torch.autograd.set_multithreading_enabled(threads.prev)
 
     def _backward_ended(self, norms: Tensor, factors: Tensor) -> None:
-        self._release_thread()
         self.tracker.add(norms.numel())
         if self._adaptive is not None:
             self._adaptive.count(norms, self.clipper)
