@@ -120,7 +120,7 @@ def _announce(ctx: Any, x: Tensor, params: _Params) -> None:
     ctx.sunk = None if sink is None else params
 
 
-def _with_sinks(ctx: Any, saved: _Params) -> _Params:
+def _with_sinks(ctx: Any, saved: Sequence[Any]) -> Sequence[Any]:
     """Return saved parameters: hooks on saved tensors, of checkpoints for example, return copies without a sink."""
     return saved if ctx.sunk is None else ctx.sunk
 
