@@ -189,6 +189,22 @@ def test_sums_of_all_lengths(one_of_each, device, n):
     assert one_of_each.decode(one_of_each.dot(words, words, device=device)) == sum(v * v for v in values) % p
 
 
+@pytest.mark.parametrize("columns", [1, 2, 3, 4, 5, 17, 33])
+def test_short_rows(one_of_each, columns):
+    """The CPU reduces short rows, and the last chunks of longer ones, by columns; operands do not change."""
+    p = one_of_each.modulus
+    numbers = (edges(p) * 9)[: 3 * columns]
+    x, y = (np.array(each, object).reshape(3, columns) for each in (numbers, numbers[::-1]))
+    words, others = one_of_each.encode(x), one_of_each.encode(y)
+    before = words.copy(), others.copy()
+    total, product = one_of_each.sum(words, -1), one_of_each.dot(words, others)
+    assert one_of_each.decode(total) == (x.sum(-1) % p).tolist()
+    assert one_of_each.decode(product) == ((x * y).sum(-1) % p).tolist()
+    assert one_of_each.array(words).dot(others).ints() == ((x * y).sum(-1) % p).tolist()
+    assert not any(np.shares_memory(found, each) for found in (total, product) for each in (words, others))
+    assert all((each == was).all() for each, was in zip((words, others), before, strict=True))
+
+
 @pytest.mark.parametrize("shape", [(3, 5, 7), (2, 4099), (300, 17), (1, 1), (0, 4), (4, 0)], ids=str)
 def test_sums_along_an_axis(one_of_each, device, shape):
     p = one_of_each.modulus

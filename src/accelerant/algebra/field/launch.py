@@ -34,6 +34,9 @@ _CHUNKS = {"cpu": 16, "": 4096}
 """Elements that sum, dot and the search for unreduced ones reduce to one. A chunk is one index on the CPU, whose
 launches use several cores only from some ten thousand indices on, and one block elsewhere."""
 
+_SHORT = 4
+"""Elements of the longest rows that the CPU reduces by columns: rows of one took 38 ns each, now those of a product."""
+
 _BY_FORM = ("mul", "square", "inv", "pow", "dot")
 """Operations with a kernel for each form; the others have one for both."""
 
@@ -157,6 +160,8 @@ def _folded(space: MemorySpace, field: Field, entry: str, inputs: Sequence[Words
     size = n // rows
     while True:
         chunk = min(size, _chunk(space))
+        if space is HOST and rows > 1 and size <= _SHORT:
+            return _short_rows(field, entry, inputs, rows, size)
         parts = -(-size // chunk)
         if rows > 1 and size % chunk:  # else a chunk would extend into the next row
             inputs = [space.pad(x.reshape((rows, size, *tail)), 1, parts * chunk) for x in inputs]
@@ -166,6 +171,21 @@ def _folded(space: MemorySpace, field: Field, entry: str, inputs: Sequence[Words
         if parts == 1:
             return sums
         entry, inputs, size = "field_sum", [sums], parts
+
+
+def _short_rows(field: Field, entry: str, inputs: Sequence[Words], rows: int, size: int) -> Words:
+    """Reduce rows on the CPU by their columns: an index of field_sum would cost as much as for a whole chunk."""
+    x, tail = inputs[0], tail_of(field)
+    if len(inputs) > 1:
+        x = np.empty((rows * size, *tail), dtype_of(field))
+        _launch(HOST, field, entry.replace("dot", "mul"), (*inputs, x), (rows * size,), rows * size)
+    x = np.array(np.moveaxis(x.reshape((rows, size, *tail)), 1, 0), order="C")  # a copy, which is written to
+    while size > 1:  # the last half of the columns is added to the first
+        half = size // 2
+        first, last = x[:half], x[size - half : size]
+        _launch(HOST, field, "field_add", (first, last, first), (half * rows,), half * rows)
+        size -= half
+    return x[0]
 
 
 def first_unreduced(space: MemorySpace, field: Field, x: Words) -> int | None:
