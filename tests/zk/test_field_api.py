@@ -193,7 +193,7 @@ def test_sums_of_all_lengths(one_of_each, device, n):
 def test_short_rows(one_of_each, columns):
     """The CPU reduces short rows, and the last chunks of longer ones, by columns; operands do not change."""
     p = one_of_each.modulus
-    numbers = (edges(p) * 9)[: 3 * columns]
+    numbers = (edges(p) * 3 * columns)[: 3 * columns]
     x, y = (np.array(each, object).reshape(3, columns) for each in (numbers, numbers[::-1]))
     words, others = one_of_each.encode(x), one_of_each.encode(y)
     before = words.copy(), others.copy()
