@@ -438,6 +438,9 @@ class FieldArray:
         return array
 
     def _together(self, x: Any, y: Any) -> tuple[Any, Any]:
+        ours = isinstance(x, FieldArray) and isinstance(y, FieldArray) and x.field is y.field is self.field
+        if ours and x.space == y.space == self.space and x.words.shape == y.words.shape:
+            return x.words, y.words
         x, y = _broadcast(self.field.parameters, self.space, [self._like(x, "x").words, self._like(y, "y").words])
         return x, y
 
