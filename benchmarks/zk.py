@@ -37,14 +37,15 @@ from accelerant.algebra.curve.reference import multiply
 from accelerant.algebra.field.llvm_kernels import host_form
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.parameters import field_of
-from accelerant.algebra.field.program import kernel_source
+from accelerant.algebra.field.program import grid_and_block, kernel_source
+from accelerant.algebra.field.words import dtype_of
 from accelerant.algebra.ntt.reference import bit_reversed, ntt_reference
 from accelerant.bench import zk_inputs
 from accelerant.bench.ceilings import threads_text
 from accelerant.bench.record import NAIVE, Row
 from accelerant.bench.suite import CpuColumn, Suite, SuiteCase, SuiteRun, option
 from accelerant.bench.suites.neural_plan import parse_sizes
-from accelerant.bench.timer import Timing, back_to_back_ms, time_ms
+from accelerant.bench.timer import Timing, back_to_back_ms, back_to_back_times_ms, time_ms
 from accelerant.cli.bench import run_command
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime.provider import ComputeDevice
@@ -57,6 +58,9 @@ __all__ = ["CPU_CASES", "GPU_CASES", "ZkCase", "ZkSuite"]
 
 _SAMPLED = 16
 """Elements that Python's integers compute by themselves, besides the check of all."""
+
+_ARRAY_SHARE = 0.95
+"""The share of bare launches' speed that products of arrays in a loop are asked for."""
 
 _FIRST_CALLS = 3
 _COLD_MS, _WARM_MS = 3000.0, 20.0
@@ -78,7 +82,8 @@ class ZkCase:
     """A case of the suite.
 
     Attributes:
-        op: "field_mul", "ntt", "msm", "pairing" or "first call".
+        op: "field_mul", "field_array" (products of arrays in a loop beside bare launches), "ntt", "msm", "pairing" or
+            "first call".
         of: name of the field, the curve or the pairing; for a first call the op.
         log_n: log2 of the elements or points.
         target_ms: to reach on an H200, or on a CPU with AVX512-IFMA.
@@ -129,6 +134,8 @@ GPU_CASES = (
         "msm", "bls12_381_g1", 22, 30.0, fixed_ms=23.0,
         peers="ICICLE v2 51, sppark 52 ms; yrrid, precomputed, 25.8 ms",
     ),
+    ZkCase("field_array", "goldilocks", 20),
+    ZkCase("field_array", "goldilocks", 25),
     *_FIRST_CALL_CASES,
 )  # fmt: skip
 
@@ -327,18 +334,36 @@ def _field_mul(this: _ZkRun) -> None:
         run.add(this.timed(peer, lambda: [u * v % p for u, v in ints]))
 
 
+def _field_array(this: _ZkRun) -> None:
+    """Measure x * y in a loop, in turns with the same kernel launched on memory that is there."""
+    case, run, field = this.case, this.run, zk.field(this.case.of)
+    x, y = (
+        zk_inputs.geometric(field, start, field.generator, case.log_n, this.device_name)
+        for start in (3, field.modulus - 2)
+    )
+    alone = _kernel_alone(x, y, x * y)
+    this.progress()
+    array, bare = back_to_back_times_ms([lambda: x * y, alone], run.torch_device, budget_s=3 * this.budget_s)
+    share, size = bare.p50_ms / array.p50_ms, 3 * (1 << case.log_n) * field.parameters.size_bytes
+    note = f"{share:.3f} of the speed of bare launches (asked: {_ARRAY_SHARE:.2f})"
+    run.add(this.row(bytes=size, ceiling="copy", target=bare.p50_ms / _ARRAY_SHARE, note=note).timed(array))
+    run.add(this.row(case=f"{case.name}, bare launches", bytes=size, ceiling="copy", target=None).timed(bare))
+
+
 def _kernel_alone(x: zk.FieldArray, y: zk.FieldArray, z: zk.FieldArray) -> Callable[[], object]:
-    """Return a launch on the CPU without the call around it, which takes one core.
+    """Return a launch without the call around it, on the CPU of one core, that writes memory of its own.
 
     Raises:
         AccelerantError: its answer is not z.
     """
-    field, out = x.field.parameters, HOST.empty(tuple(x.words.shape), x.words.dtype)
-    kernel = HOST.provider.compile(kernel_source(field, "field_mul_montgomery"))
-    arguments = (*map(HOST.pointer, (x.words, y.words, out)), x.size)
+    field, space, entry = x.field.parameters, x.space, "field_mul_montgomery"
+    out = space.empty(tuple(x.words.shape), dtype_of(field))
+    kernel = space.provider.compile(kernel_source(field, entry))
+    arguments = (*map(space.pointer, (x.words, y.words, out)), x.size)
+    blocks, threads = (x.size, 1) if space is HOST else grid_and_block(entry, x.size)
 
     def launch() -> None:
-        HOST.provider.launch(kernel, (x.size,), (1,), arguments)
+        space.provider.launch(kernel, (blocks,), (threads,), arguments)
 
     launch()
     if not bool((out == z.words).all()):
@@ -500,6 +525,7 @@ def _in_new_process(op: str, device: str, folder: str) -> _FirstCall:
 
 _MEASURES: dict[str, Callable[[_ZkRun], None]] = {
     "field_mul": _field_mul,
+    "field_array": _field_array,
     "ntt": _ntt,
     "msm": _msm,
     "pairing": _pairing,

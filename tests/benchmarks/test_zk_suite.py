@@ -130,6 +130,15 @@ def test_first_calls_are_made_in_new_processes_with_and_without_a_cache(cpu, sma
         run_suite(ZkSuite(budget_s=0.0), cpu)
 
 
+def test_products_of_arrays_beside_bare_launches(cpu):
+    record = Record(Environment.of(cpu), ceilings={"copy GB/s": 1.0})
+    suite._field_array(suite._ZkRun(ZkCase("field_array", "goldilocks", 4), SuiteRun(cpu, record), 0.0))
+    array, bare = record.rows
+    assert (array.case, bare.case) == ("goldilocks 2^4", "goldilocks 2^4, bare launches")
+    assert array.target == bare.p50 / 0.95
+    assert array.note == f"{bare.p50 / array.p50:.3f} of the speed of bare launches (asked: 0.95)"
+
+
 @pytest.mark.parametrize("op", ["field_mul", "ntt", "msm"])
 @pytest.mark.sample(3)
 def test_the_first_calls_answers_are_checked(op, capsys, monkeypatch):
