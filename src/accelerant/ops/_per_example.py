@@ -49,6 +49,13 @@ class PerExampleSink(Protocol):
     def batch(self) -> int | None:
         """The same during a call of the model; None outside of one."""
 
+    @property
+    def runs_by_example(self) -> bool:
+        """Whether the model can be run again for each example by itself."""
+
+    def is_input(self, x: Tensor) -> bool:
+        """Return whether x is an input of the running model, or a view of one."""
+
     def begin(self, *inputs: object) -> None:
         """Begin a forward pass outside of a call of the model; examples are the first dimension of the first tensor."""
 

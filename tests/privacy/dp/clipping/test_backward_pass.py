@@ -581,10 +581,6 @@ def replaced(layer):
         (lambda: nn.LSTM(3, 4, proj_size=2, batch_first=True), "proj_size=0"),
         (lambda: nn.MultiheadAttention(4, 2), "batch_first=True"),
         (lambda: nn.MultiheadAttention(4, 2, batch_first=True, add_bias_kv=True), "bias_k"),
-        (lambda: nn.Bilinear(3, 3, 2), r"layers\.0\.weight of Bilinear: no rule"),
-        (lambda: nn.PReLU(), r"layers\.0\.weight of PReLU: no rule"),
-        (lambda: nn.Conv3d(3, 3, 1), r"layers\.0\.weight of Conv3d: no rule"),
-        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), "no rule"),
         (lambda: nn.utils.spectral_norm(nn.Conv1d(3, 3, 1)), r"its weight is computed from weight_orig"),
     ],
 )
@@ -596,7 +592,7 @@ def test_layers_that_cannot_be_exact_are_refused_by_name(layer, match):
 
 def test_every_refusal_is_in_one_message():
     with pytest.raises(UnsupportedCase) as caught:
-        PerExampleClipper(Chain(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.PReLU()), max_grad_norm=1.0)
+        PerExampleClipper(Chain(nn.BatchNorm1d(3), nn.Linear(3, 3), nn.LSTM(3, 3)), max_grad_norm=1.0)
     assert "layers.0" in str(caught.value)
     assert "layers.2" in str(caught.value)
     assert "layers.1" not in str(caught.value)
@@ -605,15 +601,6 @@ def test_every_refusal_is_in_one_message():
 def test_a_frozen_layer_of_an_unknown_kind_is_none_of_its_business():
     model = Chain(nn.Linear(3, 3), nn.PReLU().requires_grad_(False))
     check(model, [torch.randn(3, 4, 3)], loss_of)
-
-
-def test_a_subclass_with_its_own_forward_is_another_layer():
-    class Odd(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) * 2
-
-    with pytest.raises(UnsupportedCase, match="Odd: no rule"):
-        PerExampleClipper(Chain(Odd(3, 3)), max_grad_norm=1.0)
 
 
 class Centred(nn.Linear):

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.ops import _per_example
 from accelerant.ops.transformer.op import column_sums_each
-from accelerant.privacy.dp.clipping import convolution, launch, rules, sequences  # noqa: F401  they register rules
+from accelerant.privacy.dp.clipping import convolution, launch, own_parameters, rules, sequences  # noqa: F401  they register rules
 from accelerant.privacy.dp.clipping.backward_pass import BackwardPass, ClippingPlan, Group, makes_gradient
 from accelerant.privacy.dp.clipping.contributions import Contribution, Dense, Lookup, Rows
 from accelerant.privacy.dp.clipping.launch import wide
@@ -98,6 +98,7 @@ class PerExampleClipper:
         self._clipping = clipping
         self._pass: BackwardPass | None = None
         self._ignored: int | None = None
+        self.inputs: Any = None  # of a running model that can be run again for each example by itself
         self._calls = 0  # nested calls of the model that have not returned
         self._expected: dict[int, int] = {}  # contributions of the next pass, by parameter
         self._announced: dict[int, int] = {}  # those that no pass has brought yet
@@ -208,6 +209,9 @@ class PerExampleClipper:
             rules.attach_rule(module, rule, self, undo, partial(self._require_used, module))
         for module, methods in survey.models:
             rules.replace_methods(module, methods(module, self), undo)
+        shares = any(rule.shares for _, rule in survey.layers)
+        if shares and "forward" not in model.__dict__ and type(model) not in rules.model_methods:
+            own_parameters.attach_whole(model, self, undo)
 
     def detach(self) -> None:
         """Restore the model: backward passes make ordinary gradients. May be called again."""
@@ -246,11 +250,31 @@ class PerExampleClipper:
     def batch(self) -> int | None:
         return self.examples if self._calls else None
 
+    @property
+    def runs_by_example(self) -> bool:
+        return self.inputs is not None
+
+    def is_input(self, x: Tensor) -> bool:
+        mine = x.untyped_storage().data_ptr()
+        strided = [each for each in _tensors(self.inputs) if each.layout == torch.strided]
+        return any(each.untyped_storage().data_ptr() == mine for each in strided)
+
     def expect(self, *parameters: Tensor | None) -> None:
         for parameter in parameters:
             if parameter is not None and self.wants(parameter):
                 for counts in (self._expected, self._announced):
                     counts[id(parameter)] = counts.get(id(parameter), 0) + 1
+
+    @contextmanager
+    def unannounced(self, *, on_error: bool = False) -> Iterator[None]:
+        """Forget what was announced within, of a forward pass that has no backward pass; or only if it fails."""
+        kept, failed = (dict(self._expected), dict(self._announced)), True
+        try:
+            yield
+            failed = False
+        finally:
+            if failed or not on_error:
+                self._expected, self._announced = kept
 
     def wants(self, parameter: Tensor | None) -> bool:
         return parameter is not None and parameter.requires_grad and id(parameter) in self._plan.names

@@ -27,6 +27,7 @@ from accelerant.ops._per_example import PerExampleSink as Sink
 from accelerant.ops.norm.op import _layer_norm as _layer_norm_op
 from accelerant.ops.norm.op import _rms_norm as _rms_norm_op
 from accelerant.ops.transformer.op import norm_backward_each
+from accelerant.privacy.dp.clipping.examples import NotForEachExample, in_region
 from accelerant.privacy.dp.clipping.launch import wide
 from accelerant.privacy.dp.clipping.rules import LayerRule, Methods, model_methods, register
 
@@ -146,8 +147,7 @@ tokens are (examples, ...), or (1, ...) shared by all examples. `distinct`: no t
 @register
 class _EmbeddingRule(LayerRule):
     layers = (nn.Embedding,)
-    _takes_positions: bool | None = None
-    """Whether vectors of tokens are positions, shared by the examples; decided at the first call."""
+    shares = True
 
     @classmethod
     def refusal(cls, module: nn.Embedding) -> str | None:
@@ -158,28 +158,77 @@ class _EmbeddingRule(LayerRule):
         return None
 
     def forward(self, input: Tensor) -> Tensor:
-        tokens, examples = input, self.sink.batch
-        if tokens.dim() == 1 and examples is not None:
-            if self._takes_positions is None:
-                self._takes_positions = _are_positions(tokens, examples)
-            if self._takes_positions:
-                tokens = tokens[None]
-        if examples is None or tokens.dim() == 0 or tokens.shape[0] != 1:
-            tokens, examples = self.examples_first(tokens, least=1)
-        return lookup(tokens, self.module.weight, self.module.padding_idx, self.sink, examples)
+        tokens, count, shared = input, self.sink.batch, False
+        if count is not None and tokens.dim() and not in_region():
+            alike, shared = tokens.shape[0] == count, tokens.dim() == 1 and _are_positions(tokens)
+            unclear = alike and count > 1 and tokens.dim() == 1
+            message = _SHARED.format(tuple(tokens.shape), count)
+            if self.sink.runs_by_example:
+                if (unclear and not self.sink.is_input(tokens)) or not (shared or alike or tokens.shape[0] == 1):
+                    raise NotForEachExample(message, once=unclear)
+            elif unclear and shared:
+                raise ShapeError(message)
+            shared = shared and not alike
+            tokens = tokens[None] if shared else tokens
+        if count is None or tokens.dim() == 0 or tokens.shape[0] != 1:
+            tokens, count = self.examples_first(tokens, least=1)
+        y = lookup(tokens, self.module.weight, self.module.padding_idx, self.sink, count)
+        return SharedRows.of(y) if shared and self.sink.runs_by_example else y
 
 
-def _are_positions(tokens: Tensor, examples: int) -> bool:
+_SHARED = (
+    "an Embedding got {}, for {} examples: they may be positions that all examples share, or tokens. Give positions as "
+    "(1, T), or a token for each example as (B, 1)"
+)
+
+
+def _are_positions(tokens: Tensor) -> bool:
     """Return whether a vector of tokens is 0, 1, 2, ...: one for each position, not one for each example."""
     count = torch.arange(tokens.shape[0], device=tokens.device)
-    if tokens.shape[0] == 0 or not bool((tokens - tokens[0] == count).all()):
-        return False
-    if tokens.shape[0] == examples and examples > 1:
-        raise ShapeError(
-            f"an Embedding got the {examples} consecutive numbers that positions would be, for {examples} examples: "
-            "give positions as (1, T), or a token for each example as (B, 1)"
+    return bool(tokens.shape[0]) and bool((tokens - tokens[0] == count).all())
+
+
+class SharedRows(Tensor):
+    """Rows (T, D) that all examples share, such as those of positions: a view of (B, T, D), whose gradient is needed.
+
+    Sums and products with a tensor of the examples give (B, T, D). Any other use raises NotForEachExample: then the
+    model is run for each example by itself.
+    """
+
+    _each: Tensor
+
+    @staticmethod
+    def of(each: Tensor) -> SharedRows:
+        """Return the rows of each (B, T, D)."""
+        rows: SharedRows = Tensor._make_subclass(SharedRows, each.detach()[0])
+        rows._each = each
+        return rows
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _DESCRIPTIONS:
+                return func(*args, **(kwargs or {}))
+            each = [x._each if isinstance(x, SharedRows) else x for x in args]
+            if func in _BROADCAST and not kwargs and len({x.dim() for x in each if isinstance(x, Tensor)}) == 1:
+                counts = {x.shape[0] for x in each if isinstance(x, Tensor)}
+                if len(counts) == 1 and all(isinstance(x, Tensor) for x in each):
+                    return func(*each)
+        shape = tuple(next(x._each for x in args if isinstance(x, SharedRows)).shape) if args else ()
+        raise NotForEachExample(
+            f"rows of an Embedding that all examples share, {shape[1:]} for {shape[:1]} examples, are used by "
+            f"{getattr(func, '__name__', func)}: give positions as (1, T)"
         )
-    return tokens.shape[0] != examples
+
+
+_BROADCAST = frozenset([
+    torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__,
+])  # fmt: skip
+_DESCRIPTIONS = frozenset([
+    Tensor.__repr__, Tensor.dim, Tensor.size, Tensor.numel, Tensor.is_floating_point,
+    *(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "requires_grad", "layout")),
+    *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_sparse", "is_meta")),
+])  # fmt: skip
 
 
 class _Expanded(torch.autograd.Function):

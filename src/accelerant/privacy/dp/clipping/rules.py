@@ -18,6 +18,7 @@ module's `__getstate__` leaves them out, hence copy, pickle and torch.save do.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -28,13 +29,17 @@ from typing import Any, ClassVar, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.weight_norm import WeightNorm
 
 from accelerant.errors import ShapeError, UnsupportedCase
 from accelerant.ops._per_example import PerExampleSink, mark_traced
+from accelerant.privacy.dp.clipping import examples
 
 __all__ = [
-    "LayerRule", "Methods", "Survey", "attach_rule", "hide_marked", "mark", "model_methods", "register",
-    "replace_methods", "require_frozen", "survey", "watch_frozen",
+    "LayerRule", "Methods", "OwnParameters", "Survey", "attach_rule", "computing_hooks", "hide_marked", "holders",
+    "mark", "model_methods", "register", "replace_methods", "require_frozen", "survey", "watch_frozen",
 ]  # fmt: skip
 
 Forward = Callable[..., Any]
@@ -51,10 +56,14 @@ class LayerRule(ABC):
         layers: the classes it covers, or "package.module:Class" for packages that may be absent. A subclass of a
             covered class is covered unless it has its own `forward`; a class named by its path is covered exactly.
         covers_children: whether the layer's forward uses parameters of its submodules, too.
+        has_states: whether its results and arguments after the first have the examples in dimension 1.
+        shares: whether its result may be one that all examples share, as that of an Embedding for positions.
     """
 
     layers: ClassVar[tuple[type[nn.Module] | str, ...]] = ()
     covers_children: ClassVar[bool] = False
+    has_states: ClassVar[bool] = False
+    shares: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module, sink: PerExampleSink, plain: Forward) -> None:
         self.module: Any = module
@@ -74,29 +83,46 @@ class LayerRule(ABC):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the layer's own forward computes, feeding the sink in the backward pass."""
 
+    def inside(self, region: examples.Region, *args: Any, **kwargs: Any) -> Any:
+        """Compute `forward` for a caller that runs for each example by itself (examples.py)."""
+        return region.outside(self.forward, args, kwargs, states=self.has_states)
+
     def examples_first(self, x: Tensor, least: int = 2) -> tuple[Tensor, int]:
         """Return a layer's input with the examples in dimension 0, and their number.
 
         ShapeError for fewer than `least` dimensions, or a first one that is not that of the model's input.
         """
-        examples = self.sink.batch
+        count = self.sink.batch
         if x.dim() < least:
             raise ShapeError(
                 f"{type(self.module).__name__} takes {least} dimensions or more with a clipper attached, the examples "
                 f"first, got {tuple(x.shape)}"
             )
-        if examples is None or x.shape[0] == examples:
+        if count is None or x.shape[0] == count:
             return x, x.shape[0]
         if x.shape[0] == 1:
-            return x.expand(examples, *x.shape[1:]), examples
+            return x.expand(count, *x.shape[1:]), count
         raise ShapeError(
-            f"{self.module} got {tuple(x.shape)}, whose first dimension is not the batch of {examples} examples that "
+            f"{self.module} got {tuple(x.shape)}, whose first dimension is not the batch of {count} examples that "
             "the model got: per-example gradients need the examples first in each layer"
         )
 
 
+class OwnParameters(LayerRule):
+    """A rule for all modules without one of their own that use parameters themselves (own_parameters.py)."""
+
+    shares = True
+
+
+class _Whole(LayerRule):
+    """A layer without parameters whose kernels take whole batches."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.plain(*args, **kwargs)
+
+
 _rules: dict[Any, type[LayerRule]] = {}
-"""By the layer class's forward function, or by "package.module:Class"."""
+"""By the layer class's forward function, or by "package.module:Class"; that of nn.Module is for all other modules."""
 
 model_methods: dict[type, MakeMethods] = {}
 """Functions for model classes that use parameters of their layers without calling the layers.
@@ -135,7 +161,7 @@ def survey(model: nn.Module) -> Survey:
     found = Survey([(name, param) for name, param in model.named_parameters() if param.requires_grad])
     refusals: list[str] = []
     covered: set[int] = set()
-    uncovered: dict[int, str] = {}
+    own_users: list[tuple[str, nn.Module, bool, set[int]]] = []
     for name, module in model.named_modules():
         path, kind = name or type(model).__name__, type(module)
         if kind in model_methods:
@@ -149,17 +175,16 @@ def survey(model: nn.Module) -> Survey:
             continue
         by_path = _rules.get(class_path := f"{kind.__module__}:{kind.__qualname__}")
         matching = by_path if by_path is not None and by_path.matches(class_path) else None
-        rule = _rules.get(kind.forward, matching)
-        recurse = rule is not None and rule.covers_children
-        own = {key: param for key, param in module.named_parameters(recurse=recurse) if param.requires_grad}
-        if rule is None:
-            for key, param in own.items():
-                uncovered.setdefault(
-                    id(param),
-                    f"{f'{name}.{key}'.strip('.')} of {kind.__name__}: no rule for its per-example gradients; "
-                    "make it of supported layers, or freeze it",
-                )
-        elif own:
+        rule = None if kind.forward is nn.Module.forward else _rules.get(kind.forward, matching)
+        computed = _computes_weights(module)
+        if rule is None or computed:
+            if (module is model or not _is_holder(module)) and (held := _held(module)):
+                own_users.append((path, module, computed, held))
+            continue
+        own = {
+            key: param for key, param in module.named_parameters(recurse=rule.covers_children) if param.requires_grad
+        }
+        if own:
             covered.update(map(id, own.values()))
             reason = rule.refusal(module) or _reparametrized(module, own)
             if reason is None and "forward" in module.__dict__:
@@ -168,9 +193,75 @@ def survey(model: nn.Module) -> Survey:
                 found.layers.append((module, rule))
             else:
                 refusals.append(f"{path} ({kind.__name__}): {reason}")
-    refusals += [text for key, text in uncovered.items() if key not in covered]
+    for path, module, computed, held in own_users:
+        if not computed and held <= covered and not _reads(module, held):
+            continue  # other names of parameters of layers
+        if type(module).forward is nn.Module.forward and "forward" not in module.__dict__:
+            refusals.append(f"{path} ({type(module).__name__}): it has no forward that uses its parameters")
+        elif (
+            reason := _reparametrized(module, [key for key, _ in module.named_parameters(recurse=False)])
+        ) is not None:
+            refusals.append(f"{path} ({type(module).__name__}): {reason}")
+        else:
+            found.layers.append((module, _rules[nn.Module.forward]))
+            ruled = {id(each) for each, _ in found.layers}
+            found.layers += [(each, _Whole) for each in _own_kernels(module, ruled)]
     if refusals:
         raise UnsupportedCase("per-example clipping cannot be exact for:\n  " + "\n  ".join(refusals))
+    return found
+
+
+def holders(module: nn.Module) -> list[nn.Module]:
+    """Return a module and those in it whose parameters only its forward can use: lists, mappings, parametrizations."""
+    inner = [each for child in module.children() if _is_holder(child) for each in holders(child)]
+    return [module, *inner]
+
+
+def _is_holder(module: nn.Module) -> bool:
+    return isinstance(module, ParametrizationList) or type(module).forward is nn.Module.forward
+
+
+def _held(module: nn.Module) -> set[int]:
+    own = (param for holder in holders(module) for param in holder._parameters.values())
+    return {id(param) for param in own if param is not None and param.requires_grad}
+
+
+def _reads(module: nn.Module, held: set[int]) -> bool:
+    """Return whether the forward of a module, or a method that it calls, names one of these parameters of its own."""
+    names = {name for name, param in module._parameters.items() if id(param) in held}
+    found, todo = set[str](), ["forward"]
+    while todo:
+        code = getattr(getattr(type(module), todo.pop(), None), "__code__", None)
+        new = set() if code is None else set(code.co_names) - found
+        found |= new
+        todo += new
+    return not names.isdisjoint(found)
+
+
+def computing_hooks(module: nn.Module) -> list[Any]:
+    """Return the hooks of torch.nn.utils that compute a weight from parameters alone: weight_norm, pruning."""
+    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, WeightNorm | BasePruningMethod)]
+
+
+def _computes_weights(module: nn.Module) -> bool:
+    """Return whether a module computes a weight from parameters that take gradients."""
+    inner = module._modules.get("parametrizations")
+    computed = [] if inner is None else list(inner.parameters())
+    if computing_hooks(module):
+        computed += module.parameters(recurse=False)
+    return any(param.requires_grad for param in computed)
+
+
+def _own_kernels(module: nn.Module, ruled: set[int]) -> list[nn.Module]:
+    """Return the outermost of our modules in a module, without those that have a rule."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        if id(child) in ruled:
+            continue
+        if type(child).__module__.startswith("accelerant.nn."):
+            found.append(child)
+        else:
+            found += _own_kernels(child, ruled)
     return found
 
 
@@ -192,12 +283,14 @@ def _mixes_examples(module: nn.Module) -> str | None:
 
 
 def _reparametrized(module: nn.Module, own: Iterable[str]) -> str | None:
-    """Return a refusal if torch.nn.utils computes a parameter from others, as weight from weight_g and weight_v."""
+    """Return a refusal if a hook computes a parameter from others and from what it keeps, as spectral_norm does."""
+    if computing_hooks(module):
+        return None
     for key in own:
         for ending in ("_g", "_v", "_orig"):
             target = key.removesuffix(ending)
             if target != key and isinstance(module.__dict__.get(target), Tensor):
-                return f"its {target} is computed from {key} (weight_norm, spectral_norm, pruning): remove that first"
+                return f"its {target} is computed from {key} by a hook (spectral_norm): remove that first"
     return None
 
 
@@ -248,10 +341,11 @@ def attach_rule(
 ) -> None:
     """Replace a module's forward by its rule's wherever gradients are recorded; `require_used` follows the first."""
     checks = [require_used]
-    ruled = rule(module, sink, module.forward).forward
+    ruled = rule(module, sink, module.forward)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        result = ruled(*args, **kwargs)
+        region = examples.current()
+        result = ruled.forward(*args, **kwargs) if region is None else ruled.inside(region, *args, **kwargs)
         if checks:
             checks[0]()
             checks.clear()
@@ -263,10 +357,13 @@ def attach_rule(
     undo.callback(module.register_forward_pre_hook(_no_op).remove)
 
 
-def replace_methods(module: nn.Module, methods: Methods, undo: ExitStack) -> None:
-    """Replace methods of a module, wherever gradients are recorded, by functions that take no self."""
+def replace_methods(module: nn.Module, methods: Methods, undo: ExitStack, *, compiled: bool = False) -> None:
+    """Replace methods of a module, wherever gradients are recorded, by functions that take no self.
+
+    With `compiled`, torch.compile gets the module's own methods.
+    """
     for name, method in methods.items():
-        _set_attribute(module, name, _Replacement(module, name, method), undo)
+        _set_attribute(module, name, _Replacement(module, name, method, compiled), undo)
     hide_marked(module, undo)
 
 
@@ -284,13 +381,16 @@ def _set_attribute(module: nn.Module, name: str, value: object, undo: ExitStack)
 class _Replacement:
     """A replaced method of a module; a copy or pickle of it is the original method."""
 
-    def __init__(self, module: nn.Module, name: str, traced: Forward) -> None:
-        self._module, self._name = module, name
+    def __init__(self, module: nn.Module, name: str, traced: Forward, compiled: bool) -> None:
+        self._module, self._name, self._compiled = module, name, compiled
         self._plain, self._traced = getattr(module, name), traced
+        self.__signature__ = inspect.signature(self._plain)
         mark(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call = self._traced if torch.is_grad_enabled() else self._plain
+        if self._compiled and torch.compiler.is_compiling():
+            return self._plain(*args, **kwargs)
+        call = self._traced if torch.is_grad_enabled() or examples.current() is not None else self._plain
         if torch.compiler.is_compiling():  # the sink is fed as the backward pass runs, not as it is traced
             call = torch.compiler.disable(call)
         return call(*args, **kwargs)

@@ -132,6 +132,7 @@ _run_gru: Callable[..., tuple[Tensor, ...]] = _GRU.apply
 @register
 class _RecurrentRule(LayerRule):
     layers: ClassVar[tuple[type[nn.Module] | str, ...]] = (nn.LSTM, nn.GRU)
+    has_states = True
 
     @classmethod
     def refusal(cls, module: nn.RNNBase) -> str | None:

@@ -1,0 +1,252 @@
+"""Modules that use parameters of their own, of any kind: their forward runs for each example by itself (examples.py).
+
+A parameter that such a forward reads is a view of it once for each example, whose gradient is the examples'. So scales,
+class tokens, positions, temperatures, low-rank matrices and weights that are computed from parameters (weight_norm and
+other parametrizations, pruning) are exact, and need no rule. Memory: B times each such parameter in the backward pass.
+
+Layers of the module that have a rule get the whole batch. At first the result is compared with that of the plain
+forward: one that differs depends on other examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+
+from accelerant.errors import ShapeError, UnsupportedCase
+from accelerant.privacy.dp.clipping import examples
+from accelerant.privacy.dp.clipping.examples import NotForEachExample, Region, in_region
+from accelerant.privacy.dp.clipping.layers import expanded
+from accelerant.privacy.dp.clipping.rules import OwnParameters, computing_hooks, holders, register, replace_methods
+from accelerant.runtime.memory.peak import modules_restored
+
+__all__: list[str] = []
+
+_TOLERANCE = 1e-2
+"""Largest difference of the plain result from that of single examples, over the largest value: rounding, or TF32."""
+
+
+@register
+class OwnParametersRule(OwnParameters):
+    """Runs a module's own forward in a region, with its parameters once for each example."""
+
+    layers = (nn.Module,)
+
+    def __init__(self, module: nn.Module, sink: Any, plain: Any) -> None:
+        super().__init__(module, sink, plain)
+        self._holders = holders(module)
+        self._compared: set[bool] = set()
+        self._hooks = computing_hooks(module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        count = self._count(args, kwargs)
+        result = self._by_example(count, args, kwargs)
+        mode = self.module.training
+        if mode not in self._compared and count > 1 and not _capturing():
+            self._compare(count, result, args, kwargs)
+            self._compared.add(mode)
+        return result
+
+    def inside(self, region: Region, *args: Any, **kwargs: Any) -> Any:
+        with self._substituted(region):
+            return self.plain(*args, **kwargs)
+
+    def _count(self, args: Any, kwargs: Any) -> int:
+        """Return the number of examples of the inputs; raise if they have none."""
+        found: list[Tensor] = []
+        examples.mapped((args, kwargs), lambda x: found.append(x) if x.dim() else None)
+        batch = self.sink.batch
+        if batch is None:
+            batch = found[0].shape[0] if found else None
+        name = type(self.module).__name__
+        if batch is None or all(x.shape[0] not in (1, batch) for x in found):
+            shapes = [tuple(x.shape) for x in found]
+            message = f"{name}, which has parameters of its own, got {shapes or 'no tensor'}, without a first dimension"
+            message += f" of {'the' if batch is None else batch} examples"
+            if self.sink.runs_by_example:
+                raise NotForEachExample(message)
+            raise ShapeError(message)
+        for x in found:
+            if x.requires_grad and x.shape[0] not in (1, batch):
+                raise ShapeError(
+                    f"{name}, which has parameters of its own, got {tuple(x.shape)} with a gradient, whose first "
+                    f"dimension is not the batch of {batch} examples"
+                )
+        return batch
+
+    def _by_example(self, count: int, args: Any, kwargs: Any) -> Any:
+        """Run the forward in a region."""
+        kind = type(self.module).__name__
+
+        def leave(y: Tensor) -> Tensor:
+            value = now.unwrap(y)
+            if value is None:
+                return y
+            if not y.dim():  # a loss: the clipper knows whether it is a mean
+                return value.mean() if self.sink.loss_reduction == "mean" else value.sum()
+            if y.dim() > 1 and y.shape[0] != 1 and y.shape[1] == 1:  # sequences come first
+                return value.squeeze(2).movedim(0, 1)
+            return value.flatten(0, 1)
+
+        with examples.region(count) as now:
+            inputs = examples.mapped((args, kwargs), lambda x: _entered(now, x))
+            try:
+                with self._substituted(now):
+                    result = self.plain(*inputs[0], **inputs[1])
+            except (NotImplementedError, RuntimeError) as error:
+                if isinstance(error, torch.OutOfMemoryError | NotForEachExample):
+                    raise
+                raise UnsupportedCase(
+                    f"{kind} has parameters of its own, and its forward cannot run for each example by itself: {error}"
+                    ". Compute with layers (torch.nn), without item(), writes into other tensors and kernels of your "
+                    "own, register a LayerRule, or freeze the parameters"
+                ) from error
+            result = examples.mapped(result, leave)
+            if (kept := examples.kept_by(self.module)) is not None:
+                raise UnsupportedCase(
+                    f"{kind} keeps in {kept} what it computed from the examples: return it, or detach and average it "
+                    "outside of the model"
+                )
+        return result
+
+    @contextmanager
+    def _substituted(self, now: Region) -> Iterator[None]:
+        """Put expanded parameters in the place of those that the module uses itself."""
+        kept = [(module, module._parameters) for module in self._holders]
+        known: dict[int, Tensor] = {}
+        names = [hook._tensor_name if isinstance(hook, BasePruningMethod) else hook.name for hook in self._hooks]
+        weights = {name: self.module.__dict__[name] for name in names}
+        try:
+            for module, own in kept:
+                module.__dict__["_parameters"] = _Substitutes(own, self._substitute(now, known))
+            for hook in self._hooks:  # weights from the substitutes
+                hook(self.module, ())
+            yield
+        finally:
+            for module, own in kept:
+                module.__dict__["_parameters"] = own
+            self.module.__dict__.update(weights)
+
+    def _substitute(self, now: Region, known: dict[int, Tensor]) -> Callable[[Tensor], Tensor]:
+        def substitute(parameter: Tensor) -> Tensor:
+            if not self.sink.wants(parameter):
+                return parameter
+            if id(parameter) not in known:
+                known[id(parameter)] = now.created(lambda: expanded(parameter, self.sink, now.examples))
+            return known[id(parameter)]
+
+        return substitute
+
+    def _compare(self, count: int, result: Any, args: Any, kwargs: Any) -> None:
+        """Raise UnsupportedCase if the plain forward gives another result: it depends on other examples."""
+        found, expected = (_tensors(result), _tensors(self._without_trace(lambda: self.plain(*args, **kwargs))))
+        if _alike(found, expected):
+            return
+        modes = [(module, module.training) for module in self.module.modules()]
+        try:  # it may have drawn random numbers: compare without dropout
+            for module, _ in modes:
+                module.training = False
+            found = _tensors(self._without_trace(lambda: self._by_example(count, args, kwargs)))
+            again, expected = (_tensors(self._without_trace(lambda: self.plain(*args, **kwargs))) for _ in range(2))
+        finally:
+            for module, mode in modes:
+                module.training = mode
+        if _alike(again, expected) and not _alike(found, expected):
+            shapes = [tuple(each.shape) for each in expected]
+            raise UnsupportedCase(
+                f"{type(self.module).__name__} has parameters of its own, and its result {shapes} for {count} examples "
+                "is not that of each example by itself: it mixes them (as a mean over dimension 0 does), or has the "
+                "examples in other dimensions in its inputs. Examples come first, what they share has 1 there"
+            )
+
+    def _without_trace(self, call: Callable[[], Any]) -> Any:
+        """Call without gradients, and restore the random generators, buffers and attributes."""
+        parameters = [each for each in self.module.parameters() if each.is_cuda]
+        buffers = [(buffer, buffer._version, buffer.clone()) for buffer in self.module.buffers()]
+        devices = list({each.get_device() for each in parameters})
+        with torch.no_grad(), self.sink.unannounced(), modules_restored(self.module), torch.random.fork_rng(devices):
+            result = call()
+            for buffer, version, value in buffers:
+                if buffer._version != version:
+                    buffer.copy_(value)
+        return result
+
+
+class WholeModel(OwnParametersRule):
+    """Runs a model as it is until it uses a result that all examples share in a way that only a region serves.
+
+    Positions are an example, `positions(arange(T))[None]`, and a temperature that a module of its own returns.
+    """
+
+    _by_itself = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._by_itself or in_region():
+            return super().forward(*args, **kwargs)
+        sink, before = self.sink, self.sink.inputs
+        sink.inputs = args, kwargs
+        try:
+            with sink.unannounced(on_error=True):
+                return self.plain(*args, **kwargs)
+        except NotForEachExample as error:
+            if sink.batch is None:
+                raise
+            once = error.once
+        finally:
+            sink.inputs = before
+        result = super().forward(*args, **kwargs)
+        self._by_itself = not once
+        return result
+
+
+def attach_whole(model: nn.Module, sink: Any, undo: ExitStack) -> None:
+    """Let a model run for each example by itself if it must."""
+    whole = WholeModel(model, sink, model.forward)
+    replace_methods(model, {"forward": whole.forward}, undo, compiled=True)
+
+
+class _Substitutes(dict[str, Any]):
+    """A module's dictionary of parameters, of which each that is read by name is substituted."""
+
+    def __init__(self, own: Mapping[str, Any], substitute: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(own)
+        self._substitute = substitute
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        return value if value is None else self._substitute(value)
+
+
+def _entered(now: Region, x: Tensor) -> Tensor:
+    """Return an input of the module as one example has it; x itself if its first dimension is not of examples."""
+    return now.wrap(x.unsqueeze(1)) if x.dim() and x.shape[0] == now.examples else x
+
+
+def _tensors(nested: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    examples.mapped(nested, lambda x: found.append(x.detach()))
+    return found
+
+
+def _alike(found: list[Tensor], expected: list[Tensor]) -> bool:
+    """Return whether two results are the same but for rounding."""
+    if len(found) != len(expected):
+        return False
+    for one, two in zip(found, expected, strict=True):
+        if one.shape != two.shape:
+            return False
+        if one.numel() and not torch.equal(one, two):
+            a, b = one.double(), two.double()
+            largest = b[torch.isfinite(b)].abs().max() if bool(torch.isfinite(b).any()) else 1.0
+            if not torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE * float(largest), equal_nan=True):
+                return False
+    return True
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
