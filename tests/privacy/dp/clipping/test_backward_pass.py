@@ -532,13 +532,29 @@ def test_a_parameter_used_past_its_layer_is_refused_in_the_pass():
     assert model.table.weight.grad is None
 
 
+def test_hooks_of_gradients_are_for_the_noisy_mean():
+    """Before the noise they would change, or learn, the sum; autograd itself has no gradient for them."""
+    model = small()
+    handle = model.layers[1].weight.register_hook(lambda g: g.clamp(-1, 1))
+    clipper = PerExampleClipper(model, max_grad_norm=1.0)
+    with pytest.raises(UnsupportedCase, match=r"layers\.1\.weight has a hook .*on the noisy mean"):
+        loss_of(model, batch()).backward()
+    handle.remove()
+    loss_of(model, batch()).backward()
+    clipper.detach()
+    model.layers[1].weight.register_post_accumulate_grad_hook(print)
+    with pytest.raises(UnsupportedCase, match=r"layers\.1\.weight has a hook of register_post_accumulate"):
+        PerExampleClipper(model, max_grad_norm=1.0)
+    assert all(sink_of(each) is None for each in model.parameters())
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
 def test_after_an_error_the_next_pass_is_whole():
     model, x = small(), batch()
     expected, _ = run(model, x)
     model.zero_grad()
     clipper = PerExampleClipper(model, max_grad_norm=1.0)
     y = loss_of(model, x)
-    model.layers[0].weight.register_hook(lambda _: None)
     clipper.mask = torch.ones(3, dtype=torch.bool)
     with pytest.raises(ShapeError, match=r"mask must be \(5,\)"):
         y.backward()

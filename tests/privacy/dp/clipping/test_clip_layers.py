@@ -411,6 +411,7 @@ class Scale(nn.Module):
 def test_a_layer_is_added_by_one_class(monkeypatch):
     monkeypatch.setattr(rules, "_rules", dict(rules._rules))
     model, x = Chain(nn.Linear(3, 4), Scale(), nn.Linear(4, 2)).double(), torch.randn(5, 3, dtype=torch.float64)
+
     @register
     class ScaleRule(LayerRule):
         layers = (Scale,)

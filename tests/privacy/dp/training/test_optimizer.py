@@ -47,6 +47,41 @@ def test_an_ordinary_loop_is_a_loop_of_microbatches_of_one(microbatch):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("when", ["before", "after", "between"])
+def test_hooks_of_gradients_run_on_the_noisy_mean(when):
+    """Registered before make_private, after it, or between forward and backward; removed by their handle."""
+    data, model = points(), mlp()
+    weight, seen = model[0].weight, []
+
+    def clamp(gradient):
+        seen.append(gradient.clone())
+        return gradient.clamp(-(2.0**-10), 2.0**-10)
+
+    def hook():
+        return weight.register_hook(clamp)
+
+    handle = hook() if when == "before" else None
+    with private(model, 0.5, noise_multiplier=1.0) as training:
+        handle = hook() if when == "after" else handle
+        for number, batch in enumerate(training.batches(data, steps=3, microbatch=8)):
+            loss = classify(model, *batch.tensors)
+            if number == 0 and when == "between":
+                handle = hook()
+            loss.backward()
+            training.optimizer.step()
+            if training.optimizer.stepped:
+                assert float(weight.grad.abs().max()) <= 2.0**-10
+                assert float(seen[-1].abs().max()) > 1e-2  # noise too
+            training.optimizer.zero_grad()
+    assert len(seen) == 3
+    classify(model, *data).backward()  # after it they are ordinary hooks again
+    assert len(seen) == 4
+    assert float(weight.grad.abs().max()) <= 2.0**-10
+    handle.remove()
+    classify(model, *data).backward()
+    assert len(seen) == 4
+
+
 def test_losses_that_are_sums():
     data, model = points(), mlp()
     plain = copy.deepcopy(model)

@@ -205,6 +205,12 @@ class PerExampleClipper:
             rules.watch_frozen(name, module, undo)
         for name, parameter in survey.parameters:
             undo.callback(parameter.register_hook(partial(_refuse_gradient, name)).remove)
+            if parameter._post_accumulate_grad_hooks:
+                raise UnsupportedCase(
+                    f"{name} has a hook of register_post_accumulate_grad_hook, which would run before the noise is "
+                    "added: remove it, and call step() of the private optimizer"
+                )
+        undo.callback(self._return_hooks)
         for module, rule in survey.layers:
             rules.attach_rule(module, rule, self, undo, partial(self._require_used, module))
         for module, methods in survey.models:
@@ -212,6 +218,36 @@ class PerExampleClipper:
         shares = any(rule.shares for _, rule in survey.layers)
         if shares and "forward" not in model.__dict__ and type(model) not in rules.model_methods:
             own_parameters.attach_whole(model, self, undo)
+
+    def _take_hooks(self) -> None:
+        """Keep hooks of parameters' gradients from a backward pass, where autograd has no gradient for them."""
+        for name, parameter in self.parameters:
+            hooks = parameter._backward_hooks or {}
+            for key, hook in hooks.items():
+                if isinstance(hook, _Later) or getattr(hook, "func", None) is _refuse_gradient:
+                    continue
+                if self._plan.sums is None:
+                    raise UnsupportedCase(
+                        f"{name} has a hook (register_hook), which would change the sum of clipped gradients: "
+                        "make_private runs it on the noisy mean; here remove it"
+                    )
+                hooks[key] = _Later(hook)
+
+    def _return_hooks(self) -> None:
+        for _, parameter in self.parameters:
+            hooks = parameter._backward_hooks or {}
+            for key, hook in hooks.items():
+                if isinstance(hook, _Later):
+                    hooks[key] = hook.hook
+
+    def run_hooks(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """Return what the user's hooks of a parameter (Tensor.register_hook) make of its noisy gradient."""
+        self._take_hooks()
+        for hook in list((parameter._backward_hooks or {}).values()):
+            if isinstance(hook, _Later):
+                result = hook.hook(gradient)
+                gradient = gradient if result is None else result
+        return gradient
 
     def detach(self) -> None:
         """Restore the model: backward passes make ordinary gradients. May be called again."""
@@ -334,6 +370,7 @@ class PerExampleClipper:
                 self._ignored = task
                 return
             self._ignored = None
+            self._take_hooks()
             if self.on_begin is not None:
                 self.on_begin()
             now = self._pass = BackwardPass(task, self._plan, self._expected, self.mask, self.loss_scale)
@@ -430,6 +467,16 @@ def _by_example(rows: Tensor, examples: int) -> Tensor:
     if rows.shape[0] % examples:
         raise ShapeError(f"rows must be a multiple of the {examples} examples, got {rows.shape[0]}")
     return rows.view(examples, rows.shape[0] // examples, rows.shape[-1])
+
+
+class _Later:
+    """A user's hook of a parameter's gradient, which a backward pass leaves for the end of the step."""
+
+    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+        self.hook = hook
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        return None
 
 
 def _refuse_gradient(name: str, gradient: Tensor | None) -> None:

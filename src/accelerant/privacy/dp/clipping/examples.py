@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C import _functorch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch._functorch.vmap import vmap_increment_nesting
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 
 from accelerant.errors import UnsupportedCase
 
-__all__ = ["NotForEachExample", "Region", "current", "in_region", "kept_by", "mapped", "region"]
+__all__ = ["NotForEachExample", "Region", "current", "in_region", "mapped", "region"]
 
 _CHECKPOINT = (
     "checkpoint(), or other hooks for saved tensors, are called in the forward pass of a module that runs for each "
@@ -56,14 +56,14 @@ class Region:
 
     def wrap(self, x: Tensor) -> Tensor:
         """Hide the first dimension of x (B, *shape)."""
-        return _functorch._add_batch_dim(x, 0, self.level)  # type: ignore[no-any-return]  # torch's own
+        return _functorch._add_batch_dim(x, 0, self.level)
 
     def unwrap(self, x: Tensor) -> Tensor | None:
         """Return (B, *shape); None if no example determines x."""
         if not _functorch.is_batchedtensor(x) or _functorch.maybe_get_level(x) != self.level:
             return None
         value, dim = _functorch._unwrap_batched(x, self.level)
-        return value.movedim(dim, 0)  # type: ignore[no-any-return]  # torch's own
+        return value.movedim(0 if dim is None else dim, 0)
 
     def created(self, make: Callable[[], Tensor]) -> Tensor:
         """Return a tensor (B, *shape) that is made outside of the region, wrapped."""
@@ -192,15 +192,6 @@ def mapped(nested: Any, change: Callable[[Tensor], Any]) -> Any:
         return item
 
     return tree_map(each, nested)
-
-
-def kept_by(module: nn.Module) -> str | None:
-    """Return the name of an attribute in which a module, or one in it, keeps a tensor of a region."""
-    for name, each in module.named_modules():
-        for key, value in (*each._buffers.items(), *each.__dict__.items()):
-            if isinstance(value, Tensor) and _functorch.is_batchedtensor(value):
-                return f"{name}.{key}".strip(".")
-    return None
 
 
 def _name(call: Any) -> str:

@@ -402,6 +402,16 @@ class _InstanceNormRule(LayerRule):
         return scale_shift(y, self.module.weight, self.module.bias, (1,), self.sink, y.dtype)
 
 
+@register
+class _PReLURule(LayerRule):
+    layers = (nn.PReLU,)
+
+    def forward(self, input: Tensor) -> Tensor:
+        x, _ = self.examples_first(input)
+        dims = (1,) if self.module.num_parameters > 1 else ()
+        return torch.where(x > 0, x, scale_shift(x, self.module.weight, None, dims, self.sink, x.dtype))
+
+
 # --- language models of accelerant.nn, whose output layer is the embedding's table -----------------------------------
 
 

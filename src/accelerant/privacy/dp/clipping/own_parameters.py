@@ -10,6 +10,7 @@ forward: one that differs depends on other examples.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -39,6 +40,7 @@ class OwnParametersRule(OwnParameters):
 
     def __init__(self, module: nn.Module, sink: Any, plain: Any) -> None:
         super().__init__(module, sink, plain)
+        self._clipper = sink
         self._holders = holders(module)
         self._compared: set[bool] = set()
         self._hooks = computing_hooks(module)
@@ -79,24 +81,29 @@ class OwnParametersRule(OwnParameters):
                 )
         return batch
 
-    def _by_example(self, count: int, args: Any, kwargs: Any) -> Any:
-        """Run the forward in a region."""
+    def _by_example(self, count: int, args: Any, kwargs: Any, shared: list[Tensor] | None = None) -> Any:
+        """Run the forward in a region; with `shared`, results that only parameters determine are added to it."""
         kind = type(self.module).__name__
 
         def leave(y: Tensor) -> Tensor:
             value = now.unwrap(y)
             if value is None:
+                if shared is not None:
+                    shared.append(y)
                 return y
             if not y.dim():  # a loss: the clipper knows whether it is a mean
-                return value.mean() if self.sink.loss_reduction == "mean" else value.sum()
+                if self.module is not self._clipper.model:
+                    raise self._not_here("returns a number for each example")
+                return value.mean() if self._clipper.loss_reduction == "mean" else value.sum()
             if y.dim() > 1 and y.shape[0] != 1 and y.shape[1] == 1:  # sequences come first
                 return value.squeeze(2).movedim(0, 1)
             return value.flatten(0, 1)
 
+        before = list(_kept(self.module))
         with examples.region(count) as now:
             inputs = examples.mapped((args, kwargs), lambda x: _entered(now, x))
             try:
-                with self._substituted(now):
+                with contextlib.nullcontext() if shared is not None else self._substituted(now):
                     result = self.plain(*inputs[0], **inputs[1])
             except (NotImplementedError, RuntimeError) as error:
                 if isinstance(error, torch.OutOfMemoryError | NotForEachExample):
@@ -107,11 +114,12 @@ class OwnParametersRule(OwnParameters):
                     "own, register a LayerRule, or freeze the parameters"
                 ) from error
             result = examples.mapped(result, leave)
-            if (kept := examples.kept_by(self.module)) is not None:
-                raise UnsupportedCase(
-                    f"{kind} keeps in {kept} what it computed from the examples: return it, or detach and average it "
-                    "outside of the model"
-                )
+            for _, key, value in _kept(self.module):
+                if now.unwrap(value) is not None:
+                    self._restore(before)
+                    raise UnsupportedCase(
+                        f"{kind} keeps in {key} what it computed from the examples: return it, or leave it out"
+                    )
         return result
 
     @contextmanager
@@ -142,34 +150,56 @@ class OwnParametersRule(OwnParameters):
 
         return substitute
 
+    def _not_here(self, what: str) -> UnsupportedCase:
+        """Return the error of a module whose result only the whole model in a region can use, or nobody."""
+        message = (
+            f"{type(self.module).__name__} has parameters of its own, and {what}: the examples must come first in its "
+            "inputs and results, with 1 there in what they share, and it must not mix them (as a mean over dimension 0)"
+        )
+        return NotForEachExample(message) if self.sink.runs_by_example else UnsupportedCase(message)
+
+    @staticmethod
+    def _restore(before: list[tuple[dict[str, Any], str, Tensor]]) -> None:
+        for mapping, key, value in before:
+            mapping[key] = value
+
     def _compare(self, count: int, result: Any, args: Any, kwargs: Any) -> None:
         """Raise UnsupportedCase if the plain forward gives another result: it depends on other examples."""
-        found, expected = (_tensors(result), _tensors(self._without_trace(lambda: self.plain(*args, **kwargs))))
-        if _alike(found, expected):
-            return
-        modes = [(module, module.training) for module in self.module.modules()]
-        try:  # it may have drawn random numbers: compare without dropout
-            for module, _ in modes:
-                module.training = False
-            found = _tensors(self._without_trace(lambda: self._by_example(count, args, kwargs)))
-            again, expected = (_tensors(self._without_trace(lambda: self.plain(*args, **kwargs))) for _ in range(2))
-        finally:
-            for module, mode in modes:
-                module.training = mode
-        if _alike(again, expected) and not _alike(found, expected):
-            shapes = [tuple(each.shape) for each in expected]
-            raise UnsupportedCase(
-                f"{type(self.module).__name__} has parameters of its own, and its result {shapes} for {count} examples "
-                "is not that of each example by itself: it mixes them (as a mean over dimension 0 does), or has the "
-                "examples in other dimensions in its inputs. Examples come first, what they share has 1 there"
-            )
+
+        def plain() -> list[Tensor]:
+            return _tensors(self._without_trace(lambda: self.plain(*args, **kwargs)))
+
+        found, expected, again = _tensors(result), plain(), []
+        if not _alike(found, expected):  # it may have drawn random numbers: compare without dropout
+            modes = [(module, module.training) for module in self.module.modules()]
+            try:
+                for module, _ in modes:
+                    module.training = False
+                found = _tensors(self._without_trace(lambda: self._by_example(count, args, kwargs)))
+                expected, again = plain(), plain()
+            finally:
+                for module, mode in modes:
+                    module.training = mode
+            if _alike(again, expected) and not _alike(found, expected):
+                shapes = [tuple(each.shape) for each in expected]
+                raise self._not_here(f"its result {shapes} for {count} examples is not that of each by itself")
+        if any(not each.dim() for each in found):
+            shared: list[Tensor] = []
+            self._without_trace(lambda: self._by_example(count, args, kwargs, shared))
+            if any(each.is_floating_point() and not each.dim() for each in shared):
+                raise self._not_here("returns a number that all examples share")
 
     def _without_trace(self, call: Callable[[], Any]) -> Any:
         """Call without gradients, and restore the random generators, buffers and attributes."""
         parameters = [each for each in self.module.parameters() if each.is_cuda]
         buffers = [(buffer, buffer._version, buffer.clone()) for buffer in self.module.buffers()]
         devices = list({each.get_device() for each in parameters})
-        with torch.no_grad(), self.sink.unannounced(), modules_restored(self.module), torch.random.fork_rng(devices):
+        with (
+            torch.no_grad(),
+            self._clipper.unannounced(),
+            modules_restored(self.module),
+            torch.random.fork_rng(devices),
+        ):
             result = call()
             for buffer, version, value in buffers:
                 if buffer._version != version:
@@ -188,7 +218,7 @@ class WholeModel(OwnParametersRule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._by_itself or in_region():
             return super().forward(*args, **kwargs)
-        sink, before = self.sink, self.sink.inputs
+        sink, before = self._clipper, self._clipper.inputs
         sink.inputs = args, kwargs
         try:
             with sink.unannounced(on_error=True):
@@ -220,6 +250,15 @@ class _Substitutes(dict[str, Any]):
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
         return value if value is None else self._substitute(value)
+
+
+def _kept(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Yield the buffers and other tensors that a module and those in it keep: the mapping, name and value of each."""
+    for each in module.modules():
+        for mapping in (each._buffers, each.__dict__):
+            for key, value in list(mapping.items()):
+                if isinstance(value, Tensor):
+                    yield mapping, key, value
 
 
 def _entered(now: Region, x: Tensor) -> Tensor:

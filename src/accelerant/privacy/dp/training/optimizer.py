@@ -318,8 +318,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
             self.processes.from_first_(grads)
             if self._adaptive is not None:
                 self._adaptive.update(self.clipper, self.processes, expected, self._params[0].device)
-        for param, grad in zip(summed, grads, strict=True):
-            param.grad = grad.to(param)  # the model may have been moved since
+            for param, grad in zip(summed, grads, strict=True):
+                param.grad = self.clipper.run_hooks(param, grad.to(param))  # the model may have been moved since
         self._updating = True
         try:
             self.inner.step()

@@ -1,0 +1,433 @@
+"""Modules with parameters of their own, and results that all examples share: by example, against single examples."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from clip_checks import Chain, check, loss_of
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils.checkpoint import checkpoint
+
+from accelerant import nn as our
+from accelerant.errors import ShapeError, UnsupportedCase
+from accelerant.privacy import dp
+from accelerant.privacy.dp.clipping import PerExampleClipper
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def module(forward, layers=None, **parameters):
+    """A module with such parameters and layers, whose forward is a function of itself and the input."""
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name, shape in parameters.items():
+                value = nn.Parameter(torch.rand(shape) + 0.5) if isinstance(shape, tuple) else shape
+                setattr(self, name, value)
+            for name, layer in (layers or {}).items():
+                setattr(self, name, layer)
+
+        def forward(self, x):
+            return forward(self, x)
+
+    return Own()
+
+
+def vision_transformer():
+    def block():
+        def forward(m, x):
+            y = m.norm(x)
+            x = x + m.scale(m.attention(y, y, y, need_weights=False)[0])
+            return x + m.mlp(m.norm(x)) * m.gamma
+
+        scale = module(lambda m, x: x * m.gamma, gamma=(4,))
+        attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        mlp = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4))
+        return module(
+            forward, {"norm": nn.LayerNorm(4), "attention": attention, "mlp": mlp, "scale": scale}, gamma=(4,)
+        )
+
+    def forward(m, x):
+        x = m.embed(x).flatten(2).transpose(1, 2)
+        x = torch.cat((m.cls_token.expand(x.shape[0], -1, -1), x), 1) + m.positions
+        return m.head(m.blocks(x)[:, 0])
+
+    layers = {"embed": nn.Conv2d(2, 4, 2, 2), "blocks": nn.Sequential(block(), block()), "head": nn.Linear(4, 3)}
+    return module(forward, layers, cls_token=(1, 1, 4), positions=(1, 5, 4))
+
+
+def learned_state(m, x):
+    y, h = m.rnn(x, m.h.expand(-1, x.shape[0], -1).contiguous())
+    z = m.attention(m.queries.expand(x.shape[0], -1, -1), y, y)[0]
+    return torch.cat((z.flatten(1), h[0]), 1)
+
+
+def attends_to_own(m, x):
+    k = m.layer(x).unflatten(2, (2, 2)).transpose(1, 2)
+    return F.scaled_dot_product_attention(m.queries.expand(x.shape[0], -1, -1, -1), k, k).flatten(1)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+class LowRank(nn.Module):
+    """A parametrization with parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(3, 1)), nn.Parameter(torch.randn(1, 4))
+
+    def forward(self, weight):
+        return weight + self.a @ self.b
+
+
+def low_rank():
+    layer = nn.Linear(4, 3)
+    parametrize.register_parametrization(layer, "weight", LowRank())
+    return layer
+
+
+def tied(forward):
+    model = module(forward, {"layer": nn.Linear(4, 4)}, bias=(4,))
+    model.w = model.layer.weight
+    return model
+
+
+def norm_of_own(m, x):
+    return F.layer_norm(x, (4,), m.weight, None) * (x.square().mean(-1, keepdim=True) + 0.1).rsqrt() * m.scale
+
+
+CASES = {
+    "scale": (lambda: module(lambda m, x: m.a(x) * m.scale, {"a": nn.Linear(4, 4)}, scale=(4,)), (5, 3, 4)),
+    "vision-transformer": (vision_transformer, (5, 2, 4, 4)),
+    "linear": (lambda: module(lambda m, x: F.linear(x, m.weight, m.bias).sin(), weight=(3, 4), bias=(3,)), (5, 2, 4)),
+    "low-rank": (
+        lambda: module(lambda m, x: m.a(x) + torch.einsum("btk,rk->btr", x, m.A) @ m.B.t(), {"a": nn.Linear(4, 3)},
+                       A=(2, 4), B=(3, 2)), (5, 2, 4)),
+    "norm": (lambda: module(norm_of_own, weight=(4,), scale=()), (5, 3, 4)),
+    "mixture": (
+        lambda: module(lambda m, x: sum(w * x**k for k, w in enumerate(m.w[0].softmax(0))) * m.w[1].exp(),
+                       w=nn.ParameterList([torch.rand(3), torch.rand(())])), (5, 2, 4)),
+    "mapping": (lambda: module(lambda m, x: x @ m.w["a"], w=nn.ParameterDict({"a": torch.rand(4, 2)})), (5, 2, 4)),
+    "temperature": (
+        lambda: module(lambda m, x: m.a(x) * m.t(x), {
+            "a": nn.Linear(4, 3), "t": module(lambda m, x: m.t.exp(), t=())}), (5, 2, 4)),
+    "shared-rows": (
+        lambda: module(lambda m, x: m.a(x) + m.p(x)[0], {
+            "a": nn.Linear(4, 4), "p": module(lambda m, x: m.p[:, : x.shape[1]], p=(1, 6, 4))}), (5, 2, 4)),
+    "sequence-first": (
+        lambda: module(lambda m, x: m.a(x.transpose(0, 1) + m.p).transpose(0, 1), {"a": nn.Linear(4, 2)}, p=(3, 1, 4)),
+        (5, 3, 4)),
+    "tied": (lambda: tied(lambda m, x: m.layer(x) @ m.w + m.bias), (5, 3, 4)),
+    "other-name": (lambda: tied(lambda m, x: F.linear(m.layer(x), m.w) + m.bias), (5, 3, 4)),
+    "learned-state": (
+        lambda: module(learned_state, {"rnn": nn.GRU(3, 4, batch_first=True),
+                                       "attention": nn.MultiheadAttention(4, 1, batch_first=True)},
+                       h=(1, 1, 4), queries=(2, 4)), (5, 6, 3)),
+    "attention": (lambda: module(attends_to_own, {"layer": nn.Linear(4, 4)}, queries=(1, 2, 3, 2)), (5, 6, 4)),
+    "own-kernels": (
+        lambda: module(lambda m, x: m.pool(x * m.s), {"pool": our.MaxPool2d(2)}, s=(4,)), (5, 2, 4, 4)),
+    "prelu": (lambda: Chain(nn.Linear(4, 3), nn.PReLU()), (5, 2, 4)),
+    "prelu-channels": (lambda: Chain(nn.Conv1d(4, 3, 1), nn.PReLU(3)), (5, 4, 2)),
+    "conv3d": (lambda: Chain(nn.Conv3d(2, 4, (2, 1, 2), stride=(1, 2, 1), padding=1, groups=2)), (4, 2, 3, 4, 3)),
+    "conv3d-same": (lambda: Chain(nn.Conv3d(2, 3, 3, padding="same", padding_mode="circular")), (3, 2, 3, 3, 3)),
+    "transpose1d": (
+        lambda: Chain(nn.ConvTranspose1d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=2)), (4, 4, 5)),
+    "transpose2d": (lambda: Chain(nn.ConvTranspose2d(4, 2, 3, stride=2, dilation=2, bias=False)), (4, 4, 3, 2)),
+    "transpose3d": (lambda: Chain(nn.ConvTranspose3d(2, 3, 2)), (4, 2, 3, 2, 3)),
+    "weight-norm": (lambda: Chain(parametrizations.weight_norm(nn.Linear(4, 3)), nn.Tanh(), nn.Linear(3, 2)), (5, 4)),
+    "weight-norm-conv": (lambda: Chain(parametrizations.weight_norm(nn.Conv1d(4, 3, 2), dim=None)), (5, 4, 6)),
+    "orthogonal": (lambda: Chain(parametrizations.orthogonal(nn.Linear(4, 4))), (5, 2, 4)),
+    "parametrized": (lambda: Chain(low_rank()), (5, 2, 4)),
+    "pruned": (lambda: Chain(prune.l1_unstructured(nn.Linear(4, 4), "weight", 3)), (5, 2, 4)),
+    "subclass": (lambda: Chain(Doubled(4, 3)), (5, 2, 4)),
+    "bilinear": (lambda: module(lambda m, x: m.b(x, x * x), {"b": nn.Bilinear(4, 4, 3)}), (5, 2, 4)),
+    "cell": (lambda: Chain(nn.GRUCell(4, 3)), (5, 4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_single_examples(name):
+    make, shape = CASES[name]
+    check(make(), [torch.randn(shape)], loss_of)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_weight_norm_by_hooks():
+    model = Chain(nn.utils.weight_norm(nn.Linear(4, 3)), nn.Tanh(), nn.Linear(3, 2))
+    check(model, [torch.randn(5, 2, 4)], loss_of)
+    assert model.layers[0].weight.shape == (3, 4)
+
+
+@pytest.mark.parametrize("name", ["vision-transformer", "tied", "weight-norm", "transpose1d"])
+def test_clipping_by_layer(name):
+    """Each layer's part has its own bound; the sum of squares of the parts' bounds is the whole's."""
+    make, shape = CASES[name]
+    model, x = make().double(), torch.randn(shape, dtype=torch.float64)
+    clipper = PerExampleClipper(model, max_grad_norm=1e-2, clipping="per_layer", loss_reduction="sum")
+    loss_of(model, x[:1]).backward()
+    parts = {}
+    for parameter_name, parameter in clipper.parameters:
+        parts.setdefault(parameter_name.rpartition(".")[0], []).append(parameter.grad.flatten())
+    bound = 1e-2 / len(parts) ** 0.5
+    for each in parts.values():
+        assert float(torch.cat(each).norm()) == pytest.approx(bound, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["vision-transformer", "scale", "prelu", "conv3d", "weight-norm", "low-rank"])
+def test_autocast(name):
+    make, shape = CASES[name]
+    model, x = make(), torch.randn(shape)
+
+    def loss(rows):
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss_of(model, rows).float()
+
+    rows = [torch.autograd.grad(loss(x[i : i + 1]), list(model.parameters())) for i in range(shape[0])]
+    norms = torch.stack([torch.cat([g.flatten() for g in row]).norm() for row in rows])
+    clipper = PerExampleClipper(model, max_grad_norm=1.0)
+    loss(x).backward()
+    torch.testing.assert_close(clipper.norms, norms, rtol=3e-2, atol=0)
+    assert all(each.grad.dtype == torch.float32 for each in model.parameters())
+
+
+def test_dropout_is_drawn_for_each_example_and_the_forward_pass_is_that_of_the_model():
+    model = module(lambda m, x: F.dropout(x * m.scale, 0.5), scale=(4,)).double()
+    x = torch.randn(6, 8, 4, dtype=torch.float64)
+    clipper = PerExampleClipper(model, max_grad_norm=1e9, loss_reduction="sum")
+    y = model(x)
+    y.sum().backward()
+    rows = (y.detach() / model.scale.detach()).sum(1)  # what was kept of the input
+    torch.testing.assert_close(clipper.norms, rows.norm(dim=1))
+    torch.testing.assert_close(model.scale.grad, rows.sum(0))
+    kept = (y != 0).flatten(1).double()
+    assert not torch.equal(kept[0], kept[1])
+
+
+# --- what all examples share -----------------------------------------------------------------------------------------
+
+
+class Positions(nn.Module):
+    def __init__(self, use):
+        super().__init__()
+        self.table, self.places, self.out = nn.Embedding(7, 4), nn.Embedding(9, 4), nn.Linear(4, 3)
+        self.use = use
+
+    def forward(self, tokens):
+        B, T = tokens.shape
+        return self.out(self.use(self.table(tokens), self.places, B, T))
+
+
+USES = {
+    "added": lambda h, places, B, T: h + places(torch.arange(T)),
+    "added-first": lambda h, places, B, T: places(torch.arange(T)) + h,
+    "with-a-dimension": lambda h, places, B, T: h + places(torch.arange(T))[None],
+    "repeated": lambda h, places, B, T: h * places(torch.arange(T)).unsqueeze(0).repeat(B, 1, 1),
+    "concatenated": lambda h, places, B, T: torch.cat((h, places(torch.arange(T)).expand(B, -1, -1)), 1),
+    "normalised": lambda h, places, B, T: h + F.layer_norm(places(torch.arange(T)), (4,)),
+    "reversed": lambda h, places, B, T: h + places(torch.arange(T - 1, -1, -1)),
+    "later": lambda h, places, B, T: h + places(torch.arange(2, T + 2)),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(("B", "T"), [(4, 5), (5, 5), (5, 1)])
+def test_positions(use, B, T):
+    """Also of a batch with as many examples as positions; other batches come before and after it."""
+    model = Positions(USES[use])
+    check(model, [torch.randint(7, (B, T))], loss_of)
+    clipper = PerExampleClipper(model, max_grad_norm=1.0)
+    for rows in (4, B, 6):
+        x = torch.randint(7, (rows, T))
+        plain = copy.deepcopy(model)
+        loss_of(model, x).backward()
+        norms = [
+            torch.cat([g.flatten() for g in torch.autograd.grad(loss_of(plain, x[i : i + 1]), plain.parameters())])
+            for i in range(rows)
+        ]
+        torch.testing.assert_close(clipper.norms, torch.stack(norms).norm(dim=1))
+
+
+def test_a_table_of_distances():
+    def use(h, places, B, T):
+        return h + places((torch.arange(T)[:, None] - torch.arange(T)).abs()).mean(1)
+
+    check(Positions(use), [torch.randint(7, (4, 5))], loss_of)
+
+
+def test_a_token_for_each_example_in_their_order():
+    """(0, 1, 2, ...) as an input is one token for each example, not a position."""
+    model = module(lambda m, x: m.table(x[:, 0]), {"table": nn.Embedding(5, 3)})
+    check(model, [torch.arange(5)[:, None]], loss_of)
+    check(Chain(nn.Embedding(5, 3)), [torch.arange(5)], loss_of)
+
+
+def test_a_value_that_a_layer_returns_for_all_examples():
+    model = module(lambda m, x: m.a(x) * m.t.value(), {"a": nn.Linear(4, 3), "t": Value()})
+    check(model, [torch.randn(5, 2, 4)], loss_of)
+
+
+class Value(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.t = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self):
+        return self.t.exp()
+
+    def value(self):
+        return self()
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def keeps(m, x):
+    m.mean = 0.9 * m.mean + 0.1 * x.detach().mean(0)
+    return (x - m.mean) * m.scale
+
+
+def keeps_an_attribute(m, x):
+    m.last = x * m.scale
+    return m.last
+
+
+def writes(m, x):
+    y = torch.zeros(x.shape)
+    y[:] = x * m.scale
+    return y
+
+
+@pytest.mark.parametrize(
+    ("forward", "match"),
+    [
+        (lambda m, x: (x - x.mean(0)) * m.scale, "is not that of each by itself.*must not mix them"),
+        (lambda m, x: x.flip(0) * m.scale, "is not that of each by itself.*must not mix them"),
+        (
+            lambda m, x: F.dropout(x, 0.5, m.training) * m.scale - x.mean(0),
+            "is not that of each by itself.*must not mix them",
+        ),
+        (keeps, "keeps in mean what it computed from the examples"),
+        (keeps_an_attribute, "keeps in last what it computed"),
+        (writes, "cannot run for each example by itself"),
+        (lambda m, x: x * m.scale if x.sum().item() else x, r"cannot run for each example by itself.*item\(\)"),
+        (lambda m, x: checkpoint(lambda y: (y * m.scale).sin(), x, use_reentrant=False), r"checkpoint\(\), or other"),
+        (lambda m, x: x, "scale is not used by the forward pass of its Own"),
+        (lambda m, x: x * next(m.parameters()), "scale is not used by the forward pass of its Own"),
+    ],
+)
+def test_what_is_not_of_each_example_by_itself_is_refused_by_name(forward, match):
+    model = module(forward, scale=(4,))
+    model.register_buffer("mean", torch.zeros(4), persistent=False)
+    PerExampleClipper(model, max_grad_norm=1.0)
+    with pytest.raises(UnsupportedCase, match=f"(?s){match}"):
+        model(torch.randn(5, 3, 4))
+    assert torch.equal(model.mean, torch.zeros(4))
+
+
+def test_other_refusals():
+    with pytest.raises(UnsupportedCase, match=r"ParameterList.*it has no forward"):
+        PerExampleClipper(nn.ParameterList([torch.zeros(3)]), max_grad_norm=1.0)
+    model = Chain(nn.RNN(4, 3, batch_first=True))
+    PerExampleClipper(model, max_grad_norm=1.0)
+    with pytest.raises(UnsupportedCase, match=r"RNN has parameters of its own.*register a LayerRule"):
+        model(torch.randn(5, 2, 4))
+
+
+def test_examples_in_another_dimension():
+    """A module that gets them in dimension 1 runs with the whole model for each example; alone it is refused."""
+    inner = module(lambda m, x: x * m.scale, scale=(4,))
+    model = module(lambda m, x: m.inner(x.transpose(0, 1)).transpose(0, 1), {"inner": inner})
+    check(model, [torch.randn(5, 3, 4)], loss_of)
+    model.forward = lambda x: inner(x.transpose(0, 1)).transpose(0, 1)
+    PerExampleClipper(model, max_grad_norm=1.0)
+    with pytest.raises(ShapeError, match=r"Own.* got \[\(3, 5, 4\)\], without a first dimension of 5 examples"):
+        model(torch.randn(5, 3, 4))
+
+
+def test_a_number_that_all_examples_share_is_no_result_of_a_model():
+    """A loss may use it for several examples, whose gradients would be shared out among all."""
+    model = module(lambda m, x: (m.a(x), m.t.exp()), {"a": nn.Linear(4, 3)}, t=())
+    PerExampleClipper(model, max_grad_norm=1.0)
+    with pytest.raises(UnsupportedCase, match="returns a number that all examples share"):
+        model(torch.randn(5, 4))
+
+
+def test_a_loss_that_a_model_returns():
+    def loss(m, x):
+        return (m.a(x).sin() * m.t.exp()).sum(1).mean()
+
+    model = module(loss, {"a": nn.Linear(4, 3)}, t=())
+    check(model, [torch.randn(5, 4)], lambda m, x: m(x))
+    model = module(lambda m, x: loss(m, x) * x.shape[0], {"a": nn.Linear(4, 3)}, t=())
+    check(model, [torch.randn(5, 4)], lambda m, x: m(x), reduction="sum")
+    model = module(lambda m, x: (m.a(x) * m.t).sum() / (x > 0).sum(), {"a": nn.Linear(4, 3)}, t=())  # over all entries
+    PerExampleClipper(model, max_grad_norm=1.0)
+    with pytest.raises(UnsupportedCase, match="is not that of each by itself"):
+        model(torch.randn(5, 4))
+
+
+def test_after_a_refusal_nothing_is_left_over():
+    """No substitute stays in the module, no region runs on, and the next pass counts once."""
+    model = module(lambda m, x: (x * m.scale) if x.shape[1] == 3 else x.sum().item() * m.scale, scale=(4,)).double()
+    clipper = PerExampleClipper(model, max_grad_norm=1.0, loss_reduction="sum")
+    with pytest.raises(UnsupportedCase, match="each example by itself"):
+        model(torch.randn(5, 2, 4, dtype=torch.float64))
+    assert type(model._parameters) is dict
+    x = torch.randn(5, 3, 4, dtype=torch.float64)
+    model(x).sum().backward()
+    torch.testing.assert_close(clipper.norms, x.sum(1).norm(dim=1))
+    assert torch._C._functorch.maybe_current_level() is None
+
+
+def test_a_second_backward_pass():
+    model = module(lambda m, x: x * m.scale, scale=(4,))
+    PerExampleClipper(model, max_grad_norm=1.0)
+    model(torch.randn(5, 4))
+    loss = model(torch.randn(5, 4)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(UnsupportedCase, match=r"call backward\(\) once"):
+        loss.backward()
+
+
+def test_a_module_in_a_checkpoint():
+    class Saves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), module(lambda m, x: (m.c(x) * m.s).sin(), {"c": nn.Linear(4, 4)}, s=(4,))
+
+        def forward(self, x):
+            return checkpoint(lambda h: self.b(h.tanh()), self.a(x), use_reentrant=False)
+
+    check(Saves(), [torch.randn(4, 2, 4)], loss_of)
+
+
+@pytest.mark.parametrize("name", ["vision-transformer", "weight-norm", "prelu", "mixture"])
+def test_make_private_and_copies(name):
+    """The checks before the first step accept it, a step moves all parameters, and a copy is an ordinary model."""
+    make, shape = CASES[name]
+    model, x = make(), torch.randn(24, *shape[1:])
+    before = [each.detach().clone() for each in model.parameters()]
+    private = dp.make_private(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), noise_multiplier=1.0, delta=1e-5, max_grad_norm=1.0,
+        sample_rate=0.5,
+    )  # fmt: skip
+    for batch in private.batches((x,), steps=2, microbatch=8):
+        loss_of(model, batch.tensors[0]).backward()
+        private.optimizer.step()
+        private.optimizer.zero_grad()
+    assert all(not torch.equal(one, two) for one, two in zip(before, model.parameters(), strict=True))
+    again = copy.deepcopy(model)
+    loss_of(again, x).backward()
+    assert all(each.grad is not None for each in again.parameters())
+    private.detach()
+    assert "forward" not in model.__dict__
+    torch.testing.assert_close(model(x), again(x))
