@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 __all__ = [
     "control_group_room", "fork_safe", "has_gpu_node", "host_memory", "processor_facts", "processor_name",
-    "python_child", "read_meminfo", "refuse_masked", "set_usable_cores", "usable_cores",
+    "python_child", "read_meminfo", "refuse_masked", "refuse_without_values", "set_usable_cores", "usable_cores",
 ]  # fmt: skip
 
-from accelerant.errors import UnsupportedDtype
+from accelerant.errors import UnsupportedCase, UnsupportedDtype
 
 LockT = TypeVar("LockT")
 
@@ -186,6 +186,15 @@ def refuse_masked(x: object, name: str) -> None:
     masked = sys.modules.get("numpy.ma")
     if masked is not None and isinstance(x, masked.MaskedArray):
         raise UnsupportedDtype(f"{name} is a masked array; pass x.filled(value) or x.compressed() instead")
+
+
+def refuse_without_values(x: object, name: str) -> None:
+    """Raise UnsupportedCase for a tensor of torch that has no dense values: sparse, nested, or on the device meta."""
+    layout = str(getattr(x, "layout", "torch.strided"))
+    nested, meta = getattr(x, "is_nested", False), getattr(x, "is_meta", False)
+    if nested or meta or layout != "torch.strided":
+        kind = "nested" if nested else "meta" if meta else layout.removeprefix("torch.")
+        raise UnsupportedCase(f"{name} is a {kind} tensor; wanted a dense one with values, such as x.to_dense()")
 
 
 # --- locks -----------------------------------------------------------------------------------------------------------

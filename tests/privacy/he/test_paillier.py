@@ -366,6 +366,14 @@ def test_values_that_cannot_be_encrypted(public):
     for x in (True, np.zeros(1, complex), torch.zeros(1, dtype=torch.bool), "text", [None], np.ma.ones(2)):
         with pytest.raises(UnsupportedDtype):
             public.encrypt(x)
+    for x, message in [
+        (torch.eye(2).to_sparse(), "a sparse_coo tensor"), (torch.ones(2, device="meta"), "a meta tensor"),
+    ]:  # fmt: skip
+        with pytest.raises(UnsupportedCase, match=message):
+            public.encrypt(x)
+    with pytest.raises(UnsupportedDtype, match="nested lists of equal lengths"):
+        public.encrypt([[1], [2, 3]])
+    assert public.encrypt(torch.tensor([1 + 2j]).conj().imag).shape == (1,)  # a view with the negative bit
     for options in (
         {"exponent": 1},
         {"exponent": -2000},

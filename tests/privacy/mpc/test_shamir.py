@@ -19,6 +19,7 @@ from accelerant.errors import (
     FormatError,
     ProtocolError,
     ShapeError,
+    UnsupportedCase,
     UnsupportedDtype,
 )
 from accelerant.privacy.mpc import pedersen, shamir
@@ -164,6 +165,7 @@ def test_wrong_arguments_are_refused(arguments, message):
         shamir.split(1.5, **{"threshold": 2, "count": 3} | arguments)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_secrets_of_other_kinds_are_refused():
     with pytest.raises(UnsupportedDtype, match="the secret must be a tensor, array, number or bytes, got str"):
         shamir.split("secret", 2, 3)
@@ -172,6 +174,18 @@ def test_secrets_of_other_kinds_are_refused():
             shamir.split(wrong, 2, 3)
     with pytest.raises(ShapeError, match="at most 16 axes, got 17"):
         shamir.split(torch.ones((1,) * 17), 2, 3)
+    share = shamir.split(torch.tensor([1, 2]), 2, 3)[0]
+    for wrong, error, message in [
+        (np.ma.array([1, 2], mask=[0, 1]), UnsupportedDtype, "masked array"),
+        (torch.eye(2).to_sparse(), UnsupportedCase, "a sparse_coo tensor; .*to_dense"),
+        (torch.ones(2, device="meta"), UnsupportedCase, "a meta tensor"),
+        (torch.nested.nested_tensor([torch.ones(2)]), UnsupportedCase, "a nested tensor"),
+        (2**63, ConfigError, "an integer beyond 64 bits"),
+        ([[1], [1, 2]], UnsupportedDtype, "got list"),
+    ]:
+        for call in (lambda: shamir.split(wrong, 2, 3), lambda: share + wrong, lambda: share * wrong):  # noqa: B023
+            with pytest.raises(error, match=message):
+                call()
 
 
 def test_shares_that_do_not_belong_together_are_refused():

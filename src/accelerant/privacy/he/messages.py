@@ -17,7 +17,7 @@ import torch
 
 from accelerant.errors import ConfigError, FormatError, MissingDependency, UnsupportedCase, UnsupportedDtype
 from accelerant.runtime.files import AtomicFile
-from accelerant.runtime.host import refuse_masked
+from accelerant.runtime.host import refuse_masked, refuse_without_values
 
 __all__ = ["KINDS", "Origin", "Reader", "host_array", "in_kind", "open_box", "sealed", "write_private"]
 
@@ -118,15 +118,19 @@ class Origin:
 def host_array(x: Any, dtypes: tuple[str, ...], scheme: str) -> tuple[npt.NDArray[Any], Origin]:
     """Return an array of any library on the host, and its origin; UnsupportedDtype unless of one of the dtypes."""
     refuse_masked(x, "the array")
+    refuse_without_values(x, "the array")
     if getattr(type(x), "__array_ufunc__", ...) is None:  # encrypted tensors and shares are so marked
         raise UnsupportedCase(f"{scheme} takes plain arrays, got {x!r}")
     kind = type(x).__module__.partition(".")[0]
     if isinstance(x, torch.Tensor):
-        dtype, device, x = str(x.dtype).removeprefix("torch."), str(x.device), x.detach().cpu()
+        dtype, device, x = str(x.dtype).removeprefix("torch."), str(x.device), x.detach().cpu().resolve_neg()
         origin = Origin("torch", dtype, device)
         array = (x.float() if dtype == "bfloat16" else x).numpy() if dtype in dtypes else np.empty(0, bool)
     else:
-        array = x.get() if kind == "cupy" else np.asarray(x)
+        try:
+            array = x.get() if kind == "cupy" else np.asarray(x)
+        except (TypeError, ValueError):
+            raise UnsupportedDtype(f"{scheme} encrypts arrays, numbers and nested lists of equal lengths") from None
         origin = Origin({"jaxlib": "jax"}.get(kind, kind) if kind in ("cupy", "jax", "jaxlib") else "numpy", "")
         origin = replace(origin, dtype=array.dtype.name)
     if origin.dtype not in dtypes:

@@ -56,6 +56,7 @@ from accelerant.ops.aten import DeviceTensor
 from accelerant.ops.aten.device import serves
 from accelerant.privacy.mpc import pedersen
 from accelerant.privacy.random import SecureStream
+from accelerant.runtime.host import refuse_masked, refuse_without_values
 
 __all__ = [
     "FIELDS", "Share", "Sharing", "combine", "deal", "lagrange_weights", "opened", "refresh", "split",
@@ -440,12 +441,16 @@ def _of_one_split(shares: Sequence[Share]) -> list[Share]:
 
 
 def _tensor(value: Any, name: str) -> Tensor:
+    refuse_masked(value, name)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ConfigError(f"{name} is an integer beyond 64 bits: share it as bytes, by int.to_bytes")
     try:
         tensor = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
         if isinstance(tensor, DeviceTensor):
             tensor = tensor.cpu()
     except (TypeError, ValueError, RuntimeError):
         raise UnsupportedDtype(f"{name} must be a tensor, array, number or bytes, got {type(value).__name__}") from None
+    refuse_without_values(tensor, name)
     if str(tensor.dtype).removeprefix("torch.") not in _DTYPES:
         raise UnsupportedDtype(f"{name} must be {', '.join(_DTYPES)}, got {tensor.dtype}")
     return tensor

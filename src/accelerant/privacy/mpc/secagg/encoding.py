@@ -33,13 +33,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from accelerant.errors import ConfigError, DivergenceError, ShapeError, UnsupportedCase, UnsupportedDtype
+from accelerant.errors import ConfigError, DivergenceError, ShapeError, UnsupportedDtype
 from accelerant.ops.aten import DeviceTensor
 from accelerant.privacy.dp.ledger.events import Event
 from accelerant.privacy.dp.noise.charge import charge
 from accelerant.privacy.dp.noise.discrete import SMOOTH, WIDEST, log_ratio
 from accelerant.privacy.dp.noise.source import SecureSource
-from accelerant.runtime.host import refuse_masked
+from accelerant.runtime.host import refuse_masked, refuse_without_values
 
 __all__ = ["Encoding", "make_encoding", "real_tensor", "scaled_down", "wrapped"]
 
@@ -138,8 +138,7 @@ def real_tensor(value: Any, name: str) -> Tensor:
     if tensor.is_complex() or tensor.is_quantized:
         remedy = "take torch.view_as_real of it" if tensor.is_complex() else "take its dequantize()"
         raise UnsupportedDtype(f"{name} must be of real numbers, got {tensor.dtype}: {remedy}")
-    if tensor.layout != torch.strided or tensor.is_nested or tensor.device.type == "meta":
-        raise UnsupportedCase(f"{name} must be a dense tensor with values, got {tensor.layout} on {tensor.device}")
+    refuse_without_values(tensor, name)
     return tensor.cpu() if isinstance(tensor, DeviceTensor) else tensor
 
 
