@@ -1,5 +1,6 @@
 """accelerant.nn.optim against torch.optim, by our kernels in the interpreter and by torch's own updates."""
 
+import contextlib
 import copy
 import pickle
 
@@ -330,18 +331,25 @@ def test_added_group():
 
 
 @EACH
-def test_meta_and_fake_parameters(pair):
-    """For predictions of memory."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+@pytest.mark.parametrize("fake", [False, True])
+def test_meta_and_fake_parameters(pair, fake):
+    """For predictions of memory: the state has the shapes of a real step's."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-    ours, _, options = pair
-    parameter = nn.Parameter(torch.empty(4, 5, device="meta"))
-    parameter.grad = torch.empty_like(parameter)
-    ours([parameter], max_grad_norm=1.0, **options).step()
-    with FakeTensorMode():
-        parameter = nn.Parameter(torch.empty(4, 5))
-        parameter.grad = torch.empty_like(parameter)
-        ours([parameter], max_grad_norm=1.0, **options).step()
+    ours, torchs, options = pair
+
+    def state(kind, device, **more):
+        parameter = nn.Parameter(torch.zeros(4, 5, device=device))
+        parameter.grad = torch.ones_like(parameter)
+        optimizer = kind([parameter], **options, **more)
+        optimizer.step()
+        return {name: x for name, x in optimizer.state[parameter].items() if isinstance(x, torch.Tensor) and x.dim()}
+
+    with FakeTensorMode() if fake else contextlib.nullcontext():
+        found = state(ours, "cpu" if fake else "meta", max_grad_norm=1.0)
+    wanted = state(torchs, "cpu")
+    assert {name: x.shape for name, x in found.items()} == {name: x.shape for name, x in wanted.items()}
+    assert all(isinstance(x, FakeTensor) if fake else x.is_meta for x in found.values())
 
 
 def test_tensor_subclass():

@@ -55,4 +55,5 @@ def test_a_key_is_not_needed_any_more_when_it_is_read(folder):
     with Zkey.open(folder / "circuit.zkey") as zkey:
         prover = Prover(zkey, device="cpu")
     (folder / "circuit.zkey").write_bytes(b"something else")
-    prover.prove(folder / "witness.wtns")
+    proof = prover.prove(folder / "witness.wtns", verified=False)
+    assert verify(prover.verification_key, proof.public, proof)

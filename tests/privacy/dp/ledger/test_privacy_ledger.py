@@ -258,10 +258,12 @@ def test_a_worker_that_outlives_the_writer_does_not_hold_the_lock(path):
         os.close(writer)
         os.read(reader, 1)  # until the parent is done
         os._exit(0)
+    with pytest.raises(ConfigError, match="is open in another process"):
+        Ledger(path)
     ledger.close()
     Ledger(path).close()
     os.close(writer)
-    os.waitpid(child, 0)
+    assert os.waitpid(child, 0)[1] == 0  # it outlived the writer
     os.close(reader)
 
 
