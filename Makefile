@@ -6,7 +6,7 @@ ARGS   ?=
 LOCK   ?=
 export LOCK
 
-.PHONY: run test test-slow lint licenses lock unit collect coverage docs wheel certificate gpu-test soak soak-service clean help
+.PHONY: run test test-slow mutants lint licenses lock unit collect coverage docs wheel certificate gpu-test soak soak-service clean help
 
 help:            ## what each target does
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -72,6 +72,19 @@ RECORD  ?= $(if $(ARGS),,benchmarks/results/soak/record.json)
 
 soak: $(VENV)/.installed-dev     ## search for broken guarantees, and record it; of some: make soak MINUTES=5 ARGS="-k ledger"
 	SOAK_MINUTES=$(MINUTES) SOAK_RECORD=$(RECORD) $(PYTEST) --dist load --maxschedchunk 1 -m "search or soak" $(ARGS)
+
+MODULE  ?= service/jobs
+N       ?= 100
+SEED    ?= 1
+MUTANTS := $(VENV)/mutants
+
+mutants: $(VENV)/.installed-dev $(MUTANTS)/.installed  ## change a module in N places, one at a time: its tests should fail: make mutants MODULE=service/jobs N=100
+	$(MUTANTS)/bin/python scripts/mutants.py $(MODULE) --sample $(N) --seed $(SEED) --python $(BIN)/python $(ARGS)
+
+$(MUTANTS)/.installed: constraints.txt $(VENV)/.installed
+	$(PYTHON) -m venv $(MUTANTS)
+	$(MUTANTS)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt cosmic-ray
+	touch $@
 
 $(VENV)/.installed: pyproject.toml constraints.txt scripts/setup
 	scripts/setup $(VENV) $(PYTHON)

@@ -183,6 +183,17 @@ def test_losses_of_a_resumable_job_count_anew_after_progress(opened):
         assert store.get(operation, None).state is JobState.FAILED
 
 
+def test_stops_and_excused_losses_fail_no_job(opened):
+    store = opened()
+    add(store, "a")
+    for options in ({}, {}, {"lost": "lost", "counted": False}, {"lost": "lost", "counted": False}, {"lost": "lost"}):
+        assert store.release(claim(store), **options) is JobState.QUEUED
+    assert store.get("a", None).message == "lost; it runs again"
+    assert store.release(claim(store)) is JobState.QUEUED
+    assert store.get("a", None).message == "the server stopped; it runs again"
+    assert store.release(claim(store), lost="lost") is JobState.FAILED
+
+
 def test_a_device_that_lost_a_job_gets_it_again_only_if_it_is_alone(opened):
     store = opened()
     add(store, "a")

@@ -5,7 +5,13 @@ import torch
 from safetensors import SafetensorError
 
 from accelerant.errors import FormatError
-from accelerant.nn.train.checkpoint import load_checkpoint, require_same_shapes, save_checkpoint
+from accelerant.nn.train.checkpoint import (
+    Checkpoints,
+    load_checkpoint,
+    require_same_shapes,
+    save_checkpoint,
+    write_tensors,
+)
 
 TENSORS = {
     "a": torch.arange(6.0).reshape(2, 3),
@@ -116,3 +122,62 @@ def test_files_have_the_users_mode(path):
     plain = path.with_name("plain")
     plain.write_bytes(b"")
     assert path.stat().st_mode == plain.stat().st_mode
+
+
+BOTH = ("checkpoint.safetensors", "checkpoint-previous.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("code", "present", "damaged", "left"),
+    [
+        (errno.ENOSPC, BOTH, False, BOTH[:1]),
+        (errno.EDQUOT, BOTH, False, BOTH[:1]),
+        (errno.ENOSPC, BOTH, True, BOTH[1:]),
+        (errno.EACCES, BOTH, False, None),
+        (errno.ENOSPC, BOTH[:1], False, None),
+        (errno.ENOSPC, BOTH[1:], False, None),
+    ],
+)
+def test_room_is_made_on_a_full_disk_and_never_of_the_only_good_checkpoint(tmp_path, code, present, damaged, left):
+    for name in present:
+        save_checkpoint(tmp_path / name, TENSORS, {"step": 3})
+    if damaged:
+        (tmp_path / BOTH[0]).write_bytes((tmp_path / BOTH[0]).read_bytes()[:-1])
+    calls = []
+
+    def write():
+        calls.append(1)
+        if len(calls) == 1:
+            raise OSError(code, "no")
+
+    checkpoints = Checkpoints(tmp_path)
+    if left is None:
+        with pytest.raises(OSError, match="no"):
+            checkpoints.make_room(write)
+    else:
+        checkpoints.make_room(write)
+    assert len(calls) == (1 if left is None else 2)
+    assert {path.name for path in tmp_path.iterdir()} == set(present if left is None else left)
+
+
+def test_the_size_is_that_of_the_larger_checkpoint_with_its_shards(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.size_bytes == 0
+    save_checkpoint(checkpoints.previous, {"a": torch.zeros(100)}, {})
+    assert checkpoints.size_bytes == checkpoints.previous.stat().st_size > 400
+    save_checkpoint(checkpoints.path, {}, {"shards": {"folder": "checkpoint-shards-3"}})
+    assert checkpoints.size_bytes == checkpoints.previous.stat().st_size
+    (tmp_path / "checkpoint-shards-3").mkdir()
+    for rank, size in enumerate((1000, 500)):
+        (tmp_path / f"checkpoint-shards-3/0000{rank}.safetensors").write_bytes(bytes(size))
+    assert checkpoints.size_bytes == checkpoints.path.stat().st_size + 1500
+
+
+@pytest.mark.parametrize(
+    "document", ["{", "3", '["shards"]', '{"shards": 3}', '{"shards": {}}', '{"shards": {"folder": 3}}']
+)
+def test_a_document_without_shards_as_it_should_have_them_is_damage(tmp_path, document):
+    checkpoints = Checkpoints(tmp_path)
+    write_tensors(checkpoints.path, {}, {"format": "accelerant-checkpoint-1", "document": document})
+    with pytest.raises(FormatError, match=r"checkpoint\.safetensors is damaged: "):
+        checkpoints.size_bytes  # noqa: B018

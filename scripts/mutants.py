@@ -1,0 +1,189 @@
+"""Change a module in a sample of its places, one at a time, and run its tests, which should fail: mutation testing.
+
+usage: scripts/mutants.py MODULE [--sample N] [--seed S] [--minutes M] [--tests "PATHS"] [--record FILE]
+    [--python PYTHON]
+
+The mutants are those of Cosmic Ray, in whose environment this runs (`make mutants`). They are made in a copy of the
+tracked files in a temporary folder, so that the working tree stays as it is, however this ends. Of the places in the
+module that can be mutated N are drawn, and of each place one mutant. Annotations are not mutated, since nothing
+evaluates them. A mutant is killed if the tests of its module fail or take too long; those that no test can kill are
+listed in benchmarks/results/mutants/equivalent.toml, by their lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.metadata
+import json
+import random
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from datetime import UTC, datetime
+from pathlib import Path
+
+from cosmic_ray.work_db import WorkDB, use_db
+from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkItem
+
+ROOT = Path(__file__).parents[1]
+SOURCES = Path("src/accelerant")
+RESULTS = Path("benchmarks/results/mutants")
+TESTS = {
+    "service/jobs": "tests/service/test_job_store.py tests/service/test_job_queue.py tests/service/test_job_service.py "
+    "tests/service/test_job_faults.py",
+    "service/guard": "tests/service/test_guard.py tests/service/test_api_keys.py",
+    "nn/train/checkpoint": "tests/nn/train/test_checkpoint.py tests/nn/train/test_resume.py "
+    "tests/nn/train/test_sharded_checkpoint.py tests/nn/train/test_trainer.py",
+    "privacy/dp/ledger": "tests/privacy/dp/ledger",
+    "privacy/mpc/secagg": "tests/privacy/mpc/test_secagg.py tests/privacy/mpc/test_secagg_search.py",
+    "zk/groth16/verifier": "tests/zk/groth16/test_verifier.py tests/zk/groth16/test_keys.py",
+    "zk/groth16/keys": "tests/zk/groth16/test_keys.py tests/zk/groth16/test_verifier.py",
+}
+"""Tests of modules, the most likely to fail first. Of others it is the folder of the same path in tests/."""
+
+
+def tests_of(module: str) -> list[str]:
+    """Return the tests of a module: its own entry of TESTS, or the folder in tests/ of it or of the nearest parent."""
+    for part in (module, *map(str, Path(module).parents)):
+        if found := TESTS.get(part.removesuffix(".py")):
+            return found.split()
+        if part != "." and (ROOT / "tests" / part).is_dir():
+            return [f"tests/{part}"]
+    raise SystemExit(f"mutants: no tests are known of {module!r}: give --tests")
+
+
+def copy_tree(folder: Path) -> None:
+    """Copy the tracked files, as they are in the working tree."""
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+
+
+def annotations_of(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Return begin and end, (line, column), of each annotation."""
+    nodes = []
+    for node in ast.walk(ast.parse(source)):
+        nodes += [getattr(node, name, None) for name in ("annotation", "returns")]
+    return [
+        ((node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0))
+        for node in nodes
+        if isinstance(node, ast.expr)
+    ]
+
+
+def draw(db: WorkDB, folder: Path, sample: int, seed: int) -> tuple[list[WorkItem], int, int]:
+    """Return one mutant of each of so many places in the database, and the numbers of places and mutants."""
+    places: dict[tuple[str, tuple[int, int]], list[WorkItem]] = {}
+    annotated: dict[str, list] = {}
+    for item in sorted(db.work_items, key=lambda item: str(item.mutations[0])):
+        mutation = item.mutations[0]
+        path, start = str(mutation.module_path), tuple(mutation.start_pos)
+        if path not in annotated:
+            annotated[path] = annotations_of((folder / path).read_text(encoding="utf-8"))
+        if not any(begin <= start < end for begin, end in annotated[path]):
+            places.setdefault((path, start), []).append(item)
+    rng = random.Random(seed)
+    drawn = [rng.choice(places[place]) for place in rng.sample(sorted(places), min(sample, len(places)))]
+    return drawn, len(places), sum(map(len, places.values()))
+
+
+def described(mutation: MutationSpec, diff: str) -> dict[str, str]:
+    """Return where a mutant is, and its lines before and after."""
+    lines = [line for line in diff.splitlines() if not line.startswith(("---", "+++"))]
+    old, new = ("\n".join(line[1:].strip() for line in lines if line.startswith(sign)) for sign in "-+")
+    path = str(mutation.module_path).removeprefix(f"{SOURCES}/")
+    return {"file": path, "line": str(mutation.start_pos[0]), "old": old, "new": new}
+
+
+def tried(options: argparse.Namespace, source: Path, tests: list[str], folder: Path) -> dict[str, object]:
+    """Test mutants in a copy of the tree until the time is over; return the numbers, and those that no test noticed."""
+    python = str(Path(sys.executable if options.python is None else options.python).absolute())
+    quick = ["-m", "not slow and not gpu", "-x", "-q", "-p", "no:cacheprovider"]
+    environment = ["env", f"PYTHONPATH={folder / 'src'}", "OMP_NUM_THREADS=1", f"TMPDIR={folder / 'tmp'}"]
+    command = [*environment, python, "-m", "pytest", *quick, *tests]
+    folder.chmod(0o755)  # PostgreSQL, which tests start, runs as another user
+    (folder / "tmp").mkdir()
+    began = time.monotonic()
+    if subprocess.run(command, cwd=folder).returncode:
+        raise SystemExit("mutants: the tests fail without a mutant")
+    limit_s = 30.0 + 3.0 * (time.monotonic() - began)
+    (folder / "mutants.toml").write_text(
+        f"[cosmic-ray]\nmodule-path = {json.dumps(str(source))}\ntimeout = {limit_s:.1f}\nexcluded-modules = []\n"
+        f"test-command = {json.dumps(shlex.join(command))}\n[cosmic-ray.distributor]\nname = 'local'\n"
+    )
+    ray, session = str(Path(sys.executable).with_name("cosmic-ray")), str(folder / "mutants.sqlite")
+    subprocess.run([ray, "init", "mutants.toml", session], cwd=folder, check=True)
+    with use_db(session, WorkDB.Mode.open) as db:
+        drawn, places, mutants = draw(db, folder, options.sample, options.seed)
+        db.clear()
+    print(f"{source}: {len(drawn)} of {mutants:,} mutants in {places:,} places", flush=True)
+    until = time.monotonic() + 60 * options.minutes
+    for first in range(0, len(drawn), 4):  # the order is random: those until the end of the time are a sample, too
+        if time.monotonic() < until:
+            with use_db(session, WorkDB.Mode.open) as db:
+                db.add_work_items(drawn[first : first + 4])
+            subprocess.run([ray, "exec", "mutants.toml", session], cwd=folder, check=True)
+    return {"places": places, "mutants": mutants} | judged(session)
+
+
+def judged(session: str) -> dict[str, object]:
+    """Return the numbers of the mutants that a session has tested, and those that no test noticed."""
+    with use_db(session, WorkDB.Mode.open) as db:
+        where = {item.job_id: item.mutations[0] for item in db.work_items}
+        results = [(where[job], result) for job, result in db.results]
+    known = tomllib.loads((ROOT / RESULTS / "equivalent.toml").read_text(encoding="utf-8")).get("mutant", [])
+    reasons = {(each["file"], each["old"], each["new"]): each["why"] for each in known}
+    alive = [described(at, each.diff or "") for at, each in results if each.test_outcome != TestOutcome.KILLED]
+    for each in alive:
+        each["equivalent"] = reasons.get((each["file"], each["old"], each["new"]), "")
+    killed, equivalent = len(results) - len(alive), sum(bool(each["equivalent"]) for each in alive)
+    return {
+        "sample": len(results), "killed": killed, "timeouts": sum(each.output == "timeout" for _, each in results),
+        "equivalent": equivalent, "killed_share": round(killed / max(1, len(results) - equivalent), 4),
+        "survivors": sorted(alive, key=lambda each: (each["file"], int(each["line"]))),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Parse the command line, run, print, and write the record."""
+    parser = argparse.ArgumentParser(usage=__doc__.partition("usage: ")[2].partition("\n\n")[0])
+    parser.add_argument("module", help="a file or folder of src/accelerant, as service/jobs")
+    parser.add_argument("--sample", type=int, default=100, help="number of mutants")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=600.0, help="after which no more mutants are begun")
+    parser.add_argument("--tests", help="test files and folders; default: those of TESTS in this file")
+    parser.add_argument("--record", type=Path, help="JSON file to write")
+    parser.add_argument("--python", help="the Python in which accelerant's tests run")
+    options = parser.parse_args()
+    module = options.module.strip("/").removeprefix(f"{SOURCES}/")
+    source = SOURCES / module
+    source = source if (ROOT / source).exists() else source.with_suffix(".py")
+    if not (ROOT / source).exists():
+        raise SystemExit(f"mutants: no module {SOURCES / module}")
+    tests = options.tests.split() if options.tests else tests_of(module)
+    with tempfile.TemporaryDirectory(prefix="accelerant-mutants-", ignore_cleanup_errors=True) as folder:
+        copy_tree(Path(folder))
+        found = tried(options, source, tests, Path(folder).resolve())
+    for each in found["survivors"]:
+        print(f"\n{each['file']}:{each['line']}\n-   {each['old']}\n+   {each['new']}")
+        print(f"equivalent: {each['equivalent']}" if each["equivalent"] else "no test notices")
+    print(
+        f"\n{module}: {found['killed']} of {found['sample']} killed, {found['equivalent']} of the others equivalent: "
+        f"{found['killed_share']:.1%}"
+    )
+    if options.record is not None:
+        tool = f"cosmic-ray {importlib.metadata.version('cosmic-ray')}"
+        about = {"module": module, "tests": tests, "tool": tool, "date": datetime.now(UTC).date().isoformat()}
+        options.record.parent.mkdir(parents=True, exist_ok=True)
+        options.record.write_text(json.dumps(about | {"seed": options.seed} | found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
