@@ -121,6 +121,8 @@ _SWITCH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0"
 
 def policy_named(value: object) -> Any:
     """Return the policy that true, false or text in any case means; other values unchanged, for the check of them."""
+    if isinstance(value, list | tuple | dict) or (isinstance(value, int) and value not in (0, 1)):
+        return value  # Python refuses to print integers of more than 4,300 digits
     text = str(value).lower()
     if text in _SWITCH:
         return "allow" if _SWITCH[text] else "forbid"

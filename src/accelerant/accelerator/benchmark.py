@@ -13,7 +13,7 @@ from accelerant.accelerator.methods import METHODS, Operations
 from accelerant.errors import AccelerantError, ConfigError
 from accelerant.runtime.dispatch import force, operations
 from accelerant.runtime.dispatch.plan import explain_quietly
-from accelerant.runtime.files import JsonRecord, plain
+from accelerant.runtime.files import JsonRecord, clipped, plain
 from accelerant.runtime.html_page import text_table
 from accelerant.runtime.ledger import Decision, quantile
 
@@ -101,7 +101,7 @@ def named_call(
     """
     name = op if isinstance(op, str) else getattr(op, "__name__", "")
     if name not in METHODS:
-        raise ConfigError(f"benchmark: no operation {op!r}; there are {', '.join(METHODS)}")
+        raise ConfigError(f"benchmark: no operation {clipped(op)}; there are {', '.join(METHODS)}")
     found: tuple[str, tuple[Any, ...], dict[str, Any]] = getattr(_Recorder(), name)(*arrays, **options)
     return found
 

@@ -51,6 +51,7 @@ from accelerant.ops.aten import tensor_device
 from accelerant.ops.gelu.portable import gelu_on
 from accelerant.runtime import registry
 from accelerant.runtime.dispatch.operation import recoverable
+from accelerant.runtime.files import clipped
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.ledger import FallbackRecord, ledger, quantile
 from accelerant.runtime.provider import ComputeDevice, ComputeProvider, Event, MemoryInfo, lacks_host_memory
@@ -100,9 +101,9 @@ class AcceleratorConfig:
         for name in ("batch_size", "timeout_s", "memory_limit_bytes"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not value > 0):
-                raise ConfigError(f"{name} must be above 0, got {value!r}")
+                raise ConfigError(f"{name} must be above 0, got {clipped(value)}")
         if self.devices != "all" and (type(self.devices) is not int or self.devices < 1):
-            raise ConfigError(f"devices must be a whole number of at least 1, or 'all'; got {self.devices!r}")
+            raise ConfigError(f"devices must be a whole number of at least 1, or 'all'; got {clipped(self.devices)}")
         if self.fallback is not None:
             object.__setattr__(self, "fallback", _policy(self.fallback))
 
@@ -110,7 +111,7 @@ class AcceleratorConfig:
 def _policy(value: object) -> FallbackPolicy:
     policy = policy_named(value)
     if policy not in ("allow", "warn", "forbid"):
-        raise ConfigError(f"fallback must be allow, warn or forbid, or true or false; got {value!r}")
+        raise ConfigError(f"fallback must be allow, warn or forbid, or true or false; got {clipped(value)}")
     return policy  # type: ignore[no-any-return]  # one of the three
 
 
@@ -327,7 +328,7 @@ class Accelerator(Operations):
         many = iterations if iterations is not None else 20 if op is None else 100
         for name, value in (("iterations", many), ("size", size)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+                raise ConfigError(f"{name} must be a whole number of at least 1, got {clipped(value)}")
         return self._benchmark_all(many, size) if op is None else self._benchmark_one(op, arrays, options, many)
 
     def _benchmark_one(

@@ -9,6 +9,7 @@ from accelerant.errors import ConfigError, ShapeError, UnsupportedDtype
 from accelerant.ops._library import name_of
 from accelerant.runtime.compilation.triton import refuses_triton
 from accelerant.runtime.dispatch import Case
+from accelerant.runtime.files import clipped
 
 __all__ = [
     "FLOATING", "check_dtype", "check_matches", "check_or_float32", "checked_dim", "not_a_tensor", "refuses_float64",
@@ -71,7 +72,7 @@ def checked_dim(op: str, x: Tensor, dim: int, axis: int | None) -> int:
     except TypeError:
         raise ConfigError(f"{op}: dim must be an integer, got {type(dim).__name__}") from None
     if not inside:
-        raise ShapeError(f"dim must be in [{-dims}, {dims - 1}] for x of shape {tuple(x.shape)}, got {dim}")
+        raise ShapeError(f"dim must be in [{-dims}, {dims - 1}] for x of shape {tuple(x.shape)}, got {clipped(dim)}")
     return dim % dims
 
 

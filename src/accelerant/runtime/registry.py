@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from accelerant.config import settings, similar
 from accelerant.errors import BackendUnavailable, ConfigError
+from accelerant.runtime.files import clipped
 from accelerant.runtime.host import fork_safe
 from accelerant.runtime.html_page import table, text_table
 from accelerant.runtime.provider import ComputeDevice, ComputeProvider
@@ -185,11 +186,16 @@ def backend_named(name: object) -> str:
     return found
 
 
+_INDEX_DIGITS = 10
+"""Digits of a device's number that is too long to be one."""
+
+
 def _parsed(device: object) -> tuple[str, int | None]:
     """Return the backend and the number that a device's name has, None if it has none."""
-    name, colon, number = str(device).partition(":")
-    if colon and not number.isdecimal():
-        raise ConfigError(f"device: wanted a backend's name and perhaps an index, like 'cuda:0'; got {str(device)!r}")
+    given = clipped(device) if isinstance(device, int | list | tuple) else str(device)
+    name, colon, number = given.partition(":")
+    if colon and not (number.isdecimal() and len(number) < _INDEX_DIGITS):
+        raise ConfigError(f"device: wanted a backend's name and perhaps an index, like 'cuda:0'; got {clipped(given)}")
     return backend_named(name), int(number) if colon else None
 
 
@@ -309,7 +315,8 @@ def choose(backend: str | torch.device = "auto", index: int = 0, *, torch_tensor
     present = create(name).devices()
     if not 0 <= index < len(present):
         raise ConfigError(
-            f"backend {name!r} has {len(present)} device{'s' * (len(present) != 1)}; there is no number {index}"
+            f"backend {name!r} has {len(present)} device{'s' * (len(present) != 1)}; "
+            f"there is no number {clipped(index)}"
         )
     if automatic and (reason := _unfit(present[index])):
         label = present[index].label
@@ -368,7 +375,7 @@ def find_device(device: DeviceLike = "auto") -> ComputeDevice:
     if isinstance(device, ComputeDevice):
         return choose(device.backend, device.index)
     if not isinstance(device, (str, torch.device)):
-        raise ConfigError(f"device: wanted a name like 'cuda:0' or a torch.device, got {device!r}")
+        raise ConfigError(f"device: wanted a name like 'cuda:0' or a torch.device, got {clipped(device)}")
     name, number = _parsed(device)
     if name == "cuda" and torch.version.hip:
         name = "rocm"

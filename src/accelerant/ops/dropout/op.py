@@ -21,6 +21,7 @@ from accelerant.runtime.compilation.kernel import Kernel, KernelSource
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Implementation, Operation
 from accelerant.runtime.dispatch.case import rules
+from accelerant.runtime.files import clipped
 from accelerant.runtime.provider import ComputeProvider
 
 __all__ = [
@@ -222,7 +223,7 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True, *, seed: int | Ten
     """
     check_dtype("dropout", x)
     if not 0 <= p <= 1:
-        raise ConfigError(f"p must be in [0, 1], got {p}")
+        raise ConfigError(f"p must be in [0, 1], got {clipped(p)}")
     if seed is not None:
         seed = _checked(seed, x)
     if not training or p == 0:

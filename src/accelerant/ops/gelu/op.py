@@ -14,6 +14,7 @@ from accelerant.ops._differentiable import CpuFastPath, DifferentiableOp
 from accelerant.ops._launch import SHORT, StreamKernel, accesses, launch_map, triton_operation
 from accelerant.ops._refusals import check_dtype
 from accelerant.runtime.dispatch import Case, case_of
+from accelerant.runtime.files import clipped
 
 __all__ = ["backward_kernel", "forward_kernel", "gelu", "gelu_bwd", "gelu_fwd", "gelu_reference"]
 
@@ -79,7 +80,7 @@ def gelu(x: Tensor, approximate: Literal["none", "tanh"] = "none") -> Tensor:
     """
     check_dtype("gelu", x)
     if approximate != "none" and approximate != "tanh":
-        raise ConfigError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
+        raise ConfigError(f"approximate must be 'none' or 'tanh', got {clipped(approximate)}")
     y: Tensor = _gelu(x, approximate)
     return y
 

@@ -33,6 +33,7 @@ from accelerant.algebra.field.memory_space import HOST, MemorySpace
 from accelerant.algebra.ntt.rns import RnsPrimes, is_prime, primes_below
 from accelerant.errors import ConfigError
 from accelerant.privacy.random import SecureStream
+from accelerant.runtime.files import clipped
 from accelerant.runtime.ledger import OpRecord
 from accelerant.runtime.recorded_launch import RecordedLaunch, sole_record
 
@@ -77,13 +78,13 @@ class Parameters:
     def __post_init__(self) -> None:
         """Check them."""
         n, t = self.n, self.plain_modulus
-        if self.security not in MAX_LOG_Q:
-            raise ConfigError(f"security must be {', '.join(map(str, MAX_LOG_Q))} bits, got {self.security!r}")
-        if n not in MAX_LOG_Q[self.security]:
+        if not isinstance(self.security, int) or self.security not in MAX_LOG_Q:
+            raise ConfigError(f"security must be {', '.join(map(str, MAX_LOG_Q))} bits, got {clipped(self.security)}")
+        if not isinstance(n, int) or n not in MAX_LOG_Q[self.security]:
             known = ", ".join(map(str, MAX_LOG_Q[self.security]))
-            raise ConfigError(f"n must be in the standard's table, {known}; got {n!r}")
+            raise ConfigError(f"n must be in the standard's table, {known}; got {clipped(n)}")
         if not isinstance(t, int) or not 2 * n < t < 1 << 30 or (t - 1) % (2 * n) or not is_prime(t):
-            raise ConfigError(f"plain_modulus must be a prime below 2^30 that is 1 mod {2 * n}, got {t!r}")
+            raise ConfigError(f"plain_modulus must be a prime below 2^30 that is 1 mod {2 * n}, got {clipped(t)}")
         most = MAX_LOG_Q[self.security][n]
         count, bits = self._division()
         if count < 2 or (count - 1) * bits < t.bit_length() + n.bit_length() + 6:

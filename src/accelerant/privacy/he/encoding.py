@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from accelerant.errors import ConfigError, RangeError, UnsupportedDtype
 from accelerant.privacy.he.messages import Origin, in_kind
+from accelerant.runtime.files import clipped
 
 __all__ = [
     "DTYPES", "EXPONENT_MOST", "FLOATS", "SLOT_BITS", "decode", "encode", "encode_words", "in_slots", "joint_dtype",
@@ -36,17 +37,17 @@ EXPONENT_MOST = 1024
 def scale_of(dtype: str, exponent: int | None, limit: Any, pack: bool) -> tuple[int, int]:
     """Return the exponent and the bound of encoded magnitudes."""
     if dtype not in DTYPES:
-        raise UnsupportedDtype(f"wanted a dtype of {', '.join(DTYPES)}, got {dtype}")
+        raise UnsupportedDtype(f"wanted a dtype of {', '.join(DTYPES)}, got {clipped(dtype)}")
     if dtype in FLOATS and pack and exponent is None:
         raise ConfigError("packed floats need an exponent: values are multiples of 16^exponent, below 2^23 of them")
     default, bits = FLOATS[dtype] if dtype in FLOATS else (0, np.iinfo(dtype).bits - (dtype[0] == "i"))
     exponent = default if exponent is None else exponent
     if type(exponent) is not int or not -EXPONENT_MOST <= exponent <= (EXPONENT_MOST if dtype in FLOATS else 0):
         raise ConfigError(
-            f"an exponent is from {-EXPONENT_MOST} to {EXPONENT_MOST}, of integers to 0; got {exponent!r}"
+            f"an exponent is from {-EXPONENT_MOST} to {EXPONENT_MOST}, of integers to 0; got {clipped(exponent)}"
         )
     if limit is not None and not (isinstance(limit, (int, float, np.number)) and 0 <= limit < math.inf):
-        raise ConfigError(f"a limit is a finite number from 0 on, got {limit!r}")
+        raise ConfigError(f"a limit is a finite number from 0 on, got {clipped(limit)}")
     if pack and limit is None:
         return exponent, SLOT_VALUE
     top = 2**bits if limit is None else math.ceil(limit)

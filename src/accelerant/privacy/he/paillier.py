@@ -70,7 +70,7 @@ from accelerant.privacy.he.encoding import (
 )  # fmt: skip
 from accelerant.privacy.he.messages import KINDS, Origin, Reader, host_array, open_box, sealed, write_private
 from accelerant.privacy.random import SecureStream
-from accelerant.runtime.files import read_regular
+from accelerant.runtime.files import clipped, read_regular
 
 __all__ = ["EncryptedTensor", "PrivateKey", "PublicKey", "keygen"]
 
@@ -98,7 +98,7 @@ def keygen(bits: int = 3072, *, insecure: bool = False) -> tuple[PublicKey, Priv
     """
     least, gmpy2 = 1024 if insecure else BITS_LEAST, gmp()
     if type(bits) is not int or bits % 2 or not least <= bits <= BITS_MOST:
-        raise ConfigError(f"a Paillier key has an even number of bits from {least} to {BITS_MOST}, got {bits!r}")
+        raise ConfigError(f"a Paillier key has an even number of bits from {least} to {BITS_MOST}, got {clipped(bits)}")
     try:
         from cryptography.hazmat.primitives.asymmetric import rsa
     except ImportError:
@@ -389,7 +389,8 @@ class PrivateKey:
             raise ConfigError(f"wanted an EncryptedTensor, got {type(c).__name__}")
         if c.public != self.public:
             raise FormatError(f"the tensor was encrypted for {c.public!r}, the key is of {self.public!r}")
-        named = str(dtype or c.origin.dtype).removeprefix("torch.")
+        named = str(c.origin.dtype) if dtype is None else dtype if isinstance(dtype, str) else clipped(dtype)
+        named = named.removeprefix("torch.")
         if named not in DTYPES:
             raise UnsupportedDtype(f"a decrypted tensor has one of the dtypes {', '.join(DTYPES)}, got {named}")
         if c.residues.space is HOST:
@@ -537,7 +538,7 @@ class EncryptedTensor:
         try:
             return replace(self, shape=np.empty(self.shape, np.bool_).reshape(sizes).shape)
         except (ValueError, TypeError) as error:
-            raise ShapeError(f"cannot reshape {self.shape} to {sizes}: {error}") from None
+            raise ShapeError(f"cannot reshape {self.shape} to {clipped(sizes)}: {error}") from None
 
     def __getitem__(self, key: Any) -> EncryptedTensor:
         self._refuse_packed("indexed")
@@ -551,8 +552,8 @@ class EncryptedTensor:
     def sum(self, axis: int | None = None) -> EncryptedTensor:
         """Add up all values, or those along an axis; of integers as int64."""
         self._refuse_packed("summed along an axis")
-        if axis is not None and not -len(self.shape) <= axis < len(self.shape):
-            raise ShapeError(f"shape {self.shape} has no axis {axis}")
+        if axis is not None and not (isinstance(axis, int | np.integer) and -len(self.shape) <= axis < len(self.shape)):
+            raise ShapeError(f"shape {self.shape} has no axis {clipped(axis)}")
         index = self._index().reshape(-1) if axis is None else np.moveaxis(self._index(), axis, 0)
         terms, shape = index.shape[0], index.shape[1:]
         origin = self.origin if self.dtype in FLOATS else replace(self.origin, dtype="int64")

@@ -36,6 +36,7 @@ from accelerant.algebra.field import PrimeField, prime_field
 from accelerant.errors import ConfigError, ProtocolError, ShapeError
 from accelerant.privacy.mpc.shamir import Share, Sharing, deal, opened, uniform
 from accelerant.privacy.random import SecureStream
+from accelerant.runtime.files import clipped
 
 __all__ = [
     "Triple",
@@ -117,8 +118,8 @@ def deal_truncations(of: Sharing, bits: int) -> list[Truncation]:
     chosen = prime_field(of.field)
     if chosen.limbs <= _MASK_LIMBS or of.curve or not 1 <= bits <= of.fraction_bits:
         raise ConfigError(
-            f"truncation by {bits} bits: wanted 1 to the shares' {of.fraction_bits} fraction bits, and plain shares in "
-            f"bn254_fr or bls12_381_fr, got {of.field}"
+            f"truncation by {clipped(bits)} bits: wanted 1 to the shares' {of.fraction_bits} fraction bits, and plain "
+            f"shares in bn254_fr or bls12_381_fr, got {of.field}"
         )
     r = torch.zeros((*of.shape, chosen.limbs), dtype=torch.int64)
     r[..., :_MASK_LIMBS] = _stream.words(2 * _MASK_LIMBS * math.prod(of.shape)).view(torch.int64).reshape(*of.shape, 3)

@@ -56,6 +56,7 @@ from accelerant.ops.aten import DeviceTensor
 from accelerant.ops.aten.device import serves
 from accelerant.privacy.mpc import pedersen
 from accelerant.privacy.random import SecureStream
+from accelerant.runtime.files import clipped
 from accelerant.runtime.host import refuse_masked, refuse_without_values
 
 __all__ = [
@@ -267,15 +268,15 @@ def split(
         ShapeError, UnsupportedDtype: more than 16 axes, another dtype.
     """
     if verifiable and curve not in _CURVES[1:]:
-        raise ConfigError(f"unknown curve {curve!r} for shares; known are {', '.join(_CURVES[1:])}")
+        raise ConfigError(f"unknown curve {clipped(curve)} for shares; known are {', '.join(_CURVES[1:])}")
     wanted = curve_of(curve).scalars.name if verifiable else "goldilocks" if field is None else field
     if wanted not in FIELDS or field not in (None, wanted):
         known = wanted if verifiable else ", ".join(FIELDS)
-        raise ConfigError(f"unknown field {field!r} for {'verifiable ' * verifiable}shares; known are {known}")
+        raise ConfigError(f"unknown field {clipped(field)} for {'verifiable ' * verifiable}shares; known are {known}")
     limits = ("count", count, 1, 2**16 - 1), ("threshold", threshold, 1, count)
     for name, value, least, most in (*limits, ("fraction_bits", fraction_bits, 0, _MOST_FRACTION_BITS)):
         if not isinstance(value, int | np.integer) or isinstance(value, bool) or not least <= value <= most:
-            raise ConfigError(f"{name} must be an integer from {least} to {most}, got {value!r}")
+            raise ConfigError(f"{name} must be an integer from {least} to {most}, got {clipped(value)}")
     chosen = prime_field(wanted)
     if device is None and isinstance(secret, DeviceTensor):
         device = secret.place.label

@@ -39,6 +39,7 @@ from accelerant.privacy.dp.ledger.events import Event
 from accelerant.privacy.dp.noise.charge import charge
 from accelerant.privacy.dp.noise.discrete import SMOOTH, WIDEST, log_ratio
 from accelerant.privacy.dp.noise.source import SecureSource
+from accelerant.runtime.files import clipped
 from accelerant.runtime.host import refuse_masked, refuse_without_values
 
 __all__ = ["Encoding", "make_encoding", "real_tensor", "scaled_down", "wrapped"]
@@ -92,7 +93,7 @@ class Encoding:
         whole = isinstance(weight, (int, np.integer)) and not isinstance(weight, bool)
         if not whole or not 1 <= weight <= self.max_weight:
             raise ConfigError(
-                f"a weight must be a whole number from 1 to max_weight = {self.max_weight}, got {weight!r}"
+                f"a weight must be a whole number from 1 to max_weight = {self.max_weight}, got {clipped(weight)}"
             )
         weight = int(weight)
         if not bool(x.isfinite().all()):
