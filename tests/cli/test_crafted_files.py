@@ -136,6 +136,7 @@ def good(tmp_path_factory):
     with Ledger(folder / "ledger.jsonl", unit="record") as ledger:
         ledger.record(Event("gaussian", 1.0, sample_rate=0.1, sampling="poisson", count=3))
         ledger.record(Event("laplace", 2.0, note="some"))
+        ledger.describe(delta=1e-6, units=100)
     shutil.copy(RECORD, folder / "record.json")
     small = {"vocab_size": 64, "context": 16, "layers": 1, "heads": 2, "kv_heads": 1, "width": 16, "hidden": 32}
     Llama(LlamaConfig(**small)).save_pretrained(folder / "llama", max_shard_bytes=4000)

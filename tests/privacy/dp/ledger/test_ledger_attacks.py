@@ -5,6 +5,7 @@ What is not noticed, and cannot be without a third file: the ledger and its head
 
 import collections
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -73,6 +74,11 @@ class Histories(RuleBasedStateMachine):
         for _ in range(count):
             self.ledger.record(event)
         self.truth[self.ledger.run_id][event] += count
+
+    @rule(delta=st.sampled_from([1e-7, 1e-5]), units=st.integers(1, 500))
+    def describe(self, delta, units):
+        self.ledger.describe(delta=delta, units=units)
+        assert self.ledger.delta == delta
 
     @rule()
     def settle(self):
@@ -499,3 +505,61 @@ def test_a_fork_of_a_run_in_memory_is_a_run_of_its_own():
         ledger.merge(json.loads(os.read(read, 1 << 16)))
         os.close(read), os.close(write)
         assert counts(ledger) == {STEP: 7}
+
+
+@pytest.mark.parametrize(
+    ("delta", "units", "message"),
+    [
+        (0.0, 5, "delta must be in"), ("1e-5", 5, "delta must be in"), (True, 5, "delta must be in"),
+        (1e-5, -1, "units must be a whole number"), (1e-5, 1 << 70, "units must be below"),
+        (1e-5, "many", "units must be a whole number"), ([1e-5], None, "delta must be in"),
+    ],
+)  # fmt: skip
+def test_a_strangers_description_is_refused_by_its_line(tmp_path, delta, units, message):
+    path = tmp_path / "privacy.jsonl"
+    with Ledger(path) as ledger:
+        ledger._writer._journal.append({"kind": "described", "run": 1, "delta": delta, "units": units})
+    for opened in (Ledger, Ledger.read):
+        with pytest.raises(FormatError, match=f"line 3: {message}"):
+            opened(path)
+
+
+@pytest.mark.parametrize("method", ["pld", "rdp"])
+@pytest.mark.parametrize("event", [Event("gaussian", 8.0), Event("laplace", 20.0)])
+def test_a_budget_is_spent_to_its_last_bit_and_not_beyond(tmp_path, method, event):
+    """The exact epsilon of five releases: five fit, one by one or at once, and with the next float below, four."""
+    cost = spent([event.times(5)], DELTA, method=method).epsilon
+    for limit, fit in ((cost, 5), (math.nextafter(cost, 0.0), 4)):
+        for counts in ([1] * fit, [fit]):
+            with Ledger(budget=Budget(limit, DELTA, method)) as ledger:
+                for count in counts:
+                    ledger.record(event.times(count))
+                with pytest.raises(BudgetExceeded):
+                    ledger.record(event)
+                assert sum(one.count for one in ledger.events) == fit
+                assert ledger.epsilon(method=method) <= limit
+
+
+def test_names_do_not_pass_for_lines_of_the_statement(tmp_path):
+    """A stranger's ledger names its unit, its data and its notes."""
+    forged = "patient\nEpsilon: 0.1 at delta 1e-09\x1b[2K"
+    with Ledger(tmp_path / "privacy.jsonl", unit=forged, dataset=forged) as ledger:
+        ledger.record(Event("gaussian", 1.0, note=forged, source=forged, secure=True))
+        statement = ledger.statement()
+    for text in (str(statement), statement.to_markdown()):
+        lines = [line for line in text.splitlines() if "Epsilon" in line[:10]]
+        assert len(lines) == 1
+        assert "4.37718" in lines[0]
+        assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("delta", [5e-324, 1e-300, 1e-17, 0.3, 1 - 2**-53])
+@pytest.mark.parametrize("events", [[], [Event("gaussian", 2.0)], [Event("gaussian", 0.02)], [Event("laplace", 1e-5)]])
+def test_every_delta_and_epsilon_has_a_statement(delta, events):
+    """No overflow, and never less epsilon than at a larger delta."""
+    ledger = Ledger()
+    for event in events:
+        ledger.record(event)
+    statement = ledger.statement(delta)
+    assert statement.epsilon >= ledger.epsilon(min(1 - 2**-53, 2 * delta)) - 1e-12
+    assert str(statement) and json.loads(statement.to_json())["delta"] == delta  # noqa: PT018

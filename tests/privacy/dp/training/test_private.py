@@ -244,6 +244,27 @@ def test_one_delta_is_stated_everywhere(tmp_path, kind):
             assert "No delta was chosen" not in str(statement)
 
 
+def test_a_closed_ledger_leaves_the_model_as_it_was(tmp_path):
+    ledger, model = dp.Ledger(tmp_path / "privacy.jsonl"), mlp()
+    ledger.close()
+    with pytest.raises(ConfigError, match="is closed"):
+        private(model, noise_multiplier=1.0, ledger=ledger, delta=1e-7)
+    assert ledger.delta is None
+    with private(model, noise_multiplier=1.0):  # nothing was attached
+        pass
+
+
+@pytest.mark.parametrize(
+    ("grouped", "note"), [(False, "each row counts as one user"), (True, "one row of each drawn user")]
+)
+def test_the_ledger_says_what_a_unit_was(grouped, note):
+    """A ledger of users may be of rows that each are one: its reader must see which."""
+    groups = torch.arange(40) // 4 if grouped else None
+    with private(mlp(), 1.0, noise_multiplier=8.0, ledger=dp.Ledger(unit="user"), groups=groups) as training:
+        train(training, points(), steps=1)
+        assert note in str(training.ledger.statement())
+
+
 def test_the_expected_batch_size_is_that_of_the_data():
     data, model = points(40), mlp()
     with private(model, 0.25) as training:

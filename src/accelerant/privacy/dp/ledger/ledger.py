@@ -38,7 +38,7 @@ from accelerant.privacy.dp.ledger.events import (
 from accelerant.privacy.dp.ledger.journal import Journal, read_journal
 from accelerant.privacy.dp.ledger.runs import VERSION, History, Run, RunWriter, fresh_id
 from accelerant.privacy.dp.ledger.statement import Statement, make_statement
-from accelerant.runtime.files import clipped
+from accelerant.runtime.files import clipped, plain
 from accelerant.runtime.host import fork_safe
 
 __all__ = ["Allowance", "Budget", "Ledger"]
@@ -100,9 +100,9 @@ class Allowance:
         if cost > budget.epsilon:
             before = self._cost(Counter(counts), budget.method)
             raise BudgetExceeded(
-                f"the budget is epsilon {budget.epsilon:g} at delta {budget.delta:g}: {before:.6g} is spent, and "
+                f"the budget is epsilon {budget.epsilon:g} at delta {budget.delta:g}: {plain(before, 6)} is spent, and "
                 f"{event.count} more ({event.mechanism}, noise multiplier {event.noise_multiplier:g}) would make it "
-                f"{cost:.6g}. Nothing was done or recorded: stop here, or raise the budget"
+                f"{plain(cost, 6, up=True)}. Nothing was done or recorded: stop here, or raise the budget"
             )
         recent = after - self._since if self._since else Counter({one: event.count})
 

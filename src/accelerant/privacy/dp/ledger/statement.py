@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from accelerant.privacy.dp.ledger.accounting import spent
 from accelerant.privacy.dp.ledger.events import DEFAULT_DELTA, Event, check_delta
 from accelerant.privacy.dp.ledger.runs import versions
-from accelerant.runtime.files import plain
+from accelerant.runtime.files import escaped, plain
 
 if TYPE_CHECKING:
     from accelerant.privacy.dp.ledger.ledger import Ledger
@@ -73,9 +73,9 @@ class Statement:
     versions: dict[str, str]
 
     def __str__(self) -> str:
-        lines = [f"{name}: {value}" for name, value in self._facts()]
+        lines = [f"{name}: {escaped(value)}" for name, value in self._facts()]  # a name must not look like a line
         for title, content in self._sections():
-            lines += [f"{title}:", *(f"  {line}" for line in content)]
+            lines += [f"{title}:", *(f"  {escaped(line)}" for line in content)]
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -329,4 +329,4 @@ def _number(epsilon: float) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    return escaped(text).replace("|", "\\|")

@@ -23,6 +23,7 @@ from accelerant.privacy.dp.ledger.accounting import calibrate
 from accelerant.privacy.dp.ledger.events import Event, Sampling, check_number, check_whole
 from accelerant.privacy.dp.ledger.ledger import Allowance, Budget
 from accelerant.privacy.dp.noise.noisy_sum import NoisePlan, NoisySum, make_source, require_clipped_unit
+from accelerant.runtime.files import plain
 from accelerant.runtime.host import refuse_masked
 
 __all__ = ["GradientPrivatizer", "Privatizer", "least_noise"]
@@ -261,7 +262,7 @@ class Privatizer(GradientPrivatizer):
     def _begin(self, dimensions: int, sensitivity: float, *, idealised: bool = False) -> tuple[NoisySum, NoisePlan]:
         if self.made >= self.steps:
             raise BudgetExceeded(
-                f"all {self.steps} planned steps were made: epsilon {self.epsilon():.6g} at delta "
+                f"all {self.steps} planned steps were made: epsilon {plain(self.epsilon(), 6, up=True)} at delta "
                 f"{self._target.delta:g}. The noise was found for so many; plan more steps from the start"
             )
         if not self.made and dimensions > _USUAL_NUMBERS:
@@ -290,8 +291,8 @@ def least_noise(target: Budget, sample_rate: float, steps: int, ledger: Ledger, 
     """
     if ledger.events and (before := ledger.epsilon(target.delta)) >= target.epsilon:
         raise BudgetExceeded(
-            f"the ledger holds epsilon {before:.4g} at delta {target.delta:g} already: {steps} more steps cannot end "
-            f"at {target.epsilon:g}"
+            f"the ledger holds epsilon {plain(before, up=True)} at delta {target.delta:g} already: {steps} more steps "
+            f"cannot end at {target.epsilon:g}"
         )
     return calibrate(target.epsilon, target.delta, sample_rate, steps, charged=charged, before=ledger.events)
 

@@ -372,12 +372,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
         return self._release.plan(max(self._bound, self.clipper.sensitivity), multiplier)
 
     def _event(self, plan: NoisePlan, sampling: Sampling) -> Event:
-        note = ""
+        unit, notes = self.ledger.unit, []
+        if unit != "example":  # the reader of the ledger cannot see what its maker called so
+            notes.append(f"one row of each drawn {unit}" if self.grouped else f"each row counts as one {unit}")
         if self._adaptive is not None:
-            note = self._adaptive.note
+            notes.append(self._adaptive.note)
             plan = dataclasses.replace(plan, delta=plan.delta + self._adaptive.delta)
         rate = self._sample_rate if sampling == "poisson" else 1.0
-        return self._release.event(plan, sampling, rate, idealised=True, note=note)  # summed in floating point
+        return self._release.event(plan, sampling, rate, idealised=True, note="; ".join(notes))  # floating point
 
     def _require_allowed(self, event: Event) -> None:
         """Check the training's own target, where the ledger, which may serve others, has no budget as tight."""

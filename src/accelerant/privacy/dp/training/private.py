@@ -417,7 +417,9 @@ def make_private(
             adaptive=AdaptiveNorm(adaptive, source, noise) if isinstance(adaptive, AdaptiveClipping) else None,
         )  # fmt: skip
         undo.callback(private.detach)
-        book.describe(delta=arguments.delta)
+        processes.on_first(lambda: book.describe(delta=arguments.delta))
+        if not processes.first:
+            book.describe(delta=arguments.delta)
         training = PrivateTraining(model, private, arguments, units, owns_ledger=owned)
         undo.pop_all()
     _private.add(model)

@@ -242,8 +242,8 @@ class PrivateRun(Extension):
             known = ledger.epsilon(settings.delta)
             if known >= settings.target_epsilon:
                 raise BudgetExceeded(
-                    f"the ledger {settings.ledger} holds epsilon {known:.4g} at delta {settings.delta:g}: the target "
-                    f"is {settings.target_epsilon:g}"
+                    f"the ledger {settings.ledger} holds epsilon {plain(known, up=True)} at delta {settings.delta:g}: "
+                    f"the target is {settings.target_epsilon:g}"
                 )
 
     # --- during the run ----------------------------------------------------------------------------------------------
