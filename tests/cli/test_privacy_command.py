@@ -79,6 +79,12 @@ def test_statement(ledger, capsys):
     assert capsys.readouterr().out.startswith("# Privacy statement\n")
 
 
+def test_a_delta_is_not_rounded_to_another(capsys):
+    arguments = ("--sigma", "1", "--q", "1", "--steps", "1", "--delta", "1.23456749e-5")
+    assert status("epsilon", *arguments) == 0
+    assert "at delta 1.23456749e-05 (PLD)" in capsys.readouterr().out
+
+
 def test_the_statement_is_at_the_delta_that_was_chosen(ledger, capsys):
     with Ledger(ledger, unit="user") as found:
         found.describe(delta=1e-7)

@@ -12,7 +12,7 @@ import typer
 
 from accelerant.cli.help import Application
 from accelerant.errors import ConfigError
-from accelerant.runtime.files import escaped, plain
+from accelerant.runtime.files import escaped, exact, plain
 
 if TYPE_CHECKING:
     from accelerant.privacy.dp.ledger.accounting import Spent
@@ -65,7 +65,7 @@ def epsilon(
         print(json.dumps(facts))
         return
     why = f": {chosen.reason}" if chosen.reason else ""
-    print(f"epsilon {_number(chosen.epsilon, 6)} at delta {delta:g} ({method.upper()}){why}")
+    print(f"epsilon {_number(chosen.epsilon, 6)} at delta {exact(delta)} ({method.upper()}){why}")
     print(f"cross-check by {other.upper()}: {_number(costs[other].epsilon, 6)}")
     print("for Poisson sampling, one record added or removed; shuffled batches are not covered")
 
@@ -93,7 +93,7 @@ def calibrate(
     scale = 10 ** (5 - math.floor(math.log10(sigma)))
     print(f"sigma {math.ceil(sigma * scale) / scale:.6g}")  # rounded up: the printed digits are enough noise as well
     listed = ", ".join(f"{_number(cost, 6)} ({way.upper()})" for way, cost in costs.items())
-    print(f"epsilon at delta {delta:g} is then {listed}, for Poisson sampling, one record added or removed")
+    print(f"epsilon at delta {exact(delta)} is then {listed}, for Poisson sampling, one record added or removed")
 
 
 def statement(

@@ -15,7 +15,7 @@ import typer
 from accelerant.cli.launch import joined, launch, own_device, rank, world_size
 from accelerant.config import settings
 from accelerant.errors import ConfigError
-from accelerant.runtime.files import plain
+from accelerant.runtime.files import exact, plain
 
 if TYPE_CHECKING:
     import torch
@@ -248,7 +248,7 @@ def _federated(options: dict[str, Any], json_output: bool) -> None:
     for name, report in reports.items():
         clients = "/".join(str(len(each)) for each in report.survivors)
         epsilon = plain(report.epsilon, up=True)
-        print(f"{name}: accuracy {report.accuracies[-1]:.1%}, epsilon {epsilon} at delta {report.delta:g}")
+        print(f"{name}: accuracy {report.accuracies[-1]:.1%}, epsilon {epsilon} at delta {exact(report.delta)}")
         print(f"  rounds of {clients} clients; client 3 leaves the second one after its keys are shared")
         for stage, spent in report.stages.items():
             traffic = f"{spent.bytes_up:>11,} bytes up {spent.bytes_down:>11,} down"

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from accelerant.cli.terminal import COMPILING, console, is_live
 from accelerant.errors import FormatError
-from accelerant.runtime.files import escaped, plain, typed
+from accelerant.runtime.files import escaped, exact, plain, typed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -83,7 +83,7 @@ def _summary_text(summary: dict[str, Any]) -> str:
     if private := summary.get("private"):
         whose = private["unit"] + ("" if private["secure"] else ", noise NOT secure")
         epsilon = plain(float(private["epsilon"]), up=True)
-        lines.append(f"privacy          epsilon {epsilon} at delta {private['delta']:g} for each {whose}")
+        lines.append(f"privacy          epsilon {epsilon} at delta {exact(private['delta'])} for each {whose}")
         lines.append(f"statement        {private['statement']}")
     if summary.get("stopped"):
         lines.append(f"stopped early    {summary['stopped']}")

@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 __all__ = [
-    "MAX_DEPTH", "AtomicFile", "Content", "JsonRecord", "clipped", "decode_json", "escaped", "is_virtual",
+    "MAX_DEPTH", "AtomicFile", "Content", "JsonRecord", "clipped", "decode_json", "escaped", "exact", "is_virtual",
     "open_regular", "plain", "read_regular", "remove_folder_of", "remove_leftovers", "temporary_path", "typed",
     "write_atomic", "write_together",
 ]  # fmt: skip
@@ -379,6 +379,12 @@ def plain(value: float | None, digits: int = 4, *, up: bool = False) -> str:
     if "e" not in text:
         return text
     return f"{float(text):,.0f}" if abs(value) >= 1 else f"{Decimal(text):f}"
+
+
+def exact(value: float) -> str:
+    """Return a number in six digits if it has no more, else in all of them: 1e-05, 0.25, 1.23456789e-07."""
+    text = f"{value:g}"
+    return text if float(text) == value else repr(value)
 
 
 def escaped(text: object) -> str:

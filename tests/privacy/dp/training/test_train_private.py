@@ -394,6 +394,8 @@ def test_a_ledger_that_does_not_go_with_the_run_is_refused_before_the_folder_is_
         ({"precision": "fp8"}, "fp8"),
         ({"precision": "float16"}, "overflow that skips a step would reveal"),
         ({"recompute": ("blocks.*",)}, "recompute"),
+        ({"patience": 2}, "held-out losses, which have no noise, would choose"),
+        ({"keep_best": True}, "held-out losses, which have no noise, would choose"),
         ({"tokenizer": "bpe", "vocab_size": 300}, "tokenizer trained on the text"),
         ({"batch_size": 400}, "not enough data"),
     ],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from accelerant.privacy.dp.ledger.accounting import spent
 from accelerant.privacy.dp.ledger.events import DEFAULT_DELTA, Event, check_delta
 from accelerant.privacy.dp.ledger.runs import versions
-from accelerant.runtime.files import escaped, plain
+from accelerant.runtime.files import escaped, exact, plain
 
 if TYPE_CHECKING:
     from accelerant.privacy.dp.ledger.ledger import Ledger
@@ -100,17 +100,17 @@ class Statement:
         if self.datasets:
             yield "Data", ", ".join(self.datasets)
         reason = f" ({self.reason})" if self.reason else ""
-        yield "Epsilon", f"{_number(self.epsilon)} at delta {_exact(self.delta)}{reason}"
+        yield "Epsilon", f"{_number(self.epsilon)} at delta {exact(self.delta)}{reason}"
         yield "Meaning", self.meaning
         yield "Number of units", f"about {self.units:,}" if self.units else "not recorded"
         if self.others:
-            found = (f"epsilon {_number(epsilon)} at delta {_exact(delta)}" for delta, epsilon in self.others)
+            found = (f"epsilon {_number(epsilon)} at delta {exact(delta)}" for delta, epsilon in self.others)
             yield "Other deltas that were chosen", "; ".join(found)
         yield "Accountant", "dp-accounting, privacy loss distributions"
         yield "Cross-check", f"epsilon {_number(self.epsilon_rdp)} by Renyi divergence, a looser bound"
         yield "Delta charged", f"{self.charged_delta:.3g}, subtracted from delta before epsilon is computed"
         if self.budget is not None:
-            yield "Budget", f"epsilon {_exact(self.budget[0])} at delta {_exact(self.budget[1])} ({self.budget[2]})"
+            yield "Budget", f"epsilon {exact(self.budget[0])} at delta {exact(self.budget[1])} ({self.budget[2]})"
         releases = sum(event.count for event in self.events)
         yield "Composition", f"{releases} releases, {len(self.events)} kind(s); their order does not matter"
         yield "Versions", ", ".join(f"{name} {version}" for name, version in self.versions.items())
@@ -125,11 +125,11 @@ class Statement:
 
     def _event_lines(self) -> Iterator[str]:
         for event in self.events:
-            sampling = _SAMPLINGS[event.sampling].format(unit=self.unit, rate=_exact(event.sample_rate))
+            sampling = _SAMPLINGS[event.sampling].format(unit=self.unit, rate=exact(event.sample_rate))
             secure = {True: "secure", False: "not secure", None: "security not recorded"}[event.secure]
             noise = f"{event.source or 'source not recorded'}, {secure}" if event.noise_multiplier else "none"
             parts = [
-                f"{event.count} x {event.mechanism}, noise multiplier {_exact(event.noise_multiplier)}",
+                f"{event.count} x {event.mechanism}, noise multiplier {exact(event.noise_multiplier)}",
                 f"sampling {sampling}",
                 f"noise {noise}",
                 f"delta charged each {event.delta:.3g}" if event.delta else "",
@@ -191,7 +191,7 @@ def _file_remarks(ledger: Ledger) -> Iterator[str]:
         yield f"{reason}: lines cut off the ledger before would not have been noticed, and epsilon may be larger."
     for number, facts in enumerate(ledger.openings, 1):
         for epsilon, delta, method in facts.get("loosened", ()):
-            yield f"Run {number} gave up the budget of epsilon {epsilon:g} at delta {delta:g} ({method})."
+            yield f"Run {number} gave up the budget of epsilon {exact(epsilon)} at delta {exact(delta)} ({method})."
     if not all(facts.get("id") for facts in ledger.openings):
         yield (
             "Runs of older versions are in the ledger. They accounted a count's discrete Gaussian as the continuous "
@@ -220,7 +220,7 @@ def _meaning(epsilon: float, delta: float, change: str) -> str:
     )  # fmt: skip
     return (
         f"{change} changes the probability of each outcome by a factor of at most e^epsilon = {factor}, and by at "
-        f"most delta = {_exact(delta)} in addition{right}"
+        f"most delta = {exact(delta)} in addition{right}"
     )
 
 
@@ -274,7 +274,7 @@ def _delta_remarks(delta: float, ledger: Ledger, *, by_default: bool) -> Iterato
         yield f"No delta was chosen: {delta:g} is shown. It should be well below one over the number of units."
     elif ledger.units and delta * ledger.units >= 1:
         yield (
-            f"Delta {_exact(delta)} is not below one over the about {ledger.units:,} units: to publish some of them as "
+            f"Delta {exact(delta)} is not below one over the about {ledger.units:,} units: to publish some of them as "
             "they are would be as private. A smaller delta has a larger epsilon."
         )
 
@@ -312,12 +312,6 @@ def _remarks(done: list[Event], datasets: int) -> Iterator[str]:
     if datasets > 1:
         yield "Several data sets: epsilon is that of a unit that is in all of them."
     yield "None of this code has been audited."
-
-
-def _exact(value: float) -> str:
-    """Return a number in six digits if it has no more, else all of them: rounded, a delta would be another one."""
-    text = f"{value:g}"
-    return text if float(text) == value else repr(value)
 
 
 def _json_number(epsilon: float) -> float | str:

@@ -37,7 +37,7 @@ from accelerant.privacy.dp.ledger.events import Event, about, check_number
 from accelerant.privacy.dp.sampling import DrawnBatch
 from accelerant.privacy.dp.training.private import PrivateTraining, make_private
 from accelerant.privacy.dp.training.step import PrivateStep
-from accelerant.runtime.files import plain, typed, write_atomic
+from accelerant.runtime.files import exact, plain, typed, write_atomic
 from accelerant.runtime.processes import Processes
 
 __all__ = ["PrivateRun", "PrivateSettings", "WindowSource", "split_draw"]
@@ -118,13 +118,18 @@ class PrivateRun(Extension):
     # --- before the run ----------------------------------------------------------------------------------------------
 
     def require(self, run: RunConfig) -> None:
-        """Raise ConfigError for fp8, float16, recomputation, and a tokenizer that would be trained on the text."""
+        """Raise ConfigError for fp8, float16, recomputation, and what the text would choose: a tokenizer, the end."""
         if run.training.precision == "fp8":
             raise ConfigError("--private does not go with --precision fp8: per-example gradients are taken in bfloat16")
         if run.training.precision == "float16":
             raise ConfigError(
                 "--private does not go with --precision float16: an overflow that skips a step would reveal more than "
                 "epsilon covers; use bfloat16 or float32"
+            )
+        if run.training.patience or run.training.keep_best:
+            raise ConfigError(
+                "--private does not go with patience and keep_best: held-out losses, which have no noise, would choose "
+                "the model. Give the number of steps in advance"
             )
         if run.training.recompute:
             raise ConfigError("--private does not go with --recompute: lower --micro-batch to save memory")
@@ -311,7 +316,7 @@ class PrivateRun(Extension):
         points = [(float(step), epsilon) for step, epsilon in curve if math.isfinite(epsilon)]
         if not points:
             return ()
-        return [Curve("Privacy spent", f"epsilon at delta {self.settings.delta:g}", points, "epsilon")]
+        return [Curve("Privacy spent", f"epsilon at delta {exact(self.settings.delta)}", points, "epsilon")]
 
     def remarks(self) -> Sequence[str]:
         """Return sentences on what is private, and what is not."""
@@ -319,7 +324,7 @@ class PrivateRun(Extension):
         noise = "secure noise" if settings.secure else "noise that is NOT secure (Philox): for research alone"
         epsilon = plain(ledger.epsilon(settings.delta), up=True)
         first = (
-            f"Private training: epsilon {epsilon} at delta {settings.delta:g} for each "
+            f"Private training: epsilon {epsilon} at delta {exact(settings.delta)} for each "
             f"{ledger.unit}, added or removed; noise multiplier {settings.noise_multiplier:.4g}, clipping norm "
             f"{settings.max_grad_norm:g}, {noise}."
         )
