@@ -1,14 +1,24 @@
 import errno
+import math
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import SafetensorError
+from torch import nn
 
-from accelerant.errors import FormatError
+from accelerant.errors import ConfigError, FormatError, UnsupportedCase
+from accelerant.nn.train import Evaluation, TrainConfig
 from accelerant.nn.train.checkpoint import (
+    BestModel,
     Checkpoints,
+    gathered,
     load_checkpoint,
+    require_same_config,
     require_same_shapes,
+    require_space,
+    restored,
     save_checkpoint,
     write_tensors,
 )
@@ -181,3 +191,92 @@ def test_a_document_without_shards_as_it_should_have_them_is_damage(tmp_path, do
     write_tensors(checkpoints.path, {}, {"format": "accelerant-checkpoint-1", "document": document})
     with pytest.raises(FormatError, match=r"checkpoint\.safetensors is damaged: "):
         checkpoints.size_bytes  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({}, "step must be"), ({"step": -1}, "'step' must be 0 or more, got -1"), ({"step": 1.5}, "step must be"),
+        ({"step": 1, "position": {"row": -1}}, "'row' must be 0 or more, got -1"),
+        ({"step": 1, "position": {"row": "0"}}, "position"), ({"step": 1, "optimizer": {"0.lr": []}}, "optimizer"),
+    ],
+)  # fmt: skip
+def test_values_of_another_type_are_refused(tmp_path, document, message):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save({}, document)
+    with pytest.raises(FormatError, match=f"is of another program: .*{message}"):
+        checkpoints.load()
+    checkpoints.save({}, {"step": 0, "position": {"row": 0}})
+    assert checkpoints.load()[1] == {"step": 0, "position": {"row": 0}}
+
+
+def test_the_space_of_three_checkpoints_is_required_exactly(tmp_path, monkeypatch):
+    parameters, small, free = 1000, 4 << 20, 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free, total=total * path.exists()))
+    for present, total in ((0, 1 << 40), (0, 0), (700, 1 << 40)):
+        if present:  # checkpoints and shards make room for new ones
+            (tmp_path / "checkpoint.safetensors").write_bytes(bytes(300))
+            (tmp_path / "checkpoint-shards-3").mkdir()
+            (tmp_path / "checkpoint-shards-3/00000.safetensors").write_bytes(bytes(400))
+            (tmp_path / "other").write_bytes(bytes(500))
+        folder = tmp_path if present else tmp_path / "a" / "b"  # which is not made yet
+        free = 3 * (1 + 2) * 4 * parameters + small - present  # parameters and two moments
+        require_space(folder, parameters)
+        free -= 1
+        if total:
+            with pytest.raises(ConfigError, match="for checkpoints and results, and its disk has 4"):
+                require_space(folder, parameters)
+        else:
+            require_space(folder, parameters)
+
+
+def test_settings_that_change_a_step_may_not_differ(tmp_path):
+    config = TrainConfig(steps=5)
+    found = config.to_dict()
+    require_same_config(tmp_path, found, config)
+    require_same_config(tmp_path, {}, config)  # of an older version
+    for name in ("batch_size", "learning_rate", "optimizer", "precision", "schedule", "clip", "seed", "warmup"):
+        with pytest.raises(ConfigError, match=f"was trained with {name}='other', got"):
+            require_same_config(tmp_path, found | {name: "other"}, config)
+    free = ("steps", "epochs", "device", "folder", "patience", "keep_best", "checkpoint_every", "log", "accumulate")
+    require_same_config(tmp_path, found | dict.fromkeys(free, "other"), config)
+
+
+def test_a_better_loss_is_lower_by_more_than_min_delta():
+    best = BestModel(patience=2, min_delta=0.5)
+    for loss, better, exhausted in ((4.0, True, False), (3.5, False, False), (3.25, True, False), (3.0, False, False),
+                                    (math.nan, False, True)):  # fmt: skip
+        assert best.update(Evaluation(step=1, loss=loss, rows=1)) is better
+        assert best.exhausted is exhausted
+    again = BestModel(patience=2, min_delta=0.5)
+    assert again.state() == {"loss": None, "step": 0, "waited": 0}
+    again.restore(best.state())
+    assert again.state() == best.state() == {"loss": 3.25, "step": 1, "waited": 2}
+    assert again.exhausted
+    assert not BestModel(patience=0, min_delta=0.0).exhausted
+
+
+def test_the_state_of_a_training_is_of_its_model_and_optimizer(tmp_path, monkeypatch):
+    def made(kind=torch.optim.AdamW, width=3):
+        model = nn.Linear(2, width)
+        optimizer = kind(model.parameters(), lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    cpu = torch.device("cpu")
+    model, optimizer = made()
+    tensors, document = gathered(model, optimizer, cpu)
+    other, its = made()
+    restored(tmp_path, tensors, document, other, its, cpu)
+    again = gathered(other, its, cpu)
+    assert again[1] == document
+    assert again[0].keys() == tensors.keys()
+    assert all(torch.equal(again[0][name], tensor) for name, tensor in tensors.items())
+    with pytest.raises(FormatError, match=r"is of another optimizer: AdamW, got Adam$"):
+        restored(tmp_path, tensors, document, *made(torch.optim.Adam), cpu)
+    with pytest.raises(FormatError, match=r"is of another shape: model\.bias is \(3,\), the model wants \(4,\)"):
+        restored(tmp_path, tensors, document, *made(width=4), cpu)
+    monkeypatch.setattr(nn.Linear, "get_extra_state", lambda self: 3)
+    with pytest.raises(UnsupportedCase, match=r"the state of the model has a int \(_extra_state\): no checkpoint"):
+        gathered(model, optimizer, cpu)
