@@ -56,15 +56,17 @@ fn pow_f32(a: f32, b: f32) -> f32 {
     if (nan_f32(a) || nan_f32(b)) {
         return bitcast<f32>(nan_bits);
     }
+    var size = exp2(b * log2(abs(a)));
     if (a == 0.0) {
-        return select(0.0, bitcast<f32>(infinity_bits), b < 0.0);
+        size = select(0.0, bitcast<f32>(infinity_bits), b < 0.0);
+    } else if (inf_f32(b)) {
+        size = select(select(0.0, bitcast<f32>(infinity_bits), (abs(a) > 1.0) == (b > 0.0)), 1.0, a == -1.0);
     }
-    let size = exp2(b * log2(abs(a)));
-    if (a > 0.0) {
+    if (bitcast<u32>(a) >> 31u == 0u) {
         return size;
     }
     if (floor(b) != b) {
-        return bitcast<f32>(nan_bits);
+        return select(bitcast<f32>(nan_bits), size, a == 0.0 || inf_f32(a));
     }
     return select(size, -size, floor(b * 0.5) * 2.0 != b);
 }

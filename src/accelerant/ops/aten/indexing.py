@@ -114,24 +114,32 @@ def _scatter(place: TensorDevice, x: Any, dim: int, index: Any, source: Any) -> 
     return _scattered(place, place.contiguous(x), dim, index, source, add=False)
 
 
-@register("scatter_add_.default", "index_add_.default")
-def _scatter_add_(
-    place: TensorDevice, x: Any, dim: int, index: Any, source: Any, *, out: DeviceTensor, alpha: Any = 1
-) -> Any:
-    if alpha != 1:
-        return NotImplemented
-    if index.dim() == 1 and x.dim() > 1:  # index_add
-        dim = dim_of(dim, x.dim())
-        if list(source.shape) != [*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]] or index.dtype not in _INDICES:
-            return NotImplemented  # torch's error
-        index = _along(_vector(place, index), dim, source.shape)
+@register("scatter_add_.default")
+def _scatter_add_(place: TensorDevice, x: Any, dim: int, index: Any, source: Any, *, out: DeviceTensor) -> Any:
     return _scattered(place, x, dim, index, source, add=True)
 
 
-@register("scatter_add.default", "index_add.default")
-def _scatter_add(place: TensorDevice, x: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
+@register("scatter_add.default")
+def _scatter_add(place: TensorDevice, x: Any, dim: int, index: Any, source: Any) -> Any:
+    return _scattered(place, place.contiguous(x), dim, index, source, add=True)
+
+
+@register("index_add_.default")
+def _index_add_(
+    place: TensorDevice, x: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1, out: DeviceTensor
+) -> Any:
+    dim = dim_of(dim, x.dim())
+    if alpha != 1 or not x.dim() or index.dim() > 1 or index.dtype not in _INDICES or source.dtype != x.dtype:
+        return NotImplemented
+    if list(source.shape) != [*x.shape[:dim], index.numel(), *x.shape[dim + 1 :]]:
+        return NotImplemented  # torch's error
+    return _scattered(place, x, dim, _along(_vector(place, index), dim, source.shape), source, add=True)
+
+
+@register("index_add.default")
+def _index_add(place: TensorDevice, x: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
     copied = place.contiguous(x)
-    return _scatter_add_(place, copied, dim, index, source, out=copied, alpha=alpha)
+    return _index_add_(place, copied, dim, index, source, alpha=alpha, out=copied)
 
 
 # --- gradients of views ----------------------------------------------------------------------------------------------
@@ -209,7 +217,7 @@ def _index_put_(
     *, out: DeviceTensor | None = None,
 ) -> Any:  # fmt: skip
     found = _linear(place, x, indices)
-    if found is None:
+    if found is None or values.dtype != x.dtype:
         return NotImplemented
     linear, shape, dim = found
     count = sum(index is not None for index in indices)

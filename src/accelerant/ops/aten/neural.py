@@ -19,11 +19,11 @@ from accelerant.ops.aten.table import (
     dim_of,
     dims_of,
     elementwise,
-    fits,
     operand,
     reduced,
     reduction,
     register,
+    spreads,
     strided,
     wide,
 )
@@ -49,6 +49,8 @@ def _product(place: TensorDevice, a: Any, b: Any) -> DeviceTensor:
         raise RuntimeError(f"expected m1 and m2 to have the same dtype, but got: {a.dtype} != {b.dtype}")
     if a.shape[2] != b.shape[1] or a.shape[0] != b.shape[0]:
         raise RuntimeError(f"matrices of shapes {tuple(a.shape)} and {tuple(b.shape)} cannot be multiplied")
+    if a.dtype == torch.bool:
+        raise NotImplementedError("products of matrices are not implemented for bool; convert them, as by x.int()")
     out = place.empty((a.shape[0], a.shape[1], b.shape[2]), a.dtype)
     if out.numel() and a.shape[2]:
         place.matmul(out, a, b)
@@ -79,6 +81,11 @@ def _bmm(place: TensorDevice, a: Any, b: Any) -> Any:
 
 
 def _added(place: TensorDevice, x: Any, product: DeviceTensor, beta: Any, alpha: Any) -> Any:
+    if not spreads(x.shape, product.shape) or x.dtype != product.dtype:
+        raise RuntimeError(
+            f"a tensor of {x.dtype} and shape {tuple(x.shape)} cannot be added to the product, "
+            f"of {product.dtype} and {tuple(product.shape)}"
+        )
     if beta == 0:
         return product if alpha == 1 else elementwise(place, "{0} * {1}", (product, alpha), product.dtype, out=product)
     if beta == alpha == 1:
@@ -226,7 +233,9 @@ def _logsumexp(place: TensorDevice, x: Any, dim: Any, keepdim: bool = False) -> 
 
 @register("native_layer_norm.default")
 def _layer_norm(place: TensorDevice, x: Any, shape: Sequence[int], weight: Any, bias: Any, eps: float) -> Any:
-    if not fits(aten.native_layer_norm.default, x, shape, weight, bias, eps):
+    if not shape or any(tuple(w.shape) != tuple(shape) for w in (weight, bias) if w is not None):
+        return NotImplemented  # torch's error
+    if list(x.shape[-len(shape) :]) != list(shape):
         return NotImplemented
     dims = list(range(x.dim() - len(shape), x.dim()))
     count = float(math.prod(shape))
@@ -282,6 +291,8 @@ def _decomposed(name: str) -> Callable[..., Any]:
     def run(_: TensorDevice, *args: Any, **kwargs: Any) -> Any:
         from torch._decomp import decomposition_table  # takes a while to import
 
+        if args[0].dim() < 2:
+            return NotImplemented  # torch's error
         packet, overload = name.split(".")
         return decomposition_table[getattr(getattr(aten, packet), overload)](*args, **kwargs)
 
@@ -395,10 +406,15 @@ def _picked(place: TensorDevice, x: Any, target: Any) -> tuple[Any, Any]:
     return rows, strided(target, (rows.shape[0], 1), (target.stride(0) if target.dim() else 1, 1))
 
 
+def _are_classes(x: Any, target: Any) -> bool:
+    """Return whether targets are one class for each row of x, which has one or two dimensions."""
+    one = target.dim() <= 1 and target.numel() == 1 if x.dim() == 1 else target.shape == x.shape[:1] and x.dim() == 2
+    return one and target.dtype in (torch.int64, torch.uint8)
+
+
 @register("nll_loss_forward.default")
 def _nll_loss(place: TensorDevice, x: Any, target: Any, weight: Any, reduce: int, ignore_index: int) -> Any:
-    case = (x, target, weight, reduce, ignore_index)
-    if weight is not None or x.dim() > 2 or not fits(aten.nll_loss_forward.default, *case):
+    if weight is not None or not _are_classes(x, target):
         return NotImplemented
     rows, index = _picked(place, x, target)
     losses = place.empty(index.shape, x.dtype)
@@ -419,8 +435,8 @@ def _nll_loss(place: TensorDevice, x: Any, target: Any, weight: Any, reduce: int
 def _nll_loss_backward(
     place: TensorDevice, dy: Any, x: Any, target: Any, weight: Any, reduce: int, ignore_index: int, total_weight: Any
 ) -> Any:
-    case = (dy, x, target, weight, reduce, ignore_index, total_weight)
-    if weight is not None or x.dim() > 2 or not fits(aten.nll_loss_backward.default, *case):
+    each = reduce == 0 and x.dim() == 2
+    if weight is not None or not _are_classes(x, target) or dy.numel() != (len(x) if each else 1):
         return NotImplemented
     rows, index = _picked(place, x, target)
     dx = place.empty(rows.shape, x.dtype)
@@ -442,7 +458,9 @@ def _nll_loss_backward(
 
 @register("mse_loss.default")
 def _mse_loss(place: TensorDevice, x: Any, y: Any, reduce: int = 1) -> Any:
-    y = operand(place, y)
+    if x.dtype != y.dtype or not x.dtype.is_floating_point:
+        return NotImplemented
+    y = y if isinstance(y, DeviceTensor) else place.upload(y)
     if reduce == 0 or x.shape != y.shape:
         return NotImplemented if reduce else elementwise(place, "({0} - {1}) * ({0} - {1})", (x, y), x.dtype)
     post, count = ("a / s0", (float(x.numel()),)) if reduce == 1 else ("a", ())

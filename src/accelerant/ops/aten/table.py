@@ -10,7 +10,6 @@ Most entries are one expression: `{0}`, `{1}`, ... are the operands, which are t
 from __future__ import annotations
 
 import contextlib
-import inspect
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -36,6 +35,7 @@ __all__ = [
     "reduced",
     "reduction",
     "register",
+    "spreads",
     "strided",
 ]
 
@@ -52,13 +52,12 @@ def register(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        takes_out = "out" in inspect.signature(function).parameters  # else DeviceTensor copies the result
         for name in names:
             base, _, overload = name.partition(".")
             packet = getattr(aten, base)
             for each in [overload] if overload else packet.overloads():
                 op = getattr(packet, each)
-                if takes_out or not any(argument.is_out for argument in op._schema.arguments):
+                if not any(argument.is_out for argument in op._schema.arguments):  # those copy another's result
                     TABLE[op] = _in_place(function) if base.endswith("_") else function
         return function
 
@@ -108,6 +107,11 @@ def _broadcast(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     if all(x.shape == first for x in tensors):
         return tuple(first)
     return tuple(torch.broadcast_shapes(*(x.shape for x in tensors)))
+
+
+def spreads(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Return whether a shape broadcasts to another."""
+    return len(shape) <= len(to) and all(n in (1, m) for n, m in zip(shape[::-1], to[::-1], strict=False))
 
 
 @lru_cache(maxsize=4096)
@@ -171,9 +175,17 @@ def _number(x: Any, dtype: torch.dtype) -> Any:
     return x - (1 << bits) if dtype.is_signed and x >> (bits - 1) else x
 
 
-def _filling(x: Any, dtype: torch.dtype) -> Any:
-    """Return a number that fills a tensor; torch's error for one that an integral dtype does not have."""
-    return x if dtype.is_floating_point or isinstance(x, Tensor) else torch.full((), x, dtype=dtype).item()
+def _bound(x: Any, dtype: torch.dtype) -> Any:
+    """Return a number as one of a dtype; torch's error for one that the dtype does not have."""
+    return x if isinstance(x, Tensor) or _holds(dtype, x) else torch.zeros((), dtype=dtype).masked_fill(_TRUE, x).item()
+
+
+_TRUE = torch.tensor(True)
+
+
+def _holds(dtype: torch.dtype, x: Any) -> bool:
+    """Return whether a floating dtype has a number: each has those up to 65504, infinity and NaN."""
+    return dtype.is_floating_point and not 65504 < abs(x) < math.inf
 
 
 def elementwise(
@@ -189,16 +201,14 @@ def elementwise(
     compute = dtype if compute is None else compute
     if compute not in place.dtypes or (out is None and dtype not in place.dtypes):
         return NotImplemented
-    shape, given = _broadcast(tensors) if tensors or out is None else tuple(out.shape), out is not None
+    shape = _broadcast(tensors) if tensors or out is None else tuple(out.shape)
     if out is None:
         out = place.empty(shape, dtype)
-    elif tuple(out.shape) != shape and _broadcast([out, *tensors]) != tuple(out.shape):
-        if out.numel():
+    else:
+        if tuple(out.shape) != shape and not spreads(shape, out.shape):
             raise RuntimeError(f"output with shape {list(out.shape)} doesn't match the broadcast shape {list(shape)}")
-        return NotImplemented  # out= of another size
+        _check_written(out, tensors, dtype)
     if out.numel():
-        if given:
-            _check_written(out, tensors, dtype)
         numbers = tuple(not isinstance(x, DeviceTensor) for x in whole)
         scalars = [_number(x, compute) for x in whole if not isinstance(x, DeviceTensor)]
         place.map(out, _numbered(template, numbers), tensors, scalars, integers, compute=compute)
@@ -246,7 +256,7 @@ for _name, _template in {
         place: TensorDevice, x: DeviceTensor, *, decimals: int = 0, out: DeviceTensor | None = None,
         template: str = _template,
     ) -> Any:  # fmt: skip
-        if decimals:
+        if decimals or x.dtype == torch.bool:
             return NotImplemented
         return elementwise(place, template if x.dtype.is_floating_point else "{0}", (x,), x.dtype, out=out)
 
@@ -273,6 +283,8 @@ _test("isinf", "is_inf({0})", floats_only=True)
 
 @register("bitwise_not", "bitwise_not_")
 def _bitwise_not(place: TensorDevice, x: DeviceTensor, *, out: DeviceTensor | None = None) -> Any:
+    if x.dtype.is_floating_point:
+        return NotImplemented
     return elementwise(place, "{0} == 0" if x.dtype == torch.bool else "~{0}", (x,), x.dtype, out=out)
 
 
@@ -286,14 +298,14 @@ def _compared(place: TensorDevice, x: Any, dtype: torch.dtype) -> Any:
 
 
 def _binary(names: Sequence[str], template: str, *, result: str = "promoted") -> None:
-    """Register a binary operation, whose result is "promoted", "bool", or "float" (true division)."""
+    """Register a binary operation, whose result is "promoted", "bool", or of "bits", which floats have not."""
 
     def run(place: TensorDevice, a: Any, b: Any, *, out: DeviceTensor | None = None) -> Any:
         compute = promoted(a, b)
+        if result == "bits" and compute.is_floating_point:
+            return NotImplemented
         if result == "bool":
             a, b = _compared(place, a, compute), _compared(place, b, compute)
-        if result == "float" and not compute.is_floating_point:
-            compute = torch.get_default_dtype()
         return elementwise(
             place, template, (a, b), torch.bool if result == "bool" else compute, compute=compute, out=out
         )
@@ -311,32 +323,54 @@ _binary(("floor_divide", "floor_divide_"), "div_floor({0}, {1})")
 _binary(("logical_and", "logical_and_"), "({0} != 0) && ({1} != 0)", result="bool")
 _binary(("logical_or", "logical_or_"), "({0} != 0) || ({1} != 0)", result="bool")
 _binary(("logical_xor", "logical_xor_"), "({0} != 0) != ({1} != 0)", result="bool")
-_binary(("bitwise_and", "bitwise_and_"), "{0} & {1}")
-_binary(("bitwise_or", "bitwise_or_"), "{0} | {1}")
-_binary(("bitwise_xor", "bitwise_xor_"), "{0} ^ {1}")
+_binary(("bitwise_and", "bitwise_and_"), "{0} & {1}", result="bits")
+_binary(("bitwise_or", "bitwise_or_"), "{0} | {1}", result="bits")
+_binary(("bitwise_xor", "bitwise_xor_"), "{0} ^ {1}", result="bits")
+
+
+def _is_alpha(alpha: Any, dtype: torch.dtype) -> bool:
+    """Return whether torch takes an alpha: a bool for bool alone, and a float for no integers."""
+    return isinstance(alpha, bool) <= (dtype == torch.bool) and (isinstance(alpha, int) or dtype.is_floating_point)
 
 
 @register("add", "add_")
 def _add(place: TensorDevice, a: Any, b: Any, alpha: Any = 1, *, out: DeviceTensor | None = None) -> Any:
     dtype = promoted(a, b)
+    if not _is_alpha(alpha, dtype):
+        return NotImplemented  # torch's error
     if dtype == torch.bool:
-        return elementwise(place, "({0} != 0) || ({1} != 0)", (a, b), dtype, out=out)
+        return elementwise(place, "({0} != 0) || ({1} != 0 && {2} != 0)", (a, b, alpha), dtype, out=out)
     if alpha == 1:
         return elementwise(place, "{0} + {1}", (a, b), dtype, out=out)
-    return elementwise(place, "{0} + {2} * {1}", (a, b, alpha), dtype, out=out)
+    return elementwise(place, "{0} + {2} * {1}", (a, b, _bound(alpha, dtype)), dtype, out=out)
+
+
+def _dtype(x: Any) -> torch.dtype | None:
+    return x.dtype if isinstance(x, Tensor) else torch.bool if isinstance(x, bool) else None
 
 
 @register("sub", "sub_")
 def _sub(place: TensorDevice, a: Any, b: Any, alpha: Any = 1, *, out: DeviceTensor | None = None) -> Any:
+    if torch.bool in (_dtype(a), _dtype(b)):
+        return NotImplemented  # torch's error
     dtype = promoted(a, b)
+    if not _is_alpha(alpha, dtype):
+        return NotImplemented
     if alpha == 1:
         return elementwise(place, "{0} - {1}", (a, b), dtype, out=out)
-    return elementwise(place, "{0} - {2} * {1}", (a, b, alpha), dtype, out=out)
+    return elementwise(place, "{0} - {2} * {1}", (a, b, _bound(alpha, dtype)), dtype, out=out)
 
 
 @register("rsub")
 def _rsub(place: TensorDevice, a: Any, b: Any, alpha: Any = 1) -> Any:
-    return elementwise(place, "{1} - {2} * {0}", (a, b, alpha), promoted(a, b))
+    if torch.bool in (_dtype(a), _dtype(b)):
+        return NotImplemented
+    dtype = promoted(a, b)
+    return (
+        elementwise(place, "{1} - {2} * {0}", (a, b, _bound(alpha, dtype)), dtype)
+        if _is_alpha(alpha, dtype)
+        else NotImplemented
+    )
 
 
 @register("div", "div_")
@@ -375,7 +409,9 @@ def _clamp(place: TensorDevice, x: Any, low: Any = None, high: Any = None, *, ou
     dtype = x.dtype
     for bound in (low, high):
         dtype = dtype if bound is None else torch.promote_types(dtype, promoted(x, bound))
-    low, high = (None if bound is None else _filling(bound, dtype) for bound in (low, high))
+    if dtype == torch.bool or low is high is None:
+        return NotImplemented  # torch's error
+    low, high = (None if bound is None else _bound(bound, dtype) for bound in (low, high))
     if low is None or high is None:
         template = "max({0}, {1})" if high is None else "min({0}, {1})"
         return elementwise(place, template, (x, high if low is None else low), dtype, out=out)
@@ -400,12 +436,16 @@ def _where(place: TensorDevice, condition: Any, a: Any, b: Any) -> Any:
 
 @register("masked_fill", "masked_fill_")
 def _masked_fill(place: TensorDevice, x: Any, mask: Any, value: Any, *, out: DeviceTensor | None = None) -> Any:
-    operands = (x, mask, _filling(value, x.dtype))
+    if isinstance(value, Tensor) and (value.dim() or not torch.can_cast(value.dtype, x.dtype)):
+        return NotImplemented  # torch's error
+    operands = (x, mask, _bound(value, x.dtype))
     return elementwise(place, "select({0}, {2}, {1} != 0)", operands, x.dtype, out=out)
 
 
 @register("lerp", "lerp_")
 def _lerp(place: TensorDevice, a: Any, b: Any, weight: Any, *, out: DeviceTensor | None = None) -> Any:
+    if {a.dtype} != {each.dtype for each in (b, weight) if isinstance(each, Tensor)} or not a.dtype.is_floating_point:
+        return NotImplemented  # torch's error
     template = "select({1} - ({1} - {0}) * (1 - {2}), {0} + {2} * ({1} - {0}), abs({2}) < 0.5)"
     return elementwise(place, template, (a, b, weight), a.dtype, out=out)
 
@@ -413,13 +453,17 @@ def _lerp(place: TensorDevice, a: Any, b: Any, weight: Any, *, out: DeviceTensor
 @register("addcmul", "addcmul_")
 def _addcmul(place: TensorDevice, x: Any, a: Any, b: Any, *, value: Any = 1, out: DeviceTensor | None = None) -> Any:
     dtype = torch.promote_types(promoted(x, a), promoted(x, b))
-    return elementwise(place, "{0} + {3} * {1} * {2}", (x, a, b, value), dtype, out=out)
+    if dtype == torch.bool or not _is_alpha(value, dtype):
+        return NotImplemented  # torch's error
+    return elementwise(place, "{0} + {3} * {1} * {2}", (x, a, b, _bound(value, wide(dtype))), dtype, out=out)
 
 
 @register("addcdiv", "addcdiv_")
 def _addcdiv(place: TensorDevice, x: Any, a: Any, b: Any, *, value: Any = 1, out: DeviceTensor | None = None) -> Any:
     dtype = torch.promote_types(promoted(x, a), promoted(x, b))
-    return elementwise(place, "{0} + {3} * ({1} / {2})", (x, a, b, value), dtype, out=out)
+    if not dtype.is_floating_point:
+        return NotImplemented  # torch's error
+    return elementwise(place, "{0} + {3} * ({1} / {2})", (x, a, b, _bound(value, wide(dtype))), dtype, out=out)
 
 
 # --- copies and creation ---------------------------------------------------------------------------------------------
@@ -454,7 +498,7 @@ def _to_copy(
 
 @register("fill_")
 def _fill(place: TensorDevice, x: DeviceTensor, value: Any, *, out: DeviceTensor) -> Any:
-    return elementwise(place, "{0}", (_filling(value, x.dtype),), x.dtype, out=x)
+    return elementwise(place, "{0}", (_bound(value, x.dtype),), x.dtype, out=x)
 
 
 @register("zero_")
@@ -466,7 +510,7 @@ def _filled(place: TensorDevice, size: Sequence[int], dtype: torch.dtype, value:
     if dtype not in place.dtypes:
         return NotImplemented
     out = place.empty(size, dtype)
-    return out if value is None else elementwise(place, "{0}", (_filling(value, dtype),), dtype, out=out)
+    return out if value is None else elementwise(place, "{0}", (_bound(value, dtype),), dtype, out=out)
 
 
 for _name, _value in {"empty_like": None, "zeros_like": 0, "ones_like": 1}.items():
@@ -546,16 +590,22 @@ def _triu(place: TensorDevice, x: DeviceTensor, diagonal: int = 0, *, out: Devic
 
 @register("cat")
 def _cat(place: TensorDevice, tensors: Sequence[Any], dim: int = 0) -> Any:
-    parts = [x for x in tensors if not (x.dim() == 1 and not x.numel())] or list(tensors[:1])
+    parts = [x for x in tensors if not (x.dim() == 1 and not x.numel())]
+    if not parts:
+        return NotImplemented
     dtype = parts[0].dtype
     for x in parts[1:]:
         dtype = torch.promote_types(dtype, x.dtype)
     if dtype not in place.dtypes:
         return NotImplemented
-    if not fits(aten.cat.default, tensors, dim):
-        return NotImplemented
+    if not all(x.dim() for x in parts):
+        raise RuntimeError("cat: a tensor of no dimensions cannot be concatenated; see torch.stack")
     dim = dim_of(dim, parts[0].dim())
     size = list(parts[0].shape)
+    if any(
+        x.dim() != len(size) or [*x.shape[:dim], *x.shape[dim + 1 :]] != [*size[:dim], *size[dim + 1 :]] for x in parts
+    ):
+        raise RuntimeError(f"cat: sizes must match except in dimension {dim}, got {[tuple(x.shape) for x in parts]}")
     size[dim] = sum(x.shape[dim] for x in parts)
     out, at = place.empty(size, dtype), 0
     for x in parts:
@@ -608,6 +658,7 @@ def fits(func: Any, *args: Any) -> bool:
 
     Kernels read at strides and indices, so a tensor of another shape would be read beyond its end. Torch's checks run
     on tensors without memory, once for each combination; those may refuse what it accepts, which the host then runs.
+    Only for operations whose checks are in C++: others import torch's in Python, for seconds.
     """
     return _fits(func, *map(_layout, args))
 
@@ -633,7 +684,7 @@ def _fits(func: Any, *args: Any) -> bool:
             return x.on(device)
         return [tensors(each, device) for each in x] if isinstance(x, tuple) else x
 
-    with contextlib.suppress(Exception):  # in Python, with errors of other types
+    with contextlib.suppress(Exception):
         func(*tensors(args, "meta"))
         return True
     func(*tensors(args, "cpu"))
@@ -753,8 +804,12 @@ def _argument(kind: str) -> Callable[..., Any]:
 
 register("amax", "max.default")(_extreme("max"))
 register("amin", "min.default")(_extreme("min"))
-register("argmax")(_argument("argmax"))
-register("argmin")(_argument("argmin"))
+for _kind in ("argmax", "argmin"):
+
+    def _numbers_argument(place: TensorDevice, x: Any, *args: Any, kind: str = _kind, **kwargs: Any) -> Any:
+        return NotImplemented if x.dtype == torch.bool else _argument(kind)(place, x, *args, **kwargs)
+
+    register(_kind)(_numbers_argument)
 register("max.dim")(_extreme_at("max"))
 register("min.dim")(_extreme_at("min"))
 register("max.other")(TABLE[aten.maximum.default])
@@ -763,12 +818,13 @@ register("min.other")(TABLE[aten.minimum.default])
 
 def _quantified(kind: str) -> Callable[..., Any]:
     def run(place: TensorDevice, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+        dtype = torch.uint8 if x.dtype == torch.uint8 else torch.bool
         if isinstance(dim, (list, tuple)) and not dim:
-            return elementwise(place, "{0} != 0", (x,), torch.bool, compute=x.dtype)
+            return elementwise(place, "{0} != 0", (x,), dtype, compute=x.dtype)
         pre = "select(0, 1, x0 != 0)"
         dims = dims_of(x, dim)
         compute = torch.int32 if x.dtype == torch.bool else x.dtype
-        return reduction(place, kind, (x,), dims, torch.bool, pre=pre, post="a > 0", compute=compute, keepdim=keepdim)
+        return reduction(place, kind, (x,), dims, dtype, pre=pre, post="a > 0", compute=compute, keepdim=keepdim)
 
     return run
 
@@ -788,19 +844,23 @@ def _variance(
     return result, (mean if keepdim else mean.reshape(result.shape)).to(x.dtype)
 
 
+def _has_variance(x: Tensor) -> bool:
+    return x.numel() > 0 and x.dtype.is_floating_point
+
+
 @register("var.correction")
 def _var(place: TensorDevice, x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    return _variance(place, x, dim, correction, keepdim, "a / s0")[0] if x.numel() else NotImplemented
+    return _variance(place, x, dim, correction, keepdim, "a / s0")[0] if _has_variance(x) else NotImplemented
 
 
 @register("std.correction")
 def _std(place: TensorDevice, x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    return _variance(place, x, dim, correction, keepdim, "sqrt(a / s0)")[0] if x.numel() else NotImplemented
+    return _variance(place, x, dim, correction, keepdim, "sqrt(a / s0)")[0] if _has_variance(x) else NotImplemented
 
 
 @register("var_mean.correction")
 def _var_mean(place: TensorDevice, x: Any, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
-    return _variance(place, x, dim, correction, keepdim, "a / s0") if x.numel() else NotImplemented
+    return _variance(place, x, dim, correction, keepdim, "a / s0") if _has_variance(x) else NotImplemented
 
 
 @register("linalg_vector_norm.default")

@@ -405,7 +405,7 @@ def _into(func: Any, functional: Any, _: TensorDevice, *args: Any, **kwargs: Any
     whole = [results] if isinstance(results, Tensor) else results
     for target, result in zip(targets, whole, strict=True):
         if not torch.can_cast(result.dtype, target.dtype):
-            raise RuntimeError(f"{func}: the result is {result.dtype}, which out= of {target.dtype} cannot hold")
+            raise UnsupportedCase(f"{func}: the result is {result.dtype}, which out= of {target.dtype} cannot hold")
         if target.shape != result.shape:
             raise UnsupportedCase(
                 f"{func}: out= has shape {tuple(target.shape)}, the result {tuple(result.shape)}; a tensor on "
