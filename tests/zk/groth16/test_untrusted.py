@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import pickle
@@ -158,7 +159,9 @@ def test_a_wrong_point_of_a_key_is_refused_where_the_key_enters(family, name, tm
         assert (status, output) == (2, ""), kind
         assert "not on" in error or "subgroup" in error
         assert not (tmp_path / "vk.json").exists()
-    assert key_with(family, name, negate(curve, point)).forgeable is None
+    negated = key_with(family, name, negate(curve, point))
+    assert negated.forgeable is None
+    assert family != "bn254" or not verify(negated, proof_of(family).public, proof_of(family))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -390,6 +393,11 @@ def test_batches():
             assert not verify_many(key, [public] * n, [bad if i == at else proof for i in range(n)])
     for wrong in ([bad, bad], [bad, opposite], [proof, bad, proof, opposite]):
         assert not verify_many(key, [public] * len(wrong), wrong)
+    texts = [(VECTORS / "groth16" / "poseidon" / f"{name}.json").read_text() for name in ("proof", "public")]
+    foreign = Proof.from_json(*texts)  # of a circuit with as many public inputs
+    assert len(foreign.public) == len(public)
+    assert not verify(key, foreign.public, foreign)
+    assert not verify_many(key, [public, foreign.public], [proof, foreign])
     other = ((public[0] + 1) % family_of("bn254").r, *public[1:])
     assert not verify_many(key, [other, public], [proof, proof])
     with pytest.raises(ConfigError, match="the verification key is on bn254, the proof on bls12_381"):
@@ -472,6 +480,9 @@ def good_text(family):
 
 def test_numbers_in_python():
     key, proof = key_of("bn254"), proof_of("bn254")
+    for public, found in (([None] * 3, "3"), ([], "0"), (itertools.repeat(None), "3 or more"), (iter([None]), "1")):
+        with pytest.raises(FormatError, match=rf"^public has {found} inputs; the verification key is for 2$"):
+            verify(key, public, proof)
     first, r = proof.public[0], family_of("bn254").r
     for wrong in (r, r + 1, first + r, first - r, -1, 2**256, 2**256 + first, H, -H):
         for call in (

@@ -6,9 +6,10 @@ both groups infinity is [0, 1, 0] with such coordinates. In Python a point is af
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -168,14 +169,18 @@ class Proof:
         return self.public
 
 
-def check_inputs(public: Sequence[int], family: Family, name: str) -> list[int]:
-    """Return a sequence of public inputs as a list.
+def check_inputs(public: Iterable[int], family: Family, name: str, n_public: int | None = None) -> list[int]:
+    """Return a sequence of public inputs as a list, counted before they are looked at if their number is given.
 
     UnsupportedDtype names the index of one that is no Python integer, FormatError of one not from 0 to below r.
     """
     if isinstance(public, str | bytes | bytearray | Mapping | Set) or not isinstance(public, Iterable):
         raise UnsupportedDtype(f"{name} must be a sequence of Python integers, got {type(public).__name__}")
-    values = list(public)
+    values = list(public if n_public is None else itertools.islice(public, n_public + 1))
+    if n_public is not None and len(values) != n_public:
+        found = len(public) if isinstance(public, Sized) else len(values)
+        more = "" if isinstance(public, Sized) or found < n_public else "or more "
+        raise FormatError(f"{name} has {found} {more}inputs; the verification key is for {n_public}")
     for i, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, int):
             raise UnsupportedDtype(f"{name}[{i}] must be a Python integer, got {type(value).__name__} {clipped(value)}")

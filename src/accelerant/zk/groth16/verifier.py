@@ -324,10 +324,7 @@ def _common_family(key: VerificationKey, proofs: Sequence[Proof]) -> Family:
 
 
 def _checked_inputs(key: VerificationKey, family: Family, public: Sequence[int], name: str) -> list[int]:
-    inputs = check_inputs(public, family, name)
-    if len(inputs) != key.n_public:
-        raise FormatError(f"{name} has {len(inputs)} inputs; the verification key is for {key.n_public}")
-    return inputs
+    return check_inputs(public, family, name, key.n_public)
 
 
 def _inputs_point(group: EllipticCurve, key: VerificationKey, inputs: Sequence[int], first: int = 1) -> U64:
