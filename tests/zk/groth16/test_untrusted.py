@@ -21,7 +21,7 @@ from accelerant.algebra.curve.parameters import endomorphism, family_of
 from accelerant.algebra.curve.reference import add, in_subgroup, multiply, negate
 from accelerant.cli.app import main
 from accelerant.errors import AccelerantError, ConfigError, FormatError, ShapeError, UnsupportedDtype
-from accelerant.zk.formats import Zkey, write_zkey
+from accelerant.zk.formats import Zkey, describe, write_wtns, write_zkey
 from accelerant.zk.formats.elements import montgomery_points
 from accelerant.zk.groth16 import Proof, VerificationKey, prove, verify, verify_many
 from accelerant.zk.groth16.proof import point_to_json
@@ -597,3 +597,19 @@ def test_exchanged_files_are_named(capsys, tmp_path):
     status, _, error = command(capsys, "calldata", paths["proof"], paths["public"])
     assert status == 2
     assert "proof.json has a proof, not public inputs: the command takes, in this order, public inputs, proof" in error
+
+
+def test_files_that_are_no_paths(tmp_path):
+    proof = good_text("bn254")
+    for wrong in (5, None, b"a.zkey", ["a"]):
+        for call in (
+            lambda wrong=wrong: VerificationKey.from_zkey(wrong),
+            lambda wrong=wrong: Zkey.open(wrong),
+            lambda wrong=wrong: describe(wrong),
+            lambda wrong=wrong: prove(wrong, "w.wtns"),
+            lambda wrong=wrong: write_wtns(wrong, "bn254", np.array([[1, 0, 0, 0]], np.uint64)),
+        ):
+            with pytest.raises(UnsupportedDtype, match=r"must be given as a str or a pathlib\.Path, got"):
+                call()
+    with pytest.raises(UnsupportedDtype, match="n_public must be an integer, got str '2'"):
+        Proof.from_json(proof, "[]", n_public="2")

@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import numpy.typing as npt
 
-from accelerant.errors import ConfigError, FormatError
+from accelerant.errors import ConfigError, FormatError, UnsupportedDtype
 from accelerant.runtime.files import AtomicFile
 
 __all__ = [
@@ -75,9 +75,15 @@ class Section:
     size: int
 
 
+def _path(path: FilePath) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise UnsupportedDtype(f"a file must be given as a str or a pathlib.Path, got {type(path).__name__}")
+    return Path(path)
+
+
 def regular_file(path: FilePath) -> Path:
     """Return path as a Path; FormatError if the file does not exist, or is a directory, a pipe or a device."""
-    file = Path(path)
+    file = _path(path)
     try:
         mode = file.stat().st_mode
     except FileNotFoundError:
@@ -320,7 +326,7 @@ def writable_target(path: FilePath) -> Path:
         ConfigError: the directory does not exist, the path is invalid, or it names a directory, a device, a pipe or a
             loop of symlinks.
     """
-    requested, mode = Path(path), None
+    requested, mode = _path(path), None
     try:
         target = Path(os.path.realpath(requested))
         in_directory = os.path.isdir(target.parent)

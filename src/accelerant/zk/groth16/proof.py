@@ -20,6 +20,7 @@ import numpy.typing as npt
 from accelerant.algebra.curve.encoding import decode_points, encode_points
 from accelerant.algebra.curve.parameters import FAMILIES, Curve, Family, family_of
 from accelerant.algebra.field.memory_space import HOST
+from accelerant.algebra.field.words import index_of
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase, UnsupportedDtype
 from accelerant.runtime.files import clipped, decode_json
 from accelerant.zk.operands import point_operand, points_inward
@@ -86,7 +87,9 @@ class Proof:
         Raises:
             FormatError: malformed JSON, a name given twice, a coordinate or input that is not reduced, a point off its
                 curve, another number of inputs, or too much text; names the element.
+            UnsupportedDtype: neither text nor bytes.
         """
+        n_public = None if n_public is None else index_of(n_public, "n_public")
         _check_size(text, _MAX_PROOF_BYTES, f"{name}: a proof")
         value, family = parse_groth16(text, name)
         for key in ("pi_a", "pi_b", "pi_c"):
