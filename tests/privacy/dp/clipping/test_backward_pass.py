@@ -183,6 +183,19 @@ def test_norms_of_tiny_and_huge_gradients(bound, clipping, norms):
         assert float(clipper.norms) <= bound or float(gradient_of(model).norm()) > 0.98 * bound or power > 17
 
 
+@modes
+@pytest.mark.parametrize("layer", [nn.Linear(1, 2, bias=False), nn.Conv1d(1, 2, 1, bias=False)], ids=["linear", "conv"])
+def test_weighted_values_that_float32_rounds_to_few_bits(layer, norms):
+    """Inputs of 1e-13 and gradients of 1e31: in float32 the weighted input has 13 bits, and 1.0001 C would be added."""
+    for _ in range(8):
+        layer.zero_grad()
+        clipper = PerExampleClipper(layer, max_grad_norm=1e-10, norms=norms)
+        x, scale = (1e-13, 1e31) if isinstance(layer, nn.Linear) else (1e31, 1e-13)  # the other factor is weighted
+        (layer(x * (1 + torch.rand(1, 1, 1))) * scale).sum().backward()
+        clipper.detach()
+        assert 0.999999e-10 < float(gradient_of(layer).norm()) <= 1e-10
+
+
 def test_what_is_called_after_a_pass():
     model, x = small(), batch()
     seen = []

@@ -184,7 +184,8 @@ class Rows(Contribution):
         or better, since a sum over examples in 16 bits would be rounded by more than an example adds.
         """
         low = launch.low_product(self.a.dtype, self.a.device)
-        dtype = torch.bfloat16 if low else wide(self.a.dtype)
+        dtype = torch.bfloat16 if low else launch.weighted_dtype(wide(self.a.dtype), self.g)
+        weights = weights.to(dtype) if dtype == torch.float64 else weights
         a, g = launch.factors(self.a, self.g, weights, drop, dtype, consumed=self.consumed)
         return g.flatten(0, 1).t(), a.flatten(0, 1)
 

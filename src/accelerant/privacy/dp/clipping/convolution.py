@@ -72,8 +72,8 @@ class Convolution(Contribution):
 
         A sum over examples in 16 bits would be rounded by more than an example adds.
         """
-        dtype = wide(self.g.dtype)
-        g = launch.scaled(self.g, weights, drop, dtype)
+        dtype = launch.weighted_dtype(wide(self.g.dtype), self.x)
+        g = launch.scaled(self.g, weights.to(dtype), drop, dtype)
         x = launch.cleared(self.x, drop).to(dtype)
         _, total, _ = _backward(g, x, self.weight.to(g.dtype), self.windows, [False, True, False])
         return total.view(shape)  # type: ignore[no-any-return]  # torch's own

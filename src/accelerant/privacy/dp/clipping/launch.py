@@ -40,8 +40,8 @@ from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 
 __all__ = [
     "FLOAT32_ROUNDOFF", "KERNELS", "Gram", "add_rows_", "bounded", "chunks", "cleared", "factor_roundoff", "factors",
-    "form", "ghost_terms", "low_product", "margin", "scaled", "squares", "torch_squares", "unresolved", "weighted_sum",
-    "wide",
+    "form", "ghost_terms", "low_product", "margin", "scaled", "squares", "torch_squares", "unresolved",
+    "weighted_dtype", "weighted_sum", "wide",
 ]  # fmt: skip
 
 _NAMES = ("squares", "sum", "scale", "ghost")
@@ -115,6 +115,17 @@ def factor_roundoff(dtype: torch.dtype, device: torch.device) -> float:
 
 FLOAT32_ROUNDOFF = {"none": 2.0**-24, "ieee": 2.0**-24, "tf32": 2.0**-9, "bf16": 2.0**-7}
 """By torch's setting for float32 products: of both factors; TF32 keeps 10 bits, truncated."""
+
+
+def weighted_dtype(dtype: torch.dtype, other: Tensor) -> torch.dtype:
+    """Return the dtype for weighted factors whose products with `other` are summed: `dtype`, or float64 on a CPU.
+
+    A small weighted value is rounded by up to 2^-150, which a factor of 2^80 and more would make a part of the bound.
+    """
+    if dtype != torch.float32 or other.device.type != "cpu" or not other.numel():
+        return dtype
+    least, most = other.aminmax()
+    return dtype if max(-float(least), float(most)) <= 2.0**80 else torch.float64  # NaN is no number below
 
 
 def low_product(dtype: torch.dtype, device: torch.device) -> bool:
