@@ -28,8 +28,9 @@ from accelerant.errors import (
 )
 from accelerant.privacy import mpc
 from accelerant.privacy.dp import Budget, Ledger
+from accelerant.privacy.dp.noise.charge import charge
 from accelerant.privacy.mpc.secagg import client as parties
-from accelerant.privacy.mpc.secagg import messages
+from accelerant.privacy.mpc.secagg import encoding, messages
 from accelerant.privacy.mpc.secagg.aggregate import run_round
 from accelerant.privacy.mpc.secagg.encoding import scaled_down
 from accelerant.privacy.mpc.secagg.messages import STAGES, Reader
@@ -318,6 +319,44 @@ def test_noise_and_its_charge():
     assert ledger.epsilon(1e-5) == pytest.approx(1.9931, abs=1e-3)  # of the Gaussian with noise multiplier 2
     assert [event.mechanism for event in ledger.events] == ["discrete_gaussian"]
     assert encoding.std > 1000 * encoding.step
+
+
+@pytest.mark.parametrize(
+    ("clients", "threshold", "colluders", "step", "neighbours"),
+    [(5, 5, 1, 2.0**-4, None), (24, 16, 0, 2.0**-6, "auto")],
+)
+def test_noise_is_that_of_its_formula(clients, threshold, colluders, step, neighbours):
+    """The deviation and delta of the module's docstring, where rounding, smoothing and every charge count."""
+    size, norm, z = 10_000, 1.0, 4.0
+    setup = mpc.SecureAggregation(
+        clients, threshold, size, max_norm=norm, noise_multiplier=z, step=step, colluders=colluders,
+        neighbours=neighbours,
+    )  # fmt: skip
+    found, least = setup.encoding, threshold - colluders
+    least = least // 2 + 1 if neighbours else least
+    sensitivity = norm + step * math.sqrt(size) / 2
+    assert found.least == least
+    assert found.std == pytest.approx(math.sqrt(((z * sensitivity) ** 2 + (1.58 * step) ** 2) / least), rel=1e-12)
+    delta = clients * charge(found.std, step, size).delta + (2.0**-40 if neighbours else 0.0)
+    assert found.delta == 2.0 ** math.ceil(math.log2(delta))
+    assert (found.noise_multiplier, found.event().noise_multiplier, found.event().delta) == (z, z, found.delta)
+
+
+def test_sums_that_just_fit():
+    """The largest sum is n (clip / step + 1), below 2^31; noise adds 12 of its deviations, of at least 4 steps."""
+    most = 2**31 // 3 - 1
+    assert mpc.SecureAggregation(3, 2, 1, clip=float(most), step=1.0).encoding.clip == most
+    total = mpc.secure_aggregate([torch.tensor([most], dtype=torch.int64)] * 3, 2, clip=float(most)).total
+    assert total.tolist() == [3 * most]
+    for clip in (most + 1, most + 2):
+        with pytest.raises(ConfigError, match="do not fit 32 bits"):
+            mpc.SecureAggregation(3, 2, 1, clip=float(clip), step=1.0)
+    assert (encoding._TAIL, encoding._LEAST_STEPS, encoding.SMOOTH, encoding._HALF) == (12, 4, 1.58, 2**31)
+    noisy = {"clients": 3, "threshold": 3, "size": 1, "max_norm": 2.0**10, "step": 1.0}
+    least = 4 * math.sqrt(3) / (2.0**10 + 0.5)
+    with pytest.raises(ConfigError, match="too narrow"):
+        mpc.SecureAggregation(**noisy, noise_multiplier=least * 0.97)
+    assert mpc.SecureAggregation(**noisy, noise_multiplier=least * 1.0001).encoding.std >= 4
 
 
 def test_a_sparse_graph_charges_its_probability_to_fail():
