@@ -52,6 +52,27 @@ def test_truncation_is_within_one_unit():
     assert int(ones[:, 2].sum()) >= 58
 
 
+def test_masks_of_truncation_have_192_bits():
+    """Uniform below 2^192, each fresh, so that the opened sum hides a number of 64 bits up to 2^-128."""
+    sharing = shamir.split(torch.zeros(256), 2, 3, field="bn254_fr")[0].sharing
+    dealt = [beaver.deal_truncations(sharing, 16) for _ in "ab"]
+    words, low = (shamir.opened([getattr(each, name) for each in dealt[0][:2]])[0] for name in ("r", "low"))
+    limbs = words.numpy()
+    assert not limbs[:, 3].any()
+    ones = np.unpackbits(limbs[:, :3].astype("<u8").view(np.uint8), axis=1).mean(0)
+    assert np.abs(ones - 0.5).max() < 6 * 0.5 / 16  # of 192 bits, in 256 masks: six standard deviations
+    assert len({tuple(row) for row in limbs.tolist()}) == 256
+    assert (low.numpy()[:, 0] == limbs[:, 0] & np.uint64(0xFFFF)).all()
+    assert not low.numpy()[:, 1:].any()
+    other, _ = shamir.opened([each.r for each in dealt[1][:2]])
+    assert not (other.numpy()[:, 0] == limbs[:, 0]).any()
+    split_ids = {share.sharing.split_id for each in dealt for share in (each[0].r, each[0].low)}
+    triples = [beaver.deal_triples(sharing, sharing) for _ in "ab"]
+    split_ids |= {share.sharing.split_id for each in triples for share in (each[0].a, each[0].b, each[0].c)}
+    assert len(split_ids) == 4 + 6
+    assert {len(each) for each in split_ids} == {16}
+
+
 def test_what_is_opened_is_masked(fixed_entropy, monkeypatch):
     """The opened differences of two pairs of factors look alike: chi-square in 64 cells at level 1e-6."""
     monkeypatch.setattr(shamir, "_stream", SecureStream())
@@ -96,7 +117,7 @@ def test_operands_that_do_not_fit_are_refused():
     ):
         beaver.deal_truncations(x, 8)
     large = shamir.split(torch.ones(2), 2, 3, field="bls12_381_fr")[0].sharing
-    for bits in (0, 25):
+    for bits in (0, 25, 8.0):
         with pytest.raises(ConfigError, match=f"truncation by {bits} bits: wanted 1 to the shares' 24 fraction bits"):
             beaver.deal_truncations(large, bits)
     x, y = (shamir.split(torch.ones(2), 2, 3) for _ in range(2))

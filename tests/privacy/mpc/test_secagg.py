@@ -487,6 +487,20 @@ def test_the_context_has_every_setting():
     assert {name for change in others for name in change} == {each.name for each in fields(setup)} - {"clients"}
 
 
+def test_the_bound_of_failures_is_exact():
+    """2^-40 of the docstring: graphs, and members of a round, on both sides of it; complete graphs at 2 t = n + c."""
+    assert -40.1 < failure_log2(20, 20, 16, 0, 9) <= -40 < failure_log2(24, 24, 18, 0, 11) < -39.5
+    assert mpc.SecureAggregation(20, 16, 1, clip=1.0, neighbours=9).neighbours == 9
+    with pytest.raises(ConfigError, match=r"got 11: the server may isolate clients with probability 2\^-40"):
+        mpc.SecureAggregation(24, 18, 1, clip=1.0, neighbours=11)
+    setup = mpc.SecureAggregation(26, 19, 1, clip=1.0, neighbours="auto")
+    assert setup.neighbours == 9
+    assert -40 < failure_log2(26, 22, 19, 0, 9) < -39
+    assert [members for members in range(19, 27) if not setup.is_safe(members)] == [22, 24]
+    assert failure_log2(4, 4, 2, 0, 3) == failure_log2(5, 5, 4, 3, 4) == 0.0
+    assert failure_log2(5, 5, 3, 0, 4) == failure_log2(5, 5, 5, 4, 4) == -math.inf
+
+
 def test_sparse_graphs_of_many_clients_have_few_neighbours():
     k = least_neighbours(1000, 800, 100)
     assert 15 < k < 60

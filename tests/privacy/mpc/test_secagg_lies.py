@@ -400,3 +400,20 @@ def test_a_client_of_a_sparse_graph_has_masks_with_those_that_it_drew():
     undrawn = next(j for j in w.everyone[1:] if j not in drawn and 0 not in w.sealed[j])
     received = pack_pieces({sender: to[0] for sender, to in w.sealed.items() if 0 in to})
     assert not w.tell("mask", 0, w.answer("mask", 0, pack_ids(drawn | {undrawn}) + received))
+
+
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_a_client_answers_each_stage_once(stage):
+    """A second answer, of the same or of other survivors, would reveal both secrets of a client."""
+    w = LyingServer(5, 3, earlier=False)
+    for each in STAGES[1 : STAGES.index(stage)]:
+        w.stage(each)
+    answer = w.answer(stage, 0, w.truth(stage, 0))
+    assert w.tell(stage, 0, answer)
+    assert not w.tell(stage, 0, answer)
+    if stage == "consistency":
+        assert not w.tell(stage, 0, w.answer(stage, 0, pack_ids([0, 1, 2])))
+    w.stage(stage, told=[0])
+    for each in STAGES[STAGES.index(stage) + 1 :]:
+        w.stage(each)
+    w.assert_nothing_leaks()

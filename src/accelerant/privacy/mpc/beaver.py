@@ -116,7 +116,8 @@ def multiply(triple: Triple, received: Sequence[tuple[Share, Share]]) -> Share:
 def deal_truncations(of: Sharing, bits: int) -> list[Truncation]:
     """Deal each party a mask, on the CPU, to remove 1 to of.fraction_bits fraction bits; or raise ConfigError."""
     chosen = prime_field(of.field)
-    if chosen.limbs <= _MASK_LIMBS or of.curve or not 1 <= bits <= of.fraction_bits:
+    valid = isinstance(bits, int) and 1 <= bits <= of.fraction_bits
+    if chosen.limbs <= _MASK_LIMBS or of.curve or not valid:
         raise ConfigError(
             f"truncation by {clipped(bits)} bits: wanted 1 to the shares' {of.fraction_bits} fraction bits, and plain "
             f"shares in bn254_fr or bls12_381_fr, got {of.field}"
