@@ -205,6 +205,226 @@ def test_float64_is_torchs():
     )
 
 
+@pytest.mark.parametrize("size", [65_535, 65_536])
+def test_a_function_means_the_same_at_every_size(uninterpreted, size):
+    """65,536 elements are where the C compiler takes over from torch."""
+    x = torch.full((size,), 2.3)
+    x[:12] = torch.tensor(
+        [math.nan, math.inf, -math.inf, 0.0, -0.0, 88.7, 88.73, -104.0, 1e-45, 3e38, -1e-40, 1e19]
+    )  # fmt: skip
+
+    def function(x):
+        y = torch.maximum(x, x * 2) + torch.minimum(x, -x)
+        return (
+            x * 0, (x + 12582912.0) - 12582912.0, (x - x) * 2, x * x - 1.1 * x * x, x / 3 * 3, x + -0.0, y, x.exp(),
+            torch.where(x == 0, 1 / x, x**-2), torch.tanh(x) * 0, F.relu(x), x.clamp(-1, 1), -torch.abs(x).sqrt(),
+        )  # fmt: skip
+
+    for number, (y, wanted) in enumerate(zip(acl.fuse(function)(x), function(x), strict=True)):
+        torch.testing.assert_close(y, wanted, equal_nan=True, rtol=2e-7, atol=0, msg=f"result {number}")
+        assert torch.equal(y[y == 0].signbit(), wanted[y == 0].signbit()), number
+    sums = acl.fuse(lambda x: (x.sum(-1), x.amax(-1), torch.softmax(x, -1), torch.logsumexp(x, -1)))
+    for at in (0, 1, 2):
+        part = x[at].expand(size).clone()
+        part[1:] = 1
+        torch.testing.assert_close(sums(part)[:2], (part.sum(-1), part.amax(-1)), equal_nan=True)
+        torch.testing.assert_close(sums(part)[2:], (part.softmax(-1), part.logsumexp(-1)), equal_nan=True)
+    ran = {row["implementation"] for row in ledger().to_dict()["ops"]}
+    assert ran == {"torch" if size < 65_536 else "portable"}
+
+
+ULPS = {"exp": 0.8, "tanh": 1.4, "erf": 1.2, "sigmoid": 2.5, "power": 0.51, "sqrt": 0.51, "gelu": None}
+"""Errors in units of the last place; torch's are 0.5 to 0.8, of the sigmoid 2.5, by MKL."""
+
+
+@pytest.mark.parametrize("name", ULPS)
+def test_errors_of_functions_on_the_cpu(uninterpreted, name):
+    functions = {"power": lambda x: x**-7, "sqrt": lambda x: torch.sqrt(abs(x)), "gelu": F.gelu}
+    apply = functions.get(name) or (lambda x: getattr(torch, name)(x))
+    x = torch.cat([torch.linspace(-87, 88.7, 66_000), torch.linspace(-2, 2, 9_999), torch.logspace(-20, -1, 999)])
+    fused, wanted = acl.fuse(apply)(x).double(), apply(x.double())
+    assert ledger().to_dict()["ops"][0]["implementation"] == "portable"
+    if ULPS[name] is None:  # 1 + erf(x) cancels: absolute, and at most torch's
+        assert (fused - wanted).abs().max() <= 1.01 * (apply(x).double() - wanted).abs().max()
+        return
+    normal = (wanted.abs() > 2.0**-126) & (wanted.abs() < 2.0**128)
+    ulps = torch.ldexp((fused - wanted)[normal].abs(), 24 - torch.frexp(wanted[normal]).exponent)
+    assert ulps.max() <= ULPS[name]
+
+
+LONG = {
+    "mean": lambda x: x.mean(-1),
+    "sum": lambda x: (x * 3).sum(-1, keepdim=True),
+    "variance": lambda x: (x + 1).var(-1) + 1,
+    "norm": lambda x: (x * x).sum(-1).sqrt(),
+    "softmax": lambda x: torch.softmax(x, -1)[..., :9] if not hasattr(x, "expr") else torch.softmax(x, -1),
+    "logsumexp": lambda x: torch.logsumexp(x, -1),
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]) + 1,
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_rows_lose_no_digits(uninterpreted, name):
+    x = torch.full((1, 2_073_600), 0.1)
+    got, wanted = acl.fuse(LONG[name])(x), LONG[name](x.double())
+    torch.testing.assert_close(got.double()[..., :1], wanted[..., :1], rtol=2e-7, atol=0)
+    assert {row["implementation"] for row in ledger().to_dict()["ops"]} == {"portable"}
+
+
+def test_long_rows_of_a_looped_kernel_lose_no_digits(monkeypatch):
+    """Interpreted: as on a GPU, each element of a block adds up to 500 terms."""
+    monkeypatch.setattr(function, "_WHOLE_ROW", 4)
+    monkeypatch.setattr(function, "_BLOCK", 1)
+    x = torch.full((1, 2000), 0.1, device=DEVICE)
+    x[0, 5] = 1e7  # whose unit in the last place is 1
+    total, spread = acl.fuse(lambda x: (x.sum(-1), (x * x).mean(-1)))(x)
+    torch.testing.assert_close(total.double(), x.double().sum(-1), rtol=1e-7, atol=0)
+    torch.testing.assert_close(spread.double(), (x.double() ** 2).mean(-1), rtol=1e-6, atol=0)
+    x[0, 7] = math.inf
+    assert acl.fuse(lambda x: x.sum(-1))(x).item() == math.inf
+
+
+@pytest.mark.slow
+def test_long_rows_and_specials_on_opencl():
+    require_backend("opencl")
+    x = np.full((2, 300_000), 0.1, np.float32)
+    x[1, 3:8] = [math.inf, 1, 3e38, -0.0, 88.7]
+    fused = acl.fuse(lambda x: (x.mean(-1), x * 0, (x + 12582912.0) - 12582912.0, x**5), device="opencl")
+    mean, zero, rounded, power = fused(x)
+    np.testing.assert_allclose(mean, [0.1, math.inf], rtol=1e-7)
+    np.testing.assert_array_equal(zero, x * 0)
+    np.testing.assert_array_equal(rounded, (x + np.float32(12582912)) - np.float32(12582912))
+    np.testing.assert_allclose(power, (x.astype(np.float64) ** 5).astype(np.float32), rtol=2e-7)
+
+
+IDENTITIES = {
+    "clone": lambda a: a.clone(), "plus": lambda a: +a, "times one": lambda a: a * 1, "power": lambda a: a**1,
+    "divided": lambda a: a / 1, "convert": lambda a: a.to(a.dtype), "detach": lambda a: a.detach(),
+    "itself": lambda a: a, "contiguous": lambda a: a.contiguous(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3,), (2, 5), (1, 65_536)])
+def test_results_have_memory_of_their_own(uninterpreted, shape):
+    for name, identity in IDENTITIES.items():
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            x = torch.ones(shape, dtype=dtype)
+            y = acl.fuse(identity)(x)
+            y += 1
+            assert (x == 1).all(), (name, dtype)
+    a = np.ones(shape, np.float32)
+    y = acl.fuse(lambda a: (a.astype(np.float32), +a, a * 2, a * 2))(a)
+    for each in y[:3] if shape else ():
+        each += 1
+    assert (a == 1).all()
+    assert (y[3] == 2).all()
+
+
+SCALE, SCALES = 2.0, {"all": [2.0]}
+
+
+class _Scaled:
+    scale = 2.0
+
+    def __init__(self):
+        self.factor = 2.0
+
+    @property
+    def half(self):
+        return self.factor / 2
+
+    @acl.fuse
+    def times(self, x):
+        return x * self.factor
+
+
+def _scaled(x):
+    return x * SCALE
+
+
+def test_what_is_read_from_outside_is_read_at_each_call(uninterpreted, monkeypatch):
+    x, own, tensor, array = torch.ones(3), _Scaled(), torch.tensor(2.0), np.array(2.0)
+    cell = 2.0
+
+    def default(x, scale=torch.tensor(2.0), other=1.0):  # noqa: B008
+        return x * scale * other
+
+    functions = {
+        "tensor": lambda x: x * tensor, "array": lambda x: array * x, "tensor within": lambda x: x * float(tensor),
+        "global": _scaled, "helper": lambda x: _scaled(x) + 0, "items": lambda x: x * SCALES["all"][0],
+        "cell": lambda x: x * cell, "attribute": lambda x: x * own.factor, "property": lambda x: x * own.half * 2,
+        "class": lambda x: x * own.scale, "comprehension": lambda x: x * sum([each * 1 for each in (cell,)]),
+        "bound": lambda x: x.clamp(max=tensor) * 0 + tensor, "made": lambda x: x * (torch.tensor(0.5) * 2) * cell,
+    }  # fmt: skip
+    fused = {name: acl.fuse(each) for name, each in functions.items()}
+    fused["default"], fused["callable"], fused["argument"] = acl.fuse(default), own.times, lambda x: with_object(x, own)
+    with_object = acl.fuse(lambda x, settings: x * settings.factor)
+    for name, each in fused.items():
+        for _ in range(2):
+            assert each(x).tolist() == [2] * 3, name
+    tensor.fill_(5.0)
+    array[...] = cell = own.factor = 5.0
+    monkeypatch.setattr(_Scaled, "scale", 5.0)
+    monkeypatch.setitem(globals(), "SCALE", 5.0)
+    monkeypatch.setitem(SCALES, "all", [5.0])
+    default.__defaults__[0].fill_(2.5)
+    default.__defaults__ = (default.__defaults__[0], 2.0)
+    for name, each in fused.items():
+        for _ in range(2):
+            assert each(x).tolist() == [5] * 3, name
+    counter = acl.fuse(lambda x: x * next(numbers))
+    numbers = iter((1.0, 2.0))
+    assert [counter(x)[0].item(), counter(x)[0].item()] == [1, 2]
+    inverse = acl.fuse(lambda x, sign: 1 / (x * sign))
+    assert [inverse(x, sign)[0].item() for sign in (0.0, -0.0)] == [math.inf, -math.inf]
+    trained = torch.tensor(2.0, requires_grad=True)
+    with pytest.raises(UnsupportedCase, match="an array from outside of the function: make it an argument"):
+        acl.fuse(lambda x: x * trained)(x)
+
+
+def test_a_number_from_outside_compiles_no_other_kernel(by_the_c_compiler):
+    scale, x = torch.tensor(2.0), torch.ones(3)
+    fused = acl.fuse(lambda x: x * scale)
+    programs = set()
+    for number in (2.0, 3.0, -0.0):
+        scale.fill_(number)
+        assert fused(x).tolist() == [number] * 3
+        programs.add(fused.program(x))
+    assert len(programs) == 1
+
+
+RECORDS = np.zeros(5, dtype=[("tag", "u1"), ("value", "<f4")])
+RECORDS["value"] = range(5)
+GRID = np.arange(24, dtype=np.float32).reshape(4, 6)
+STRIDED = {
+    "one row": np.ones((1, 4), np.float32)[::-1], "rows": GRID[::-1], "columns": GRID[:, ::-1], "transposed": GRID.T,
+    "one": np.ones((1, 1), np.float32)[::-1, ::-1], "none": np.ones((0, 4), np.float32)[::-1], "parts": GRID[1:, ::2],
+    "fortran": np.asfortranarray(GRID), "zero": np.broadcast_to(np.float32(3), (3, 4)), "records": RECORDS["value"],
+    "same rows": np.broadcast_to(GRID[:1], (5, 6)), "swapped": GRID.astype(">f4"), "both": GRID.astype(">f4").T[::-1],
+    "one record": RECORDS["value"][1:2], "odd address": np.frombuffer(b"0" + GRID.tobytes(), np.float32, 24, 1),
+    "no dimension": np.array(2.0, ">f4"), "float64": np.arange(3.0)[::-1], "float16": np.arange(3).astype(">f2"),
+    "windows": np.lib.stride_tricks.sliding_window_view(np.arange(8, dtype=np.float32), 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", [None, pytest.param("opencl", marks=pytest.mark.slow)])
+def test_arrays_of_any_strides(uninterpreted, device):
+    if device:
+        require_backend(device)
+    fused = acl.fuse(lambda x: x * 2 + 1, device=device)
+    for name, x in STRIDED.items():
+        if device and x.dtype.newbyteorder("=") != np.float32:
+            continue
+        before, got = x.copy(), fused(x)
+        np.testing.assert_array_equal(got, x * 2 + 1, err_msg=name)
+        assert np.shape(got) == x.shape
+        np.testing.assert_array_equal(x, before)
+    for x in (torch.ones(3, 4).T, torch.ones(1).expand(3, 4), torch.ones(6)[::2], torch.tensor([1 + 2j]).conj().imag):
+        assert torch.equal(acl.fuse(lambda x: x * 3)(x), x * 3)
+    with pytest.raises(UnsupportedCase, match=r"takes dense arrays, got torch.sparse_coo: use .to_dense"):
+        acl.fuse(lambda x: x * 3)(torch.ones(2, 3).to_sparse())
+
+
 SPECIAL = torch.tensor([[math.nan, 1.0, -2.0], [math.inf, 0.0, -0.0], [-math.inf, 3.0, 1e30], [-1e30, 1e-30, 90.0]])
 
 

@@ -107,7 +107,7 @@ def to_torch(x: Any, device: torch.device | None, dtype: torch.dtype | None = No
         if kind == "torch":
             return x if device is None else x.to(device, non_blocking=False), ArrayOrigin(kind, x.device)
         if kind == "numpy":
-            array = np.asarray(x, order="C")  # keeps 0 dimensions
+            array = _plain(np.asarray(x, order="C"))  # keeps 0 dimensions
             wanted = None if hasattr(x, "dtype") else dtype
             if wanted is not None:
                 if not wanted.is_floating_point and array.size and array.dtype.kind not in "iu":
@@ -124,6 +124,16 @@ def to_torch(x: Any, device: torch.device | None, dtype: torch.dtype | None = No
         if isinstance(error, UnsupportedDtype):
             raise
         raise UnsupportedDtype(f"cannot take this {kind} array: {error}") from None
+
+
+def _plain(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return an array of the machine's byte order whose strides torch takes: one row may have any, and be "C"."""
+    if array.dtype.kind in "biufc":
+        if not array.dtype.isnative:
+            return array.astype(array.dtype.newbyteorder("="))
+        if not array.flags.aligned or any(step < 0 or step % array.itemsize for step in array.strides):
+            return array.copy()
+    return array
 
 
 def to_tensors(name: str, arrays: tuple[Any, ...], device: torch.device | None) -> tuple[Tensors, ArrayOrigin]:

@@ -7,6 +7,9 @@ Three schedules:
              each program, and those of the programs by torch
     looped   longer rows, and C: a loop over the columns for each level of reductions, which computes the values that
              lead to it again; sums over the rows are written out in full, and torch sums them
+
+Sums of long rows keep their digits: in float64 on the CPU, elsewhere with compensation (Kahan's sum, in Higham 2002,
+Accuracy and Stability of Numerical Algorithms, 4.3).
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Literal
 
+import numpy as np
 import torch
 
 from accelerant.accelerator.fusion.graph import OPERATIONS, Node, Program, leading_to
@@ -189,14 +193,15 @@ class _TritonWriter(_Writer):
 
     def text_of(self, node: Node, args: list[str]) -> str:
         if node.op == "constant":
-            return repr(node.value) if math.isfinite(node.value) else f'float("{node.value}")'
+            single = float(np.float32(node.value))  # beyond float32's largest, Triton would compute in float64
+            return repr(node.value) if math.isfinite(single) else f'float("{single}")'
         if node.op == "input":
             return self._load(node)
         if node.op in ("sum", "max"):  # of a whole row
             identity = "0.0" if node.op == "sum" else 'float("-inf")'
             wide = f"tl.broadcast_to({args[0]}, {self._shape(self.program.nodes[node.args[0]])})"
             args = [f"tl.where(in_row, {wide}, {identity})"]
-        return OPERATIONS[node.op].triton.format(*args, dtype=_TRITON_TYPES.get(node.value))
+        return OPERATIONS[node.op].triton.format(*args, dtype=_TRITON_TYPES.get(node.value), value=node.value)
 
     def _shape(self, node: Node) -> str:
         return f"[{'ROWS' if node.by_row else '1'}, {'BLOCK' if node.by_column else '1'}]"
@@ -236,11 +241,15 @@ class _TritonWriter(_Writer):
     def begin(self, index: int, op: str) -> None:
         identity = "0.0" if op == "sum" else 'float("-inf")'
         self.line(f"all{index} = tl.full([ROWS, BLOCK], {identity}, tl.float32)")
+        if op == "sum":
+            self.line(f"rest{index} = tl.zeros([ROWS, BLOCK], tl.float32)")
 
     def accumulate(self, index: int, op: str, value: str) -> None:
         wide = f"tl.broadcast_to({value}, [ROWS, BLOCK])"
         if op == "sum":
-            self.line(f"all{index} += tl.where(in_row, {wide}, 0.0)")
+            self.line(
+                f"all{index}, rest{index} = math.compensated(all{index}, rest{index}, tl.where(in_row, {wide}, 0.0))"
+            )
         else:
             self.line(f'all{index} = math.larger(tl.where(in_row, {wide}, float("-inf")), all{index})')
 
@@ -322,7 +331,7 @@ class _CWriter(_Writer):
             whole = "at" if stream else "row * N + column"
             where = {"array": whole, "column": row, "row": column, "scalar": "0"}
             return f"x{node.value}[{where[str(self.program.inputs[node.value])]}]"
-        return OPERATIONS[node.op].c.format(*args)
+        return OPERATIONS[node.op].c.format(*args, value=node.value)
 
     def assign(self, name: str, text: str, node: Node) -> None:
         self.line(f"{'int' if node.boolean else 'float'} {name} = {text};")
@@ -335,7 +344,7 @@ class _CWriter(_Writer):
     def open_loop(self) -> None:
         if self._largest:  # clang's maximum of a loop begins with the least finite number
             self.lines.append("#if !defined(__clang__)")
-        sums = [f"v{i}" for i in self._sums] + [f"nans{i}" for i in self._largest]
+        sums = [f"sum{i}" for i in self._sums] + [f"nans{i}" for i in self._largest]
         clauses = [f" reduction(+:{', '.join(sums)})"] * bool(sums)
         clauses += [f" reduction(max:{', '.join(f'v{i}' for i in self._largest)})"] * bool(self._largest)
         self.lines.append(f"#pragma omp simd{''.join(clauses)}")
@@ -351,17 +360,20 @@ class _CWriter(_Writer):
 
     def begin(self, index: int, op: str) -> None:
         (self._sums if op == "sum" else self._largest).append(index)
-        self.line(f"float v{index} = 0.0f;" if op == "sum" else f"float v{index} = -ACL_INFINITY; int nans{index} = 0;")
+        identity = f"FUSED_SUM(sum{index})" if op == "sum" else f"float v{index} = -ACL_INFINITY; int nans{index} = 0;"
+        self.line(identity)
 
     def accumulate(self, index: int, op: str, value: str) -> None:
         if op == "sum":
-            self.line(f"v{index} += {value};")
+            self.line(f"FUSED_ADD(sum{index}, {value})")
         else:
             self.line(f"nans{index} += {value} != {value};")
             self.line(f"v{index} = {value} > v{index} ? {value} : v{index};")
 
     def end(self, index: int, op: str) -> None:
-        if op == "max":
+        if op == "sum":
+            self.line(f"const float v{index} = FUSED_TOTAL(sum{index});")
+        else:
             self.line(f"v{index} = nans{index} ? ACL_NAN : v{index};")
 
 
@@ -370,19 +382,38 @@ _C_HEAD = """\
 #define ACL_MATH(name) name
 #define ACL_INFINITY INFINITY
 #define ACL_NAN NAN
+#define FUSED_SUM(sum) float sum = 0.0f, sum##_rest = 0.0f;
+#define FUSED_ADD(sum, v) { \\
+    const float term = (v) - sum##_rest, next = sum + term; \\
+    sum##_rest = (next - sum) - term; \\
+    sum##_rest = sum##_rest == sum##_rest ? sum##_rest : 0.0f; /* where a sum is not finite */ \\
+    sum = next; \\
+}
+#define fused_power(x, n) pown(x, n)
+#define FUSED_TOTAL(sum) sum
 #else
+#define FUSED_SUM(sum) double sum = 0.0;
+#define FUSED_ADD(sum, v) sum += (v);
+#define FUSED_TOTAL(sum) ((float)sum)
+static inline float fused_power(float x, int n) {
+    double factor = x, y = 1.0;
+    for (int left = n < 0 ? -n : n; left; left >>= 1, factor *= factor) {
+        y = left & 1 ? y * factor : y;
+    }
+    return (float)(n < 0 ? 1.0 / y : y);
+}
 #define ACL_MATH(name) __builtin_##name##f
 #define ACL_INFINITY __builtin_inff()
 #define ACL_NAN __builtin_nanf("")
 #endif
 ACL_DEVICE float fused_tanh(float x) {
     float size = x < 0.0f ? -x : x, z = x * x, p = -0.005893945302802656f;
-    p = p * z + 0.020794617709806007f;
-    p = p * z - 0.053783293000263965f;
-    p = p * z + 0.13331915298814714f;
-    p = p * z - 0.3333329751012878f;
+    p = acl_fma_f32(p, z, 0.020794617709806007f);
+    p = acl_fma_f32(p, z, -0.053783293000263965f);
+    p = acl_fma_f32(p, z, 0.13331915298814714f);
+    p = acl_fma_f32(p, z, -0.3333329751012878f);
     float large = 1.0f - 2.0f / (acl_exp_f32(size * 2.0f) + 1.0f);
-    return z < 0.36f ? x + x * (z * p) : (x < 0.0f ? -large : large);
+    return z < 0.36f ? (x == 0.0f ? x : acl_fma_f32(x * z, p, x)) : (x < 0.0f ? -large : large);
 }
 """
 
@@ -391,10 +422,11 @@ ACL_DEVICE float fused_tanh(float x) {
 def portable_source(program: Program, *, host: bool) -> KernelSource:
     """Return the kernel of a program of float32 arrays and conditions, `fused(inputs, results, M, N)`.
 
-    A thread computes a row; on a device, without reductions, an element. On the host the compiler may reassociate sums,
-    so that a row's loop becomes vectors.
+    A thread computes a row; on a device, without reductions, an element. Operations are rounded one by one, in order,
+    as torch's are; only the order of a sum's terms is the compiler's, so that a row's loop becomes vectors.
     """
     text = _CWriter(program, "looped" if program.reduces or host else "stream").text()
     pointers = tuple("*" for _ in range(len(used_inputs(program)) + len(program.results)))
-    options = CompileOptions(fast_math=True, cc=("-fopenmp-simd",)) if host else ()
+    vectors = ("-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math") if host else ()
+    options = CompileOptions(fmad=False, cc=vectors)
     return KernelSource(kernel_name(program), {"portable": text}, {"fused": (*pointers, "i64", "i64")}, options=options)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from accelerant.accelerator.fusion.code import portable_source, triton_kernel, used_inputs
 from accelerant.accelerator.fusion.graph import Input, Program, Result, gradient_of
-from accelerant.accelerator.fusion.recorder import Domain, Recording, Returned
+from accelerant.accelerator.fusion.outside import Reads, reads_of, unchanged
+from accelerant.accelerator.fusion.recorder import NAMES, Domain, Recording, Returned
 from accelerant.accelerator.methods import ArrayOrigin, kind_of, to_torch
 from accelerant.errors import CompileError, ConfigError, ShapeError, UnsupportedCase, UnsupportedDtype
 from accelerant.ops._launch import ceil_div, multiprocessors, next_power_of_2
@@ -76,7 +77,7 @@ def _triton(program: Program, M: int, N: int, *tensors: Tensor) -> tuple[Tensor,
     return _summed(program, outputs)
 
 
-_SCALAR = {"log", "log1p", "expm1", "softplus", "sin", "cos"}
+_SCALAR = {"elu", "exp2", "expm1", "log", "log2", "log10", "log1p", "softplus", "sin", "cos", "erfc", "pow"}
 """Functions that the C compiler makes no vectors of."""
 
 _LEAST = 65536
@@ -202,6 +203,8 @@ class _Plan(NamedTuple):
     Attributes:
         shapes: of the inputs as (M or 1, N or 1), after they are expanded to `wide` where that is not None.
         single: the function returns one array, not a tuple.
+        captured: arrays of no dimension from outside of the function, which are read at each call.
+        reads: what the function read besides its arrays; None where the next run may differ.
     """
 
     program: Program
@@ -210,13 +213,28 @@ class _Plan(NamedTuple):
     wide: tuple[tuple[int, ...] | None, ...]
     results: tuple[tuple[int, ...], ...]
     single: bool
+    captured: tuple[Any, ...]
+    reads: Reads | None
 
     def flat(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the arguments as the program's inputs."""
-        return [
-            (x if wide is None else x.expand(wide)).reshape(shape).contiguous()
+        """Return the arguments, and the arrays from outside, as the program's inputs."""
+        flat = [
+            (x if wide is None else x.expand(wide)).resolve_neg().reshape(shape).contiguous()
             for x, shape, wide in zip(tensors, self.shapes, self.wide, strict=True)
         ]
+        inputs = self.program.inputs[len(flat) :]
+        numbers = (torch.as_tensor(x, dtype=each.dtype) for x, each in zip(self.captured, inputs, strict=True))
+        return [*flat, *(x.to(tensors[0].device, copy=True).view(1, 1) for x in numbers)]
+
+
+class _Record(NamedTuple):
+    """One run of the function; see Recording and _Plan."""
+
+    program: Program
+    returned: tuple[Returned, ...]
+    single: bool
+    captured: tuple[Any, ...]
+    reads: Reads | None
 
 
 class FusedFunction:
@@ -227,7 +245,7 @@ class FusedFunction:
         self._function, self.device = function, device
         self._name = f"fused_{getattr(function, '__name__', type(function).__name__).strip('<>')}"
         self._plans: dict[Hashable, _Plan] = {}
-        self._recorded: dict[Hashable, tuple[Program, tuple[Returned, ...], bool] | None] = {}
+        self._recorded: dict[Hashable, _Record] = {}
         self._lock = fork_safe(threading.RLock())
 
     def __repr__(self) -> str:
@@ -289,6 +307,8 @@ class FusedFunction:
                 raise UnsupportedDtype(
                     f"{self._name[6:]}: fuse takes arrays of {known} and bool, got {name_of(x.dtype)}"
                 )
+            if x.layout != torch.strided:
+                raise UnsupportedCase(f"{self._name[6:]}: fuse takes dense arrays, got {x.layout}: use .to_dense()")
             if x.device != tensors[0].device:
                 raise ShapeError(
                     f"{self._name[6:]}: arrays on {tensors[0].device} and {x.device}: move them to one device"
@@ -297,15 +317,16 @@ class FusedFunction:
 
     def _plan(self, arrays: Sequence[Any], values: tuple[Any, ...], places: list[int], names: tuple[str, ...]) -> _Plan:
         """Return the plan of a call with these arrays, recording the function where it is the first."""
-        fixed = tuple((type(x), x) for i, x in enumerate(values) if i not in places)
+        constants = [x for i, x in enumerate(values) if i not in places]
+        fixed = tuple((type(x), x, str(x) if isinstance(x, float) else None) for x in constants)  # 0.0 == -0.0
         key = (tuple((x.dtype, x.shape) for x in arrays), tuple(places), fixed, names, type(values[places[0]]))
         try:
             plan = self._plans.get(key)
         except TypeError:
-            odd = next(x for kind, x in fixed if not isinstance(x, Hashable))
+            odd = next(x for x in constants if not isinstance(x, Hashable))
             name, kind = self._name[6:], type(odd).__name__
             raise UnsupportedDtype(f"{name}: fuse takes arrays, and constants that are hashable, got {kind}") from None
-        if plan is None:
+        if plan is None or not unchanged(plan.reads):
             with self._lock:
                 plan = self._made(key, arrays, values, places, names)
                 if len(self._plans) >= _CALLS_LIMIT:
@@ -331,7 +352,7 @@ class FusedFunction:
             expands = not by_row and any(size != 1 for size in leading)
             wide.append((*domain.rows, columns) if expands else None)
             inputs.append((Input(by_row or expands, columns == domain.N, x.dtype), len(shape)))
-        program, returned, single = self._record(key, domain, inputs, values, places, names)
+        program, returned, single, captured, reads = self._record(key, domain, inputs, values, places, names)
         results = tuple(domain.shape(each.ndim, True, each.by_column, each.dropped) for each in returned)
         for number, (shape, each) in enumerate(zip(results, returned, strict=True)):
             if math.prod(shape) != domain.M * (domain.N if each.by_column else 1):
@@ -344,16 +365,21 @@ class FusedFunction:
             tuple(wide),
             results,
             single,
+            captured,
+            reads,
         )
 
     def _record(
         self, key: tuple[Any, ...], domain: Domain, inputs: list[tuple[Input, int]], values: tuple[Any, ...],
         places: list[int], names: tuple[str, ...],
-    ) -> tuple[Program, tuple[Returned, ...], bool]:  # fmt: skip
-        """Return the program, run the function once for each class of shapes, or each shape if it asks for one."""
+    ) -> _Record:  # fmt: skip
+        """Return the program, run the function once for each class of shapes, or each shape if it asks for one.
+
+        It runs again where what it read has changed, or where that is unknown.
+        """
         general = (tuple(inputs), *key[1:])
         for known in (general, key):
-            if (found := self._recorded.get(known)) is not None:
+            if (found := self._recorded.get(known)) is not None and unchanged(found.reads):
                 return found
         of_torch = kind_of(values[places[0]]) == "torch"
         recording = Recording(domain, inputs, of_torch=of_torch)
@@ -366,7 +392,10 @@ class FusedFunction:
         if not single and not result:
             raise UnsupportedCase(f"fuse: {self._name[6:]} returns nothing")
         program, returned = recording.program([result] if single else result)
-        made = program, returned, single
+        constants = [None if i in places else x for i, x in enumerate(values)]
+        options = dict(zip(names, constants[positional:], strict=True))
+        reads = reads_of(self._function, tuple(constants[:positional]), options, NAMES)  # as they are after its run
+        made = _Record(program, returned, single, tuple(recording.captured), reads)
         self._recorded[key if recording.reads_shape else general] = made
         return made
 
@@ -377,13 +406,13 @@ class FusedFunction:
         device = self.device
         assert device is not None  # for the type checker: the caller's device is one without tensors
         provider = registry.create(device.backend)
-        for x in arrays:
-            if not isinstance(x, np.ndarray) or x.dtype not in (np.float32, np.bool_):
+        host = [to_torch(x, None)[0] for x in arrays]
+        for x, tensor in zip(arrays, host, strict=True):
+            if not isinstance(x, np.ndarray) or tensor.dtype not in _NUMPY:
                 kind = f"{x.dtype} array of {kind_of(x)}"
                 raise UnsupportedDtype(f"{device.backend} takes NumPy arrays of float32 and bool, got a {kind}")
         if "portable" not in provider.dialects:
             raise UnsupportedCase(f"the {device.backend} backend compiles no portable C")
-        host = [torch.from_numpy(np.ascontiguousarray(x)) for x in arrays]
         plan = self._plan(host, values, places, names)
         program, (M, N) = plan.program, (plan.domain.M, plan.domain.N)
         if reason := _refused_by_c(program):
@@ -444,6 +473,9 @@ def fuse(function: Callable[..., Any] | None = None, *, device: str | None = Non
 
     The function runs once for each combination of dtypes and kinds of shape, on values that record what it does with
     them: operators, methods, and functions of torch and NumPy that work element by element or on the last dimension.
+    It runs again where a number that it reads from outside (globals, closures, default arguments, attributes) has
+    changed; arrays of no dimension are read at each call, others must be arguments.
+
     The record becomes a Triton kernel on CUDA and ROCm, and portable C on OpenCL and, for large arrays of float32, on
     the CPU; elsewhere torch runs it, operation by operation, as the ledger and `explain` say.
 
@@ -456,9 +488,9 @@ def fuse(function: Callable[..., Any] | None = None, *, device: str | None = Non
     Returns:
         the function, to be called as before. Arrays are float16, bfloat16, float32, float64 or bool. Their shapes
         broadcast; fastest are arrays of one shape (..., n), rows (n,), columns (..., 1) and scalars. Computed in
-        float32 (float64 for float64) and rounded once, to the dtype that torch gives; sums are float32 too. Results
-        are of the first array's library and on its device. Differentiable for torch tensors; second derivatives are
-        torch's. The gradient of a maximum is shared equally among the largest elements.
+        float32 (float64 for float64) and rounded once, to the dtype that torch gives; long sums keep their digits.
+        Results are new arrays of the first one's library, on its device. Differentiable for torch tensors; second
+        derivatives are torch's. The gradient of a maximum is shared equally among the largest elements.
 
     Raises:
         UnsupportedCase: at the first call: the function does what cannot be recorded (control flow that depends on

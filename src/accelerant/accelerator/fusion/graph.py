@@ -22,7 +22,8 @@ from torch import Tensor
 from accelerant.runtime.dispatch import Cost
 
 __all__ = [
-    "OPERATIONS", "Expr", "Graph", "Input", "Node", "Program", "Result", "gradient_of", "leading_to", "sized", "where",
+    "OPERATIONS", "Expr", "Graph", "Input", "Node", "Program", "Result", "gradient_of", "leading_to", "power", "sized",
+    "where",
 ]  # fmt: skip
 
 Layout = Literal["full", "column", "row sum", "sum"]
@@ -33,7 +34,8 @@ class Node(NamedTuple):
     """One value.
 
     `args` are indices of earlier nodes. `value` is the number of a "constant", the index of an "input", the dtype that
-    a "cast" rounds to. `boolean` values are conditions; all others are numbers of the compute dtype.
+    a "cast" rounds to, the whole exponent of a "power". `boolean` values are conditions; all others are numbers of the
+    compute dtype.
     """
 
     op: str
@@ -72,7 +74,7 @@ class Graph:
 
     def __init__(self, nodes: Sequence[Node] = ()) -> None:
         self.nodes = list(nodes)
-        self._known = {node: index for index, node in enumerate(nodes)}
+        self._known = {(node, str(node.value)): index for index, node in enumerate(nodes)}
 
     def add(
         self, op: str, *args: Expr | float, value: Any = None, by_row: bool = False, by_column: bool = False
@@ -85,7 +87,7 @@ class Graph:
         if op not in _TAKES_CONDITIONS:
             exprs = [self.add("number", each) if each.node.boolean else each for each in exprs]
         nodes = [each.node for each in exprs]
-        if nodes and op != "where" and all(node.op == "constant" for node in nodes):
+        if nodes and op not in ("where", "power") and all(node.op == "constant" for node in nodes):
             computed = OPERATIONS[op].torch(*(torch.tensor(node.value, dtype=torch.float64) for node in nodes))
             if not OPERATIONS[op].boolean:
                 return self.constant(float(computed))
@@ -100,9 +102,10 @@ class Graph:
         return self._append(Node("constant", (), float(value), False, False, False))
 
     def _append(self, node: Node) -> Expr:
-        index = self._known.get(node)
+        key = (node, str(node.value))  # 0.0 and -0.0 are equal
+        index = self._known.get(key)
         if index is None:
-            index = self._known[node] = len(self.nodes)
+            index = self._known[key] = len(self.nodes)
             self.nodes.append(node)
         return Expr(self, index)
 
@@ -178,6 +181,15 @@ def where(condition: Expr, x: Expr | float, y: Expr | float) -> Expr:
     return condition.graph.add("where", condition, x, y)
 
 
+def power(x: Expr, n: int) -> Expr:
+    """Return x^n, rounded once but for -2 to 3, which are products as torch's."""
+    if n < 0 and n >= -2:
+        return 1.0 / power(x, -n)
+    if n == 0:
+        return where(x.equals(x), 1.0, 1.0)  # also of NaN and infinities
+    return (x, x * x, x * x * x)[n - 1] if n in (1, 2, 3) else x.do("power", value=n)
+
+
 def sized(x: Expr) -> Expr:
     """Return the number of columns."""
     return x.graph.add("columns")
@@ -209,22 +221,36 @@ def _half_where_equal(y: Expr, args: tuple[Expr, ...], dy: Expr) -> Slopes:
 
 
 def _max_slope(y: Expr, args: tuple[Expr, ...], dy: Expr) -> Slopes:
-    largest = args[0].equals(y)
-    return (where(largest, dy / largest.do("number").over_row("sum"), 0.0),)
+    largest = args[0].equals(y).do("number")  # none of a row with NaN, whose gradient is NaN as torch's
+    return ((dy * largest) / largest.over_row("sum"),)
+
+
+def _pow_slope(y: Expr, args: tuple[Expr, ...], dy: Expr) -> Slopes:
+    a, b = args
+    limit = where(b < 0.0, a * math.nan, 0.0)  # of y log a as a becomes 0
+    return dy * (b * a.graph.add("pow", a, b - 1.0)), dy * where(a.equals(0.0), limit, y * a.do("log"))
 
 
 def _abs_slope(y: Expr, args: tuple[Expr, ...], dy: Expr) -> Slopes:
     (x,) = args
-    return (where(x < 0.0, -dy, where(x > 0.0, dy, x * 0.0)),)
+    return (where(x < 0.0, -dy, where(x > 0.0, dy, dy * 0.0)),)
 
 
 OPERATIONS: dict[str, Op] = {
     "columns": Op("(N * 1.0)", "((float)N)", lambda: None),
     "neg": Op("-{0}", "-{0}", torch.neg, lambda y, a, dy: (-dy,)),
     "abs": Op("tl.abs({0})", "ACL_MATH(fabs)({0})", torch.abs, _abs_slope),
-    "exp": Op("tl.exp({0})", "acl_exp_f32({0})", torch.exp, lambda y, a, dy: (dy * y,)),
-    "expm1": Op("math.expm1({0})", "ACL_MATH(expm1)({0})", torch.expm1, lambda y, a, dy: (dy * (y + 1.0),)),
+    "exp": Op("math.exp({0})", "acl_exp_f32({0})", torch.exp, lambda y, a, dy: (dy * y,)),
+    "expm1": Op("math.expm1({0})", "ACL_MATH(expm1)({0})", torch.expm1, lambda y, a, dy: (dy * a[0].do("exp"),)),
+    "elu": Op(  # expm1 of numbers that are not positive, with a gradient that keeps its digits
+        "math.expm1({0})", "ACL_MATH(expm1)({0})", torch.nn.functional.elu, lambda y, a, dy: (dy * a[0].do("exp"),)
+    ),
+    "exp2": Op("tl.exp2({0})", "ACL_MATH(exp2)({0})", torch.exp2, lambda y, a, dy: (dy * y * math.log(2),)),
     "log": Op("tl.log({0})", "ACL_MATH(log)({0})", torch.log, lambda y, a, dy: (dy / a[0],)),
+    "log2": Op("tl.log2({0})", "ACL_MATH(log2)({0})", torch.log2, lambda y, a, dy: (dy / (a[0] * math.log(2)),)),
+    "log10": Op(
+        "math.log10({0})", "ACL_MATH(log10)({0})", torch.log10, lambda y, a, dy: (dy / (a[0] * math.log(10)),)
+    ),
     "log1p": Op("math.log1p({0})", "ACL_MATH(log1p)({0})", torch.log1p, lambda y, a, dy: (dy / (a[0] + 1.0),)),
     "sqrt": Op("tl.sqrt({0})", "ACL_MATH(sqrt)({0})", torch.sqrt, lambda y, a, dy: (dy * 0.5 / y,)),
     "rsqrt": Op(
@@ -234,7 +260,7 @@ OPERATIONS: dict[str, Op] = {
     "cos": Op("tl.cos({0})", "ACL_MATH(cos)({0})", torch.cos, lambda y, a, dy: (-dy * a[0].do("sin"),)),
     "tanh": Op("math.tanh({0})", "fused_tanh({0})", torch.tanh, lambda y, a, dy: (dy * (1.0 - y * y),)),
     "sigmoid": Op(
-        "(1.0 / (1.0 + tl.exp(-{0})))", "(1.0f / (1.0f + acl_exp_f32(-{0})))", torch.sigmoid,
+        "(1.0 / (1.0 + math.exp(-{0})))", "(1.0f / (1.0f + acl_exp_f32(-{0})))", torch.sigmoid,
         lambda y, a, dy: (dy * (y * (1.0 - y)),),
     ),
     "softplus": Op(
@@ -245,6 +271,15 @@ OPERATIONS: dict[str, Op] = {
         "tl.erf({0})", "acl_erf_f32({0})", torch.erf,
         lambda y, a, dy: (dy * (-(a[0] * a[0])).do("exp") * (2.0 / math.sqrt(math.pi)),),
     ),
+    "erfc": Op(
+        "math.erfc({0})", "ACL_MATH(erfc)({0})", torch.erfc,
+        lambda y, a, dy: (dy * (-(a[0] * a[0])).do("exp") * (-2.0 / math.sqrt(math.pi)),),
+    ),
+    "power": Op(
+        "math.power({0}, {value})", "fused_power({0}, {value})", torch.pow,
+        lambda y, a, dy: (dy * (power(a[0], y.node.value - 1) * y.node.value),),
+    ),
+    "pow": Op("math.power({0}, {1})", "ACL_MATH(pow)({0}, {1})", torch.pow, _pow_slope),
     "floor": Op("tl.floor({0})", "ACL_MATH(floor)({0})", torch.floor),
     "ceil": Op("tl.ceil({0})", "ACL_MATH(ceil)({0})", torch.ceil),
     "add": Op("({0} + {1})", "({0} + {1})", operator.add, lambda y, a, dy: (dy, dy)),
@@ -365,13 +400,23 @@ class Program:
         values: list[Any] = []
         for node in self.nodes:
             values.append(self._torch_value(node, values, tensors, N))
-        outputs = []
+        outputs, shared = [], set[int]()
         for index, layout, dtype in self.results:
             y = values[index].expand(M, 1 if layout in ("column", "sum") else N)
             if layout.endswith("sum"):
                 y = y.sum(0, keepdim=True)
-            outputs.append(y.to(dtype).contiguous())
+            y = y.to(dtype)
+            own = self._memory_of(index)  # of an input or of another result
+            aliases = own in shared or self.nodes[own].op == "input"
+            shared.add(own)
+            outputs.append(y.clone(memory_format=torch.contiguous_format) if aliases else y.contiguous())
         return tuple(outputs)
+
+    def _memory_of(self, index: int) -> int:
+        """Return the node whose memory torch's value of a node may be."""
+        while self.nodes[index].op in ("cast", "stop", "number"):
+            (index,) = self.nodes[index].args
+        return index
 
     def _torch_value(self, node: Node, values: list[Any], tensors: tuple[Tensor, ...], N: int) -> Any:
         if node.op == "constant":
@@ -388,6 +433,8 @@ class Program:
                 torch.full((), x, dtype=self.compute, device=given.device) if isinstance(x, float) else x for x in args
             ]
             return OPERATIONS[node.op].torch(*full)
+        if node.op == "power":
+            return torch.pow(args[0], node.value)
         if node.op == "cast":
             return args[0].to(node.value).to(self.compute)
         return args[0].to(self.compute) if node.op == "number" else OPERATIONS[node.op].torch(*args)

@@ -19,12 +19,12 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from accelerant.accelerator.fusion.graph import Expr, Graph, Input, Program, Result, sized, where
+from accelerant.accelerator.fusion.graph import Expr, Graph, Input, Program, Result, power, sized, where
 from accelerant.errors import UnsupportedCase, UnsupportedDtype
 from accelerant.ops._library import name_of
 from accelerant.ops._refusals import FLOATING
 
-__all__ = ["FUNCTIONS", "Domain", "Recording", "Returned", "Traced"]
+__all__ = ["FUNCTIONS", "NAMES", "Domain", "Recording", "Returned", "Traced"]
 
 _OURS = tuple(str(Path(path).parent) + os.sep for path in (__file__, torch.__file__, np.__file__))
 _Extreme = namedtuple("_Extreme", "values indices")
@@ -71,6 +71,7 @@ class Recording:
 
     Attributes:
         reads_shape: the function asked for a shape, so that the program serves this shape alone.
+        captured: arrays of no dimension from outside of the function, which are inputs after its own.
         of_torch: methods of arrays have torch's signatures, not NumPy's.
     """
 
@@ -78,12 +79,31 @@ class Recording:
         """Take the domain, and each input with its number of dimensions."""
         self.graph, self.domain, self.reads_shape, self.of_torch = Graph(), domain, False, of_torch
         self.inputs = [each for each, _ in inputs]
+        self.captured: list[torch.Tensor | np.ndarray[Any, Any]] = []
+        self._captured: list[Traced] = []
         self.values = []
         for index, (each, ndim) in enumerate(inputs):
             expr = self.graph.add(
                 "input", value=(index, each.dtype == torch.bool), by_row=each.by_row, by_column=each.by_column
             )
             self.values.append(Traced(self, expr, each.dtype, ndim))
+
+    def capture(self, x: torch.Tensor | np.ndarray[Any, Any]) -> Traced:
+        """Return the value of an array from outside, which is read at each call."""
+        if x.ndim or (isinstance(x, torch.Tensor) and (x.requires_grad or x.device.type != "cpu")):
+            refuse("an array from outside of the function: make it an argument")
+        for known, traced in zip(self.captured, self._captured, strict=True):
+            if known is x:
+                return traced
+        dtype = x.dtype if isinstance(x, torch.Tensor) else getattr(torch, x.dtype.name, None)
+        if not isinstance(dtype, torch.dtype) or dtype.is_complex:
+            refuse(f"a {x.dtype} array from outside of the function: make it an argument")
+        wide = any(each.dtype == torch.float64 for each in self.inputs)
+        expr = self.graph.add("input", value=(len(self.inputs), False))
+        self.inputs.append(Input(False, False, torch.float64 if wide else torch.float32))
+        self.captured.append(x)
+        self._captured.append(Traced(self, expr, dtype, 0))
+        return self._captured[-1]
 
     def program(self, outputs: Sequence[Any]) -> tuple[Program, tuple[Returned, ...]]:
         """Return the program of the function's results, and their shapes."""
@@ -192,10 +212,12 @@ def _call(library: str, name: str, args: tuple[Any, ...], options: Mapping[str, 
     function = FUNCTIONS.get(_ALIASES.get(name, name))
     if function is None:
         refuse(f"fuse does not know {name if library == 'operator' else f'{library}.{name}'}")
-    for x in (*args, *options.values()):
-        if isinstance(x, (torch.Tensor, np.ndarray)) and x.ndim:
-            refuse(f"{name} takes an array from outside of the function: make it an argument")
-    given = {_OPTIONS.get(key, key): value for key, value in options.items()}
+    recording = _traced(*args, *options.values())[0].recording
+    args = tuple(recording.capture(x) if isinstance(x, (torch.Tensor, np.ndarray)) else x for x in args)
+    given = {
+        _OPTIONS.get(key, key): recording.capture(x) if isinstance(x, (torch.Tensor, np.ndarray)) else x
+        for key, x in options.items()
+    }
     if library == "numpy":
         given = {key: value for key, value in given.items() if value is not None and value is not np._NoValue}
     of_torch = library == "torch" or (library == "array" and args[0].recording.of_torch)
@@ -228,9 +250,7 @@ def _traced(*args: Any) -> list[Traced]:
 def _operand(x: Any) -> Expr | float:
     if isinstance(x, Traced):
         return x.expr
-    if isinstance(x, (int, float, np.number, np.bool_)) or (isinstance(x, (torch.Tensor, np.ndarray)) and not x.ndim):
-        if isinstance(x, torch.Tensor) and (x.requires_grad or x.is_cuda):
-            refuse("a tensor from outside of the function: make it an argument")
+    if isinstance(x, (int, float, np.number, np.bool_)):
         return float(x)
     raise TypeError(f"fuse does not know a {type(x).__name__} as operand")
 
@@ -238,7 +258,7 @@ def _operand(x: Any) -> Expr | float:
 def _dtype_of(*args: Any) -> torch.dtype:
     """Return the dtype of a result by torch's rules."""
     kinds = [torch.empty((1,) * x.ndim, dtype=x.dtype, device="meta") if isinstance(x, Traced) else x for x in args]
-    kinds = [x.item() if isinstance(x, (np.generic, np.ndarray)) else x for x in kinds]
+    kinds = [x.item() if isinstance(x, np.generic) else x for x in kinds]
     result = torch.result_type(kinds[0], kinds[1]) if len(kinds) > 1 else kinds[0].dtype
     return result
 
@@ -298,7 +318,7 @@ def _exponential(a: Expr, b: Expr) -> Expr:
     base = a.node.value
     if base <= 0:
         raise TypeError(f"a power of the number {base}, which is not positive")
-    return (b * math.log(base)).do("exp")
+    return b.do("exp2") if base == 2 else a.do("pow", b)
 
 
 def _power_of(a: Expr, n: float) -> Expr:
@@ -309,28 +329,20 @@ def _power_of(a: Expr, n: float) -> Expr:
     if not math.isfinite(n):
         raise TypeError(f"a power of {n}")
     if n != int(n):
-        return (a.do("log") * n).do("exp")
+        return a.do("pow", n)
     if abs(n) > 1024:
         raise TypeError(f"a power of {n:g}")
-    result, factor, left = None, a, abs(int(n))
-    while left:
-        if left % 2:
-            result = factor if result is None else result * factor
-        left //= 2
-        factor = factor * factor if left else factor
-    if result is None:
-        return where(a.equals(a), 1.0, 1.0)  # also of NaN and infinities
-    return result if n > 0 else 1.0 / result
+    return power(a, int(n))
 
 
 def _clamp(x: Traced, min: Any = None, max: Any = None) -> Traced:
     expr = x.expr
-    if isinstance(min, Traced) or isinstance(max, Traced):
+    if any(isinstance(bound, Traced) and bound.ndim for bound in (min, max)):
         raise TypeError("clamp between arrays")
-    if min is not None:
-        expr = where(expr < float(min), float(min), expr)
-    if max is not None:
-        expr = where(expr > float(max), float(max), expr)
+    for bound, outside, inside in ((min, Expr.__lt__, Expr.__ge__), (max, Expr.__gt__, Expr.__le__)):
+        if bound is not None:  # the gradient of NaN is 0
+            limit = _operand(bound)
+            expr = where(inside(expr, limit), expr, where(outside(expr, limit), limit, expr.do("stop")))
     return _like(expr, x.dtype, x)
 
 
@@ -492,7 +504,7 @@ def _leaky_relu(x: Traced, negative_slope: float = 0.01, inplace: bool = False) 
 
 
 def _elu(x: Traced, alpha: float = 1.0, inplace: bool = False) -> Traced:
-    return _like(where(x.expr > 0.0, x.expr, where(x.expr > 0.0, 0.0, x.expr).do("expm1") * alpha), x.dtype, x)
+    return _like(where(x.expr > 0.0, x.expr, where(x.expr > 0.0, 0.0, x.expr).do("elu") * alpha), x.dtype, x)
 
 
 def _activation(build: Callable[[Expr], Expr]) -> Callable[..., Traced]:
@@ -529,15 +541,11 @@ def _test(build: Callable[[Expr], Expr]) -> Callable[..., Traced]:
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: _unary(lambda x, name=name: x.do(name)) for name in (  # type: ignore[misc]
-        "neg", "abs", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid", "erf", "floor",
-        "ceil",
+        "neg", "abs", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "sin", "cos", "tanh",
+        "sigmoid", "erf", "erfc", "floor", "ceil",
     )},
-    "exp2": _unary(lambda x: (x * math.log(2)).do("exp")),
-    "log2": _unary(lambda x: x.do("log") * (1 / math.log(2))),
-    "log10": _unary(lambda x: x.do("log") * (1 / math.log(10))),
     "square": _unary(lambda x: x * x),
     "reciprocal": _unary(lambda x: 1.0 / x),
-    "erfc": _unary(lambda x: 1.0 - x.do("erf")),
     "sign": _unary(lambda x: where(x > 0.0, 1.0, where(x < 0.0, -1.0, 0.0))),
     "pos": lambda x: x,
     "contiguous": lambda x: x,
@@ -581,12 +589,15 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
     "gelu": _gelu,
-    "relu": _activation(lambda x: where(x <= 0.0, 0.0, x)),
+    "relu": _activation(lambda x: where(x <= 0.0, where(x < 0.0, 0.0, x.do("stop")), x)),  # of -0.0: itself
     "silu": _activation(lambda x: x * x.do("sigmoid")),
     "softplus": _activation(lambda x: x.do("softplus")),
-    "logsigmoid": _activation(lambda x: -(-x).do("softplus")),
+    "logsigmoid": _activation(lambda x: 0.0 - (-x).do("softplus")),
     "leaky_relu": _leaky_relu,
     "elu": _elu,
     "unsqueeze": _unsqueeze,
 }  # fmt: skip
 """Name in torch or NumPy -> function of traced values. It raises TypeError for arguments that it does not know."""
+
+NAMES = frozenset((*FUNCTIONS, *_ALIASES, *_REDUCERS.values()))
+"""Names of functions of torch and NumPy that are recorded."""

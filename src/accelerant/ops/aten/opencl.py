@@ -123,12 +123,13 @@ _DEPTH = 16
 _DEPTH_CPU, _DEPTH_GPU = 256, 2048
 """Terms of a product that are added one after the other; sums of so many are added with compensation."""
 
-_TWO_SUM = (
-    "const {type} next = {a} + {v}, added = next - {a}; {rest} += ({a} - (next - added)) + ({v} - added); {a} = next;"
+_COMPENSATED = (
+    "const {type} term = {v} - {rest}, next = {a} + term; "
+    "{rest} = (next - {a}) - term; {rest} = {rest} == {rest} ? {rest} : ({type})0; {a} = next;"
 )
-"""Add v to a, and the rounding error to `rest`, which becomes NaN where a sum is not finite.
+"""Add v to a; `rest` is the rounding error of the last addition, 0 where a sum is not finite.
 
-Source: Knuth's TwoSum and Neumaier's sum, in Higham 2002, Accuracy and Stability of Numerical Algorithms, 4.3.
+Source: Kahan's sum, in Higham 2002, Accuracy and Stability of Numerical Algorithms, 4.3.
 """
 
 _TILED = """
@@ -376,9 +377,8 @@ class OpenclTensors(TensorDevice):
             *(f"    {line}" for line in inner_lines),
             *loads,
             f"        const T v = {pre};",
-            f"        {_TWO_SUM.format(type='T', a='a', v='v', rest='rest') if compensated else accumulate}",
+            f"        {_COMPENSATED.format(type='T', a='a', v='v', rest='rest') if compensated else accumulate}",
             "    }",
-            *(["    a = isnan(rest) ? a : a + rest;"] if compensated else []),
         ]
         if lanes > 1:
             body += [
@@ -510,9 +510,6 @@ class OpenclTensors(TensorDevice):
             compensated = inner > _DEPTH_CPU and kind in ("float", "double")
             each = range(height)
             depth = f"block + {_DEPTH_CPU} < K ? block + {_DEPTH_CPU} : K" if compensated else "K"
-            nan = (
-                "isnan(e{at}) ? c{at} : c{at} + e{at}" if type_ == "T" else "c{at} + select(e{at}, (V)0, isnan(e{at}))"
-            )
             return [
                 *(f"        {type_} c{at} = 0{f', e{at} = 0' * compensated};" for at in each),
                 f"        for ({text.index} block = 0; block < K; block += {_DEPTH_CPU if compensated else 'K'}) {{",
@@ -522,13 +519,12 @@ class OpenclTensors(TensorDevice):
                 *(f"                p{at} += a{at}[{along}] * row;" for at in each),
                 "            }",
                 *(
-                    f"            {{ {_TWO_SUM.format(type=type_, a=f'c{at}', v=f'p{at}', rest=f'e{at}')} }}"
+                    f"            {{ {_COMPENSATED.format(type=type_, a=f'c{at}', v=f'p{at}', rest=f'e{at}')} }}"
                     if compensated
                     else f"            c{at} = p{at};"
                     for at in each
                 ),
                 "        }",
-                *(f"        c{at} = {nan.format(at=at)};" for at in each if compensated),
             ]
 
         body = [

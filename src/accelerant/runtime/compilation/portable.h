@@ -6,7 +6,8 @@
  *   ACL_FAR                                                      one that stays a function: large, or called often
  *   ACL_LOCAL u64 tile[64];                                      memory of a block, declared in the kernel
  *   acl_atomic_add_u32(p, v)                                     *p += v, in global or local memory; what stood there
- *   acl_exp_f32(x)                                               e^x, 3 units in the last place at most
+ *   acl_fma_f32(a, b, c)                                         a b + c, rounded once
+ *   acl_exp_f32(x)                                               e^x, 3 units in the last place at most; 0.7 on the CPU
  *   acl_erf_f32(x)                                               error function, 2e-7 at most from the true value
  *
  * No templates; no address-space qualifier on helper arguments except ACL_GLOBAL. */
@@ -30,6 +31,7 @@ typedef long i64;
 #define acl_mul_high_u32(a, b) mul_hi((u32)(a), (u32)(b))
 #define acl_mul_high_u64(a, b) mul_hi((u64)(a), (u64)(b))
 #define acl_atomic_add_u32(p, v) atomic_add((p), (u32)(v))
+#define acl_fma_f32(a, b, c) fma((float)(a), (float)(b), (float)(c))
 #define acl_exp_f32(x) exp((float)(x))
 #else
 typedef unsigned int u32;
@@ -52,20 +54,22 @@ typedef long long i64;
 #define acl_mul_high_u32(a, b) ((u32)(((u64)(u32)(a) * (u32)(b)) >> 32))
 #define acl_mul_high_u64(a, b) ((u64)(((unsigned __int128)(u64)(a) * (u64)(b)) >> 64))
 #define acl_atomic_add_u32(p, v) __atomic_fetch_add((p), (u32)(v), __ATOMIC_RELAXED)
+#define acl_fma_f32(a, b, c) __builtin_fmaf(a, b, c)
 /* Cephes' expf, which a compiler turns into vectors: e^x = 2^k e^r, |r| <= ln(2) / 2. NaN stays NaN. */
 static inline float acl_exp_f32(float x) {
-    float t = x * 1.44269504f;
-    t = t > 160.0f ? 160.0f : (t < -160.0f ? -160.0f : t);
-    float k = __builtin_rintf(t);
-    float r = __builtin_fmaf(k, 2.12194440e-4f, __builtin_fmaf(k, -0.693359375f, x));
+    float t = 89.0f < x ? 89.0f : x; /* beyond, e^x is infinite or rounds to 0 */
+    t = -104.0f > t ? -104.0f : t;
+    float k = __builtin_rintf(t * 1.44269504f);
+    float r = __builtin_fmaf(k, 2.12194440e-4f, __builtin_fmaf(k, -0.693359375f, t));
     float s = 1.9875691500e-4f;
-    s = s * r + 1.3981999507e-3f;
-    s = s * r + 8.3334519073e-3f;
-    s = s * r + 4.1665795894e-2f;
-    s = s * r + 1.6666665459e-1f;
-    s = s * r + 5.0000001201e-1f;
-    s = s * (r * r) + r + 1.0f;
-    int n = (int)k, half = n / 2; /* 2^k in two factors: it may be subnormal */
+    s = acl_fma_f32(s, r, 1.3981999507e-3f);
+    s = acl_fma_f32(s, r, 8.3334519073e-3f);
+    s = acl_fma_f32(s, r, 4.1665795894e-2f);
+    s = acl_fma_f32(s, r, 1.6666665459e-1f);
+    s = acl_fma_f32(s, r, 5.0000001201e-1f);
+    float one = 1.0f + r; /* rounded; the rest is added to the small terms */
+    s = one + acl_fma_f32(s, r * r, r - (one - 1.0f));
+    int n = (int)k, half = n >> 1; /* 2^k in two factors: it may be subnormal */
     union {
         u32 bits;
         float number;
@@ -73,7 +77,6 @@ static inline float acl_exp_f32(float x) {
     a.bits = (u32)(half + 127) << 23;
     b.bits = (u32)(n - half + 127) << 23;
     s = s * a.number * b.number;
-    s = k >= 160.0f ? __builtin_inff() : (k <= -160.0f ? 0.0f : s);
     return x == x ? s : x;
 }
 #elif defined(__HIP__)
@@ -92,6 +95,7 @@ static inline float acl_exp_f32(float x) {
 #define acl_mul_high_u32(a, b) ((u32)(((u64)(u32)(a) * (u32)(b)) >> 32))
 #define acl_mul_high_u64(a, b) ((u64)(((unsigned __int128)(u64)(a) * (u64)(b)) >> 64))
 #define acl_atomic_add_u32(p, v) __hip_atomic_fetch_add((p), (u32)(v), __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT)
+#define acl_fma_f32(a, b, c) __builtin_fmaf(a, b, c)
 #define acl_exp_f32(x) __builtin_expf(x)
 #else
 #define ACL_KERNEL extern "C" __global__
@@ -107,6 +111,7 @@ static inline float acl_exp_f32(float x) {
 #define acl_mul_high_u32(a, b) __umulhi((u32)(a), (u32)(b))
 #define acl_mul_high_u64(a, b) __umul64hi((u64)(a), (u64)(b))
 #define acl_atomic_add_u32(p, v) atomicAdd((p), (u32)(v))
+#define acl_fma_f32(a, b, c) fmaf(a, b, c)
 #define acl_exp_f32(x) expf(x)
 #endif
 #define acl_global_id() (acl_group_id() * acl_local_size() + acl_local_id())
@@ -117,26 +122,26 @@ static inline float acl_exp_f32(float x) {
  *   |x| < 1   erf(x) = x P(s)                          1.3e-9 relative before rounding
  *   else      erf(x) = sign(x) (1 - exp(-P(a)))        1.1e-9 absolute; beyond 4 the result rounds to 1
  *
- * Written out, since HIP has no erf without ROCm's device libraries; so all devices round alike but for exp and the
- * contraction of multiply and add. NaN stays NaN. */
+ * Written out, since HIP has no erf without ROCm's device libraries; so all devices round alike but for exp. NaN stays
+ * NaN. */
 ACL_DEVICE float acl_erf_f32(float x) {
     float s = x * x;
     float inner = 7.85390657e-05f;
-    inner = inner * s - 0.000801020651f;
-    inner = inner * s + 0.00518832915f;
-    inner = inner * s - 0.0268538129f;
-    inner = inner * s + 0.112835854f;
-    inner = inner * s - 0.37612626f;
-    inner = inner * s + 1.12837911f;
+    inner = acl_fma_f32(inner, s, -0.000801020651f);
+    inner = acl_fma_f32(inner, s, 0.00518832915f);
+    inner = acl_fma_f32(inner, s, -0.0268538129f);
+    inner = acl_fma_f32(inner, s, 0.112835854f);
+    inner = acl_fma_f32(inner, s, -0.37612626f);
+    inner = x * acl_fma_f32(inner, s, 6.0574e-8f); /* the first term's rest */
     float a = x < 0.0f ? -x : x;
-    a = a > 4.0f ? 4.0f : a;
+    a = 4.0f < a ? 4.0f : a;
     float outer = -0.000185573139f;
-    outer = outer * a + 0.00293959863f;
-    outer = outer * a - 0.0218052827f;
-    outer = outer * a + 0.10303729f;
-    outer = outer * a + 0.638225794f;
-    outer = outer * a + 1.12704003f;
-    outer = outer * a + 0.000353733019f;
+    outer = acl_fma_f32(outer, a, 0.00293959863f);
+    outer = acl_fma_f32(outer, a, -0.0218052827f);
+    outer = acl_fma_f32(outer, a, 0.10303729f);
+    outer = acl_fma_f32(outer, a, 0.638225794f);
+    outer = acl_fma_f32(outer, a, 1.12704003f);
+    outer = acl_fma_f32(outer, a, 0.000353733019f);
     float tail = 1.0f - acl_exp_f32(-outer);
-    return a < 1.0f ? x * inner : (x < 0.0f ? -tail : tail);
+    return a < 1.0f ? acl_fma_f32(x, 1.12837911f, inner) : (x < 0.0f ? -tail : tail);
 }
