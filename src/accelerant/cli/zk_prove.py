@@ -86,7 +86,7 @@ def prove_files(
     if json_output:
         write(json.dumps(facts))
         return
-    warn_forgeable(zkey, prover.verification_key.forgeable)
+    warn_forgeable(zkey, facts["forgeable"])
     stages = {stage: seconds for stage, seconds in prover.timings.items() if not stage.endswith("compile")}
     kernels = sum(seconds for stage, seconds in prover.timings.items() if stage.endswith("compile"))
     for stage, seconds in {progress.kernels: kernels, **stages, "all": kernels + sum(stages.values())}.items():
