@@ -448,6 +448,56 @@ def test_a_key_leaves_room_for_others(opened):
     add(store, "c", "large", size=960, most_bytes=1000)
 
 
+def test_bounds_of_the_queue_are_exact():
+    for jobs, total, own, added, words in (
+        (8, (7, 0), (0, 0), 1, None),
+        (8, (8, 0), (0, 0), 1, "the queue holds 8 requests, as many"),
+        (8, (1, 90), (0, 0), 10, None),
+        (8, (1, 90), (0, 0), 11, "the queue holds 90 bytes and may hold 100; the request has 11"),
+        (8, (5, 0), (5, 0), 1, None),
+        (8, (6, 0), (6, 0), 1, "holds 6 requests of this key"),
+        (7, (5, 0), (5, 0), 1, None),  # three quarters are 5.25
+        (7, (6, 0), (6, 0), 1, "holds 6 requests of this key"),
+        (8, (1, 65), (1, 65), 10, None),
+        (8, (1, 65), (1, 65), 11, "holds 65 bytes of this key and may hold 75; the request has 11"),
+        (8, (0, 0), (0, 0), 100, None),  # alone
+    ):
+        if words is None:
+            module.check_bounds(total, own, added, jobs, 100, 3.0)
+        else:
+            with pytest.raises(QueueFull, match=words) as caught:
+                module.check_bounds(total, own, added, jobs, 100, 3.0)
+            assert caught.value.retry_after_s == 3.0
+
+
+def test_the_oldest_results_of_the_key_with_the_most_bytes_go(opened):
+    results = [("1", "a", 30), ("2", "b", 20), ("3", "a", 10), ("4", "b", 30), ("5", "a", 5)]
+    for most, gone in ((95, []), (94, ["2"]), (75, ["2"]), (74, ["2", "1"]), (45, ["2", "1"]), (44, ["2", "1", "4"]),
+                       (0, ["2", "1", "4", "3", "5"])):  # fmt: skip
+        assert module._over_limit(results, most) == gone
+    store = opened()
+    for id in "xyz":
+        add(store, id)
+        assert store.finish(claim(store), JobState.SUCCEEDED, result_bytes=50)
+    assert store.prune(100.0, 149) == ([], ["x"])
+    assert store.get("x", None).message == "the result was removed: stored results reached their limit"
+    assert opened("other", volume="w").prune(-1.0, 0) == ([], [])  # it does not have the files
+    assert store.prune(100.0, 100) == ([], [])
+
+
+def test_a_page_of_jobs_has_a_hundred(store):
+    for number in range(101):
+        add(store, f"{number:03}")
+    page = store.jobs("key")
+    assert [job.id for job in page] == [f"{number:03}" for number in range(100, 0, -1)]
+    assert [job.id for job in store.jobs(None, before="001")] == ["000"]
+    assert store.jobs("key", JobState.RUNNING) == []
+    assert [job.id for job in store.jobs(None, JobState.QUEUED, limit=1)] == ["100"]
+    assert store.jobs("another") == []
+    with pytest.raises(JobNotFound, match="no job '001'"):
+        store.jobs("another", before="001")
+
+
 def test_old_jobs_go_in_slices(opened, monkeypatch):
     monkeypatch.setattr(module, "_SLICE", 4)
     monkeypatch.setattr(module, "_MOST_ENDED", 5)

@@ -55,6 +55,11 @@ def test_views_of_one_memory_are_saved_apart(path):
     assert tensors["turned"].tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
+def test_equal_documents_are_equal_files(path, tmp_path):
+    save_checkpoint(tmp_path / "other", TENSORS, {"name": "é", "step": 3})
+    assert (tmp_path / "other").read_bytes() == path.read_bytes()
+
+
 def test_every_cut_is_noticed(path):
     content = path.read_bytes()
     for length in (0, 1, 7, 8, 100, len(content) // 2, len(content) - 1):
@@ -181,6 +186,21 @@ def test_the_size_is_that_of_the_larger_checkpoint_with_its_shards(tmp_path):
     for rank, size in enumerate((1000, 500)):
         (tmp_path / f"checkpoint-shards-3/0000{rank}.safetensors").write_bytes(bytes(size))
     assert checkpoints.size_bytes == checkpoints.path.stat().st_size + 1500
+
+
+def test_shards_without_a_checkpoint_are_removed(tmp_path):
+    checkpoints = Checkpoints(tmp_path)
+    folders = [f"checkpoint-shards-{number}" for number in (1, 2, 3, "x")]
+    for name in folders:
+        (tmp_path / name).mkdir()
+    (tmp_path / "checkpoint-shards-4").touch()  # no folder: left alone
+    save_checkpoint(checkpoints.previous, {}, {"shards": {"folder": folders[0]}})
+    checkpoints.path.write_bytes(b"torn")  # of which they may be
+    checkpoints.clean()
+    assert all((tmp_path / name).is_dir() for name in folders)
+    save_checkpoint(checkpoints.path, {}, {"shards": {"folder": folders[1]}})
+    checkpoints.clean()
+    assert [(tmp_path / name).exists() for name in (*folders, "checkpoint-shards-4")] == [True, True, False, True, True]
 
 
 @pytest.mark.parametrize(
