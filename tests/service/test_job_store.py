@@ -446,6 +446,9 @@ def test_a_key_leaves_room_for_others(opened):
         add(store, "a", "greedy", most_bytes=50)
     add(store, "b", "modest", most_jobs=4, most_bytes=50)
     add(store, "c", "large", size=960, most_bytes=1000)
+    assert store.counts() == ({"queued": 5}, {"greedy": 3, "modest": 1, "large": 1}, 1000)
+    assert claim(store).id == "0"
+    assert store.counts() == ({"queued": 4, "running": 1}, {"greedy": 2, "modest": 1, "large": 1}, 990)
 
 
 def test_bounds_of_the_queue_are_exact():

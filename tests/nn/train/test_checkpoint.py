@@ -276,6 +276,23 @@ def test_a_better_loss_is_lower_by_more_than_min_delta():
     assert not BestModel(patience=0, min_delta=0.0).exhausted
 
 
+@pytest.mark.parametrize("in_folder", [True, False])
+def test_the_best_parameters_come_back(tmp_path, in_folder):
+    folder, model, best = tmp_path if in_folder else None, nn.Linear(2, 2), BestModel(patience=0, min_delta=0.0)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+
+    def changed_and_loaded():
+        nn.init.ones_(model.weight)
+        best.load_into(model, folder)
+        return {name: torch.equal(x, before[name]) for name, x in model.state_dict().items()}
+
+    assert changed_and_loaded() == {"weight": False, "bias": True}  # none is kept
+    model.load_state_dict(before)
+    best.keep(model, folder)
+    assert changed_and_loaded() == {"weight": True, "bias": True}
+    assert (tmp_path / BestModel.NAME).exists() is in_folder
+
+
 def test_the_state_of_a_training_is_of_its_model_and_optimizer(tmp_path, monkeypatch):
     def made(kind=torch.optim.AdamW, width=3):
         model = nn.Linear(2, width)
