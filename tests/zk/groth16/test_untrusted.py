@@ -224,6 +224,8 @@ def test_a_key_cannot_change_after_its_check():
             getattr(made, name)[:] = 0
     again = pickle.loads(pickle.dumps(made))
     assert again.to_json() == key.to_json()
+    assert len({made, key, again}) == 3  # compared by identity: its arrays have no truth
+    assert made != key
 
 
 # --- keys that anyone can forge proofs for ---------------------------------------------------------------------------
