@@ -56,13 +56,16 @@ from accelerant.runtime.dispatch.plan import observers
 from accelerant.runtime.ledger import SAMPLE_EVERY, ledger
 from accelerant.runtime.streams.graphs import captures_ahead
 
-__all__ = ["CpuFastPath", "DifferentiableOp"]
+__all__ = ["CpuFastPath", "DifferentiableOp", "recorders"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _TENSORS = frozenset({Tensor, torch.nn.Parameter})
 """Types whose CPU tensors are passed on to torch's functions."""
+
+recorders: list[Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]] = []
+"""The last of these makes the calls of public functions, for who records torch's functions: kernels are none."""
 
 # --- CPU fast path ---------------------------------------------------------------------------------------------------
 
@@ -225,6 +228,8 @@ class CpuFastPath:
 
         @functools.wraps(public)
         def call(*args: P.args, **options: P.kwargs) -> R:
+            if recorders and not is_compiling():
+                return recorders[-1](call, args, options)  # type: ignore[no-any-return]
             values: tuple[Any, ...] = (*args, *options.values()) if options else args
             recent = _NONE if is_dynamo_compiling() else known.get(_RECENT, _NONE)
             check, tensors, length, names, others, with_grad, few, record, apply = recent

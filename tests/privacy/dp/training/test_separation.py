@@ -107,6 +107,7 @@ def test_permuted_rows_are_refused(change, back):
     ],
 )
 def test_mixed_rows_are_refused(mix):
+    torch.manual_seed(0)  # the signs of rows could be all the same
     with pytest.raises(UnsupportedCase, match="depends on the other rows of the batch in first"):
         loop(Rearranged(mix, lambda h: h), points())
 

@@ -31,7 +31,8 @@ from accelerant.privacy.dp.ledger.ledger import Allowance, Budget
 from accelerant.privacy.dp.noise.noisy_sum import NoisePlan, NoisySum
 from accelerant.privacy.dp.sampling.batches import DrawTracker
 from accelerant.privacy.dp.training.adaptive import AdaptiveNorm
-from accelerant.privacy.dp.training.separation import SeparationCheck
+from accelerant.privacy.dp.training.losses import LossCheck
+from accelerant.privacy.dp.training.separation import SeparationCheck, running_losses
 from accelerant.runtime.processes import Processes
 
 __all__ = ["PrivateOptimizer", "require_float32", "settings_of"]
@@ -116,6 +117,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     Attributes:
         stepped: whether the last call of `step` made one.
         separation: checks the first batch's examples.
+        losses: checks that the loss treats each example by itself.
         grouped: whether the ledger's unit has several rows: then only batches of our sampler may be stepped.
         precision: of `PrivateStep`'s autocast; None without one.
         sums: of clipped gradients, by their parameter's identity.
@@ -136,7 +138,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self.grouped = grouped
         self.precision: torch.dtype | None = None
         self.clipper, self.ledger, self.processes, self.tracker = clipper, ledger, processes, DrawTracker()
-        self.separation = SeparationCheck(clipper)
+        self.separation, self.losses = SeparationCheck(clipper), LossCheck(clipper)
         self._release, self._adaptive, self._sample_rate = release, adaptive, sample_rate
         self._allowance = None if budget is None else Allowance(budget, ledger.neighbouring)
         self._params: list[nn.Parameter] = [parameter for _, parameter in clipper.parameters]
@@ -149,14 +151,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._updating = False
         self._warned = self._warned_of_plateau = False
         self._threads: Any = None  # restores autograd's own threads
-        check = weakref.WeakMethod(self.require_own)  # the hook, on all optimizers, must not keep this one alive
-
-        def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            if (require_own := check()) is not None:
-                require_own(optimizer)
-
-        self._unwatch: Callable[[], None] = register_optimizer_step_pre_hook(before_step).remove
-        weakref.finalize(self, self._unwatch)
+        _watching.add(self)
         clipper.keep_sums(self.sums)
         clipper.on_begin = self._backward_begins
         clipper.on_backward = self._backward_ended
@@ -233,6 +228,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if getattr(self, "grad_scale", None) is not None:
             raise UnsupportedCase(_SCALED)
         self.stepped = False
+        self.losses.end()
         if not self.tracker.passes:
             self.drop_released()
         plan = self.prepare()
@@ -390,7 +386,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
 
     def detach(self) -> None:
         """Release the wrapped optimizer; a sum that no step has released is cleared."""
-        self._unwatch()
+        _watching.discard(self)
+        self.losses.end()
         self._release_thread()
         self.clipper.keep_sums(None)
         if not self._released:
@@ -420,7 +417,9 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "optimizer.zero_grad() after the step"
             )
         self.require_untouched()
-        self.separation.before_backward()
+        losses = running_losses()
+        self.separation.before_backward(losses)
+        self.losses.check(losses)
 
     def keep_thread(self) -> None:
         """Let backward passes over a GPU run on this thread, until the step.
@@ -513,6 +512,18 @@ def _number(value: Any) -> object:
     if isinstance(value, list | tuple):
         return [_number(each) for each in value]
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+_watching: weakref.WeakSet[PrivateOptimizer] = weakref.WeakSet()
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for private in list(_watching):
+        private.require_own(optimizer)
+
+
+# Once: a hook that went with its private optimizer could be removed, by the garbage collector, while torch calls hooks.
+register_optimizer_step_pre_hook(_before_step)
 
 
 def _held(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -95,6 +95,7 @@ class PrivateTraining:
             if private is not None and torch.is_grad_enabled():
                 _require_unwrapped(module)
             if private is not None and module is own():  # not a copy of it
+                private.losses.enter_model()
                 if torch.is_grad_enabled():
                     private.require_as_attached()
                 private.drop_released()
@@ -103,7 +104,16 @@ class PrivateTraining:
                 if torch.is_grad_enabled() and private.separation.pending:
                     private.separation.before_forward(args, kwargs)
 
-        self._hook = model.register_forward_pre_hook(mark(before_forward), with_kwargs=True)
+        @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own
+        def after_forward(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+            private = known()
+            if private is not None and module is own():
+                private.losses.leave_model((args, kwargs), result, trial=private.separation.running)
+
+        self._hooks = [
+            model.register_forward_pre_hook(mark(before_forward), with_kwargs=True),
+            model.register_forward_hook(mark(after_forward), with_kwargs=True, always_call=True),
+        ]
 
     @property
     def sample_rate(self) -> float:
@@ -181,6 +191,7 @@ class PrivateTraining:
         device = self.clipper.parameters[0][1].device
         # Waiting for this copy would wait for the step before.
         self.clipper.mask = None if batch.mask is None else batch.mask.to(device, non_blocking=True)
+        self.optimizer.losses.begin((batch.tensors, batch.mask))
 
     def _used(self, batches: PoissonBatches) -> Generator[DrawnBatch, None, None]:
         try:
@@ -193,6 +204,7 @@ class PrivateTraining:
                 self.use(batch, batches)
                 yield batch
         finally:
+            self.optimizer.losses.end()
             if not self._tracker.awaited:  # next(batches(...)) ends this before the batch is used: it stays masked
                 self.clipper.mask = None
 
@@ -273,7 +285,8 @@ class PrivateTraining:
         """Detach the clipper: backward passes of the model are ordinary again. The ledger stays open."""
         if self._attached:
             self._attached = False
-            self._hook.remove()
+            for hook in self._hooks:
+                hook.remove()
             self.clipper.detach()
             self.clipper.on_begin = self.clipper.on_backward = None
             self.optimizer.detach()
@@ -341,9 +354,10 @@ def make_private(
         expected_batch_size: of all processes together; None: sample_rate times the rows, or groups, of the data that
             `batches` is given.
         loss_reduction: whether a batch's loss is the "mean" or the "sum" of its examples' losses. Each must be of that
-            example alone, with the same share whatever the others are: not a mean over all tokens of the batch that
-            are not masked (average those of a row first), nor a loss that compares examples. Only the
-            reduction is checked, and only if the loss ends in torch's own.
+            example alone, with the same share whatever the others are: not a mean that class weights, ignored labels
+            or masks of the batch divide (average the tokens of a row first), nor a loss that compares examples. In the
+            first backward passes, and then at random, the loss is repeated with other rows, and refused if it mixes
+            them.
         clipping: "flat": over all parameters; "per_layer": sensitivity is the root of the sum of squares; "adaptive":
             the norm follows the median of the gradients' norms, `AdaptiveClipping` has its settings.
         secure: noise from ChaCha20 on an integer grid. False: Philox and floating point, for research; the ledger

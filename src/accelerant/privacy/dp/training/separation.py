@@ -25,7 +25,7 @@ import math
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Container, Generator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Generator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,7 +39,7 @@ from accelerant.privacy.dp.clipping.clipper import batch_size
 from accelerant.privacy.dp.clipping.rules import model_methods
 from accelerant.runtime.memory.peak import modules_restored
 
-__all__ = ["SeparationCheck"]
+__all__ = ["SeparationCheck", "running_losses"]
 
 _TOLERANCE = 2e-5
 """Largest change of an example's gradient that counts as none in float32, relative to the layer's largest."""
@@ -122,6 +122,11 @@ class SeparationCheck:
         self._running = self._called = self._warned = self._knows_loss = False
 
     @property
+    def running(self) -> bool:
+        """Whether a pass of the model is one of the check's."""
+        return self._running
+
+    @property
     def pending(self) -> bool:
         """Whether the next forward pass may have to be checked."""
         return not (self._running or self._modes[self._clipper.model.training].done)
@@ -152,7 +157,7 @@ class SeparationCheck:
         mode.seen |= seen
         mode.done = used <= mode.seen and bool(mode.seen)
 
-    def before_backward(self) -> None:
+    def before_backward(self, losses: Sequence[Tensor]) -> None:
         """Check, before the first backward pass over several rows, how the loss adds them up, where that can be seen.
 
         Raises ConfigError if the loss is a sum and make_private was given "mean", or the other way round.
@@ -163,9 +168,9 @@ class SeparationCheck:
         if not self._called and type(self._clipper.model) not in model_methods:
             self._warn("the model's parts were called, not the model")
         wanted = self._clipper.loss_reduction
-        for root in _roots():
+        for root in (loss.grad_fn for loss in losses):
             found = _reduction(root)
-            if found not in (None, wanted):
+            if root is not None and found not in (None, wanted):
                 raise ConfigError(
                     f"the loss is a {found} over the batch ({root.name()}), and make_private was given "
                     f"loss_reduction={wanted!r}: examples would be clipped to a bound that changes with the number of "
@@ -449,16 +454,15 @@ def _mapped(nested: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return nested
 
 
-def _roots() -> list[Any]:
-    """Return the nodes at which the running backward pass began; none if they cannot be found."""
+def running_losses() -> list[Tensor]:
+    """Return the tensors at which the running backward pass began; none if they cannot be found."""
     run = getattr(torch.autograd.graph, "_engine_run_backward", None)
     frames, own = sys._current_frames(), threading.get_ident()
     for thread in sorted(frames, key=lambda thread: thread != own):  # on a GPU the engine has threads of its own
         frame: Any = frames[thread]
         while run is not None and frame is not None:
             if frame.f_code is run.__code__:
-                outputs = frame.f_locals["t_outputs"]
-                return [each.grad_fn if isinstance(each, Tensor) else each.node for each in outputs]
+                return [each for each in frame.f_locals["t_outputs"] if isinstance(each, Tensor)]
             frame = frame.f_back
     return []
 

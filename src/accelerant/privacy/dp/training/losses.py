@@ -1,0 +1,577 @@
+"""Checks that a loss outside of the model treats each example by itself.
+
+Clipping bounds what an example adds to the sum if its gradient is that of its own loss. A loss that divides by a number
+of the batch (a sum of class weights, a count of labels or of unmasked tokens) gives each example a gradient that all
+others change: one row more, and the sum moves by many times the bound.
+
+The loss is the user's code, so it is recorded: torch's functions between a draw, the model's result and `backward`, but
+for those of the model. At `backward` they are called again, each time with about half of the rows replaced by another,
+in labels, masks and results alike, and the gradient at the result of each row that was kept must be as it was. That is
+done in the first passes, and then at random. Means of cross entropies that divide by class weights, or by a count of
+labels, are known by their arguments.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import random
+import sys
+import warnings
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accelerant.errors import UnsupportedCase
+from accelerant.ops._differentiable import recorders
+from accelerant.privacy.dp.clipping import PerExampleClipper
+from accelerant.privacy.dp.clipping.clipper import _tensors as tensors_of
+
+__all__ = ["LossCheck"]
+
+_FIRST = 10
+"""Backward passes whose loss is repeated."""
+
+_SHARE = 1 / 256
+"""Of the later passes: repeating a loss takes about as long as five losses."""
+
+_TOLERANCE = 1e-4
+"""Largest change of a row's gradient that counts as none, relative to the largest."""
+
+_MOST_OPS = 4000
+"""Recorded calls after which recording ends: a loop that never calls backward."""
+
+_REMEDY = (
+    "The loss must be a sum of the examples' losses with loss_reduction='sum', or that sum over a number that no "
+    "example changes: the rows of the batch, not those that count. Average the tokens of a row first, then the rows"
+)
+
+_Index = Callable[[Tensor], Tensor]
+
+
+class LossCheck:
+    """Records the loss of a pass, and repeats it with other rows.
+
+    Args:
+        clipper: attached to the model.
+    """
+
+    def __init__(self, clipper: PerExampleClipper) -> None:
+        self._clipper = clipper
+        self._left, self._chance = _FIRST, random.Random()
+        self._trace: _Trace | None = None
+        self._calls = 0  # of the model that have not returned
+        self._warned = False
+
+    # --- recording ---------------------------------------------------------------------------------------------------
+
+    def begin(self, inputs: Any) -> None:
+        """Record from here on, if it is time to: the batch is in use."""
+        self.end()
+        if self._due():
+            self._trace = _Trace(self._clipper, pytree.tree_leaves(inputs), drawn=True)
+            self._trace.resume()
+
+    def enter_model(self) -> None:
+        """Leave out what the model calls."""
+        if torch._C._current_graph_task_id() == -1:  # else of a checkpoint
+            self._calls += 1
+            _Trace.remove()
+
+    def leave_model(self, inputs: Any, result: Any, *, trial: bool) -> None:
+        """Go on recording, with the model's results as what the loss depends on."""
+        if torch._C._current_graph_task_id() != -1:
+            return
+        self._calls = max(0, self._calls - 1)
+        if self._calls or trial:
+            return
+        if self._trace is None and torch.is_grad_enabled() and self._due():
+            self._trace = _Trace(self._clipper, pytree.tree_leaves(inputs), drawn=False)
+        if self._trace is not None:
+            self._trace.add_results(tensors_of(result))
+            self._trace.resume()
+
+    def end(self) -> None:
+        """Stop recording."""
+        self._calls = 0
+        self._trace = None
+        _Trace.remove()
+
+    def _due(self) -> bool:
+        return (self._left > 0 or self._chance.random() < _SHARE) and not _compiled()
+
+    # --- checking ----------------------------------------------------------------------------------------------------
+
+    def check(self, losses: Sequence[Tensor]) -> None:
+        """Check the loss of a backward pass that begins.
+
+        Raises UnsupportedCase if the gradient of a row depends on other rows.
+        """
+        trace, self._trace = self._trace, None
+        _Trace.remove()
+        rows = self._clipper.examples
+        if rows is None or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            return
+        if trace is None or not trace.results or rows < 2:
+            return
+        self._left -= self._left > 0
+        try:
+            mixes = trace.mixes(losses, rows)
+        except torch.OutOfMemoryError:
+            self._warn("there is not enough memory to repeat it")
+        except _Unknown as error:
+            self._warn(str(error))
+        except (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError) as error:
+            self._warn(f"it cannot be repeated ({type(error).__name__})")
+        else:
+            if mixes:
+                raise UnsupportedCase(
+                    "the loss mixes the examples of a batch: with some rows replaced (labels, masks and the model's "
+                    "results), the gradients of others changed. One row could move the sum by many times "
+                    f"max_grad_norm. {_REMEDY}"
+                )
+
+    def _warn(self, reason: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"it was not checked whether the loss treats each example by itself: {reason}. {_REMEDY}",
+                UserWarning,
+                stacklevel=2,
+            )
+
+
+class _Unknown(Exception):  # noqa: N818  it is no error of the user's
+    """Why a loss cannot be repeated."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """The place of a tensor among those of a trace."""
+
+    number: int
+
+
+@dataclass(slots=True)
+class _Leaf:
+    """A tensor that no recorded call made: with rows of examples or without, or a result of the model."""
+
+    tensor: Tensor
+    version: int
+    rows: bool
+    result: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A recorded call, with slots for tensors."""
+
+    function: Callable[..., Any]
+    args: Any
+    results: list[int | None]
+    autocast: tuple[bool, torch.dtype]
+    grad: bool
+    random: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Number(_Slot):
+    """A number that the host read from a tensor, or from its shape, or the inverse of one."""
+
+    value: float
+    read: Callable[[Tensor], float]
+    inverse: bool = False
+
+    def now(self, tensor: Tensor) -> float:
+        """Return what the host would read now."""
+        found = self.read(tensor)
+        return 1.0 / found if self.inverse else found
+
+
+_SCALING = {
+    f"{before}{name}{after}"
+    for name in ("mul", "div", "truediv", "true_divide", "divide", "multiply", "floordiv")
+    for before, after in (("", ""), ("", "_"), ("__", "__"), ("__r", "__"), ("__i", "__"))
+}
+"""Functions that a number from the batch may divide, or multiply, a loss by."""
+
+_FACTORIES = {"tensor", "as_tensor", "from_numpy", "asarray"}
+_MEANS = {"cross_entropy", "nll_loss", "linear_cross_entropy"}
+_WEIGHTED = {"cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"}
+_DRAWING = ("drop", "gumbel", "rrelu", "rand", "bernoulli")
+_RANDOM = {"bernoulli", "multinomial", "rand_like", "randn_like", "randint_like", "normal"}
+
+
+class _Trace(TorchFunctionMode):
+    """The calls of torch's functions in a loss.
+
+    It lies below all other modes, such that a `with torch.device(...)` around the model's call ends as it began.
+
+    Args:
+        clipper: attached to the model.
+        inputs: with the batch's rows.
+        drawn: whether they are the whole batch: other tensors are then of no example.
+
+    Attributes:
+        results: slots of the model's results.
+    """
+
+    def __init__(self, clipper: PerExampleClipper, inputs: Iterable[Any], *, drawn: bool) -> None:
+        super().__init__()
+        self._clipper, self._drawn = clipper, drawn
+        self._device = clipper.parameters[0][1].device.type
+        self._slots: Any = WeakIdKeyDictionary()
+        self._leaves: dict[int, _Leaf] = {}
+        self._calls: list[_Call] = []
+        self._numbers: list[_Number] = []
+        self._count = 0
+        self._changes = False  # some call writes into a tensor
+        self._quiet = set[int]()  # results of calls without gradients
+        self._opened = False  # some of them have gradients: those of a torch.autograd.Function's forward
+        self._active = True
+        self.results: list[int] = []
+        for each in inputs:
+            if isinstance(each, Tensor) and each.dim():
+                self._add_leaf(each, rows=True)
+
+    # --- the stack of modes ------------------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Put the trace below all other modes."""
+        _Trace.remove(self)
+
+    @staticmethod
+    def remove(instead: _Trace | None = None) -> None:
+        """Take traces off this thread's stack of modes, and put one below all others."""
+        count = torch._C._len_torch_function_stack()
+        modes = [torch._C._pop_torch_function_stack() for _ in range(count)]
+        for each in modes:
+            if isinstance(each, _Trace):
+                each._active = False
+                if each.call in recorders:
+                    recorders.remove(each.call)
+        kept = [each for each in reversed(modes) if not isinstance(each, _Trace)]
+        for mode in kept if instead is None else [instead, *kept]:
+            torch._C._push_on_torch_function_stack(mode)
+        if instead is not None:
+            instead._active = True
+            recorders.append(instead.call)
+
+    # --- recording ---------------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._active or torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if func is Tensor.backward:
+            self._active = False
+        if name in ("backward", "__set__", "__delete__", "requires_grad_", "register_hook", "retain_grad"):
+            return func(*args, **kwargs)
+        if len(self._calls) >= _MOST_OPS:
+            self._active = False
+            return func(*args, **kwargs)
+        writes = (
+            (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or kwargs.get("out") is not None
+        )
+        writes = writes or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+        if writes and isinstance(target := kwargs.get("out", args[0] if args else None), Tensor):
+            self._changes = True
+            self._keep(target)
+        # The class weights of a loss may be as many as the rows.
+        fixed = {id(each) for each in (*args[2:], *kwargs.values())} if name in _WEIGHTED else set[int]()
+        scales = name in _SCALING or (name in _FACTORIES and isinstance(args[0], (int, float)))
+
+        def slot(each: Any) -> Any:
+            if isinstance(each, Tensor):
+                return self._slot(each, fixed)
+            return self._number(each) if scales and isinstance(each, (int, float)) else each
+
+        given = pytree.tree_map(slot, (args, kwargs))
+        random = self._random() if any(part in name for part in _DRAWING) else None
+        result = func(*args, **kwargs)
+        self._add(name, func, given, args, result, writes, random)
+        return result
+
+    def call(self, public: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Record a call of an op of this package, whose kernels call no function of torch."""
+        recorders.remove(self.call)
+        try:
+            with torch._C.DisableTorchFunction():
+                return self.__torch_function__(public, (), args, options)
+        finally:
+            if self._active:
+                recorders.append(self.call)
+
+    def _random(self) -> Tensor:
+        return torch.cuda.get_rng_state() if self._device == "cuda" else torch.get_rng_state()
+
+    def _number(self, given: float) -> Any:
+        """Return the number that the host read last from a tensor, if it is this one or its inverse."""
+        if isinstance(given, bool) or given in (0, 1, -1) or not math.isfinite(given):
+            return given
+        for known in reversed(self._numbers):
+            if math.isclose(known.value, given, rel_tol=1e-7):
+                return known
+            if known.value and math.isclose(1.0 / known.value, given, rel_tol=1e-7):
+                return replace(known, inverse=True)
+        return given
+
+    def _slot(self, tensor: Tensor, fixed: Container[int] = ()) -> _Slot:
+        if (known := self._slots.get(tensor)) is not None:
+            self._opened = self._opened or (known in self._quiet and tensor.requires_grad)
+            return _Slot(known)
+        if tensor.grad_fn is not None and tensor.requires_grad and self._has_rows(tensor):  # one that the model keeps
+            self.add_results([tensor])
+            return _Slot(self._slots[tensor])
+        rows = not self._drawn and not isinstance(tensor, nn.Parameter) and id(tensor) not in fixed
+        return _Slot(self._add_leaf(tensor, rows=rows and self._has_rows(tensor)))
+
+    def _has_rows(self, tensor: Tensor) -> bool:
+        """Return whether a tensor of unknown origin has a row for each example, or several."""
+        rows, examples = tensor.shape[0] if tensor.dim() else 0, self._clipper.examples or 0
+        if not rows or not examples:
+            return False
+        return rows == examples or (rows % examples == 0 and not tensor.is_floating_point())
+
+    def _add_leaf(self, tensor: Tensor, *, rows: bool, result: bool = False) -> int:
+        number = self._new(tensor)
+        self._leaves[number] = _Leaf(tensor.detach() if result else tensor, tensor._version, rows, result)
+        return number
+
+    def _new(self, tensor: Tensor) -> int:
+        self._count += 1
+        self._slots[tensor] = self._count
+        return self._count
+
+    def _keep(self, target: Tensor) -> None:
+        """Copy a leaf that is about to be written to."""
+        number = self._slot(target).number
+        leaf = self._leaves.get(number)
+        if leaf is not None and leaf.version == target._version:
+            copied = target.detach().clone()
+            self._leaves[number] = _Leaf(copied, copied._version, leaf.rows, leaf.result)
+
+    def add_results(self, results: Iterable[Tensor]) -> None:
+        """Take the model's results for what the loss depends on."""
+        for each in results:
+            number = self._add_leaf(each, rows=each.dim() > 0, result=each.requires_grad)
+            if each.requires_grad and each.dim():
+                self.results.append(number)
+
+    def _add(
+        self, name: str, func: Any, given: Any, args: Any, result: Any, writes: bool, random: Tensor | None
+    ) -> None:
+        leaves = pytree.tree_leaves(result)
+        tensors = [each for each in leaves if isinstance(each, Tensor)]
+        if not tensors and not writes:
+            self._add_numbers(name, args, result)
+            return
+        depends = any(isinstance(each, _Slot) for each in pytree.tree_leaves(given))
+        if not writes and (name in _RANDOM or not depends):  # its result is made once, and stays
+            for each in tensors:
+                if self._slots.get(each) is None:
+                    rows = name in _FACTORIES and self._has_rows(each)
+                    self._add_leaf(each, rows=rows and not (each.is_floating_point() and each.dim() == 1))
+            return
+        results: list[int | None] = []
+        for each in leaves:
+            known = self._slots.get(each) if isinstance(each, Tensor) else None
+            results.append((known or self._new(each)) if isinstance(each, Tensor) else None)
+        grad = torch.is_grad_enabled()
+        if not grad:
+            self._quiet.update(number for number in results if number is not None)
+        state = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
+        self._calls.append(_Call(func, given, results, state, grad, random))
+
+    def _add_numbers(self, name: str, args: Any, result: Any) -> None:
+        """Remember numbers that a later call may scale a loss by."""
+        if not args or not isinstance(args[0], Tensor) or (slot := self._slots.get(args[0])) is None:
+            return
+        tensor = args[0]
+
+        def add(value: float, read: Callable[[Tensor], Any]) -> None:
+            self._numbers.append(_Number(slot, float(value), lambda now: float(read(now))))
+
+        if isinstance(result, torch.Size):
+            for at, size in enumerate(result):
+                add(size, partial(Tensor.size, dim=at))
+            add(result.numel(), Tensor.numel)
+        elif name == "tolist" and tensor.dim() == 1 and not tensor.is_complex():
+            add(sum(result), Tensor.sum)
+        elif name == "__len__" or (name == "size" and len(args) > 1):
+            add(result, partial(Tensor.size, dim=args[1] if len(args) > 1 else 0))
+        elif name in ("numel", "nelement"):
+            add(result, Tensor.numel)
+        elif name in ("item", "__float__", "__int__", "__index__") and isinstance(result, (int, float)):
+            add(result, Tensor.item)
+
+    # --- repeating ---------------------------------------------------------------------------------------------------
+
+    def mixes(self, losses: Sequence[Tensor], rows: int) -> bool:
+        """Return whether the gradient of a row changes when others are replaced.
+
+        Raises _Unknown if the losses cannot be repeated.
+        """
+        wanted = [self._slots.get(each) for each in losses]
+        self._opened = self._opened or not self._quiet.isdisjoint(wanted)
+        if None in wanted:
+            raise _Unknown("its last operation was not seen")
+        calls = self._needed(wanted)
+        used = {slot.number for call in calls for slot in pytree.tree_leaves(call.args) if isinstance(slot, _Slot)}
+        used.update(number for number in wanted if number is not None)
+        for number in used & self._leaves.keys():
+            leaf = self._leaves[number]
+            if not leaf.result and leaf.tensor.grad_fn is not None and leaf.tensor.requires_grad:
+                raise _Unknown(f"a part of it, of {leaf.tensor.grad_fn.name()}, is made elsewhere")
+            if leaf.tensor._version != leaf.version:
+                raise _Unknown("a tensor that it uses was written to")
+        results = [number for number in self.results if number in used]
+        if not results:
+            return False
+        if any(self._leaves[number].tensor.shape[0] % rows for number in results):
+            raise _Unknown("the model's result does not have the examples in its first dimension")
+        before, found = self._repeat(calls, wanted, results, used, None, rows)
+        for loss, again in zip(losses, found, strict=True):
+            low = torch.finfo(loss.dtype).eps
+            if not torch.allclose(loss.detach().double(), again.double(), 100 * max(low, 1e-6), 1e-6, equal_nan=True):
+                raise _Unknown("repeated, it has another value")
+        names = self._unlike(used, rows)
+        for row in names:
+            for odd in (0, 1):
+                replaced = torch.arange(rows) % 2 == odd
+                index = torch.where(replaced, row, torch.arange(rows))
+                after, _ = self._repeat(calls, wanted, results, used, index, rows)
+                if _moved(before, after, ~replaced):
+                    return True
+        return False
+
+    def _needed(self, wanted: Sequence[int | None]) -> list[_Call]:
+        """Return the calls that the losses depend on; all, if some write into tensors, of which others may be views."""
+        if self._changes:
+            return self._calls
+        needed, calls = set(wanted), []
+        for call in reversed(self._calls):
+            if needed.intersection(call.results):
+                calls.append(call)
+                needed.update(slot.number for slot in pytree.tree_leaves(call.args) if isinstance(slot, _Slot))
+        return calls[::-1]
+
+    def _unlike(self, used: set[int], rows: int) -> list[int]:
+        """Return two rows whose labels, masks and inputs have different sums; any two if all have the same."""
+        sums = torch.zeros(rows, dtype=torch.float64)
+        for number, leaf in self._leaves.items():
+            if number in used and leaf.rows and not leaf.result and leaf.tensor.shape[0] % rows == 0:
+                each = leaf.tensor.reshape(rows, -1)
+                sums += each.to(torch.float64).nan_to_num().sum(1).cpu() if not each.is_complex() else 0.0
+        order = sums.argsort()
+        first, last = int(order[0]), int(order[-1])
+        return [first, last] if first != last else [0, 1]
+
+    def _repeat(
+        self, calls: Sequence[_Call], wanted: Sequence[int | None], results: Sequence[int], used: set[int],
+        index: Tensor | None, rows: int,
+    ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+        """Return the gradients at the model's results, and the losses, with the rows of an index."""
+        values: dict[int, Tensor] = {}
+        inputs = []
+        devices = [torch.cuda.current_device()] if self._device == "cuda" else []
+        with torch.enable_grad(), torch.random.fork_rng(devices):
+            for number in used & self._leaves.keys():
+                leaf = self._leaves[number]
+                value = leaf.tensor.detach()
+                if leaf.rows and index is not None and value.dim() and value.shape[0] % rows == 0:
+                    blocks = index.to(value.device)
+                    each = value.shape[0] // rows
+                    if each > 1:
+                        blocks = (blocks[:, None] * each + torch.arange(each, device=value.device)).flatten()
+                    value = value.index_select(0, blocks)
+                elif self._changes and not leaf.result:
+                    value = value.clone()
+                values[number] = value
+            for number in results:
+                inputs.append(values[number].requires_grad_())
+                values[number] = inputs[-1].clone() if self._changes else inputs[-1]
+            for call in calls:
+                self._call(call, values, rows if index is None else None)
+            losses = [values[number] for number in wanted if number is not None]
+            total = torch.stack([each.sum().double() for each in losses]).sum()
+            gradients = torch.autograd.grad(total, inputs, allow_unused=True)
+        found = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(inputs, gradients, strict=True)]
+        return [each.reshape(rows, -1) for each in found], [each.detach() for each in losses]
+
+    def _call(self, call: _Call, values: dict[int, Tensor], rows: int | None) -> None:
+        def given(each: Any) -> Any:
+            if isinstance(each, _Number):
+                return each.now(values[each.number])
+            return values[each.number] if isinstance(each, _Slot) else each
+
+        args, kwargs = pytree.tree_map(given, call.args)
+        if rows is not None and getattr(call.function, "__name__", "") in _MEANS:
+            _require_even(call, args, kwargs, rows)
+        if call.random is not None:
+            (torch.cuda if self._device == "cuda" else torch).set_rng_state(call.random)
+        enabled, dtype = call.autocast
+        with (
+            torch.autocast(self._device, dtype, enabled=enabled, cache_enabled=False),
+            torch.set_grad_enabled(call.grad or self._opened),
+        ):
+            result = call.function(*args, **kwargs)
+        for number, each in zip(call.results, pytree.tree_leaves(result), strict=True):
+            if number is not None:
+                values[number] = each
+
+
+def _moved(before: Sequence[Tensor], after: Sequence[Tensor], kept: Tensor) -> bool:
+    """Return whether the gradient of a row that was kept is another one."""
+    for one, two in zip(before, after, strict=True):
+        rows = kept.to(one.device)
+        one, two = one[rows].float(), two[rows].float()
+        scale = torch.linalg.vector_norm(one, dim=1).amax()
+        tolerance = max(_TOLERANCE, 2 * torch.finfo(before[0].dtype).eps)
+        if bool((torch.linalg.vector_norm(two - one, dim=1) > tolerance * scale).any()):
+            return True
+    return False
+
+
+def _require_even(call: _Call, args: Any, kwargs: Any, rows: int) -> None:
+    """Raise UnsupportedCase for a mean of cross entropies that class weights, or ignored labels, divide unevenly."""
+    given = inspect.signature(call.function).bind(*args, **kwargs)
+    given.apply_defaults()
+    reduction, weight, ignored = (given.arguments.get(name) for name in ("reduction", "weight", "ignore_index"))
+    labels = given.arguments.get("target", given.arguments.get("targets"))
+    if reduction != "mean" or labels is None or labels.is_floating_point():
+        return
+    if isinstance(weight, Tensor) and "targets" not in given.arguments and bool((weight != weight.flatten()[0]).any()):
+        raise UnsupportedCase(
+            "the loss is a mean that weight= of cross_entropy or nll_loss divides by the sum of its labels' weights: "
+            "each example changes the share of all others, and could move the sum by many times max_grad_norm. Give "
+            "reduction='none' and take the mean of that, or reduction='sum' and loss_reduction='sum'"
+        )
+    counted = labels != ignored
+    each = counted.reshape(rows, -1).sum(1) if labels.numel() % rows == 0 else None
+    if bool(~counted.all() if each is None else (each != each[0]).any()):
+        raise UnsupportedCase(
+            "the loss is a mean over the labels that are not ignore_index, and rows have different numbers of them: "
+            "each example changes the share of all others, and could move the sum by many times max_grad_norm. Give "
+            f"reduction='none' or 'sum'. {_REMEDY}"
+        )
+
+
+def _compiled() -> bool:
+    """Return whether this runs inside of code that torch.compile made, or is captured."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return True
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("_dynamo/eval_frame.py") and frame.f_code.co_name == "compile_wrapper":
+            return True
+        frame = frame.f_back
+    return False

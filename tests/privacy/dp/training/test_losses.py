@@ -1,0 +1,276 @@
+"""Losses whose examples change one another's share are refused; the others pass, and one row moves the sum by C."""
+
+import warnings
+
+import pytest
+import torch
+from loops import private
+from torch import nn
+from torch.nn import functional as F
+
+from accelerant import ops
+from accelerant.errors import UnsupportedCase
+
+CLASSES, LENGTH = 5, 6
+WEIGHTS = torch.tensor([1.0, 50.0, 1.0, 2.0, 1.0])
+
+
+class Tagger(nn.Module):
+    """Classifies each of a row's positions."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, x):
+        return self.last(self.first(x).tanh())
+
+
+def rows(count=24, seed=0):
+    """Inputs, labels of each position, a mask of the positions that count, and their number."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, LENGTH, 4, generator=generator)
+    y = torch.randint(CLASSES, (count, LENGTH), generator=generator)
+    lengths = torch.randint(1, LENGTH + 1, (count,), generator=generator)
+    return x, y, torch.arange(LENGTH)[None] < lengths[:, None], lengths
+
+
+def flat(out, y, **options):
+    return F.cross_entropy(out.flatten(0, 1), y.flatten(), **options)
+
+
+def each(out, y):
+    return F.cross_entropy(out.transpose(1, 2), y, reduction="none")
+
+
+def masked(y, mask):
+    return torch.where(mask, y, -100)
+
+
+class Own(torch.autograd.Function):
+    """A cross entropy with a gradient of its own; divided by `count`."""
+
+    @staticmethod
+    def forward(ctx, out, y, count):
+        p = out.softmax(-1)
+        ctx.save_for_backward(p, y, torch.as_tensor(count))
+        return -p.gather(-1, y[..., None]).log().sum() / count
+
+    @staticmethod
+    def backward(ctx, dy):
+        p, y, count = ctx.saved_tensors
+        return dy * (p - F.one_hot(y, CLASSES)) / count, None, None
+
+
+def balanced(out, y, mask, n):
+    positive = (y == 0).float()
+    ratio = (positive == 0).sum() / (positive == 1).sum().clamp(min=1)
+    return F.binary_cross_entropy_with_logits(out[..., 0], positive, pos_weight=ratio)
+
+
+def contrastive(out, y, mask, n):
+    z = F.normalize(out.mean(1), dim=1)
+    return F.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)))
+
+
+def written(out, y, mask, n):
+    value = each(out, y)
+    value[~mask] = 0
+    return value.sum() / mask.sum()
+
+
+def vae(out, y, mask, n):
+    return (out[..., 0] - y).square().sum(1).mean() + 0.5 * out[..., 1].square().sum() / len(y)
+
+
+def looped(out, y, mask, n):
+    return sum(each(out[i : i + 1], y[i : i + 1])[0, :k].mean() for i, k in enumerate(n.tolist())) / len(y)
+
+
+def logged(out, y, mask, n):
+    value = flat(out, y)
+    assert value.item() > 0
+    assert ((out.argmax(-1) == y) & mask).sum().item() >= 0
+    return value
+
+
+MIXING = {
+    "class weights": lambda out, y, mask, n: flat(out, y, weight=WEIGHTS),
+    "class weights of nll_loss": lambda out, y, mask, n: F.nll_loss(
+        out.log_softmax(-1).flatten(0, 1), y.flatten(), weight=WEIGHTS
+    ),
+    "class weights and smoothing": lambda out, y, mask, n: flat(out, y, weight=WEIGHTS, label_smoothing=0.1),
+    "ignored": lambda out, y, mask, n: flat(out, masked(y, mask)),
+    "ignored and smoothing": lambda out, y, mask, n: flat(out, masked(y, mask), label_smoothing=0.1),
+    "ignored by our op": lambda out, y, mask, n: ops.cross_entropy(out, masked(y, mask)),
+    "masked": lambda out, y, mask, n: (each(out, y) * mask).sum() / mask.sum(),
+    "masked by index": lambda out, y, mask, n: each(out, y)[mask].mean(),
+    "rows by index": lambda out, y, mask, n: F.cross_entropy(out[mask], y[mask]),
+    "over len": lambda out, y, mask, n: F.cross_entropy(out[mask], y[mask], reduction="sum") / len(y[mask]),
+    "over shape": lambda out, y, mask, n: F.cross_entropy(out[mask], y[mask], reduction="sum") / y[mask].shape[0],
+    "over numel": lambda out, y, mask, n: F.cross_entropy(out[mask], y[mask], reduction="sum") / y[mask].numel(),
+    "over item": lambda out, y, mask, n: (each(out, y) * mask).sum() / max(mask.sum().item(), 1),
+    "times inverse": lambda out, y, mask, n: (each(out, y) * mask).sum() * (1 / int(mask.sum())),
+    "over a list's sum": lambda out, y, mask, n: (each(out, y) * mask).sum() / sum(n.tolist()),
+    "over a new tensor": lambda out, y, mask, n: (each(out, y) * mask).sum() / torch.tensor(int(mask.sum())),
+    "own log_softmax": lambda out, y, mask, n: (
+        -(out.log_softmax(-1).gather(-1, y[..., None])[..., 0] * mask).sum() / mask.float().sum().clamp(min=1)
+    ),
+    "own function": lambda out, y, mask, n: Own.apply(out, y, mask.sum()),
+    "weights over their sum": lambda out, y, mask, n: (each(out, y) * WEIGHTS[y]).sum() / WEIGHTS[y].sum(),
+    "shares of the batch": lambda out, y, mask, n: (each(out, y).mean(1) * (n / n.sum())).sum(),
+    "softmax over rows": lambda out, y, mask, n: (each(out, y).mean(1) * n.float().softmax(0)).sum(),
+    "balanced pos_weight": balanced,
+    "contrastive": contrastive,
+    "written in place": written,
+    "centred": lambda out, y, mask, n: (out - out.mean(0)).square().mean(),
+    "targets over their spread": lambda out, y, mask, n: (
+        ((out.mean((1, 2)) - n) / n.float().std()).square().mean()
+    ),
+    "the worst row": lambda out, y, mask, n: each(out, y).mean(1).max(),
+    "over itself": lambda out, y, mask, n: flat(out, y) / flat(out, y).detach(),
+    "sorted": lambda out, y, mask, n: F.mse_loss(out.mean((1, 2)).sort()[0], n.float().sort()[0]),
+    "ctc over all lengths": lambda out, y, mask, n: (
+        F.ctc_loss(out.log_softmax(-1).transpose(0, 1), y.clamp(min=1), torch.full((len(y),), LENGTH), (n + 1) // 2,
+                   reduction="sum") / n.sum()
+    ),
+}  # fmt: skip
+
+APART = {
+    "cross entropy": lambda out, y, mask, n: flat(out, y),
+    "of positions in dimension 2": lambda out, y, mask, n: F.cross_entropy(out.transpose(1, 2), y),
+    "of the last position": lambda out, y, mask, n: F.cross_entropy(out[:, -1], y[:, -1]),
+    "of each row's last": lambda out, y, mask, n: F.cross_entropy(
+        out[torch.arange(len(n)), n - 1], y[torch.arange(len(n)), n - 1]
+    ),
+    "smoothing": lambda out, y, mask, n: flat(out, y, label_smoothing=0.1),
+    "equal class weights": lambda out, y, mask, n: flat(out, y, weight=torch.full((CLASSES,), 2.0)),
+    "class weights, mean of all": lambda out, y, mask, n: flat(out, y, weight=WEIGHTS, reduction="none").mean(),
+    "as many ignored in each row": lambda out, y, mask, n: flat(out, masked(y, torch.arange(LENGTH)[None] > 1)),
+    "mean of each row's own": lambda out, y, mask, n: ((each(out, y) * mask).sum(1) / mask.sum(1)).mean(),
+    "masked over rows": lambda out, y, mask, n: (each(out, y) * mask).sum() / len(y),
+    "masked over all": lambda out, y, mask, n: (each(out, y) * mask).mean(),
+    "masked in place": lambda out, y, mask, n: each(out, y).mul_(mask).mean(),
+    "weights of rows": lambda out, y, mask, n: (each(out, y).mean(1) * n).mean(),
+    "binary": lambda out, y, mask, n: F.binary_cross_entropy_with_logits(out[..., 0], (y == 0).float()),
+    "fixed pos_weight": lambda out, y, mask, n: F.binary_cross_entropy_with_logits(
+        out, F.one_hot(y, CLASSES).float(), pos_weight=WEIGHTS
+    ),
+    "squares": lambda out, y, mask, n: F.mse_loss(out[..., 0], y.float()),
+    "our squares": lambda out, y, mask, n: ops.mse_loss(out[..., 0], y.float()),
+    "our cross entropy": lambda out, y, mask, n: ops.cross_entropy(out, y),
+    "smooth l1": lambda out, y, mask, n: F.smooth_l1_loss(out.mean((1, 2)), n.float()),
+    "batchmean": lambda out, y, mask, n: F.kl_div(
+        out.log_softmax(-1), F.one_hot(y, CLASSES).float(), reduction="batchmean"
+    ),
+    "ctc": lambda out, y, mask, n: F.ctc_loss(
+        out.log_softmax(-1).transpose(0, 1), y.clamp(min=1), torch.full((len(y),), LENGTH), (n + 1) // 2
+    ),
+    "gaussian": lambda out, y, mask, n: F.gaussian_nll_loss(out[..., 0], y.float(), out[..., 1].exp()),
+    "poisson": lambda out, y, mask, n: F.poisson_nll_loss(out[..., 0], y.float()),
+    "margin": lambda out, y, mask, n: F.multi_margin_loss(out[:, 0], y[:, 0]),
+    "cosine": lambda out, y, mask, n: F.cosine_embedding_loss(out[:, 0], out[:, 1], (n > 3) * 2 - 1),
+    "two terms": vae,
+    "temperature": lambda out, y, mask, n: flat(out / torch.tensor(2.0), y) / torch.tensor(4.0),
+    "focal": lambda out, y, mask, n: ((1 - (-each(out, y)).exp()) ** 2 * each(out, y)).mean(),
+    "row by row": looped,
+    "logged": logged,
+    "own function": lambda out, y, mask, n: Own.apply(out, y, y.numel()),
+    "noise": lambda out, y, mask, n: flat(out + 0.1 * torch.randn_like(out), y),
+    "dropout": lambda out, y, mask, n: flat(F.dropout(out, 0.5), y),
+}  # fmt: skip
+
+
+def total(loss, count, *, drawn=True, microbatch=None, bound=0.2, seed=0):
+    """The sum of clipped gradients of so many rows, over the bound."""
+    model, data = Tagger(), rows(24, seed)
+    data = tuple(column[:count] for column in data)
+    with private(model, 1.0, lr=0.0, max_grad_norm=bound, expected_batch_size=1.0) as training:
+        batches = training.batches(data, steps=1, microbatch=microbatch) if drawn else [None]
+        for batch in batches:
+            x, *others = data if batch is None else batch.tensors
+            loss(model(x), *others).backward()
+            training.optimizer.step()
+        return torch.cat([p.grad.flatten() for p in model.parameters()]) / bound
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+@pytest.mark.parametrize("loss", MIXING.values(), ids=MIXING)
+def test_a_loss_that_mixes_examples_is_refused(loss, drawn):
+    with pytest.raises(UnsupportedCase, match=r"mixes the examples|divides by the sum of its labels|have different nu"):
+        total(loss, 24, drawn=drawn)
+    assert not torch._C._len_torch_function_stack()
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+@pytest.mark.parametrize("loss", APART.values(), ids=APART)
+def test_a_loss_that_keeps_examples_apart_passes_and_a_row_moves_the_sum_by_the_bound(loss, drawn):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*loss.*")
+        torch.manual_seed(1)
+        with_last = total(loss, 24, drawn=drawn)
+        torch.manual_seed(1)
+        moved = float((with_last - total(loss, 23, drawn=drawn)).norm())
+    random = loss in (APART["noise"], APART["dropout"])  # other numbers of rows, other draws
+    assert random or moved <= 1 + 1e-5
+    assert not torch._C._len_torch_function_stack()
+
+
+@pytest.mark.parametrize("name", ["class weights", "masked", "over item"])
+def test_a_loss_that_mixes_examples_is_refused_in_padded_parts(name):
+    with pytest.raises(UnsupportedCase):
+        total(MIXING[name], 24, microbatch=7)
+
+
+@pytest.mark.parametrize("weight", [5.0, 20.0, 1000.0])
+def test_class_weights_name_the_remedy(weight):
+    """One row moved the sum by 3.4, 11.7 and 31.4 times the bound."""
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([weight, 1.0]))
+    x, y = torch.randn(33, 4), torch.ones(33, dtype=torch.long)
+    y[32] = 0
+    model = nn.Linear(4, 2)
+    with private(model, 1.0, expected_batch_size=1) as training:
+        (batch,) = [training.use(each) or each for each in training.draws((x, y), steps=1)]
+        value = loss(model(batch.tensors[0]), batch.tensors[1])
+        with pytest.raises(UnsupportedCase, match=r"weight= of cross_entropy.*reduction='none'.*loss_reduction='sum'"):
+            value.backward()
+
+
+def test_a_count_that_begins_to_differ_is_found_in_the_first_steps():
+    x, y, _, _ = rows()
+    counts = torch.ones(24, LENGTH)
+    model = Tagger()
+    with private(model, 1.0, expected_batch_size=24) as training:
+        for step in range(3):
+            if step == 2:
+                counts[3, 1:] = 0
+            value = (each(model(x), y) * counts).sum() / counts.sum()
+            if step < 2:
+                value.backward()
+                training.step()
+        with pytest.raises(UnsupportedCase, match="mixes the examples"):
+            value.backward()
+        assert training.optimizer.steps == 2
+
+
+def test_the_mode_of_a_device_ends_as_it_began():
+    x, y, _, _ = rows()
+    model = Tagger()
+    with private(model, 1.0, expected_batch_size=24) as training:
+        with torch.device("cpu"):
+            out = model(x)
+        flat(out, y).backward()
+        training.step()
+    assert not torch._C._len_torch_function_stack()
+
+
+def test_a_loss_that_cannot_be_repeated_is_named_as_unchecked():
+    x, y, _, _ = rows()
+    model, factor = Tagger(), iter((1.0, 2.0))
+
+    def changing(value):
+        return value.detach().clone().apply_(lambda number: number * next(factor))
+
+    with private(model, 1.0, expected_batch_size=24), pytest.warns(UserWarning, match="whether the loss treats each"):
+        (flat(model(x), y) + changing(torch.ones(()))).backward()
