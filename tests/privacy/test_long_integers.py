@@ -38,6 +38,12 @@ CALLS = {
     "softmax": lambda x: acl.Accelerator("cpu").softmax(np.ones((2, 2), np.float32), x),
     "dropout": lambda x: acl.ops.dropout(torch.ones(2), x),
     "gelu": lambda x: acl.ops.gelu(torch.ones(2), x),
+    "dropout seed": lambda x: acl.ops.dropout(torch.ones(2), 0.5, seed=x),
+    "attention window": lambda x: acl.ops.attention(*[torch.ones(1, 1, 2, 8)] * 3, window=x),
+    "conv2d groups": lambda x: acl.ops.conv2d(torch.ones(1, 1, 4, 4), torch.ones(1, 1, 2, 2), groups=x),
+    "conv2d stride": lambda x: acl.ops.conv2d(torch.ones(1, 1, 4, 4), torch.ones(1, 1, 2, 2), stride=x),
+    "linear_gelu": lambda x: acl.ops.linear_gelu(torch.ones(2, 2), torch.ones(2, 2), approximate=x),
+    "cross_entropy": lambda x: acl.ops.cross_entropy(torch.ones(2, 2), torch.tensor([0, 1]), reduction=x),
     "benchmark": lambda x: acl.Accelerator("cpu").benchmark(x),
     "service": lambda x: _from_list("x", [x], (1,), "INT64"),
 } | {f"AcceleratorConfig {name}": lambda x, name=name: acl.AcceleratorConfig(**{name: x}) for name in CONFIG}

@@ -174,6 +174,8 @@ def test_infinity_and_unreduced_coordinates_of_a_key(family, name, tmp_path):
     if name.startswith("ic"):
         assert f"IC[{name[3]}] of this key is infinity" in VerificationKey.from_json(infinite).forgeable
         assert VerificationKey.from_zkey(evil).forgeable == VerificationKey.from_json(infinite).forgeable
+        what = "forge proofs for it with all public inputs 0" if name == "ic[0]" else r"valid with any public[1]"
+        assert what in VerificationKey.from_json(infinite).forgeable
     else:
         for read in (
             lambda: VerificationKey.from_json(infinite),

@@ -13,6 +13,7 @@ from torch import Tensor
 from accelerant.errors import ConfigError, ShapeError
 from accelerant.ops._launch import ceil_div
 from accelerant.runtime.compilation.triton import TritonKernel
+from accelerant.runtime.files import clipped
 
 __all__ = ["KERNEL", "Pair", "as_images", "output_sizes", "pair", "to_channels_first", "to_channels_last"]
 
@@ -33,7 +34,7 @@ def pair(name: str, value: Pair, least: int) -> list[int]:
     if len(sizes) != 2 or not all(isinstance(size, int) for size in sizes):
         raise ConfigError(f"{name} must be one or two integers, got {value!r}")
     if min(sizes) < least:
-        raise ConfigError(f"{name} must be at least {least}, got {value!r}")
+        raise ConfigError(f"{name} must be at least {least}, got {clipped(value)}")
     return sizes
 
 
@@ -55,8 +56,8 @@ def output_sizes(
         count = (free + (stride[i] - 1 if ceil else 0)) // stride[i] + 1
         if count < 1 or not size:
             raise ShapeError(
-                f"a kernel of {kernel[i]} with dilation {dilation[i]} does not fit into {which} {size} with padding "
-                f"{padding[i]}; x is {tuple(x.shape)}"
+                f"a kernel of {clipped(kernel[i])} with dilation {clipped(dilation[i])} does not fit into {which} "
+                f"{size} with padding {clipped(padding[i])}; x is {tuple(x.shape)}"
             )
         if ceil and (count - 1) * stride[i] >= size + padding[i]:  # the last window would start in the padding
             count -= 1

@@ -23,6 +23,7 @@ from accelerant.ops.attention.composite import HIDDEN, attend, torch_backward, t
 from accelerant.ops.attention.launch import MAX_WIDTH, launch_backward, launch_forward, like
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.case import rules
+from accelerant.runtime.files import clipped
 
 __all__ = ["attend_by_torch", "attention", "attention_bwd", "attention_fwd"]
 
@@ -338,7 +339,7 @@ def checked_window(window: int | None, keys: int) -> int:
     if window is None:
         return -1
     if window < 0:
-        raise ConfigError(f"window must be at least 0, got {window}")
+        raise ConfigError(f"window must be at least 0, got {clipped(window)}")
     return -1 if window >= keys - 1 else window
 
 

@@ -23,6 +23,7 @@ from accelerant.ops.conv2d import algorithms
 from accelerant.ops.conv2d.algorithms import Gradients
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation
 from accelerant.runtime.dispatch.case import rules
+from accelerant.runtime.files import clipped
 
 __all__ = ["conv2d", "conv2d_bwd", "conv2d_fwd", "conv2d_reference"]
 
@@ -201,10 +202,10 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tenso
     if weight.dim() != 4 or 0 in weight.shape:
         raise ShapeError(f"weight must be (O, C / groups, K, L), none of them 0, got {tuple(weight.shape)}")
     if groups < 1:
-        raise ConfigError(f"groups must be at least 1, got {groups}")
+        raise ConfigError(f"groups must be at least 1, got {clipped(groups)}")
     channels, out = images.shape[1], weight.shape[0]
     if channels % groups or out % groups:
-        raise ShapeError(f"groups must divide the channels, {channels} of x and {out} of y, got {groups}")
+        raise ShapeError(f"groups must divide the channels, {channels} of x and {out} of y, got {clipped(groups)}")
     taken = weight.shape[1] * groups
     if taken != channels:
         raise ShapeError(f"x has {channels} channels, weight {tuple(weight.shape)} in {groups} groups takes {taken}")

@@ -20,6 +20,7 @@ from accelerant.ops.cross_entropy import hopper
 from accelerant.ops.cross_entropy.launch import COUNTS, bind_forward, launch_backward, launch_forward
 from accelerant.ops.cross_entropy.torch_ops import is_low, torch_backward, torch_composite, torch_forward
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
+from accelerant.runtime.files import clipped
 
 __all__ = [
     "check_loss", "check_targets", "cross_entropy", "cross_entropy_bwd", "cross_entropy_fwd", "cross_entropy_reference",
@@ -180,7 +181,7 @@ def check_loss(op: str, targets: Tensor, shape: Sequence[int], label_smoothing: 
     if not 0.0 <= label_smoothing <= 1.0:
         raise ConfigError(f"label_smoothing must be in [0, 1], got {label_smoothing}")
     if reduction not in REDUCTIONS:
-        raise ConfigError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+        raise ConfigError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {clipped(reduction)}")
 
 
 def check_targets(targets: Tensor, V: int, ignore_index: int) -> None:

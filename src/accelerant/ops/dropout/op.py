@@ -273,7 +273,7 @@ def _checked(seed: int | Tensor, x: Tensor) -> int | Tensor:
             raise ShapeError(f"x and the seed must be on one device, got {x.device} and {seed.device}")
         return seed.reshape(())
     if not 0 <= seed < 2**64:
-        raise ConfigError(f"seed must be in [0, 2^64), got {seed}")
+        raise ConfigError(f"seed must be in [0, 2^64), got {clipped(seed)}")
     return seed - 2**64 if seed >= 2**63 else seed
 
 

@@ -20,6 +20,7 @@ from accelerant.ops.gelu.op import gelu_reference
 from accelerant.ops.linear_gelu.hopper import launch_hopper
 from accelerant.ops.linear_gelu.launch import launch_dz, launch_forward
 from accelerant.runtime.dispatch import Case, Cost, Implementation, Operation, case_of
+from accelerant.runtime.files import clipped
 
 __all__ = ["linear_gelu", "linear_gelu_bwd", "linear_gelu_fwd", "linear_gelu_reference"]
 
@@ -218,7 +219,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> 
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ShapeError(f"bias must be ({weight.shape[0]},), got {tuple(bias.shape)}")
     if approximate not in _APPROXIMATIONS:
-        raise ConfigError(f"approximate must be 'none' or 'tanh', got {approximate!r}")
+        raise ConfigError(f"approximate must be 'none' or 'tanh', got {clipped(approximate)}")
 
 
 def _case(x: Tensor, weight: Tensor, *options: str) -> Case:

@@ -18,6 +18,7 @@ from accelerant.ops._refusals import check_dtype, check_matches
 from accelerant.ops.elementwise.launch import is_row
 from accelerant.runtime.compilation.triton import TritonKernel
 from accelerant.runtime.dispatch import Case, Cost, case_of
+from accelerant.runtime.files import clipped
 
 __all__ = [
     "KERNELS", "PARTS", "binary_cross_entropy", "binary_cross_entropy_reference", "binary_cross_entropy_with_logits",
@@ -282,7 +283,7 @@ def _call(
                 f"{name} has no gradient for {label}: detach it, or multiply losses of reduction none"
             )
     if reduction not in REDUCTIONS:
-        raise ConfigError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+        raise ConfigError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {clipped(reduction)}")
     wide = _low(input) and autocast_dtype(input.device.type) is not None
     loss: Tensor = _ops[name](input.contiguous(), target.contiguous(), weight, pos_weight, reduction, wide)
     return loss

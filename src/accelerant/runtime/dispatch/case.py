@@ -11,6 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from accelerant.config import Settings, choice_overrides, settings
+from accelerant.runtime.files import clipped
 
 __all__ = [
     "FEW_ELEMENTS", "Case", "Cost", "Implementation", "PlanCache", "Rules", "case_of", "group_of", "rules", "saved_by",
@@ -36,9 +37,12 @@ class Case(NamedTuple):
 
 def _word(part: Any) -> str:
     """Return a shape as 8x64, another value as text without torch's name."""
-    if isinstance(part, tuple) and all(type(size) is int for size in part):
-        return "x".join(map(str, part)) or "scalar"
-    return str(part).removeprefix("torch.")
+    try:
+        if isinstance(part, tuple) and all(type(size) is int for size in part):
+            return "x".join(map(str, part)) or "scalar"
+        return str(part).removeprefix("torch.")
+    except ValueError:  # an integer of more digits than Python prints
+        return clipped(part)
 
 
 case_of: Callable[[tuple[torch.device, torch.dtype, tuple[int, ...], tuple[Any, ...]]], Case]
