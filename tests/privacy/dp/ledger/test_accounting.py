@@ -38,6 +38,36 @@ def test_renyi_divergence_of_the_sampled_gaussian():
     assert [50 * value for value in found] == pytest.approx([6.70579741e-4, 1.08548710e-3, 2.18075656e-3], rel=1e-6)
 
 
+@pytest.mark.parametrize("order", [2, 32, 63, 256])
+@pytest.mark.parametrize(("rate", "sigma"), [(1e-9, 50.0), (1e-6, 1000.0), (0.1, 50.0), (0.9, 1000.0), (0.99, 1e6)])
+def test_renyi_divergence_is_an_upper_bound_where_it_rounds(rate, sigma, order):
+    """The finite sum of Mironov et al. 2019 in 60 digits, and no more than its roundings above."""
+    with mpmath.workdps(60):
+        q, variance = mpmath.mpf(rate), mpmath.mpf(sigma) ** 2
+        terms = (
+            mpmath.binomial(order, k) * (1 - q) ** (order - k) * q**k * mpmath.exp(k * (k - 1) / (2 * variance))
+            for k in range(order + 1)
+        )
+        exact = mpmath.log(mpmath.fsum(terms)) / (order - 1)
+        found = rdp_values(release_of(Event("gaussian", sigma, "poisson", rate)), (float(order),))[0]
+        assert exact <= found <= exact * (1 + mpmath.mpf(10) ** -9) + order * mpmath.mpf(10) ** -14
+
+
+@pytest.mark.parametrize(("sigma", "count"), [(1e6, 1 << 62), (1e5, 10**10), (1e6, 10**12)])
+def test_many_small_releases_are_not_taken_for_nothing(sigma, count):
+    """A divergence that is rounded to less than 0 was an epsilon of 0."""
+    rate, whole = 1 - 2.0**-53, Event("gaussian", sigma, count=count)
+    found = epsilon(Event("gaussian", sigma, "poisson", rate, count))
+    assert found >= epsilon(whole) * (1 - 1e-9) > 0.001
+
+
+@pytest.mark.parametrize(
+    "event", [Event("gaussian", 0.05, "poisson", 1 - 2.0**-53), Event("laplace", 1e-3, "poisson", 0.5)]
+)
+def test_what_the_distributions_cannot_hold_has_the_bound_by_renyi(event):
+    assert epsilon(event) == epsilon(event, method="rdp") > 50
+
+
 @pytest.mark.parametrize(("sigma", "wanted"), [(1.0, 4.3771781), (4.0, 0.9263415)])
 def test_analytic_gaussian(sigma, wanted):
     """Balle and Wang 2018, arXiv:1805.06530, theorem 8."""

@@ -31,6 +31,31 @@ def test_laplace_noise_in_place(secure):
     assert float(x.mean()) == pytest.approx(0.0, abs=5 * 1.5 * (2 / 4000) ** 0.5)
 
 
+ROWS = torch.ones(3, 2)
+DEFAULTS = {
+    "gaussian_noise_": lambda book: dp.gaussian_noise_(torch.zeros(3), 4.0, sensitivity=1.0, ledger=book),
+    "laplace_noise_": lambda book: dp.laplace_noise_(torch.zeros(3), 4.0, sensitivity=1.0, ledger=book),
+    "release": lambda book: dp.release(1.0, mechanism="gaussian", sensitivity=1.0, noise_multiplier=4.0, ledger=book),
+    "release of whole numbers": lambda book: dp.release(
+        1, mechanism="laplace", sensitivity=1, epsilon=1.0, ledger=book
+    ),
+    "GradientPrivatizer": lambda book: dp.GradientPrivatizer(
+        noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=1.0, ledger=book
+    )(ROWS),
+    "Privatizer": lambda book: dp.Privatizer(2.0, 1e-5, 1.0, 1, 1.0, expected_batch_size=1.0, ledger=book).step(ROWS),
+}  # make_private's are in training/
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_noise_is_secure_and_draws_are_unknown_unless_a_caller_says_otherwise(name):
+    ledger = dp.Ledger()
+    DEFAULTS[name](ledger)
+    (event,) = ledger.events
+    assert event.secure is True
+    assert event.mechanism.startswith("discrete_")
+    assert event.sampling == {"GradientPrivatizer": "unknown", "Privatizer": "poisson"}.get(name, "none")
+
+
 @pytest.mark.usefixtures("fixed_entropy")
 def test_several_tensors_are_one_release():
     ledger = dp.Ledger()

@@ -37,6 +37,18 @@ def test_plans_are_exactly_as_wide_as_asked(sigma):
     assert plan.log_ratio == sum(map(log_ratio, widths)) <= 4 * log_ratio(SMOOTH) < 2**-67
 
 
+@pytest.mark.parametrize(("sigma", "dimensions"), [(3.0, 1), (1300.0, 10_000), (1.2e6, 163_000_000)])
+def test_every_part_of_the_charge_is_in_it(sigma, dimensions):
+    """Cut tails and tables, pools that run dry, the smoothing of each sum, and of the random rounding."""
+    plan, found = make_plan(Fraction(sigma)), charge(sigma, 1.0, dimensions)
+    apart = dimensions * (float(plan.distance()) + sixth_trigger(plan.terms))
+    smoothing = 2 * dimensions * (plan.log_ratio + log_ratio(SMOOTH))
+    assert found.delta == pytest.approx(min(1.0, (1 + math.exp(16.0)) * apart + smoothing), rel=1e-9, abs=0)
+    assert found.distance == pytest.approx(apart + smoothing / 2, rel=1e-9, abs=0)
+    assert found.sensitivity == math.sqrt(dimensions)
+    assert found.std == pytest.approx(math.sqrt(sigma**2 - 1.58**2), rel=1e-12)
+
+
 def test_the_gpt_at_multiplier_one_takes_four_terms():
     """What the time of 2^28 draws is promised for."""
     grid = choose_grid(1.0, 1.0, 163_000_000)
