@@ -287,6 +287,28 @@ class Value(nn.Module):
         return self()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("use", ["added", "with-a-dimension", "reversed", "scale", "temperature"])
+def test_torch_compile(use):
+    """The first pass of the model is not compiled, later ones are where they need no region."""
+    if use in USES:
+        model, shape, x = Positions(USES[use]), (5, 5), torch.randint(7, (5, 5))
+    else:
+        model, shape = CASES[use][0](), CASES[use][1]
+        x = torch.randn(shape)
+    plain = copy.deepcopy(model)
+    torch._dynamo.reset()
+    clipper = PerExampleClipper(model, max_grad_norm=1.0)
+    compiled = torch.compile(model, backend="aot_eager")
+    for rows in (4, 5, 3):
+        loss_of(compiled, x[:rows]).backward()
+        norms = [
+            torch.cat([g.flatten() for g in torch.autograd.grad(loss_of(plain, x[i : i + 1]), plain.parameters())])
+            for i in range(rows)
+        ]
+        torch.testing.assert_close(clipper.norms, torch.stack(norms).norm(dim=1), rtol=1e-4, atol=0)
+
+
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 

@@ -85,6 +85,20 @@ def test_padding_is_not_counted():
         assert training.clipper.max_grad_norm == pytest.approx(1e6 * math.exp(-0.1))
 
 
+@pytest.mark.parametrize(("start", "loss_scale", "end"), [(1.2e-10, 0.0, 1e-10), (0.9e30, 1e15, 1e30)])
+def test_the_norm_stays_where_float32_has_its_squares(start, loss_scale, end):
+    """It shrinks below gradients of 0, and grows beyond none that is finite."""
+    data, model = points(10), mlp()
+    with private(model, 1.0, lr=0.0, clipping=dp.AdaptiveClipping(learning_rate=2.0), max_grad_norm=start) as training:
+        for batch in training.batches(data, steps=3):
+            (classify(model, *batch.tensors) * loss_scale).backward()
+            if loss_scale:
+                training.optimizer._adaptive._below = -training.optimizer._adaptive._below
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        assert training.clipper.max_grad_norm == end
+
+
 def test_checkpoints_keep_the_norm():
     data, model = points(), mlp()
     with private(model, 0.5, clipping="adaptive") as training:

@@ -44,6 +44,8 @@ GOOD = {"noise_multiplier": 1.0, "delta": 1e-5, "max_grad_norm": 1.0, "sample_ra
         ({"delta": 1.5}, "delta must be .*1.5"),
         ({"max_grad_norm": 0.0}, "max_grad_norm must be .*0"),
         ({"max_grad_norm": {}}, "names no layer"),
+        ({"max_grad_norm": 1e-25}, r"max_grad_norm must be 1e-10 to 1e\+30, .*got 1e-25.*Multiply the loss"),
+        ({"max_grad_norm": 1e200}, r"max_grad_norm must be 1e-10 to 1e\+30, .*got 1e\+200"),
         ({"sample_rate": 0.0}, "sample_rate must be .*0"),
         ({"sample_rate": 1.1}, "sample_rate must be .*1.1"),
         ({"expected_batch_size": -3}, "expected_batch_size must be .*-3"),

@@ -148,6 +148,8 @@ tokens are (examples, ...), or (1, ...) shared by all examples. `distinct`: no t
 class _EmbeddingRule(LayerRule):
     layers = (nn.Embedding,)
     shares = True
+    _takes_positions: bool | None = None
+    """Whether vectors of tokens are positions, where the model cannot be run again (torch.compile); by the first."""
 
     @classmethod
     def refusal(cls, module: nn.Embedding) -> str | None:
@@ -160,26 +162,33 @@ class _EmbeddingRule(LayerRule):
     def forward(self, input: Tensor) -> Tensor:
         tokens, count, shared = input, self.sink.batch, False
         if count is not None and tokens.dim() and not in_region():
-            alike, shared = tokens.shape[0] == count, tokens.dim() == 1 and _are_positions(tokens)
-            unclear = alike and count > 1 and tokens.dim() == 1
-            message = _SHARED.format(tuple(tokens.shape), count)
-            if self.sink.runs_by_example:
-                if (unclear and not self.sink.is_input(tokens)) or not (shared or alike or tokens.shape[0] == 1):
-                    raise NotForEachExample(message, once=unclear)
-            elif unclear and shared:
-                raise ShapeError(message)
-            shared = shared and not alike
+            shared = self._is_shared(tokens, count)
             tokens = tokens[None] if shared else tokens
         if count is None or tokens.dim() == 0 or tokens.shape[0] != 1:
             tokens, count = self.examples_first(tokens, least=1)
         y = lookup(tokens, self.module.weight, self.module.padding_idx, self.sink, count)
         return SharedRows.of(y) if shared and self.sink.runs_by_example else y
 
-
-_SHARED = (
-    "an Embedding got {}, for {} examples: they may be positions that all examples share, or tokens. Give positions as "
-    "(1, T), or a token for each example as (B, 1)"
-)
+    def _is_shared(self, tokens: Tensor, count: int) -> bool:
+        """Return whether tokens are a vector that all examples share, as of positions; raise where it is not known."""
+        vector, alike = tokens.dim() == 1, tokens.shape[0] == count
+        message = (
+            f"an Embedding got {tuple(tokens.shape)}, for {count} examples: they may be positions that all examples "
+            "share, or tokens. Give positions as (1, T), or a token for each example as (B, 1)"
+        )
+        if self.sink.runs_by_example:
+            unclear = vector and alike and count > 1 and not self.sink.is_input(tokens)
+            if unclear or not (vector or alike or tokens.shape[0] == 1):
+                raise NotForEachExample(message, once=unclear)
+            if vector and not alike:
+                self._takes_positions = True
+            return vector and not alike
+        if vector and self._takes_positions is None:
+            self._takes_positions = _are_positions(tokens)
+            if self._takes_positions and alike and count > 1:
+                self._takes_positions = None
+                raise ShapeError(message)
+        return vector and bool(self._takes_positions)
 
 
 def _are_positions(tokens: Tensor) -> bool:

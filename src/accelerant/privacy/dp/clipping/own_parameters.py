@@ -210,10 +210,17 @@ class OwnParametersRule(OwnParameters):
 class WholeModel(OwnParametersRule):
     """Runs a model as it is until it uses a result that all examples share in a way that only a region serves.
 
-    Positions are an example, `positions(arange(T))[None]`, and a temperature that a module of its own returns.
+    Positions are an example, `positions(arange(T))[None]`, and a temperature that a module of its own returns. A model
+    that torch.compile has is compiled once a forward pass without it needed no region.
     """
 
     _by_itself = False
+    _runs_plain = False
+
+    @property
+    def runs_plain(self) -> bool:
+        """Whether a forward pass needed no region, and none did always."""
+        return self._runs_plain and not self._by_itself
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._by_itself or in_region():
@@ -222,7 +229,9 @@ class WholeModel(OwnParametersRule):
         sink.inputs = args, kwargs
         try:
             with sink.unannounced(on_error=True):
-                return self.plain(*args, **kwargs)
+                result = self.plain(*args, **kwargs)
+            self._runs_plain = True
+            return result
         except NotForEachExample as error:
             if sink.batch is None:
                 raise
@@ -237,7 +246,7 @@ class WholeModel(OwnParametersRule):
 def attach_whole(model: nn.Module, sink: Any, undo: ExitStack) -> None:
     """Let a model run for each example by itself if it must."""
     whole = WholeModel(model, sink, model.forward)
-    replace_methods(model, {"forward": whole.forward}, undo, compiled=True)
+    replace_methods(model, {"forward": whole.forward}, undo, compiled=lambda: whole.runs_plain)
 
 
 class _Substitutes(dict[str, Any]):

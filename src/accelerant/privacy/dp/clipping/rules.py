@@ -357,10 +357,12 @@ def attach_rule(
     undo.callback(module.register_forward_pre_hook(_no_op).remove)
 
 
-def replace_methods(module: nn.Module, methods: Methods, undo: ExitStack, *, compiled: bool = False) -> None:
+def replace_methods(
+    module: nn.Module, methods: Methods, undo: ExitStack, *, compiled: Callable[[], bool] | None = None
+) -> None:
     """Replace methods of a module, wherever gradients are recorded, by functions that take no self.
 
-    With `compiled`, torch.compile gets the module's own methods.
+    While `compiled` returns true, torch.compile gets the module's own methods.
     """
     for name, method in methods.items():
         _set_attribute(module, name, _Replacement(module, name, method, compiled), undo)
@@ -381,14 +383,14 @@ def _set_attribute(module: nn.Module, name: str, value: object, undo: ExitStack)
 class _Replacement:
     """A replaced method of a module; a copy or pickle of it is the original method."""
 
-    def __init__(self, module: nn.Module, name: str, traced: Forward, compiled: bool) -> None:
+    def __init__(self, module: nn.Module, name: str, traced: Forward, compiled: Callable[[], bool] | None) -> None:
         self._module, self._name, self._compiled = module, name, compiled
         self._plain, self._traced = getattr(module, name), traced
         self.__signature__ = inspect.signature(self._plain)
         mark(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._compiled and torch.compiler.is_compiling():
+        if self._compiled is not None and torch.compiler.is_compiling() and self._compiled():
             return self._plain(*args, **kwargs)
         call = self._traced if torch.is_grad_enabled() or examples.current() is not None else self._plain
         if torch.compiler.is_compiling():  # the sink is fed as the backward pass runs, not as it is traced
