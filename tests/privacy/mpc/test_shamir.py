@@ -1,5 +1,6 @@
 """Shamir's sharing against polynomials on Python integers, its errors, and what too few shares tell."""
 
+import hashlib
 import itertools
 import os
 import random
@@ -344,6 +345,15 @@ def test_refreshed_shares_replace_old_ones(secret):
 
 
 @pytest.mark.slow
+def test_every_split_and_refresh_is_another():
+    """Shares of two of them are never taken together."""
+    sharing = shamir.split(7, 2, 3)[0].sharing
+    splits = [shamir.split(7, 2, 3)[0], *(shamir.zero_shares(sharing)[0] for _ in "abc")]
+    ids = {sharing.split_id, *(share.sharing.split_id for share in splits)}
+    assert len(ids) == 5
+    assert {len(each) for each in ids} == {16}
+
+
 def test_holders_refresh_without_a_dealer():
     """Each deals shares of zero; what one of them misses makes its share foreign."""
     old = shamir.split(12345, threshold=2, count=3, verifiable=True, curve="bn254_g1")
@@ -379,6 +389,36 @@ def test_commitments_are_pedersens(name):
             assert points[2 * k + i] == reference.add(curve, *terms)
     assert all(share.verify(shares[1].commitments) for share in shares)
     assert torch.equal(shamir.combine(shares[1:]), secret)
+
+
+def test_commitments_hide_a_secret_of_few_bits(monkeypatch):
+    """They are blinded, freshly, by uniform b h: of a PIN of 4 digits no commitment is that of Feldman, s g."""
+    curve = curve_of("bn254_g1")
+    splits = [shamir.split(7, 2, 2, verifiable=True, curve="bn254_g1") for _ in "ab"]
+    points = [decode_points(curve, s[0].commitments.numpy().reshape(-1, *curve.shape)) for s in splits]
+    assert len({*points[0], *points[1]}) == 4
+    assert reference.multiply(curve, 7, curve.generator) not in (points[0][0], points[1][0])
+    blindings = [prime_field("bn254_fr").decode(shamir.opened(shares)[0])[1] for shares in splits]
+    assert len({*blindings}) == 2
+    assert min(blindings) > 2**190
+    asked, real = [], pedersen.launch.first_off
+    monkeypatch.setattr(pedersen.launch, "first_off", lambda *args: asked.append(args[2]) or real(*args))
+    shamir.Share.from_bytes(splits[0][0].to_bytes())
+    assert asked == ["off_curve", "off_subgroup"]
+
+
+@pytest.mark.parametrize("name", ["bn254_g1", "bls12_381_g1"])
+def test_nobody_knows_the_logarithm_of_h(name):
+    """h is what the docstring says: the first point of SHA-512 of a text that names the curve, times the cofactor."""
+    curve = curve_of(name)
+    q = curve.coordinates.base.modulus
+    for counter in range(64):
+        x = int.from_bytes(hashlib.sha512(f"accelerant pedersen h {name} {counter}".encode()).digest(), "big") % q
+        square = (x**3 + {"bn254_g1": 3, "bls12_381_g1": 4}[name]) % q
+        y = pow(square, (q + 1) // 4, q)
+        if y * y % q == square:
+            break
+    assert pedersen.second_generator(name) == reference.multiply(curve, curve.cofactor, (x, min(y, q - y)))
 
 
 def test_a_changed_verifiable_share_is_named():
