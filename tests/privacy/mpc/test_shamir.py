@@ -344,7 +344,6 @@ def test_refreshed_shares_replace_old_ones(secret):
         shamir.refresh(old[:2])
 
 
-@pytest.mark.slow
 def test_every_split_and_refresh_is_another():
     """Shares of two of them are never taken together."""
     sharing = shamir.split(7, 2, 3)[0].sharing
@@ -354,6 +353,7 @@ def test_every_split_and_refresh_is_another():
     assert {len(each) for each in ids} == {16}
 
 
+@pytest.mark.slow
 def test_holders_refresh_without_a_dealer():
     """Each deals shares of zero; what one of them misses makes its share foreign."""
     old = shamir.split(12345, threshold=2, count=3, verifiable=True, curve="bn254_g1")
