@@ -38,8 +38,7 @@ TESTS = {
     "service/jobs": "tests/service/test_job_store.py tests/service/test_job_queue.py tests/service/test_job_service.py "
     "tests/service/test_job_faults.py",
     "service/guard": "tests/service/test_guard.py tests/service/test_api_keys.py",
-    "nn/train/checkpoint": "tests/nn/train/test_checkpoint.py tests/nn/train/test_resume.py "
-    "tests/nn/train/test_sharded_checkpoint.py tests/nn/train/test_trainer.py",
+    "nn/train/checkpoint": "tests/nn/train/test_checkpoint.py tests/nn/train/test_resume.py",
     "privacy/dp/ledger": "tests/privacy/dp/ledger",
     "privacy/mpc/secagg": "tests/privacy/mpc/test_secagg.py tests/privacy/mpc/test_secagg_search.py",
     "zk/groth16/verifier": "tests/zk/groth16/test_verifier.py tests/zk/groth16/test_untrusted.py",
