@@ -57,6 +57,14 @@ def test_json_gives_the_same_event_back(event):
     assert Event.from_dict(json.loads(json.dumps(event_record(event)))) == event
 
 
+def test_a_record_has_what_is_not_the_default():
+    few = {"mechanism": "gaussian", "noise_multiplier": 0.5, "sampling": "none"}  # which never go without saying
+    assert event_record(Event("gaussian", 0.5, count=7)) == few
+    more = few | {"sampling": "poisson", "sample_rate": 0.25, "delta": 1e-9, "note": "a", "source": "b",
+                  "secure": False, "idealised": True}  # fmt: skip
+    assert event_record(Event(**more, count=7)) == more
+
+
 @pytest.mark.parametrize(
     "found", [{}, {"mechanism": "gaussian"}, {"mechanism": "gaussian", "noise_multiplier": 1, "more": 2}]
 )
