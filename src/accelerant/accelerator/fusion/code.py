@@ -22,7 +22,6 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Literal
 
-import numpy as np
 import torch
 
 from accelerant.accelerator.fusion.graph import OPERATIONS, Node, Program, leading_to
@@ -193,8 +192,8 @@ class _TritonWriter(_Writer):
 
     def text_of(self, node: Node, args: list[str]) -> str:
         if node.op == "constant":
-            single = float(np.float32(node.value))  # beyond float32's largest, Triton would compute in float64
-            return repr(node.value) if math.isfinite(single) else f'float("{single}")'
+            number = node.value if abs(node.value) < 2.0**128 else node.value * math.inf  # else computed in float64
+            return repr(number) if math.isfinite(number) else f'float("{number}")'
         if node.op == "input":
             return self._load(node)
         if node.op in ("sum", "max"):  # of a whole row
@@ -283,7 +282,7 @@ def triton_kernel(program: Program, schedule: Schedule) -> TritonKernel:
         exec(compile(text, path, "exec"), vars(module))  # our own text: of operations in the table and of numbers
         sys.modules[name] = module
     arguments = len(used_inputs(program)) + len(program.results)
-    return TritonKernel(name, kernel_name(program), widths=(arguments + 1,))
+    return TritonKernel(name, kernel_name(program), widths=(arguments + 1,), contracts=False)
 
 
 # --- portable C ------------------------------------------------------------------------------------------------------

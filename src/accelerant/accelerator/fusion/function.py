@@ -222,6 +222,8 @@ class _Plan(NamedTuple):
             (x if wide is None else x.expand(wide)).resolve_neg().reshape(shape).contiguous()
             for x, shape, wide in zip(tensors, self.shapes, self.wide, strict=True)
         ]
+        if not self.captured:
+            return flat
         inputs = self.program.inputs[len(flat) :]
         numbers = (torch.as_tensor(x, dtype=each.dtype) for x, each in zip(self.captured, inputs, strict=True))
         return [*flat, *(x.to(tensors[0].device, copy=True).view(1, 1) for x in numbers)]
@@ -307,7 +309,7 @@ class FusedFunction:
                 raise UnsupportedDtype(
                     f"{self._name[6:]}: fuse takes arrays of {known} and bool, got {name_of(x.dtype)}"
                 )
-            if x.layout != torch.strided:
+            if x.layout is not torch.strided:
                 raise UnsupportedCase(f"{self._name[6:]}: fuse takes dense arrays, got {x.layout}: use .to_dense()")
             if x.device != tensors[0].device:
                 raise ShapeError(
@@ -317,7 +319,7 @@ class FusedFunction:
 
     def _plan(self, arrays: Sequence[Any], values: tuple[Any, ...], places: list[int], names: tuple[str, ...]) -> _Plan:
         """Return the plan of a call with these arrays, recording the function where it is the first."""
-        constants = [x for i, x in enumerate(values) if i not in places]
+        constants = [x for i, x in enumerate(values) if i not in places] if len(places) < len(values) else []
         fixed = tuple((type(x), x, str(x) if isinstance(x, float) else None) for x in constants)  # 0.0 == -0.0
         key = (tuple((x.dtype, x.shape) for x in arrays), tuple(places), fixed, names, type(values[places[0]]))
         try:

@@ -74,9 +74,12 @@ def unchanged(reads: Reads | None) -> bool:
     if reads is None:
         return False
     try:
-        return all(read(space, name) is value for read, space, name, value in reads)
+        for read, space, name, value in reads:
+            if read(space, name) is not value:
+                return False
     except (AttributeError, ValueError):  # it is no longer there
         return False
+    return True
 
 
 def _contents(cell: Any, _: None) -> Any:

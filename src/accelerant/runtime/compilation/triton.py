@@ -23,7 +23,7 @@ import re
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -47,7 +47,7 @@ _POINTERS = {
     torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1",
 }  # fmt: skip
 _FIXED = {"enable_fp_fusion": True}
-"""Triton's options that are the same for every kernel; part of the cache's key."""
+"""Triton's options, but for kernels that round each operation; part of the cache's key."""
 
 _PREPARED_LIMIT = 4096
 _Argument = torch.Tensor | int | float | None
@@ -103,11 +103,13 @@ class Specialisation:
     multiples: tuple[tuple[int, int], ...]
     num_warps: int
     num_stages: int
+    contracts: bool = field(default=True, repr=False)
 
     @property
     def key(self) -> str:
         """Everything that the code depends on besides the target."""
-        return f"{self!r} {_FIXED} triton {_version()} {_sources_hash()}"
+        fixed = _FIXED if self.contracts else {"enable_fp_fusion": False}
+        return f"{self!r} {fixed} triton {_version()} {_sources_hash()}"
 
     def build(self, target: str) -> Binary:
         """Compile for an architecture ("sm_90", "gfx942"); raise CompileError with Triton's message."""
@@ -127,7 +129,8 @@ class Specialisation:
             constexprs={(at if isinstance(at, int) else names.index(at),): value for at, value in self.constants},
             attrs={(position,): [["tt.divisibility", divisor]] for position, divisor in self.multiples},
         )
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, **_FIXED}
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        options |= {**_FIXED, "enable_fp_fusion": self.contracts}
         try:
             _require_cache()
             compiled = triton.compile(source, target=gpu, options=options)
@@ -186,15 +189,18 @@ class TritonKernel:
         widths: positions of the integers that are row lengths or row strides, which bound the width of loads: rows of
             1000 float16 loaded one number at a time took an H200 twice as long. For other integers only divisibility
             by 16 counts, so that not every number of rows is compiled for.
+        contracts: a product and a sum may become one operation, rounded once.
 
     >>> gelu_fwd = TritonKernel("accelerant.ops.gelu.triton_kernels", "gelu_fwd")
     >>> gelu_fwd.launch((blocks,), (x, y, n), {"BLOCK": 4096}, num_warps=8)
     """
 
     def __init__(
-        self, module: str, name: str, *, targets: tuple[str, ...] = CUDA_TARGETS, widths: Sequence[int] = ()
-    ) -> None:
+        self, module: str, name: str, *, targets: tuple[str, ...] = CUDA_TARGETS, widths: Sequence[int] = (),
+        contracts: bool = True,
+    ) -> None:  # fmt: skip
         self.module = module
+        self.contracts = contracts
         self.name = name
         self.targets = targets
         self.widths = frozenset(widths)
@@ -298,7 +304,9 @@ class TritonKernel:
         self, kinds: tuple[str, ...], constants: tuple[tuple[str | int, Any], ...],
         multiples: tuple[tuple[int, int], ...], num_warps: int, num_stages: int,
     ) -> KernelSource:  # fmt: skip
-        special = Specialisation(self.module, self.name, kinds, constants, multiples, num_warps, num_stages)
+        special = Specialisation(
+            self.module, self.name, kinds, constants, multiples, num_warps, num_stages, self.contracts
+        )
         types = tuple(_LAUNCH_TYPES.get(kind, kind) for kind in kinds if kind != "constexpr")
         return KernelSource(self.name, {"triton": special}, {self.name: types}, targets=self.targets)
 
