@@ -35,8 +35,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = Path("src/accelerant")
 RESULTS = Path("benchmarks/results/mutants")
 TESTS = {
-    "service/jobs": "tests/service/test_job_store.py tests/service/test_job_queue.py tests/service/test_job_service.py "
-    "tests/service/test_job_faults.py",
+    "service/jobs": "tests/service/test_job_store.py tests/service/test_job_queue.py tests/service/test_job_service.py",
     "service/guard": "tests/service/test_guard.py tests/service/test_api_keys.py",
     "nn/train/checkpoint": "tests/nn/train/test_checkpoint.py tests/nn/train/test_resume.py",
     "privacy/dp/ledger": "tests/privacy/dp/ledger",

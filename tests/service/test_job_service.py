@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sqlalchemy as sa
 
 from accelerant.errors import ConfigError, RangeError
 from accelerant.service.errors import (
@@ -70,6 +71,25 @@ def test_a_message_that_follows_a_job_is_the_jobs():
     worker._told({"kind": "lease", "id": "a", "until": 2.0})
     _, context = worker._jobs.get_nowait()
     assert (context.stop, context.lease) == ("drain", 2.0)
+
+
+def test_a_worker_ends_when_another_server_has_its_job(running):
+    async def main():
+        async with running(lease_s=2.0) as service:
+            job = await started(service, await service.submit(request("work", seconds=60.0)))
+            worker = service._workers[0]
+            async with asyncio.timeout(60.0):
+                while worker.job is None:
+                    await asyncio.sleep(0.02)
+                with service.store.engine.begin() as connection:
+                    taken = "UPDATE accelerant_jobs SET owner = 'other', attempts = attempts + 1, lease = lease + 3600"
+                    connection.execute(sa.text(taken))
+                while worker.job is not None:
+                    await asyncio.sleep(0.02)
+            found = await service.get(job.id, None)
+            assert (found.state, found.attempts, found.error) == (JobState.RUNNING, 2, None)
+
+    asyncio.run(main())
 
 
 def files(service):
