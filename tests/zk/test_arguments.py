@@ -163,6 +163,16 @@ def test_lists_of_arrays_are_arrays():
         msm([1, 2], [points[0], torch.from_numpy(points[1])])
 
 
+@pytest.mark.gpu
+def test_lists_of_tensors_on_a_gpu():
+    points = torch.from_numpy(G1.mul((1, 2), [5, 7, 11])).cuda()
+    words = torch.from_numpy(F.encode([2, 3, 4])).cuda()
+    assert msm(list(words), list(points)).cpu().equal(msm(words, points).cpu())
+    assert F.add(list(words), list(words)).cpu().equal(F.add(words, words).cpu())
+    with pytest.raises(ShapeError, match="one shape and device"):
+        msm([1, 2], [points[0], points[1].cpu()])
+
+
 def test_booleans_are_no_coordinates():
     for call in (lambda: G1.encode([(True, 2)]), lambda: msm([1], [(True, 2)]), lambda: G1.encode((1, True))):
         with pytest.raises(UnsupportedDtype, match=r"must be \(x, y\) of integers, or None for infinity, got \("):

@@ -289,7 +289,9 @@ def test_forgeable_keys_say_so(family):
         assert key.forgeable is not None, name
         if proof is not None:
             public, a, b, c = proof
-            assert verify(key, public, Proof(family, a, b, c)), name
+            forgery = Proof(family, a, b, c)
+            assert verify(key, public, forgery), name
+            assert verify_many(key, [public] * 2, [forgery] * 2), name
             forged += 1
     assert forged == 13
 
@@ -344,6 +346,11 @@ def test_a_wrong_point_of_a_proof_is_refused_everywhere(family, name, tmp_path, 
             for _ in range(3):  # a random combination must not hide it now and then
                 with pytest.raises(FormatError, match=rf"^(pi_|proofs\[[01]\]\.){name}.*(not on|subgroup)"):
                     call()
+        others = {"a": None, "b": None, "c": None} | {name: wrong}  # infinity in its pair must not hide it
+        with pytest.raises(FormatError, match=r"not on|subgroup"):
+            verify(key, public, dataclasses.replace(proof, **others))
+        with pytest.raises(FormatError, match=r"not on|subgroup"):
+            verify_many(key, [public] * 2, [proof, dataclasses.replace(proof, **others)])
         text = dataclasses.replace(proof, **{name: None}).to_json()
         value = json.loads(text) | {f"pi_{name}": point_to_json(curve, wrong)}
         (tmp_path / "p.json").write_text(json.dumps(value))
@@ -474,6 +481,15 @@ def test_numbers_in_json(family):
         if value != "[]":
             with pytest.raises(FormatError, match=r"^public"):
                 Proof.from_json(text, value)
+
+
+def test_lists_and_objects_among_public_inputs_are_not_parsed():
+    """Counting brackets is quick; a scan of 16 MB for their depth took 9 s."""
+    for value in ("[[]]", '["1", {}]', "{}", "[], []", "1", b"[[]]", b"{}", ""):
+        with pytest.raises(
+            FormatError, match=r"^public must be a list of decimal strings, without other lists and objects$"
+        ):
+            Proof.from_json(good_text("bn254"), value)
 
 
 @functools.cache

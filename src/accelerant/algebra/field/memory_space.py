@@ -351,7 +351,11 @@ def stacked(x: Any, name: str) -> Any:
             )
         if part.shape != first.shape or getattr(part, "device", None) != getattr(first, "device", None):
             raise ShapeError(f"{name} must be arrays of one shape and device, got {first.shape} and {part.shape}")
-    return sys.modules["torch"].stack(parts) if is_tensor(first) else np.stack(parts)
+    if not is_tensor(first):
+        return np.stack(parts)
+    if first.dtype.is_signed:
+        return sys.modules["torch"].stack(parts)
+    return sys.modules["torch"].stack([signed_view(part) for part in parts]).view(first.dtype)
 
 
 def space_at(device: str | ComputeDevice) -> MemorySpace:
