@@ -271,8 +271,8 @@ def _share(device: torch.device, steps: int) -> float:
 
         return call
 
-    for name in ("before_forward", "before_backward"):
-        setattr(check, name, timed(getattr(check, name)))
+    for owner, name in ((check, "before_forward"), (check, "before_backward"), (training.optimizer.losses, "check")):
+        setattr(owner, name, timed(getattr(owner, name)))
     shares, times = [], []
     for number in range(steps):
         x = torch.randint(words, (batch, length + 1), device=device)

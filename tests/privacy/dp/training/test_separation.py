@@ -519,6 +519,77 @@ def test_a_stored_buffer_that_follows_the_examples_is_warned_of():
     assert model[0].calls == 1
 
 
+class Counting(nn.Module):
+    """Returns the mean over the labels that count, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x, labels):
+        return F.cross_entropy(self.layer(x).flatten(0, 1), labels.flatten())
+
+
+def test_a_mixture_that_the_first_batch_does_not_show_is_found_in_the_next():
+    torch.manual_seed(0)
+    x, labels = torch.randn(8, 5, 6), torch.randint(3, (8, 5))
+    model = Counting()
+    with private(model, 1.0, expected_batch_size=8) as training, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(x, labels).backward()
+        training.step()
+        labels[::3, 1:] = -100
+        with pytest.raises(UnsupportedCase, match="depends on the other rows"):  # noqa: PT012
+            for _ in range(8):  # a random half of the rows may count as much as the other
+                model(x, labels).backward()
+                training.step()
+
+
+class Remembering(nn.Module):
+    """Keeps something of each batch, of which the next ones' results depend."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, self.kind = nn.Linear(6, 3), kind
+        self.kept = None
+        self.register_buffer("mean", torch.zeros(6), persistent=kind == "stored")
+
+    def forward(self, x):
+        mean = x.detach().mean(0)
+        if self.kind in ("stored", "buffer"):
+            y = self.layer(x - self.mean)
+            self.mean = 0.9 * self.mean + 0.1 * mean
+            return y
+        if self.kind == "written":
+            y = self.layer(x - self.mean)
+            self.mean.lerp_(mean, 0.01)
+            return y
+        if self.kind == "hidden" and self.kept is not None and self.kept.shape == x.shape:
+            x = x + 0.1 * self.kept
+        if self.kind == "first":
+            self.kept = mean if self.kept is None else self.kept
+            return self.layer(x - self.kept)
+        if self.kind == "cache":
+            self.kept = x.detach() if self.kept is None else torch.cat([self.kept, x.detach()])
+            return self.layer(x + self.kept.mean(0) / 8)
+        self.kept = x.detach()
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("kind", ["stored", "buffer", "written", "hidden", "first", "cache"])
+@pytest.mark.parametrize("low", [False, True])
+def test_a_state_that_follows_the_examples_is_refused(kind, low):
+    """A row of 1e3 in one part moved the sum of the next by 12.4 times the bound."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Remembering(kind))
+    with torch.autocast("cpu", torch.bfloat16, enabled=low), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(UnsupportedCase, match=r"depends on the .*(batch before.*0\.(mean|kept)|other rows)"):
+            loop(model, points(), rows=20)
+    assert model[0].kept is None
+    assert not model[0].mean.any()
+
+
 class Named(nn.Module):
     """Looks its rows up by names, which are no tensors."""
 

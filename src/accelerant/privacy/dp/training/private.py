@@ -101,7 +101,7 @@ class PrivateTraining:
                 private.drop_released()
                 if torch.is_grad_enabled():
                     private.keep_thread()
-                if torch.is_grad_enabled() and private.separation.pending:
+                if torch.is_grad_enabled() and not private.separation.running:
                     private.separation.before_forward(args, kwargs)
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's own

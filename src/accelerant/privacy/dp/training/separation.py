@@ -15,6 +15,10 @@ pass to pass and what rows tell each other is not, so two differences are taken,
 inner product: for n numbers of rounding it is 1 / sqrt(n) of the product of their norms, for a mixture its square. What
 is above an eighth of the precision is suspicious. It is refused if differences in float32, with deterministic
 kernels, all have it in common.
+
+What the first batch did not show, later ones may: some of the next passes, and then some at random, are looked at
+again, with half of the rows. And gradients must not depend on the batch before, which a buffer or an attribute may
+keep.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import random
 import sys
 import threading
 import warnings
@@ -49,6 +54,13 @@ _REPEATS = 8
 
 _RANDOM = 1e-2
 """Change between two equal passes from which on a model is random in a way that the seeds do not determine."""
+
+
+_AGAIN = (2, 4, 8)
+"""Forward passes after the check's that are looked at again, with one choice of rows."""
+
+_SHARE = 1 / 1024
+"""Of the later passes: such a look takes as long as two steps."""
 
 
 @dataclass(slots=True)
@@ -119,6 +131,7 @@ class SeparationCheck:
     def __init__(self, clipper: PerExampleClipper) -> None:
         self._clipper = clipper
         self._modes = {True: _Mode(), False: _Mode()}
+        self._chance = random.Random()
         self._running = self._called = self._warned = self._knows_loss = False
 
     @property
@@ -137,6 +150,10 @@ class SeparationCheck:
         Raises UnsupportedCase if in some layer the gradient of an example depends on other rows.
         """
         self._called = True
+        mode = self._modes[self._clipper.model.training]
+        mode.forwards += mode.done
+        if mode.done and mode.forwards not in _AGAIN and self._chance.random() >= _SHARE:
+            return
         rows = batch_size((*args, *kwargs.values()))
         if rows is None:
             self._warn("its input has no tensor with dimensions in tuples, lists or mappings")
@@ -144,12 +161,17 @@ class SeparationCheck:
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
-        mode = self._modes[self._clipper.model.training]
-        mode.forwards += 1
-        if mode.forwards < mode.next or (other := _other_rows((args, kwargs), rows)) is None:
-            return  # None as in an empty draw, all of whose rows are padding
+        mode.forwards += not mode.done
+        if not mode.done and mode.forwards < mode.next:
+            return
+        if (other := _other_rows((args, kwargs), rows)) is None:
+            return  # as in an empty draw, all of whose rows are padding
         self._running = True  # the passes of the check call the model, too
         try:
+            if mode.done:
+                some = torch.tensor([self._chance.random() < 0.5 for _ in range(rows)])
+                self._refuse(_Passes(self._clipper, other, (args, kwargs)), [some])
+                return
             used, seen = self._check(other, (args, kwargs))
         finally:
             self._running = False
@@ -179,7 +201,6 @@ class SeparationCheck:
 
     def _check(self, other: Tensor, inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[set[str], set[str]]:
         """Compare passes; return the layers that were used, and those that showed their examples apart."""
-        model, rows = self._clipper.model, len(other)
         passes = _Passes(self._clipper, other, inputs)
         equal = passes.begin()
         if equal is False:
@@ -188,14 +209,37 @@ class SeparationCheck:
         if not equal:
             self._warn("the model returned no tensors" if equal is None else "two equal passes of the model differ")
             return set(), set()
-        mixed, changed = passes.compare()
-        square = _square(inputs, rows) if mixed else set()
+        changed = self._refuse(passes, _patterns(len(other)))
+        if kept := passes.remembers():
+            raise UnsupportedCase(
+                f"the gradient of an example depends on the batch before: the model keeps a state that follows its "
+                f"examples{kept}. Later steps would use it, without noise and without a bound. Leave it out, or make "
+                "it a constant"
+            )
+        for name, value in passes.buffers[0].items():
+            same = [name in now and torch.equal(value, now[name]) for now in passes.buffers[1:]]
+            if same[0] and not all(same):
+                warnings.warn(
+                    f"the buffer {name} follows the examples of the batch: it is stored with the model, and no noise "
+                    "is added. Leave it out",
+                    UserWarning,
+                    stacklevel=2,
+                )
+        if not changed:
+            self._warn("no row of the input changes any gradient")
+        return passes.layers, changed
+
+    def _refuse(self, passes: _Passes, patterns: list[Tensor]) -> set[str]:
+        """Raise UnsupportedCase if rows that are replaced change others; return the layers where gradients changed."""
+        rows = len(patterns[0])
+        mixed, changed = passes.compare(patterns)
+        square = _square(passes.inputs, rows) if mixed else set()
         if square and passes.takes_another_row(square) and not passes.takes_another_row():  # they are no rows
             passes.shared = square
-            mixed, changed = passes.compare()
+            mixed, changed = passes.compare(patterns)
         if mixed:
             layers = dict.fromkeys(name.rpartition(".")[0] for name, _ in self._clipper.parameters)
-            names = ", ".join(name or type(model).__name__ for name in layers if name in mixed)
+            names = ", ".join(name or type(self._clipper.model).__name__ for name in layers if name in mixed)
             raise UnsupportedCase(
                 f"the gradient of an example depends on the other rows of the batch in {names}: some rows were "
                 "replaced, and gradients of other rows changed. Each layer must get the examples in dimension 0, in "
@@ -204,18 +248,7 @@ class SeparationCheck:
                 + f"; one of shape ({rows}, {rows}) may be such an input, or a row for each example"
                 * bool(square)
             )
-        for name, value in passes.buffers[0].items():
-            same = [name in now and torch.equal(value, now[name]) for now in passes.buffers[1:]]
-            if same[0] and not all(same):
-                warnings.warn(
-                    f"the buffer {name} follows the examples of the batch: it is stored with the model, and no noise "
-                    "is added. Leave it out, or register it with persistent=False",
-                    UserWarning,
-                    stacklevel=2,
-                )
-        if not changed:
-            self._warn("no row of the input changes any gradient")
-        return passes.layers, changed
+        return changed
 
     def _warn(self, reason: str) -> None:
         if not self._warned:
@@ -237,17 +270,19 @@ class _Passes:
         inputs: of the model.
 
     Attributes:
+        inputs: as given.
         precise: whether passes are in float32, with deterministic kernels.
         shared: identities of inputs whose first dimension is no row.
         buffers: those that the model stores, after each pass.
     """
 
     def __init__(self, clipper: PerExampleClipper, other: Tensor, inputs: Any) -> None:
-        self._clipper, self._other, self._inputs, self._rows = clipper, other, inputs, torch.arange(len(other))
+        self._clipper, self._other, self.inputs, self._rows = clipper, other, inputs, torch.arange(len(other))
         self._device = clipper.parameters[0][1].device.type
         self.precise = False
         self.shared: Container[int] = ()
         self.buffers: list[dict[str, Tensor]] = []
+        self._states: list[dict[str, Tensor]] = []  # after earlier passes
         self._before: dict[str, Tensor] = {}
         self._noise: dict[str, float] = {}
 
@@ -265,10 +300,12 @@ class _Passes:
             return None
         return all(self._noise[name] <= _RANDOM * float(each.abs().max()) for name, each in self._before.items())
 
-    def compare(self) -> tuple[set[str], set[str]]:
+    def compare(self, patterns: list[Tensor]) -> tuple[set[str], set[str]]:
         """Return the layers where gradients of rows that were kept changed, and those where any did."""
         mixed, changed = set[str](), set[str]()
-        for replaced in _patterns(len(self._rows)):
+        for replaced in patterns:
+            if bool(replaced.all()) or not bool(replaced.any()):
+                continue
             moved, first = self._difference(replaced)
             for name, norms in moved.items():
                 scale = float(self._before[name].abs().max())
@@ -280,7 +317,7 @@ class _Passes:
                 suspects = {part for part in suspects & second.keys() if self._shows(first[part], second[part])}
             if suspects:
                 first = {}  # their memory
-                mixed |= self._confirmed(replaced, suspects)
+                mixed |= self._confirmed(lambda replaced=replaced: self._difference(replaced)[1], suspects)  # type: ignore[misc]  # bound
         return mixed, changed
 
     def _shows(self, one: _Difference, two: _Difference) -> bool:
@@ -290,13 +327,33 @@ class _Passes:
             tolerance = max(tolerance, torch.finfo(torch.get_autocast_dtype(self._device)).eps / 8)
         return one.common(two) > tolerance
 
-    def _confirmed(self, replaced: Tensor, suspects: set[_Part]) -> set[str]:
+    def remembers(self) -> str:
+        """Return the names of what the model keeps of a batch before, if a gradient depends on it; else "".
+
+        Passes are precise, each after one without gradients, over the same rows or over others.
+        """
+
+        def difference() -> dict[_Part, _Difference]:
+            self._states.clear()
+            alone = self._passed(self._rows, earlier=self._rows)
+            after = self._passed(self._rows, earlier=self._other)
+            every = torch.ones_like(self._rows, dtype=torch.bool)
+            changes = {name: after[name].minus(alone.pop(name), every) for name in after.keys() & alone.keys()}
+            return {(name, kind): each for name, both in changes.items() for kind, each in enumerate(both)}
+
+        if not self._confirmed(difference, {(name, kind) for name in self._before for kind in (0, 1)}):
+            return ""
+        one, two = self._states[0], self._states[-1]
+        names = [name for name in two if name not in one or not _same_values(one[name], two[name])]
+        return f" ({', '.join(names)})" if names else ""
+
+    def _confirmed(self, difference: Callable[[], dict[_Part, _Difference]], suspects: set[_Part]) -> set[str]:
         """Return the layers where differences of precise passes all have a change in common."""
         before, self.precise = self.precise, True
         known: list[dict[_Part, _Difference]] = []
         try:
             while suspects and len(known) < _REPEATS:
-                found = self._difference(replaced)[1]
+                found = difference()
                 known.append({part: found[part] for part in suspects & found.keys()})
                 suspects = {
                     part for part in known[-1] if all(self._shows(known[-1][part], each[part]) for each in known)
@@ -314,7 +371,7 @@ class _Passes:
             self._passed(self._rows, kept),
             self._passed(torch.where(replaced, self._other, self._rows), kept),
         )
-        moved = {name: (self._before[name] - after[name].norms).abs() for name in after}
+        moved = {name: (self._before[name] - after[name].norms).abs() for name in after.keys() & self._before.keys()}
         changes = {name: after[name].minus(alone.pop(name), kept) for name in after}
         return moved, {(name, kind): each for name, both in changes.items() for kind, each in enumerate(both)}
 
@@ -328,33 +385,44 @@ class _Passes:
             return False
         return True
 
-    def _passed(self, index: Tensor, mask: Tensor | None = None) -> dict[str, _Gradients]:
-        norms, sums = self._run(index, self.shared, mask)
+    def _passed(
+        self, index: Tensor, mask: Tensor | None = None, earlier: Tensor | None = None
+    ) -> dict[str, _Gradients]:
+        norms, sums = self._run(index, self.shared, mask, earlier)
         return {name: _Gradients.of(norms[name], sums[name]) for name in norms}
 
-    def _run(self, index: Tensor, shared: Container[int], mask: Tensor | None = None) -> Any:
-        """Run the model on the rows of an index; in float32 if the passes are precise and it can."""
+    def _run(
+        self, index: Tensor, shared: Container[int], mask: Tensor | None = None, earlier: Tensor | None = None
+    ) -> Any:
+        """Run the model on the rows of an index, after earlier ones; in float32 if that is asked for and it can."""
         if self.precise:
             try:
                 with _deterministic(), torch.autocast(self._device, enabled=False):
-                    return self._trial(index, shared, mask)
+                    return self._trial(index, shared, mask, earlier)
             except RuntimeError:  # it needs autocast, or less memory
                 with _deterministic():
-                    return self._trial(index, shared, mask)
-        return self._trial(index, shared, mask)
+                    return self._trial(index, shared, mask, earlier)
+        return self._trial(index, shared, mask, earlier)
 
-    def _trial(self, index: Tensor, shared: Container[int], mask: Tensor | None) -> Any:
+    def _trial(self, index: Tensor, shared: Container[int], mask: Tensor | None, earlier: Tensor | None) -> Any:
         model, rows = self._clipper.model, len(self._rows)
         widened = self.precise and not torch.is_autocast_enabled(self._device)
 
-        def given(each: Tensor) -> Tensor:
-            return _detached(each, rows, None if id(each) in shared else index, widened)
+        def inputs(index: Tensor) -> Any:
+            return _mapped(
+                self.inputs, lambda each: _detached(each, rows, None if id(each) in shared else index, widened)
+            )
 
-        args, kwargs = _mapped(self._inputs, given)
+        args, kwargs = inputs(index)
         # The hooks keep these passes from those of a checkpoint that the model is called in.
         with _restored(model), torch.autograd.graph.saved_tensors_hooks(_same, _same):
+            if earlier is not None:
+                before, more = inputs(earlier)
+                with torch.no_grad():
+                    model(*before, **more)
+                self._states.append(_kept(model))
             found = self._clipper.trial(lambda: model(*args, **kwargs), mask)
-            if len(index) == rows:
+            if len(index) == rows and earlier is None:
                 self.buffers.append(_stored(model))
         return found
 
@@ -383,6 +451,20 @@ def _stored(model: nn.Module) -> dict[str, Tensor]:
         for key, buffer in module._buffers.items()
         if buffer is not None and key not in module._non_persistent_buffers_set
     }
+
+
+def _kept(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the buffers, and of other tensors that modules have for attributes."""
+    return {
+        f"{name}.{key}".strip("."): each.detach().clone()
+        for name, module in model.named_modules()
+        for key, each in (*module._buffers.items(), *vars(module).items())
+        if isinstance(each, Tensor) and each.layout == torch.strided
+    }
+
+
+def _same_values(one: Tensor, two: Tensor) -> bool:
+    return one.shape == two.shape and torch.equal(one, two)
 
 
 def _patterns(rows: int) -> list[Tensor]:
