@@ -8,6 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import accelerant as acl
 from accelerant import errors
@@ -193,6 +194,23 @@ def test_code_in_cplusplus_finds_no_address(device):
         host.data = x
     assert host.tolist() == [0] * 4
     assert not x.is_shared()
+
+
+def test_tensors_without_content_stand_in(device):
+    x = acl.to(torch.ones(6)[2:], device)
+    fake = FakeTensorMode().from_tensor(x)  # as torch.export's
+    assert (fake.shape, fake.device.type) == ((4,), "cpu")
+
+
+def test_collectives_of_torch_are_refused(device, tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    try:
+        x = acl.to(torch.ones(2), device)
+        for call in (lambda: torch.distributed.all_reduce(x), lambda: torch.distributed.all_gather([x], x)):
+            with pytest.raises(errors.UnsupportedCase, match=r"torch\.distributed moves no tensors of .*x\.cpu\(\)"):
+                call()
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_arrays_of_other_libraries_are_copies(device):

@@ -11,6 +11,7 @@ copied to its device, so code that makes tensors on `x.device` works.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
@@ -120,6 +121,8 @@ class DeviceTensor(Tensor):
 
     def untyped_storage(self) -> Any:
         """Raise UnsupportedCase: the memory is the device's."""
+        if sys._getframe(1).f_globals.get("__name__") == "torch._subclasses.meta_utils":  # torch.export: its size alone
+            return torch.UntypedStorage(super().untyped_storage().nbytes(), device=_META)
         raise self._no_address("storage")
 
     def storage(self) -> Any:
@@ -367,6 +370,8 @@ def _handler(func: Any, place: TensorDevice) -> _Handler | None:
     known = place.overrides.get(func) or TABLE.get(func)
     if known is not None:
         return known
+    if "c10d" in func.namespace:  # its operations write arguments that their schemas do not mark, and some later
+        raise UnsupportedCase(f"{func}: torch.distributed moves no tensors of {place.label}; pass x.cpu()")
     if (functional := _without_out(func)) is not None:
         _nested.add(func)
         return partial(_into, func, functional)
