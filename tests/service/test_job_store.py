@@ -514,6 +514,13 @@ def test_old_jobs_go_in_slices(opened, monkeypatch):
     assert [store.prune(-1.0, 10)[0] for _ in range(3)] == [ids[7:11], ids[11:], []]
 
 
+def test_a_file_is_written_ahead_and_flushed_at_each_commit(store):
+    with store.engine.connect() as connection:
+        found = {name: connection.exec_driver_sql(f"PRAGMA {name}").scalar_one()
+                 for name in ("journal_mode", "synchronous", "busy_timeout")}  # fmt: skip
+    assert found == {"journal_mode": "wal", "synchronous": 2, "busy_timeout": 30_000}  # 2 is FULL
+
+
 def test_a_read_waits_for_no_writer(store):
     add(store, "a")
     begun = time.monotonic()
