@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import pickle
 import warnings
 
@@ -14,7 +15,7 @@ from torch.optim import optimizer as optimizer_module
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from accelerant.errors import BudgetExceeded, ConfigError, FormatError, ShapeError, UnsupportedCase
-from accelerant.privacy import dp
+from accelerant.privacy import dp, mpc
 from accelerant.privacy.dp.noise.charge import charge
 from accelerant.privacy.dp.training import private as private_module
 
@@ -265,6 +266,48 @@ def test_the_ledger_says_what_a_unit_was(grouped, note):
     with private(mlp(), 1.0, noise_multiplier=8.0, ledger=dp.Ledger(unit="user"), groups=groups) as training:
         train(training, points(), steps=1)
         assert note in str(training.ledger.statement())
+
+
+@pytest.mark.slow
+def test_all_that_is_released_from_the_data_is_in_one_statement(tmp_path):
+    """Trainings of users, drawn and not, a query, noise in place, clients: by hand the same events cost as much.
+
+    After a kill: reservations stay, and a checkpoint that is merged again adds nothing.
+    """
+    path, groups, (x, y) = tmp_path / "privacy.jsonl", torch.arange(40) // 4, points()
+    ledger = dp.Ledger(path, unit="client")
+    with private(mlp(), 1.0, noise_multiplier=8.0, delta=1e-6, groups=groups, ledger=ledger) as first:
+        train(first, (x, y), steps=2)
+        state = first.state_dict()
+    with private(mlp(), 1.0, noise_multiplier=9.0, delta=1e-7, ledger=ledger, expected_batch_size=4) as second:
+        classify(second.model, x[:4], y[:4]).backward()
+        with pytest.warns(UserWarning, match="not drawn"):
+            second.optimizer.step()
+    dp.release(412, mechanism="gaussian", sensitivity=1, epsilon=0.5, delta=1e-9, ledger=ledger)
+    dp.gaussian_noise_(torch.zeros(3), 40.0, sensitivity=1.0, ledger=ledger)
+    ones = [torch.ones(3)] * 3
+    mpc.secure_aggregate(ones, threshold=2, max_norm=1.0, noise_multiplier=20.0, ledger=ledger)
+    ledger._writer._open = False  # what a kill leaves
+    ledger._writer._journal.close()
+    with (
+        dp.Ledger(path, unit="client") as again,
+        private(mlp(), 1.0, noise_multiplier=8.0, delta=1e-7, groups=groups, ledger=again) as resumed,
+    ):
+        resumed.load_state_dict(state)
+    found = dp.Ledger.read(path)
+    multipliers = sorted((event.noise_multiplier, event.count) for event in found.events)
+    assert [count for _, count in multipliers] == [2, 1, 1, 1, 1]
+    assert [round(noise, 1) for noise, _ in multipliers[:2] + multipliers[3:4]] == [8.0, 9.0, 20.0]
+    together = math.fsum(count / noise**2 for noise, count in multipliers) ** -0.5
+    for delta in (1e-7, 1e-6):
+        by_hand = dp.Ledger()
+        by_hand.record(dp.Event("gaussian", together))
+        assert found.epsilon(delta) == pytest.approx(by_hand.epsilon(delta), rel=1e-3)
+    statement = found.statement()
+    assert (statement.delta, statement.unit, statement.units) == (1e-7, "client", 10)
+    assert statement.epsilon == found.epsilon() == resumed.epsilon()
+    assert statement.others == ((1e-6, found.epsilon(1e-6)),)
+    assert "not closed" in str(statement)
 
 
 def test_the_expected_batch_size_is_that_of_the_data():

@@ -18,8 +18,8 @@ a sum of discrete Gaussians is not one (Kairouz, Liu and Steinke 2021, arXiv:210
 process would know its share. Here every process is trusted, as the trainer is.
 
 The noise covers what rank 0 knows, so the processes must agree on all that decides it: at the start on the settings of
-`make_private`, before each step on its clipping norm, sampling, expected batch, precision and trained parameters. Each
-of the two is one exchange of accelerant.runtime.processes.
+`make_private` and the optimizer, before each step on its clipping norm, sampling, expected batch, precision, trained
+parameters and learning rates. Each of the two is one exchange of accelerant.runtime.processes.
 """
 
 from __future__ import annotations
