@@ -271,6 +271,21 @@ def test_long_rows_lose_no_digits(uninterpreted, name):
     assert {row["implementation"] for row in ledger().to_dict()["ops"]} == {"portable"}
 
 
+@pytest.mark.parametrize("least", [0, 65_536])
+def test_gradients_where_torchs_have_an_edge(uninterpreted, monkeypatch, least):
+    """Steps, NaN within a maximum, a clamp and an absolute value, and the small slope of elu."""
+    monkeypatch.setattr(function, "_LEAST", least)
+    functions = (
+        lambda x: torch.floor(x) + torch.sign(x), lambda x: x.amax(-1), lambda x: x.clamp(-1, 1), lambda x: x.abs(),
+        lambda x: F.elu(x) * 1e17, lambda x: F.relu(x),
+    )  # fmt: skip
+    values = [math.nan, -2.0, -37.0, -0.0, 0.0, 1.0, 3.0]
+    for number, apply in enumerate(functions):
+        x = torch.tensor([values, [0.0, *values[1:]]], requires_grad=True)
+        own, torchs = (torch.autograd.grad(f(x).sum(), x)[0] for f in (acl.fuse(apply), apply))
+        torch.testing.assert_close(own, torchs, equal_nan=True, msg=str(number))
+
+
 def test_long_rows_of_a_looped_kernel_lose_no_digits(monkeypatch):
     """Interpreted: as on a GPU, each element of a block adds up to 500 terms."""
     monkeypatch.setattr(function, "_WHOLE_ROW", 4)
@@ -300,7 +315,7 @@ def test_long_rows_and_specials_on_opencl():
 IDENTITIES = {
     "clone": lambda a: a.clone(), "plus": lambda a: +a, "times one": lambda a: a * 1, "power": lambda a: a**1,
     "divided": lambda a: a / 1, "convert": lambda a: a.to(a.dtype), "detach": lambda a: a.detach(),
-    "itself": lambda a: a, "contiguous": lambda a: a.contiguous(),
+    "itself": lambda a: a, "copy": np.copy, "contiguous": lambda a: a.contiguous(),
 }  # fmt: skip
 
 

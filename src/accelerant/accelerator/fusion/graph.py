@@ -13,7 +13,7 @@ import math
 import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -265,7 +265,7 @@ OPERATIONS: dict[str, Op] = {
     ),
     "softplus": Op(
         "math.softplus({0})", "(({0} > 0.0f ? {0} : 0.0f) + ACL_MATH(log1p)(acl_exp_f32(-ACL_MATH(fabs)({0}))))",
-        torch.nn.functional.softplus, lambda y, a, dy: (dy * a[0].do("sigmoid"),),
+        partial(torch.nn.functional.softplus, threshold=40.0), lambda y, a, dy: (dy * a[0].do("sigmoid"),),
     ),
     "erf": Op(
         "tl.erf({0})", "acl_erf_f32({0})", torch.erf,

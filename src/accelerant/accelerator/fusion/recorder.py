@@ -237,7 +237,7 @@ _ALIASES = {
     "power": "pow", "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge",
     "equal": "eq", "not_equal": "ne", "logical_and": "bitwise_and", "logical_or": "bitwise_or", "invert": "bitwise_not",
     "logical_not": "bitwise_not", "positive": "pos", "clip": "clamp", "astype": "to",
-    "log_sigmoid": "logsigmoid",
+    "log_sigmoid": "logsigmoid", "copy": "clone",
 }  # fmt: skip
 _REDUCERS = {"add": "sum", "maximum": "amax", "minimum": "amin"}
 _READS = ("item", "tolist", "numpy", "cpu", "cuda", "data")
