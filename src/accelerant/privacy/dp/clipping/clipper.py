@@ -52,6 +52,7 @@ class PerExampleClipper:
         factors: (B,) c_i; for "per_layer" the smallest of the layers'.
         layer_norms: by layer, for "per_layer" (B,) each; for "flat" one entry, under "".
         nonfinite: how many examples were left out for norms that were not finite, a scalar on the device.
+        on_labels: called with the labels of a loss that a model of accelerant.nn averages itself.
         on_begin: called before a backward pass changes anything; an exception ends the pass.
         on_backward: called after each finished backward pass with norms and factors.
         parameters: the clipped ones, with names.
@@ -92,6 +93,7 @@ class PerExampleClipper:
         self._norms_were_read = False
         self.nonfinite: Tensor | None = None
         self.on_begin: Callable[[], object] | None = None
+        self.on_labels: Callable[[Tensor], object] | None = None
         self.on_backward: Callable[[Tensor, Tensor], object] | None = None
         self.idealised = norms == "ghost"
         self.examples: int | None = None  # see PerExampleSink

@@ -444,6 +444,7 @@ def _gpt_methods(model: GPT, sink: Sink) -> Methods:
         return linear(hidden.reshape(-1, model.config.width), model.wte.weight, None, sink, hidden.shape[0])
 
     def loss(idx: Tensor, targets: Tensor) -> Tensor:
+        _check_labels(sink, targets)
         if model._fuses_embeddings(idx):
             sink.begin(idx)
         return plain_loss(idx, targets)
@@ -461,9 +462,17 @@ def _llama_methods(model: Llama, sink: Sink) -> Methods:
         return rows.view(*hidden.shape[:-1], model.config.vocab_size)
 
     def loss(idx: Tensor, targets: Tensor) -> Tensor:
+        _check_labels(sink, targets)
         return ops.cross_entropy(model(idx).flatten(0, 1), targets.flatten().long())
 
     return {"_logits": logits, "loss": loss}
+
+
+def _check_labels(sink: Sink, targets: Tensor) -> None:
+    """Let the owner of a clipper check the labels that a model averages over, of which some may be ignored."""
+    check = getattr(sink, "on_labels", None)
+    if check is not None:
+        check(targets)
 
 
 model_methods.update({GPT: _gpt_methods, Llama: _llama_methods})

@@ -53,7 +53,17 @@ _REMEDY = (
     "example changes: the rows of the batch, not those that count. Average the tokens of a row first, then the rows"
 )
 
-_Index = Callable[[Tensor], Tensor]
+_WEIGHTS = (
+    "the loss is a mean that weight= of cross_entropy or nll_loss divides by the sum of its labels' weights. Give "
+    "reduction='none' and take the mean of that, or reduction='sum' and loss_reduction='sum'"
+)
+
+_IGNORED = (
+    "the loss is a mean over the labels that are not ignore_index, and rows have different numbers of them. Give "
+    "reduction='none' or 'sum'"
+)
+
+_ROWS = "Each example changes the share of all others, and one row could move the sum by many times max_grad_norm"
 
 
 class LossCheck:
@@ -132,11 +142,20 @@ class LossCheck:
             self._warn(f"it cannot be repeated ({type(error).__name__})")
         else:
             if mixes:
-                raise UnsupportedCase(
+                reason = trace.blame or (
                     "the loss mixes the examples of a batch: with some rows replaced (labels, masks and the model's "
-                    "results), the gradients of others changed. One row could move the sum by many times "
-                    f"max_grad_norm. {_REMEDY}"
+                    "results), the gradients of others changed"
                 )
+                raise UnsupportedCase(f"{reason}. {_ROWS}. {_REMEDY}")
+
+    def check_labels(self, labels: Tensor, ignored: int = -100) -> None:
+        """Check the labels of a mean that a model of accelerant.nn takes itself, over those that are not ignored."""
+        rows = labels.shape[0] if labels.dim() else 0
+        if self._clipper.loss_reduction != "mean" or rows < 2 or _compiled():
+            return
+        if (self._left > 0 or self._chance.random() < _SHARE) and not _even(labels != ignored, rows):
+            raise UnsupportedCase(f"{_IGNORED}. {_ROWS}. {_REMEDY}")
+        self._left -= self._left > 0
 
     def _warn(self, reason: str) -> None:
         if not self._warned:
@@ -221,6 +240,7 @@ class _Trace(TorchFunctionMode):
 
     Attributes:
         results: slots of the model's results.
+        blame: what a known loss divides by, if rows have different shares.
     """
 
     def __init__(self, clipper: PerExampleClipper, inputs: Iterable[Any], *, drawn: bool) -> None:
@@ -237,6 +257,7 @@ class _Trace(TorchFunctionMode):
         self._opened = False  # some of them have gradients: those of a torch.autograd.Function's forward
         self._active = True
         self.results: list[int] = []
+        self.blame = ""
         for each in inputs:
             if isinstance(each, Tensor) and each.dim():
                 self._add_leaf(each, rows=True)
@@ -515,7 +536,7 @@ class _Trace(TorchFunctionMode):
 
         args, kwargs = pytree.tree_map(given, call.args)
         if rows is not None and getattr(call.function, "__name__", "") in _MEANS:
-            _require_even(call, args, kwargs, rows)
+            self.blame = _blame(call, args, kwargs, rows) or self.blame
         if call.random is not None:
             (torch.cuda if self._device == "cuda" else torch).set_rng_state(call.random)
         enabled, dtype = call.autocast
@@ -541,28 +562,32 @@ def _moved(before: Sequence[Tensor], after: Sequence[Tensor], kept: Tensor) -> b
     return False
 
 
-def _require_even(call: _Call, args: Any, kwargs: Any, rows: int) -> None:
-    """Raise UnsupportedCase for a mean of cross entropies that class weights, or ignored labels, divide unevenly."""
+def _blame(call: _Call, args: Any, kwargs: Any, rows: int) -> str:
+    """Return what is wrong with a mean of cross entropies that class weights, or ignored labels, divide.
+
+    Raises UnsupportedCase for class weights that this batch does not show, since all of its rows have the same.
+    """
     given = inspect.signature(call.function).bind(*args, **kwargs)
     given.apply_defaults()
     reduction, weight, ignored = (given.arguments.get(name) for name in ("reduction", "weight", "ignore_index"))
     labels = given.arguments.get("target", given.arguments.get("targets"))
     if reduction != "mean" or labels is None or labels.is_floating_point():
-        return
-    if isinstance(weight, Tensor) and "targets" not in given.arguments and bool((weight != weight.flatten()[0]).any()):
-        raise UnsupportedCase(
-            "the loss is a mean that weight= of cross_entropy or nll_loss divides by the sum of its labels' weights: "
-            "each example changes the share of all others, and could move the sum by many times max_grad_norm. Give "
-            "reduction='none' and take the mean of that, or reduction='sum' and loss_reduction='sum'"
-        )
+        return ""
     counted = labels != ignored
-    each = counted.reshape(rows, -1).sum(1) if labels.numel() % rows == 0 else None
-    if bool(~counted.all() if each is None else (each != each[0]).any()):
-        raise UnsupportedCase(
-            "the loss is a mean over the labels that are not ignore_index, and rows have different numbers of them: "
-            "each example changes the share of all others, and could move the sum by many times max_grad_norm. Give "
-            f"reduction='none' or 'sum'. {_REMEDY}"
-        )
+    if isinstance(weight, Tensor) and "targets" not in given.arguments and bool((weight != weight.flatten()[0]).any()):
+        shares = weight[labels.where(counted, 0)] * counted
+        if _even(shares, rows):
+            raise UnsupportedCase(f"{_WEIGHTS}. {_ROWS}")
+        return _WEIGHTS
+    return "" if _even(counted, rows) else _IGNORED
+
+
+def _even(shares: Tensor, rows: int) -> bool:
+    """Return whether each row has the same share."""
+    if shares.numel() % rows:
+        return bool((shares == shares.flatten()[0]).all())
+    each = shares.reshape(rows, -1).double().sum(1)
+    return bool(((each - each[0]).abs() <= 1e-6 * each[0].abs()).all())
 
 
 def _compiled() -> bool:

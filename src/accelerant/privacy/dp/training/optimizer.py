@@ -154,6 +154,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         _watching.add(self)
         clipper.keep_sums(self.sums)
         clipper.on_begin = self._backward_begins
+        clipper.on_labels = self.losses.check_labels
         clipper.on_backward = self._backward_ended
         for param in self._params:
             param.grad = None  # of earlier backward passes, unclipped
