@@ -7,8 +7,9 @@ and no sum of fewer honest clients than the settings allow may be left without a
 import os
 
 import pytest
-from lying_server import LyingServer
+from lying_server import STEPS, LyingServer
 
+from accelerant.errors import ProtocolError
 from accelerant.privacy.mpc.secagg import messages
 from accelerant.privacy.mpc.secagg.messages import STAGES, pack_ids, pack_message, pack_pieces
 
@@ -417,3 +418,15 @@ def test_a_client_answers_each_stage_once(stage):
     for each in STAGES[STAGES.index(stage) + 1 :]:
         w.stage(each)
     w.assert_nothing_leaks()
+
+
+@pytest.mark.parametrize("stage", STAGES[2:])
+def test_no_stage_is_left_out(stage):
+    """A server that asks for the message of a later stage gets none, and the client's round ends."""
+    w = LyingServer(5, 3, earlier=False)
+    for each in STAGES[1 : STAGES.index(stage) - 1]:
+        w.stage(each)
+    answer = w.answer(stage, 0, pack_ids([]) + pack_pieces({}))
+    with pytest.raises(ProtocolError, match=f"after stage .* comes not {stage}"):
+        getattr(w.clients[0], STEPS[stage])(answer, *([w.updates[0]] * (stage == "mask")))
+    assert w.clients[0]._round is None
