@@ -47,8 +47,10 @@ def test_a_client_killed_in_a_round():
     assert report.accuracies[-1] > 0.9
     assert report.losses[-1] < report.losses[0]
     assert report.stages["mask"].clients == 17
-    with pytest.raises(ProtocolError, match=r"3 clients .* mask"):
-        federated.simulate(model(), DATA, clients=6, rounds=1, leaving={0: {"mask": [1, 2, 3]}})
+    for clients, colluders, threshold in ((6, 0, 4), (9, 0, 6), (9, 4, 7)):  # two thirds, or what colluders ask for
+        leaving = {0: {"advertise": range(clients - threshold + 1)}}
+        with pytest.raises(ProtocolError, match=rf"{threshold - 1} clients .* advertise, the threshold is {threshold}"):
+            federated.simulate(model(), DATA, clients=clients, rounds=1, colluders=colluders, leaving=leaving)
 
 
 def test_private_rounds_are_charged():

@@ -440,7 +440,7 @@ def test_the_failure_bound_is_the_sum_of_its_docstring(total):
     assert found == pytest.approx(math.log2(wanted) if wanted else -math.inf)
 
 
-def test_strengths():
+def test_strengths(monkeypatch):
     """Lengths of secrets, and keys by HKDF-SHA256 (RFC 5869) of the standard library, each for one purpose."""
     private = [X25519PrivateKey.from_private_bytes(bytes([i]) * 32) for i in (1, 2)]
     public, context = private[1].public_key().public_bytes_raw(), bytes(range(32))
@@ -456,12 +456,15 @@ def test_strengths():
     assert parties.mask_seed(private[0], public, context, 3, 7) == (hkdf(b"mask", 3, 7), 1)
     with pytest.raises(ProtocolError, match="no valid X25519 key"):
         parties.derived(private[0], bytes(32), context, b"mask", 0, 1)
+    drawn, real = set(), os.urandom
+    monkeypatch.setattr(os, "urandom", lambda size: (drawn.add(found := real(size)), found)[1])
     party = Party(size=2)
     seeds, aead = set(), set()
     for number in (0, 1):
         party.upto("mask", number)
         for own, each in enumerate(party.clients):
             state = each._round
+            assert state.seed in drawn
             seeds |= {state.seed, state.share_key.private_bytes_raw(), state.mask_key.private_bytes_raw()}
             for other in state.drawn:
                 keys = (state.share_key, state.keys[other][0], state.context, b"shares")

@@ -1,6 +1,7 @@
 """Shamir's sharing against polynomials on Python integers, its errors, and what too few shares tell."""
 
 import hashlib
+import inspect
 import itertools
 import os
 import random
@@ -393,6 +394,7 @@ def test_commitments_are_pedersens(name):
 
 def test_commitments_hide_a_secret_of_few_bits(monkeypatch):
     """They are blinded, freshly, by uniform b h: of a PIN of 4 digits no commitment is that of Feldman, s g."""
+    assert inspect.signature(shamir.split).parameters["curve"].default == "bls12_381_g1"  # of about 120 bits
     curve = curve_of("bn254_g1")
     splits = [shamir.split(7, 2, 2, verifiable=True, curve="bn254_g1") for _ in "ab"]
     points = [decode_points(curve, s[0].commitments.numpy().reshape(-1, *curve.shape)) for s in splits]

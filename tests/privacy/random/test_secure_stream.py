@@ -44,6 +44,15 @@ def test_words_are_the_keystream_in_order():
     assert all(np.array_equal(x, y) for x, y in zip(found, wanted, strict=True))
 
 
+def test_keys_are_32_bytes_of_the_systems_entropy(monkeypatch):
+    drawn, real = [], os.urandom
+    monkeypatch.setattr(os, "urandom", lambda size: drawn.append(real(size)) or drawn[-1])
+    streams = SecureStream(), SecureStream()
+    assert [len(key) for key in drawn] == [32, 32]
+    for stream, key in zip(streams, drawn, strict=True):
+        assert words_of(stream, 16) == words_of(SecureStream(key), 16)
+
+
 def test_the_storage_of_words_has_no_later_ones():
     """A kernel writes whole vectors of blocks; a saved tensor takes its storage along."""
     stream = SecureStream()
