@@ -487,6 +487,9 @@ def test_the_context_has_every_setting():
     contexts += [setup.context(3, keys, b"model"), mpc.SecureAggregation(4, 4, 8, clip=1.0).context(3, keys[:4])]
     assert len(set(contexts)) == len(contexts)
     assert {len(each) for each in contexts} == {32}
+    for number in (-1, 1.0, True):
+        with pytest.raises(ConfigError, match="round_number"):
+            setup.context(number, keys)
     assert {name for change in others for name in change} == {each.name for each in fields(setup)} - {"clients"}
 
 
@@ -512,6 +515,19 @@ def test_sparse_graphs_of_many_clients_have_few_neighbours():
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_a_round_whose_first_message_fails_is_over(party):
+    class Interrupted(BaseException):
+        pass
+
+    def interrupted(message):
+        raise Interrupted
+
+    client, party.clients[0]._sign = party.clients[0], interrupted
+    with pytest.raises(Interrupted):
+        client.advertise(1)
+    assert "no round" in repr(client)
 
 
 def test_a_round_is_never_used_twice(party, tmp_path):

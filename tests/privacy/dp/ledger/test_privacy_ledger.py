@@ -590,3 +590,20 @@ def test_lines_are_plain_json(written):
 def test_the_errors_are_of_one_tree():
     assert issubclass(BudgetExceeded, AccelerantError)
     assert ledger_module.__all__ == ["Budget", "Event", "Ledger", "Statement"]
+
+
+def test_only_further_variants_of_the_same_event_are_rounded():
+    """Each distinct event takes a composition; those of other notes or draws are events of their own."""
+    ledger = Ledger()
+    others = [Event("gaussian", 1.1, note=str(number)) for number in range(9)]
+    kinds = [Event("laplace", 1.1), Event("gaussian", 1.1, "poisson", 0.5), Event("gaussian", 1.1, source="a"),
+             Event("gaussian", 1.1, secure=True), Event("gaussian", 1.1, idealised=True)]  # fmt: skip
+    variants = [Event("gaussian", 3.3 + number / 1000, delta=1e-9) for number in range(8)]
+    for event in (*others, *kinds, *variants):
+        ledger.record(event)
+    assert set(counts(ledger)) == {*others, *kinds, *variants}
+    ledger.record(variants[0])  # a known one
+    ledger.record(Event("gaussian", 3.33331, delta=1.7e-9))
+    (rounded,) = set(counts(ledger)) - {*others, *kinds, *variants}
+    assert 3.33331 * 2 ** (-1 / 256) <= rounded.noise_multiplier < 3.33331
+    assert 1.7e-9 < rounded.delta <= 1.7e-9 * 2**0.25
