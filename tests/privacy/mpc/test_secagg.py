@@ -570,6 +570,17 @@ def test_clients_abort_at_any_wrong_answer(stage):
             party.step(stage, 0, answers[0])
 
 
+def test_shares_that_the_server_changes_are_noticed(party):
+    """One bit of what another client encrypted, which is the last part of the answer."""
+    _, answers = party.upto("mask")
+    with pytest.raises(ProtocolError, match="the shares of client 4 were changed, or are not for this client"):
+        party.step("mask", 0, answers[0][:-1] + bytes([answers[0][-1] ^ 1]))
+    assert "no round" in repr(party.clients[0])
+    for identity in (-1, CLIENTS):
+        with pytest.raises(ConfigError, match=f"identity must be 0 to 4, got {identity}"):
+            party.setup.client(identity, party.signing[0], party.keys)
+
+
 def test_the_server_refuses_messages_and_goes_on(party):
     server, answers = party.upto("share")
     messages = {i: party.step("share", i, answer) for i, answer in answers.items()}
