@@ -1,4 +1,5 @@
 import errno
+import hashlib
 import math
 import shutil
 from types import SimpleNamespace
@@ -321,3 +322,31 @@ def test_the_state_of_a_training_is_of_its_model_and_optimizer(tmp_path, monkeyp
     monkeypatch.setattr(nn.Linear, "get_extra_state", lambda self: 3)
     with pytest.raises(UnsupportedCase, match=r"the state of the model has a int \(_extra_state\): no checkpoint"):
         gathered(model, optimizer, cpu)
+
+
+@pytest.mark.parametrize("rest", ['{"python": [1]}', "{", "\xff", None])
+def test_the_random_states_of_a_sharded_checkpoint_are_json(tmp_path, rest):
+    """None: of another dtype, which NumPy does not have."""
+    found = torch.ones(8, dtype=torch.bfloat16)
+    if rest is not None:
+        found = torch.frombuffer(bytearray(rest.encode("latin-1")), dtype=torch.uint8)
+    name, kind = "rank0.random.json", str(found.dtype).removeprefix("torch.")
+    shard = tmp_path / "checkpoint-shards-1" / "00000.safetensors"
+    shard.parent.mkdir()
+    write_tensors(shard, {f"{name}:0": found}, {})
+    content = shard.read_bytes()
+    chunk = {"file": 0, "offsets": [0], "sizes": [len(found)]}
+    listed = {
+        "folder": shard.parent.name,
+        "files": [[shard.name, len(content), hashlib.sha256(content).hexdigest()]],
+        "tensors": {name: {"dtype": kind, "shape": [len(found)], "chunks": [chunk]}},
+    }
+    save_checkpoint(tmp_path / BOTH[0], {}, {"step": 1, "shards": listed})
+    if rest == '{"python": [1]}':
+        assert load_checkpoint(tmp_path / BOTH[0]) == ({}, {"step": 1, "random": {"python": [1]}})
+    else:
+        with pytest.raises(FormatError, match="has the state of no random generator"):
+            load_checkpoint(tmp_path / BOTH[0])
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(FormatError, match=r"is damaged: .*00000.safetensors does not match its checksum"):
+        load_checkpoint(tmp_path / BOTH[0])
