@@ -196,6 +196,19 @@ def test_weighted_values_that_float32_rounds_to_few_bits(layer, norms):
         assert 0.999999e-10 < float(gradient_of(layer).norm()) <= 1e-10
 
 
+def test_what_squares_in_float32_may_lack_is_a_part_of_the_norm():
+    """A loss scale of 1e-6 makes 1e-7 of 1e-13, whose square float32 lacks: a gradient that looks like 0 is clipped."""
+    model = nn.Linear(3, 2)
+    clipper = PerExampleClipper(model, max_grad_norm=1e-10)
+    clipper.loss_scale = 1e-6
+    (model(torch.randn(2, 3)).sum() * 0).backward()
+    assert clipper.norms.tolist() == [0, 0]
+    assert (clipper.factors < 1e-2).all()
+    clipper.loss_scale = 1.0
+    (model(torch.randn(2, 3)).sum() * 0).backward()
+    assert (clipper.factors > 0.99).all()
+
+
 def test_what_is_called_after_a_pass():
     model, x = small(), batch()
     seen = []

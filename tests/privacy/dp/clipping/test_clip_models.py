@@ -201,3 +201,39 @@ def test_torch_compile_leaves_what_feeds_the_sink_to_python():
     torch.testing.assert_close(clipper.norms, norms)
     for each, grad in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(each.grad, grad)
+
+
+def swin(hf):
+    config = hf.SwinConfig(image_size=16, patch_size=4, embed_dim=8, depths=[1], num_heads=[2], window_size=2)
+    return hf.SwinModel(config), torch.randn(3, 3, 16, 16)
+
+
+def t5(hf):
+    config = hf.T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=12, num_layers=2, num_heads=2)
+    return hf.T5EncoderModel(config), torch.randint(20, (4, 5))
+
+
+def opt(hf):
+    config = hf.OPTConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, ffn_dim=12, word_embed_proj_dim=8,
+        max_position_embeddings=16,
+    )  # fmt: skip
+    return hf.OPTModel(config), torch.randint(2, 20, (4, 5))
+
+
+def wav2vec2(hf):
+    config = hf.Wav2Vec2Config(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=12, conv_dim=[8], conv_stride=[5],
+        conv_kernel=[10], num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, mask_time_prob=0.0,
+    )  # fmt: skip
+    return hf.Wav2Vec2Model(config), torch.randn(3, 100)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("make", [swin, t5, opt, wav2vec2])
+def test_models_that_share_or_fold_what_their_layers_get(make):
+    """Windows or positions as rows of the batch, a table of distances, a weight norm: each example runs by itself."""
+    torch.manual_seed(0)
+    model, x = make(pytest.importorskip("transformers"))
+    check(model.eval(), [x], lambda m, x: m(x).last_hidden_state.flatten(1).sin().sum(1).mean())

@@ -68,6 +68,14 @@ def learned_state(m, x):
     return torch.cat((z.flatten(1), h[0]), 1)
 
 
+def attends_in_windows(m, x):
+    """Windows are rows of the batch, and a table of distances is added to the scores, as in Swin."""
+    y = m.layer(x.unflatten(1, (2, 3)).flatten(0, 1)).unflatten(2, (2, 2)).transpose(1, 2)
+    bias = m.table[(torch.arange(3)[:, None] - torch.arange(3) + 2).flatten()].unflatten(0, (3, 3)).permute(2, 0, 1)
+    y = F.scaled_dot_product_attention(y, y, y, attn_mask=bias[None])
+    return y.transpose(1, 2).reshape(x.shape)
+
+
 def attends_to_own(m, x):
     k = m.layer(x).unflatten(2, (2, 2)).transpose(1, 2)
     return F.scaled_dot_product_attention(m.queries.expand(x.shape[0], -1, -1, -1), k, k).flatten(1)
@@ -133,6 +141,7 @@ CASES = {
                                        "attention": nn.MultiheadAttention(4, 1, batch_first=True)},
                        h=(1, 1, 4), queries=(2, 4)), (5, 6, 3)),
     "attention": (lambda: module(attends_to_own, {"layer": nn.Linear(4, 4)}, queries=(1, 2, 3, 2)), (5, 6, 4)),
+    "windows": (lambda: module(attends_in_windows, {"layer": nn.Linear(4, 4)}, table=(5, 2)), (4, 6, 4)),
     "own-kernels": (
         lambda: module(lambda m, x: m.pool(x * m.s), {"pool": our.MaxPool2d(2)}, s=(4,)), (5, 2, 4, 4)),
     "prelu": (lambda: Chain(nn.Linear(4, 3), nn.PReLU()), (5, 2, 4)),

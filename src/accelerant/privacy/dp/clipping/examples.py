@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._C import _functorch
 from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
 from torch._functorch.vmap import vmap_increment_nesting
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -166,7 +167,7 @@ def region(examples: int) -> Generator[Region]:
 
 
 class _Attention(TorchFunctionMode):
-    """Calls torch's attention with the whole batch: for each example it would run once each."""
+    """Calls torch's attention with the whole batch where it can: for each example it would run once each."""
 
     def __init__(self, now: Region) -> None:
         super().__init__()
@@ -178,6 +179,8 @@ class _Attention(TorchFunctionMode):
             tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
             if all(self._region.unwrap(each) is None or (each.dim() == 4 and each.shape[0] == 1) for each in tensors):
                 return self._region.outside(func, args, kwargs)
+            with sdpa_kernel(SDPBackend.MATH):  # of operations that vmap has; a bias may take gradients
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
 
 

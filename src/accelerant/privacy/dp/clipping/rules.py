@@ -102,10 +102,11 @@ class LayerRule(ABC):
             return x, x.shape[0]
         if x.shape[0] == 1:
             return x.expand(count, *x.shape[1:]), count
-        raise ShapeError(
-            f"{self.module} got {tuple(x.shape)}, whose first dimension is not the batch of {count} examples that "
-            "the model got: per-example gradients need the examples first in each layer"
+        message = (
+            f"{self.module} got {tuple(x.shape)}, whose first dimension is not the batch of {count} examples that the "
+            "model got: per-example gradients need the examples first in each layer"
         )
+        raise examples.NotForEachExample(message) if self.sink.runs_by_example else ShapeError(message)
 
 
 class OwnParameters(LayerRule):
