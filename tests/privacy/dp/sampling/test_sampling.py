@@ -4,13 +4,22 @@ import copy
 import multiprocessing
 import os
 import pickle
+import warnings
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+)
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.privacy.dp.sampling import GroupedSampler, PoissonBatches, PoissonSampler
@@ -358,3 +367,28 @@ def test_other_wrong_usage():
         PoissonBatches((X, "text"), PoissonSampler(20, 0.5))
     with pytest.raises(UnsupportedCase, match="a stream of records cannot be sampled"):
         PoissonBatches(iter([]), PoissonSampler(20, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("make", "most"),
+    [
+        (lambda data: Subset(data, [3] * 8 + [1, 2]), 8),
+        (lambda data: Subset(data, [3, -7, 1]), 2),
+        (lambda data: Subset(Subset(data, [4, 4, 5]), [0, 1, 2]), 2),
+        (lambda data: ConcatDataset([data, data, data]), 3),
+        (lambda data: ConcatDataset([Subset(data, [1, 2]), Subset(data, [2, 3])]), 2),
+        (lambda data: Subset(ConcatDataset([data, data]), [0, 10]), 2),
+        (lambda data: Subset(data, [3, 1, 2]), 1),
+        (lambda data: ConcatDataset([Subset(data, [1, 2]), Subset(data, [3, 4])]), 1),
+        (lambda data: ConcatDataset([data, TensorDataset(torch.zeros(2))]), 1),
+    ],
+)
+def test_rows_that_a_subset_repeats_are_named_as_units_of_their_own(make, most):
+    """A row that is there eight times moved the sum by eight times the bound."""
+    data = make(TensorDataset(torch.arange(10.0)))
+    sampler = PoissonSampler(len(data), 0.5, steps=1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        PoissonBatches(data, sampler)
+    assert len(said) == (most > 1)
+    assert all(f"up to {most}: the unit of privacy is an entry of it" in str(each.message) for each in said)

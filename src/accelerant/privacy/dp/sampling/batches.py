@@ -15,8 +15,17 @@ from typing import Any, ClassVar, Literal, NoReturn
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from accelerant.errors import ConfigError, ShapeError, UnsupportedCase
 from accelerant.privacy.dp.ledger.events import Sampling, check_whole
@@ -104,6 +113,8 @@ class PoissonBatches:
         if microbatch is not None:
             check_whole("microbatch", microbatch, 1)
         self._rows, size = _reader(data)
+        if not hasattr(sampler, "rows"):  # else it draws groups, and of each a row
+            _warn_of_repeats(data)
         required = getattr(sampler, "rows", getattr(sampler, "size", None))
         if size is not None and required is not None and required > size:
             raise ConfigError(f"the sampler draws from {required} rows, the data have {size}")
@@ -126,6 +137,42 @@ class PoissonBatches:
                 found = self._rows(index)
                 tensors = (found,) if isinstance(found, Tensor) else found
                 yield DrawnBatch(tensors, mask, part == parts - 1, examples, rows, draw, self._sampler)
+
+
+def _warn_of_repeats(data: Any) -> None:
+    """Warn if a Subset or ConcatDataset has a row of its data set several times: each is a unit of its own."""
+    if not isinstance(data, (Subset, ConcatDataset)) or (origins := _origins(data)) is None:
+        return
+    counts = np.unique(origins, axis=0, return_counts=True)[1]
+    if len(counts) and (most := int(counts.max())) > 1:
+        warnings.warn(
+            f"{int((counts > 1).sum())} rows of the data set are in the {type(data).__name__} several times, up to "
+            f"{most}: the unit of privacy is an entry of it, and a row that is there {most} times may move a sum by "
+            f"{most} times max_grad_norm, so that its epsilon is several times larger. Leave repeats out, or give "
+            "groups= the row that each entry is",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def _origins(data: Any) -> NDArray[np.int64] | None:
+    """Return the data set and the row in it of each entry, (N, 2); None if no two entries can be the same row."""
+    if isinstance(data, ConcatDataset):
+        sets: list[Any] = data.datasets
+        parts = [_origins(each) for each in sets]
+        if all(part is None for part in parts) and len({id(each) for each in sets}) == len(parts):
+            return None
+        pairs = zip(sets, parts, strict=True)
+        return np.concatenate([_numbered(each, range(len(each))) if part is None else part for each, part in pairs])
+    if not isinstance(data, Subset):
+        return None
+    inner = _origins(data.dataset)
+    return _numbered(data.dataset, data.indices) if inner is None else inner[np.asarray(data.indices, np.int64)]
+
+
+def _numbered(data: Any, indices: Any) -> NDArray[np.int64]:
+    index = np.asarray(indices, np.int64)
+    return np.stack([np.full(len(index), id(data)), np.where(index < 0, index + len(data), index)], 1)
 
 
 def rows_of(data: Any) -> int:

@@ -39,8 +39,9 @@ __all__ = ["PrivateOptimizer", "require_float32", "settings_of"]
 
 _FOREIGN_BATCH = (
     "this batch was not drawn by the sampler of make_private: its steps are accounted without amplification by "
-    "sampling, which costs far more epsilon, and an example must not be in two backward passes of a step, which nobody "
-    "checks here. Take batches from PrivateTraining.batches(data)"
+    "sampling, which costs far more epsilon, and an example must not be in two backward passes of a step, nor twice in "
+    "a batch (sampling with replacement), which nobody checks here: the unit is a row of a batch, and an example of k "
+    "rows moves the sum by k times max_grad_norm. Take batches from PrivateTraining.batches(data)"
 )
 
 _FOREIGN_GROUPS = (
