@@ -93,7 +93,7 @@ class _Gradients:
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """What replaced rows changed of a layer's gradients of the kept ones; the scale is the largest gradient."""
+    """Changes of a layer's gradients of the rows that were kept; the scale is the largest gradient."""
 
     values: list[Tensor]
     scale: float
