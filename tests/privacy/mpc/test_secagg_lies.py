@@ -5,13 +5,14 @@ and no sum of fewer honest clients than the settings allow may be left without a
 """
 
 import os
+import struct
 
 import pytest
 from lying_server import STEPS, LyingServer
 
-from accelerant.errors import ProtocolError
+from accelerant.errors import FormatError, ProtocolError
 from accelerant.privacy.mpc.secagg import messages
-from accelerant.privacy.mpc.secagg.messages import STAGES, pack_ids, pack_message, pack_pieces
+from accelerant.privacy.mpc.secagg.messages import STAGES, Reader, pack_ids, pack_message, pack_pieces
 
 SPARSE = 24, 16, 2, "auto"
 SETTINGS = [(5, 3, 0), (5, 4, 2), (5, 5, 4), (4, 3, 0), pytest.param((7, 5, 2), marks=pytest.mark.slow)]
@@ -195,8 +196,10 @@ LIES = {
         "as many survivors as the threshold": (survivors(lambda w, i: some(w, threshold(w))), False),
         "no survivors": (survivors(lambda w, i: ()), True),
         "without the client": (survivors(lambda w, i: w.everyone[1:]), True),
-        "a survivor that there is not": (survivors(lambda w, i: (*w.everyone, len(w.everyone))), True),
-        "a survivor twice": (survivors(lambda w, i: (*w.everyone, w.everyone[-1])), True),
+        "a survivor that there is not": (survivors(lambda w, i: (*w.everyone[:-1], len(w.everyone))), True),
+        "one survivor twice for one too few": (
+            survivors(lambda w, i: (*some(w, threshold(w) - 1), w.everyone[-1])), True,
+        ),
     },
     "unmask": {
         "one signature too few": (
@@ -430,3 +433,11 @@ def test_no_stage_is_left_out(stage):
     with pytest.raises(ProtocolError, match=f"after stage .* comes not {stage}"):
         getattr(w.clients[0], STEPS[stage])(answer, *([w.updates[0]] * (stage == "mask")))
     assert w.clients[0]._round is None
+
+
+def test_lists_of_clients_are_ascending_numbers_of_the_setup():
+    for ids in ((1, 1), (2, 1), (0, 5), (5,), (0, 1, 2, 3, 4, 4)):
+        with pytest.raises(FormatError, match=r"not ascending numbers below 5|list of 6 clients, of 5"):
+            Reader(struct.pack(f"<{len(ids) + 1}I", len(ids), *ids), 5).ids()
+    assert Reader(pack_ids(range(5)), 5).ids() == (0, 1, 2, 3, 4)
+    assert Reader(pack_ids(()), 5).ids() == ()
