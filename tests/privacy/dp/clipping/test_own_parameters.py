@@ -406,6 +406,23 @@ def test_a_loss_that_a_model_returns():
         model(torch.randn(5, 4))
 
 
+def test_a_number_that_a_layer_computes_from_the_batch():
+    """A mean over the batch would pass each example's gradient to all; a mask of its own is no mask for the batch."""
+    t = module(lambda m, x: (x * m.t).mean(), t=())
+    model = module(lambda m, x: m.a(x) * m.t(x), {"a": nn.Linear(4, 3), "t": t})
+    PerExampleClipper(model, max_grad_norm=1.0)
+    with pytest.raises(UnsupportedCase, match="is not that of each by itself"):
+        model(torch.randn(5, 2, 4))
+
+    def masked(m, x):
+        return m.attention(x * m.s, x, x, attn_mask=x[0] @ x[0].t())[0]
+
+    model = module(masked, {"attention": nn.MultiheadAttention(4, 1, batch_first=True)}, s=())
+    PerExampleClipper(model, max_grad_norm=1.0)
+    with pytest.raises(UnsupportedCase, match=r"an argument \(3, 3\) of MultiheadAttention has no dimension"):
+        model(torch.randn(3, 3, 4))
+
+
 def test_after_a_refusal_nothing_is_left_over():
     """No substitute stays in the module, no region runs on, and the next pass counts once."""
     model = module(lambda m, x: (x * m.scale) if x.shape[1] == 3 else x.sum().item() * m.scale, scale=(4,)).double()
