@@ -75,7 +75,7 @@ class LossCheck:
 
     def __init__(self, clipper: PerExampleClipper) -> None:
         self._clipper = clipper
-        self._left, self._chance = _FIRST, random.Random()
+        self._left, self._begun, self._chance = _FIRST, 0, random.Random()
         self._trace: _Trace | None = None
         self._calls = 0  # of the model that have not returned
         self._warned = False
@@ -115,7 +115,10 @@ class LossCheck:
         _Trace.remove()
 
     def _due(self) -> bool:
-        return (self._left > 0 or self._chance.random() < _SHARE) and not _compiled()
+        if (self._left > 0 and self._begun < 4 * _FIRST) or self._chance.random() < _SHARE:
+            self._begun += 1  # captured parts begin, and are not checked
+            return not _compiled()
+        return False
 
     # --- checking ----------------------------------------------------------------------------------------------------
 
@@ -168,7 +171,7 @@ class LossCheck:
 
 
 class _Unknown(Exception):  # noqa: N818  it is no error of the user's
-    """Why a loss cannot be repeated."""
+    """The reason for which a loss cannot be repeated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,6 +293,8 @@ class _Trace(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self._active or torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        if self._device == "cuda" and torch.cuda.is_current_stream_capturing():
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if func is Tensor.backward:
