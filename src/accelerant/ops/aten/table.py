@@ -498,6 +498,8 @@ def _to_copy(
 
 @register("fill_")
 def _fill(place: TensorDevice, x: DeviceTensor, value: Any, *, out: DeviceTensor) -> Any:
+    if isinstance(value, Tensor) and value.dim():
+        return NotImplemented  # torch's error
     return elementwise(place, "{0}", (_bound(value, x.dtype),), x.dtype, out=x)
 
 
