@@ -10,6 +10,7 @@ from accelerant.privacy.mpc.secagg.masks import mask_sums, mask_sums_source
 from accelerant.privacy.random.stream import key_words
 from accelerant.runtime import registry
 from accelerant.runtime.compilation.kernel import CUDA_TARGETS
+from accelerant.runtime.ledger import ledger
 from requirements import require_backend
 
 SEEDS = [bytes([i]) * 31 + b"\x01" for i in range(5)]
@@ -74,3 +75,11 @@ def test_sums_on_a_gpu_equal_the_cipher():
     rows = [[(seed, 1 - 2 * (i % 2)) for i, seed in enumerate(SEEDS)], [(SEEDS[3], -1)]]
     found = mask_sums(rows, 10_007, "cuda").cpu()
     assert torch.equal(found, mask_sums(rows, 10_007))
+
+
+def test_sums_are_recorded_under_their_device():
+    ledger().reset()
+    mask_sums([[(bytes(32), 1)]], 5)
+    assert {(row["op"], row["device"], row["case"]) for row in ledger().to_dict()["ops"]} == {
+        ("mask_sums", "cpu", "1 rows")
+    }
