@@ -39,7 +39,8 @@ TESTS = {
     "service/guard": "tests/service/test_guard.py tests/service/test_api_keys.py",
     "nn/train/checkpoint": "tests/nn/train/test_checkpoint.py tests/nn/train/test_resume.py",
     "privacy/dp/ledger": "tests/privacy/dp/ledger",
-    "privacy/mpc/secagg": "tests/privacy/mpc/test_secagg.py tests/privacy/mpc/test_secagg_search.py",
+    "privacy/mpc/secagg": "tests/privacy/mpc/test_secagg.py tests/privacy/mpc/test_masks.py "
+    "tests/privacy/mpc/test_secagg_search.py",
     "zk/groth16/verifier": "tests/zk/groth16/test_verifier.py tests/zk/groth16/test_untrusted.py",
     "zk/groth16/keys": "tests/zk/groth16/test_keys.py tests/zk/groth16/test_untrusted.py",
 }

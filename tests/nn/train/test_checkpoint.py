@@ -11,6 +11,7 @@ from torch import nn
 
 from accelerant.errors import ConfigError, FormatError, UnsupportedCase
 from accelerant.nn.train import Evaluation, TrainConfig
+from accelerant.nn.train import checkpoint as module
 from accelerant.nn.train.checkpoint import (
     BestModel,
     Checkpoints,
@@ -178,6 +179,17 @@ def test_room_is_made_on_a_full_disk_and_never_of_the_only_good_checkpoint(tmp_p
         checkpoints.make_room(write)
     assert len(calls) == (1 if left is None else 2)
     assert {path.name for path in tmp_path.iterdir()} == set(present if left is None else left)
+
+
+@pytest.mark.parametrize(("error", "named"), [(OSError(errno.EACCES, "no", "temporary"), True), (OSError("no"), False)])
+def test_an_error_of_a_file_names_the_checkpoint(tmp_path, monkeypatch, error, named):
+    def write_atomic(path, content):
+        raise error
+
+    monkeypatch.setattr(module, "write_atomic", write_atomic)
+    with pytest.raises(OSError, match="no") as caught:
+        Checkpoints(tmp_path).save({}, {"step": 1})
+    assert caught.value.filename == (str(tmp_path / BOTH[0]) if named else None)
 
 
 def test_the_size_is_that_of_the_larger_checkpoint_with_its_shards(tmp_path):
