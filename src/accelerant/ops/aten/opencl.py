@@ -342,7 +342,7 @@ class OpenclTensors(TensorDevice):
         indexed = kind.startswith("arg")
         lanes = 1 if indexed or length <= 4 * _LANES or (outputs >= 1024 and inner_steps[0][-1] != 1) else _LANES
 
-        text = _Text(_is_wide((out, *inputs), outputs * max(length, 1)))
+        text = _Text(_is_wide((out, *inputs), outputs * max(length, 1) + 32 * _LANES))
         text.array("out", out, const=False)
         for at, x in enumerate(inputs):
             text.array(f"x{at}", x)
@@ -361,7 +361,12 @@ class OpenclTensors(TensorDevice):
         if indexed:
             better = ">" if kind == "argmax" else "<"
             accumulate = f"if (r == 0 || (a == a && (v != v || v {better} a))) {{ a = v; where = r; }}"
-        compensated = kind == "sum" and value in ("float", "double")
+        compensated = kind == "sum" and value in ("float", "double") and length > 32 * lanes
+        first = "get_local_id(0)" if lanes > 1 else "0"
+        loop = f"    for ({text.index} r = {first}; r < length; r += {lanes}) {{"
+        if compensated:  # of sums of 32 terms
+            loop = f"        for ({text.index} r = block; r < length && r < block + {32 * lanes}; r += {lanes}) {{"
+            accumulate = "part += v;"
         low, high = ("-INFINITY", "INFINITY") if value in ("float", "double") else _LIMITS[value]
         body = [
             f"    const {text.index} i = {'get_group_id(0)' if lanes > 1 else 'get_global_id(0)'};",
@@ -371,15 +376,22 @@ class OpenclTensors(TensorDevice):
             *(f"    const {text.index} b{at} = {bases[at + 1]};" for at in range(len(inputs))),
             f"    const T lowest = {low}, highest = {high};",
             f"    T a = {neutral};",
-            *(["    T rest = 0;"] if compensated else []),
             *([f"    {text.index} where = 0;"] if indexed else []),
-            f"    for ({text.index} r = {'get_local_id(0)' if lanes > 1 else '0'}; r < length; r += {lanes}) {{",
+            *(
+                [f"    T rest = 0; for ({text.index} block = {first}; block < length; block += {32 * lanes}) {{"]
+                * compensated
+            ),
+            *(["        T part = 0;"] * compensated),
+            loop,
             *(f"    {line}" for line in inner_lines),
             *loads,
             f"        const T v = {pre};",
-            f"        {_COMPENSATED.format(type='T', a='a', v='v', rest='rest') if compensated else accumulate}",
+            f"        {accumulate}",
             "    }",
+            *([_COMPENSATED.format(type="T", a="a", v="part", rest="rest"), "    }"] if compensated else []),
         ]
+        if compensated:
+            accumulate = "a += v;"
         if lanes > 1:
             body += [
                 "    shared[get_local_id(0)] = a;",
