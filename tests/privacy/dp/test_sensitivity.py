@@ -196,6 +196,10 @@ class Released:
                 groups=torch.arange(rows) // self.unit if self.unit else None, **self.options,
             )  # fmt: skip
             self.trainings[key].clipper._plan.norms = self.norms  # make_private takes "auto"; small layers have one way
+            if (
+                self.autocast and self.dtype == torch.float64
+            ):  # factors of another dtype: torch's own layers refuse them
+                self.trainings[key].optimizer.separation._running = True
         return self.trainings[key]
 
     def __call__(self, x, d):
@@ -206,6 +210,7 @@ class Released:
         private = self.training(x.shape[0])
         for batch in private.batches((x, d), steps=1):
             rows, wanted = batch.tensors
+            rows = rows if self.autocast else rows.to(self.dtype)
             with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
                 y = private.model(rows)
             losses = (y.float() * wanted).flatten(1).sum(1)
