@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import itertools
 import json
 import os
 import re
@@ -38,7 +39,12 @@ __all__ = [
 MAX_DEPTH = 100
 """Levels of arrays and objects that `decode_json` reads; real files have fewer than ten."""
 
-_TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)  # an unterminated string matches to the end, once
+_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # an unterminated string matches to the end, once
+
+_STEPS = bytes.maketrans(b"[{]}", b"\x01\x01\xff\xff")
+"""Brackets as signed bytes: 1 opens a level, -1 closes one."""
+
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 _SHOWN_BITS = 512
 """Bits of the largest integer that `clipped` shows whole."""
@@ -258,21 +264,26 @@ class JsonRecord:
 def decode_json(text: str | bytes, *, unique: bool = False) -> Any:
     """Return the value of a JSON text, in UTF-8 if it is bytes; raise ValueError for another text or deep nesting.
 
-    With `unique` an object that gives a name twice is refused: readers disagree on which of the values counts.
+    With `unique` an object that gives a name twice is refused: readers disagree on which of the values counts. So are
+    NaN and Infinity, which are not JSON.
 
     json.loads recurses once a level and stops at the interpreter's recursion limit, which other packages raise beyond
     what the C stack holds; a deep text then ends the process. The depth, at most MAX_DEPTH, is therefore counted first.
     """
     decoded = text.decode("utf-8") if isinstance(text, bytes) else text
     if decoded.count("[") + decoded.count("{") > MAX_DEPTH:
-        depth = 0
-        for token in _TOKEN.finditer(decoded):
-            depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(token[0][0], 0)
-            if depth > MAX_DEPTH:
-                raise ValueError(f"more than {MAX_DEPTH} levels of arrays and objects")
+        brackets = _STRING.sub("", decoded).encode("utf-8", "surrogatepass").translate(_STEPS, _NO_BRACKETS)
+        if max(itertools.accumulate(memoryview(brackets).cast("b")), default=0) > MAX_DEPTH:
+            raise ValueError(f"more than {MAX_DEPTH} levels of arrays and objects")
     if not decoded.strip():
         raise ValueError("it is empty")
-    return json.loads(decoded, object_pairs_hook=_unique if unique else None)
+    if unique:
+        return json.loads(decoded, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    return json.loads(decoded)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def verdict(key, public, proof):
         return False
 
 
-QUICK = (0, 3, 5, 10, 12, 14, 22, 25, 27, 31)
+QUICK = (0, 5, 12, 14, 22, 25, 27, 31)
 """Of the mutants those that each check of the contract is needed for; calls take 50 ms each."""
 
 
@@ -107,8 +107,8 @@ def test_the_contract_answers_as_verify_does(parts, quick):
     n = parts.key.n_public
     assert found["method"] == f"verifyProof(uint256[2],uint256[2][2],uint256[2],uint256[{n}])"
     assert found["answers"] == expected
-    assert expected[:3] == ([True, True, False] if quick else [True, False, False])
-    assert sum(expected) >= 2
+    assert expected[:2] == [True, False]
+    assert quick or sum(expected) >= 3
     assert [int(word, 16) for word in re.findall("0x([0-9a-f]{64})", parts.proof.to_calldata())] == words(
         parts.proof, parts.public
     )
@@ -170,8 +170,9 @@ def test_what_has_no_contract(parts):
     key = VerificationKey.from_json((folder / "verification_key.json").read_text())
     with pytest.raises(UnsupportedCase, match="this key is on bls12_381"):
         key.to_solidity()
-    for name in ("", "1a", "a b", "a-b", "contract", "uint256", "bytes32", "x{", "a\n", "\u00e9", "a" * 81, None, 5):
-        with pytest.raises(ConfigError, match="must be an identifier of Solidity"):
+    taken = ("contract", "uint256", "bytes32", "_", "verifyProof", "addTerm")  # the compiler refuses these
+    for name in ("", "1a", "a b", "a-b", *taken, "x{", "a\n", "\u00e9", "a" * 81, None, 5):
+        with pytest.raises(ConfigError, match="must be an identifier of Solidity that is not taken"):
             parts.key.to_solidity(name)
     assert "contract _a$1 {" in parts.key.to_solidity("_a$1")
 
@@ -194,7 +195,7 @@ def test_the_command(parts, circuit, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "v.sol").read_text() == parts.key.to_solidity("Mine")
     (tmp_path / "k.json").write_text(parts.texts["verification_key"])
     for arguments, match in (
-        ((key, "--name", "bad name"), "must be an identifier of Solidity, got 'bad name'"),
+        ((key, "--name", "bad name"), "must be an identifier of Solidity that is not taken, got 'bad name'"),
         (("k.json", "--out", "k.json"), "also to be read"),
         ((circuit / "proof.json",), "has a proof, not a verification key"),
         ((VECTORS / "formats" / "bls12_381" / "verification_key.json", "--out", "b.sol"), "this key is on bls12_381"),

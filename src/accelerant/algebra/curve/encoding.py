@@ -22,6 +22,7 @@ curve or out of the subgroup are refused unless check=False. Not constant-time.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
@@ -202,10 +203,14 @@ def _reordered(curve: Curve[E], layout: Layout, values: Sequence[int]) -> list[i
 def _coefficients(curve: Curve[E], point: Affine[E], index: int) -> list[int]:
     """Return the coefficients, checked, x before y and c0 before c1; zeros for infinity."""
     k = curve.coordinates
-    x, y = (k.zero, k.zero) if point is None else point
-    for name, element in (("x", x), ("y", y)):
-        _element(curve, k.parts(element), name, index)
-    return [*k.parts(x), *k.parts(y)]
+    x, y = (
+        # of a subclass of int, whose methods may be others, the value
+        [operator.index(part) for part in k.parts(element)]
+        for element in ((k.zero, k.zero) if point is None else point)
+    )
+    for name, parts in (("x", x), ("y", y)):
+        _element(curve, parts, name, index)
+    return x + y
 
 
 def _point(curve: Curve[E], values: Sequence[int], index: int) -> Affine[E]:

@@ -19,10 +19,11 @@ and for some x only:
     IC_0 = k alpha              A = alpha, B = beta + k gamma, C = 0, for x = 0
     IC_i = 0, k IC_j            a valid proof is one of other x, too
 
-An honest ceremony makes each with negligible probability, but for the first: snarkjs leaves gamma = delta = 1 until
-someone contributes. gamma = 1 is usual and harmless. The factors that are tested are 1 to 16 over 1 to 16, of either
-sign, times powers of the eigenvalue of the endomorphism of algebra/curve/parameters.py. Whoever made the key may know
-others.
+An honest ceremony makes each with negligible probability, but for the first, since snarkjs leaves gamma = delta = 1
+until someone contributes, and for the last if its circuit ignores an input, or takes only a combination of two. (No key
+of snarkjs has those: it adds a constraint for each input.) gamma = 1 is usual and harmless. The factors that are tested
+are 1 to 16 over 1 to 16, of either sign, times the known eigenvalues of endomorphisms: the cube roots of 1 in G1, psi
+of algebra/curve/parameters.py in G2. Whoever made the key may know others, and relations of points of both groups.
 
 Source: Groth 2016, eprint 2016/260, section 3.2, whose proof of soundness needs these points to be unrelated.
 """
@@ -44,7 +45,10 @@ _MOST = 16
 """Largest numerator and denominator of a factor."""
 
 _ORBIT = 6
-"""Images of a point that differ by more than their sign: psi of G2 has order 12 and psi^6 = -1, phi of G1 order 3."""
+"""Images of a point of G2 that differ by more than their sign: psi has order 12 and psi^6 = -1."""
+
+_MOST_COMPARED = 1 << 10
+"""With more points in IC only equal and opposite ones are looked for: multiples take 0.3 ms a point."""
 
 _ANYONE = "anyone can forge proofs for it"
 
@@ -86,13 +90,31 @@ def _related_inputs(family: Family, ic: U64, alpha: Any, montgomery: bool) -> st
     first = _point(family.g1, rows[0], montgomery)
     if _related(family.g1, {"IC[0]": first, "alpha1": alpha}):
         return f"IC[0] and alpha1 of this key are related by a small factor, so {_ANYONE} with all public inputs 0"
-    x = rows[:, : rows.shape[1] // 2]  # of a point and its opposite
-    order = np.lexsort(x.T)
-    same = np.flatnonzero((x[order[1:]] == x[order[:-1]]).all(axis=1))
-    if same.size:
-        one, other = sorted((int(order[same[0]]), int(order[same[0] + 1])))
-        return f"IC[{one}] and IC[{other}] of this key are equal or opposite, so some public inputs can be forged"
-    return None
+    found = _same_row(rows[:, : rows.shape[1] // 2])  # x, of a point and its opposite
+    if found is None and len(rows) <= _MOST_COMPARED:
+        points = {str(i): _point(family.g1, row, montgomery) for i, row in enumerate(rows)}
+        related = _related(family.g1, points)
+        found = None if related is None else (int(related[0]), int(related[1]))
+    if found is None:
+        return None
+    if found[0] == 0:
+        what = f"{_ANYONE} with some public inputs"
+    else:
+        what = (
+            "its proofs are valid with other public inputs, too: the circuit takes only a combination of the two, or "
+            "the key is not of an honest ceremony"
+        )
+    return f"IC[{found[0]}] and IC[{found[1]}] of this key are related by a small factor, so {what}"
+
+
+def _same_row(rows: U64) -> tuple[int, int] | None:
+    """Return the indices of two equal rows, ascending, or None."""
+    order = np.lexsort(rows.T)
+    same = np.flatnonzero((rows[order[1:]] == rows[order[:-1]]).all(axis=1))
+    if not same.size:
+        return None
+    one, other = sorted((int(order[same[0]]), int(order[same[0] + 1])))
+    return one, other
 
 
 def _point(curve: Curve[Any], words: U64, montgomery: bool) -> Any:
@@ -119,16 +141,22 @@ def _related(
 
 
 def _multiples(curve: Curve[Any], point: Any) -> set[Any]:
-    """Return the x-coordinates of k P, k = 1 to 16, and of their images under powers of the endomorphism."""
+    """Return what k P, k = 1 to 16, have in common with their images under known endomorphisms.
+
+    In G1 it is x^3, since phi multiplies x by a cube root of 1; in G2 all x of the images under powers of psi.
+    """
     found: set[Any] = set()
-    multiple, k, test = point, curve.coordinates, endomorphism(curve)
+    multiple, k = point, curve.coordinates
+    test = endomorphism(curve) if k.degree == 2 else None
     for _ in range(_MOST):
         if multiple is None:
             break
         x = multiple[0]
-        for _ in range(_ORBIT if test is not None else 1):
-            found.add(x)
-            if test is not None:
-                x = k.mul(test.x_factor, k.join((x[0], -x[1] % k.base.modulus)) if k.degree == 2 else x)
+        if test is None:
+            found.add(k.mul(k.square(x), x))
+        else:
+            for _ in range(_ORBIT):
+                found.add(x)
+                x = k.mul(test.x_factor, k.join((x[0], -x[1] % k.base.modulus)))
         multiple = add(curve, multiple, point)
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set, Sized
 from contextlib import contextmanager
@@ -36,6 +37,9 @@ G2Point = tuple[tuple[int, int], tuple[int, int]] | None
 
 SNARKJS_CURVES = {"bn254": "bn128", "bls12_381": "bls12381"}
 """Family -> snarkjs's name of the curve."""
+
+_FAMILY_NAMES = {"BN128": "bn254", "BN254": "bn254", "ALTBN128": "bn254", "BLS12381": "bls12_381"}
+"""Names that snarkjs reads, of which letters and digits count -> family."""
 
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,120}", re.ASCII)
 """BLS12-381's modulus has 115 digits: longer numbers are not reduced, and are refused without parsing them."""
@@ -78,7 +82,7 @@ class Proof:
         """Read snarkjs's proof.json, and public.json if the inputs are to be kept with the proof.
 
         Args:
-            text: proof.json, at most 64 KiB.
+            text: proof.json, at most 64 KiB. Without a "curve" it is on BN254, as rapidsnark writes it.
             public: public.json.
             n_public: number of public inputs that the verification key takes; more text than so many need is refused
                 before it is parsed, another number of them before their values are.
@@ -91,7 +95,7 @@ class Proof:
         """
         n_public = None if n_public is None else index_of(n_public, "n_public")
         _check_size(text, _MAX_PROOF_BYTES, f"{name}: a proof")
-        value, family = parse_groth16(text, name)
+        value, family = parse_groth16(text, name, curve=SNARKJS_CURVES["bn254"])
         for key in ("pi_a", "pi_b", "pi_c"):
             if key not in value:
                 raise FormatError(f'{name} has no "{key}"')
@@ -175,7 +179,8 @@ class Proof:
 def check_inputs(public: Iterable[int], family: Family, name: str, n_public: int | None = None) -> list[int]:
     """Return a sequence of public inputs as a list, counted before they are looked at if their number is given.
 
-    UnsupportedDtype names the index of one that is no Python integer, FormatError of one not from 0 to below r.
+    UnsupportedDtype names the index of one that is no Python integer, FormatError of one not from 0 to below r. The
+    list has exact integers: a subclass of int may multiply, print or compare otherwise.
     """
     if isinstance(public, str | bytes | bytearray | Mapping | Set) or not isinstance(public, Iterable):
         raise UnsupportedDtype(f"{name} must be a sequence of Python integers, got {type(public).__name__}")
@@ -187,6 +192,7 @@ def check_inputs(public: Iterable[int], family: Family, name: str, n_public: int
     for i, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, int):
             raise UnsupportedDtype(f"{name}[{i}] must be a Python integer, got {type(value).__name__} {clipped(value)}")
+        values[i] = value = operator.index(value)
         if not 0 <= value < family.r:
             raise FormatError(f"{name}[{i}] is {clipped(value)}, not from 0 to below the order {family.r}")
     return values
@@ -262,8 +268,8 @@ def _inputs_from_json(text: str | bytes, family: Family, n_public: int | None, n
     return tuple(_number(row, family.r, f"{name}[{i}]") for i, row in enumerate(rows))
 
 
-def parse_groth16(text: str | bytes, what: str) -> tuple[Mapping[str, Any], Family]:
-    """Parse a JSON object of Groth16 and return it with its curve's family.
+def parse_groth16(text: str | bytes, what: str, *, curve: str | None = None) -> tuple[Mapping[str, Any], Family]:
+    """Parse a JSON object of Groth16 and return it with its curve's family; `curve` is that of one which names none.
 
     FormatError, which names `what`, if it is none, or of another protocol or curve; UnsupportedDtype if it is no text.
     """
@@ -272,11 +278,12 @@ def parse_groth16(text: str | bytes, what: str) -> tuple[Mapping[str, Any], Fami
         raise FormatError(f"{what} must be a JSON object, got {abbreviated(value)}")
     if value.get("protocol") != "groth16":
         raise FormatError(f'{what}: "protocol" must be "groth16", got {abbreviated(value.get("protocol"))}')
-    for family, name in SNARKJS_CURVES.items():
-        if value.get("curve") == name:
-            return value, FAMILIES[family]
-    names = ", ".join(SNARKJS_CURVES.values())
-    raise FormatError(f'{what}: "curve" must be one of {names}, got {abbreviated(value.get("curve"))}')
+    name = value.get("curve", curve)
+    letters = "".join(re.findall("[A-Z0-9]", name.upper())) if isinstance(name, str) else ""
+    if letters not in _FAMILY_NAMES:
+        names = ", ".join(SNARKJS_CURVES.values())
+        raise FormatError(f'{what}: "curve" must be one of {names}, got {abbreviated(name)}')
+    return value, FAMILIES[_FAMILY_NAMES[letters]]
 
 
 def _parse(text: str | bytes, what: str) -> Any:

@@ -37,6 +37,9 @@ struct super supports switch this throw transient true try type typedef typeof u
 view virtual weeks wei while years
 """
 _RESERVED = frozenset(_KEYWORDS.split())
+_OWN = frozenset(("_", "verifyProof", "addTerm"))
+"""Names that the compiler refuses for this contract: the reserved one, and those of its functions."""
+
 _NUMBERED = re.compile(r"(u?int|bytes)\d+|u?fixed\d+x\d+", re.ASCII)
 
 _TEMPLATE = """\
@@ -126,8 +129,9 @@ def verifier_contract(key: VerificationKey, name: str = "Groth16Verifier") -> st
     family = family_of(key.family)
     if key.family != "bn254":
         raise UnsupportedCase(f"contracts of Solidity verify proofs on BN254 (EIP-197); this key is on {key.family}")
-    if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name) or name in _RESERVED or _NUMBERED.fullmatch(name):
-        raise ConfigError(f"a contract's name must be an identifier of Solidity, got {clipped(name)}")
+    taken = isinstance(name, str) and (name in _RESERVED | _OWN or _NUMBERED.fullmatch(name))
+    if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name) or taken:
+        raise ConfigError(f"a contract's name must be an identifier of Solidity that is not taken, got {clipped(name)}")
     (alpha,) = decode_points(family.g1, key.alpha[None], check=False)
     beta, gamma, delta = decode_points(family.g2, np.stack([key.beta, key.gamma, key.delta]), check=False)
     ic = [point or (0, 0) for point in decode_points(family.g1, key.ic, check=False)]

@@ -30,6 +30,7 @@ from accelerant.algebra.curve.weierstrass import Curve
 from accelerant.algebra.field.memory_space import HOST
 from accelerant.algebra.field.words import encode
 from accelerant.errors import ConfigError, FormatError, ShapeError, UnsupportedDtype
+from accelerant.runtime.host import refuse_masked
 from accelerant.zk.elliptic_curve import EllipticCurve
 from accelerant.zk.elliptic_curve import curve as curve_named
 from accelerant.zk.formats.forgeable import why_forgeable
@@ -101,19 +102,24 @@ class VerificationKey:
         for curve, names in ((family.g1, ("alpha",)), (family.g2, _KEY_POINTS), (family.g1, ("ic",))):
             several = names == ("ic",)
             shape = ("nPublic + 1",) * several + curve.shape
-            arrays = [np.array(getattr(self, name)) for name in names]
+            arrays = [_copied(getattr(self, name), name) for name in names]
             for name, words in zip(names, arrays, strict=True):
                 if words.shape[several:] != curve.shape or not words.size:
                     raise ShapeError(f"{name} must be ({', '.join(map(str, shape))}), got {words.shape}")
                 if not several and not words.any():
                     raise FormatError(f"{name} is infinity, which no honest key has: anyone could forge proofs for it")
-                words.setflags(write=False)
-                object.__setattr__(self, name, words)
             stacked = arrays[0] if several else np.stack(arrays)
             shown = [f"ic[{i}]" for i in range(len(stacked))] if several else names
             with named({"points": shown}):
                 operand = point_operand(curve, stacked, "points")
                 points_inward(curve, operand, HOST, "points", "subgroup")
+            for name, words in zip(names, arrays, strict=True):
+                fixed = np.frombuffer(words.tobytes(), words.dtype).reshape(words.shape)  # setflags cannot unlock it
+                object.__setattr__(self, name, fixed)
+
+    def __reduce__(self) -> tuple[type[VerificationKey], tuple[str, U64, U64, U64, U64, U64]]:
+        """Return the arguments for copies and pickles, which are checked, too."""
+        return type(self), (self.family, self.alpha, self.beta, self.gamma, self.delta, self.ic)
 
     @property
     def n_public(self) -> int:
@@ -203,6 +209,14 @@ class VerificationKey:
         return verifier_contract(self, name)
 
 
+def _copied(value: Any, name: str) -> U64:
+    refuse_masked(value, name)
+    try:
+        return np.array(value)
+    except (TypeError, ValueError):  # nested lists of several lengths, a tensor on a device
+        raise UnsupportedDtype(f"{name} must be an array of uint64 on the host, got {type(value).__name__}") from None
+
+
 def _canonical(curve: Curve[Any], words: U64) -> U64:
     """Return canonical points (n, *shape) of Montgomery words in a file, which may be unaligned."""
     points: U64 = launch.from_montgomery(HOST, curve, np.array(words, np.uint64).reshape(-1, *curve.shape))
@@ -230,7 +244,6 @@ def verify(verification_key: VerificationKey, public: Sequence[int], proof: Proo
         FormatError: the wrong number of public inputs, or one not below r; a point of the proof or the key off its
             curve or outside the subgroup. Such input is not a proof at all; a proof of another statement gives False.
     """
-    _common_family(verification_key, (proof,))
     return Statement(verification_key, public).proved_by(proof)
 
 
@@ -254,8 +267,8 @@ class Statement:
             self._values = loops(self._family, self._first, self._second)
 
     def proved_by(self, proof: Proof) -> bool:
-        """Return whether a proof on the key's curve verifies."""
-        key, family = self._key, self._family
+        """Return whether a proof verifies."""
+        key, family = self._key, _common_family(self._key, (proof,))
         a, c = encoded_points(family.g1, [proof.a, proof.c], ("pi_a", "pi_c"))
         (b,) = encoded_points(family.g2, [proof.b], ("pi_b",))
         first, second = np.stack([*_negated(curve_named(family.g1.name), [a]), c]), np.stack([b, key.delta])
