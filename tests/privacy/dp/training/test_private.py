@@ -11,6 +11,7 @@ import pytest
 import torch
 from loops import classify, mlp, parameters, points, private
 from torch import nn
+from torch.nn import functional as F
 from torch.optim import optimizer as optimizer_module
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
@@ -698,3 +699,37 @@ def test_the_rate_of_the_draws_is_the_recorded_one():
                 target.sample_rate = 1.0
         train(training, points(), steps=1)
         assert [event.sample_rate for event in training.ledger.events] == [training.sample_rate] == [0.5]
+
+
+def test_no_tensor_of_a_step_waits_for_the_garbage_collector():
+    """Memory that a cycle keeps is freed at some time, and the next step gets other addresses."""
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3), nn.Linear(3, 2))
+
+        def forward(self, x, y):
+            return F.cross_entropy(self.layers(x), y)
+
+    model, data = Whole(), (torch.randn(6, 4), torch.randint(2, (6,)))
+
+    def step():
+        for batch in training.batches(data, steps=1):
+            model(*batch.tensors).backward()
+            training.step()
+
+    def tensors():
+        return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+
+    with private(model, 1.0) as training:
+        for _ in range(12):  # checks are made in the first ten
+            step()
+        gc.collect()
+        gc.disable()
+        try:
+            before = tensors()
+            step()
+            assert tensors() == before
+        finally:
+            gc.enable()

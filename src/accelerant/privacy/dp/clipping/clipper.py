@@ -244,10 +244,9 @@ class PerExampleClipper:
 
     def run_hooks(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         """Return what the user's hooks of a parameter (Tensor.register_hook) make of its noisy gradient."""
-        self._take_hooks()
         for hook in list((parameter._backward_hooks or {}).values()):
-            if isinstance(hook, _Later):
-                result = hook.hook(gradient)
+            if getattr(hook, "func", None) is not _refuse_gradient:
+                result = (hook.hook if isinstance(hook, _Later) else hook)(gradient)
                 gradient = gradient if result is None else result
         return gradient
 

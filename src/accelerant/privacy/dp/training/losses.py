@@ -122,7 +122,7 @@ class LossCheck:
 
     # --- checking ----------------------------------------------------------------------------------------------------
 
-    def check(self, losses: Sequence[Tensor]) -> None:
+    def check(self, losses: Callable[[], Sequence[Tensor]]) -> None:
         """Check the loss of a backward pass that begins.
 
         Raises UnsupportedCase if the gradient of a row depends on other rows.
@@ -132,11 +132,13 @@ class LossCheck:
         rows = self._clipper.examples
         if rows is None or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return
-        if trace is None or not trace.results or rows < 2:
+        if trace is None or rows < 2:
             return
         self._left -= self._left > 0
+        if not trace.results:  # the model returns the loss, and the check of its rows sees that
+            return
         try:
-            mixes = trace.mixes(losses, rows)
+            mixes = trace.mixes(losses(), rows)
         except torch.OutOfMemoryError:
             self._warn("there is not enough memory to repeat it")
         except _Unknown as error:

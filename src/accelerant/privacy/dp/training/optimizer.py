@@ -419,9 +419,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 "optimizer.zero_grad() after the step"
             )
         self.require_untouched()
-        losses = running_losses()
-        self.separation.before_backward(losses)
-        self.losses.check(losses)
+        self.separation.before_backward(running_losses)
+        self.losses.check(running_losses)
 
     def keep_thread(self) -> None:
         """Let backward passes over a GPU run on this thread, until the step.

@@ -179,7 +179,7 @@ class SeparationCheck:
         mode.seen |= seen
         mode.done = used <= mode.seen and bool(mode.seen)
 
-    def before_backward(self, losses: Sequence[Tensor]) -> None:
+    def before_backward(self, losses: Callable[[], Sequence[Tensor]]) -> None:
         """Check, before the first backward pass over several rows, how the loss adds them up, where that can be seen.
 
         Raises ConfigError if the loss is a sum and make_private was given "mean", or the other way round.
@@ -190,7 +190,7 @@ class SeparationCheck:
         if not self._called and type(self._clipper.model) not in model_methods:
             self._warn("the model's parts were called, not the model")
         wanted = self._clipper.loss_reduction
-        for root in (loss.grad_fn for loss in losses):
+        for root in (loss.grad_fn for loss in losses()):
             found = _reduction(root)
             if root is not None and found not in (None, wanted):
                 raise ConfigError(
@@ -540,12 +540,15 @@ def running_losses() -> list[Tensor]:
     """Return the tensors at which the running backward pass began; none if they cannot be found."""
     run = getattr(torch.autograd.graph, "_engine_run_backward", None)
     frames, own = sys._current_frames(), threading.get_ident()
-    for thread in sorted(frames, key=lambda thread: thread != own):  # on a GPU the engine has threads of its own
-        frame: Any = frames[thread]
-        while run is not None and frame is not None:
-            if frame.f_code is run.__code__:
-                return [each for each in frame.f_locals["t_outputs"] if isinstance(each, Tensor)]
-            frame = frame.f_back
+    try:
+        for thread in sorted(frames, key=lambda thread: thread != own):  # on a GPU the engine may have its own
+            frame: Any = frames[thread]
+            while run is not None and frame is not None:
+                if frame.f_code is run.__code__:
+                    return [each for each in frame.f_locals["t_outputs"] if isinstance(each, Tensor)]
+                frame = frame.f_back
+    finally:
+        frames.clear()  # this frame is in it: a cycle would keep what the caller's variables hold
     return []
 
 
