@@ -2,6 +2,7 @@
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from loops import private, tiny_gpt
@@ -95,6 +96,60 @@ def logged(out, y, mask, n):
     return value
 
 
+def multi(out, y, mask, n):
+    first, second = flat(out, y), out.square().mean()
+    predicted = out.detach().argmax(-1).numpy()
+    shown = [first.item(), float(second), (predicted == y.numpy()).mean(), f"{first:.3f}"]
+    shown.append(((out.argmax(-1) == y).float().mean() * 0 + 0.5).item())  # an accuracy that is the factor
+    assert all(map(np.isfinite, shown[:3]))
+    assert y.min() >= 0
+    return first + 0.5 * second
+
+
+def selected(out, y, mask, n):
+    losses = [loss for loss, label in zip(each(out, y).mean(1), y[:, 0], strict=True) if label == 0]
+    return torch.stack(losses).mean()
+
+
+def by_class(make):
+    def loss(out, y, mask, n):
+        counts = [max(1, int((y == label).sum())) for label in range(CLASSES)]
+        return flat(out, y, weight=make([y.numel() / count for count in counts]), reduction="none").mean()
+
+    return loss
+
+
+HOSTED = {
+    "a count by NumPy": lambda out, y, mask, n: (each(out, y) * mask).sum() / int(mask.numpy().sum()),
+    "a count by asarray": lambda out, y, mask, n: (each(out, y) * mask).sum() / np.asarray(n).sum(),
+    "a count by Python": lambda out, y, mask, n: (each(out, y) * mask).sum() / sum(map(sum, mask.tolist())),
+    "counts added up": lambda out, y, mask, n: (each(out, y) * mask).sum() / sum(int(row.sum()) for row in mask),
+    "a count and 1": lambda out, y, mask, n: (each(out, y) * mask).sum() / (mask.sum().item() + 1),
+    "a count as alpha": lambda out, y, mask, n: torch.add(
+        torch.zeros(()), (each(out, y) * mask).sum(), alpha=1 / int(mask.numpy().sum())
+    ),
+    "a count as a size": lambda out, y, mask, n: (
+        (each(out, y) * mask).sum() / torch.ones(int(mask.numpy().sum())).sum()
+    ),
+    "a count that fills": lambda out, y, mask, n: (
+        (each(out, y) * mask).sum() / torch.full((), float(mask.numpy().sum()))
+    ),
+    "a ratio of lengths": lambda out, y, mask, n: flat(out, y) * (len(y[y == 0]) / len(y[y == 1])),
+    "weights of classes": by_class(torch.tensor),
+    "weights of classes, old": by_class(torch.Tensor),
+    "weights of classes by NumPy": by_class(lambda weights: torch.from_numpy(np.float32(weights))),
+    "the worst by NumPy": lambda out, y, mask, n: (
+        each(out, y).mean(1)[np.argsort(-each(out, y).mean(1).detach().numpy())[:5]].mean()
+    ),
+    "rows of a list": lambda out, y, mask, n: each(out, y)[[i for i in range(len(y)) if n[i] > 3]].mean(),
+    "rows that Python selects": selected,
+    "a softmax by NumPy": lambda out, y, mask, n: (
+        each(out, y).mean(1) * torch.from_numpy(np.exp(each(out, y).mean(1).detach().numpy()))
+    ).sum(),
+    "a loss and 3": lambda out, y, mask, n: each(out, y).sum() / (each(out, y).sum().item() + 3),
+}  # fmt: skip
+
+
 MIXING = {
     "class weights": lambda out, y, mask, n: flat(out, y, weight=WEIGHTS),
     "class weights of nll_loss": lambda out, y, mask, n: F.nll_loss(
@@ -113,6 +168,7 @@ MIXING = {
     "over item": lambda out, y, mask, n: (each(out, y) * mask).sum() / max(mask.sum().item(), 1),
     "times inverse": lambda out, y, mask, n: (each(out, y) * mask).sum() * (1 / int(mask.sum())),
     "over a list's sum": lambda out, y, mask, n: (each(out, y) * mask).sum() / sum(n.tolist()),
+    "clipped at the median": lambda out, y, mask, n: each(out, y).clamp(max=each(out, y).median().item()).mean(),
     "over a new tensor": lambda out, y, mask, n: (each(out, y) * mask).sum() / torch.tensor(int(mask.sum())),
     "own log_softmax": lambda out, y, mask, n: (
         -(out.log_softmax(-1).gather(-1, y[..., None])[..., 0] * mask).sum() / mask.float().sum().clamp(min=1)
@@ -176,6 +232,7 @@ APART = {
     "focal": lambda out, y, mask, n: ((1 - (-each(out, y)).exp()) ** 2 * each(out, y)).mean(),
     "row by row": looped,
     "logged": logged,
+    "losses and accuracies are shown first": multi,
     "own function": lambda out, y, mask, n: Own.apply(out, y, y.numel()),
     "noise": lambda out, y, mask, n: flat(out + 0.1 * torch.randn_like(out), y),
     "dropout": lambda out, y, mask, n: flat(F.dropout(out, 0.5), y),
@@ -217,6 +274,54 @@ def test_a_loss_that_keeps_examples_apart_passes_and_a_row_moves_the_sum_by_the_
     random = loss in (APART["noise"], APART["dropout"])  # other numbers of rows, other draws
     assert random or moved <= 1 + 1e-5
     assert not torch._C._len_torch_function_stack()
+
+
+@pytest.mark.parametrize("loss", HOSTED.values(), ids=HOSTED)
+def test_numbers_that_the_host_made_of_the_batch_are_named_as_unchecked(loss):
+    with pytest.warns(UserWarning, match="whether the loss treats each example by itself: Python or NumPy read values"):
+        total(loss, 24)
+
+
+def weighted(out, y, gradient, *, engine):
+    """Call backward with a gradient, of each row's loss."""
+    losses = each(out, y).mean(1)
+    if engine:
+        torch.autograd.backward([losses], [gradient])
+    else:
+        losses.backward(gradient)
+
+
+@pytest.mark.parametrize("engine", [False, True])
+def test_the_gradient_that_backward_is_given_is_part_of_the_loss(engine):
+    x, y, _, n = rows()
+    for gradient, mixes in (
+        (lambda n: torch.full((24,), 1 / 24), False),
+        (lambda n: n / 3.0, False),
+        (lambda n: n / n.sum(), True),
+    ):
+        model = Tagger()
+        with private(model, 1.0, expected_batch_size=24) as training:
+            for batch in training.batches((x, y, n), steps=1):
+                out, share = model(batch.tensors[0]), gradient(batch.tensors[2])
+                if mixes:
+                    with pytest.raises(UnsupportedCase, match="mixes the examples"):
+                        weighted(out, batch.tensors[1], share, engine=engine)
+                    break
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("error", message=".*loss.*")
+                    weighted(out, batch.tensors[1], share, engine=engine)
+                training.optimizer.step()
+
+
+def test_a_hook_in_the_loss_is_named_as_unchecked():
+    x, y, _, _ = rows()
+    model = Tagger()
+    with private(model, 1.0, expected_batch_size=24):
+        out = model(x)
+        out.register_hook(lambda gradient: gradient / gradient.norm())
+        value = flat(out, y)
+        with pytest.warns(UserWarning, match="a hook may change its gradients"):
+            value.backward()
 
 
 @pytest.mark.parametrize("name", ["class weights", "masked", "over item"])

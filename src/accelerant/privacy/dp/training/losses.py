@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -61,6 +62,10 @@ _WEIGHTS = (
 _IGNORED = (
     "the loss is a mean over the labels that are not ignore_index, and rows have different numbers of them. Give "
     "reduction='none' or 'sum'"
+)
+
+_HOSTED = (
+    "Python or NumPy read values of the batch before, and numbers, tensors or a choice that may follow them are in it"
 )
 
 _ROWS = "Each example changes the share of all others, and one row could move the sum by many times max_grad_norm"
@@ -122,8 +127,8 @@ class LossCheck:
 
     # --- checking ----------------------------------------------------------------------------------------------------
 
-    def check(self, losses: Callable[[], Sequence[Tensor]]) -> None:
-        """Check the loss of a backward pass that begins.
+    def check(self, losses: Callable[[], Sequence[tuple[Tensor, Tensor | None]]]) -> None:
+        """Check the losses of a backward pass that begins, with the gradients that it was given.
 
         Raises UnsupportedCase if the gradient of a row depends on other rows.
         """
@@ -138,7 +143,7 @@ class LossCheck:
         if not trace.results:  # the model returns the loss, and the check of its rows sees that
             return
         try:
-            mixes = trace.mixes(losses(), rows)
+            mixes = trace.mixes([trace.weighted(*each) for each in losses()], rows)
         except torch.OutOfMemoryError:
             self._warn("there is not enough memory to repeat it")
         except _Unknown as error:
@@ -212,11 +217,12 @@ class _Number(_Slot):
     value: float
     read: Callable[[Tensor], float]
     inverse: bool = False
+    kind: type[float] = float
 
     def now(self, tensor: Tensor) -> float:
         """Return what the host would read now."""
         found = self.read(tensor)
-        return 1.0 / found if self.inverse else found
+        return self.kind(1.0 / found if self.inverse else found)
 
 
 _SCALING = {
@@ -226,7 +232,24 @@ _SCALING = {
 }
 """Functions that a number from the batch may divide, or multiply, a loss by."""
 
-_FACTORIES = {"tensor", "as_tensor", "from_numpy", "asarray"}
+_FACTORIES = {"tensor", "as_tensor", "from_numpy", "asarray", "new_tensor", "scalar_tensor"}
+"""Functions that make a tensor of what the host has."""
+
+_SIZING = {
+    "add", "__add__", "__radd__", "sub", "__sub__", "__rsub__", "pow", "__pow__", "__rpow__", "float_power", "clamp",
+    "clip", "clamp_min", "clamp_max", "full", "full_like", "new_full", "fill_", "ones", "zeros", "repeat", "expand",
+    "topk", "kthvalue", "quantile", "lerp", "logspace", "linspace",
+}  # fmt: skip
+"""Functions that a number from the batch may change a loss by in other ways."""
+
+_JOINING = {"stack", "cat", "concat", "concatenate", "hstack", "vstack"}
+_READING = {
+    "item", "tolist", "numpy", "equal", "allclose", "is_nonzero",
+    *(f"__{name}__" for name in ("float", "int", "index", "bool", "complex", "array", "dlpack", "contains")),
+}  # fmt: skip
+"""Functions through which the host learns a tensor's values; of ragged ones it learns them from the shape, too."""
+
+_RAGGED = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "where"}
 _MEANS = {"cross_entropy", "nll_loss", "linear_cross_entropy"}
 _WEIGHTED = {"cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits"}
 _DRAWING = ("drop", "gumbel", "rrelu", "rand", "bernoulli")
@@ -257,6 +280,10 @@ class _Trace(TorchFunctionMode):
         self._calls: list[_Call] = []
         self._numbers: list[_Number] = []
         self._count = 0
+        self._follows: dict[int, int] = {}  # 1: the batch alone, as labels do; 2: the model's results
+        self._ragged = set[int]()  # what has a shape that may follow values
+        self._hosted: dict[int, str] = {}  # what may follow values that the host has read, and other doubts
+        self._read = 0  # the host has read values: 1 of results, 2 of the batch alone
         self._changes = False  # some call writes into a tensor
         self._quiet = set[int]()  # results of calls without gradients
         self._opened = False  # some of them have gradients: those of a torch.autograd.Function's forward
@@ -301,6 +328,8 @@ class _Trace(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if func is Tensor.backward:
             self._active = False
+        if name == "register_hook" and args[0] in self._slots:
+            self._hosted[self._slots[args[0]]] = "a hook may change its gradients"
         if name in ("backward", "__set__", "__delete__", "requires_grad_", "register_hook", "retain_grad"):
             return func(*args, **kwargs)
         if len(self._calls) >= _MOST_OPS:
@@ -315,17 +344,21 @@ class _Trace(TorchFunctionMode):
             self._keep(target)
         # The class weights of a loss may be as many as the rows.
         fixed = {id(each) for each in (*args[2:], *kwargs.values())} if name in _WEIGHTED else set[int]()
-        scales = name in _SCALING or (name in _FACTORIES and isinstance(args[0], (int, float)))
+        scales = name in _SCALING or name in _SIZING or name in _FACTORIES
+        literals = _literals() if self._numbers or self._read else frozenset[float]()
 
         def slot(each: Any) -> Any:
             if isinstance(each, Tensor):
                 return self._slot(each, fixed)
-            return self._number(each) if scales and isinstance(each, (int, float)) else each
+            known = not scales or not isinstance(each, (int, float)) or each in literals
+            return each if known else self._number(each)
 
         given = pytree.tree_map(slot, (args, kwargs))
+        hosted = self._read > 0 and self._is_hosted(name, given, literals)
         random = self._random() if any(part in name for part in _DRAWING) else None
         result = func(*args, **kwargs)
         self._add(name, func, given, args, result, writes, random)
+        self._follow(name, args, given, result, hosted)
         return result
 
     def call(self, public: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -347,9 +380,9 @@ class _Trace(TorchFunctionMode):
             return given
         for known in reversed(self._numbers):
             if math.isclose(known.value, given, rel_tol=1e-7):
-                return known
+                return replace(known, kind=type(given))
             if known.value and math.isclose(1.0 / known.value, given, rel_tol=1e-7):
-                return replace(known, inverse=True)
+                return replace(known, kind=type(given), inverse=True)
         return given
 
     def _slot(self, tensor: Tensor, fixed: Container[int] = ()) -> _Slot:
@@ -360,7 +393,10 @@ class _Trace(TorchFunctionMode):
             self.add_results([tensor])
             return _Slot(self._slots[tensor])
         rows = not self._drawn and not isinstance(tensor, nn.Parameter) and id(tensor) not in fixed
-        return _Slot(self._add_leaf(tensor, rows=rows and self._has_rows(tensor)))
+        number = self._add_leaf(tensor, rows=rows and self._has_rows(tensor))
+        if self._read == 2 and not (self._leaves[number].rows or isinstance(tensor, nn.Parameter)):
+            self._hosted[number] = _HOSTED
+        return _Slot(number)
 
     def _has_rows(self, tensor: Tensor) -> bool:
         """Return whether a tensor of unknown origin has a row for each example, or several."""
@@ -372,6 +408,7 @@ class _Trace(TorchFunctionMode):
     def _add_leaf(self, tensor: Tensor, *, rows: bool, result: bool = False) -> int:
         number = self._new(tensor)
         self._leaves[number] = _Leaf(tensor.detach() if result else tensor, tensor._version, rows, result)
+        self._follows[number] = 2 if result else int(rows)
         return number
 
     def _new(self, tensor: Tensor) -> int:
@@ -391,6 +428,7 @@ class _Trace(TorchFunctionMode):
         """Take the model's results for what the loss depends on."""
         for each in results:
             number = self._add_leaf(each, rows=each.dim() > 0, result=each.requires_grad)
+            self._follows[number] = 2
             if each.requires_grad and each.dim():
                 self.results.append(number)
 
@@ -426,14 +464,14 @@ class _Trace(TorchFunctionMode):
         tensor = args[0]
 
         def add(value: float, read: Callable[[Tensor], Any]) -> None:
-            self._numbers.append(_Number(slot, float(value), lambda now: float(read(now))))
+            self._numbers.append(_Number(slot, value, read))
 
         if isinstance(result, torch.Size):
             for at, size in enumerate(result):
                 add(size, partial(Tensor.size, dim=at))
             add(result.numel(), Tensor.numel)
         elif name == "tolist" and tensor.dim() == 1 and not tensor.is_complex():
-            add(sum(result), Tensor.sum)
+            add(sum(result), lambda now: now.sum().item())
         elif name == "__len__" or (name == "size" and len(args) > 1):
             add(result, partial(Tensor.size, dim=args[1] if len(args) > 1 else 0))
         elif name in ("numel", "nelement"):
@@ -441,7 +479,67 @@ class _Trace(TorchFunctionMode):
         elif name in ("item", "__float__", "__int__", "__index__") and isinstance(result, (int, float)):
             add(result, Tensor.item)
 
+    # --- what the host makes of values -------------------------------------------------------------------------------
+
+    def _is_hosted(self, name: str, given: Any, literals: Container[float]) -> bool:
+        """Return whether a call takes numbers, or a choice of tensors, that the host may have made of what it read.
+
+        Of the model's results a loop reads losses and accuracies to show them: a short number is then its own.
+        """
+
+        def unknown(each: Any) -> bool:
+            if isinstance(each, _Number) or not isinstance(each, (int, float, np.generic)):
+                return isinstance(each, np.ndarray)
+            if isinstance(each, (bool, np.bool_)) or each in (0, 1, -1) or each in literals:
+                return False
+            rows = self._clipper.examples or 1
+            return self._read == 2 or not any(map(_short, (number := float(each), number * rows, number / rows)))
+
+        args, kwargs = given
+        if name == "__getitem__":
+            parts = args[1] if isinstance(args[1], tuple) else args[1:]
+            if isinstance(args[1], int):
+                return self._read == 2 and unknown(self._number(args[1]))
+            return any(isinstance(each, (list, np.ndarray)) for each in parts)
+        if name in _JOINING:
+            return self._read == 2
+        numbers = name in _SCALING or name in _SIZING or name in _FACTORIES
+        return numbers and any(map(unknown, pytree.tree_leaves((args, kwargs))))
+
+    def _follow(self, name: str, args: Any, given: Any, result: Any, hosted: bool) -> None:
+        """Note what a call's results follow, and what the host learns by it."""
+        slots = [each.number for each in pytree.tree_leaves(given) if isinstance(each, _Slot)]
+        follows = max((self._follows.get(number, 0) for number in slots), default=0)
+        ragged = not self._ragged.isdisjoint(slots)
+        if follows and (name in _READING or (ragged and isinstance(result, (int, torch.Size)))):
+            many = args[0].numel() > 1 and args[0].is_floating_point()  # no predictions
+            self._read = max(self._read, 2 if many else 3 - follows)
+        ragged = ragged or name in _RAGGED or (name == "__getitem__" and _masked(args[1]))
+        for each in pytree.tree_leaves(result if result is not None else args[:1]):
+            number = self._slots.get(each) if isinstance(each, Tensor) else None
+            if number is None:
+                continue
+            leaf = self._leaves.get(number)
+            self._follows[number] = max(follows, self._follows.get(number, 0), int(hosted))
+            if ragged:
+                self._ragged.add(number)
+            if hosted and not (leaf is not None and leaf.rows):
+                self._hosted[number] = _HOSTED
+
     # --- repeating ---------------------------------------------------------------------------------------------------
+
+    def weighted(self, loss: Tensor, gradient: Tensor | None) -> Tensor:
+        """Return the loss times the gradient that backward was given for it.
+
+        Raises _Unknown if nothing is known of that.
+        """
+        if gradient is None or loss not in self._slots or bool((gradient == 1).all()):
+            return loss
+        if gradient not in self._slots:
+            raise _Unknown("the gradient that backward was given is made elsewhere")
+        self._active = True
+        with torch.enable_grad():
+            return self.__torch_function__(torch.mul, (), (loss, gradient))  # type: ignore[no-any-return]
 
     def mixes(self, losses: Sequence[Tensor], rows: int) -> bool:
         """Return whether the gradient of a row changes when others are replaced.
@@ -479,6 +577,8 @@ class _Trace(TorchFunctionMode):
                 after, _ = self._repeat(calls, wanted, results, used, index, rows)
                 if _moved(before, after, ~replaced):
                     return True
+        for number in self._hosted.keys() & used:
+            raise _Unknown(self._hosted[number])
         return False
 
     def _needed(self, wanted: Sequence[int | None]) -> list[_Call]:
@@ -555,6 +655,31 @@ class _Trace(TorchFunctionMode):
         for number, each in zip(call.results, pytree.tree_leaves(result), strict=True):
             if number is not None:
                 values[number] = each
+
+
+def _literals() -> frozenset[float]:
+    """Return the numbers that are written out in the code that called torch."""
+    frame: Any = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "accelerant"):
+        frame = frame.f_back
+    found, known = set[float](), list(frame.f_code.co_consts)
+    while known:
+        each = known.pop()
+        if isinstance(each, (int, float)):
+            found.update((each, -each))
+        else:
+            known += each if isinstance(each, (tuple, frozenset)) else getattr(each, "co_consts", ())
+    return frozenset(found)
+
+
+def _short(number: float) -> bool:
+    """Return whether a number has few digits, as settings have."""
+    return math.isclose(number, float(f"{number:.6g}"), rel_tol=1e-12)
+
+
+def _masked(index: Any) -> bool:
+    """Return whether an index has a mask."""
+    return any(isinstance(each, Tensor) and each.dtype == torch.bool for each in pytree.tree_leaves(index))
 
 
 def _moved(before: Sequence[Tensor], after: Sequence[Tensor], kept: Tensor) -> bool:

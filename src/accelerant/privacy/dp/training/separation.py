@@ -179,7 +179,7 @@ class SeparationCheck:
         mode.seen |= seen
         mode.done = used <= mode.seen and bool(mode.seen)
 
-    def before_backward(self, losses: Callable[[], Sequence[Tensor]]) -> None:
+    def before_backward(self, losses: Callable[[], Sequence[tuple[Tensor, Tensor | None]]]) -> None:
         """Check, before the first backward pass over several rows, how the loss adds them up, where that can be seen.
 
         Raises ConfigError if the loss is a sum and make_private was given "mean", or the other way round.
@@ -190,7 +190,7 @@ class SeparationCheck:
         if not self._called and type(self._clipper.model) not in model_methods:
             self._warn("the model's parts were called, not the model")
         wanted = self._clipper.loss_reduction
-        for root in (loss.grad_fn for loss in losses()):
+        for root in (loss.grad_fn for loss, _ in losses()):
             found = _reduction(root)
             if root is not None and found not in (None, wanted):
                 raise ConfigError(
@@ -345,7 +345,7 @@ class _Passes:
             return ""
         one, two = self._states[0], self._states[-1]
         names = [name for name in two if name not in one or not _same_values(one[name], two[name])]
-        return f" ({', '.join(names)})" if names else ""
+        return f" ({', '.join(names) or 'in no tensor of its modules'})"
 
     def _confirmed(self, difference: Callable[[], dict[_Part, _Difference]], suspects: set[_Part]) -> set[str]:
         """Return the layers where differences of precise passes all have a change in common."""
@@ -418,7 +418,8 @@ class _Passes:
         with _restored(model), torch.autograd.graph.saved_tensors_hooks(_same, _same):
             if earlier is not None:
                 before, more = inputs(earlier)
-                with torch.no_grad():
+                devices = [param.get_device() for _, param in self._clipper.parameters[:1] if param.is_cuda]
+                with torch.no_grad(), torch.random.fork_rng(devices):  # numbers that it draws are no state
                     model(*before, **more)
                 self._states.append(_kept(model))
             found = self._clipper.trial(lambda: model(*args, **kwargs), mask)
@@ -536,8 +537,8 @@ def _mapped(nested: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return nested
 
 
-def running_losses() -> list[Tensor]:
-    """Return the tensors at which the running backward pass began; none if they cannot be found."""
+def running_losses() -> list[tuple[Tensor, Tensor | None]]:
+    """Return the tensors at which the running backward pass began, and their gradients; none if not found."""
     run = getattr(torch.autograd.graph, "_engine_run_backward", None)
     frames, own = sys._current_frames(), threading.get_ident()
     try:
@@ -545,7 +546,8 @@ def running_losses() -> list[Tensor]:
             frame: Any = frames[thread]
             while run is not None and frame is not None:
                 if frame.f_code is run.__code__:
-                    return [each for each in frame.f_locals["t_outputs"] if isinstance(each, Tensor)]
+                    losses, given = frame.f_locals["t_outputs"], frame.f_locals["args"][0]
+                    return [(each, dy) for each, dy in zip(losses, given, strict=True) if isinstance(each, Tensor)]
                 frame = frame.f_back
     finally:
         frames.clear()  # this frame is in it: a cycle would keep what the caller's variables hold
@@ -592,7 +594,13 @@ def _may_be_shares(node: Any) -> bool:
 @contextmanager
 def _restored(model: nn.Module) -> Generator[None]:
     """Restore random generators, and the modules' attributes, lists, mappings, sets and buffers, at the end."""
-    buffers = [(buffer, buffer._version, buffer.clone()) for buffer in model.buffers()]
+    plain = [
+        each
+        for module in model.modules()
+        for each in vars(module).values()
+        if isinstance(each, Tensor) and each.is_leaf and not each.requires_grad
+    ]
+    buffers = [(buffer, buffer._version, buffer.clone()) for buffer in (*model.buffers(), *plain)]
     devices = {param.get_device() for param in model.parameters() if param.is_cuda}
     try:
         with modules_restored(model), torch.random.fork_rng(list(devices)):
