@@ -53,12 +53,13 @@ def unary(space: MemorySpace, field: Field, op: str, x: Words, form: Representat
 
 def _elementwise(space: MemorySpace, field: Field, op: str, inputs: Sequence[Words], form: Representation) -> Words:
     x = inputs[0]
-    z, n = space.empty(tuple(x.shape), dtype_of(field)), _count(field, x)
-    if space.backend == "cuda" and n:  # a launch that is kept takes a fifth of the host's time
+    z = space.like(x)
+    if space.backend == "cuda" and x.numel():  # a launch that is kept takes a fifth of the host's time
         record, start = _prepared(space, field, op, x.shape, len(inputs), form, checked=False)
         with RecordedLaunch(record, space.provider, space.index):
             start(*(each.data_ptr() for each in (*inputs, z)))
         return z
+    n = _count(field, x)
     with _recorded(space, field, op, x.shape, form, len(inputs) + 1, n):
         _launch(space, field, _entry(op, form), (*inputs, z), (n,), n)
     return z

@@ -54,6 +54,10 @@ class MemorySpace(ABC):
     def empty(self, shape: Shape, dtype: np.dtype[Any]) -> Any:
         """Return words with undefined content; OutOfMemory names the requested and the free size."""
 
+    def like(self, words: Any) -> Any:
+        """Return `empty` words of the shape and dtype of others."""
+        return self.empty(tuple(words.shape), words.dtype)
+
     @abstractmethod
     def load(self, words: npt.NDArray[Any]) -> Any:
         """Copy words from the host."""
@@ -219,6 +223,14 @@ class _Tensors(MemorySpace):
         except torch.OutOfMemoryError:
             size = int(np.prod(shape, dtype=object)) * dtype.itemsize
             raise out_of_memory(size, self.label, self.provider.memory(self.index)) from None
+
+    def like(self, words: Any) -> Any:
+        """Return `empty` words in half of its time."""
+        torch = sys.modules["torch"]
+        try:
+            return torch.empty_like(words)
+        except torch.OutOfMemoryError:
+            return self.empty(tuple(words.shape), np.dtype(f"i{words.element_size()}"))
 
     def load(self, words: npt.NDArray[Any]) -> Any:
         source = words if words.flags.writeable and words.flags.c_contiguous else words.copy()
