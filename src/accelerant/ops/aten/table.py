@@ -1,8 +1,8 @@
-"""The table of aten operations on TensorDevices: creation, copies, elementwise operations, reductions, random values.
+"""The table of aten operations on TensorDevices, with those on elements and the reductions.
 
 `TABLE` maps an aten operation to a function of a TensorDevice and the operation's arguments. A function returns
-NotImplemented for a call that the kernels do not serve, which then runs on the host. `neural.py` and `indexing.py` add
-their operations.
+NotImplemented for a call that the kernels do not serve, which then runs on the host. `creation.py`, `indexing.py`
+and `neural.py` add their operations.
 
 Most entries are one expression: `{0}`, `{1}`, ... are the operands, which are tensors or numbers.
 """
@@ -35,8 +35,10 @@ __all__ = [
     "reduced",
     "reduction",
     "register",
+    "representable",
     "spreads",
     "strided",
+    "wide",
 ]
 
 TABLE: dict[Any, Callable[..., Any]] = {}
@@ -175,7 +177,7 @@ def _number(x: Any, dtype: torch.dtype) -> Any:
     return x - (1 << bits) if dtype.is_signed and x >> (bits - 1) else x
 
 
-def _bound(x: Any, dtype: torch.dtype) -> Any:
+def representable(x: Any, dtype: torch.dtype) -> Any:
     """Return a number as one of a dtype; torch's error for one that the dtype does not have."""
     return x if isinstance(x, Tensor) or _holds(dtype, x) else torch.zeros((), dtype=dtype).masked_fill(_TRUE, x).item()
 
@@ -342,7 +344,7 @@ def _add(place: TensorDevice, a: Any, b: Any, alpha: Any = 1, *, out: DeviceTens
         return elementwise(place, "({0} != 0) || ({1} != 0 && {2} != 0)", (a, b, alpha), dtype, out=out)
     if alpha == 1:
         return elementwise(place, "{0} + {1}", (a, b), dtype, out=out)
-    return elementwise(place, "{0} + {2} * {1}", (a, b, _bound(alpha, dtype)), dtype, out=out)
+    return elementwise(place, "{0} + {2} * {1}", (a, b, representable(alpha, dtype)), dtype, out=out)
 
 
 def _dtype(x: Any) -> torch.dtype | None:
@@ -358,7 +360,7 @@ def _sub(place: TensorDevice, a: Any, b: Any, alpha: Any = 1, *, out: DeviceTens
         return NotImplemented
     if alpha == 1:
         return elementwise(place, "{0} - {1}", (a, b), dtype, out=out)
-    return elementwise(place, "{0} - {2} * {1}", (a, b, _bound(alpha, dtype)), dtype, out=out)
+    return elementwise(place, "{0} - {2} * {1}", (a, b, representable(alpha, dtype)), dtype, out=out)
 
 
 @register("rsub")
@@ -367,7 +369,7 @@ def _rsub(place: TensorDevice, a: Any, b: Any, alpha: Any = 1) -> Any:
         return NotImplemented
     dtype = promoted(a, b)
     return (
-        elementwise(place, "{1} - {2} * {0}", (a, b, _bound(alpha, dtype)), dtype)
+        elementwise(place, "{1} - {2} * {0}", (a, b, representable(alpha, dtype)), dtype)
         if _is_alpha(alpha, dtype)
         else NotImplemented
     )
@@ -411,7 +413,7 @@ def _clamp(place: TensorDevice, x: Any, low: Any = None, high: Any = None, *, ou
         dtype = dtype if bound is None else torch.promote_types(dtype, promoted(x, bound))
     if dtype == torch.bool or low is high is None:
         return NotImplemented  # torch's error
-    low, high = (None if bound is None else _bound(bound, dtype) for bound in (low, high))
+    low, high = (None if bound is None else representable(bound, dtype) for bound in (low, high))
     if low is None or high is None:
         template = "max({0}, {1})" if high is None else "min({0}, {1})"
         return elementwise(place, template, (x, high if low is None else low), dtype, out=out)
@@ -438,7 +440,7 @@ def _where(place: TensorDevice, condition: Any, a: Any, b: Any) -> Any:
 def _masked_fill(place: TensorDevice, x: Any, mask: Any, value: Any, *, out: DeviceTensor | None = None) -> Any:
     if isinstance(value, Tensor) and (value.dim() or not torch.can_cast(value.dtype, x.dtype)):
         return NotImplemented  # torch's error
-    operands = (x, mask, _bound(value, x.dtype))
+    operands = (x, mask, representable(value, x.dtype))
     return elementwise(place, "select({0}, {2}, {1} != 0)", operands, x.dtype, out=out)
 
 
@@ -455,7 +457,7 @@ def _addcmul(place: TensorDevice, x: Any, a: Any, b: Any, *, value: Any = 1, out
     dtype = torch.promote_types(promoted(x, a), promoted(x, b))
     if dtype == torch.bool or not _is_alpha(value, dtype):
         return NotImplemented  # torch's error
-    return elementwise(place, "{0} + {3} * {1} * {2}", (x, a, b, _bound(value, wide(dtype))), dtype, out=out)
+    return elementwise(place, "{0} + {3} * {1} * {2}", (x, a, b, representable(value, wide(dtype))), dtype, out=out)
 
 
 @register("addcdiv", "addcdiv_")
@@ -463,185 +465,7 @@ def _addcdiv(place: TensorDevice, x: Any, a: Any, b: Any, *, value: Any = 1, out
     dtype = torch.promote_types(promoted(x, a), promoted(x, b))
     if not dtype.is_floating_point:
         return NotImplemented  # torch's error
-    return elementwise(place, "{0} + {3} * ({1} / {2})", (x, a, b, _bound(value, wide(dtype))), dtype, out=out)
-
-
-# --- copies and creation ---------------------------------------------------------------------------------------------
-
-
-def _copy(place: TensorDevice, out: DeviceTensor, x: Tensor, non_blocking: bool = False, **_: Any) -> Any:
-    source = operand(place, x)
-    if isinstance(source, DeviceTensor) and source.place is not place:
-        source = place.upload(source.place.download(source))
-    return elementwise(place, "{0}", (source,), out.dtype, compute=torch.promote_types(x.dtype, out.dtype), out=out)
-
-
-TABLE[aten.copy_.default] = _copy
-
-
-@register("clone")
-def _clone(place: TensorDevice, x: DeviceTensor, *, memory_format: Any = None) -> Any:
-    return place.contiguous(x)
-
-
-@register("_to_copy")
-def _to_copy(
-    place: TensorDevice, x: DeviceTensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any
-) -> Any:
-    wanted = x.dtype if dtype is None else dtype
-    if wanted not in place.dtypes:
-        return NotImplemented
-    out = place.empty(x.shape, wanted)
-    place.copy(out, x)
-    return out
-
-
-@register("fill_")
-def _fill(place: TensorDevice, x: DeviceTensor, value: Any, *, out: DeviceTensor) -> Any:
-    if isinstance(value, Tensor) and value.dim():
-        return NotImplemented  # torch's error
-    return elementwise(place, "{0}", (_bound(value, x.dtype),), x.dtype, out=x)
-
-
-@register("zero_")
-def _zero(place: TensorDevice, x: DeviceTensor, *, out: DeviceTensor) -> Any:
-    return elementwise(place, "{0}", (0,), x.dtype, out=x)
-
-
-def _filled(place: TensorDevice, size: Sequence[int], dtype: torch.dtype, value: Any) -> Any:
-    if dtype not in place.dtypes:
-        return NotImplemented
-    out = place.empty(size, dtype)
-    return out if value is None else elementwise(place, "{0}", (_bound(value, dtype),), dtype, out=out)
-
-
-for _name, _value in {"empty_like": None, "zeros_like": 0, "ones_like": 1}.items():
-
-    def _fill_like(
-        place: TensorDevice, x: DeviceTensor, *, dtype: torch.dtype | None = None, value: Any = _value, **_: Any
-    ) -> Any:
-        return _filled(place, x.shape, x.dtype if dtype is None else dtype, value)
-
-    register(f"{_name}.default")(_fill_like)
-
-for _name, _value in {"new_empty": None, "new_zeros": 0, "new_ones": 1}.items():
-
-    def _fill_new(
-        place: TensorDevice, x: DeviceTensor, size: Sequence[int], *, dtype: torch.dtype | None = None,
-        value: Any = _value, **_: Any,
-    ) -> Any:  # fmt: skip
-        return _filled(place, size, x.dtype if dtype is None else dtype, value)
-
-    register(f"{_name}.default")(_fill_new)
-
-
-@register("full_like.default")
-def _full_like(place: TensorDevice, x: DeviceTensor, value: Any, *, dtype: Any = None, **_: Any) -> Any:
-    return _filled(place, x.shape, x.dtype if dtype is None else dtype, value)
-
-
-@register("new_full.default")
-def _new_full(
-    place: TensorDevice, x: DeviceTensor, size: Sequence[int], value: Any, *, dtype: Any = None, **_: Any
-) -> Any:
-    return _filled(place, size, x.dtype if dtype is None else dtype, value)
-
-
-@register("new_empty_strided.default")
-def _new_empty_strided(
-    place: TensorDevice, x: DeviceTensor, size: Sequence[int], stride: Sequence[int], *, dtype: Any = None, **_: Any
-) -> Any:
-    wanted = x.dtype if dtype is None else dtype
-    if wanted not in place.dtypes:
-        return NotImplemented
-    span = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    return strided(place.empty((span,), wanted), size, stride)
-
-
-@register("_local_scalar_dense")
-def _item(place: TensorDevice, x: DeviceTensor) -> Any:
-    return place.download(x).item()
-
-
-@register("equal")
-def _equal(place: TensorDevice, a: Any, b: Any) -> bool:
-    if a.shape != b.shape:
-        return False
-    return not a.numel() or bool((a == b).all().item())
-
-
-def _matrix_sizes(name: str, x: Tensor) -> tuple[int, int]:
-    if x.dim() < 2:
-        raise RuntimeError(f"{name}: input tensor must have at least 2 dimensions, got {x.dim()}")
-    return x.shape[-2], x.shape[-1]
-
-
-@register("tril", "tril_")
-def _tril(place: TensorDevice, x: DeviceTensor, diagonal: int = 0, *, out: DeviceTensor | None = None) -> Any:
-    rows, columns = _matrix_sizes("tril", x)
-    template = "select(0, {0}, i % n0 <= (i / n0) % n1 + n2)"
-    return elementwise(place, template, (x,), x.dtype, out=out, integers=(columns, rows, diagonal))
-
-
-@register("triu", "triu_")
-def _triu(place: TensorDevice, x: DeviceTensor, diagonal: int = 0, *, out: DeviceTensor | None = None) -> Any:
-    rows, columns = _matrix_sizes("triu", x)
-    template = "select(0, {0}, i % n0 >= (i / n0) % n1 + n2)"
-    return elementwise(place, template, (x,), x.dtype, out=out, integers=(columns, rows, diagonal))
-
-
-@register("cat")
-def _cat(place: TensorDevice, tensors: Sequence[Any], dim: int = 0) -> Any:
-    parts = [x for x in tensors if not (x.dim() == 1 and not x.numel())]
-    if not parts:
-        return NotImplemented
-    dtype = parts[0].dtype
-    for x in parts[1:]:
-        dtype = torch.promote_types(dtype, x.dtype)
-    if dtype not in place.dtypes:
-        return NotImplemented
-    if not all(x.dim() for x in parts):
-        raise RuntimeError("cat: a tensor of no dimensions cannot be concatenated; see torch.stack")
-    dim = dim_of(dim, parts[0].dim())
-    size = list(parts[0].shape)
-    if any(
-        x.dim() != len(size) or [*x.shape[:dim], *x.shape[dim + 1 :]] != [*size[:dim], *size[dim + 1 :]] for x in parts
-    ):
-        raise RuntimeError(f"cat: sizes must match except in dimension {dim}, got {[tuple(x.shape) for x in parts]}")
-    size[dim] = sum(x.shape[dim] for x in parts)
-    out, at = place.empty(size, dtype), 0
-    for x in parts:
-        part = strided(out, x.shape, out.stride(), at * out.stride(dim))
-        if x.numel():
-            place.copy(part, operand(place, x) if x.dim() else x)
-        at += x.shape[dim]
-    return out
-
-
-@register("repeat.default")
-def _repeat(place: TensorDevice, x: DeviceTensor, repeats: Sequence[int]) -> Any:
-    if len(repeats) < x.dim() or min(repeats, default=1) < 0:
-        return NotImplemented  # torch's error
-    sizes = [1] * (len(repeats) - x.dim()) + list(x.shape)
-    out = place.empty([count * n for count, n in zip(repeats, sizes, strict=True)], x.dtype)
-    if out.numel():
-        whole: Any = out.view([n for pair in zip(repeats, sizes, strict=True) for n in pair])
-        place.copy(whole, x.reshape([n for size in sizes for n in (1, size)]))
-    return out
-
-
-@register("unsafe_split.Tensor")
-def _split(place: TensorDevice, x: DeviceTensor, size: int, dim: int = 0) -> Any:
-    return aten.split.Tensor(x, size, dim)
-
-
-@register("stack")
-def _stack(place: TensorDevice, tensors: Sequence[Any], dim: int = 0) -> Any:
-    dim = dim_of(dim, tensors[0].dim() + 1)
-    if any(x.shape != tensors[0].shape for x in tensors):
-        raise RuntimeError(f"stack expects each tensor to be equal size, got {[tuple(x.shape) for x in tensors]}")
-    lifted = [(x if isinstance(x, DeviceTensor) else place.upload(x)).unsqueeze(dim) for x in tensors]
-    return _cat(place, lifted, dim)
+    return elementwise(place, "{0} + {3} * ({1} / {2})", (x, a, b, representable(value, wide(dtype))), dtype, out=out)
 
 
 # --- reductions ------------------------------------------------------------------------------------------------------
@@ -798,7 +622,7 @@ def _argument(kind: str) -> Callable[..., Any]:
             return strided(found, (1,) * x.dim(), (1,) * x.dim()) if keepdim else found
         if not x.dim():
             dims_of(x, dim)  # its check
-            return _filled(place, (), torch.int64, 0)
+            return elementwise(place, "{0}", (0,), torch.int64)
         return reduction(place, kind, (x,), dims_of(x, dim), torch.int64, compute=x.dtype, keepdim=keepdim)
 
     return run
@@ -877,79 +701,4 @@ def _vector_norm(
     return reduction(place, kind, (x,), dims, wanted, pre=pre, post=post, keepdim=keepdim)
 
 
-# --- random values ---------------------------------------------------------------------------------------------------
-
-
-def _seed(generator: Any) -> tuple[int, int]:
-    """Return two halves of a seed, drawn from torch's generator of the host."""
-    low, high = torch.randint(0, 2**31, (2,), generator=generator).tolist()
-    return low, high
-
-
-@register("uniform_")
-def _uniform(
-    place: TensorDevice, x: Any, low: float = 0.0, high: float = 1.0, *, generator: Any = None, out: DeviceTensor
-) -> Any:
-    if not x.dtype.is_floating_point or not low <= high:
-        return NotImplemented  # torch's error
-    drawn, steps = "uniform(i, n0, n1)", {torch.float16: 2048.0, torch.bfloat16: 256.0}.get(x.dtype)
-    if steps:  # as many bits as the dtype has, or values near 1 are rounded to it
-        drawn = f"floor({drawn} * {steps}) / {steps}"
-    return elementwise(
-        place, f"{{0}} + {{1}} * ({drawn})", (low, high - low), x.dtype, out=x, integers=_seed(generator)
-    )
-
-
-@register("normal_")
-def _normal(
-    place: TensorDevice, x: Any, mean: float = 0.0, std: float = 1.0, *, generator: Any = None, out: DeviceTensor
-) -> Any:
-    if not x.dtype.is_floating_point or not std >= 0:
-        return NotImplemented  # torch's error
-    return elementwise(place, "{0} + {1} * normal(i, n0, n1)", (mean, std), x.dtype, out=x, integers=_seed(generator))
-
-
-@register("bernoulli_.float")
-def _bernoulli(place: TensorDevice, x: Any, p: float = 0.5, *, generator: Any = None, out: DeviceTensor) -> Any:
-    if not 0 <= p <= 1:
-        return NotImplemented  # torch's error
-    template, compute = "select(0, 1, uniform(i, n0, n1) < {0})", torch.float32
-    return elementwise(place, template, (p,), x.dtype, compute=compute, out=x, integers=_seed(generator))
-
-
-@register("bernoulli.default")
-def _bernoulli_of(place: TensorDevice, p: Any, *, generator: Any = None) -> Any:
-    template = "select(0, 1, uniform(i, n0, n1) < {0})"
-    return elementwise(place, template, (p,), p.dtype, integers=_seed(generator))
-
-
-@register("rand_like.default")
-def _rand_like(place: TensorDevice, x: Any, *, dtype: Any = None, **_: Any) -> Any:
-    out = _filled(place, x.shape, dtype or x.dtype, None)
-    return out if out is NotImplemented else _uniform(place, out, out=out)
-
-
-@register("randn_like.default")
-def _randn_like(place: TensorDevice, x: Any, *, dtype: Any = None, **_: Any) -> Any:
-    out = _filled(place, x.shape, dtype or x.dtype, None)
-    return out if out is NotImplemented else _normal(place, out, out=out)
-
-
-@register("native_dropout")
-def _dropout(place: TensorDevice, x: Any, p: float, train: bool | None) -> Any:
-    if not 0 <= p <= 1:
-        return NotImplemented  # torch's error
-    if train is False or p == 0:
-        return place.contiguous(x), _filled(place, x.shape, torch.bool, 1)
-    template = "uniform(i, n0, n1) >= {0}"
-    mask = _filled(place, x.shape, torch.bool, None)
-    elementwise(place, template, (p,), torch.bool, compute=torch.float32, out=mask, integers=_seed(None))
-    return elementwise(place, "select(0, {0} * {2}, {1} != 0)", (x, mask, 1 / (1 - p) if p < 1 else 0.0), x.dtype), mask
-
-
-@register("native_dropout_backward")
-def _dropout_backward(place: TensorDevice, dy: Any, mask: Any, scale: float) -> Any:
-    return elementwise(place, "{0} * {1} * {2}", (dy, mask, scale), dy.dtype)
-
-
-from accelerant.ops.aten import indexing, neural  # noqa: E402, F401  they add their operations
+from accelerant.ops.aten import creation, indexing, neural  # noqa: E402, F401  they add their operations
