@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from accelerant.algebra.curve.encoding import encode_points
 from accelerant.algebra.curve.parameters import family_of
 from accelerant.algebra.curve.reference import add, multiply
+from accelerant.zk.groth16 import Proof, VerificationKey
 
 GENERATOR = 5
 """Of the roots of unity of snarkjs's domains."""
@@ -53,6 +57,24 @@ def quotient(zkey, witness):
         a, b, c = (sum(y * pow(x, i, p) for i, y in enumerate(each)) for each in coefficients)
         found.append((a * b - c) % p)
     return found
+
+
+def multiples(curve, factors):
+    """Affine multiples of the generator."""
+    return [multiply(curve, factor % curve.order, curve.generator) for factor in factors]
+
+
+def key_of_logarithms(family, alpha, beta, gamma, delta, ic):
+    pairing = family_of(family)
+    first = encode_points(pairing.g1, multiples(pairing.g1, [alpha, *ic]))
+    second = encode_points(pairing.g2, multiples(pairing.g2, [beta, gamma, delta]))
+    return VerificationKey(family, first[0], *np.array(second), first[1:])
+
+
+def proof_of_logarithms(family, a, b, c):
+    pairing = family_of(family)
+    (pi_a, pi_c), (pi_b,) = multiples(pairing.g1, [a, c]), multiples(pairing.g2, [b])
+    return Proof(family, pi_a, pi_b, pi_c)
 
 
 def terms(curve, scalars, points):

@@ -225,6 +225,7 @@ def test_words_that_are_no_key():
 
 def test_a_key_cannot_change_after_its_check():
     key = key_of("bn254")
+    assert dataclasses.replace(key, ic=np.zeros_like(key.ic[:1])).n_public == 0  # infinity, of a circuit without inputs
     source = key.ic.copy()
     made = dataclasses.replace(key, ic=source)
     source[:] = 1
@@ -416,6 +417,8 @@ def test_batches():
     assert verify_many(key, [], [])
     assert verify_many(key, iter([public] * 2), (proof for _ in range(2)))
     assert verify_many(key, [iter(public)], [proof])
+    with pytest.raises(ConfigError, match="as many lists of public inputs as proofs, got 2 and 1"):
+        verify_many(key, [public] * 2, [proof])
     bad = dataclasses.replace(proof, c=add(g1, proof.c, g1.generator))
     opposite = dataclasses.replace(proof, c=add(g1, proof.c, negate(g1, g1.generator)))
     for n in (1, 2, 5):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import oracle
 import pytest
 
 from accelerant.algebra.curve.encoding import decode_points, encode_points
@@ -14,6 +15,7 @@ from accelerant.algebra.curve.reference import add, in_subgroup, multiply, negat
 from accelerant.errors import ConfigError, FormatError, UnsupportedDtype
 from accelerant.zk import curve as curve_named
 from accelerant.zk.groth16 import Proof, VerificationKey, prove, verify, verify_many
+from accelerant.zk.groth16.verifier import Statement
 
 VECTORS = Path(__file__).parents[2] / "vectors"
 
@@ -149,27 +151,46 @@ def test_two_curves(parts):
         verify(parts.key, parts.public, dataclasses.replace(parts.proof, family="bls12_381"))
 
 
-def test_many(parts):
-    wrong = [parts.public[0] ^ 1, *parts.public[1:]]
-    for n in (0, 1, 2, 9):
-        assert verify_many(parts.key, [parts.public] * n, [parts.proof] * n)
-    for at in range(3):
-        rows = [list(parts.public) for _ in range(3)]
-        rows[at] = wrong
-        assert not verify_many(parts.key, rows, [parts.proof] * 3)
-    swapped = dataclasses.replace(parts.proof, c=parts.proof.a)
-    assert not verify_many(parts.key, [parts.public] * 2, [parts.proof, swapped])
-    with pytest.raises(ConfigError, match="2 and 1"):
-        verify_many(parts.key, [parts.public] * 2, [parts.proof])
-    with pytest.raises(FormatError, match=r"public\[1\]\[0\]"):
-        verify_many(parts.key, [parts.public, [R, *parts.public[1:]]], [parts.proof] * 2)
+# --- known logarithms ------------------------------------------------------------------------------------------------
 
 
-def test_errors_that_cancel_do_not_pass_together(parts):
-    """Each of two proofs is wrong by the opposite point: their plain product would hold."""
-    g1, c = BN254.g1, parts.proof.c
-    pair = [dataclasses.replace(parts.proof, c=add(g1, c, multiply(g1, sign, g1.generator))) for sign in (1, -1)]
-    assert not verify_many(parts.key, [parts.public] * 2, pair)
+def key_and_proofs(rng, family, n_public, small):
+    """Return a key, and (public, proof, whether it is one) of three proofs, all from logarithms.
+
+    With `small` they are of few values, so that points coincide, are opposite or infinite.
+    """
+    r = family_of(family).r
+
+    def draw():
+        return rng.choice((0, 1, 2, r - 1, r - 2)) if small else rng.randrange(r)
+
+    alpha, beta, gamma, delta = (draw() or 1 for _ in range(4))
+    ic = [draw() for _ in range(n_public + 1)]
+    rows = []
+    for _ in range(3):
+        public = [rng.choice((0, 1, r - 1, rng.randrange(r))) for _ in range(n_public)]
+        a, b = draw(), draw()
+        known = alpha * beta + (ic[0] + sum(x * y for x, y in zip(public, ic[1:], strict=True))) * gamma
+        c = (a * b - known) * pow(delta, -1, r) % r
+        if rng.random() < 0.3:
+            a, b, c = (x % r for x in rng.choice(((a + 1, b, c), (a, -b, c), (a, b, 0), (a, b, c - 1), (b, a, c))))
+        rows.append((public, oracle.proof_of_logarithms(family, a, b, c), (a * b - known - c * delta) % r == 0))
+    return oracle.key_of_logarithms(family, alpha, beta, gamma, delta, ic), rows
+
+
+@pytest.mark.search(20)
+def test_the_equation_holds_as_that_of_the_logarithms(family, rng, record_property):
+    """One by one, prepared, in a batch and from JSON; more inputs than separate multiples are for."""
+    for n_public, small in ((0, False), (1, True), (5, True), (64, False)):
+        key, rows = key_and_proofs(rng, family, n_public, small)
+        for public, proof, holds in rows:
+            statement = Statement(key, public)
+            statement.prepare()
+            read = Proof.from_json(proof.to_json(), json.dumps([str(x) for x in public]), n_public=n_public)
+            found = [verify(key, public, proof), statement.proved_by(read), verify_many(key, [read.public], [proof])]
+            assert found == [holds] * 3, (key, public, proof)
+        assert verify_many(key, *list(zip(*rows, strict=True))[:2]) == all(holds for _, _, holds in rows)
+    record_property("proofs", 12)
 
 
 # --- mutants ---------------------------------------------------------------------------------------------------------
@@ -384,9 +405,9 @@ def test_texts_that_are_no_proof(text):
     ("path", "new", "match"),
     [
         (("nPublic",), lambda old: old + 1, "nPublic \\+ 1"),
-        (("nPublic",), lambda _: -1, "nPublic"),
-        (("nPublic",), lambda _: True, "nPublic"),
-        (("nPublic",), lambda _: 10**30, "nPublic"),
+        (("nPublic",), lambda _: -1, "must be a number of public inputs"),
+        (("nPublic",), lambda _: True, "must be a number of public inputs"),
+        (("nPublic",), lambda _: 10**30, "must be a number of public inputs"),
         (("nPublic",), None, "nPublic"),
         (("IC",), lambda old: old[:-1], "IC"),
         (("IC",), None, "IC"),
