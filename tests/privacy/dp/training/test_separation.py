@@ -545,6 +545,63 @@ def test_a_mixture_that_the_first_batch_does_not_show_is_found_in_the_next():
                 training.step()
 
 
+class Scaling(torch.autograd.Function):
+    """Nothing forward; divides gradients by the norm of all rows."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx / dx.norm()
+
+
+class Backward(nn.Module):
+    """Mixes, or keeps apart, the rows of gradients."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.layer = kind, nn.Linear(6, 3)
+
+    def forward(self, x):
+        y = self.layer(x)
+        if self.kind == "function":
+            return Scaling.apply(y)
+        if y.requires_grad:
+            y.register_hook(
+                {"mean": lambda dy: dy - dy.mean(0), "rows": lambda dy: dy / dy.norm(dim=1)[:, None]}[self.kind]
+            )
+        return y
+
+
+@pytest.mark.parametrize("kind", ["function", "mean"])
+def test_gradients_that_a_hook_or_a_function_mixes_are_refused(kind):
+    with pytest.raises(UnsupportedCase, match="depends on the other rows of the batch in layer"):
+        loop(Backward(kind), points())
+
+
+def test_gradients_that_a_hook_changes_row_by_row_pass():
+    loop(Backward("rows"), points())
+
+
+class PositionsFirst(nn.Module):
+    """Returns positions in the first dimension, too, as ctc_loss takes them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return {"logits": y, "turned": y.transpose(0, 1)}
+
+
+def test_a_result_with_as_many_positions_first_as_rows_passes():
+    x, y = torch.randn(24, 8, 6), torch.randint(3, (24, 8))
+    loop(PositionsFirst(), (x, y), lambda model, x, y: F.cross_entropy(model(x)["logits"].flatten(0, 1), y.flatten()))
+
+
 class Drawing(nn.Module):
     """Draws as many random numbers as the batch says; they are no state."""
 

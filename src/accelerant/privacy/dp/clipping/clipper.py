@@ -385,13 +385,14 @@ class PerExampleClipper:
     # --- trial passes ------------------------------------------------------------------------------------------------
 
     def trial(
-        self, forward: Callable[[], Any], mask: Tensor | None = None
+        self, forward: Callable[[], Any], mask: Tensor | None = None, index: Tensor | None = None
     ) -> tuple[dict[str, Tensor], dict[str, list[Tensor]]]:
         """Run a pass with random output gradients that leaves no trace here.
 
         Args:
             forward: runs the model; the tensors in its result get gradients, a scalar the gradient 1.
             mask: (B,) bool, the examples in the sums; None: all.
+            index: (B,), for each example of a result that has as many whose output gradient it gets; None: its own.
 
         Returns:
             Of each layer, the norms of the examples' gradients (B,), and the sums of the gradients by parameter.
@@ -407,7 +408,7 @@ class PerExampleClipper:
             results = [each for each in _tensors(forward()) if each.requires_grad]
             with torch.autocast(self.parameters[0][1].device.type, enabled=False):
                 if results:
-                    torch.autograd.backward(results, [_random_like(each) for each in results])
+                    torch.autograd.backward(results, [_random_like(each, index) for each in results])
             names = {layer.name: layer.parameters.values() for layer in layers}
             return self._layer_norms, {
                 name: [sums[id(each)] for each in names[name] if id(each) in sums] for name in self._layer_norms
@@ -509,12 +510,13 @@ def _tensors(result: Any) -> list[Tensor]:
     return [each for item in items for each in _tensors(item)]
 
 
-def _random_like(result: Tensor) -> Tensor:
-    """Return the same random numbers for each tensor of a shape; 1 for a scalar."""
+def _random_like(result: Tensor, index: Tensor | None) -> Tensor:
+    """Return the same random numbers for each tensor of a shape, in the rows' order of an index; 1 for a scalar."""
     if not result.dim():
         return torch.ones_like(result)
     generator = torch.Generator(result.device).manual_seed(0)
-    return torch.randn(result.shape, generator=generator, dtype=result.dtype, device=result.device)
+    found = torch.randn(result.shape, generator=generator, dtype=result.dtype, device=result.device)
+    return found if index is None or len(index) != len(found) else found[index.to(found.device)]
 
 
 def _groups(parameters: list[tuple[str, nn.Parameter]], clipping: str) -> list[Group]:

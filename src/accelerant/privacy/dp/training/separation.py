@@ -40,6 +40,7 @@ from torch import Tensor, nn
 
 from accelerant.errors import ConfigError, UnsupportedCase
 from accelerant.privacy.dp.clipping import PerExampleClipper
+from accelerant.privacy.dp.clipping.clipper import _tensors as tensors_of
 from accelerant.privacy.dp.clipping.clipper import batch_size
 from accelerant.privacy.dp.clipping.rules import model_methods
 from accelerant.runtime.memory.peak import modules_restored
@@ -237,6 +238,12 @@ class SeparationCheck:
         if square and passes.takes_another_row(square) and not passes.takes_another_row():  # they are no rows
             passes.shared = square
             mixed, changed = passes.compare(patterns)
+        if not mixed:
+            passes.backward = True
+            mixed, _ = passes.compare(patterns[:1])
+            passes.backward = False
+            if mixed and not passes.returns_rows():
+                mixed = set()
         if mixed:
             layers = dict.fromkeys(name.rpartition(".")[0] for name, _ in self._clipper.parameters)
             names = ", ".join(name or type(self._clipper.model).__name__ for name in layers if name in mixed)
@@ -273,6 +280,7 @@ class _Passes:
         inputs: as given.
         precise: whether passes are in float32, with deterministic kernels.
         shared: identities of inputs whose first dimension is no row.
+        backward: whether output gradients are replaced instead of inputs, as hooks and own functions may mix them.
         buffers: those that the model stores, after each pass.
     """
 
@@ -281,6 +289,8 @@ class _Passes:
         self._device = clipper.parameters[0][1].device.type
         self.precise = False
         self.shared: Container[int] = ()
+        self.backward = False
+        self._lengths: list[int] = []
         self.buffers: list[dict[str, Tensor]] = []
         self._states: list[dict[str, Tensor]] = []  # after earlier passes
         self._before: dict[str, Tensor] = {}
@@ -385,6 +395,13 @@ class _Passes:
             return False
         return True
 
+    def returns_rows(self) -> bool:
+        """Return whether each of the model's results with so many entries has one for each row, as far as is known."""
+        before, rows = self._lengths, len(self._rows)
+        if not self.takes_another_row(self.shared):
+            return True
+        return all(one != rows or two == rows + 1 for one, two in zip(before, self._lengths, strict=False))
+
     def _passed(
         self, index: Tensor, mask: Tensor | None = None, earlier: Tensor | None = None
     ) -> dict[str, _Gradients]:
@@ -413,7 +430,12 @@ class _Passes:
                 self.inputs, lambda each: _detached(each, rows, None if id(each) in shared else index, widened)
             )
 
-        args, kwargs = inputs(index)
+        def results() -> Any:
+            found = model(*args, **kwargs)
+            self._lengths = [len(each) for each in tensors_of(found) if each.dim()]
+            return found
+
+        args, kwargs = inputs(self._rows if self.backward else index)
         # The hooks keep these passes from those of a checkpoint that the model is called in.
         with _restored(model), torch.autograd.graph.saved_tensors_hooks(_same, _same):
             if earlier is not None:
@@ -422,7 +444,7 @@ class _Passes:
                 with torch.no_grad(), torch.random.fork_rng(devices):  # numbers that it draws are no state
                     model(*before, **more)
                 self._states.append(_kept(model))
-            found = self._clipper.trial(lambda: model(*args, **kwargs), mask)
+            found = self._clipper.trial(results, mask, index if self.backward else None)
             if len(index) == rows and earlier is None:
                 self.buffers.append(_stored(model))
         return found
