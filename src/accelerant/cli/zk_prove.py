@@ -136,7 +136,8 @@ def read_texts(*files: tuple[Path, str]) -> list[bytes]:
         found = next((kind for kind, fits in is_of.items() if fits), wanted)
         if found != wanted and not is_of[wanted]:
             order = ", ".join(kind.removeprefix("a ") for _, kind in files)
-            raise ConfigError(f"{path} has {found}, not {wanted}: the command takes, in this order, {order}")
+            remedy = f": the command takes, in this order, {order}" if len(files) > 1 else ""
+            raise ConfigError(f"{path} has {found}, not {wanted}{remedy}")
     return texts
 
 

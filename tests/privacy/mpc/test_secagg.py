@@ -269,16 +269,20 @@ def test_updates_that_differ_are_refused():
         ([one, torch.ones(1)], r"update 1 is torch.float32 \(1,\), update 0 torch.float32 \(2,\)"),
         ([one, one.int()], "one shape and kind"),
         ([one.bool(), one], "one shape and kind"),
-        ([{"w": one}, {"w": one, "b": one}], r"update 1 has \['b'\], which update 0 has not"),
-        ([{"w": one, "b": one}, {"w": one}], r"update 0 has \['b'\], which update 1 has not"),
-        ([{"w": one}, one], "has not"),
-        ([[one], [one, one]], r"\[1\], which update 0 has not"),
+        ([{"w": one}, {"w": one, "b": one}], r"update 1 has \['b'\], which update 0 does not have"),
+        ([{"w": one, "b": one}, {"w": one}], r"update 0 has \['b'\], which update 1 does not have"),
+        ([{"w": one}, one], "does not have"),
+        ([[one], [one, one]], r"\[1\], which update 0 does not have"),
         ([{"w": [one]}, {"w": [one[:1]]}], r"update 1\['w'\]\[0\] is"),
     ]:
         with pytest.raises(ShapeError, match=message):
             mpc.secure_aggregate(updates, 2)
     with pytest.raises(ConfigError, match="in a call of their own"):
         mpc.secure_aggregate([{"w": one, "n": torch.tensor(2**40)}] * 2, 2)
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))  # its layers are not clients
+    for single in (layers, {"a": one, "b": one}, 3.0):
+        with pytest.raises(ConfigError, match=r"a list of one update per client, got a (Sequential|dict|float)"):
+            mpc.secure_aggregate(single, 2)
 
 
 def test_clipping_bounds_what_a_client_contributes():

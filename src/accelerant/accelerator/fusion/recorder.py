@@ -110,7 +110,7 @@ class Recording:
         results, shapes = [], []
         for number, y in enumerate(outputs):
             if not isinstance(y, Traced):
-                raise UnsupportedCase(f"fuse: result {number} is no value of the inputs but a {type(y).__name__}")
+                raise UnsupportedCase(f"fuse: result {number} is a {type(y).__name__}, not computed from the arguments")
             node = y.expr.node
             if not node.by_row:
                 text = f"result {number} has shape {tuple(y.shape)}, the inputs {(*self.domain.rows, self.domain.N)}"
@@ -160,7 +160,7 @@ class Traced:
         if name in _READS:
             refuse(f"{name}() reads values, which are not known while the function is recorded")
         if name not in FUNCTIONS and name not in _ALIASES:
-            refuse(f"fuse does not know {name} of an array")
+            refuse(f"{name} of an array is not supported")
         return lambda *args, **options: _call("array", name, (self, *args), options)
 
     def _control(self, *_: object) -> NoReturn:
@@ -180,10 +180,10 @@ class Traced:
     def __getitem__(self, key: Any) -> Any:
         if self.dropped and (key == (Ellipsis, None) or key == (*[slice(None)] * self.ndim, None)):
             return _unsqueeze(self, -1)
-        refuse("fuse does not know indexing")
+        refuse("indexing is not supported")
 
     def __setitem__(self, key: object, value: object) -> None:
-        refuse("fuse does not know assignments to elements")
+        refuse("an assignment to elements is not supported")
 
 
 def _operator(name: str, *, reflected: bool = False) -> Callable[..., Any]:
@@ -211,7 +211,7 @@ def _call(library: str, name: str, args: tuple[Any, ...], options: Mapping[str, 
     """Record a call of a function by its name."""
     function = FUNCTIONS.get(_ALIASES.get(name, name))
     if function is None:
-        refuse(f"fuse does not know {name if library == 'operator' else f'{library}.{name}'}")
+        refuse(f"{name if library == 'operator' else f'{library}.{name}'} is not supported")
     recording = _traced(*args, *options.values())[0].recording
     args = tuple(recording.capture(x) if isinstance(x, (torch.Tensor, np.ndarray)) else x for x in args)
     given = {
@@ -412,7 +412,7 @@ class _Unknown:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        refuse("fuse does not know the indices of max and min")
+        refuse("the indices of max and min are not supported")
 
 
 def _variance(

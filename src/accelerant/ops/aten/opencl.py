@@ -132,6 +132,21 @@ _COMPENSATED = (
 Source: Kahan's sum, in Higham 2002, Accuracy and Stability of Numerical Algorithms, 4.3.
 """
 
+_LANES_COMBINED = """\
+    shared[get_local_id(0)] = a;
+    for (int half_width = LANES / 2; half_width; half_width /= 2) {{
+        barrier(CLK_LOCAL_MEM_FENCE);
+        if (get_local_id(0) < half_width) {{
+            T v = shared[get_local_id(0) + half_width];
+            a = shared[get_local_id(0)];
+            {accumulate}
+            shared[get_local_id(0)] = a;
+        }}
+    }}
+    if (get_local_id(0)) return;
+    a = shared[0];"""
+"""The rest of a reduction whose lanes have values a."""
+
 _TILED = """
     __local T4 a_tile[BK * WIDTH / 4], b_tile[BK * WIDTH / 4];
     __local T* const a_values = (__local T*)a_tile;
@@ -365,7 +380,11 @@ class OpenclTensors(TensorDevice):
         first = "get_local_id(0)" if lanes > 1 else "0"
         loop = f"    for ({text.index} r = {first}; r < length; r += {lanes}) {{"
         if compensated:  # of sums of 32 terms
-            loop = f"        for ({text.index} r = block; r < length && r < block + {32 * lanes}; r += {lanes}) {{"
+            loop = (
+                f"    T rest = 0;\n    for ({text.index} block = {first}; block < length; block += {32 * lanes}) {{\n"
+                f"    T part = 0;\n    for ({text.index} r = block; r < length && r < block + {32 * lanes}; "
+                f"r += {lanes}) {{"
+            )
             accumulate = "part += v;"
         low, high = ("-INFINITY", "INFINITY") if value in ("float", "double") else _LIMITS[value]
         body = [
@@ -377,11 +396,6 @@ class OpenclTensors(TensorDevice):
             f"    const T lowest = {low}, highest = {high};",
             f"    T a = {neutral};",
             *([f"    {text.index} where = 0;"] if indexed else []),
-            *(
-                [f"    T rest = 0; for ({text.index} block = {first}; block < length; block += {32 * lanes}) {{"]
-                * compensated
-            ),
-            *(["        T part = 0;"] * compensated),
             loop,
             *(f"    {line}" for line in inner_lines),
             *loads,
@@ -390,23 +404,8 @@ class OpenclTensors(TensorDevice):
             "    }",
             *([_COMPENSATED.format(type="T", a="a", v="part", rest="rest"), "    }"] if compensated else []),
         ]
-        if compensated:
-            accumulate = "a += v;"
         if lanes > 1:
-            body += [
-                "    shared[get_local_id(0)] = a;",
-                "    for (int half_width = LANES / 2; half_width; half_width /= 2) {",
-                "        barrier(CLK_LOCAL_MEM_FENCE);",
-                "        if (get_local_id(0) < half_width) {",
-                "            T v = shared[get_local_id(0) + half_width];",
-                "            a = shared[get_local_id(0)];",
-                f"            {accumulate}",
-                "            shared[get_local_id(0)] = a;",
-                "        }",
-                "    }",
-                "    if (get_local_id(0)) return;",
-                "    a = shared[0];",
-            ]
+            body.append(_LANES_COMBINED.format(accumulate="a += v;" if compensated else accumulate))
         body.append(f"    {_store(out.dtype, 'out_whole', bases[0], 'where' if indexed else post)}")
         block = lanes if lanes > 1 else 64
         grid = outputs if lanes > 1 else -(-outputs // block)

@@ -138,7 +138,7 @@ class DeviceTensor(Tensor):
         return False
 
     def _no_address(self, what: str) -> UnsupportedCase:
-        return UnsupportedCase(f"a tensor on {self.place.label} has no {what}; x.cpu() is a copy of the host that has")
+        return UnsupportedCase(f"a tensor on {self.place.label} has no {what}; use x.cpu(), a copy in host memory")
 
     # --- the content -------------------------------------------------------------------------------------------------
 

@@ -109,9 +109,9 @@ class OwnParametersRule(OwnParameters):
                 if isinstance(error, torch.OutOfMemoryError | NotForEachExample):
                     raise
                 raise UnsupportedCase(
-                    f"{kind} has parameters of its own, and its forward cannot run for each example by itself: {error}"
-                    ". Compute with layers (torch.nn), without item(), writes into other tensors and kernels of your "
-                    "own, register a LayerRule, or freeze the parameters"
+                    f"{kind} has parameters of its own, and its forward cannot run for each example by itself: "
+                    f"{str(error).rstrip('. ')}. Compute with layers (torch.nn), without item(), writes into other "
+                    "tensors and kernels of your own; or register a LayerRule, or freeze the parameters"
                 ) from error
             result = examples.mapped(result, leave)
             for _, key, value in _kept(self.module):
@@ -153,8 +153,9 @@ class OwnParametersRule(OwnParameters):
     def _not_here(self, what: str) -> UnsupportedCase:
         """Return the error of a module whose result only the whole model in a region can use, or nobody."""
         message = (
-            f"{type(self.module).__name__} has parameters of its own, and {what}: the examples must come first in its "
-            "inputs and results, with 1 there in what they share, and it must not mix them (as a mean over dimension 0)"
+            f"{type(self.module).__name__} has parameters of its own, and {what}: dimension 0 of its "
+            "inputs and results must be that of the examples, or 1 for what all of them share, and it must not mix "
+            "them (as a mean over dimension 0 does)"
         )
         return NotForEachExample(message) if self.sink.runs_by_example else UnsupportedCase(message)
 

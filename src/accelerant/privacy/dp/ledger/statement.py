@@ -215,7 +215,7 @@ def _meaning(epsilon: float, delta: float, change: str) -> str:
     ratio = math.exp(epsilon) if epsilon < 700 else math.inf
     factor = plain(ratio, 3, up=True) if ratio < 1e6 else f"e^{_number(epsilon)}"
     right = "" if epsilon > 30 else (
-        f"; who finds both equally likely, and guesses from the results, is right in at most "
+        f"; an observer who finds both equally likely and guesses from the results is right in at most "
         f"{plain(min(100.0, 100 * (ratio + delta) / (1 + ratio)), 3, up=True)}% of cases"
     )  # fmt: skip
     return (
@@ -258,8 +258,8 @@ def _covered(done: list[Event]) -> tuple[str, ...]:
 
 def _not_covered(unit: str) -> Iterator[str]:
     yield (
-        "Losses, accuracies, norms and other figures that were measured on the data without noise, on rows that were "
-        "held out as well: of the training's own records, metrics, reports and logs."
+        "Losses, accuracies, norms and other figures that were measured on the data without noise, also on rows that "
+        "were held out: the metrics, reports and logs of the training have such figures."
     )
     yield f"The number of units ({unit}) and what follows from it, such as the sampling rate; the choice of settings."
     yield "The data, the drawn records, the noise before it was added, and files stored with the results."

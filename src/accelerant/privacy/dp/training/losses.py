@@ -61,11 +61,11 @@ _WEIGHTS = (
 
 _IGNORED = (
     "the loss is a mean over the labels that are not ignore_index, and rows have different numbers of them. Give "
-    "reduction='none' or 'sum'"
+    "reduction='none' and take the mean of that, or reduction='sum' and loss_reduction='sum'"
 )
 
 _HOSTED = (
-    "Python or NumPy read values of the batch before, and numbers, tensors or a choice that may follow them are in it"
+    "Python or NumPy read values of the batch before it, and its numbers, tensors or choices may depend on those values"
 )
 
 _ROWS = "Each example changes the share of all others, and one row could move the sum by many times max_grad_norm"

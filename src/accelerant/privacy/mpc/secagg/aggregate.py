@@ -65,7 +65,7 @@ def secure_aggregate(
         module), lists and tuples; and the report: survivors, weight, and bytes and seconds by stage.
 
     Raises:
-        ConfigError: an invalid setting; no updates.
+        ConfigError: an invalid setting; one update, not a list of them.
         ShapeError: updates of different names or shapes, or some of integers and others of floats.
         UnsupportedDtype: an update is not of real numbers (complex, quantised, strings).
         UnsupportedCase: a sparse tensor, or one without values.
@@ -73,6 +73,8 @@ def secure_aggregate(
         BudgetExceeded: the ledger's budget does not allow the noisy sum.
         DivergenceError: an update is not finite.
     """
+    if isinstance(client_updates, (nn.Module, Mapping)) or not isinstance(client_updates, Iterable):
+        raise ConfigError(f"updates must be a list of one update per client, got a {type(client_updates).__name__}")
     forms = [_listed(update) for update in client_updates]
     if len(forms) < 2:
         raise ConfigError(f"secure aggregation needs at least 2 updates, got {len(forms)}")
@@ -169,7 +171,7 @@ def _check_alike(parts: Sequence[Mapping[_Path, Tensor]]) -> None:
         if part.keys() != first.keys():
             path, *_ = [path for path in (*part, *first) if (path in part) != (path in first)]
             has, lacks = (i, 0) if path in part else (0, i)
-            raise ShapeError(f"update {has} has {list(path) or 'one array'}, which update {lacks} has not")
+            raise ShapeError(f"update {has} has {list(path) or 'one array'}, which update {lacks} does not have")
         for path, x in part.items():
             y = first[path]
             if x.shape != y.shape or x.is_floating_point() != y.is_floating_point():
