@@ -221,7 +221,7 @@ def test_a_gpu_without_a_table_races_by_default(tmp_path, monkeypatch):
 
 def test_who_wins_may_refuse_a_case_of_the_bucket(racing, book):
     fast = Implementation("fast", Runs("fast"), refuses=lambda case: None if case.shape[0] == 4 else "4 rows only")
-    op = operation(fast, Implementation("slow", Runs("slow", 4e-3)), Implementation("mid", Runs("mid", 4e-4)))
+    op = operation(fast, Implementation("slow", Runs("slow", 4e-2)), Implementation("mid", Runs("mid", 4e-3)))
     assert op(CASE) == "fast"
     decision = decided(op, Case(CPU, torch.float32, (3, 8)))
     assert decision.implementation == "mid"
