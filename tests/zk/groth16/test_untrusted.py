@@ -26,6 +26,7 @@ from accelerant.algebra.field.parameters import FIELDS
 from accelerant.algebra.field.words import decode
 from accelerant.cli.app import main
 from accelerant.errors import AccelerantError, ConfigError, FormatError, ShapeError, UnsupportedDtype
+from accelerant.zk import curve as curve_named
 from accelerant.zk.formats import Witness, Zkey, describe, write_wtns, write_zkey
 from accelerant.zk.formats.elements import montgomery_points
 from accelerant.zk.groth16 import Proof, VerificationKey, prove, verify, verify_many
@@ -323,6 +324,14 @@ def test_unrelated_points_are_not_called_forgeable():
     for circuit in ("range", "poseidon"):
         text = (VECTORS / "groth16" / circuit / "verification_key.json").read_text()
         assert VerificationKey.from_json(text).forgeable is None
+
+
+def test_equal_and_opposite_points_among_many():
+    many = oracle.key_of_logarithms("bn254", 2**100, 3**70, 1, 5**60, [7**50 + i for i in range(300)])
+    assert many.forgeable is None
+    for last in (many.ic[7], curve_named("bn254_g1").neg(many.ic[7])):
+        ic = np.concatenate([many.ic[:-1], last[None]])
+        assert dataclasses.replace(many, ic=ic).forgeable.startswith("IC[7] and IC[299] of this key are related")
 
 
 def test_a_forgeable_proving_key_says_so(tmp_path):

@@ -47,7 +47,7 @@ _MOST = 16
 _ORBIT = 6
 """Images of a point of G2 that differ by more than their sign: psi has order 12 and psi^6 = -1."""
 
-_MOST_COMPARED = 1 << 10
+_MOST_COMPARED = 1 << 8
 """With more points in IC only equal and opposite ones are looked for: multiples take 0.3 ms a point."""
 
 _ANYONE = "anyone can forge proofs for it"
